@@ -1,0 +1,1 @@
+"""Data: loaders, partitions (labels to rows per client) and plans (round to cohort)."""

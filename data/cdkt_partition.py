@@ -1,0 +1,157 @@
+"""The users of the CDKT paper: the generator of its released code, from class counts.
+
+Described in the project's words from the code's behaviour: 50 users, consecutive
+labels, ten images per (user, label) first, then a log-normal amount. The draws use
+the legacy numpy generator and Python's `random`, because the released splits do.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import numpy as np
+
+NUM_USERS = 50
+
+
+class Protocol(NamedTuple):
+    """What differs between the paper's data sets.
+
+    Attributes:
+        seed: Seed of the draws; the released splits have 1.
+        labels_per_user: L.
+        stride: First label of user u is `stride * u mod Y`.
+        sigma: Of the log-normal amounts.
+        reserve: Subtracted from a class's size before it is shared out.
+        scale: Factor on the amounts (MNIST types).
+        factor, addend: Ranges of the random factor and addend (CIFAR types), or None.
+        constant: Added besides.
+        overlap: First-stage slices share one image with the next (CIFAR-100).
+        sort_as_text: Users are ordered by their names as text: 0, 1, 10, 11, ...
+        random_labels: Classes are drawn at random (what the paper says).
+        class_sizes: Class sizes that set the amounts, if not the pool's own.
+    """
+
+    seed: int = 1
+    labels_per_user: int = 2
+    stride: int = 1
+    sigma: float = 1.0
+    reserve: int = 100
+    scale: float = 0.4
+    factor: tuple[int, int] | None = None
+    addend: tuple[int, int] | None = None
+    constant: int = 0
+    overlap: bool = False
+    sort_as_text: bool = False
+    random_labels: bool = False
+    class_sizes: tuple[int, ...] | None = None
+
+
+# Images per class of all 70,000 MNIST images, less the proxy share of 0.5 %.
+MNIST_SIZES = (6868, 7837, 6955, 7105, 6789, 6281, 6841, 7256, 6790, 6923)
+PROTOCOLS = {
+    "mnist": Protocol(sort_as_text=True),
+    "mnist_5k": Protocol(sort_as_text=True, class_sizes=MNIST_SIZES),
+    "fashion_mnist": Protocol(scale=0.55),
+    "cifar10": Protocol(
+        labels_per_user=3,
+        sigma=2.0,
+        reserve=50,
+        scale=1.0,
+        factor=(1, 10),
+        addend=(10, 200),
+        constant=200,
+    ),
+    "cifar100": Protocol(
+        labels_per_user=30,
+        stride=10,
+        sigma=2.0,
+        reserve=50,
+        scale=1.0,
+        factor=(1, 5),
+        addend=(5, 50),
+        overlap=True,
+    ),
+}
+PAPER_LABELS = {"cifar10": 2, "cifar100": 20}
+
+
+def user_labels(protocol: Protocol, num_classes: int) -> np.ndarray:
+    """int[50, L]: the classes of each user."""
+    users, steps = np.arange(NUM_USERS)[:, None], np.arange(protocol.labels_per_user)
+    if not protocol.random_labels:
+        return (protocol.stride * users + steps) % num_classes
+    gen = np.random.RandomState(protocol.seed)
+    return np.stack(
+        [gen.permutation(num_classes)[: len(steps)] for _ in range(NUM_USERS)]
+    )
+
+
+def slices(class_sizes: np.ndarray, protocol: Protocol) -> list[list[tuple]]:
+    """Per user, the (class, begin, end) slices of each class's images.
+
+    Args:
+        class_sizes: int[Y], images of each class once the proxy is set aside.
+        protocol: See `Protocol`.
+    """
+    num_classes = len(class_sizes)
+    labels = user_labels(protocol, num_classes)
+    gen, dice = np.random.RandomState(protocol.seed), random.Random(protocol.seed)
+    amounts = gen.lognormal(
+        0, protocol.sigma, (num_classes, NUM_USERS, protocol.labels_per_user)
+    )
+    scale_sizes = np.asarray(protocol.class_sizes or class_sizes)
+    amounts *= (scale_sizes - protocol.reserve)[:, None, None] / amounts.sum(
+        (1, 2), keepdims=True
+    )
+    begin = np.zeros(num_classes, int)
+    out: list[list[tuple]] = [[] for _ in range(NUM_USERS)]
+    for user in range(NUM_USERS):
+        for label in labels[user]:
+            end = begin[label] + 10 + protocol.overlap
+            out[user].append((int(label), int(begin[label]), int(end)))
+            begin[label] += 10
+    for user in range(NUM_USERS):
+        for step, label in enumerate(labels[user]):
+            # Only ten of the fifty rows of draws are used: // 5, as in the code.
+            amount = int(amounts[label, user // 5, step])
+            if protocol.factor is not None:
+                addend = dice.randint(*protocol.addend)
+                amount = amount * dice.randint(*protocol.factor) + addend
+                amount += protocol.constant
+            else:
+                amount = int(protocol.scale * amount)
+            if begin[label] + amount < class_sizes[label]:
+                start = int(begin[label])
+                out[user].append((int(label), start, start + amount))
+                begin[label] += amount
+    return out
+
+
+def order(protocol: Protocol) -> list[int]:
+    """Users in the order of the released files; scenario 1 takes the first ten."""
+    users = list(range(NUM_USERS))
+    return sorted(users, key=str) if protocol.sort_as_text else users
+
+
+def users(labels: np.ndarray, protocol: Protocol, num_clients: int) -> list[np.ndarray]:
+    """Positions in `labels` int[N] of the first `num_clients` users' images."""
+    if num_clients > NUM_USERS:
+        raise ValueError(
+            f"--num_clients={num_clients}: --partition=cdkt has {NUM_USERS} users"
+        )
+    num_classes = int(labels.max()) + 1
+    members = [np.flatnonzero(labels == c) for c in range(num_classes)]
+    sizes = np.array([len(m) for m in members])
+    needed = 10 * NUM_USERS * protocol.labels_per_user // num_classes + 1
+    if sizes.min() < needed:
+        raise ValueError(
+            f"--partition=cdkt needs {needed} images of every class, class "
+            f"{int(sizes.argmin())} has {sizes.min()}; take another --partition"
+        )
+    cuts = slices(sizes, protocol)
+    return [
+        np.concatenate([members[c][begin:end] for c, begin, end in cuts[user]])
+        for user in order(protocol)[:num_clients]
+    ]

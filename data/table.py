@@ -1,0 +1,62 @@
+"""A data set as numpy arrays, and its way onto the device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Table(NamedTuple):
+    """All examples of a data set; the official test rows come last.
+
+    Attributes:
+        image: uint8 or float [N, ...].
+        label: int32[N].
+        num_train: Rows of the official train split; the rest is the test split.
+        num_classes: Y.
+        client: int32[N], the natural owner of each row, or None.
+    """
+
+    image: np.ndarray
+    label: np.ndarray
+    num_train: int
+    num_classes: int
+    client: np.ndarray | None = None
+
+
+NORMALIZATIONS = ("none", "channel", "global", "pixel", "half")
+
+
+def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """(mean, scale) f32, broadcastable to an example, for `(image - mean) * scale`.
+
+    Args:
+        image: [N, ...]; integer images count as 0..255, floats as they are.
+        kind: `none` divides integers by 255 only; `channel` standardises the last
+            axis, `global` all values together and `pixel` every position, with .001
+            added to the standard deviation of the latter two (the CDKT code);
+            `half` is (x - .5) / .5.
+    """
+    unit = 255.0 if np.issubdtype(image.dtype, np.integer) else 1.0
+    if kind == "none":
+        return np.zeros((), np.float32), np.float32(1 / unit)
+    if kind == "half":
+        return np.float32(unit / 2), np.float32(2 / unit)
+    axes = {
+        "channel": tuple(range(image.ndim - 1)),
+        "global": tuple(range(image.ndim)),
+        "pixel": (0,),
+    }[kind]
+    # Sums of slices in float64: no float copy of the whole table.
+    total = np.zeros(np.mean(image[:1], axis=axes, dtype=np.float64).shape)
+    square = np.zeros_like(total)
+    for begin in range(0, len(image), 4096):
+        part = image[begin : begin + 4096].astype(np.float64)
+        total += part.sum(axis=axes)
+        square += (part**2).sum(axis=axes)
+    count = image.size / max(total.size, 1)
+    mean = total / count
+    std = np.sqrt(np.maximum(square / count - mean**2, 0))
+    margin = unit * (0.001 if kind in ("global", "pixel") else 1e-7)
+    return mean.astype(np.float32), (1 / (std + margin)).astype(np.float32)

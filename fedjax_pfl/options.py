@@ -1,0 +1,112 @@
+"""A dataclass field that carries its own help text, choices and range."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    zero_is_off: bool = False,
+) -> Any:
+    """A field with `--help` text.
+
+    Args:
+        default: The default value.
+        help: One sentence; the paper's symbol in brackets.
+        choices: The allowed strings.
+        minimum: Smallest allowed number.
+        maximum: Largest allowed number.
+        above: The number must be greater than this.
+        zero_is_off: A float whose 0 removes code instead of multiplying by 0; it
+            stays a Python 0.0 (static) then.
+    """
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "minimum": minimum,
+        "maximum": maximum,
+        "above": above,
+        "zero_is_off": zero_is_off,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def validate(values: Any) -> None:
+    """Checks every field of a dataclass instance against its option.
+
+    Raises:
+        ValueError: one line with the flag, what came and what is allowed.
+    """
+    for field in dataclasses.fields(values):
+        value = getattr(values, field.name)
+        meta = field.metadata
+        if value is None or not meta:
+            continue
+        flag = f"--{field.name}={value}"
+        if meta["choices"] and value not in meta["choices"]:
+            raise ValueError(f"{flag}: expected one of {', '.join(meta['choices'])}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{flag}: expected a finite number")
+        if meta["minimum"] is not None and value < meta["minimum"]:
+            raise ValueError(f"{flag}: expected at least {meta['minimum']:g}")
+        if meta["maximum"] is not None and value > meta["maximum"]:
+            raise ValueError(f"{flag}: expected at most {meta['maximum']:g}")
+        if meta["above"] is not None and value <= meta["above"]:
+            raise ValueError(f"{flag}: expected more than {meta['above']:g}")
+
+
+def is_off(value: Any) -> bool:
+    """True for a static zero; a traced value is always on."""
+    return isinstance(value, (int, float)) and value == 0
+
+
+def split_floats(values: Any) -> tuple[Any, dict[str, float]]:
+    """Separates the numbers that may be traced from the structure.
+
+    Returns:
+        The instance with every traceable float replaced by 0.0 (hashable, equal for
+        all settings of one structure), and those floats by name.
+    """
+    floats = {
+        field.name: getattr(values, field.name)
+        for field in dataclasses.fields(values)
+        if isinstance(getattr(values, field.name), float)
+        and not (field.metadata.get("zero_is_off") and getattr(values, field.name) == 0)
+    }
+    return dataclasses.replace(values, **dict.fromkeys(floats, 0.0)), floats
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalTraining:
+    """Options of every algorithm that trains clients with minibatches."""
+
+    local_epochs: int = option(2, "epochs of local training per round", minimum=1)
+    batch_size: int = option(20, "examples per local step", minimum=1)
+    client_optimizer: str = option(
+        "sgd", "optimizer of the local steps", choices=("sgd", "adam")
+    )
+    client_lr: float = option(0.05, "learning rate of the clients", minimum=0)
+    client_lr_decay: float = option(
+        1.0, "factor on the clients' learning rate after each round", above=0, maximum=1
+    )
+    client_momentum: float = option(
+        0.0, "momentum of sgd", minimum=0, maximum=1, zero_is_off=True
+    )
+    weight_decay: float = option(
+        0.0, "L2 term added to the gradient", minimum=0, zero_is_off=True
+    )
+    clip_norm: float = option(
+        0.0,
+        "clip the gradient of a local step at this global norm, 0 = never",
+        minimum=0,
+        zero_is_off=True,
+    )

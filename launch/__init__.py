@@ -1,0 +1,1 @@
+"""All that a person starts: main, bench, reproduce and list."""

@@ -1,0 +1,214 @@
+"""An experiment in memory: what notebooks hold and `main` wraps."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedjax_pfl import checkpoint, simulate, types
+from launch import devices
+
+COUNTERS = ("round", "seed", "train_loss", "bytes_up", "bytes_down", "seconds")
+
+
+class Experiment:
+    """One configuration, ready to run.
+
+    Attributes:
+        config, hparams: The resolved options.
+        state: The stacked RoundState (leading axis: seeds), None before `run`.
+        metrics: A list of dicts, one per evaluated round and seed.
+        round: Rounds done.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Any,
+        hparams: Any,
+        task: types.Task,
+        program: simulate.Program,
+        data: types.Data,
+        cohorts: Callable[[int, int], types.Cohort],
+        seeds: list[int],
+        window: tuple[int, ...],
+    ):
+        self.config, self.hparams, self.task = config, hparams, task
+        self.program, self.data, self.cohorts = program, data, cohorts
+        self.seeds, self.window = seeds, window
+        self.state: Any = None
+        self.metrics: list[dict[str, Any]] = []
+        self.client_accuracies: dict[int, np.ndarray] = {}
+        self.round = 0
+        self.compile_seconds = 0.0
+        kinds = len(program.algorithm.messages)
+        self.totals = simulate.Totals(np.zeros((len(seeds), kinds), np.int64))
+
+    @property
+    def evaluate_at(self) -> frozenset[int]:
+        """Rounds after which the run is evaluated; the summary window is forced."""
+        regular = range(0, self.config.rounds + 1, self.config.eval_every)
+        return frozenset((*regular, *self.window, self.config.rounds))
+
+    def state_template(self) -> Any:
+        """Shapes of the stacked state."""
+        return jax.eval_shape(
+            self.program.init,
+            self.program.floats,
+            self.data,
+            self.data.partition,
+            np.asarray(self.seeds, np.uint32),
+        )
+
+    def start(self) -> None:
+        """Makes the state before the first round, once."""
+        if self.state is None:
+            begin = time.perf_counter()
+            self.state = jax.block_until_ready(
+                simulate.initial_state(self.program, self.data, self.seeds)
+            )
+            self.compile_seconds += time.perf_counter() - begin
+
+    def advance(
+        self,
+        stop_at: Callable[[int], int] | None = None,
+        rounds_per_call: int | None = None,
+    ):
+        """Runs to the last round; yields after every chunk with records of its rounds.
+
+        Args:
+            stop_at: `round -> next round` at which a chunk must end at the latest.
+            rounds_per_call: Fixed length of a chunk, None = about 10 seconds of work.
+
+        Yields:
+            (event, new entries of `metrics`).
+        """
+        self.start()
+        base = self.compile_seconds
+        for event in simulate.train(
+            self.program,
+            self.data,
+            self.state,
+            self.cohorts,
+            num_seeds=len(self.seeds),
+            start=self.round,
+            rounds=self.config.rounds,
+            evaluate_at=self.evaluate_at,
+            stop_at=stop_at or (lambda _: self.config.rounds),
+            totals=self.totals,
+            execution=self.task.execution,
+            rounds_per_call=rounds_per_call,
+        ):
+            self.state, self.round = event.state, event.round
+            self.compile_seconds = base + event.compile_seconds
+            records = []
+            for seed, (values, accuracies) in zip(
+                self.seeds, event.evaluated or [], strict=False
+            ):
+                record = {"round": event.round, "seed": seed, **values}
+                records.append(record | {"seconds": round(self.totals.seconds, 3)})
+                if accuracies is not None and event.round in self.window:
+                    table = self.client_accuracies.setdefault(
+                        event.round,
+                        np.full((len(self.seeds), len(accuracies)), np.nan),
+                    )
+                    table[self.seeds.index(seed)] = accuracies
+            self.metrics += records
+            yield event, records
+
+    def run(self) -> dict[str, Any]:
+        """Runs to the last round in memory and returns the summary."""
+        for _ in self.advance():
+            pass
+        return self.summary()
+
+    def params(self, client_id: int, seed: int | None = None) -> types.Params:
+        """The parameters that serve a client right now, as a tuple of stages.
+
+        Args:
+            client_id: 0..K-1.
+            seed: One of `seeds`; None = the first.
+        """
+        if not 0 <= client_id < self.config.num_clients:
+            raise ValueError(
+                f"client_id={client_id}: expected 0..{self.config.num_clients - 1}"
+            )
+        self.start()
+        index = self.seeds.index(self.seeds[0] if seed is None else seed)
+        state = jax.tree.map(lambda leaf: leaf[index], self.state)
+        part = jax.tree.map(lambda leaf: leaf[index], self.data.partition)
+        cohort = self.cohorts(index, self.round)
+        for group in self.program.algorithm.serving(
+            state, cohort, self.data.replace(partition=part)
+        ):
+            served = np.asarray(group.mask) & (np.asarray(group.client_id) == client_id)
+            if served.any():
+                slot = int(np.flatnonzero(served)[0])
+                if group.shared:
+                    return group.params
+                return jax.tree.map(lambda leaf, s=slot: leaf[s], group.params)
+        raise ValueError(f"client_id={client_id} is served by no model")
+
+    def summary(self) -> dict[str, Any]:
+        """The run as numbers: metrics by the summary rule, then speed and versions."""
+        by_seed: dict[int, dict[str, list[float]]] = {s: {} for s in self.seeds}
+        for record in self.metrics:
+            if record["round"] in self.window:
+                for name, value in record.items():
+                    if name not in COUNTERS:
+                        by_seed[record["seed"]].setdefault(name, []).append(value)
+        rule = np.median if self.config.summary.startswith("median") else np.mean
+        metrics = {}
+        for name in by_seed[self.seeds[0]]:
+            values = [float(rule(by_seed[seed][name])) for seed in self.seeds]
+            metrics[name] = _spread(values)
+        if {"c_spec", "c_gen"} <= metrics.keys():
+            # The mean of the two summaries, not the summary of the means.
+            spec, gen = metrics["c_spec"]["per_seed"], metrics["c_gen"]["per_seed"]
+            metrics["c_per"] = _spread([(a + b) / 2 for a, b in zip(spec, gen)])
+        for name in ("bytes_up", "bytes_down"):
+            last = [r[name] for r in self.metrics if r["round"] == self.round]
+            if last:
+                metrics[name] = _spread(last)
+        totals, seconds = self.totals, max(self.totals.seconds, 1e-9)
+        return {
+            "metrics": metrics,
+            "rounds": self.round,
+            "summary": self.config.summary,
+            "client_updates_per_second": totals.client_updates / seconds,
+            "samples_per_second": totals.samples / seconds,
+            "padding_efficiency": totals.samples / max(totals.executed, 1),
+            "compile_seconds": self.compile_seconds,
+            "peak_memory_bytes": devices.peak_memory_bytes(),
+            "setup_bytes_down": self.setup_bytes(),
+            "parameters_sha256": checkpoint.digest(
+                (self.state.server, self.state.clients)
+            ),
+            "versions": {
+                "python": platform.python_version(),
+                "jax": jax.__version__,
+                "numpy": np.__version__,
+            },
+            "backend": jax.default_backend(),
+            "device": devices.name(),
+            "num_devices": self.task.execution.mesh.size
+            if self.task.execution.mesh
+            else 1,
+            "client_chunk": self.task.execution.chunk,
+        }
+
+    def setup_bytes(self) -> int:
+        """One-off bytes of shipping the proxy set (images and labels) to every client."""
+        image = np.prod(self.task.example_shape) * self.data.image.dtype.itemsize
+        return int(self.task.num_proxy * (image + 1) * self.config.num_clients)
+
+
+def _spread(values: list[float]) -> dict[str, Any]:
+    """Mean and sample standard deviation (ddof=1) over seeds."""
+    std = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+    return {"mean": float(np.mean(values)), "std": std, "per_seed": list(values)}

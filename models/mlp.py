@@ -1,0 +1,16 @@
+"""A multilayer perceptron for flat inputs, toy studies and fast tests."""
+
+from fedjax_pfl import types
+from models import stages
+
+
+def mlp(num_classes: int) -> types.Model:
+    """MLP with hidden widths 128 and 64; takes examples of any shape."""
+    return stages.chain(
+        "mlp",
+        [
+            ("dense1", stages.Dense(128)),
+            ("dense2", stages.Dense(64)),
+            ("dense3", stages.Dense(num_classes, relu=False)),
+        ],
+    )
