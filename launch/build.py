@@ -281,6 +281,7 @@ def assemble(
         config.devices,
         config.clients_per_round,
         traffic.model_bytes(client_model, shape),
+        hparams.batch_size,
     )
     task = types.Task(
         server_model=server_model,

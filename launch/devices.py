@@ -29,16 +29,22 @@ def prefer_wide_vectors() -> None:
 
 
 def execution(
-    client_chunk: int, num_devices: int, clients_per_round: int, model_bytes: int
+    client_chunk: int,
+    num_devices: int,
+    clients_per_round: int,
+    model_bytes: int,
+    batch_size: int,
 ) -> types.Execution:
     """The mesh and the number of clients that are vmapped together.
 
     Args:
         client_chunk: A user's choice, 0 = by backend: on a CPU one client at a time, or
-            about four for tiny models; elsewhere the whole cohort.
+            for tiny models as many as make about 80 examples a step; elsewhere the
+            whole cohort.
         num_devices: 0 = all.
         clients_per_round: Clients of a cohort.
         model_bytes: Size of one client's parameters.
+        batch_size: Examples of one client's step.
 
     Raises:
         ValueError: more devices than there are.
@@ -56,9 +62,10 @@ def execution(
     if not chunk:
         chunk = 1
         if model_bytes < SMALL_MODEL_BYTES:
-            # The divisor nearest to four: no padding rows.
-            divisors = [d for d in range(1, 9) if per_device % d == 0]
-            chunk = min(divisors, key=lambda d: (abs(d - 4), d))
+            wanted = max(1, round(80 / batch_size))
+            # A divisor near to it: no padding rows.
+            divisors = [d for d in range(1, 2 * wanted + 1) if per_device % d == 0]
+            chunk = min(divisors, key=lambda d: (abs(d - wanted), d))
     mesh = None
     if count > 1:
         mesh = jax.make_mesh(

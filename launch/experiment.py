@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import time
 from collections.abc import Callable
@@ -43,7 +44,10 @@ class Experiment:
         self.seeds, self.window = seeds, window
         self.state: Any = None
         self.metrics: list[dict[str, Any]] = []
-        self.client_accuracies: dict[int, np.ndarray] = {}
+        # Shape fixed by the rule, not by `rounds`, so that a longer run can resume.
+        self.client_accuracies = np.full(
+            (len(seeds), max(len(window), 10), config.num_clients), np.nan
+        )
         self.round = 0
         self.compile_seconds = 0.0
         kinds = len(program.algorithm.messages)
@@ -54,16 +58,6 @@ class Experiment:
         """Rounds after which the run is evaluated; the summary window is forced."""
         regular = range(0, self.config.rounds + 1, self.config.eval_every)
         return frozenset((*regular, *self.window, self.config.rounds))
-
-    def state_template(self) -> Any:
-        """Shapes of the stacked state."""
-        return jax.eval_shape(
-            self.program.init,
-            self.program.floats,
-            self.data,
-            self.data.partition,
-            np.asarray(self.seeds, np.uint32),
-        )
 
     def start(self) -> None:
         """Makes the state before the first round, once."""
@@ -113,13 +107,46 @@ class Experiment:
                 record = {"round": event.round, "seed": seed, **values}
                 records.append(record | {"seconds": round(self.totals.seconds, 3)})
                 if accuracies is not None and event.round in self.window:
-                    table = self.client_accuracies.setdefault(
-                        event.round,
-                        np.full((len(self.seeds), len(accuracies)), np.nan),
-                    )
-                    table[self.seeds.index(seed)] = accuracies
+                    slot = self.window.index(event.round)
+                    self.client_accuracies[self.seeds.index(seed), slot] = accuracies
             self.metrics += records
             yield event, records
+
+    def saved(self) -> tuple[Any, dict[str, Any]]:
+        """(arrays, host counters): everything that a checkpoint holds."""
+        arrays = {"state": self.state, "accuracies": self.client_accuracies}
+        totals = dataclasses.asdict(self.totals)
+        host = totals | {
+            "messages": self.totals.messages.tolist(),
+            "compile_seconds": self.compile_seconds,
+            "window": list(self.window),
+        }
+        return arrays, host
+
+    def saved_template(self) -> Any:
+        """Shapes of the arrays of `saved`."""
+        state = jax.eval_shape(
+            self.program.init,
+            self.program.floats,
+            self.data,
+            self.data.partition,
+            np.asarray(self.seeds, np.uint32),
+        )
+        return {"state": state, "accuracies": self.client_accuracies}
+
+    def load(
+        self, round: int, arrays: Any, host: dict[str, Any], metrics: list[dict]
+    ) -> None:
+        """Continues from what `saved` returned after `round` rounds."""
+        host = dict(host)
+        self.state, self.round, self.metrics = arrays["state"], round, metrics
+        self.compile_seconds = host.pop("compile_seconds")
+        if tuple(host.pop("window")) == self.window:
+            self.client_accuracies = np.array(arrays["accuracies"])
+        messages = np.asarray(host.pop("messages"), np.int64)
+        self.totals = simulate.Totals(
+            messages=messages.reshape(self.totals.messages.shape), **host
+        )
 
     def run(self) -> dict[str, Any]:
         """Runs to the last round in memory and returns the summary."""
@@ -203,7 +230,7 @@ class Experiment:
         }
 
     def setup_bytes(self) -> int:
-        """One-off bytes of shipping the proxy set (images and labels) to every client."""
+        """One-off bytes of shipping the proxy set, images and labels, to all clients."""
         image = np.prod(self.task.example_shape) * self.data.image.dtype.itemsize
         return int(self.task.num_proxy * (image + 1) * self.config.num_clients)
 

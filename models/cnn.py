@@ -107,5 +107,5 @@ def m1(num_classes: int) -> types.Model:
 
 
 def m2(num_classes: int) -> types.Model:
-    """FedD2S's M2 (C 16,64,128; F 128,32,Y): 353,284 parameters, 32x32x3, 100 classes."""
+    """FedD2S's M2 (C 16,64,128; F 128,32,Y): 353,284 on 32x32x3, 100 classes."""
     return _fedd2s("m2", (16, 64, 128), (128, 32), num_classes)

@@ -146,11 +146,12 @@ def chain(
         for index, stage in enumerate(parts):
             stage_key = jax.random.fold_in(key, index)
             variables = {}
-            for number, (part, module) in enumerate(stage.items()):
-                source = h if part == "exit" else x
-                part_key = jax.random.fold_in(stage_key, number)
-                out, variables[part] = module.init_with_output(part_key, source)
-                h = out if part == "trunk" else h
+            h, variables["trunk"] = stage["trunk"].init_with_output(
+                jax.random.fold_in(stage_key, 0), x
+            )
+            if "exit" in stage:
+                exit_key = jax.random.fold_in(stage_key, 1)
+                variables["exit"] = stage["exit"].init(exit_key, h)
             x = h
             params.append({p: dict(v.get("params", {})) for p, v in variables.items()})
             stats.append(

@@ -1,0 +1,139 @@
+"""Runs one algorithm: `python -m launch.main --algo=cdkt [--flagfile=...] [--...]`.
+
+Results go to --workdir; `--algo=NAME --help` lists the options. Ctrl-C or SIGTERM ends
+after the current chunk (about 10 seconds of work), saves, and says how to go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import logging as absl_logging
+
+from launch import build, flags, report
+from launch import workdir as workdir_lib
+from launch.experiment import Experiment
+
+
+class Stop:
+    """Remembers the first SIGINT or SIGTERM; a second SIGINT interrupts at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def __enter__(self) -> Stop:
+        self.before = {
+            number: signal.signal(number, self._note)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: object) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = number
+        print("\nstopping after this chunk ...", file=sys.stderr, flush=True)
+
+
+def run(
+    experiment: Experiment,
+    folder: workdir_lib.Workdir,
+    stop: Stop,
+    progress: Callable[[int, Sequence[dict[str, Any]]], None],
+) -> bool:
+    """Runs to the last round, writing metrics and checkpoints; False if stopped."""
+    config = experiment.config
+    every, saved_at, saved_time = config.checkpoint_every, None, time.monotonic()
+
+    def stop_at(round: int) -> int:
+        return (round // every + 1) * every if every else config.rounds
+
+    for event, records in experiment.advance(stop_at):
+        folder.append(records)
+        progress(event.round, records)
+        due = event.round % every == 0 if every else time.monotonic() - saved_time > 60
+        ended = event.round == config.rounds
+        if due or ended or stop.signal is not None:
+            folder.save()
+            saved_at, saved_time = event.round, time.monotonic()
+        if stop.signal is not None and not ended:
+            break
+    return saved_at == config.rounds or experiment.round == config.rounds
+
+
+def execute(given: dict[str, Any]) -> dict[str, Any]:
+    """Builds, runs and reports one experiment; returns its summary.
+
+    Raises:
+        SystemExit: 2 after one line about bad input, 1 when results cannot be
+            written, 130 or 143 when stopped by a signal.
+    """
+    try:
+        experiment = build.experiment(**given)
+        folder = workdir_lib.Workdir(experiment)
+        done = folder.prepare()
+    except ValueError as error:
+        flags.fail(error)
+    except OSError as error:
+        flags.fail(error, 1)
+    if done is not None:
+        print(f"{folder.path} holds this run, finished:")
+        print(report.table(done))
+        return done
+    config = experiment.config
+    print(
+        f"{config.algo} on {config.dataset}: {config.num_clients} clients, "
+        f"{config.clients_per_round} a round, {config.rounds} rounds, "
+        f"{config.num_seeds} seed(s) -> {folder.path}",
+        flush=True,
+    )
+    if experiment.round:
+        print(f"resumed after round {experiment.round}", flush=True)
+    progress = report.Progress(config.rounds, experiment.round)
+    with Stop() as stop:
+        try:
+            finished = run(experiment, folder, stop, progress.update)
+        except OSError as error:
+            flags.fail(f"results cannot be written: {error}", 1)
+        finally:
+            progress.close()
+    if not finished:
+        print(
+            f"stopped after round {experiment.round}; go on with: python -m launch.main "
+            f"--flagfile={folder.path / 'run.flags'} --workdir={folder.path} --resume",
+            file=sys.stderr,
+        )
+        raise SystemExit(128 + stop.signal)
+    summary = folder.finish(experiment.summary())
+    print(report.table(summary))
+    print(f"results in {folder.path}")
+    return summary
+
+
+def quiet() -> None:
+    """Keeps the libraries' own messages out of the way of ours."""
+    absl_logging.set_verbosity(absl_logging.ERROR)
+    logging.getLogger("orbax").setLevel(logging.ERROR)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command."""
+    quiet()
+    try:
+        given = flags.parse(sys.argv if argv is None else argv)
+    except flags.UsageError as error:
+        flags.fail(error)
+    execute(given)
+
+
+if __name__ == "__main__":
+    main()
