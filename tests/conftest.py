@@ -1,0 +1,36 @@
+"""Four fake CPU devices, and small data that every test may use."""
+
+import os
+
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+)
+
+import numpy as np
+import pytest
+
+from data import synthetic
+
+
+def write_npz(path, num_rows=240, shape=(8, 8, 1), num_classes=4, clients=None, seed=0):
+    """Writes blobs as a user's npz file; `clients` are sizes of a natural partition."""
+    source = synthetic.blobs(num_rows, shape, num_classes, seed=seed)
+    arrays = {"x": source.image, "y": source.label}
+    if clients is not None:
+        arrays["client"] = np.repeat(np.arange(len(clients)), clients)
+    np.savez(path, **arrays)
+    return f"npz:{path}"
+
+
+@pytest.fixture(scope="session")
+def blobs(tmp_path_factory):
+    """`--dataset` of 240 small images in 4 classes, no owners."""
+    return write_npz(tmp_path_factory.mktemp("data") / "blobs.npz")
+
+
+@pytest.fixture(scope="session")
+def unequal(tmp_path_factory):
+    """`--dataset` with seven clients of quite different sizes."""
+    sizes = [10, 15, 20, 25, 40, 50, 80]
+    path = tmp_path_factory.mktemp("data") / "unequal.npz"
+    return write_npz(path, sum(sizes), clients=sizes)
