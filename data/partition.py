@@ -246,7 +246,9 @@ def split(source: table.Table, spec: PartitionSpec, seed: int) -> Split:
     pool = gen.permutation(size)
     proxy = pool[:0]
     if spec.proxy_fraction:
-        proxy = pool[proxy_rows(source.label[pool], spec.proxy_fraction)]
+        # Shuffled: proxy batches have a fixed order, and one class each otherwise.
+        chosen = proxy_rows(source.label[pool], spec.proxy_fraction)
+        proxy = pool[gen.permutation(chosen)]
         pool = np.setdiff1d(pool, proxy, assume_unique=True)
         pool = gen.permutation(pool)
     if spec.examples_per_client and spec.partition != "natural":
