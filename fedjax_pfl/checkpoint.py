@@ -91,7 +91,7 @@ def save(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
         },
         "files": _file_digests(partial),
     }
-    text = json.dumps(body, sort_keys=True)
+    text = json.dumps(body)
     seal = hashlib.sha256(text.encode()).hexdigest()
     with open(partial / MANIFEST, "w") as file:
         file.write(json.dumps({"sha256": seal, "body": text}))

@@ -38,6 +38,13 @@ def padded_size(num_rows: int, execution: types.Execution) -> int:
     return devices * chunk * -(-per_device // chunk)
 
 
+def replicated(execution: types.Execution) -> jax.sharding.Sharding:
+    """Where tables and states live: on every device of the mesh, or on the one."""
+    if execution.mesh is None:
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.sharding.NamedSharding(execution.mesh, PartitionSpec())
+
+
 def over_clients(
     fn: Callable[[Any, Any, jax.Array], Any], execution: types.Execution
 ) -> Callable[[Any, Any, jax.Array], Any]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import evaluate, options, traffic, types
+from fedjax_pfl import evaluate, options, rows, traffic, types
 
 CHUNK_SECONDS = 10.0
 PLAN_BYTES = 64 << 20
@@ -141,9 +141,10 @@ def program(
 
         return _over_seeds(one, backend)(state, cohort, partition)
 
+    everywhere = rows.replicated(task.execution)
     return Program(
-        init=jax.jit(init),
-        rounds=jax.jit(rounds, donate_argnums=1),
+        init=jax.jit(init, out_shardings=everywhere),
+        rounds=jax.jit(rounds, donate_argnums=1, out_shardings=everywhere),
         evaluate=jax.jit(count),
         floats=floats,
         algorithm=make(hparams, task),
@@ -228,12 +229,12 @@ def train(
     test_count = np.asarray(data.partition.test.count)
     union = (np.asarray(data.partition.test.row) >= 0).sum(1)
     metrics: dict[str, Any] = {}
-    # A device array now, so that the first call has the type of all later ones.
-    state = jax.tree.map(jnp.asarray, state)
+    # Placed now, so that the first call has the types of all later ones.
+    state = jax.device_put(state, rows.replicated(execution))
 
     def stack(first_round: int, count: int) -> types.Cohort:
         table = [
-            [cohorts(seed, first_round + min(i, count - 1)) for i in range(count)]
+            [cohorts(seed, first_round + i) for i in range(count)]
             for seed in range(num_seeds)
         ]
         account(table)

@@ -15,7 +15,7 @@ import numpy as np
 import algorithms
 import models
 from data import cdkt_partition, loaders, partition, plan, table
-from fedjax_pfl import evaluate, options, simulate, traffic, types
+from fedjax_pfl import evaluate, options, rows, simulate, traffic, types
 from launch import config as config_lib
 from launch import devices
 from launch.experiment import Experiment
@@ -115,7 +115,7 @@ def configure(given: dict[str, Any]) -> tuple[config_lib.Config, Any]:
     return build(config_lib.Config), build(module.HParams)
 
 
-def _resolve(
+def resolve(
     config: config_lib.Config, source: table.Table, given: dict[str, Any]
 ) -> config_lib.Config:
     """Fills every None from the data and the preset."""
@@ -248,15 +248,25 @@ def experiment(**given: Any) -> Experiment:
     given = {name: value for name, value in given.items() if value is not None}
     config, hparams = configure(given)
     source = loaders.load(config.dataset, config.data_dir)
-    config = _resolve(config, source, given)
+    config = resolve(config, source, given)
     _check(config, source)
     return assemble(config, hparams, source)
 
 
 def assemble(
-    config: config_lib.Config, hparams: Any, source: table.Table
+    config: config_lib.Config,
+    hparams: Any,
+    source: table.Table,
+    client_depth: np.ndarray | None = None,
 ) -> Experiment:
-    """Puts data, models and algorithm of a resolved configuration together."""
+    """Puts data, models and algorithm of a resolved configuration together.
+
+    Args:
+        config: Every field set.
+        hparams: The algorithm's options.
+        source: The data set.
+        client_depth: int32[K], stages that each client holds; None = all of them.
+    """
     devices.prefer_wide_vectors()
     jax.config.update(
         "jax_default_matmul_precision", devices.PRECISIONS[config.precision]
@@ -283,13 +293,14 @@ def assemble(
         traffic.model_bytes(client_model, shape),
         hparams.batch_size,
     )
+    num_stages = len(client_model.stage_names)
+    if client_depth is None:
+        client_depth = np.full(config.num_clients, num_stages, np.int32)
     task = types.Task(
         server_model=server_model,
         client_models=(client_model,),
         group_of_client=np.zeros(config.num_clients, np.int32),
-        client_depth=np.full(
-            config.num_clients, len(client_model.stage_names), np.int32
-        ),
+        client_depth=client_depth,
         num_clients=config.num_clients,
         num_classes=source.num_classes,
         num_proxy=stacked.proxy.shape[1],
@@ -320,7 +331,7 @@ def assemble(
     cohorts = plan.planner(
         seeds=seeds,
         num_rows=np.asarray(stacked.train.count),
-        client_depth=task.client_depth,
+        client_depth=client_depth,
         clients_per_round=config.clients_per_round,
         specs=program.algorithm.plans,
         num_peers=program.algorithm.num_peers,
@@ -331,7 +342,7 @@ def assemble(
         hparams=hparams,
         task=task,
         program=program,
-        data=jax.device_put(data),
+        data=jax.device_put(data, rows.replicated(execution)),
         cohorts=cohorts,
         seeds=seeds,
         window=summary_window(config.summary, config.rounds),

@@ -90,14 +90,14 @@ def cdkt_cifar_small(num_classes: int) -> types.Model:
 
 def _fedd2s(name: str, conv: tuple, dense: tuple, num_classes: int) -> types.Model:
     layers = [
-        (f"C{i}", stages.Conv(width, 3, init="lecun"))
+        (f"C{i}", stages.Conv(width, 3, initializer="lecun"))
         for i, width in enumerate(conv, start=1)
     ]
     layers += [
-        (f"F{i}", stages.Dense(width, init="lecun"))
+        (f"F{i}", stages.Dense(width, initializer="lecun"))
         for i, width in enumerate(dense, start=1)
     ]
-    layers.append(("F3", stages.Dense(num_classes, relu=False, init="lecun")))
+    layers.append(("F3", stages.Dense(num_classes, relu=False, initializer="lecun")))
     return stages.chain(name, layers)
 
 

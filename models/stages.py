@@ -70,7 +70,7 @@ class Conv(nn.Module):
         padding: `SAME` or `VALID`.
         pool: Whether to max-pool 2x2 with stride 2.
         dropout: Rate after the relu.
-        init: `torch` (uniform +-1/sqrt(fan_in)) or `lecun` (normal, zero bias).
+        initializer: `torch` (uniform +-1/sqrt(fan_in)) or `lecun` (normal, zero bias).
     """
 
     features: int
@@ -78,12 +78,12 @@ class Conv(nn.Module):
     padding: str = "SAME"
     pool: bool = True
     dropout: float = 0.0
-    init: str = "torch"
+    initializer: str = "torch"
 
     @nn.compact
     def __call__(self, h, *, sample_mask=None, train=False):
         side, channels = self.kernel, h.shape[-1]
-        kernel_init, bias_init = _initializers(self.init, side * side * channels)
+        kernel_init, bias_init = _initializers(self.initializer, side * side * channels)
         shape = (side, side, channels, self.features)
         kernel = self.param("kernel", kernel_init, shape)
         bias = self.param("bias", bias_init, (self.features,))
@@ -122,18 +122,18 @@ class Dense(nn.Module):
         features: Output width.
         relu: Whether a relu follows.
         dropout: Rate after the relu.
-        init: As in `Conv`.
+        initializer: As in `Conv`.
     """
 
     features: int
     relu: bool = True
     dropout: float = 0.0
-    init: str = "torch"
+    initializer: str = "torch"
 
     @nn.compact
     def __call__(self, h, *, sample_mask=None, train=False):
         h = h.reshape(h.shape[0], -1)
-        kernel_init, bias_init = _initializers(self.init, h.shape[-1])
+        kernel_init, bias_init = _initializers(self.initializer, h.shape[-1])
         kernel = self.param("kernel", kernel_init, (h.shape[-1], self.features))
         h = h @ kernel + self.param("bias", bias_init, (self.features,))
         if self.relu:

@@ -1,0 +1,141 @@
+"""A tiny network, one small problem and rounds that are compiled once per session."""
+
+import dataclasses
+import types as namespace
+
+import jax
+import numpy as np
+import pytest
+
+import algorithms
+from fedjax_pfl import options, traffic, types
+from launch import build
+from models import stages
+
+WIDTHS = (8, 6)
+
+
+def network(name="tiny", widths=WIDTHS, dropout=0.0, num_classes=4):
+    """A multilayer perceptron, with dropout after every hidden layer."""
+    hidden = [
+        (f"dense{i}", stages.Dense(width, dropout=dropout))
+        for i, width in enumerate(widths, start=1)
+    ]
+    return stages.chain(name, [*hidden, ("last", stages.Dense(num_classes, False))])
+
+
+NETWORKS = {
+    "tiny": network(),
+    "twin": network("twin"),
+    "noisy": network("noisy", dropout=0.5),
+    "deeper": network("deeper", (10, 7, 6)),
+    "wide": network("wide", (8, 5)),
+}
+
+
+def first_seed(tree):
+    """The first seed's slice of a stacked tree."""
+    return jax.tree.map(lambda leaf: leaf[0], tree)
+
+
+def random_params(model, seed, shape=(8, 8, 1)):
+    """(params, stats) of numpy numbers, so that no initialisation is compiled."""
+    gen = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: (gen.normal(size=leaf.shape) * 0.3).astype(leaf.dtype),
+        traffic.shapes(model, shape),
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_quickly():
+    """Half the compile time; what is compiled here is too small to gain by speed."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="session")
+def problem(unequal):
+    """Five clients of 10 to 40 examples, three of them a round, 12 proxy rows.
+
+    Batches of 5: the proxy set has three (5, 5 and 2 rows), clients have 2 to 6 steps
+    an epoch.
+    """
+    made = build.experiment(
+        dataset=unequal,
+        algo="cdkt",
+        preset="none",
+        num_clients=5,
+        clients_per_round=3,
+        batch_size=5,
+        proxy_fraction=0.05,
+        client_chunk=3,
+        devices=1,
+    )
+
+    def task_of(server="tiny", clients="tiny", chunk=3):
+        return made.task._replace(
+            server_model=NETWORKS[server],
+            client_models=(NETWORKS[clients],),
+            execution=types.Execution(chunk),
+        )
+
+    return namespace.SimpleNamespace(
+        task_of=task_of,
+        data=made.data.replace(partition=first_seed(made.data.partition)),
+        cohort=lambda round: made.cohorts(0, round),
+        networks=NETWORKS,
+    )
+
+
+@pytest.fixture(scope="session")
+def start():
+    """Makes round states whose clients and server are all different."""
+
+    def make(server="tiny", clients="tiny", round=1, seed=0, equal=False, count=5):
+        if equal:
+            rows = [random_params(NETWORKS[clients], seed)] * count
+        else:
+            model = NETWORKS[clients]
+            rows = [random_params(model, seed + 1 + k) for k in range(count)]
+        params, stats = random_params(NETWORKS[server], seed)
+        return types.RoundState(
+            server={"params": params, "stats": stats},
+            clients=jax.tree.map(lambda *leaves: np.stack(leaves), *rows),
+            key=jax.random.key(3),
+            round=np.int32(round),
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def compiled(problem):
+    """Jitted rounds by structure; floats are traced, as in `simulate.program`."""
+    cache = {}
+
+    def get(algo, server="tiny", clients="tiny", chunk=3, **structure):
+        name = (algo, server, clients, chunk, *sorted(structure.items()))
+        if name in cache:
+            return cache[name]
+        module = algorithms.ALGORITHMS[algo]
+        hparams = module.HParams(batch_size=5, **structure)
+        static, floats = options.split_floats(hparams)
+        task = problem.task_of(server, clients, chunk)
+
+        @jax.jit
+        def run(values, state, cohort, data):
+            made = module.make(dataclasses.replace(static, **values), task)
+            return made.round(state, cohort, data)
+
+        def one_round(state, cohort=None, data=None, **changed):
+            cohort = problem.cohort(int(state.round)) if cohort is None else cohort
+            data = problem.data if data is None else data
+            return run(floats | changed, state, cohort, data)
+
+        cache[name] = one_round
+        return one_round
+
+    return get

@@ -1,0 +1,251 @@
+"""The CDKT code's users, from class counts alone (spec test 31)."""
+
+import numpy as np
+import pytest
+
+from data import cdkt_partition, partition, table
+
+MNIST_COUNTS = np.array((6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958))
+# Images per class once the proxy share is set aside: floor(f * n_c).
+SIZES = {
+    "mnist": np.floor(0.995 * MNIST_COUNTS).astype(int),
+    "fashion_mnist": np.full(10, 6467),  # the code's 65,000 images, nearly uniform
+    "cifar10": np.full(10, 5580),
+    "cifar100": np.full(100, 558),
+}
+
+
+def in_order(name, **changes):
+    """Slices of every user in the order of the released files."""
+    protocol = cdkt_partition.PROTOCOLS[name]._replace(**changes)
+    cuts = cdkt_partition.slices(SIZES[name], protocol)
+    return [cuts[user] for user in cdkt_partition.order(protocol)]
+
+
+def user_sizes(name):
+    """Images of every user in the order of the released files."""
+    return np.array(
+        [sum(end - begin for _, begin, end in cuts) for cuts in in_order(name)]
+    )
+
+
+def num_test(sizes):
+    """n - floor(.8 n) of every user, summed."""
+    return int((sizes - np.floor(0.8 * sizes + 1e-9)).sum())
+
+
+def test_mnist_sizes_without_the_proxy():
+    """The constant for the embedded set is the 70,000 images less .5 %."""
+    np.testing.assert_array_equal(cdkt_partition.MNIST_SIZES, SIZES["mnist"])
+    assert (MNIST_COUNTS - SIZES["mnist"]).sum() == 355
+
+
+def test_mnist_check_values():
+    """Median 63.0 and 3,774 images over 50 users; tests 167 and 777."""
+    sizes = user_sizes("mnist")
+    assert len(sizes) == 50
+    assert np.median(sizes) == 63.0
+    assert sizes.sum() == 3774
+    assert num_test(sizes[:10]) == 167
+    assert num_test(sizes) == 777
+
+
+def test_cifar10_check_values():
+    """Median 966.5; tests 2,755 and 10,684."""
+    sizes = user_sizes("cifar10")
+    assert np.median(sizes) == 966.5
+    assert num_test(sizes[:10]) == 2755
+    assert num_test(sizes) == 10684
+
+
+def test_cifar100_check_values():
+    """Median of the first ten 1,163.5; tests 2,366 and 10,949."""
+    sizes = user_sizes("cifar100")
+    assert np.median(sizes[:10]) == 1163.5
+    assert num_test(sizes[:10]) == 2366
+    assert num_test(sizes) == 10949
+
+
+def test_fashion_mnist_medians():
+    """Near-uniform counts of 65,000 images: 71.5 (first ten) and 75.5, spec 4."""
+    sizes = user_sizes("fashion_mnist")
+    assert abs(np.median(sizes[:10]) - 71.5) <= 1
+    assert abs(np.median(sizes) - 75.5) <= 1
+
+
+def test_mnist_fixed_has_no_class_nine():
+    """The first ten users by their names as text have the labels 0..8 only."""
+    labels = {label for cuts in in_order("mnist")[:10] for label, _, _ in cuts}
+    assert labels == set(range(9))
+
+
+def test_mnist_users_are_ordered_as_text():
+    """0, 1, 10, 11, ...; CIFAR's users by number."""
+    order = cdkt_partition.order(cdkt_partition.PROTOCOLS["mnist"])
+    assert order[:5] == [0, 1, 10, 11, 12]
+    assert sorted(order) == list(range(50))
+    assert cdkt_partition.order(cdkt_partition.PROTOCOLS["cifar10"]) == list(range(50))
+
+
+@pytest.mark.parametrize(
+    "name, stride, labels_per_user, num_classes",
+    [
+        ("mnist", 1, 2, 10),
+        ("mnist_5k", 1, 2, 10),
+        ("fashion_mnist", 1, 2, 10),
+        ("cifar10", 1, 3, 10),
+        ("cifar100", 10, 30, 100),
+    ],
+)
+def test_labels_of_each_user(name, stride, labels_per_user, num_classes):
+    """Consecutive labels, (stride * u + j) mod Y."""
+    labels = cdkt_partition.user_labels(cdkt_partition.PROTOCOLS[name], num_classes)
+    assert labels.shape == (50, labels_per_user)
+    for user in (0, 1, 9, 27, 49):
+        expected = [(stride * user + j) % num_classes for j in range(labels_per_user)]
+        assert labels[user].tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10", "cifar100"])
+def test_slices_have_the_users_labels_and_stay_inside_the_class(name):
+    """A user's slices are of its labels only, ten images each at least."""
+    protocol = cdkt_partition.PROTOCOLS[name]
+    labels = cdkt_partition.user_labels(protocol, len(SIZES[name]))
+    cuts = cdkt_partition.slices(SIZES[name], protocol)
+    for user in range(50):
+        assert {label for label, _, _ in cuts[user]} == set(labels[user].tolist())
+        for label, begin, end in cuts[user]:
+            assert 0 <= begin < end <= SIZES[name][label]
+        first = cuts[user][: protocol.labels_per_user]
+        assert {end - begin for _, begin, end in first} == {10 + protocol.overlap}
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
+def test_slices_are_disjoint(name):
+    """No image belongs to two users."""
+    rows = [
+        (label, image)
+        for cuts in in_order(name)
+        for label, begin, end in cuts
+        for image in range(begin, end)
+    ]
+    assert len(set(rows)) == len(rows)
+
+
+def test_cifar100_overlaps_by_one_image_only():
+    """First-stage slices share one image with their successor, nothing else does."""
+    owners = {}
+    for user, cuts in enumerate(in_order("cifar100")):
+        for label, begin, end in cuts:
+            for image in range(begin, end):
+                owners.setdefault((label, image), []).append((user, begin, end))
+    shared = {row: who for row, who in owners.items() if len(who) > 1}
+    assert shared
+    for (_, image), who in shared.items():
+        assert len(who) == 2
+        (_, begin, end), (_, next_begin, _) = sorted(who, key=lambda one: one[1])
+        assert end - begin == 11
+        assert image == end - 1 == next_begin
+
+
+def test_another_seed_gives_other_users():
+    """The draws follow the seed; the default is the released one."""
+    assert cdkt_partition.PROTOCOLS["mnist"].seed == 1
+    assert in_order("mnist", seed=1) == in_order("mnist")
+    assert in_order("mnist", seed=2) != in_order("mnist")
+
+
+def test_paper_protocol_has_random_classes():
+    """cdkt_paper: as many different classes per user, but not consecutive ones."""
+    for name, per_user in (("cifar10", 2), ("cifar100", 20), ("mnist", 2)):
+        assert cdkt_partition.PAPER_LABELS.get(name, 2) == per_user
+        protocol = cdkt_partition.PROTOCOLS[name]._replace(
+            random_labels=True, labels_per_user=per_user
+        )
+        num_classes = len(SIZES[name])
+        labels = cdkt_partition.user_labels(protocol, num_classes)
+        assert all(len(set(row)) == per_user for row in labels.tolist())
+        steps = np.diff(labels, axis=1) % num_classes
+        assert (steps != 1).mean() > 0.5
+        again = cdkt_partition.user_labels(protocol, num_classes)
+        np.testing.assert_array_equal(labels, again)
+
+
+def counted_table(counts):
+    """A table of one-pixel images with these class counts."""
+    label = np.repeat(np.arange(len(counts)), counts).astype(np.int32)
+    return table.Table(
+        np.zeros((len(label), 1), np.uint8), label, len(label) - 10_000, len(counts)
+    )
+
+
+def split_of(name, counts, num_clients, fraction, kind="cdkt", **changes):
+    """The whole path: proxy first, then users, then their tests, partition seed 1."""
+    return partition.split(
+        counted_table(counts),
+        partition.PartitionSpec(
+            partition=kind,
+            num_clients=num_clients,
+            test_split="pool_stratified",
+            proxy_fraction=fraction,
+            cdkt=cdkt_partition.PROTOCOLS[name]._replace(**changes),
+        ),
+        1,
+    )
+
+
+@pytest.mark.parametrize(
+    "name, counts, num_clients, fraction, proxy, tests",
+    [
+        ("mnist", MNIST_COUNTS, 10, 0.005, 355, 167),
+        ("mnist", MNIST_COUNTS, 50, 0.005, 355, 777),
+        ("cifar10", [6000] * 10, 10, 0.07, 4200, 2755),
+        ("cifar10", [6000] * 10, 50, 0.07, 4200, 10684),
+        ("cifar100", [600] * 100, 10, 0.07, 4200, 2366),
+        ("cifar100", [600] * 100, 50, 0.07, 4200, 10949),
+    ],
+)
+def test_whole_split(name, counts, num_clients, fraction, proxy, tests):
+    """Proxy and test totals through `partition.split`; proxy disjoint from users."""
+    split = split_of(name, counts, num_clients, fraction)
+    assert len(split.proxy) == proxy
+    assert sum(len(rows) for rows in split.test) == tests
+    users = np.concatenate([*split.train, *split.test])
+    assert not set(users.tolist()) & set(split.proxy.tolist())
+    if name != "cifar100":
+        assert len(np.unique(users)) == len(users)
+
+
+def test_train_and_test_of_a_user_are_disjoint():
+    """Also where the data set's slices overlap."""
+    split = split_of("cifar100", [600] * 100, 50, 0.07)
+    for train, test in zip(split.train, split.test, strict=True):
+        assert not set(train.tolist()) & set(test.tolist())
+
+
+def test_paper_split_has_the_asked_number_of_classes():
+    """`cdkt_paper` through `partition.split`: two classes each, all kinds of pairs."""
+    counts = [6000] * 10
+    split = split_of(
+        "cifar10", counts, 50, 0.07, "cdkt_paper", labels_per_user=2, random_labels=True
+    )
+    label = counted_table(counts).label
+    pairs = [frozenset(label[rows].tolist()) for rows in split.train]
+    assert {len(pair) for pair in pairs} == {2}
+    assert len(set(pairs)) > 10
+
+
+def test_more_users_than_fifty():
+    """The generator has 50 users."""
+    with pytest.raises(ValueError, match="--num_clients=51.*50 users"):
+        split_of("mnist", MNIST_COUNTS, 51, 0.005)
+
+
+def test_too_few_images_for_the_generator():
+    """A class with fewer images than the first stage needs is named."""
+    with pytest.raises(ValueError, match="--partition=cdkt needs 101.*class 3 has 40"):
+        cdkt_partition.users(
+            np.repeat(np.arange(10), [200, 200, 200, 40] + [200] * 6),
+            cdkt_partition.PROTOCOLS["mnist"],
+            10,
+        )

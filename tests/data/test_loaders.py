@@ -1,0 +1,337 @@
+"""Loaders: files as they should be, files as they should not be, normalization."""
+
+import gzip
+import struct
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from data import loaders, table
+
+
+def write_idx(path, array, magic=None):
+    """Writes uint8 `array` as an IDX file; gzipped if the name says so."""
+    header = magic or b"\x00\x00\x08" + bytes([array.ndim])
+    raw = header + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+    if path.suffix == ".gz":
+        raw = gzip.compress(raw)
+    path.write_bytes(raw)
+
+
+def write_mnist(folder, suffix="", num_train=12, num_test=5):
+    """Writes the four files of a tiny MNIST; returns images and labels."""
+    gen = np.random.default_rng(1)
+    out = []
+    for (image_name, label_name), count in zip(
+        loaders.IDX_FILES, (num_train, num_test), strict=True
+    ):
+        image = gen.integers(0, 256, (count, 6, 7), np.uint8)
+        label = gen.integers(0, 10, count).astype(np.uint8)
+        write_idx(folder / (image_name + suffix), image)
+        write_idx(folder / (label_name + suffix), label)
+        out.append((image, label))
+    return out
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
+def test_idx_round_trip(tmp_path, name, suffix):
+    """Four files, plain or gzipped: the same pixels, official test rows last."""
+    written = write_mnist(tmp_path, suffix)
+    got = loaders.load(name, str(tmp_path))
+    assert got.image.dtype == np.uint8 and got.label.dtype == np.int32
+    np.testing.assert_array_equal(
+        got.image, np.concatenate([image for image, _ in written])[..., None]
+    )
+    np.testing.assert_array_equal(
+        got.label, np.concatenate([label for _, label in written])
+    )
+    assert (got.num_train, got.num_classes, got.client) == (12, 10, None)
+
+
+def test_idx_in_a_folder_of_the_data_sets_name(tmp_path):
+    """--data_dir may also be the parent folder."""
+    (tmp_path / "mnist").mkdir()
+    write_mnist(tmp_path / "mnist", ".gz")
+    assert len(loaders.load("mnist", str(tmp_path)).label) == 17
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("keep", [3, 10, 16, 100])
+def test_truncated_idx_is_named(tmp_path, suffix, keep):
+    """Cut anywhere: one line with the file's name."""
+    write_mnist(tmp_path, suffix)
+    path = tmp_path / ("train-images-idx3-ubyte" + suffix)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match="train-images-idx3-ubyte") as error:
+        loaders.load("mnist", str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_truncated_idx_says_what_is_missing(tmp_path):
+    """Bytes found and bytes promised."""
+    write_mnist(tmp_path)
+    path = tmp_path / "t10k-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="truncated: 209 bytes.*promises 210"):
+        loaders.load("mnist", str(tmp_path))
+
+
+def test_damaged_gzip_is_named(tmp_path):
+    """A gz file whose compressed stream is garbage."""
+    write_mnist(tmp_path, ".gz")
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    raw = bytearray(path.read_bytes())
+    raw[10:60] = b"\xff" * 50
+    path.write_bytes(bytes(raw))
+    with pytest.raises(ValueError, match="train-images-idx3-ubyte.gz"):
+        loaders.load("mnist", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "magic", [b"\x00\x00\x0d\x03", b"\x01\x00\x08\x03", b"\x1f\x8b\x08\x00", b"junk"]
+)
+def test_wrong_magic_is_named(tmp_path, magic):
+    """Another element type, or no IDX file at all."""
+    write_mnist(tmp_path)
+    path = tmp_path / "train-images-idx3-ubyte"
+    write_idx(path, np.zeros((12, 6, 7), np.uint8), magic)
+    with pytest.raises(ValueError, match="train-images-idx3-ubyte is not an IDX file"):
+        loaders.load("mnist", str(tmp_path))
+
+
+def test_labels_in_the_place_of_images_are_refused(tmp_path):
+    """An IDX file of one dimension is no file of images."""
+    write_mnist(tmp_path)
+    for images, _ in loaders.IDX_FILES:
+        count = 12 if images.startswith("train") else 5
+        write_idx(tmp_path / images, np.zeros(count, np.uint8))
+    with pytest.raises(ValueError, match="train-images-idx3-ubyte"):
+        loaders.load("mnist", str(tmp_path))
+
+
+def test_labels_beyond_nine_are_refused(tmp_path):
+    """MNIST has ten classes."""
+    write_mnist(tmp_path)
+    write_idx(tmp_path / "train-labels-idx1-ubyte", np.full(12, 77, np.uint8))
+    with pytest.raises(ValueError, match="train-labels-idx1-ubyte"):
+        loaders.load("mnist", str(tmp_path))
+
+
+def test_train_and_test_images_of_different_size_are_refused(tmp_path):
+    """Two data sets mixed in one folder: one line that names a file."""
+    write_mnist(tmp_path)
+    write_idx(tmp_path / "t10k-images-idx3-ubyte", np.zeros((5, 9, 9), np.uint8))
+    with pytest.raises(ValueError, match="t10k-images-idx3-ubyte"):
+        loaders.load("mnist", str(tmp_path))
+
+
+def test_images_and_labels_of_different_length(tmp_path):
+    """Both files and both counts are named."""
+    write_mnist(tmp_path)
+    write_idx(tmp_path / "train-labels-idx1-ubyte", np.zeros(11, np.uint8))
+    with pytest.raises(
+        ValueError, match="train-images.* 12 images but .*train-labels.* 11 labels"
+    ):
+        loaders.load("mnist", str(tmp_path))
+
+
+def save(tmp_path, **arrays):
+    """Writes an npz file and returns its `--dataset`."""
+    np.savez(tmp_path / "own.npz", **arrays)
+    return f"npz:{tmp_path / 'own.npz'}"
+
+
+X = np.arange(6 * 4, dtype=np.uint8).reshape(6, 4)
+Y = np.array([0, 2, 1, 0, 2, 2])
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("shape", [(6, 4), (6, 2, 2, 1)])
+def test_npz(tmp_path, dtype, shape):
+    """Images or vectors, bytes or floats; owners are numbered 0, 1, ..."""
+    x = X.astype(dtype).reshape(shape)
+    name = save(tmp_path, x=x, y=Y, client=np.array([70, 5, 5, 9, 70, 9]))
+    got = loaders.load(name, "")
+    np.testing.assert_array_equal(got.image, x)
+    assert got.image.dtype == (np.uint8 if dtype == np.uint8 else np.float32)
+    np.testing.assert_array_equal(got.label, Y)
+    np.testing.assert_array_equal(got.client, [2, 0, 0, 1, 2, 1])
+    assert (got.num_train, got.num_classes) == (6, 3)
+
+
+def test_npz_without_owners(tmp_path):
+    """`client` is optional."""
+    assert loaders.load(save(tmp_path, x=X, y=Y), "").client is None
+
+
+@pytest.mark.parametrize(
+    "arrays, reason",
+    [
+        ({"x": X}, "x and y are needed"),
+        ({"y": Y}, "x and y are needed"),
+        ({"images": X, "labels": Y}, "images.*labels"),
+        ({"x": X, "y": Y[:5]}, "y must be integers .6."),
+        ({"x": X, "y": Y.astype(float)}, "y must be integers"),
+        ({"x": X, "y": np.eye(3, dtype=int)[Y]}, "y must be integers"),
+        ({"x": X, "y": Y - 1}, "labels must be 0, 1, 2"),
+        ({"x": X[:0], "y": Y[:0]}, "labels must be 0, 1, 2"),
+        ({"x": X.astype(np.int32), "y": Y}, "x must be uint8 or float"),
+        ({"x": X.astype(complex), "y": Y}, "x must be uint8 or float"),
+        ({"x": X.reshape(6, 2, 2), "y": Y}, "x must be uint8 or float of shape"),
+        ({"x": np.float32(3), "y": Y}, "x must be"),
+        ({"x": np.where(X == 7, np.nan, X), "y": Y}, "nan or infinity"),
+        ({"x": np.where(X == 7, np.inf, X), "y": Y}, "nan or infinity"),
+        ({"x": X, "y": Y, "client": Y[:5]}, "client must be integers .6."),
+        ({"x": X, "y": Y, "client": Y + 0.5}, "client must be integers"),
+        ({"x": np.array([{}] * 6, object), "y": Y}, "cannot be read"),
+    ],
+)
+def test_npz_that_does_not_fit(tmp_path, arrays, reason):
+    """One line that starts with the flag and says what came."""
+    name = save(tmp_path, **arrays)
+    with pytest.raises(ValueError, match=reason) as error:
+        loaders.load(name, "")
+    assert str(error.value).startswith(f"--dataset={name}")
+    assert "\n" not in str(error.value)
+
+
+def truncated(raw):
+    """The first two thirds of a file."""
+    return raw[: len(raw) * 2 // 3]
+
+
+def flipped(raw):
+    """A file with one bit of the data of x flipped."""
+    raw = bytearray(raw)
+    raw[raw.index(X.tobytes()) + 3] ^= 1
+    return bytes(raw)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [truncated, flipped, lambda raw: b"", lambda raw: b"hello " * 50],
+    ids=["truncated", "flipped", "empty", "text"],
+)
+def test_npz_that_is_damaged(tmp_path, change):
+    """A file that cannot be read gives a line with its name."""
+    name = save(tmp_path, x=X, y=Y)
+    path = tmp_path / "own.npz"
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(ValueError, match="own.npz"):
+        loaders.load(name, "")
+
+
+def test_npy_in_the_place_of_npz(tmp_path):
+    """A single array is no npz file."""
+    np.save(tmp_path / "one.npy", X)
+    with pytest.raises(ValueError, match="one.npy"):
+        loaders.load(f"npz:{tmp_path / 'one.npy'}", "")
+
+
+def test_npz_that_is_not_there(tmp_path):
+    """One line with the path."""
+    with pytest.raises(ValueError, match="nowhere.npz: there is no such file"):
+        loaders.load(f"npz:{tmp_path / 'nowhere.npz'}", "")
+
+
+def test_unknown_name():
+    """Lists the names there are."""
+    with pytest.raises(ValueError, match="--dataset=imagenet.*mnist_5k.*npz:PATH"):
+        loaders.load("imagenet", "")
+
+
+def test_mnist_5k():
+    """5,000 images: 400 train rows and 100 test rows of every class."""
+    got = loaders.load("mnist_5k", "")
+    assert got.image.shape == (5000, 28, 28, 1) and got.image.dtype == np.uint8
+    assert (got.num_train, got.num_classes) == (4000, 10)
+    assert got.label.dtype == np.int32
+    np.testing.assert_array_equal(np.bincount(got.label[:4000]), [400] * 10)
+    np.testing.assert_array_equal(np.bincount(got.label[4000:]), [100] * 10)
+    # MNIST's mean and standard deviation are .1307 and .3081.
+    assert abs(got.image.mean() / 255 - 0.1307) < 0.005
+    assert abs(got.image.std() / 255 - 0.3081) < 0.005
+
+
+@pytest.mark.parametrize(
+    "name, shape, num_classes",
+    [
+        ("cifar10", (32, 32, 3), 10),
+        ("cifar100", (32, 32, 3), 100),
+        ("svhn_cropped", (32, 32, 3), 10),
+        ("emnist/byclass", (28, 28, 1), 62),
+        ("mnist", (28, 28, 1), 10),
+    ],
+)
+def test_tfds(tmp_path, name, shape, num_classes):
+    """Mocked tfds data, no TensorFlow: train rows first, then test rows."""
+    import tensorflow_datasets as tfds
+
+    policy = tfds.testing.MockPolicy.USE_CODE
+    with tfds.testing.mock_data(num_examples=6, policy=policy, data_dir=str(tmp_path)):
+        got = loaders.load(name, str(tmp_path))
+    assert got.image.shape == (12, *shape) and got.image.dtype == np.uint8
+    assert got.label.shape == (12,) and got.label.dtype == np.int32
+    assert (got.num_train, got.num_classes) == (6, num_classes)
+    assert 0 <= got.label.min() and got.label.max() < num_classes
+
+
+@pytest.mark.parametrize("name", ["cifar10", "mnist"])
+def test_tfds_that_cannot_be_prepared(tmp_path, monkeypatch, name):
+    """One line: the data set, the reason, the ways to get it."""
+
+    class Builder:
+        """A builder without a network."""
+
+        def download_and_prepare(self):
+            """Fails as tfds does, with a message of several lines."""
+            raise ConnectionError("no route to host\nsecond line")
+
+    fake = types.SimpleNamespace(builder=lambda *_, **__: Builder())
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", fake)
+    with pytest.raises(ValueError) as error:
+        loaders.load(name, str(tmp_path))
+    line = str(error.value)
+    assert line.startswith(f"--dataset={name}") and "\n" not in line
+    assert "no route to host" in line and "--data_dir" in line
+    assert ("IDX" in line) == (name == "mnist")
+
+
+def test_without_tfds(tmp_path, monkeypatch):
+    """The package is named when it is missing."""
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    with pytest.raises(ValueError, match="--dataset=cifar10.*tensorflow-datasets"):
+        loaders.load("cifar10", str(tmp_path))
+
+
+@pytest.mark.parametrize("is_float", [False, True])
+@pytest.mark.parametrize("kind", table.NORMALIZATIONS)
+def test_normalization(kind, is_float):
+    """(image - mean) * scale against numpy, bytes count as 0..1."""
+    image = np.random.default_rng(0).integers(0, 256, (9000, 3, 2, 2), np.uint8)
+    image[..., 1] //= 4
+    unit = image.astype(np.float64) / 255
+    if is_float:
+        image = unit.astype(np.float32)
+    mean, scale = table.normalization(image, kind)
+    assert mean.dtype == np.float32 and scale.dtype == np.float32
+    expected = {
+        "none": unit,
+        "half": (unit - 0.5) / 0.5,
+        "channel": (unit - unit.mean((0, 1, 2))) / unit.std((0, 1, 2)),
+        "global": (unit - unit.mean()) / (unit.std() + 0.001),
+        "pixel": (unit - unit.mean(0)) / (unit.std(0) + 0.001),
+    }[kind]
+    np.testing.assert_allclose((image - mean) * scale, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["channel", "global", "pixel"])
+def test_normalization_of_constant_pixels_is_finite(kind):
+    """A pixel that never changes becomes 0, not nan."""
+    image = np.full((50, 4, 4, 1), 200, np.uint8)
+    mean, scale = table.normalization(image, kind)
+    assert np.isfinite(scale).all()
+    np.testing.assert_allclose((image - mean) * scale, 0, atol=1e-4)

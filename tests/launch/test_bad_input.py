@@ -1,0 +1,262 @@
+"""Bad input: one line that begins with `error:` and names the flag, no traceback."""
+
+import socket
+import struct
+import time
+
+import numpy as np
+import pytest
+
+from data import loaders
+from launch import main
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """Runs a command in an empty folder; returns its only line on stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as stop:
+            main.main(["main", *arguments])
+        assert stop.value.code in (1, 2)
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1, lines
+        assert lines[0].startswith("error: ")
+        assert "Traceback" not in lines[0]
+        return lines[0]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        (["--algo=fedprophet"], ["--algo=fedprophet", "cdkt", "fedavg"]),
+        (["--algo=fedavg", "--clinet_lr=0.1"], ["--clinet_lr", "--client_lr"]),
+        (["--algo=fedavg", "--local_epoch=1"], ["--local_epoch ", "--local_epochs"]),
+        (["--normalisation=none"], ["--normalisation", "--normalization"]),
+        (["--algo=fedavg", "--label_mix=0.5"], ["--label_mix", "cdkt", "fedavg"]),
+        (["--algo=fedavg", "--norm_form=batch"], ["--norm_form", "cdkt"]),
+        (["--client_distill_weight=-1"], ["--client_distill_weight=-1", "0"]),
+        (["--server_distill_weight=-0.5"], ["--server_distill_weight=-0.5"]),
+        (["--client_lr=-0.1"], ["--client_lr=-0.1"]),
+        (["--client_lr=nan"], ["--client_lr=nan"]),
+        (["--client_distill_weight=inf"], ["--client_distill_weight=inf"]),
+        (["--temperature=0"], ["--temperature=0", "0"]),
+        (["--label_mix=1.5"], ["--label_mix=1.5", "1"]),
+        (["--client_lr=fast"], ["--client_lr", "fast"]),
+        (["--rounds=2.5"], ["--rounds", "2.5"]),
+        (["--rounds=0"], ["--rounds=0"]),
+        (["--rounds="], ["--rounds"]),
+        (["--num_clients=-3"], ["--num_clients=-3"]),
+        (["--partition=fair"], ["--partition=fair", "dirichlet"]),
+        (["--partition_alpha=0"], ["--partition_alpha=0"]),
+        (["--preset=best"], ["--preset=best", "cdkt"]),
+        (["--transfer=all"], ["--transfer=all", "repfull"]),
+        (["--c_gen=perhaps"], ["--c_gen", "perhaps"]),
+        (["--algo=local", "--algo=cdkt"], ["--algo", "local", "cdkt"]),
+        (["--algo=fedavg", "rounds=3"], ["rounds=3", "--"]),
+        (["cdkt"], ["cdkt"]),
+        (["--flagfile=nowhere.flags"], ["--flagfile", "nowhere.flags"]),
+        (["--algo=nothing", "--help"], ["--algo=nothing"]),
+        (["--dataset=imagenet"], ["--dataset=imagenet", "mnist_5k"]),
+        (["--dataset=npz:nowhere.npz"], ["--dataset=npz:nowhere.npz"]),
+        (["--algo=fedavg", "--rounds"], ["--rounds"]),
+    ],
+)
+def test_words_that_do_not_fit(refused, arguments, parts):
+    """Before any data are read."""
+    line = refused(*arguments)
+    for part in parts:
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    "line, part",
+    [
+        ("--clinet_lr=0.1", "--clinet_lr"),
+        ("--label_mix=0.1", "--label_mix"),
+        ("--client_lr=nan", "--client_lr=nan"),
+        ("--flagfile=inner.flags", "inner.flags"),
+        ("rounds=3", "rounds=3"),
+    ],
+)
+def test_misspelt_in_a_flagfile(refused, tmp_path, line, part):
+    """A flagfile is read like the command line."""
+    (tmp_path / "bad.flags").write_text(f"--algo=fedavg\n{line}\n--rounds=2\n")
+    assert part in refused("--flagfile=bad.flags")
+
+
+def test_two_algorithms_one_in_a_flagfile(refused, tmp_path):
+    """A flagfile for one algorithm, --algo for another."""
+    (tmp_path / "one.flags").write_text("--algo=cdkt\n--label_mix=0.1\n")
+    line = refused("--flagfile=one.flags", "--algo=local")
+    assert "--algo" in line and "cdkt" in line and "local" in line
+
+
+SMALL = ["--algo=fedavg", "--model=mlp", "--devices=1", "--rounds=1"]
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        (
+            ["--num_clients=5", "--clients_per_round=6"],
+            ["--clients_per_round=6", "--num_clients=5"],
+        ),
+        (
+            ["--partition=dirichlet", "--partition_alpha=0.001", "--num_clients=100"],
+            ["--partition_alpha=0.001", "leaves client"],
+        ),
+        (["--num_clients=200"], ["--num_clients=200", "240"]),
+        (
+            ["--partition=pathological", "--classes_per_client=5"],
+            ["--classes_per_client=5", "4 classes"],
+        ),
+        (["--partition=natural"], ["--partition=natural", "client"]),
+        (["--partition=cdkt"], ["--partition=cdkt"]),
+        (["--test_split=official"], ["--test_split=official"]),
+        (["--model=resnet999"], ["--model=resnet999", "mlp"]),
+        (["--client_model=resnet999"], ["--client_model=resnet999", "mlp"]),
+        (["--model=fedavg_cnn"], ["--model=fedavg_cnn", "[8, 8, 1]"]),
+        (["--devices=99"], ["--devices=99", "4"]),
+        (["--proxy_fraction=1"], ["--proxy_fraction=1"]),
+        (["--seed=4294967295", "--num_seeds=2"], ["seed"]),
+        (["--seed=4294967296"], ["--seed=4294967296"]),
+        (["--client_model=m1"], ["--client_model=m1"]),
+    ],
+)
+def test_options_that_do_not_fit_the_data(refused, blobs, arguments, parts):
+    """240 images of 8x8 in four classes, no owners."""
+    line = refused(*SMALL, f"--dataset={blobs}", *arguments)
+    for part in parts:
+        assert part in line
+
+
+def test_more_clients_than_owners(refused, unequal):
+    """A natural partition has as many clients as the file."""
+    line = refused(*SMALL, f"--dataset={unequal}", "--num_clients=8")
+    assert "--num_clients=8" in line and "7" in line
+
+
+def test_heterogeneous_widths(refused, tmp_path):
+    """CDKT's server and clients must have embeddings of one width."""
+    image = np.zeros((200, 28, 28, 1), np.uint8)
+    np.savez(tmp_path / "own.npz", x=image, y=np.arange(200) % 4)
+    line = refused(
+        "--algo=cdkt",
+        "--dataset=npz:own.npz",
+        "--model=cdkt_mnist",
+        "--client_model=mlp",
+        "--num_clients=4",
+        "--devices=1",
+    )
+    assert "--client_model=mlp" in line and "--model=cdkt_mnist" in line
+    assert "width" in line
+
+
+def test_cdkt_without_a_proxy_set(refused, blobs):
+    """CDKT learns through the proxy set."""
+    line = refused(
+        "--algo=cdkt",
+        "--model=mlp",
+        f"--dataset={blobs}",
+        "--num_clients=4",
+        "--proxy_fraction=0",
+    )
+    assert "--proxy_fraction=0" in line
+
+
+def test_truncated_idx_file(refused, tmp_path):
+    """Through --data_dir; the file is named."""
+    for images, labels in loaders.IDX_FILES:
+        header = b"\x00\x00\x08\x03" + struct.pack(">3I", 10, 28, 28)
+        (tmp_path / images).write_bytes(header + bytes(10 * 28 * 28 - 1))
+        header = b"\x00\x00\x08\x01" + struct.pack(">I", 10)
+        (tmp_path / labels).write_bytes(header + bytes(10))
+    line = refused("--algo=fedavg", "--dataset=mnist", f"--data_dir={tmp_path}")
+    assert "train-images-idx3-ubyte is truncated" in line
+
+
+def test_truncated_npz_file(refused, tmp_path, blobs):
+    """A user's file that was cut off."""
+    with open(blobs.removeprefix("npz:"), "rb") as file:
+        raw = file.read()
+    (tmp_path / "cut.npz").write_bytes(raw[: len(raw) // 2])
+    assert "cut.npz" in refused(*SMALL, "--dataset=npz:cut.npz")
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """Names do not resolve and waiting costs nothing; returns the naps taken."""
+    naps = []
+
+    def unknown_host(*_, **__):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    def nap(seconds, sleep=time.sleep):
+        naps.append(seconds)
+        sleep(0.001)
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown_host)
+    monkeypatch.setattr(time, "sleep", nap)
+    return naps
+
+
+def test_data_set_that_is_not_there(refused, tmp_path, no_network):
+    """No IDX files, no prepared tfds data, no network: one line, and no long wait."""
+    line = refused("--algo=fedavg", "--dataset=cifar10", f"--data_dir={tmp_path}/tf")
+    assert "--dataset=cifar10" in line and "--data_dir" in line
+    assert sum(no_network) < 30
+
+
+@pytest.mark.parametrize(
+    "change, part",
+    [
+        (["--client_lr=0.2"], "--client_lr=0.05, not 0.2"),
+        (["--seed=1"], "--seed=0, not 1"),
+        (["--num_clients=5"], "--num_clients=4, not 5"),
+        (["--algo=local"], "--algo=fedavg, not local"),
+    ],
+)
+def test_workdir_of_another_configuration(
+    refused, tmp_path, blobs, monkeypatch, change, part
+):
+    """The flags that differ are named; what is there stays as it is."""
+
+    def killed(*_):
+        raise InterruptedRun
+
+    flags = ["--model=mlp", "--devices=1", f"--dataset={blobs}", "--workdir=mine"]
+    flags += ["--rounds=2", "--clients_per_round=2"]
+    monkeypatch.setattr("launch.main.run", killed)
+    with pytest.raises(InterruptedRun):
+        main.main(["main", "--algo=fedavg", "--num_clients=4", *flags])
+    before = (tmp_path / "mine" / "run.flags").read_bytes()
+    base = ["--algo=fedavg"] * (not change[0].startswith("--algo"))
+    for resume in ([], ["--resume"]):
+        line = refused(*base, "--num_clients=4", *flags, *change, *resume)
+        assert "--workdir=mine" in line and part in line
+    assert (tmp_path / "mine" / "run.flags").read_bytes() == before
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["run.flags"]
+
+
+class InterruptedRun(Exception):
+    """Stands for a kill."""
+
+
+def test_workdir_with_other_files(refused, tmp_path, blobs):
+    """A folder with somebody's files is not taken."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    line = refused(*SMALL, f"--dataset={blobs}", "--workdir=mine")
+    assert "--workdir=mine" in line
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+
+
+def test_workdir_that_is_a_file(refused, tmp_path, blobs):
+    """Cannot be written: one line that names it."""
+    (tmp_path / "mine").write_text("precious")
+    assert "mine" in refused(*SMALL, f"--dataset={blobs}", "--workdir=mine")
+    assert (tmp_path / "mine").read_text() == "precious"

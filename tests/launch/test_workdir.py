@@ -1,0 +1,430 @@
+"""What a run leaves behind, how it replays, and how it goes on."""
+
+import json
+import math
+import re
+import shutil
+import signal
+
+import numpy as np
+import pytest
+
+from launch import main, report
+
+ROUNDS = 4
+MODEL_BYTES = 4 * (64 * 128 + 128 + 128 * 64 + 64 + 64 * 4 + 4)
+
+
+class KilledError(Exception):
+    """Stands for a kill: nothing after it is executed."""
+
+
+def run(dataset, folder, *more, rounds=ROUNDS):
+    """A tiny FedAvg run with two of four clients a round, evaluated every round."""
+    main.main(
+        [
+            "main",
+            "--algo=fedavg",
+            "--model=mlp",
+            "--devices=1",
+            "--num_clients=4",
+            "--clients_per_round=2",
+            "--local_epochs=1",
+            "--batch_size=16",
+            "--eval_every=1",
+            "--partition=dirichlet",
+            f"--rounds={rounds}",
+            f"--dataset={dataset}",
+            f"--workdir={folder}",
+            *more,
+        ]
+    )
+
+
+def metrics(folder):
+    """The lines of metrics.jsonl, times aside."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [{k: v for k, v in r.items() if k != "seconds"} for r in records]
+
+
+def summary(folder):
+    """summary.json."""
+    return json.loads((folder / "summary.json").read_text())
+
+
+def contents(folder):
+    """Every file of a folder with its bytes."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def assert_same_run(folder, reference):
+    """Equal metrics, parameters and per-client accuracies, bit for bit."""
+    assert metrics(folder) == metrics(reference)
+    ours, theirs = summary(folder), summary(reference)
+    assert ours["parameters_sha256"] == theirs["parameters_sha256"]
+    assert ours["metrics"] == theirs["metrics"]
+    with np.load(folder / "clients.npz") as a, np.load(reference / "clients.npz") as b:
+        assert a.files == b.files
+        for name in a.files:
+            np.testing.assert_array_equal(a[name], b[name])
+
+
+def kill_at(monkeypatch, round):
+    """Raises from the progress callback once `round` rounds are done."""
+
+    def update(self, done, records):
+        if done == round:
+            raise KilledError
+
+    monkeypatch.setattr(report.Progress, "update", update)
+
+
+def signal_at(monkeypatch, round, number):
+    """Delivers a signal from the progress callback once `round` rounds are done."""
+    made = []
+
+    class Stop(main.Stop):
+        """A `Stop` that can be found again."""
+
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    def update(self, done, records):
+        if done == round:
+            made[-1]._note(number, None)
+
+    monkeypatch.setattr(main, "Stop", Stop)
+    monkeypatch.setattr(report.Progress, "update", update)
+
+
+@pytest.fixture(scope="module")
+def finished(blobs, tmp_path_factory):
+    """An uninterrupted run of two seeds; nobody changes it."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    run(blobs, folder, "--num_seeds=2")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(blobs, tmp_path_factory):
+    """An uninterrupted run whose summary takes every round; nobody changes it."""
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    run(blobs, folder, "--summary=mean_last10", "--checkpoint_every=1")
+    return folder
+
+
+@pytest.fixture
+def copied(reference, tmp_path):
+    """A copy of the reference as it was before its last round and summary."""
+    folder = tmp_path / "run"
+    shutil.copytree(reference, folder)
+    (folder / "summary.json").unlink()
+    (folder / "clients.npz").unlink()
+    return folder
+
+
+def test_files_of_a_run(finished):
+    """Nothing but the contract's files, and no partial ones."""
+    assert {path.name for path in finished.iterdir()} == {
+        "run.flags",
+        "metrics.jsonl",
+        "summary.json",
+        "clients.npz",
+        "checkpoints",
+    }
+    assert not list(finished.rglob("*partial*"))
+
+
+def test_metrics_lines(finished):
+    """A line per evaluated round and seed, fractions, cumulative bytes."""
+    records = metrics(finished)
+    assert [(r["round"], r["seed"]) for r in records] == [
+        (round, seed) for round in range(ROUNDS + 1) for seed in (0, 1)
+    ]
+    for record in records:
+        assert record["bytes_up"] == record["round"] * 2 * MODEL_BYTES
+        assert record["bytes_down"] == record["round"] * 2 * MODEL_BYTES
+        for name in (
+            "global_accuracy",
+            "client_accuracy",
+            "client_accuracy_pooled",
+            "worst_decile_accuracy",
+        ):
+            assert 0 <= record[name] <= 1
+        assert record["client_accuracy_std"] >= 0
+        if record["round"]:
+            assert math.isfinite(record["train_loss"])
+    assert records[0]["train_loss"] != records[1]["train_loss"] if (
+        "train_loss" in records[0]
+    ) else True
+    lines = (finished / "metrics.jsonl").read_text().splitlines()
+    seconds = [json.loads(line)["seconds"] for line in lines[::2]]
+    assert seconds == sorted(seconds) and seconds[-1] > 0
+
+
+def test_blobs_are_learnt(finished):
+    """The last round is better than the first."""
+    records = metrics(finished)
+    assert records[-1]["global_accuracy"] > records[0]["global_accuracy"]
+
+
+def test_summary(finished):
+    """Mean, sample standard deviation and values per seed; speed and versions."""
+    result = summary(finished)
+    last = [r for r in metrics(finished) if r["round"] == ROUNDS]
+    for name in ("global_accuracy", "client_accuracy", "bytes_up", "bytes_down"):
+        entry = result["metrics"][name]
+        values = [record[name] for record in last]
+        assert entry["per_seed"] == values
+        assert entry["mean"] == pytest.approx(np.mean(values))
+        assert entry["std"] == pytest.approx(np.std(values, ddof=1))
+    for name in (
+        "client_updates_per_second",
+        "samples_per_second",
+        "compile_seconds",
+        "peak_memory_bytes",
+    ):
+        assert result[name] > 0
+    assert 0 < result["padding_efficiency"] <= 1
+    assert {"jax", "python", "numpy"} <= result["versions"].keys()
+    assert "git_commit" in result and result["device"]
+    assert re.fullmatch("[0-9a-f]{64}", result["parameters_sha256"])
+
+
+def test_clients_file(finished):
+    """Accuracies [seed, round, client] of the window, test sizes, class counts."""
+    with np.load(finished / "clients.npz") as file:
+        arrays = dict(file)
+    assert arrays["accuracy"].shape == (2, 1, 4)
+    assert arrays["test_size"].shape == (2, 4)
+    assert arrays["class_counts"].shape == (2, 4, 4)
+    np.testing.assert_array_equal(arrays["rounds"], [ROUNDS])
+    np.testing.assert_array_equal(arrays["seeds"], [0, 1])
+    total = arrays["class_counts"].sum((1, 2)) + arrays["test_size"].sum(1)
+    np.testing.assert_array_equal(total, [240, 240])
+    for entry in [r for r in metrics(finished) if r["round"] == ROUNDS]:
+        accuracy = arrays["accuracy"][entry["seed"], 0]
+        assert accuracy.mean() == pytest.approx(entry["client_accuracy"])
+        size = arrays["test_size"][entry["seed"]]
+        pooled = (accuracy * size).sum() / size.sum()
+        assert pooled == pytest.approx(entry["client_accuracy_pooled"])
+
+
+def test_seeds_together_equal_seeds_alone(finished, blobs, tmp_path):
+    """The second of two seeds in one program is the run with that seed."""
+    run(blobs, tmp_path / "alone", "--seed=1")
+    both = [r for r in metrics(finished) if r["seed"] == 1]
+    assert metrics(tmp_path / "alone") == both
+
+
+def test_run_flags_replay_the_run(reference, tmp_path, monkeypatch):
+    """--flagfile=run.flags alone, in the default workdir: the same parameters."""
+    monkeypatch.chdir(tmp_path)
+    main.main(["main", f"--flagfile={reference / 'run.flags'}"])
+    assert_same_run(tmp_path / "runs" / "fedavg-blobs-seed0", reference)
+
+
+def test_finished_run_prints_its_table_again(finished, blobs, capsys):
+    """Exit 0, nothing is computed, nothing is written."""
+    before = contents(finished)
+    for more in ([], ["--resume"], ["--client_chunk=1"]):
+        run(blobs, finished, "--num_seeds=2", *more)
+        shown = capsys.readouterr()
+        assert "finished" in shown.out and "Global" in shown.out
+        assert shown.err == ""
+    assert contents(finished) == before
+
+
+def test_fewer_rounds_are_refused(finished, blobs, capsys):
+    """A finished run is not cut back."""
+    before = contents(finished)
+    with pytest.raises(SystemExit) as stop:
+        run(blobs, finished, "--num_seeds=2", "--resume", rounds=2)
+    assert stop.value.code in (1, 2)
+    assert "--rounds=2" in capsys.readouterr().err
+    assert contents(finished) == before
+
+
+def test_unfinished_run_is_not_overwritten(copied, blobs, capsys):
+    """Without --resume: one line that offers it, and all stays."""
+    before = contents(copied)
+    with pytest.raises(SystemExit) as stop:
+        run(blobs, copied, "--summary=mean_last10")
+    assert stop.value.code in (1, 2)
+    line = capsys.readouterr().err
+    assert line.startswith("error: ") and line.count("\n") == 1
+    assert "--resume" in line and "after 4" in line
+    assert contents(copied) == before
+
+
+def test_killed_before_the_summary(copied, reference, blobs):
+    """All rounds done, summary not written: resume writes it."""
+    run(blobs, copied, "--summary=mean_last10", "--resume")
+    assert_same_run(copied, reference)
+
+
+@pytest.mark.parametrize("round", [0, 1, 3])
+@pytest.mark.parametrize("every", [0, 1, 2])
+def test_killed_and_resumed(reference, blobs, tmp_path, monkeypatch, round, every):
+    """Killed after any round, with and without checkpoints: the same run."""
+    folder = tmp_path / "run"
+    flags = ["--summary=mean_last10", f"--checkpoint_every={every}"]
+    with monkeypatch.context() as patch:
+        kill_at(patch, round)
+        with pytest.raises(KilledError):
+            run(blobs, folder, *flags)
+    assert not (folder / "summary.json").exists()
+    run(blobs, folder, *flags, "--resume")
+    assert_same_run(folder, reference)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("round", [0, 2])
+def test_stopped_by_a_signal(
+    reference, blobs, tmp_path, monkeypatch, capsys, round, number, code
+):
+    """Saves, exits with the signal's code, says how to go on, and goes on."""
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        signal_at(patch, round, number)
+        with pytest.raises(SystemExit) as stop:
+            run(blobs, folder, "--summary=mean_last10")
+    assert stop.value.code == code
+    told = capsys.readouterr().err
+    command = re.search(r"python -m launch\.main (.*)", told).group(1).split()
+    assert "--resume" in command
+    main.main(["main", *command])
+    assert_same_run(folder, reference)
+
+
+def test_signal_handlers_are_restored(blobs, tmp_path, monkeypatch):
+    """Also when a run ends with an exception."""
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    kill_at(monkeypatch, 0)
+    with pytest.raises(KilledError):
+        run(blobs, tmp_path / "run")
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("rule", ["last", "mean_last10"])
+def test_more_rounds_later(finished, reference, blobs, tmp_path, rule):
+    """Two rounds, then four with --resume: as four at once."""
+    folder = tmp_path / "run"
+    seeds = ["--num_seeds=2"] if rule == "last" else []
+    run(blobs, folder, f"--summary={rule}", *seeds, rounds=2)
+    run(blobs, folder, f"--summary={rule}", *seeds, "--resume")
+    assert_same_run(folder, finished if rule == "last" else reference)
+
+
+def test_more_rounds_need_no_other_flag(blobs, tmp_path):
+    """`rounds` is no part of a run's identity, nor are defaults that follow it."""
+    base = ["main", "--algo=fedavg", "--model=mlp", "--devices=1", "--num_clients=4"]
+    base += [f"--dataset={blobs}", f"--workdir={tmp_path / 'run'}"]
+    main.main([*base, "--rounds=2"])
+    main.main([*base, "--rounds=20", "--resume"])
+    assert summary(tmp_path / "run")["rounds"] == 20
+
+
+def test_two_checkpoints_are_kept(reference):
+    """The newest two, complete."""
+    names = sorted(path.name for path in (reference / "checkpoints").iterdir())
+    assert names == ["round_00000003", "round_00000004"]
+
+
+def test_half_a_line_in_the_metrics(copied, reference, blobs):
+    """A line cut off by a kill, and lines after the checkpoint, are cut back."""
+    shutil.rmtree(copied / "checkpoints" / "round_00000004")
+    with open(copied / "metrics.jsonl", "a") as file:
+        file.write('{"round": 5, "se')
+    run(blobs, copied, "--summary=mean_last10", "--resume")
+    assert_same_run(copied, reference)
+
+
+def test_a_partial_checkpoint_is_ignored(copied, reference, blobs):
+    """Killed while writing one: the complete one before it counts."""
+    newest = copied / "checkpoints" / "round_00000004"
+    newest.rename(copied / "checkpoints" / "partial_00000004")
+    run(blobs, copied, "--summary=mean_last10", "--resume", "--checkpoint_every=1")
+    assert_same_run(copied, reference)
+    assert not list(copied.rglob("partial_*"))
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_damaged_checkpoint_is_named(copied, blobs, capsys, damage):
+    """Any file of the newest one: named, the older one offered, nothing touched."""
+    newest = copied / "checkpoints" / "round_00000004"
+    files = [path for path in sorted(newest.rglob("*")) if path.is_file()]
+    assert any(path.name == "manifest.json" for path in files) and len(files) > 2
+    for path in files:
+        raw = path.read_bytes()
+        if not raw and damage != "remove":
+            continue
+        if damage == "remove":
+            path.unlink()
+        else:
+            half = len(raw) // 2
+            changed = raw[:half] + bytes([raw[half] ^ 4]) + raw[half + 1 :]
+            path.write_bytes(changed if damage == "flip" else raw[:half])
+        before = contents(copied)
+        with pytest.raises(SystemExit) as stop:
+            run(blobs, copied, "--summary=mean_last10", "--resume")
+        assert stop.value.code in (1, 2)
+        line = capsys.readouterr().err
+        assert line.startswith("error: ") and line.count("\n") == 1
+        assert str(path.relative_to(copied)) in line
+        assert "round_00000003" in line
+        assert contents(copied) == before
+        path.write_bytes(raw)
+
+
+def test_older_checkpoint_after_a_damaged_one(copied, reference, blobs):
+    """Doing what the message says leads to the same end."""
+    newest = copied / "checkpoints" / "round_00000004"
+    (newest / "manifest.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        run(blobs, copied, "--summary=mean_last10", "--resume")
+    shutil.rmtree(newest)
+    run(blobs, copied, "--summary=mean_last10", "--resume")
+    assert_same_run(copied, reference)
+
+
+def test_diverging_run_writes_valid_json(blobs, tmp_path):
+    """A loss of nan becomes null: every line and the summary are strict JSON."""
+    run(blobs, tmp_path / "run", "--client_lr=1e30", rounds=2)
+
+    def refuse(text):
+        raise AssertionError(f"{text} is no JSON")
+
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert records[-1]["train_loss"] is None
+    text = (tmp_path / "run" / "summary.json").read_text()
+    assert json.loads(text, parse_constant=refuse)["rounds"] == 2
+
+
+def test_progress_prints_lines_and_a_table(blobs, tmp_path, capsys):
+    """Not on a terminal: a line per evaluation, the table, the folder; no stderr."""
+    run(blobs, tmp_path / "run", rounds=1)
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "round 1/1" in shown.out and "Global" in shown.out
+    assert f"results in {tmp_path / 'run'}" in shown.out
+
+
+def test_clients_without_test_rows(blobs, tmp_path, capsys):
+    """Four rows a client, none of them a test row: one clear line, or a full run."""
+    try:
+        run(blobs, tmp_path / "run", "--partition=iid", "--num_clients=60", rounds=1)
+    except SystemExit as stop:
+        assert stop.code in (1, 2)
+        line = capsys.readouterr().err
+        assert line.startswith("error: ") and line.count("\n") == 1
+    else:
+        text = (tmp_path / "run" / "summary.json").read_text()
+        assert "accuracy" not in json.loads(text)["metrics"] or "null" not in text

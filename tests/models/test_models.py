@@ -1,0 +1,196 @@
+"""Parameter counts, stages against flax, composition and dropout."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import models
+from fedjax_pfl import traffic
+from models import stages
+
+MNIST, CIFAR = (28, 28, 1), (32, 32, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "num_classes", "expected"),
+    [
+        ("fedavg_cnn", MNIST, 10, 582_026),
+        ("cnn_same", MNIST, 10, 1_663_370),
+        ("cdkt_mnist", MNIST, 10, 834_922),
+        ("cdkt_mnist_small", MNIST, 10, 3_217_738),
+        ("cdkt_cifar", CIFAR, 10, 581_866),
+        ("cdkt_cifar", CIFAR, 100, 587_716),
+        ("cdkt_cifar_small", CIFAR, 10, 59_386),
+        ("cdkt_cifar_small", CIFAR, 100, 65_236),
+        ("m1", CIFAR, 10, 23_146),
+        ("m2", CIFAR, 100, 353_284),
+        ("mlp", (8, 8, 1), 4, 64 * 128 + 128 + 128 * 64 + 64 + 64 * 4 + 4),
+    ],
+)
+def test_number_of_parameters(name, shape, num_classes, expected):
+    """Section 3 and test 33: the networks have the papers' sizes."""
+    params, _ = traffic.shapes(models.MODELS[name](num_classes), shape)
+    assert sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params)) == expected
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_one_parameter_tree_per_stage(name):
+    """Section 3: `params`, `stats` and names align, the last stage gives Y logits."""
+    model = models.MODELS[name](7)
+    shape = CIFAR if name in ("m1", "m2") or "cifar" in name else MNIST
+    params, stats = traffic.shapes(model, shape)
+    assert model.name == name
+    assert len(params) == len(stats) == len(model.stage_names)
+    assert len(set(model.stage_names)) == len(model.stage_names)
+    example = jax.ShapeDtypeStruct((3, *shape), np.float32)
+    out, _ = jax.eval_shape(model.forward, params, stats, example)
+    assert out.shape == (3, 7)
+
+
+@pytest.mark.parametrize("name", ["cdkt_mnist", "cdkt_cifar", "cdkt_cifar_small"])
+def test_dropout_sits_where_the_paper_has_it(name):
+    """Section 3: stages whose train-mode forward needs a key."""
+    model = models.MODELS[name](10)
+    shape = MNIST if name == "cdkt_mnist" else CIFAR
+    params, stats = traffic.shapes(model, shape)
+    noisy, h = [], jax.ShapeDtypeStruct((1, *shape), np.float32)
+    for index, stage in enumerate(model.stage_names):
+
+        def run(p, s, h, train, index=index):
+            return model.forward(p, s, h, start=index, stop=index + 1, train=train)[0]
+
+        try:
+            jax.eval_shape(lambda *args, f=run: f(*args, True), params, stats, h)
+        except Exception as error:
+            assert "dropout" in str(error)
+            noisy.append(stage)
+        h = jax.eval_shape(lambda *args, f=run: f(*args, False), params, stats, h)
+    assert (
+        noisy
+        == {
+            "cdkt_mnist": ["conv1", "conv2"],
+            "cdkt_cifar": ["dense2"],
+            "cdkt_cifar_small": ["dense1"],
+        }[name]
+    )
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    ("padding", "kernel", "size", "pool"),
+    [
+        ("SAME", 5, (7, 9), True),
+        ("SAME", 4, (6, 5), True),
+        ("VALID", 3, (9, 8), True),
+        ("SAME", 3, (5, 4), False),
+    ],
+)
+def test_convolution_equals_flax(padding, kernel, size, pool, jit):
+    """Section 3: conv, ReLU, 2x2 max-pool of stride 2, with flax's parameters."""
+    gen = np.random.default_rng(0)
+    params = {
+        "kernel": jnp.asarray(gen.normal(size=(kernel, kernel, 3, 4)), jnp.float32),
+        "bias": jnp.asarray(gen.normal(size=4), jnp.float32),
+    }
+    image = jnp.asarray(gen.normal(size=(2, *size, 3)), jnp.float32)
+    stage = stages.Conv(4, kernel, padding, pool)
+
+    def ours(params, image):
+        return stage.apply({"params": params}, image)
+
+    def theirs(params, image):
+        module = nn.Conv(4, (kernel, kernel), padding=padding)
+        h = nn.relu(module.apply({"params": params}, image))
+        return nn.max_pool(h, (2, 2), (2, 2)) if pool else h
+
+    wrap = jax.jit if jit else lambda fn: fn
+    chex.assert_trees_all_close(
+        wrap(ours)(params, image), wrap(theirs)(params, image), rtol=1e-4, atol=1e-4
+    )
+
+
+def small_chain():
+    """Convolution, hidden layer and logits, with dropout after both hidden stages."""
+    return stages.chain(
+        "small",
+        [
+            ("conv", stages.Conv(3, 3, dropout=0.3)),
+            ("hidden", stages.Dense(6, dropout=0.5)),
+            ("last", stages.Dense(4, relu=False)),
+        ],
+    )
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_composed_parts_equal_the_whole(train):
+    """forward(stop=i) then forward(start=i) is forward, at every boundary."""
+    model = small_chain()
+    image = jax.random.normal(jax.random.key(1), (3, 6, 6, 2))
+    params, stats = jax.jit(model.init)(jax.random.key(0), image)
+    mode = {"train": train, "key": jax.random.key(2) if train else None}
+    whole, _ = model.forward(params, stats, image, **mode)
+    for boundary in range(4):
+        h, _ = model.forward(params, stats, image, stop=boundary, **mode)
+        parts, _ = model.forward(params, stats, h, start=boundary, **mode)
+        chex.assert_trees_all_close(parts, whole, rtol=1e-6, atol=1e-6)
+
+
+def test_initialisation_is_pytorchs():
+    """Section 3: weights and biases uniform in +-1 / sqrt(fan_in)."""
+    params, _ = jax.jit(models.MODELS["cdkt_mnist"](10).init)(
+        jax.random.key(0), jnp.zeros((1, *MNIST))
+    )
+    for stage, fan_in in zip(params, (25, 25 * 32, 1568, 512), strict=True):
+        for leaf in stage["trunk"].values():
+            size = np.abs(np.asarray(leaf)) * fan_in**0.5
+            assert size.max() <= 1
+            assert leaf.size < 30 or size.max() > 0.85
+        kernel = np.asarray(stage["trunk"]["kernel"]) * fan_in**0.5
+        np.testing.assert_allclose(kernel.std(), 3**-0.5, rtol=0.05)
+
+
+@pytest.mark.parametrize("rate", [0.25, 0.4, 0.5])
+def test_dropout_has_its_rate_and_no_bias(rate):
+    """Section 3: a share `rate` is 0, the rest is scaled so that the mean stays."""
+    ones = jnp.ones((64, 1001))
+    out = stages.Dropout(rate).apply(
+        {}, ones, train=True, rngs={"dropout": jax.random.key(0)}
+    )
+    out = np.asarray(out)
+    kept = out[out != 0]
+    # 64,064 draws: four standard deviations of the share are .008.
+    assert abs((out == 0).mean() - rate) < 0.008
+    np.testing.assert_allclose(kept, 1 / (1 - rate), rtol=1e-4)
+    assert abs(out.mean() - 1) < 0.008 / (1 - rate)
+    # Neighbours share a word of random bits: they must still be independent.
+    both = ((out[:, :-1:2] == 0) & (out[:, 1::2] == 0)).mean()
+    assert abs(both - rate**2) < 0.011
+
+
+def test_dropout_is_off_in_eval_mode():
+    """Section 1A: eval mode has no noise, train mode has."""
+    model = small_chain()
+    image = jax.random.normal(jax.random.key(1), (3, 6, 6, 2))
+    params, stats = jax.jit(model.init)(jax.random.key(0), image)
+    key = jax.random.key(2)
+    plain, _ = model.forward(params, stats, image)
+    keyed, _ = model.forward(params, stats, image, key=key)
+    noisy, _ = model.forward(params, stats, image, train=True, key=key)
+    chex.assert_trees_all_equal(plain, keyed)
+    assert np.abs(np.asarray(plain - noisy)).max() > 1e-3
+
+
+@pytest.mark.parametrize("width", [6, 7])
+def test_dropout_mask_does_not_depend_on_the_batch_size(width):
+    """Section 2: padding a batch changes no example's noise."""
+    rngs = {"dropout": jax.random.key(4)}
+    large = jnp.ones((9, width))
+    apply = stages.Dropout(0.5).apply
+    out = apply({}, large, train=True, rngs=rngs)
+    for size in (1, 4):
+        part = apply({}, large[:size], train=True, rngs=rngs)
+        chex.assert_trees_all_equal(part, out[:size])
+    assert len(np.unique(np.asarray(out), axis=0)) > 1
