@@ -224,9 +224,7 @@ def test_no_transfer_is_exact(transfer, compiled, start, problem):
     run, cohort = compiled("cdkt", **STRUCTURES[transfer]), problem.cohort(1)
     off = {"client_distill_weight": 0.0, "server_distill_weight": 0.0}
     plain, _, _ = run(start(round=0), cohort, **off)
-    other, _, _ = run(
-        start(round=0), cohort, **off, label_mix=1.0, temperature=0.7
-    )
+    other, _, _ = run(start(round=0), cohort, **off, label_mix=1.0, temperature=0.7)
     warm, _, _ = run(
         start(round=0), cohort, client_distill_weight=0.9, server_distill_weight=0.0
     )
@@ -343,7 +341,9 @@ def test_transfer_masks_embeddings(transfer, compiled, start):
     params, stats = state.clients
     results = []
     for value in (0.5, 2.0):
-        server = state.server | {"params": with_dead_unit(state.server["params"], value)}
+        server = state.server | {
+            "params": with_dead_unit(state.server["params"], value)
+        }
         results.append(run(state.replace(server=server), **FLOATS)[0].clients)
     assert differs(*results) == (transfer != "full")
     if transfer == "full":

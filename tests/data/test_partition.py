@@ -43,7 +43,9 @@ def histogram(split, source):
 def test_every_row_belongs_to_exactly_one_client(kind):
     """1,000 rows over 10 clients: none lost, none shared."""
     split = partition.split(make_table([100] * 10), spec(kind), 3)
-    np.testing.assert_array_equal(np.sort(np.concatenate(owned(split))), np.arange(1000))
+    np.testing.assert_array_equal(
+        np.sort(np.concatenate(owned(split))), np.arange(1000)
+    )
 
 
 def test_iid_sizes_and_histogram():
@@ -239,9 +241,7 @@ def test_official_split():
     """Clients train on all their rows; the official test rows are everybody's."""
     source = make_table([60, 60], num_train=100)
     split = partition.split(source, spec("iid", 5, test_split="official"), 0)
-    np.testing.assert_array_equal(
-        np.sort(np.concatenate(split.train)), np.arange(100)
-    )
+    np.testing.assert_array_equal(np.sort(np.concatenate(split.train)), np.arange(100))
     assert [len(test) for test in split.test] == [0] * 5
     np.testing.assert_array_equal(split.official_test, np.arange(100, 120))
 
@@ -282,9 +282,7 @@ def test_proxy_train_and_test_are_disjoint(kind, test_split):
     source = make_table([100] * 6, num_train=480)
     one = spec(kind, 6, test_split=test_split, proxy_fraction=0.1)
     split = partition.split(source, one, 4)
-    rows = np.concatenate(
-        [split.proxy, *split.train, *split.test, split.official_test]
-    )
+    rows = np.concatenate([split.proxy, *split.train, *split.test, split.official_test])
     assert len(np.unique(rows)) == len(rows)
     assert len(split.proxy) >= 48
     counts = np.bincount(source.label[split.proxy], minlength=6)

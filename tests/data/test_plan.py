@@ -40,9 +40,7 @@ def equal(first, second):
 
 def four_devices():
     """A mesh over the four fake devices."""
-    return jax.make_mesh(
-        (4,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,)
-    )
+    return jax.make_mesh((4,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def test_cohort_is_a_pure_function_of_seed_and_round():

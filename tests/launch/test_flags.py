@@ -27,7 +27,9 @@ def flagfile(tmp_path):
 
 def test_given_flags_only_and_their_types():
     """Values have their fields' types; what was not given is absent."""
-    given = parse("--algo=fedavg", "--rounds=7", "--client_lr=1", "--c_gen", "--model=m1")
+    given = parse(
+        "--algo=fedavg", "--rounds=7", "--client_lr=1", "--c_gen", "--model=m1"
+    )
     assert given == {
         "algo": "fedavg",
         "rounds": 7,

@@ -160,9 +160,11 @@ def test_metrics_lines(finished):
         assert record["client_accuracy_std"] >= 0
         if record["round"]:
             assert math.isfinite(record["train_loss"])
-    assert records[0]["train_loss"] != records[1]["train_loss"] if (
-        "train_loss" in records[0]
-    ) else True
+    assert (
+        records[0]["train_loss"] != records[1]["train_loss"]
+        if ("train_loss" in records[0])
+        else True
+    )
     lines = (finished / "metrics.jsonl").read_text().splitlines()
     seconds = [json.loads(line)["seconds"] for line in lines[::2]]
     assert seconds == sorted(seconds) and seconds[-1] > 0
