@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import logging
 import math
 import pathlib
+import socket
 import struct
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,6 +16,7 @@ import numpy as np
 
 from data import table
 
+TFDS_HOST = "storage.googleapis.com"
 DEBIAN_FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")
 IDX_FILES = (
     ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -108,7 +111,11 @@ def _tfds(name: str, data_dir: str, other_way: str = "") -> table.Table:
         builder = tfds.builder(
             name, data_dir=data_dir or None, file_format="array_record"
         )
-        builder.download_and_prepare()
+        if not builder.data_path.exists():
+            # Without a network tfds would retry for minutes before it gives up.
+            socket.getaddrinfo(TFDS_HOST, 443)
+            logging.getLogger("urllib3").setLevel(logging.ERROR)
+            builder.download_and_prepare()
         sources = [builder.as_data_source(split=split) for split in ("train", "test")]
     except Exception as error:  # tfds raises its own and its downloader's errors
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]

@@ -34,9 +34,8 @@ def _expand(argv: Sequence[str]) -> list[str]:
     try:
         return values.read_flags_from_files([argv[0], *argv[1:]], force_gnu=True)
     except flags.Error as error:
-        raise UsageError(f"--flagfile: {error}") from error
-    except OSError as error:
-        raise UsageError(f"--flagfile={error.filename}: {error.strerror}") from error
+        reason = str(error).removeprefix("ERROR:: ")
+        raise UsageError(f"--flagfile: {reason}") from error
 
 
 def _algorithm(arguments: Sequence[str]) -> str:
@@ -100,7 +99,7 @@ def parse(
     except flags.UnrecognizedFlagError as error:
         name = error.flagname.removeprefix("no")
         raise UsageError(build.unknown_option(name, algo)) from error
-    except flags.Error as error:
+    except (flags.Error, ValueError) as error:  # ValueError: --noflag=value
         raise UsageError(error) from error
     if len(rest) > 1:
         raise UsageError(

@@ -1,9 +1,11 @@
 """A tiny network, one small problem and rounds that are compiled once per session."""
 
 import dataclasses
+import functools
 import types as namespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -47,13 +49,14 @@ def random_params(model, seed, shape=(8, 8, 1)):
     )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    """Half the compile time; what is compiled here is too small to gain by speed."""
-    before = jax.config.jax_disable_most_optimizations
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+# Half the compile time; what is compiled here is too small to gain by speed.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@pytest.fixture(scope="session")
+def quick_jit():
+    """`jax.jit` that compiles quickly and runs slowly."""
+    return functools.partial(jax.jit, compiler_options=QUICK)
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +89,7 @@ def problem(unequal):
         task_of=task_of,
         data=made.data.replace(partition=first_seed(made.data.partition)),
         cohort=lambda round: made.cohorts(0, round),
-        networks=NETWORKS,
+        execution=types.Execution(3),
     )
 
 
@@ -112,7 +115,7 @@ def start():
 
 
 @pytest.fixture(scope="session")
-def compiled(problem):
+def compiled(problem, quick_jit):
     """Jitted rounds by structure; floats are traced, as in `simulate.program`."""
     cache = {}
 
@@ -125,7 +128,7 @@ def compiled(problem):
         static, floats = options.split_floats(hparams)
         task = problem.task_of(server, clients, chunk)
 
-        @jax.jit
+        @quick_jit
         def run(values, state, cohort, data):
             made = module.make(dataclasses.replace(static, **values), task)
             return made.round(state, cohort, data)
@@ -133,6 +136,8 @@ def compiled(problem):
         def one_round(state, cohort=None, data=None, **changed):
             cohort = problem.cohort(int(state.round)) if cohort is None else cohort
             data = problem.data if data is None else data
+            # Device arrays always: numpy's would be compiled for once more.
+            state = jax.tree.map(jnp.asarray, state)
             return run(floats | changed, state, cohort, data)
 
         cache[name] = one_round

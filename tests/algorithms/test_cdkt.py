@@ -2,10 +2,10 @@
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import models
 from algorithms import cdkt
 from fedjax_pfl import traffic
 from launch import build
@@ -203,7 +203,7 @@ def test_round_equals_a_numpy_reference(name, compiled, start, problem):
     structure = {**STRUCTURES, "code": CODE}[name]
     state, cohort = start(), problem.cohort(1)
     assert cohort.plans["local"].num_steps.max() > 3  # more than proxy batches
-    assert 2 * len(set(cohort.plans["local"].num_steps)) > 2  # ragged
+    assert len(set(cohort.plans["local"].num_steps)) > 1
     after, _, _ = compiled("cdkt", **structure)(state, **FLOATS)
     trained, server = reference_round(state, cohort, problem.data, structure, FLOATS)
     for number, expected in trained.items():
@@ -471,7 +471,10 @@ def test_equal_architectures_are_the_homogeneous_run(compiled, start):
 
 @pytest.mark.parametrize("network", ["tiny", "noisy"])
 def test_chunks_do_not_matter(network, compiled, start, problem):
-    """Test 28: one by one, all together and a Python loop agree; dropout off and on."""
+    """Test 28: one by one, all together and a Python loop agree; dropout off and on.
+
+    With dropout off the numpy reference above is the Python loop.
+    """
     state, cohort = start(), problem.cohort(1)
     structure = {"server": network, "clients": network, **STRUCTURES["repfull"]}
     together = compiled("cdkt", **structure)
@@ -480,15 +483,16 @@ def test_chunks_do_not_matter(network, compiled, start, problem):
     second, _, _ = alone(state, **FLOATS)
     chex.assert_trees_all_close(first.clients, second.clients, atol=1e-5)
     chex.assert_trees_all_close(first.server, second.server, atol=1e-5)
+    if network == "tiny":
+        return
     for row, number in enumerate(cohort.client_id):
         single = jax.tree.map(lambda leaf, r=row: leaf[r : r + 1], cohort)
         third, _, _ = alone(state, single, **FLOATS)
         chex.assert_trees_all_close(
             client(third, number), client(first, number), atol=1e-5
         )
-    if network == "noisy":
-        calm, _, _ = compiled("cdkt", **STRUCTURES["repfull"])(state, **FLOATS)
-        assert differs(calm.clients, first.clients, 1e-3)
+    calm, _, _ = compiled("cdkt", **STRUCTURES["repfull"])(state, **FLOATS)
+    assert differs(calm.clients, first.clients, 1e-3)
 
 
 def test_dropout_noise_is_named_by_client_and_round(compiled, start):
@@ -503,10 +507,10 @@ def test_dropout_noise_is_named_by_client_and_round(compiled, start):
     assert differs(first.server, other.server, 1e-3)
 
 
-def test_init_makes_copies_of_one_model(problem):
+def test_init_makes_copies_of_one_model(problem, quick_jit):
     """Section 1A, Init: all clients and the server start as the same parameters."""
     made = cdkt.make(cdkt.HParams(), problem.task_of())
-    state = jax.jit(made.init)(problem.data, jax.random.key(0))
+    state = quick_jit(made.init)(problem.data, jax.random.key(0))
     assert int(state.round) == 0
     for number in range(5):
         chex.assert_trees_all_equal(client(state, number), host(state.server["params"]))
@@ -533,23 +537,27 @@ def test_traffic(transfer, up, down, compiled, start, problem):
     assert int(state.round) == 2
 
 
-def test_traffic_of_the_papers_settings():
-    """Section 1A: MB per client and round on MNIST (355 proxy rows) and CIFAR-10."""
-    for num_proxy, width, expected in (
-        (355, 512, {"full": 0.0142, "rep": 0.727, "repfull": 0.741}),
-        (4200, 64, {"full": 0.168, "rep": 1.075, "repfull": 1.243}),
-    ):
-        task = build.experiment  # the registry's models, not the tiny ones
-        del task
-        name = {512: "cdkt_mnist", 64: "cdkt_cifar"}[width]
-        shape = {512: (28, 28, 1), 64: (32, 32, 3)}[width]
-        for transfer, megabytes in expected.items():
-            made = cdkt.make(
-                cdkt.HParams(transfer=transfer), paper_task(name, shape, num_proxy)
-            )
-            sent = [
-                kind.num_bytes * (kind.name.split()[1] in listens(transfer))
-                for kind in made.messages
-                if kind.direction == "up"
-            ]
-            np.testing.assert_allclose(sum(sent) / 1e6, megabytes, rtol=2e-3)
+@pytest.mark.parametrize(
+    ("name", "shape", "num_proxy", "full", "rep"),
+    [
+        ("cdkt_mnist", (28, 28, 1), 355, 0.0142, 0.727),
+        ("cdkt_cifar", (32, 32, 3), 4200, 0.168, 1.075),
+    ],
+)
+def test_traffic_of_the_papers_settings(name, shape, num_proxy, full, rep, problem):
+    """Section 1A and test 33: MB per client and round on MNIST and CIFAR-10."""
+    model = models.MODELS[name](10)
+    task = problem.task_of()._replace(
+        server_model=model,
+        client_models=(model,),
+        num_classes=10,
+        num_proxy=num_proxy,
+        example_shape=shape,
+    )
+    made = cdkt.make(cdkt.HParams(), task)
+    size = {kind.name: kind.num_bytes / 1e6 for kind in made.messages}
+    for side in ("server", "client"):
+        np.testing.assert_allclose(size[f"{side} logits"], full, rtol=2e-3)
+        np.testing.assert_allclose(size[f"{side} embeddings"], rep, rtol=2e-3)
+    directions = {kind.name.split()[0]: kind.direction for kind in made.messages}
+    assert directions == {"server": "down", "client": "up"}
