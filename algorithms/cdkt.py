@@ -14,7 +14,8 @@ dataset in federated learning", https://arxiv.org/abs/2204.01542 (Algorithm 1).
 |---|---|
 | w_n, w_s | rows of `state.clients`, `state.server` |
 | z, e | logits, embedding (the input of the last stage) |
-| alpha, beta, lambda, tau | `--client_distill_weight`, `--server_distill_weight`, `--label_mix`, `--temperature` |
+| alpha, beta | `--client_distill_weight`, `--server_distill_weight` |
+| lambda, tau | `--label_mix`, `--temperature` |
 | Rep, Full, RepFull | `--transfer`: what the server learns from the clients |
 | d | `--server_distance`, `--client_distance` (KL-N is kl, norm) |
 | K, R, eta, gamma | `--local_epochs`, `--server_epochs`, `--client_lr`, `--server_lr` |
@@ -286,4 +287,5 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         round=round,
         serving=serving,
         server_params=lambda s: (server_model, s.server["params"], s.server["stats"]),
+        ships_proxy=True,
     )

@@ -1,3 +1,3 @@
-"""The engine: a round is one pure function, a client is a row, differences are masks."""
+"""The engine: a round is a pure function, a client a row, a difference a mask."""
 
 __version__ = "0.1.0"

@@ -57,7 +57,11 @@ def stagewise_mean(
         total = raw.sum()
         mean = weighted_mean(values, raw / jnp.where(total > 0, total, 1))
         means.append(
-            jax.tree.map(lambda m, f: jnp.where(total > 0, m, f), mean, fallback[stage])
+            jax.tree.map(
+                lambda m, f, total=total: jnp.where(total > 0, m, f),
+                mean,
+                fallback[stage],
+            )
         )
     return tuple(means)
 

@@ -17,7 +17,7 @@ JS_FORMS = ("true", "reversed")
 
 
 def kl(log_target: jax.Array, log_student: jax.Array) -> jax.Array:
-    """sum_c q (log q - log p) per row, from log-probabilities [..., Y]; q log q -> 0."""
+    """sum_c q (log q - log p) per row, from log-probabilities [..., Y]; 0 log 0 = 0."""
     target = jnp.exp(log_target)
     finite = target > 0
     gap = jnp.where(finite, log_target, 0) - jnp.where(finite, log_student, 0)

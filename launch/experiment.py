@@ -197,7 +197,8 @@ class Experiment:
         if {"c_spec", "c_gen"} <= metrics.keys():
             # The mean of the two summaries, not the summary of the means.
             spec, gen = metrics["c_spec"]["per_seed"], metrics["c_gen"]["per_seed"]
-            metrics["c_per"] = _spread([(a + b) / 2 for a, b in zip(spec, gen)])
+            means = [(a + b) / 2 for a, b in zip(spec, gen, strict=True)]
+            metrics["c_per"] = _spread(means)
         for name in ("bytes_up", "bytes_down"):
             last = [r[name] for r in self.metrics if r["round"] == self.round]
             if last:
@@ -230,7 +231,9 @@ class Experiment:
         }
 
     def setup_bytes(self) -> int:
-        """One-off bytes of shipping the proxy set, images and labels, to all clients."""
+        """One-off bytes of shipping the proxy set, images and labels, to all."""
+        if not self.program.algorithm.ships_proxy:
+            return 0
         image = np.prod(self.task.example_shape) * self.data.image.dtype.itemsize
         return int(self.task.num_proxy * (image + 1) * self.config.num_clients)
 

@@ -52,7 +52,7 @@ def run(
 ) -> bool:
     """Runs to the last round, writing metrics and checkpoints; False if stopped."""
     config = experiment.config
-    every, saved_at, saved_time = config.checkpoint_every, None, time.monotonic()
+    every, saved_time = config.checkpoint_every, time.monotonic()
 
     def stop_at(round: int) -> int:
         return (round // every + 1) * every if every else config.rounds
@@ -64,10 +64,10 @@ def run(
         ended = event.round == config.rounds
         if due or ended or stop.signal is not None:
             folder.save()
-            saved_at, saved_time = event.round, time.monotonic()
+            saved_time = time.monotonic()
         if stop.signal is not None and not ended:
             break
-    return saved_at == config.rounds or experiment.round == config.rounds
+    return experiment.round == config.rounds
 
 
 def execute(given: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +108,8 @@ def execute(given: dict[str, Any]) -> dict[str, Any]:
             progress.close()
     if not finished:
         print(
-            f"stopped after round {experiment.round}; go on with: python -m launch.main "
+            f"stopped after round {experiment.round}; go on with: "
+            "python -m launch.main "
             f"--flagfile={folder.path / 'run.flags'} --workdir={folder.path} --resume",
             file=sys.stderr,
         )
@@ -130,9 +131,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     quiet()
     try:
         given = flags.parse(sys.argv if argv is None else argv)
+        execute(given)
     except flags.UsageError as error:
         flags.fail(error)
-    execute(given)
+    except KeyboardInterrupt:
+        flags.fail("interrupted; what was saved stays (--resume goes on)", 130)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Reproduces a paper's table: `python -m launch.reproduce cdkt.table1 --dataset=...`.
 
-Runs the cells that are missing, keeps what is done, and prints paper | ours | difference
-as Markdown. A cell is one run of `launch.main` with all its seeds; an interrupted one
-resumes. The tables are data: `launch/papers/<paper>.json`.
+Runs the cells that are missing, keeps what is done, and prints paper | ours |
+difference as Markdown. A cell is one run of `launch.main` with all its seeds; an
+interrupted one resumes. The tables are data: `launch/papers/<paper>.json`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def markdown(
 
 
 def available(dataset: str, data_dir: str) -> str:
-    """`mnist` where its files are, else the embedded `mnist_5k`, with a line about it."""
+    """`mnist` where its files are, else the embedded `mnist_5k`, saying so."""
     if dataset == "mnist":
         try:
             loaders.load(dataset, data_dir)

@@ -1,4 +1,4 @@
-"""Toy: depth masks, running statistics, exits, and a per-client ledger on the server."""
+"""Toy: depth masks, running statistics, exits, and a ledger per client."""
 
 import dataclasses
 
