@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import models
-from fedjax_pfl import distill, types
+from fedjax_pfl import distill, traffic, types
 from models import stages
 
 CASES = [
@@ -349,7 +349,11 @@ def test_outputs_are_logits_and_the_last_stages_input():
     )
     data = tables([4, 2, 9, 7])
     batches = distill.proxy_batches(data, 3)
-    params, stats = jax.jit(model.init)(jax.random.key(0), data.image[:1])
+    gen = np.random.default_rng(3)
+    params, stats = jax.tree.map(
+        lambda leaf: gen.normal(size=leaf.shape).astype(leaf.dtype),
+        traffic.shapes(model, (5,)),
+    )
     logits, embedding = distill.outputs(model, params, stats, data, batches)
     assert logits.shape == (2, 3, 4) and embedding.shape == (2, 3, 6)
     hidden, last = (stage["trunk"] for stage in params)
