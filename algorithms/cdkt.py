@@ -21,7 +21,7 @@ dataset in federated learning", https://arxiv.org/abs/2204.01542 (Algorithm 1).
 | K, R, eta, gamma | `--local_epochs`, `--server_epochs`, `--client_lr`, `--server_lr` |
 
 Differs from the paper, as its released code does: labels are mixed into the targets in
-logit space (`--target_space=prob` is Eq. 8), norms are one Frobenius norm per batch
+logit space (Eq. 8 means probabilities), norms are one Frobenius norm per batch
 (`--norm_form=sample` is section 5.2), and in the first round clients train alone
 (`--warm_rounds`). Differs from the code, as the paper says: the teacher is the mean
 over the round's clients in eval mode, and proxy batches go round instead of cutting a
@@ -98,9 +98,6 @@ class HParams(options.LocalTraining):
     js_form: str = options.option(
         "true", "Jensen-Shannon, or with both terms reversed", choices=distill.JS_FORMS
     )
-    target_space: str = options.option(
-        "logit", "where labels are mixed into targets", choices=("logit", "prob")
-    )
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
@@ -137,12 +134,6 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             temperature=hparams.temperature,
             norm_form=hparams.norm_form,
             js_form=hparams.js_form,
-        )
-
-    def targets(logits: jax.Array, label: jax.Array) -> jax.Array:
-        """T(z), the targets with labels mixed in."""
-        return distill.mix_labels(
-            logits, label, hparams.label_mix, hparams.target_space
         )
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
@@ -184,7 +175,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             logits, embedding, _ = distill.logits_and_embedding(
                 client_model, params, stats, paired
             )
-            target = targets(server_logits[paired.step], paired.label)
+            target = distill.mix_labels(
+                server_logits[paired.step], paired.label, hparams.label_mix
+            )
             gap = distance(hparams.client_distance, logits, target, paired.mask)
             if use_rep:
                 target = server_embedding[paired.step]
@@ -224,7 +217,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
                 target = teacher_embedding[batch.step]
                 gap += distance(hparams.server_distance, embedding, target, batch.mask)
             if use_full:
-                target = targets(teacher_logits[batch.step], batch.label)
+                target = distill.mix_labels(
+                    teacher_logits[batch.step], batch.label, hparams.label_mix
+                )
                 gap += distance(hparams.server_distance, logits, target, batch.mask)
             supervised = losses.cross_entropy(logits, batch.label, batch.mask)
             return supervised + hparams.server_distill_weight * gap, stats

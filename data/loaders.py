@@ -9,6 +9,8 @@ import math
 import pathlib
 import socket
 import struct
+import zipfile
+import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -42,7 +44,7 @@ def read_idx(path: pathlib.Path) -> np.ndarray:
     try:
         with opener(path, "rb") as file:
             raw = file.read()
-    except (EOFError, OSError) as error:
+    except (EOFError, OSError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {error}; fetch it again") from error
     if len(raw) < 4 or raw[:3] != b"\x00\x00\x08" or len(raw) < 4 + 4 * raw[3]:
         raise ValueError(f"{path} is not an IDX file of unsigned bytes")
@@ -84,6 +86,18 @@ def _idx_or_tfds(
     images, labels = [], []
     for image_path, label_path in pairs:
         image, label = read_idx(image_path), read_idx(label_path)
+        if image.ndim != 3 or label.ndim != 1:
+            raise ValueError(
+                f"{image_path} has {image.ndim} dimensions and {label_path} "
+                f"{label.ndim}; images have 3 and labels 1"
+            )
+        if images and image.shape[1:] != images[0].shape[1:3]:
+            raise ValueError(
+                f"{image_path} has images of {list(image.shape[1:])}, the train images "
+                f"are {list(images[0].shape[1:3])}"
+            )
+        if label.size and label.max() > 9:
+            raise ValueError(f"{label_path} has label {label.max()}; 0 to 9 are known")
         if len(image) != len(label):
             raise ValueError(
                 f"{image_path} has {len(image)} images but {label_path} has "
@@ -162,21 +176,16 @@ def load_npz(path: str) -> table.Table:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"--dataset=npz:{path} cannot be read: {error}") from error
+    except TypeError as error:  # np.load gives a bare array, no archive
+        raise ValueError(f"--dataset=npz:{path} is no npz archive") from error
     missing = {"x", "y"} - arrays.keys()
     if missing:
         raise ValueError(
             f"--dataset=npz:{path} has the arrays {sorted(arrays)}; x and y are needed"
         )
     x, y, client = arrays["x"], arrays["y"], arrays.get("client")
-    if y.ndim != 1 or len(x) != len(y) or not np.issubdtype(y.dtype, np.integer):
-        raise ValueError(
-            f"--dataset=npz:{path}: y must be integers [{len(x)}], got {y.dtype} "
-            f"{list(y.shape)}"
-        )
-    if not len(y) or y.min() < 0:
-        raise ValueError(f"--dataset=npz:{path}: labels must be 0, 1, 2, ...")
     if x.ndim not in (2, 4) or not (
         x.dtype == np.uint8 or np.issubdtype(x.dtype, np.floating)
     ):
@@ -184,6 +193,13 @@ def load_npz(path: str) -> table.Table:
             f"--dataset=npz:{path}: x must be uint8 or float of shape [N, H, W, C] or "
             f"[N, D], got {x.dtype} {list(x.shape)}"
         )
+    if y.ndim != 1 or len(x) != len(y) or not np.issubdtype(y.dtype, np.integer):
+        raise ValueError(
+            f"--dataset=npz:{path}: y must be integers [{len(x)}], got {y.dtype} "
+            f"{list(y.shape)}"
+        )
+    if not len(y) or y.min() < 0:
+        raise ValueError(f"--dataset=npz:{path}: labels must be 0, 1, 2, ...")
     if not np.isfinite(x).all():
         raise ValueError(f"--dataset=npz:{path}: x holds nan or infinity")
     if client is not None:

@@ -76,7 +76,9 @@ def dirichlet(
             share = np.where(size < cap, share, 0)
             if not np.isfinite(share).all() or share.sum() <= 0:
                 share = (size < cap).astype(float)
-            cuts = np.floor(np.cumsum(share / share.sum())[:-1] * len(members))
+            # Divided by its own last entry: exactly 1 after the last open client.
+            total = np.cumsum(share)
+            cuts = np.floor(total[:-1] / total[-1] * len(members))
             pieces = np.split(gen.permutation(members), cuts.astype(int))
             for client, piece in enumerate(pieces):
                 parts[client].append(piece)

@@ -84,22 +84,16 @@ def distance(
 
 
 def mix_labels(
-    outputs: jax.Array, label: jax.Array, weight: float | jax.Array, space: str
+    logits: jax.Array, label: jax.Array, weight: float | jax.Array
 ) -> jax.Array:
     """The target adjustment T(u) = weight * onehot(label) + (1 - weight) * u.
 
     Args:
-        outputs: Logits f32[..., Y].
+        logits: f32[..., Y]; labels are mixed in before any softmax.
         label: int32[...].
         weight: [lambda], 0..1.
-        space: `logit` applies T to the logits themselves; `prob` applies it to their
-            softmax and returns log-probabilities.
     """
-    one_hot = jax.nn.one_hot(label, outputs.shape[-1])
-    if space == "logit":
-        return weight * one_hot + (1 - weight) * outputs
-    mixed = weight * one_hot + (1 - weight) * jax.nn.softmax(outputs)
-    return jnp.log(jnp.maximum(mixed, jnp.finfo(mixed.dtype).tiny))
+    return weight * jax.nn.one_hot(label, logits.shape[-1]) + (1 - weight) * logits
 
 
 def embedding_width(model: types.Model, example_shape: tuple[int, ...]) -> int:
@@ -222,7 +216,8 @@ def teacher(
 
     `mean_selected` is the plain mean over the real rows. `code_last` is what the
     released CDKT code computes: every entry of its list is the last selected client's
-    output, the sum is divided by all K clients, hence (n / K) * z_last.
+    output (here: the one of the highest id) and the sum is divided by all K clients,
+    hence (n / K) * z_last.
     """
     num_selected = row_mask.sum()
     if ensemble == "mean_selected":

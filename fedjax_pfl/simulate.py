@@ -197,6 +197,7 @@ def train(
     *,
     num_seeds: int,
     start: int,
+    evaluate_start: bool,
     rounds: int,
     evaluate_at: frozenset[int],
     stop_at: Callable[[int], int],
@@ -212,7 +213,8 @@ def train(
         state: The stacked state after `start` rounds; donated.
         cohorts: `(seed index, round) -> Cohort` of numpy arrays, a pure function.
         num_seeds: Length of the leading axis.
-        start: Rounds already done; 0 yields an evaluation first if one is due.
+        start: Rounds already done.
+        evaluate_start: Whether to evaluate before the first round.
         rounds: Rounds in all.
         evaluate_at: Rounds after which to evaluate.
         stop_at: `round -> next round` at which a chunk must end at the latest (for
@@ -276,8 +278,8 @@ def train(
         compiling = run_rounds.seconds + run_evaluate.seconds
         return Event(round, state, totals, evaluated, compiling, seconds, count)
 
-    if start == 0 and 0 in evaluate_at:
-        yield event(0, measure(0), 0.0, 0)
+    if evaluate_start:
+        yield event(start, measure(start), 0.0, 0)
     round = start
     while round < rounds:
         due = min((r for r in evaluate_at if r > round), default=rounds)

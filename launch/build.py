@@ -167,7 +167,7 @@ def resolve(
         chosen["classes_per_client"] = cdkt_partition.PAPER_LABELS.get(name, 2)
     rounds = config.rounds or config_lib.DEFAULT_ROUNDS.get(config.algo, 20)
     chosen["rounds"] = rounds
-    chosen["eval_every"] = max(1, rounds // 10)
+    chosen["eval_every"] = 5
     chosen["eval_clients"] = "all"
     chosen["c_gen"] = False
     chosen["summary"] = "last"
@@ -177,6 +177,12 @@ def resolve(
 
 def _check(config: config_lib.Config, source: table.Table) -> None:
     """Relations between options and data."""
+    last_seed = config.seed + config.num_seeds - 1
+    if last_seed >= 2**32:
+        raise ValueError(
+            f"--seed={config.seed} --num_seeds={config.num_seeds}: the last seed would "
+            f"be {last_seed}, at most {2**32 - 1} is possible; lower --seed"
+        )
     if config.clients_per_round > config.num_clients:
         raise ValueError(
             f"--clients_per_round={config.clients_per_round} is more than "
@@ -313,6 +319,11 @@ def assemble(
         if config.eval_clients == "selected":
             num_scored = config.clients_per_round
     test_rows = stacked.test.row.shape[1]
+    if not (stacked.test.row >= 0).any(1).all():
+        raise ValueError(
+            f"--test_split={config.test_split} leaves no test row, clients are too "
+            "small; lower --num_clients or take pool"
+        )
     scoring = evaluate.Scoring(
         batch_size=int(min(256, test_rows)),
         own_batch_size=int(np.clip(stacked.test.count.max(), 1, 256)),

@@ -91,6 +91,7 @@ class Experiment:
             self.cohorts,
             num_seeds=len(self.seeds),
             start=self.round,
+            evaluate_start=self.round == 0 and not self.metrics,
             rounds=self.config.rounds,
             evaluate_at=self.evaluate_at,
             stop_at=stop_at or (lambda _: self.config.rounds),
@@ -141,8 +142,11 @@ class Experiment:
         host = dict(host)
         self.state, self.round, self.metrics = arrays["state"], round, metrics
         self.compile_seconds = host.pop("compile_seconds")
-        if tuple(host.pop("window")) == self.window:
-            self.client_accuracies = np.array(arrays["accuracies"])
+        # A longer run has another window: rounds in both keep their accuracies.
+        for slot, done in enumerate(host.pop("window")):
+            if done in self.window:
+                new = self.window.index(done)
+                self.client_accuracies[:, new] = arrays["accuracies"][:, slot]
         messages = np.asarray(host.pop("messages"), np.int64)
         self.totals = simulate.Totals(
             messages=messages.reshape(self.totals.messages.shape), **host

@@ -97,7 +97,9 @@ def parse(
     try:
         rest = values(arguments)
     except flags.UnrecognizedFlagError as error:
-        name = error.flagname.removeprefix("no")
+        name = error.flagname
+        if name.removeprefix("no") in fields:
+            name = name.removeprefix("no")
         raise UsageError(build.unknown_option(name, algo)) from error
     except (flags.Error, ValueError) as error:  # ValueError: --noflag=value
         raise UsageError(error) from error

@@ -60,7 +60,9 @@ def run(
     for event, records in experiment.advance(stop_at):
         folder.append(records)
         progress(event.round, records)
-        due = event.round % every == 0 if every else time.monotonic() - saved_time > 60
+        due = time.monotonic() - saved_time > 60
+        if every:
+            due = event.round > 0 and event.round % every == 0
         ended = event.round == config.rounds
         if due or ended or stop.signal is not None:
             folder.save()

@@ -266,9 +266,11 @@ def test_mnist_5k():
         ("mnist", (28, 28, 1), 10),
     ],
 )
-def test_tfds(tmp_path, name, shape, num_classes):
+def test_tfds(tmp_path, monkeypatch, name, shape, num_classes):
     """Mocked tfds data, no TensorFlow: train rows first, then test rows."""
     import tensorflow_datasets as tfds
+
+    monkeypatch.setattr(loaders.socket, "getaddrinfo", lambda *_: [])
 
     policy = tfds.testing.MockPolicy.USE_CODE
     with tfds.testing.mock_data(num_examples=6, policy=policy, data_dir=str(tmp_path)):
@@ -286,12 +288,15 @@ def test_tfds_that_cannot_be_prepared(tmp_path, monkeypatch, name):
     class Builder:
         """A builder without a network."""
 
+        data_path = tmp_path / "nothing"
+
         def download_and_prepare(self):
             """Fails as tfds does, with a message of several lines."""
             raise ConnectionError("no route to host\nsecond line")
 
     fake = types.SimpleNamespace(builder=lambda *_, **__: Builder())
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", fake)
+    monkeypatch.setattr(loaders.socket, "getaddrinfo", lambda *_: [])
     with pytest.raises(ValueError) as error:
         loaders.load(name, str(tmp_path))
     line = str(error.value)

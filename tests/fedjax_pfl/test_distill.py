@@ -188,25 +188,12 @@ def test_mixing_all_labels_forgets_the_teacher():
     label = np.array([0, 1, 2, 3, 1, 1])
     one_hot = np.eye(4, dtype=np.float32)[label]
     for outputs in (first, second):
-        mixed = distill.mix_labels(outputs, label, 1.0, "logit")
+        mixed = distill.mix_labels(outputs, label, 1.0)
         chex.assert_trees_all_equal(mixed, one_hot)
-        kept = distill.mix_labels(outputs, label, 0.0, "logit")
+        kept = distill.mix_labels(outputs, label, 0.0)
         chex.assert_trees_all_equal(kept, outputs)
-        half = distill.mix_labels(outputs, label, 0.5, "logit")
+        half = distill.mix_labels(outputs, label, 0.5)
         np.testing.assert_allclose(half, (one_hot + outputs) / 2, rtol=1e-6)
-
-
-def test_mixing_labels_into_probabilities():
-    """Section 1A, slip 3: `prob` mixes softmax outputs and returns their logarithm."""
-    outputs, _ = random_pair()
-    label = np.array([0, 1, 2, 3, 1, 1])
-    one_hot = np.eye(4)[label]
-    for weight in (0.0, 0.3, 1.0):
-        logs = distill.mix_labels(outputs, label, weight, "prob")
-        assert np.isfinite(logs).all()
-        expected = weight * one_hot + (1 - weight) * np.exp(log_softmax(outputs))
-        np.testing.assert_allclose(np.exp(logs), expected, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(jax.nn.softmax(logs), expected, rtol=1e-5, atol=1e-6)
 
 
 def answers(num_rows=5):
