@@ -409,9 +409,10 @@ def test_progress_prints_lines_and_a_table(blobs, tmp_path, capsys):
     assert f"results in {tmp_path / 'run'}" in shown.out
 
 
-def test_clients_without_test_rows(blobs, tmp_path):
-    """Four rows a client, floor(.2 * 4) = 0 test rows: accuracies are absent."""
-    run(blobs, tmp_path / "run", "--partition=iid", "--num_clients=60", rounds=1)
-    for record in metrics(tmp_path / "run"):
-        assert not [name for name in record if "accuracy" in name]
-    assert "bytes_up" in summary(tmp_path / "run")["metrics"]
+def test_clients_without_test_rows_are_refused(blobs, tmp_path, capsys):
+    """Four rows a client, floor(.2 * 4) = 0 test rows: nothing could be measured."""
+    with pytest.raises(SystemExit) as stop:
+        run(blobs, tmp_path / "run", "--partition=iid", "--num_clients=60", rounds=1)
+    assert stop.value.code == 2
+    assert "--test_split=client_share leaves no test row" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
