@@ -13,7 +13,8 @@ to 3), and the Local row of personalized federated learning.
 | w_s | `state.server`, only with a proxy set |
 | K, R | `--local_epochs`, `--server_epochs` |
 
-Differs from the paper: nothing.
+Differs from the paper: it does not say what the server of this row is; as in the
+released code it is trained on the proxy set.
 """
 
 from __future__ import annotations

@@ -142,6 +142,11 @@ def users(labels: np.ndarray, protocol: Protocol, num_clients: int) -> list[np.n
             f"--num_clients={num_clients}: --partition=cdkt has {NUM_USERS} users"
         )
     num_classes = int(labels.max()) + 1
+    if protocol.labels_per_user > num_classes:
+        raise ValueError(
+            f"--classes_per_client={protocol.labels_per_user}: the data have "
+            f"{num_classes} classes"
+        )
     members = [np.flatnonzero(labels == c) for c in range(num_classes)]
     sizes = np.array([len(m) for m in members])
     needed = 10 * NUM_USERS * protocol.labels_per_user // num_classes + 1

@@ -1,7 +1,6 @@
 """Correct answers per client for any algorithm, and the metric vocabulary.
 
-The device counts (integers), the host divides (float64): a metric never depends on
-how the counting was batched.
+The device counts correct answers as integers, the host divides in float64.
 """
 
 from __future__ import annotations

@@ -225,7 +225,8 @@ def train(
     """
     run_rounds, run_evaluate = _Compiled(program.rounds), _Compiled(program.evaluate)
     first = cohorts(0, start)
-    length = chunk_rounds(first, num_seeds, max(rounds - start, 1))
+    # From `rounds` alone: a resumed run compiles the very same program.
+    length = chunk_rounds(first, num_seeds, rounds)
     per_call = rounds_per_call or 1
     shared = data.replace(partition=None)
     test_count = np.asarray(data.partition.test.count)

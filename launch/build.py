@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 from typing import Any
 
 import jax
@@ -70,6 +71,8 @@ def unknown_option(name: str, algo: str) -> str:
 def _checked(name: str, value: Any, kind: type) -> Any:
     if value is None:
         return None
+    if isinstance(value, np.generic):
+        value = value.item()
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
@@ -348,7 +351,10 @@ def assemble(
         num_peers=program.algorithm.num_peers,
         execution=execution,
     )
+    digest = hashlib.sha256(np.ascontiguousarray(source.image).data)
+    digest.update(np.ascontiguousarray(source.label).data)
     return Experiment(
+        data_sha256=digest.hexdigest(),
         config=config,
         hparams=hparams,
         task=task,

@@ -38,10 +38,12 @@ class Experiment:
         cohorts: Callable[[int, int], types.Cohort],
         seeds: list[int],
         window: tuple[int, ...],
+        data_sha256: str,
     ):
         self.config, self.hparams, self.task = config, hparams, task
         self.program, self.data, self.cohorts = program, data, cohorts
         self.seeds, self.window = seeds, window
+        self.data_sha256 = data_sha256
         self.state: Any = None
         self.metrics: list[dict[str, Any]] = []
         # Shape fixed by the rule, not by `rounds`, so that a longer run can resume.
@@ -195,7 +197,8 @@ class Experiment:
                         by_seed[record["seed"]].setdefault(name, []).append(value)
         rule = np.median if self.config.summary.startswith("median") else np.mean
         metrics = {}
-        for name in by_seed[self.seeds[0]]:
+        shared = set.intersection(*(set(one) for one in by_seed.values()))
+        for name in (n for n in by_seed[self.seeds[0]] if n in shared):
             values = [float(rule(by_seed[seed][name])) for seed in self.seeds]
             metrics[name] = _spread(values)
         if {"c_spec", "c_gen"} <= metrics.keys():

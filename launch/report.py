@@ -30,14 +30,15 @@ def title(name: str) -> str:
 
 def headline(records: Sequence[dict[str, Any]]) -> dict[str, str]:
     """The few metrics worth a line, as percent, mean over the seeds."""
-    names = [n for n in HEADLINES if n in records[0]]
-    if "c_gen" not in names and "client_accuracy" in records[0]:
+    shared = set.intersection(*(set(record) for record in records))
+    names = [n for n in HEADLINES if n in shared]
+    if "c_gen" not in names and "client_accuracy" in shared:
         names.append("client_accuracy")
     out = {
         title(n): f"{100 * sum(r[n] for r in records) / len(records):.1f}"
         for n in names
     }
-    if "train_loss" in records[0]:
+    if "train_loss" in shared:
         loss = sum(r["train_loss"] for r in records) / len(records)
         out["loss"] = f"{loss:.3f}"
     return out

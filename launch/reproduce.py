@@ -129,13 +129,12 @@ def slug(text: str) -> str:
     return text.lower().replace(" ", "_")
 
 
-def finished(folder: pathlib.Path, rounds: int) -> dict[str, Any] | None:
-    """The summary of a cell that is done, else None."""
-    path = folder / "summary.json"
-    if not path.is_file():
+def stored(folder: pathlib.Path) -> dict[str, Any] | None:
+    """The summary that a cell has so far, or None."""
+    try:
+        return json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):
         return None
-    summary = json.loads(path.read_text())
-    return summary if summary["rounds"] == rounds else None
 
 
 def command(argv: Sequence[str] | None = None) -> None:
@@ -161,6 +160,9 @@ def command(argv: Sequence[str] | None = None) -> None:
     absl_flags.DEFINE_boolean(
         "dry_run", False, "print what is there, run nothing", flag_values=values
     )
+    if {"--help", "-help", "-h"} & set(argv[1:]):
+        print(f"{__doc__}\n{values.get_help()}")
+        return
     try:
         if len(names) != 1:
             raise ValueError("give one table, for instance cdkt.table1")
@@ -168,6 +170,8 @@ def command(argv: Sequence[str] | None = None) -> None:
         table = load_table(names[0])
         dataset = available(values.dataset, values.data_dir)
         wanted = cells(table, dataset, values.scenario.split(","))
+        if values.output and not pathlib.Path(values.output).parent.is_dir():
+            raise ValueError(f"--output={values.output}: there is no such folder")
     except (ValueError, absl_flags.Error) as error:
         flags.fail(error)
 
@@ -184,12 +188,11 @@ def command(argv: Sequence[str] | None = None) -> None:
 
     for scenario, row, options, paper in wanted:
         folder = root / f"{scenario}-{slug(row)}-seed{values.seed}-{last}"
-        rounds = values.rounds or options["rounds"]
-        summary = finished(folder, rounds)
-        if summary is None and not values.dry_run:
+        summary = stored(folder)
+        if not values.dry_run:
             print(f"{scenario}, {row} -> {folder}", flush=True)
             given = options | {
-                "rounds": rounds,
+                "rounds": values.rounds or options["rounds"],
                 "seed": values.seed,
                 "num_seeds": values.num_seeds,
                 "workdir": str(folder),
@@ -198,6 +201,7 @@ def command(argv: Sequence[str] | None = None) -> None:
             if values.data_dir:
                 given["data_dir"] = values.data_dir
             known = build.fields_of(given["algo"])
+            # A finished cell returns at once; one of other settings is refused.
             summary = main.execute({k: v for k, v in given.items() if k in known})
         results.append((scenario, row, summary, paper))
         if not values.dry_run:

@@ -51,6 +51,8 @@ class Workdir:
         """
         experiment = self.experiment
         lines = flags.lines(experiment.config, experiment.hparams, skip=UNTOLD)
+        # A comment to absl, but part of the identity: other data are another run.
+        lines.append(f"#--data_sha256={experiment.data_sha256}")
         told = self.path / "run.flags"
         if not told.exists():
             if self.path.exists() and any(self.path.iterdir()):
@@ -205,7 +207,8 @@ def _different(before: Sequence[str], now: Sequence[str]) -> list[str]:
     """The flags of a run's identity that differ, as readable pairs."""
 
     def table(lines: Sequence[str]) -> dict[str, str]:
-        pairs = (line[2:].partition("=") for line in lines if line.startswith("--"))
+        bare = (line.removeprefix("#") for line in lines)
+        pairs = (line[2:].partition("=") for line in bare if line.startswith("--"))
         return {
             name: value
             for name, _, value in pairs
