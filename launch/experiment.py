@@ -189,27 +189,9 @@ class Experiment:
 
     def summary(self) -> dict[str, Any]:
         """The run as numbers: metrics by the summary rule, then speed and versions."""
-        by_seed: dict[int, dict[str, list[float]]] = {s: {} for s in self.seeds}
-        for record in self.metrics:
-            if record["round"] in self.window:
-                for name, value in record.items():
-                    if name not in COUNTERS:
-                        by_seed[record["seed"]].setdefault(name, []).append(value)
-        rule = np.median if self.config.summary.startswith("median") else np.mean
-        metrics = {}
-        shared = set.intersection(*(set(one) for one in by_seed.values()))
-        for name in (n for n in by_seed[self.seeds[0]] if n in shared):
-            values = [float(rule(by_seed[seed][name])) for seed in self.seeds]
-            metrics[name] = _spread(values)
-        if {"c_spec", "c_gen"} <= metrics.keys():
-            # The mean of the two summaries, not the summary of the means.
-            spec, gen = metrics["c_spec"]["per_seed"], metrics["c_gen"]["per_seed"]
-            means = [(a + b) / 2 for a, b in zip(spec, gen, strict=True)]
-            metrics["c_per"] = _spread(means)
-        for name in ("bytes_up", "bytes_down"):
-            last = [r[name] for r in self.metrics if r["round"] == self.round]
-            if last:
-                metrics[name] = _spread(last)
+        metrics = summarize(
+            self.metrics, self.seeds, self.window, self.config.summary, self.round
+        )
         totals, seconds = self.totals, max(self.totals.seconds, 1e-9)
         return {
             "metrics": metrics,
@@ -243,6 +225,46 @@ class Experiment:
             return 0
         image = np.prod(self.task.example_shape) * self.data.image.dtype.itemsize
         return int(self.task.num_proxy * (image + 1) * self.config.num_clients)
+
+
+def summarize(
+    records: list[dict[str, Any]],
+    seeds: list[int],
+    window: tuple[int, ...],
+    rule_name: str,
+    rounds: int,
+) -> dict[str, Any]:
+    """Metrics by the summary rule: {name: {mean, std, per_seed}}.
+
+    Args:
+        records: One dict per evaluated round and seed.
+        seeds: The seeds, in order.
+        window: Rounds behind the summary.
+        rule_name: `median_last10`, `mean_last10` or `last`.
+        rounds: Rounds done; the bytes are those of the last record.
+    """
+    by_seed: dict[int, dict[str, list[float]]] = {s: {} for s in seeds}
+    for record in records:
+        if record["round"] in window:
+            for name, value in record.items():
+                if name not in COUNTERS:
+                    by_seed[record["seed"]].setdefault(name, []).append(value)
+    rule = np.median if rule_name.startswith("median") else np.mean
+    metrics = {}
+    shared = set.intersection(*(set(one) for one in by_seed.values()))
+    for name in (n for n in by_seed[seeds[0]] if n in shared):
+        values = [float(rule(by_seed[seed][name])) for seed in seeds]
+        metrics[name] = _spread(values)
+    if {"c_spec", "c_gen"} <= metrics.keys():
+        # The mean of the two summaries, not the summary of the means.
+        spec, gen = metrics["c_spec"]["per_seed"], metrics["c_gen"]["per_seed"]
+        means = [(a + b) / 2 for a, b in zip(spec, gen, strict=True)]
+        metrics["c_per"] = _spread(means)
+    for name in ("bytes_up", "bytes_down"):
+        last = [r[name] for r in records if r["round"] == rounds]
+        if last:
+            metrics[name] = _spread(last)
+    return metrics
 
 
 def _spread(values: list[float]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """FedAvg against numpy, stale evaluation, and the metrics of constant predictors."""
 
-import types as namespace
 
 import chex
 import jax
@@ -247,28 +246,13 @@ def test_median_is_over_the_states_that_the_last_ten_rounds_begin_with():
     assert window == tuple(range(90, 100))
     gen = np.random.default_rng(0)
     curves = gen.uniform(size=(2, 2, 101))
-    made = object.__new__(experiment.Experiment)
-    made.config = namespace.SimpleNamespace(summary="median_last10")
-    made.seeds, made.window, made.round = [4, 5], window, 100
-    made.metrics = [
+    records = [
         {"round": round, "seed": seed, "c_spec": spec, "c_gen": one, "c_per": 0.0}
         | {"bytes_up": 7 * round, "bytes_down": 8 * round, "seconds": 1.0}
-        for seed, (first, second) in zip(made.seeds, curves, strict=True)
+        for seed, (first, second) in zip((4, 5), curves, strict=True)
         for round, (spec, one) in enumerate(zip(first, second, strict=True))
     ]
-    made.state = namespace.SimpleNamespace(server=(), clients=())
-    made.compile_seconds = 0.0
-    made.totals = namespace.SimpleNamespace(
-        seconds=1.0, client_updates=1, samples=1, executed=1
-    )
-    made.task = namespace.SimpleNamespace(
-        num_proxy=2,
-        example_shape=(3,),
-        execution=namespace.SimpleNamespace(mesh=None, chunk=1),
-    )
-    made.data = namespace.SimpleNamespace(image=np.zeros((1, 3), np.uint8))
-    made.config.num_clients = 5
-    found = made.summary()["metrics"]
+    found = experiment.summarize(records, [4, 5], window, "median_last10", 100)
     medians = np.median(curves[:, :, 90:100], axis=-1)
     np.testing.assert_allclose(found["c_spec"]["per_seed"], medians[:, 0])
     np.testing.assert_allclose(found["c_gen"]["per_seed"], medians[:, 1])
