@@ -1,6 +1,5 @@
 """FedAvg against numpy, stale evaluation, and the metrics of constant predictors."""
 
-
 import chex
 import jax
 import jax.numpy as jnp
