@@ -16,7 +16,7 @@ from typing import Any
 from absl import flags as absl_flags
 
 from data import loaders
-from launch import build, flags, main, report
+from launch import build, flags, main, report, workdir
 
 PAPERS = pathlib.Path(__file__).parent / "papers"
 
@@ -129,14 +129,6 @@ def slug(text: str) -> str:
     return text.lower().replace(" ", "_")
 
 
-def stored(folder: pathlib.Path) -> dict[str, Any] | None:
-    """The summary that a cell has so far, or None."""
-    try:
-        return json.loads((folder / "summary.json").read_text())
-    except (OSError, ValueError):
-        return None
-
-
 def command(argv: Sequence[str] | None = None) -> None:
     """The command."""
     main.quiet()
@@ -188,7 +180,7 @@ def command(argv: Sequence[str] | None = None) -> None:
 
     for scenario, row, options, paper in wanted:
         folder = root / f"{scenario}-{slug(row)}-seed{values.seed}-{last}"
-        summary = stored(folder)
+        summary = workdir.stored_summary(folder)
         if not values.dry_run:
             print(f"{scenario}, {row} -> {folder}", flush=True)
             given = options | {

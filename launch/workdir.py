@@ -30,6 +30,14 @@ def default_name(config: Any) -> str:
     return f"runs/{config.algo}-{dataset}-seed{config.seed}{last}"
 
 
+def stored_summary(folder: pathlib.Path) -> dict[str, Any] | None:
+    """The summary that a run's folder holds; None if absent or cut off."""
+    try:
+        return json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):
+        return None
+
+
 class Workdir:
     """The folder of one run: run.flags, metrics.jsonl, summary.json, clients.npz."""
 
@@ -70,7 +78,7 @@ class Workdir:
                 "choose another --workdir"
             )
         wanted = experiment.config.rounds
-        done = self._finished()
+        done = stored_summary(self.path)
         if done is not None and done["rounds"] == wanted:
             return done
         if done is not None and done["rounds"] > wanted:
@@ -100,12 +108,6 @@ class Workdir:
             )
         experiment.load(round, arrays, host, self._cut_metrics(round))
         return None
-
-    def _finished(self) -> dict[str, Any] | None:
-        try:
-            return json.loads((self.path / "summary.json").read_text())
-        except (OSError, ValueError):
-            return None
 
     def _cut_metrics(self, round: int) -> list[dict[str, Any]]:
         """Keeps the complete lines up to `round`, in the file and as records."""
