@@ -106,7 +106,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     Raises:
         ValueError: no proxy set, or models whose outputs differ in width.
     """
-    server_model, client_model = task.server_model, task.client_models[0]
+    server_model, client_model = task.server_model, task.client_model
     if not task.num_proxy:
         raise ValueError(
             "--proxy_fraction=0 leaves no proxy set, cdkt learns through one; "
@@ -186,7 +186,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         trained = local.train(
             hparams,
-            loss_fn,
+            (local.Objective(loss_fn),),
             params,
             stats,
             data=data,

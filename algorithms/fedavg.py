@@ -47,17 +47,8 @@ class HParams(options.LocalTraining):
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
-    """FedAvg as pure functions; the same model everywhere.
-
-    Raises:
-        ValueError: the clients have another model than the server.
-    """
-    model = task.server_model
-    if task.client_models[0].name != model.name:
-        raise ValueError(
-            f"--client_model={task.client_models[0].name}: fedavg averages one model, "
-            f"--model={model.name}; leave --client_model away"
-        )
+    """FedAvg as pure functions."""
+    model = task.model
     loss_fn = local.cross_entropy_loss(model)
     model_bytes = traffic.model_bytes(model, task.example_shape)
     stale = hparams.eval_model == "stale"
@@ -80,7 +71,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         data, server, key, round = shared
         return local.train(
             hparams,
-            loss_fn,
+            (local.Objective(loss_fn),),
             server["params"],
             server["stats"],
             data=data,

@@ -43,7 +43,7 @@ class HParams(options.LocalTraining):
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """Local training as pure functions."""
-    server_model, client_model = task.server_model, task.client_models[0]
+    server_model, client_model = task.server_model, task.client_model
     loss_fn = local.cross_entropy_loss(client_model)
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
@@ -61,7 +61,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         data, key, round = shared
         return local.train(
             hparams,
-            loss_fn,
+            (local.Objective(loss_fn),),
             params,
             stats,
             data=data,

@@ -247,8 +247,8 @@ DATASETS: dict[str, Dataset] = {
 }
 
 
-def load(name: str, data_dir: str) -> table.Table:
-    """Loads a data set by name, or `npz:PATH`.
+def load(name: str, data_dir: str, flag: str = "dataset") -> table.Table:
+    """Loads a data set by name, or `npz:PATH`; `flag` is the one that named it.
 
     Raises:
         ValueError: one line: what is missing, and the ways to get it.
@@ -257,6 +257,6 @@ def load(name: str, data_dir: str) -> table.Table:
         return load_npz(name[len("npz:") :])
     if name not in DATASETS:
         raise ValueError(
-            f"--dataset={name}: expected one of {', '.join(DATASETS)} or npz:PATH"
+            f"--{flag}={name}: expected one of {', '.join(DATASETS)} or npz:PATH"
         )
     return DATASETS[name].load(data_dir)

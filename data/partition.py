@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import cdkt_partition, table
+from data import cdkt_partition, client_dirichlet, table
 from fedjax_pfl import rng, types
 
 PARTITIONS = {
@@ -23,6 +23,7 @@ PARTITIONS = {
     "cdkt_paper": "the same sizes, but random classes as the CDKT paper says",
     "natural": "the client ids of an npz data set",
 }
+DRAWS = client_dirichlet.DRAWS
 TEST_SPLITS = ("pool", "pool_stratified", "client_share", "official")
 MAX_TRIES = 200
 
@@ -37,6 +38,7 @@ class PartitionSpec(NamedTuple):
     partition: str
     num_clients: int
     partition_alpha: float = 0.5
+    partition_draw: str = "ipf"
     classes_per_client: int = 2
     min_examples: int = 2
     examples_per_client: int = 0
@@ -88,51 +90,16 @@ def dirichlet(
     return [gen.permutation(np.concatenate(part)) for part in parts]
 
 
-def client_dirichlet(
+def _client_dirichlet(
     labels: np.ndarray, spec: PartitionSpec, gen: np.random.Generator
 ) -> list:
-    """Per client a class mix ~ Dir(alpha); equal sizes, every row at most once.
-
-    The wanted mixes are scaled to the supply of each class by iterative proportional
-    fitting (Sinkhorn), floored, and the rest is given by largest fraction.
-    """
-    num_clients = spec.num_clients
-    classes, supply = np.unique(labels, return_counts=True)
-    mixes = gen.dirichlet(np.full(len(classes), spec.partition_alpha), num_clients)
-    size = len(labels) // num_clients
-    want = np.where(np.isfinite(mixes), mixes, 0) + 1e-12
-    supply_share = supply * (size * num_clients / len(labels))
-    for _ in range(500):
-        want *= size / want.sum(1, keepdims=True)
-        want *= supply_share / want.sum(0)
-    want *= size / want.sum(1, keepdims=True)
-    amount = np.floor(want).astype(int)
-    # Flooring after the last row scaling may overdraw a class by a row or two.
-    while (excess := amount.sum(0) - supply).max() > 0:
-        full = int(excess.argmax())
-        amount[int(amount[:, full].argmax()), full] -= 1
-    left = supply - amount.sum(0)
-    fraction = want - np.floor(want)
-    for client in gen.permutation(num_clients):
-        while amount[client].sum() < size:
-            wish = np.where(left > 0, fraction[client], -1.0)
-            best = int(wish.argmax())
-            amount[client, best] += 1
-            left[best] -= 1
-            fraction[client, best] -= 1e-6 + fraction[client, best]
-    pools = [gen.permutation(np.flatnonzero(labels == c)) for c in classes]
-    ends = np.cumsum(amount, axis=0)
-    return [
-        gen.permutation(
-            np.concatenate(
-                [
-                    pools[c][ends[k, c] - amount[k, c] : ends[k, c]]
-                    for c in range(len(classes))
-                ]
-            )
-        )
-        for k in range(num_clients)
-    ]
+    return client_dirichlet.split(
+        labels,
+        num_clients=spec.num_clients,
+        alpha=spec.partition_alpha,
+        draw=spec.partition_draw,
+        gen=gen,
+    )
 
 
 def pathological(
@@ -179,7 +146,7 @@ def _cdkt(labels: np.ndarray, spec: PartitionSpec, gen: np.random.Generator) -> 
 _FUNCTIONS = {
     "iid": iid,
     "dirichlet": dirichlet,
-    "client_dirichlet": client_dirichlet,
+    "client_dirichlet": _client_dirichlet,
     "pathological": pathological,
     "cdkt": _cdkt,
     "cdkt_paper": _cdkt,
@@ -254,7 +221,14 @@ def split(source: table.Table, spec: PartitionSpec, seed: int) -> Split:
         pool = np.setdiff1d(pool, proxy, assume_unique=True)
         pool = gen.permutation(pool)
     if spec.examples_per_client and spec.partition != "natural":
-        pool = pool[: spec.examples_per_client * spec.num_clients]
+        wanted = spec.examples_per_client * spec.num_clients
+        if wanted > len(pool):
+            raise ValueError(
+                f"--examples_per_client={spec.examples_per_client} for "
+                f"--num_clients={spec.num_clients} needs {wanted} examples, there are "
+                f"{len(pool)}; lower one of them"
+            )
+        pool = pool[:wanted]
     labels = source.label[pool]
     too_few = len(pool) < spec.min_examples * spec.num_clients
     if too_few and not spec.partition.startswith("cdkt"):

@@ -43,6 +43,7 @@ def planner(
     seeds: Sequence[int],
     num_rows: np.ndarray,
     client_depth: np.ndarray,
+    client_group: np.ndarray,
     clients_per_round: int,
     specs: Sequence[types.PlanSpec],
     num_peers: int,
@@ -53,11 +54,11 @@ def planner(
     Args:
         seeds: The seeds of the run.
         num_rows: int[seeds, K], train examples of each client.
-        client_depth: int[K].
+        client_depth, client_group: int[K].
         clients_per_round: Clients drawn without replacement.
         specs: The algorithm's plans.
         num_peers: Peers of each row, drawn without replacement, self excluded.
-        execution: Rows are sorted by depth and steps and dealt to the devices, and
+        execution: Rows are sorted by group, depth and steps, dealt to the devices and
             padded to whole chunks, so that chunks are of equal length.
     """
     num_clients = num_rows.shape[1]
@@ -71,7 +72,8 @@ def planner(
         chosen = np.arange(num_clients)
         if clients_per_round < num_clients:
             chosen = gen.choice(num_clients, clients_per_round, replace=False)
-        chosen = chosen[np.lexsort((chosen, owned[chosen], client_depth[chosen]))]
+        keys = (chosen, owned[chosen], client_depth[chosen], client_group[chosen])
+        chosen = chosen[np.lexsort(keys)]
         # Padding rows first: they fill the chunk of the smallest clients.
         dealt = np.full(size, num_clients)
         dealt[size - len(chosen) :] = chosen

@@ -142,6 +142,49 @@ def outputs(
     return jax.lax.map(one, jnp.arange(batches.shape[0]))
 
 
+def outputs_by_sample(
+    forward: Callable[[jax.Array], jax.Array],
+    data: types.Data,
+    rows: Callable[[jax.Array], jax.Array],
+    *,
+    size: int,
+    width: int,
+    batch_size: int,
+    num_batches: jax.Array,
+) -> jax.Array:
+    """A table of outputs aligned by sample, f32[>= size, W].
+
+    Args:
+        forward: Images f32[B, ...] to outputs f32[B, W].
+        data: The tables.
+        rows: Positions int32[B] to rows of the example table, for instance
+            `own_rows(data, client_id)`.
+        size: Positions to cover.
+        width: W.
+        batch_size: Positions per forward pass.
+        num_batches: int32[], traced; entries past these batches stay 0.
+    """
+    table = jnp.zeros((-(-size // batch_size) * batch_size, width))
+
+    def step(index: jax.Array, table: jax.Array) -> jax.Array:
+        position = index * batch_size + jnp.arange(batch_size)
+        image, _ = data.gather(rows(position))
+        return jax.lax.dynamic_update_slice(
+            table, forward(image), (index * batch_size, 0)
+        )
+
+    return jax.lax.fori_loop(0, num_batches, step, table)
+
+
+def own_rows(
+    data: types.Data, client_id: jax.Array
+) -> Callable[[jax.Array], jax.Array]:
+    """Positions among a client's train rows to rows of the example table."""
+    owned = data.partition.train
+    start = jnp.take(owned.start, client_id, mode="clip")
+    return lambda position: jnp.take(owned.row, start + position, mode="clip")
+
+
 def logits_and_embedding(
     model: types.Model, params: types.Params, stats: types.Stats, batch: local.Batch
 ) -> tuple[jax.Array, jax.Array, types.Stats]:
@@ -165,6 +208,7 @@ def proxy_batch(
         mask=rows >= 0,
         position=index * batches.shape[1] + jnp.arange(batches.shape[1]),
         step=index,
+        epoch=jnp.zeros((), jnp.int32),
         key=key,
     )
 
@@ -181,10 +225,12 @@ def fit(
     batches: jax.Array,
     epochs: int,
     key: jax.Array,
+    num_steps: jax.Array | None = None,
 ) -> tuple[types.Params, types.Stats]:
-    """Trains the server's model for `epochs` over the proxy batches in fixed order.
+    """Trains a model for `epochs` over the proxy batches in fixed order.
 
-    `loss_fn` gets a `Batch` whose `step` is the index of the proxy batch.
+    `loss_fn` gets a `Batch` whose `step` is the index of the proxy batch. `num_steps`
+    int32[] stops earlier.
     """
     num_batches = batches.shape[0]
 
@@ -200,7 +246,9 @@ def fit(
         return optax.apply_updates(params, updates), stats, opt_state
 
     start = (params, stats, tx.init(params))
-    params, stats, _ = jax.lax.fori_loop(0, epochs * num_batches, step, start)
+    if num_steps is None:
+        num_steps = epochs * num_batches
+    params, stats, _ = jax.lax.fori_loop(0, num_steps, step, start)
     return params, stats
 
 

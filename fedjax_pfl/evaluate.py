@@ -79,14 +79,6 @@ def _correct_rows(
     return jnp.moveaxis(right, 1, 0).reshape(right.shape[1], -1)[:, : test.shape[0]]
 
 
-def _owner(test: types.ClientRows) -> jax.Array:
-    """int32[U]: the client of each test row; K where no client owns it."""
-    index = jnp.arange(test.row.shape[0])
-    owner = jnp.searchsorted(test.start, index, side="right") - 1
-    owned = index < jnp.take(test.start + test.count, owner, mode="clip")
-    return jnp.where(owned, owner, test.start.shape[0])
-
-
 def count_correct(
     algorithm: types.Algorithm,
     state: types.RoundState,
@@ -137,7 +129,7 @@ def count_correct(
         if group.shared:
             right = answers_of(group.model, group.params, group.stats)[-1]
             per_client = jax.ops.segment_sum(
-                right.astype(jnp.int32), _owner(test), num_clients
+                right.astype(jnp.int32), test.owner(), num_clients
             )
             serves = jnp.zeros(num_clients, bool).at[served_id].set(True, mode="drop")
             own = own + jnp.where(serves, per_client, 0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ class Batch:
     """One local step's examples.
 
     `image` f32[B, ...], `label` int32[B], `mask` bool[B], `position` int32[B] (index
-    among the client's rows, for tables aligned by sample), `step` int32[], and a `key`
-    of the step's own.
+    among the client's rows, for tables aligned by sample), `step` and `epoch` int32[],
+    and a `key` of the step's own.
     """
 
     image: jax.Array
@@ -27,6 +27,7 @@ class Batch:
     mask: jax.Array
     position: jax.Array
     step: jax.Array
+    epoch: jax.Array
     key: jax.Array
 
 
@@ -41,6 +42,20 @@ class Trained:
 
 
 LossFn = Callable[[types.Params, types.Stats, Batch], tuple[jax.Array, types.Stats]]
+
+
+class Objective(NamedTuple):
+    """One optimizer step of a local step.
+
+    Attributes:
+        loss_fn: `(params, stats, batch) -> (loss f32[], stats)`, a mean over the real
+            examples of the batch.
+        trainable: bool[L], stages that may change, or a function of the batch that
+            returns it (phases by `batch.epoch`); None = all.
+    """
+
+    loss_fn: LossFn
+    trainable: jax.Array | Callable[[Batch], jax.Array] | None = None
 
 
 def cross_entropy_loss(model: types.Model) -> LossFn:
@@ -117,7 +132,7 @@ def clip(grads: types.Params, norm: float | jax.Array) -> types.Params:
 
 def train(
     hparams: options.LocalTraining,
-    loss_fn: LossFn,
+    objectives: Sequence[Objective],
     params: types.Params,
     stats: types.Stats,
     *,
@@ -128,14 +143,14 @@ def train(
     key: jax.Array,
     round: jax.Array,
     opt_state: tuple | None = None,
-    trainable: jax.Array | None = None,
+    tag: rng.Tag = rng.Tag.LOCAL,
 ) -> Trained:
-    """Trains one client for the steps of its plan.
+    """Trains one client, or a model of its own on its examples, for a plan's steps.
 
     Args:
         hparams: Optimizer, learning rate and its decay, clipping.
-        loss_fn: `(params, stats, batch) -> (loss f32[], stats)`, a mean over the
-            real examples of the batch.
+        objectives: Steps taken one after another on every batch; they share the
+            optimizer state.
         params, stats: Where training starts.
         data: The tables.
         client_id: int32[].
@@ -145,17 +160,16 @@ def train(
         key: The run's root key; round, client and step are folded in here.
         round: int32[], zero-based.
         opt_state: One optimizer state per stage; None = fresh ones.
-        trainable: bool[L], stages that may change; None = all.
+        tag: Stream of the steps' keys.
 
     Returns:
-        `Trained`; its loss pair sums each step's loss over real examples.
+        `Trained`; its loss pair sums the last objective over real examples.
     """
     tx = optimizer(hparams, learning_rate(hparams, round))
     opt_state = init_optimizer(tx, params) if opt_state is None else opt_state
-    key = rng.stream(key, rng.Tag.LOCAL, round, client_id)
+    key = rng.stream(key, tag, round, client_id)
     owned = data.partition.train
     start = jnp.take(owned.start, client_id, mode="clip")
-    trainable = jnp.ones(len(params), bool) if trainable is None else trainable
 
     def step(index: jax.Array, carry: Trained) -> Trained:
         position = plan.position[index]
@@ -168,24 +182,27 @@ def train(
             mask=mask,
             position=position,
             step=index,
+            epoch=plan.epoch[index],
             key=jax.random.fold_in(key, index),
         )
-        (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-            carry.params, carry.stats, batch
-        )
+        params, stats, opt_state = carry.params, carry.stats, carry.opt_state
         real = mask.any()
-        params, opt_state = apply_gradients(
-            tx,
-            clip(grads, hparams.clip_norm),
-            carry.opt_state,
-            carry.params,
-            trainable & real,
-        )
+        for loss_fn, trainable in objectives:
+            (loss, new_stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+                params, stats, batch
+            )
+            trainable = trainable(batch) if callable(trainable) else trainable
+            select = jnp.ones(len(params), bool) if trainable is None else trainable
+            select = select & real
+            params, opt_state = apply_gradients(
+                tx, clip(grads, hparams.clip_norm), opt_state, params, select
+            )
+            stats = masks.select(select, new_stats, stats)
         examples = mask.sum()
         total, count = carry.loss
         return Trained(
             params=params,
-            stats=masks.select(trainable & real, stats, carry.stats),
+            stats=stats,
             opt_state=opt_state,
             loss=(total + jnp.where(real, loss * examples, 0), count + examples),
         )

@@ -85,6 +85,27 @@ def split_floats(values: Any) -> tuple[Any, dict[str, float]]:
     return dataclasses.replace(values, **dict.fromkeys(floats, 0.0)), floats
 
 
+DROP_SETS = {"L1": "F1", "L2": "F2", "L3": "C3", "L4": "C2"}
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerDropping:
+    """Options of a boundary that moves from deep to shallow layers (FedD2S)."""
+
+    drop_every: int = option(
+        3, "participations between two drops [Z0], 0 = never drop", minimum=0
+    )
+    drop_set: str = option(
+        "", "FedD2S's sets of layers that may be the boundary", choices=("", *DROP_SETS)
+    )
+    min_layer: int = option(
+        0,
+        "shallowest boundary, counted from 1; 0 = the last convolution, or the last "
+        "hidden layer of a model without any",
+        minimum=0,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class LocalTraining:
     """Options of every algorithm that trains clients with minibatches."""
@@ -109,4 +130,26 @@ class LocalTraining:
         "clip the gradient of a local step at this global norm, 0 = never",
         minimum=0,
         zero_is_off=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialSharing(LayerDropping):
+    """Options of methods that share the stages below a boundary."""
+
+    personal_from: str = option(
+        "",
+        "first personal stage, by name; none = share all; empty = the first after the "
+        "last convolution (the last stage of a model without any)",
+    )
+    layer_dropping: bool = option(
+        False, "move the boundary from deep to shallow, as FedD2S does"
+    )
+    drop_init: str = option(
+        "own",
+        "a freshly dropped layer starts from the client's last value or the server's",
+        choices=("own", "global"),
+    )
+    aggregation: str = option(
+        "examples", "weights of the server's mean", choices=("examples", "uniform")
     )

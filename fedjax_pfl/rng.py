@@ -20,6 +20,7 @@ class Tag(enum.IntEnum):
     LOCAL_PROXY = 8
     SERVER = 9
     TEACHER = 10
+    PUBLIC = 11
 
 
 def stream(key: jax.Array, tag: Tag, *ids: int | jax.Array) -> jax.Array:

@@ -32,6 +32,28 @@ def shapes(model: types.Model, example_shape: tuple[int, ...]) -> Any:
     return jax.eval_shape(model.init, key, example)
 
 
+def stage_bytes(model: types.Model, example_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Bytes of each stage's parameters and statistics, length L."""
+    params, stats = shapes(model, example_shape)
+    return tuple(tree_bytes(pair) for pair in zip(params, stats, strict=True))
+
+
+def output_bytes(model: types.Model, example_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Bytes of each stage's output for one example, length L."""
+    params, stats = shapes(model, example_shape)
+    h = jax.ShapeDtypeStruct((1, *example_shape), np.float32)
+    sizes = []
+    for stage in range(len(model.stage_names)):
+        h, _ = jax.eval_shape(
+            lambda p, s, x, i=stage: model.forward(p, s, x, start=i, stop=i + 1),
+            params,
+            stats,
+            h,
+        )
+        sizes.append(tree_bytes(h))
+    return tuple(sizes)
+
+
 def cumulative(counts: np.ndarray, kinds: Sequence[types.MessageKind]) -> dict:
     """{"bytes_up", "bytes_down"} of `counts` int[kinds] messages, as Python ints."""
     total = {"bytes_up": 0, "bytes_down": 0}

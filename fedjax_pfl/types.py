@@ -71,6 +71,7 @@ class Task(NamedTuple):
         group_of_client: int32[K], index into `client_models`.
         client_depth: int32[K], stages that a client holds (L = all).
         num_clients, num_classes, num_proxy: K, Y, P.
+        num_examples: Train rows of the largest client, for tables aligned by sample.
         example_shape: Shape of one example, such as (28, 28, 1).
         execution: See `Execution`.
     """
@@ -82,8 +83,38 @@ class Task(NamedTuple):
     num_clients: int
     num_classes: int
     num_proxy: int
+    num_examples: int
     example_shape: tuple[int, ...]
     execution: Execution = Execution()
+
+    @property
+    def client_model(self) -> Model:
+        """The one architecture of all clients.
+
+        Raises:
+            ValueError: there are several.
+        """
+        if len(self.client_models) > 1:
+            names = ",".join(model.name for model in self.client_models)
+            raise ValueError(
+                f"--client_model={names}: this algorithm gives all clients one "
+                "architecture; name one (fedmd takes several)"
+            )
+        return self.client_models[0]
+
+    @property
+    def model(self) -> Model:
+        """The one architecture of server and clients.
+
+        Raises:
+            ValueError: they differ.
+        """
+        if self.client_model.name != self.server_model.name:
+            raise ValueError(
+                f"--client_model={self.client_model.name}: this algorithm shares one "
+                f"model, --model={self.server_model.name}; leave --client_model away"
+            )
+        return self.server_model
 
 
 @struct.dataclass
@@ -97,6 +128,13 @@ class ClientRows:
     row: jax.Array
     start: jax.Array
     count: jax.Array
+
+    def owner(self) -> jax.Array:
+        """int32[N]: the client of each row; K where no client owns it."""
+        index = jnp.arange(self.row.shape[0])
+        owner = jnp.searchsorted(self.start, index, side="right") - 1
+        owned = index < jnp.take(self.start + self.count, owner, mode="clip")
+        return jnp.where(owned, owner, self.start.shape[0])
 
 
 @struct.dataclass
@@ -135,6 +173,13 @@ class Data:
         image = jnp.take(self.image, rows, axis=0, mode="clip").astype(jnp.float32)
         label = jnp.take(self.label, rows, axis=0, mode="clip")
         return (image - self.mean) * self.scale, label
+
+    def label_counts(self, num_classes: int) -> jax.Array:
+        """Train rows of each client and class, f32[K, Y]."""
+        train = self.partition.train
+        label = jnp.take(self.label, jnp.maximum(train.row, 0), mode="clip")
+        counts = jnp.zeros((train.start.shape[0], num_classes))
+        return counts.at[train.owner(), label].add(1, mode="drop")
 
 
 class PlanSpec(NamedTuple):

@@ -95,12 +95,14 @@ def configure(given: dict[str, Any]) -> tuple[config_lib.Config, Any]:
         if name not in known:
             raise ValueError(unknown_option(name, algo))
     module = algorithms.ALGORITHMS[algo]
-    preset = given.get("preset") or ("cdkt" if algo == "cdkt" else "none")
+    preset = given.get("preset") or config_lib.DEFAULT_PRESETS.get(algo, "none")
     if preset not in config_lib.PRESETS:
         raise ValueError(
             f"--preset={preset}: expected one of {', '.join(config_lib.PRESETS)}"
         )
-    values = {k: v for k, v in config_lib.PRESETS[preset].items() if k in known}
+    rules = config_lib.PRESETS[preset]
+    rules = rules | config_lib.PRESET_EXCEPTIONS.get((preset, algo), {})
+    values = {k: v for k, v in rules.items() if k in known}
     values |= {k: v for k, v in given.items() if v is not None}
     values |= {"algo": algo, "preset": preset}
 
@@ -136,6 +138,14 @@ def resolve(
         test_split, proxy = "pool_stratified", 0.07
     if is_cdkt and name in config_lib.CDKT_DATA:
         model, normalization, test_split, proxy = config_lib.CDKT_DATA[name]
+    is_fedd2s = config.preset == "fedd2s"
+    if is_fedd2s and not small:
+        model = config_lib.FEDD2S_MODELS.get(name, "m1")
+    chosen["public_set"] = "none"
+    if config.algo == "fedmd" and not config.proxy_fraction:
+        chosen["public_set"] = config_lib.PUBLIC_SETS.get(name, "none")
+        if name == "mnist_5k" and "public_set" not in given:
+            proxy = 0.1
     chosen["model"] = model
     chosen["client_model"] = config.model or model
     chosen["normalization"] = normalization
@@ -153,7 +163,7 @@ def resolve(
             f"--partition=natural: --dataset={name} has no client ids; give an npz "
             "file with an array `client`, or take another partition"
         )
-    chosen["num_clients"] = 20
+    chosen["num_clients"] = 50 if is_fedd2s and len(source.label) > 5000 else 20
     if config.partition == "natural":
         owners = int(source.client.max()) + 1
         if "num_clients" not in given:
@@ -168,7 +178,8 @@ def resolve(
     chosen["classes_per_client"] = protocol.labels_per_user if protocol else 2
     if config.partition == "cdkt_paper":
         chosen["classes_per_client"] = cdkt_partition.PAPER_LABELS.get(name, 2)
-    rounds = config.rounds or config_lib.DEFAULT_ROUNDS.get(config.algo, 20)
+    rounds = config_lib.DEFAULT_ROUNDS.get(config.algo, 20)
+    rounds = config.rounds or config_lib.DEFAULT_ROUNDS.get(config.preset, rounds)
     chosen["rounds"] = rounds
     chosen["eval_every"] = 5
     chosen["eval_clients"] = "all"
@@ -192,10 +203,17 @@ def _check(config: config_lib.Config, source: table.Table) -> None:
             f"--num_clients={config.num_clients}; lower it"
         )
     for flag in ("model", "client_model"):
-        name = getattr(config, flag)
-        if name not in models.MODELS:
+        given = getattr(config, flag)
+        names = given.split(",") if flag == "client_model" else [given]
+        for name in names:
+            if name not in models.MODELS:
+                raise ValueError(
+                    f"--{flag}={given}: expected one of {', '.join(models.MODELS)}"
+                )
+        if len(names) > config.num_clients:
             raise ValueError(
-                f"--{flag}={name}: expected one of {', '.join(models.MODELS)}"
+                f"--client_model={given}: {len(names)} models for "
+                f"--num_clients={config.num_clients}; name fewer"
             )
     if config.proxy_fraction >= 1:
         raise ValueError("--proxy_fraction=1 leaves nothing for the clients; lower it")
@@ -219,6 +237,7 @@ def _partition_spec(config: config_lib.Config, seed: int) -> partition.Partition
         partition=config.partition,
         num_clients=config.num_clients,
         partition_alpha=config.partition_alpha,
+        partition_draw=config.partition_draw,
         classes_per_client=config.classes_per_client,
         min_examples=config.min_examples,
         examples_per_client=config.examples_per_client,
@@ -259,7 +278,33 @@ def experiment(**given: Any) -> Experiment:
     source = loaders.load(config.dataset, config.data_dir)
     config = resolve(config, source, given)
     _check(config, source)
-    return assemble(config, hparams, source)
+    public = None
+    if config.public_set != "none":
+        public = _public_images(config, source)
+    return assemble(config, hparams, source, public=public)
+
+
+def _public_images(config: config_lib.Config, source: table.Table) -> np.ndarray:
+    """Train images of `--public_set`, of the shape and type of the data set's."""
+    if config.proxy_fraction:
+        raise ValueError(
+            f"--public_set={config.public_set} and --proxy_fraction="
+            f"{config.proxy_fraction:g} both name shared images; give one of them"
+        )
+    if config.public_set == config.dataset:
+        raise ValueError(
+            f"--public_set={config.public_set} is the clients' own --dataset; take "
+            "another, or set a share aside with --proxy_fraction"
+        )
+    public = loaders.load(config.public_set, config.data_dir, flag="public_set")
+    image = public.image[: public.num_train]
+    if image.shape[1:] != source.image.shape[1:] or image.dtype != source.image.dtype:
+        raise ValueError(
+            f"--public_set={config.public_set} has {image.dtype} images of shape "
+            f"{list(image.shape[1:])}, --dataset={config.dataset} "
+            f"{source.image.dtype} of {list(source.image.shape[1:])}; they must agree"
+        )
+    return image
 
 
 def assemble(
@@ -267,6 +312,7 @@ def assemble(
     hparams: Any,
     source: table.Table,
     client_depth: np.ndarray | None = None,
+    public: np.ndarray | None = None,
 ) -> Experiment:
     """Puts data, models and algorithm of a resolved configuration together.
 
@@ -275,6 +321,7 @@ def assemble(
         hparams: The algorithm's options.
         source: The data set.
         client_depth: int32[K], stages that each client holds; None = all of them.
+        public: Images that all clients share without labels, or None.
     """
     devices.prefer_wide_vectors()
     jax.config.update(
@@ -287,32 +334,42 @@ def assemble(
         splits.append(
             partition.split(source, _partition_spec(config, own_seed), own_seed)
         )
+    mean, scale = table.normalization(source.image, config.normalization)
+    image, label = source.image, source.label
+    if public is not None:
+        # Rows behind the table's own; nobody reads their labels.
+        row = np.arange(len(label), len(label) + len(public))
+        splits = [split._replace(proxy=row) for split in splits]
+        image = np.concatenate([image, public])
+        label = np.concatenate([label, np.zeros(len(public), label.dtype)])
     stacked = partition.stack(splits)
 
-    shape = source.image.shape[1:]
+    shape = image.shape[1:]
     server_model = _model("model", config.model, source.num_classes, shape)
-    client_model = _model(
-        "client_model", config.client_model, source.num_classes, shape
+    client_models = tuple(
+        _model("client_model", name, source.num_classes, shape)
+        for name in config.client_model.split(",")
     )
-    mean, scale = table.normalization(source.image, config.normalization)
     execution = devices.execution(
         config.client_chunk,
         config.devices,
         config.clients_per_round,
-        traffic.model_bytes(client_model, shape),
-        hparams.batch_size,
+        max(traffic.model_bytes(model, shape) for model in client_models),
+        getattr(hparams, "batch_size", 1),
     )
-    num_stages = len(client_model.stage_names)
+    client_group = np.arange(config.num_clients, dtype=np.int32) % len(client_models)
     if client_depth is None:
-        client_depth = np.full(config.num_clients, num_stages, np.int32)
+        num_stages = [len(model.stage_names) for model in client_models]
+        client_depth = np.array(num_stages, np.int32)[client_group]
     task = types.Task(
         server_model=server_model,
-        client_models=(client_model,),
-        group_of_client=np.zeros(config.num_clients, np.int32),
+        client_models=client_models,
+        group_of_client=client_group,
         client_depth=client_depth,
         num_clients=config.num_clients,
         num_classes=source.num_classes,
         num_proxy=stacked.proxy.shape[1],
+        num_examples=int(stacked.train.count.max()),
         example_shape=shape,
         execution=execution,
     )
@@ -336,8 +393,8 @@ def assemble(
     module = algorithms.ALGORITHMS[config.algo]
     program = simulate.program(module.make, hparams, task, scoring)
     data = types.Data(
-        image=source.image,
-        label=source.label,
+        image=image,
+        label=label,
         mean=mean,
         scale=scale,
         partition=stacked,
@@ -346,13 +403,14 @@ def assemble(
         seeds=seeds,
         num_rows=np.asarray(stacked.train.count),
         client_depth=client_depth,
+        client_group=client_group,
         clients_per_round=config.clients_per_round,
         specs=program.algorithm.plans,
         num_peers=program.algorithm.num_peers,
         execution=execution,
     )
-    digest = hashlib.sha256(np.ascontiguousarray(source.image).data)
-    digest.update(np.ascontiguousarray(source.label).data)
+    digest = hashlib.sha256(np.ascontiguousarray(image).data)
+    digest.update(np.ascontiguousarray(label).data)
     return Experiment(
         data_sha256=digest.hexdigest(),
         config=config,

@@ -20,12 +20,16 @@ class Config:
 
     algo: str = option("cdkt", "the algorithm; `python -m launch.list` shows them")
     preset: str | None = option(
-        None, "a paper's rules for options that are not given; none, cdkt, cdkt_code"
+        None, "a paper's rules for options not given; none, cdkt, cdkt_code, fedd2s"
     )
     dataset: str = option("mnist_5k", "a data set's name, or npz:PATH for your arrays")
     data_dir: str = option("", "folder of IDX files or of prepared tfds data")
     model: str | None = option(None, "the server's model, and the clients' by default")
-    client_model: str | None = option(None, "the clients' model if it differs")
+    client_model: str | None = option(
+        None,
+        "the clients' model if it differs; several names, separated by commas, go "
+        "round over the clients (fedmd)",
+    )
     normalization: str | None = option(
         None, "how images are normalised", choices=data.table.NORMALIZATIONS
     )
@@ -36,6 +40,11 @@ class Config:
     )
     partition_alpha: float = option(
         0.5, "concentration of the Dirichlet partitions [alpha]", above=0
+    )
+    partition_draw: str = option(
+        "ipf",
+        "how client_dirichlet meets the supply of each class",
+        choices=tuple(data.partition.DRAWS),
     )
     partition_seed: int = option(
         -1, "seed of the partition, -1 = the run's seed", minimum=-1
@@ -52,6 +61,10 @@ class Config:
         "share of every class that is set aside as proxy set",
         minimum=0,
         maximum=1,
+    )
+    public_set: str | None = option(
+        None,
+        "data set whose train images all clients share without labels (fedmd); none",
     )
     test_split: str | None = option(
         None, "where test rows come from", choices=data.partition.TEST_SPLITS
@@ -112,9 +125,23 @@ _CDKT = {
     "aggregation": "examples",
     "eval_model": "stale",
 }
+_FEDD2S = {
+    "partition": "client_dirichlet",
+    "partition_alpha": 0.1,
+    "test_split": "client_share",
+    "clients_per_round": 10,
+    "summary": "mean_last10",
+    "local_epochs": 4,
+    "server_epochs": 4,
+    "batch_size": 128,
+    "client_optimizer": "adam",
+    "client_lr": 0.01,
+    "aggregation": "uniform",
+}
 PRESETS: dict[str, dict[str, Any]] = {
     "none": {},
     "cdkt": _CDKT,
+    "fedd2s": _FEDD2S,
     "cdkt_code": _CDKT
     | {
         "ensemble": "code_last",
@@ -122,6 +149,35 @@ PRESETS: dict[str, dict[str, Any]] = {
         "proxy_pairing": "truncate",
         "js_form": "reversed",
     },
+}
+# Options that a preset sets otherwise for one algorithm.
+PRESET_EXCEPTIONS: dict[tuple[str, str], dict[str, Any]] = {
+    ("fedd2s", "fedmd"): {"local_epochs": 2},
+    ("fedd2s", "fedict"): {"local_epochs": 2},
+}
+DEFAULT_PRESETS = {"cdkt": "cdkt"} | dict.fromkeys(
+    (
+        "fedd2s",
+        "fedper",
+        "fedrep",
+        "fedper_plus",
+        "fedrep_plus",
+        "fedmd",
+        "fedict",
+        "pfedsd",
+        "majority",
+    ),
+    "fedd2s",
+)
+FEDD2S_MODELS = {"cifar100": "m2", "emnist/byclass": "m2", "femnist": "m2"}
+# Public images of FedMD, of the same shape; CINIC-10 holds CIFAR-10's images.
+PUBLIC_SETS = {
+    "cifar10": "cifar100",
+    "cinic10": "cifar100",
+    "cifar100": "cifar10",
+    "emnist/byclass": "mnist_5k",
+    "femnist": "mnist_5k",
+    "fashion_mnist": "mnist_5k",
 }
 CDKT_DATA = {
     # data set: (model, normalization, test split, proxy fraction)
@@ -131,4 +187,4 @@ CDKT_DATA = {
     "cifar10": ("cdkt_cifar", "half", "pool_stratified", 0.07),
     "cifar100": ("cdkt_cifar", "half", "pool_stratified", 0.07),
 }
-DEFAULT_ROUNDS = {"cdkt": 30}
+DEFAULT_ROUNDS = {"cdkt": 30, "fedd2s": 40}

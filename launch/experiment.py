@@ -14,7 +14,15 @@ import numpy as np
 from fedjax_pfl import checkpoint, simulate, types
 from launch import devices
 
-COUNTERS = ("round", "seed", "train_loss", "bytes_up", "bytes_down", "seconds")
+COUNTERS = (
+    "round",
+    "seed",
+    "train_loss",
+    "mean_layer",
+    "bytes_up",
+    "bytes_down",
+    "seconds",
+)
 
 
 class Experiment:

@@ -44,7 +44,7 @@ def build_experiment(name, dataset, **given):
         "devices": 1,
         "client_chunk": 1,
     }
-    if name in ("cdkt", "local"):
+    if name in ("cdkt", "local", "fedmd"):
         options["proxy_fraction"] = 0.1
     options |= given
     config, hparams = build.configure({"algo": name, "dataset": dataset, **options})

@@ -24,6 +24,7 @@ def make(
     return plan.planner(
         seeds=list(seeds),
         num_rows=sizes,
+        client_group=np.zeros(num_clients, int),
         client_depth=np.full(num_clients, 3) if depth is None else np.asarray(depth),
         clients_per_round=clients_per_round,
         specs=specs,

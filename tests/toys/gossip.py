@@ -15,7 +15,7 @@ class HParams(options.LocalTraining):
 
 def make(hparams, task):
     """All stages but the last are averaged with the peers', the last stays."""
-    model = task.client_models[0]
+    model = task.client_model
     loss_fn = local.cross_entropy_loss(model)
 
     def init(data, key):
@@ -28,8 +28,8 @@ def make(hparams, task):
         client_id, plan, (params, stats) = row
         data, key, round = shared
         return local.train(
-            hparams, loss_fn, params, stats, data=data, client_id=client_id, plan=plan,
-            bound=bound, key=key, round=round,
+            hparams, (local.Objective(loss_fn),), params, stats, data=data,
+            client_id=client_id, plan=plan, bound=bound, key=key, round=round,
         )  # fmt: skip
 
     def round(state, cohort, data):

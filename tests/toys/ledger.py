@@ -38,10 +38,10 @@ def make(hparams, task):
             reached = masks.held(depth, num_stages)
             return jnp.where(reached, jnp.stack(gaps), 0).sum(), stats
 
+        objectives = (local.Objective(loss_fn, masks.held(depth, num_stages)),)
         return local.train(
-            hparams, loss_fn, server["params"], server["stats"], data=data,
+            hparams, objectives, server["params"], server["stats"], data=data,
             client_id=client_id, plan=plan, bound=bound, key=key, round=round,
-            trainable=masks.held(depth, num_stages),
         )  # fmt: skip
 
     def round(state, cohort, data):

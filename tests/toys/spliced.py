@@ -37,8 +37,8 @@ def make(hparams, task):
             return plain_loss(masks.splice(params, server, keep), stats, batch)
 
         return local.train(
-            hparams, loss_fn, own, stats, data=data, client_id=client_id, plan=plan,
-            bound=bound, key=key, round=round, trainable=keep,
+            hparams, (local.Objective(loss_fn, keep),), own, stats, data=data,
+            client_id=client_id, plan=plan, bound=bound, key=key, round=round,
         )  # fmt: skip
 
     def round(state, cohort, data):
