@@ -2,7 +2,9 @@
 
 Runs the cells that are missing, keeps what is done, and prints paper | ours |
 difference as Markdown. A cell is one run of `launch.main` with all its seeds; an
-interrupted one resumes. The tables are data: `launch/papers/<paper>.json`.
+interrupted one resumes. Options of `launch.main` may be given too and hold in every
+cell; `--partition_alpha=0.1` also keeps only the columns of that value. The tables are
+data: `launch/papers/<paper>.json`.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags as absl_flags
 
@@ -19,6 +21,28 @@ from data import loaders
 from launch import build, flags, main, report, workdir
 
 PAPERS = pathlib.Path(__file__).parent / "papers"
+Number = float | list[float]
+
+
+class Cell(NamedTuple):
+    """One run of a table: its options, and the paper's number of each metric.
+
+    A number is a mean, or a mean and a standard deviation; None = not in the paper.
+    """
+
+    scenario: str
+    row: str
+    options: dict[str, Any]
+    paper: list[Number] | None
+
+
+def tables() -> dict[str, dict[str, Any]]:
+    """Every table by the name `<paper>.<table>`."""
+    return {
+        f"{path.stem}.{key}": value
+        for path in sorted(PAPERS.glob("*.json"))
+        for key, value in json.loads(path.read_text()).items()
+    }
 
 
 def load_table(name: str) -> dict[str, Any]:
@@ -27,45 +51,66 @@ def load_table(name: str) -> dict[str, Any]:
     Raises:
         ValueError: there is no such table; lists those there are.
     """
-    paper, _, table = name.partition(".")
-    tables = {
-        f"{path.stem}.{key}": value
-        for path in sorted(PAPERS.glob("*.json"))
-        for key, value in json.loads(path.read_text()).items()
-    }
-    if f"{paper}.{table}" not in tables:
-        raise ValueError(f"no table {name}: expected one of {', '.join(tables)}")
-    return tables[name]
+    known = tables()
+    if name not in known:
+        raise ValueError(f"no table {name}: expected one of {', '.join(known)}")
+    return known[name]
+
+
+def _chosen(flag: str, wanted: str, known: Sequence[str]) -> list[str]:
+    """The names of a comma-separated flag, all if it is empty."""
+    names = wanted.split(",") if wanted else list(known)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--{flag}={name}: expected one of {', '.join(known)}")
+    return names
 
 
 def cells(
-    table: Mapping[str, Any], dataset: str, scenarios: Sequence[str]
-) -> list[tuple[str, str, dict[str, Any], list[float]]]:
-    """(scenario, row, options, the paper's numbers) of every cell asked for.
+    table: Mapping[str, Any],
+    dataset: str,
+    scenario: str = "",
+    row: str = "",
+    given: Mapping[str, Any] | None = None,
+) -> list[Cell]:
+    """Every cell asked for.
 
-    `mnist_5k` takes the numbers and settings of `mnist`.
+    Args:
+        table: From `load_table`.
+        dataset: `mnist_5k` takes the numbers and settings of `mnist`.
+        scenario, row: Names separated by commas, empty = all.
+        given: Options that hold in every cell.
     """
+    given = dict(given or {})
     known = "mnist" if dataset == "mnist_5k" else dataset
-    if known not in table["datasets"]:
+    if known not in table["datasets"] and not table.get("any_dataset"):
         raise ValueError(
             f"--dataset={dataset}: this table has {', '.join(table['datasets'])}"
         )
+    names = _chosen("scenario", scenario, table["scenarios"])
+    for flag, value in given.items():
+        values = {n: table["scenarios"][n].get(flag) for n in names}
+        if any(one is not None for one in values.values()):
+            names = [n for n in names if values[n] == value]
+            if not names:
+                raise ValueError(
+                    f"--{flag}={value}: this table has "
+                    f"{', '.join(str(one) for one in values.values())}"
+                )
     out = []
-    for scenario in scenarios:
-        if scenario not in table["scenarios"]:
-            raise ValueError(
-                f"--scenario={scenario}: expected one of "
-                f"{', '.join(table['scenarios'])}"
-            )
-        for row, entry in table["datasets"][known][scenario].items():
+    for name in names:
+        entries = table["datasets"].get(known, {}).get(name, {})
+        for one in _chosen("row", row, table["rows"]):
+            entry = entries.get(one, {})
             options = (
                 table["common"]
-                | table["scenarios"][scenario]
-                | table["rows"][row]
-                | entry["flags"]
+                | table["scenarios"][name]
+                | table["rows"][one]
+                | entry.get("flags", {})
+                | given
                 | {"dataset": dataset}
             )
-            out.append((scenario, row, options, entry["paper"]))
+            out.append(Cell(name, one, options, entry.get("paper")))
     return out
 
 
@@ -74,42 +119,73 @@ def difference(ours: float, paper: float) -> str:
     return f"{ours - paper:+.1f}"
 
 
+def _text(done: Mapping[str, Any] | None, metric: str, number: Number | None) -> str:
+    """`paper / ours / difference`, or ours alone where the paper has no number."""
+    pair = number if isinstance(number, list) else [number]
+    paper = " ± ".join(f"{one:.2f}" for one in pair if one is not None)
+    if done is None or metric not in done["metrics"]:
+        return f"{paper} / missing" if paper else "missing"
+    entry = done["metrics"][metric]
+    mean, std = 100 * entry["mean"], 100 * entry["std"]
+    ours = f"{mean:.1f}"
+    if len(entry["per_seed"]) > 1:
+        ours += f" ± {std:.1f}"
+    return f"{paper} / {ours} / {difference(mean, pair[0])}" if paper else ours
+
+
+def _grid(head: Sequence[str], body: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    lines = ["| | " + " | ".join(head) + " |", "|---|" + "---|" * len(head)]
+    return lines + [f"| {row} | " + " | ".join(texts) + " |" for row, texts in body]
+
+
 def markdown(
     table: Mapping[str, Any],
     dataset: str,
-    results: Sequence[tuple[str, str, Mapping[str, Any] | None, list[float]]],
+    results: Sequence[tuple[Cell, Mapping[str, Any] | None]],
+    given: Mapping[str, Any] | None = None,
 ) -> str:
-    """One Markdown table per scenario: paper | ours mean +- std | difference."""
+    """Markdown: paper | ours mean +- std | difference.
+
+    A table of several metrics has one part per scenario, with the metrics as columns; a
+    table of one metric has the scenarios as columns.
+    """
     metrics = table["metrics"]
     lines = [f"### {table['title']}", "", f"Data set: `{dataset}`."]
+    if given:
+        options = " ".join(f"--{name}={value}" for name, value in given.items())
+        lines.append(f"With `{options}`.")
     if dataset in table["notes"]:
         lines.append(table["notes"][dataset])
-    for scenario in dict.fromkeys(scenario for scenario, *_ in results):
-        mine = [entry for entry in results if entry[0] == scenario]
-        seeds = max(
-            (
-                len(done["metrics"][metrics[0]]["per_seed"])
-                for _, _, done, _ in mine
-                if done
-            ),
-            default=0,
-        )
-        lines += ["", f"**{scenario}**, {seeds} seed(s): paper / ours / difference", ""]
-        lines.append("| | " + " | ".join(report.title(m) for m in metrics) + " |")
-        lines.append("|---|" + "---|" * len(metrics))
-        for _, row, done, paper in mine:
-            texts = []
-            for metric, number in zip(metrics, paper, strict=True):
-                if done is None or metric not in done["metrics"]:
-                    texts.append(f"{number:.2f} / missing")
-                    continue
-                entry = done["metrics"][metric]
-                mean, std = 100 * entry["mean"], 100 * entry["std"]
-                spread = f" ± {std:.1f}" if len(entry["per_seed"]) > 1 else ""
-                texts.append(
-                    f"{number:.2f} / {mean:.1f}{spread} / {difference(mean, number)}"
-                )
-            lines.append(f"| {row} | " + " | ".join(texts) + " |")
+    seeds = max(
+        (
+            len(next(iter(done["metrics"].values()))["per_seed"])
+            for _, done in results
+            if done
+        ),
+        default=0,
+    )
+    has_paper = any(cell.paper for cell, _ in results)
+    legend = f"{seeds} seed(s)" + (": paper / ours / difference" if has_paper else "")
+    scenarios = list(dict.fromkeys(cell.scenario for cell, _ in results))
+    texts = {
+        (cell.scenario, cell.row): [
+            _text(done, metric, cell.paper[index] if cell.paper else None)
+            for index, metric in enumerate(metrics)
+        ]
+        for cell, done in results
+    }
+    rows = list(dict.fromkeys(cell.row for cell, _ in results))
+    if len(metrics) == 1:
+        body = [
+            (row, [*(texts.get((s, row), ["-"])[0] for s in scenarios)]) for row in rows
+        ]
+        title = f"{report.title(metrics[0])}, {table.get('columns', 'percent')}"
+        lines += ["", f"{title}, {legend}", "", *_grid(scenarios, body)]
+        return "\n".join(lines) + "\n"
+    for scenario in scenarios:
+        body = [(r, texts[scenario, r]) for r in rows if (scenario, r) in texts]
+        lines += ["", f"**{scenario}**, {legend}", ""]
+        lines += _grid([report.title(metric) for metric in metrics], body)
     return "\n".join(lines) + "\n"
 
 
@@ -126,79 +202,100 @@ def available(dataset: str, data_dir: str) -> str:
 
 def slug(text: str) -> str:
     """A row's name as part of a path."""
-    return text.lower().replace(" ", "_")
+    return text.lower().replace(" ", "_").replace("=", "")
+
+
+OWN_FLAGS = ("scenario", "row", "workdir", "output", "dry_run")
+
+
+def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Table name, this command's own flags, and the options given for every cell."""
+    names = [a for a in argv[1:] if not a.startswith("-")]
+    wants_help = bool({"--help", "-help", "-h"} & set(argv[1:]))
+    if len(names) != 1 and not wants_help:
+        raise ValueError(
+            "give one table, for instance cdkt.table1, and options as --name=value; "
+            f"tables: {', '.join(tables())}"
+        )
+    values = absl_flags.FlagValues()
+    for name, default, text in (
+        ("scenario", "", "scenarios (columns), separated by commas; default all"),
+        ("row", "", "rows, separated by commas; default all"),
+        ("workdir", "runs/reproduce", "folder of the runs"),
+        ("output", "", "also write the Markdown table to this file"),
+    ):
+        absl_flags.DEFINE_string(name, default, text, flag_values=values)
+    absl_flags.DEFINE_boolean(
+        "dry_run", False, "print what is there, run nothing", flag_values=values
+    )
+    if wants_help:
+        print(f"{__doc__}\n{values.get_help()}")
+        raise SystemExit(0)
+    table = load_table(names[0])
+    options: dict[str, Any] = {}
+    for algo in dict.fromkeys(row["algo"] for row in table["rows"].values()):
+        kinds = build.option_types(algo)
+        for name, field in build.fields_of(algo).items():
+            if name not in (*options, *OWN_FLAGS, "algo", "resume"):
+                options[name] = field
+                flags.define(values, name, field, kinds[name])
+    rest = values([a for a in argv if a not in names])
+    if len(rest) > 1:
+        raise ValueError(f"{rest[1]} is not a flag; options are written --name=value")
+    given = {name: values[name].value for name in options if values[name].present}
+    return names[0], {name: values[name].value for name in OWN_FLAGS}, given
 
 
 def command(argv: Sequence[str] | None = None) -> None:
     """The command."""
     main.quiet()
-    argv = list(sys.argv if argv is None else argv)
-    names = [a for a in argv[1:] if not a.startswith("-")]
-    values = absl_flags.FlagValues()
-    for name, default, text in (
-        ("dataset", "fashion_mnist", "data set of the table"),
-        ("data_dir", "", "folder of the data"),
-        ("scenario", "fixed,subset", "scenarios, separated by commas"),
-        ("workdir", "runs/reproduce", "folder of the runs"),
-        ("output", "", "also write the Markdown table to this file"),
-    ):
-        absl_flags.DEFINE_string(name, default, text, flag_values=values)
-    for name, default, text in (
-        ("seed", 0, "first seed"),
-        ("num_seeds", 1, "seeds, run in one program"),
-        ("rounds", 0, "rounds instead of the table's"),
-    ):
-        absl_flags.DEFINE_integer(name, default, text, flag_values=values)
-    absl_flags.DEFINE_boolean(
-        "dry_run", False, "print what is there, run nothing", flag_values=values
-    )
-    if {"--help", "-help", "-h"} & set(argv[1:]):
-        print(f"{__doc__}\n{values.get_help()}")
-        return
     try:
-        if len(names) != 1:
-            raise ValueError("give one table, for instance cdkt.table1")
-        values([a for a in argv if a not in names])
-        table = load_table(names[0])
-        dataset = available(values.dataset, values.data_dir)
-        wanted = cells(table, dataset, values.scenario.split(","))
-        if values.output and not pathlib.Path(values.output).parent.is_dir():
-            raise ValueError(f"--output={values.output}: there is no such folder")
+        name, own, given = _parse(list(sys.argv if argv is None else argv))
+        table = load_table(name)
+        dataset = given.pop("dataset", None) or table.get("dataset", "fashion_mnist")
+        dataset = available(dataset, given.get("data_dir", ""))
+        # Where and what, not how: not worth a word above the table.
+        execution = {
+            key: given.pop(key)
+            for key in ("data_dir", "client_chunk", "devices")
+            if key in given
+        }
+        seeds = {"seed": given.pop("seed", 0), "num_seeds": given.pop("num_seeds", 1)}
+        wanted = cells(table, dataset, own["scenario"], own["row"], given)
+        if own["output"] and not pathlib.Path(own["output"]).parent.is_dir():
+            raise ValueError(f"--output={own['output']}: there is no such folder")
     except (ValueError, absl_flags.Error) as error:
         flags.fail(error)
 
-    root = pathlib.Path(values.workdir) / names[0] / dataset
-    last = values.seed + values.num_seeds - 1
-    results = []
+    root = pathlib.Path(own["workdir"]) / name / dataset
+    last = seeds["seed"] + seeds["num_seeds"] - 1
+    results: list[tuple[Cell, Mapping[str, Any] | None]] = []
 
     def show() -> None:
-        pending = [(s, r, None, p) for s, r, _, p in wanted[len(results) :]]
-        text = markdown(table, dataset, [*results, *pending])
-        if values.output:
-            pathlib.Path(values.output).write_text(text)
+        pending = [(cell, None) for cell in wanted[len(results) :]]
+        text = markdown(table, dataset, [*results, *pending], given)
+        if own["output"]:
+            pathlib.Path(own["output"]).write_text(text)
         print(text, flush=True)
 
-    for scenario, row, options, paper in wanted:
-        folder = root / f"{scenario}-{slug(row)}-seed{values.seed}-{last}"
+    for cell in wanted:
+        label = f"{slug(cell.scenario)}-{slug(cell.row)}"
+        folder = root / f"{label}-seed{seeds['seed']}-{last}"
         summary = workdir.stored_summary(folder)
-        if not values.dry_run:
-            print(f"{scenario}, {row} -> {folder}", flush=True)
-            given = options | {
-                "rounds": values.rounds or options["rounds"],
-                "seed": values.seed,
-                "num_seeds": values.num_seeds,
+        if not own["dry_run"]:
+            print(f"{cell.scenario}, {cell.row} -> {folder}", flush=True)
+            known = build.fields_of(cell.options["algo"])
+            options = cell.options | seeds | execution
+            options |= {
                 "workdir": str(folder),
                 "resume": (folder / "run.flags").exists(),
             }
-            if values.data_dir:
-                given["data_dir"] = values.data_dir
-            known = build.fields_of(given["algo"])
             # A finished cell returns at once; one of other settings is refused.
-            summary = main.execute({k: v for k, v in given.items() if k in known})
-        results.append((scenario, row, summary, paper))
-        if not values.dry_run:
+            summary = main.execute({k: v for k, v in options.items() if k in known})
+        results.append((cell, summary))
+        if not own["dry_run"]:
             show()
-    if values.dry_run:
+    if own["dry_run"]:
         show()
 
 

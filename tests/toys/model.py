@@ -1,4 +1,4 @@
-"""A three-stage model with exits and running statistics, for the toys."""
+"""A three-stage model with exits and running statistics, and a narrow one."""
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -30,3 +30,9 @@ def with_exits(num_classes):
     trunks = [(f"s{i}", RunningNorm(12)) for i in range(3)]
     exits = {f"s{i}": stages.Dense(num_classes, relu=False) for i in range(3)}
     return stages.chain("with_exits", trunks, exits)
+
+
+def narrow(num_classes):
+    """Another architecture for the same examples."""
+    hidden = ("hidden", stages.Dense(10))
+    return stages.chain("narrow", [hidden, ("last", stages.Dense(num_classes, False))])
