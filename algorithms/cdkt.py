@@ -282,5 +282,5 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         round=round,
         serving=serving,
         server_params=lambda s: (server_model, s.server["params"], s.server["stats"]),
-        ships_proxy=True,
+        ships_proxy="labelled",
     )

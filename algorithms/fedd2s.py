@@ -27,11 +27,12 @@ Data-Free Federated Knowledge Distillation", https://arxiv.org/abs/2402.10846
 Differs from the paper: theta_{+l} is [theta_{l+1}..theta_L], since layer l's output
 cannot enter layer l; the schedule of Eq. 6 stops at `--min_layer`; the mean is over
 the round's clients (Algorithm 1), not over all (Eq. 11); the server's head is sent, as
-Eq. 12 needs it, in place of v; the KL target is the teacher. J is off at l = 1, where
-both sides are equal up to rounding. The server's first layer is never used. Of the
-specification's options these serve nobody here: literal Eq. 9 with a gradient through
-its target, means over clients that left, independent initialisations, and `removed`
-dropping sets (`--min_layer` says the same).
+Eq. 12 needs it, in place of v; the KL target is the teacher. J is off at l = 1: at the
+start of a round both sides are equal there, and Adam would step on rounding noise. The
+server's first layer is never used. Left out, as serving nobody: literal Eq. 9 with a
+gradient through its target, means over clients that left, independent initialisations,
+KL on the last layer of the MSE variant, and sets of `removed` layers (`--min_layer`
+says the same).
 """
 
 from __future__ import annotations
@@ -113,6 +114,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     model = task.model
     num_stages = len(model.stage_names)
     lowest = _lowest(hparams, task)
+    if hparams.transfer == "mse":
+        of_head = ("kl", "temperature", "teacher_head", "s2c_head")
+        options.refuse(hparams, of_head, "with --transfer=mse")
     by_head = hparams.transfer == "head"
     persist = hparams.optimizer_state == "persist"
     deep = np.arange(num_stages) > 0
@@ -224,7 +228,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             logits, stats = model.forward(params, stats, h, start=1, **mode)
             return losses.cross_entropy(logits, batch.label, batch.mask), stats
 
-        distilled = deep & kept[1]  # l = 1: both sides are equal up to rounding
+        distilled = deep & kept[1]  # l = 1: no J
         if not by_head:
             distilled = distilled & kept
         return local.train(
@@ -397,10 +401,6 @@ def _lowest(hparams: HParams, task: types.Task) -> int:
     if not hparams.fixed_layer:
         return boundary.shallowest(hparams, task.model, task.example_shape)
     boundary.check_layer("fixed_layer", hparams.fixed_layer, task.model)
-    for flag in ("drop_set", "min_layer"):
-        if value := getattr(hparams, flag):
-            raise ValueError(
-                f"--{flag}={value} ends a schedule, --fixed_layer="
-                f"{hparams.fixed_layer} has none; leave one away"
-            )
+    scheduled = ("drop_set", "min_layer", "drop_every")
+    options.refuse(hparams, scheduled, f"with --fixed_layer={hparams.fixed_layer}")
     return hparams.fixed_layer

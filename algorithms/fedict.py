@@ -25,7 +25,8 @@ order that the FedD2S paper describes (local training, upload, server, distillat
 back). In the code teacher and student see different samples, since both passes shuffle
 and the teacher is looked up by batch number, and its KL applies softmax twice; here
 tables are aligned by sample, with one softmax. Its order with the previous round's
-logits is left out.
+logits is left out. The server knows the label frequencies of all clients from the
+start, and a client's optimizer starts fresh in each of its two phases.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def sequential(server: Any, cohort_rows: Any, shared: Any, cohort: types.Cohort):
         """One server model, client after client in an order drawn by client."""
-        key = rng.stream(shared["key"], rng.Tag.SERVER, shared["round"])
+        key = rng.stream(shared["key"], rng.Tag.ORDER, shared["round"])
         draws = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(key, k)))
         order = jnp.argsort(jnp.where(cohort.row_mask, draws(cohort.client_id), 2.0))
         tx = local.optimizer(hparams, local.learning_rate(hparams, shared["round"]))

@@ -20,7 +20,10 @@ k-th name, going round; each architecture is one stacked group.
 Differs from the paper: a sample of the clients takes part in a round; there is no
 transfer phase on public labels before the first round (public sets here have other
 classes), instead clients in their first round are left out of the consensus unless all
-are new; optimizers start fresh each round and the subset is not stratified.
+are new; optimizers start fresh in each digest and revisit, and the subset is not
+stratified. Public sets by data set are in `launch/config.py`; mnist_5k has 4,000 images
+to give, and a run on mnist_5k itself sets a tenth of its images aside, so that its
+clients are not those of other methods.
 `--order=paper` is the FedD2S paper's description: private training first, then soft
 labels (`--public_loss=kl`).
 """
@@ -79,8 +82,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """
     if not task.num_proxy:
         raise ValueError(
-            "fedmd has no public images; name a data set (--public_set=mnist_5k) or "
-            "set aside a share of this one (--proxy_fraction=0.1)"
+            "fedmd has no public images; name a data set of the same image shape "
+            f"{list(task.example_shape)} (--public_set) or set a share of this one "
+            "aside (--proxy_fraction=0.1)"
         )
     num_public = min(hparams.public_examples, task.num_proxy)
     group_of_client = np.asarray(task.group_of_client)
@@ -207,7 +211,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         group = rows.take(jnp.asarray(group_of_client), client)
         slot = rows.take(jnp.asarray(slot_of_client), client)
         row = {"client_id": client, "plan": plan}
-        # A group's pass skips the rows of other groups: they have no steps in it.
+        # In a group's pass the rows of other groups have no steps: a chunk without a
+        # member costs nothing (on a CPU, where a chunk is one client).
         passes = []
         for number, model in enumerate(task.client_models):
             mine = cohort.row_mask & (group == number)
@@ -268,5 +273,5 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         round=round,
         serving=serving,
         server_params=lambda state: None,
-        ships_proxy=True,
+        ships_proxy="unlabelled",
     )

@@ -12,11 +12,11 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import table
+from data import cinic10, table
 
 TFDS_HOST = "storage.googleapis.com"
 DEBIAN_FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")
@@ -82,7 +82,12 @@ def _idx_or_tfds(
         folders = [pathlib.Path(data_dir), pathlib.Path(data_dir) / name, *folders]
     pairs = _find_idx(folders)
     if pairs is None:
-        return _tfds(name, data_dir, f"put the four IDX files into --data_dir{hint}")
+        return _tfds(
+            name,
+            data_dir,
+            "prepare it once with tfds where there is a network and point --data_dir "
+            f"at that folder; or put the four IDX files into --data_dir{hint}",
+        )
     images, labels = [], []
     for image_path, label_path in pairs:
         image, label = read_idx(image_path), read_idx(label_path)
@@ -113,30 +118,49 @@ def _idx_or_tfds(
     )
 
 
-def _tfds(name: str, data_dir: str, other_way: str = "") -> table.Table:
-    ways = f"; or {other_way}" if other_way else ""
+def _download(name: str, data_dir: str) -> Any:
+    """tfds's own builder, its data prepared."""
+    import tensorflow_datasets as tfds  # seconds to import: only its users pay
+
+    builder = tfds.builder(name, data_dir=data_dir or None, file_format="array_record")
+    if not builder.data_path.exists():
+        # Without a network tfds would retry for minutes before it gives up.
+        socket.getaddrinfo(TFDS_HOST, 443)
+        logging.getLogger("urllib3").setLevel(logging.ERROR)
+        builder.download_and_prepare()
+    return builder
+
+
+def _prepare_cinic10(name: str, data_dir: str) -> Any:
+    """Our builder, its data prepared from the official files in `data_dir`."""
+    source = cinic10.find(data_dir)
+    builder = cinic10.builder(data_dir, source)
+    if not builder.data_path.exists():
+        if source is None:
+            raise FileNotFoundError(f"no {cinic10.ARCHIVE} and no folder of it there")
+        builder.download_and_prepare()
+    return builder
+
+
+def _tfds(
+    name: str,
+    data_dir: str,
+    way: str = "prepare it once with tfds where there is a network and point "
+    "--data_dir at that folder",
+    prepare: Callable[[str, str], Any] = _download,
+) -> table.Table:
     try:
-        import tensorflow_datasets as tfds  # seconds to import: only its users pay
+        builder = prepare(name, data_dir)
+        sources = [builder.as_data_source(split=split) for split in ("train", "test")]
     except ImportError as error:
         raise ValueError(
-            f"--dataset={name} needs the package tensorflow-datasets ({error}){ways}"
+            f"--dataset={name} needs the package tensorflow-datasets ({error}); {way}"
         ) from error
-    try:
-        builder = tfds.builder(
-            name, data_dir=data_dir or None, file_format="array_record"
-        )
-        if not builder.data_path.exists():
-            # Without a network tfds would retry for minutes before it gives up.
-            socket.getaddrinfo(TFDS_HOST, 443)
-            logging.getLogger("urllib3").setLevel(logging.ERROR)
-            builder.download_and_prepare()
-        sources = [builder.as_data_source(split=split) for split in ("train", "test")]
     except Exception as error:  # tfds raises its own and its downloader's errors
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
         raise ValueError(
             f"--dataset={name} is not here and tfds could not prepare it ({reason}); "
-            f"prepare it once with tfds where there is a network and point --data_dir "
-            f"at that folder{ways}"
+            f"{way}"
         ) from error
     image, label = [], []
     for source in sources:
@@ -169,43 +193,43 @@ def load_mnist_5k(data_dir: str) -> table.Table:
     )
 
 
-def load_npz(path: str) -> table.Table:
+def load_npz(path: str, flag: str = "dataset") -> table.Table:
     """A user's own arrays: `x` [N, H, W, C] or [N, D], `y` [N], optionally `client`."""
     if not pathlib.Path(path).is_file():
-        raise ValueError(f"--dataset=npz:{path}: there is no such file")
+        raise ValueError(f"--{flag}=npz:{path}: there is no such file")
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"--dataset=npz:{path} cannot be read: {error}") from error
+        raise ValueError(f"--{flag}=npz:{path} cannot be read: {error}") from error
     except TypeError as error:  # np.load gives a bare array, no archive
-        raise ValueError(f"--dataset=npz:{path} is no npz archive") from error
+        raise ValueError(f"--{flag}=npz:{path} is no npz archive") from error
     missing = {"x", "y"} - arrays.keys()
     if missing:
         raise ValueError(
-            f"--dataset=npz:{path} has the arrays {sorted(arrays)}; x and y are needed"
+            f"--{flag}=npz:{path} has the arrays {sorted(arrays)}; x and y are needed"
         )
     x, y, client = arrays["x"], arrays["y"], arrays.get("client")
     if x.ndim not in (2, 4) or not (
         x.dtype == np.uint8 or np.issubdtype(x.dtype, np.floating)
     ):
         raise ValueError(
-            f"--dataset=npz:{path}: x must be uint8 or float of shape [N, H, W, C] or "
+            f"--{flag}=npz:{path}: x must be uint8 or float of shape [N, H, W, C] or "
             f"[N, D], got {x.dtype} {list(x.shape)}"
         )
     if y.ndim != 1 or len(x) != len(y) or not np.issubdtype(y.dtype, np.integer):
         raise ValueError(
-            f"--dataset=npz:{path}: y must be integers [{len(x)}], got {y.dtype} "
+            f"--{flag}=npz:{path}: y must be integers [{len(x)}], got {y.dtype} "
             f"{list(y.shape)}"
         )
     if not len(y) or y.min() < 0:
-        raise ValueError(f"--dataset=npz:{path}: labels must be 0, 1, 2, ...")
+        raise ValueError(f"--{flag}=npz:{path}: labels must be 0, 1, 2, ...")
     if not np.isfinite(x).all():
-        raise ValueError(f"--dataset=npz:{path}: x holds nan or infinity")
+        raise ValueError(f"--{flag}=npz:{path}: x holds nan or infinity")
     if client is not None:
         if client.shape != y.shape or not np.issubdtype(client.dtype, np.integer):
             raise ValueError(
-                f"--dataset=npz:{path}: client must be integers [{len(y)}], got "
+                f"--{flag}=npz:{path}: client must be integers [{len(y)}], got "
                 f"{client.dtype} {list(client.shape)}"
             )
         client = np.unique(client, return_inverse=True)[1].astype(np.int32)
@@ -238,11 +262,24 @@ DATASETS: dict[str, Dataset] = {
     ),
     "cifar10": Dataset(_from_tfds("cifar10"), "cdkt_cifar", "CIFAR-10 through tfds"),
     "cifar100": Dataset(_from_tfds("cifar100"), "cdkt_cifar", "CIFAR-100 through tfds"),
+    "cinic10": Dataset(
+        lambda data_dir: _tfds(
+            "cinic10",
+            data_dir,
+            f"put the official {cinic10.ARCHIVE}, packed or unpacked, into --data_dir",
+            _prepare_cinic10,
+        ),
+        "cdkt_cifar",
+        "CINIC-10, 90,000 train images: the official archive in --data_dir",
+    ),
     "svhn_cropped": Dataset(
         _from_tfds("svhn_cropped"), "cdkt_cifar", "SVHN, cropped digits, through tfds"
     ),
     "emnist/byclass": Dataset(
         _from_tfds("emnist/byclass"), "m2", "FEMNIST's images, 62 classes, through tfds"
+    ),
+    "femnist": Dataset(
+        _from_tfds("emnist/byclass"), "m2", "another name for emnist/byclass"
     ),
 }
 
@@ -254,9 +291,12 @@ def load(name: str, data_dir: str, flag: str = "dataset") -> table.Table:
         ValueError: one line: what is missing, and the ways to get it.
     """
     if name.startswith("npz:"):
-        return load_npz(name[len("npz:") :])
+        return load_npz(name[len("npz:") :], flag)
     if name not in DATASETS:
         raise ValueError(
             f"--{flag}={name}: expected one of {', '.join(DATASETS)} or npz:PATH"
         )
-    return DATASETS[name].load(data_dir)
+    try:
+        return DATASETS[name].load(data_dir)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--dataset=", f"--{flag}=")) from error

@@ -122,10 +122,16 @@ def apply_gradients(
     )
 
 
-def clip(grads: types.Params, norm: float | jax.Array) -> types.Params:
-    """Scales gradients to global norm `norm` where they exceed it; 0 (static) = no."""
+def clip(
+    grads: types.Params, norm: float | jax.Array, select: jax.Array
+) -> types.Params:
+    """Scales gradients to global norm `norm` where they exceed it; 0 (static) = no.
+
+    The norm is that of the stages in `select` bool[L].
+    """
     if options.is_off(norm):
         return grads
+    grads = masks.select(select, grads, jax.tree.map(jnp.zeros_like, grads))
     size = jnp.maximum(optax.global_norm(grads), 1e-12)
     return jax.tree.map(lambda leaf: leaf * jnp.minimum(1, norm / size), grads)
 
@@ -195,7 +201,7 @@ def train(
             select = jnp.ones(len(params), bool) if trainable is None else trainable
             select = select & real
             params, opt_state = apply_gradients(
-                tx, clip(grads, hparams.clip_norm), opt_state, params, select
+                tx, clip(grads, hparams.clip_norm, select), opt_state, params, select
             )
             stats = masks.select(select, new_stats, stats)
         examples = mask.sum()

@@ -53,7 +53,8 @@ def validate(values: Any) -> None:
             continue
         flag = f"--{field.name}={value}"
         if meta["choices"] and value not in meta["choices"]:
-            raise ValueError(f"{flag}: expected one of {', '.join(meta['choices'])}")
+            known = ", ".join(choice for choice in meta["choices"] if choice)
+            raise ValueError(f"{flag}: expected one of {known}")
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{flag}: expected a finite number")
         if meta["minimum"] is not None and value < meta["minimum"]:
@@ -62,6 +63,20 @@ def validate(values: Any) -> None:
             raise ValueError(f"{flag}: expected at most {meta['maximum']:g}")
         if meta["above"] is not None and value <= meta["above"]:
             raise ValueError(f"{flag}: expected more than {meta['above']:g}")
+
+
+def refuse(values: Any, names: tuple[str, ...], reason: str) -> None:
+    """Raises ValueError for an option that has no effect and is not at its default.
+
+    Traced numbers pass: they were checked before the trace.
+    """
+    for field in dataclasses.fields(values):
+        value = getattr(values, field.name)
+        static = isinstance(value, (int, float, str))
+        if field.name in names and static and value != field.default:
+            raise ValueError(
+                f"--{field.name}={value} has no effect {reason}; leave it away"
+            )
 
 
 def is_off(value: Any) -> bool:

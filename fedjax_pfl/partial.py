@@ -16,7 +16,9 @@ from fedjax_pfl import (
     aggregate,
     boundary,
     local,
+    losses,
     masks,
+    options,
     rng,
     rows,
     traffic,
@@ -29,9 +31,9 @@ Phase = Callable[[local.Batch, jax.Array], jax.Array]
 def _lowest(hparams: Any, task: types.Task) -> int:
     """Stages that no client ever owns: the cut, or the end of the schedule."""
     if not hparams.layer_dropping:
-        for flag in ("drop_set", "min_layer"):
-            if value := getattr(hparams, flag):
-                raise ValueError(f"--{flag}={value} needs --layer_dropping; add it")
+        options.refuse(
+            hparams, ("drop_set", "min_layer", "drop_init"), "without --layer_dropping"
+        )
         return boundary.first_personal(
             hparams.personal_from, task.model, task.example_shape
         )
@@ -124,9 +126,11 @@ def make(hparams: Any, task: types.Task, phase: Phase) -> types.Algorithm:
         }
         clients = rows.put(state.clients, cohort.row, private)
         metrics = {"train_loss": local.pooled_loss(trained.loss, cohort.row_mask)}
+        if hparams.layer_dropping:
+            metrics["mean_layer"] = losses.masked_sum(is_shared.sum(1), cohort.row_mask)
         state = types.RoundState(server, clients, state.key, state.round + 1)
-        sent = is_shared.astype(jnp.int32)
-        return state, metrics, jnp.concatenate([sent, sent], axis=1)
+        sent = jnp.concatenate([at_start, is_shared], axis=1).astype(jnp.int32)
+        return state, metrics, sent
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         everyone = jnp.arange(task.num_clients)

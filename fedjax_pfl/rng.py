@@ -21,6 +21,7 @@ class Tag(enum.IntEnum):
     SERVER = 9
     TEACHER = 10
     PUBLIC = 11
+    ORDER = 12
 
 
 def stream(key: jax.Array, tag: Tag, *ids: int | jax.Array) -> jax.Array:

@@ -272,7 +272,8 @@ class Algorithm(NamedTuple):
             round's.
         server_params: `state -> (model, params, stats)` or None.
         num_peers: Peers drawn for each row of a cohort (decentralised methods).
-        ships_proxy: Whether every client gets the proxy set, once.
+        ships_proxy: Whether every client gets the proxy set, once: empty = no,
+            `labelled` or `unlabelled`.
     """
 
     plans: tuple[PlanSpec, ...]
@@ -282,4 +283,4 @@ class Algorithm(NamedTuple):
     serving: Callable[[RoundState, Cohort, Data], tuple[Served, ...]]
     server_params: Callable[[RoundState], tuple[Model, Params, Stats] | None]
     num_peers: int = 0
-    ships_proxy: bool = False
+    ships_proxy: str = ""

@@ -7,6 +7,10 @@ object last. Works, on Fashion-MNIST's 60,000 train images, partition seed 0:
   `fedavg_cnn`.
 * w2: 50 clients, Dirichlet 0.1, 10 a round, 4 epochs, Adam 0.01, batch 128, `m1`.
 * w3: 1,000 clients of 60 samples, 100 a round, 1 epoch, Adam 0.01, batch 20, `m1`.
+
+With `--algo=fedd2s` each round is timed beside a reference: the same distillation and
+supervised steps on the same batches, one client at a time, first layer included,
+teacher passes and everything else excluded.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,8 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags as absl_flags
 
-from fedjax_pfl import traffic, types
+from fedjax_pfl import distill, local, losses, rng, rows, traffic, types
 from launch import build, devices, flags, main
+from launch.experiment import Experiment
 
 _COMMON = {
     "dataset": "fashion_mnist",
@@ -93,13 +98,82 @@ def train_flops(model: types.Model, example_shape: tuple[int, ...]) -> float:
     return float(lowered.cost_analysis()["flops"]) / 32
 
 
+def two_step_reference(experiment: Experiment) -> Callable[[int], float]:
+    """`round -> seconds` of FedD2S's optimizer steps alone, after one warm-up call."""
+    task, hparams, index = experiment.task, experiment.hparams, 0
+    model = task.model
+    data = experiment.data.replace(
+        partition=jax.tree.map(lambda leaf: leaf[index], experiment.data.partition)
+    )
+    example = jnp.zeros((1, *task.example_shape))
+    start = model.init(rng.stream(jax.random.key(0), rng.Tag.INIT), example)
+    teacher = jax.random.normal(
+        jax.random.key(1), (task.num_examples + hparams.batch_size, task.num_classes)
+    )
+
+    def client_update(row, shared, bound):
+        client_id, plan = row
+        data, (params, stats), teacher, key, round = shared
+
+        def distil(params, stats, batch):
+            logits, stats = model.forward(params, stats, batch.image)
+            gap = distill.kl(
+                jax.nn.log_softmax(teacher[batch.position]), jax.nn.log_softmax(logits)
+            )
+            return losses.masked_mean(gap, batch.mask), stats
+
+        return local.train(
+            hparams,
+            (
+                local.Objective(distil),
+                local.Objective(local.cross_entropy_loss(model)),
+            ),
+            params,
+            stats,
+            data=data,
+            client_id=client_id,
+            plan=plan,
+            bound=bound,
+            key=key,
+            round=round,
+        ).params
+
+    @jax.jit
+    def steps(cohort, data, start, teacher, key, round):
+        one_by_one = rows.over_clients(client_update, types.Execution(1))
+        return [
+            one_by_one(
+                (cohort.client_id, plan),
+                (data, start, teacher, key, round),
+                plan.num_steps,
+            )
+            for plan in cohort.plans.values()
+        ]
+
+    def timed(round: int) -> float:
+        cohort = jax.tree.map(jnp.asarray, experiment.cohorts(index, round))
+        args = (cohort, data, start, teacher, jax.random.key(2), jnp.int32(round))
+        begin = time.perf_counter()
+        jax.block_until_ready(steps(*args))
+        return time.perf_counter() - begin
+
+    timed(0)
+    return timed
+
+
 def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Runs a work and returns its figures."""
     experiment = build.experiment(**given, rounds=rounds, eval_every=rounds)
     seconds, accuracy, client_accuracy = [], None, None
+    reference = None
+    if experiment.config.algo == "fedd2s":
+        reference = two_step_reference(experiment)
+    reference_seconds = []
     for event, records in experiment.advance(rounds_per_call=1):
         if event.call_rounds:
             seconds.append(event.call_seconds)
+            if reference is not None:
+                reference_seconds.append(reference(event.round - 1))
         for record in records:
             accuracy = record.get("global_accuracy")
             client_accuracy = record.get("client_accuracy")
@@ -126,6 +200,13 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
         "backend": jax.default_backend(),
         "device": devices.name(),
     }
+    if reference is not None:
+        pairs = zip(seconds, reference_seconds, strict=True)
+        ratios = [ours / theirs for ours, theirs in pairs]
+        out["reference_seconds_per_round"] = float(
+            np.median(reference_seconds[1:] or reference_seconds)
+        )
+        out["round_over_reference"] = float(np.median(ratios[1:] or ratios))
     return {name: value for name, value in out.items() if value is not None}
 
 
@@ -158,6 +239,12 @@ def command(argv: Sequence[str] | None = None) -> None:
             f"{out['gflops']:.0f} GFLOP/s = {100 * out['share_of_matmul_peak']:.0f} % "
             f"of this machine's matmul peak"
         )
+        if "round_over_reference" in out:
+            print(
+                f"the optimizer steps alone, one client at a time: "
+                f"{out['reference_seconds_per_round']:.3f} s; the round costs "
+                f"{out['round_over_reference']:.2f}x that"
+            )
     print(json.dumps(out))
 
 

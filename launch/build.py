@@ -142,9 +142,11 @@ def resolve(
     if is_fedd2s and not small:
         model = config_lib.FEDD2S_MODELS.get(name, "m1")
     chosen["public_set"] = "none"
-    if config.algo == "fedmd" and not config.proxy_fraction:
+    if (config.public_set or "none") != "none":
+        proxy = 0.0
+    elif config.algo == "fedmd" and not (config.proxy_fraction or proxy):
         chosen["public_set"] = config_lib.PUBLIC_SETS.get(name, "none")
-        if name == "mnist_5k" and "public_set" not in given:
+        if name == "mnist_5k" and config.public_set is None:
             proxy = 0.1
     chosen["model"] = model
     chosen["client_model"] = config.model or model
@@ -291,10 +293,11 @@ def _public_images(config: config_lib.Config, source: table.Table) -> np.ndarray
             f"--public_set={config.public_set} and --proxy_fraction="
             f"{config.proxy_fraction:g} both name shared images; give one of them"
         )
-    if config.public_set == config.dataset:
+    if config.public_set.removesuffix("_5k") == config.dataset.removesuffix("_5k"):
         raise ValueError(
-            f"--public_set={config.public_set} is the clients' own --dataset; take "
-            "another, or set a share aside with --proxy_fraction"
+            f"--public_set={config.public_set} holds images of the clients' own "
+            f"--dataset={config.dataset}; take another, or set a share aside with "
+            "--proxy_fraction"
         )
     public = loaders.load(config.public_set, config.data_dir, flag="public_set")
     image = public.image[: public.num_train]
@@ -392,6 +395,11 @@ def assemble(
     )
     module = algorithms.ALGORITHMS[config.algo]
     program = simulate.program(module.make, hparams, task, scoring)
+    if public is not None and program.algorithm.ships_proxy != "unlabelled":
+        raise ValueError(
+            f"--public_set={config.public_set}: --algo={config.algo} has no use for "
+            "images without labels; leave it away (fedmd learns from them)"
+        )
     data = types.Data(
         image=image,
         label=label,

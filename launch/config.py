@@ -31,7 +31,9 @@ class Config:
         "round over the clients (fedmd)",
     )
     normalization: str | None = option(
-        None, "how images are normalised", choices=data.table.NORMALIZATIONS
+        None,
+        "how images are normalised; constants are those of all images",
+        choices=data.table.NORMALIZATIONS,
     )
     partition: str | None = option(
         None,
@@ -64,7 +66,7 @@ class Config:
     )
     public_set: str | None = option(
         None,
-        "data set whose train images all clients share without labels (fedmd); none",
+        "data set whose train images all clients share without labels (fedmd), or none",
     )
     test_split: str | None = option(
         None, "where test rows come from", choices=data.partition.TEST_SPLITS
@@ -129,7 +131,6 @@ _FEDD2S = {
     "partition": "client_dirichlet",
     "partition_alpha": 0.1,
     "test_split": "client_share",
-    "clients_per_round": 10,
     "summary": "mean_last10",
     "local_epochs": 4,
     "server_epochs": 4,
@@ -153,7 +154,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 # Options that a preset sets otherwise for one algorithm.
 PRESET_EXCEPTIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("fedd2s", "fedmd"): {"local_epochs": 2},
-    ("fedd2s", "fedict"): {"local_epochs": 2},
+    ("fedd2s", "fedict"): {"local_epochs": 2, "server_epochs": 2},
+    # Their papers weight by examples; with clients of one size it is the same.
+    ("fedd2s", "fedper"): {"aggregation": "examples"},
+    ("fedd2s", "fedper_plus"): {"aggregation": "examples"},
 }
 DEFAULT_PRESETS = {"cdkt": "cdkt"} | dict.fromkeys(
     (

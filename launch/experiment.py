@@ -228,11 +228,13 @@ class Experiment:
         }
 
     def setup_bytes(self) -> int:
-        """One-off bytes of shipping the proxy set, images and labels, to all."""
-        if not self.program.algorithm.ships_proxy:
+        """One-off bytes of shipping the proxy set to all; a label has one byte."""
+        ships = self.program.algorithm.ships_proxy
+        if not ships:
             return 0
-        image = np.prod(self.task.example_shape) * self.data.image.dtype.itemsize
-        return int(self.task.num_proxy * (image + 1) * self.config.num_clients)
+        example = np.prod(self.task.example_shape) * self.data.image.dtype.itemsize
+        example += ships == "labelled"
+        return int(self.task.num_proxy * example * self.config.num_clients)
 
 
 def summarize(

@@ -1,0 +1,273 @@
+"""Pictures of runs: `python -m launch.plot WORKDIR... [--output=FOLDER]`.
+
+Draws from what runs leave behind, as PNG: `curves.png` (a metric over rounds, mean and
+standard deviation over seeds), `fairness.png` (how many clients reach which accuracy)
+and `bubbles.png` (train examples of each client and class).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+from absl import flags as absl_flags
+from matplotlib import ticker
+from matplotlib.figure import Figure
+
+from launch import config as config_lib
+from launch import flags, report
+
+KINDS = ("curves", "fairness", "bubbles")
+SILENT = (*config_lib.EXECUTION_FIELDS, "algo", "seed", "num_seeds", "eval_every")
+PREFERRED = ("client_accuracy", "c_per", "global_accuracy")
+
+
+class Run(NamedTuple):
+    """One finished run: its flags, records and per-client arrays."""
+
+    path: pathlib.Path
+    flags: dict[str, str]
+    records: list[dict[str, Any]]
+    clients: dict[str, np.ndarray]
+
+
+def read(path: pathlib.Path) -> Run:
+    """Reads a run's folder.
+
+    Raises:
+        ValueError: there is no finished run in it.
+    """
+    try:
+        lines = (path / "run.flags").read_text().splitlines()
+        records = (path / "metrics.jsonl").read_text().splitlines()
+        with np.load(path / "clients.npz") as file:
+            clients = {name: file[name] for name in file.files}
+        rows = [json.loads(line) for line in records]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} holds no finished run ({error})") from error
+    pairs = (line[2:].partition("=") for line in lines if line.startswith("--"))
+    return Run(path, {name: value for name, _, value in pairs}, rows, clients)
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """The algorithm of each run, and the flags that tell two of one algorithm apart."""
+    out = []
+    for run in runs:
+        same = [other for other in runs if other.flags["algo"] == run.flags["algo"]]
+        names = sorted(
+            {name for other in same for name in other.flags if name not in SILENT}
+        )
+        differing = [
+            f"{name}={run.flags.get(name, 'unset')}"
+            for name in names
+            if len({other.flags.get(name) for other in same}) > 1
+        ]
+        out.append(" ".join([run.flags["algo"], *differing]))
+    return out
+
+
+def metric_of(runs: Sequence[Run], wanted: str) -> str:
+    """The metric to draw: the one asked for, or the first that all runs have.
+
+    Raises:
+        ValueError: a run does not have it.
+    """
+    shared = set.intersection(*(set(run.records[-1]) for run in runs))
+    for name in (wanted,) if wanted else PREFERRED:
+        if name in shared:
+            return name
+    raise ValueError(
+        f"--metric={wanted or '|'.join(PREFERRED)}: the runs share "
+        f"{', '.join(sorted(shared - {'round', 'seed'}))}"
+    )
+
+
+def curves(runs: Sequence[Run], names: Sequence[str], metric: str) -> Figure:
+    """A metric in percent over rounds: mean and standard deviation over seeds."""
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    axes = figure.subplots()
+    colors = matplotlib.color_sequences["tab10"]
+    drawn = []
+    for number, (run, name) in enumerate(zip(runs, names, strict=True)):
+        rounds = sorted({row["round"] for row in run.records})
+        values = [
+            [100 * row[metric] for row in run.records if row["round"] == one]
+            for one in rounds
+        ]
+        mean = np.array([np.mean(one) for one in values])
+        spread = np.array([np.std(one, ddof=len(one) > 1) for one in values])
+        style = {"color": colors[number % 10], "ls": ("-", "--", ":")[number // 10 % 3]}
+        (line,) = axes.plot(rounds, mean, label=name, lw=1.6, **style)
+        axes.fill_between(
+            rounds, mean - spread, mean + spread, color=style["color"], alpha=0.15, lw=0
+        )
+        drawn.append((mean[-1], line))
+    drawn.sort(key=lambda pair: -pair[0])
+    figure.legend(
+        [line for _, line in drawn],
+        [f"{line.get_label()}  {last:.1f}" for last, line in drawn],
+        loc="outside right upper",
+        title="last round, %",
+        frameon=False,
+        fontsize=9,
+    )
+    seeds = max(len({row["seed"] for row in run.records}) for run in runs)
+    band = f", mean ± std of {seeds} seeds" if seeds > 1 else ""
+    axes.set(
+        xlabel="rounds done",
+        ylabel=f"{report.title(metric)}, %",
+        title=f"{_data(runs)}{band}",
+        xlim=(0, None),
+    )
+    axes.grid(alpha=0.3)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    return figure
+
+
+def fairness(runs: Sequence[Run], names: Sequence[str]) -> Figure:
+    """Clients by accuracy in bins of ten points: one panel for each run.
+
+    A client's accuracy is its mean over the summary window; counts are means over
+    seeds.
+    """
+    figure, panels = _panels(len(runs), width=2.9, height=2.2)
+    edges = np.arange(0, 101, 10)
+    for axes, run, name in zip(panels, runs, names, strict=True):
+        accuracy = 100 * np.nanmean(run.clients["accuracy"], axis=1)
+        accuracy = accuracy[np.isfinite(accuracy)]
+        seeds = len(run.clients["seeds"])
+        # The last bin is closed: a client with 100 % belongs to it.
+        counts = np.histogram(accuracy, edges)[0] / seeds
+        axes.bar(edges[:-1], counts, width=9, align="edge", color="tab:blue")
+        axes.axvline(accuracy.mean(), color="tab:red", lw=1.2)
+        good = (accuracy >= 80).sum() / seeds
+        axes.set_title(f"{name}\n{good:.1f} clients reach 80 %", fontsize=9)
+        axes.set_xticks(edges[::2])
+        axes.tick_params(labelbottom=True)
+    figure.supxlabel("accuracy of a client, % (red line: mean)")
+    figure.supylabel("clients")
+    figure.suptitle(f"{_data(runs)}, summary rounds, mean over seeds", fontsize=10)
+    return figure
+
+
+def bubbles(runs: Sequence[Run], names: Sequence[str]) -> Figure:
+    """Train examples per client and class, first seed: one panel for each partition."""
+    shown: list[tuple[Run, str, np.ndarray]] = []
+    for run, name in zip(runs, names, strict=True):
+        counts = run.clients["class_counts"][0]
+        if not any(np.array_equal(counts, other) for *_, other in shown):
+            shown.append((run, name, counts))
+    longest = max(len(counts) for *_, counts in shown)
+    figure, panels = _panels(len(shown), width=max(3.6, 0.14 * longest), height=3.2)
+    largest = max(int(counts.max()) for *_, counts in shown)
+    scale = 160 / largest
+
+    for axes, (run, name, counts) in zip(panels, shown, strict=True):
+        client, label = np.nonzero(counts)
+        axes.scatter(
+            client, label, s=scale * counts[client, label], alpha=0.7, linewidths=0
+        )
+        alphas = {other.flags.get("partition_alpha") for other, *_ in shown}
+        if len(alphas) > 1:
+            name = f"alpha {run.flags.get('partition_alpha')}"
+        if len(shown) > 1:
+            axes.set_title(name, fontsize=9)
+        axes.margins(0.04)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(ticker.MaxNLocator(integer=True))
+    digits = 10 ** int(math.log10(largest))
+    sizes = (max(1, round(10 * share * largest / digits) * digits // 10)
+             for share in (0.1, 0.5, 1.0))  # fmt: skip
+    steps = sorted(set(sizes))
+    handles = [
+        panels[0].scatter([], [], s=scale * step, color="tab:blue", alpha=0.7)
+        for step in steps
+    ]
+    figure.legend(
+        handles,
+        [f"{step}" for step in steps],
+        title="examples",
+        loc="outside right upper",
+        frameon=False,
+    )
+    figure.supxlabel("client")
+    figure.supylabel("class")
+    seed = runs[0].clients["seeds"][0]
+    figure.suptitle(f"{_data(runs)}: train examples, seed {seed}", fontsize=10)
+    return figure
+
+
+def _data(runs: Sequence[Run]) -> str:
+    """The data set, and the partition where all runs share it."""
+    words = []
+    for name in ("dataset", "partition", "partition_alpha"):
+        values = {run.flags.get(name) for run in runs}
+        if len(values) == 1:
+            value = values.pop()
+            words.append(f"alpha {value}" if name == "partition_alpha" else str(value))
+    return ", ".join(words)
+
+
+def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Any]]:
+    """A figure of `count` panels with shared axes, at most four in a row."""
+    columns = min(4, count)
+    rows = -(-count // columns)
+    figure = Figure(
+        figsize=(width * columns + 1, height * rows + 0.6), layout="constrained"
+    )
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for axes in grid.flat[count:]:
+        axes.set_visible(False)
+    return figure, list(grid.flat[:count])
+
+
+def command(argv: Sequence[str] | None = None) -> None:
+    """The command."""
+    argv = list(sys.argv if argv is None else argv)
+    values = absl_flags.FlagValues()
+    for name, default, text in (
+        ("output", "plots", "folder of the pictures"),
+        ("metric", "", f"metric of the curves; default {' or '.join(PREFERRED)}"),
+        ("kind", ",".join(KINDS), "pictures to draw, separated by commas"),
+    ):
+        absl_flags.DEFINE_string(name, default, text, flag_values=values)
+    if {"--help", "-help", "-h"} & set(argv[1:]):
+        print(f"{__doc__}\n{values.get_help()}")
+        return
+    try:
+        folders = values(argv)[1:]
+        if not folders:
+            raise ValueError("give the folders of one or more finished runs")
+        kinds = values.kind.split(",")
+        for kind in kinds:
+            if kind not in KINDS:
+                raise ValueError(f"--kind={kind}: expected one of {', '.join(KINDS)}")
+        runs = [read(pathlib.Path(folder)) for folder in folders]
+        names = labels(runs)
+        figures = {}
+        if "curves" in kinds:
+            figures["curves"] = curves(runs, names, metric_of(runs, values.metric))
+        if "fairness" in kinds:
+            figures["fairness"] = fairness(runs, names)
+        if "bubbles" in kinds:
+            figures["bubbles"] = bubbles(runs, names)
+    except (ValueError, absl_flags.Error) as error:
+        flags.fail(error)
+    folder = pathlib.Path(values.output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for kind, figure in figures.items():
+            figure.savefig(folder / f"{kind}.png", dpi=130)
+            print(folder / f"{kind}.png")
+    except OSError as error:
+        flags.fail(f"--output={folder}: {error}", 1)
+
+
+if __name__ == "__main__":
+    command()

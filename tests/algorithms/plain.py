@@ -1,0 +1,247 @@
+"""Plain numpy training of a chain of dense layers, the reference of these tests.
+
+Parameters are lists of [kernel, bias] in float64; gradients are written by hand.
+"""
+
+import jax
+import numpy as np
+
+from data import plan
+from fedjax_pfl import types
+
+
+def host(tree):
+    """A pytree as numpy arrays."""
+    return jax.tree.map(np.asarray, tree)
+
+
+def at(tree, index):
+    """One row of a stacked pytree, as numpy arrays."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[index], tree)
+
+
+def stack(trees):
+    """Rows to a stacked pytree."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+
+
+def differs(first, second, by=1e-4):
+    """Whether any two leaves differ."""
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    return any(np.abs(np.asarray(a) - np.asarray(b)).max() > by for a, b in pairs)
+
+
+def layers(params):
+    """Kernel and bias of each stage."""
+    return [
+        [np.float64(stage["trunk"][name]) for name in ("kernel", "bias")]
+        for stage in params
+    ]
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def activations(params, x, start=0):
+    """The input `x` of layer `start`, then the output of it and each later layer."""
+    out = [x]
+    for number in range(start, len(params)):
+        kernel, bias = params[number]
+        x = x @ kernel + bias
+        x = x if number == len(params) - 1 else np.maximum(x, 0)
+        out.append(x)
+    return out
+
+
+def logits(params, x, start=0):
+    return activations(params, x, start)[-1]
+
+
+def gradients(params, x, of_logits, start=0):
+    """Gradients of all layers, 0 below `start`; `of_logits` maps logits to theirs."""
+    acts = activations(params, x, start)
+    out, back = [], of_logits(acts[-1])
+    for number in reversed(range(start, len(params))):
+        below = acts[number - start]
+        out.append([below.T @ back, back.sum(0)])
+        back = (back @ params[number][0].T) * (below > 0)
+    below = [[np.zeros_like(a) for a in layer] for layer in params[:start]]
+    return below + out[::-1]
+
+
+def cross_entropy(label):
+    """Gradient of the mean cross-entropy to the logits."""
+
+    def of_logits(z):
+        return (softmax(z) - np.eye(z.shape[1])[label]) / len(label)
+
+    return of_logits
+
+
+def total(*terms):
+    """Sum of gradients of all layers."""
+    return [
+        [sum(parts) for parts in zip(*layer, strict=True)]
+        for layer in zip(*terms, strict=True)
+    ]
+
+
+def scaled(factor, grads):
+    return [[factor * g for g in layer] for layer in grads]
+
+
+class Sgd:
+    """Momentum per layer; a layer that is not trained keeps its buffer."""
+
+    def __init__(self, rate, momentum=0.0):
+        self.rate, self.momentum, self.buffer = rate, momentum, {}
+
+    def step(self, params, grads, trained=None):
+        out = []
+        for number, (layer, grad) in enumerate(zip(params, grads, strict=True)):
+            if trained is not None and not trained[number]:
+                out.append(layer)
+                continue
+            old = self.buffer.get(number, [0.0, 0.0])
+            new = [g + self.momentum * b for g, b in zip(grad, old, strict=True)]
+            self.buffer[number] = new
+            out.append([w - self.rate * b for w, b in zip(layer, new, strict=True)])
+        return out
+
+
+class Adam:
+    """Adam with one count for each layer, as PyTorch has it where grad is None."""
+
+    def __init__(self, rate):
+        self.rate, self.moments = rate, {}
+
+    def step(self, params, grads, trained=None):
+        out = []
+        for number, (layer, grad) in enumerate(zip(params, grads, strict=True)):
+            if trained is not None and not trained[number]:
+                out.append(layer)
+                continue
+            count, first, second = self.moments.get(number, (0, [0, 0], [0, 0]))
+            count += 1
+            first = [0.9 * m + 0.1 * g for m, g in zip(first, grad, strict=True)]
+            second = [
+                0.999 * v + 0.001 * g**2 for v, g in zip(second, grad, strict=True)
+            ]
+            self.moments[number] = (count, first, second)
+            out.append(
+                [
+                    w
+                    - self.rate
+                    * (m / (1 - 0.9**count))
+                    / (np.sqrt(v / (1 - 0.999**count)) + 1e-8)
+                    for w, m, v in zip(layer, first, second, strict=True)
+                ]
+            )
+        return out
+
+
+class Table:
+    """Images and labels of a problem as numpy arrays."""
+
+    def __init__(self, data):
+        self.image, self.label = host(data.image), host(data.label)
+        self.mean, self.scale = host(data.mean), host(data.scale)
+        self.train, self.test = host(data.partition.train), host(data.partition.test)
+        self.proxy = host(data.partition.proxy)
+
+    def images(self, rows):
+        """Normalised flat images f64[N, H * W]."""
+        image = (np.float64(self.image[rows]) - self.mean) * self.scale
+        return image.reshape(len(rows), -1)
+
+    def owned(self, number):
+        """Train rows of a client."""
+        start = self.train.start[number]
+        return self.train.row[start : start + self.train.count[number]]
+
+    def tested(self, number):
+        """Test rows of a client."""
+        start = self.test.start[number]
+        return self.test.row[start : start + self.test.count[number]]
+
+    def steps(self, one, number):
+        """(positions, rows, epoch) of each step of a client's plan."""
+        for step in range(int(one.num_steps)):
+            position = one.position[step]
+            position = position[position >= 0]
+            yield position, self.owned(number)[position], int(one.epoch[step])
+
+
+def train(table, params, one, number, tx, *, trained=None, extra=None):
+    """Cross-entropy over a client's plan.
+
+    Args:
+        table: The problem.
+        params: Where to start.
+        one: The client's row of a plan.
+        number: The client.
+        tx: `Sgd` or `Adam`.
+        trained: Epoch to bool[L], or None.
+        extra: (params, positions, rows) to gradients that are added, or None.
+    """
+    for position, rows, epoch in table.steps(one, number):
+        x = table.images(rows)
+        grads = gradients(params, x, cross_entropy(table.label[rows]))
+        if extra is not None:
+            grads = total(grads, extra(params, position, rows))
+        params = tx.step(params, grads, None if trained is None else trained(epoch))
+    return params
+
+
+def mean(trees, weight):
+    """Weighted mean of layers; weights need not sum to 1."""
+    weight = np.asarray(weight, float) / np.sum(weight)
+    return [
+        [sum(w * a for w, a in zip(weight, arrays, strict=True)) for arrays in pairs]
+        for pairs in (
+            list(zip(*layer, strict=True)) for layer in zip(*trees, strict=True)
+        )
+    ]
+
+
+def planner(data, specs, clients_per_round=3):
+    """`round -> Cohort` for the plans of an algorithm, all in one chunk."""
+    count = np.asarray(data.partition.train.count)
+    zeros = np.zeros(len(count), np.int32)
+    cohorts = plan.planner(
+        seeds=[0],
+        num_rows=count[None],
+        client_depth=zeros + 3,
+        client_group=zeros,
+        clients_per_round=clients_per_round,
+        specs=specs,
+        num_peers=0,
+        execution=types.Execution(clients_per_round),
+    )
+    return lambda round: cohorts(0, round)
+
+
+def permuted(cohort, order):
+    """The same clients in another order."""
+    return jax.tree.map(lambda leaf: leaf[np.asarray(order)], cohort)
+
+
+def without(cohort, row, num_clients):
+    """The row is padding: nobody is there."""
+    real = np.arange(len(cohort.row)) != row
+
+    def emptied(one):
+        return types.Plan(
+            np.where(real[:, None, None], one.position, -1),
+            np.where(real[:, None], one.epoch, 0),
+            np.where(real, one.num_steps, 0),
+        )
+
+    return cohort.replace(
+        client_id=np.where(real, cohort.client_id, num_clients).astype(np.int32),
+        row=np.where(real, cohort.row, num_clients).astype(np.int32),
+        row_mask=cohort.row_mask & real,
+        plans={name: emptied(one) for name, one in cohort.plans.items()},
+    )

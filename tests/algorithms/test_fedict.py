@@ -1,0 +1,459 @@
+"""FedICT against numpy: D(w), the server's pass and the clients' distillation.
+
+Numbers are those of the specification's section 5.
+"""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from algorithms import fedict
+from fedjax_pfl import options, rng, traffic, types
+from tests.algorithms import plain
+
+STRUCTURES = {
+    "sequential": {
+        "local_epochs": 2,
+        "distill_epochs": 1,
+        "server_epochs": 2,
+        "client_momentum": 0.5,
+    },
+    "averaged": {
+        "local_epochs": 1,
+        "distill_epochs": 2,
+        "server_epochs": 1,
+        "label_adjustment": "balance",
+        "upload_layer": 2,
+        "server_pass": "averaged",
+        "distill_scope": "classifier",
+    },
+}
+FLOATS = {
+    "client_lr": 0.1,
+    "client_lr_decay": 0.5,
+    "distill_weight": 0.7,
+    "temperature": 2.0,
+    "prior_temperature": 0.4,
+    "balance_temperature": 0.3,
+}
+both = pytest.mark.parametrize("name", STRUCTURES)
+
+
+def make(name, problem, **changed):
+    hparams = fedict.HParams(batch_size=5, **(STRUCTURES[name] | changed))
+    return fedict.make(hparams, problem.task_of())
+
+
+@pytest.fixture(scope="session")
+def cohorts(problem):
+    """Cohort of round 1 for each structure; three clients, one is alone in a batch."""
+    return {
+        name: plain.planner(problem.data, make(name, problem).plans)(1)
+        for name in STRUCTURES
+    }
+
+
+@pytest.fixture(scope="session")
+def run(problem, cohorts, quick_jit):
+    """`(name, state, cohort, **floats) -> round's result`, compiled by name."""
+    cache = {}
+
+    def one_round(name, state, cohort=None, **changed):
+        hparams = fedict.HParams(batch_size=5, **STRUCTURES[name])
+        static, floats = options.split_floats(hparams)
+        if name not in cache:
+            cache[name] = quick_jit(
+                lambda values, state, cohort, data: fedict.make(
+                    dataclasses.replace(static, **values), problem.task_of()
+                ).round(state, cohort, data)
+            )
+        cohort = cohorts[name] if cohort is None else cohort
+        state = jax.tree.map(jnp.asarray, state)
+        return cache[name](floats | changed, state, cohort, problem.data)
+
+    return one_round
+
+
+@pytest.fixture(scope="session")
+def given(start, problem):
+    """Makes states whose clients, server and label frequencies are all different."""
+    table = plain.Table(problem.data)
+    counts = np.stack(
+        [np.bincount(table.label[table.owned(k)], minlength=4) for k in range(5)]
+    ).astype(np.float32)
+
+    def make(joined=(0, 0, 0, 0, 0), skew=True, seed=0):
+        # The clients' own labels are nearly balanced: skewed for the tests.
+        frequency = counts * (1 + 8 * np.eye(5, 4, dtype=np.float32) * skew)
+        frequency /= frequency.sum(1, keepdims=True)
+        state = start(seed=seed)
+        server = {
+            "model": (state.server["params"], state.server["stats"]),
+            "frequency": np.array([0.4, 0.3, 0.2, 0.1], np.float32),
+        }
+        clients = {
+            "own": state.clients,
+            "frequency": frequency,
+            "has_joined": np.array(joined, bool),
+        }
+        return state.replace(server=server, clients=clients)
+
+    return make
+
+
+def gap_to_logits(student, teacher, weight, tau):
+    """Gradient of D(w) to the student's logits.
+
+    D = mean_b T^2 sum_c w_c q_c (log q_c - log p_c), and d log p_c / d z_k is
+    ([c = k] - p_k) / T.
+    """
+    q, p = plain.softmax(teacher / tau), plain.softmax(student / tau)
+    weighted = weight * q
+    mass = weighted.sum(-1, keepdims=True)
+    return tau * (mass * p - weighted) / len(student)
+
+
+def gap(student, teacher, weight, tau):
+    """D(w)."""
+    q, p = plain.softmax(teacher / tau), plain.softmax(student / tau)
+    return tau**2 * (weight * q * np.log(q / p)).sum(-1).mean()
+
+
+def server_weight(own, all_, adjustment, values):
+    """LKA: the cosine for all classes (sim), or 1 + the difference / U (balance)."""
+    if adjustment == "balance":
+        return 1 + (all_ - own) / values["balance_temperature"]
+    cosine = own @ all_ / np.sqrt((own**2).sum() * (all_**2).sum())
+    return np.full(len(own), cosine)
+
+
+def order_of(state, cohort):
+    """The clients in the order of the server's draws."""
+    key = rng.stream(state.key, rng.Tag.SERVER, jnp.asarray(state.round))
+    ids = [int(k) for k in cohort.client_id]
+    return sorted(
+        ids, key=lambda k: float(jax.random.uniform(jax.random.fold_in(key, k)))
+    )
+
+
+def reference(state, cohort, table, name, values, order=None, shift=0):
+    """(server's layers, client layers by id, label sums). `shift` misaligns logits."""
+    hparams = STRUCTURES[name]
+    rate = values["client_lr"] * values["client_lr_decay"] ** int(state.round)
+    momentum = hparams.get("client_momentum", 0.0)
+    cut, tau = hparams.get("upload_layer", 1), values["temperature"]
+    alpha = values["distill_weight"]
+    adjustment = hparams.get("label_adjustment", "sim")
+    server = plain.layers(state.server["model"][0])
+    deep = [i >= cut for i in range(3)]
+    row_of = {int(number): row for row, number in enumerate(cohort.client_id)}
+    frequency = np.float64(plain.host(state.clients["frequency"]))
+    common = np.float64(plain.host(state.server["frequency"]))
+
+    def plan_of(kind, number):
+        return plain.at(cohort.plans[kind], row_of[number])
+
+    def features(params, rows):
+        return plain.activations(params, table.images(rows))[cut]
+
+    own, told = {}, {}
+    for number in row_of:
+        params = plain.layers(plain.at(state.clients["own"][0], number))
+        tx = plain.Sgd(rate, momentum)
+        own[number] = plain.train(table, params, plan_of("local", number), number, tx)
+        told[number] = plain.logits(own[number], table.images(table.owned(number)))
+
+    def serve(params, number, tx):
+        weight = server_weight(frequency[number], common, adjustment, values)
+        for position, rows, _ in table.steps(plan_of("server", number), number):
+            teacher, label = told[number][position], table.label[rows]
+
+            def of_logits(z, teacher=teacher, label=label, weight=weight):
+                hard = plain.cross_entropy(label)(z)
+                return gap_to_logits(z, teacher, weight, tau) + alpha * hard
+
+            h = features(own[number], rows)
+            params = tx.step(params, plain.gradients(params, h, of_logits, cut), deep)
+        return params
+
+    if hparams.get("server_pass") == "averaged":
+        copies = [serve(server, k, plain.Sgd(rate, momentum)) for k in row_of]
+        server = plain.mean(copies, [1] * len(copies))
+    else:
+        tx = plain.Sgd(rate, momentum)
+        for number in order or order_of(state, cohort):
+            server = serve(server, number, tx)
+
+    for number, params in own.items():
+        rows = table.owned(number)
+        known = plain.logits(server, features(params, rows), cut)
+        known = np.roll(known, shift, axis=0)
+        weight = 1 + frequency[number] / values["prior_temperature"]
+
+        def extra(params, position, rows, known=known, weight=weight):
+            grads = plain.gradients(
+                params,
+                table.images(rows),
+                lambda z: alpha * gap_to_logits(z, known[position], weight, tau),
+            )
+            if hparams.get("distill_scope") == "classifier":
+                return plain.scaled(0, grads[:cut]) + grads[cut:]
+            return grads
+
+        tx = plain.Sgd(rate, momentum)
+        one = plan_of("distill", number)
+        own[number] = plain.train(table, params, one, number, tx, extra=extra)
+    return server, own
+
+
+def layers_of(state, number):
+    return plain.layers(plain.at(state.clients["own"][0], number))
+
+
+@pytest.mark.parametrize("weight", [[1.0, 1.0, 1.0], [0.2, 3.0, 0.7]])
+def test_gradient_of_the_reference(weight):
+    """D(w)'s gradient by hand against differences of D(w) itself."""
+    gen = np.random.default_rng(0)
+    student, teacher = gen.normal(size=(2, 4, 3))
+    weight, step = np.array(weight), 1e-6
+    found = gap_to_logits(student, teacher, weight, 2.5)
+    for index in np.ndindex(4, 3):
+        move = np.zeros((4, 3))
+        move[index] = step
+        up, down = (gap(student + s * move, teacher, weight, 2.5) for s in (1, -1))
+        np.testing.assert_allclose(found[index], (up - down) / (2 * step), atol=1e-7)
+
+
+@both
+def test_round_equals_a_numpy_reference(name, run, given, cohorts, problem):
+    """Section 1.9 (i) to (v), with all options; and 18: absent clients, flags.
+
+    Number 16, alignment: logits that came back in other rows give other clients.
+    """
+    state, table, cohort = given(), plain.Table(problem.data), cohorts[name]
+    after, metrics, _ = run(name, state, **FLOATS)
+    server, own = reference(state, cohort, table, name, FLOATS)
+    found = plain.layers(after.server["model"][0])
+    chex.assert_trees_all_close(found, server, rtol=1e-3, atol=1e-5)
+    for number in range(5):
+        got = plain.at(after.clients, number)
+        if number in own:
+            params = plain.layers(got["own"][0])
+            chex.assert_trees_all_close(params, own[number], rtol=1e-3, atol=1e-5)
+            assert plain.differs(params, layers_of(state, number), 1e-3)
+            assert got["has_joined"]
+        else:
+            chex.assert_trees_all_equal(got, plain.at(state.clients, number))
+    cut = STRUCTURES[name].get("upload_layer", 1)
+    for i, (new, old) in enumerate(
+        zip(after.server["model"][0], state.server["model"][0], strict=True)
+    ):
+        assert plain.differs(new, old, 1e-3) == (i >= cut)
+        if i < cut:
+            chex.assert_trees_all_equal(plain.host(new), old)
+    np.testing.assert_array_equal(
+        after.clients["frequency"], state.clients["frequency"]
+    )
+    np.testing.assert_array_equal(after.server["frequency"], state.server["frequency"])
+    assert int(after.round) == 2 and np.isfinite(metrics["train_loss"][0])
+    _, misaligned = reference(state, cohort, table, name, FLOATS, shift=1)
+    for number in own:
+        assert plain.differs(misaligned[number], own[number], 1e-3)
+
+
+def test_the_servers_order_matters(run, given, cohorts, problem):
+    """Number 16: the sequential pass depends on its order, drawn by client."""
+    state, table, cohort = given(), plain.Table(problem.data), cohorts["sequential"]
+    drawn = order_of(state, cohort)
+    after, _, _ = run("sequential", state, **FLOATS)
+    found = plain.layers(after.server["model"][0])
+    turned = drawn[1:] + drawn[:1]
+    other, _ = reference(state, cohort, table, "sequential", FLOATS, order=turned)
+    assert plain.differs(found, other, 1e-3)
+    orders = set()
+    for seed in range(8):
+        one = state.replace(key=jax.random.key(seed))
+        orders.add(tuple(order_of(one, cohort)))
+    assert len(orders) > 2
+
+
+@both
+def test_order_of_the_cohort_does_not_matter(name, run, given, cohorts):
+    """Numbers 16 and 19: rows of the cohort may come in any order."""
+    state = given()
+    first, _, _ = run(name, state, **FLOATS)
+    for order in ([2, 0, 1], [1, 0, 2]):
+        cohort = plain.permuted(cohorts[name], order)
+        second, _, _ = run(name, state, cohort, **FLOATS)
+        chex.assert_trees_all_close(
+            first.server["model"], second.server["model"], atol=1e-6
+        )
+        chex.assert_trees_all_close(first.clients, second.clients, atol=1e-6)
+
+
+def test_key_is_only_the_servers_order(run, given):
+    """Number 16: without dropout the root key is the order: `averaged` has none."""
+    state = given()
+    results = {name: [] for name in STRUCTURES}
+    for name, found in results.items():
+        for seed in range(4):
+            one = state.replace(key=jax.random.key(seed))
+            found.append(plain.host(run(name, one, **FLOATS)[0].server["model"]))
+    for other in results["averaged"][1:]:
+        chex.assert_trees_all_equal(results["averaged"][0], other)
+    first, *others = results["sequential"]
+    assert any(plain.differs(first, other, 1e-4) for other in others)
+
+
+@both
+def test_padding_rows_change_nothing(name, run, given, cohorts, problem):
+    """Number 19: a row of nobody does not reach the server, wherever it is."""
+    state, table = given(), plain.Table(problem.data)
+    for row in (0, 2):
+        cohort = plain.without(cohorts[name], row, 5)
+        after, _, _ = run(name, state, cohort, **FLOATS)
+        kept = plain.permuted(cohorts[name], [k for k in range(3) if k != row])
+        server, own = reference(state, kept, table, name, FLOATS)
+        found = plain.layers(after.server["model"][0])
+        chex.assert_trees_all_close(found, server, rtol=1e-3, atol=1e-5)
+        for number, params in own.items():
+            chex.assert_trees_all_close(
+                layers_of(after, number), params, rtol=1e-3, atol=1e-5
+            )
+
+
+@both
+def test_no_distillation_is_local_training(
+    name, run, given, cohorts, problem, compiled
+):
+    """Number 16: alpha = 0 hides the server, clients train on their own."""
+    state = given()
+    values = FLOATS | {"distill_weight": 0.0}
+    after, _, _ = run(name, state, **values)
+    moved = given(seed=40).server["model"]
+    other = state.replace(server=state.server | {"model": moved})
+    other, _, _ = run(name, other, **values)
+    chex.assert_trees_all_equal(after.clients, other.clients)
+    # Local on both plans; momentum starts anew in between, as it does here.
+    more = {k: v for k, v in STRUCTURES[name].items() if k == "client_momentum"}
+    start = {"params": moved[0], "stats": moved[1]}
+    alone = state.replace(server=start, clients=state.clients["own"])
+    for kind in ("local", "distill"):
+        cohort = cohorts[name]
+        cohort = cohort.replace(plans={"local": cohort.plans[kind]})
+        rate = {"client_lr": 0.05, "server_lr": 0.0}
+        alone, _, _ = compiled("local", **more)(
+            alone, plain.host(cohort), **rate, client_lr_decay=1.0
+        )
+    chex.assert_trees_all_close(after.clients["own"], alone.clients, atol=1e-6)
+    hidden, _, _ = run(name, state, **FLOATS)
+    assert plain.differs(hidden.clients["own"], after.clients["own"], 1e-3)
+
+
+@both
+def test_equal_frequencies_give_the_plain_distance(name, run, given):
+    """Number 16: d^n = d^g: LKA-sim's weight is 1, LKA-balance's extra term 0.
+
+    Then U has no effect, and both are the distance of weight 1, which the frequencies
+    [.25, .25, .25, .25] and others give alike.
+    """
+    results = []
+    for common in ([0.25] * 4, [0.7, 0.1, 0.1, 0.1]):
+        state, common = given(), np.array(common, np.float32)
+        clients = state.clients | {"frequency": np.tile(common, (5, 1))}
+        state = state.replace(
+            clients=clients, server=state.server | {"frequency": common}
+        )
+        for divisor in (0.3, 7.0):
+            values = FLOATS | {"balance_temperature": divisor}
+            after, _, _ = run(name, state, **values)
+            results.append(plain.host(after.server["model"]))
+    for other in results[1:]:
+        chex.assert_trees_all_close(results[0], other, atol=1e-6)
+    after, _, _ = run(name, given(), **FLOATS)
+    assert plain.differs(results[0], after.server["model"], 1e-4)
+
+
+def test_label_frequencies(problem, quick_jit):
+    """Section 1.9: d^n of a client's train rows, d^g of all of them; common init."""
+    made, table = make("sequential", problem), plain.Table(problem.data)
+    state = quick_jit(made.init)(problem.data, jax.random.key(0))
+    labels = [table.label[table.owned(k)] for k in range(5)]
+    for number, own in enumerate(labels):
+        expected = np.bincount(own, minlength=4) / len(own)
+        np.testing.assert_allclose(
+            state.clients["frequency"][number], expected, rtol=1e-6
+        )
+        chex.assert_trees_all_equal(
+            plain.at(state.clients["own"], number), plain.host(state.server["model"])
+        )
+    everyone = np.concatenate(labels)
+    expected = np.bincount(everyone, minlength=4) / len(everyone)
+    np.testing.assert_allclose(state.server["frequency"], expected, rtol=1e-6)
+    assert not np.asarray(state.clients["has_joined"]).any()
+
+
+@both
+def test_bytes(name, run, given, cohorts, problem):
+    """Number 23: up K (s_cut + C) floats, K labels and once C; down K C floats."""
+    joined = np.zeros(5, bool)
+    joined[cohorts[name].client_id[1]] = True
+    _, _, sent = run(name, given(joined), **FLOATS)
+    made, count = make(name, problem), problem.data.partition.train.count
+    width = {"sequential": 8, "averaged": 6}[name]
+    for row, number in enumerate(cohorts[name].client_id):
+        size = int(count[number])
+        once = 0 if row == 1 else 4 * 4
+        assert traffic.cumulative(np.asarray(sent)[row], made.messages) == {
+            "bytes_up": size * ((width + 4) * 4 + 1) + once,
+            "bytes_down": size * 4 * 4,
+        }
+
+
+def test_bytes_of_the_papers_setting(problem):
+    """Section 1.9: M1 on CIFAR-10, K = 800: 6.586 MB up, .032 MB down."""
+    model = models.MODELS["m1"](10)
+    task = problem.task_of()._replace(
+        server_model=model,
+        client_models=(model,),
+        num_classes=10,
+        example_shape=(32, 32, 3),
+    )
+    made = fedict.make(fedict.HParams(), task)
+    total = traffic.cumulative(np.array([800, 0, 800]), made.messages)
+    np.testing.assert_allclose(total["bytes_up"], 6.586e6, rtol=2e-4)
+    np.testing.assert_allclose(total["bytes_down"], 0.032e6, rtol=1e-6)
+
+
+def test_everyone_serves_itself(problem, given):
+    """Section 1.0: theta^n for all clients; the server alone has no whole model."""
+    made, state = make("sequential", problem), given()
+    (group,) = made.serving(state, None, problem.data)
+    np.testing.assert_array_equal(group.client_id, range(5))
+    assert np.asarray(group.mask).all() and not group.shared
+    chex.assert_trees_all_equal((group.params, group.stats), state.clients["own"])
+    assert made.server_params(state) is None
+
+
+def test_plans_have_the_epochs_asked_for(problem):
+    """Three plans of their own, so that no batch order is used twice."""
+    hparams = {"local_epochs": 3, "server_epochs": 4, "distill_epochs": 5}
+    made = make("sequential", problem, **hparams)
+    assert made.plans == (
+        types.PlanSpec("local", 3, 5),
+        types.PlanSpec("server", 4, 5),
+        types.PlanSpec("distill", 5, 5),
+    )
+
+
+@pytest.mark.parametrize("layer", [3, 4])
+def test_a_layer_must_be_left_for_the_server(layer, problem):
+    """One line with the flag and the number of layers."""
+    with pytest.raises(ValueError, match=f"--upload_layer={layer}.*3 layers"):
+        make("sequential", problem, upload_layer=layer)
+    make("sequential", problem, upload_layer=2)

@@ -1,0 +1,364 @@
+"""FedMD against numpy with two architectures; numbers are the spec's section 5.
+
+Clients 0, 2 and 4 have the network `tiny`, 1 and 3 `deeper`.
+"""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from algorithms import fedmd
+from fedjax_pfl import options, rng, traffic, types
+from launch import build
+from tests.algorithms import conftest, plain
+from tests.toys import model as toys
+
+GROUPS = ("tiny", "deeper")
+GROUP = np.arange(5) % 2
+MEMBERS = ([0, 2, 4], [1, 3])
+STRUCTURES = {
+    "mae": {"client_momentum": 0.5},
+    "mse": {"public_loss": "mse", "public_examples": 7, "digest_epochs": 2},
+    "kl": {
+        "public_loss": "kl",
+        "order": "paper",
+        "public_examples": 7,
+        "client_optimizer": "adam",
+    },
+}
+FLOATS = {"client_lr": 0.1, "client_lr_decay": 0.5}
+
+
+@pytest.fixture(scope="session")
+def task(problem):
+    """Two architectures over five clients."""
+    return problem.task_of()._replace(
+        client_models=tuple(conftest.NETWORKS[name] for name in GROUPS),
+        group_of_client=GROUP.astype(np.int32),
+    )
+
+
+@pytest.fixture(scope="session")
+def run(problem, task, quick_jit):
+    """`(name, state, cohort, data, **floats) -> round's result`, compiled by name."""
+    cache = {}
+
+    def get(name):
+        hparams = fedmd.HParams(batch_size=5, local_epochs=2, **STRUCTURES[name])
+        static, floats = options.split_floats(hparams)
+
+        @quick_jit
+        def program(values, state, cohort, data):
+            made = fedmd.make(dataclasses.replace(static, **values), task)
+            return made.round(state, cohort, data)
+
+        return program, floats
+
+    def one_round(name, state, cohort=None, data=None, **changed):
+        if name not in cache:
+            cache[name] = get(name)
+        program, floats = cache[name]
+        cohort = problem.cohort(int(state.round)) if cohort is None else cohort
+        data = problem.data if data is None else data
+        state = jax.tree.map(jnp.asarray, state)
+        return program(floats | changed, state, cohort, data)
+
+    return one_round
+
+
+@pytest.fixture(scope="session")
+def given():
+    """Makes states whose clients are all different, or equal within their groups."""
+
+    def make(participations=(3, 3, 3, 3, 3), equal=False, round=1):
+        own = []
+        for name, ids in zip(GROUPS, MEMBERS, strict=True):
+            model = conftest.NETWORKS[name]
+            seeds = [7 if equal else 1 + k for k in ids]
+            own.append(plain.stack([conftest.random_params(model, s) for s in seeds]))
+        clients = {
+            "own": tuple(own),
+            "participations": np.asarray(participations, np.int32),
+        }
+        return types.RoundState((), clients, jax.random.key(3), np.int32(round))
+
+    return make
+
+
+def client(state, number):
+    """(params, stats) of a client."""
+    slot = MEMBERS[GROUP[number]].index(number)
+    return plain.at(state.clients["own"][GROUP[number]], slot)
+
+
+def every(state):
+    """Layers by client."""
+    return [plain.layers(client(state, number)[0]) for number in range(5)]
+
+
+def public_rows(state, table, count):
+    """The public images of a round: a subset of the proxy rows, in batches of 5."""
+    key = rng.stream(state.key, rng.Tag.PUBLIC, jnp.asarray(state.round))
+    rows = np.asarray(jax.random.permutation(key, table.proxy))[:count]
+    return [rows[i : i + 5] for i in range(0, count, 5)]
+
+
+def reference(state, cohort, table, name):
+    """Layers of the round's clients by id."""
+    hparams = STRUCTURES[name]
+    kind, order = hparams.get("public_loss", "mae"), hparams.get("order", "original")
+    rate = 0.1 * 0.5 ** int(state.round)
+    batches = public_rows(state, table, hparams.get("public_examples", 12))
+    plans = {
+        int(number): plain.at(cohort.plans["local"], row)
+        for row, number in enumerate(cohort.client_id)
+        if cohort.row_mask[row]
+    }
+    own = {k: plain.layers(client(state, k)[0]) for k in plans}
+
+    def optimizer():
+        if hparams.get("client_optimizer") == "adam":
+            return plain.Adam(rate)
+        return plain.Sgd(rate, hparams.get("client_momentum", 0.0))
+
+    def revisit(number, params):
+        return plain.train(table, params, plans[number], number, optimizer())
+
+    def answer(params, rows):
+        z = plain.logits(params, table.images(rows))
+        return plain.softmax(z) if kind == "kl" else z
+
+    if order == "paper":
+        own = {k: revisit(k, params) for k, params in own.items()}
+    heard = list(own)
+    if order == "original":
+        heard = [k for k in own if state.clients["participations"][k] > 0] or heard
+    targets = [np.mean([answer(own[k], rows) for k in heard], 0) for rows in batches]
+    for number, params in own.items():
+        tx = optimizer()
+        for _ in range(hparams.get("digest_epochs", 1)):
+            for rows, target in zip(batches, targets, strict=True):
+
+                def of_logits(z, target=target):
+                    if kind == "kl":
+                        return (plain.softmax(z) - target) / len(z)
+                    gap = np.sign(z - target) if kind == "mae" else 2 * (z - target)
+                    return gap / z.size
+
+                grads = plain.gradients(params, table.images(rows), of_logits)
+                params = tx.step(params, grads)
+        own[number] = params
+    if order == "original":
+        own = {k: revisit(k, params) for k, params in own.items()}
+    return own
+
+
+def check(found, state, expected):
+    """The round's clients are as expected, all others bitwise as they were."""
+    for number in range(5):
+        if number in expected:
+            got = plain.layers(client(found, number)[0])
+            chex.assert_trees_all_close(got, expected[number], rtol=1e-3, atol=2e-5)
+            assert plain.differs(got, every(state)[number], 1e-3)
+        else:
+            chex.assert_trees_all_equal(client(found, number), client(state, number))
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_round_equals_a_numpy_reference(name, run, given, problem, task):
+    """Number 15: both groups learn; the consensus is the plain mean over both.
+
+    All losses, orders and digest epochs; also 18 and 23: absent clients, bytes.
+    """
+    state, table = given(), plain.Table(problem.data)
+    cohort = problem.cohort(1)
+    assert set(GROUP[cohort.client_id]) == {0, 1}
+    after, (metrics), sent = run(name, state, cohort, **FLOATS)
+    expected = reference(state, cohort, table, name)
+    check(after, state, expected)
+    chosen = np.isin(np.arange(5), cohort.client_id)
+    np.testing.assert_array_equal(after.clients["participations"], 3 + chosen)
+    assert int(after.round) == 2 and after.server == ()
+    total, count = metrics["train_loss"]
+    assert np.isfinite(total) and int(count) == 2 * table.train.count[chosen].sum()
+
+    made = fedmd.make(fedmd.HParams(batch_size=5, **STRUCTURES[name]), task)
+    size = STRUCTURES[name].get("public_examples", 12) * 4 * 4
+    for row in np.asarray(sent):
+        total = traffic.cumulative(row, made.messages)
+        assert total == {"bytes_up": size, "bytes_down": size}
+    assert made.ships_proxy and made.server_params(after) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "new"),
+    # One voice alone is its own consensus: for mae the sign of rounding errors.
+    [("mae", (1,)), ("mse", (1,)), ("mse", (0, 2)), ("mae", (0, 1, 2))],
+)
+def test_newcomers_are_not_heard(name, new, run, given, problem):
+    """Section 1.6: first participations count only if all clients are new.
+
+    In the paper's order they have trained before and do count.
+    """
+    cohort = problem.cohort(1)
+    newcomers = [int(cohort.client_id[row]) for row in new]
+    counts = [0 if number in newcomers else 2 for number in range(5)]
+    state, table = given(counts), plain.Table(problem.data)
+    after, _, _ = run(name, state, cohort, **FLOATS)
+    check(after, state, reference(state, cohort, table, name))
+
+
+def moved(state, number):
+    """The state with another client `number`."""
+    own = list(state.clients["own"])
+    group = GROUP[number]
+    slot = MEMBERS[group].index(number)
+    own[group] = jax.tree.map(
+        lambda leaf: np.where(
+            np.arange(len(leaf)).reshape(-1, *(1,) * (leaf.ndim - 1)) == slot,
+            leaf[::-1] + np.float32(0.3),
+            leaf,
+        ),
+        own[group],
+    )
+    return state.replace(clients=state.clients | {"own": tuple(own)})
+
+
+@pytest.mark.parametrize(("name", "listened"), [("mse", False), ("kl", True)])
+def test_who_is_heard(name, listened, run, given, problem):
+    """A newcomer reaches the others only in the paper's order; absent ones never."""
+    cohort = problem.cohort(1)
+    first, second, third = (int(k) for k in cohort.client_id)
+    state = given([0 if number == first else 2 for number in range(5)])
+    plainly, _, _ = run(name, state, cohort, **FLOATS)
+    other, _, _ = run(name, moved(state, first), cohort, **FLOATS)
+    for number in (second, third):
+        pair = client(plainly, number), client(other, number)
+        assert plain.differs(*pair, 1e-5) == listened
+        if not listened:
+            chex.assert_trees_all_equal(*pair)
+    other, _, _ = run(name, moved(state, second), cohort, **FLOATS)
+    assert plain.differs(client(plainly, third), client(other, third), 1e-5)
+    for absent in set(range(5)) - {first, second, third}:
+        other, _, _ = run(name, moved(state, absent), cohort, **FLOATS)
+        chex.assert_trees_all_equal(client(plainly, third), client(other, third))
+
+
+def of_one_group(cohort, numbers):
+    """The cohort with other clients and without examples: digest and nothing else."""
+    one = cohort.plans["local"]
+    ids = np.array(numbers, np.int32)
+    blank = one.replace(position=np.full_like(one.position, -1))
+    return cohort.replace(
+        client_id=ids, row=ids, row_mask=ids < 5, plans={"local": blank}
+    )
+
+
+def test_identical_clients_digest_nothing(run, given, problem):
+    """Number 15: the consensus of equal clients is their own answer: no gradient.
+
+    Holds for mse; the gradient of mae is the sign even of a rounding error, and Adam
+    divides by its size, so neither has a gradient of 0 in floats.
+    """
+    cohort = of_one_group(problem.cohort(1), (0, 2, 5))
+    state = given(equal=True)
+    after, _, _ = run("mse", state, cohort, **FLOATS)
+    assert not plain.differs(every(after), every(state), 1e-6)
+    # Unequal ones do digest.
+    state = given()
+    after, _, _ = run("mse", state, cohort, **FLOATS)
+    assert plain.differs(every(after)[0], every(state)[0], 1e-4)
+    chex.assert_trees_all_equal(client(after, 4), client(state, 4))
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_order_of_the_cohort_does_not_matter(name, run, given, problem):
+    """Numbers 15 and 19: permuting the cohort changes nothing."""
+    cohort, state = problem.cohort(1), given((1, 0, 2, 3, 4))
+    first, _, _ = run(name, state, cohort, **FLOATS)
+    second, _, _ = run(name, state, plain.permuted(cohort, [2, 0, 1]), **FLOATS)
+    chex.assert_trees_all_close(every(first), every(second), atol=1e-5)
+
+
+def test_public_images_are_drawn_anew(problem, run, given):
+    """`public_examples` images a round: others next time, no other image matters."""
+    table, seen = plain.Table(problem.data), []
+    for round in (1, 2):
+        state, cohort = given(round=round), problem.cohort(1)
+        rows = np.concatenate(public_rows(state, table, 7))
+        assert len(set(rows)) == 7 and set(rows) <= set(table.proxy)
+        plainly, _, _ = run("mse", state, cohort, **FLOATS)
+        for chosen, matters in ((rows, True), (np.setdiff1d(table.proxy, rows), False)):
+            image = table.image.copy()
+            image[chosen] = 255 - image[chosen]
+            changed = problem.data.replace(image=image)
+            other, _, _ = run("mse", state, cohort, changed, **FLOATS)
+            assert plain.differs(every(plainly), every(other), 1e-6) == matters
+        seen.append(set(rows))
+    assert seen[0] != seen[1]
+
+
+def test_labels_of_public_images_are_not_used(problem, run, given):
+    """The public images have no labels for anybody."""
+    state, rows = given(), problem.data.partition.proxy
+    label = problem.data.label.at[rows].set((problem.data.label[rows] + 1) % 4)
+    first, _, _ = run("kl", state, **FLOATS)
+    second, _, _ = run("kl", state, data=problem.data.replace(label=label), **FLOATS)
+    chex.assert_trees_all_equal(first.clients, second.clients)
+
+
+def test_everyone_serves_itself(task, problem, given):
+    """Section 1.0: theta^n for all clients, one group for each architecture."""
+    made, state = fedmd.make(fedmd.HParams(), task), given()
+    groups = made.serving(state, None, problem.data)
+    assert [group.model.name for group in groups] == list(GROUPS)
+    for group, ids, own in zip(groups, MEMBERS, state.clients["own"], strict=True):
+        np.testing.assert_array_equal(group.client_id, ids)
+        assert np.asarray(group.mask).all() and not group.shared
+        chex.assert_trees_all_equal((group.params, group.stats), own)
+
+
+def test_groups_start_from_one_model_each(task, problem, quick_jit):
+    """Section 1.0: a common initialisation; nobody has taken part."""
+    made = fedmd.make(fedmd.HParams(), task)
+    state = quick_jit(made.init)(problem.data, jax.random.key(0))
+    for group, ids in zip(state.clients["own"], MEMBERS, strict=True):
+        for slot in range(len(ids)):
+            chex.assert_trees_all_equal(plain.at(group, slot), plain.at(group, 0))
+    assert not np.asarray(state.clients["participations"]).any()
+
+
+@pytest.mark.parametrize("given_examples, used", [(5000, 12), (12, 12), (7, 7), (1, 1)])
+def test_bytes_of_the_subset(given_examples, used, task):
+    """Section 1.6: A * C floats up and down, A at most the public images there are."""
+    made = fedmd.make(fedmd.HParams(public_examples=given_examples), task)
+    assert [kind.num_bytes for kind in made.messages] == [used * 4 * 4] * 2
+    assert [kind.direction for kind in made.messages] == ["up", "down"]
+
+
+def test_public_images_are_needed(task):
+    """One line that names the two flags."""
+    with pytest.raises(ValueError, match="--public_set.*--proxy_fraction"):
+        fedmd.make(fedmd.HParams(), task._replace(num_proxy=0))
+
+
+def test_architectures_go_round(blobs, monkeypatch):
+    """--client_model=a,b: client k has the k-th name, going round."""
+    monkeypatch.setitem(models.MODELS, "narrow", toys.narrow)
+    made = build.experiment(
+        dataset=blobs,
+        algo="fedmd",
+        preset="none",
+        num_clients=5,
+        clients_per_round=3,
+        proxy_fraction=0.1,
+        client_model="mlp,narrow",
+        devices=1,
+    )
+    np.testing.assert_array_equal(made.task.group_of_client, GROUP)
+    assert [model.name for model in made.task.client_models] == ["mlp", "narrow"]

@@ -1,0 +1,167 @@
+"""The majority control, and the mean over all clients and the last ten rounds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from algorithms import majority, pfedsd
+from fedjax_pfl import evaluate, types
+from launch import build, experiment
+from tests.algorithms import conftest, plain
+
+# Labels of the train and of the test rows of three clients.
+TRAIN = [[0, 0, 0, 1, 2], [2, 2, 1], [1, 1, 0, 0, 1, 3]]
+TEST = [[0, 0, 1], [2, 2, 2, 0], [1, 3]]
+BYTES = {"bytes_up": 0, "bytes_down": 0}
+SCORING = evaluate.Scoring(batch_size=4, own_batch_size=3)
+
+
+def flat(groups, first):
+    """Client rows, numbered from `first`."""
+    count = np.array([len(group) for group in groups], np.int32)
+    row = first + np.arange(count.sum(), dtype=np.int32)
+    start = np.cumsum(count) - count
+    return types.ClientRows(*(jnp.asarray(a, jnp.int32) for a in (row, start, count)))
+
+
+@pytest.fixture(scope="module")
+def data():
+    """Images that say nothing, labels as above."""
+    label = np.concatenate([*TRAIN, *TEST]).astype(np.int32)
+    test = flat(TEST, sum(len(group) for group in TRAIN))
+    return types.Data(
+        image=jnp.zeros((len(label), 8, 8, 1), jnp.uint8),
+        label=jnp.asarray(label),
+        mean=jnp.zeros(1),
+        scale=jnp.ones(1),
+        partition=types.Partition(flat(TRAIN, 0), test, jnp.zeros(0, jnp.int32)),
+    )
+
+
+@pytest.fixture(scope="module")
+def task(problem):
+    return problem.task_of()._replace(num_clients=3)
+
+
+def test_answers_the_biggest_class(data, task, problem, quick_jit):
+    """Number 25: a client's accuracy is the test share of its biggest train class.
+
+    Here this is the biggest test class too. The server answers the biggest of all,
+    class 0 with 5 rows of 14 (class 1 has 5 as well: the first one).
+    """
+    made, key = majority.make(majority.HParams(), task), jax.random.key(0)
+    state = made.init(data, key)
+    expected = [[3, 1, 1, 0], [0, 1, 2, 0], [2, 3, 0, 1]]
+    np.testing.assert_array_equal(state.clients[0], expected)
+    np.testing.assert_array_equal(state.server[0], [5, 5, 3, 1])
+    counts = plain.host(
+        quick_jit(
+            lambda state, data: evaluate.count_correct(
+                made, state, None, data, SCORING, types.Execution(3)
+            )
+        )(state, data)
+    )
+    np.testing.assert_array_equal(counts["own"], [2, 3, 1])
+    values, accuracies = evaluate.metrics(counts, np.array([3, 4, 2]), 9)
+    largest = [max(np.bincount(test)) / len(test) for test in TEST]
+    np.testing.assert_allclose(accuracies, largest)
+    np.testing.assert_allclose(values["client_accuracy"], np.mean([2 / 3, 0.75, 0.5]))
+    np.testing.assert_allclose(values["global_accuracy"], 3 / 9)
+
+
+def test_test_labels_do_not_matter(data, task):
+    """The control knows the train rows only."""
+    made = majority.make(majority.HParams(), task)
+    state = made.init(data, jax.random.key(0))
+    first_test = sum(len(group) for group in TRAIN)
+    other = data.replace(label=data.label.at[first_test:].set(3))
+    np.testing.assert_array_equal(
+        made.init(other, jax.random.key(1)).clients[0], state.clients[0]
+    )
+
+
+def test_a_round_changes_nothing(data, task, problem):
+    """No messages, no plans, no model; only the round is counted."""
+    made = majority.make(majority.HParams(), task)
+    state = made.init(data, jax.random.key(0))
+    after, metrics, sent = made.round(state, problem.cohort(0), data)
+    assert int(after.round) == int(state.round) + 1
+    np.testing.assert_array_equal(after.clients[0], state.clients[0])
+    np.testing.assert_array_equal(after.server[0], state.server[0])
+    assert (metrics, made.messages, made.plans) == ({}, (), ())
+    assert sent.shape == (3, 0)
+
+
+def test_user_accuracy_of_the_last_ten_rounds():
+    """Number 25: all five clients count alike, rounds 3 to 12 of 12.
+
+    Clients have test parts of different sizes: UA is a mean of clients, not of rows.
+    """
+    gen = np.random.default_rng(0)
+    size = np.array([4, 5, 10, 20, 40])
+    right = gen.integers(0, size + 1, (12, 5))
+    window = build.summary_window("mean_last10", 12)
+    assert window == tuple(range(3, 13))
+    records = []
+    for round, own in enumerate(right, start=1):
+        values, _ = evaluate.metrics({"own": own}, size, int(size.sum()))
+        np.testing.assert_allclose(values["client_accuracy"], (own / size).mean())
+        records.append({"round": round, "seed": 0, **values, **BYTES})
+    found = experiment.summarize(records, [0], window, "mean_last10", 12)
+    expected = (right[2:] / size).mean()
+    np.testing.assert_allclose(found["client_accuracy"]["mean"], expected)
+    assert abs(expected - (right / size).mean()) > 1e-3
+    assert abs(expected - right[2:].sum() / (10 * size.sum())) > 1e-3
+
+
+def test_spread_over_seeds():
+    """Section 3.4: mean and standard deviation (ddof = 1) of the seeds' means."""
+    records = [
+        {"round": round, "seed": seed, "client_accuracy": seed / 10 + round / 100}
+        | BYTES
+        for seed in (0, 1, 5)
+        for round in range(1, 13)
+    ]
+    window = build.summary_window("mean_last10", 12)
+    found = experiment.summarize(records, [0, 1, 5], window, "mean_last10", 12)
+    found = found["client_accuracy"]
+    np.testing.assert_allclose(found["per_seed"], [0.075, 0.175, 0.575])
+    np.testing.assert_allclose(found["mean"], 0.275)
+    np.testing.assert_allclose(found["std"], np.sqrt((0.04 + 0.01 + 0.09) / 2))
+
+
+def answering(label):
+    """A tiny network that answers `label` on every input."""
+    params, stats = conftest.random_params(conftest.NETWORKS["tiny"], 0)
+    params = jax.tree.map(np.zeros_like, params)
+    params[-1]["trunk"]["bias"][label] = 1
+    return params, stats
+
+
+def test_clients_never_selected_count(data, task, quick_jit):
+    """Number 25: who never took part is scored with the initial model.
+
+    Of pFedSD's three clients only client 1 has a model of its own.
+    """
+    made = pfedsd.make(pfedsd.HParams(), task)
+    state = types.RoundState(
+        server=answering(1),
+        clients={
+            "own": plain.stack([answering(3), answering(2), answering(3)]),
+            "has_own": np.array([False, True, False]),
+        },
+        key=jax.random.key(0),
+        round=np.int32(3),
+    )
+    counts = plain.host(
+        quick_jit(
+            lambda state, data: evaluate.count_correct(
+                made, state, None, data, SCORING, types.Execution(3)
+            )
+        )(state, data)
+    )
+    np.testing.assert_array_equal(counts["own"], [1, 3, 1])
+    values, _ = evaluate.metrics(counts, np.array([3, 4, 2]), 9)
+    expected = np.mean([1 / 3, 3 / 4, 1 / 2])
+    np.testing.assert_allclose(values["client_accuracy"], expected)

@@ -1,0 +1,67 @@
+"""CINIC-10 from a small archive and from its folder, through our tfds builder."""
+
+import io
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data import cinic10, loaders
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    """An archive of two images a class and split; one gray; colours say what it is."""
+    folder = tmp_path_factory.mktemp("official")
+    with tarfile.open(folder / cinic10.ARCHIVE, "w:gz") as file:
+        for number, split in enumerate(("train", "valid", "test")):
+            for label, name in enumerate(cinic10.CLASSES):
+                for copy in range(2):
+                    gray = label == 3 and copy == 1
+                    color = 10 * label if gray else (10 * label, number, copy)
+                    image = Image.new("L" if gray else "RGB", (32, 32), color)
+                    buffer = io.BytesIO()
+                    image.save(buffer, "png")
+                    member = tarfile.TarInfo(f"CINIC-10/{split}/{name}/{copy}.png")
+                    member.size = len(buffer.getvalue())
+                    file.addfile(member, io.BytesIO(buffer.getvalue()))
+    return folder
+
+
+def check(source):
+    """Labels, splits and pixels are those of the archive."""
+    assert source.image.shape == (40, 32, 32, 3) and source.image.dtype == np.uint8
+    assert source.num_train == 20 and source.num_classes == 10
+    np.testing.assert_array_equal(source.image[:, 0, 0, 0], 10 * source.label)
+    assert set(source.image[:20, 5, 5, 1]) == {0, 30}  # train, and the gray one
+    assert set(source.image[20:, 5, 5, 1]) == {2, 30}  # test; valid is left out
+    np.testing.assert_array_equal(np.bincount(source.label), np.full(10, 4))
+
+
+def test_reads_the_official_archive(archive):
+    """Packed; a second call finds the prepared data without the archive."""
+    first = loaders.load("cinic10", str(archive))
+    check(first)
+    (archive / cinic10.ARCHIVE).rename(archive / "away.tar.gz")
+    second = loaders.load("cinic10", str(archive))
+    (archive / "away.tar.gz").rename(archive / cinic10.ARCHIVE)
+    np.testing.assert_array_equal(first.image, second.image)
+
+
+def test_reads_the_unpacked_folder(archive, tmp_path):
+    """The same images from the folder."""
+    with tarfile.open(archive / cinic10.ARCHIVE) as file:
+        file.extractall(tmp_path, filter="data")
+    check(loaders.load("cinic10", str(tmp_path)))
+
+
+def test_missing_or_truncated_is_one_line(archive, tmp_path):
+    """No archive, or half of one: a line that says what to do."""
+    with pytest.raises(ValueError, match="CINIC-10.tar.gz.*--data_dir") as caught:
+        loaders.load("cinic10", str(tmp_path))
+    assert "\n" not in str(caught.value)
+    whole = (archive / cinic10.ARCHIVE).read_bytes()
+    (tmp_path / cinic10.ARCHIVE).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="fetch it again"):
+        loaders.load("cinic10", str(tmp_path))
