@@ -115,6 +115,7 @@ class Experiment:
             for seed, (values, accuracies) in zip(
                 self.seeds, event.evaluated or [], strict=False
             ):
+                values |= self._by_architecture(accuracies)
                 record = {"round": event.round, "seed": seed, **values}
                 records.append(record | {"seconds": round(self.totals.seconds, 3)})
                 if accuracies is not None and event.round in self.window:
@@ -122,6 +123,18 @@ class Experiment:
                     self.client_accuracies[self.seeds.index(seed), slot] = accuracies
             self.metrics += records
             yield event, records
+
+    def _by_architecture(self, accuracies: np.ndarray | None) -> dict[str, float]:
+        """`client_accuracy_<model>` where the clients have several models."""
+        models = self.task.client_models
+        if len(models) == 1 or accuracies is None:
+            return {}
+        group = np.asarray(self.task.group_of_client)
+        return {
+            f"client_accuracy_{model.name}": float(np.nanmean(accuracies[group == g]))
+            for g, model in enumerate(models)
+            if np.isfinite(accuracies[group == g]).any()
+        }
 
     def saved(self) -> tuple[Any, dict[str, Any]]:
         """(arrays, host counters): everything that a checkpoint holds."""

@@ -1,0 +1,111 @@
+"""Pictures: what is drawn is what the runs left behind."""
+
+import json
+
+import numpy as np
+import pytest
+
+from launch import build, main, plot
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, blobs):
+    """Folders of three short runs, two of one algorithm and two seeds each."""
+    root = tmp_path_factory.mktemp("runs")
+    common = {"dataset": blobs, "model": "mlp", "rounds": 2, "num_clients": 5}
+    common |= {"clients_per_round": 4, "num_seeds": 2, "devices": 1, "eval_every": 1}
+    for name, own in {
+        "majority": {"algo": "majority"},
+        "low": {"algo": "fedavg", "client_lr": 0.01},
+        "high": {"algo": "fedavg", "client_lr": 0.2},
+    }.items():
+        given = common | own | {"workdir": str(root / name)}
+        known = build.fields_of(own["algo"])
+        main.execute({key: value for key, value in given.items() if key in known})
+    return [root / name for name in ("majority", "low", "high")]
+
+
+def read(folders):
+    """Runs and labels, as the command makes them."""
+    found = [plot.read(folder) for folder in folders]
+    return found, plot.labels(found)
+
+
+def test_command_writes_three_pictures(runs, tmp_path, capsys):
+    """curves, fairness and bubbles as PNG."""
+    out = tmp_path / "pictures"
+    plot.command(["plot", *map(str, runs), f"--output={out}"])
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    for kind in plot.KINDS:
+        assert (out / f"{kind}.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_labels_tell_runs_apart(runs):
+    """The algorithm, and the flags in which runs of one algorithm differ."""
+    assert read(runs)[1] == [
+        "majority",
+        "fedavg client_lr=0.01",
+        "fedavg client_lr=0.2",
+    ]
+
+
+def test_curves_show_means_over_seeds(runs):
+    """Each line is the mean of the seeds in percent, by round; the axes are named."""
+    found, names = read(runs)
+    axes = plot.curves(found, names, "client_accuracy").axes[0]
+    for folder, name in zip(runs, names, strict=True):
+        records = [json.loads(r) for r in open(folder / "metrics.jsonl")]
+        line = next(one for one in axes.lines if one.get_label() == name)
+        rounds = sorted({r["round"] for r in records})
+        np.testing.assert_array_equal(line.get_xdata(), rounds)
+        expected = [
+            100 * np.mean([r["client_accuracy"] for r in records if r["round"] == one])
+            for one in rounds
+        ]
+        np.testing.assert_allclose(line.get_ydata(), expected)
+    assert axes.get_xlabel() == "rounds done" and "%" in axes.get_ylabel()
+
+
+def test_fairness_counts_clients(runs):
+    """Bars of a panel add up to the clients; a client with 100 % is in the last bin."""
+    found, names = read(runs)
+    accuracy = np.zeros((2, 1, 5))
+    accuracy[:] = [0.0, 0.05, 0.55, 1.0, 1.0]
+    made = found[0].clients | {"accuracy": accuracy}
+    run = found[0]._replace(clients=made)
+    axes = plot.fairness([run], names[:1]).axes[0]
+    heights = [bar.get_height() for bar in axes.patches]
+    assert heights == [2, 0, 0, 0, 0, 1, 0, 0, 0, 2]
+    assert "2.0 clients reach 80 %" in axes.get_title()
+
+
+def test_bubbles_are_class_counts(runs):
+    """One panel, as the runs share a partition; areas are proportional to counts."""
+    found, names = read(runs)
+    figure = plot.bubbles(found, names)
+    assert len(figure.axes) == 1
+    counts = found[0].clients["class_counts"][0]
+    drawn = figure.axes[0].collections[0]
+    client, label = np.nonzero(counts)
+    np.testing.assert_array_equal(drawn.get_offsets(), np.stack([client, label], 1))
+    sizes = drawn.get_sizes() / counts[client, label]
+    np.testing.assert_allclose(sizes, sizes[0])
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "give the folders"),
+        (["/nowhere"], "/nowhere holds no finished run"),
+        (["RUN", "--kind=pie"], "--kind=pie: expected one of"),
+        (["RUN", "--metric=c_gen"], "--metric=c_gen: the runs share"),
+    ],
+)
+def test_bad_input_is_one_line(runs, capsys, argv, words):
+    """Exit code 2 and one line."""
+    argv = [str(runs[0]) if one == "RUN" else one for one in argv]
+    with pytest.raises(SystemExit) as stop:
+        plot.command(["plot", *argv])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
