@@ -9,6 +9,7 @@ import pytest
 
 from data import loaders
 from launch import main
+from tests.conftest import write_npz
 
 
 @pytest.fixture
@@ -70,6 +71,75 @@ def test_words_that_do_not_fit(refused, arguments, parts):
     line = refused(*arguments)
     for part in parts:
         assert part in line
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory):
+    """Data sets of a user's images: of another shape, and of the same."""
+    folder = tmp_path_factory.mktemp("public")
+    other = write_npz(folder / "other.npz", shape=(5, 5, 1))
+    return {"npz:PUBLIC": other, "npz:SAME": write_npz(folder / "same.npz", seed=1)}
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        (["--algo=fedd2s", "--min_layer=9"], ["--min_layer=9", "6 layers", "C1"]),
+        (["--algo=fedd2s", "--fixed_layer=7"], ["--fixed_layer=7", "6 layers"]),
+        (
+            ["--algo=fedd2s", "--model=mlp", "--drop_set=L4"],
+            ["--drop_set=L4", "mlp", "dense1", "--min_layer"],
+        ),
+        (["--algo=fedd2s", "--drop_set=L9"], ["--drop_set=L9: expected one of L1"]),
+        (
+            ["--algo=fedd2s", "--fixed_layer=3", "--min_layer=2"],
+            ["--min_layer=2", "--fixed_layer=3"],
+        ),
+        (
+            ["--algo=fedd2s", "--transfer=mse", "--s2c_head=own"],
+            ["--s2c_head=own", "--transfer=mse"],
+        ),
+        (["--algo=fedper", "--personal_from=F9"], ["--personal_from=F9", "F1"]),
+        (["--algo=fedper", "--min_layer=2"], ["--min_layer=2", "--layer_dropping"]),
+        (
+            ["--algo=fedper_plus", "--personal_from=F1"],
+            ["--personal_from=F1", "--layer_dropping"],
+        ),
+        (
+            ["--algo=fedrep", "--head_epochs=4", "--local_epochs=4"],
+            ["--head_epochs=4", "--local_epochs=4"],
+        ),
+        (["--algo=fedict", "--upload_layer=6"], ["--upload_layer=6", "m1"]),
+        (["--algo=fedmd", "--public_set=none"], ["public images", "--public_set"]),
+        (
+            ["--algo=fedmd", "--public_set=npz:/nowhere.npz"],
+            ["--public_set=npz:/nowhere.npz"],
+        ),
+        (["--algo=fedavg", "--public_set=npz:SAME"], ["--public_set", "fedmd"]),
+        (
+            ["--algo=fedmd", "--public_set=npz:PUBLIC"],
+            ["[5, 5, 1]", "[8, 8, 1]", "--public_set"],
+        ),
+        (["--algo=fedavg", "--client_model=m1,m2"], ["--client_model=m1,m2", "fedmd"]),
+        (["--algo=fedmd", "--client_model=m1,m9"], ["--client_model=m1,m9", "m2"]),
+        (["--examples_per_client=100"], ["--examples_per_client=100", "lower"]),
+        (["--algo=fedd2s", "--num_clients=200"], ["--num_clients=200", "lower it"]),
+    ],
+)
+def test_boundaries_and_public_sets(refused, blobs, public, arguments, parts):
+    """FedD2S's family: layers that are not there, images that do not fit."""
+    for name, path in public.items():
+        arguments = [one.replace(name, path) for one in arguments]
+    given = [f"--dataset={blobs}", "--devices=1", "--rounds=1", "--model=m1"]
+    line = refused(*given, *arguments)
+    for part in parts:
+        assert part in line
+
+
+def test_public_set_of_the_same_images(refused):
+    """mnist_5k is a part of mnist."""
+    line = refused("--algo=fedmd", "--public_set=mnist", "--devices=1")
+    assert "--public_set=mnist" in line and "mnist_5k" in line
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,13 @@ def runs(tmp_path_factory, blobs):
     """Folders of three short runs, two of one algorithm and two seeds each."""
     root = tmp_path_factory.mktemp("runs")
     common = {"dataset": blobs, "model": "mlp", "rounds": 2, "num_clients": 5}
-    common |= {"clients_per_round": 4, "num_seeds": 2, "devices": 1, "eval_every": 1}
+    common |= {
+        "preset": "none",
+        "clients_per_round": 4,
+        "num_seeds": 2,
+        "devices": 1,
+        "eval_every": 1,
+    }
     for name, own in {
         "majority": {"algo": "majority"},
         "low": {"algo": "fedavg", "client_lr": 0.01},
