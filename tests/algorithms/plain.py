@@ -93,19 +93,30 @@ def scaled(factor, grads):
 
 
 class Sgd:
-    """Momentum per layer; a layer that is not trained keeps its buffer."""
+    """Momentum per layer; a layer that is not trained keeps its buffer.
 
-    def __init__(self, rate, momentum=0.0):
+    `clip` bounds the norm of the trained layers' gradients, then `decay` is added.
+    """
+
+    def __init__(self, rate, momentum=0.0, clip=np.inf, decay=0.0):
         self.rate, self.momentum, self.buffer = rate, momentum, {}
+        self.clip, self.decay = clip, decay
 
     def step(self, params, grads, trained=None):
+        trained = [True] * len(params) if trained is None else trained
+        used = [g for i, layer in enumerate(grads) if trained[i] for g in layer]
+        norm = np.sqrt(sum((g**2).sum() for g in used))
+        factor = min(1.0, self.clip / max(norm, 1e-12))
         out = []
         for number, (layer, grad) in enumerate(zip(params, grads, strict=True)):
-            if trained is not None and not trained[number]:
+            if not trained[number]:
                 out.append(layer)
                 continue
             old = self.buffer.get(number, [0.0, 0.0])
-            new = [g + self.momentum * b for g, b in zip(grad, old, strict=True)]
+            new = [
+                factor * g + self.decay * w + self.momentum * b
+                for w, g, b in zip(layer, grad, old, strict=True)
+            ]
             self.buffer[number] = new
             out.append([w - self.rate * b for w, b in zip(layer, new, strict=True)])
         return out

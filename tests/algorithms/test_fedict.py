@@ -22,6 +22,8 @@ STRUCTURES = {
         "distill_epochs": 1,
         "server_epochs": 2,
         "client_momentum": 0.5,
+        # Would move the server's first layers if they were trained.
+        "weight_decay": 0.1,
     },
     "averaged": {
         "local_epochs": 1,
@@ -41,6 +43,7 @@ FLOATS = {
     "prior_temperature": 0.4,
     "balance_temperature": 0.3,
 }
+SHARED = ("client_momentum", "weight_decay")
 both = pytest.mark.parametrize("name", STRUCTURES)
 
 
@@ -134,7 +137,7 @@ def server_weight(own, all_, adjustment, values):
 
 def order_of(state, cohort):
     """The clients in the order of the server's draws."""
-    key = rng.stream(state.key, rng.Tag.SERVER, jnp.asarray(state.round))
+    key = rng.stream(state.key, rng.Tag.ORDER, jnp.asarray(state.round))
     ids = [int(k) for k in cohort.client_id]
     return sorted(
         ids, key=lambda k: float(jax.random.uniform(jax.random.fold_in(key, k)))
@@ -145,7 +148,11 @@ def reference(state, cohort, table, name, values, order=None, shift=0):
     """(server's layers, client layers by id, label sums). `shift` misaligns logits."""
     hparams = STRUCTURES[name]
     rate = values["client_lr"] * values["client_lr_decay"] ** int(state.round)
-    momentum = hparams.get("client_momentum", 0.0)
+
+    def optimizer():
+        decay = hparams.get("weight_decay", 0.0)
+        return plain.Sgd(rate, hparams.get("client_momentum", 0.0), decay=decay)
+
     cut, tau = hparams.get("upload_layer", 1), values["temperature"]
     alpha = values["distill_weight"]
     adjustment = hparams.get("label_adjustment", "sim")
@@ -164,7 +171,7 @@ def reference(state, cohort, table, name, values, order=None, shift=0):
     own, told = {}, {}
     for number in row_of:
         params = plain.layers(plain.at(state.clients["own"][0], number))
-        tx = plain.Sgd(rate, momentum)
+        tx = optimizer()
         own[number] = plain.train(table, params, plan_of("local", number), number, tx)
         told[number] = plain.logits(own[number], table.images(table.owned(number)))
 
@@ -182,10 +189,10 @@ def reference(state, cohort, table, name, values, order=None, shift=0):
         return params
 
     if hparams.get("server_pass") == "averaged":
-        copies = [serve(server, k, plain.Sgd(rate, momentum)) for k in row_of]
+        copies = [serve(server, k, optimizer()) for k in row_of]
         server = plain.mean(copies, [1] * len(copies))
     else:
-        tx = plain.Sgd(rate, momentum)
+        tx = optimizer()
         for number in order or order_of(state, cohort):
             server = serve(server, number, tx)
 
@@ -205,7 +212,7 @@ def reference(state, cohort, table, name, values, order=None, shift=0):
                 return plain.scaled(0, grads[:cut]) + grads[cut:]
             return grads
 
-        tx = plain.Sgd(rate, momentum)
+        tx = optimizer()
         one = plan_of("distill", number)
         own[number] = plain.train(table, params, one, number, tx, extra=extra)
     return server, own
@@ -327,6 +334,13 @@ def test_padding_rows_change_nothing(name, run, given, cohorts, problem):
             )
 
 
+def lengthened(one, steps):
+    """The plan with empty steps behind, so that plans share one program."""
+    more = steps - one.position.shape[1]
+    position = np.pad(one.position, ((0, 0), (0, more), (0, 0)), constant_values=-1)
+    return one.replace(position=position, epoch=np.pad(one.epoch, ((0, 0), (0, more))))
+
+
 @both
 def test_no_distillation_is_local_training(
     name, run, given, cohorts, problem, compiled
@@ -340,12 +354,13 @@ def test_no_distillation_is_local_training(
     other, _, _ = run(name, other, **values)
     chex.assert_trees_all_equal(after.clients, other.clients)
     # Local on both plans; momentum starts anew in between, as it does here.
-    more = {k: v for k, v in STRUCTURES[name].items() if k == "client_momentum"}
+    more = {k: v for k, v in STRUCTURES[name].items() if k in SHARED}
     start = {"params": moved[0], "stats": moved[1]}
     alone = state.replace(server=start, clients=state.clients["own"])
+    longest = max(one.position.shape[1] for one in cohorts[name].plans.values())
     for kind in ("local", "distill"):
-        cohort = cohorts[name]
-        cohort = cohort.replace(plans={"local": cohort.plans[kind]})
+        plan = lengthened(cohorts[name].plans[kind], longest)
+        cohort = cohorts[name].replace(plans={"local": plan})
         rate = {"client_lr": 0.05, "server_lr": 0.0}
         alone, _, _ = compiled("local", **more)(
             alone, plain.host(cohort), **rate, client_lr_decay=1.0

@@ -20,7 +20,8 @@ SCHEDULE = [3, 3, 2, 2, 1, 1, 1, 1]
 STRUCTURES = {
     "fedper": {"personal_from": "dense2", "client_momentum": 0.5},
     "fedper_plus": MOVING | {"client_momentum": 0.5},
-    "fedper_plus_global": MOVING | {"drop_init": "global", "aggregation": "uniform"},
+    "fedper_plus_global": MOVING
+    | {"drop_init": "global", "aggregation": "uniform", "weight_decay": 0.1},
     "fedrep": {
         "personal_from": "dense2",
         "local_epochs": 2,
@@ -28,7 +29,12 @@ STRUCTURES = {
         "client_optimizer": "adam",
     },
     "fedrep_plus": MOVING
-    | {"local_epochs": 2, "head_epochs": 1, "client_momentum": 0.5},
+    | {
+        "local_epochs": 2,
+        "head_epochs": 1,
+        "client_momentum": 0.5,
+        "clip_norm": 0.3,
+    },
 }
 
 
@@ -69,7 +75,7 @@ def counts(problem):
 
 
 def reference(state, cohort, table, name):
-    """Server's layers, clients' own layers by id, and their boundaries."""
+    """Server's layers, clients' layers by id, and by id (boundary, layers received)."""
     hparams, algo = STRUCTURES[name], algorithm_of(name)
     server = plain.layers(state.server[0])
     rate = 0.1 * 0.5 ** int(state.round)
@@ -87,17 +93,22 @@ def reference(state, cohort, table, name):
             body = [i < layer for i in range(3)]
             head = [not one for one in body] if layer < 3 else body
             trained = [head, body].__getitem__
-        tx = plain.Sgd(rate, hparams.get("client_momentum", 0.0))
+        tx = plain.Sgd(
+            rate,
+            momentum=hparams.get("client_momentum", 0.0),
+            clip=hparams.get("clip_norm", np.inf),
+            decay=hparams.get("weight_decay", 0.0),
+        )
         if hparams.get("client_optimizer") == "adam":
             tx = plain.Adam(rate)
         one = plain.at(cohort.plans["local"], row)
         own[number] = plain.train(table, params, one, number, tx, trained=trained)
-        boundaries[number] = layer
+        boundaries[number] = (layer, begin)
     size = table.train.count
     uniform = hparams.get("aggregation") == "uniform"
     new = []
     for i in range(3):
-        who = [number for number in own if i < boundaries[number]]
+        who = [number for number in own if i < boundaries[number][0]]
         weight = [1 if uniform else size[number] for number in who]
         trees = [[own[number][i]] for number in who]
         new += plain.mean(trees, weight) if who else [server[i]]
@@ -116,11 +127,13 @@ def test_round_equals_a_numpy_reference(name, partial, given, counts, problem):
     after, metrics, sent = partial(name)(state, **FLOATS)
     server, own, boundaries = reference(state, cohort, table, name)
     if algo.endswith("plus"):
-        assert sorted(boundaries.values()) == [1, 2, 3]
+        assert sorted(layer for layer, _ in boundaries.values()) == [1, 2, 3]
+        total, count = metrics["mean_layer"]
+        assert total / count == 2
     found = plain.layers(after.server[0])
     chex.assert_trees_all_close(found, server, rtol=1e-4, atol=1e-5)
     for i in range(3):
-        held = any(i < layer for layer in boundaries.values())
+        held = any(i < layer for layer, _ in boundaries.values())
         old = plain.layers(state.server[0])[i]
         assert plain.differs(found[i], old, 1e-3) == held
     for number in range(5):
@@ -140,10 +153,12 @@ def test_round_equals_a_numpy_reference(name, partial, given, counts, problem):
     module = algorithms.ALGORITHMS[algo]
     made = module.make(module.HParams(**STRUCTURES[name]), problem.task_of())
     for number, row in zip(cohort.client_id, np.asarray(sent), strict=True):
-        shared = own[number][: boundaries[number]]
-        size = 4 * sum(leaf.size for layer in shared for leaf in layer)
+        size = [4 * sum(leaf.size for leaf in layer) for layer in own[number]]
+        up, down = (sum(size[:layer]) for layer in boundaries[number])
         total = traffic.cumulative(row, made.messages)
-        assert total == {"bytes_up": size, "bytes_down": size}
+        # A layer that starts from the server's value has come from there.
+        assert total == {"bytes_up": up, "bytes_down": down}
+        assert (up == down) != (name.endswith("global") and counts[number] > 1)
 
 
 def as_fedavg(state):
@@ -189,13 +204,11 @@ def test_nothing_shared_is_local(compiled, given, counts):
 
 
 @pytest.mark.parametrize("algo", ["fedper", "fedrep"])
-def test_end_of_the_schedule_is_the_fixed_cut(algo, compiled, given):
+def test_end_of_the_schedule_is_the_fixed_cut(algo, compiled, partial, given):
     """Number 12: with the boundary at its lowest, FedPer+ is FedPer, bit for bit."""
-    more = {"client_momentum": 0.5}
-    if algo == "fedrep":
-        more = {"local_epochs": 2, "head_epochs": 1, "client_momentum": 0.5}
+    moving, both = partial(f"{algo}_plus"), STRUCTURES[f"{algo}_plus"]
+    more = {name: value for name, value in both.items() if name not in MOVING}
     fixed = compiled(algo, personal_from="dense2", **more)
-    moving = compiled(f"{algo}_plus", **MOVING, **more)
     state = given([50] * 5)
     first, _, first_sent = fixed(state, **FLOATS)
     second, _, second_sent = moving(state, **FLOATS)
@@ -416,8 +429,9 @@ def test_schedule_of_the_paper(dropping):
     ("algo", "options", "line"),
     [
         ("fedper", {"personal_from": "F9"}, "--personal_from=F9.*dense1, dense2, last"),
-        ("fedper", {"min_layer": 2}, "--min_layer=2 needs --layer_dropping"),
-        ("fedrep", {"drop_set": "L1"}, "--drop_set=L1 needs --layer_dropping"),
+        ("fedper", {"min_layer": 2}, "--min_layer=2.*--layer_dropping"),
+        ("fedrep", {"drop_set": "L1"}, "--drop_set=L1.*--layer_dropping"),
+        ("fedper", {"drop_init": "global"}, "--drop_init=global.*--layer_dropping"),
         ("fedper_plus", {"personal_from": "last"}, "--personal_from=last.*leave one"),
         ("fedrep_plus", {"personal_from": "none"}, "--personal_from=none.*leave one"),
         ("fedper_plus", {"min_layer": 4}, "--min_layer=4.*3 layers"),
