@@ -90,7 +90,8 @@ class HParams(options.LayerDropping, options.LocalTraining):
     )
     s2c_head: str = options.option(
         "global",
-        "head behind the clients' layers while they distil: the server's or their own",
+        "head behind the clients' layers while they distil: the server's, or their own "
+        "as it was before the round",
         choices=("global", "own"),
     )
     updates: str = options.option(
@@ -113,6 +114,11 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """
     model = task.model
     num_stages = len(model.stage_names)
+    if num_stages < 2:
+        raise ValueError(
+            f"--model={model.name} has one layer; fedd2s shares features of the first "
+            "with the layers behind it, take a deeper model"
+        )
     lowest = _lowest(hparams, task)
     if hparams.transfer == "mse":
         of_head = ("kl", "temperature", "teacher_head", "s2c_head")

@@ -13,14 +13,17 @@ from fedjax_pfl import options, traffic, types
 
 
 def last_convolution(model: types.Model, example_shape: tuple[int, ...]) -> int:
-    """The last stage with a four-dimensional kernel; L - 1 for a model without any."""
+    """The last stage with a four-dimensional kernel; L - 1 for a model without any.
+
+    At least 1, also for a model of one stage.
+    """
     params, _ = traffic.shapes(model, example_shape)
     found = [
         number
         for number, stage in enumerate(params, start=1)
         if any(leaf.ndim == 4 for leaf in jax.tree.leaves(stage))
     ]
-    return max(found, default=len(params) - 1)
+    return max(found, default=max(len(params) - 1, 1))
 
 
 def first_personal(
@@ -59,6 +62,8 @@ def shallowest(
         ValueError: the model does not have that layer or dropping set.
     """
     names = model.stage_names
+    if not dropping.drop_every:
+        options.refuse(dropping, ("drop_set", "min_layer"), "with --drop_every=0")
     if dropping.drop_set:
         if dropping.min_layer:
             raise ValueError(

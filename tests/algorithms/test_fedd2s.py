@@ -733,21 +733,31 @@ def test_distillation_freezes_what_is_above_the_boundary(rounds):
         assert all(differs(after.server[0][i], state.server[0][i]) for i in range(1, L))
 
 
-def test_layer_one_is_silent(rounds):
-    """Property 6: at l = 1 nothing depends on J: neither clients nor server."""
-    layers, cohort = (1,) * NUM_CLIENTS, cohort_of(*COHORT)
-    state = start(layers)
-    silent, _, _ = rounds()(state, temperature=1.0)
-    warm, _, _ = rounds()(state, temperature=7.0)
-    alone, _, _ = rounds(objective="supervised")(state)
+@pytest.mark.parametrize("structure", ["default", "joint"])
+def test_layer_one_is_silent(structure, rounds):
+    """Property 6: at l = 1 nothing depends on J, bit for bit: only Q remains."""
+    run, cohort = rounds(structure), cohort_of(*COHORT)
+    state = start((-5,) * NUM_CLIENTS)  # 11 participations: long at the floor
+    silent, metrics, _ = run(state, temperature=1.0)
+    assert metrics["mean_layer"][0] == 3
+    warm, _, _ = run(state, temperature=7.0)
     chex.assert_trees_all_equal(host_state(silent), host_state(warm))
-    # Another program: its sums may be fused otherwise.
-    first, second = ((s.server, s.clients["own"]) for s in (silent, alone))
-    chex.assert_trees_all_close(first, second, rtol=1e-6, atol=1e-7)
     own, server, _, _ = reference_round(state, cohort, DATA["ladder"], (), "supervised")
     for number, expected in own.items():
         got = layers_of(client(silent.clients["own"][0], number))
         chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
+    got = layers_of(silent.server[0])
+    chex.assert_trees_all_close(got, server, rtol=1e-4, atol=1e-5)
+
+
+def test_layer_one_does_not_distil(rounds):
+    """Property 6: J alone moves nothing, and a run without J is the same run."""
+    layers, cohort = (1,) * NUM_CLIENTS, cohort_of(*COHORT)
+    silent, _, _ = rounds()(start(layers))
+    alone, _, _ = rounds(objective="supervised")(start(layers))
+    # Another program: its sums may be fused otherwise.
+    first, second = ((s.server, s.clients["own"]) for s in (silent, alone))
+    chex.assert_trees_all_close(first, second, rtol=1e-6, atol=1e-7)
     for structure in ALONE:
         state = start(layers, persist=structure == "persist")
         state = random_moments(state) if structure == "persist" else state
