@@ -17,9 +17,10 @@ Layers", https://arxiv.org/abs/1912.00818 (Algorithms 1 and 2).
 `--layer_dropping` moves the boundary from the last layer to `--min_layer`, one layer
 every `--drop_every` participations; each layer is averaged over those that share it.
 
-Differs from the paper: a sample of the clients takes part in a round, not all. FedD2S
-gives FedPer+ two sentences; the definition is ours (a client that never took part is
-served the server's model).
+Differs from the paper: a sample of the clients takes part in a round, not all; a client
+is served the mean base with its own last layers, never its copy from before the mean.
+FedD2S gives FedPer+ two sentences; the definition is ours (a client that never took
+part is served the server's model).
 """
 
 from __future__ import annotations

@@ -62,8 +62,6 @@ def shallowest(
         ValueError: the model does not have that layer or dropping set.
     """
     names = model.stage_names
-    if not dropping.drop_every:
-        options.refuse(dropping, ("drop_set", "min_layer"), "with --drop_every=0")
     if dropping.drop_set:
         if dropping.min_layer:
             raise ValueError(

@@ -98,10 +98,20 @@ def test_sgd_with_momentum_and_decay_is_pytorchs():
 
 def test_clip_scales_to_the_global_norm():
     """Large gradients get the norm, small ones stay bitwise, 0 means never."""
-    large = stages(10)
-    assert local.clip(large, 0.0) is large
-    np.testing.assert_allclose(optax.global_norm(local.clip(large, 1.0)), 1, rtol=1e-6)
-    chex.assert_trees_all_equal(local.clip(stages(0.01), jnp.float32(1)), stages(0.01))
+    large, every = stages(10), jnp.ones(3, bool)
+    assert local.clip(large, 0.0, every) is large
+    clipped = local.clip(large, 1.0, every)
+    np.testing.assert_allclose(optax.global_norm(clipped), 1, rtol=1e-6)
+    small = local.clip(stages(0.01), jnp.float32(1), every)
+    chex.assert_trees_all_equal(small, stages(0.01))
+
+
+def test_clip_leaves_frozen_stages_out_of_the_norm():
+    """The selected stages alone get the whole norm; a frozen one may hold anything."""
+    mask = jnp.array([True, True, False])
+    large = (*stages(10)[:2], jax.tree.map(lambda x: x * jnp.inf, stages(10)[2]))
+    clipped = local.clip(large, 1.0, mask)
+    np.testing.assert_allclose(optax.global_norm(clipped[:2]), 1, rtol=1e-6)
 
 
 def test_learning_rate_decays_per_round_zero_based():

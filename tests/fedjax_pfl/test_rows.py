@@ -89,7 +89,7 @@ def test_no_collective_in_the_sharded_client_update(unequal):
         data, params = shared
         return local.train(
             hparams,
-            local.cross_entropy_loss(model),
+            (local.Objective(local.cross_entropy_loss(model)),),
             params,
             stats,
             data=data,
