@@ -3,7 +3,8 @@
 Darlow, Crowley, Antoniou, Storkey: "CINIC-10 is not ImageNet or CIFAR-10",
 https://arxiv.org/abs/1810.03505. The official archive `CINIC-10.tar.gz` holds
 `train/<class>/*.png`, `valid/...` and `test/...`, 90,000 images each. It is put into
-`--data_dir` by hand, packed or unpacked; the builder reads it once and tfds keeps it.
+`--data_dir` by hand, packed or unpacked; the builder reads the train and test images
+once each, and tfds keeps them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CLASSES = (
     "ship",
     "truck",
 )
-SPLITS = {"train": "train", "validation": "valid", "test": "test"}
+SPLITS = ("train", "test")
 ARCHIVE = "CINIC-10.tar.gz"
 NAME = "cinic10"
 
@@ -43,23 +44,23 @@ def find(data_dir: str) -> pathlib.Path | None:
     return root / ARCHIVE if (root / ARCHIVE).is_file() else None
 
 
-def images(source: pathlib.Path) -> Iterator[tuple[str, str, str, bytes]]:
-    """(folder, class, file name, PNG bytes) of every image, in the source's order.
+def images(source: pathlib.Path, split: str) -> Iterator[tuple[str, str, bytes]]:
+    """(class, file name, PNG bytes) of a split's images, in the source's order.
 
     Raises:
         ValueError: the archive is cut off.
     """
     if source.is_dir():
-        for path in sorted(source.glob("*/*/*.png")):
-            yield path.parts[-3], path.parts[-2], path.name, path.read_bytes()
+        for path in sorted(source.glob(f"{split}/*/*.png")):
+            yield path.parts[-2], path.name, path.read_bytes()
         return
     try:
         with tarfile.open(source, "r|*") as archive:
             for member in archive:
                 parts = pathlib.PurePosixPath(member.name).parts
-                if member.isfile() and len(parts) > 2 and parts[-1].endswith(".png"):
-                    file = archive.extractfile(member)
-                    yield parts[-3], parts[-2], parts[-1], file.read()
+                is_image = member.isfile() and member.name.endswith(".png")
+                if is_image and len(parts) > 2 and parts[-3] == split:
+                    yield parts[-2], parts[-1], archive.extractfile(member).read()
     except (tarfile.TarError, EOFError, OSError) as error:
         raise ValueError(f"{source} cannot be read: {error}; fetch it again") from error
 
@@ -96,8 +97,8 @@ def builder(data_dir: str, source: pathlib.Path | None) -> Any:
                 return {split: self._generate_examples(split) for split in SPLITS}
 
             def _generate_examples(self, split):
-                for folder, label, name, png in images(source):
-                    if folder == SPLITS[split] and label in CLASSES:
+                for label, name, png in images(source, split):
+                    if label in CLASSES:
                         yield f"{label}/{name}", {"image": _decode(png), "label": label}
 
     return Cinic10(data_dir=data_dir or None, file_format="array_record")

@@ -212,6 +212,10 @@ def _check(config: config_lib.Config, source: table.Table) -> None:
                 raise ValueError(
                     f"--{flag}={given}: expected one of {', '.join(models.MODELS)}"
                 )
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"--client_model={given} names a model twice; once will do"
+            )
         if len(names) > config.num_clients:
             raise ValueError(
                 f"--client_model={given}: {len(names)} models for "

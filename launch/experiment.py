@@ -115,7 +115,7 @@ class Experiment:
             for seed, (values, accuracies) in zip(
                 self.seeds, event.evaluated or [], strict=False
             ):
-                values |= self._by_architecture(accuracies)
+                values = values | self._by_architecture(accuracies)
                 record = {"round": event.round, "seed": seed, **values}
                 records.append(record | {"seconds": round(self.totals.seconds, 3)})
                 if accuracies is not None and event.round in self.window:

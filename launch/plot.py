@@ -8,7 +8,6 @@ and `bubbles.png` (train examples of each client and class).
 from __future__ import annotations
 
 import json
-import math
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from launch import flags, report
 
 KINDS = ("curves", "fairness", "bubbles")
 SILENT = (*config_lib.EXECUTION_FIELDS, "algo", "seed", "num_seeds", "eval_every")
+SETTING = ("dataset", "partition", "partition_alpha", "num_clients")
 PREFERRED = ("client_accuracy", "c_per", "global_accuracy")
 
 
@@ -49,6 +49,8 @@ def read(path: pathlib.Path) -> Run:
         with np.load(path / "clients.npz") as file:
             clients = {name: file[name] for name in file.files}
         rows = [json.loads(line) for line in records]
+        if not rows:
+            raise ValueError("metrics.jsonl is empty")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} holds no finished run ({error})") from error
     pairs = (line[2:].partition("=") for line in lines if line.startswith("--"))
@@ -56,19 +58,26 @@ def read(path: pathlib.Path) -> Run:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """The algorithm of each run, and the flags that tell two of one algorithm apart."""
+    """The algorithm of each run, and the flags that tell it from others.
+
+    Those are the data and the partition wherever runs differ in them, and any option
+    in which two runs of one algorithm differ; the seeds only if nothing else does.
+    """
+
+    def differing(others: Sequence[Run], names: Sequence[str]) -> list[str]:
+        return [n for n in names if len({other.flags.get(n) for other in others}) > 1]
+
     out = []
     for run in runs:
         same = [other for other in runs if other.flags["algo"] == run.flags["algo"]]
-        names = sorted(
-            {name for other in same for name in other.flags if name not in SILENT}
-        )
-        differing = [
-            f"{name}={run.flags.get(name, 'unset')}"
-            for name in names
-            if len({other.flags.get(name) for other in same}) > 1
-        ]
-        out.append(" ".join([run.flags["algo"], *differing]))
+        every = sorted({n for other in same for n in other.flags if n not in SILENT})
+        names = differing(same, every)
+        told = [tuple(other.flags.get(n) for n in names) for other in same]
+        if len(set(told)) < len(same):
+            names += differing(same, ("seed", "num_seeds"))
+        names += [n for n in differing(runs, SETTING) if n not in names]
+        values = [f"{n}={run.flags.get(n, 'unset')}" for n in names]
+        out.append(" ".join([run.flags["algo"], *values]))
     return out
 
 
@@ -78,7 +87,7 @@ def metric_of(runs: Sequence[Run], wanted: str) -> str:
     Raises:
         ValueError: a run does not have it.
     """
-    shared = set.intersection(*(set(run.records[-1]) for run in runs))
+    shared = set.intersection(*(set(record) for run in runs for record in run.records))
     for name in (wanted,) if wanted else PREFERRED:
         if name in shared:
             return name
@@ -94,10 +103,12 @@ def curves(runs: Sequence[Run], names: Sequence[str], metric: str) -> Figure:
     axes = figure.subplots()
     colors = matplotlib.color_sequences["tab10"]
     drawn = []
+    is_share = "accuracy" in metric or metric.startswith("c_")
+    scale = 100 if is_share else 1
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
         rounds = sorted({row["round"] for row in run.records})
         values = [
-            [100 * row[metric] for row in run.records if row["round"] == one]
+            [scale * row[metric] for row in run.records if row["round"] == one]
             for one in rounds
         ]
         mean = np.array([np.mean(one) for one in values])
@@ -113,7 +124,7 @@ def curves(runs: Sequence[Run], names: Sequence[str], metric: str) -> Figure:
         [line for _, line in drawn],
         [f"{line.get_label()}  {last:.1f}" for last, line in drawn],
         loc="outside right upper",
-        title="last round, %",
+        title="last round, %" if is_share else "last round",
         frameon=False,
         fontsize=9,
     )
@@ -121,7 +132,7 @@ def curves(runs: Sequence[Run], names: Sequence[str], metric: str) -> Figure:
     band = f", mean ± std of {seeds} seeds" if seeds > 1 else ""
     axes.set(
         xlabel="rounds done",
-        ylabel=f"{report.title(metric)}, %",
+        ylabel=f"{report.title(metric)}, %" if is_share else report.title(metric),
         title=f"{_data(runs)}{band}",
         xlim=(0, None),
     )
@@ -139,7 +150,8 @@ def fairness(runs: Sequence[Run], names: Sequence[str]) -> Figure:
     figure, panels = _panels(len(runs), width=2.9, height=2.2)
     edges = np.arange(0, 101, 10)
     for axes, run, name in zip(panels, runs, names, strict=True):
-        accuracy = 100 * np.nanmean(run.clients["accuracy"], axis=1)
+        # Rounded: the mean of ten times 0.6 must not fall below the edge at 60.
+        accuracy = np.round(100 * np.nanmean(run.clients["accuracy"], axis=1), 6)
         accuracy = accuracy[np.isfinite(accuracy)]
         seeds = len(run.clients["seeds"])
         # The last bin is closed: a client with 100 % belongs to it.
@@ -181,12 +193,12 @@ def bubbles(runs: Sequence[Run], names: Sequence[str]) -> Figure:
         axes.margins(0.04)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(ticker.MaxNLocator(integer=True))
-    digits = 10 ** int(math.log10(largest))
-    sizes = (max(1, round(10 * share * largest / digits) * digits // 10)
-             for share in (0.1, 0.5, 1.0))  # fmt: skip
-    steps = sorted(set(sizes))
+    nice = [step * 10**power for power in range(7) for step in (1, 2, 5)]
+    steps = [step for step in nice if step <= largest][-1:-7:-3][::-1]
     handles = [
-        panels[0].scatter([], [], s=scale * step, color="tab:blue", alpha=0.7)
+        panels[0].scatter(
+            [], [], s=scale * step, color="tab:blue", alpha=0.7, linewidths=0
+        )
         for step in steps
     ]
     figure.legend(
@@ -198,8 +210,10 @@ def bubbles(runs: Sequence[Run], names: Sequence[str]) -> Figure:
     )
     figure.supxlabel("client")
     figure.supylabel("class")
-    seed = runs[0].clients["seeds"][0]
-    figure.suptitle(f"{_data(runs)}: train examples, seed {seed}", fontsize=10)
+    seeds = sorted({int(run.clients["seeds"][0]) for run, *_ in shown})
+    figure.suptitle(
+        f"{_data(runs)}: train examples, seed {', '.join(map(str, seeds))}", fontsize=10
+    )
     return figure
 
 

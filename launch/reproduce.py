@@ -3,8 +3,8 @@
 Runs the cells that are missing, keeps what is done, and prints paper | ours |
 difference as Markdown. A cell is one run of `launch.main` with all its seeds; an
 interrupted one resumes. Options of `launch.main` may be given too and hold in every
-cell; `--partition_alpha=0.1` also keeps only the columns of that value. The tables are
-data: `launch/papers/<paper>.json`.
+cell; rows and columns that stand for another value of such an option are left out. The
+tables are data: `launch/papers/<paper>.json`.
 """
 
 from __future__ import annotations
@@ -66,6 +66,38 @@ def _chosen(flag: str, wanted: str, known: Sequence[str]) -> list[str]:
     return names
 
 
+def _of_value(
+    parts: Mapping[str, Mapping[str, Any]], names: list[str], flag: str, value: Any
+) -> list[str]:
+    """The rows or columns that stand for `value` of a flag, or for no value of it.
+
+    Raises:
+        ValueError: none is left; lists the values there are.
+    """
+    left = [n for n in names if parts[n].get(flag) in (None, value)]
+    if not left:
+        known = ", ".join(str(parts[n][flag]) for n in names)
+        raise ValueError(f"--{flag}={value}: this table has {known}")
+    return left
+
+
+def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
+    """Whether a run's folder was made with these options."""
+    try:
+        lines = (folder / "run.flags").read_text().splitlines()
+    except OSError:
+        return False
+    told = dict(line[2:].split("=", 1) for line in lines if line.startswith("--"))
+
+    def equal(text: str | None, value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return text == (str(value).lower() if isinstance(value, bool) else value)
+        return text is not None and float(text) == value
+
+    known = build.fields_of(options["algo"])
+    return all(equal(told.get(k), v) for k, v in options.items() if k in known)
+
+
 def cells(
     table: Mapping[str, Any],
     dataset: str,
@@ -88,28 +120,27 @@ def cells(
             f"--dataset={dataset}: this table has {', '.join(table['datasets'])}"
         )
     names = _chosen("scenario", scenario, table["scenarios"])
+    rows = _chosen("row", row, table["rows"])
     for flag, value in given.items():
-        values = {n: table["scenarios"][n].get(flag) for n in names}
-        if any(one is not None for one in values.values()):
-            names = [n for n in names if values[n] == value]
-            if not names:
-                raise ValueError(
-                    f"--{flag}={value}: this table has "
-                    f"{', '.join(str(one) for one in values.values())}"
-                )
+        names = _of_value(table["scenarios"], names, flag, value)
+        rows = _of_value(table["rows"], rows, flag, value)
+        if not any(flag in build.fields_of(table["rows"][r]["algo"]) for r in rows):
+            raise ValueError(f"--{flag}={value}: no row has this option")
     out = []
     for name in names:
         entries = table["datasets"].get(known, {}).get(name, {})
-        for one in _chosen("row", row, table["rows"]):
+        for one in rows:
             entry = entries.get(one, {})
             options = (
                 table["common"]
                 | table["scenarios"][name]
                 | table["rows"][one]
                 | entry.get("flags", {})
-                | given
-                | {"dataset": dataset}
             )
+            # A row says null to an option that it must not have.
+            banned = {flag for flag, value in options.items() if value is None}
+            options |= given | {"dataset": dataset}
+            options = {k: v for k, v in options.items() if k not in banned}
             out.append(Cell(name, one, options, entry.get("paper")))
     return out
 
@@ -190,7 +221,17 @@ def markdown(
 
 
 def available(dataset: str, data_dir: str) -> str:
-    """`mnist` where its files are, else the embedded `mnist_5k`, saying so."""
+    """`mnist` where its files are, else the embedded `mnist_5k`, saying so.
+
+    Raises:
+        ValueError: there is no such data set.
+    """
+    dataset = "emnist/byclass" if dataset == "femnist" else dataset
+    if dataset not in loaders.DATASETS and not dataset.startswith("npz:"):
+        raise ValueError(
+            f"--dataset={dataset}: expected one of {', '.join(loaders.DATASETS)} or "
+            "npz:PATH"
+        )
     if dataset == "mnist":
         try:
             loaders.load(dataset, data_dir)
@@ -202,7 +243,7 @@ def available(dataset: str, data_dir: str) -> str:
 
 def slug(text: str) -> str:
     """A row's name as part of a path."""
-    return text.lower().replace(" ", "_").replace("=", "")
+    return "".join(c for c in text.lower().replace(" ", "_") if c not in "=,*()")
 
 
 OWN_FLAGS = ("scenario", "row", "workdir", "output", "dry_run")
@@ -292,6 +333,8 @@ def command(argv: Sequence[str] | None = None) -> None:
             }
             # A finished cell returns at once; one of other settings is refused.
             summary = main.execute({k: v for k, v in options.items() if k in known})
+        elif not _holds(folder, cell.options | seeds):
+            summary = None
         results.append((cell, summary))
         if not own["dry_run"]:
             show()

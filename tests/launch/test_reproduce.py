@@ -123,6 +123,43 @@ def test_every_cell_of_every_table_is_a_configuration():
                 build.configure({k: v for k, v in cell.options.items() if k in known})
 
 
+def test_every_row_can_be_chosen():
+    """No row or column has a comma in its name, and paths hold plain letters."""
+    for table in reproduce.tables().values():
+        dataset = next(iter(table["datasets"]), "cifar10")
+        for name in table["rows"]:
+            cells = reproduce.cells(table, dataset, row=name)
+            assert {cell.row for cell in cells} == {name}
+            assert not set(reproduce.slug(name)) & set(",*() ")
+        for name in table["scenarios"]:
+            assert reproduce.cells(table, dataset, scenario=name)
+
+
+def test_given_values_pick_rows_and_columns():
+    """A row that stands for another value is left out; null bans an option."""
+    table = reproduce.load_table("fedd2s.fig7")
+    cells = reproduce.cells(table, "cifar100", given={"partition_alpha": 0.5})
+    assert {cell.row for cell in cells} == {"alpha=0.5"}
+    table = reproduce.load_table("fedd2s.fig6")
+    cells = reproduce.cells(table, "cifar10", given={"drop_every": 3})
+    fixed = [cell for cell in cells if "fixed_layer" in cell.options]
+    assert fixed and all("drop_every" not in cell.options for cell in fixed)
+    with pytest.raises(ValueError, match="--head_epochs=1: no row has this option"):
+        reproduce.cells(table, "cifar10", given={"head_epochs": 1})
+
+
+def test_dry_run_hides_runs_of_other_settings(sweep, tmp_path, capsys):
+    """A stored cell is shown only under the options that made it."""
+    argv = ["reproduce", "swept.fig1", f"--dataset={sweep}", "--workdir=out"]
+    argv += ["--row=Majority", "--scenario=alpha=1"]
+    reproduce.command([*argv, "--rounds=1"])
+    capsys.readouterr()
+    reproduce.command([*argv, "--rounds=1", "--dry_run"])
+    assert "missing" not in capsys.readouterr().out
+    reproduce.command([*argv, "--rounds=3", "--dry_run"])
+    assert "missing" in capsys.readouterr().out
+
+
 def test_dry_run_runs_nothing(tiny, tmp_path, capsys):
     """--dry_run shows the paper's numbers beside `missing`."""
     reproduce.command(
