@@ -99,7 +99,8 @@ def metric_of(runs: Sequence[Run], wanted: str) -> str:
 
 def curves(runs: Sequence[Run], names: Sequence[str], metric: str) -> Figure:
     """A metric in percent over rounds: mean and standard deviation over seeds."""
-    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    width = 7 + 0.075 * max(len(name) for name in names)
+    figure = Figure(figsize=(width, 4.8), layout="constrained")
     axes = figure.subplots()
     colors = matplotlib.color_sequences["tab10"]
     drawn = []
@@ -133,11 +134,11 @@ def curves(runs: Sequence[Run], names: Sequence[str], metric: str) -> Figure:
     axes.set(
         xlabel="rounds done",
         ylabel=f"{report.title(metric)}, %" if is_share else report.title(metric),
-        title=f"{_data(runs)}{band}",
         xlim=(0, None),
     )
+    axes.set_title(f"{_data(runs)}{band}", fontsize=10)
     axes.grid(alpha=0.3)
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=(1, 2, 5, 10)))
     return figure
 
 
