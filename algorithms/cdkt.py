@@ -137,10 +137,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         )
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        example = jnp.zeros((1, *task.example_shape))
-        init_key = rng.stream(key, rng.Tag.INIT)
-        params, stats = server_model.init(init_key, example)
-        client = client_model.init(init_key, example)
+        params, stats = task.initial(server_model, key)
+        client = task.initial(client_model, key)
         return types.RoundState(
             server={"params": params, "stats": stats},
             clients=rows.repeat(client, task.num_clients),
@@ -266,9 +264,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return state, metrics, jnp.tile(sent, (cohort.row.shape[0], 1))
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        everyone = jnp.arange(task.num_clients)
-        mask = jnp.ones(task.num_clients, bool)
-        return (types.Served(*state.clients, everyone, mask, client_model),)
+        return (task.serve(client_model, *state.clients),)
 
     return types.Algorithm(
         plans=(types.PlanSpec("local", hparams.local_epochs, hparams.batch_size),),

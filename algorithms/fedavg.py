@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import aggregate, local, options, rng, rows, traffic, types
+from fedjax_pfl import aggregate, local, options, rows, traffic, types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +54,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     stale = hparams.eval_model == "stale"
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        example = jnp.zeros((1, *task.example_shape))
-        params, stats = model.init(rng.stream(key, rng.Tag.INIT), example)
+        params, stats = task.initial(model, key)
         server: dict[str, Any] = {"params": params, "stats": stats}
         clients: Any = ()
         if stale:
@@ -107,17 +106,15 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return state, metrics, jnp.ones((cohort.row.shape[0], 2), jnp.int32)
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        everyone = jnp.arange(task.num_clients)
-        mask = jnp.ones(task.num_clients, bool)
         if stale:
             received, copies = state.server["received"], state.clients["copy"]
             trained = state.clients["trained"]
             return (
-                types.Served(*received, everyone, ~trained, model, shared=True),
-                types.Served(*copies, everyone, trained, model),
+                task.serve(model, *received, mask=~trained, shared=True),
+                task.serve(model, *copies, mask=trained),
             )
         params, stats = state.server["params"], state.server["stats"]
-        return (types.Served(params, stats, everyone, mask, model, shared=True),)
+        return (task.serve(model, params, stats, shared=True),)
 
     return types.Algorithm(
         plans=(types.PlanSpec("local", hparams.local_epochs, hparams.batch_size),),

@@ -129,12 +129,13 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def kept_stages(participations: jax.Array) -> jax.Array:
         """Eq. 6: bool[..., L], the stages 1..l of Z int32[...] participations."""
-        layer = jnp.full_like(participations, lowest)
-        if not hparams.fixed_layer:
-            layer = boundary.dropped(
-                participations, hparams.drop_every, num_stages, lowest
-            )
-        return masks.held(layer, num_stages)
+        return boundary.stages_below(
+            participations,
+            moves=not hparams.fixed_layer,
+            every=hparams.drop_every,
+            num_stages=num_stages,
+            lowest=lowest,
+        )
 
     def output_gap(student: jax.Array, target: jax.Array, mask: jax.Array):
         """J of `--transfer=head`: KL between logits f32[B, Y]; the target is fixed."""
@@ -169,18 +170,21 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         """H_1, as the client uploads it."""
         return model.forward(*own, image, stop=1)[0]
 
+    def behind_first(side: Any, h: jax.Array) -> jax.Array:
+        """Logits of the layers behind the first, in eval mode."""
+        return model.forward(*side, h, start=1)[0]
+
     def spliced(own: Any, head: Any, kept: jax.Array) -> Any:
         """(params, stats) of the layers 1..l of `own` and those after l of `head`."""
         return tuple(masks.splice(o, h, kept) for o, h in zip(own, head, strict=True))
 
     def knowledge(forward: Any, row: Any, data: types.Data, bound: Any, epochs: int):
         """p or t: logits f32[>= K, Y] on a client's examples, aligned by sample."""
-        return distill.outputs_by_sample(
+        return distill.own_outputs(
             forward,
             data,
-            distill.own_rows(data, row["client_id"]),
-            size=task.num_examples,
-            width=task.num_classes,
+            row["client_id"],
+            task,
             batch_size=hparams.batch_size,
             num_batches=bound // epochs,
         )
@@ -216,7 +220,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             )
 
         def distil(params, stats, batch):
-            h, mode = first_layer(own, batch.image), _train_mode(batch)
+            h, mode = first_layer(own, batch.image), batch.train_mode()
             if not by_head:
                 student, stats = features((params, stats), h, 1, **mode)
                 target, _ = features(own, h, 1)
@@ -230,7 +234,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             return output_gap(logits, target, batch.mask), stats
 
         def supervised(params, stats, batch):
-            h, mode = first_layer(own, batch.image), _train_mode(batch)
+            h, mode = first_layer(own, batch.image), batch.train_mode()
             logits, stats = model.forward(params, stats, h, start=1, **mode)
             return losses.cross_entropy(logits, batch.label, batch.mask), stats
 
@@ -257,9 +261,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         head = server if hparams.s2c_head == "global" else own
         if by_head:
             teacher = knowledge(
-                lambda image: model.forward(*server, first_layer(own, image), start=1)[
-                    0
-                ],
+                lambda image: behind_first(server, first_layer(own, image)),
                 row,
                 data,
                 bound,
@@ -267,7 +269,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             )
 
         def distil(params, stats, batch):
-            mode = _train_mode(batch)
+            mode = batch.train_mode()
             if not by_head:
                 student, stats = features((params, stats), batch.image, 0, **mode)
                 target, _ = features(server, first_layer(own, batch.image), 1)
@@ -295,8 +297,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         )
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        example = jnp.zeros((1, *task.example_shape))
-        server = model.init(rng.stream(key, rng.Tag.INIT), example)
+        server = task.initial(model, key)
         clients = {
             "own": rows.repeat(server, task.num_clients),
             "participations": jnp.zeros(task.num_clients, jnp.int32),
@@ -321,11 +322,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         )
         weight = aggregate.weights("uniform", cohort.row, cohort.row_mask)
         used = jnp.broadcast_to(deep, kept.shape)
-        server = tuple(
-            aggregate.stagewise_mean(new, weight, used, old)
-            for new, old in zip(
-                (copies.params, copies.stats), state.server, strict=True
-            )
+        server = aggregate.stagewise_means(
+            (copies.params, copies.stats), weight, used, state.server
         )
 
         plan = cohort.plans["local"]
@@ -379,9 +377,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return (*up, *down)
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        everyone = jnp.arange(task.num_clients)
-        mask = jnp.ones(task.num_clients, bool)
-        return (types.Served(*state.clients["own"], everyone, mask, model),)
+        return (task.serve(model, *state.clients["own"]),)
 
     return types.Algorithm(
         plans=(
@@ -395,11 +391,6 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         # Its first layer is never trained: the server has no model of its own.
         server_params=lambda state: None,
     )
-
-
-def _train_mode(batch: local.Batch) -> dict[str, Any]:
-    """Arguments of a forward pass in a local step."""
-    return {"sample_mask": batch.mask, "train": True, "key": batch.key}
 
 
 def _lowest(hparams: HParams, task: types.Task) -> int:

@@ -110,7 +110,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     supervised = local.cross_entropy_loss(model)
 
     def weighted_gap(student: Any, teacher: Any, mask: Any, weight: Any) -> jax.Array:
-        """D(w) f32[]; logits f32[B, Y], weight f32[Y]."""
+        """D(w) f32[]; logits f32[B, Y], weight f32[Y] or f32[]."""
         tau = hparams.temperature
         log_q, log_p = (jax.nn.log_softmax(z / tau) for z in (teacher, student))
         rows_gap = (weight * jnp.exp(log_q) * (log_q - log_p)).sum(-1)
@@ -124,19 +124,18 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         """LKA: D(cos(d^g, d^n)), or KL plus D((d^g - d^n) / U)."""
         if hparams.label_adjustment == "sim":
             size = jnp.linalg.norm(own) * jnp.linalg.norm(all_)
-            weight = jnp.full_like(own, 1) * (own @ all_) / jnp.maximum(size, 1e-12)
+            weight = (own @ all_) / jnp.maximum(size, 1e-12)
         else:
             weight = 1 + (all_ - own) / hparams.balance_temperature
         return weighted_gap(student, teacher, mask, weight)
 
     def answers(forward: Any, row: Any, data: types.Data, num_batches: Any):
         """Logits f32[>= K, Y] on a client's train rows, aligned by sample."""
-        return distill.outputs_by_sample(
+        return distill.own_outputs(
             forward,
             data,
-            distill.own_rows(data, row["client_id"]),
-            size=task.num_examples,
-            width=task.num_classes,
+            row["client_id"],
+            task,
             batch_size=hparams.batch_size,
             num_batches=num_batches,
         )
@@ -180,10 +179,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
                 params,
                 stats,
                 extract(row["own"], batch.image),
-                sample_mask=batch.mask,
                 start=cut,
-                train=True,
-                key=batch.key,
+                **batch.train_mode(),
             )
             gap = server_gap(
                 logits,
@@ -227,9 +224,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         )(cohort_rows, shared | {"server": server}, cohort_rows["plan"].num_steps)
         weight = aggregate.weights("uniform", cohort.row, cohort.row_mask)
         held = jnp.broadcast_to(deep, (cohort.row.shape[0], num_stages))
-        return tuple(
-            aggregate.stagewise_mean(new, weight, held, old)
-            for new, old in zip((copies.params, copies.stats), server, strict=True)
+        return aggregate.stagewise_means(
+            (copies.params, copies.stats), weight, held, server
         )
 
     def distil_update(row: Any, shared: Any, bound: jax.Array) -> local.Trained:
@@ -243,7 +239,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         )
 
         def loss_fn(params, stats, batch):
-            mode = {"sample_mask": batch.mask, "train": True, "key": batch.key}
+            mode = batch.train_mode()
             hard_logits, stats = model.forward(params, stats, batch.image, **mode)
             logits = hard_logits
             if hparams.distill_scope == "classifier":
@@ -260,8 +256,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         )
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        example = jnp.zeros((1, *task.example_shape))
-        model_state = model.init(rng.stream(key, rng.Tag.INIT), example)
+        model_state = task.initial(model, key)
         counts = data.label_counts(task.num_classes)
         clients = {
             "own": rows.repeat(model_state, task.num_clients),
@@ -317,9 +312,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return state, metrics, sent.astype(jnp.int32)
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        everyone = jnp.arange(task.num_clients)
-        mask = jnp.ones(task.num_clients, bool)
-        return (types.Served(*state.clients["own"], everyone, mask, model),)
+        return (task.serve(model, *state.clients["own"]),)
 
     logit_bytes = task.num_classes * traffic.FLOAT_BYTES
     feature_bytes = traffic.output_bytes(model, task.example_shape)[cut - 1]

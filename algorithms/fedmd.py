@@ -100,9 +100,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def public_rows(data: types.Data, key: jax.Array) -> jax.Array:
         """The round's public images in batches, int32[n, B], -1 = padding."""
         chosen = jax.random.permutation(key, data.partition.proxy)[:num_public]
-        short = -num_public % hparams.batch_size
-        padded = jnp.pad(chosen, (0, short), constant_values=-1)
-        return padded.reshape(-1, hparams.batch_size)
+        return rows.in_batches(chosen, hparams.batch_size)
 
     def revisit(model: types.Model, own: Any, row: Any, shared: Any, bound: Any):
         data, key, round, _ = shared
@@ -143,12 +141,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         def loss_fn(params, stats, batch):
             logits, stats = model.forward(
-                params,
-                stats,
-                batch.image,
-                sample_mask=batch.mask,
-                train=True,
-                key=batch.key,
+                params, stats, batch.image, **batch.train_mode()
             )
             target = consensus[batch.position]
             if hparams.public_loss == "kl":
@@ -168,7 +161,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             batches=public,
             epochs=hparams.digest_epochs,
             key=rng.stream(key, rng.Tag.LOCAL_PROXY, round, row["client_id"]),
-            num_steps=jnp.where(bound > 0, hparams.digest_epochs * public.shape[0], 0),
+            active=bound > 0,
         )
 
     def before_consensus(model: types.Model):
@@ -192,11 +185,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return update
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        example = jnp.zeros((1, *task.example_shape))
-        init_key = rng.stream(key, rng.Tag.INIT)
         clients = {
             "own": tuple(
-                rows.repeat(model.init(init_key, example), len(ids))
+                rows.repeat(task.initial(model, key), len(ids))
                 for model, ids in zip(task.client_models, members, strict=True)
             ),
             "participations": jnp.zeros(task.num_clients, jnp.int32),

@@ -47,13 +47,11 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     loss_fn = local.cross_entropy_loss(client_model)
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        example = jnp.zeros((1, *task.example_shape))
-        init_key = rng.stream(key, rng.Tag.INIT)
         server: Any = ()
         if task.num_proxy:
-            params, stats = server_model.init(init_key, example)
+            params, stats = task.initial(server_model, key)
             server = {"params": params, "stats": stats}
-        clients = rows.repeat(client_model.init(init_key, example), task.num_clients)
+        clients = rows.repeat(task.initial(client_model, key), task.num_clients)
         return types.RoundState(server, clients, key, jnp.zeros((), jnp.int32))
 
     def client_update(row: Any, shared: Any, bound: jax.Array) -> local.Trained:
@@ -98,9 +96,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return state, metrics, jnp.zeros((cohort.row.shape[0], 0), jnp.int32)
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        everyone = jnp.arange(task.num_clients)
-        mask = jnp.ones(task.num_clients, bool)
-        return (types.Served(*state.clients, everyone, mask, client_model),)
+        return (task.serve(client_model, *state.clients),)
 
     def server_params(state: types.RoundState):
         if not task.num_proxy:

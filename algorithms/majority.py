@@ -48,9 +48,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return state, {}, jnp.zeros((cohort.row.shape[0], 0), jnp.int32)
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        everyone = jnp.arange(task.num_clients)
-        mask = jnp.ones(task.num_clients, bool)
-        return (types.Served(state.clients, ({},), everyone, mask, model),)
+        return (task.serve(model, state.clients, ({},)),)
 
     return types.Algorithm(
         plans=(),

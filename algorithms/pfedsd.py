@@ -32,7 +32,6 @@ from fedjax_pfl import (
     local,
     losses,
     options,
-    rng,
     rows,
     traffic,
     types,
@@ -63,8 +62,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     model_bytes = traffic.model_bytes(model, task.example_shape)
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        example = jnp.zeros((1, *task.example_shape))
-        server = model.init(rng.stream(key, rng.Tag.INIT), example)
+        server = task.initial(model, key)
         clients = {
             "own": rows.repeat(server, task.num_clients),
             "has_own": jnp.zeros(task.num_clients, bool),
@@ -77,12 +75,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         def loss_fn(params, stats, batch):
             logits, stats = model.forward(
-                params,
-                stats,
-                batch.image,
-                sample_mask=batch.mask,
-                train=True,
-                key=batch.key,
+                params, stats, batch.image, **batch.train_mode()
             )
             target, _ = model.forward(*teacher, batch.image)
             gap = distill.distance(
@@ -123,13 +116,12 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return state, metrics, jnp.ones((cohort.row.shape[0], 2), jnp.int32)
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        everyone = jnp.arange(task.num_clients)
         own = state.clients["has_own"]
         if hparams.eval_model == "server":
             own = jnp.zeros_like(own)
         return (
-            types.Served(*state.server, everyone, ~own, model, shared=True),
-            types.Served(*state.clients["own"], everyone, own, model),
+            task.serve(model, *state.server, mask=~own, shared=True),
+            task.serve(model, *state.clients["own"], mask=own),
         )
 
     return types.Algorithm(

@@ -66,6 +66,19 @@ def stagewise_mean(
     return tuple(means)
 
 
+def stagewise_means(
+    copies: tuple[types.Params, types.Stats],
+    weight: jax.Array,
+    held: jax.Array,
+    fallback: tuple[types.Params, types.Stats],
+) -> tuple[types.Params, types.Stats]:
+    """`stagewise_mean` of parameters and of statistics, under the same mask."""
+    return tuple(
+        stagewise_mean(new, weight, held, old)
+        for new, old in zip(copies, fallback, strict=True)
+    )
+
+
 def mix(stacked: Any, matrix: jax.Array) -> Any:
     """new[i] = sum_j matrix[i, j] * leaf[j] for leaves [J, ...], matrix f32[I, J]."""
     return jax.tree.map(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import options, traffic, types
+from fedjax_pfl import masks, options, traffic, types
 
 
 def last_convolution(model: types.Model, example_shape: tuple[int, ...]) -> int:
@@ -107,3 +107,21 @@ def dropped(
         return jnp.full_like(participations, num_stages)
     steps = jnp.maximum(participations - 1, 0) // every
     return jnp.maximum(minimum, num_stages - steps)
+
+
+def stages_below(
+    participations: jax.Array,
+    *,
+    moves: bool,
+    every: int,
+    num_stages: int,
+    lowest: int,
+) -> jax.Array:
+    """bool[..., L]: the stages 1..l of clients that took part Z int32[...] times.
+
+    l is `lowest` for ever, or, if the boundary `moves`, where `dropped` has it.
+    """
+    layer = jnp.full_like(participations, lowest)
+    if moves:
+        layer = dropped(participations, every, num_stages, lowest)
+    return masks.held(layer, num_stages)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl import local, losses, traffic, types
+from fedjax_pfl import local, losses, rows, traffic, types
 
 DISTANCES = ("kl", "norm", "js")
 NORM_FORMS = ("batch", "sample")
@@ -64,11 +64,11 @@ def distance(
     student = jnp.where(column, student, 0)
     target = jnp.where(column, target, 0)
     if kind == "kl":
-        rows = kl(
+        gaps = kl(
             jax.nn.log_softmax(target / temperature),
             jax.nn.log_softmax(student / temperature),
         )
-        return temperature**2 * losses.masked_mean(rows, mask)
+        return temperature**2 * losses.masked_mean(gaps, mask)
     if kind == "norm":
         square = (student - target) ** 2
         if norm_form == "batch":
@@ -77,10 +77,10 @@ def distance(
     log_p, log_q = jax.nn.log_softmax(student), jax.nn.log_softmax(target)
     log_m = jnp.logaddexp(log_p, log_q) - jnp.log(2.0)
     if js_form == "true":
-        rows = kl(log_p, log_m) + kl(log_q, log_m)
+        gaps = kl(log_p, log_m) + kl(log_q, log_m)
     else:
-        rows = kl(log_m, log_p) + kl(log_m, log_q)
-    return 0.5 * losses.masked_mean(rows, mask)
+        gaps = kl(log_m, log_p) + kl(log_m, log_q)
+    return 0.5 * losses.masked_mean(gaps, mask)
 
 
 def mix_labels(
@@ -109,9 +109,7 @@ def embedding_width(model: types.Model, example_shape: tuple[int, ...]) -> int:
 
 def proxy_batches(data: types.Data, batch_size: int) -> jax.Array:
     """The proxy rows in fixed batches, int32[num_batches, B], -1 = padding."""
-    rows = data.partition.proxy
-    short = -rows.shape[0] % batch_size
-    return jnp.pad(rows, (0, short), constant_values=-1).reshape(-1, batch_size)
+    return rows.in_batches(data.partition.proxy, batch_size)
 
 
 def outputs(
@@ -145,7 +143,7 @@ def outputs(
 def outputs_by_sample(
     forward: Callable[[jax.Array], jax.Array],
     data: types.Data,
-    rows: Callable[[jax.Array], jax.Array],
+    row_at: Callable[[jax.Array], jax.Array],
     *,
     size: int,
     width: int,
@@ -157,8 +155,7 @@ def outputs_by_sample(
     Args:
         forward: Images f32[B, ...] to outputs f32[B, W].
         data: The tables.
-        rows: Positions int32[B] to rows of the example table, for instance
-            `own_rows(data, client_id)`.
+        row_at: Positions int32[B] to rows of the example table.
         size: Positions to cover.
         width: W.
         batch_size: Positions per forward pass.
@@ -168,7 +165,7 @@ def outputs_by_sample(
 
     def step(index: jax.Array, table: jax.Array) -> jax.Array:
         position = index * batch_size + jnp.arange(batch_size)
-        image, _ = data.gather(rows(position))
+        image, _ = data.gather(row_at(position))
         return jax.lax.dynamic_update_slice(
             table, forward(image), (index * batch_size, 0)
         )
@@ -176,13 +173,25 @@ def outputs_by_sample(
     return jax.lax.fori_loop(0, num_batches, step, table)
 
 
-def own_rows(
-    data: types.Data, client_id: jax.Array
-) -> Callable[[jax.Array], jax.Array]:
-    """Positions among a client's train rows to rows of the example table."""
-    owned = data.partition.train
-    start = jnp.take(owned.start, client_id, mode="clip")
-    return lambda position: jnp.take(owned.row, start + position, mode="clip")
+def own_outputs(
+    forward: Callable[[jax.Array], jax.Array],
+    data: types.Data,
+    client_id: jax.Array,
+    task: types.Task,
+    *,
+    batch_size: int,
+    num_batches: jax.Array,
+) -> jax.Array:
+    """`outputs_by_sample` on a client's own train rows: logits f32[>= K_n, Y]."""
+    return outputs_by_sample(
+        forward,
+        data,
+        data.partition.train.of(client_id),
+        size=task.num_examples,
+        width=task.num_classes,
+        batch_size=batch_size,
+        num_batches=num_batches,
+    )
 
 
 def logits_and_embedding(
@@ -190,7 +199,7 @@ def logits_and_embedding(
 ) -> tuple[jax.Array, jax.Array, types.Stats]:
     """One train-mode forward: logits f32[B, Y], embedding f32[B, D], new stats."""
     last = len(model.stage_names) - 1
-    mode = {"sample_mask": batch.mask, "train": True, "key": batch.key}
+    mode = batch.train_mode()
     embedding, stats = model.forward(params, stats, batch.image, stop=last, **mode)
     logits, stats = model.forward(params, stats, embedding, start=last, **mode)
     return logits, embedding.reshape(embedding.shape[0], -1), stats
@@ -200,12 +209,12 @@ def proxy_batch(
     data: types.Data, batches: jax.Array, index: jax.Array, key: jax.Array
 ) -> local.Batch:
     """Batch `index` of the proxy set as a `Batch`; `position` counts proxy samples."""
-    rows = batches[index]
-    image, label = data.gather(rows)
+    row = batches[index]
+    image, label = data.gather(row)
     return local.Batch(
         image=image,
         label=label,
-        mask=rows >= 0,
+        mask=row >= 0,
         position=index * batches.shape[1] + jnp.arange(batches.shape[1]),
         step=index,
         epoch=jnp.zeros((), jnp.int32),
@@ -225,12 +234,12 @@ def fit(
     batches: jax.Array,
     epochs: int,
     key: jax.Array,
-    num_steps: jax.Array | None = None,
+    active: jax.Array | None = None,
 ) -> tuple[types.Params, types.Stats]:
     """Trains a model for `epochs` over the proxy batches in fixed order.
 
-    `loss_fn` gets a `Batch` whose `step` is the index of the proxy batch. `num_steps`
-    int32[] stops earlier.
+    `loss_fn` gets a `Batch` whose `step` is the index of the proxy batch. Where
+    `active` bool[] is False nothing is done.
     """
     num_batches = batches.shape[0]
 
@@ -246,8 +255,9 @@ def fit(
         return optax.apply_updates(params, updates), stats, opt_state
 
     start = (params, stats, tx.init(params))
-    if num_steps is None:
-        num_steps = epochs * num_batches
+    num_steps = epochs * num_batches
+    if active is not None:
+        num_steps = jnp.where(active, num_steps, 0)
     params, stats, _ = jax.lax.fori_loop(0, num_steps, step, start)
     return params, stats
 

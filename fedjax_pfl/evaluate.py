@@ -68,8 +68,7 @@ def _correct_rows(
 ) -> jax.Array:
     """bool[J, U]: whether each test row is answered correctly by one shared model."""
     test = data.partition.test.row
-    short = -test.shape[0] % batch_size
-    batches = jnp.pad(test, (0, short), constant_values=-1).reshape(-1, batch_size)
+    batches = rows.in_batches(test, batch_size)
 
     def one(batch: jax.Array) -> jax.Array:
         image, label = data.gather(batch)

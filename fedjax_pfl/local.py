@@ -30,6 +30,10 @@ class Batch:
     epoch: jax.Array
     key: jax.Array
 
+    def train_mode(self) -> dict[str, Any]:
+        """Arguments of a model's forward pass in this step."""
+        return {"sample_mask": self.mask, "train": True, "key": self.key}
+
 
 @struct.dataclass
 class Trained:
@@ -62,14 +66,7 @@ def cross_entropy_loss(model: types.Model) -> LossFn:
     """The plain supervised loss: mean cross-entropy of a batch, in train mode."""
 
     def loss_fn(params, stats, batch):
-        logits, stats = model.forward(
-            params,
-            stats,
-            batch.image,
-            sample_mask=batch.mask,
-            train=True,
-            key=batch.key,
-        )
+        logits, stats = model.forward(params, stats, batch.image, **batch.train_mode())
         return losses.cross_entropy(logits, batch.label, batch.mask), stats
 
     return loss_fn
@@ -174,14 +171,12 @@ def train(
     tx = optimizer(hparams, learning_rate(hparams, round))
     opt_state = init_optimizer(tx, params) if opt_state is None else opt_state
     key = rng.stream(key, tag, round, client_id)
-    owned = data.partition.train
-    start = jnp.take(owned.start, client_id, mode="clip")
+    row_at = data.partition.train.of(client_id)
 
     def step(index: jax.Array, carry: Trained) -> Trained:
         position = plan.position[index]
         mask = (position >= 0) & (index < plan.num_steps)
-        rows = jnp.take(owned.row, start + jnp.maximum(position, 0), mode="clip")
-        image, label = data.gather(rows)
+        image, label = data.gather(row_at(jnp.maximum(position, 0)))
         batch = Batch(
             image=image,
             label=label,

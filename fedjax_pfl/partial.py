@@ -19,7 +19,6 @@ from fedjax_pfl import (
     losses,
     masks,
     options,
-    rng,
     rows,
     traffic,
     types,
@@ -59,12 +58,13 @@ def make(hparams: Any, task: types.Task, phase: Phase) -> types.Algorithm:
 
     def shared_stages(participations: jax.Array) -> jax.Array:
         """bool[..., L]: stages up to the boundary of Z int32[...] participations."""
-        layer = jnp.full_like(participations, lowest)
-        if hparams.layer_dropping:
-            layer = boundary.dropped(
-                participations, hparams.drop_every, num_stages, lowest
-            )
-        return masks.held(layer, num_stages)
+        return boundary.stages_below(
+            participations,
+            moves=hparams.layer_dropping,
+            every=hparams.drop_every,
+            num_stages=num_stages,
+            lowest=lowest,
+        )
 
     def personal(server: Any, own: Any, shared: jax.Array) -> Any:
         """(params, stats): the server's stages where shared, else the client's own."""
@@ -74,8 +74,7 @@ def make(hparams: Any, task: types.Task, phase: Phase) -> types.Algorithm:
         )
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        example = jnp.zeros((1, *task.example_shape))
-        params, stats = model.init(rng.stream(key, rng.Tag.INIT), example)
+        params, stats = task.initial(model, key)
         own = rows.repeat((params[lowest:], stats[lowest:]), task.num_clients)
         clients = {
             "own": own,
@@ -116,10 +115,7 @@ def make(hparams: Any, task: types.Task, phase: Phase) -> types.Algorithm:
         num_examples = rows.take(data.partition.train.count, cohort.client_id)
         weight = aggregate.weights(hparams.aggregation, num_examples, cohort.row_mask)
         copies = (trained.params, trained.stats)
-        server = tuple(
-            aggregate.stagewise_mean(new, weight, is_shared, old)
-            for new, old in zip(copies, server, strict=True)
-        )
+        server = aggregate.stagewise_means(copies, weight, is_shared, server)
         private = {
             "own": tuple(tree[lowest:] for tree in copies),
             "participations": participations,
@@ -133,16 +129,14 @@ def make(hparams: Any, task: types.Task, phase: Phase) -> types.Algorithm:
         return state, metrics, sent
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        everyone = jnp.arange(task.num_clients)
-        mask = jnp.ones(task.num_clients, bool)
         if lowest == num_stages:
-            return (types.Served(*state.server, everyone, mask, model, shared=True),)
+            return (task.serve(model, *state.server, shared=True),)
         params, stats = jax.vmap(personal, (None, 0, 0))(
             state.server,
             state.clients["own"],
             shared_stages(state.clients["participations"]),
         )
-        return (types.Served(params, stats, everyone, mask, model),)
+        return (task.serve(model, params, stats),)
 
     def server_params(state: types.RoundState):
         # With a personal part the server has no whole model.

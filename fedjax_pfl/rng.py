@@ -36,3 +36,30 @@ def generator(seed: int, tag: Tag, *ids: int) -> np.random.Generator:
     """The host's twin of `stream`: a Philox generator named by (seed, tag, ids)."""
     sequence = np.random.SeedSequence([seed, int(tag), *ids])
     return np.random.Generator(np.random.Philox(sequence))
+
+
+def _mixed(words: np.ndarray) -> np.ndarray:
+    """A bijection of uint64 in which every bit depends on all (splitmix64's end)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def hashed(seed: int, tag: Tag, *ids: int | np.ndarray) -> np.ndarray:
+    """Random uint64 words, one for each tuple of ids: many draws named in one call.
+
+    Args:
+        seed, tag: As in `generator`.
+        ids: Non-negative integers or integer arrays that broadcast together, such as
+            (round, client[:, None], position[None]).
+
+    A word depends on its own ids alone, never on the others of the call; sorting
+    positions by their words shuffles them.
+    """
+    odd = np.uint64(0x9E3779B97F4A7C15)
+    words = np.atleast_1d(np.asarray(seed, np.uint64))
+    with np.errstate(over="ignore"):
+        for number in (int(tag), *ids):
+            step = np.asarray(number).astype(np.uint64) + np.uint64(1)
+            words = _mixed(words * odd + step)
+    return words

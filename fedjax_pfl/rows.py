@@ -30,6 +30,12 @@ def repeat(tree: Any, count: int) -> Any:
     return jax.tree.map(lambda leaf: jnp.repeat(leaf[None], count, axis=0), tree)
 
 
+def in_batches(row: jax.Array, batch_size: int) -> jax.Array:
+    """Rows int32[N] in order as int32[ceil(N / B), B], -1 = padding."""
+    short = -row.shape[0] % batch_size
+    return jnp.pad(row, (0, short), constant_values=-1).reshape(-1, batch_size)
+
+
 def padded_size(num_rows: int, execution: types.Execution) -> int:
     """Rows of a cohort once it fills whole chunks on every device."""
     devices = execution.mesh.size if execution.mesh else 1

@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from fedjax_pfl import rng
+
 Params = tuple[Any, ...]
 Stats = tuple[Any, ...]
 
@@ -116,6 +118,25 @@ class Task(NamedTuple):
             )
         return self.server_model
 
+    def initial(self, model: Model, key: jax.Array) -> tuple[Params, Stats]:
+        """The common initialisation: whoever has `model` starts from this."""
+        example = jnp.zeros((1, *self.example_shape))
+        return model.init(rng.stream(key, rng.Tag.INIT), example)
+
+    def serve(
+        self,
+        model: Model,
+        params: Any,
+        stats: Any,
+        *,
+        mask: jax.Array | None = None,
+        shared: bool = False,
+    ) -> Served:
+        """A group with an entry for every client; `mask` bool[K] switches some off."""
+        mask = jnp.ones(self.num_clients, bool) if mask is None else mask
+        everyone = jnp.arange(self.num_clients)
+        return Served(params, stats, everyone, mask, model, shared)
+
 
 @struct.dataclass
 class ClientRows:
@@ -135,6 +156,11 @@ class ClientRows:
         owner = jnp.searchsorted(self.start, index, side="right") - 1
         owned = index < jnp.take(self.start + self.count, owner, mode="clip")
         return jnp.where(owned, owner, self.start.shape[0])
+
+    def of(self, client_id: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        """From positions among a client's rows to rows of the example table."""
+        start = jnp.take(self.start, client_id, mode="clip")
+        return lambda position: jnp.take(self.row, start + position, mode="clip")
 
 
 @struct.dataclass
