@@ -1,8 +1,4 @@
-"""The only training loop, and (with evaluate) the only place that jits.
-
-The rounds between two stops are one jitted loop with donated state. Its length is a
-traced number, so that a run compiles three programs: init, rounds and evaluate.
-"""
+"""The host's loop over a compiled program: the only training loop."""
 
 from __future__ import annotations
 
@@ -15,27 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import evaluate, options, rows, traffic, types
+from fedjax_pfl import evaluate, rows, traffic, types
+from fedjax_pfl import program as program_lib
 
 CHUNK_SECONDS = 10.0
 PLAN_BYTES = 64 << 20
 MAX_CHUNK_ROUNDS = 64
-
-
-class Program(NamedTuple):
-    """Three jitted functions over stacked seeds (leading axis of state, partition).
-
-    `init(floats, data, partition, seeds) -> state`;
-    `rounds(floats, state, cohorts, num_rounds, data, partition)
-        -> (state, metrics of the last round, counts int32[seeds, T, kinds])`;
-    `evaluate(floats, state, cohort, data, partition) -> counts`.
-    """
-
-    init: Callable
-    rounds: Callable
-    evaluate: Callable
-    floats: dict[str, float]
-    algorithm: types.Algorithm
 
 
 @dataclasses.dataclass
@@ -68,89 +49,6 @@ class Event(NamedTuple):
     call_rounds: int
 
 
-def _over_seeds(fn: Callable, backend: str) -> Callable:
-    """One more leading axis: mapped on CPU (bitwise as alone), vmapped elsewhere."""
-    if backend == "cpu":
-        return lambda *args: jax.lax.map(lambda one: fn(*one), args)
-    return jax.vmap(fn)
-
-
-def program(
-    make: Callable[[Any, types.Task], types.Algorithm],
-    hparams: Any,
-    task: types.Task,
-    scoring: evaluate.Scoring,
-) -> Program:
-    """Builds the jitted functions of one algorithm.
-
-    Args:
-        make: `(hparams, task) -> Algorithm`; called again inside each trace, with the
-            float hyperparameters as tracers.
-        hparams: The algorithm's dataclass.
-        task: What the algorithm may know.
-        scoring: What to evaluate.
-    """
-    structure, floats = options.split_floats(hparams)
-    backend = jax.default_backend()
-
-    def algorithm(values: dict[str, Any]) -> types.Algorithm:
-        return make(dataclasses.replace(structure, **values), task)
-
-    def init(values, data, partition, seeds):
-        def one(partition, seed):
-            return algorithm(values).init(
-                data.replace(partition=partition), jax.random.key(seed)
-            )
-
-        return _over_seeds(one, backend)(partition, seeds)
-
-    def rounds(values, state, cohorts, num_rounds, data, partition):
-        method = algorithm(values)
-
-        def one(state, cohorts, partition):
-            tables = data.replace(partition=partition)
-            chunk = jax.tree.leaves(cohorts)[0].shape[0]
-
-            def step(index, carry):
-                state, _, counts = carry
-                cohort = jax.tree.map(lambda leaf: leaf[index], cohorts)
-                state, metrics, sent = method.round(state, cohort, tables)
-                sent = jnp.where(cohort.row_mask[:, None], sent, 0).sum(0)
-                return state, metrics, counts.at[index].set(sent)
-
-            first = jax.tree.map(lambda leaf: leaf[0], cohorts)
-            shapes = jax.eval_shape(method.round, state, first, tables)[1]
-            metrics = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-            counts = jnp.zeros((chunk, len(method.messages)), jnp.int32)
-            return jax.lax.fori_loop(0, num_rounds, step, (state, metrics, counts))
-
-        return _over_seeds(one, backend)(state, cohorts, partition)
-
-    def count(values, state, cohort, data, partition):
-        method = algorithm(values)
-
-        def one(state, cohort, partition):
-            return evaluate.count_correct(
-                method,
-                state,
-                cohort,
-                data.replace(partition=partition),
-                scoring,
-                task.execution,
-            )
-
-        return _over_seeds(one, backend)(state, cohort, partition)
-
-    everywhere = rows.replicated(task.execution)
-    return Program(
-        init=jax.jit(init, out_shardings=everywhere),
-        rounds=jax.jit(rounds, donate_argnums=1, out_shardings=everywhere),
-        evaluate=jax.jit(count),
-        floats=floats,
-        algorithm=make(hparams, task),
-    )
-
-
 def chunk_rounds(cohort: types.Cohort, num_seeds: int, rounds: int) -> int:
     """Fixed length of a chunk of plans: bounded by its bytes, 1..MAX_CHUNK_ROUNDS."""
     size = num_seeds * sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(cohort))
@@ -181,7 +79,7 @@ class _Compiled:
 
 
 def initial_state(
-    program: Program, data: types.Data, seeds: Sequence[int]
+    program: program_lib.Program, data: types.Data, seeds: Sequence[int]
 ) -> types.RoundState:
     """The stacked state before the first round."""
     return program.init(
@@ -190,7 +88,7 @@ def initial_state(
 
 
 def train(
-    program: Program,
+    program: program_lib.Program,
     data: types.Data,
     state: types.RoundState,
     cohorts: Callable[[int, int], types.Cohort],

@@ -16,7 +16,8 @@ import numpy as np
 import algorithms
 import models
 from data import cdkt_partition, loaders, partition, plan, table
-from fedjax_pfl import evaluate, options, rows, simulate, traffic, types
+from fedjax_pfl import evaluate, options, rows, traffic, types
+from fedjax_pfl import program as program_lib
 from launch import config as config_lib
 from launch import devices
 from launch.experiment import Experiment
@@ -398,7 +399,7 @@ def assemble(
         scored=config.eval_clients,
     )
     module = algorithms.ALGORITHMS[config.algo]
-    program = simulate.program(module.make, hparams, task, scoring)
+    program = program_lib.build(module.make, hparams, task, scoring)
     if public is not None and program.algorithm.ships_proxy != "unlabelled":
         raise ValueError(
             f"--public_set={config.public_set}: --algo={config.algo} has no use for "

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from fedjax_pfl import checkpoint, simulate, types
+from fedjax_pfl import program as program_lib
 from launch import devices
 
 COUNTERS = (
@@ -41,7 +42,7 @@ class Experiment:
         config: Any,
         hparams: Any,
         task: types.Task,
-        program: simulate.Program,
+        program: program_lib.Program,
         data: types.Data,
         cohorts: Callable[[int, int], types.Cohort],
         seeds: list[int],
