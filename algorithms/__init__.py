@@ -11,7 +11,6 @@ from algorithms import (
     fedict,
     fedmd,
     fedper,
-    fedrep,
     local,
     majority,
     pfedsd,
@@ -35,6 +34,12 @@ def variant(module: Any, summary: str, **defaults: Any) -> Any:
     return SimpleNamespace(HParams=hparams, make=module.make, __doc__=summary)
 
 
+_FEDREP = variant(
+    fedper,
+    "FedRep: FedPer whose personal layers and base are trained in turn.",
+    local_epochs=4,
+    head_epochs=3,
+)
 ALGORITHMS = {
     "local": local,
     "majority": majority,
@@ -42,12 +47,12 @@ ALGORITHMS = {
     "cdkt": cdkt,
     "fedd2s": fedd2s,
     "fedper": fedper,
-    "fedrep": fedrep,
+    "fedrep": _FEDREP,
     "fedper_plus": variant(
         fedper, "FedPer+: FedPer with FedD2S's layer dropping.", layer_dropping=True
     ),
     "fedrep_plus": variant(
-        fedrep, "FedRep+: FedRep with FedD2S's layer dropping.", layer_dropping=True
+        _FEDREP, "FedRep+: FedRep with FedD2S's layer dropping.", layer_dropping=True
     ),
     "fedmd": fedmd,
     "fedict": fedict,

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from fedjax_pfl import rng, rows, types
+from fedjax_pfl import execution as rows
+from fedjax_pfl import rng, types
 
 
 def batches(
@@ -108,6 +109,7 @@ def planner(
             row_mask=real,
             depth=client_depth[safe].astype(np.int32),
             peers=peers,
+            peer_mask=np.ones_like(peers, bool),
             plans=plans,
         )
 

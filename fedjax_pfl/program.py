@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import evaluate, options, rows, types
+from fedjax_pfl import evaluate, execution, options, traffic, types
 
 
 class Program(NamedTuple):
@@ -79,7 +79,7 @@ def build(
                 state, _, counts = carry
                 cohort = jax.tree.map(lambda leaf: leaf[index], cohorts)
                 state, metrics, sent = method.round(state, cohort, tables)
-                sent = jnp.where(cohort.row_mask[:, None], sent, 0).sum(0)
+                sent = traffic.counted(sent, method.messages, cohort.row_mask)
                 return state, metrics, counts.at[index].set(sent)
 
             first = jax.tree.map(lambda leaf: leaf[0], cohorts)
@@ -105,7 +105,7 @@ def build(
 
         return _over_seeds(one, backend)(state, cohort, partition)
 
-    everywhere = rows.replicated(task.execution)
+    everywhere = execution.replicated(task.execution)
     return Program(
         init=jax.jit(init, out_shardings=everywhere),
         rounds=jax.jit(rounds, donate_argnums=1, out_shardings=everywhere),

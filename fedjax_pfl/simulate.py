@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import evaluate, rows, traffic, types
+from fedjax_pfl import evaluate, traffic, types
 from fedjax_pfl import program as program_lib
 
 CHUNK_SECONDS = 10.0
@@ -131,7 +131,7 @@ def train(
     union = (np.asarray(data.partition.test.row) >= 0).sum(1)
     metrics: dict[str, Any] = {}
     # Placed now, so that the first call has the types of all later ones.
-    state = jax.device_put(state, rows.replicated(execution))
+    state = jax.device_put(state, execution_lib.replicated(execution))
 
     def stack(first_round: int, count: int) -> types.Cohort:
         table = [
