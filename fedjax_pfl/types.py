@@ -216,6 +216,21 @@ class PlanSpec(NamedTuple):
     batch_size: int
 
 
+class PeerSpec(NamedTuple):
+    """The peers that an algorithm wants for each row of a cohort, drawn on the host.
+
+    Attributes:
+        num_peers: P, the most peers of a client.
+        draw: `(seed, round, client int[C], num_clients, num_peers) -> (peers int[C, P],
+            mask bool[C, P])`, a pure function that names its draws by seed, round and
+            client. Peers are slots of `RoundState.clients`, the same numbers as client
+            ids; a client may have none. None = P different others, all equally likely.
+    """
+
+    num_peers: int
+    draw: Callable | None = None
+
+
 @struct.dataclass
 class Plan:
     """Which samples in which step: small integers made on the host.
@@ -235,7 +250,8 @@ class Cohort:
 
     `client_id` int32[C] (K on padding rows), `row` int32[C] (slot in
     `RoundState.clients`, K on padding rows), `row_mask` bool[C], `depth` int32[C],
-    `peers` int32[C, num_peers], `plans` by name.
+    `peers` int32[C, num_peers] (slots, as `row`), `peer_mask` bool[C, num_peers] (all
+    False for a client without any), `plans` by name.
     """
 
     client_id: jax.Array
@@ -243,6 +259,7 @@ class Cohort:
     row_mask: jax.Array
     depth: jax.Array
     peers: jax.Array
+    peer_mask: jax.Array
     plans: Mapping[str, Plan]
 
 

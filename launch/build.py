@@ -413,14 +413,15 @@ def assemble(
         scale=scale,
         partition=stacked,
     )
-    cohorts = plan.planner(
+    num_peers = program.algorithm.num_peers
+    cohorts = plan.Planner(
         seeds=seeds,
         num_rows=np.asarray(stacked.train.count),
-        client_depth=client_depth,
+        level_of=client_depth,
         client_group=client_group,
         clients_per_round=config.clients_per_round,
         specs=program.algorithm.plans,
-        num_peers=program.algorithm.num_peers,
+        peers=types.PeerSpec(num_peers) if num_peers else None,
         execution=execution,
     )
     digest = hashlib.sha256(np.ascontiguousarray(image).data)
