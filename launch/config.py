@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import data.partition
-import data.table
+import data.dataset
+import data.partitions
 import launch.devices
 from fedjax_pfl import options
 
@@ -33,12 +33,12 @@ class Config:
     normalization: str | None = option(
         None,
         "how images are normalised; constants are those of all images",
-        choices=data.table.NORMALIZATIONS,
+        choices=data.dataset.NORMALIZATIONS,
     )
     partition: str | None = option(
         None,
         "how examples are split over clients",
-        choices=tuple(data.partition.PARTITIONS),
+        choices=tuple(data.partitions.PARTITIONS),
     )
     partition_alpha: float = option(
         0.5, "concentration of the Dirichlet partitions [alpha]", above=0
@@ -46,7 +46,7 @@ class Config:
     partition_draw: str = option(
         "ipf",
         "how client_dirichlet meets the supply of each class",
-        choices=tuple(data.partition.DRAWS),
+        choices=tuple(data.partitions.DRAWS),
     )
     partition_seed: int = option(
         -1, "seed of the partition, -1 = the run's seed", minimum=-1
@@ -69,7 +69,7 @@ class Config:
         "data set whose train images all clients share without labels (fedmd), or none",
     )
     test_split: str | None = option(
-        None, "where test rows come from", choices=data.partition.TEST_SPLITS
+        None, "where test rows come from", choices=data.partitions.TEST_SPLITS
     )
     num_clients: int | None = option(None, "clients [K]", minimum=1)
     clients_per_round: int | None = option(

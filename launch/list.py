@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import algorithms
 import models
-from data import loaders, partition
+from data import loaders, partitions
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
         "models (--model, --client_model)": {
             name: models.describe(name) for name in models.MODELS
         },
-        "partitions (--partition)": partition.PARTITIONS,
+        "partitions (--partition)": partitions.PARTITIONS,
     }
     for section, entries in sections.items():
         print(section)

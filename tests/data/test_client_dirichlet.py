@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from data import client_dirichlet, partition, table
+from data import dataset, partitions
+from data.partitions import client_dirichlet
 from launch import build
 
 NUM_CLIENTS = 50
@@ -15,20 +16,20 @@ def make_table(counts, seed=7):
     """One-pixel images, classes mixed."""
     label = np.repeat(np.arange(len(counts)), counts).astype(np.int32)
     label = np.random.default_rng(seed).permutation(label)
-    return table.Table(
+    return dataset.Dataset(
         np.zeros((len(label), 1), np.uint8), label, len(label), len(counts), None
     )
 
 
 def split(source, draw, alpha, num_clients=NUM_CLIENTS, seed=0, **more):
-    spec = partition.PartitionSpec(
+    spec = partitions.PartitionSpec(
         partition="client_dirichlet",
         num_clients=num_clients,
         partition_alpha=alpha,
         partition_draw=draw,
         **more,
     )
-    return partition.split(source, spec, seed)
+    return partitions.split(source, spec, seed)
 
 
 def owned(one):

@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 
-from data import loaders, table
+from data import dataset, loaders
 
 
 def write_idx(path, array, magic=None):
@@ -313,7 +313,7 @@ def test_without_tfds(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("is_float", [False, True])
-@pytest.mark.parametrize("kind", table.NORMALIZATIONS)
+@pytest.mark.parametrize("kind", dataset.NORMALIZATIONS)
 def test_normalization(kind, is_float):
     """(image - mean) * scale against numpy, bytes count as 0..1."""
     image = np.random.default_rng(0).integers(0, 256, (9000, 3, 2, 2), np.uint8)
@@ -321,7 +321,7 @@ def test_normalization(kind, is_float):
     unit = image.astype(np.float64) / 255
     if is_float:
         image = unit.astype(np.float32)
-    mean, scale = table.normalization(image, kind)
+    mean, scale = dataset.normalization(image, kind)
     assert mean.dtype == np.float32 and scale.dtype == np.float32
     expected = {
         "none": unit,
@@ -337,6 +337,6 @@ def test_normalization(kind, is_float):
 def test_normalization_of_constant_pixels_is_finite(kind):
     """A pixel that never changes becomes 0, not nan."""
     image = np.full((50, 4, 4, 1), 200, np.uint8)
-    mean, scale = table.normalization(image, kind)
+    mean, scale = dataset.normalization(image, kind)
     assert np.isfinite(scale).all()
     np.testing.assert_allclose((image - mean) * scale, 0, atol=1e-4)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import algorithms
-from data import partition
+from data import partitions
 from launch import build, config, flags, main, workdir
 
 
@@ -249,4 +249,4 @@ def test_summary_window(summary, rounds, window):
 def test_every_choice_has_help():
     """Choices of --partition are the partitions there are."""
     field = build.fields_of("fedavg")["partition"]
-    assert set(field.metadata["choices"]) == set(partition.PARTITIONS)
+    assert set(field.metadata["choices"]) == set(partitions.PARTITIONS)

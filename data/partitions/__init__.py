@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import cdkt_partition, client_dirichlet, table
+from data import dataset
+from data.partitions import cdkt, client_dirichlet
 from fedjax_pfl import rng, types
 
 PARTITIONS = {
@@ -44,7 +45,7 @@ class PartitionSpec(NamedTuple):
     examples_per_client: int = 0
     test_split: str = "client_share"
     proxy_fraction: float = 0.0
-    cdkt: cdkt_partition.Protocol | None = None
+    cdkt: cdkt.Protocol | None = None
 
 
 class Split(NamedTuple):
@@ -140,7 +141,7 @@ def pathological(
 
 
 def _cdkt(labels: np.ndarray, spec: PartitionSpec, gen: np.random.Generator) -> list:
-    return cdkt_partition.users(labels, spec.cdkt, spec.num_clients)
+    return cdkt.users(labels, spec.cdkt, spec.num_clients)
 
 
 _FUNCTIONS = {
@@ -192,7 +193,7 @@ def _split_client(
     return rows[is_train], rows[~is_train]
 
 
-def split(source: table.Table, spec: PartitionSpec, seed: int) -> Split:
+def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
     """Partitions a table for one seed: proxy rows first, then clients, then tests.
 
     Args:
