@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch import bench, build, reproduce
+from launch import bench, reproduce, settings
 
 
 @pytest.fixture
@@ -114,13 +114,15 @@ def test_every_cell_of_every_table_is_a_configuration():
     for name, table in reproduce.tables().items():
         for dataset in [*table["datasets"], table.get("dataset", "fashion_mnist")]:
             for cell in reproduce.cells(table, dataset):
-                known = build.fields_of(cell.options["algo"])
+                known = settings.fields_of(cell.options["algo"])
                 ignored = {k for k in cell.options if k not in known}
                 # What a row does not know is an option of other rows of its table.
                 rows = table["rows"].values()
-                others = set().union(*(build.fields_of(row["algo"]) for row in rows))
+                others = set().union(*(settings.fields_of(row["algo"]) for row in rows))
                 assert ignored <= others, name
-                build.configure({k: v for k, v in cell.options.items() if k in known})
+                settings.configure(
+                    {k: v for k, v in cell.options.items() if k in known}
+                )
 
 
 def test_every_row_can_be_chosen():
