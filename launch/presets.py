@@ -112,6 +112,20 @@ def default_text(option: str, preset: str, facts: Mapping[str, Any]) -> str:
     return f"{text} ({', '.join(origin)})" if origin else text
 
 
+def describe(preset: str) -> str:
+    """One line: what it is, the options it sets, and those that depend on more."""
+    about, extends, own = PRESETS[preset]
+    base = [f"--preset={extends} and"] if extends not in (None, BASE) else []
+    fixed = {k: v for rule in own if not rule.when for k, v in rule.options.items()}
+    pairs = [
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in fixed.items()
+    ]
+    more = sorted({name for rule in own if rule.when for name in rule.options})
+    tail = f"; by --dataset or --algo: {', '.join(more)}" if more else ""
+    return f"{about}: {' '.join(base + pairs)}{tail}"
+
+
 def sentence(preset: str) -> str:
     """The rules that a run follows, and what to type to compare it with others."""
     if preset != BASE:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch import bench, reproduce, settings
+from launch import reproduce, settings
 
 
 @pytest.fixture
@@ -192,37 +192,3 @@ def test_bad_tables_are_one_line(tiny, capsys, argv, words):
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
-
-
-def test_bench_prints_one_json_object_last(blobs, capsys):
-    """The figures of a tiny work, with the names that users script against."""
-    bench.command(
-        ["bench", "--work=w3", f"--dataset={blobs}", "--test_split=client_share"]
-        + ["--num_clients=8", "--clients_per_round=4", "--model=mlp", "--rounds=2"]
-        + ["--devices=1"]
-    )
-    out = json.loads(capsys.readouterr().out.splitlines()[-1])
-    for name in (
-        "seconds_per_round",
-        "client_updates_per_second",
-        "samples_per_second",
-        "padding_efficiency",
-        "compile_seconds",
-        "peak_memory_bytes",
-        "accuracy",
-    ):
-        assert out[name] > 0
-    assert out["padding_efficiency"] <= 1
-    assert out["backend"] == "cpu"
-
-
-def test_bench_times_a_reference_for_fedd2s(blobs, capsys):
-    """The round and the optimizer steps alone, both timed here."""
-    bench.command(
-        ["bench", "--work=w2", "--algo=fedd2s", f"--dataset={blobs}", "--model=mlp"]
-        + ["--test_split=client_share", "--num_clients=8", "--clients_per_round=4"]
-        + ["--rounds=2", "--devices=1", "--partition=iid", "--batch_size=16"]
-    )
-    out = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert out["reference_seconds_per_round"] > 0
-    assert out["round_over_reference"] > 0

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 import algorithms
+import models
 from algorithms import fedavg
-from data import dataset, loaders
+from data import dataset, loaders, partitions
 from fedjax_pfl import options
 from launch import build, config, presets, settings
+from launch import list as listing
 
 
 def source(num_rows=60, shape=(28, 28, 1), clients=0):
@@ -334,6 +336,20 @@ def test_an_option_without_a_default():
 def test_help_says_where_a_default_comes_from(algo, option, text):
     """The value without further options, and the preset that sets it."""
     assert settings.default_text(algo, option) == text
+
+
+def test_list_shows_what_there_is(capsys):
+    """A line each: algorithms with their presets, presets with what they set."""
+    listing.main()
+    lines = capsys.readouterr().out.splitlines()
+    shown = {line.split()[0]: line for line in lines if line.startswith("  ")}
+    names = [*algorithms.ALGORITHMS, *presets.PRESETS, *loaders.DATASETS]
+    names += [*partitions.PARTITIONS, *models.MODELS, "cdkt.table1", "fedd2s.fig7"]
+    assert set(names) <= shown.keys()
+    assert shown["pfedsd"].split()[1] == "fedd2s"
+    assert "--preset=cdkt and ensemble=code_last" in shown["cdkt_code"]
+    assert "client_optimizer=adam" in presets.describe("fedd2s")
+    assert "; by --dataset or --algo: " in presets.describe("fedd2s")
 
 
 def test_sentence():
