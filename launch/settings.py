@@ -16,7 +16,6 @@ import numpy as np
 import algorithms
 import models
 from data import dataset, loaders
-from data.partitions import cdkt
 from fedjax_pfl import options
 from launch import config as config_lib
 from launch import presets
@@ -223,17 +222,16 @@ def resolve(
         and "public_set" not in told
         and not config.proxy_fraction,
     }
-    rules = presets.values(config.preset, facts)
-    if name.startswith("npz:"):
+    partition = config.partition or presets.values(config.preset, facts)["partition"]
+    if name.startswith("npz:") and config.partition is None:
         # A paper's users exist for the paper's data; a user's arrays have owners.
-        owned = source.client is not None
-        rules["partition"] = "natural" if owned else "client_dirichlet"
-    partition = config.partition or rules["partition"]
+        partition = "client_dirichlet" if source.client is None else "natural"
+    rules = presets.values(config.preset, facts | {"partition": partition})
+    rules["partition"] = partition
     if partition == "natural":
         rules["num_clients"] = _owners(config, source)
     num_clients = config.num_clients or rules["num_clients"]
     rules["clients_per_round"] = min(rules["clients_per_round"], num_clients)
-    rules["classes_per_client"] = _classes_per_client(partition, name)
     rules["model"] = _model(name, source.image, rules.get("model"))
     rules["client_model"] = config.model or rules["model"]
     # Images are shared once: as a public set, or set aside from the data.
@@ -260,13 +258,6 @@ def _owners(config: config_lib.Config, source: dataset.Dataset) -> int:
             f"--num_clients={config.num_clients}: the data have {owners} clients"
         )
     return owners
-
-
-def _classes_per_client(partition: str, name: str) -> int:
-    protocol = cdkt.PROTOCOLS.get(name)
-    if partition == "cdkt_paper":
-        return cdkt.PAPER_LABELS.get(name, 2)
-    return protocol.labels_per_user if protocol else 2
 
 
 def _model(name: str, image: np.ndarray, wanted: str | None) -> str:

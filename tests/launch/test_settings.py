@@ -12,6 +12,7 @@ import algorithms
 import models
 from algorithms import fedavg
 from data import dataset, loaders, partitions
+from data.partitions import cdkt
 from fedjax_pfl import options
 from launch import build, config, presets, settings
 from launch import list as listing
@@ -173,7 +174,11 @@ def test_rules_name_what_exists():
     for preset in presets.PRESETS:
         for _, rule in presets.rules(preset):
             assert rule.options and set(rule.when) <= set(presets.CONDITIONS)
-            for name, names in (("algo", owners), ("dataset", datasets)):
+            for name, names in (
+                ("algo", owners),
+                ("dataset", datasets),
+                ("partition", partitions.PARTITIONS),
+            ):
                 wanted = rule.when.get(name, [])
                 assert set([wanted] if isinstance(wanted, str) else wanted) <= set(
                     names
@@ -181,7 +186,7 @@ def test_rules_name_what_exists():
             for name, value in rule.options.items():
                 assert name not in ("algo", "preset", "dataset")
                 assert settings.checked(name, value, kinds[name]) == value
-            if {"max_examples", "public_images"} & rule.when.keys():
+            if {"max_examples", "partition", "public_images"} & rule.when.keys():
                 # Known after the algorithm's own options have been made.
                 assert rule.options.keys() <= common.keys()
         for algo in algorithms.ALGORITHMS:
@@ -189,6 +194,21 @@ def test_rules_name_what_exists():
                 made, _ = resolved(algo=algo, preset=preset, dataset=name)
                 options.validate(made)
                 settings.check(made)
+
+
+def test_classes_of_the_papers_users():
+    """The generator's own numbers, and those in the paper's text."""
+    for name, protocol in cdkt.PROTOCOLS.items():
+        made, _ = resolved(algo="cdkt", dataset=name)
+        assert made.classes_per_client == protocol.labels_per_user
+
+    def count(name, **given):
+        return resolved(algo="cdkt", dataset=name, **given)[0].classes_per_client
+
+    assert count("cifar10", partition="cdkt_paper") == 2
+    assert count("cifar100", partition="cdkt_paper") == 20
+    assert count("cifar100", partition="cdkt_paper", classes_per_client=5) == 5
+    assert count("femnist") == 2
 
 
 @pytest.mark.parametrize("algo", list(algorithms.ALGORITHMS))
