@@ -40,16 +40,21 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+_UNBOUNDED = {"choices": (), "minimum": None, "maximum": None, "above": None}
+
+
 def validate(values: Any) -> None:
     """Checks every field of a dataclass instance against its option.
+
+    A field that is no `option` (a notebook's `scale: float = 1.0`) has no bounds.
 
     Raises:
         ValueError: one line with the flag, what came and what is allowed.
     """
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)
-        meta = field.metadata
-        if value is None or not meta:
+        meta = _UNBOUNDED | field.metadata
+        if value is None:
             continue
         flag = f"--{field.name}={value}"
         if meta["choices"] and value not in meta["choices"]:

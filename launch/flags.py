@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from absl import flags
 
-from launch import build
+from launch import settings
 
 
 class UsageError(ValueError):
@@ -85,10 +85,10 @@ def parse(
         help_for(_algorithm(arguments), extra)
     try:
         algo = _algorithm(arguments[1:])
-        fields = build.fields_of(algo)
+        fields = settings.fields_of(algo)
     except ValueError as error:
         raise UsageError(error) from error
-    kinds = build.option_types(algo)
+    kinds = settings.option_types(algo)
     values = flags.FlagValues()
     for name, field in fields.items():
         define(values, name, field, kinds[name])
@@ -100,7 +100,7 @@ def parse(
         name = error.flagname
         if name.removeprefix("no") in fields:
             name = name.removeprefix("no")
-        raise UsageError(build.unknown_option(name, algo)) from error
+        raise UsageError(settings.unknown_option(name, algo)) from error
     except (flags.Error, ValueError) as error:  # ValueError: --noflag=value
         raise UsageError(error) from error
     if len(rest) > 1:
@@ -115,13 +115,13 @@ def parse(
 def help_for(algo: str, extra: Callable[[flags.FlagValues], None] | None) -> NoReturn:
     """Prints every option of an algorithm with its help text and leaves."""
     try:
-        fields, kinds = build.fields_of(algo), build.option_types(algo)
+        fields, kinds = settings.fields_of(algo), settings.option_types(algo)
     except ValueError as error:
         raise UsageError(error) from error
     print(f"Options of --algo={algo} (also in a file: --flagfile=PATH)\n")
     for name, field in fields.items():
         choices = "|".join(field.metadata["choices"]) or kinds[name].__name__
-        default = "automatic" if field.default is None else repr(field.default)
+        default = settings.default_text(algo, name)
         print(f"  --{name}=<{choices}>\n      {field.metadata['help']}; {default}")
     if extra is not None:
         values = flags.FlagValues()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from absl import flags as absl_flags
 
 from data import loaders
-from launch import build, flags, main, report, workdir
+from launch import flags, main, report, settings, workdir
 
 PAPERS = pathlib.Path(__file__).parent / "papers"
 Number = float | list[float]
@@ -94,7 +94,7 @@ def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
             return text == (str(value).lower() if isinstance(value, bool) else value)
         return text is not None and float(text) == value
 
-    known = build.fields_of(options["algo"])
+    known = settings.fields_of(options["algo"])
     return all(equal(told.get(k), v) for k, v in options.items() if k in known)
 
 
@@ -124,7 +124,7 @@ def cells(
     for flag, value in given.items():
         names = _of_value(table["scenarios"], names, flag, value)
         rows = _of_value(table["rows"], rows, flag, value)
-        if not any(flag in build.fields_of(table["rows"][r]["algo"]) for r in rows):
+        if not any(flag in settings.fields_of(table["rows"][r]["algo"]) for r in rows):
             raise ValueError(f"--{flag}={value}: no row has this option")
     out = []
     for name in names:
@@ -275,8 +275,8 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
     table = load_table(names[0])
     options: dict[str, Any] = {}
     for algo in dict.fromkeys(row["algo"] for row in table["rows"].values()):
-        kinds = build.option_types(algo)
-        for name, field in build.fields_of(algo).items():
+        kinds = settings.option_types(algo)
+        for name, field in settings.fields_of(algo).items():
             if name not in (*options, *OWN_FLAGS, "algo", "resume"):
                 options[name] = field
                 flags.define(values, name, field, kinds[name])
@@ -325,7 +325,7 @@ def command(argv: Sequence[str] | None = None) -> None:
         summary = workdir.stored_summary(folder)
         if not own["dry_run"]:
             print(f"{cell.scenario}, {cell.row} -> {folder}", flush=True)
-            known = build.fields_of(cell.options["algo"])
+            known = settings.fields_of(cell.options["algo"])
             options = cell.options | seeds | execution
             options |= {
                 "workdir": str(folder),
