@@ -178,7 +178,7 @@ def two_step_reference(experiment: Experiment) -> Callable[[int], float]:
 def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Runs a work and returns its figures."""
     experiment = build.experiment(**given, rounds=rounds, eval_every=rounds)
-    seconds, accuracy, client_accuracy = [], None, None
+    seconds = []
     reference = None
     config, hparams = experiment.config, experiment.hparams
     if (
@@ -189,14 +189,16 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
     ):
         reference = two_step_reference(experiment)
     reference_seconds = []
-    for event, records in experiment.advance(rounds_per_call=1):
-        if event.call_rounds:
-            seconds.append(event.call_seconds)
-            if reference is not None:
-                reference_seconds.append(reference(event.round - 1))
-        for record in records:
-            accuracy = record.get("global_accuracy")
-            client_accuracy = record.get("client_accuracy")
+    records = experiment.evaluate()
+    for round in range(rounds):
+        before = experiment.totals.seconds
+        experiment.simulation.advance_to(round + 1)
+        seconds.append(experiment.totals.seconds - before)
+        if reference is not None:
+            reference_seconds.append(reference(round))
+        records = experiment.evaluate() or records
+    accuracy = records[-1].get("global_accuracy")
+    client_accuracy = records[-1].get("client_accuracy")
     totals, model = experiment.totals, experiment.task.client_models[0]
     timed = seconds[1:] or seconds
     rate = totals.samples / sum(seconds)

@@ -227,7 +227,7 @@ def _check(config: config_lib.Config, source: table.Table) -> None:
 
 
 def _model(flag: str, name: str, num_classes: int, shape: tuple) -> types.Model:
-    model = models.MODELS[name](num_classes)
+    model = models.make(name, num_classes)
     try:
         traffic.shapes(model, shape)
     except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
