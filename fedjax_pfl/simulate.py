@@ -279,21 +279,63 @@ class Simulation:
             }
             lane.pending = None
 
-    def advance_to(
-        self, stop: int, on_call: Callable[[], bool | None] | None = None
-    ) -> None:
-        """Runs until `stop` rounds are done, in calls of about `CALL_SECONDS`.
+    def advance_to(self, stop: int) -> None:
+        """Runs until `stop` rounds are done; does nothing if they are already."""
+        while self.round < stop:
+            self.advance(stop)
 
-        Args:
-            stop: Rounds done in the end; nothing happens if they are already.
-            on_call: Asked after every call; True ends the advance. The state is whole
-                then, and a later advance goes on.
+    def advance(self, stop: int) -> None:
+        """Runs one call of about `CALL_SECONDS`, of no round behind `stop`.
+
+        The state is whole when it returns: between two calls a caller may save, or stop
+        and go on later. Plans of the next window are made while the device computes.
         """
         self.start()
-        while self.round < stop:
-            self._call(stop)
-            if on_call is not None and on_call():
-                return
+        for lane in self.lanes:
+            self._settle(lane)
+        begin = self.round
+        if begin >= stop:
+            return
+        window, ahead, seconds = self._current_window(begin, stop), None, 0.0
+        until = min(begin + self._rounds_per_call, stop, window.end)
+        for index, lane in enumerate(self.lanes):
+            # A lane is ahead where an exception came between two of them.
+            if lane.round >= until:
+                continue
+            first, count = lane.round - window.first, until - lane.round
+            args = (
+                self.program.floats,
+                lane.state,
+                window.cohorts[index],
+                np.int32(first),
+                np.int32(count),
+                self.data,
+                lane.partition,
+            )
+            executable, compiling = self.program.rounds.ahead(*args)
+            self.compile_seconds += compiling
+            work = Work(*(one[first : first + count] for one in window.work[index]))
+            started = time.perf_counter()
+            # The call takes the old state's buffers: no function may be called before
+            # the new state is stored, or an interrupt could lose both.
+            state, metrics, sent = executable(*args)
+            lane.state, lane.round, lane.pending = state, until, (metrics, sent, work)
+            try:
+                if ahead is None and until == window.end < max(self.rounds, stop):
+                    ahead = self._plan(until, stop)
+            finally:
+                self._settle(lane)
+            seconds += time.perf_counter() - started
+        self.totals.seconds += seconds
+        self._window = ahead or window
+        per_round = max(seconds, 1e-3) / (until - begin)
+        self._rounds_per_call = max(1, int(CALL_SECONDS / per_round))
+
+    def _current_window(self, round: int, stop: int) -> Window:
+        """The window that holds the plans of `round`, made now if need be."""
+        if self._window is None or not self._window.first <= round < self._window.end:
+            self._window = self._plan(round, stop)
+        return self._window
 
     def evaluate(self) -> list[tuple[dict[str, float], np.ndarray | None]]:
         """Metrics of the state as it is, one (metrics, accuracies) pair per seed.
@@ -331,51 +373,6 @@ class Simulation:
                 )
                 out.append((values, accuracies))
         return out
-
-    def _call(self, stop: int) -> None:
-        """One call of the program for every lane; plans ahead while it computes."""
-        for lane in self.lanes:
-            self._settle(lane)
-        begin, window = self.round, self._window
-        if window is None or not window.first <= begin < window.end:
-            window = self._plan(begin, stop)
-        self._window = window
-        until = min(begin + self._rounds_per_call, stop, window.end)
-        ahead, seconds = None, 0.0
-        for lane, cohorts, work in zip(
-            self.lanes, window.cohorts, window.work, strict=True
-        ):
-            # A lane may be ahead where an exception came between two of them.
-            if lane.round >= until:
-                continue
-            done = slice(lane.round - window.first, until - window.first)
-            args = (
-                self.program.floats,
-                lane.state,
-                cohorts,
-                np.int32(done.start),
-                np.int32(done.stop - done.start),
-                self.data,
-                lane.partition,
-            )
-            executable, compiling = self.program.rounds.ahead(*args)
-            self.compile_seconds += compiling
-            work = Work(*(count[done] for count in work))
-            started = time.perf_counter()
-            # Nothing may come between: the old state's buffers are gone.
-            state, metrics, sent = executable(*args)
-            lane.state, lane.round, lane.pending = state, until, (metrics, sent, work)
-            try:
-                if ahead is None and until == window.end < max(self.rounds, stop):
-                    ahead = self._plan(until, stop)
-            finally:
-                self._settle(lane)
-            seconds += time.perf_counter() - started
-        self.totals.seconds += seconds
-        if ahead is not None:
-            self._window = ahead
-        per_round = max(seconds, 1e-3) / (until - begin)
-        self._rounds_per_call = max(1, int(CALL_SECONDS / per_round))
 
     def _settle(self, lane: Lane) -> None:
         """Waits for a lane's last call and counts it, once."""

@@ -30,7 +30,7 @@ class Experiment:
 
     Attributes:
         config, hparams: The resolved options.
-        simulation: State, round and counters; `advance_to` and `evaluate` are its.
+        simulation: State, round and counters; what advances and evaluates them.
         metrics: A list of dicts, one per evaluated round and seed.
         client_accuracies: f64[seeds, window, K], nan where not evaluated.
     """
@@ -145,8 +145,7 @@ class Experiment:
         until = self.config.rounds if until is None else until
         with stop_lib.Stop(twice_interrupts=False) as stop:
             while not stop and (self.round < until or self.is_due(self.round)):
-                target = min(self.next_stop(), until)
-                self.simulation.advance_to(target, lambda: bool(stop))
+                self.simulation.advance(min(self.next_stop(), until))
                 self.evaluate()
         if stop:
             raise KeyboardInterrupt(f"stopped after round {self.round}; run() goes on")

@@ -32,20 +32,17 @@ def run(
     simulation, config = experiment.simulation, experiment.config
     every, saved_time = config.checkpoint_every, time.monotonic()
 
-    def pause() -> bool:
-        """Asked after every call: whether to come back before the next stop."""
-        progress(simulation.round, [])
-        late = not every and time.monotonic() - saved_time > SAVE_SECONDS
-        return late or bool(stop)
-
     while True:
-        simulation.advance_to(experiment.next_stop(every), pause)
+        # One call of about ten seconds, ended early by an evaluation or a checkpoint.
+        simulation.advance(experiment.next_stop(every))
         records = experiment.evaluate()
         folder.append(records)
         progress(simulation.round, records)
         ended = simulation.round == config.rounds
-        due = simulation.round and every and simulation.round % every == 0
-        if ended or due or pause():
+        due = time.monotonic() - saved_time > SAVE_SECONDS
+        if every:
+            due = simulation.round > 0 and simulation.round % every == 0
+        if due or ended or stop:
             folder.save()
             saved_time = time.monotonic()
         if ended or stop:
