@@ -20,7 +20,7 @@ from launch.experiment import Experiment
 
 
 def _model(flag: str, name: str, num_classes: int, shape: tuple) -> types.Model:
-    model = models.MODELS[name](num_classes)
+    model = models.make(name, num_classes)
     try:
         traffic.shapes(model, shape)
     except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:

@@ -20,7 +20,7 @@ from matplotlib import ticker
 from matplotlib.figure import Figure
 
 from launch import config as config_lib
-from launch import flags, report
+from launch import console, flags
 
 KINDS = ("curves", "fairness", "bubbles")
 SILENT = (*config_lib.EXECUTION_FIELDS, "algo", "seed", "num_seeds", "eval_every")
@@ -133,7 +133,7 @@ def curves(runs: Sequence[Run], names: Sequence[str], metric: str) -> Figure:
     band = f", mean ± std of {seeds} seeds" if seeds > 1 else ""
     axes.set(
         xlabel="rounds done",
-        ylabel=f"{report.title(metric)}, %" if is_share else report.title(metric),
+        ylabel=f"{console.title(metric)}, %" if is_share else console.title(metric),
         xlim=(0, None),
     )
     axes.set_title(f"{_data(runs)}{band}", fontsize=10)

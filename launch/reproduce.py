@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from absl import flags as absl_flags
 
 from data import loaders
-from launch import flags, main, report, settings, workdir
+from launch import console, flags, main, settings, workdir
 
 PAPERS = pathlib.Path(__file__).parent / "papers"
 Number = float | list[float]
@@ -210,13 +210,13 @@ def markdown(
         body = [
             (row, [*(texts.get((s, row), ["-"])[0] for s in scenarios)]) for row in rows
         ]
-        title = f"{report.title(metrics[0])}, {table.get('columns', 'percent')}"
+        title = f"{console.title(metrics[0])}, {table.get('columns', 'percent')}"
         lines += ["", f"{title}, {legend}", "", *_grid(scenarios, body)]
         return "\n".join(lines) + "\n"
     for scenario in scenarios:
         body = [(r, texts[scenario, r]) for r in rows if (scenario, r) in texts]
         lines += ["", f"**{scenario}**, {legend}", ""]
-        lines += _grid([report.title(metric) for metric in metrics], body)
+        lines += _grid([console.title(metric) for metric in metrics], body)
     return "\n".join(lines) + "\n"
 
 

@@ -106,9 +106,7 @@ def test_restored_run_is_the_same(name, unequal, tmp_path):
     """4 rounds at once = 2, save, restore, 2: bit for bit, metrics too."""
     whole, state = final_state(name, unequal, rounds=4, eval_every=1)
     first = build_experiment(name, unequal, rounds=4, eval_every=1)
-    for event, _ in first.advance(rounds_per_call=1):
-        if event.round == 2:
-            break
+    first.run(until=2)
     arrays, host = first.saved()
     checkpoint.save(tmp_path, 2, arrays, host)
     second = build_experiment(name, unequal, rounds=4, eval_every=1)

@@ -9,7 +9,7 @@ import signal
 import numpy as np
 import pytest
 
-from launch import main, report
+from launch import console, main
 
 ROUNDS = 4
 MODEL_BYTES = 4 * (64 * 128 + 128 + 128 * 64 + 64 + 64 * 4 + 4)
@@ -81,7 +81,7 @@ def kill_at(monkeypatch, round):
         if done == round:
             raise KilledError
 
-    monkeypatch.setattr(report.Progress, "update", update)
+    monkeypatch.setattr(console.Progress, "update", update)
 
 
 def signal_at(monkeypatch, round, number):
@@ -100,7 +100,7 @@ def signal_at(monkeypatch, round, number):
             made[-1]._note(number, None)
 
     monkeypatch.setattr(main, "Stop", Stop)
-    monkeypatch.setattr(report.Progress, "update", update)
+    monkeypatch.setattr(console.Progress, "update", update)
 
 
 @pytest.fixture(scope="module")
