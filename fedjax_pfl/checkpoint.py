@@ -17,6 +17,7 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,11 +87,18 @@ def saved(folder: pathlib.Path) -> list[pathlib.Path]:
 def _one_error(path: pathlib.Path) -> Iterator[None]:
     """Turns whatever orbax does about a failed write into one OSError.
 
-    A full disk reaches us as a ValueError, and on the way two of orbax's threads print
-    their tracebacks through absl's log.
+    A full disk reaches us as a ValueError. On the way two of orbax's threads print
+    their tracebacks through absl's log, and tensorstore's threads, when writes end
+    that nobody awaits any more, through `sys.unraisablehook`.
     """
-    log = logging.getLogger("absl")
+    log, hook = logging.getLogger("absl"), sys.unraisablehook
+
+    def unless_late(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
     log.disabled, before = True, log.disabled
+    sys.unraisablehook = unless_late
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -98,6 +106,9 @@ def _one_error(path: pathlib.Path) -> Iterator[None]:
         number = int(code[1]) if code else errno.EIO
         reason = os.strerror(number) if code else str(error).split("\n")[0]
         raise OSError(number, reason, str(path)) from error
+    else:
+        # After a failure it stays: the late threads have not ended yet.
+        sys.unraisablehook = hook
     finally:
         log.disabled = before
 

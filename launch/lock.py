@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import socket
-from typing import IO
 
 NAME = "run.lock"
 
@@ -23,7 +22,7 @@ class Lock:
 
     def __init__(self, folder: pathlib.Path):
         self.path = folder / NAME
-        self._file: IO[str] | None = None
+        self._file: int | None = None  # its descriptor, while the lock is held
 
     def acquire(self) -> None:
         """Takes the lock.
@@ -32,27 +31,15 @@ class Lock:
             ValueError: another process has it; names the process and its host.
         """
         while self._file is None:
-            file = open(self.path, "a+")
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                with file:
-                    raise ValueError(self._refusal(_owner(file))) from None
-            # Its owner may have removed it between our opening and our locking.
-            if not self._is_current(file):
-                file.close()
-                continue
-            owner = _owner(file)
-            if owner is not None and owner["host"] != socket.gethostname():
-                with file:
-                    raise ValueError(
-                        f"{self._refusal(owner)}; if that one is dead, remove "
-                        f"{self.path}"
-                    )
-            self._file = file
-        self._file.truncate(0)
-        json.dump({"pid": os.getpid(), "host": socket.gethostname()}, self._file)
-        self._file.flush()
+                self._file = self._lock(file)
+            finally:
+                if self._file is None:
+                    os.close(file)
+        os.ftruncate(self._file, 0)
+        owner = {"pid": os.getpid(), "host": socket.gethostname()}
+        os.pwrite(self._file, json.dumps(owner).encode(), 0)
 
     def release(self) -> None:
         """Gives it back and removes the file; nothing if it is not held."""
@@ -60,14 +47,27 @@ class Lock:
             # First removed, then unlocked: whoever waits sees that its file is gone.
             with contextlib.suppress(OSError):
                 self.path.unlink()
-            self._file.close()
+            os.close(self._file)
             self._file = None
 
-    def _is_current(self, file: IO[str]) -> bool:
+    def _lock(self, file: int) -> int | None:
+        """`file`, if it is ours now; None if it is no longer the one at our path."""
         try:
-            return os.path.samestat(os.stat(self.path), os.fstat(file.fileno()))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(self._refusal(_owner(file))) from None
+        # Its owner may have removed it between our opening and our locking.
+        try:
+            if not os.path.samestat(os.stat(self.path), os.fstat(file)):
+                return None
         except FileNotFoundError:
-            return False
+            return None
+        owner = _owner(file)
+        if owner is not None and owner["host"] != socket.gethostname():
+            raise ValueError(
+                f"{self._refusal(owner)}; if that one is dead, remove {self.path}"
+            )
+        return file
 
     def _refusal(self, owner: dict | None) -> str:
         who = "another process"
@@ -76,11 +76,10 @@ class Lock:
         return f"--workdir={self.path.parent} is in use by {who}"
 
 
-def _owner(file: IO[str]) -> dict | None:
+def _owner(file: int) -> dict | None:
     """Who wrote the lock; None if it has not been written whole."""
-    file.seek(0)
     try:
-        owner = json.loads(file.read())
+        owner = json.loads(os.pread(file, 1000, 0))
         return {"pid": int(owner["pid"]), "host": str(owner["host"])}
     except (ValueError, KeyError, TypeError):
         return None

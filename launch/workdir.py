@@ -75,7 +75,7 @@ class Workdir:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._lock.release()
         if isinstance(error, OSError):
-            flags.fail(f"results cannot be written: {error}", 1)
+            flags.fail(f"results cannot be written to {self.path}: {error}", 1)
 
     def prepare(self) -> dict[str, Any] | None:
         """Takes the folder, restores a checkpoint if one is wanted.
@@ -156,7 +156,7 @@ class Workdir:
         for name in (finished.SUMMARY, finished.CLIENTS):
             (self.path / name).unlink(missing_ok=True)
         self._write(RUN_FLAGS, "\n".join(self._flags) + "\n")
-        if damage:
+        if damage and str(self.path / METRICS) not in damage:
             _note(f"{damage}; it is written again from round {round}")
         self.records = host["records"]
         self._restore_metrics(round)
