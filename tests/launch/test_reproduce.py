@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch import reproduce, settings
+from launch import papers, reproduce, settings
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def tiny(tmp_path, monkeypatch, blobs):
         "notes": {},
     }
     (tmp_path / "tiny.json").write_text(json.dumps({"table1": table}))
-    monkeypatch.setattr(reproduce, "PAPERS", tmp_path)
+    monkeypatch.setattr(papers, "PAPERS", tmp_path)
     monkeypatch.chdir(tmp_path)
     return blobs
 
@@ -71,7 +71,7 @@ def sweep(tmp_path, monkeypatch, blobs):
         "notes": {},
     }
     (tmp_path / "swept.json").write_text(json.dumps({"fig1": table}))
-    monkeypatch.setattr(reproduce, "PAPERS", tmp_path)
+    monkeypatch.setattr(papers, "PAPERS", tmp_path)
     monkeypatch.chdir(tmp_path)
     return blobs
 
@@ -111,9 +111,9 @@ def test_rows_can_be_chosen(sweep, capsys):
 
 def test_every_cell_of_every_table_is_a_configuration():
     """Rows, columns and data sets of the shipped tables name options that exist."""
-    for name, table in reproduce.tables().items():
+    for name, table in papers.tables().items():
         for dataset in [*table["datasets"], table.get("dataset", "fashion_mnist")]:
-            for cell in reproduce.cells(table, dataset):
+            for cell in papers.cells(table, dataset):
                 known = settings.fields_of(cell.options["algo"])
                 ignored = {k for k in cell.options if k not in known}
                 # What a row does not know is an option of other rows of its table.
@@ -127,27 +127,27 @@ def test_every_cell_of_every_table_is_a_configuration():
 
 def test_every_row_can_be_chosen():
     """No row or column has a comma in its name, and paths hold plain letters."""
-    for table in reproduce.tables().values():
+    for table in papers.tables().values():
         dataset = next(iter(table["datasets"]), "cifar10")
         for name in table["rows"]:
-            cells = reproduce.cells(table, dataset, row=name)
+            cells = papers.cells(table, dataset, row=name)
             assert {cell.row for cell in cells} == {name}
-            assert not set(reproduce.slug(name)) & set(",*() ")
+            assert not set(papers.slug(name)) & set(",*() ")
         for name in table["scenarios"]:
-            assert reproduce.cells(table, dataset, scenario=name)
+            assert papers.cells(table, dataset, scenario=name)
 
 
 def test_given_values_pick_rows_and_columns():
     """A row that stands for another value is left out; null bans an option."""
-    table = reproduce.load_table("fedd2s.fig7")
-    cells = reproduce.cells(table, "cifar100", given={"partition_alpha": 0.5})
+    table = papers.load_table("fedd2s.fig7")
+    cells = papers.cells(table, "cifar100", given={"partition_alpha": 0.5})
     assert {cell.row for cell in cells} == {"alpha=0.5"}
-    table = reproduce.load_table("fedd2s.fig6")
-    cells = reproduce.cells(table, "cifar10", given={"drop_every": 3})
+    table = papers.load_table("fedd2s.fig6")
+    cells = papers.cells(table, "cifar10", given={"drop_every": 3})
     fixed = [cell for cell in cells if "fixed_layer" in cell.options]
     assert fixed and all("drop_every" not in cell.options for cell in fixed)
     with pytest.raises(ValueError, match="--head_epochs=1: no row has this option"):
-        reproduce.cells(table, "cifar10", given={"head_epochs": 1})
+        papers.cells(table, "cifar10", given={"head_epochs": 1})
 
 
 def test_dry_run_hides_runs_of_other_settings(sweep, tmp_path, capsys):
