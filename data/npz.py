@@ -9,7 +9,6 @@ from __future__ import annotations
 import lzma
 import math
 import pathlib
-import stat
 import tokenize
 import warnings
 import zipfile
@@ -19,7 +18,7 @@ from typing import IO
 
 import numpy as np
 
-from data import memory
+from data import files, memory
 
 _METHODS = (
     zipfile.ZIP_STORED,
@@ -92,17 +91,11 @@ def _line(error: BaseException) -> str:
 
 def _check_file(path: pathlib.Path) -> None:
     try:
-        mode = path.stat().st_mode
+        files.check(path, "an npz file")
     except FileNotFoundError as error:
         raise ValueError("there is no such file") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or _line(error)
-        raise ValueError(f"cannot be read: {reason}") from error
-    if stat.S_ISDIR(mode):
-        raise ValueError("is a folder, an npz file is expected")
-    if not stat.S_ISREG(mode):
-        # A pipe would be waited for, perhaps for ever.
-        raise ValueError("is a pipe or a device, an npz file is expected")
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from error
 
 
 def _names(archive: zipfile.ZipFile) -> str:

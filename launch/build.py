@@ -19,7 +19,7 @@ from data import cdkt_partition, loaders, partition, plan, table
 from fedjax_pfl import evaluate, options, rows, traffic, types
 from fedjax_pfl import program as program_lib
 from launch import config as config_lib
-from launch import devices
+from launch import devices, limits
 from launch.experiment import Experiment
 
 
@@ -69,19 +69,6 @@ def unknown_option(name: str, algo: str) -> str:
     return f"--{name} is not a flag of --algo={algo}{hint}"
 
 
-def _checked(name: str, value: Any, kind: type) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, np.generic):
-        value = value.item()
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-    if not fits:
-        raise ValueError(f"--{name}={value!r}: expected {kind.__name__}")
-    return value
-
-
 def configure(given: dict[str, Any]) -> tuple[config_lib.Config, Any]:
     """Config and hyperparameters from what was given, presets and defaults.
 
@@ -110,7 +97,7 @@ def configure(given: dict[str, Any]) -> tuple[config_lib.Config, Any]:
     def build(dataclass: Any) -> Any:
         kinds = field_types(dataclass)
         chosen = {
-            name: _checked(name, values[name], kind)
+            name: limits.checked(name, values[name], kind)
             for name, kind in kinds.items()
             if name in values
         }
@@ -335,6 +322,15 @@ def assemble(
     jax.config.update(
         "jax_default_matmul_precision", devices.PRECISIONS[config.precision]
     )
+    shape = source.image.shape[1:]
+    server_model = _model("model", config.model, source.num_classes, shape)
+    client_models = tuple(
+        _model("client_model", name, source.num_classes, shape)
+        for name in config.client_model.split(",")
+    )
+    chosen = vars(config) | vars(hparams)
+    model_bytes = max(traffic.model_bytes(model, shape) for model in client_models)
+    limits.check(chosen, source.image, model_bytes)
     seeds = [config.seed + i for i in range(config.num_seeds)]
     splits = []
     for seed in seeds:
@@ -352,17 +348,11 @@ def assemble(
         label = np.concatenate([label, np.zeros(len(public), label.dtype)])
     stacked = partition.stack(splits)
 
-    shape = image.shape[1:]
-    server_model = _model("model", config.model, source.num_classes, shape)
-    client_models = tuple(
-        _model("client_model", name, source.num_classes, shape)
-        for name in config.client_model.split(",")
-    )
     execution = devices.execution(
         config.client_chunk,
         config.devices,
         config.clients_per_round,
-        max(traffic.model_bytes(model, shape) for model in client_models),
+        model_bytes,
         getattr(hparams, "batch_size", 1),
     )
     client_group = np.arange(config.num_clients, dtype=np.int32) % len(client_models)
@@ -424,7 +414,7 @@ def assemble(
     )
     digest = hashlib.sha256(np.ascontiguousarray(image).data)
     digest.update(np.ascontiguousarray(label).data)
-    return Experiment(
+    made = Experiment(
         data_sha256=digest.hexdigest(),
         config=config,
         hparams=hparams,
@@ -435,3 +425,5 @@ def assemble(
         seeds=seeds,
         window=summary_window(config.summary, config.rounds),
     )
+    limits.check_state(chosen, made.saved_template())
+    return made
