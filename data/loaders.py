@@ -9,17 +9,18 @@ import math
 import pathlib
 import socket
 import struct
-import zipfile
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import cinic10, dataset
+from data import dataset, npz
+from data.builders import cinic10
 
 TFDS_HOST = "storage.googleapis.com"
 DEBIAN_FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")
+MAX_CLASSES = 100_000
 IDX_FILES = (
     ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -96,6 +97,8 @@ def _idx_or_tfds(
                 f"{image_path} has {image.ndim} dimensions and {label_path} "
                 f"{label.ndim}; images have 3 and labels 1"
             )
+        if not image.size:
+            raise ValueError(f"{image_path} holds no pixel: {list(image.shape)}")
         if images and image.shape[1:] != images[0].shape[1:3]:
             raise ValueError(
                 f"{image_path} has images of {list(image.shape[1:])}, the train images "
@@ -152,6 +155,7 @@ def _tfds(
     try:
         builder = prepare(name, data_dir)
         sources = [builder.as_data_source(split=split) for split in ("train", "test")]
+        examples = [example for source in sources for example in source]
     except ImportError as error:
         raise ValueError(
             f"--dataset={name} needs the package tensorflow-datasets ({error}); {way}"
@@ -162,14 +166,9 @@ def _tfds(
             f"--dataset={name} is not here and tfds could not prepare it ({reason}); "
             f"{way}"
         ) from error
-    image, label = [], []
-    for source in sources:
-        for example in source:
-            image.append(example["image"])
-            label.append(example["label"])
     return dataset.Dataset(
-        np.stack(image),
-        np.asarray(label, np.int32),
+        np.stack([example["image"] for example in examples]),
+        np.asarray([example["label"] for example in examples], np.int32),
         len(sources[0]),
         builder.info.features["label"].num_classes,
     )
@@ -195,20 +194,10 @@ def load_mnist_5k(data_dir: str) -> dataset.Dataset:
 
 def load_npz(path: str, flag: str = "dataset") -> dataset.Dataset:
     """A user's own arrays: `x` [N, H, W, C] or [N, D], `y` [N], optionally `client`."""
-    if not pathlib.Path(path).is_file():
-        raise ValueError(f"--{flag}=npz:{path}: there is no such file")
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"--{flag}=npz:{path} cannot be read: {error}") from error
-    except TypeError as error:  # np.load gives a bare array, no archive
-        raise ValueError(f"--{flag}=npz:{path} is no npz archive") from error
-    missing = {"x", "y"} - arrays.keys()
-    if missing:
-        raise ValueError(
-            f"--{flag}=npz:{path} has the arrays {sorted(arrays)}; x and y are needed"
-        )
+        arrays = npz.read(pathlib.Path(path), ("x", "y"), ("client",))
+    except ValueError as error:
+        raise ValueError(f"--{flag}=npz:{path}: {error}") from error
     x, y, client = arrays["x"], arrays["y"], arrays.get("client")
     if x.ndim not in (2, 4) or not (
         x.dtype == np.uint8 or np.issubdtype(x.dtype, np.floating)
@@ -222,10 +211,19 @@ def load_npz(path: str, flag: str = "dataset") -> dataset.Dataset:
             f"--{flag}=npz:{path}: y must be integers [{len(x)}], got {y.dtype} "
             f"{list(y.shape)}"
         )
+    if 0 in x.shape[1:]:
+        raise ValueError(
+            f"--{flag}=npz:{path}: x has examples of shape {list(x.shape[1:])}, which "
+            "hold no number"
+        )
     if not len(y) or y.min() < 0:
         raise ValueError(f"--{flag}=npz:{path}: labels must be 0, 1, 2, ...")
-    if not np.isfinite(x).all():
-        raise ValueError(f"--{flag}=npz:{path}: x holds nan or infinity")
+    if y.max() >= MAX_CLASSES:
+        # Every class costs a row of the model's last layer, whether it occurs or not.
+        raise ValueError(
+            f"--{flag}=npz:{path}: y has the label {y.max()}, at most "
+            f"{MAX_CLASSES - 1} is possible; number the classes 0, 1, 2, ..."
+        )
     if client is not None:
         if client.shape != y.shape or not np.issubdtype(client.dtype, np.integer):
             raise ValueError(
@@ -233,8 +231,25 @@ def load_npz(path: str, flag: str = "dataset") -> dataset.Dataset:
                 f"{client.dtype} {list(client.shape)}"
             )
         client = np.unique(client, return_inverse=True)[1].astype(np.int32)
-    image = x if x.dtype == np.uint8 else x.astype(np.float32)
+    image = x if x.dtype == np.uint8 else _as_float32(x, f"--{flag}=npz:{path}")
     return dataset.Dataset(image, y.astype(np.int32), len(y), int(y.max()) + 1, client)
+
+
+def _as_float32(x: np.ndarray, source: str) -> np.ndarray:
+    """Floats as f32, of which any two have a finite difference.
+
+    Raises:
+        ValueError: nan, infinity, or a number beyond float32's range.
+    """
+    largest = max(float(x.max()), -float(x.min()))
+    if not np.isfinite(largest):
+        raise ValueError(f"{source}: x holds nan or infinity")
+    if largest > float(np.finfo(np.float32).max) / 4:
+        raise ValueError(
+            f"{source}: x holds {largest:.3g}, which is beyond the range of float32; "
+            "scale it"
+        )
+    return x.astype(np.float32)
 
 
 def _from_tfds(name: str) -> Callable[[str], dataset.Dataset]:

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import evaluate, rows, traffic, types
+from fedjax_pfl import evaluate, traffic, types
+from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import program as program_lib
 
 CALL_SECONDS = 10.0
@@ -421,7 +422,7 @@ class Simulation:
 
     def _place(self, tree: Any) -> Any:
         """Where tables and states live; every call sees the same types then."""
-        return jax.device_put(tree, rows.replicated(self.execution))
+        return jax.device_put(tree, execution_lib.replicated(self.execution))
 
     def _init_args(self, lane: Lane) -> tuple[Any, ...]:
         seeds = np.asarray([self.seeds[index] for index in lane.seeds], np.uint32)

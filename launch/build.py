@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,17 +13,17 @@ import algorithms
 import models
 from data import dataset, loaders, partitions, plan
 from data.partitions import cdkt
-from fedjax_pfl import evaluate, rows, traffic, types
+from fedjax_pfl import evaluate, execution, shapes, types
 from fedjax_pfl import program as program_lib
 from launch import config as config_lib
-from launch import devices, settings
+from launch import devices, limits, settings
 from launch.experiment import Experiment
 
 
 def _model(flag: str, name: str, num_classes: int, shape: tuple) -> types.Model:
     model = models.make(name, num_classes)
     try:
-        traffic.shapes(model, shape)
+        shapes.variables(model, shape)
     except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
         raise ValueError(
             f"--{flag}={name} does not fit examples of shape {list(shape)}; "
@@ -112,7 +113,9 @@ def assemble(
     config: config_lib.Config,
     hparams: Any,
     source: dataset.Dataset,
-    client_depth: np.ndarray | None = None,
+    *,
+    level_of: Any = None,
+    eligible: np.ndarray | None = None,
     public: np.ndarray | None = None,
     algo: Any = None,
 ) -> Experiment:
@@ -122,7 +125,9 @@ def assemble(
         config: Every field set.
         hparams: The algorithm's options.
         source: The data set.
-        client_depth: int32[K], stages that each client holds; None = all of them.
+        level_of: int[K], the largest level that each client holds, or a function as
+            `plan.Planner` takes it; None = all stages.
+        eligible: bool[K], clients that may be drawn; None = everybody.
         public: Images that all clients share without labels, or None.
         algo: An algorithm that is not in the registry; None or a name = `config.algo`.
     """
@@ -130,7 +135,90 @@ def assemble(
     jax.config.update(
         "jax_default_matmul_precision", devices.PRECISIONS[config.precision]
     )
+    shape = source.image.shape[1:]
+    server_model = _model("model", config.model, source.num_classes, shape)
+    client_models = tuple(
+        _model("client_model", name, source.num_classes, shape)
+        for name in config.client_model.split(",")
+    )
+    chosen = vars(config) | vars(hparams)
+    model_bytes = max(shapes.model_bytes(model, shape) for model in client_models)
+    limits.check(chosen, source.image, model_bytes)
+
     seeds = [config.seed + i for i in range(config.num_seeds)]
+    data = _data(config, source, seeds, public)
+    num_rows = np.asarray(data.partition.train.count)
+    group = np.arange(config.num_clients, dtype=np.int32) % len(client_models)
+    if level_of is None:
+        num_stages = [len(model.stage_names) for model in client_models]
+        level_of = np.array(num_stages, np.int32)[group]
+    batch_size = getattr(hparams, "batch_size", 1)
+    how = devices.execution(
+        config.client_chunk,
+        config.devices,
+        config.clients_per_round,
+        model_bytes,
+        batch_size,
+    )
+    task = types.Task(
+        server_model=server_model,
+        client_models=client_models,
+        group_of_client=group,
+        num_clients=config.num_clients,
+        num_classes=source.num_classes,
+        num_proxy=data.partition.proxy.shape[1],
+        num_eligible=config.num_clients if eligible is None else int(eligible.sum()),
+        num_examples=int(num_rows.max()),
+        example_shape=shape,
+        execution=how,
+    )
+    entry = settings.algorithm(config.algo if algo is None else algo)
+    program = program_lib.build(entry.make, hparams, task, _scoring(config, data))
+    if public is not None and program.algorithm.ships_proxy != "unlabelled":
+        users = [
+            name
+            for name, one in algorithms.ALGORITHMS.items()
+            if getattr(one, "public_images", False)
+        ]
+        raise ValueError(
+            f"--public_set={config.public_set}: --algo={config.algo} has no use for "
+            f"images without labels; leave it away, or take {' or '.join(users)}"
+        )
+    planner = plan.Planner(
+        seeds=seeds,
+        num_rows=num_rows,
+        level_of=level_of,
+        client_group=group,
+        clients_per_round=config.clients_per_round,
+        specs=program.algorithm.plans,
+        execution=how,
+        eligible=eligible,
+        peers=program.algorithm.peers,
+    )
+    digest = hashlib.sha256(np.ascontiguousarray(data.image).data)
+    digest.update(np.ascontiguousarray(data.label).data)
+    made = Experiment(
+        data_sha256=digest.hexdigest(),
+        config=config,
+        hparams=hparams,
+        task=task,
+        program=program,
+        data=jax.device_put(data, execution.replicated(how)),
+        planner=planner,
+        seeds=seeds,
+        window=summary_window(config.summary, config.rounds),
+    )
+    limits.check_state(chosen, made.saved_template())
+    return made
+
+
+def _data(
+    config: config_lib.Config,
+    source: dataset.Dataset,
+    seeds: Sequence[int],
+    public: np.ndarray | None,
+) -> types.Data:
+    """The tables as numpy arrays; the partition has a leading axis of seeds."""
     splits = []
     for seed in seeds:
         own_seed = config.partition_seed if config.partition_seed >= 0 else seed
@@ -146,93 +234,27 @@ def assemble(
         image = np.concatenate([image, public])
         label = np.concatenate([label, np.zeros(len(public), label.dtype)])
     stacked = partitions.stack(splits)
-
-    shape = image.shape[1:]
-    server_model = _model("model", config.model, source.num_classes, shape)
-    client_models = tuple(
-        _model("client_model", name, source.num_classes, shape)
-        for name in config.client_model.split(",")
-    )
-    execution = devices.execution(
-        config.client_chunk,
-        config.devices,
-        config.clients_per_round,
-        max(traffic.model_bytes(model, shape) for model in client_models),
-        getattr(hparams, "batch_size", 1),
-    )
-    client_group = np.arange(config.num_clients, dtype=np.int32) % len(client_models)
-    if client_depth is None:
-        num_stages = [len(model.stage_names) for model in client_models]
-        client_depth = np.array(num_stages, np.int32)[client_group]
-    task = types.Task(
-        server_model=server_model,
-        client_models=client_models,
-        group_of_client=client_group,
-        client_depth=client_depth,
-        num_clients=config.num_clients,
-        num_classes=source.num_classes,
-        num_proxy=stacked.proxy.shape[1],
-        num_examples=int(stacked.train.count.max()),
-        example_shape=shape,
-        execution=execution,
-    )
-    num_scored = 0
-    if config.c_gen:
-        num_scored = config.num_clients
-        if config.eval_clients == "selected":
-            num_scored = config.clients_per_round
-    test_rows = stacked.test.row.shape[1]
     if not (stacked.test.row >= 0).any(1).all():
         raise ValueError(
             f"--test_split={config.test_split} leaves no test row, clients are too "
             "small; lower --num_clients or take pool"
         )
-    scoring = evaluate.Scoring(
-        batch_size=int(min(256, test_rows)),
-        own_batch_size=int(np.clip(stacked.test.count.max(), 1, 256)),
+    return types.Data(
+        image=image, label=label, mean=mean, scale=scale, partition=stacked
+    )
+
+
+def _scoring(config: config_lib.Config, data: types.Data) -> evaluate.Scoring:
+    num_scored = 0
+    if config.c_gen:
+        is_all = config.eval_clients == "all"
+        num_scored = config.num_clients if is_all else config.clients_per_round
+    sampled = config.eval_sample if config.eval_sample < config.num_clients else 0
+    test = data.partition.test
+    return evaluate.Scoring(
+        batch_size=int(min(256, test.row.shape[1])),
+        own_batch_size=int(np.clip(test.count.max(), 1, 256)),
         num_scored=num_scored,
         scored=config.eval_clients,
-    )
-    entry = settings.algorithm(config.algo if algo is None else algo)
-    program = program_lib.build(entry.make, hparams, task, scoring)
-    if public is not None and program.algorithm.ships_proxy != "unlabelled":
-        users = [
-            name
-            for name, one in algorithms.ALGORITHMS.items()
-            if getattr(one, "public_images", False)
-        ]
-        raise ValueError(
-            f"--public_set={config.public_set}: --algo={config.algo} has no use for "
-            f"images without labels; leave it away, or take {' or '.join(users)}"
-        )
-    data = types.Data(
-        image=image,
-        label=label,
-        mean=mean,
-        scale=scale,
-        partition=stacked,
-    )
-    num_peers = program.algorithm.num_peers
-    cohorts = plan.Planner(
-        seeds=seeds,
-        num_rows=np.asarray(stacked.train.count),
-        level_of=client_depth,
-        client_group=client_group,
-        clients_per_round=config.clients_per_round,
-        specs=program.algorithm.plans,
-        peers=types.PeerSpec(num_peers) if num_peers else None,
-        execution=execution,
-    )
-    digest = hashlib.sha256(np.ascontiguousarray(image).data)
-    digest.update(np.ascontiguousarray(label).data)
-    return Experiment(
-        data_sha256=digest.hexdigest(),
-        config=config,
-        hparams=hparams,
-        task=task,
-        program=program,
-        data=jax.device_put(data, rows.replicated(execution)),
-        cohorts=cohorts,
-        seeds=seeds,
-        window=summary_window(config.summary, config.rounds),
+        num_sampled=sampled,
     )

@@ -85,6 +85,11 @@ class Config:
     eval_clients: str | None = option(
         None, "clients behind c_spec, c_gen, c_per", choices=("selected", "all")
     )
+    eval_sample: int = option(
+        0,
+        "evaluate the models of this many clients only, drawn once by seed, 0 = all",
+        minimum=0,
+    )
     c_gen: bool | None = option(
         None, "also measure clients' models on all clients' test rows"
     )

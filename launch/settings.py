@@ -18,7 +18,7 @@ import models
 from data import dataset, loaders
 from fedjax_pfl import options
 from launch import config as config_lib
-from launch import presets
+from launch import limits, presets
 
 KINDS = (int, float, str, bool)
 
@@ -133,28 +133,10 @@ def unknown_option(name: str, algo: Any) -> str:
     return f"--{name} is not a flag of {shown}{hint}"
 
 
-def checked(name: str, value: Any, kind: type) -> Any:
-    """The value as a plain `kind`; an int will do for a float.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    if value is None:
-        return None
-    if isinstance(value, np.generic):
-        value = value.item()
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-    if not fits:
-        raise ValueError(f"--{name}={value!r}: expected {kind.__name__}")
-    return value
-
-
 def _made(dataclass: Any, values: Mapping[str, Any]) -> Any:
     """A checked instance; values that the dataclass has no field for are skipped."""
     chosen = {
-        name: checked(name, values[name], kind)
+        name: limits.checked(name, values[name], kind)
         for name, kind in field_types(dataclass).items()
         if name in values
     }
