@@ -332,6 +332,7 @@ def assemble(
         public: Images that all clients share without labels, or None.
     """
     devices.prefer_wide_vectors()
+    devices.keep_compiled(config.compile_cache)
     jax.config.update(
         "jax_default_matmul_precision", devices.PRECISIONS[config.precision]
     )
