@@ -132,6 +132,7 @@ def assemble(
         algo: An algorithm that is not in the registry; None or a name = `config.algo`.
     """
     devices.prefer_wide_vectors()
+    devices.keep_compiled(config.compile_cache)
     jax.config.update(
         "jax_default_matmul_precision", devices.PRECISIONS[config.precision]
     )

@@ -108,6 +108,11 @@ class Config:
     precision: str = option(
         "f32", "precision of matrix products", choices=tuple(launch.devices.PRECISIONS)
     )
+    compile_cache: str | None = option(
+        None,
+        "folder that keeps compiled programs for later runs, or off; by itself the "
+        "user's cache folder",
+    )
 
 
 # Not part of a run's identity: where and how it is executed, and for how long.
@@ -119,4 +124,5 @@ EXECUTION_FIELDS = (
     "devices",
     "data_dir",
     "checkpoint_every",
+    "compile_cache",
 )
