@@ -148,7 +148,8 @@ def _write(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
     """Writes one checkpoint, the manifest last."""
     import orbax.checkpoint as ocp  # takes a second to import: only runs pay it
 
-    arrays = list(_plain(state).values())
+    # Orbax refuses arrays without elements; their shape stands in the manifest.
+    arrays = [array for array in _plain(state).values() if array.size]
     with _one_error(folder), ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(folder / "state", arrays)
     body = {
@@ -203,17 +204,22 @@ def _restore_one(path: pathlib.Path, template: Any) -> tuple[int, Any, dict]:
             raise ValueError(
                 f"{path}: {name} is {before}, this configuration has {dtype}{shape}"
             )
-    target = [np.zeros(shape, dtype) for dtype, shape in found.values()]
+    arrays = [np.zeros(shape, dtype) for dtype, shape in found.values()]
     with ocp.PyTreeCheckpointer() as checkpointer:
-        arrays = checkpointer.restore(path / "state", item=target)
+        stored = iter(
+            checkpointer.restore(
+                path / "state", item=[array for array in arrays if array.size]
+            )
+        )
     leaves, treedef = jax.tree_util.tree_flatten(template)
 
-    def typed(array: Any, leaf: Any) -> Any:
+    def restored(array: np.ndarray, leaf: Any) -> Any:
+        array = np.asarray(next(stored)) if array.size else array
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(np.asarray(array))
-        return np.asarray(array)
+            return jax.random.wrap_key_data(array)
+        return array
 
-    state = treedef.unflatten(map(typed, arrays, leaves))
+    state = treedef.unflatten(map(restored, arrays, leaves))
     return manifest["round"], state, manifest["host"]
 
 
