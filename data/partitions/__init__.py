@@ -1,18 +1,27 @@
 """Partitions: from labels to the rows of each client.
 
-Every function takes the labels of a pool and returns one array of pool positions per
-client; a partition is a function of its seed alone.
+A partition is a function of its seed alone. Each kind has a file, which knows labels
+and numbers; what is set aside before (proxy) and after (tests) is the same for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from data import dataset
-from data.partitions import cdkt, client_dirichlet
+from data.partitions import (
+    cdkt,
+    client_dirichlet,
+    dirichlet,
+    held_out,
+    iid,
+    natural,
+    parts,
+    pathological,
+)
 from fedjax_pfl import rng, types
 
 PARTITIONS = {
@@ -25,8 +34,7 @@ PARTITIONS = {
     "natural": "the client ids of an npz data set",
 }
 DRAWS = client_dirichlet.DRAWS
-TEST_SPLITS = ("pool", "pool_stratified", "client_share", "official")
-MAX_TRIES = 200
+TEST_SPLITS = held_out.TEST_SPLITS
 
 
 class PartitionSpec(NamedTuple):
@@ -49,109 +57,52 @@ class PartitionSpec(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Rows of the table for one seed: per client, and those of nobody."""
+    """Rows of the data set for one seed: each client's, and those of nobody.
 
-    train: list[np.ndarray]
-    test: list[np.ndarray]
+    `official_test` and `proxy` are int64[...].
+    """
+
+    train: parts.Parts
+    test: parts.Parts
     official_test: np.ndarray
     proxy: np.ndarray
 
 
-def iid(labels: np.ndarray, spec: PartitionSpec, gen: np.random.Generator) -> list:
-    """Random equal parts; the first clients get the remainder."""
-    return np.array_split(gen.permutation(len(labels)), spec.num_clients)
-
-
-def dirichlet(
-    labels: np.ndarray, spec: PartitionSpec, gen: np.random.Generator
-) -> list:
-    """Per class, Dir(alpha) shares over clients; full clients (N / K) get none.
-
-    Redrawn until every client has `min_examples`, at most `MAX_TRIES` times.
-    """
-    num_clients, cap = spec.num_clients, len(labels) / spec.num_clients
-    classes = [np.flatnonzero(labels == c) for c in np.unique(labels)]
-    for _ in range(MAX_TRIES):
-        parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
-        size = np.zeros(num_clients, int)
-        for members in classes:
-            share = gen.dirichlet(np.full(num_clients, spec.partition_alpha))
-            share = np.where(size < cap, share, 0)
-            if not np.isfinite(share).all() or share.sum() <= 0:
-                share = (size < cap).astype(float)
-            # Divided by its own last entry: exactly 1 after the last open client.
-            total = np.cumsum(share)
-            cuts = np.floor(total[:-1] / total[-1] * len(members))
-            pieces = np.split(gen.permutation(members), cuts.astype(int))
-            for client, piece in enumerate(pieces):
-                parts[client].append(piece)
-                size[client] += len(piece)
-        if size.min() >= spec.min_examples:
-            break
-    return [gen.permutation(np.concatenate(part)) for part in parts]
-
-
-def _client_dirichlet(
-    labels: np.ndarray, spec: PartitionSpec, gen: np.random.Generator
-) -> list:
-    return client_dirichlet.split(
-        labels,
-        num_clients=spec.num_clients,
-        alpha=spec.partition_alpha,
-        draw=spec.partition_draw,
-        gen=gen,
-    )
-
-
-def pathological(
-    labels: np.ndarray, spec: PartitionSpec, gen: np.random.Generator
-) -> list:
-    """Exactly k different classes for each client, in shards of one class each."""
-    num_clients, per_client = spec.num_clients, spec.classes_per_client
-    classes, supply = np.unique(labels, return_counts=True)
-    if per_client > len(classes):
-        raise ValueError(
-            f"--classes_per_client={per_client}: the data have {len(classes)} classes"
-        )
-    num_shards = num_clients * per_client
-    # Shards per class by largest remainder, at most one per client.
-    want = supply * (num_shards / supply.sum())
-    count = np.minimum(np.floor(want).astype(int), num_clients)
-    while count.sum() < num_shards:
-        room = np.where(count < num_clients, want - count, -np.inf)
-        count[int(room.argmax())] += 1
-    owner_of_class: list[list[int]] = []
-    need = np.full(num_clients, per_client)
-    # Most shards first, to the clients that need most: never stuck (Gale-Ryser).
-    order = np.argsort(-count, kind="stable")
-    for c in order:
-        chosen = np.lexsort((gen.random(num_clients), -need))[: count[c]]
-        need[chosen] -= 1
-        owner_of_class.append(chosen.tolist())
-    parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
-    for c, owners in zip(order, owner_of_class, strict=True):
-        if not owners:
-            continue
-        members = gen.permutation(np.flatnonzero(labels == classes[c]))
-        for owner, piece in zip(
-            owners, np.array_split(members, len(owners)), strict=True
-        ):
-            parts[owner].append(piece)
-    return [gen.permutation(np.concatenate(part)) for part in parts]
-
-
-def _cdkt(labels: np.ndarray, spec: PartitionSpec, gen: np.random.Generator) -> list:
-    return cdkt.users(labels, spec.cdkt, spec.num_clients)
-
-
-_FUNCTIONS = {
-    "iid": iid,
-    "dirichlet": dirichlet,
-    "client_dirichlet": _client_dirichlet,
-    "pathological": pathological,
-    "cdkt": _cdkt,
-    "cdkt_paper": _cdkt,
-}
+def _draw(
+    source: dataset.Dataset,
+    pool: np.ndarray,
+    spec: PartitionSpec,
+    gen: np.random.Generator,
+) -> parts.Parts:
+    """Positions in `pool` of each client, by the kind that `spec` names."""
+    labels, num_clients = source.label[pool], spec.num_clients
+    kinds: dict[str, Callable[[], parts.Parts]] = {
+        "iid": lambda: iid.split(len(pool), num_clients, gen),
+        "dirichlet": lambda: dirichlet.split(
+            labels,
+            num_clients=num_clients,
+            alpha=spec.partition_alpha,
+            min_examples=spec.min_examples,
+            gen=gen,
+        ),
+        "client_dirichlet": lambda: client_dirichlet.split(
+            labels,
+            num_clients=num_clients,
+            alpha=spec.partition_alpha,
+            draw=spec.partition_draw,
+            gen=gen,
+        ),
+        "pathological": lambda: pathological.split(
+            labels,
+            num_clients=num_clients,
+            classes_per_client=spec.classes_per_client,
+            gen=gen,
+        ),
+        "cdkt": lambda: cdkt.split(labels, spec.cdkt, num_clients),
+        "cdkt_paper": lambda: cdkt.split(labels, spec.cdkt, num_clients),
+        "natural": lambda: natural.split(source.client[pool], num_clients),
+    }
+    return kinds[spec.partition]()
 
 
 def proxy_rows(labels: np.ndarray, fraction: float) -> np.ndarray:
@@ -168,33 +119,8 @@ def proxy_rows(labels: np.ndarray, fraction: float) -> np.ndarray:
     return np.concatenate(out)
 
 
-def _split_client(
-    rows: np.ndarray, labels: np.ndarray, kind: str, gen: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
-    """(train, test) rows of one client; disjoint, together all of `rows`."""
-    if kind == "official":
-        return rows, rows[:0]
-    rows = gen.permutation(rows)
-    if kind == "client_share":
-        num_test = int(0.2 * len(rows) + 1e-9)
-        return rows[num_test:], rows[:num_test]
-    num_train = int(0.8 * len(rows) + 1e-9)
-    if kind == "pool":
-        return rows[:num_train], rows[num_train:]
-    # Stratified: train rows per class by largest remainder, num_train in all.
-    classes, inverse = np.unique(labels[rows], return_inverse=True)
-    share = np.bincount(inverse) * (num_train / len(rows))
-    take = np.floor(share).astype(int)
-    for c in np.argsort(take - share, kind="stable")[: num_train - take.sum()]:
-        take[c] += 1
-    is_train = np.zeros(len(rows), bool)
-    for c in range(len(classes)):
-        is_train[np.flatnonzero(inverse == c)[: take[c]]] = True
-    return rows[is_train], rows[~is_train]
-
-
 def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
-    """Partitions a table for one seed: proxy rows first, then clients, then tests.
+    """Partitions a data set for one seed: proxy rows first, then clients, then tests.
 
     Args:
         source: The data set.
@@ -230,35 +156,25 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
                 f"{len(pool)}; lower one of them"
             )
         pool = pool[:wanted]
-    labels = source.label[pool]
     too_few = len(pool) < spec.min_examples * spec.num_clients
     if too_few and not spec.partition.startswith("cdkt"):
         raise ValueError(
             f"--num_clients={spec.num_clients}: {len(pool)} examples are too few, "
             f"{spec.min_examples} for each client are needed; lower it"
         )
-    if spec.partition == "natural":
-        owner = source.client[pool]
-        parts = [np.flatnonzero(owner == k) for k in range(spec.num_clients)]
-    else:
-        parts = _FUNCTIONS[spec.partition](labels, spec, gen)
-    _check_sizes([len(part) for part in parts], spec)
-    train, test = [], []
-    for client, part in enumerate(parts):
-        split_gen = rng.generator(seed, rng.Tag.SPLIT, client)
-        one = _split_client(pool[part], source.label, spec.test_split, split_gen)
-        train.append(one[0])
-        test.append(one[1])
+    drawn = _draw(source, pool, spec, gen)
+    _check_sizes(drawn.count, spec)
+    owned = parts.Parts(pool[drawn.row], drawn.count)
+    train, test = held_out.split(owned, source.label, spec.test_split, seed)
     tail = np.arange(source.num_train, len(source.label))
     return Split(train, test, tail if official else tail[:0], proxy)
 
 
-def _check_sizes(sizes: Sequence[int], spec: PartitionSpec) -> None:
-    worst = int(np.argmin(sizes))
+def _check_sizes(sizes: np.ndarray, spec: PartitionSpec) -> None:
+    worst = int(sizes.argmin())
     if sizes[worst] >= spec.min_examples:
         return
     cause, cure = {
-        "dirichlet": (f"--partition_alpha={spec.partition_alpha:g}", "raise it"),
         "client_dirichlet": (f"--num_clients={spec.num_clients}", "lower it"),
         "pathological": (f"--num_clients={spec.num_clients}", "lower it"),
         "natural": ("--partition=natural", "drop that client"),
@@ -271,19 +187,20 @@ def _check_sizes(sizes: Sequence[int], spec: PartitionSpec) -> None:
 
 
 def _client_rows(
-    parts: Sequence[Sequence[np.ndarray]], tails: Sequence[np.ndarray]
+    seeds: Sequence[parts.Parts], tails: Sequence[np.ndarray]
 ) -> types.ClientRows:
-    """Stacks the seeds' rows, flat in client order, padded to the longest."""
+    """Stacks the seeds' rows, padded to the longest; nobody owns the tails."""
     flats = [
-        np.concatenate([*seed, tail]) for seed, tail in zip(parts, tails, strict=True)
+        np.concatenate([one.row, tail]) for one, tail in zip(seeds, tails, strict=True)
     ]
-    longest = max(1, max(len(flat) for flat in flats))
-    count = np.array([[len(rows) for rows in seed] for seed in parts], np.int32)
-    row = np.full((len(flats), longest), -1, np.int32)
+    row = np.full((len(flats), max(1, *map(len, flats))), -1, np.int32)
     for seed, flat in enumerate(flats):
         row[seed, : len(flat)] = flat
-    start = np.cumsum(count, axis=1, dtype=np.int32) - count
-    return types.ClientRows(row=row, start=start.astype(np.int32), count=count)
+    return types.ClientRows(
+        row=row,
+        start=np.stack([one.start for one in seeds]).astype(np.int32),
+        count=np.stack([one.count for one in seeds]).astype(np.int32),
+    )
 
 
 def stack(splits: Sequence[Split]) -> types.Partition:

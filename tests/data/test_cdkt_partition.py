@@ -210,8 +210,8 @@ def test_whole_split(name, counts, num_clients, fraction, proxy, tests):
     """Proxy and test totals through `partitions.split`; proxy disjoint from users."""
     split = split_of(name, counts, num_clients, fraction)
     assert len(split.proxy) == proxy
-    assert sum(len(rows) for rows in split.test) == tests
-    users = np.concatenate([*split.train, *split.test])
+    assert len(split.test.row) == split.test.count.sum() == tests
+    users = np.concatenate([split.train.row, split.test.row])
     assert not set(users.tolist()) & set(split.proxy.tolist())
     if name != "cifar100":
         assert len(np.unique(users)) == len(users)
@@ -220,7 +220,9 @@ def test_whole_split(name, counts, num_clients, fraction, proxy, tests):
 def test_train_and_test_of_a_user_are_disjoint():
     """Also where the data set's slices overlap."""
     split = split_of("cifar100", [600] * 100, 50, 0.07)
-    for train, test in zip(split.train, split.test, strict=True):
+    for train, test in zip(
+        split.train.by_client(), split.test.by_client(), strict=True
+    ):
         assert not set(train.tolist()) & set(test.tolist())
 
 
@@ -231,7 +233,7 @@ def test_paper_split_has_the_asked_number_of_classes():
         "cifar10", counts, 50, 0.07, "cdkt_paper", labels_per_user=2, random_labels=True
     )
     label = counted_table(counts).label
-    pairs = [frozenset(label[rows].tolist()) for rows in split.train]
+    pairs = [frozenset(label[rows].tolist()) for rows in split.train.by_client()]
     assert {len(pair) for pair in pairs} == {2}
     assert len(set(pairs)) > 10
 
@@ -245,7 +247,7 @@ def test_more_users_than_fifty():
 def test_too_few_images_for_the_generator():
     """A class with fewer images than the first stage needs is named."""
     with pytest.raises(ValueError, match="--partition=cdkt needs 101.*class 3 has 40"):
-        cdkt.users(
+        cdkt.split(
             np.repeat(np.arange(10), [200, 200, 200, 40] + [200] * 6),
             cdkt.PROTOCOLS["mnist"],
             10,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data import dataset, partitions
-from fedjax_pfl import rng
+from data.partitions import dirichlet, held_out, parts
 
 MNIST_COUNTS = (6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958)
 
@@ -24,9 +24,14 @@ def spec(kind, num_clients=10, **rest):
     return partitions.PartitionSpec(partition=kind, num_clients=num_clients, **rest)
 
 
+def by_client(split):
+    """(train, test) rows of each client."""
+    return list(zip(split.train.by_client(), split.test.by_client(), strict=True))
+
+
 def owned(split):
     """All rows of each client, train and test together."""
-    return [np.concatenate(both) for both in zip(split.train, split.test, strict=True)]
+    return [np.concatenate(both) for both in by_client(split)]
 
 
 def histogram(split, source):
@@ -106,12 +111,19 @@ def test_dirichlet_small_alpha_is_unequal():
 def test_dirichlet_cap_stops_full_clients():
     """A client at N / K or above gets nothing of the later classes."""
     labels = np.repeat(np.arange(10), 500)
-    one = spec("dirichlet", 5, partition_alpha=0.3)
     cap = len(labels) / 5
     capped = 0
     for seed in range(10):
-        parts = partitions.dirichlet(labels, one, np.random.default_rng(seed))
-        counts = np.stack([np.bincount(labels[p], minlength=10) for p in parts])
+        drawn = dirichlet.split(
+            labels,
+            num_clients=5,
+            alpha=0.3,
+            min_examples=2,
+            gen=np.random.default_rng(seed),
+        )
+        counts = np.stack(
+            [np.bincount(labels[p], minlength=10) for p in drawn.by_client()]
+        )
         before = np.cumsum(counts, axis=1) - counts
         assert (counts[before >= cap] == 0).all()
         capped += (before >= cap).sum()
@@ -200,7 +212,7 @@ def test_split_sizes(kind, num_test):
         np.zeros((len(client), 1), np.uint8), label, len(client), 3, client
     )
     split = partitions.split(source, spec("natural", len(sizes), test_split=kind), 0)
-    for size, train, test in zip(sizes, split.train, split.test, strict=True):
+    for size, (train, test) in zip(sizes, by_client(split), strict=True):
         assert len(test) == num_test(size)
         assert len(train) + len(test) == size
         assert not set(train.tolist()) & set(test.tolist())
@@ -221,11 +233,58 @@ def test_stratified_split_keeps_the_class_mix():
     """Per class the train rows are .8 of the client's within one row."""
     source = make_table([90, 47, 13])
     split = partitions.split(source, spec("iid", 3, test_split="pool_stratified"), 0)
-    for train, test in zip(split.train, split.test, strict=True):
+    for train, test in by_client(split):
         kept = np.bincount(source.label[train], minlength=3)
         all_rows = kept + np.bincount(source.label[test], minlength=3)
         share = int(0.8 * all_rows.sum()) / all_rows.sum()
         assert np.abs(kept - share * all_rows).max() < 1
+
+
+def test_stratified_split_of_many_clients_is_that_of_each_one():
+    """Largest remainders, client by client: floor, then the largest fractions."""
+    gen = np.random.default_rng(0)
+    client = gen.integers(0, 80, 2000).astype(np.int32)
+    client[:160] = np.repeat(np.arange(80), 2)
+    label = gen.choice(7, 2000, p=[0.4, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05])
+    source = dataset.Dataset(np.zeros((2000, 1), np.uint8), label, 2000, 7, client)
+    split = partitions.split(
+        source, spec("natural", 80, test_split="pool_stratified"), 0
+    )
+    for k, (train, _) in enumerate(by_client(split)):
+        have = np.bincount(label[client == k], minlength=7)
+        want = have * (int(0.8 * have.sum() + 1e-9) / have.sum())
+        take = np.floor(want).astype(int)
+        missing = int(0.8 * have.sum() + 1e-9) - take.sum()
+        take[np.argsort(take - want, kind="stable")[:missing]] += 1
+        np.testing.assert_array_equal(np.bincount(label[train], minlength=7), take)
+
+
+@pytest.mark.parametrize("kind", ["pool", "pool_stratified", "client_share"])
+def test_test_rows_are_named_by_seed_and_client(kind):
+    """The same beside other clients of any size; others for another seed."""
+    gen = np.random.default_rng(0)
+    label, few = np.zeros(600, int), parts.Parts(np.arange(60), np.array([25, 35]))
+    many = parts.Parts(
+        np.concatenate([few.row, gen.permutation(np.arange(60, 600))]),
+        np.array([25, 35, 500, 3, 37]),
+    )
+    alone = held_out.split(few, label, kind, 5)
+    beside = held_out.split(many, label, kind, 5)
+    for one, other in zip(alone, beside, strict=True):
+        np.testing.assert_array_equal(one.row, other.row[: len(one.row)])
+        np.testing.assert_array_equal(one.count, other.count[:2])
+    again = held_out.split(few, label, kind, 6)
+    assert not np.array_equal(np.sort(alone[1].row), np.sort(again[1].row))
+
+
+@pytest.mark.parametrize("kind", ["pool", "pool_stratified", "client_share"])
+def test_every_row_is_a_test_row_equally_often(kind):
+    """Ten rows, two of them tests: a fifth of 1,000 clients, five deviations."""
+    owned = parts.Parts(np.arange(10_000), np.full(1000, 10))
+    _, test = held_out.split(owned, np.zeros(10_000, int), kind, 1)
+    assert (test.count == 2).all()
+    count = np.bincount(test.row % 10)
+    assert np.abs(count - 200).max() < 5 * np.sqrt(1000 * 0.2 * 0.8)
 
 
 def test_test_rows_are_drawn_at_random():
@@ -233,16 +292,16 @@ def test_test_rows_are_drawn_at_random():
     client = np.zeros(100, np.int32)
     source = make_table([50, 50], client=client)
     split = partitions.split(source, spec("natural", 1), 0)
-    assert len(split.test[0]) == 20
-    assert 0 < (split.test[0] < 50).sum() < 20
+    assert split.test.count.tolist() == [20]
+    assert 0 < (split.test.row < 50).sum() < 20
 
 
 def test_official_split():
     """Clients train on all their rows; the official test rows are everybody's."""
     source = make_table([60, 60], num_train=100)
     split = partitions.split(source, spec("iid", 5, test_split="official"), 0)
-    np.testing.assert_array_equal(np.sort(np.concatenate(split.train)), np.arange(100))
-    assert [len(test) for test in split.test] == [0] * 5
+    np.testing.assert_array_equal(np.sort(split.train.row), np.arange(100))
+    assert split.test.count.tolist() == [0] * 5
     np.testing.assert_array_equal(split.official_test, np.arange(100, 120))
 
 
@@ -282,7 +341,9 @@ def test_proxy_train_and_test_are_disjoint(kind, test_split):
     source = make_table([100] * 6, num_train=480)
     one = spec(kind, 6, test_split=test_split, proxy_fraction=0.1)
     split = partitions.split(source, one, 4)
-    rows = np.concatenate([split.proxy, *split.train, *split.test, split.official_test])
+    rows = np.concatenate(
+        [split.proxy, split.train.row, split.test.row, split.official_test]
+    )
     assert len(np.unique(rows)) == len(rows)
     assert len(split.proxy) >= 48
     counts = np.bincount(source.label[split.proxy], minlength=6)
@@ -316,7 +377,7 @@ def test_a_partition_is_a_function_of_its_seed(kind):
         np.testing.assert_array_equal(a, b)
     assert any(
         set(a.tolist()) != set(b.tolist())
-        for a, b in zip(first.train, other.train, strict=True)
+        for a, b in zip(owned(first), owned(other), strict=True)
     )
 
 
@@ -328,10 +389,22 @@ def test_examples_per_client_limits_the_pool():
 
 
 def test_dirichlet_that_leaves_a_client_empty():
-    """Names the flag, the client, what came and what is needed."""
+    """Names the flag, how many came off badly, what is needed and the ways out."""
     one = spec("dirichlet", 20, partition_alpha=0.001, min_examples=10)
-    with pytest.raises(ValueError, match="--partition_alpha=0.001 leaves client"):
+    with pytest.raises(
+        ValueError,
+        match="--partition_alpha=0.001 leaves clients with fewer than 10 .*raise it",
+    ):
         partitions.split(make_table([100] * 4), one, 0)
+
+
+@pytest.mark.parametrize("num_clients, tries", [(20, 200), (500, 5)])
+def test_dirichlet_gives_up_when_there_is_no_hope(num_clients, tries):
+    """Few clients: all 200 draws; hundreds that come off badly: the first five."""
+    one = spec("dirichlet", num_clients, partition_alpha=0.01)
+    source = make_table([num_clients] * 10)
+    with pytest.raises(ValueError, match=f"in the best of {tries} draws"):
+        partitions.split(source, one, 0)
 
 
 def test_natural_client_left_empty():
@@ -368,14 +441,14 @@ def test_stack_pads_the_shorter_seeds():
     """Seeds of different sizes: flat rows, starts and counts, -1 behind."""
     splits = [
         partitions.Split(
-            train=[np.array([4, 5, 6]), np.array([7])],
-            test=[np.array([0]), np.array([1, 2])],
+            train=parts.Parts(np.array([4, 5, 6, 7]), np.array([3, 1])),
+            test=parts.Parts(np.array([0, 1, 2]), np.array([1, 2])),
             official_test=np.array([], int),
             proxy=np.array([8, 9]),
         ),
         partitions.Split(
-            train=[np.array([1]), np.array([2, 3])],
-            test=[np.array([], int), np.array([0])],
+            train=parts.Parts(np.array([1, 2, 3]), np.array([1, 2])),
+            test=parts.Parts(np.array([0]), np.array([0, 1])),
             official_test=np.array([], int),
             proxy=np.array([5]),
         ),
@@ -409,7 +482,7 @@ def test_stacked_rows_give_back_every_client():
     splits = [partitions.split(source, one, seed) for seed in range(3)]
     stacked = partitions.stack(splits)
     for seed, split in enumerate(splits):
-        for client, rows in enumerate(split.train):
+        for client, rows in enumerate(split.train.by_client()):
             start = stacked.train.start[seed, client]
             count = stacked.train.count[seed, client]
             np.testing.assert_array_equal(
@@ -431,12 +504,11 @@ def test_every_partition_has_help():
     assert all(partitions.PARTITIONS.values())
 
 
-def test_generators_of_clients_differ():
+def test_words_of_clients_differ():
     """Two clients with equal rows do not get the same test positions."""
     client = np.repeat([0, 1], 100).astype(np.int32)
     split = partitions.split(
         make_table([100, 100], client=client), spec("natural", 2), 0
     )
-    assert rng.Tag.SPLIT != rng.Tag.PARTITION
-    first, second = np.sort(split.test[0]), np.sort(split.test[1]) - 100
+    first, second = (np.sort(rows) % 100 for rows in split.test.by_client())
     assert not np.array_equal(first, second)
