@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -432,33 +432,3 @@ class Simulation:
 def _stack(cohorts: Sequence[types.Cohort]) -> types.Cohort:
     """Cohorts of several seeds, leaves [...] -> [seeds, ...]."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *cohorts)
-
-
-class CohortPlanner:
-    """A `Planner` over a function `(seed index, round) -> Cohort` with full plans."""
-
-    def __init__(self, cohorts: Callable[[int, int], types.Cohort]):
-        self.cohorts = cohorts
-
-    def drawn(self, seed_index: int, round: int) -> types.Cohort:
-        """The cohort of a round, without plans."""
-        return self.cohorts(seed_index, round).replace(plans={})
-
-    def window(
-        self,
-        seed_index: int,
-        first_round: int,
-        num_rounds: int,
-        length: int,
-        min_steps: Mapping[str, int],
-    ) -> types.Cohort:
-        """Cohorts of `num_rounds` rounds, leaves [length, ...], zeros behind them."""
-        del min_steps  # Every round's plans have the steps of the largest client.
-        cohorts = [self.cohorts(seed_index, first_round + i) for i in range(num_rounds)]
-
-        def join(*leaves: np.ndarray) -> np.ndarray:
-            out = np.zeros((length, *leaves[0].shape), leaves[0].dtype)
-            out[:num_rounds] = leaves
-            return out
-
-        return jax.tree.map(join, *cohorts)

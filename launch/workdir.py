@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from fedjax_pfl import checkpoint
-from launch import finished, flags, lock, settings
 from launch import config as config_lib
+from launch import finished, flags, lock, settings
 from launch.experiment import Experiment
 
 UNTOLD = ("workdir", "resume")
