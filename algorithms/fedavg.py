@@ -66,7 +66,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         server = {"model": start}
         if is_stale:
             server["before"] = jax.tree.map(jnp.copy, start)
-            never = jnp.full(task.num_clients, -1)
+            never = jnp.full(task.num_clients, -2)  # -1 is the round before the first
             clients = {"copy": stacked.repeat(start, task.num_clients), "round": never}
         kept = local_training.kept_optimizer(hparams, start.params, task.num_clients)
         return types.RoundState.first(server, clients, key, kept)
