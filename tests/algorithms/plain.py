@@ -371,15 +371,18 @@ def mean(trees, weight):
 # Cohorts.
 
 
-def planner(data, specs, clients_per_round=3):
-    """`round -> Cohort` for the plans of an algorithm, all in one chunk."""
+def planner(data, specs, clients_per_round=3, group=None):
+    """`round -> Cohort` for the plans of an algorithm, all in one chunk.
+
+    `group` int[K] is the architecture of each client, None = all have the same.
+    """
     count = np.asarray(data.partition.train.count)
     zeros = np.zeros(len(count), np.int32)
     cohorts = plan.Planner(
         seeds=[0],
         num_rows=count[None],
         level_of=zeros + 3,
-        client_group=zeros,
+        client_group=zeros if group is None else group,
         clients_per_round=clients_per_round,
         specs=specs,
         execution=types.Execution(clients_per_round),
