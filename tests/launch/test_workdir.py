@@ -12,8 +12,8 @@ import sys
 import numpy as np
 import pytest
 
+from launch import build, lock, main, report, workdir
 from launch import finished as finished_lib
-from launch import lock, main, report
 
 ROUNDS = 4
 MODEL_BYTES = 4 * (64 * 128 + 128 + 128 * 64 + 64 + 64 * 4 + 4)
@@ -521,17 +521,18 @@ def test_resume_alone_means_the_rounds_of_the_run(whole, blobs, capsys):
     assert "run.flags has no number of rounds" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("resume", [[], ["--resume"]])
+@pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("left", [[], ["run.flags.partial"], [lock.NAME]])
-def test_a_kill_as_the_folder_appears(reference, blobs, tmp_path, left, resume):
+def test_a_kill_as_the_folder_appears(blobs, tmp_path, left, resume):
     """What it leaves blocks nobody and stays with nobody."""
-    folder = tmp_path / "run"
-    folder.mkdir()
     for name in left:
-        (folder / name).write_text('{"pid"')
-    run(blobs, folder, "--summary=mean_last10", *resume)
-    assert_same_run(folder, reference)
-    assert not list(folder.rglob("*partial*")) and not (folder / lock.NAME).exists()
+        (tmp_path / name).write_text('{"pid"')
+    experiment = build.experiment(
+        algo="fedavg", dataset=blobs, model="mlp", workdir=str(tmp_path), resume=resume
+    )
+    with workdir.Workdir(experiment) as folder:
+        assert folder.prepare() is None
+    assert [path.name for path in tmp_path.iterdir()] == ["run.flags"]
 
 
 def test_a_folder_in_use_is_refused(copied, blobs, capsys):
