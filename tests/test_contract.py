@@ -16,7 +16,7 @@ import pytest
 import algorithms
 import models
 from data import loaders
-from fedjax_pfl import checkpoint
+from fedjax_pfl import checkpoint, program
 from launch import build, flags
 from tests.toys import gossip, ledger, model, spliced
 
@@ -77,6 +77,7 @@ def final_state(*args, **given):
 @pytest.mark.parametrize("name", NAMES)
 def test_learns_and_compiles_once(name, unequal, caplog):
     """init, rounds and evaluate compile once each; all finite; the loss falls."""
+    program.forget()
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         experiment, state = final_state(name, unequal, rounds=5, eval_every=2)
     compiled = [
@@ -84,8 +85,8 @@ def test_learns_and_compiles_once(name, unequal, caplog):
         for record in caplog.records
         if record.getMessage().startswith("Finished XLA compilation of")
     ]
-    for program in ("jit(init)", "jit(rounds)", "jit(count)"):
-        assert compiled.count(program) == 1, compiled
+    for name_of in ("jit(init)", "jit(rounds)", "jit(count)"):
+        assert compiled.count(name_of) == 1, compiled
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
     losses = [r["train_loss"] for r in experiment.metrics if "train_loss" in r]
     assert name == "majority" or losses[-1] < losses[0]
