@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import evaluate, options, rows, types
+from fedjax_pfl import evaluate, execution, options, traffic, types
 
 KEPT_PROGRAMS = 8
 
@@ -170,7 +170,7 @@ def _jitted(of: _Structure) -> Program:
                 state, _, counts = carry
                 cohort = jax.tree.map(lambda leaf: leaf[index], cohorts)
                 state, metrics, sent = method.round(state, cohort, tables)
-                sent = jnp.where(cohort.row_mask[:, None], sent, 0).sum(0)
+                sent = traffic.counted(sent, method.messages, cohort.row_mask)
                 return state, metrics, counts.at[index].set(sent)
 
             # The loop's carry needs the metrics' shapes before the first round.
@@ -198,7 +198,7 @@ def _jitted(of: _Structure) -> Program:
 
         return _over_seeds(one, one_seed)(state, cohort, partition)
 
-    everywhere = rows.replicated(task.execution)
+    everywhere = execution.replicated(task.execution)
     return Program(
         init=Compiled(jax.jit(init, out_shardings=everywhere)),
         rounds=Compiled(jax.jit(rounds, donate_argnums=1, out_shardings=everywhere)),

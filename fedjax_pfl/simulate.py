@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import evaluate, rows, traffic, types
+from fedjax_pfl import evaluate, traffic, types
+from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import program as program_lib
 
 CALL_SECONDS = 10.0
@@ -421,7 +422,7 @@ class Simulation:
 
     def _place(self, tree: Any) -> Any:
         """Where tables and states live; every call sees the same types then."""
-        return jax.device_put(tree, rows.replicated(self.execution))
+        return jax.device_put(tree, execution_lib.replicated(self.execution))
 
     def _init_args(self, lane: Lane) -> tuple[Any, ...]:
         seeds = np.asarray([self.seeds[index] for index in lane.seeds], np.uint32)
@@ -431,33 +432,3 @@ class Simulation:
 def _stack(cohorts: Sequence[types.Cohort]) -> types.Cohort:
     """Cohorts of several seeds, leaves [...] -> [seeds, ...]."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *cohorts)
-
-
-class CohortPlanner:
-    """A `Planner` over a function `(seed index, round) -> Cohort` with full plans."""
-
-    def __init__(self, cohorts: Callable[[int, int], types.Cohort]):
-        self.cohorts = cohorts
-
-    def drawn(self, seed_index: int, round: int) -> types.Cohort:
-        """The cohort of a round, without plans."""
-        return self.cohorts(seed_index, round).replace(plans={})
-
-    def window(
-        self,
-        seed_index: int,
-        first_round: int,
-        num_rounds: int,
-        length: int,
-        min_steps: Mapping[str, int],
-    ) -> types.Cohort:
-        """Cohorts of `num_rounds` rounds, leaves [length, ...], zeros behind them."""
-        del min_steps  # Every round's plans have the steps of the largest client.
-        cohorts = [self.cohorts(seed_index, first_round + i) for i in range(num_rounds)]
-
-        def join(*leaves: np.ndarray) -> np.ndarray:
-            out = np.zeros((length, *leaves[0].shape), leaves[0].dtype)
-            out[:num_rounds] = leaves
-            return out
-
-        return jax.tree.map(join, *cohorts)

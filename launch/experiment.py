@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from data import plan
 from fedjax_pfl import checkpoint, simulate, types
 from fedjax_pfl import program as program_lib
 from launch import devices
@@ -22,6 +23,7 @@ COUNTERS = (
     "bytes_up",
     "bytes_down",
     "seconds",
+    "clients_evaluated",
 )
 
 
@@ -43,13 +45,13 @@ class Experiment:
         task: types.Task,
         program: program_lib.Program,
         data: types.Data,
-        cohorts: Any,
+        planner: plan.Planner,
         seeds: list[int],
         window: tuple[int, ...],
         data_sha256: str,
     ):
         self.config, self.hparams, self.task = config, hparams, task
-        self.program, self.data, self.cohorts = program, data, cohorts
+        self.program, self.data, self.planner = program, data, planner
         self.seeds, self.window = seeds, window
         self.data_sha256 = data_sha256
         self.metrics: list[dict[str, Any]] = []
@@ -57,9 +59,6 @@ class Experiment:
         self.client_accuracies = np.full(
             (len(seeds), max(len(window), 10), config.num_clients), np.nan
         )
-        planner = cohorts
-        if not hasattr(planner, "window"):
-            planner = simulate.CohortPlanner(cohorts)
         self.simulation = simulate.Simulation(
             program, data, planner, seeds, task.execution, config.rounds
         )
@@ -215,16 +214,16 @@ class Experiment:
         index = self.seeds.index(self.seeds[0] if seed is None else seed)
         state = jax.tree.map(lambda leaf: leaf[index], self.state)
         part = jax.tree.map(lambda leaf: leaf[index], self.data.partition)
-        cohort = self.simulation.planner.drawn(index, self.round)
-        for group in self.program.algorithm.serving(
-            state, cohort, self.data.replace(partition=part)
+        cohort = self.planner.drawn(index, self.round)
+        data = self.data.replace(partition=part)
+        for group in self.program.algorithm.served(
+            state, cohort, data, self.config.num_clients
         ):
             served = np.asarray(group.mask) & (np.asarray(group.client_id) == client_id)
             if served.any():
                 slot = int(np.flatnonzero(served)[0])
-                if group.shared:
-                    return group.params
-                return jax.tree.map(lambda leaf, s=slot: leaf[s], group.params)
+                row = jax.tree.map(lambda leaf, s=slot: leaf[s], group.own)
+                return group.variables(row).params
         raise ValueError(f"client_id={client_id} is served by no model")
 
     def summary(self) -> dict[str, Any]:

@@ -57,13 +57,22 @@ def execute(given: dict[str, Any]) -> dict[str, Any]:
             written, 130 or 143 when stopped by a signal.
     """
     try:
+        given = workdir_lib.with_stored_rounds(given)
         experiment = build.experiment(**given)
-        folder = workdir_lib.Workdir(experiment)
-        done = folder.prepare()
     except ValueError as error:
         flags.fail(error)
     except OSError as error:
         flags.fail(error, 1)
+    with workdir_lib.Workdir(experiment) as folder:
+        return _execute(experiment, folder)
+
+
+def _execute(experiment: Experiment, folder: workdir_lib.Workdir) -> dict[str, Any]:
+    """`execute` while the folder is ours."""
+    try:
+        done = folder.prepare()
+    except ValueError as error:
+        flags.fail(error)
     if done is not None:
         print(f"{folder.path} holds this run, finished:")
         print(console.table(done))
@@ -81,8 +90,6 @@ def execute(given: dict[str, Any]) -> dict[str, Any]:
     with Stop() as stop:
         try:
             finished = run(experiment, folder, stop, progress.update)
-        except OSError as error:
-            flags.fail(f"results cannot be written: {error}", 1)
         finally:
             progress.close()
     if not finished:
@@ -95,7 +102,10 @@ def execute(given: dict[str, Any]) -> dict[str, Any]:
         raise SystemExit(128 + stop.signal)
     summary = folder.finish(experiment.summary())
     print(console.table(summary))
-    print(f"results in {folder.path}")
+    print(f"results in {folder.path}", flush=True)
+    if stop.signal is not None:
+        # It came in the last chunk: the run is whole, but a loop over runs must end.
+        raise SystemExit(128 + stop.signal)
     return summary
 
 

@@ -20,7 +20,7 @@ from matplotlib import ticker
 from matplotlib.figure import Figure
 
 from launch import config as config_lib
-from launch import console, flags
+from launch import console, finished, flags
 
 KINDS = ("curves", "fairness", "bubbles")
 SILENT = (*config_lib.EXECUTION_FIELDS, "algo", "seed", "num_seeds", "eval_every")
@@ -41,18 +41,16 @@ def read(path: pathlib.Path) -> Run:
     """Reads a run's folder.
 
     Raises:
-        ValueError: there is no finished run in it.
+        ValueError: there is no finished run in it, or a damaged one.
     """
-    try:
-        lines = (path / "run.flags").read_text().splitlines()
-        records = (path / "metrics.jsonl").read_text().splitlines()
-        with np.load(path / "clients.npz") as file:
-            clients = {name: file[name] for name in file.files}
-        rows = [json.loads(line) for line in records]
-        if not rows:
-            raise ValueError("metrics.jsonl is empty")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} holds no finished run ({error})") from error
+    # Only files that are what the run wrote go on from here.
+    if finished.read(path) is None:
+        raise ValueError(f"{path} holds no finished run")
+    lines = (path / finished.RUN_FLAGS).read_text().splitlines()
+    records = (path / finished.METRICS).read_text().splitlines()
+    with np.load(path / finished.CLIENTS) as file:
+        clients = {name: file[name] for name in file.files}
+    rows = [json.loads(line) for line in records]
     pairs = (line[2:].partition("=") for line in lines if line.startswith("--"))
     return Run(path, {name: value for name, _, value in pairs}, rows, clients)
 
@@ -274,6 +272,8 @@ def command(argv: Sequence[str] | None = None) -> None:
             figures["bubbles"] = bubbles(runs, names)
     except (ValueError, absl_flags.Error) as error:
         flags.fail(error)
+    except OSError as error:
+        flags.fail(error, 1)
     folder = pathlib.Path(values.output)
     try:
         folder.mkdir(parents=True, exist_ok=True)

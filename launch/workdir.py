@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import pathlib
-import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
+from typing import Any, NoReturn
 
 from fedjax_pfl import checkpoint
 from launch import config as config_lib
-from launch import flags
+from launch import finished, flags, lock, settings
 from launch.experiment import Experiment
 
 UNTOLD = ("workdir", "resume")
+RUN_FLAGS, METRICS = finished.RUN_FLAGS, finished.METRICS
+PARTIAL = ".partial"
 
 
 def default_name(config: Any) -> str:
@@ -30,22 +29,53 @@ def default_name(config: Any) -> str:
     return f"runs/{config.algo}-{dataset}-seed{config.seed}{last}"
 
 
-def stored_summary(folder: pathlib.Path) -> dict[str, Any] | None:
-    """The summary that a run's folder holds; None if absent or cut off."""
-    try:
-        return json.loads((folder / "summary.json").read_text())
-    except (OSError, ValueError):
-        return None
+def with_stored_rounds(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a command; `--resume` without `--rounds` means the run's own.
+
+    Args:
+        given: Names and values as the user gave them.
+
+    Raises:
+        ValueError: the stored number is none.
+    """
+    given = dict(given)
+    if not given.get("resume") or given.get("rounds") is not None:
+        return given
+    config, _ = settings.configure(given)
+    told = pathlib.Path(config.workdir or default_name(config)) / RUN_FLAGS
+    if not told.is_file():
+        return given
+    rounds = _table(told.read_text().split("\n")).get("rounds", "")
+    if not rounds.isdecimal():
+        raise ValueError(f"{told} has no number of rounds; give --rounds")
+    return given | {"rounds": int(rounds)}
 
 
 class Workdir:
-    """The folder of one run: run.flags, metrics.jsonl, summary.json, clients.npz."""
+    """The folder of one run: run.flags, metrics.jsonl, summary.json, clients.npz.
+
+    `with Workdir(experiment) as folder:` keeps other processes out from `prepare` to
+    the end of the block, and ends in one line and exit code 1 what cannot be written.
+    """
 
     def __init__(self, experiment: Experiment):
         self.experiment = experiment
         config = experiment.config
         self.path = pathlib.Path(config.workdir or default_name(config))
         self.checkpoints = self.path / "checkpoints"
+        self.records: list[dict[str, Any]] = []
+        self._lock = lock.Lock(self.path)
+        lines = flags.lines(config, experiment.hparams, skip=UNTOLD)
+        # A comment to absl, but part of the identity: other data are another run.
+        self._flags = [*lines, f"#--data_sha256={experiment.data_sha256}"]
+
+    def __enter__(self) -> Workdir:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._lock.release()
+        if isinstance(error, OSError):
+            flags.fail(f"results cannot be written to {self.path}: {error}", 1)
 
     def prepare(self) -> dict[str, Any] | None:
         """Takes the folder, restores a checkpoint if one is wanted.
@@ -54,172 +84,201 @@ class Workdir:
             The summary of an identical run that is already finished, else None.
 
         Raises:
-            ValueError: the folder belongs to another configuration, an unfinished run
-                is not asked to resume, or a checkpoint is damaged.
+            ValueError: the folder belongs to another configuration or process, an
+                unfinished run is not asked to resume, or what is there is damaged.
         """
-        experiment = self.experiment
-        lines = flags.lines(experiment.config, experiment.hparams, skip=UNTOLD)
-        # A comment to absl, but part of the identity: other data are another run.
-        lines.append(f"#--data_sha256={experiment.data_sha256}")
-        told = self.path / "run.flags"
+        done = self._finished()
+        if done is not None:
+            # Nothing is written, so that a folder may be read-only by now.
+            return done
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire()
+        # Its former owner may have finished the run a moment ago.
+        return self._finished() or self._take()
+
+    def _finished(self) -> dict[str, Any] | None:
+        """The summary, if all rounds are done and all files are as they were written.
+
+        Raises:
+            ValueError: the folder holds something else.
+        """
+        told = self.path / RUN_FLAGS
         if not told.exists():
-            if self.path.exists() and any(self.path.iterdir()):
+            # A kill may leave these two; anything else is not ours.
+            ours = {lock.NAME, RUN_FLAGS + PARTIAL}
+            found = self.path.iterdir() if self.path.is_dir() else ()
+            if {path.name for path in found} - ours:
                 raise ValueError(
                     f"--workdir={self.path} holds files but no run; choose another"
                 )
-            self.path.mkdir(parents=True, exist_ok=True)
-            _write(told, "\n".join(lines) + "\n")
             return None
-        before = told.read_text().split("\n")
-        odd = _different(before, lines)
+        odd = _different(told.read_text().split("\n"), self._flags)
         if odd:
             raise ValueError(
                 f"--workdir={self.path} holds a run with {'; '.join(odd[:4])}; "
                 "choose another --workdir"
             )
-        wanted = experiment.config.rounds
-        done = stored_summary(self.path)
-        if done is not None and done["rounds"] == wanted:
-            return done
-        if done is not None and done["rounds"] > wanted:
-            raise ValueError(
-                f"--workdir={self.path} already has {done['rounds']} rounds, "
-                f"--rounds={wanted} would be fewer; choose another --workdir"
-            )
-        if not experiment.config.resume:
-            found = checkpoint.saved(self.checkpoints)
-            state = (
-                f"stopped after {int(found[-1].name[6:])}" if found else "unfinished"
-            )
-            raise ValueError(
-                f"--workdir={self.path} holds this run, {state} of {wanted} rounds; "
-                "add --resume, or choose another --workdir"
-            )
-        restored = checkpoint.restore(self.checkpoints, experiment.saved_template())
-        _write(told, "\n".join(lines) + "\n")
-        if restored is None:
-            _write(self.path / "metrics.jsonl", "")
+        try:
+            done = finished.read(self.path)
+        except ValueError:
             return None
-        round, arrays, host = restored
-        if round > wanted:
-            raise ValueError(
-                f"--workdir={self.path} already has {round} rounds, --rounds={wanted} "
-                "would be fewer; choose another --workdir"
-            )
-        experiment.load(round, arrays, host, self._cut_metrics(round))
-        return None
+        complete = done is not None and done["rounds"] == self.experiment.config.rounds
+        return done if complete else None
 
-    def _cut_metrics(self, round: int) -> list[dict[str, Any]]:
-        """Keeps the complete lines up to `round`, in the file and as records."""
-        path = self.path / "metrics.jsonl"
-        kept = []
-        for line in path.read_text().splitlines() if path.exists() else []:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if record["round"] <= round:
-                kept.append(record)
-        _write(path, "".join(json.dumps(record) + "\n" for record in kept))
-        return kept
+    def _take(self) -> None:
+        """Begins a run in an empty folder, or goes on with the one that is there."""
+        experiment = self.experiment
+        if not (self.path / RUN_FLAGS).exists():
+            self._write(RUN_FLAGS, "\n".join(self._flags) + "\n")
+            return
+        done, damage = None, ""
+        try:
+            done = finished.read(self.path)
+        except ValueError as error:
+            damage = str(error)
+        if done is not None and done["rounds"] > experiment.config.rounds:
+            self._refuse_fewer(done["rounds"])
+        if not experiment.config.resume:
+            self._refuse_unasked(damage)
+        restored = checkpoint.restore(self.checkpoints, experiment.saved_template())
+        if restored is None:
+            if done is not None or damage:
+                raise ValueError(
+                    f"{damage or self.path}: there is no checkpoint to go on from; "
+                    "choose another --workdir"
+                )
+            round, arrays, host = 0, None, {"records": []}
+        else:
+            round, arrays, host = restored
+            self._refuse_passed(round, host["rounds"], host["window"])
+        # All that could be refused has been: from here on the folder changes. An old
+        # summary goes first, so that it never stands beside files of a longer run.
+        for name in (finished.SUMMARY, finished.CLIENTS):
+            (self.path / name).unlink(missing_ok=True)
+        self._write(RUN_FLAGS, "\n".join(self._flags) + "\n")
+        if damage and str(self.path / METRICS) not in damage:
+            _note(f"{damage}; it is written again from round {round}")
+        self.records = host["records"]
+        self._restore_metrics(round)
+        if restored is not None:
+            experiment.load(round, arrays, host["experiment"], list(self.records))
+
+    def _refuse_fewer(self, round: int) -> NoReturn:
+        raise ValueError(
+            f"--workdir={self.path} already has {round} rounds, "
+            f"--rounds={self.experiment.config.rounds} would be fewer; choose another "
+            "--workdir"
+        )
+
+    def _refuse_unasked(self, damage: str) -> NoReturn:
+        """The line for a run that is there when --resume is not."""
+        if damage:
+            raise ValueError(f"{damage}; --resume writes it again from a checkpoint")
+        found = checkpoint.saved(self.checkpoints)
+        state = f"stopped after {int(found[-1].name[6:])}" if found else "unfinished"
+        raise ValueError(
+            f"--workdir={self.path} holds this run, {state} of "
+            f"{self.experiment.config.rounds} rounds; add --resume, or choose another "
+            "--workdir"
+        )
+
+    def _refuse_passed(self, round: int, rounds: int, window: Sequence[int]) -> None:
+        """Refuses rounds whose summary needs evaluations that were never made.
+
+        Args:
+            round: Rounds done.
+            rounds: Rounds that were wanted when these were done.
+            window: Rounds behind the summary then: of these, and of no others, the
+                accuracies of all clients are kept.
+        """
+        wanted = self.experiment.config.rounds
+        if round > wanted:
+            self._refuse_fewer(round)
+        passed = {r for r in self.experiment.window if r <= round} - set(window)
+        if passed:
+            raise ValueError(
+                f"--rounds={wanted} takes its summary from round {min(passed)} on, but "
+                f"this run stands at {round} and kept none before {min(window)} for "
+                f"it; give --rounds={rounds} or more, or choose another --workdir"
+            )
+
+    def _restore_metrics(self, round: int) -> None:
+        """Makes metrics.jsonl what it was after `round` rounds; says if it was not."""
+        path = self.path / METRICS
+        expected = _text(self.records).encode()
+        found = path.read_bytes() if path.exists() else b""
+        if not found.startswith(expected):
+            same = os.path.commonprefix((expected, found)).count(b"\n")
+            _note(
+                f"{path} is damaged from line {same + 1} on; it is written again from "
+                f"the checkpoint of round {round}"
+            )
+        self._write(METRICS, expected.decode())
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Adds lines to metrics.jsonl; they are on disk when this returns."""
-        with open(self.path / "metrics.jsonl", "a") as file:
-            for record in records:
-                file.write(json.dumps(finite(record)) + "\n")
+        self.records += map(dict, records)
+        with open(self.path / METRICS, "a") as file:
+            file.write(_text(records))
             file.flush()
             os.fsync(file.fileno())
 
     def save(self) -> None:
         """Writes a checkpoint of the experiment as it is now."""
         arrays, host = self.experiment.saved()
-        checkpoint.save(self.checkpoints, self.experiment.round, arrays, host)
+        # The records too, so that metrics.jsonl can be checked and written again.
+        kept = {
+            "experiment": host,
+            "records": self.records,
+            "rounds": self.experiment.config.rounds,
+            "window": list(self.experiment.window),
+        }
+        checkpoint.save(self.checkpoints, self.experiment.round, arrays, kept)
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Writes clients.npz and then summary.json, which marks the run as done."""
-        experiment = self.experiment
-        part = experiment.data.partition
-        label = np.asarray(experiment.data.label)
-        num_classes = experiment.task.num_classes
-        row, start, count = (
-            np.asarray(a) for a in (part.train.row, part.train.start, part.train.count)
-        )
-        class_counts = np.stack(
-            [
-                [
-                    np.bincount(label[row[s, b : b + n]], minlength=num_classes)
-                    for b, n in zip(start[s], count[s], strict=True)
-                ]
-                for s in range(len(experiment.seeds))
-            ]
-        )
-        temporary = self.path / "clients.partial.npz"
-        np.savez_compressed(
-            temporary,
-            accuracy=experiment.client_accuracies[:, : len(experiment.window)],
-            rounds=np.asarray(experiment.window),
-            seeds=np.asarray(experiment.seeds),
-            test_size=np.asarray(part.test.count),
-            class_counts=class_counts,
-        )
-        temporary.rename(self.path / "clients.npz")
-        summary = summary | {"git_commit": git_commit()}
-        _write(self.path / "summary.json", json.dumps(finite(summary), indent=2) + "\n")
+        finished.write_clients(self.path, self.experiment)
+        # What is sealed is what was measured, whatever became of the file meanwhile.
+        self._write(METRICS, _text(self.records))
+        commit = finished.git_commit()
+        summary = finished.seal(self.path, finished.finite(summary | commit))
+        self._write(finished.SUMMARY, json.dumps(summary, indent=2) + "\n")
         return summary
 
-
-def finite(value: Any) -> Any:
-    """The same structure with None for nan and infinity, which JSON does not have."""
-    if isinstance(value, Mapping):
-        return {name: finite(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(one) for one in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def git_commit() -> str | None:
-    """The commit of the code's checkout, or None outside one."""
-    folder = pathlib.Path(__file__).parent
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
+    def _write(self, name: str, text: str) -> None:
+        """Replaces a file at once: a kill leaves the old one or the new one."""
+        path = self.path / name
+        temporary = path.with_name(name + PARTIAL)
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
 
 
-def _write(path: pathlib.Path, text: str) -> None:
-    """Replaces a file at once: a kill leaves the old one or the new one."""
-    temporary = path.with_suffix(path.suffix + ".partial")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+def _note(text: str) -> None:
+    """One line for the user about something that was mended."""
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def _text(records: Sequence[Mapping[str, Any]]) -> str:
+    """The lines of metrics.jsonl."""
+    return "".join(json.dumps(finished.finite(record)) + "\n" for record in records)
+
+
+def _table(lines: Sequence[str]) -> dict[str, str]:
+    """Names and values of a run.flags, its comments too."""
+    bare = (line.removeprefix("#") for line in lines)
+    pairs = (line[2:].partition("=") for line in bare if line.startswith("--"))
+    return {name: value for name, _, value in pairs}
 
 
 def _different(before: Sequence[str], now: Sequence[str]) -> list[str]:
     """The flags of a run's identity that differ, as readable pairs."""
-
-    def table(lines: Sequence[str]) -> dict[str, str]:
-        bare = (line.removeprefix("#") for line in lines)
-        pairs = (line[2:].partition("=") for line in bare if line.startswith("--"))
-        return {
-            name: value
-            for name, _, value in pairs
-            if name not in config_lib.EXECUTION_FIELDS
-        }
-
-    old, new = table(before), table(now)
+    old, new = _table(before), _table(now)
+    names = old.keys() | new.keys()
     return [
         f"--{name}={old.get(name, 'unset')}, not {new.get(name, 'unset')}"
-        for name in sorted(old.keys() | new.keys())
+        for name in sorted(names - set(config_lib.EXECUTION_FIELDS))
         if old.get(name) != new.get(name)
     ]

@@ -17,7 +17,7 @@ import algorithms
 import models
 from data import loaders
 from fedjax_pfl import checkpoint, program
-from launch import build, flags
+from launch import build, flags, settings
 from tests.toys import gossip, ledger, model, spliced
 
 TOYS = {"toy_spliced": spliced, "toy_ledger": ledger, "toy_gossip": gossip}
@@ -58,11 +58,11 @@ def build_experiment(name, dataset, **given):
         "client_chunk": 1,
     }
     options |= OWN_OPTIONS.get(name, {}) | given
-    known = build.fields_of(name)
+    known = settings.fields_of(name)
     options = {key: value for key, value in options.items() if key in known}
-    config, hparams = build.configure({"algo": name, "dataset": dataset, **options})
+    config, hparams = settings.configure({"algo": name, "dataset": dataset, **options})
     source = loaders.load(dataset, "")
-    config = build.resolve(config, source, options)
+    config = settings.resolve(config, source, options)
     depth = 1 + np.arange(config.num_clients, dtype=np.int32) % 3
     return build.assemble(config, hparams, source, depth)
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch import bench, build, reproduce
+from launch import papers, reproduce, settings
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def tiny(tmp_path, monkeypatch, blobs):
         "notes": {},
     }
     (tmp_path / "tiny.json").write_text(json.dumps({"table1": table}))
-    monkeypatch.setattr(reproduce, "PAPERS", tmp_path)
+    monkeypatch.setattr(papers, "PAPERS", tmp_path)
     monkeypatch.chdir(tmp_path)
     return blobs
 
@@ -71,7 +71,7 @@ def sweep(tmp_path, monkeypatch, blobs):
         "notes": {},
     }
     (tmp_path / "swept.json").write_text(json.dumps({"fig1": table}))
-    monkeypatch.setattr(reproduce, "PAPERS", tmp_path)
+    monkeypatch.setattr(papers, "PAPERS", tmp_path)
     monkeypatch.chdir(tmp_path)
     return blobs
 
@@ -111,41 +111,43 @@ def test_rows_can_be_chosen(sweep, capsys):
 
 def test_every_cell_of_every_table_is_a_configuration():
     """Rows, columns and data sets of the shipped tables name options that exist."""
-    for name, table in reproduce.tables().items():
+    for name, table in papers.tables().items():
         for dataset in [*table["datasets"], table.get("dataset", "fashion_mnist")]:
-            for cell in reproduce.cells(table, dataset):
-                known = build.fields_of(cell.options["algo"])
+            for cell in papers.cells(table, dataset):
+                known = settings.fields_of(cell.options["algo"])
                 ignored = {k for k in cell.options if k not in known}
                 # What a row does not know is an option of other rows of its table.
                 rows = table["rows"].values()
-                others = set().union(*(build.fields_of(row["algo"]) for row in rows))
+                others = set().union(*(settings.fields_of(row["algo"]) for row in rows))
                 assert ignored <= others, name
-                build.configure({k: v for k, v in cell.options.items() if k in known})
+                settings.configure(
+                    {k: v for k, v in cell.options.items() if k in known}
+                )
 
 
 def test_every_row_can_be_chosen():
     """No row or column has a comma in its name, and paths hold plain letters."""
-    for table in reproduce.tables().values():
+    for table in papers.tables().values():
         dataset = next(iter(table["datasets"]), "cifar10")
         for name in table["rows"]:
-            cells = reproduce.cells(table, dataset, row=name)
+            cells = papers.cells(table, dataset, row=name)
             assert {cell.row for cell in cells} == {name}
-            assert not set(reproduce.slug(name)) & set(",*() ")
+            assert not set(papers.slug(name)) & set(",*() ")
         for name in table["scenarios"]:
-            assert reproduce.cells(table, dataset, scenario=name)
+            assert papers.cells(table, dataset, scenario=name)
 
 
 def test_given_values_pick_rows_and_columns():
     """A row that stands for another value is left out; null bans an option."""
-    table = reproduce.load_table("fedd2s.fig7")
-    cells = reproduce.cells(table, "cifar100", given={"partition_alpha": 0.5})
+    table = papers.load_table("fedd2s.fig7")
+    cells = papers.cells(table, "cifar100", given={"partition_alpha": 0.5})
     assert {cell.row for cell in cells} == {"alpha=0.5"}
-    table = reproduce.load_table("fedd2s.fig6")
-    cells = reproduce.cells(table, "cifar10", given={"drop_every": 3})
+    table = papers.load_table("fedd2s.fig6")
+    cells = papers.cells(table, "cifar10", given={"drop_every": 3})
     fixed = [cell for cell in cells if "fixed_layer" in cell.options]
     assert fixed and all("drop_every" not in cell.options for cell in fixed)
     with pytest.raises(ValueError, match="--head_epochs=1: no row has this option"):
-        reproduce.cells(table, "cifar10", given={"head_epochs": 1})
+        papers.cells(table, "cifar10", given={"head_epochs": 1})
 
 
 def test_dry_run_hides_runs_of_other_settings(sweep, tmp_path, capsys):
@@ -190,37 +192,3 @@ def test_bad_tables_are_one_line(tiny, capsys, argv, words):
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
-
-
-def test_bench_prints_one_json_object_last(blobs, capsys):
-    """The figures of a tiny work, with the names that users script against."""
-    bench.command(
-        ["bench", "--work=w3", f"--dataset={blobs}", "--test_split=client_share"]
-        + ["--num_clients=8", "--clients_per_round=4", "--model=mlp", "--rounds=2"]
-        + ["--devices=1"]
-    )
-    out = json.loads(capsys.readouterr().out.splitlines()[-1])
-    for name in (
-        "seconds_per_round",
-        "client_updates_per_second",
-        "samples_per_second",
-        "padding_efficiency",
-        "compile_seconds",
-        "peak_memory_bytes",
-        "accuracy",
-    ):
-        assert out[name] > 0
-    assert out["padding_efficiency"] <= 1
-    assert out["backend"] == "cpu"
-
-
-def test_bench_times_a_reference_for_fedd2s(blobs, capsys):
-    """The round and the optimizer steps alone, both timed here."""
-    bench.command(
-        ["bench", "--work=w2", "--algo=fedd2s", f"--dataset={blobs}", "--model=mlp"]
-        + ["--test_split=client_share", "--num_clients=8", "--clients_per_round=4"]
-        + ["--rounds=2", "--devices=1", "--partition=iid", "--batch_size=16"]
-    )
-    out = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert out["reference_seconds_per_round"] > 0
-    assert out["round_over_reference"] > 0

@@ -1,0 +1,152 @@
+"""A finished run's files: how they are written, and whether they are still the same.
+
+`summary.json` is written last. It holds the SHA-256 of the files beside it and, as
+`sha256`, its own: whoever reads a run through `read` reads what it left behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import pathlib
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from launch.experiment import Experiment
+
+RUN_FLAGS, METRICS, CLIENTS = "run.flags", "metrics.jsonl", "clients.npz"
+SUMMARY = "summary.json"
+
+
+def write_clients(folder: pathlib.Path, experiment: Experiment) -> None:
+    """clients.npz: accuracies [seed, round, client], test sizes, class counts."""
+    part, seeds = experiment.data.partition, experiment.seeds
+    label = np.asarray(experiment.data.label)
+    row, start, count = (
+        np.asarray(one) for one in (part.train.row, part.train.start, part.train.count)
+    )
+    num_classes = experiment.task.num_classes
+    class_counts = [
+        count_classes(label, row[s], start[s], count[s], num_classes)
+        for s in range(len(seeds))
+    ]
+    temporary = folder / "clients.partial.npz"
+    np.savez_compressed(
+        temporary,
+        accuracy=experiment.client_accuracies[:, : len(experiment.window)],
+        rounds=np.asarray(experiment.window),
+        seeds=np.asarray(seeds),
+        test_size=np.asarray(part.test.count),
+        class_counts=np.stack(class_counts),
+    )
+    temporary.rename(folder / CLIENTS)
+
+
+def count_classes(
+    label: np.ndarray,
+    row: np.ndarray,
+    start: np.ndarray,
+    count: np.ndarray,
+    num_classes: int,
+) -> np.ndarray:
+    """Examples of each client and class.
+
+    Args:
+        label: int[N], of all examples.
+        row: int[M], rows of examples; a client's stand together.
+        start, count: int[K], where a client's begin in `row`, and how many they are.
+        num_classes: Y.
+
+    Returns:
+        int32[K, Y].
+    """
+    num_clients = len(start)
+    client = np.repeat(np.arange(num_clients), count)
+    first = np.cumsum(count) - count  # of each client, when all stand one by one
+    place = np.arange(len(client)) + np.repeat(start - first, count)
+    cell = client * num_classes + label[row[place]]
+    counts = np.bincount(cell, minlength=num_clients * num_classes)
+    return counts.reshape(num_clients, num_classes).astype(np.int32)
+
+
+def seal(folder: pathlib.Path, summary: dict[str, Any]) -> dict[str, Any]:
+    """`summary` with the hashes of the folder's files and its own."""
+    names = (RUN_FLAGS, METRICS, CLIENTS)
+    files = {name: _file_digest(folder / name) for name in names}
+    sealed = summary | {"files_sha256": files}
+    return sealed | {"sha256": _own_digest(sealed)}
+
+
+def read(folder: pathlib.Path) -> dict[str, Any] | None:
+    """The summary of a run's folder; None where there is none.
+
+    Raises:
+        ValueError: it, or a file beside it, is not what the run wrote; names the file.
+    """
+    path = folder / SUMMARY
+    try:
+        summary = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: it is no JSON") from error
+    if not isinstance(summary, dict) or "sha256" not in summary:
+        raise ValueError(f"{path} is damaged: its sha256 is missing")
+    body = {name: value for name, value in summary.items() if name != "sha256"}
+    if _own_digest(body) != summary["sha256"]:
+        raise ValueError(f"{path} is damaged: its sha256 differs")
+    for name, expected in summary["files_sha256"].items():
+        beside = folder / name
+        if not beside.is_file():
+            raise ValueError(f"{beside} is missing")
+        if _file_digest(beside) != expected:
+            raise ValueError(f"{beside} is damaged: {SUMMARY} has another SHA-256")
+    return summary
+
+
+def _own_digest(summary: dict[str, Any]) -> str:
+    """Over the values, not their layout: it may be formatted anew."""
+    return hashlib.sha256(json.dumps(summary, sort_keys=True).encode()).hexdigest()
+
+
+def _file_digest(path: pathlib.Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def finite(value: Any) -> Any:
+    """The same structure with None for nan and infinity, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def git_commit() -> dict[str, str]:
+    """{"git_commit": ...} of the checkout that this file is part of, or nothing."""
+    root = pathlib.Path(__file__).resolve().parent.parent
+    # Git's own variables, set inside its hooks, would point it to another repository.
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            env=clean,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    answer = done.stdout.splitlines()
+    # An installed package may lie in a virtual environment inside a user's repository.
+    if done.returncode or pathlib.Path(answer[0]).resolve() != root:
+        return {}
+    return {"git_commit": answer[1]}

@@ -1,0 +1,197 @@
+"""A paper's tables as data: `launch/papers/<paper>.json`, its cells, and Markdown."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from launch import console, settings
+
+PAPERS = pathlib.Path(__file__).parent / "papers"
+Number = float | list[float]
+
+
+class Cell(NamedTuple):
+    """One run of a table: its options, and the paper's number of each metric.
+
+    A number is a mean, or a mean and a standard deviation; None = not in the paper.
+    """
+
+    scenario: str
+    row: str
+    options: dict[str, Any]
+    paper: list[Number] | None
+
+
+def tables() -> dict[str, dict[str, Any]]:
+    """Every table by the name `<paper>.<table>`."""
+    return {
+        f"{path.stem}.{key}": value
+        for path in sorted(PAPERS.glob("*.json"))
+        for key, value in json.loads(path.read_text()).items()
+    }
+
+
+def load_table(name: str) -> dict[str, Any]:
+    """The table `<paper>.<table>`.
+
+    Raises:
+        ValueError: there is no such table; lists those there are.
+    """
+    known = tables()
+    if name not in known:
+        raise ValueError(f"no table {name}: expected one of {', '.join(known)}")
+    return known[name]
+
+
+def _chosen(flag: str, wanted: str, known: Sequence[str]) -> list[str]:
+    """The names of a comma-separated flag, all if it is empty."""
+    names = wanted.split(",") if wanted else list(known)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--{flag}={name}: expected one of {', '.join(known)}")
+    return names
+
+
+def _of_value(
+    parts: Mapping[str, Mapping[str, Any]], names: list[str], flag: str, value: Any
+) -> list[str]:
+    """The rows or columns that stand for `value` of a flag, or for no value of it.
+
+    Raises:
+        ValueError: none is left; lists the values there are.
+    """
+    left = [n for n in names if parts[n].get(flag) in (None, value)]
+    if not left:
+        known = ", ".join(str(parts[n][flag]) for n in names)
+        raise ValueError(f"--{flag}={value}: this table has {known}")
+    return left
+
+
+def cells(
+    table: Mapping[str, Any],
+    dataset: str,
+    scenario: str = "",
+    row: str = "",
+    given: Mapping[str, Any] | None = None,
+) -> list[Cell]:
+    """Every cell asked for.
+
+    Args:
+        table: From `load_table`.
+        dataset: `mnist_5k` takes the numbers and settings of `mnist`.
+        scenario, row: Names separated by commas, empty = all.
+        given: Options that hold in every cell.
+    """
+    given = dict(given or {})
+    known = "mnist" if dataset == "mnist_5k" else dataset
+    if known not in table["datasets"] and not table.get("any_dataset"):
+        raise ValueError(
+            f"--dataset={dataset}: this table has {', '.join(table['datasets'])}"
+        )
+    names = _chosen("scenario", scenario, table["scenarios"])
+    rows = _chosen("row", row, table["rows"])
+    for flag, value in given.items():
+        names = _of_value(table["scenarios"], names, flag, value)
+        rows = _of_value(table["rows"], rows, flag, value)
+        if not any(flag in settings.fields_of(table["rows"][r]["algo"]) for r in rows):
+            raise ValueError(f"--{flag}={value}: no row has this option")
+    out = []
+    for name in names:
+        entries = table["datasets"].get(known, {}).get(name, {})
+        for one in rows:
+            entry = entries.get(one, {})
+            options = (
+                table["common"]
+                | table["scenarios"][name]
+                | table["rows"][one]
+                | entry.get("flags", {})
+            )
+            # A row says null to an option that it must not have.
+            banned = {flag for flag, value in options.items() if value is None}
+            options |= given | {"dataset": dataset}
+            options = {k: v for k, v in options.items() if k not in banned}
+            out.append(Cell(name, one, options, entry.get("paper")))
+    return out
+
+
+def difference(ours: float, paper: float) -> str:
+    """Signed difference in points, for instance `+1.3`."""
+    return f"{ours - paper:+.1f}"
+
+
+def _text(done: Mapping[str, Any] | None, metric: str, number: Number | None) -> str:
+    """`paper / ours / difference`, or ours alone where the paper has no number."""
+    pair = number if isinstance(number, list) else [number]
+    paper = " ± ".join(f"{one:.2f}" for one in pair if one is not None)
+    if done is None or metric not in done["metrics"]:
+        return f"{paper} / missing" if paper else "missing"
+    entry = done["metrics"][metric]
+    mean, std = 100 * entry["mean"], 100 * entry["std"]
+    ours = f"{mean:.1f}"
+    if len(entry["per_seed"]) > 1:
+        ours += f" ± {std:.1f}"
+    return f"{paper} / {ours} / {difference(mean, pair[0])}" if paper else ours
+
+
+def _grid(head: Sequence[str], body: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    lines = ["| | " + " | ".join(head) + " |", "|---|" + "---|" * len(head)]
+    return lines + [f"| {row} | " + " | ".join(texts) + " |" for row, texts in body]
+
+
+def markdown(
+    table: Mapping[str, Any],
+    dataset: str,
+    results: Sequence[tuple[Cell, Mapping[str, Any] | None]],
+    given: Mapping[str, Any] | None = None,
+) -> str:
+    """Markdown: paper | ours mean +- std | difference.
+
+    A table of several metrics has one part per scenario, with the metrics as columns; a
+    table of one metric has the scenarios as columns.
+    """
+    metrics = table["metrics"]
+    lines = [f"### {table['title']}", "", f"Data set: `{dataset}`."]
+    if given:
+        options = " ".join(f"--{name}={value}" for name, value in given.items())
+        lines.append(f"With `{options}`.")
+    if dataset in table["notes"]:
+        lines.append(table["notes"][dataset])
+    seeds = max(
+        (
+            len(next(iter(done["metrics"].values()))["per_seed"])
+            for _, done in results
+            if done
+        ),
+        default=0,
+    )
+    has_paper = any(cell.paper for cell, _ in results)
+    legend = f"{seeds} seed(s)" + (": paper / ours / difference" if has_paper else "")
+    scenarios = list(dict.fromkeys(cell.scenario for cell, _ in results))
+    texts = {
+        (cell.scenario, cell.row): [
+            _text(done, metric, cell.paper[index] if cell.paper else None)
+            for index, metric in enumerate(metrics)
+        ]
+        for cell, done in results
+    }
+    rows = list(dict.fromkeys(cell.row for cell, _ in results))
+    if len(metrics) == 1:
+        body = [
+            (row, [*(texts.get((s, row), ["-"])[0] for s in scenarios)]) for row in rows
+        ]
+        title = f"{console.title(metrics[0])}, {table.get('columns', 'percent')}"
+        lines += ["", f"{title}, {legend}", "", *_grid(scenarios, body)]
+        return "\n".join(lines) + "\n"
+    for scenario in scenarios:
+        body = [(r, texts[scenario, r]) for r in rows if (scenario, r) in texts]
+        lines += ["", f"**{scenario}**, {legend}", ""]
+        lines += _grid([console.title(metric) for metric in metrics], body)
+    return "\n".join(lines) + "\n"
+
+
+def slug(text: str) -> str:
+    """A row's name as part of a path."""
+    return "".join(c for c in text.lower().replace(" ", "_") if c not in "=,*()")
