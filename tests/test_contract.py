@@ -20,7 +20,7 @@ import pytest
 import algorithms
 import models
 from data import loaders
-from fedjax_pfl import checkpoint
+from fedjax_pfl import checkpoint, program
 from launch import build, flags, settings
 from tests.toys import frozen, gossip, ledger, model, sparse, spliced, widths
 
@@ -96,6 +96,7 @@ class Reference:
     """A name's run of four rounds, saved after the second, and what it compiled."""
 
     def __init__(self, name, dataset, folder, caplog):
+        program.forget()
         with jax.log_compiles(), caplog.at_level(logging.WARNING):
             self.experiment = build_experiment(name, dataset)
             self.experiment.start()
@@ -132,8 +133,8 @@ def reference(request, references, unequal, tmp_path_factory, caplog):
 @pytest.mark.parametrize("name", NAMES)
 def test_learns_and_compiles_once(name, reference):
     """init, rounds and evaluate compile once each; all finite; the loss falls."""
-    for program in ("jit(init)", "jit(rounds)", "jit(count)"):
-        assert reference.compiled.count(program) == 1, reference.compiled
+    for function in ("jit(init)", "jit(rounds)", "jit(count)"):
+        assert reference.compiled.count(function) == 1, reference.compiled
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(reference.last))
     records = reference.experiment.metrics
     losses = [r["train_loss"] for r in records if "train_loss" in r]
