@@ -1,4 +1,9 @@
-"""Algorithms: one file each, one line here each."""
+"""Algorithms: one file each, one line here each.
+
+A line names the file's module and what `launch` must know of it: the preset that holds
+where none is given, and whether the algorithm needs public images. A plain module is a
+line too: no preset, no needs.
+"""
 
 import dataclasses
 from types import SimpleNamespace
@@ -11,47 +16,71 @@ from algorithms import (
     fedict,
     fedmd,
     fedper,
-    fedrep,
     local,
     majority,
     pfedsd,
 )
 
 
-def variant(module: Any, summary: str, **defaults: Any) -> Any:
-    """A second name for an algorithm, with other defaults."""
+def entry(module: Any, *, preset: str = "none", public_images: bool = False) -> Any:
+    """An algorithm as the registry knows it.
+
+    Args:
+        module: What has `HParams`, `make` and a docstring.
+        preset: Name of the paper's rules for options that are not given.
+        public_images: It learns from images that all clients share without labels; a
+            set of them is chosen where none is given.
+    """
+    return SimpleNamespace(
+        HParams=module.HParams,
+        make=module.make,
+        __doc__=module.__doc__,
+        preset=preset,
+        public_images=public_images,
+    )
+
+
+def variant(base: Any, summary: str, **defaults: Any) -> Any:
+    """A second name for an entry, with other defaults of its options."""
     fields = [
         (
             field.name,
             field.type,
             dataclasses.field(default=defaults[field.name], metadata=field.metadata),
         )
-        for field in dataclasses.fields(module.HParams)
+        for field in dataclasses.fields(base.HParams)
         if field.name in defaults
     ]
     hparams = dataclasses.make_dataclass(
-        "HParams", fields, bases=(module.HParams,), frozen=True
+        "HParams", fields, bases=(base.HParams,), frozen=True
     )
-    return SimpleNamespace(HParams=hparams, make=module.make, __doc__=summary)
+    return SimpleNamespace(**(vars(base) | {"HParams": hparams, "__doc__": summary}))
 
 
+_FEDPER = entry(fedper, preset="fedd2s")
+_FEDREP = variant(
+    _FEDPER,
+    "FedRep: a shared base and personal heads, trained one after the other.",
+    local_epochs=4,
+    head_epochs=3,
+)
 ALGORITHMS = {
-    "local": local,
-    "majority": majority,
-    "fedavg": fedavg,
-    "cdkt": cdkt,
-    "fedd2s": fedd2s,
-    "fedper": fedper,
-    "fedrep": fedrep,
+    "local": entry(local),
+    "majority": entry(majority, preset="fedd2s"),
+    "fedavg": entry(fedavg),
+    "cdkt": entry(cdkt, preset="cdkt"),
+    "fedd2s": entry(fedd2s, preset="fedd2s"),
+    "fedper": _FEDPER,
+    "fedrep": _FEDREP,
     "fedper_plus": variant(
-        fedper, "FedPer+: FedPer with FedD2S's layer dropping.", layer_dropping=True
+        _FEDPER, "FedPer+: FedPer with FedD2S's layer dropping.", layer_dropping=True
     ),
     "fedrep_plus": variant(
-        fedrep, "FedRep+: FedRep with FedD2S's layer dropping.", layer_dropping=True
+        _FEDREP, "FedRep+: FedRep with FedD2S's layer dropping.", layer_dropping=True
     ),
-    "fedmd": fedmd,
-    "fedict": fedict,
-    "pfedsd": pfedsd,
+    "fedmd": entry(fedmd, preset="fedd2s", public_images=True),
+    "fedict": entry(fedict, preset="fedd2s"),
+    "pfedsd": entry(pfedsd, preset="fedd2s"),
 }
 
 

@@ -31,73 +31,132 @@ client's epoch short. `--preset=cdkt_code` switches these back.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl import distill, local, losses, options, rng, rows, traffic, types
+from fedjax_pfl import (
+    distances,
+    each_client,
+    local_training,
+    losses,
+    options,
+    proxy,
+    rng,
+    shapes,
+    stacked,
+    traffic,
+    types,
+)
+
+option = options.option
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(options.LocalTraining):
+class HParams(local_training.LocalTraining):
     """CDKT's options."""
 
-    client_lr: float = options.option(
-        0.03, "learning rate of the clients [eta]", minimum=0
-    )
-    transfer: str = options.option(
+    client_lr: float = option(0.03, "learning rate of the clients [eta]", minimum=0)
+    transfer: str = option(
         "rep",
         "what the server learns from the clients: embeddings, logits or both",
         choices=("rep", "full", "repfull"),
     )
-    server_distance: str = options.option(
-        "kl", "distance of the server's fit [d]", choices=distill.DISTANCES
+    server_distance: str = option(
+        "kl", "distance of the server's fit [d]", choices=distances.DISTANCES
     )
-    client_distance: str = options.option(
-        "norm", "distance of the clients' distillation [d]", choices=distill.DISTANCES
+    client_distance: str = option(
+        "norm", "distance of the clients' distillation [d]", choices=distances.DISTANCES
     )
-    client_distill_weight: float = options.option(
+    client_distill_weight: float = option(
         0.06, "weight of the clients' distillation [alpha]", minimum=0
     )
-    server_distill_weight: float = options.option(
+    server_distill_weight: float = option(
         0.6, "weight of the server's distillation [beta]", minimum=0
     )
-    label_mix: float = options.option(
+    label_mix: float = option(
         0.5, "share of the proxy labels in the targets [lambda]", minimum=0, maximum=1
     )
-    temperature: float = options.option(3.0, "temperature of kl [tau]", above=0)
-    server_lr: float = options.option(
-        0.05, "learning rate of the server [gamma]", minimum=0
-    )
-    server_epochs: int = options.option(
+    temperature: float = option(3.0, "temperature of kl [tau]", above=0)
+    server_lr: float = option(0.05, "learning rate of the server [gamma]", minimum=0)
+    server_epochs: int = option(
         2, "epochs of the server over the proxy set per round [R]", minimum=1
     )
-    warm_rounds: int = options.option(
+    warm_rounds: int = option(
         1, "first rounds in which clients do not distil", minimum=0
     )
-    ensemble: str = options.option(
+    ensemble: str = option(
         "mean_selected",
         "teacher of the server; code_last is the released code's (n / K) * last",
         choices=("mean_selected", "code_last"),
     )
-    teacher_mode: str = options.option(
+    teacher_mode: str = option(
         "eval",
         "mode of the clients' forward on the proxy set",
         choices=("eval", "train"),
     )
-    proxy_pairing: str = options.option(
+    proxy_pairing: str = option(
         "mod",
         "proxy batch of local step s: s mod their number, or stop where either ends",
         choices=("mod", "truncate"),
     )
-    norm_form: str = options.option(
-        "batch", "norm of a batch, or sum of samples' norms", choices=distill.NORM_FORMS
+    js_form: str = option(
+        "true",
+        "Jensen-Shannon, or with both terms reversed",
+        choices=distances.JS_FORMS,
     )
-    js_form: str = options.option(
-        "true", "Jensen-Shannon, or with both terms reversed", choices=distill.JS_FORMS
+
+
+def mix_labels(
+    logits: jax.Array, label: jax.Array, weight: float | jax.Array
+) -> jax.Array:
+    """The target T(u) of Eq. 8: weight * onehot(label) + (1 - weight) * u.
+
+    Args:
+        logits: f32[..., Y]; labels are mixed in before any softmax.
+        label: int32[...].
+        weight: [lambda], 0..1.
+    """
+    return weight * jax.nn.one_hot(label, logits.shape[-1]) + (1 - weight) * logits
+
+
+def logits_and_embedding(
+    model: types.Model,
+    params: types.Params,
+    stats: types.Stats,
+    batch: local_training.Batch,
+) -> tuple[jax.Array, jax.Array, types.Stats]:
+    """One train-mode forward: logits f32[B, Y], embedding f32[B, D], new stats."""
+    last = len(model.stage_names) - 1
+    embedding, stats = model.forward(
+        params, stats, batch.image, stop=last, **batch.mode
     )
+    logits, stats = model.forward(params, stats, embedding, start=last, **batch.mode)
+    return logits, embedding.reshape(embedding.shape[0], -1), stats
+
+
+def teacher(
+    answers: jax.Array, cohort: types.Cohort, ensemble: str, num_clients: int
+) -> jax.Array:
+    """The ensemble of the cohort's outputs, [C, ...] -> [...].
+
+    `mean_selected` is the plain mean over the real rows. `code_last` is what the
+    released code computes: every entry of its list is the last selected client's output
+    (here: the one of the highest id) and the sum is divided by all K clients, hence
+    (n / K) * z_last.
+    """
+    num_selected = cohort.row_mask.sum()
+    if ensemble == "mean_selected":
+        weight = cohort.row_mask / jnp.maximum(num_selected, 1)
+    else:
+        last = jnp.where(cohort.row_mask, cohort.client_id, -1).max()
+        is_last = cohort.row_mask & (cohort.client_id == last)
+        weight = is_last * num_selected / num_clients
+    column = stacked.column(weight, answers)
+    return (jnp.where(column > 0, answers, 0) * column).sum(0)
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
@@ -107,176 +166,148 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         ValueError: no proxy set, or models whose outputs differ in width.
     """
     server_model, client_model = task.server_model, task.client_model
+    width = _common_width(task)
+    use_rep = hparams.transfer in ("rep", "repfull")
+    use_full = hparams.transfer in ("full", "repfull")
+    gap_of = functools.partial(
+        distances.distance, temperature=hparams.temperature, js_form=hparams.js_form
+    )
+    client_gap = functools.partial(gap_of, hparams.client_distance)
+    server_gap = functools.partial(gap_of, hparams.server_distance)
+
+    def init(data: types.Data, key: jax.Array) -> types.RoundState:
+        start = task.init(client_model, key)
+        clients = stacked.repeat(start, task.num_clients)
+        kept = local_training.kept_optimizer(hparams, start.params, task.num_clients)
+        server = task.init(server_model, key)
+        return types.RoundState.first(server, clients, key, kept)
+
+    def client_update(client: each_client.Client, shared: Any):
+        """Lines 3 to 7: train the client's own model, then answer on the proxy set."""
+        batches, (server_logits, server_embedding) = shared
+        num_batches = batches.shape[0]
+        if hparams.proxy_pairing == "truncate":
+            client = client.at_most(num_batches)
+        is_warm_up = client.round < hparams.warm_rounds
+        alpha = jnp.where(is_warm_up, 0.0, hparams.client_distill_weight)
+        proxy_key = client.stream(rng.Tag.LOCAL_PROXY)
+
+        def loss_fn(params, stats, batch):
+            """Eq. 8 on a batch of the client's own and the next of the proxy set."""
+            z, _, stats = logits_and_embedding(client_model, params, stats, batch)
+            private = losses.cross_entropy(z, batch.label, batch.mask)
+            key = jax.random.fold_in(proxy_key, batch.step)
+            paired = proxy.batch_at(client.data, batches, batch.step % num_batches, key)
+            z, e, _ = logits_and_embedding(client_model, params, stats, paired)
+            target = mix_labels(
+                server_logits[paired.step], paired.label, hparams.label_mix
+            )
+            gap = client_gap(z, target, paired.mask)
+            if use_rep:
+                gap += client_gap(e, server_embedding[paired.step], paired.mask)
+            return private + alpha * gap, stats
+
+        trained = local_training.train(hparams, loss_fn, client.own, client)
+        noise = None
+        if hparams.teacher_mode == "train":
+            noise = client.stream(rng.Tag.TEACHER)
+        answers = proxy.outputs(
+            client_model, trained.variables, client.data, batches, key=noise
+        )
+        return trained, answers
+
+    def server_loss(teachers: Any) -> local_training.LossFn:
+        """Eqs. 9 to 11: labels of the proxy set and the averaged outputs."""
+        teacher_logits, teacher_embedding = teachers
+
+        def loss_fn(params, stats, batch):
+            z, e, stats = logits_and_embedding(server_model, params, stats, batch)
+            gap = jnp.zeros(())
+            if use_rep:
+                gap += server_gap(e, teacher_embedding[batch.step], batch.mask)
+            if use_full:
+                target = mix_labels(
+                    teacher_logits[batch.step], batch.label, hparams.label_mix
+                )
+                gap += server_gap(z, target, batch.mask)
+            supervised = losses.cross_entropy(z, batch.label, batch.mask)
+            return supervised + hparams.server_distill_weight * gap, stats
+
+        return loss_fn
+
+    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        batches = proxy.batches(data, hparams.batch_size)
+        knowledge = proxy.outputs(server_model, state.server, data, batches)
+        trained, answers = each_client.update(
+            client_update,
+            task,
+            state,
+            cohort,
+            data,
+            own=stacked.take(state.clients, cohort.row),
+            shared=(batches, knowledge),
+        )
+        server = proxy.fit(
+            server_loss(
+                teacher(answer, cohort, hparams.ensemble, task.num_clients)
+                for answer in answers
+            ),
+            optax.sgd(hparams.server_lr),
+            state.server,
+            data=data,
+            batches=batches,
+            epochs=hparams.server_epochs,
+            key=rng.stream(state.key, rng.Tag.SERVER, state.round),
+        )
+        clients = stacked.put(state.clients, cohort.row, trained.variables)
+        kept = trained.kept(state, cohort)
+        sent = {
+            "server logits": 1,
+            "server embeddings": use_rep,
+            "client logits": use_full,
+            "client embeddings": use_rep,
+        }
+        state = state.after(server=server, clients=clients, opt_state=kept)
+        return state, trained.metrics(cohort), sent
+
+    def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        return (types.Served.each(client_model, state.clients),)
+
+    return types.Algorithm(
+        plans=(local_training.plan(hparams),),
+        messages=_messages(task, width),
+        init=init,
+        round=round,
+        server=lambda state, data: {"global": (server_model, state.server)},
+        serving=serving,
+        ships_proxy="labelled",
+    )
+
+
+def _common_width(task: types.Task) -> int:
+    """D, if there is a proxy set and the server's and the clients' models agree."""
+    server, client = task.server_model, task.client_model
     if not task.num_proxy:
         raise ValueError(
             "--proxy_fraction=0 leaves no proxy set, cdkt learns through one; "
             "raise it, for instance to 0.07"
         )
-    width = distill.embedding_width(server_model, task.example_shape)
-    client_width = distill.embedding_width(client_model, task.example_shape)
-    if width != client_width:
+    width, other = (
+        shapes.embedding_width(model, task.example_shape) for model in (server, client)
+    )
+    if width != other:
         raise ValueError(
-            f"--client_model={client_model.name} has embeddings of width "
-            f"{client_width}, --model={server_model.name} of {width}; cdkt needs the "
-            "same width"
+            f"--client_model={client.name} has embeddings of width {other}, "
+            f"--model={server.name} of {width}; cdkt needs the same width"
         )
-    logit_bytes = task.num_proxy * task.num_classes * traffic.FLOAT_BYTES
-    embedding_bytes = task.num_proxy * width * traffic.FLOAT_BYTES
-    use_rep = hparams.transfer in ("rep", "repfull")
-    use_full = hparams.transfer in ("full", "repfull")
+    return width
 
-    def distance(kind: str, student: jax.Array, target: jax.Array, mask: jax.Array):
-        return distill.distance(
-            kind,
-            student,
-            target,
-            mask,
-            temperature=hparams.temperature,
-            norm_form=hparams.norm_form,
-            js_form=hparams.js_form,
-        )
 
-    def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        params, stats = task.initial(server_model, key)
-        client = task.initial(client_model, key)
-        return types.RoundState(
-            server={"params": params, "stats": stats},
-            clients=rows.repeat(client, task.num_clients),
-            key=key,
-            round=jnp.zeros((), jnp.int32),
-        )
-
-    def client_update(row: Any, shared: Any, bound: jax.Array):
-        """Lines 3 to 7: train the client's own model, then answer on the proxy set."""
-        client_id, plan, (params, stats) = row
-        data, proxy, (server_logits, server_embedding), key, round = shared
-        num_batches = proxy.shape[0]
-        if hparams.proxy_pairing == "truncate":
-            plan = plan.replace(num_steps=jnp.minimum(plan.num_steps, num_batches))
-            bound = jnp.minimum(bound, num_batches)
-        alpha = jnp.where(
-            round < hparams.warm_rounds, 0.0, hparams.client_distill_weight
-        )
-        proxy_key = rng.stream(key, rng.Tag.LOCAL_PROXY, round, client_id)
-
-        def loss_fn(params, stats, batch):
-            logits, _, stats = distill.logits_and_embedding(
-                client_model, params, stats, batch
-            )
-            private = losses.cross_entropy(logits, batch.label, batch.mask)
-            paired = distill.proxy_batch(
-                data,
-                proxy,
-                batch.step % num_batches,
-                jax.random.fold_in(proxy_key, batch.step),
-            )
-            logits, embedding, _ = distill.logits_and_embedding(
-                client_model, params, stats, paired
-            )
-            target = distill.mix_labels(
-                server_logits[paired.step], paired.label, hparams.label_mix
-            )
-            gap = distance(hparams.client_distance, logits, target, paired.mask)
-            if use_rep:
-                target = server_embedding[paired.step]
-                gap += distance(hparams.client_distance, embedding, target, paired.mask)
-            return private + alpha * gap, stats
-
-        trained = local.train(
-            hparams,
-            (local.Objective(loss_fn),),
-            params,
-            stats,
-            data=data,
-            client_id=client_id,
-            plan=plan,
-            bound=bound,
-            key=key,
-            round=round,
-        )
-        noise = None
-        if hparams.teacher_mode == "train":
-            noise = rng.stream(key, rng.Tag.TEACHER, round, client_id)
-        answers = distill.outputs(
-            client_model, trained.params, trained.stats, data, proxy, key=noise
-        )
-        return trained, answers
-
-    def server_update(server: Any, teachers: Any, data: types.Data, proxy, key):
-        """Lines 9 to 12: fit the server's model to labels and teachers."""
-        teacher_logits, teacher_embedding = teachers
-
-        def loss_fn(params, stats, batch):
-            logits, embedding, stats = distill.logits_and_embedding(
-                server_model, params, stats, batch
-            )
-            gap = jnp.zeros(())
-            if use_rep:
-                target = teacher_embedding[batch.step]
-                gap += distance(hparams.server_distance, embedding, target, batch.mask)
-            if use_full:
-                target = distill.mix_labels(
-                    teacher_logits[batch.step], batch.label, hparams.label_mix
-                )
-                gap += distance(hparams.server_distance, logits, target, batch.mask)
-            supervised = losses.cross_entropy(logits, batch.label, batch.mask)
-            return supervised + hparams.server_distill_weight * gap, stats
-
-        params, stats = distill.fit(
-            loss_fn,
-            optax.sgd(hparams.server_lr),
-            server["params"],
-            server["stats"],
-            data=data,
-            batches=proxy,
-            epochs=hparams.server_epochs,
-            key=key,
-        )
-        return {"params": params, "stats": stats}
-
-    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        proxy = distill.proxy_batches(data, hparams.batch_size)
-        knowledge = distill.outputs(
-            server_model, state.server["params"], state.server["stats"], data, proxy
-        )
-        plan = cohort.plans["local"]
-        trained, answers = rows.over_clients(client_update, task.execution)(
-            (cohort.client_id, plan, rows.take(state.clients, cohort.row)),
-            (data, proxy, knowledge, state.key, state.round),
-            plan.num_steps,
-        )
-        teachers = tuple(
-            distill.teacher(
-                answer,
-                cohort.client_id,
-                cohort.row_mask,
-                ensemble=hparams.ensemble,
-                num_clients=task.num_clients,
-            )
-            for answer in answers
-        )
-        key = rng.stream(state.key, rng.Tag.SERVER, state.round)
-        server = server_update(state.server, teachers, data, proxy, key)
-        clients = rows.put(state.clients, cohort.row, (trained.params, trained.stats))
-        metrics = {"train_loss": local.pooled_loss(trained.loss, cohort.row_mask)}
-        state = types.RoundState(server, clients, state.key, state.round + 1)
-        sent = jnp.array([True, use_rep, use_full, use_rep], jnp.int32)
-        return state, metrics, jnp.tile(sent, (cohort.row.shape[0], 1))
-
-    def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        return (task.serve(client_model, *state.clients),)
-
-    return types.Algorithm(
-        plans=(types.PlanSpec("local", hparams.local_epochs, hparams.batch_size),),
-        messages=(
-            types.MessageKind("server logits", "down", logit_bytes),
-            types.MessageKind("server embeddings", "down", embedding_bytes),
-            types.MessageKind("client logits", "up", logit_bytes),
-            types.MessageKind("client embeddings", "up", embedding_bytes),
-        ),
-        init=init,
-        round=round,
-        serving=serving,
-        server_params=lambda s: (server_model, s.server["params"], s.server["stats"]),
-        ships_proxy="labelled",
+def _messages(task: types.Task, width: int) -> tuple[types.MessageKind, ...]:
+    """Logits and embeddings of the proxy set, down and up."""
+    size = task.num_proxy * traffic.FLOAT_BYTES
+    return tuple(
+        types.MessageKind(f"{sender} {what}", way, size * columns)
+        for sender, way in (("server", "down"), ("client", "up"))
+        for what, columns in (("logits", task.num_classes), ("embeddings", width))
     )

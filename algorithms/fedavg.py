@@ -10,10 +10,10 @@ Deep Networks from Decentralized Data", AISTATS 2017, https://arxiv.org/abs/1602
 
 | paper | here |
 |---|---|
-| w_t | `state.server["params"]` |
+| w_t | `state.server["model"]` |
 | C * K | `--clients_per_round` |
 | E, B, eta | `--local_epochs`, `--batch_size`, `--client_lr` |
-| n_k / n | `aggregate.weights("examples", ...)` |
+| n_k / n | `aggregate.cohort_weights("examples", ...)` |
 
 Differs from the paper: the mean is over the clients of the round (n is their
 examples), as in every released implementation. `--eval_model=stale` serves each client
@@ -24,24 +24,33 @@ it took part in the last round, else the global model that round began with.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import aggregate, local, options, rows, traffic, types
+from fedjax_pfl import (
+    aggregate,
+    each_client,
+    local_training,
+    options,
+    stacked,
+    traffic,
+    types,
+)
+
+option = options.option
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(options.LocalTraining):
+class HParams(local_training.LocalTraining):
     """FedAvg's options."""
 
-    aggregation: str = options.option(
+    aggregation: str = option(
         "examples", "weights of the server's mean", choices=("examples", "uniform")
     )
-    eval_model: str = options.option(
+    eval_model: str = option(
         "server",
-        "model that serves a client: the server's, or its last copy (stale)",
+        "model that serves a client: the server's, or what it has in hand (stale)",
         choices=("server", "stale"),
     )
 
@@ -49,81 +58,53 @@ class HParams(options.LocalTraining):
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """FedAvg as pure functions."""
     model = task.model
-    loss_fn = local.cross_entropy_loss(model)
-    model_bytes = traffic.model_bytes(model, task.example_shape)
-    stale = hparams.eval_model == "stale"
+    loss_fn = local_training.cross_entropy_loss(model)
+    is_stale = hparams.eval_model == "stale"
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        params, stats = task.initial(model, key)
-        server: dict[str, Any] = {"params": params, "stats": stats}
-        clients: Any = ()
-        if stale:
-            server["received"] = jax.tree.map(jnp.copy, (params, stats))
-            clients = {
-                "copy": rows.repeat((params, stats), task.num_clients),
-                "trained": jnp.zeros(task.num_clients, bool),
-            }
-        return types.RoundState(server, clients, key, jnp.zeros((), jnp.int32))
+        start, clients = task.init(model, key), ()
+        server = {"model": start}
+        if is_stale:
+            server["before"] = jax.tree.map(jnp.copy, start)
+            never = jnp.full(task.num_clients, -1)
+            clients = {"copy": stacked.repeat(start, task.num_clients), "round": never}
+        kept = local_training.kept_optimizer(hparams, start.params, task.num_clients)
+        return types.RoundState.first(server, clients, key, kept)
 
-    def client_update(row: Any, shared: Any, bound: jax.Array) -> local.Trained:
-        client_id, plan = row
-        data, server, key, round = shared
-        return local.train(
-            hparams,
-            (local.Objective(loss_fn),),
-            server["params"],
-            server["stats"],
-            data=data,
-            client_id=client_id,
-            plan=plan,
-            bound=bound,
-            key=key,
-            round=round,
-        )
+    def client_update(client: each_client.Client, server: types.Variables):
+        """ClientUpdate(k, w): E epochs of minibatches, from the server's model."""
+        trained = local_training.train(hparams, loss_fn, server, client)
+        return (trained, trained.variables) if is_stale else trained.split()
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        plan = cohort.plans["local"]
-        trained = rows.over_clients(client_update, task.execution)(
-            (cohort.client_id, plan),
-            (data, state.server, state.key, state.round),
-            plan.num_steps,
+        before, clients = state.server["model"], state.clients
+        weight = aggregate.cohort_weights(hparams.aggregation, cohort, data)
+        trained, mean = each_client.update(
+            client_update, task, state, cohort, data, shared=before, reduce=weight
         )
-        num_examples = rows.take(data.partition.train.count, cohort.client_id)
-        weight = aggregate.weights(hparams.aggregation, num_examples, cohort.row_mask)
-        copies = (trained.params, trained.stats)
-        params, stats = aggregate.weighted_mean(copies, weight)
-        server = {"params": params, "stats": stats}
-        clients: Any = ()
-        if stale:
-            server["received"] = (state.server["params"], state.server["stats"])
-            idle = jnp.zeros(task.num_clients, bool)
-            clients = {
-                "copy": rows.put(state.clients["copy"], cohort.row, copies),
-                "trained": idle.at[cohort.row].set(True, mode="drop"),
-            }
-        state = types.RoundState(server, clients, state.key, state.round + 1)
-        metrics = {"train_loss": local.pooled_loss(trained.loss, cohort.row_mask)}
-        return state, metrics, jnp.ones((cohort.row.shape[0], 2), jnp.int32)
+        server = {"model": mean}
+        if is_stale:
+            server["before"] = before
+            when = jnp.full_like(cohort.row, state.round)
+            new = {"copy": trained.variables, "round": when}
+            clients = stacked.put(clients, cohort.row, new)
+        kept = trained.kept(state, cohort)
+        state = state.after(server=server, clients=clients, opt_state=kept)
+        return state, trained.metrics(cohort), {"model down": 1, "model up": 1}
 
-    def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        if stale:
-            received, copies = state.server["received"], state.clients["copy"]
-            trained = state.clients["trained"]
-            return (
-                task.serve(model, *received, mask=~trained, shared=True),
-                task.serve(model, *copies, mask=trained),
-            )
-        params, stats = state.server["params"], state.server["stats"]
-        return (task.serve(model, params, stats, shared=True),)
+    def in_hand(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        """The copy a client just trained, or what the last round began with."""
+        has_copy = state.clients["round"] == state.round - 1
+        return (
+            types.Served.one(model, state.server["before"], ~has_copy),
+            types.Served.each(model, state.clients["copy"], mask=has_copy),
+        )
 
     return types.Algorithm(
-        plans=(types.PlanSpec("local", hparams.local_epochs, hparams.batch_size),),
-        messages=(
-            types.MessageKind("model down", "down", model_bytes),
-            types.MessageKind("model up", "up", model_bytes),
-        ),
+        plans=(local_training.plan(hparams),),
+        messages=traffic.model_both_ways(task, model),
         init=init,
         round=round,
-        serving=serving,
-        server_params=lambda s: (model, s.server["params"], s.server["stats"]),
+        server=lambda state, data: {"global": (model, state.server["model"])},
+        serving=in_hand if is_stale else None,
     )

@@ -38,6 +38,8 @@ says the same).
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -47,63 +49,95 @@ import numpy as np
 from fedjax_pfl import (
     aggregate,
     boundary,
-    distill,
-    local,
+    distances,
+    each_client,
+    local_training,
     losses,
-    masks,
     options,
+    proxy,
     rng,
-    rows,
+    shapes,
+    stacked,
     traffic,
     types,
 )
 
+option = options.option
+
 
 @dataclasses.dataclass(frozen=True)
-class HParams(options.LayerDropping, options.LocalTraining):
+class HParams(boundary.LayerDropping, local_training.LocalTraining):
     """FedD2S's options."""
 
-    server_epochs: int = options.option(
+    server_epochs: int = option(
         2, "epochs of the server's copies over a client's examples [E]", minimum=1
     )
-    transfer: str = options.option(
+    transfer: str = option(
         "head",
         "distil outputs through the other side's head, or features by squared error",
         choices=("head", "mse"),
     )
-    fixed_layer: int = options.option(
+    fixed_layer: int = option(
         0,
         "boundary of all clients in all rounds, counted from 1; 0 = scheduled",
         minimum=0,
     )
-    temperature: float = options.option(1.0, "temperature of kl [tau]", above=0)
-    kl: str = options.option(
-        "forward",
-        "KL(teacher || student), or reversed as printed in Eqs. 9 and 12",
-        choices=("forward", "reverse"),
+    temperature: float = option(1.0, "temperature of kl [tau]", above=0)
+
+
+def kept_stages(
+    hparams: HParams, lowest: int, num_stages: int, participations: jax.Array
+) -> jax.Array:
+    """Eq. 6: bool[..., L], the stages 1..l of Z int32[...] participations."""
+    return boundary.stages_below(
+        participations,
+        moves=not hparams.fixed_layer,
+        every=hparams.drop_every,
+        num_stages=num_stages,
+        lowest=lowest,
     )
-    teacher_head: str = options.option(
-        "frozen",
-        "head behind the clients' features: the server's before the round, or the copy "
-        "as it is being trained",
-        choices=("frozen", "live"),
-    )
-    s2c_head: str = options.option(
-        "global",
-        "head behind the clients' layers while they distil: the server's, or their own "
-        "as it was before the round",
-        choices=("global", "own"),
-    )
-    updates: str = options.option(
-        "sequential",
-        "a distillation step and then a supervised one, or one step on their sum",
-        choices=("sequential", "joint"),
-    )
-    optimizer_state: str = options.option(
-        "reset",
-        "the clients' optimizer state between their rounds",
-        choices=("reset", "persist"),
-    )
+
+
+def output_gap(
+    student: jax.Array, target: jax.Array, mask: jax.Array, temperature: Any
+) -> jax.Array:
+    """J of `--transfer=head`: KL between logits f32[B, Y]; the target is fixed."""
+    log_target = jax.nn.log_softmax(jax.lax.stop_gradient(target) / temperature)
+    gap = distances.kl(log_target, jax.nn.log_softmax(student / temperature))
+    return temperature**2 * losses.masked_mean(gap, mask)
+
+
+def feature_gap(
+    student: Mapping[int, jax.Array],
+    target: Mapping[int, jax.Array],
+    kept: jax.Array,
+    mask: jax.Array,
+) -> jax.Array:
+    """J of `--transfer=mse`: mean squared error of the outputs of stage l.
+
+    Args:
+        student, target: Outputs f32[B, ...] by stage, of all stages that l may be.
+        kept: bool[L], the stages 1..l.
+        mask: bool[B].
+    """
+    total = jnp.zeros(())
+    for stage, out in student.items():
+        gap = out - jax.lax.stop_gradient(target[stage])
+        error = losses.masked_mean((gap.reshape(len(gap), -1) ** 2).mean(1), mask)
+        total += jnp.where(kept.sum() == stage + 1, error, 0)
+    return total
+
+
+def features(
+    model: types.Model, side: types.Variables, h: jax.Array, start: int, **mode: Any
+) -> tuple[dict[int, jax.Array], types.Stats]:
+    """Outputs of the stages from `start` on, by stage, and the new statistics."""
+    params, stats = side
+    out = {}
+    for stage in range(start, len(params)):
+        h, stats = model.forward(params, stats, h, start=stage, stop=stage + 1, **mode)
+        out[stage] = h
+    return out, stats
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
@@ -112,289 +146,188 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     Raises:
         ValueError: the model does not have the boundary asked for.
     """
-    model = task.model
+    model, lowest = task.model, _lowest(hparams, task)
     num_stages = len(model.stage_names)
-    if num_stages < 2:
-        raise ValueError(
-            f"--model={model.name} has one layer; fedd2s shares features of the first "
-            "with the layers behind it, take a deeper model"
-        )
-    lowest = _lowest(hparams, task)
-    if hparams.transfer == "mse":
-        of_head = ("kl", "temperature", "teacher_head", "s2c_head")
-        options.refuse(hparams, of_head, "with --transfer=mse")
     by_head = hparams.transfer == "head"
-    persist = hparams.optimizer_state == "persist"
     deep = np.arange(num_stages) > 0
+    distilled = range(max(lowest - 1, 1), num_stages)  # the stages that l may be
 
-    def kept_stages(participations: jax.Array) -> jax.Array:
-        """Eq. 6: bool[..., L], the stages 1..l of Z int32[...] participations."""
-        return boundary.stages_below(
-            participations,
-            moves=not hparams.fixed_layer,
-            every=hparams.drop_every,
-            num_stages=num_stages,
-            lowest=lowest,
-        )
-
-    def output_gap(student: jax.Array, target: jax.Array, mask: jax.Array):
-        """J of `--transfer=head`: KL between logits f32[B, Y]; the target is fixed."""
-        tau = hparams.temperature
-        log_target = jax.nn.log_softmax(jax.lax.stop_gradient(target) / tau)
-        log_student = jax.nn.log_softmax(student / tau)
-        pair = (log_target, log_student)
-        pair = pair if hparams.kl == "forward" else pair[::-1]
-        return tau**2 * losses.masked_mean(distill.kl(*pair), mask)
-
-    def feature_gap(student: Any, target: Any, kept: jax.Array, mask: jax.Array):
-        """J of `--transfer=mse`: squared error of the outputs of stage l."""
-        total = jnp.zeros(())
-        for stage in range(max(lowest - 1, 1), num_stages):
-            gap = student[stage] - jax.lax.stop_gradient(target[stage])
-            error = losses.masked_mean((gap.reshape(len(gap), -1) ** 2).mean(1), mask)
-            total += jnp.where(kept.sum() == stage + 1, error, 0)
-        return total
-
-    def features(side: Any, h: jax.Array, start: int, **mode: Any):
-        """Outputs of the stages from `start` on, by stage, and the new statistics."""
-        params, stats = side
-        out = {}
-        for stage in range(start, num_stages):
-            h, stats = model.forward(
-                params, stats, h, start=stage, stop=stage + 1, **mode
-            )
-            out[stage] = h
-        return out, stats
-
-    def first_layer(own: Any, image: jax.Array) -> jax.Array:
+    def first_layer(own: types.Variables, image: jax.Array) -> jax.Array:
         """H_1, as the client uploads it."""
         return model.forward(*own, image, stop=1)[0]
 
-    def behind_first(side: Any, h: jax.Array) -> jax.Array:
-        """Logits of the layers behind the first, in eval mode."""
-        return model.forward(*side, h, start=1)[0]
+    def table(forward: Any, client: each_client.Client, epochs: int) -> jax.Array:
+        """p or t: logits on a client's examples, aligned by sample."""
+        return proxy.own_outputs(forward, client, task, hparams.batch_size, epochs)
 
-    def spliced(own: Any, head: Any, kept: jax.Array) -> Any:
-        """(params, stats) of the layers 1..l of `own` and those after l of `head`."""
-        return tuple(masks.splice(o, h, kept) for o, h in zip(own, head, strict=True))
+    def gap_of_features(student: Any, target: Any, kept: Any, mask: Any) -> jax.Array:
+        student = {stage: student[stage] for stage in distilled}
+        return feature_gap(student, target, kept, mask)
 
-    def knowledge(forward: Any, row: Any, data: types.Data, bound: Any, epochs: int):
-        """p or t: logits f32[>= K, Y] on a client's examples, aligned by sample."""
-        return distill.own_outputs(
-            forward,
-            data,
-            row["client_id"],
-            task,
-            batch_size=hparams.batch_size,
-            num_batches=bound // epochs,
-        )
-
-    def steps(distil: Any, supervised: Any, distilled: jax.Array, trained: Any):
-        """J on the stages `distilled`, Q on the stages `trained`."""
-        if hparams.updates == "sequential":
-            return (
-                local.Objective(distil, distilled),
-                local.Objective(supervised, trained),
-            )
-
-        def joint(params, stats, batch):
-            gap, _ = distil(params, stats, batch)
-            loss, stats = supervised(params, stats, batch)
-            return loss + jnp.where(distilled.any(), gap, 0), stats
-
-        return (local.Objective(joint, trained),)
-
-    def client_to_server(row: Any, shared: Any, bound: jax.Array) -> local.Trained:
+    def client_to_server(client: each_client.Client, server: types.Variables):
         """phi^n: a copy of the server's model learns from one client (Eqs. 8 to 10)."""
-        data, server, key, round = shared
-        own, kept = row["own"], row["kept"]
-        is_live = hparams.teacher_head == "live"
-        if by_head and not is_live:
-            source = spliced(own, server, kept)
-            teacher = knowledge(
-                lambda image: model.forward(*source, image)[0],
-                row,
-                data,
-                bound,
-                hparams.server_epochs,
+        own, kept = client.own["own"], client.own["kept"]
+        if by_head:
+            source = boundary.splice(own, server, kept)
+            p = table(
+                lambda x: model.forward(*source, x)[0], client, hparams.server_epochs
             )
 
         def distil(params, stats, batch):
-            h, mode = first_layer(own, batch.image), batch.train_mode()
+            h = first_layer(own, batch.image)
             if not by_head:
-                student, stats = features((params, stats), h, 1, **mode)
-                target, _ = features(own, h, 1)
-                return feature_gap(student, target, kept, batch.mask), stats
-            if is_live:
-                source = spliced(own, (params, stats), kept)
-                target, _ = model.forward(*source, batch.image)
-            else:
-                target = teacher[batch.position]
-            logits, stats = model.forward(params, stats, h, start=1, **mode)
-            return output_gap(logits, target, batch.mask), stats
+                side = types.Variables(params, stats)
+                student, stats = features(model, side, h, 1, **batch.mode)
+                target, _ = features(model, own, h, 1)
+                return gap_of_features(student, target, kept, batch.mask), stats
+            z, stats = model.forward(params, stats, h, start=1, **batch.mode)
+            target = p[batch.position]
+            return output_gap(z, target, batch.mask, hparams.temperature), stats
 
         def supervised(params, stats, batch):
-            h, mode = first_layer(own, batch.image), batch.train_mode()
-            logits, stats = model.forward(params, stats, h, start=1, **mode)
-            return losses.cross_entropy(logits, batch.label, batch.mask), stats
+            h = first_layer(own, batch.image)
+            z, stats = model.forward(params, stats, h, start=1, **batch.mode)
+            return losses.cross_entropy(z, batch.label, batch.mask), stats
 
-        distilled = deep & kept[1]  # l = 1: no J
+        by_distance = deep & kept[1]  # l = 1: no J
         if not by_head:
-            distilled = distilled & kept
-        return local.train(
-            hparams,
-            steps(distil, supervised, distilled, deep),
-            *server,
-            data=data,
-            client_id=row["client_id"],
-            plan=row["plan"],
-            bound=bound,
-            key=key,
-            round=round,
-            tag=rng.Tag.SERVER,
+            by_distance &= kept
+        objectives = (
+            local_training.Objective(distil, by_distance),
+            local_training.Objective(supervised, deep),
         )
+        trained = local_training.train(
+            hparams, objectives, server, client.fresh(), tag=rng.Tag.SERVER
+        )
+        return trained.split()
 
-    def server_to_client(row: Any, shared: Any, bound: jax.Array) -> local.Trained:
+    def server_to_client(client: each_client.Client, server: types.Variables):
         """theta^n learns from the averaged server (Eqs. 12 and 13)."""
-        data, server, key, round = shared
-        own, kept = row["own"], row["kept"]
-        head = server if hparams.s2c_head == "global" else own
+        own, kept = client.own["own"], client.own["kept"]
         if by_head:
-            teacher = knowledge(
-                lambda image: behind_first(server, first_layer(own, image)),
-                row,
-                data,
-                bound,
+            t = table(
+                lambda x: model.forward(*server, first_layer(own, x), start=1)[0],
+                client,
                 hparams.local_epochs,
             )
 
         def distil(params, stats, batch):
-            mode = batch.train_mode()
+            side = types.Variables(params, stats)
             if not by_head:
-                student, stats = features((params, stats), batch.image, 0, **mode)
-                target, _ = features(server, first_layer(own, batch.image), 1)
-                return feature_gap(student, target, kept, batch.mask), stats
-            through = spliced((params, stats), head, kept)
-            logits, stats = model.forward(*through, batch.image, **mode)
-            return output_gap(logits, teacher[batch.position], batch.mask), stats
+                student, stats = features(model, side, batch.image, 0, **batch.mode)
+                target, _ = features(model, server, first_layer(own, batch.image), 1)
+                return gap_of_features(student, target, kept, batch.mask), stats
+            through = boundary.splice(side, server, kept)
+            z, stats = model.forward(*through, batch.image, **batch.mode)
+            target = t[batch.position]
+            return output_gap(z, target, batch.mask, hparams.temperature), stats
 
-        return local.train(
-            hparams,
-            steps(
-                distil,
-                local.cross_entropy_loss(model),
-                kept & kept[1],
-                jnp.ones_like(kept),
-            ),
-            *own,
-            data=data,
-            client_id=row["client_id"],
-            plan=row["plan"],
-            bound=bound,
-            key=key,
-            round=round,
-            opt_state=row.get("opt_state"),
+        objectives = (
+            local_training.Objective(distil, kept & kept[1]),  # l = 1: no J
+            local_training.Objective(local_training.cross_entropy_loss(model)),
         )
+        return local_training.train(hparams, objectives, own, client)
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        server = task.initial(model, key)
+        server = task.init(model, key)
         clients = {
-            "own": rows.repeat(server, task.num_clients),
+            "own": stacked.repeat(server, task.num_clients),
             "participations": jnp.zeros(task.num_clients, jnp.int32),
         }
-        if persist:
-            tx = local.optimizer(hparams, hparams.client_lr)
-            opt_state = local.init_optimizer(tx, server[0])
-            clients["opt_state"] = rows.repeat(opt_state, task.num_clients)
-        return types.RoundState(server, clients, key, jnp.zeros((), jnp.int32))
+        kept = local_training.kept_optimizer(hparams, server.params, task.num_clients)
+        return types.RoundState.first(server, clients, key, kept)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        private = rows.take(state.clients, cohort.row)
-        participations = private.pop("participations") + 1
-        kept = kept_stages(participations)
-        row = private | {"client_id": cohort.client_id, "kept": kept}
+        own = stacked.take(state.clients, cohort.row)
+        participations = own.pop("participations") + 1
+        kept = kept_stages(hparams, lowest, num_stages, participations)
+        phase = functools.partial(
+            each_client.update,
+            task=task,
+            state=state,
+            cohort=cohort,
+            data=data,
+            own=own | {"kept": kept},
+        )
+        weight = aggregate.cohort_weights("uniform", cohort, data)
+        share, is_held = aggregate.stage_weights(
+            weight, jnp.broadcast_to(deep, kept.shape)
+        )
+        _, mean = phase(
+            client_to_server, shared=state.server, plan="server", reduce=share
+        )
+        server = boundary.select(is_held, mean, state.server)
 
-        plan = cohort.plans["server"]
-        copies = rows.over_clients(client_to_server, task.execution)(
-            row | {"plan": plan},
-            (data, state.server, state.key, state.round),
-            plan.num_steps,
+        trained = phase(server_to_client, shared=server)
+        new = {"own": trained.variables, "participations": participations}
+        state = state.after(
+            server=server,
+            clients=stacked.put(state.clients, cohort.row, new),
+            opt_state=trained.kept(state, cohort),
         )
-        weight = aggregate.weights("uniform", cohort.row, cohort.row_mask)
-        used = jnp.broadcast_to(deep, kept.shape)
-        server = aggregate.stagewise_means(
-            (copies.params, copies.stats), weight, used, state.server
-        )
-
-        plan = cohort.plans["local"]
-        trained = rows.over_clients(server_to_client, task.execution)(
-            row | {"plan": plan},
-            (data, server, state.key, state.round),
-            plan.num_steps,
-        )
-        private = {
-            "own": (trained.params, trained.stats),
-            "participations": participations,
-        }
-        if persist:
-            private["opt_state"] = trained.opt_state
-        clients = rows.put(state.clients, cohort.row, private)
-        num_examples = rows.take(data.partition.train.count, cohort.client_id)
-        metrics = {
-            "train_loss": local.pooled_loss(trained.loss, cohort.row_mask),
-            "mean_layer": losses.masked_sum(kept.sum(1), cohort.row_mask),
-        }
-        state = types.RoundState(server, clients, state.key, state.round + 1)
+        layer = losses.masked_sum(kept.sum(1), cohort.row_mask)
+        num_examples = stacked.take(data.partition.train.count, cohort.client_id)
+        metrics = trained.metrics(cohort) | {"mean_layer": layer}
         return state, metrics, sent(kept, num_examples)
 
-    def sent(kept: jax.Array, num_examples: jax.Array) -> jax.Array:
-        """Messages int32[C, kinds]; features and targets count one an example."""
+    def sent(kept: jax.Array, num_examples: jax.Array) -> dict[str, jax.Array]:
+        """Messages of each client; features and targets count one an example."""
+        # The last stage kept is the boundary: kept, and the next one is not.
         at_boundary = kept & ~jnp.roll(kept, -1, 1).at[:, -1].set(False)
-        up = at_boundary | ~deep
-        labels = jnp.ones_like(kept[:, :1])
-        if by_head:
-            per_example = jnp.concatenate([up, labels, labels], axis=1)
-            once = ~kept & (hparams.s2c_head == "global")
-        else:
-            per_example = jnp.concatenate([up, labels, at_boundary], axis=1)
-            once = kept[:, :0]
-        counts = [per_example * num_examples[:, None], once]
-        return jnp.concatenate(counts, axis=1).astype(jnp.int32)
-
-    def messages() -> tuple[types.MessageKind, ...]:
-        outputs = traffic.output_bytes(model, task.example_shape)
-        stages = traffic.stage_bytes(model, task.example_shape)
-        named = list(zip(model.stage_names, outputs, stages, strict=True))
-        kind = types.MessageKind
-        up = [kind(f"features {name}", "up", size) for name, size, _ in named]
-        up.append(kind("labels", "up", 1))
-        if by_head:
-            logit_bytes = task.num_classes * traffic.FLOAT_BYTES
-            down = [kind("soft targets", "down", logit_bytes)]
-            down += [kind(f"head {name}", "down", size) for name, _, size in named]
-        else:
-            down = [kind(f"targets {name}", "down", size) for name, size, _ in named]
-        return (*up, *down)
+        out = {"labels": num_examples, "soft targets": num_examples}
+        for stage, name in enumerate(model.stage_names):
+            is_here = at_boundary[:, stage]
+            out[f"features {name}"] = num_examples * (is_here | (stage == 0))
+            out[f"targets {name}"] = num_examples * is_here
+            out[f"head {name}"] = ~kept[:, stage]
+        return out
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        return (task.serve(model, *state.clients["own"]),)
+        return (types.Served.each(model, state.clients["own"]),)
 
     return types.Algorithm(
         plans=(
-            types.PlanSpec("server", hparams.server_epochs, hparams.batch_size),
-            types.PlanSpec("local", hparams.local_epochs, hparams.batch_size),
+            local_training.plan(hparams, "server", hparams.server_epochs),
+            local_training.plan(hparams),
         ),
-        messages=messages(),
+        messages=_messages(task, by_head),
         init=init,
         round=round,
         serving=serving,
         # Its first layer is never trained: the server has no model of its own.
-        server_params=lambda state: None,
     )
+
+
+def _messages(task: types.Task, by_head: bool) -> tuple[types.MessageKind, ...]:
+    """Features and labels up; soft targets and head, or targets, down."""
+    model, kind = task.model, types.MessageKind
+    up, down = [], []
+    if by_head:
+        logit_bytes = task.num_classes * traffic.FLOAT_BYTES
+        down.append(kind("soft targets", "down", logit_bytes))
+    for name, output, stage in zip(
+        model.stage_names,
+        shapes.output_bytes(model, task.example_shape),
+        shapes.stage_bytes(model, task.example_shape),
+        strict=True,
+    ):
+        up.append(kind(f"features {name}", "up", output))
+        if by_head:
+            down.append(kind(f"head {name}", "down", stage))
+        else:
+            down.append(kind(f"targets {name}", "down", output))
+    return (*up, kind("labels", "up", 1), *down)
 
 
 def _lowest(hparams: HParams, task: types.Task) -> int:
     """The shallowest boundary of the run, 1..L."""
+    if len(task.model.stage_names) < 2:
+        raise ValueError(
+            f"--model={task.model.name} has one layer; fedd2s shares features of the "
+            "first with the layers behind it, take a deeper model"
+        )
+    if hparams.transfer == "mse":
+        options.refuse(hparams, ("temperature",), "with --transfer=mse")
     if not hparams.fixed_layer:
         return boundary.shallowest(hparams, task.model, task.example_shape)
     boundary.check_layer("fixed_layer", hparams.fixed_layer, task.model)

@@ -15,8 +15,8 @@ released code wuzhiyuan2000/FedICT.
 |---|---|
 | alpha, T | `--distill_weight`, `--temperature` |
 | d^n, d^g | label frequencies of a client, of all |
-| FPKD, T of it | `client_gap`, `--prior_temperature` |
-| LKA, U | `server_gap`, `--label_adjustment`, `--balance_temperature` |
+| FPKD, T of it | `client_weight`, `--prior_temperature` |
+| LKA, U | `server_weight`, `--label_adjustment`, `--balance_temperature` |
 
 D(w) below is mean_b T^2 sum_c w_c q_c log(q_c / p_c), q the teacher, p the student.
 
@@ -25,8 +25,10 @@ order that the FedD2S paper describes (local training, upload, server, distillat
 back). In the code teacher and student see different samples, since both passes shuffle
 and the teacher is looked up by batch number, and its KL applies softmax twice; here
 tables are aligned by sample, with one softmax. Its order with the previous round's
-logits is left out. The server knows the label frequencies of all clients from the
-start, and a client's optimizer starts fresh in each of its two phases.
+logits, uploads from a deeper layer and distillation of the classifier alone are left
+out. The server knows the label frequencies of all clients from the start. A client's
+optimizer starts fresh in each of its two phases, or, with `--optimizer_state=persist`,
+goes on from one to the other.
 """
 
 from __future__ import annotations
@@ -39,58 +41,83 @@ import jax.numpy as jnp
 
 from fedjax_pfl import (
     aggregate,
-    distill,
-    local,
+    boundary,
+    each_client,
+    local_training,
     losses,
-    masks,
     options,
+    proxy,
     rng,
-    rows,
+    shapes,
+    stacked,
     traffic,
     types,
 )
 
+option = options.option
+UPLOADED = 1  # layers whose outputs are uploaded
+
 
 @dataclasses.dataclass(frozen=True)
-class HParams(options.LocalTraining):
+class HParams(local_training.LocalTraining):
     """FedICT's options."""
 
-    distill_epochs: int = options.option(
+    distill_epochs: int = option(
         2, "epochs of the clients' distillation per round", minimum=1
     )
-    server_epochs: int = options.option(
+    server_epochs: int = option(
         2, "epochs of the server over a client's features per round", minimum=1
     )
-    distill_weight: float = options.option(
+    distill_weight: float = option(
         1.5,
         "weight of distillation at clients, of cross-entropy at the server [alpha]",
         minimum=0,
     )
-    temperature: float = options.option(3.0, "temperature of distillation [T]", above=0)
-    prior_temperature: float = options.option(
+    temperature: float = option(3.0, "temperature of distillation [T]", above=0)
+    prior_temperature: float = option(
         3.0, "divides a client's label frequencies in its distance", above=0
     )
-    label_adjustment: str = options.option(
+    label_adjustment: str = option(
         "sim",
         "how label frequencies enter the server's distance [LKA]",
         choices=("sim", "balance"),
     )
-    balance_temperature: float = options.option(
+    balance_temperature: float = option(
         7.0, "divides the difference of frequencies in `balance` [U]", above=0
     )
-    upload_layer: int = options.option(
-        1, "layer whose outputs are uploaded, counted from 1", minimum=1
-    )
-    server_pass: str = options.option(
+    server_pass: str = option(
         "sequential",
         "one server model, client after client, or the mean of a copy for each",
         choices=("sequential", "averaged"),
     )
-    distill_scope: str = options.option(
-        "all",
-        "stages of a client that its distillation trains",
-        choices=("all", "classifier"),
-    )
+
+
+def weighted_gap(
+    student: jax.Array,
+    teacher: jax.Array,
+    mask: jax.Array,
+    weight: jax.Array,
+    temperature: Any,
+) -> jax.Array:
+    """D(w) f32[]; logits f32[B, Y], mask bool[B], weight f32[Y] or f32[]."""
+    log_q, log_p = (jax.nn.log_softmax(z / temperature) for z in (teacher, student))
+    gaps = (weight * jnp.exp(log_q) * (log_q - log_p)).sum(-1)
+    return temperature**2 * losses.masked_mean(gaps, mask)
+
+
+def client_weight(own: jax.Array, prior_temperature: Any) -> jax.Array:
+    """FPKD: KL plus D(d^n / T), f32[Y]."""
+    return 1 + own / prior_temperature
+
+
+def server_weight(
+    own: jax.Array, everyone: jax.Array, label_adjustment: str, balance_temperature: Any
+) -> jax.Array:
+    """LKA: D(cos(d^g, d^n)), f32[]; or KL plus D((d^g - d^n) / U), f32[Y]."""
+    if label_adjustment == "balance":
+        return 1 + (everyone - own) / balance_temperature
+    size = jnp.linalg.norm(own) * jnp.linalg.norm(everyone)
+    return (own @ everyone) / jnp.maximum(size, 1e-12)
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
@@ -99,239 +126,194 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     Raises:
         ValueError: no layer is left for the server.
     """
-    model, cut = task.model, hparams.upload_layer
-    num_stages = len(model.stage_names)
-    if cut >= num_stages:
+    model = task.model
+    if len(model.stage_names) <= UPLOADED:
         raise ValueError(
-            f"--upload_layer={cut} leaves no layer of --model={model.name} "
-            f"({num_stages} layers) to the server; lower it"
+            f"--model={model.name} has one layer and leaves none to the server; take "
+            "a deeper model"
         )
-    deep = jnp.arange(num_stages) >= cut
-    supervised = local.cross_entropy_loss(model)
+    deep = jnp.arange(len(model.stage_names)) >= UPLOADED
+    supervised = local_training.cross_entropy_loss(model)
 
-    def weighted_gap(student: Any, teacher: Any, mask: Any, weight: Any) -> jax.Array:
-        """D(w) f32[]; logits f32[B, Y], weight f32[Y] or f32[]."""
-        tau = hparams.temperature
-        log_q, log_p = (jax.nn.log_softmax(z / tau) for z in (teacher, student))
-        rows_gap = (weight * jnp.exp(log_q) * (log_q - log_p)).sum(-1)
-        return tau**2 * losses.masked_mean(rows_gap, mask)
-
-    def client_gap(student: Any, teacher: Any, mask: Any, own: Any) -> jax.Array:
-        """FPKD: KL plus D(d^n / T)."""
-        return weighted_gap(student, teacher, mask, 1 + own / hparams.prior_temperature)
-
-    def server_gap(student: Any, teacher: Any, mask: Any, own: Any, all_: Any):
-        """LKA: D(cos(d^g, d^n)), or KL plus D((d^g - d^n) / U)."""
-        if hparams.label_adjustment == "sim":
-            size = jnp.linalg.norm(own) * jnp.linalg.norm(all_)
-            weight = (own @ all_) / jnp.maximum(size, 1e-12)
-        else:
-            weight = 1 + (all_ - own) / hparams.balance_temperature
-        return weighted_gap(student, teacher, mask, weight)
-
-    def answers(forward: Any, row: Any, data: types.Data, num_batches: Any):
-        """Logits f32[>= K, Y] on a client's train rows, aligned by sample."""
-        return distill.own_outputs(
-            forward,
-            data,
-            row["client_id"],
-            task,
-            batch_size=hparams.batch_size,
-            num_batches=num_batches,
-        )
-
-    def extract(own: Any, image: jax.Array) -> jax.Array:
+    def extract(own: types.Variables, image: jax.Array) -> jax.Array:
         """The uploaded features."""
-        return model.forward(*own, image, stop=cut)[0]
+        return model.forward(*own, image, stop=UPLOADED)[0]
 
-    def train(objective: Any, start: Any, row: Any, shared: Any, bound: Any, **more):
-        data, key, round = shared["data"], shared["key"], shared["round"]
-        return local.train(
-            hparams,
-            (objective,),
-            *start,
-            data=data,
-            client_id=row["client_id"],
-            plan=row["plan"],
-            bound=bound,
-            key=key,
-            round=round,
-            **more,
-        )
+    def table(forward: Any, client: each_client.Client, epochs: int) -> jax.Array:
+        """Logits f32[>= K, Y] on a client's train rows, aligned by sample."""
+        return proxy.own_outputs(forward, client, task, hparams.batch_size, epochs)
 
-    def local_update(row: Any, shared: Any, bound: jax.Array):
+    def local_update(client: each_client.Client, _):
         """(i) and (ii): train on cross-entropy, then answer on all own examples."""
-        trained = train(local.Objective(supervised), row["own"], row, shared, bound)
-        source = (trained.params, trained.stats)
-        logits = answers(
-            lambda image: model.forward(*source, image)[0],
-            row,
-            shared["data"],
-            bound // hparams.local_epochs,
+        trained = local_training.train(hparams, supervised, client.own["own"], client)
+        logits = table(
+            lambda image: model.forward(*trained.variables, image)[0],
+            client,
+            hparams.local_epochs,
         )
         return trained, logits
 
-    def server_update(server: Any, row: Any, shared: Any, bound: Any, **more: Any):
+    def server_update(client: each_client.Client, shared: Any, opt_state: Any = None):
         """(iii): the server's layers learn from one client's features and logits."""
+        server, everyone = shared
 
         def loss_fn(params, stats, batch):
-            logits, stats = model.forward(
-                params,
-                stats,
-                extract(row["own"], batch.image),
-                start=cut,
-                **batch.train_mode(),
+            h = extract(client.own["own"], batch.image)
+            z, stats = model.forward(params, stats, h, start=UPLOADED, **batch.mode)
+            teacher = client.own["logits"][batch.position]
+            weight = server_weight(
+                client.own["frequency"],
+                everyone,
+                hparams.label_adjustment,
+                hparams.balance_temperature,
             )
-            gap = server_gap(
-                logits,
-                row["logits"][batch.position],
-                batch.mask,
-                row["frequency"],
-                shared["frequency"],
-            )
-            hard = losses.cross_entropy(logits, batch.label, batch.mask)
+            gap = weighted_gap(z, teacher, batch.mask, weight, hparams.temperature)
+            hard = losses.cross_entropy(z, batch.label, batch.mask)
             return gap + hparams.distill_weight * hard, stats
 
-        objective = local.Objective(loss_fn, deep)
-        return train(objective, server, row, shared, bound, tag=rng.Tag.SERVER, **more)
+        return local_training.train(
+            hparams,
+            (local_training.Objective(loss_fn, deep),),
+            server,
+            client.fresh(),
+            opt_state=opt_state,
+            tag=rng.Tag.SERVER,
+        )
 
-    def sequential(server: Any, cohort_rows: Any, shared: Any, cohort: types.Cohort):
+    def distil_update(client: each_client.Client, server: types.Variables):
+        """(iv) and (v): the server's logits come back, the client distils them."""
+        own = client.own["own"]
+        teacher = table(
+            lambda x: model.forward(*server, extract(own, x), start=UPLOADED)[0],
+            client,
+            hparams.distill_epochs,
+        )
+
+        def loss_fn(params, stats, batch):
+            z, stats = model.forward(params, stats, batch.image, **batch.mode)
+            target = teacher[batch.position]
+            weight = client_weight(client.own["frequency"], hparams.prior_temperature)
+            gap = weighted_gap(z, target, batch.mask, weight, hparams.temperature)
+            hard = losses.cross_entropy(z, batch.label, batch.mask)
+            return hard + hparams.distill_weight * gap, stats
+
+        return local_training.train(hparams, loss_fn, own, client, tag=rng.Tag.TEACHER)
+
+    def sequential(state, cohort, data, own):
         """One server model, client after client in an order drawn by client."""
-        key = rng.stream(shared["key"], rng.Tag.ORDER, shared["round"])
+        server, everyone = state.server["model"], state.server["frequency"]
+        key = rng.stream(state.key, rng.Tag.ORDER, state.round)
         draws = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(key, k)))
+        # Named by client, not by place in the cohort; padding rows (2.0) come last.
         order = jnp.argsort(jnp.where(cohort.row_mask, draws(cohort.client_id), 2.0))
-        tx = local.optimizer(hparams, local.learning_rate(hparams, shared["round"]))
+        tx = local_training.optimizer(
+            hparams, local_training.learning_rate(hparams, state.round)
+        )
+        rows = (cohort.client_id, cohort.depth, own, cohort.plans["server"])
 
         def step(index: jax.Array, carry: Any) -> Any:
             server, opt_state = carry
-            row = rows.take(cohort_rows, order[index])
-            num_steps = jnp.where(
-                cohort.row_mask[order[index]], row["plan"].num_steps, 0
+            number, depth, own, plan = stacked.take(rows, order[index])
+            bound = jnp.where(cohort.row_mask[order[index]], plan.num_steps, 0)
+            client = each_client.Client(
+                number, depth, own, (), plan, bound, data, state.key, state.round
             )
-            trained = server_update(server, row, shared, num_steps, opt_state=opt_state)
-            return (trained.params, trained.stats), trained.opt_state
+            trained = server_update(client, (server, everyone), opt_state)
+            return trained.variables, trained.opt_state
 
-        start = (server, local.init_optimizer(tx, server[0]))
+        start = (server, local_training.init_optimizer(tx, server.params))
         return jax.lax.fori_loop(0, order.shape[0], step, start)[0]
 
-    def averaged(server: Any, cohort_rows: Any, shared: Any, cohort: types.Cohort):
+    def averaged(state, cohort, data, own):
         """A copy of the server for each client, then their mean."""
-        copies = rows.over_clients(
-            lambda row, shared, bound: server_update(
-                shared["server"], row, shared, bound
-            ),
-            task.execution,
-        )(cohort_rows, shared | {"server": server}, cohort_rows["plan"].num_steps)
-        weight = aggregate.weights("uniform", cohort.row, cohort.row_mask)
-        held = jnp.broadcast_to(deep, (cohort.row.shape[0], num_stages))
-        return aggregate.stagewise_means(
-            (copies.params, copies.stats), weight, held, server
+        server, everyone = state.server["model"], state.server["frequency"]
+        held = jnp.broadcast_to(deep, (cohort.row.shape[0], len(deep)))
+        weight = aggregate.cohort_weights("uniform", cohort, data)
+        share, is_held = aggregate.stage_weights(weight, held)
+        _, mean = each_client.update(
+            lambda client, shared: server_update(client, shared).split(),
+            task,
+            state,
+            cohort,
+            data,
+            own=own,
+            shared=(server, everyone),
+            plan="server",
+            reduce=share,
         )
-
-    def distil_update(row: Any, shared: Any, bound: jax.Array) -> local.Trained:
-        """(iv) and (v): the server's logits come back, the client distils them."""
-        own, server = row["own"], shared["server"]
-        teacher = answers(
-            lambda image: model.forward(*server, extract(own, image), start=cut)[0],
-            row,
-            shared["data"],
-            bound // hparams.distill_epochs,
-        )
-
-        def loss_fn(params, stats, batch):
-            mode = batch.train_mode()
-            hard_logits, stats = model.forward(params, stats, batch.image, **mode)
-            logits = hard_logits
-            if hparams.distill_scope == "classifier":
-                fixed = masks.splice(params, params, deep)
-                logits, _ = model.forward(fixed, stats, batch.image, **mode)
-            gap = client_gap(
-                logits, teacher[batch.position], batch.mask, row["frequency"]
-            )
-            hard = losses.cross_entropy(hard_logits, batch.label, batch.mask)
-            return hard + hparams.distill_weight * gap, stats
-
-        return train(
-            local.Objective(loss_fn), own, row, shared, bound, tag=rng.Tag.TEACHER
-        )
+        return boundary.select(is_held, mean, server)
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        model_state = task.initial(model, key)
-        counts = data.label_counts(task.num_classes)
+        start, counts = task.init(model, key), data.label_counts(task.num_classes)
         clients = {
-            "own": rows.repeat(model_state, task.num_clients),
+            "own": stacked.repeat(start, task.num_clients),
             "frequency": counts / jnp.maximum(counts.sum(1, keepdims=True), 1),
             "has_joined": jnp.zeros(task.num_clients, bool),
         }
-        server = {
-            "model": model_state,
-            "frequency": counts.sum(0) / jnp.maximum(counts.sum(), 1),
-        }
-        return types.RoundState(server, clients, key, jnp.zeros((), jnp.int32))
+        everyone = counts.sum(0) / jnp.maximum(counts.sum(), 1)
+        server = {"model": start, "frequency": everyone}
+        kept = local_training.kept_optimizer(hparams, start.params, task.num_clients)
+        return types.RoundState.first(server, clients, key, kept)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        private = rows.take(state.clients, cohort.row)
-        shared = {
-            "data": data,
-            "key": state.key,
-            "round": state.round,
-            "frequency": state.server["frequency"],
-        }
-        row = {"client_id": cohort.client_id, "frequency": private["frequency"]}
-
-        plan = cohort.plans["local"]
-        trained, logits = rows.over_clients(local_update, task.execution)(
-            row | {"own": private["own"], "plan": plan}, shared, plan.num_steps
+        own = stacked.take(state.clients, cohort.row)
+        trained, logits = each_client.update(
+            local_update, task, state, cohort, data, own=own
         )
-        row["own"] = (trained.params, trained.stats)
+        own |= {"own": trained.variables, "logits": logits}
+        kept = trained.opt_state
 
         server_pass = sequential if hparams.server_pass == "sequential" else averaged
-        server_rows = row | {"logits": logits, "plan": cohort.plans["server"]}
-        server = server_pass(state.server["model"], server_rows, shared, cohort)
+        server = server_pass(state, cohort, data, own)
 
-        plan = cohort.plans["distill"]
-        trained = rows.over_clients(distil_update, task.execution)(
-            row | {"plan": plan}, shared | {"server": server}, plan.num_steps
+        trained = each_client.update(
+            distil_update,
+            task,
+            state,
+            cohort,
+            data,
+            own=own,
+            shared=server,
+            opt_state=kept,
+            plan="distill",
         )
-        clients = rows.put(
-            state.clients,
-            cohort.row,
-            {
-                "own": (trained.params, trained.stats),
-                "frequency": private["frequency"],
-                "has_joined": jnp.ones_like(private["has_joined"]),
-            },
+        new = {
+            "own": trained.variables,
+            "frequency": own["frequency"],
+            "has_joined": jnp.ones_like(own["has_joined"]),
+        }
+        num_examples = stacked.take(data.partition.train.count, cohort.client_id)
+        sent = {
+            "features, logits and label": num_examples,
+            "label frequencies": ~own["has_joined"],
+            "server logits": num_examples,
+        }
+        state = state.after(
+            server=state.server | {"model": server},
+            clients=stacked.put(state.clients, cohort.row, new),
+            opt_state=trained.kept(state, cohort),
         )
-        metrics = {"train_loss": local.pooled_loss(trained.loss, cohort.row_mask)}
-        num_examples = rows.take(data.partition.train.count, cohort.client_id)
-        first_time = ~private["has_joined"]
-        sent = jnp.stack([num_examples, first_time, num_examples], axis=1)
-        state = types.RoundState(
-            state.server | {"model": server}, clients, state.key, state.round + 1
-        )
-        return state, metrics, sent.astype(jnp.int32)
+        return state, trained.metrics(cohort), sent
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        return (task.serve(model, *state.clients["own"]),)
+        return (types.Served.each(model, state.clients["own"]),)
 
     logit_bytes = task.num_classes * traffic.FLOAT_BYTES
-    feature_bytes = traffic.output_bytes(model, task.example_shape)[cut - 1]
+    features = shapes.output_bytes(model, task.example_shape)[UPLOADED - 1]
+    kind = types.MessageKind
     return types.Algorithm(
         plans=(
-            types.PlanSpec("local", hparams.local_epochs, hparams.batch_size),
-            types.PlanSpec("server", hparams.server_epochs, hparams.batch_size),
-            types.PlanSpec("distill", hparams.distill_epochs, hparams.batch_size),
+            local_training.plan(hparams),
+            local_training.plan(hparams, "server", hparams.server_epochs),
+            local_training.plan(hparams, "distill", hparams.distill_epochs),
         ),
         messages=(
-            types.MessageKind(
-                "features, logits and label", "up", feature_bytes + logit_bytes + 1
-            ),
-            types.MessageKind("label frequencies", "up", logit_bytes),
-            types.MessageKind("server logits", "down", logit_bytes),
+            kind("features, logits and label", "up", features + logit_bytes + 1),
+            kind("label frequencies", "up", logit_bytes),
+            kind("server logits", "down", logit_bytes),
         ),
         init=init,
         round=round,
         serving=serving,
         # Its first layers are the clients': the server has no model of its own.
-        server_params=lambda state: None,
     )

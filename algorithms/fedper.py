@@ -1,4 +1,4 @@
-"""FedPer: a shared base and personal last layers, trained jointly.
+"""FedPer: a shared base and personal last layers, trained jointly or in turn.
 
 Arivazhagan, Aggarwal, Singh, Choudhary: "Federated Learning with Personalization
 Layers", https://arxiv.org/abs/1912.00818 (Algorithms 1 and 2).
@@ -13,30 +13,195 @@ Layers", https://arxiv.org/abs/1912.00818 (Algorithms 1 and 2).
 | W_P | stages of `state.clients`, from `--personal_from` on |
 | gamma_j | `--aggregation=examples` |
 
-`fedper_plus` is FedPer+ of the FedD2S paper (https://arxiv.org/abs/2402.10846):
-`--layer_dropping` moves the boundary from the last layer to `--min_layer`, one layer
-every `--drop_every` participations; each layer is averaged over those that share it.
+`fedrep` is FedRep (Collins, Hassani, Mokhtari, Shakkottai: "Exploiting Shared
+Representations for Personalized Federated Learning", ICML 2021,
+https://arxiv.org/abs/2102.07078, Algorithm 1): the first `--head_epochs` [tau] train
+the personal layers [h_i] alone, the others the base [phi] alone; while no layer is
+personal, all of them train the base. `fedper_plus` and `fedrep_plus` are FedPer+ and
+FedRep+ of the FedD2S paper (https://arxiv.org/abs/2402.10846): `--layer_dropping` moves
+the boundary from the last layer to `--min_layer`, one layer every `--drop_every`
+participations; each layer is averaged over those that share it.
 
 Differs from the paper: a sample of the clients takes part in a round, not all; a client
 is served the mean base with its own last layers, never its copy from before the mean.
 FedD2S gives FedPer+ two sentences; the definition is ours (a client that never took
-part is served the server's model).
+part is served the server's model; a freshly dropped layer starts from the client's own
+values). FedRep: freezing is exact (in the released code the head still moves by stale
+momentum and weight decay in the second phase), and there is no last round that tunes
+the heads alone. FedD2S describes FedRep as averaging outputs of representations;
+parameters are averaged here, as Collins et al. do.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import options, partial, types
+from fedjax_pfl import (
+    aggregate,
+    boundary,
+    each_client,
+    local_training,
+    losses,
+    options,
+    stacked,
+    traffic,
+    types,
+)
+
+option = options.option
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(options.PartialSharing, options.LocalTraining):
+class HParams(boundary.LayerDropping, local_training.LocalTraining):
     """FedPer's options."""
+
+    personal_from: str = option(
+        "",
+        "first personal stage, by name; none = share all; empty = the first after the "
+        "last convolution (the last stage of a model without any)",
+    )
+    layer_dropping: bool = option(
+        False, "move the boundary from deep to shallow, as FedD2S does"
+    )
+    head_epochs: int = option(
+        0, "first local epochs, which train the personal layers alone [tau]", minimum=0
+    )
+    aggregation: str = option(
+        "examples", "weights of the server's mean", choices=("examples", "uniform")
+    )
+
+
+def shared_stages(hparams: HParams, lowest: int, num_stages: int, taken_part: Any):
+    """bool[..., L]: stages up to the boundary after int32[...] participations."""
+    return boundary.stages_below(
+        taken_part,
+        moves=hparams.layer_dropping,
+        every=hparams.drop_every,
+        num_stages=num_stages,
+        lowest=lowest,
+    )
+
+
+def trained_stages(batch: Any, is_shared: jax.Array, head_epochs: int) -> jax.Array:
+    """bool[L]: all; with `head_epochs` the personal ones first, then the shared."""
+    if not head_epochs:
+        return jnp.ones_like(is_shared)
+    is_body = batch.epoch >= head_epochs
+    return (is_shared == is_body) | is_shared.all()
+
+
+def personal(server: types.Variables, own: types.Variables, is_shared: jax.Array):
+    """The server's stages where shared, else the client's own; those come last."""
+    lowest = len(server.params) - len(own.params)
+    mask = boundary.by_stage(is_shared)
+    return types.Variables(
+        *(
+            boundary.select(mask, whole, (*whole[:lowest], *mine))
+            for whole, mine in zip(server, own, strict=True)
+        )
+    )
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
-    """FedPer as pure functions: every step trains all stages."""
-    return partial.make(hparams, task, lambda batch, shared: jnp.ones_like(shared))
+    """FedPer and FedRep as pure functions.
+
+    Raises:
+        ValueError: no such boundary, or no epoch is left for the shared stages.
+    """
+    model, lowest = task.model, _lowest(hparams, task)
+    num_stages = len(model.stage_names)
+    loss_fn = local_training.cross_entropy_loss(model)
+    is_shared_at = functools.partial(shared_stages, hparams, lowest, num_stages)
+
+    def last_stages(variables: types.Variables) -> types.Variables:
+        return types.Variables(*(side[lowest:] for side in variables))
+
+    def init(data: types.Data, key: jax.Array) -> types.RoundState:
+        server = task.init(model, key)
+        clients = {
+            "own": stacked.repeat(last_stages(server), task.num_clients),
+            "participations": jnp.zeros(task.num_clients, jnp.int32),
+        }
+        kept = local_training.kept_optimizer(hparams, server.params, task.num_clients)
+        return types.RoundState.first(server, clients, key, kept)
+
+    def client_update(client: each_client.Client, server: types.Variables):
+        own, is_shared = client.own
+        objective = local_training.Objective(
+            loss_fn, lambda batch: trained_stages(batch, is_shared, hparams.head_epochs)
+        )
+        start = personal(server, own, is_shared)
+        trained = local_training.train(hparams, (objective,), start, client)
+        rest, variables = trained.split()
+        return (rest, last_stages(variables)), variables
+
+    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        private = stacked.take(state.clients, cohort.row)
+        participations = private["participations"] + 1
+        is_shared = is_shared_at(participations)
+        weight = aggregate.cohort_weights(hparams.aggregation, cohort, data)
+        share, is_held = aggregate.stage_weights(weight, is_shared)
+        (trained, own), mean = each_client.update(
+            client_update,
+            task,
+            state,
+            cohort,
+            data,
+            own=(private["own"], is_shared),
+            shared=state.server,
+            reduce=share,
+        )
+        new = {"own": own, "participations": participations}
+        state = state.after(
+            server=boundary.select(is_held, mean, state.server),
+            clients=stacked.put(state.clients, cohort.row, new),
+            opt_state=trained.kept(state, cohort),
+        )
+        metrics = trained.metrics(cohort)
+        if hparams.layer_dropping:
+            metrics["mean_layer"] = losses.masked_sum(is_shared.sum(1), cohort.row_mask)
+        return state, metrics, traffic.stages_sent(model, is_shared, is_shared)
+
+    def build(server: types.Variables, own: Any) -> types.Variables:
+        return personal(server, own["own"], is_shared_at(own["participations"]))
+
+    def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        everyone = types.Served.each(
+            model, state.clients, shared=state.server, build=build
+        )
+        return (everyone,)
+
+    is_whole = lowest == num_stages  # else the server has no whole model
+    return types.Algorithm(
+        plans=(local_training.plan(hparams),),
+        messages=traffic.stages_both_ways(task, model),
+        init=init,
+        round=round,
+        server=(lambda s, _: {"global": (model, s.server)}) if is_whole else None,
+        serving=None if is_whole else serving,
+    )
+
+
+def _lowest(hparams: HParams, task: types.Task) -> int:
+    """Stages that no client ever owns: the cut, or the end of the schedule."""
+    if hparams.head_epochs >= hparams.local_epochs:
+        raise ValueError(
+            f"--head_epochs={hparams.head_epochs} leaves none of "
+            f"--local_epochs={hparams.local_epochs} for the representation; lower it"
+        )
+    if not hparams.layer_dropping:
+        options.refuse(hparams, ("drop_set", "min_layer"), "without --layer_dropping")
+        return boundary.first_personal(
+            hparams.personal_from, task.model, task.example_shape
+        )
+    if hparams.personal_from:
+        raise ValueError(
+            f"--personal_from={hparams.personal_from} fixes the boundary, "
+            "--layer_dropping moves it; leave one away (--min_layer ends the move)"
+        )
+    return boundary.shallowest(hparams, task.model, task.example_shape)

@@ -20,23 +20,31 @@ released code it is trained on the proxy set.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from fedjax_pfl import distill, local, options, rng, rows, types
+from fedjax_pfl import (
+    each_client,
+    local_training,
+    options,
+    proxy,
+    rng,
+    stacked,
+    types,
+)
+
+option = options.option
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(options.LocalTraining):
+class HParams(local_training.LocalTraining):
     """Options of local training."""
 
-    server_lr: float = options.option(
+    server_lr: float = option(
         0.05, "learning rate of the server's model on the proxy set", minimum=0
     )
-    server_epochs: int = options.option(
+    server_epochs: int = option(
         2, "epochs of the server over the proxy set per round", minimum=1
     )
 
@@ -44,70 +52,49 @@ class HParams(options.LocalTraining):
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """Local training as pure functions."""
     server_model, client_model = task.server_model, task.client_model
-    loss_fn = local.cross_entropy_loss(client_model)
+    loss_fn = local_training.cross_entropy_loss(client_model)
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        server: Any = ()
-        if task.num_proxy:
-            params, stats = task.initial(server_model, key)
-            server = {"params": params, "stats": stats}
-        clients = rows.repeat(task.initial(client_model, key), task.num_clients)
-        return types.RoundState(server, clients, key, jnp.zeros((), jnp.int32))
+        server = task.init(server_model, key) if task.num_proxy else ()
+        start = task.init(client_model, key)
+        clients = stacked.repeat(start, task.num_clients)
+        kept = local_training.kept_optimizer(hparams, start.params, task.num_clients)
+        return types.RoundState.first(server, clients, key, kept)
 
-    def client_update(row: Any, shared: Any, bound: jax.Array) -> local.Trained:
-        client_id, plan, (params, stats) = row
-        data, key, round = shared
-        return local.train(
-            hparams,
-            (local.Objective(loss_fn),),
-            params,
-            stats,
+    def client_update(client: each_client.Client, _) -> local_training.Trained:
+        return local_training.train(hparams, loss_fn, client.own, client)
+
+    def fit(server: types.Variables, state: types.RoundState, data: types.Data):
+        """The server's model, a few epochs further on the proxy set."""
+        return proxy.fit(
+            local_training.cross_entropy_loss(server_model),
+            optax.sgd(hparams.server_lr),
+            server,
             data=data,
-            client_id=client_id,
-            plan=plan,
-            bound=bound,
-            key=key,
-            round=round,
+            batches=proxy.batches(data, hparams.batch_size),
+            epochs=hparams.server_epochs,
+            key=rng.stream(state.key, rng.Tag.SERVER, state.round),
         )
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        plan = cohort.plans["local"]
-        trained = rows.over_clients(client_update, task.execution)(
-            (cohort.client_id, plan, rows.take(state.clients, cohort.row)),
-            (data, state.key, state.round),
-            plan.num_steps,
-        )
-        clients = rows.put(state.clients, cohort.row, (trained.params, trained.stats))
-        server = state.server
-        if task.num_proxy:
-            params, stats = distill.fit(
-                local.cross_entropy_loss(server_model),
-                optax.sgd(hparams.server_lr),
-                server["params"],
-                server["stats"],
-                data=data,
-                batches=distill.proxy_batches(data, hparams.batch_size),
-                epochs=hparams.server_epochs,
-                key=rng.stream(state.key, rng.Tag.SERVER, state.round),
-            )
-            server = {"params": params, "stats": stats}
-        metrics = {"train_loss": local.pooled_loss(trained.loss, cohort.row_mask)}
-        state = types.RoundState(server, clients, state.key, state.round + 1)
-        return state, metrics, jnp.zeros((cohort.row.shape[0], 0), jnp.int32)
+        own = stacked.take(state.clients, cohort.row)
+        trained = each_client.update(client_update, task, state, cohort, data, own=own)
+        server = fit(state.server, state, data) if task.num_proxy else ()
+        clients = stacked.put(state.clients, cohort.row, trained.variables)
+        kept = trained.kept(state, cohort)
+        state = state.after(server=server, clients=clients, opt_state=kept)
+        return state, trained.metrics(cohort), {}
+
+    def global_model(state: types.RoundState, data: types.Data):
+        return {"global": (server_model, state.server)}
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        return (task.serve(client_model, *state.clients),)
-
-    def server_params(state: types.RoundState):
-        if not task.num_proxy:
-            return None
-        return server_model, state.server["params"], state.server["stats"]
+        return (types.Served.each(client_model, state.clients),)
 
     return types.Algorithm(
-        plans=(types.PlanSpec("local", hparams.local_epochs, hparams.batch_size),),
-        messages=(),
+        plans=(local_training.plan(hparams),),
         init=init,
         round=round,
+        server=global_model if task.num_proxy else None,
         serving=serving,
-        server_params=server_params,
     )

@@ -37,24 +37,18 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         counts = data.label_counts(task.num_classes)
-        return types.RoundState(
-            (counts.sum(0),), (counts,), key, jnp.zeros((), jnp.int32)
-        )
+        return types.RoundState.first(counts.sum(0), counts, key)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        state = types.RoundState(
-            state.server, state.clients, state.key, state.round + 1
-        )
-        return state, {}, jnp.zeros((cohort.row.shape[0], 0), jnp.int32)
+        return state.after(), {}, {}
+
+    def global_model(state: types.RoundState, data: types.Data):
+        return {"global": (model, types.Variables((state.server,), ({},)))}
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        return (task.serve(model, state.clients, ({},)),)
+        rows = types.Variables((state.clients,), ({},))
+        return (types.Served.each(model, rows),)
 
     return types.Algorithm(
-        plans=(),
-        messages=(),
-        init=init,
-        round=round,
-        serving=serving,
-        server_params=lambda state: (model, state.server, ({},)),
+        plans=(), init=init, round=round, server=global_model, serving=serving
     )

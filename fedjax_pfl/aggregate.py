@@ -1,4 +1,4 @@
-"""Server means and peer mixing over the leading axis of stacked pytrees."""
+"""Means over the leading axis of stacked pytrees: of a server, and among peers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import types
+from fedjax_pfl import boundary, stacked, types
 
 
 def weights(kind: str, num_examples: jax.Array, row_mask: jax.Array) -> jax.Array:
@@ -23,67 +23,117 @@ def weights(kind: str, num_examples: jax.Array, row_mask: jax.Array) -> jax.Arra
     return raw / jnp.maximum(raw.sum(), 1)
 
 
-def weighted_mean(stacked: Any, weight: jax.Array) -> Any:
+def cohort_weights(kind: str, cohort: types.Cohort, data: types.Data) -> jax.Array:
+    """`weights` of a cohort's rows, f32[C]."""
+    if kind == "uniform":
+        return weights(kind, cohort.row, cohort.row_mask)
+    num_examples = stacked.take(data.partition.train.count, cohort.client_id)
+    return weights(kind, num_examples, cohort.row_mask)
+
+
+def weighted_mean(rows: Any, weight: Any) -> Any:
     """sum_c weight[c] * leaf[c] for leaves [C, ...]; rows of weight 0 are ignored.
 
-    `weight` f32[C] must sum to 1.
+    `weight` f32[C], or a prefix pytree of such, sums to 1 (or to a chunk's part of it).
     """
 
-    def average(leaf: jax.Array) -> jax.Array:
-        column = weight.reshape(-1, *(1,) * (leaf.ndim - 1))
+    def average(weight: jax.Array, leaf: jax.Array) -> jax.Array:
         # A dead row may hold nan: select before multiplying. A product with the
         # weights, not a sum over the leading axis: 50 times faster on a CPU.
-        safe = jnp.where(column > 0, leaf, 0)
+        safe = jnp.where(stacked.column(weight, leaf) > 0, leaf, 0)
         highest = jax.lax.Precision.HIGHEST
         return jnp.tensordot(weight, safe, 1, precision=highest).astype(leaf.dtype)
 
-    return jax.tree.map(average, stacked)
+    return jax.tree.map(
+        lambda weight, part: jax.tree.map(lambda leaf: average(weight, leaf), part),
+        weight,
+        rows,
+    )
 
 
-def stagewise_mean(
-    stacked: types.Params, weight: jax.Array, held: jax.Array, fallback: types.Params
-) -> types.Params:
-    """Per stage, the weighted mean over the rows that hold it.
+def masked_weights(weight: jax.Array, mask: Any) -> tuple[Any, Any]:
+    """The weights of each part's own mean: where(mask, weight, 0) over their sum.
 
     Args:
-        stacked: Parameters or statistics with leaves [C, ...].
         weight: f32[C], non-negative, 0 on padding rows.
-        held: bool[C, L].
-        fallback: Taken for a stage that no row holds; leaves [...].
+        mask: Prefix pytree of bool[C], or of bool[C, ...] for single entries.
+
+    Returns:
+        (weights f32[C, ...] that sum to 1 over the rows or to 0, whether any row holds
+        the part bool[...]), as two such pytrees.
     """
-    means = []
-    for stage, values in enumerate(stacked):
-        raw = jnp.where(held[:, stage], weight, 0)
-        total = raw.sum()
-        mean = weighted_mean(values, raw / jnp.where(total > 0, total, 1))
-        means.append(
-            jax.tree.map(
-                lambda m, f, total=total: jnp.where(total > 0, m, f),
-                mean,
-                fallback[stage],
-            )
+    raw = jax.tree.map(lambda m: jnp.where(m, stacked.column(weight, m), 0), mask)
+    total = jax.tree.map(lambda r: r.sum(0), raw)
+    share = jax.tree.map(lambda r, t: r / jnp.where(t > 0, t, 1), raw, total)
+    return share, jax.tree.map(lambda t: t > 0, total)
+
+
+def masked_mean(rows: Any, weight: jax.Array, mask: Any, fallback: Any) -> Any:
+    """The weighted mean over the rows that hold a part, stage or single entry.
+
+    Args:
+        rows: Leaves [C, ...].
+        weight: f32[C], non-negative, 0 on padding rows.
+        mask: Prefix pytree of bool[C], or of bool[C, ...] where entries differ:
+            HeteroFL's coverage, or sum(m w) / sum(m).
+        fallback: Taken for what no row holds; leaves [...].
+    """
+    share, is_held = masked_weights(weight, mask)
+
+    def average(share: jax.Array, part: Any) -> Any:
+        if share.ndim == 1:
+            return weighted_mean(part, share)
+        return jax.tree.map(
+            lambda leaf: jnp.where(share > 0, share * leaf, 0).sum(0), part
         )
-    return tuple(means)
+
+    return boundary.select(is_held, jax.tree.map(average, share, rows), fallback)
 
 
-def stagewise_means(
-    copies: tuple[types.Params, types.Stats],
-    weight: jax.Array,
-    held: jax.Array,
-    fallback: tuple[types.Params, types.Stats],
-) -> tuple[types.Params, types.Stats]:
-    """`stagewise_mean` of parameters and of statistics, under the same mask."""
-    return tuple(
-        stagewise_mean(new, weight, held, old)
-        for new, old in zip(copies, fallback, strict=True)
-    )
+def stage_means(
+    copies: types.Variables, weight: jax.Array, held: jax.Array, old: types.Variables
+) -> types.Variables:
+    """Per stage, the weighted mean over the rows that hold it; `held` bool[C, L]."""
+    mask = boundary.by_stage(held)
+    return masked_mean(copies, weight, types.Variables(mask, mask), old)
 
 
-def mix(stacked: Any, matrix: jax.Array) -> Any:
-    """new[i] = sum_j matrix[i, j] * leaf[j] for leaves [J, ...], matrix f32[I, J]."""
-    return jax.tree.map(
-        lambda leaf: jnp.einsum(
-            "ij,j...->i...", matrix, leaf, precision=jax.lax.Precision.HIGHEST
-        ),
-        stacked,
-    )
+def stage_weights(
+    weight: jax.Array, held: jax.Array
+) -> tuple[types.Variables, types.Variables]:
+    """`masked_weights` of each stage, for `update(..., reduce=)`; `held` bool[C, L]."""
+    mask = boundary.by_stage(held)
+    return masked_weights(weight, types.Variables(mask, mask))
+
+
+def mix_peers(rows: Any, cohort: types.Cohort, weight: Any) -> Any:
+    """Each row's weighted mean of itself and its peers, leaves [C, ...].
+
+    Args:
+        rows: Leaves [K, ...], the private rows.
+        cohort: `row` int32[C], `peers` int32[C, P] and `peer_mask` bool[C, P].
+        weight: f32[C, 1 + P] for the row itself and its peers, of any scale, or a
+            prefix pytree of such (other stages, other weights). A client without
+            peers keeps its own.
+    """
+    source = jnp.concatenate([cohort.row[:, None], cohort.peers], 1)
+    known = jnp.pad(cohort.peer_mask, ((0, 0), (1, 0)), constant_values=True)
+
+    def mixed(weight: jax.Array, part: Any) -> Any:
+        share = jnp.where(known, weight, 0)
+        share = share / jnp.maximum(share.sum(1, keepdims=True), 1e-30)
+
+        # One peer at a time: never a gather of [C, P] models.
+        def add(index: jax.Array, total: Any) -> Any:
+            one, factor = stacked.take(part, source[:, index]), share[:, index]
+
+            def sum_with(total: jax.Array, leaf: jax.Array) -> jax.Array:
+                column = stacked.column(factor, leaf)
+                return total + jnp.where(column > 0, column * leaf, 0)
+
+            return jax.tree.map(sum_with, total, one)
+
+        zeros = jax.tree.map(jnp.zeros_like, stacked.take(part, cohort.row))
+        return jax.lax.fori_loop(0, source.shape[1], add, zeros)
+
+    return jax.tree.map(mixed, weight, rows)

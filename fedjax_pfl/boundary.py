@@ -1,15 +1,76 @@
-"""Where a model is cut: personalization boundaries and the layer-dropping schedule.
+"""Which stages are whose: masks, personalization boundaries, the dropping schedule.
 
-A boundary l counts layers from 1: stages 1..l are on one side of the cut, l+1..L on
-the other; l = L leaves the other side empty.
+A mask is a prefix pytree of parameters (or of statistics) whose leaves are bool and
+broadcast: one for a stage, for a part of it, or for every entry. A boundary l counts
+layers from 1: stages 1..l are on one side of the cut, l+1..L on the other; l = L leaves
+the other side empty.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import masks, options, traffic, types
+from fedjax_pfl import options, shapes, types
+
+DROP_SETS = {"L1": "F1", "L2": "F2", "L3": "C3", "L4": "C2"}
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerDropping:
+    """Options of a boundary that moves from deep to shallow layers (FedD2S)."""
+
+    drop_every: int = options.option(
+        3, "participations between two drops [Z0], 0 = never drop", minimum=0
+    )
+    drop_set: str = options.option(
+        "", "FedD2S's sets of layers that may be the boundary", choices=("", *DROP_SETS)
+    )
+    min_layer: int = options.option(
+        0,
+        "shallowest boundary, counted from 1; 0 = the last convolution, or the last "
+        "hidden layer of a model without any",
+        minimum=0,
+    )
+
+
+def held(depth: jax.Array, num_stages: int) -> jax.Array:
+    """bool[..., L]: the stages that a client of `depth` int32[...] holds."""
+    return jnp.arange(num_stages) < depth[..., None]
+
+
+def by_stage(mask: jax.Array) -> tuple[jax.Array, ...]:
+    """A mask bool[..., L] as a prefix pytree: one bool[...] for each stage."""
+    return tuple(mask[..., stage] for stage in range(mask.shape[-1]))
+
+
+def select(mask: Any, new: Any, old: Any) -> Any:
+    """`where(mask, new, old)`; `mask` is a prefix pytree, leaves broadcast."""
+    return jax.tree.map(
+        lambda m, n, o: jax.tree.map(lambda a, b: jnp.where(m, a, b), n, o),
+        mask,
+        new,
+        old,
+    )
+
+
+def splice(
+    client: types.Variables, server: types.Variables, keep: jax.Array
+) -> types.Variables:
+    """`where(keep[i], client[i], stop_gradient(server[i]))`; keep is bool[L].
+
+    One ordinary forward pass through the result runs the client's stages where
+    `keep` is True and the frozen server's elsewhere; gradients are masked for free.
+    """
+    mask = by_stage(keep)
+    return select(
+        types.Variables(mask, mask),
+        types.Variables(*client),
+        jax.lax.stop_gradient(types.Variables(*server)),
+    )
 
 
 def last_convolution(model: types.Model, example_shape: tuple[int, ...]) -> int:
@@ -17,7 +78,7 @@ def last_convolution(model: types.Model, example_shape: tuple[int, ...]) -> int:
 
     At least 1, also for a model of one stage.
     """
-    params, _ = traffic.shapes(model, example_shape)
+    params, _ = shapes.variables(model, example_shape)
     found = [
         number
         for number, stage in enumerate(params, start=1)
@@ -54,7 +115,7 @@ def first_personal(
 
 
 def shallowest(
-    dropping: options.LayerDropping, model: types.Model, example_shape: tuple[int, ...]
+    dropping: LayerDropping, model: types.Model, example_shape: tuple[int, ...]
 ) -> int:
     """The last boundary of the schedule, 1..L.
 
@@ -68,7 +129,7 @@ def shallowest(
                 f"--drop_set={dropping.drop_set} and --min_layer={dropping.min_layer} "
                 "both name the shallowest boundary; give one of them"
             )
-        stage = options.DROP_SETS[dropping.drop_set]
+        stage = DROP_SETS[dropping.drop_set]
         if stage not in names:
             raise ValueError(
                 f"--drop_set={dropping.drop_set} goes down to the stage {stage}, "
@@ -124,4 +185,4 @@ def stages_below(
     layer = jnp.full_like(participations, lowest)
     if moves:
         layer = dropped(participations, every, num_stages, lowest)
-    return masks.held(layer, num_stages)
+    return held(layer, num_stages)

@@ -5,14 +5,13 @@ The device counts correct answers as integers, the host divides in float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import rows, types
+from fedjax_pfl import each_client, execution, rng, stacked, types
 
 
 class Scoring(NamedTuple):
@@ -23,27 +22,31 @@ class Scoring(NamedTuple):
         own_batch_size: Rows per forward pass on one client's own test rows.
         num_scored: Clients behind c_spec, c_gen and c_per; 0 = these are absent.
         scored: `selected` (the next round's cohort) or `all`.
+        num_sampled: Clients whose own accuracy is measured, drawn once by the seed; 0 =
+            all.
     """
 
     batch_size: int
     own_batch_size: int
     num_scored: int = 0
     scored: str = "selected"
+    num_sampled: int = 0
 
 
-def _predictions(model: types.Model, params: Any, stats: Any, image: jax.Array):
+def _predictions(
+    model: types.Model, variables: types.Variables, image: jax.Array
+) -> jax.Array:
     """Predicted labels int32[J, B]; J is 1, or the exits and then their ensemble."""
-    out, _ = model.forward(params, stats, image)
+    out, _ = model.forward(*variables, image)
     if not model.has_exits:
         return jnp.argmax(out, -1)[None]
     logits = jnp.stack([*out, sum(out) / len(out)])
     return jnp.argmax(logits, -1)
 
 
-def _count_correct(
+def _correct_from(
     model: types.Model,
-    params: Any,
-    stats: Any,
+    variables: types.Variables,
     data: types.Data,
     start: jax.Array,
     count: jax.Array,
@@ -57,25 +60,34 @@ def _count_correct(
         image, label = data.gather(
             jnp.take(data.partition.test.row, start + offset, mode="clip")
         )
-        right = _predictions(model, params, stats, image)[-1] == label
+        right = _predictions(model, variables, image)[-1] == label
         return total + (right & (offset < count)).sum()
 
     return jax.lax.fori_loop(0, bound, step, jnp.zeros((), jnp.int32))
 
 
 def _correct_rows(
-    model: types.Model, params: Any, stats: Any, data: types.Data, batch_size: int
+    model: types.Model, variables: types.Variables, data: types.Data, batch_size: int
 ) -> jax.Array:
     """bool[J, U]: whether each test row is answered correctly by one shared model."""
     test = data.partition.test.row
-    batches = rows.in_batches(test, batch_size)
+    batches = stacked.in_batches(test, batch_size)
 
     def one(batch: jax.Array) -> jax.Array:
         image, label = data.gather(batch)
-        return (_predictions(model, params, stats, image) == label) & (batch >= 0)
+        return (_predictions(model, variables, image) == label) & (batch >= 0)
 
     right = jax.lax.map(one, batches)
     return jnp.moveaxis(right, 1, 0).reshape(right.shape[1], -1)[:, : test.shape[0]]
+
+
+def sampled_clients(key: jax.Array, num_clients: int, num_sampled: int) -> jax.Array:
+    """bool[K]: whose own accuracy is measured; the same in every evaluation."""
+    if not num_sampled:
+        return jnp.ones(num_clients, bool)
+    key = rng.stream(key, rng.Tag.EVALUATION)
+    chosen = jax.random.choice(key, num_clients, (num_sampled,), replace=False)
+    return jnp.zeros(num_clients, bool).at[chosen].set(True)
 
 
 def count_correct(
@@ -84,126 +96,128 @@ def count_correct(
     cohort: types.Cohort,
     data: types.Data,
     scoring: Scoring,
-    execution: types.Execution,
-) -> dict[str, jax.Array]:
+    how: execution.Execution,
+) -> dict[str, Any]:
     """Counts correct answers of the server's and of the served models.
 
     Returns:
-        `own` int32[K], each client's served model on its own test rows;
-        `global` int32[J], the server's model on the union (absent without one), all
-        exits and then the ensemble if it has exits; `scored` int32[num_scored], the
-        ids of the scored clients (K = none), and `cross` int32[num_scored], their
-        served models on the union.
+        `own` int32[K], each client's served model on its own test rows, 0 where `known`
+        bool[K] is False (not in the sample, or served by nobody);
+        `server` {name: int32[J]}, the server's models on the union (absent without
+        one), all exits and then the ensemble if it has exits; `scored`
+        int32[num_scored], the ids of the scored clients (K = none), and `cross`
+        int32[num_scored], their served models on the union.
     """
     test = data.partition.test
     num_clients = test.start.shape[0]
     union = (test.row >= 0).sum()
-    flat_answers: dict[tuple[int, ...], jax.Array] = {}
+    remembered: dict[tuple[int, ...], jax.Array] = {}
 
-    def answers_of(model: types.Model, params: Any, stats: Any) -> jax.Array:
-        # A shared served model is usually the server's: answer once.
-        name = tuple(id(leaf) for leaf in jax.tree.leaves((params, stats)))
-        if name not in flat_answers:
-            flat_answers[name] = _correct_rows(
-                model, params, stats, data, scoring.batch_size
-            )
-        return flat_answers[name]
+    def answers_of(model: types.Model, variables: types.Variables) -> jax.Array:
+        # A shared served model is usually the server's: answer once. The identity of
+        # tracers tells, since both are the very same leaves of the state.
+        name = tuple(id(leaf) for leaf in jax.tree.leaves(variables))
+        if name not in remembered:
+            remembered[name] = _correct_rows(model, variables, data, scoring.batch_size)
+        return remembered[name]
 
-    out: dict[str, jax.Array] = {}
-    server = algorithm.server_params(state)
-    if server is not None:
-        out["global"] = answers_of(*server).sum(1)
-
+    out: dict[str, Any] = {}
+    if algorithm.server is not None:
+        out["server"] = {
+            name: answers_of(*one).sum(1)
+            for name, one in algorithm.server(state, data).items()
+        }
+    is_sampled = sampled_clients(state.key, num_clients, scoring.num_sampled)
     if scoring.num_scored:
+        scored = jnp.arange(num_clients)
         if scoring.scored == "selected":
             scored = jnp.where(cohort.row_mask, cohort.client_id, num_clients)
-        else:
-            scored = jnp.arange(num_clients)
-        out["scored"] = scored
+        hit = jnp.take(is_sampled, scored, mode="fill", fill_value=False)
+        out["scored"] = scored = jnp.where(hit, scored, num_clients)
         out["cross"] = jnp.zeros(scored.shape, jnp.int32)
 
     own = jnp.zeros(num_clients, jnp.int32)
-    for group in algorithm.serving(state, cohort, data):
+    known = jnp.zeros(num_clients, bool)
+    for group in algorithm.served(state, cohort, data, num_clients):
         served_id = jnp.where(group.mask, group.client_id, num_clients)
-        if group.shared:
-            right = answers_of(group.model, group.params, group.stats)[-1]
+        serves = jnp.zeros(num_clients, bool).at[served_id].set(True, mode="drop")
+        measured = serves & is_sampled
+        known = known | measured
+        if group.own is None:
+            right = answers_of(group.model, group.shared)[-1]
             per_client = jax.ops.segment_sum(
                 right.astype(jnp.int32), test.owner(), num_clients
             )
-            serves = jnp.zeros(num_clients, bool).at[served_id].set(True, mode="drop")
-            own = own + jnp.where(serves, per_client, 0)
+            own = own + jnp.where(measured, per_client, 0)
             if scoring.num_scored:
                 hit = jnp.take(serves, scored, mode="fill", fill_value=False)
                 out["cross"] += jnp.where(hit, right.sum(), 0)
             continue
 
-        def count(served, shared, bound, model=group.model, own_rows=True):
-            params, stats, client = served
-            known = client < num_clients
-            start = jnp.take(shared.partition.test.start, client, mode="clip")
-            count = jnp.take(shared.partition.test.count, client, mode="clip")
-            if not own_rows:
-                start, count = 0, (shared.partition.test.row >= 0).sum()
-            return _count_correct(
-                model,
-                params,
-                stats,
-                shared,
-                start,
-                jnp.where(known, count, 0),
-                scoring.own_batch_size if own_rows else scoring.batch_size,
-                bound,
-            )
-
-        counts = jnp.take(test.count, served_id, mode="fill", fill_value=0)
-        models = (group.params, group.stats)
-        right = _over_models(
-            count, models, served_id, data, counts, scoring.own_batch_size, execution
+        # The entry of each client in this group; one past the end for who has none,
+        # also for the id K, which stands for nobody.
+        end = served_id.shape[0]
+        entry_of = jnp.full(num_clients + 1, end).at[served_id].set(jnp.arange(end))
+        entry_of = entry_of.at[num_clients].set(end)
+        size = min(scoring.num_sampled or num_clients, end)
+        (ids,) = jnp.nonzero(measured, size=size, fill_value=num_clients)
+        right = _each_entry(
+            group,
+            entry_of[ids],
+            jnp.take(test.start, ids, mode="clip"),
+            jnp.take(test.count, ids, mode="fill", fill_value=0),
+            data,
+            scoring.own_batch_size,
+            how,
         )
-        own = own.at[served_id].add(right, mode="drop")
+        own = own.at[ids].add(right, mode="drop")
         if scoring.num_scored:
-            # The slot of each scored client in this group, or one past the end.
-            slots = jnp.full(num_clients + 1, served_id.shape[0])
-            slots = slots.at[served_id].set(jnp.arange(served_id.shape[0]))
-            slots = slots.at[num_clients].set(served_id.shape[0])
-            slot = jnp.take(slots, scored, mode="clip")
-            hit = slot < served_id.shape[0]
-            right = _over_models(
-                lambda *args: count(*args, own_rows=False),
-                rows.take(models, slot),
-                jnp.where(hit, scored, num_clients),
-                data,
-                jnp.where(hit, union, 0),
-                scoring.batch_size,
-                execution,
+            entries = entry_of[scored]
+            counts = jnp.where(entries < end, union, 0)
+            starts = jnp.zeros_like(counts)
+            out["cross"] += _each_entry(
+                group, entries, starts, counts, data, scoring.batch_size, how
             )
-            out["cross"] += right
-    return {**out, "own": own}
+    return {**out, "own": own, "known": known}
 
 
-def _over_models(
-    fn: Callable,
-    models: Any,
-    client: jax.Array,
-    data: types.Data,
+def _each_entry(
+    group: types.Served,
+    entries: jax.Array,
+    starts: jax.Array,
     counts: jax.Array,
+    data: types.Data,
     batch_size: int,
-    execution: types.Execution,
+    how: execution.Execution,
 ) -> jax.Array:
-    """`over_clients` on models that may not fill whole chunks."""
-    size = client.shape[0]
-    padded = rows.padded_size(size, execution)
-    num_steps = -(-counts // batch_size)
-    served = (*models, client)
-    if padded > size:
-        index = jnp.arange(padded)
-        served = rows.take(served, index)
-        num_steps = jnp.take(num_steps, index, mode="fill", fill_value=0)
-    return rows.over_clients(fn, execution)(served, data, num_steps)[:size]
+    """Correct answers int32[A] of some of a group's models, on test rows of each.
+
+    Args:
+        group: Who serves them, a model for each.
+        entries: int32[A], rows of `group.own`.
+        starts, counts: int32[A], the test rows; a count of 0 costs nothing.
+        data: The tables.
+        batch_size: Rows per forward pass.
+        how: Chunks and devices; models that fill no whole chunk are padded.
+    """
+    size = entries.shape[0]
+    short = execution.padded_size(size, how) - size
+    rows = tuple(jnp.pad(leaf, (0, short)) for leaf in (entries, starts, counts))
+
+    def one(row: Any, given: Any, bound: jax.Array) -> jax.Array:
+        entry, start, count = row
+        data, own, shared = given
+        # Only here is the model made: never all of them at once.
+        mine = group.replace(shared=shared).variables(stacked.take(own, entry))
+        return _correct_from(group.model, mine, data, start, count, batch_size, bound)
+
+    num_steps = -(-rows[2] // batch_size)
+    given = (data, group.own, group.shared)
+    return each_client.over_clients([one], how)(rows, given, num_steps)[:size]
 
 
 def metrics(
-    counts: dict[str, np.ndarray], test_count: np.ndarray, union: int
+    counts: dict[str, Any], test_count: np.ndarray, union: int
 ) -> tuple[dict[str, float], np.ndarray | None]:
     """Turns one seed's counts into the metric vocabulary.
 
@@ -217,23 +231,26 @@ def metrics(
         them; and the per-client accuracies f64[K] (nan without own test rows).
     """
     out: dict[str, float] = {}
-    if "global" in counts and union:
-        right = counts["global"].astype(np.float64) / union
-        out["global_accuracy"] = float(right[-1])
+    for name, right in (counts.get("server", {}) if union else {}).items():
+        right = right.astype(np.float64) / union
+        out[f"{name}_accuracy"] = float(right[-1])
+        prefix = "" if name == "global" else f"{name}_"
         for number, value in enumerate(right[:-1], start=1):
-            out[f"exit{number}_accuracy"] = float(value)
+            out[f"{prefix}exit{number}_accuracy"] = float(value)
         if len(right) > 1:
-            out["ensemble_accuracy"] = float(right[-1])
+            out[f"{prefix}ensemble_accuracy"] = float(right[-1])
     own = counts["own"].astype(np.int64)
-    tested = test_count > 0
+    tested = (test_count > 0) & counts["known"]
     accuracy = np.full(len(own), np.nan)
     accuracy[tested] = own[tested] / test_count[tested]
     if tested.any():
         worst = np.sort(accuracy[tested])[: max(1, int(tested.sum()) // 10)]
         out["client_accuracy"] = float(accuracy[tested].mean())
-        out["client_accuracy_pooled"] = float(own.sum() / test_count.sum())
+        out["client_accuracy_pooled"] = float(own.sum() / test_count[tested].sum())
         out["worst_decile_accuracy"] = float(worst.mean())
         out["client_accuracy_std"] = float(accuracy[tested].std())
+        if not counts["known"].all():
+            out["clients_evaluated"] = int(tested.sum())
     if "scored" in counts:
         scored = counts["scored"]
         real = scored < len(own)

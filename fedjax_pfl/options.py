@@ -40,16 +40,21 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+_UNBOUNDED = {"choices": (), "minimum": None, "maximum": None, "above": None}
+
+
 def validate(values: Any) -> None:
     """Checks every field of a dataclass instance against its option.
+
+    A field that is no `option` (a notebook's `scale: float = 1.0`) has no bounds.
 
     Raises:
         ValueError: one line with the flag, what came and what is allowed.
     """
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)
-        meta = field.metadata
-        if value is None or not meta:
+        meta = _UNBOUNDED | field.metadata
+        if value is None:
             continue
         flag = f"--{field.name}={value}"
         if meta["choices"] and value not in meta["choices"]:
@@ -98,73 +103,3 @@ def split_floats(values: Any) -> tuple[Any, dict[str, float]]:
         and not (field.metadata.get("zero_is_off") and getattr(values, field.name) == 0)
     }
     return dataclasses.replace(values, **dict.fromkeys(floats, 0.0)), floats
-
-
-DROP_SETS = {"L1": "F1", "L2": "F2", "L3": "C3", "L4": "C2"}
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerDropping:
-    """Options of a boundary that moves from deep to shallow layers (FedD2S)."""
-
-    drop_every: int = option(
-        3, "participations between two drops [Z0], 0 = never drop", minimum=0
-    )
-    drop_set: str = option(
-        "", "FedD2S's sets of layers that may be the boundary", choices=("", *DROP_SETS)
-    )
-    min_layer: int = option(
-        0,
-        "shallowest boundary, counted from 1; 0 = the last convolution, or the last "
-        "hidden layer of a model without any",
-        minimum=0,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class LocalTraining:
-    """Options of every algorithm that trains clients with minibatches."""
-
-    local_epochs: int = option(2, "epochs of local training per round", minimum=1)
-    batch_size: int = option(20, "examples per local step", minimum=1)
-    client_optimizer: str = option(
-        "sgd", "optimizer of the local steps", choices=("sgd", "adam")
-    )
-    client_lr: float = option(0.05, "learning rate of the clients", minimum=0)
-    client_lr_decay: float = option(
-        1.0, "factor on the clients' learning rate after each round", above=0, maximum=1
-    )
-    client_momentum: float = option(
-        0.0, "momentum of sgd", minimum=0, maximum=1, zero_is_off=True
-    )
-    weight_decay: float = option(
-        0.0, "L2 term added to the gradient", minimum=0, zero_is_off=True
-    )
-    clip_norm: float = option(
-        0.0,
-        "clip the gradient of a local step at this global norm, 0 = never",
-        minimum=0,
-        zero_is_off=True,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class PartialSharing(LayerDropping):
-    """Options of methods that share the stages below a boundary."""
-
-    personal_from: str = option(
-        "",
-        "first personal stage, by name; none = share all; empty = the first after the "
-        "last convolution (the last stage of a model without any)",
-    )
-    layer_dropping: bool = option(
-        False, "move the boundary from deep to shallow, as FedD2S does"
-    )
-    drop_init: str = option(
-        "own",
-        "a freshly dropped layer starts from the client's last value or the server's",
-        choices=("own", "global"),
-    )
-    aggregation: str = option(
-        "examples", "weights of the server's mean", choices=("examples", "uniform")
-    )

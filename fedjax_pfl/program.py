@@ -1,42 +1,102 @@
 """What is compiled: an algorithm's init, rounds and evaluation as jitted functions.
 
 With evaluate the only place that jits. The rounds between two stops are one jitted loop
-with donated state; its length is a traced number.
+with donated state; where it begins and its length are traced numbers. Programs of equal
+structure are the same objects, so that a second experiment compiles nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from fedjax_pfl import evaluate, options, rows, types
+from fedjax_pfl import evaluate, execution, options, traffic, types
+
+KEPT_PROGRAMS = 8
+
+
+class Compiled:
+    """A jitted function that is compiled ahead, once for all arguments of one shape."""
+
+    def __init__(self, jitted: Callable):
+        self.jitted = jitted
+        self._executables: dict[Any, Callable] = {}
+
+    def ahead(self, *args: Any) -> tuple[Callable, float]:
+        """(executable for such arguments, seconds that compiling it took now)."""
+        leaves, structure = jax.tree.flatten(args)
+        key = structure, tuple(jax.typeof(leaf) for leaf in leaves)
+        if key in self._executables:
+            return self._executables[key], 0.0
+        begin = time.perf_counter()
+        executable = self.jitted.lower(*args).compile()
+        self._executables[key] = executable
+        return executable, time.perf_counter() - begin
 
 
 class Program(NamedTuple):
     """Three jitted functions over stacked seeds (leading axis of state, partition).
 
     `init(floats, data, partition, seeds) -> state`;
-    `rounds(floats, state, cohorts, num_rounds, data, partition)
-        -> (state, metrics of the last round, counts int32[seeds, T, kinds])`;
+    `rounds(floats, state, cohorts, first, num_rounds, data, partition)
+        -> (state, metrics of the last round, counts int32[seeds, T, kinds])`: runs
+    `cohorts[first : first + num_rounds]` of a window of T rounds;
     `evaluate(floats, state, cohort, data, partition) -> counts`.
+
+    `one_seed`: the leading axis must be 1, several seeds are several calls. Else all
+    seeds are one vmapped call.
     """
 
-    init: Callable
-    rounds: Callable
-    evaluate: Callable
+    init: Compiled
+    rounds: Compiled
+    evaluate: Compiled
+    one_seed: bool
     floats: dict[str, float]
     algorithm: types.Algorithm
 
 
-def _over_seeds(fn: Callable, backend: str) -> Callable:
-    """One more leading axis: mapped on CPU (bitwise as alone), vmapped elsewhere."""
-    if backend == "cpu":
-        return lambda *args: jax.lax.map(lambda one: fn(*one), args)
-    return jax.vmap(fn)
+def _over_seeds(fn: Callable, one_seed: bool) -> Callable:
+    """One more leading axis; where it is 1 no loop, so that updates stay in place."""
+    if not one_seed:
+        return jax.vmap(fn)
+
+    def alone(*args: Any) -> Any:
+        out = fn(*jax.tree.map(lambda leaf: leaf[0], args))
+        return jax.tree.map(lambda leaf: leaf[None], out)
+
+    return alone
+
+
+def _fingerprint(value: Any) -> Any:
+    """A hashable stand-in that is equal for equal structure; arrays by their bits."""
+    if isinstance(value, (np.ndarray, jax.Array)):
+        array = np.ascontiguousarray(value)
+        digest = hashlib.sha256(array.data).hexdigest()
+        return array.shape, str(array.dtype), digest
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Structure:
+    """All that decides what is compiled; equal ones share a program.
+
+    Only `name` is compared. `make`, `structure`, `task` and `scoring` hold no example:
+    data are arguments of the jitted functions.
+    """
+
+    name: Any
+    make: Callable = dataclasses.field(compare=False)
+    structure: Any = dataclasses.field(compare=False)
+    task: types.Task = dataclasses.field(compare=False)
+    scoring: evaluate.Scoring = dataclasses.field(compare=False)
 
 
 def build(
@@ -45,7 +105,7 @@ def build(
     task: types.Task,
     scoring: evaluate.Scoring,
 ) -> Program:
-    """Builds the jitted functions of one algorithm.
+    """Builds the jitted functions of one algorithm, or finds those of an equal one.
 
     Args:
         make: `(hparams, task) -> Algorithm`; called again inside each trace, with the
@@ -55,10 +115,31 @@ def build(
         scoring: What to evaluate.
     """
     structure, floats = options.split_floats(hparams)
-    backend = jax.default_backend()
+    fields = dataclasses.fields(structure)
+    name = (
+        make,
+        type(structure),
+        tuple(getattr(structure, field.name) for field in fields),
+        tuple(_fingerprint(value) for value in task),
+        scoring,
+        # What jax itself would retrace for.
+        jax.config.jax_default_matmul_precision,
+        jax.config.jax_enable_x64,
+    )
+    program = _jitted(_Structure(name, make, structure, task, scoring))
+    return program._replace(floats=floats, algorithm=make(hparams, task))
+
+
+@functools.lru_cache(maxsize=KEPT_PROGRAMS)
+def _jitted(of: _Structure) -> Program:
+    """The jitted functions; floats and algorithm are filled in by `build`."""
+    task, scoring = of.task, of.scoring
+    # lax.map over seeds copies the state in every round on a CPU, vmap runs all
+    # clients as long as the slowest seed's.
+    one_seed = jax.default_backend() == "cpu"
 
     def algorithm(values: dict[str, Any]) -> types.Algorithm:
-        return make(dataclasses.replace(structure, **values), task)
+        return of.make(dataclasses.replace(of.structure, **values), task)
 
     def init(values, data, partition, seeds):
         def one(partition, seed):
@@ -66,29 +147,31 @@ def build(
                 data.replace(partition=partition), jax.random.key(seed)
             )
 
-        return _over_seeds(one, backend)(partition, seeds)
+        return _over_seeds(one, one_seed)(partition, seeds)
 
-    def rounds(values, state, cohorts, num_rounds, data, partition):
+    def rounds(values, state, cohorts, first, num_rounds, data, partition):
         method = algorithm(values)
 
         def one(state, cohorts, partition):
             tables = data.replace(partition=partition)
-            chunk = jax.tree.leaves(cohorts)[0].shape[0]
+            window = jax.tree.leaves(cohorts)[0].shape[0]
 
             def step(index, carry):
                 state, _, counts = carry
                 cohort = jax.tree.map(lambda leaf: leaf[index], cohorts)
                 state, metrics, sent = method.round(state, cohort, tables)
-                sent = jnp.where(cohort.row_mask[:, None], sent, 0).sum(0)
+                sent = traffic.counted(sent, method.messages, cohort.row_mask)
                 return state, metrics, counts.at[index].set(sent)
 
-            first = jax.tree.map(lambda leaf: leaf[0], cohorts)
-            shapes = jax.eval_shape(method.round, state, first, tables)[1]
+            # The loop's carry needs the metrics' shapes before the first round.
+            cohort = jax.tree.map(lambda leaf: leaf[0], cohorts)
+            shapes = jax.eval_shape(method.round, state, cohort, tables)[1]
             metrics = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-            counts = jnp.zeros((chunk, len(method.messages)), jnp.int32)
-            return jax.lax.fori_loop(0, num_rounds, step, (state, metrics, counts))
+            counts = jnp.zeros((window, len(method.messages)), jnp.int32)
+            carry = (state, metrics, counts)
+            return jax.lax.fori_loop(first, first + num_rounds, step, carry)
 
-        return _over_seeds(one, backend)(state, cohorts, partition)
+        return _over_seeds(one, one_seed)(state, cohorts, partition)
 
     def count(values, state, cohort, data, partition):
         method = algorithm(values)
@@ -103,13 +186,14 @@ def build(
                 task.execution,
             )
 
-        return _over_seeds(one, backend)(state, cohort, partition)
+        return _over_seeds(one, one_seed)(state, cohort, partition)
 
-    everywhere = rows.replicated(task.execution)
+    everywhere = execution.replicated(task.execution)
     return Program(
-        init=jax.jit(init, out_shardings=everywhere),
-        rounds=jax.jit(rounds, donate_argnums=1, out_shardings=everywhere),
-        evaluate=jax.jit(count),
-        floats=floats,
-        algorithm=make(hparams, task),
+        init=Compiled(jax.jit(init, out_shardings=everywhere)),
+        rounds=Compiled(jax.jit(rounds, donate_argnums=1, out_shardings=everywhere)),
+        evaluate=Compiled(jax.jit(count)),
+        one_seed=one_seed,
+        floats={},
+        algorithm=None,
     )

@@ -22,6 +22,7 @@ class Tag(enum.IntEnum):
     TEACHER = 10
     PUBLIC = 11
     ORDER = 12
+    EVALUATION = 13
 
 
 def stream(key: jax.Array, tag: Tag, *ids: int | jax.Array) -> jax.Array:

@@ -1,29 +1,57 @@
-"""The host's loop over a compiled program: the only training loop."""
+"""The host's side of a run: one object that is advanced and evaluated.
+
+Rounds run in calls of about ten seconds. A call reads its plans from a window, a table
+of the next rounds' plans on the device; while it computes, the host prepares the next
+window.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import evaluate, rows, traffic, types
+from fedjax_pfl import evaluate, traffic, types
+from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import program as program_lib
 
-CHUNK_SECONDS = 10.0
-PLAN_BYTES = 64 << 20
-MAX_CHUNK_ROUNDS = 64
+CALL_SECONDS = 10.0
+WINDOW_BYTES = 16 << 20
+MAX_WINDOW_ROUNDS = 64
+
+
+class Planner(Protocol):
+    """Who is drawn in which round, and with which plans; pure functions of both."""
+
+    def drawn(self, seed_index: int, round: int) -> types.Cohort:
+        """The cohort of a round, without plans."""
+
+    def window(
+        self,
+        seed_index: int,
+        first_round: int,
+        num_rounds: int,
+        length: int,
+        min_steps: Mapping[str, int],
+    ) -> types.Cohort:
+        """Cohorts of `num_rounds` rounds, leaves [length, ...], zeros behind them.
+
+        The steps of a plan are as many as these rounds need, a power of two and at
+        least `min_steps[name]`.
+        """
 
 
 @dataclasses.dataclass
 class Totals:
     """The host's counters; survive a resume through the checkpoint.
 
-    `messages` int64[seeds, kinds]; `seconds` of training so far.
+    `messages` int64[seeds, kinds]; `seconds` of training so far; `samples` those of the
+    plans, `executed` with padding.
     """
 
     messages: np.ndarray
@@ -33,173 +61,374 @@ class Totals:
     executed: int = 0
 
 
-class Event(NamedTuple):
-    """After each chunk of rounds.
+class Work(NamedTuple):
+    """What rounds cost, int64[rounds] each."""
 
-    `round` rounds are done. `evaluated` has one (metrics, per-client accuracies) pair
-    per seed, or is None where no evaluation was due. `compile_seconds` so far.
+    client_updates: np.ndarray
+    samples: np.ndarray
+    executed: np.ndarray
+
+
+class Window(NamedTuple):
+    """Plans of the rounds `first..end - 1`, by lane: leaves [seeds, T, ...]."""
+
+    first: int
+    end: int
+    cohorts: list[types.Cohort]
+    work: list[Work]
+
+
+@dataclasses.dataclass
+class Lane:
+    """The seeds that one call of the program runs.
+
+    Attributes:
+        seeds: Indices into the run's seeds, in order.
+        partition: Of these seeds, as leading axis.
+        state: Stacked RoundState, None before the start.
+        round: Rounds done.
+        pending: (metrics, messages, work) of a call not yet accounted for.
+        metrics: (sums, counts) of the last round by name, a float for each seed.
     """
 
-    round: int
-    state: Any
-    totals: Totals
-    evaluated: list[tuple[dict[str, float], np.ndarray | None]] | None
-    compile_seconds: float
-    call_seconds: float
-    call_rounds: int
-
-
-def chunk_rounds(cohort: types.Cohort, num_seeds: int, rounds: int) -> int:
-    """Fixed length of a chunk of plans: bounded by its bytes, 1..MAX_CHUNK_ROUNDS."""
-    size = num_seeds * sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(cohort))
-    return int(np.clip(PLAN_BYTES // max(size, 1), 1, min(MAX_CHUNK_ROUNDS, rounds)))
-
-
-def executed_samples(plan: types.Plan, execution: types.Execution) -> int:
-    """Samples computed for one cohort, padding included, as `over_clients` runs it."""
-    num_steps = np.asarray(plan.num_steps)
-    devices = execution.mesh.size if execution.mesh else 1
-    chunk = min(execution.chunk, len(num_steps) // devices)
-    bounds = num_steps.reshape(-1, chunk).max(1)
-    return int(bounds.sum()) * chunk * plan.position.shape[-1]
-
-
-class _Compiled:
-    """A jitted function compiled ahead at its first call, with the time that took."""
-
-    def __init__(self, jitted: Callable):
-        self.jitted, self.compiled, self.seconds = jitted, None, 0.0
-
-    def __call__(self, *args: Any) -> Any:
-        if self.compiled is None:
-            start = time.perf_counter()
-            self.compiled = self.jitted.lower(*args).compile()
-            self.seconds = time.perf_counter() - start
-        return self.compiled(*args)
-
-
-def initial_state(
-    program: program_lib.Program, data: types.Data, seeds: Sequence[int]
-) -> types.RoundState:
-    """The stacked state before the first round."""
-    return program.init(
-        program.floats, data, data.partition, jnp.asarray(seeds, jnp.uint32)
+    seeds: range
+    partition: types.Partition
+    state: types.RoundState | None = None
+    round: int = 0
+    pending: tuple[Any, jax.Array, Work] | None = None
+    metrics: dict[str, tuple[list[float], list[float]]] = dataclasses.field(
+        default_factory=dict
     )
 
+    def of(self, stacked: Any) -> Any:
+        """The part of leaves [all seeds, ...] that belongs to this lane."""
+        own = slice(self.seeds.start, self.seeds.stop)
+        return jax.tree.map(lambda leaf: leaf[own], stacked)
 
-def train(
-    program: program_lib.Program,
-    data: types.Data,
-    state: types.RoundState,
-    cohorts: Callable[[int, int], types.Cohort],
-    *,
-    num_seeds: int,
-    start: int,
-    evaluate_start: bool,
-    rounds: int,
-    evaluate_at: frozenset[int],
-    stop_at: Callable[[int], int],
-    totals: Totals,
-    execution: types.Execution,
-    rounds_per_call: int | None = None,
-) -> Iterator[Event]:
-    """Runs rounds `start..rounds-1` and yields after every chunk.
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below `number`."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def window_rounds(
+    cohort: types.Cohort, specs: Sequence[types.PlanSpec], max_rows: int
+) -> int:
+    """Length T of every window: a power of two, bounded by its bytes for one seed.
+
+    From the plans' largest shapes alone, never from the rounds of a run, so that runs
+    of any length are one program.
 
     Args:
-        program: From `program`.
-        data: Tables whose `partition` has a leading axis of seeds.
-        state: The stacked state after `start` rounds; donated.
-        cohorts: `(seed index, round) -> Cohort` of numpy arrays, a pure function.
-        num_seeds: Length of the leading axis.
-        start: Rounds already done.
-        evaluate_start: Whether to evaluate before the first round.
-        rounds: Rounds in all.
-        evaluate_at: Rounds after which to evaluate.
-        stop_at: `round -> next round` at which a chunk must end at the latest (for
-            checkpoints).
-        totals: Counters so far.
-        execution: For the account of padding.
-        rounds_per_call: Fixed length of a chunk; None = about `CHUNK_SECONDS` of work.
+        cohort: Any round's; its plans are not looked at.
+        specs: The algorithm's plans.
+        max_rows: Train rows of the largest client.
     """
-    run_rounds, run_evaluate = _Compiled(program.rounds), _Compiled(program.evaluate)
-    first = cohorts(0, start)
-    # From `rounds` alone: a resumed run compiles the very same program.
-    length = chunk_rounds(first, num_seeds, rounds)
-    per_call = rounds_per_call or 1
-    shared = data.replace(partition=None)
-    test_count = np.asarray(data.partition.test.count)
-    union = (np.asarray(data.partition.test.row) >= 0).sum(1)
-    metrics: dict[str, Any] = {}
-    # Placed now, so that the first call has the types of all later ones.
-    state = jax.device_put(state, rows.replicated(execution))
+    leaves = jax.tree.leaves(cohort.replace(plans={}))
+    size = sum(np.asarray(leaf).nbytes for leaf in leaves)
+    for spec in specs:
+        steps = power_of_two(spec.epochs * -(-max_rows // spec.batch_size))
+        size += 4 * len(cohort.row) * (steps * (spec.batch_size + 1) + 1)
+    fits = int(np.clip(WINDOW_BYTES // max(size, 1), 1, MAX_WINDOW_ROUNDS))
+    return 1 << (fits.bit_length() - 1)
 
-    def stack(first_round: int, count: int) -> types.Cohort:
-        table = [
-            [cohorts(seed, first_round + i) for i in range(count)]
-            for seed in range(num_seeds)
-        ]
-        account(table)
 
-        def join(*leaves: np.ndarray) -> np.ndarray:
-            out = np.zeros((num_seeds, length, *leaves[0].shape), leaves[0].dtype)
-            for index, leaf in enumerate(leaves):
-                out[index // count, index % count] = leaf
-            return out
+def executed_samples(plan: types.Plan, execution: types.Execution) -> np.ndarray:
+    """Samples computed for cohorts [..., C], padding included: int64[...]."""
+    num_steps = np.asarray(plan.num_steps).astype(np.int64)
+    devices = execution.mesh.size if execution.mesh else 1
+    chunk = min(execution.chunk, num_steps.shape[-1] // devices)
+    bounds = num_steps.reshape(*num_steps.shape[:-1], -1, chunk).max(-1)
+    return bounds.sum(-1) * chunk * plan.position.shape[-1]
 
-        return jax.tree.map(join, *[one for seed in table for one in seed])
 
-    def account(table: list[list[types.Cohort]]) -> None:
-        for one in (one for seed in table for one in seed):
-            totals.client_updates += int(one.row_mask.sum())
-            for plan in one.plans.values():
-                totals.samples += int((plan.position >= 0).sum())
-                totals.executed += executed_samples(plan, execution)
+def work_of(cohorts: types.Cohort, execution: types.Execution) -> Work:
+    """What each round of a window costs; leaves [seeds, T, ...], summed over seeds."""
+    updates = cohorts.row_mask.sum((0, 2))
+    samples, executed = np.zeros_like(updates), np.zeros_like(updates)
+    for plan in cohorts.plans.values():
+        samples += (plan.position >= 0).sum((0, 2, 3, 4))
+        executed += executed_samples(plan, execution).sum(0)
+    return Work(updates, samples, executed)
 
-    def measure(round: int) -> list[tuple[dict[str, float], np.ndarray | None]]:
-        nexts = [cohorts(seed, round) for seed in range(num_seeds)]
-        cohort = jax.tree.map(lambda *leaves: np.stack(leaves), *nexts)
-        counts = run_evaluate(program.floats, state, cohort, shared, data.partition)
-        counts = jax.tree.map(np.asarray, jax.device_get(counts))
-        out = []
-        for seed in range(num_seeds):
-            one = jax.tree.map(lambda leaf, s=seed: leaf[s], counts)
-            values, accuracies = evaluate.metrics(one, test_count[seed], union[seed])
-            for name, pair in metrics.items():
-                total, count = (float(np.asarray(part)[seed]) for part in pair)
-                values[name] = total / max(count, 1.0)
-            values |= traffic.cumulative(
-                totals.messages[seed], program.algorithm.messages
+
+class Simulation:
+    """A run that is advanced and evaluated: its state, round and counters.
+
+    Attributes:
+        totals: The counters so far.
+        compile_seconds: Spent on compiling, and on the initial state.
+        lanes: The seeds, by call of the program: all of them in one on accelerators,
+            one by one on a CPU, where a loop over seeds inside the program would copy
+            the state in every round.
+    """
+
+    def __init__(
+        self,
+        program: program_lib.Program,
+        data: types.Data,
+        planner: Planner,
+        seeds: Sequence[int],
+        execution: types.Execution,
+        rounds: int,
+    ):
+        """Prepares a run; computes nothing yet.
+
+        Args:
+            program: From `program.build`.
+            data: Tables whose `partition` has a leading axis of seeds.
+            planner: Cohorts and plans.
+            seeds: The seeds.
+            execution: For the account of padding, and where arrays live.
+            rounds: Rounds in all; nothing is planned for later ones.
+        """
+        self.program, self.planner, self.execution = program, planner, execution
+        self.seeds, self.rounds = list(seeds), rounds
+        self.data = data.replace(partition=None)
+        self.compile_seconds = 0.0
+        kinds = len(program.algorithm.messages)
+        self.totals = Totals(np.zeros((len(self.seeds), kinds), np.int64))
+        per_lane = 1 if program.one_seed else len(self.seeds)
+        self.lanes = []
+        for first in range(0, len(self.seeds), per_lane):
+            lane = Lane(range(first, first + per_lane), None)
+            lane.partition = self._place(lane.of(data.partition))
+            self.lanes.append(lane)
+        self._length = window_rounds(
+            planner.drawn(0, 0),
+            program.algorithm.plans,
+            int(np.max(data.partition.train.count)),
+        )
+        self._window: Window | None = None
+        # Only grows: plans with another number of steps are another program.
+        self._steps: dict[str, int] = {}
+        self._rounds_per_call = 1
+
+    @property
+    def round(self) -> int:
+        """Rounds done."""
+        return min(lane.round for lane in self.lanes)
+
+    @property
+    def state(self) -> types.RoundState | None:
+        """The stacked RoundState (leading axis: seeds); None before `start`.
+
+        The next call takes its buffers: copy what is to be kept.
+        """
+        for lane in self.lanes:
+            self._settle(lane)
+        states = [lane.state for lane in self.lanes]
+        if len(states) == 1 or states[0] is None:
+            return states[0]
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *states)
+
+    @property
+    def metrics(self) -> dict[str, tuple[list[float], list[float]]]:
+        """(sums, counts) of the last round by name, lists over all seeds."""
+        names = self.lanes[0].metrics
+        return {
+            name: tuple(
+                [value for lane in self.lanes for value in lane.metrics[name][part]]
+                for part in (0, 1)
             )
-            out.append((values, accuracies))
+            for name in names
+        }
+
+    def template(self) -> types.RoundState:
+        """Shapes of `state`, without computing anything."""
+        init = self.program.init.jitted
+        return jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct((len(self.seeds), *s.shape[1:]), s.dtype),
+            jax.eval_shape(init, *self._init_args(self.lanes[0])),
+        )
+
+    def start(self) -> None:
+        """Makes the state before the first round, once."""
+        begin = time.perf_counter()
+        for lane in self.lanes:
+            if lane.state is None:
+                args = self._init_args(lane)
+                executable, _ = self.program.init.ahead(*args)
+                lane.state = jax.block_until_ready(executable(*args))
+                self.compile_seconds += time.perf_counter() - begin
+                begin = time.perf_counter()
+
+    def load(
+        self,
+        round: int,
+        state: types.RoundState,
+        totals: Totals,
+        compile_seconds: float,
+        metrics: Mapping[str, tuple[list[float], list[float]]],
+    ) -> None:
+        """Continues after `round` rounds from a stacked state and the counters.
+
+        Args:
+            round: Rounds done.
+            state: As `state` was.
+            totals: As `totals` was.
+            compile_seconds: As it was.
+            metrics: As `metrics` was.
+        """
+        self.totals, self.compile_seconds = totals, compile_seconds
+        for lane in self.lanes:
+            own = slice(lane.seeds.start, lane.seeds.stop)
+            lane.state, lane.round = self._place(lane.of(state)), round
+            lane.metrics = {
+                name: (sums[own], counts[own])
+                for name, (sums, counts) in metrics.items()
+            }
+            lane.pending = None
+
+    def advance_to(self, stop: int) -> None:
+        """Runs until `stop` rounds are done; does nothing if they are already."""
+        while self.round < stop:
+            self.advance(stop)
+
+    def advance(self, stop: int) -> None:
+        """Runs one call of about `CALL_SECONDS`, of no round behind `stop`.
+
+        The state is whole when it returns: between two calls a caller may save, or stop
+        and go on later. Plans of the next window are made while the device computes.
+        """
+        self.start()
+        for lane in self.lanes:
+            self._settle(lane)
+        begin = self.round
+        if begin >= stop:
+            return
+        window, ahead, seconds = self._current_window(begin, stop), None, 0.0
+        until = min(begin + self._rounds_per_call, stop, window.end)
+        for index, lane in enumerate(self.lanes):
+            # A lane is ahead where an exception came between two of them.
+            if lane.round >= until:
+                continue
+            first, count = lane.round - window.first, until - lane.round
+            args = (
+                self.program.floats,
+                lane.state,
+                window.cohorts[index],
+                np.int32(first),
+                np.int32(count),
+                self.data,
+                lane.partition,
+            )
+            executable, compiling = self.program.rounds.ahead(*args)
+            self.compile_seconds += compiling
+            work = Work(*(one[first : first + count] for one in window.work[index]))
+            started = time.perf_counter()
+            # The call takes the old state's buffers: no function may be called before
+            # the new state is stored, or an interrupt could lose both.
+            state, metrics, sent = executable(*args)
+            lane.state, lane.round, lane.pending = state, until, (metrics, sent, work)
+            try:
+                if ahead is None and until == window.end < max(self.rounds, stop):
+                    ahead = self._plan(until, stop)
+            finally:
+                self._settle(lane)
+            seconds += time.perf_counter() - started
+        self.totals.seconds += seconds
+        self._window = ahead or window
+        per_round = max(seconds, 1e-3) / (until - begin)
+        self._rounds_per_call = max(1, int(CALL_SECONDS / per_round))
+
+    def _current_window(self, round: int, stop: int) -> Window:
+        """The window that holds the plans of `round`, made now if need be."""
+        if self._window is None or not self._window.first <= round < self._window.end:
+            self._window = self._plan(round, stop)
+        return self._window
+
+    def evaluate(self) -> list[tuple[dict[str, float], np.ndarray | None]]:
+        """Metrics of the state as it is, one (metrics, accuracies) pair per seed.
+
+        Returns:
+            Fractions 0..1 by name with the last round's own metrics and the bytes so
+            far, and the clients' accuracies f64[K] (None without own test rows).
+        """
+        self.start()
+        out = []
+        for lane in self.lanes:
+            self._settle(lane)
+            drawn = [self.planner.drawn(index, lane.round) for index in lane.seeds]
+            args = (
+                self.program.floats,
+                lane.state,
+                _stack(drawn),
+                self.data,
+                lane.partition,
+            )
+            executable, seconds = self.program.evaluate.ahead(*args)
+            self.compile_seconds += seconds
+            counts = jax.tree.map(np.asarray, jax.device_get(executable(*args)))
+            test = jax.tree.map(np.asarray, lane.partition.test)
+            for slot, index in enumerate(lane.seeds):
+                values, accuracies = evaluate.metrics(
+                    jax.tree.map(lambda leaf, s=slot: leaf[s], counts),
+                    test.count[slot],
+                    (test.row[slot] >= 0).sum(),
+                )
+                for name, (total, count) in lane.metrics.items():
+                    values[name] = total[slot] / max(count[slot], 1.0)
+                values |= traffic.cumulative(
+                    self.totals.messages[index], self.program.algorithm.messages
+                )
+                out.append((values, accuracies))
         return out
 
-    def event(round: int, evaluated: Any, seconds: float, count: int) -> Event:
-        compiling = run_rounds.seconds + run_evaluate.seconds
-        return Event(round, state, totals, evaluated, compiling, seconds, count)
+    def _settle(self, lane: Lane) -> None:
+        """Waits for a lane's last call and counts it, once."""
+        if lane.pending is None:
+            return
+        jax.block_until_ready(lane.state)
+        metrics, sent, work = lane.pending
+        sent = np.asarray(sent, np.int64).sum(1)
+        lane.metrics = {
+            name: tuple(np.asarray(part, np.float64).tolist() for part in pair)
+            for name, pair in metrics.items()
+        }
+        self.totals.messages[lane.seeds.start : lane.seeds.stop] += sent
+        self.totals.client_updates += int(work.client_updates.sum())
+        self.totals.samples += int(work.samples.sum())
+        self.totals.executed += int(work.executed.sum())
+        lane.pending = None
 
-    if evaluate_start:
-        yield event(start, measure(start), 0.0, 0)
-    round = start
-    while round < rounds:
-        due = min((r for r in evaluate_at if r > round), default=rounds)
-        count = min(per_call, length, due - round, stop_at(round) - round)
-        plans = stack(round, count)
-        begin, compiled_before = time.perf_counter(), run_rounds.seconds
-        state, metrics, sent = run_rounds(
-            program.floats,
-            state,
-            plans,
-            jnp.asarray(count, jnp.int32),
-            shared,
-            data.partition,
-        )
-        totals.messages += np.asarray(sent, np.int64).sum(1)
-        jax.block_until_ready(state)
-        seconds = time.perf_counter() - begin
-        seconds -= run_rounds.seconds - compiled_before
-        totals.seconds += seconds
-        round += count
-        if rounds_per_call is None:
-            per_call = max(1, int(CHUNK_SECONDS * count / max(seconds, 1e-3)))
-        evaluated = measure(round) if round in evaluate_at else None
-        yield event(round, evaluated, seconds, count)
+    def _plan(self, first: int, stop: int) -> Window:
+        """The window that begins with round `first`, on the device."""
+        end = min(first + self._length, max(self.rounds, stop))
+
+        def plan(seed_index: int) -> types.Cohort:
+            cohort = self.planner.window(
+                seed_index, first, end - first, self._length, self._steps
+            )
+            for name, one in cohort.plans.items():
+                steps = one.position.shape[2]
+                self._steps[name] = max(steps, self._steps.get(name, 0))
+            return cohort
+
+        def fits(cohort: types.Cohort) -> bool:
+            return all(
+                one.position.shape[2] == self._steps[name]
+                for name, one in cohort.plans.items()
+            )
+
+        planned = [plan(index) for index in range(len(self.seeds))]
+        # A later seed may have needed more steps; the draws stay what they are.
+        planned = [
+            one if fits(one) else plan(index) for index, one in enumerate(planned)
+        ]
+        cohorts = [_stack([planned[s] for s in lane.seeds]) for lane in self.lanes]
+        work = [work_of(one, self.execution) for one in cohorts]
+        return Window(first, end, [self._place(one) for one in cohorts], work)
+
+    def _place(self, tree: Any) -> Any:
+        """Where tables and states live; every call sees the same types then."""
+        return jax.device_put(tree, execution_lib.replicated(self.execution))
+
+    def _init_args(self, lane: Lane) -> tuple[Any, ...]:
+        seeds = np.asarray([self.seeds[index] for index in lane.seeds], np.uint32)
+        return self.program.floats, self.data, lane.partition, seeds
+
+
+def _stack(cohorts: Sequence[types.Cohort]) -> types.Cohort:
+    """Cohorts of several seeds, leaves [...] -> [seeds, ...]."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *cohorts)

@@ -1,57 +1,59 @@
-"""Bytes from shapes. Counts travel as small integers; the host multiplies in int64."""
+"""Bytes of messages. Counts travel as small integers; the host multiplies in int64."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import types
+from fedjax_pfl import shapes, types
 
 FLOAT_BYTES = 4
 
 
-def tree_bytes(tree: Any) -> int:
-    """Bytes of all leaves of a pytree of arrays or shape structs."""
-    return sum(
-        int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+def model_both_ways(task: types.Task, model: types.Model) -> tuple:
+    """Kinds `model down` and `model up`: a whole model."""
+    size = shapes.model_bytes(model, task.example_shape)
+    return tuple(types.MessageKind(f"model {way}", way, size) for way in ("down", "up"))
+
+
+def stages_both_ways(task: types.Task, model: types.Model) -> tuple:
+    """Kinds `<stage> down` and `<stage> up` of every stage."""
+    sizes = shapes.stage_bytes(model, task.example_shape)
+    return tuple(
+        types.MessageKind(f"{name} {way}", way, size)
+        for way in ("down", "up")
+        for name, size in zip(model.stage_names, sizes, strict=True)
     )
 
 
-def model_bytes(model: types.Model, example_shape: tuple[int, ...]) -> int:
-    """Bytes of one message that holds a model's parameters and statistics."""
-    return tree_bytes(shapes(model, example_shape))
+def stages_sent(
+    model: types.Model, down: jax.Array, up: jax.Array
+) -> dict[str, jax.Array]:
+    """Counts of `stages_both_ways`: the stages each row gets and gives, bool[C, L]."""
+    return {
+        f"{name} {way}": held[:, stage]
+        for way, held in (("down", down), ("up", up))
+        for stage, name in enumerate(model.stage_names)
+    }
 
 
-def shapes(model: types.Model, example_shape: tuple[int, ...]) -> Any:
-    """(params, stats) of a model as shape structs, without computing anything."""
-    example = jax.ShapeDtypeStruct((1, *example_shape), np.float32)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.eval_shape(model.init, key, example)
+def counted(
+    sent: Mapping[str, Any], kinds: Sequence[types.MessageKind], row_mask: jax.Array
+) -> jax.Array:
+    """Messages of all real rows by kind, int32[kinds], in the order of `kinds`.
 
-
-def stage_bytes(model: types.Model, example_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Bytes of each stage's parameters and statistics, length L."""
-    params, stats = shapes(model, example_shape)
-    return tuple(tree_bytes(pair) for pair in zip(params, stats, strict=True))
-
-
-def output_bytes(model: types.Model, example_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Bytes of each stage's output for one example, length L."""
-    params, stats = shapes(model, example_shape)
-    h = jax.ShapeDtypeStruct((1, *example_shape), np.float32)
-    sizes = []
-    for stage in range(len(model.stage_names)):
-        h, _ = jax.eval_shape(
-            lambda p, s, x, i=stage: model.forward(p, s, x, start=i, stop=i + 1),
-            params,
-            stats,
-            h,
-        )
-        sizes.append(tree_bytes(h))
-    return tuple(sizes)
+    Args:
+        sent: Messages by the kind's name: int32[C], or one number for every row.
+        kinds: Kinds of the algorithm; others in `sent` are not counted.
+        row_mask: bool[C].
+    """
+    counts = [jnp.asarray(sent[kind.name], jnp.int32) for kind in kinds]
+    total = [jnp.where(row_mask, count, 0).sum() for count in counts]
+    return jnp.stack(total) if total else jnp.zeros(0, jnp.int32)
 
 
 def cumulative(counts: np.ndarray, kinds: Sequence[types.MessageKind]) -> dict:

@@ -19,12 +19,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from fedjax_pfl import rng
+from fedjax_pfl.execution import Execution
 
 Params = tuple[Any, ...]
 Stats = tuple[Any, ...]
+
+
+class Variables(NamedTuple):
+    """A model's arrays; many of them stack along a leading axis.
+
+    `params` and `stats` are tuples with one pytree per stage.
+    """
+
+    params: Params
+    stats: Stats
 
 
 class Model(NamedTuple):
@@ -52,18 +64,6 @@ class Model(NamedTuple):
     has_exits: bool = False
 
 
-class Execution(NamedTuple):
-    """How client rows are computed; never changes what is computed.
-
-    Attributes:
-        chunk: Rows that are vmapped together on one device; 1 = one by one.
-        mesh: A mesh with the axis `clients`, or None for a single device.
-    """
-
-    chunk: int = 1
-    mesh: jax.sharding.Mesh | None = None
-
-
 class Task(NamedTuple):
     """All that an algorithm may know of the problem; never the data set's name.
 
@@ -71,8 +71,8 @@ class Task(NamedTuple):
         server_model: The architecture of the server's model.
         client_models: One architecture per group of clients.
         group_of_client: int32[K], index into `client_models`.
-        client_depth: int32[K], stages that a client holds (L = all).
         num_clients, num_classes, num_proxy: K, Y, P.
+        num_eligible: Clients that may be drawn at all, at most K.
         num_examples: Train rows of the largest client, for tables aligned by sample.
         example_shape: Shape of one example, such as (28, 28, 1).
         execution: See `Execution`.
@@ -81,10 +81,10 @@ class Task(NamedTuple):
     server_model: Model
     client_models: tuple[Model, ...]
     group_of_client: Any
-    client_depth: Any
     num_clients: int
     num_classes: int
     num_proxy: int
+    num_eligible: int
     num_examples: int
     example_shape: tuple[int, ...]
     execution: Execution = Execution()
@@ -100,7 +100,7 @@ class Task(NamedTuple):
             names = ",".join(model.name for model in self.client_models)
             raise ValueError(
                 f"--client_model={names}: this algorithm gives all clients one "
-                "architecture; name one (fedmd takes several)"
+                "architecture; name one"
             )
         return self.client_models[0]
 
@@ -118,24 +118,17 @@ class Task(NamedTuple):
             )
         return self.server_model
 
-    def initial(self, model: Model, key: jax.Array) -> tuple[Params, Stats]:
-        """The common initialisation: whoever has `model` starts from this."""
-        example = jnp.zeros((1, *self.example_shape))
-        return model.init(rng.stream(key, rng.Tag.INIT), example)
+    def init(self, model: Model, key: jax.Array) -> Variables:
+        """The common initialisation: whoever has `model` starts from this.
 
-    def serve(
-        self,
-        model: Model,
-        params: Any,
-        stats: Any,
-        *,
-        mask: jax.Array | None = None,
-        shared: bool = False,
-    ) -> Served:
-        """A group with an entry for every client; `mask` bool[K] switches some off."""
-        mask = jnp.ones(self.num_clients, bool) if mask is None else mask
-        everyone = jnp.arange(self.num_clients)
-        return Served(params, stats, everyone, mask, model, shared)
+        `key` is the run's root key.
+        """
+        example = jnp.zeros((1, *self.example_shape))
+        return Variables(*model.init(rng.stream(key, rng.Tag.INIT), example))
+
+    def members(self, group: int) -> np.ndarray:
+        """int[K_g]: the clients of a group, in the order of their private rows."""
+        return np.flatnonzero(np.asarray(self.group_of_client) == group)
 
 
 @struct.dataclass
@@ -229,13 +222,30 @@ class Plan:
     num_steps: jax.Array
 
 
+class PeerSpec(NamedTuple):
+    """The peers that a decentralised algorithm wants for each client of a round.
+
+    Attributes:
+        num_peers: At most this many for each.
+        draw: `(seed, round, client int[C], num_clients, num_peers) ->
+            (peers int[C, P], mask bool[C, P])`, on the host, a pure function that
+            names its draws by seed, round and client. Peers are slots of
+            `RoundState.clients`; a client may have none. None = P different others, all
+            equally likely.
+    """
+
+    num_peers: int
+    draw: Callable[..., tuple[np.ndarray, np.ndarray]] | None = None
+
+
 @struct.dataclass
 class Cohort:
     """The clients of one round: a table of integers.
 
-    `client_id` int32[C] (K on padding rows), `row` int32[C] (slot in
-    `RoundState.clients`, K on padding rows), `row_mask` bool[C], `depth` int32[C],
-    `peers` int32[C, num_peers], `plans` by name.
+    `client_id` int32[C] (K on padding rows); `row` int32[C], the client's slot in the
+    private rows of its group (K on padding rows, past the end of any); `row_mask`
+    bool[C]; `depth` int32[C], the largest level that a client holds; `peers` int32[C,
+    P], slots as `row`, where `peer_mask` bool[C, P]; `plans` by name.
     """
 
     client_id: jax.Array
@@ -243,6 +253,7 @@ class Cohort:
     row_mask: jax.Array
     depth: jax.Array
     peers: jax.Array
+    peer_mask: jax.Array
     plans: Mapping[str, Plan]
 
 
@@ -250,31 +261,76 @@ class Cohort:
 class RoundState:
     """Everything a resumed run needs; saved whole.
 
-    `server` is any pytree, `clients` has leaves [K, ...] and holds only what stays
-    private between rounds, `key` is the root key, `round` int32[] counts rounds done.
+    `server` is any pytree; `clients` has leaves [K, ...] (one such tree per group,
+    where there are several architectures) and holds only what stays private between
+    rounds; `key` is the root key; `round` int32[] counts rounds done; `opt_state` are
+    the clients' kept optimizer states, stacked as `clients`, or ().
     """
 
     server: Any
     clients: Any
     key: jax.Array
     round: jax.Array
+    opt_state: Any = ()
+
+    @classmethod
+    def first(
+        cls, server: Any, clients: Any, key: jax.Array, opt_state: Any = ()
+    ) -> RoundState:
+        """The state before round 0; no array in it twice, since it is donated."""
+        return cls(server, clients, key, jnp.zeros((), jnp.int32), opt_state)
+
+    def after(self, **changed: Any) -> RoundState:
+        """The state one round later: `server=`, `clients=`, ... where they changed."""
+        return self.replace(round=self.round + 1, **changed)
 
 
 @struct.dataclass
 class Served:
     """One group of served models: who serves whom right now.
 
-    `params` and `stats` have leaves [M, ...], one row per entry of `client_id`
-    int32[M]; or, if `shared`, leaves [...]: one model that serves them all. `mask`
-    bool[M] switches entries off. `model` and `shared` are static.
+    Entry m serves client `client_id[m]` (int32[M]) where `mask` bool[M]. Its model is
+    row m of `own` (Variables with leaves [M, ...]); or `build(shared, row)`, which is
+    called where the model is needed, so that never all of them exist at once; or, with
+    `own` None, the one that serves them all: `shared`. `model` and `build` are static.
     """
 
-    params: Any
-    stats: Any
+    own: Any
+    shared: Any
     client_id: jax.Array
     mask: jax.Array
     model: Model = struct.field(pytree_node=False)
-    shared: bool = struct.field(pytree_node=False, default=False)
+    build: Callable[[Any, Any], Variables] | None = struct.field(
+        pytree_node=False, default=None
+    )
+
+    @classmethod
+    def each(
+        cls,
+        model: Model,
+        own: Any,
+        *,
+        client_id: Any = None,
+        mask: Any = None,
+        shared: Any = (),
+        build: Callable[[Any, Any], Variables] | None = None,
+    ) -> Served:
+        """Row k of `own` serves client k (or `client_id[k]`), where `mask` bool[K]."""
+        count = jax.tree.leaves(own)[0].shape[0]
+        ids = jnp.arange(count) if client_id is None else jnp.asarray(client_id)
+        mask = jnp.ones(count, bool) if mask is None else mask
+        return cls(own, shared, ids, mask, model, build)
+
+    @classmethod
+    def one(cls, model: Model, variables: Variables, mask: jax.Array) -> Served:
+        """One model serves every client of `mask` bool[K]."""
+        return cls(None, variables, jnp.arange(len(mask)), mask, model)
+
+    def variables(self, row: Any) -> Variables:
+        """The model of one entry, given its row of `own`."""
+        if self.own is None:
+            return self.shared
+        return row if self.build is None else self.build(self.shared, row)
 
 
 class MessageKind(NamedTuple):
@@ -288,25 +344,40 @@ class MessageKind(NamedTuple):
 class Algorithm(NamedTuple):
     """A federated algorithm as pure functions.
 
+    They are traced with the float options as tracers: branch on strings, integers and
+    `options.is_off(x)`, never on `x > 0`.
+
     Attributes:
         plans: The step plans it wants.
-        messages: The kinds of messages it sends, in the order of `round`'s counts.
         init: `(data, key) -> RoundState`; no buffer is used twice (donation).
-        round: `(state, cohort, data) -> (state, metrics, counts)`; metrics are
-            (sum, count) pairs of scalars, counts is int32[C, kinds].
+        round: `(state, cohort, data) -> (state, metrics, sent)`; metrics are (sum,
+            count) pairs of scalars, `sent` says how many messages each row exchanged:
+            {kind's name: int32[C] or one number}. Private rows are read and written at
+            `cohort.row` only.
+        messages: The kinds of messages; others in `sent` are not counted.
+        server: `(state, data) -> {name: (model, variables)}`, the server's models; each
+            gives the metric `<name>_accuracy`. None = there is none.
         serving: `(state, cohort, data) -> tuple[Served, ...]`; `cohort` is the next
-            round's.
-        server_params: `state -> (model, params, stats)` or None.
-        num_peers: Peers drawn for each row of a cohort (decentralised methods).
+            round's, without plans. None = the server's first model serves everybody.
+        peers: The peers drawn for each row of a cohort (decentralised methods).
         ships_proxy: Whether every client gets the proxy set, once: empty = no,
             `labelled` or `unlabelled`.
     """
 
     plans: tuple[PlanSpec, ...]
-    messages: tuple[MessageKind, ...]
     init: Callable[[Data, jax.Array], RoundState]
-    round: Callable[[RoundState, Cohort, Data], tuple[RoundState, dict, jax.Array]]
-    serving: Callable[[RoundState, Cohort, Data], tuple[Served, ...]]
-    server_params: Callable[[RoundState], tuple[Model, Params, Stats] | None]
-    num_peers: int = 0
+    round: Callable[[RoundState, Cohort, Data], tuple[RoundState, dict, dict]]
+    messages: tuple[MessageKind, ...] = ()
+    server: Callable[[RoundState, Data], dict[str, tuple[Model, Variables]]] | None = (
+        None
+    )
+    serving: Callable[[RoundState, Cohort, Data], tuple[Served, ...]] | None = None
+    peers: PeerSpec | None = None
     ships_proxy: str = ""
+
+    def served(self, state: RoundState, cohort: Cohort, data: Data, num_clients: int):
+        """Who serves whom: `serving`, or the server's first model for all."""
+        if self.serving is not None:
+            return self.serving(state, cohort, data)
+        model, variables = next(iter(self.server(state, data).values()))
+        return (Served.one(model, variables, jnp.ones(num_clients, bool)),)

@@ -1,13 +1,13 @@
-"""The options of every run, and the presets of the papers."""
+"""The options of every run; `launch/rules/` has the defaults of those that are None."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import data.partition
-import data.table
+import data.dataset
+import data.partitions
 import launch.devices
+import launch.presets
 from fedjax_pfl import options
 
 option = options.option
@@ -16,11 +16,12 @@ SUMMARIES = ("median_last10", "mean_last10", "last")
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What every run has, whatever the algorithm. None = chosen by data and preset."""
+    """What every run has, whatever the algorithm; None = see `settings.resolve`."""
 
     algo: str = option("cdkt", "the algorithm; `python -m launch.list` shows them")
     preset: str | None = option(
-        None, "a paper's rules for options not given; none, cdkt, cdkt_code, fedd2s"
+        None,
+        f"a paper's rules for options not given: {', '.join(launch.presets.PRESETS)}",
     )
     dataset: str = option("mnist_5k", "a data set's name, or npz:PATH for your arrays")
     data_dir: str = option("", "folder of IDX files or of prepared tfds data")
@@ -28,17 +29,17 @@ class Config:
     client_model: str | None = option(
         None,
         "the clients' model if it differs; several names, separated by commas, go "
-        "round over the clients (fedmd)",
+        "round over the clients, where an algorithm can do with several",
     )
     normalization: str | None = option(
         None,
         "how images are normalised; constants are those of all images",
-        choices=data.table.NORMALIZATIONS,
+        choices=data.dataset.NORMALIZATIONS,
     )
     partition: str | None = option(
         None,
         "how examples are split over clients",
-        choices=tuple(data.partition.PARTITIONS),
+        choices=tuple(data.partitions.PARTITIONS),
     )
     partition_alpha: float = option(
         0.5, "concentration of the Dirichlet partitions [alpha]", above=0
@@ -46,7 +47,7 @@ class Config:
     partition_draw: str = option(
         "ipf",
         "how client_dirichlet meets the supply of each class",
-        choices=tuple(data.partition.DRAWS),
+        choices=tuple(data.partitions.DRAWS),
     )
     partition_seed: int = option(
         -1, "seed of the partition, -1 = the run's seed", minimum=-1
@@ -66,10 +67,10 @@ class Config:
     )
     public_set: str | None = option(
         None,
-        "data set whose train images all clients share without labels (fedmd), or none",
+        "data set whose train images all clients share without labels, or none",
     )
     test_split: str | None = option(
-        None, "where test rows come from", choices=data.partition.TEST_SPLITS
+        None, "where test rows come from", choices=data.partitions.TEST_SPLITS
     )
     num_clients: int | None = option(None, "clients [K]", minimum=1)
     clients_per_round: int | None = option(
@@ -83,6 +84,11 @@ class Config:
     eval_every: int | None = option(None, "rounds between evaluations", minimum=1)
     eval_clients: str | None = option(
         None, "clients behind c_spec, c_gen, c_per", choices=("selected", "all")
+    )
+    eval_sample: int = option(
+        0,
+        "evaluate the models of this many clients only, drawn once by seed, 0 = all",
+        minimum=0,
     )
     c_gen: bool | None = option(
         None, "also measure clients' models on all clients' test rows"
@@ -102,6 +108,11 @@ class Config:
     precision: str = option(
         "f32", "precision of matrix products", choices=tuple(launch.devices.PRECISIONS)
     )
+    compile_cache: str | None = option(
+        None,
+        "folder that keeps compiled programs for later runs, or off; by itself the "
+        "user's cache folder",
+    )
 
 
 # Not part of a run's identity: where and how it is executed, and for how long.
@@ -113,82 +124,5 @@ EXECUTION_FIELDS = (
     "devices",
     "data_dir",
     "checkpoint_every",
+    "compile_cache",
 )
-
-_CDKT = {
-    "partition": "cdkt",
-    "num_clients": 10,
-    "c_gen": True,
-    "eval_clients": "selected",
-    "summary": "median_last10",
-    "local_epochs": 2,
-    "batch_size": 20,
-    "client_lr": 0.03,
-    "aggregation": "examples",
-    "eval_model": "stale",
-}
-_FEDD2S = {
-    "partition": "client_dirichlet",
-    "partition_alpha": 0.1,
-    "test_split": "client_share",
-    "summary": "mean_last10",
-    "local_epochs": 4,
-    "server_epochs": 4,
-    "batch_size": 128,
-    "client_optimizer": "adam",
-    "client_lr": 0.01,
-    "aggregation": "uniform",
-}
-PRESETS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "cdkt": _CDKT,
-    "fedd2s": _FEDD2S,
-    "cdkt_code": _CDKT
-    | {
-        "ensemble": "code_last",
-        "teacher_mode": "train",
-        "proxy_pairing": "truncate",
-        "js_form": "reversed",
-    },
-}
-# Options that a preset sets otherwise for one algorithm.
-PRESET_EXCEPTIONS: dict[tuple[str, str], dict[str, Any]] = {
-    ("fedd2s", "fedmd"): {"local_epochs": 2},
-    ("fedd2s", "fedict"): {"local_epochs": 2, "server_epochs": 2},
-    # Their papers weight by examples; with clients of one size it is the same.
-    ("fedd2s", "fedper"): {"aggregation": "examples"},
-    ("fedd2s", "fedper_plus"): {"aggregation": "examples"},
-}
-DEFAULT_PRESETS = {"cdkt": "cdkt"} | dict.fromkeys(
-    (
-        "fedd2s",
-        "fedper",
-        "fedrep",
-        "fedper_plus",
-        "fedrep_plus",
-        "fedmd",
-        "fedict",
-        "pfedsd",
-        "majority",
-    ),
-    "fedd2s",
-)
-FEDD2S_MODELS = {"cifar100": "m2", "emnist/byclass": "m2", "femnist": "m2"}
-# Public images of FedMD, of the same shape; CINIC-10 holds CIFAR-10's images.
-PUBLIC_SETS = {
-    "cifar10": "cifar100",
-    "cinic10": "cifar100",
-    "cifar100": "cifar10",
-    "emnist/byclass": "mnist_5k",
-    "femnist": "mnist_5k",
-    "fashion_mnist": "mnist_5k",
-}
-CDKT_DATA = {
-    # data set: (model, normalization, test split, proxy fraction)
-    "mnist": ("cdkt_mnist", "pixel", "pool_stratified", 0.005),
-    "mnist_5k": ("cdkt_mnist", "pixel", "pool_stratified", 0.07),
-    "fashion_mnist": ("cdkt_mnist", "global", "pool", 0.005),
-    "cifar10": ("cdkt_cifar", "half", "pool_stratified", 0.07),
-    "cifar100": ("cdkt_cifar", "half", "pool_stratified", 0.07),
-}
-DEFAULT_ROUNDS = {"cdkt": 30, "fedd2s": 40}

@@ -1,18 +1,24 @@
-"""Devices: the mesh over clients, precision, and what XLA should know of the CPU."""
+"""Devices: the mesh over clients, precision, what XLA should know of the CPU, and where
+compiled programs are kept."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pathlib
+import platform
 import resource
 import sys
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from fedjax_pfl import types
 
 PRECISIONS = {"f32": "highest", "tf32": "tensorfloat32", "bf16": "bfloat16"}
 SMALL_MODEL_BYTES = 400_000
+CACHE_BYTES = 4 << 30
+CACHE_MIN_SECONDS = 0.2
 
 
 def prefer_wide_vectors() -> None:
@@ -26,6 +32,75 @@ def prefer_wide_vectors() -> None:
     if flag in given or not cpuinfo.is_file() or "avx512f" not in cpuinfo.read_text():
         return
     os.environ["XLA_FLAGS"] = f"{given} --{flag}=512".strip()
+
+
+def user_cache() -> pathlib.Path:
+    """The user's folder for compiled programs, one per kind of processor.
+
+    XLA's programs are for the very processor they were compiled on, and a home folder
+    may be shared by several.
+    """
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    told = cpuinfo.read_text() if cpuinfo.is_file() else platform.processor()
+    flags = [line for line in told.splitlines() if line.startswith("flags")][:1]
+    kind = hashlib.sha256((flags or [told])[0].encode()).hexdigest()[:8]
+    if sys.platform == "darwin":
+        base = pathlib.Path.home() / "Library" / "Caches"
+    else:
+        base = pathlib.Path.home() / ".cache"
+    base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or base)
+    return base / "fedjax_pfl" / f"{platform.machine()}-{kind}"
+
+
+def keep_compiled(choice: str | None) -> None:
+    """Keeps compiled programs on disk, so that a next process need not compile them.
+
+    Never fails a run: a folder that cannot be written is not used.
+
+    Args:
+        choice: `--compile_cache`: a folder, `off`, or None for what jax is already told
+            (JAX_COMPILATION_CACHE_DIR) or else the user's cache folder.
+    """
+    before = jax.config.jax_compilation_cache_dir
+    if choice is None and before:
+        return
+    folder = None
+    if choice != "off":
+        try:
+            folder = pathlib.Path(choice) if choice else user_cache()
+            folder = folder.expanduser().absolute()
+            # Whoever may write here may have this user run any code.
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _shrink(folder)
+            writable = os.access(folder, os.W_OK | os.X_OK)
+        except (OSError, RuntimeError):  # RuntimeError: nobody knows the home folder
+            writable = False
+        if not writable:
+            if choice:
+                print(
+                    f"--compile_cache={choice} cannot be written; going on without",
+                    file=sys.stderr,
+                )
+            folder = None
+    wanted = str(folder) if folder else None
+    if wanted != before:
+        jax.config.update("jax_compilation_cache_dir", wanted)
+        jax.config.update(
+            "jax_persistent_cache_min_compile_time_secs", CACHE_MIN_SECONDS
+        )
+        # jax looks at the folder's name only once.
+        compilation_cache.reset_cache()
+
+
+def _shrink(folder: pathlib.Path) -> None:
+    """Removes the oldest programs beyond `CACHE_BYTES`."""
+    files = [path for path in folder.glob("*-cache") if path.is_file()]
+    ages = sorted(((path.stat(), path) for path in files), key=lambda p: -p[0].st_mtime)
+    total = 0
+    for stat, path in ages:
+        total += stat.st_size
+        if total > CACHE_BYTES:
+            path.unlink(missing_ok=True)
 
 
 def execution(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
+from data import plan
 from fedjax_pfl import checkpoint, simulate, types
 from fedjax_pfl import program as program_lib
 from launch import devices
+from launch import stop as stop_lib
 
 COUNTERS = (
     "round",
@@ -23,6 +23,7 @@ COUNTERS = (
     "bytes_up",
     "bytes_down",
     "seconds",
+    "clients_evaluated",
 )
 
 
@@ -31,9 +32,9 @@ class Experiment:
 
     Attributes:
         config, hparams: The resolved options.
-        state: The stacked RoundState (leading axis: seeds), None before `run`.
+        simulation: State, round and counters; what advances and evaluates them.
         metrics: A list of dicts, one per evaluated round and seed.
-        round: Rounds done.
+        client_accuracies: f64[seeds, window, K], nan where not evaluated.
     """
 
     def __init__(
@@ -44,86 +45,110 @@ class Experiment:
         task: types.Task,
         program: program_lib.Program,
         data: types.Data,
-        cohorts: Callable[[int, int], types.Cohort],
+        planner: plan.Planner,
         seeds: list[int],
         window: tuple[int, ...],
         data_sha256: str,
     ):
         self.config, self.hparams, self.task = config, hparams, task
-        self.program, self.data, self.cohorts = program, data, cohorts
+        self.program, self.data, self.planner = program, data, planner
         self.seeds, self.window = seeds, window
         self.data_sha256 = data_sha256
-        self.state: Any = None
         self.metrics: list[dict[str, Any]] = []
         # Shape fixed by the rule, not by `rounds`, so that a longer run can resume.
         self.client_accuracies = np.full(
             (len(seeds), max(len(window), 10), config.num_clients), np.nan
         )
-        self.round = 0
-        self.compile_seconds = 0.0
-        kinds = len(program.algorithm.messages)
-        self.totals = simulate.Totals(np.zeros((len(seeds), kinds), np.int64))
+        self.simulation = simulate.Simulation(
+            program, data, planner, seeds, task.execution, config.rounds
+        )
 
     @property
-    def evaluate_at(self) -> frozenset[int]:
-        """Rounds after which the run is evaluated; the summary window is forced."""
-        regular = range(0, self.config.rounds + 1, self.config.eval_every)
-        return frozenset((*regular, *self.window, self.config.rounds))
+    def round(self) -> int:
+        """Rounds done."""
+        return self.simulation.round
+
+    @property
+    def state(self) -> types.RoundState | None:
+        """The stacked RoundState (leading axis: seeds), None before the start."""
+        return self.simulation.state
+
+    @property
+    def totals(self) -> simulate.Totals:
+        """The counters so far."""
+        return self.simulation.totals
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent on compiling so far."""
+        return self.simulation.compile_seconds
 
     def start(self) -> None:
         """Makes the state before the first round, once."""
-        if self.state is None:
-            begin = time.perf_counter()
-            self.state = jax.block_until_ready(
-                simulate.initial_state(self.program, self.data, self.seeds)
-            )
-            self.compile_seconds += time.perf_counter() - begin
+        self.simulation.start()
 
-    def advance(
-        self,
-        stop_at: Callable[[int], int] | None = None,
-        rounds_per_call: int | None = None,
-    ):
-        """Runs to the last round; yields after every chunk with records of its rounds.
+    def is_due(self, round: int) -> bool:
+        """Whether the state after `round` rounds is to be evaluated and is not yet.
+
+        The summary window is forced whatever `eval_every` says.
+        """
+        if self.metrics and self.metrics[-1]["round"] >= round:
+            return False
+        regular = round % self.config.eval_every == 0
+        return regular or round in self.window or round == self.config.rounds
+
+    def next_stop(self, every: int = 0) -> int:
+        """The next round after which to evaluate or save.
+
+        The present one as long as its evaluation is due.
 
         Args:
-            stop_at: `round -> next round` at which a chunk must end at the latest.
-            rounds_per_call: Fixed length of a chunk, None = about 10 seconds of work.
-
-        Yields:
-            (event, new entries of `metrics`).
+            every: Rounds between checkpoints, 0 = none of their own.
         """
-        self.start()
-        base = self.compile_seconds
-        for event in simulate.train(
-            self.program,
-            self.data,
-            self.state,
-            self.cohorts,
-            num_seeds=len(self.seeds),
-            start=self.round,
-            evaluate_start=self.round == 0 and not self.metrics,
-            rounds=self.config.rounds,
-            evaluate_at=self.evaluate_at,
-            stop_at=stop_at or (lambda _: self.config.rounds),
-            totals=self.totals,
-            execution=self.task.execution,
-            rounds_per_call=rounds_per_call,
-        ):
-            self.state, self.round = event.state, event.round
-            self.compile_seconds = base + event.compile_seconds
-            records = []
-            for seed, (values, accuracies) in zip(
-                self.seeds, event.evaluated or [], strict=False
-            ):
-                values = values | self._by_architecture(accuracies)
-                record = {"round": event.round, "seed": seed, **values}
-                records.append(record | {"seconds": round(self.totals.seconds, 3)})
-                if accuracies is not None and event.round in self.window:
-                    slot = self.window.index(event.round)
-                    self.client_accuracies[self.seeds.index(seed), slot] = accuracies
-            self.metrics += records
-            yield event, records
+        if self.is_due(self.round):
+            return self.round
+        later = range(self.round + 1, self.config.rounds)
+        saves = (every and r % every == 0 for r in later)
+        wanted = (
+            r for r, save in zip(later, saves, strict=True) if save or self.is_due(r)
+        )
+        return next(wanted, self.config.rounds)
+
+    def evaluate(self) -> list[dict[str, Any]]:
+        """Evaluates the present state if that is due; the new entries of `metrics`."""
+        if not self.is_due(self.round):
+            return []
+        records = []
+        results = self.simulation.evaluate()
+        for index, (values, accuracies) in enumerate(results):
+            values = values | self._by_architecture(accuracies)
+            record = {"round": self.round, "seed": self.seeds[index], **values}
+            records.append(record | {"seconds": round(self.totals.seconds, 3)})
+            if accuracies is not None and self.round in self.window:
+                self.client_accuracies[index, self.window.index(self.round)] = (
+                    accuracies
+                )
+        self.metrics += records
+        return records
+
+    def run(self, until: int | None = None) -> dict[str, Any]:
+        """Runs in memory and returns the summary.
+
+        Args:
+            until: Rounds done in the end, None = all.
+
+        Raises:
+            KeyboardInterrupt: after SIGINT or SIGTERM, once the call in progress is
+                done; `run()` goes on from there.
+        """
+        until = self.config.rounds if until is None else until
+        with stop_lib.Stop(twice_interrupts=False) as stop:
+            while not stop and (self.round < until or self.is_due(self.round)):
+                self.simulation.advance(min(self.next_stop(), until))
+                self.evaluate()
+        if stop:
+            raise KeyboardInterrupt(f"stopped after round {self.round}; run() goes on")
+        return self.summary()
 
     def _by_architecture(self, accuracies: np.ndarray | None) -> dict[str, float]:
         """`client_accuracy_<model>` where the clients have several models."""
@@ -139,48 +164,40 @@ class Experiment:
 
     def saved(self) -> tuple[Any, dict[str, Any]]:
         """(arrays, host counters): everything that a checkpoint holds."""
+        simulation = self.simulation
         arrays = {"state": self.state, "accuracies": self.client_accuracies}
-        totals = dataclasses.asdict(self.totals)
-        host = totals | {
-            "messages": self.totals.messages.tolist(),
-            "compile_seconds": self.compile_seconds,
+        host = dataclasses.asdict(simulation.totals) | {
+            "messages": simulation.totals.messages.tolist(),
+            "compile_seconds": simulation.compile_seconds,
             "window": list(self.window),
+            "last_round": simulation.metrics,
         }
         return arrays, host
 
     def saved_template(self) -> Any:
         """Shapes of the arrays of `saved`."""
-        state = jax.eval_shape(
-            self.program.init,
-            self.program.floats,
-            self.data,
-            self.data.partition,
-            np.asarray(self.seeds, np.uint32),
-        )
-        return {"state": state, "accuracies": self.client_accuracies}
+        return {
+            "state": self.simulation.template(),
+            "accuracies": self.client_accuracies,
+        }
 
     def load(
         self, round: int, arrays: Any, host: dict[str, Any], metrics: list[dict]
     ) -> None:
         """Continues from what `saved` returned after `round` rounds."""
         host = dict(host)
-        self.state, self.round, self.metrics = arrays["state"], round, metrics
-        self.compile_seconds = host.pop("compile_seconds")
+        self.metrics = list(metrics)
         # A longer run has another window: rounds in both keep their accuracies.
         for slot, done in enumerate(host.pop("window")):
             if done in self.window:
                 new = self.window.index(done)
                 self.client_accuracies[:, new] = arrays["accuracies"][:, slot]
         messages = np.asarray(host.pop("messages"), np.int64)
-        self.totals = simulate.Totals(
+        compile_seconds, last = host.pop("compile_seconds"), host.pop("last_round")
+        totals = simulate.Totals(
             messages=messages.reshape(self.totals.messages.shape), **host
         )
-
-    def run(self) -> dict[str, Any]:
-        """Runs to the last round in memory and returns the summary."""
-        for _ in self.advance():
-            pass
-        return self.summary()
+        self.simulation.load(round, arrays["state"], totals, compile_seconds, last)
 
     def params(self, client_id: int, seed: int | None = None) -> types.Params:
         """The parameters that serve a client right now, as a tuple of stages.
@@ -197,16 +214,16 @@ class Experiment:
         index = self.seeds.index(self.seeds[0] if seed is None else seed)
         state = jax.tree.map(lambda leaf: leaf[index], self.state)
         part = jax.tree.map(lambda leaf: leaf[index], self.data.partition)
-        cohort = self.cohorts(index, self.round)
-        for group in self.program.algorithm.serving(
-            state, cohort, self.data.replace(partition=part)
+        cohort = self.planner.drawn(index, self.round)
+        data = self.data.replace(partition=part)
+        for group in self.program.algorithm.served(
+            state, cohort, data, self.config.num_clients
         ):
             served = np.asarray(group.mask) & (np.asarray(group.client_id) == client_id)
             if served.any():
                 slot = int(np.flatnonzero(served)[0])
-                if group.shared:
-                    return group.params
-                return jax.tree.map(lambda leaf, s=slot: leaf[s], group.params)
+                row = jax.tree.map(lambda leaf, s=slot: leaf[s], group.own)
+                return group.variables(row).params
         raise ValueError(f"client_id={client_id} is served by no model")
 
     def summary(self) -> dict[str, Any]:

@@ -8,13 +8,20 @@ after it.
 from __future__ import annotations
 
 import dataclasses
+import os
+import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from absl import flags
 
-from launch import build
+from data import files
+from launch import limits, settings
+
+LINE_LIMIT = 2000
+FILE_LIMIT = 2**20
+ARGUMENT_LIMIT = 10_000
 
 
 class UsageError(ValueError):
@@ -22,20 +29,117 @@ class UsageError(ValueError):
 
 
 def fail(message: object, code: int = 2) -> NoReturn:
-    """Prints one line on stderr and leaves."""
+    """Prints one line on stderr, cut where it is longer than a page, and leaves."""
     line = " ".join(str(message).split())
+    if len(line) > LINE_LIMIT:
+        line = f"{line[: LINE_LIMIT // 2]} ... {line[-LINE_LIMIT // 4 :]}"
     print(f"error: {line}", file=sys.stderr)
     raise SystemExit(code)
 
 
-def _expand(argv: Sequence[str]) -> list[str]:
-    """The arguments with every --flagfile replaced by its lines."""
-    values = flags.FlagValues()
+def _text(path: pathlib.Path) -> str:
+    """The text of a flagfile.
+
+    Raises:
+        ValueError: a phrase without the path: no file, too large, not UTF-8.
+        OSError: it is not there or cannot be read.
+    """
+    files.check(path, "a flagfile")
+    size = path.stat().st_size
+    if size > FILE_LIMIT:
+        raise ValueError(f"has {size} bytes, a flagfile has at most {FILE_LIMIT}")
     try:
-        return values.read_flags_from_files([argv[0], *argv[1:]], force_gnu=True)
-    except flags.Error as error:
-        reason = str(error).removeprefix("ERROR:: ")
-        raise UsageError(f"--flagfile: {reason}") from error
+        # Some editors begin a file with a mark of its encoding.
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"is not UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start}); "
+            "save it as UTF-8"
+        ) from error
+
+
+def read(path: pathlib.Path, noted: bool = False) -> dict[str, str]:
+    """The flags of a run: name -> text, of a `run.flags` that `lines` wrote.
+
+    Args:
+        path: The file.
+        noted: Also lines `#--name=value`, which are a comment to absl.
+
+    Raises:
+        ValueError: one line that names the file and the line that is no flag.
+        OSError: the file is not there or cannot be read.
+    """
+    try:
+        text = _text(path)
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from error
+    out: dict[str, str] = {}
+    # Not `splitlines`, which also breaks at characters that a value may hold.
+    for number, line in enumerate(text.split("\n"), start=1):
+        line = line.removesuffix("\r")
+        if noted and line.startswith("#--"):
+            line = line[1:]
+        if not line.strip() or line.startswith(("#", "//")):
+            continue
+        name, equals, value = line.removeprefix("--").partition("=")
+        if not (equals and line.startswith("--") and name.isidentifier()):
+            raise ValueError(
+                f"{path} line {number}: {limits.told(line)} is no --name=value; the "
+                "file is damaged"
+            )
+        if out.setdefault(name, value) != value:
+            raise ValueError(f"{path} line {number}: --{name} has two values")
+    return out
+
+
+def _expand(arguments: Sequence[str], inside: tuple[str, ...] = ()) -> list[str]:
+    """The arguments with every --flagfile replaced by its lines.
+
+    Args:
+        arguments: Of a command line, or lines of a flagfile.
+        inside: The flagfiles that these lines are in.
+    """
+    out: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        name, equals, value = argument.partition("=")
+        if name not in ("--flagfile", "-flagfile"):
+            out.append(argument)
+            if argument == "--" and not inside:
+                return out + rest
+            continue
+        if not equals and not inside and rest:
+            value = rest.pop(0)
+        out += _lines_of(value.strip(), inside)
+        if len(out) > ARGUMENT_LIMIT:
+            raise UsageError(
+                f"--flagfile={value}: more than {ARGUMENT_LIMIT} flags; is a file "
+                "included again and again?"
+            )
+    return out
+
+
+def _lines_of(value: str, inside: tuple[str, ...]) -> list[str]:
+    """The flags in a flagfile and in those that it includes."""
+    if not value:
+        raise UsageError("--flagfile= names no file")
+    where = f"--flagfile={value}"
+    try:
+        path = pathlib.Path(os.path.expanduser(value))
+        identity = os.path.realpath(path)
+        text = _text(path)
+    except FileNotFoundError as error:
+        raise UsageError(f"{where}: there is no such file") from error
+    except OSError as error:
+        raise UsageError(f"{where} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{where} {error}") from error
+    if identity in inside:
+        raise UsageError(f"{where} includes itself; take that line out")
+    lines = [line.strip() for line in text.split("\n")]
+    lines = [line for line in lines if line and not line.startswith(("#", "//"))]
+    return _expand(lines, (*inside, identity))
 
 
 def _algorithm(arguments: Sequence[str]) -> str:
@@ -80,27 +184,30 @@ def parse(
         UsageError: one line that names the flag.
         SystemExit: after `--help`.
     """
-    arguments = _expand(argv)
+    arguments = [argv[0], *_expand(argv[1:])]
     if any(a in ("--help", "-help", "-h", "--helpfull") for a in arguments[1:]):
         help_for(_algorithm(arguments), extra)
     try:
         algo = _algorithm(arguments[1:])
-        fields = build.fields_of(algo)
+        fields = settings.fields_of(algo)
     except ValueError as error:
         raise UsageError(error) from error
-    kinds = build.option_types(algo)
+    kinds = settings.option_types(algo)
     values = flags.FlagValues()
     for name, field in fields.items():
         define(values, name, field, kinds[name])
     if extra is not None:
         extra(values)
+    if any(one.partition("=")[0] in ("--undefok", "-undefok") for one in arguments):
+        # absl's own flag, which would let misspelt ones pass.
+        raise UsageError(settings.unknown_option("undefok", algo))
     try:
         rest = values(arguments)
     except flags.UnrecognizedFlagError as error:
         name = error.flagname
         if name.removeprefix("no") in fields:
             name = name.removeprefix("no")
-        raise UsageError(build.unknown_option(name, algo)) from error
+        raise UsageError(settings.unknown_option(name, algo)) from error
     except (flags.Error, ValueError) as error:  # ValueError: --noflag=value
         raise UsageError(error) from error
     if len(rest) > 1:
@@ -109,19 +216,24 @@ def parse(
             f"(--algo={algo} --help lists them)"
         )
     given = {name: values[name].value for name in values if values[name].present}
+    try:
+        for name in given.keys() & kinds.keys():
+            limits.checked(name, given[name], kinds[name])
+    except ValueError as error:
+        raise UsageError(error) from error
     return given | {"algo": algo}
 
 
 def help_for(algo: str, extra: Callable[[flags.FlagValues], None] | None) -> NoReturn:
     """Prints every option of an algorithm with its help text and leaves."""
     try:
-        fields, kinds = build.fields_of(algo), build.option_types(algo)
+        fields, kinds = settings.fields_of(algo), settings.option_types(algo)
     except ValueError as error:
         raise UsageError(error) from error
     print(f"Options of --algo={algo} (also in a file: --flagfile=PATH)\n")
     for name, field in fields.items():
         choices = "|".join(field.metadata["choices"]) or kinds[name].__name__
-        default = "automatic" if field.default is None else repr(field.default)
+        default = settings.default_text(algo, name)
         print(f"  --{name}=<{choices}>\n      {field.metadata['help']}; {default}")
     if extra is not None:
         values = flags.FlagValues()
@@ -132,12 +244,17 @@ def help_for(algo: str, extra: Callable[[flags.FlagValues], None] | None) -> NoR
 
 
 def lines(config: Any, hparams: Any, skip: Sequence[str] = ()) -> list[str]:
-    """The flagfile lines that replay a resolved configuration."""
+    """The flagfile lines that replay a resolved configuration.
+
+    Raises:
+        ValueError: a value that a line cannot hold, such as a line break.
+    """
     out = []
     for values in (config, hparams):
         for field in dataclasses.fields(values):
             value = getattr(values, field.name)
             if value is not None and field.name not in skip:
-                text = str(value).lower() if isinstance(value, bool) else value
+                text = str(value).lower() if isinstance(value, bool) else str(value)
+                limits.check_text(field.name, text)
                 out.append(f"--{field.name}={text}")
     return out

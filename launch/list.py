@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import algorithms
 import models
-from data import loaders, partition
+from data import loaders, partitions
+from launch import presets, reproduce, settings
 
 
 def main() -> None:
-    """Prints algorithms, data sets, models and partitions."""
+    """Prints algorithms, presets, data sets, models, partitions and papers' tables."""
     sections = {
-        "algorithms (--algo)": {
-            name: algorithms.describe(name) for name in algorithms.ALGORITHMS
+        "algorithms (--algo), with the preset that holds where none is given": {
+            name: f"{settings.default_preset(name):<7} {algorithms.describe(name)}"
+            for name in algorithms.ALGORITHMS
+        },
+        "presets (--preset), the options that they set where none is given": {
+            name: presets.describe(name) for name in presets.PRESETS
         },
         "data sets (--dataset)": {
             name: entry.help for name, entry in loaders.DATASETS.items()
@@ -20,7 +25,10 @@ def main() -> None:
         "models (--model, --client_model)": {
             name: models.describe(name) for name in models.MODELS
         },
-        "partitions (--partition)": partition.PARTITIONS,
+        "partitions (--partition)": partitions.PARTITIONS,
+        "tables of the papers (python -m launch.reproduce NAME)": {
+            name: table["title"] for name, table in reproduce.tables().items()
+        },
     }
     for section, entries in sections.items():
         print(section)

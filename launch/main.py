@@ -1,13 +1,12 @@
 """Runs one algorithm: `python -m launch.main --algo=cdkt [--flagfile=...] [--...]`.
 
 Results go to --workdir; `--algo=NAME --help` lists the options. Ctrl-C or SIGTERM ends
-after the current chunk (about 10 seconds of work), saves, and says how to go on.
+after the current call (about 10 seconds of work), saves, and says how to go on.
 """
 
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,33 +14,12 @@ from typing import Any
 
 from absl import logging as absl_logging
 
-from launch import build, flags, report
+from launch import build, console, flags
 from launch import workdir as workdir_lib
 from launch.experiment import Experiment
+from launch.stop import Stop
 
-
-class Stop:
-    """Remembers the first SIGINT or SIGTERM; a second SIGINT interrupts at once."""
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-
-    def __enter__(self) -> Stop:
-        self.before = {
-            number: signal.signal(number, self._note)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _: object) -> None:
-        if self.signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.signal = number
-        print("\nstopping after this chunk ...", file=sys.stderr, flush=True)
+SAVE_SECONDS = 60.0
 
 
 def run(
@@ -51,25 +29,24 @@ def run(
     progress: Callable[[int, Sequence[dict[str, Any]]], None],
 ) -> bool:
     """Runs to the last round, writing metrics and checkpoints; False if stopped."""
-    config = experiment.config
+    simulation, config = experiment.simulation, experiment.config
     every, saved_time = config.checkpoint_every, time.monotonic()
 
-    def stop_at(round: int) -> int:
-        return (round // every + 1) * every if every else config.rounds
-
-    for event, records in experiment.advance(stop_at):
+    while True:
+        # One call of about ten seconds, ended early by an evaluation or a checkpoint.
+        simulation.advance(experiment.next_stop(every))
+        records = experiment.evaluate()
         folder.append(records)
-        progress(event.round, records)
-        due = time.monotonic() - saved_time > 60
+        progress(simulation.round, records)
+        ended = simulation.round == config.rounds
+        due = time.monotonic() - saved_time > SAVE_SECONDS
         if every:
-            due = event.round > 0 and event.round % every == 0
-        ended = event.round == config.rounds
-        if due or ended or stop.signal is not None:
+            due = simulation.round > 0 and simulation.round % every == 0
+        if due or ended or stop:
             folder.save()
             saved_time = time.monotonic()
-        if stop.signal is not None and not ended:
-            break
-    return experiment.round == config.rounds
+        if ended or stop:
+            return ended
 
 
 def execute(given: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +75,7 @@ def _execute(experiment: Experiment, folder: workdir_lib.Workdir) -> dict[str, A
         flags.fail(error)
     if done is not None:
         print(f"{folder.path} holds this run, finished:")
-        print(report.table(done))
+        print(console.table(done))
         return done
     config = experiment.config
     print(
@@ -109,7 +86,7 @@ def _execute(experiment: Experiment, folder: workdir_lib.Workdir) -> dict[str, A
     )
     if experiment.round:
         print(f"resumed after round {experiment.round}", flush=True)
-    progress = report.Progress(config.rounds, experiment.round)
+    progress = console.Progress(config.rounds, experiment.round)
     with Stop() as stop:
         try:
             finished = run(experiment, folder, stop, progress.update)
@@ -124,7 +101,7 @@ def _execute(experiment: Experiment, folder: workdir_lib.Workdir) -> dict[str, A
         )
         raise SystemExit(128 + stop.signal)
     summary = folder.finish(experiment.summary())
-    print(report.table(summary))
+    print(console.table(summary))
     print(f"results in {folder.path}", flush=True)
     if stop.signal is not None:
         # It came in the last chunk: the run is whole, but a loop over runs must end.

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from launch import build, report
+from launch import console, settings
 
 PAPERS = pathlib.Path(__file__).parent / "papers"
 Number = float | list[float]
@@ -96,7 +96,7 @@ def cells(
     for flag, value in given.items():
         names = _of_value(table["scenarios"], names, flag, value)
         rows = _of_value(table["rows"], rows, flag, value)
-        if not any(flag in build.fields_of(table["rows"][r]["algo"]) for r in rows):
+        if not any(flag in settings.fields_of(table["rows"][r]["algo"]) for r in rows):
             raise ValueError(f"--{flag}={value}: no row has this option")
     out = []
     for name in names:
@@ -182,13 +182,13 @@ def markdown(
         body = [
             (row, [*(texts.get((s, row), ["-"])[0] for s in scenarios)]) for row in rows
         ]
-        title = f"{report.title(metrics[0])}, {table.get('columns', 'percent')}"
+        title = f"{console.title(metrics[0])}, {table.get('columns', 'percent')}"
         lines += ["", f"{title}, {legend}", "", *_grid(scenarios, body)]
         return "\n".join(lines) + "\n"
     for scenario in scenarios:
         body = [(r, texts[scenario, r]) for r in rows if (scenario, r) in texts]
         lines += ["", f"**{scenario}**, {legend}", ""]
-        lines += _grid([report.title(metric) for metric in metrics], body)
+        lines += _grid([console.title(metric) for metric in metrics], body)
     return "\n".join(lines) + "\n"
 
 

@@ -20,7 +20,7 @@ from matplotlib import ticker
 from matplotlib.figure import Figure
 
 from launch import config as config_lib
-from launch import finished, flags, report
+from launch import console, finished, flags
 
 KINDS = ("curves", "fairness", "bubbles")
 SILENT = (*config_lib.EXECUTION_FIELDS, "algo", "seed", "num_seeds", "eval_every")
@@ -46,13 +46,12 @@ def read(path: pathlib.Path) -> Run:
     # Only files that are what the run wrote go on from here.
     if finished.read(path) is None:
         raise ValueError(f"{path} holds no finished run")
-    lines = (path / finished.RUN_FLAGS).read_text().splitlines()
+    told = flags.read(path / finished.RUN_FLAGS)
     records = (path / finished.METRICS).read_text().splitlines()
     with np.load(path / finished.CLIENTS) as file:
         clients = {name: file[name] for name in file.files}
     rows = [json.loads(line) for line in records]
-    pairs = (line[2:].partition("=") for line in lines if line.startswith("--"))
-    return Run(path, {name: value for name, _, value in pairs}, rows, clients)
+    return Run(path, told, rows, clients)
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
@@ -131,7 +130,7 @@ def curves(runs: Sequence[Run], names: Sequence[str], metric: str) -> Figure:
     band = f", mean ± std of {seeds} seeds" if seeds > 1 else ""
     axes.set(
         xlabel="rounds done",
-        ylabel=f"{report.title(metric)}, %" if is_share else report.title(metric),
+        ylabel=f"{console.title(metric)}, %" if is_share else console.title(metric),
         xlim=(0, None),
     )
     axes.set_title(f"{_data(runs)}{band}", fontsize=10)

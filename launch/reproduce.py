@@ -17,23 +17,26 @@ from typing import Any
 from absl import flags as absl_flags
 
 from data import loaders
-from launch import build, finished, flags, main, papers
+from launch import finished, flags, main, papers, settings
 
 
 def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
-    """Whether a run's folder was made with these options."""
-    try:
-        lines = (folder / finished.RUN_FLAGS).read_text().splitlines()
-    except OSError:
+    """Whether a run's folder was made with these options.
+
+    Raises:
+        ValueError: its flags are damaged.
+    """
+    path = folder / finished.RUN_FLAGS
+    if not path.is_file():
         return False
-    told = dict(line[2:].split("=", 1) for line in lines if line.startswith("--"))
+    told = flags.read(path)
 
     def equal(text: str | None, value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return text == (str(value).lower() if isinstance(value, bool) else value)
         return text is not None and float(text) == value
 
-    known = build.fields_of(options["algo"])
+    known = settings.fields_of(options["algo"])
     return all(equal(told.get(k), v) for k, v in options.items() if k in known)
 
 
@@ -55,7 +58,7 @@ def _run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
         "workdir": str(folder),
         "resume": (folder / finished.RUN_FLAGS).exists(),
     }
-    known = build.fields_of(options["algo"])
+    known = settings.fields_of(options["algo"])
     return main.execute({k: v for k, v in options.items() if k in known})
 
 
@@ -109,8 +112,8 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
     table = papers.load_table(names[0])
     options: dict[str, Any] = {}
     for algo in dict.fromkeys(row["algo"] for row in table["rows"].values()):
-        kinds = build.option_types(algo)
-        for name, field in build.fields_of(algo).items():
+        kinds = settings.option_types(algo)
+        for name, field in settings.fields_of(algo).items():
             if name not in (*options, *OWN_FLAGS, "algo", "resume"):
                 options[name] = field
                 flags.define(values, name, field, kinds[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from fedjax_pfl import types
@@ -18,6 +19,16 @@ MODELS: dict[str, Callable[[int], types.Model]] = {
     "m1": cnn.m1,
     "m2": cnn.m2,
 }
+
+
+def make(name: str, num_classes: int) -> types.Model:
+    """The model `name`; the same object each time, so that programs can be shared."""
+    return _made(MODELS[name], num_classes)
+
+
+@functools.lru_cache(maxsize=64)
+def _made(factory: Callable[[int], types.Model], num_classes: int) -> types.Model:
+    return factory(num_classes)
 
 
 def describe(name: str) -> str:

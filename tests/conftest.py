@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from data import synthetic
+from tests import synthetic
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,7 +17,7 @@ import algorithms
 import models
 from data import loaders
 from fedjax_pfl import checkpoint
-from launch import build, flags
+from launch import build, flags, settings
 from tests.toys import gossip, ledger, model, spliced
 
 TOYS = {"toy_spliced": spliced, "toy_ledger": ledger, "toy_gossip": gossip}
@@ -58,11 +58,11 @@ def build_experiment(name, dataset, **given):
         "client_chunk": 1,
     }
     options |= OWN_OPTIONS.get(name, {}) | given
-    known = build.fields_of(name)
+    known = settings.fields_of(name)
     options = {key: value for key, value in options.items() if key in known}
-    config, hparams = build.configure({"algo": name, "dataset": dataset, **options})
+    config, hparams = settings.configure({"algo": name, "dataset": dataset, **options})
     source = loaders.load(dataset, "")
-    config = build.resolve(config, source, options)
+    config = settings.resolve(config, source, options)
     depth = 1 + np.arange(config.num_clients, dtype=np.int32) % 3
     return build.assemble(config, hparams, source, depth)
 
@@ -106,9 +106,7 @@ def test_restored_run_is_the_same(name, unequal, tmp_path):
     """4 rounds at once = 2, save, restore, 2: bit for bit, metrics too."""
     whole, state = final_state(name, unequal, rounds=4, eval_every=1)
     first = build_experiment(name, unequal, rounds=4, eval_every=1)
-    for event, _ in first.advance(rounds_per_call=1):
-        if event.round == 2:
-            break
+    first.run(until=2)
     arrays, host = first.saved()
     checkpoint.save(tmp_path, 2, arrays, host)
     second = build_experiment(name, unequal, rounds=4, eval_every=1)

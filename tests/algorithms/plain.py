@@ -221,14 +221,13 @@ def planner(data, specs, clients_per_round=3):
     """`round -> Cohort` for the plans of an algorithm, all in one chunk."""
     count = np.asarray(data.partition.train.count)
     zeros = np.zeros(len(count), np.int32)
-    cohorts = plan.planner(
+    cohorts = plan.Planner(
         seeds=[0],
         num_rows=count[None],
-        client_depth=zeros + 3,
+        level_of=zeros + 3,
         client_group=zeros,
         clients_per_round=clients_per_round,
         specs=specs,
-        num_peers=0,
         execution=types.Execution(clients_per_round),
     )
     return lambda round: cohorts(0, round)

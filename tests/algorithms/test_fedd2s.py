@@ -149,22 +149,10 @@ def cohort_of(*ids, seed=0):
     ids = [NUM_CLIENTS if number is None else number for number in ids]
     plans = {}
     for name, epochs in EPOCHS.items():
-        steps = plan.max_steps(np.array(SIZES), types.PlanSpec(name, epochs, BATCH)) + 1
-        made = [
-            plan.batches(
-                np.random.default_rng([seed, number, epochs]),
-                SIZES[number],
-                epochs,
-                BATCH,
-                steps,
-            )
-            if number < NUM_CLIENTS
-            else (np.full((steps, BATCH), -1), np.zeros(steps), 0)
-            for number in ids
-        ]
-        plans[name] = types.Plan(
-            *(np.stack(part).astype(np.int32) for part in zip(*made, strict=True))
-        )
+        spec = types.PlanSpec(name, epochs, BATCH)
+        steps = plan.max_steps(np.array(SIZES), spec) + 1
+        size = np.array([*SIZES, 0])[ids]
+        plans[name] = plan.batches(seed, 0, np.array(ids), size, spec, steps)
     ids = np.array(ids, np.int32)
     return types.Cohort(
         client_id=ids,
@@ -172,6 +160,7 @@ def cohort_of(*ids, seed=0):
         row_mask=ids < NUM_CLIENTS,
         depth=np.full(len(ids), L, np.int32),
         peers=np.zeros((len(ids), 0), np.int32),
+        peer_mask=np.zeros((len(ids), 0), bool),
         plans=plans,
     )
 
@@ -1104,7 +1093,13 @@ def traffic_of(hparams, task, participations, sizes):
     one = types.Plan(position, position[..., 0], np.ones(count, np.int32))
     ids = np.arange(count, dtype=np.int32)
     cohort = types.Cohort(
-        ids, ids, ids >= 0, ids, ids[:, None], {"server": one, "local": one}
+        ids,
+        ids,
+        ids >= 0,
+        ids,
+        ids[:, None],
+        ids[:, None] >= 0,
+        {"server": one, "local": one},
     )
     rows = types.ClientRows(np.zeros(9, np.int32), 0 * ids, np.array(sizes, np.int32))
     data = types.Data(

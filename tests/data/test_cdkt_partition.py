@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from data import cdkt_partition, partition, table
+from data import dataset, partitions
+from data.partitions import cdkt
 
 MNIST_COUNTS = np.array((6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958))
 # Images per class once the proxy share is set aside: floor(f * n_c).
@@ -17,9 +18,9 @@ SIZES = {
 
 def in_order(name, **changes):
     """Slices of every user in the order of the released files."""
-    protocol = cdkt_partition.PROTOCOLS[name]._replace(**changes)
-    cuts = cdkt_partition.slices(SIZES[name], protocol)
-    return [cuts[user] for user in cdkt_partition.order(protocol)]
+    protocol = cdkt.PROTOCOLS[name]._replace(**changes)
+    cuts = cdkt.slices(SIZES[name], protocol)
+    return [cuts[user] for user in cdkt.order(protocol)]
 
 
 def user_sizes(name):
@@ -36,7 +37,7 @@ def num_test(sizes):
 
 def test_mnist_sizes_without_the_proxy():
     """The constant for the embedded set is the 70,000 images less .5 %."""
-    np.testing.assert_array_equal(cdkt_partition.MNIST_SIZES, SIZES["mnist"])
+    np.testing.assert_array_equal(cdkt.MNIST_SIZES, SIZES["mnist"])
     assert (MNIST_COUNTS - SIZES["mnist"]).sum() == 355
 
 
@@ -81,10 +82,10 @@ def test_mnist_fixed_has_no_class_nine():
 
 def test_mnist_users_are_ordered_as_text():
     """0, 1, 10, 11, ...; CIFAR's users by number."""
-    order = cdkt_partition.order(cdkt_partition.PROTOCOLS["mnist"])
+    order = cdkt.order(cdkt.PROTOCOLS["mnist"])
     assert order[:5] == [0, 1, 10, 11, 12]
     assert sorted(order) == list(range(50))
-    assert cdkt_partition.order(cdkt_partition.PROTOCOLS["cifar10"]) == list(range(50))
+    assert cdkt.order(cdkt.PROTOCOLS["cifar10"]) == list(range(50))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_mnist_users_are_ordered_as_text():
 )
 def test_labels_of_each_user(name, stride, labels_per_user, num_classes):
     """Consecutive labels, (stride * u + j) mod Y."""
-    labels = cdkt_partition.user_labels(cdkt_partition.PROTOCOLS[name], num_classes)
+    labels = cdkt.user_labels(cdkt.PROTOCOLS[name], num_classes)
     assert labels.shape == (50, labels_per_user)
     for user in (0, 1, 9, 27, 49):
         expected = [(stride * user + j) % num_classes for j in range(labels_per_user)]
@@ -109,9 +110,9 @@ def test_labels_of_each_user(name, stride, labels_per_user, num_classes):
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10", "cifar100"])
 def test_slices_have_the_users_labels_and_stay_inside_the_class(name):
     """A user's slices are of its labels only, ten images each at least."""
-    protocol = cdkt_partition.PROTOCOLS[name]
-    labels = cdkt_partition.user_labels(protocol, len(SIZES[name]))
-    cuts = cdkt_partition.slices(SIZES[name], protocol)
+    protocol = cdkt.PROTOCOLS[name]
+    labels = cdkt.user_labels(protocol, len(SIZES[name]))
+    cuts = cdkt.slices(SIZES[name], protocol)
     for user in range(50):
         assert {label for label, _, _ in cuts[user]} == set(labels[user].tolist())
         for label, begin, end in cuts[user]:
@@ -150,7 +151,7 @@ def test_cifar100_overlaps_by_one_image_only():
 
 def test_another_seed_gives_other_users():
     """The draws follow the seed; the default is the released one."""
-    assert cdkt_partition.PROTOCOLS["mnist"].seed == 1
+    assert cdkt.PROTOCOLS["mnist"].seed == 1
     assert in_order("mnist", seed=1) == in_order("mnist")
     assert in_order("mnist", seed=2) != in_order("mnist")
 
@@ -158,37 +159,37 @@ def test_another_seed_gives_other_users():
 def test_paper_protocol_has_random_classes():
     """cdkt_paper: as many different classes per user, but not consecutive ones."""
     for name, per_user in (("cifar10", 2), ("cifar100", 20), ("mnist", 2)):
-        assert cdkt_partition.PAPER_LABELS.get(name, 2) == per_user
-        protocol = cdkt_partition.PROTOCOLS[name]._replace(
+        assert cdkt.PAPER_LABELS.get(name, 2) == per_user
+        protocol = cdkt.PROTOCOLS[name]._replace(
             random_labels=True, labels_per_user=per_user
         )
         num_classes = len(SIZES[name])
-        labels = cdkt_partition.user_labels(protocol, num_classes)
+        labels = cdkt.user_labels(protocol, num_classes)
         assert all(len(set(row)) == per_user for row in labels.tolist())
         steps = np.diff(labels, axis=1) % num_classes
         assert (steps != 1).mean() > 0.5
-        again = cdkt_partition.user_labels(protocol, num_classes)
+        again = cdkt.user_labels(protocol, num_classes)
         np.testing.assert_array_equal(labels, again)
 
 
 def counted_table(counts):
     """A table of one-pixel images with these class counts."""
     label = np.repeat(np.arange(len(counts)), counts).astype(np.int32)
-    return table.Table(
+    return dataset.Dataset(
         np.zeros((len(label), 1), np.uint8), label, len(label) - 10_000, len(counts)
     )
 
 
 def split_of(name, counts, num_clients, fraction, kind="cdkt", **changes):
     """The whole path: proxy first, then users, then their tests, partition seed 1."""
-    return partition.split(
+    return partitions.split(
         counted_table(counts),
-        partition.PartitionSpec(
+        partitions.PartitionSpec(
             partition=kind,
             num_clients=num_clients,
             test_split="pool_stratified",
             proxy_fraction=fraction,
-            cdkt=cdkt_partition.PROTOCOLS[name]._replace(**changes),
+            cdkt=cdkt.PROTOCOLS[name]._replace(**changes),
         ),
         1,
     )
@@ -206,11 +207,11 @@ def split_of(name, counts, num_clients, fraction, kind="cdkt", **changes):
     ],
 )
 def test_whole_split(name, counts, num_clients, fraction, proxy, tests):
-    """Proxy and test totals through `partition.split`; proxy disjoint from users."""
+    """Proxy and test totals through `partitions.split`; proxy disjoint from users."""
     split = split_of(name, counts, num_clients, fraction)
     assert len(split.proxy) == proxy
-    assert sum(len(rows) for rows in split.test) == tests
-    users = np.concatenate([*split.train, *split.test])
+    assert len(split.test.row) == split.test.count.sum() == tests
+    users = np.concatenate([split.train.row, split.test.row])
     assert not set(users.tolist()) & set(split.proxy.tolist())
     if name != "cifar100":
         assert len(np.unique(users)) == len(users)
@@ -219,18 +220,20 @@ def test_whole_split(name, counts, num_clients, fraction, proxy, tests):
 def test_train_and_test_of_a_user_are_disjoint():
     """Also where the data set's slices overlap."""
     split = split_of("cifar100", [600] * 100, 50, 0.07)
-    for train, test in zip(split.train, split.test, strict=True):
+    for train, test in zip(
+        split.train.by_client(), split.test.by_client(), strict=True
+    ):
         assert not set(train.tolist()) & set(test.tolist())
 
 
 def test_paper_split_has_the_asked_number_of_classes():
-    """`cdkt_paper` through `partition.split`: two classes each, all kinds of pairs."""
+    """`cdkt_paper` through `partitions.split`: two classes each, all kinds of pairs."""
     counts = [6000] * 10
     split = split_of(
         "cifar10", counts, 50, 0.07, "cdkt_paper", labels_per_user=2, random_labels=True
     )
     label = counted_table(counts).label
-    pairs = [frozenset(label[rows].tolist()) for rows in split.train]
+    pairs = [frozenset(label[rows].tolist()) for rows in split.train.by_client()]
     assert {len(pair) for pair in pairs} == {2}
     assert len(set(pairs)) > 10
 
@@ -244,8 +247,8 @@ def test_more_users_than_fifty():
 def test_too_few_images_for_the_generator():
     """A class with fewer images than the first stage needs is named."""
     with pytest.raises(ValueError, match="--partition=cdkt needs 101.*class 3 has 40"):
-        cdkt_partition.users(
+        cdkt.split(
             np.repeat(np.arange(10), [200, 200, 200, 40] + [200] * 6),
-            cdkt_partition.PROTOCOLS["mnist"],
+            cdkt.PROTOCOLS["mnist"],
             10,
         )

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import cinic10, loaders
+from data import loaders
+from data.builders import cinic10
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from data import client_dirichlet, partition, table
+from data import dataset, partitions
+from data.partitions import client_dirichlet
 from launch import build
 
 NUM_CLIENTS = 50
@@ -15,24 +16,27 @@ def make_table(counts, seed=7):
     """One-pixel images, classes mixed."""
     label = np.repeat(np.arange(len(counts)), counts).astype(np.int32)
     label = np.random.default_rng(seed).permutation(label)
-    return table.Table(
+    return dataset.Dataset(
         np.zeros((len(label), 1), np.uint8), label, len(label), len(counts), None
     )
 
 
 def split(source, draw, alpha, num_clients=NUM_CLIENTS, seed=0, **more):
-    spec = partition.PartitionSpec(
+    spec = partitions.PartitionSpec(
         partition="client_dirichlet",
         num_clients=num_clients,
         partition_alpha=alpha,
         partition_draw=draw,
         **more,
     )
-    return partition.split(source, spec, seed)
+    return partitions.split(source, spec, seed)
 
 
 def owned(one):
-    return [np.concatenate(both) for both in zip(one.train, one.test, strict=True)]
+    return [
+        np.concatenate(both)
+        for both in zip(one.train.by_client(), one.test.by_client(), strict=True)
+    ]
 
 
 def shares(source, one):
@@ -60,7 +64,9 @@ def realised(draw, alpha, seed, num_classes=10, size=1000):
         draw=draw,
         gen=np.random.default_rng(seed),
     )
-    counts = np.stack([np.bincount(labels[p], minlength=num_classes) for p in parts])
+    counts = np.stack(
+        [np.bincount(labels[p], minlength=num_classes) for p in parts.by_client()]
+    )
     assert (counts.sum(1) == size).all()
     return wanted, counts / size
 
@@ -82,7 +88,7 @@ def test_sizes_and_ownership(draw, counts, alpha):
     source, num_clients = make_table(counts), 7
     one = split(source, draw, alpha, num_clients)
     size = sum(counts) // num_clients
-    for train, test in zip(one.train, one.test, strict=True):
+    for train, test in zip(one.train.by_client(), one.test.by_client(), strict=True):
         assert len(train) + len(test) == size and len(test) == size // 5
         assert len(np.unique(np.concatenate([train, test]))) == size
     rows = np.concatenate(owned(one))
@@ -256,6 +262,69 @@ def test_ipf_meets_sizes_and_supply():
             assert (amount >= 0).all()
             np.testing.assert_array_equal(amount.sum(1), size)
             np.testing.assert_array_equal(amount.sum(0), supply)
+
+
+def one_by_one(mixes, size, supply, gen):
+    """`interleaved` by its words: each turn sees what all turns before it left."""
+    amount, left = np.zeros(mixes.shape, int), supply.copy()
+    turns = gen.permutation(np.repeat(np.arange(len(mixes)), size))
+    for client, draw in zip(turns, gen.random(len(turns)), strict=True):
+        share = np.where(left > 0, mixes[client], 0)
+        share = share if share.sum() > 0 else left.astype(float)
+        total = np.cumsum(share)
+        chosen = np.flatnonzero(total > draw * total[-1])[0]
+        amount[client, chosen] += 1
+        left[chosen] -= 1
+    return amount
+
+
+@pytest.mark.parametrize("alpha", [1e-3, 0.1, 1.0])
+@pytest.mark.parametrize("supply", [[60] * 10, [7, 300, 40, 13, 240]])
+def test_interleaved_is_one_turn_after_another(alpha, supply):
+    """Many turns at once take what one after another would, wherever a class ends."""
+    supply = np.array(supply)
+    mixes = np.random.default_rng(1).dirichlet(np.full(len(supply), alpha), 30)
+    mixes[4] = 0
+    size = supply.sum() // 30
+    found, expected = (
+        rule(mixes, size, supply, np.random.default_rng(2))
+        for rule in (client_dirichlet.interleaved, one_by_one)
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+def ipf_one_by_one(mixes, size, supply, gen):
+    """`ipf` by its words: the rest goes to one client after another, one by one."""
+    want = mixes + 1e-12
+    for _ in range(500):
+        want *= size / want.sum(1, keepdims=True)
+        want *= supply * (size * len(mixes) / supply.sum()) / want.sum(0)
+    want *= size / want.sum(1, keepdims=True)
+    amount, fraction = np.floor(want).astype(int), want % 1
+    left = supply - amount.sum(0)
+    assert (left >= 0).all()
+    for client in gen.permutation(len(mixes)):
+        while amount[client].sum() < size:
+            best = np.where(left > 0, fraction[client], -1).argmax()
+            amount[client, best] += 1
+            left[best] -= 1
+            fraction[client, best] -= 1e-6 + fraction[client, best]
+    return amount
+
+
+@pytest.mark.parametrize("alpha", [0.03, 0.5, 100.0])
+@pytest.mark.parametrize("supply", [[60] * 10, [7, 300, 40, 13, 240], [401, 402]])
+@pytest.mark.parametrize("num_clients", [5, 80])
+def test_ipf_shares_the_rest_one_client_after_another(alpha, supply, num_clients):
+    """Many clients at once get what one after another would, wherever a class ends."""
+    supply = np.array(supply)
+    mixes = np.random.default_rng(1).dirichlet(np.full(len(supply), alpha), num_clients)
+    size = supply.sum() // num_clients
+    found, expected = (
+        rule(mixes, size, supply, np.random.default_rng(2))
+        for rule in (client_dirichlet.ipf, ipf_one_by_one)
+    )
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_ipf_keeps_what_can_be_kept():

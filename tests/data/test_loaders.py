@@ -1,14 +1,18 @@
 """Loaders: files as they should be, files as they should not be, normalization."""
 
 import gzip
+import io
+import os
+import pickle
 import struct
 import sys
 import types
+import zipfile
 
 import numpy as np
 import pytest
 
-from data import loaders, table
+from data import dataset, loaders
 
 
 def write_idx(path, array, magic=None):
@@ -138,6 +142,14 @@ def test_images_and_labels_of_different_length(tmp_path):
         loaders.load("mnist", str(tmp_path))
 
 
+def test_idx_without_pixels(tmp_path):
+    """Images of no width."""
+    write_mnist(tmp_path)
+    write_idx(tmp_path / "train-images-idx3-ubyte", np.zeros((12, 6, 0), np.uint8))
+    with pytest.raises(ValueError, match="train-images-idx3-ubyte holds no pixel"):
+        loaders.load("mnist", str(tmp_path))
+
+
 def save(tmp_path, **arrays):
     """Writes an npz file and returns its `--dataset`."""
     np.savez(tmp_path / "own.npz", **arrays)
@@ -186,7 +198,19 @@ def test_npz_without_owners(tmp_path):
         ({"x": np.where(X == 7, np.inf, X), "y": Y}, "nan or infinity"),
         ({"x": X, "y": Y, "client": Y[:5]}, "client must be integers .6."),
         ({"x": X, "y": Y, "client": Y + 0.5}, "client must be integers"),
-        ({"x": np.array([{}] * 6, object), "y": Y}, "cannot be read"),
+        ({"x": np.array([{}] * 6, object), "y": Y}, "x holds pickled Python objects"),
+        ({"x": X, "y": Y, "client": np.array([{}] * 6, object)}, "client holds pickl"),
+        ({"x": X, "y": Y + 2 * 10**9}, "label 2000000002, at most 99999 is possible"),
+        ({"x": X, "y": Y + 2**40}, "label 1099511627778, at most 99999"),
+        ({"x": X, "y": Y.astype(np.uint64) + np.uint64(2**63)}, "at most 99999"),
+        ({"x": np.where(X == 7, 1e39, X), "y": Y}, "1e.39.*beyond the range of float"),
+        ({"x": np.where(X == 7, -1e300, X), "y": Y}, "beyond the range of float32"),
+        ({"x": np.where(X == 7, 3e38, X).astype("f4"), "y": Y}, "beyond the range"),
+        ({"x": np.zeros((6, 0), np.uint8), "y": Y}, "examples of shape .0., which"),
+        ({"x": np.zeros((6, 8, 0, 1), "f4"), "y": Y}, "of shape .8, 0, 1., which"),
+        ({"x": X.astype(str), "y": Y}, "x must be uint8 or float"),
+        ({"x": X, "y": Y.astype(str)}, "y must be integers"),
+        ({"x": X.view([("a", "u1")]), "y": Y}, "x must be uint8 or float"),
     ],
 )
 def test_npz_that_does_not_fit(tmp_path, arrays, reason):
@@ -196,6 +220,112 @@ def test_npz_that_does_not_fit(tmp_path, arrays, reason):
         loaders.load(name, "")
     assert str(error.value).startswith(f"--dataset={name}")
     assert "\n" not in str(error.value)
+
+
+def npy(array, **header):
+    """An npy file of `array`, its header changed."""
+    out = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        out, np.lib.format.header_data_from_array_1_0(array) | header
+    )
+    return out.getvalue() + array.tobytes()
+
+
+@pytest.mark.parametrize(
+    "member, reason",
+    [
+        (b"hello", "x holds no array"),
+        (pickle.dumps([1, 2]), "x holds no array"),
+        (b"", "x holds no array"),
+        (b"\x93NUMPY\x03\x00" + npy(X)[8:], "npy format 3.0"),
+        (b"\x93NUMPY\x01\x00\x40\x00" + b"{" * 64, "header of x is damaged"),
+        (npy(X, shape=(10**15, 4)), "promises uint8 .1000000000000000, 4., 4e.15 by"),
+        (npy(X, shape=(10**30,)), "promises uint8 .*1e.30 bytes; 24 are there"),
+        (npy(X, shape=(-6, -4)), "promises uint8 .-6, -4., 24 bytes"),
+        (npy(X, shape=(2**62, 0)), "promises uint8 .*, 0 bytes; 24 are there"),
+        (npy(X, descr="<f8"), "promises float64"),
+        (npy(X) + b"more", "28 are there"),
+    ],
+)
+def test_npz_whose_member_is_no_plain_array(tmp_path, member, reason):
+    """Found in the header, before anything of the size it claims is allocated."""
+    with zipfile.ZipFile(tmp_path / "own.npz", "w") as archive:
+        archive.writestr("x.npy", member)
+        archive.writestr("y.npy", npy(Y))
+    with pytest.raises(ValueError, match=reason) as error:
+        loaders.load(f"npz:{tmp_path / 'own.npz'}", "")
+    assert "\n" not in str(error.value)
+
+
+def test_npz_that_claims_more_than_the_machine_has(tmp_path):
+    """Header and archive agree on a size that the file cannot hold."""
+    path = tmp_path / "own.npz"
+    held = npy(X, shape=(2**50,))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(zipfile.ZipInfo("x.npy"), held)
+        archive.writestr("y.npy", npy(Y))
+        # Written into the directory at the end of the file when it is closed.
+        archive.getinfo("x.npy").file_size = len(held) - X.size + 2**50
+    with pytest.raises(ValueError, match="1,048,576.0 GiB.*are free"):
+        loaders.load(f"npz:{path}", "")
+
+
+def marked(raw, offset, value):
+    """An archive whose every header of a member has two bytes changed."""
+    raw = bytearray(raw)
+    for begin, shift in ((b"PK\x03\x04", 0), (b"PK\x01\x02", 2)):
+        at = raw.find(begin)
+        while at >= 0:
+            raw[at + offset + shift : at + offset + shift + 2] = struct.pack(
+                "<H", value
+            )
+            at = raw.find(begin, at + 1)
+    return bytes(raw)
+
+
+@pytest.mark.parametrize(
+    "offset, value, reason",
+    [(6, 1, "x is encrypted"), (8, 99, "x is compressed by method 99")],
+)
+def test_npz_of_another_kind_of_zip(tmp_path, offset, value, reason):
+    """Flag bit 0 is encryption; method 99 is nobody's."""
+    name = save(tmp_path, x=X, y=Y)
+    path = tmp_path / "own.npz"
+    path.write_bytes(marked(path.read_bytes(), offset, value))
+    with pytest.raises(ValueError, match=reason):
+        loaders.load(name, "")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("second", ["x.npy", "x"])
+def test_npz_with_an_array_twice(tmp_path, second):
+    """Which of the two is meant is not to be guessed."""
+    with zipfile.ZipFile(tmp_path / "own.npz", "w") as archive:
+        for name, array in (("x.npy", X), ("y.npy", Y), (second, X + 1)):
+            archive.writestr(name, npy(array))
+    with pytest.raises(ValueError, match="holds x twice"):
+        loaders.load(f"npz:{tmp_path / 'own.npz'}", "")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2])
+def test_npz_with_members_of_no_interest(tmp_path, method):
+    """Other members are not looked at, whatever they are; any usual method is read."""
+    with zipfile.ZipFile(tmp_path / "own.npz", "w", method) as archive:
+        for name, raw in (("x.npy", npy(X)), ("y.npy", npy(Y)), ("readme", b"hello")):
+            archive.writestr(name, raw)
+    got = loaders.load(f"npz:{tmp_path / 'own.npz'}", "")
+    np.testing.assert_array_equal(got.image, X)
+
+
+def test_npz_that_is_no_file(tmp_path):
+    """A folder, and a pipe that nobody writes to."""
+    with pytest.raises(ValueError, match="is a folder"):
+        loaders.load(f"npz:{tmp_path}", "")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="is a pipe"):
+        loaders.load(f"npz:{tmp_path / 'pipe'}", "")
+    with pytest.raises(ValueError, match="cannot be read: File name too long"):
+        loaders.load("npz:" + 5000 * "x", "")
 
 
 def truncated(raw):
@@ -313,7 +443,7 @@ def test_without_tfds(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("is_float", [False, True])
-@pytest.mark.parametrize("kind", table.NORMALIZATIONS)
+@pytest.mark.parametrize("kind", dataset.NORMALIZATIONS)
 def test_normalization(kind, is_float):
     """(image - mean) * scale against numpy, bytes count as 0..1."""
     image = np.random.default_rng(0).integers(0, 256, (9000, 3, 2, 2), np.uint8)
@@ -321,7 +451,7 @@ def test_normalization(kind, is_float):
     unit = image.astype(np.float64) / 255
     if is_float:
         image = unit.astype(np.float32)
-    mean, scale = table.normalization(image, kind)
+    mean, scale = dataset.normalization(image, kind)
     assert mean.dtype == np.float32 and scale.dtype == np.float32
     expected = {
         "none": unit,
@@ -337,6 +467,6 @@ def test_normalization(kind, is_float):
 def test_normalization_of_constant_pixels_is_finite(kind):
     """A pixel that never changes becomes 0, not nan."""
     image = np.full((50, 4, 4, 1), 200, np.uint8)
-    mean, scale = table.normalization(image, kind)
+    mean, scale = dataset.normalization(image, kind)
     assert np.isfinite(scale).all()
     np.testing.assert_allclose((image - mean) * scale, 0, atol=1e-4)

@@ -10,26 +10,33 @@ from fedjax_pfl import types
 SIZES = np.array([[7, 12, 30, 5, 19, 8, 23], [11, 3, 9, 40, 6, 14, 21]])
 
 
+LOCAL = types.PlanSpec("local", 2, 5)
+
+
 def make(
     clients_per_round=4,
-    specs=(types.PlanSpec("local", 2, 5),),
-    depth=None,
-    num_peers=0,
+    specs=(LOCAL,),
+    level=None,
+    peers=None,
     execution=types.Execution(),
     seeds=(3, 4),
     sizes=SIZES,
+    **more,
 ):
     """A planner over seven clients of unequal sizes and two seeds."""
     num_clients = sizes.shape[1]
-    return plan.planner(
+    if level is None:
+        level = np.full(num_clients, 3)
+    return plan.Planner(
         seeds=list(seeds),
         num_rows=sizes,
         client_group=np.zeros(num_clients, int),
-        client_depth=np.full(num_clients, 3) if depth is None else np.asarray(depth),
+        level_of=level if callable(level) else np.asarray(level),
         clients_per_round=clients_per_round,
         specs=specs,
-        num_peers=num_peers,
+        peers=types.PeerSpec(peers) if isinstance(peers, int) else peers,
         execution=execution,
+        **more,
     )
 
 
@@ -46,7 +53,7 @@ def four_devices():
 
 def test_cohort_is_a_pure_function_of_seed_and_round():
     """Any order of calls, any planner: the same tables."""
-    one, two = make(num_peers=2), make(num_peers=2)
+    one, two = make(peers=2), make(peers=2)
     forward = [one(0, r) for r in range(5)]
     for r in reversed(range(5)):
         two(1, r)
@@ -131,27 +138,167 @@ def test_max_steps(batch_size, steps):
 
 def test_batches_of_a_short_client():
     """Three rows, batches of two, one epoch, padded to four steps."""
-    position, epoch, num_steps = plan.batches(np.random.default_rng(0), 3, 1, 2, 4)
-    assert num_steps == 2
-    assert position.shape == (4, 2)
-    assert sorted(position[:2].ravel().tolist()) == [-1, 0, 1, 2]
-    assert position[1, 1] == -1
-    assert (position[2:] == -1).all()
-    assert (epoch == 0).all()
+    spec = types.PlanSpec("local", 1, 2)
+    one = plan.batches(0, 0, np.array([5]), np.array([3]), spec, 4)
+    assert one.num_steps.tolist() == [2]
+    assert one.position.shape == (1, 4, 2)
+    assert sorted(one.position[0, :2].ravel().tolist()) == [-1, 0, 1, 2]
+    assert one.position[0, 1, 1] == -1
+    assert (one.position[0, 2:] == -1).all()
+    assert (one.epoch == 0).all()
 
 
-def test_rows_are_sorted_by_depth_then_size():
-    """Ascending depth, then train examples: chunks of equal length."""
-    depth = np.array([1, 2, 1, 2, 1, 2, 3])
-    cohort = make(clients_per_round=7, depth=depth)(0, 1)
-    keys = [(depth[c], SIZES[0, c]) for c in cohort.client_id]
+def test_every_order_is_equally_likely():
+    """The 24 orders of four rows over 2,400 rounds: 100 each, five deviations."""
+    spec, rounds = types.PlanSpec("local", 1, 4), np.arange(2400)
+    client, size = np.full(2400, 6), np.full(2400, 4)
+    made = plan.batches(1, rounds, client, size, spec, 1).position[:, 0]
+    _, count = np.unique(made, axis=0, return_counts=True)
+    assert len(count) == 24
+    assert np.abs(count - 100).max() < 5 * np.sqrt(100 * 23 / 24)
+
+
+@pytest.mark.parametrize("epochs, batch_size", [(1, 7), (3, 4), (2, 100)])
+def test_draws_are_named_by_seed_round_and_client(epochs, batch_size):
+    """Alone, beside others, in any order and size of call: the same batches."""
+    gen = np.random.default_rng(0)
+    client = gen.permutation(300)[:40]
+    round, size = gen.integers(0, 50, 40), gen.integers(0, 90, 40)
+    spec = types.PlanSpec("local", epochs, batch_size)
+    steps = plan.max_steps(size, spec) + 2
+    together = plan.batches(9, round, client, size, spec, steps)
+    for index in range(40):
+        alone = plan.batches(
+            9, int(round[index]), client[[index]], size[[index]], spec, steps
+        )
+        equal(jax.tree.map(lambda leaf, i=index: leaf[[i]], together), alone)
+        for number in range(epochs):
+            own = together.position[index][together.epoch[index] == number]
+            np.testing.assert_array_equal(
+                np.sort(own[own >= 0]), np.arange(size[index])
+            )
+
+
+def test_rows_are_sorted_by_level_then_size():
+    """Ascending level, then train examples: chunks of equal length."""
+    level = np.array([1, 2, 1, 2, 1, 2, 3])
+    cohort = make(clients_per_round=7, level=level)(0, 1)
+    keys = [(level[c], SIZES[0, c]) for c in cohort.client_id]
     assert keys == sorted(keys)
-    np.testing.assert_array_equal(cohort.depth, depth[cohort.client_id])
+    np.testing.assert_array_equal(cohort.depth, level[cohort.client_id])
+
+
+def test_levels_that_change_from_round_to_round():
+    """A function names them by seed, round and client; it sees the drawn ones only."""
+    asked = []
+
+    def level(seed, round, client):
+        asked.append(client)
+        return 1 + (seed + round + client) % 4
+
+    cohorts = make(level=level)
+    for seed, number in ((0, 3), (1, 4)):
+        for round in (0, 7):
+            cohort = cohorts(seed, round)
+            np.testing.assert_array_equal(
+                cohort.depth, 1 + (number + round + cohort.client_id) % 4
+            )
+            assert (np.diff(cohort.depth) >= 0).all()
+    assert {len(client) for client in asked} == {4}
+
+
+@pytest.mark.parametrize("use_mesh", [False, True])
+def test_padding_rows_do_not_raise_the_level_of_their_chunk(use_mesh):
+    """Levels 1,1,2,2,3,3,4,4, five drawn, chunks of four: padding copies the smallest.
+
+    The largest level of a chunk decides which branch runs. A chunk without a real row
+    takes the cohort's smallest level.
+    """
+    level, execution = np.repeat([1, 2, 3, 4], 2), types.Execution(4)
+    if use_mesh:
+        execution = types.Execution(1, four_devices())
+    cohorts = make(5, level=level, execution=execution, sizes=np.full((2, 8), 9))
+    had_padding_alone = False
+    for round in range(30):
+        cohort = cohorts.drawn(0, round)
+        real = cohort.row_mask
+        np.testing.assert_array_equal(cohort.depth[real], level[cohort.client_id[real]])
+        for chunk in np.split(np.arange(8), 8 // execution.chunk):
+            own = cohort.depth[chunk][real[chunk]]
+            had_padding_alone |= len(own) == 0
+            smallest = own.min() if len(own) else cohort.depth[real].min()
+            assert (cohort.depth[chunk][~real[chunk]] == smallest).all()
+    assert had_padding_alone == use_mesh
+
+
+def test_only_eligible_clients_are_drawn():
+    """Never the others; everybody eligible draws as if nothing was said."""
+    eligible = np.array([1, 0, 1, 1, 0, 1, 1], bool)
+    cohorts, seen = make(3, eligible=eligible), set()
+    for round in range(40):
+        chosen = cohorts.drawn(0, round).client_id.tolist()
+        assert len(set(chosen)) == 3
+        seen.update(chosen)
+    assert seen == set(np.flatnonzero(eligible).tolist())
+    everybody = make(3, eligible=np.ones(7, bool))
+    equal(everybody(0, 2), make(3)(0, 2))
+    with pytest.raises(ValueError, match="--clients_per_round=6: 5 of 7.*lower it"):
+        make(6, eligible=eligible)
+
+
+def test_drawn_is_the_cohort_without_plans():
+    """Evaluation needs no batches."""
+    cohorts = make(peers=2)
+    assert cohorts.drawn(1, 3).plans == {}
+    equal(cohorts.drawn(1, 3), cohorts.cohort(1, 3).replace(plans={}))
+    equal(cohorts(1, 3), cohorts.cohort(1, 3))
+
+
+def test_a_window_holds_the_cohorts_of_its_rounds():
+    """Round by round what `cohort` gives, but for trailing empty steps; then zeros."""
+    server = types.PlanSpec("server", 1, 4)
+    cohorts = make(
+        5, specs=(LOCAL, server), peers=2, execution=types.Execution(3), seeds=(8, 9)
+    )
+    window = cohorts.window(1, 4, 3, 5)
+    for index in range(3):
+        one = cohorts(1, 4 + index)
+        ours = jax.tree.map(lambda leaf, i=index: leaf[i], window)
+        equal(one.replace(plans={}), ours.replace(plans={}))
+        for name in ("local", "server"):
+            whole, short = one.plans[name], ours.plans[name]
+            steps = short.position.shape[1]
+            assert whole.num_steps.max() <= steps
+            np.testing.assert_array_equal(whole.num_steps, short.num_steps)
+            np.testing.assert_array_equal(whole.position[:, :steps], short.position)
+            np.testing.assert_array_equal(whole.epoch[:, :steps], short.epoch)
+    for leaf in jax.tree.leaves(window):
+        assert len(leaf) == 5 and not leaf[3:].any()
+
+
+def test_the_steps_of_a_window_follow_its_largest_client():
+    """A power of two, at least what is asked for, never more than the longest's."""
+    sizes = np.array([[3, 9, 4, 160]])
+    spec = types.PlanSpec("local", 1, 2)
+    cohorts = make(1, specs=(spec,), seeds=(0,), sizes=sizes)
+    seen = set()
+    for round in range(12):
+        longest = -(-int(sizes[0, cohorts.drawn(0, round).client_id[0]]) // 2)
+        rounded = {2: 2, 5: 8, 80: 80}[longest]
+        for least in (0, 4, 20, 999):
+            window = cohorts.window(0, round, 1, 2, {"local": least})
+            steps = window.plans["local"].position.shape[2]
+            assert steps == min(max(rounded, least), 80)
+        seen.add(longest)
+    assert seen == {2, 5, 80}
+    assert cohorts.longest == {"local": 80}
+    both = cohorts.window(0, 0, 12, 12).plans["local"].position
+    assert both.shape == (12, 1, 80, 2)
 
 
 def test_padding_rows_stand_first_and_are_masked():
     """Five rows in chunks of four: three padding rows with client id K."""
-    cohort = make(clients_per_round=5, num_peers=2, execution=types.Execution(4))(0, 0)
+    cohort = make(clients_per_round=5, peers=2, execution=types.Execution(4))(0, 0)
     np.testing.assert_array_equal(cohort.row_mask, [False] * 3 + [True] * 5)
     np.testing.assert_array_equal(cohort.client_id[:3], [7] * 3)
     np.testing.assert_array_equal(cohort.row, cohort.client_id)
@@ -179,7 +326,7 @@ def test_draws_do_not_depend_on_the_execution(chunk, use_mesh):
     """The same clients with the same batches and peers on any devices."""
     execution = types.Execution(chunk, four_devices() if use_mesh else None)
     plain, other = (
-        make(num_peers=3, clients_per_round=5, execution=e)(0, 4)
+        make(peers=3, clients_per_round=5, execution=e)(0, 4)
         for e in (types.Execution(), execution)
     )
     assert other.row_mask.sum() == 5
@@ -206,7 +353,7 @@ def test_the_method_does_not_change_the_clients():
     """Other plans and peers, the same cohort; a plan keeps its draws beside others."""
     local, server = types.PlanSpec("local", 2, 5), types.PlanSpec("server", 1, 4)
     alone, beside = make(specs=(local,))(0, 3), make(specs=(server, local))(0, 3)
-    many = make(specs=(local,), num_peers=4)(0, 3)
+    many = make(specs=(local,), peers=4)(0, 3)
     np.testing.assert_array_equal(alone.client_id, beside.client_id)
     np.testing.assert_array_equal(alone.client_id, many.client_id)
     equal(alone.plans["local"], beside.plans["local"])
@@ -222,7 +369,7 @@ def test_plans_of_different_names_shuffle_differently():
 
 def test_peers_exclude_self_and_repeat_nobody():
     """k different others for each row; over many rounds everyone, equally often."""
-    cohorts = make(clients_per_round=7, num_peers=3)
+    cohorts = make(clients_per_round=7, peers=3)
     met = np.zeros((7, 7), int)
     for r in range(200):
         cohort = cohorts(0, r)
@@ -237,7 +384,109 @@ def test_peers_exclude_self_and_repeat_nobody():
 
 
 def test_all_others_as_peers():
-    """k = K - 1 peers are all the others."""
-    cohort = make(clients_per_round=7, num_peers=6)(0, 0)
+    """k = K - 1 peers are all the others; more are refused."""
+    cohort = make(clients_per_round=7, peers=6)(0, 0)
     for client, peers in zip(cohort.client_id, cohort.peers, strict=True):
         assert sorted([client, *peers.tolist()]) == list(range(7))
+    assert cohort.peer_mask.all()
+    with pytest.raises(ValueError, match="--num_clients=7.*6 others, 7 peers.*raise"):
+        make(peers=7)
+
+
+def test_every_place_among_the_peers_is_equally_likely():
+    """The first of three peers is any of the six others: 200 of 1,200 rounds each."""
+    made = [plan.uniform_peers(0, r, np.array([2]), 7, 3)[0][0, 0] for r in range(1200)]
+    count = np.bincount(made, minlength=7)
+    assert count[2] == 0
+    assert np.abs(np.delete(count, 2) - 200).max() < 5 * np.sqrt(1200 * 5 / 36)
+
+
+def test_peers_are_named_by_seed_round_and_client():
+    """The same in a cohort of seven and in one of three; others in another round."""
+    large, small = make(7, peers=3)(0, 5), make(3, peers=3)(0, 5)
+    for index, client in enumerate(small.client_id):
+        (same,) = np.flatnonzero(large.client_id == client)
+        np.testing.assert_array_equal(large.peers[same], small.peers[index])
+    assert not np.array_equal(large.peers, make(7, peers=3)(0, 6).peers)
+
+
+def test_a_graph_of_ones_own():
+    """A ring whose client 3 is alone; padding rows have no peers either."""
+
+    def ring(seed, round, client, num_clients, num_peers):
+        peers = (client[:, None] + np.array([1, -1])) % num_clients
+        return peers, np.repeat(client[:, None] != 3, num_peers, axis=1)
+
+    spec = types.PeerSpec(2, ring)
+    cohort = make(7, peers=spec, execution=types.Execution(4)).drawn(0, 0)
+    assert cohort.peers.shape == (8, 2)
+    for client, peers, mask in zip(
+        cohort.client_id, cohort.peers, cohort.peer_mask, strict=True
+    ):
+        if client in (3, 7):
+            assert not mask.any() and not peers.any()
+        else:
+            assert mask.all()
+            assert peers.tolist() == [(client + 1) % 7, (client - 1) % 7]
+    outside = spec._replace(draw=lambda *args: (ring(*args)[0] + 1, ring(*args)[1]))
+    with pytest.raises(ValueError, match="peers 0..7; expected slots 0..6"):
+        make(7, peers=outside).drawn(0, 0)
+
+
+def test_executed_steps_by_hand():
+    """Chunks of two run to their longest: 2 x (3 + 7); one by one nothing is lost."""
+    steps = np.array([0, 3, 5, 7])
+    assert plan.executed_steps(steps, types.Execution(2)) == 20
+    assert plan.executed_steps(steps, types.Execution(1)) == 15
+    assert plan.executed_steps(steps, types.Execution(9)) == 28
+    assert plan.executed_steps(np.stack([steps, steps]), types.Execution(2)) == 40
+
+
+@pytest.mark.parametrize(
+    "steps, min_chunk, devices, expected",
+    [
+        # Two large clients: a chunk of their own. 2 x (1 + 1 + 9) of 22.
+        ([1, 1, 1, 1, 9, 9], 2, 1, (2, 1.0)),
+        # Alone they run best; ties go to the larger chunk.
+        ([2, 2, 2, 2], 1, 1, (4, 1.0)),
+        # Chunks of three need 3 x (1 + 9); six need 54.
+        ([1, 1, 1, 1, 9, 9], 3, 1, (3, 22 / 30)),
+        # A least chunk beyond the cohort is the cohort.
+        ([1, 1, 1, 1, 9, 9], 99, 1, (6, 22 / 54)),
+        # Two devices get 1, 1, 9 each: one by one, or all three at once.
+        ([1, 1, 1, 1, 9, 9], 1, 2, (1, 1.0)),
+        ([1, 1, 1, 1, 9, 9], 2, 2, (2, 22 / 40)),
+        # About 4,096 examples a step: 41 clients are too few to be cut.
+        ([1] * 20 + [50] * 20, 0, 1, (40, 0.51)),
+    ],
+)
+def test_choose_chunk(steps, min_chunk, devices, expected):
+    """The chunk of the least executed steps, by hand."""
+    found = plan.choose_chunk(
+        np.array([steps, steps]), batch_size=100, min_chunk=min_chunk, devices=devices
+    )
+    assert found[0] == expected[0]
+    np.testing.assert_allclose(found[1], expected[1])
+
+
+@pytest.mark.parametrize("use_mesh", [False, True])
+def test_choose_chunk_predicts_what_the_planner_makes(use_mesh):
+    """Of all chunks the best one, counted in real cohorts of lognormal sizes."""
+    sizes = np.random.default_rng(0).lognormal(3, 1.5, (1, 40)).astype(int) + 1
+    mesh = four_devices() if use_mesh else None
+    spec = types.PlanSpec("local", 1, 4)
+
+    def steps(chunk):
+        execution = types.Execution(chunk, mesh)
+        cohorts = make(26, (spec,), execution=execution, seeds=(0,), sizes=sizes)
+        taken = [cohorts(0, round).plans["local"].num_steps for round in range(3)]
+        return np.stack(taken), execution
+
+    real = np.stack([one[one > 0] for one in steps(1)[0]])
+    chunk, efficiency = plan.choose_chunk(
+        real, batch_size=4, min_chunk=2, devices=4 if use_mesh else 1
+    )
+    executed = {c: plan.executed_steps(*steps(c)) for c in range(2, 8)}
+    assert executed[chunk] == min(executed.values())
+    np.testing.assert_allclose(efficiency, real.sum() / executed[chunk])
+    assert efficiency > 0.5

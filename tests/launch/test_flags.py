@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 import algorithms
-from data import partition
-from launch import build, config, flags, main, workdir
+from data import partitions
+from launch import build, config, flags, main, settings, workdir
 
 
 def parse(*arguments):
@@ -97,7 +97,7 @@ def test_help_shows_every_field(algo, capsys):
         main.main(["main", f"--algo={algo}", "--help"])
     assert stop.value.code in (0, None)
     text = capsys.readouterr().out
-    fields = build.fields_of(algo)
+    fields = settings.fields_of(algo)
     own = {f.name for f in dataclasses.fields(algorithms.ALGORITHMS[algo].HParams)}
     assert own <= fields.keys()
     for name, field in fields.items():
@@ -124,12 +124,12 @@ def test_contract_names_exist():
         eval_every checkpoint_every workdir resume client_chunk devices
         precision""".split()
     for algo in set(algorithms.ALGORITHMS) - {"majority"}:  # which trains nothing
-        assert set(common) <= build.fields_of(algo).keys(), algo
-    assert "optimizer_state" in build.fields_of("fedd2s")
-    assert "personal_from" in build.fields_of("fedper")
+        assert set(common) <= settings.fields_of(algo).keys(), algo
+    assert "optimizer_state" in settings.fields_of("fedd2s")
+    assert "personal_from" in settings.fields_of("fedper")
     cdkt = """client_distill_weight server_distill_weight label_mix temperature
         server_lr server_epochs transfer server_distance client_distance""".split()
-    assert set(cdkt) <= build.fields_of("cdkt").keys()
+    assert set(cdkt) <= settings.fields_of("cdkt").keys()
 
 
 def test_experiment_refuses_unknown_keywords():
@@ -219,17 +219,6 @@ def test_workdir_names(blobs):
     assert name(algo="fedavg", dataset=blobs) == "runs/fedavg-blobs-seed0"
 
 
-def test_presets_do_not_override_what_is_given():
-    """A preset fills only what was not given, and only options there are."""
-    options, hparams = build.configure({"algo": "cdkt", "client_lr": 0.5})
-    assert (options.preset, options.num_clients) == ("cdkt", 10)
-    assert (hparams.client_lr, hparams.batch_size) == (0.5, 20)
-    options, _ = build.configure({"algo": "fedavg"})
-    assert options.preset == "none" and options.num_clients is None
-    code = build.configure({"algo": "cdkt", "preset": "cdkt_code"})[1]
-    assert (code.ensemble, code.js_form) == ("code_last", "reversed")
-
-
 @pytest.mark.parametrize(
     "summary, rounds, window",
     [
@@ -248,5 +237,5 @@ def test_summary_window(summary, rounds, window):
 
 def test_every_choice_has_help():
     """Choices of --partition are the partitions there are."""
-    field = build.fields_of("fedavg")["partition"]
-    assert set(field.metadata["choices"]) == set(partition.PARTITIONS)
+    field = settings.fields_of("fedavg")["partition"]
+    assert set(field.metadata["choices"]) == set(partitions.PARTITIONS)

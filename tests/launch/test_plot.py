@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from launch import build, main, plot
+from launch import main, plot, settings
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def runs(tmp_path_factory, blobs):
         "high": {"algo": "fedavg", "client_lr": 0.2},
     }.items():
         given = common | own | {"workdir": str(root / name)}
-        known = build.fields_of(own["algo"])
+        known = settings.fields_of(own["algo"])
         main.execute({key: value for key, value in given.items() if key in known})
     return [root / name for name in ("majority", "low", "high")]
 

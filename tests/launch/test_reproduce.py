@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from launch import bench, build, main, papers, report, reproduce
+from launch import console, main, papers, reproduce, settings
 
 
 @pytest.fixture
@@ -115,13 +115,15 @@ def test_every_cell_of_every_table_is_a_configuration():
     for name, table in papers.tables().items():
         for dataset in [*table["datasets"], table.get("dataset", "fashion_mnist")]:
             for cell in papers.cells(table, dataset):
-                known = build.fields_of(cell.options["algo"])
+                known = settings.fields_of(cell.options["algo"])
                 ignored = {k for k in cell.options if k not in known}
                 # What a row does not know is an option of other rows of its table.
                 rows = table["rows"].values()
-                others = set().union(*(build.fields_of(row["algo"]) for row in rows))
+                others = set().union(*(settings.fields_of(row["algo"]) for row in rows))
                 assert ignored <= others, name
-                build.configure({k: v for k, v in cell.options.items() if k in known})
+                settings.configure(
+                    {k: v for k, v in cell.options.items() if k in known}
+                )
 
 
 def test_every_row_can_be_chosen():
@@ -190,7 +192,7 @@ def test_a_signal_in_a_cell_s_last_chunk_ends_the_table(
     argv = ["reproduce", "swept.fig1", f"--dataset={sweep}", "--workdir=out"]
     argv += ["--row=Majority", "--rounds=1"]
     with monkeypatch.context() as patch:
-        patch.setattr(report.Progress, "update", update)
+        patch.setattr(console.Progress, "update", update)
         with pytest.raises(SystemExit) as stop:
             reproduce.command(argv)
     assert stop.value.code == code
@@ -242,37 +244,3 @@ def test_bad_tables_are_one_line(tiny, capsys, argv, words):
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
-
-
-def test_bench_prints_one_json_object_last(blobs, capsys):
-    """The figures of a tiny work, with the names that users script against."""
-    bench.command(
-        ["bench", "--work=w3", f"--dataset={blobs}", "--test_split=client_share"]
-        + ["--num_clients=8", "--clients_per_round=4", "--model=mlp", "--rounds=2"]
-        + ["--devices=1"]
-    )
-    out = json.loads(capsys.readouterr().out.splitlines()[-1])
-    for name in (
-        "seconds_per_round",
-        "client_updates_per_second",
-        "samples_per_second",
-        "padding_efficiency",
-        "compile_seconds",
-        "peak_memory_bytes",
-        "accuracy",
-    ):
-        assert out[name] > 0
-    assert out["padding_efficiency"] <= 1
-    assert out["backend"] == "cpu"
-
-
-def test_bench_times_a_reference_for_fedd2s(blobs, capsys):
-    """The round and the optimizer steps alone, both timed here."""
-    bench.command(
-        ["bench", "--work=w2", "--algo=fedd2s", f"--dataset={blobs}", "--model=mlp"]
-        + ["--test_split=client_share", "--num_clients=8", "--clients_per_round=4"]
-        + ["--rounds=2", "--devices=1", "--partition=iid", "--batch_size=16"]
-    )
-    out = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert out["reference_seconds_per_round"] > 0
-    assert out["round_over_reference"] > 0

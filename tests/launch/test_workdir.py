@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from launch import build, lock, main, report, workdir
+from launch import build, console, lock, main, workdir
 from launch import finished as finished_lib
 
 ROUNDS = 4
@@ -85,7 +85,7 @@ def kill_at(monkeypatch, round):
         if done == round:
             raise KilledError
 
-    monkeypatch.setattr(report.Progress, "update", update)
+    monkeypatch.setattr(console.Progress, "update", update)
 
 
 def signal_at(monkeypatch, round, number):
@@ -104,7 +104,7 @@ def signal_at(monkeypatch, round, number):
             made[-1]._note(number, None)
 
     monkeypatch.setattr(main, "Stop", Stop)
-    monkeypatch.setattr(report.Progress, "update", update)
+    monkeypatch.setattr(console.Progress, "update", update)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from data import partition, table
-from fedjax_pfl import rng
+from data import dataset, partitions
+from data.partitions import dirichlet, held_out, parts
 
 MNIST_COUNTS = (6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958)
 
@@ -16,17 +16,22 @@ def make_table(counts, num_train=None, client=None):
     image = np.zeros((len(label), 1), np.uint8)
     if num_train is None:
         num_train = len(label)
-    return table.Table(image, label, num_train, len(counts), client)
+    return dataset.Dataset(image, label, num_train, len(counts), client)
 
 
 def spec(kind, num_clients=10, **rest):
     """A `PartitionSpec` with everything in one test split."""
-    return partition.PartitionSpec(partition=kind, num_clients=num_clients, **rest)
+    return partitions.PartitionSpec(partition=kind, num_clients=num_clients, **rest)
+
+
+def by_client(split):
+    """(train, test) rows of each client."""
+    return list(zip(split.train.by_client(), split.test.by_client(), strict=True))
 
 
 def owned(split):
     """All rows of each client, train and test together."""
-    return [np.concatenate(both) for both in zip(split.train, split.test, strict=True)]
+    return [np.concatenate(both) for both in by_client(split)]
 
 
 def histogram(split, source):
@@ -42,7 +47,7 @@ def histogram(split, source):
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "client_dirichlet"])
 def test_every_row_belongs_to_exactly_one_client(kind):
     """1,000 rows over 10 clients: none lost, none shared."""
-    split = partition.split(make_table([100] * 10), spec(kind), 3)
+    split = partitions.split(make_table([100] * 10), spec(kind), 3)
     np.testing.assert_array_equal(
         np.sort(np.concatenate(owned(split))), np.arange(1000)
     )
@@ -51,7 +56,7 @@ def test_every_row_belongs_to_exactly_one_client(kind):
 def test_iid_sizes_and_histogram():
     """Sizes differ by one row at most; every client has a fair share of each class."""
     source = make_table([1000] * 4)
-    split = partition.split(source, spec("iid", 7), 0)
+    split = partitions.split(source, spec("iid", 7), 0)
     sizes = np.array([len(rows) for rows in owned(split)])
     assert sizes.max() - sizes.min() == 1
     assert sizes.sum() == 4000
@@ -62,14 +67,14 @@ def test_iid_sizes_and_histogram():
 
 def test_iid_is_not_the_identity():
     """The rows are shuffled before they are cut."""
-    split = partition.split(make_table([500, 500]), spec("iid", 2), 0)
+    split = partitions.split(make_table([500, 500]), spec("iid", 2), 0)
     assert 100 < (owned(split)[0] < 500).sum() < 400
 
 
 def test_dirichlet_with_huge_alpha_is_nearly_uniform():
     """alpha=1e6: class shares of every client within 1 % of 1 / K."""
     source = make_table([3000] * 10)
-    split = partition.split(source, spec("dirichlet", 30, partition_alpha=1e6), 1)
+    split = partitions.split(source, spec("dirichlet", 30, partition_alpha=1e6), 1)
     counts = histogram(split, source)
     # Full clients (size >= N / K) get nothing more, so the last class may move.
     assert np.abs(counts[:, :-1] - 100).max() <= 2
@@ -80,7 +85,7 @@ def test_dirichlet_minimum_size_holds():
     """Redrawn until everyone has min_examples, spec test 32."""
     source = make_table([300] * 10)
     for seed in range(5):
-        split = partition.split(
+        split = partitions.split(
             source, spec("dirichlet", 30, partition_alpha=0.5, min_examples=15), seed
         )
         assert min(len(rows) for rows in owned(split)) >= 15
@@ -92,8 +97,8 @@ def test_dirichlet_minimum_size_holds():
 def test_dirichlet_small_alpha_is_unequal():
     """alpha=0.1: the largest class share of a client is mostly above a half."""
     source = make_table([600] * 10)
-    small = partition.split(source, spec("dirichlet", partition_alpha=0.1), 0)
-    large = partition.split(source, spec("dirichlet", partition_alpha=100.0), 0)
+    small = partitions.split(source, spec("dirichlet", partition_alpha=0.1), 0)
+    large = partitions.split(source, spec("dirichlet", partition_alpha=100.0), 0)
 
     def top(split):
         counts = histogram(split, source)
@@ -106,12 +111,19 @@ def test_dirichlet_small_alpha_is_unequal():
 def test_dirichlet_cap_stops_full_clients():
     """A client at N / K or above gets nothing of the later classes."""
     labels = np.repeat(np.arange(10), 500)
-    one = spec("dirichlet", 5, partition_alpha=0.3)
     cap = len(labels) / 5
     capped = 0
     for seed in range(10):
-        parts = partition.dirichlet(labels, one, np.random.default_rng(seed))
-        counts = np.stack([np.bincount(labels[p], minlength=10) for p in parts])
+        drawn = dirichlet.split(
+            labels,
+            num_clients=5,
+            alpha=0.3,
+            min_examples=2,
+            gen=np.random.default_rng(seed),
+        )
+        counts = np.stack(
+            [np.bincount(labels[p], minlength=10) for p in drawn.by_client()]
+        )
         before = np.cumsum(counts, axis=1) - counts
         assert (counts[before >= cap] == 0).all()
         capped += (before >= cap).sum()
@@ -123,7 +135,7 @@ def test_client_dirichlet_equal_sizes_and_disjoint():
     source = make_table([250, 90, 333, 120, 207])
     for alpha in (0.01, 0.5, 100.0):
         one = spec("client_dirichlet", 7, partition_alpha=alpha)
-        parts = owned(partition.split(source, one, 2))
+        parts = owned(partitions.split(source, one, 2))
         assert {len(rows) for rows in parts} == {1000 // 7}
         rows = np.concatenate(parts)
         assert len(np.unique(rows)) == len(rows)
@@ -135,7 +147,7 @@ def test_client_dirichlet_small_alpha_concentrates():
 
     def counts(alpha):
         one = spec("client_dirichlet", 20, partition_alpha=alpha)
-        return histogram(partition.split(source, one, 0), source)
+        return histogram(partitions.split(source, one, 0), source)
 
     few = counts(0.01)
     assert np.median(few.max(1) / few.sum(1)) > 0.7
@@ -147,7 +159,7 @@ def test_pathological_exactly_k_classes(per_client):
     """Every client has exactly k classes, every row is used once."""
     source = make_table([120, 80, 100, 100, 100, 60, 140, 100, 100, 100])
     for seed in range(3):
-        split = partition.split(
+        split = partitions.split(
             source, spec("pathological", 20, classes_per_client=per_client), seed
         )
         counts = histogram(split, source)
@@ -161,7 +173,7 @@ def test_pathological_exactly_k_classes(per_client):
 def test_pathological_shards_are_equal_for_equal_classes():
     """10 classes of 100 rows, 20 clients, 2 classes each: shards of 25 rows."""
     source = make_table([100] * 10)
-    split = partition.split(source, spec("pathological", 20, classes_per_client=2), 0)
+    split = partitions.split(source, spec("pathological", 20, classes_per_client=2), 0)
     counts = histogram(split, source)
     assert set(np.unique(counts)) == {0, 25}
 
@@ -170,7 +182,7 @@ def test_natural_keeps_the_owners():
     """Client k owns exactly the rows with its id."""
     client = np.random.default_rng(0).integers(0, 6, 300).astype(np.int32)
     source = make_table([150, 150], client=client)
-    split = partition.split(source, spec("natural", 6), 0)
+    split = partitions.split(source, spec("natural", 6), 0)
     for k, rows in enumerate(owned(split)):
         np.testing.assert_array_equal(np.sort(rows), np.flatnonzero(client == k))
 
@@ -178,7 +190,7 @@ def test_natural_keeps_the_owners():
 def test_natural_takes_the_first_clients():
     """Fewer clients than owners: the first ones, unchanged."""
     client = np.repeat(np.arange(5), 20).astype(np.int32)
-    split = partition.split(make_table([50, 50], client=client), spec("natural", 2), 0)
+    split = partitions.split(make_table([50, 50], client=client), spec("natural", 2), 0)
     rows = np.sort(np.concatenate(owned(split)))
     np.testing.assert_array_equal(rows, np.arange(40))
 
@@ -196,11 +208,11 @@ def test_split_sizes(kind, num_test):
     sizes = [5, 6, 7, 8, 9, 10, 13, 15, 20, 24, 25, 60]
     client = np.repeat(np.arange(len(sizes)), sizes).astype(np.int32)
     label = np.arange(len(client)) % 3
-    source = table.Table(
+    source = dataset.Dataset(
         np.zeros((len(client), 1), np.uint8), label, len(client), 3, client
     )
-    split = partition.split(source, spec("natural", len(sizes), test_split=kind), 0)
-    for size, train, test in zip(sizes, split.train, split.test, strict=True):
+    split = partitions.split(source, spec("natural", len(sizes), test_split=kind), 0)
+    for size, (train, test) in zip(sizes, by_client(split), strict=True):
         assert len(test) == num_test(size)
         assert len(train) + len(test) == size
         assert not set(train.tolist()) & set(test.tolist())
@@ -209,8 +221,8 @@ def test_split_sizes(kind, num_test):
 def test_pool_split_merges_the_official_parts():
     """`pool` shares out official test rows too; `client_share` does not."""
     source = make_table([100, 100], num_train=150)
-    merged = partition.split(source, spec("iid", 4, test_split="pool"), 0)
-    apart = partition.split(source, spec("iid", 4, test_split="client_share"), 0)
+    merged = partitions.split(source, spec("iid", 4, test_split="pool"), 0)
+    apart = partitions.split(source, spec("iid", 4, test_split="client_share"), 0)
     np.testing.assert_array_equal(
         np.sort(np.concatenate(owned(merged))), np.arange(200)
     )
@@ -220,36 +232,83 @@ def test_pool_split_merges_the_official_parts():
 def test_stratified_split_keeps_the_class_mix():
     """Per class the train rows are .8 of the client's within one row."""
     source = make_table([90, 47, 13])
-    split = partition.split(source, spec("iid", 3, test_split="pool_stratified"), 0)
-    for train, test in zip(split.train, split.test, strict=True):
+    split = partitions.split(source, spec("iid", 3, test_split="pool_stratified"), 0)
+    for train, test in by_client(split):
         kept = np.bincount(source.label[train], minlength=3)
         all_rows = kept + np.bincount(source.label[test], minlength=3)
         share = int(0.8 * all_rows.sum()) / all_rows.sum()
         assert np.abs(kept - share * all_rows).max() < 1
 
 
+def test_stratified_split_of_many_clients_is_that_of_each_one():
+    """Largest remainders, client by client: floor, then the largest fractions."""
+    gen = np.random.default_rng(0)
+    client = gen.integers(0, 80, 2000).astype(np.int32)
+    client[:160] = np.repeat(np.arange(80), 2)
+    label = gen.choice(7, 2000, p=[0.4, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05])
+    source = dataset.Dataset(np.zeros((2000, 1), np.uint8), label, 2000, 7, client)
+    split = partitions.split(
+        source, spec("natural", 80, test_split="pool_stratified"), 0
+    )
+    for k, (train, _) in enumerate(by_client(split)):
+        have = np.bincount(label[client == k], minlength=7)
+        want = have * (int(0.8 * have.sum() + 1e-9) / have.sum())
+        take = np.floor(want).astype(int)
+        missing = int(0.8 * have.sum() + 1e-9) - take.sum()
+        take[np.argsort(take - want, kind="stable")[:missing]] += 1
+        np.testing.assert_array_equal(np.bincount(label[train], minlength=7), take)
+
+
+@pytest.mark.parametrize("kind", ["pool", "pool_stratified", "client_share"])
+def test_test_rows_are_named_by_seed_and_client(kind):
+    """The same beside other clients of any size; others for another seed."""
+    gen = np.random.default_rng(0)
+    label, few = np.zeros(600, int), parts.Parts(np.arange(60), np.array([25, 35]))
+    many = parts.Parts(
+        np.concatenate([few.row, gen.permutation(np.arange(60, 600))]),
+        np.array([25, 35, 500, 3, 37]),
+    )
+    alone = held_out.split(few, label, kind, 5)
+    beside = held_out.split(many, label, kind, 5)
+    for one, other in zip(alone, beside, strict=True):
+        np.testing.assert_array_equal(one.row, other.row[: len(one.row)])
+        np.testing.assert_array_equal(one.count, other.count[:2])
+    again = held_out.split(few, label, kind, 6)
+    assert not np.array_equal(np.sort(alone[1].row), np.sort(again[1].row))
+
+
+@pytest.mark.parametrize("kind", ["pool", "pool_stratified", "client_share"])
+def test_every_row_is_a_test_row_equally_often(kind):
+    """Ten rows, two of them tests: a fifth of 1,000 clients, five deviations."""
+    owned = parts.Parts(np.arange(10_000), np.full(1000, 10))
+    _, test = held_out.split(owned, np.zeros(10_000, int), kind, 1)
+    assert (test.count == 2).all()
+    count = np.bincount(test.row % 10)
+    assert np.abs(count - 200).max() < 5 * np.sqrt(1000 * 0.2 * 0.8)
+
+
 def test_test_rows_are_drawn_at_random():
     """The test part is no fixed end of a client's rows."""
     client = np.zeros(100, np.int32)
     source = make_table([50, 50], client=client)
-    split = partition.split(source, spec("natural", 1), 0)
-    assert len(split.test[0]) == 20
-    assert 0 < (split.test[0] < 50).sum() < 20
+    split = partitions.split(source, spec("natural", 1), 0)
+    assert split.test.count.tolist() == [20]
+    assert 0 < (split.test.row < 50).sum() < 20
 
 
 def test_official_split():
     """Clients train on all their rows; the official test rows are everybody's."""
     source = make_table([60, 60], num_train=100)
-    split = partition.split(source, spec("iid", 5, test_split="official"), 0)
-    np.testing.assert_array_equal(np.sort(np.concatenate(split.train)), np.arange(100))
-    assert [len(test) for test in split.test] == [0] * 5
+    split = partitions.split(source, spec("iid", 5, test_split="official"), 0)
+    np.testing.assert_array_equal(np.sort(split.train.row), np.arange(100))
+    assert split.test.count.tolist() == [0] * 5
     np.testing.assert_array_equal(split.official_test, np.arange(100, 120))
 
 
 def test_official_split_needs_official_rows():
     """A user's arrays have no official test part: one clear line."""
     with pytest.raises(ValueError, match="--test_split=official"):
-        partition.split(make_table([50, 50]), spec("iid", test_split="official"), 0)
+        partitions.split(make_table([50, 50]), spec("iid", test_split="official"), 0)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +324,7 @@ def test_official_split_needs_official_rows():
 def test_proxy_rows(counts, fraction, expected):
     """n_c - floor((1 - fraction) n_c) rows of every class, the last ones."""
     labels = np.repeat(np.arange(len(counts)), counts)
-    rows = partition.proxy_rows(labels, fraction)
+    rows = partitions.proxy_rows(labels, fraction)
     assert len(rows) == expected
     starts = np.cumsum(counts) - counts
     for c, (start, count) in enumerate(zip(starts, counts, strict=True)):
@@ -281,8 +340,10 @@ def test_proxy_train_and_test_are_disjoint(kind, test_split):
     """No row is in two of proxy, train and test."""
     source = make_table([100] * 6, num_train=480)
     one = spec(kind, 6, test_split=test_split, proxy_fraction=0.1)
-    split = partition.split(source, one, 4)
-    rows = np.concatenate([split.proxy, *split.train, *split.test, split.official_test])
+    split = partitions.split(source, one, 4)
+    rows = np.concatenate(
+        [split.proxy, split.train.row, split.test.row, split.official_test]
+    )
     assert len(np.unique(rows)) == len(rows)
     assert len(split.proxy) >= 48
     counts = np.bincount(source.label[split.proxy], minlength=6)
@@ -293,7 +354,7 @@ def test_proxy_depends_on_the_seed():
     """Other seeds, other proxy rows; the count per class stays."""
     source = make_table([100] * 4)
     one = spec("iid", 4, proxy_fraction=0.1)
-    first, second = (partition.split(source, one, seed).proxy for seed in (0, 1))
+    first, second = (partitions.split(source, one, seed).proxy for seed in (0, 1))
     assert set(first.tolist()) != set(second.tolist())
     np.testing.assert_array_equal(
         np.bincount(source.label[first]), np.bincount(source.label[second])
@@ -307,7 +368,7 @@ def test_a_partition_is_a_function_of_its_seed(kind):
     """Equal for equal seeds, different for different ones."""
     source = make_table([100] * 5)
     one = spec(kind, 5, proxy_fraction=0.05)
-    first, again, other = (partition.split(source, one, s) for s in (8, 8, 9))
+    first, again, other = (partitions.split(source, one, s) for s in (8, 8, 9))
     for a, b in zip(
         [*first.train, *first.test, first.proxy],
         [*again.train, *again.test, again.proxy],
@@ -316,29 +377,41 @@ def test_a_partition_is_a_function_of_its_seed(kind):
         np.testing.assert_array_equal(a, b)
     assert any(
         set(a.tolist()) != set(b.tolist())
-        for a, b in zip(first.train, other.train, strict=True)
+        for a, b in zip(owned(first), owned(other), strict=True)
     )
 
 
 def test_examples_per_client_limits_the_pool():
     """`examples_per_client` bounds the rows in use, on average."""
     source = make_table([500] * 2)
-    split = partition.split(source, spec("iid", 4, examples_per_client=30), 0)
+    split = partitions.split(source, spec("iid", 4, examples_per_client=30), 0)
     assert [len(rows) for rows in owned(split)] == [30] * 4
 
 
 def test_dirichlet_that_leaves_a_client_empty():
-    """Names the flag, the client, what came and what is needed."""
+    """Names the flag, how many came off badly, what is needed and the ways out."""
     one = spec("dirichlet", 20, partition_alpha=0.001, min_examples=10)
-    with pytest.raises(ValueError, match="--partition_alpha=0.001 leaves client"):
-        partition.split(make_table([100] * 4), one, 0)
+    with pytest.raises(
+        ValueError,
+        match="--partition_alpha=0.001 leaves clients with fewer than 10 .*raise it",
+    ):
+        partitions.split(make_table([100] * 4), one, 0)
+
+
+@pytest.mark.parametrize("num_clients, tries", [(20, 200), (500, 5)])
+def test_dirichlet_gives_up_when_there_is_no_hope(num_clients, tries):
+    """Few clients: all 200 draws; hundreds that come off badly: the first five."""
+    one = spec("dirichlet", num_clients, partition_alpha=0.01)
+    source = make_table([num_clients] * 10)
+    with pytest.raises(ValueError, match=f"in the best of {tries} draws"):
+        partitions.split(source, one, 0)
 
 
 def test_natural_client_left_empty():
     """A client with a single row is refused by number."""
     client = np.array([0] * 10 + [1] * 1 + [2] * 9, np.int32)
     with pytest.raises(ValueError, match="leaves client 1 with 1 examples"):
-        partition.split(make_table([10, 10], client=client), spec("natural", 3), 0)
+        partitions.split(make_table([10, 10], client=client), spec("natural", 3), 0)
 
 
 @pytest.mark.parametrize(
@@ -347,40 +420,40 @@ def test_natural_client_left_empty():
 def test_more_clients_than_rows(kind):
     """Too many clients for the rows: names --num_clients."""
     with pytest.raises(ValueError, match="--num_clients=50.*lower it"):
-        partition.split(make_table([20, 20]), spec(kind, 50), 0)
+        partitions.split(make_table([20, 20]), spec(kind, 50), 0)
 
 
 def test_too_many_classes_per_client():
     """More classes per client than classes: names the flag."""
     one = spec("pathological", 4, classes_per_client=7)
     with pytest.raises(ValueError, match="--classes_per_client=7.*5 classes"):
-        partition.split(make_table([40] * 5), one, 0)
+        partitions.split(make_table([40] * 5), one, 0)
 
 
 def test_a_small_class_still_gives_k_classes():
     """A class with fewer rows than clients does not break `exactly k`."""
     source = make_table([3, 97, 100, 100])
-    split = partition.split(source, spec("pathological", 10, classes_per_client=3), 0)
+    split = partitions.split(source, spec("pathological", 10, classes_per_client=3), 0)
     np.testing.assert_array_equal((histogram(split, source) > 0).sum(1), 3)
 
 
 def test_stack_pads_the_shorter_seeds():
     """Seeds of different sizes: flat rows, starts and counts, -1 behind."""
     splits = [
-        partition.Split(
-            train=[np.array([4, 5, 6]), np.array([7])],
-            test=[np.array([0]), np.array([1, 2])],
+        partitions.Split(
+            train=parts.Parts(np.array([4, 5, 6, 7]), np.array([3, 1])),
+            test=parts.Parts(np.array([0, 1, 2]), np.array([1, 2])),
             official_test=np.array([], int),
             proxy=np.array([8, 9]),
         ),
-        partition.Split(
-            train=[np.array([1]), np.array([2, 3])],
-            test=[np.array([], int), np.array([0])],
+        partitions.Split(
+            train=parts.Parts(np.array([1, 2, 3]), np.array([1, 2])),
+            test=parts.Parts(np.array([0]), np.array([0, 1])),
             official_test=np.array([], int),
             proxy=np.array([5]),
         ),
     ]
-    stacked = partition.stack(splits)
+    stacked = partitions.stack(splits)
     np.testing.assert_array_equal(stacked.train.row, [[4, 5, 6, 7], [1, 2, 3, -1]])
     np.testing.assert_array_equal(stacked.train.start, [[0, 3], [0, 1]])
     np.testing.assert_array_equal(stacked.train.count, [[3, 1], [1, 2]])
@@ -396,7 +469,7 @@ def test_stack_of_official_splits():
     """Nobody owns the official test rows, and they are the union."""
     source = make_table([60, 60], num_train=100)
     one = spec("iid", 5, test_split="official")
-    stacked = partition.stack([partition.split(source, one, s) for s in (0, 1)])
+    stacked = partitions.stack([partitions.split(source, one, s) for s in (0, 1)])
     np.testing.assert_array_equal(stacked.test.count, np.zeros((2, 5)))
     np.testing.assert_array_equal(stacked.test.row, [np.arange(100, 120)] * 2)
     assert stacked.proxy.shape == (2, 0)
@@ -406,10 +479,10 @@ def test_stacked_rows_give_back_every_client():
     """row[start : start + count] is the client's split, seed by seed."""
     source = make_table([50] * 4)
     one = spec("dirichlet", 5, partition_alpha=0.5)
-    splits = [partition.split(source, one, seed) for seed in range(3)]
-    stacked = partition.stack(splits)
+    splits = [partitions.split(source, one, seed) for seed in range(3)]
+    stacked = partitions.stack(splits)
     for seed, split in enumerate(splits):
-        for client, rows in enumerate(split.train):
+        for client, rows in enumerate(split.train.by_client()):
             start = stacked.train.start[seed, client]
             count = stacked.train.count[seed, client]
             np.testing.assert_array_equal(
@@ -419,7 +492,7 @@ def test_stacked_rows_give_back_every_client():
 
 def test_every_partition_has_help():
     """The names a user may type, each with one line."""
-    assert set(partition.PARTITIONS) == {
+    assert set(partitions.PARTITIONS) == {
         "iid",
         "dirichlet",
         "client_dirichlet",
@@ -428,15 +501,14 @@ def test_every_partition_has_help():
         "cdkt_paper",
         "natural",
     }
-    assert all(partition.PARTITIONS.values())
+    assert all(partitions.PARTITIONS.values())
 
 
-def test_generators_of_clients_differ():
+def test_words_of_clients_differ():
     """Two clients with equal rows do not get the same test positions."""
     client = np.repeat([0, 1], 100).astype(np.int32)
-    split = partition.split(
+    split = partitions.split(
         make_table([100, 100], client=client), spec("natural", 2), 0
     )
-    assert rng.Tag.SPLIT != rng.Tag.PARTITION
-    first, second = np.sort(split.test[0]), np.sort(split.test[1]) - 100
+    first, second = (np.sort(rows) % 100 for rows in split.test.by_client())
     assert not np.array_equal(first, second)

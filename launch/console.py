@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on and when it is done."""
+"""What a person sees on the console while a run goes on and when it is done."""
 
 from __future__ import annotations
 

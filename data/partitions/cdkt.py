@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data.partitions import parts
+
 NUM_USERS = 50
 
 
@@ -135,7 +137,7 @@ def order(protocol: Protocol) -> list[int]:
     return sorted(users, key=str) if protocol.sort_as_text else users
 
 
-def users(labels: np.ndarray, protocol: Protocol, num_clients: int) -> list[np.ndarray]:
+def split(labels: np.ndarray, protocol: Protocol, num_clients: int) -> parts.Parts:
     """Positions in `labels` int[N] of the first `num_clients` users' images."""
     if num_clients > NUM_USERS:
         raise ValueError(
@@ -156,7 +158,8 @@ def users(labels: np.ndarray, protocol: Protocol, num_clients: int) -> list[np.n
             f"{int(sizes.argmin())} has {sizes.min()}; take another --partition"
         )
     cuts = slices(sizes, protocol)
-    return [
+    owned = [
         np.concatenate([members[c][begin:end] for c, begin, end in cuts[user]])
         for user in order(protocol)[:num_clients]
     ]
+    return parts.Parts(np.concatenate(owned), np.array([len(one) for one in owned]))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from data import table
+from data import dataset
 from fedjax_pfl import rng
 
 
 def blobs(
     num_rows: int, shape: tuple[int, ...], num_classes: int, *, seed: int = 0
-) -> table.Table:
+) -> dataset.Dataset:
     """`num_rows` uint8 examples of `shape`, one noisy random pattern per class.
 
     Labels go round, 0, 1, ..., so that every class has its share.
@@ -19,7 +19,7 @@ def blobs(
     patterns = gen.uniform(60, 200, (num_classes, *shape))
     label = np.arange(num_rows) % num_classes
     image = patterns[label] + gen.normal(0, 25, (num_rows, *shape))
-    return table.Table(
+    return dataset.Dataset(
         np.clip(image, 0, 255).astype(np.uint8),
         label.astype(np.int32),
         num_rows,

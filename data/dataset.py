@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Table(NamedTuple):
+class Dataset(NamedTuple):
     """All examples of a data set; the official test rows come last.
 
     Attributes:

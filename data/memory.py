@@ -1,0 +1,79 @@
+"""How much memory this process may still take: the machine's, or its cgroup's."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Iterator
+
+# cgroup 2 and 1: (mount, file of the limit, file of the use, line of the page cache).
+_CGROUPS = (
+    ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    (
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
+
+
+def available_bytes(root: pathlib.Path = pathlib.Path("/")) -> int | None:
+    """Bytes that can still be taken before the kernel kills or swaps.
+
+    The least of what the machine has left and of what every cgroup above the process
+    allows. None where nobody tells.
+
+    Args:
+        root: Where `proc` and `sys` lie.
+    """
+    found = [*_machine(root), *_cgroups(root)]
+    return min(found, default=None)
+
+
+def _machine(root: pathlib.Path) -> Iterator[int]:
+    table = _pairs(root / "proc/meminfo")
+    if "MemAvailable:" in table:
+        yield 1024 * table["MemAvailable:"]
+        return
+    try:
+        # macOS and old kernels: all of the memory is better than no bound.
+        yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return
+
+
+def _cgroups(root: pathlib.Path) -> Iterator[int]:
+    lines = _text(root / "proc/self/cgroup").splitlines()
+    paths = [line.split(":", 2)[2] for line in lines if line.count(":") >= 2]
+    for mount, limit_name, use_name, cache_name in _CGROUPS:
+        for path in paths:
+            # In a container the mount may show the process's own group as its root.
+            below = pathlib.PurePosixPath(path.lstrip("/"))
+            for level in (below, *below.parents):
+                folder = root / mount / level
+                limit = _number(folder / limit_name)
+                if limit is None:
+                    continue
+                # Cached files count as used, but are given back when asked for.
+                cache = _pairs(folder / "memory.stat").get(cache_name, 0)
+                used = (_number(folder / use_name) or 0) - cache
+                yield max(limit - max(used, 0), 0)
+
+
+def _text(path: pathlib.Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""
+
+
+def _number(path: pathlib.Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _pairs(path: pathlib.Path) -> dict[str, int]:
+    """First word -> number of every line `name number [unit]`."""
+    words = (line.split() for line in _text(path).splitlines())
+    return {w[0]: int(w[1]) for w in words if len(w) > 1 and w[1].isdecimal()}

@@ -1,0 +1,220 @@
+"""Partitions: from labels to the rows of each client.
+
+A partition is a function of its seed alone. Each kind has a file, which knows labels
+and numbers; what is set aside before (proxy) and after (tests) is the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from data import dataset
+from data.partitions import (
+    cdkt,
+    client_dirichlet,
+    dirichlet,
+    held_out,
+    iid,
+    natural,
+    parts,
+    pathological,
+)
+from fedjax_pfl import rng, types
+
+PARTITIONS = {
+    "iid": "equal random parts",
+    "dirichlet": "per class, shares over clients ~ Dir(alpha), sizes capped",
+    "client_dirichlet": "per client, class mix ~ Dir(alpha), equal sizes",
+    "pathological": "classes_per_client classes for each client, in equal shards",
+    "cdkt": "the generator of the released CDKT code (50 users, first num_clients)",
+    "cdkt_paper": "the same sizes, but random classes as the CDKT paper says",
+    "natural": "the client ids of an npz data set",
+}
+DRAWS = client_dirichlet.DRAWS
+TEST_SPLITS = held_out.TEST_SPLITS
+
+
+class PartitionSpec(NamedTuple):
+    """How to split; the names are the flags'.
+
+    `proxy_fraction` of every class is set aside first; `examples_per_client` 0 = all.
+    `kind` of the CDKT generator is in `cdkt`.
+    """
+
+    partition: str
+    num_clients: int
+    partition_alpha: float = 0.5
+    partition_draw: str = "ipf"
+    classes_per_client: int = 2
+    min_examples: int = 2
+    examples_per_client: int = 0
+    test_split: str = "client_share"
+    proxy_fraction: float = 0.0
+    cdkt: cdkt.Protocol | None = None
+
+
+class Split(NamedTuple):
+    """Rows of the data set for one seed: each client's, and those of nobody.
+
+    `official_test` and `proxy` are int64[...].
+    """
+
+    train: parts.Parts
+    test: parts.Parts
+    official_test: np.ndarray
+    proxy: np.ndarray
+
+
+def _draw(
+    source: dataset.Dataset,
+    pool: np.ndarray,
+    spec: PartitionSpec,
+    gen: np.random.Generator,
+) -> parts.Parts:
+    """Positions in `pool` of each client, by the kind that `spec` names."""
+    labels, num_clients = source.label[pool], spec.num_clients
+    kinds: dict[str, Callable[[], parts.Parts]] = {
+        "iid": lambda: iid.split(len(pool), num_clients, gen),
+        "dirichlet": lambda: dirichlet.split(
+            labels,
+            num_clients=num_clients,
+            alpha=spec.partition_alpha,
+            min_examples=spec.min_examples,
+            gen=gen,
+        ),
+        "client_dirichlet": lambda: client_dirichlet.split(
+            labels,
+            num_clients=num_clients,
+            alpha=spec.partition_alpha,
+            draw=spec.partition_draw,
+            gen=gen,
+        ),
+        "pathological": lambda: pathological.split(
+            labels,
+            num_clients=num_clients,
+            classes_per_client=spec.classes_per_client,
+            gen=gen,
+        ),
+        "cdkt": lambda: cdkt.split(labels, spec.cdkt, num_clients),
+        "cdkt_paper": lambda: cdkt.split(labels, spec.cdkt, num_clients),
+        "natural": lambda: natural.split(source.client[pool], num_clients),
+    }
+    return kinds[spec.partition]()
+
+
+def proxy_rows(labels: np.ndarray, fraction: float) -> np.ndarray:
+    """Positions of the last `fraction` of each class: n_c - floor((1 - fraction) n_c).
+
+    Eq.: the CDKT code keeps f = 1 - fraction of each class for the users.
+    """
+    out = []
+    for c in np.unique(labels):
+        members = np.flatnonzero(labels == c)
+        # Rounded first: (1 - .005) * 200 must be 199, not 198.99999.
+        kept = int(np.floor(round((1 - fraction) * len(members), 6)))
+        out.append(members[kept:])
+    return np.concatenate(out)
+
+
+def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
+    """Partitions a data set for one seed: proxy rows first, then clients, then tests.
+
+    Args:
+        source: The data set.
+        spec: What to do.
+        seed: The partition's seed.
+
+    Raises:
+        ValueError: a client would be left with too few examples.
+    """
+    gen = rng.generator(seed, rng.Tag.PARTITION)
+    official = spec.test_split == "official"
+    if official and source.num_train == len(source.label):
+        raise ValueError(
+            "--test_split=official: this data set has no official test rows; "
+            "take client_share or pool"
+        )
+    merged = spec.test_split in ("pool", "pool_stratified")
+    size = len(source.label) if merged else source.num_train
+    pool = gen.permutation(size)
+    proxy = pool[:0]
+    if spec.proxy_fraction:
+        # Shuffled: proxy batches have a fixed order, and one class each otherwise.
+        chosen = proxy_rows(source.label[pool], spec.proxy_fraction)
+        proxy = pool[gen.permutation(chosen)]
+        pool = np.setdiff1d(pool, proxy, assume_unique=True)
+        pool = gen.permutation(pool)
+    if spec.examples_per_client and spec.partition != "natural":
+        wanted = spec.examples_per_client * spec.num_clients
+        if wanted > len(pool):
+            raise ValueError(
+                f"--examples_per_client={spec.examples_per_client} for "
+                f"--num_clients={spec.num_clients} needs {wanted} examples, there are "
+                f"{len(pool)}; lower one of them"
+            )
+        pool = pool[:wanted]
+    too_few = len(pool) < spec.min_examples * spec.num_clients
+    if too_few and not spec.partition.startswith("cdkt"):
+        raise ValueError(
+            f"--num_clients={spec.num_clients}: {len(pool)} examples are too few, "
+            f"{spec.min_examples} for each client are needed; lower it"
+        )
+    drawn = _draw(source, pool, spec, gen)
+    _check_sizes(drawn.count, spec)
+    owned = parts.Parts(pool[drawn.row], drawn.count)
+    train, test = held_out.split(owned, source.label, spec.test_split, seed)
+    tail = np.arange(source.num_train, len(source.label))
+    return Split(train, test, tail if official else tail[:0], proxy)
+
+
+def _check_sizes(sizes: np.ndarray, spec: PartitionSpec) -> None:
+    worst = int(sizes.argmin())
+    if sizes[worst] >= spec.min_examples:
+        return
+    cause, cure = {
+        "client_dirichlet": (f"--num_clients={spec.num_clients}", "lower it"),
+        "pathological": (f"--num_clients={spec.num_clients}", "lower it"),
+        "natural": ("--partition=natural", "drop that client"),
+    }.get(spec.partition, (f"--partition={spec.partition}", "take another one"))
+    raise ValueError(
+        f"{cause} leaves client {worst} with {sizes[worst]} examples, "
+        f"{spec.min_examples} are needed (--min_examples); {cure} or lower "
+        "--num_clients"
+    )
+
+
+def _client_rows(
+    seeds: Sequence[parts.Parts], tails: Sequence[np.ndarray]
+) -> types.ClientRows:
+    """Stacks the seeds' rows, padded to the longest; nobody owns the tails."""
+    flats = [
+        np.concatenate([one.row, tail]) for one, tail in zip(seeds, tails, strict=True)
+    ]
+    row = np.full((len(flats), max(1, *map(len, flats))), -1, np.int32)
+    for seed, flat in enumerate(flats):
+        row[seed, : len(flat)] = flat
+    return types.ClientRows(
+        row=row,
+        start=np.stack([one.start for one in seeds]).astype(np.int32),
+        count=np.stack([one.count for one in seeds]).astype(np.int32),
+    )
+
+
+def stack(splits: Sequence[Split]) -> types.Partition:
+    """One `types.Partition` of numpy arrays with a leading axis of seeds."""
+    empty = [split.proxy[:0] for split in splits]
+    longest = max(len(split.proxy) for split in splits)
+    proxy = np.full((len(splits), longest), -1, np.int32)
+    for seed, one in enumerate(splits):
+        proxy[seed, : len(one.proxy)] = one.proxy
+    return types.Partition(
+        train=_client_rows([split.train for split in splits], empty),
+        test=_client_rows(
+            [split.test for split in splits],
+            [split.official_test for split in splits],
+        ),
+        proxy=proxy,
+    )

@@ -1,0 +1,198 @@
+"""Clients of equal size whose class mixes are drawn from Dir(alpha).
+
+The mixes rarely fit the supply of each class, so a rule must give in: `DRAWS`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from data.partitions import parts
+
+DRAWS = {
+    "ipf": "scale all mixes to sizes and supply by iterative proportional fitting",
+    "interleaved": "clients in random turn take one example at a time (FedDyn's code)",
+    "sequential": "clients one after another; the last get what is left",
+    "overlap": "independent draws; an example may belong to several clients",
+}
+# Turns are taken many at once as long as no class runs out, few after one did.
+MIN_TURNS, MAX_TURNS = 16, 4096
+
+
+def ipf(
+    mixes: np.ndarray, size: int, supply: np.ndarray, gen: np.random.Generator
+) -> np.ndarray:
+    """Sinkhorn scaling, floored, and the rest given by largest fraction."""
+    want = mixes + 1e-12
+    supply_share = supply * (size * len(mixes) / supply.sum())
+    for _ in range(500):
+        want *= size / want.sum(1, keepdims=True)
+        want *= supply_share / want.sum(0)
+    want *= size / want.sum(1, keepdims=True)
+    amount = np.floor(want).astype(int)
+    # Flooring after the last row scaling may overdraw a class by a row or two.
+    while (excess := amount.sum(0) - supply).max() > 0:
+        full = int(excess.argmax())
+        amount[int(amount[:, full].argmax()), full] -= 1
+    left = supply - amount.sum(0)
+    fraction = want - np.floor(want)
+    order = gen.permutation(len(mixes))
+    begin, width = 0, MIN_TURNS
+    while begin < len(order):
+        turns = order[begin : begin + width]
+        missing = size - amount[turns].sum(1)
+        take = _largest(fraction[turns], missing, left)
+        sure = _sure(take, missing > take.sum(1), left)
+        if not sure:
+            take = _round_again(fraction[turns[0]], int(missing[0]), left)[None]
+            sure = 1
+        amount[turns[:sure]] += take[:sure]
+        left -= take[:sure].sum(0)
+        begin += sure
+        width = min(2 * width, MAX_TURNS) if sure == len(turns) else MIN_TURNS
+    return amount
+
+
+def _largest(fraction: np.ndarray, missing: np.ndarray, left: np.ndarray) -> np.ndarray:
+    """bool[T, Y]: each turn's `missing` largest fractions among classes that are left.
+
+    A turn for which there are too few such classes gets those.
+    """
+    order = np.argsort(np.where(left > 0, -fraction, np.inf), axis=1, kind="stable")
+    rank = np.argsort(order, axis=1)
+    return (rank < missing[:, None]) & (left > 0)
+
+
+def _round_again(fraction: np.ndarray, missing: int, left: np.ndarray) -> np.ndarray:
+    """int[Y]: one turn's examples, largest fraction first, then the same classes."""
+    fraction, take = fraction.copy(), np.zeros(len(left), int)
+    for _ in range(missing):
+        best = int(np.where(left > take, fraction, -1.0).argmax())
+        take[best] += 1
+        # Just below every fraction that is not used up: first come the others.
+        fraction[best] -= 1e-6 + fraction[best]
+    return take
+
+
+def _sure(take: np.ndarray, is_stuck: np.ndarray, left: np.ndarray) -> int:
+    """How many turns may be taken at once: up to the one that empties a class.
+
+    Args:
+        take: bool[T, Y], what each turn takes from the classes that are left now.
+        is_stuck: bool[T], turns that cannot be served in this way.
+        left: int[Y].
+    """
+    if not is_stuck.any() and (take.sum(0) < left)[left > 0].all():
+        return len(take)
+    empties = ((take.cumsum(0) >= left) & (left > 0)).any(1)
+    is_last = empties | is_stuck
+    first = int(is_last.argmax())
+    return first if is_stuck[first] else first + 1
+
+
+def interleaved(
+    mixes: np.ndarray, size: int, supply: np.ndarray, gen: np.random.Generator
+) -> np.ndarray:
+    """One example at a time for a random client, from its mix over what is left."""
+    amount, left = np.zeros(mixes.shape, int), supply.copy()
+    clients = gen.permutation(np.repeat(np.arange(len(mixes)), size))
+    draws = gen.random(len(clients))
+    begin, width = 0, MIN_TURNS
+    while begin < len(clients):
+        turns = slice(begin, begin + width)
+        chosen, is_stuck = _pick(mixes[clients[turns]], left, draws[turns])
+        take = chosen[:, None] == np.arange(len(supply))
+        sure = _sure(take, is_stuck, left)
+        if not sure:
+            # This mix has nothing that is left: by supply.
+            chosen, _ = _pick(left[None].astype(float), left, draws[begin : begin + 1])
+            sure = 1
+        np.add.at(amount, (clients[begin : begin + sure], chosen[:sure]), 1)
+        left -= np.bincount(chosen[:sure], minlength=len(left))
+        begin += sure
+        width = min(2 * width, MAX_TURNS) if sure == len(take) else MIN_TURNS
+    return amount
+
+
+def _pick(
+    mix: np.ndarray, left: np.ndarray, draw: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(class int[T], is_stuck bool[T]): classes by their share among those left.
+
+    Args:
+        mix: f64[T, Y], shares of the classes.
+        left: int[Y]; a class without examples is not picked.
+        draw: f64[T] in [0, 1).
+    """
+    share = np.where(left > 0, mix, 0)
+    total = np.cumsum(share, axis=1)
+    index = (total <= (draw * total[:, -1])[:, None]).sum(1)
+    # Rounding may point past the last class that is left.
+    last = mix.shape[1] - 1 - (share[:, ::-1] > 0).argmax(1)
+    return np.minimum(index, last), total[:, -1] <= 0
+
+
+def _fill(
+    mix: np.ndarray, size: int, left: np.ndarray, gen: np.random.Generator
+) -> np.ndarray:
+    """One client's amounts: multinomial draws, capped by what is left of a class."""
+    amount = np.zeros(len(mix), int)
+    while (missing := size - amount.sum()) > 0:
+        share = np.where(left > amount, mix, 0)
+        if share.sum() <= 0:
+            share = (left - amount).astype(float)
+        drawn = gen.multinomial(missing, share / share.sum())
+        amount = np.minimum(amount + drawn, left)
+    return amount
+
+
+def split(
+    labels: np.ndarray,
+    *,
+    num_clients: int,
+    alpha: float,
+    draw: str,
+    gen: np.random.Generator,
+) -> parts.Parts:
+    """Positions of each client's examples, all of the same number.
+
+    Args:
+        labels: int[N].
+        num_clients: K; a client gets N // K examples.
+        alpha: Concentration of the class mixes.
+        draw: One of `DRAWS`.
+        gen: The partition's generator.
+    """
+    classes, supply = np.unique(labels, return_counts=True)
+    mixes = gen.dirichlet(np.full(len(classes), alpha), num_clients)
+    # A tiny alpha gives 0 / 0: a client without a wish.
+    mixes = np.where(np.isfinite(mixes), mixes, 0)
+    size = len(labels) // num_clients
+    pools = [gen.permutation(np.flatnonzero(labels == c)) for c in classes]
+    if draw in ("ipf", "interleaved"):
+        rule = ipf if draw == "ipf" else interleaved
+        amount = rule(mixes, size, supply, gen)
+    else:
+        left, amount = supply.copy(), np.zeros(mixes.shape, int)
+        for client in range(num_clients):
+            amount[client] = _fill(mixes[client], size, left, gen)
+            if draw == "sequential":
+                left = left - amount[client]
+    if draw == "overlap":
+        return _independent(amount, pools, gen)
+    clients = np.arange(num_clients)
+    owner = np.concatenate([np.repeat(clients, column) for column in amount.T])
+    used = [pool[:n] for pool, n in zip(pools, amount.sum(0), strict=True)]
+    drawn = parts.collect(np.concatenate(used), owner, num_clients)
+    return parts.shuffled(drawn, gen)
+
+
+def _independent(
+    amount: np.ndarray, pools: list[np.ndarray], gen: np.random.Generator
+) -> parts.Parts:
+    """Every client draws its amounts anew; no example twice for one client."""
+    out = []
+    for own in amount:
+        pieces = [gen.choice(pools[c], own[c], replace=False) for c in own.nonzero()[0]]
+        out.append(gen.permutation(np.concatenate(pieces)))
+    return parts.Parts(np.concatenate(out), amount.sum(1))

@@ -1,0 +1,84 @@
+"""Test rows: which of a client's rows are held out of its training."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from data import shuffle
+from data.partitions import parts
+from fedjax_pfl import rng
+
+TEST_SPLITS = ("pool", "pool_stratified", "client_share", "official")
+
+
+def split(
+    owned: parts.Parts, labels: np.ndarray, kind: str, seed: int
+) -> tuple[parts.Parts, parts.Parts]:
+    """(train, test) rows of each client; disjoint, together all of `owned`.
+
+    A client's rows are shuffled by words named by (seed, client, position), for all
+    clients at once.
+
+    Args:
+        owned: Rows of the data set.
+        labels: int[rows of the data set].
+        kind: One of `TEST_SPLITS`: `client_share` tests on floor(.2 n) rows, `pool`
+            trains on floor(.8 n), `pool_stratified` as well and keeps the class mix,
+            `official` trains on all.
+        seed: The partition's.
+    """
+    if kind == "official":
+        return owned, parts.Parts(owned.row[:0], np.zeros_like(owned.count))
+    owned = _shuffled(owned, seed)
+    place = np.arange(len(owned.row)) - np.repeat(owned.start, owned.count)
+    num_train = np.floor(0.8 * owned.count + 1e-9).astype(int)
+    if kind == "client_share":
+        num_test = np.floor(0.2 * owned.count + 1e-9).astype(int)
+        is_train = place >= np.repeat(num_test, owned.count)
+    elif kind == "pool":
+        is_train = place < np.repeat(num_train, owned.count)
+    else:
+        is_train = _stratified(owned, labels[owned.row], num_train)
+    num_train = np.bincount(owned.owner[is_train], minlength=len(owned.count))
+    return (
+        parts.Parts(owned.row[is_train], num_train),
+        parts.Parts(owned.row[~is_train], owned.count - num_train),
+    )
+
+
+def _shuffled(owned: parts.Parts, seed: int) -> parts.Parts:
+    row, start = np.empty_like(owned.row), owned.start[:, None]
+    for clients in shuffle.alike(owned.count):
+        place = np.arange(owned.count[clients].max())
+        words = rng.hashed(seed, rng.Tag.SPLIT, clients[:, None], place)
+        order = shuffle.positions(words, owned.count[clients])
+        real = order >= 0
+        row[(start[clients] + place)[real]] = owned.row[(start[clients] + order)[real]]
+    return parts.Parts(row, owned.count)
+
+
+def _stratified(
+    owned: parts.Parts, label: np.ndarray, num_train: np.ndarray
+) -> np.ndarray:
+    """bool[N]: train rows per class by largest remainder, num_train int[K] in all."""
+    owner = owned.owner
+    # Groups of one client and class, in this order; ties keep the shuffled order.
+    order = np.lexsort((label, owner))
+    is_first = np.ones(len(order), bool)
+    is_first[1:] = (np.diff(owner[order]) != 0) | (np.diff(label[order]) != 0)
+    begin = np.flatnonzero(is_first)
+    size = np.diff(begin, append=len(order))
+    client = owner[order[begin]]
+    share = size * (num_train / np.maximum(owned.count, 1))[client]
+    take = np.floor(share).astype(int)
+    missing = num_train - np.bincount(client, take, len(num_train)).astype(int)
+    # Rank of a group among its client's, largest remainder first.
+    by_rest = np.lexsort((take - share, client))
+    groups = np.bincount(client, minlength=len(num_train))
+    rank = np.arange(len(by_rest)) - np.repeat(np.cumsum(groups) - groups, groups)
+    take[by_rest] += rank < missing[client]
+    is_train = np.empty(len(order), bool)
+    is_train[order] = np.arange(len(order)) - np.repeat(begin, size) < np.repeat(
+        take, size
+    )
+    return is_train

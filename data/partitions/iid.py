@@ -1,0 +1,20 @@
+"""Clients with equal random parts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from data.partitions import parts
+
+
+def split(num_rows: int, num_clients: int, gen: np.random.Generator) -> parts.Parts:
+    """Random parts of 0..N-1; the first clients get the remainder.
+
+    Args:
+        num_rows: N.
+        num_clients: K.
+        gen: The partition's generator.
+    """
+    each, more = divmod(num_rows, num_clients)
+    count = each + (np.arange(num_clients) < more)
+    return parts.Parts(gen.permutation(num_rows), count)

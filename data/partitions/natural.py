@@ -1,0 +1,18 @@
+"""Clients that the data set itself names."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from data.partitions import parts
+
+
+def split(owner: np.ndarray, num_clients: int) -> parts.Parts:
+    """Positions of the first clients' examples, in the pool's order.
+
+    Args:
+        owner: int[N], 0, 1, ...; rows of owners beyond K are nobody's.
+        num_clients: K.
+    """
+    position = np.flatnonzero(owner < num_clients)
+    return parts.collect(position, owner[position], num_clients)

@@ -1,0 +1,55 @@
+"""What every partition returns: positions by client, flat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Parts(NamedTuple):
+    """Who owns what, in two arrays, whatever the number of clients.
+
+    Attributes:
+        row: int64[N], first those of client 0, then those of client 1, ...
+        count: int64[K], how many of them each client owns.
+    """
+
+    row: np.ndarray
+    count: np.ndarray
+
+    @property
+    def start(self) -> np.ndarray:
+        """int64[K], where each client's rows begin."""
+        return np.cumsum(self.count) - self.count
+
+    @property
+    def owner(self) -> np.ndarray:
+        """int64[N], the client of each row."""
+        return np.repeat(np.arange(len(self.count)), self.count)
+
+    def by_client(self) -> Iterator[np.ndarray]:
+        """The rows of each client, as views of `row`."""
+        for begin, count in zip(self.start.tolist(), self.count.tolist(), strict=True):
+            yield self.row[begin : begin + count]
+
+
+def collect(row: np.ndarray, owner: np.ndarray, num_clients: int) -> Parts:
+    """Parts from the owner of each row; a client's rows keep their order.
+
+    Args:
+        row: int[N].
+        owner: int[N] in 0..K-1.
+        num_clients: K.
+    """
+    order = np.argsort(owner, kind="stable")
+    return Parts(row[order], np.bincount(owner, minlength=num_clients))
+
+
+def shuffled(parts: Parts, gen: np.random.Generator) -> Parts:
+    """The same parts, each client's rows in random order."""
+    out = Parts(parts.row.copy(), parts.count)
+    for own in out.by_client():
+        gen.shuffle(own)
+    return out

@@ -1,0 +1,50 @@
+"""Shuffles of many clients at once: positions sorted by words that are named by ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+# The upper half of a word decides, the lower half carries the position: sorting plain
+# numbers is two to three times faster than an argsort.
+POSITION = np.uint64(2**32 - 1)
+BLOCK_WORDS = 1 << 18
+
+
+def alike(count: np.ndarray, words_each: int = 1) -> Iterator[np.ndarray]:
+    """Indices of clients of like size, so that nobody is padded to twice his size.
+
+    Args:
+        count: int[M], how much is to be shuffled for each; those with 0 are left out.
+        words_each: How often it is shuffled; bounds the size of a block.
+
+    Yields:
+        int64[m] indices into `count`; a block's words fit into a processor's cache.
+    """
+    length = np.frexp(np.maximum(count - 1, 0))[1]  # bits: 2 ** length >= count
+    order = np.argsort(length, kind="stable")
+    order = order[count[order] > 0]
+    ends = np.flatnonzero(np.diff(length[order])) + 1
+    for part in np.split(order, ends):
+        if len(part):
+            width = words_each << int(length[part[0]])
+            step = max(1, BLOCK_WORDS // width)
+            yield from (part[at : at + step] for at in range(0, len(part), step))
+
+
+def positions(words: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """The numbers 0..count-1 in the order of their words.
+
+    Args:
+        words: uint64[..., W], the word of each position (`rng.hashed`).
+        count: int[...], broadcast against the leading axes; at most W.
+
+    Returns:
+        int32[..., W]; behind the first `count` entries -1.
+    """
+    place = np.arange(words.shape[-1], dtype=np.uint64)
+    count = np.asarray(count).astype(np.uint64)[..., None]
+    keys = np.where(place < count, words & ~POSITION | place, ~np.uint64(0))
+    keys.sort(axis=-1)
+    return np.where(place < count, (keys & POSITION).astype(np.int32), np.int32(-1))

@@ -1,0 +1,224 @@
+"""One function of one client, computed for every client of a round."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import PartitionSpec
+
+from fedjax_pfl import aggregate, execution, rng, stacked, types
+
+
+@struct.dataclass
+class Client:
+    """One client in a round: all that its update may look at.
+
+    Attributes:
+        id: int32[].
+        depth: int32[], the largest level that it holds.
+        own: Its row of what `update` was given.
+        opt_state: Its kept optimizer state, () if none is kept.
+        plan: Its steps, a row of a `types.Plan`.
+        bound: int32[], steps to run: the most of its chunk. Not batched, so that a
+            `fori_loop` up to it stops early.
+        data: The tables.
+        key: The run's root key.
+        round: int32[], zero-based.
+    """
+
+    id: jax.Array
+    depth: jax.Array
+    own: Any
+    opt_state: Any
+    plan: types.Plan
+    bound: jax.Array
+    data: types.Data
+    key: jax.Array
+    round: jax.Array
+
+    def stream(self, tag: rng.Tag) -> jax.Array:
+        """A key of this client's own in this round."""
+        return rng.stream(self.key, tag, self.round, self.id)
+
+    def at_most(self, num_steps: int) -> Client:
+        """The same client with a plan of at most `num_steps` steps."""
+        plan = self.plan.replace(num_steps=jnp.minimum(self.plan.num_steps, num_steps))
+        return self.replace(plan=plan, bound=jnp.minimum(self.bound, num_steps))
+
+    def fresh(self) -> Client:
+        """The same client without its kept optimizer state."""
+        return self.replace(opt_state=())
+
+
+def update(
+    fn: Callable[..., Any],
+    task: types.Task,
+    state: types.RoundState,
+    cohort: types.Cohort,
+    data: types.Data,
+    *,
+    own: Any = (),
+    shared: Any = (),
+    opt_state: Any = None,
+    plan: str = "local",
+    levels: int = 0,
+    reduce: Any = None,
+) -> Any:
+    """Runs `fn(client, shared)` for every row of a cohort; leaves [C, ...].
+
+    Args:
+        fn: One client's update.
+        task: What the algorithm may know.
+        state: The state that the round began with.
+        cohort: The round's clients.
+        data: The tables.
+        own: Leaves [C, ...], what each client brings: `client.own`.
+        shared: The same for all: what the server sends.
+        opt_state: Leaves [C, ...]; None = rows `cohort.row` of `state.opt_state`.
+        plan: Name of the step plan.
+        levels: With L > 0 `fn(client, shared, level)` is traced once for each level
+            1..L (a Python int), and a chunk of clients runs its largest one.
+        reduce: Weights of sums over the clients that are taken while chunks run, so
+            that memory is a chunk's: f32[C], 0 on padding rows, or a prefix pytree of
+            such. `fn` then returns `(kept, given)` and `update` returns `(kept, sum)`
+            with leaves [C, ...] and [...].
+    """
+    steps = cohort.plans[plan]
+    if opt_state is None:
+        opt_state = stacked.take(state.opt_state, cohort.row)
+
+    def one(row: Any, given: Any, bound: jax.Array, **level: int) -> Any:
+        client_id, depth, own, opt_state, steps = row
+        data, shared, key, round = given
+        client = Client(
+            client_id, depth, own, opt_state, steps, bound, data, key, round
+        )
+        return fn(client, shared, **level)
+
+    by_level = [functools.partial(one, level=n) for n in range(1, levels + 1)]
+    return over_clients(by_level or [one], task.execution)(
+        (cohort.client_id, cohort.depth, own, opt_state, steps),
+        (data, shared, state.key, state.round),
+        steps.num_steps,
+        cohort.depth if levels else None,
+        reduce,
+    )
+
+
+def over_clients(
+    fns: Sequence[Callable[[Any, Any, jax.Array], Any]],
+    how: execution.Execution,
+) -> Callable[..., Any]:
+    """Maps a function of one client over all rows of a cohort.
+
+    Rows are cut into chunks; a chunk is vmapped, chunks run one after another, and
+    devices share the rows by `shard_map`, so that the clients' computation needs no
+    communication (a sum over clients needs one, at its end).
+
+    Args:
+        fns: `(row, shared, bound) -> out`, one for each level, or just one. `row` is
+            one row of `rows`; `bound` int32[] is the largest number of steps in the
+            row's chunk and stays unbatched, so that a `fori_loop` up to it stops early.
+        how: Chunk size and mesh. The number of rows must be a multiple of
+            chunk x devices (`execution.padded_size`).
+
+    Returns:
+        `(rows, shared, num_steps, level=None, reduce=None) -> out` with `rows` leaves
+        [C, ...], `num_steps` and `level` int32[C], `reduce` f32[C] or a prefix pytree
+        of such, and `out` leaves [C, ...]; with `reduce`, `fns` return `(kept, given)`
+        and so does this, `given` summed over the rows with these weights.
+    """
+
+    def on_device(
+        rows: Any, shared: Any, num_steps: jax.Array, level: Any, reduce: Any
+    ) -> Any:
+        num_rows = num_steps.shape[0]
+        chunk = min(how.chunk, num_rows)
+
+        def of_level(fn: Callable, rows: Any, num_steps: jax.Array) -> Any:
+            bound = num_steps.max()
+            if chunk == 1:
+                one = jax.tree.map(lambda leaf: leaf[0], rows)
+                return jax.tree.map(lambda leaf: leaf[None], fn(one, shared, bound))
+            return jax.vmap(lambda row: fn(row, shared, bound))(rows)
+
+        def on_chunk(part: tuple) -> Any:
+            rows, num_steps, level, reduce = part
+            if level is None:
+                out = of_level(fns[0], rows, num_steps)
+            else:
+                # One number for the chunk: a real branch, where a level of each row
+                # would make it a select that computes all of them.
+                branches = [functools.partial(of_level, fn) for fn in fns]
+                out = jax.lax.switch(level.max() - 1, branches, rows, num_steps)
+            if reduce is None:
+                return out
+            kept, given = out
+            return kept, aggregate.weighted_mean(given, reduce)
+
+        whole = (rows, num_steps, level, reduce)
+        if chunk == num_rows:
+            out = on_chunk(whole)
+        else:
+            parts = jax.tree.map(
+                lambda leaf: leaf.reshape(-1, chunk, *leaf.shape[1:]), whole
+            )
+            out = _in_turn(on_chunk, parts, is_summed=reduce is not None)
+        if reduce is None or how.mesh is None:
+            return out
+        return out[0], jax.lax.psum(out[1], "clients")
+
+    def run(
+        rows: Any,
+        shared: Any,
+        num_steps: jax.Array,
+        level: jax.Array | None = None,
+        reduce: Any = None,
+    ) -> Any:
+        chex.assert_equal_shape_prefix([num_steps, *jax.tree.leaves(rows)], 1)
+        if num_steps.shape[0] != execution.padded_size(num_steps.shape[0], how):
+            raise ValueError(
+                f"{num_steps.shape[0]} rows do not fill chunks of {how.chunk}; "
+                "pad the cohort to execution.padded_size"
+            )
+        if how.mesh is None:
+            return on_device(rows, shared, num_steps, level, reduce)
+        by_row, everywhere = PartitionSpec("clients"), PartitionSpec()
+        return jax.shard_map(
+            on_device,
+            mesh=how.mesh,
+            in_specs=(by_row, everywhere, by_row, by_row, by_row),
+            out_specs=by_row if reduce is None else (by_row, everywhere),
+            check_vma=False,
+        )(rows, shared, num_steps, level, reduce)
+
+    return run
+
+
+def _in_turn(on_chunk: Callable[[Any], Any], parts: Any, *, is_summed: bool) -> Any:
+    """Runs chunks one after another; leaves [chunks, chunk, ...] become [C, ...].
+
+    With `is_summed`, `on_chunk` returns `(kept, part of a sum)`, and so does this.
+    """
+
+    def flat(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
+
+    if not is_summed:
+        return flat(jax.lax.map(on_chunk, parts))
+
+    def step(total: Any, part: Any) -> tuple[Any, Any]:
+        kept, given = on_chunk(part)
+        return jax.tree.map(jnp.add, total, given), kept
+
+    first = jax.tree.map(lambda leaf: leaf[0], parts)
+    like = jax.eval_shape(on_chunk, first)[1]
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+    total, kept = jax.lax.scan(step, zeros, parts)
+    return flat(kept), total

@@ -1,0 +1,35 @@
+"""How client rows are computed: chunks, devices, and where arrays live."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+
+class Execution(NamedTuple):
+    """How client rows are computed; never changes what is computed.
+
+    Attributes:
+        chunk: Rows that are vmapped together on one device; 1 = one by one.
+        mesh: A mesh with the axis `clients`, or None for a single device.
+    """
+
+    chunk: int = 1
+    mesh: jax.sharding.Mesh | None = None
+
+
+def padded_size(num_rows: int, execution: Execution) -> int:
+    """Rows of a cohort once it fills whole chunks on every device."""
+    devices = execution.mesh.size if execution.mesh else 1
+    per_device = -(-num_rows // devices)
+    chunk = min(execution.chunk, per_device)
+    return devices * chunk * -(-per_device // chunk)
+
+
+def replicated(execution: Execution) -> jax.sharding.Sharding:
+    """Where tables and states live: on every device of the mesh, or on the one."""
+    if execution.mesh is None:
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.sharding.NamedSharding(execution.mesh, PartitionSpec())

@@ -1,0 +1,379 @@
+"""The local training loop: steps of one client, masked on the new parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from fedjax_pfl import (
+    boundary,
+    each_client,
+    losses,
+    options,
+    rng,
+    stacked,
+    types,
+)
+
+option = options.option
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalTraining:
+    """Options of every algorithm that trains clients with minibatches."""
+
+    local_epochs: int = option(2, "epochs of local training per round", minimum=1)
+    batch_size: int = option(20, "examples per local step", minimum=1)
+    client_optimizer: str = option(
+        "sgd", "optimizer of the local steps", choices=("sgd", "adam")
+    )
+    client_lr: float = option(0.05, "learning rate of the clients", minimum=0)
+    client_lr_decay: float = option(
+        1.0, "factor on the clients' learning rate after each round", above=0, maximum=1
+    )
+    client_momentum: float = option(
+        0.0, "momentum of sgd", minimum=0, maximum=1, zero_is_off=True
+    )
+    weight_decay: float = option(
+        0.0, "L2 term added to the gradient", minimum=0, zero_is_off=True
+    )
+    clip_norm: float = option(
+        0.0,
+        "clip the gradient of a local step at this global norm, 0 = never",
+        minimum=0,
+        zero_is_off=True,
+    )
+    optimizer_state: str = option(
+        "reset",
+        "a client's optimizer state between its rounds",
+        choices=("reset", "persist"),
+    )
+
+
+@struct.dataclass
+class Batch:
+    """One local step's examples.
+
+    `image` f32[B, ...], `label` int32[B], `mask` bool[B], `position` int32[B] (index
+    among the client's rows, for tables aligned by sample), `step` and `epoch` int32[],
+    and a `key` of the step's own.
+    """
+
+    image: jax.Array
+    label: jax.Array
+    mask: jax.Array
+    position: jax.Array
+    step: jax.Array
+    epoch: jax.Array
+    key: jax.Array
+
+    @property
+    def mode(self) -> dict[str, Any]:
+        """Arguments of a model's forward pass in this step."""
+        return {"sample_mask": self.mask, "train": True, "key": self.key}
+
+
+@struct.dataclass
+class Trained:
+    """Result of local training.
+
+    `opt_state` is that of the optimizer where it is kept, else (); `loss` is a (sum
+    over examples, examples) pair of the last objective; `measured` has what each
+    objective's `measure` gave, summed over the real steps.
+    """
+
+    params: types.Params
+    stats: types.Stats
+    opt_state: Any
+    loss: losses.Pair
+    measured: tuple = ()
+
+    @property
+    def variables(self) -> types.Variables:
+        """The trained model."""
+        return types.Variables(self.params, self.stats)
+
+    def split(self) -> tuple[Trained, types.Variables]:
+        """(what stays of each client, the model to sum): for `update(reduce=)`."""
+        return self.replace(params=(), stats=()), self.variables
+
+    def kept(self, state: types.RoundState, cohort: types.Cohort) -> Any:
+        """All clients' kept optimizer states, those of the cohort as trained."""
+        return stacked.put(state.opt_state, cohort.row, self.opt_state)
+
+    def metrics(self, cohort: types.Cohort) -> dict[str, losses.Pair]:
+        """{"train_loss": (sum, count)} over the real rows of a cohort."""
+        total, count = (jnp.where(cohort.row_mask, part, 0).sum() for part in self.loss)
+        return {"train_loss": (total, count)}
+
+
+LossFn = Callable[[types.Params, types.Stats, Batch], tuple[jax.Array, types.Stats]]
+
+
+class Objective(NamedTuple):
+    """One optimizer step of a local step.
+
+    Attributes:
+        loss_fn: `(params, stats, batch) -> (loss f32[], stats)`, a mean over the real
+            examples of the batch.
+        trainable: What may change: bool[L], a prefix pytree of the parameters with bool
+            leaves, or a function of the batch that returns one of these (phases by
+            `batch.epoch`); None = all.
+        held: Where statistics move, a prefix pytree of them or bool[L]; None = in the
+            stages of which any part is trainable. With two objectives a batch they
+            move twice, once in each that holds them.
+        adjust: `(params, grads) -> grads`, before clipping: FedDyn's pull, proximal
+            terms, control variates; they leave the loss as it is.
+        project: `params -> params` after the step.
+        measure: `grads -> pytree of scalars`, summed over the real steps.
+    """
+
+    loss_fn: LossFn
+    trainable: Any = None
+    held: Any = None
+    adjust: Callable[[types.Params, types.Params], types.Params] | None = None
+    project: Callable[[types.Params], types.Params] | None = None
+    measure: Callable[[types.Params], Any] | None = None
+
+
+def cross_entropy_loss(model: types.Model) -> LossFn:
+    """The plain supervised loss: mean cross-entropy of a batch, in train mode."""
+
+    def loss_fn(params, stats, batch):
+        logits, stats = model.forward(params, stats, batch.image, **batch.mode)
+        return losses.cross_entropy(logits, batch.label, batch.mask), stats
+
+    return loss_fn
+
+
+def plan(
+    hparams: LocalTraining, name: str = "local", epochs: int = 0
+) -> types.PlanSpec:
+    """The step plan of `local_epochs` (or `epochs`) over a client's examples."""
+    return types.PlanSpec(name, epochs or hparams.local_epochs, hparams.batch_size)
+
+
+def optimizer(
+    hparams: LocalTraining, learning_rate: float | jax.Array
+) -> optax.GradientTransformation:
+    """The clients' optimizer; weight decay is L2 on the gradient, as in PyTorch."""
+    steps = []
+    if not options.is_off(hparams.weight_decay):
+        steps.append(optax.add_decayed_weights(hparams.weight_decay))
+    if hparams.client_optimizer == "adam":
+        steps.append(optax.scale_by_adam())
+    elif not options.is_off(hparams.client_momentum):
+        steps.append(optax.trace(decay=hparams.client_momentum))
+    return optax.chain(*steps, optax.scale_by_learning_rate(learning_rate))
+
+
+def learning_rate(hparams: LocalTraining, round: jax.Array) -> jax.Array:
+    """client_lr * client_lr_decay ** round, f32[]; zero-based, constant in a round."""
+    return hparams.client_lr * hparams.client_lr_decay ** round.astype(jnp.float32)
+
+
+def init_optimizer(tx: optax.GradientTransformation, params: types.Params) -> tuple:
+    """One independent optimizer state per stage, so that masks can freeze a stage."""
+    return tuple(tx.init(stage) for stage in params)
+
+
+def kept_optimizer(hparams: LocalTraining, params: types.Params, count: int) -> Any:
+    """Optimizer states of `count` clients before the first round, () if not kept."""
+    if hparams.optimizer_state == "reset":
+        return ()
+    tx = optimizer(hparams, hparams.client_lr)
+    return stacked.repeat(init_optimizer(tx, params), count)
+
+
+def apply_gradients(
+    tx: optax.GradientTransformation,
+    grads: types.Params,
+    opt_state: tuple,
+    params: types.Params,
+    mask: Any,
+) -> tuple[types.Params, tuple]:
+    """One optimizer step where `mask` is True; elsewhere bitwise the old.
+
+    Moments and counts are selected with the parameters: with momentum a zero
+    gradient would still move a weight.
+
+    Args:
+        tx: The optimizer.
+        grads: Gradients.
+        opt_state: One state per stage: a count must stand still with its stage.
+        params: Parameters.
+        mask: Prefix pytree of `params` with one entry per stage.
+    """
+    new_params, new_state = [], []
+    for grad, state, stage, part in zip(grads, opt_state, params, mask, strict=True):
+        update, moved = tx.update(grad, state, stage)
+        moved_stage = optax.apply_updates(stage, update)
+        new_params.append(boundary.select(part, moved_stage, stage))
+        state_mask = _of_state(tx, part, stage, state)
+        new_state.append(boundary.select(state_mask, moved, state))
+    return tuple(new_params), tuple(new_state)
+
+
+def _of_state(tx: Any, mask: Any, stage: Any, state: Any) -> Any:
+    """The mask of a stage's optimizer state: moments as parameters, counts if any."""
+    if isinstance(mask, jax.Array) and not mask.ndim:
+        return mask
+
+    def spread(mask: jax.Array, part: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(mask, leaf.shape), part)
+
+    entries = jax.tree.map(spread, mask, stage)
+    moves = any_of(mask)
+    return optax.tree_utils.tree_map_params(
+        tx,
+        lambda _, entry: entry,
+        state,
+        entries,
+        transform_non_params=lambda _: moves,
+    )
+
+
+def any_of(mask: Any) -> jax.Array:
+    """bool[]: whether any entry of a mask is True."""
+    parts = (m.any() if m.ndim else m for m in jax.tree.leaves(mask))
+    return functools.reduce(jnp.logical_or, parts)
+
+
+def clip(grads: types.Params, norm: float | jax.Array, mask: Any) -> types.Params:
+    """Scales gradients to global norm `norm` where they exceed it; 0 (static) = no.
+
+    The norm is that of the entries in `mask`.
+    """
+    if options.is_off(norm):
+        return grads
+    grads = boundary.select(mask, grads, jax.tree.map(jnp.zeros_like, grads))
+    size = jnp.maximum(optax.global_norm(grads), 1e-12)
+    return jax.tree.map(lambda leaf: leaf * jnp.minimum(1, norm / size), grads)
+
+
+def _masks(
+    objective: Objective, batch: Batch, real: jax.Array, num_stages: int
+) -> tuple[Any, Any]:
+    """What an objective trains and where it moves statistics, as prefix pytrees.
+
+    Both are False in a step without a real example.
+    """
+
+    def as_prefix(mask: Any) -> Any:
+        mask = jax.tree.map(lambda part: jnp.asarray(part) & real, mask)
+        return boundary.by_stage(mask) if isinstance(mask, jax.Array) else mask
+
+    mask = objective.trainable
+    mask = mask(batch) if callable(mask) else mask
+    mask = as_prefix(jnp.ones(num_stages, bool) if mask is None else mask)
+    if objective.held is not None:
+        return mask, as_prefix(objective.held)
+    return mask, tuple(any_of(part) for part in mask)
+
+
+def train(
+    hparams: LocalTraining,
+    objectives: LossFn | Sequence[Objective],
+    start: types.Variables,
+    client: each_client.Client,
+    *,
+    opt_state: tuple | None = None,
+    tag: rng.Tag = rng.Tag.LOCAL,
+) -> Trained:
+    """Trains a model on a client's examples for the steps of its plan.
+
+    Args:
+        hparams: Optimizer, learning rate and its decay, clipping.
+        objectives: Steps taken one after another on every batch, which share the
+            optimizer state; or the loss of the only one.
+        start: Where training starts.
+        client: Whose examples, and which steps: those past the client's own change
+            nothing.
+        opt_state: One optimizer state per stage to begin with and to return; None =
+            the client's kept one, or a fresh one where none is kept.
+        tag: Stream of the steps' keys.
+
+    Returns:
+        `Trained`.
+    """
+    if callable(objectives):
+        objectives = (Objective(objectives),)
+    data, plan = client.data, client.plan
+    tx = optimizer(hparams, learning_rate(hparams, client.round))
+    given = client.opt_state if opt_state is None else opt_state
+    is_kept = not (isinstance(given, tuple) and given == ())
+    num_stages = len(start.params)
+    key = client.stream(tag)
+    row_at = data.partition.train.of(client.id)
+
+    def step(index: jax.Array, carry: Trained) -> Trained:
+        position = plan.position[index]
+        mask = (position >= 0) & (index < plan.num_steps)
+        image, label = data.gather(row_at(jnp.maximum(position, 0)))
+        batch = Batch(
+            image=image,
+            label=label,
+            mask=mask,
+            position=position,
+            step=index,
+            epoch=plan.epoch[index],
+            key=jax.random.fold_in(key, index),
+        )
+        params, stats, opt_state = carry.params, carry.stats, carry.opt_state
+        real, measured = mask.any(), []
+        for number, objective in enumerate(objectives):
+            (loss, new_stats), grads = jax.value_and_grad(
+                objective.loss_fn, has_aux=True
+            )(params, stats, batch)
+            if objective.adjust is not None:
+                grads = objective.adjust(params, grads)
+            trainable, held = _masks(objective, batch, real, num_stages)
+            grads = clip(grads, hparams.clip_norm, trainable)
+            measured.append(_added(carry.measured[number], objective, grads, real))
+            params, opt_state = apply_gradients(tx, grads, opt_state, params, trainable)
+            if objective.project is not None:
+                params = boundary.select(trainable, objective.project(params), params)
+            stats = boundary.select(held, new_stats, stats)
+        examples = mask.sum()
+        total, count = carry.loss
+        return Trained(
+            params=params,
+            stats=stats,
+            opt_state=opt_state,
+            loss=(total + jnp.where(real, loss * examples, 0), count + examples),
+            measured=tuple(measured),
+        )
+
+    first = Trained(
+        params=start.params,
+        stats=start.stats,
+        opt_state=given if is_kept else init_optimizer(tx, start.params),
+        loss=(jnp.zeros(()), jnp.zeros((), jnp.int32)),
+        measured=tuple(_nothing(objective, start.params) for objective in objectives),
+    )
+    trained = jax.lax.fori_loop(0, client.bound, step, first)
+    return trained if is_kept else trained.replace(opt_state=())
+
+
+def _nothing(objective: Objective, params: types.Params) -> Any:
+    """Zeros of the shapes that an objective measures."""
+    if objective.measure is None:
+        return ()
+    shapes = jax.eval_shape(objective.measure, params)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def _added(total: Any, objective: Objective, grads: types.Params, real: Any) -> Any:
+    """`total` and what an objective measures in a real step."""
+    if objective.measure is None:
+        return total
+    return jax.tree.map(
+        lambda t, value: t + jnp.where(real, value, 0), total, objective.measure(grads)
+    )

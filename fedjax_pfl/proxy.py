@@ -1,0 +1,153 @@
+"""What distillation needs: outputs on shared or own examples, and the fit to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_pfl import each_client, local_training, stacked, types
+
+
+def batches(data: types.Data, batch_size: int) -> jax.Array:
+    """The proxy rows in fixed batches, int32[num_batches, B], -1 = padding."""
+    return stacked.in_batches(data.partition.proxy, batch_size)
+
+
+def outputs(
+    model: types.Model,
+    variables: types.Variables,
+    data: types.Data,
+    batches: jax.Array,
+    *,
+    key: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Logits f32[n, B, Y] and embeddings f32[n, B, D] on batches of rows int32[n, B].
+
+    The embedding is the input of the last stage. Eval mode, unless a `key` is given:
+    then train mode, so that dropout noise is in the outputs.
+    """
+    last = len(model.stage_names) - 1
+
+    def one(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        image, _ = data.gather(batches[index])
+        mode = {"sample_mask": batches[index] >= 0, "train": key is not None}
+        if key is not None:
+            mode["key"] = jax.random.fold_in(key, index)
+        embedding, _ = model.forward(*variables, image, stop=last, **mode)
+        logits, _ = model.forward(*variables, embedding, start=last, **mode)
+        return logits, embedding.reshape(embedding.shape[0], -1)
+
+    return jax.lax.map(one, jnp.arange(batches.shape[0]))
+
+
+def outputs_by_sample(
+    forward: Callable[[jax.Array], jax.Array],
+    data: types.Data,
+    row_at: Callable[[jax.Array], jax.Array],
+    *,
+    size: int,
+    width: int,
+    batch_size: int,
+    num_batches: jax.Array,
+) -> jax.Array:
+    """A table of outputs aligned by sample, f32[>= size, W].
+
+    Args:
+        forward: Images f32[B, ...] to outputs f32[B, W].
+        data: The tables.
+        row_at: Positions int32[B] to rows of the example table.
+        size: Positions to cover.
+        width: W.
+        batch_size: Positions per forward pass.
+        num_batches: int32[], traced; entries past these batches stay 0.
+    """
+    table = jnp.zeros((-(-size // batch_size) * batch_size, width))
+
+    def step(index: jax.Array, table: jax.Array) -> jax.Array:
+        position = index * batch_size + jnp.arange(batch_size)
+        image, _ = data.gather(row_at(position))
+        return jax.lax.dynamic_update_slice(
+            table, forward(image), (index * batch_size, 0)
+        )
+
+    return jax.lax.fori_loop(0, num_batches, step, table)
+
+
+def own_outputs(
+    forward: Callable[[jax.Array], jax.Array],
+    client: each_client.Client,
+    task: types.Task,
+    batch_size: int,
+    epochs: int,
+) -> jax.Array:
+    """`outputs_by_sample` on a client's own train rows: logits f32[>= K_n, Y].
+
+    `epochs` are those of the client's plan: each of them visits all of its rows, so
+    that bound // epochs batches cover the longest client of the chunk.
+    """
+    return outputs_by_sample(
+        forward,
+        client.data,
+        client.data.partition.train.of(client.id),
+        size=task.num_examples,
+        width=task.num_classes,
+        batch_size=batch_size,
+        num_batches=client.bound // epochs,
+    )
+
+
+def batch_at(
+    data: types.Data, batches: jax.Array, index: jax.Array, key: jax.Array
+) -> local_training.Batch:
+    """Batch `index` of the proxy set as a `Batch`; `position` counts proxy samples."""
+    row = batches[index]
+    image, label = data.gather(row)
+    return local_training.Batch(
+        image=image,
+        label=label,
+        mask=row >= 0,
+        position=index * batches.shape[1] + jnp.arange(batches.shape[1]),
+        step=index,
+        epoch=jnp.zeros((), jnp.int32),
+        key=key,
+    )
+
+
+def fit(
+    loss_fn: local_training.LossFn,
+    tx: optax.GradientTransformation,
+    start: types.Variables,
+    *,
+    data: types.Data,
+    batches: jax.Array,
+    epochs: int,
+    key: jax.Array,
+    is_active: jax.Array | None = None,
+) -> types.Variables:
+    """Trains a model for `epochs` over the proxy batches in fixed order.
+
+    `loss_fn` gets a `Batch` whose `step` is the index of the proxy batch. Where
+    `is_active` bool[] is False nothing is done.
+    """
+    num_batches = batches.shape[0]
+
+    def step(index: jax.Array, carry: tuple) -> tuple:
+        params, stats, opt_state = carry
+        batch = batch_at(
+            data, batches, index % num_batches, jax.random.fold_in(key, index)
+        )
+        (_, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+            params, stats, batch
+        )
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), stats, opt_state
+
+    num_steps = epochs * num_batches
+    if is_active is not None:
+        num_steps = jnp.where(is_active, num_steps, 0)
+    first = (start.params, start.stats, tx.init(start.params))
+    params, stats, _ = jax.lax.fori_loop(0, num_steps, step, first)
+    return types.Variables(params, stats)

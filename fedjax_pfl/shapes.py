@@ -1,0 +1,63 @@
+"""Shapes and sizes of models, inferred without computing anything."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedjax_pfl import types
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all leaves of a pytree of arrays or shape structs."""
+    return sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+    )
+
+
+def variables(model: types.Model, example_shape: tuple[int, ...]) -> types.Variables:
+    """A model's parameters and statistics as shape structs."""
+    example = jax.ShapeDtypeStruct((1, *example_shape), np.float32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return types.Variables(*jax.eval_shape(model.init, key, example))
+
+
+def model_bytes(model: types.Model, example_shape: tuple[int, ...]) -> int:
+    """Bytes of one message that holds a model's parameters and statistics."""
+    return tree_bytes(variables(model, example_shape))
+
+
+def stage_bytes(model: types.Model, example_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Bytes of each stage's parameters and statistics, length L."""
+    pairs = zip(*variables(model, example_shape), strict=True)
+    return tuple(tree_bytes(pair) for pair in pairs)
+
+
+def _outputs(model: types.Model, example_shape: tuple[int, ...], stops: Any) -> list:
+    """The outputs of the stages below each of `stops` for one example."""
+    params, stats = variables(model, example_shape)
+    example = jax.ShapeDtypeStruct((1, *example_shape), np.float32)
+    return [
+        jax.eval_shape(
+            lambda p, s, x, stop=stop: model.forward(p, s, x, stop=stop)[0],
+            params,
+            stats,
+            example,
+        )
+        for stop in stops
+    ]
+
+
+def output_bytes(model: types.Model, example_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Bytes of each stage's output for one example, length L."""
+    stops = range(1, len(model.stage_names) + 1)
+    return tuple(tree_bytes(out) for out in _outputs(model, example_shape, stops))
+
+
+def embedding_width(model: types.Model, example_shape: tuple[int, ...]) -> int:
+    """D, the width of the last stage's input."""
+    (out,) = _outputs(model, example_shape, [len(model.stage_names) - 1])
+    return math.prod(out.shape[1:])

@@ -1,0 +1,41 @@
+"""Pytrees stacked along a leading axis: take, put, repeat and choose their rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def take(tree: Any, row: jax.Array) -> Any:
+    """Rows `row` int32[C] of leaves [K, ...]; padding rows (K) read the last."""
+    return jax.tree.map(lambda leaf: jnp.take(leaf, row, axis=0, mode="clip"), tree)
+
+
+def put(tree: Any, row: jax.Array, values: Any) -> Any:
+    """Writes `values` [C, ...] into rows `row`; padding rows (K) are dropped."""
+    return jax.tree.map(
+        lambda leaf, value: leaf.at[row].set(value, mode="drop"), tree, values
+    )
+
+
+def repeat(tree: Any, count: int) -> Any:
+    """`count` equal rows: leaves [...] become [count, ...], in buffers of their own."""
+    return jax.tree.map(lambda leaf: jnp.repeat(leaf[None], count, axis=0), tree)
+
+
+def where(mask: jax.Array, new: Any, old: Any) -> Any:
+    """Row-wise choice: `new` where `mask` bool[C], else `old`; leaves [C, ...]."""
+    return jax.tree.map(lambda n, o: jnp.where(column(mask, n), n, o), new, old)
+
+
+def column(values: jax.Array, leaf: jax.Array) -> jax.Array:
+    """`values` [C] shaped [C, 1, ...], to broadcast against `leaf` [C, ...]."""
+    return values.reshape(-1, *(1,) * (leaf.ndim - 1))
+
+
+def in_batches(row: jax.Array, batch_size: int) -> jax.Array:
+    """Rows int32[N] in order as int32[ceil(N / B), B], -1 = padding."""
+    short = -row.shape[0] % batch_size
+    return jnp.pad(row, (0, short), constant_values=-1).reshape(-1, batch_size)

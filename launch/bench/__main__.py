@@ -1,0 +1,62 @@
+"""The command `python -m launch.bench`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from absl import flags as absl_flags
+
+from launch import flags, main
+from launch.bench import measure, works
+
+
+def command(argv: Sequence[str] | None = None) -> None:
+    """The command."""
+    main.quiet()
+
+    def extra(values: absl_flags.FlagValues) -> None:
+        absl_flags.DEFINE_string(
+            "work", "w1", " or ".join(works.WORKS), flag_values=values
+        )
+        absl_flags.DEFINE_boolean(
+            "json", False, "print the JSON object only", flag_values=values
+        )
+
+    argv = list(sys.argv if argv is None else argv)
+    if not any(a.partition("=")[0].lstrip("-") == "algo" for a in argv):
+        argv.append(f"--algo={works.ALGORITHM}")
+    try:
+        given = flags.parse(argv, extra)
+        work, only_json = given.pop("work", "w1"), given.pop("json", False)
+        if work not in works.WORKS:
+            raise ValueError(f"--work={work}: expected one of {', '.join(works.WORKS)}")
+        rounds = given.pop("rounds", 20)
+        options = works.COMMON | works.WORKS[work] | given
+        out = {"work": work} | measure.bench(options, rounds)
+    except ValueError as error:
+        flags.fail(error)
+    if not only_json:
+        print(
+            f"{work} {out['algo']}: {out['seconds_per_round']:.3f} s a round, "
+            f"{out['samples_per_second']:,.0f} samples/s, "
+            f"{100 * out['padding_efficiency']:.0f} % of the executed samples are real"
+        )
+        if "gflops" in out:
+            print(
+                f"{out['gflops']:.0f} GFLOP/s = "
+                f"{100 * out['share_of_matmul_peak']:.0f} % of this machine's matmul "
+                "peak"
+            )
+        if "round_over_reference" in out:
+            print(
+                f"the optimizer steps alone, one client at a time: "
+                f"{out['reference_seconds_per_round']:.3f} s; the round costs "
+                f"{out['round_over_reference']:.2f}x that"
+            )
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,97 @@
+"""FedD2S's optimizer steps as a plain loop, to time a round against.
+
+The same distillation and supervised steps on the same batches, one client at a time,
+first layer included; teacher passes, means and everything else are left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from launch.experiment import Experiment
+
+
+def reference(experiment: Experiment) -> Callable[[int], float] | None:
+    """`round -> seconds` of the optimizer steps alone, after one warm-up call.
+
+    A plain loop of its own, client after client: on each batch of the server's plan a
+    distillation and a supervised step of the layers behind the first (whose forward
+    pass is needed), on each batch of the local plan both steps of all layers.
+
+    Returns:
+        None for options whose steps are others than these.
+    """
+    task, hparams = experiment.task, experiment.hparams
+    one_seed = experiment.config.num_seeds == 1
+    if not one_seed or (hparams.transfer, hparams.client_optimizer) != ("head", "adam"):
+        return None
+    model, tx = task.model, optax.adam(hparams.client_lr)
+    data = experiment.data.replace(
+        partition=jax.tree.map(lambda leaf: leaf[0], experiment.data.partition)
+    )
+    example = jnp.zeros((1, *task.example_shape))
+    start, stats = model.init(jax.random.key(0), example)
+    shape = (task.num_examples + hparams.batch_size, task.num_classes)
+    teacher = jax.nn.softmax(jax.random.normal(jax.random.key(1), shape))
+
+    def steps_of(plan, first, cohort, data, start, teacher):
+        """All steps of one plan; stages below `first` are frozen."""
+        owned = data.partition.train
+
+        def client(row):
+            client_id, position, num_steps = row
+            begin = owned.start[client_id]
+
+            def step(index, carry):
+                at = position[index]
+                mask = at >= 0
+                image, label = data.gather(owned.row[begin + jnp.maximum(at, 0)])
+                target, count = teacher[at], jnp.maximum(mask.sum(), 1)
+
+                def log_prob(deep):
+                    h, _ = model.forward(start, stats, image, stop=first)
+                    out, _ = model.forward(
+                        (*start[:first], *deep), stats, h, start=first
+                    )
+                    return jax.nn.log_softmax(out)
+
+                def distil(deep):
+                    return -jnp.where(mask, (target * log_prob(deep)).sum(-1), 0).sum()
+
+                def supervised(deep):
+                    chosen = jnp.take_along_axis(log_prob(deep), label[:, None], 1)
+                    return -jnp.where(mask, chosen[:, 0], 0).sum()
+
+                deep, opt_state = carry
+                for loss in (distil, supervised):
+                    grads = jax.grad(lambda d, f=loss: f(d) / count)(deep)
+                    updates, opt_state = tx.update(grads, opt_state)
+                    deep = optax.apply_updates(deep, updates)
+                return deep, opt_state
+
+            deep = start[first:]
+            return jax.lax.fori_loop(0, num_steps, step, (deep, tx.init(deep)))[0]
+
+        return jax.lax.map(client, (cohort.client_id, plan.position, plan.num_steps))
+
+    @jax.jit
+    def steps(cohort, data, start, teacher):
+        tables = (cohort, data, start, teacher)
+        return (
+            steps_of(cohort.plans["server"], 1, *tables),
+            steps_of(cohort.plans["local"], 0, *tables),
+        )
+
+    def timed(round: int) -> float:
+        cohort = jax.tree.map(jnp.asarray, experiment.cohorts(0, round))
+        begin = time.perf_counter()
+        jax.block_until_ready(steps(cohort, data, start, teacher))
+        return time.perf_counter() - begin
+
+    timed(0)
+    return timed

@@ -1,0 +1,65 @@
+"""Runs a work round by round and takes its figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from launch import build, devices
+from launch.bench import machine, references
+
+
+def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """Runs a work and returns its figures.
+
+    Args:
+        given: Option -> value, as for `build.experiment`.
+        rounds: How many; the first one warms up, unless it is alone.
+    """
+    experiment = build.experiment(**given, rounds=rounds, eval_every=rounds)
+    seconds, accuracy, client_accuracy = [], None, None
+    config = experiment.config
+    plain_loop = references.PLAIN_LOOPS.get(config.algo)
+    reference = plain_loop(experiment) if plain_loop else None
+    reference_seconds = []
+    for event, records in experiment.advance(rounds_per_call=1):
+        if event.call_rounds:
+            seconds.append(event.call_seconds)
+            if reference is not None:
+                reference_seconds.append(reference(event.round - 1))
+        for record in records:
+            accuracy = record.get("global_accuracy")
+            client_accuracy = record.get("client_accuracy")
+    totals, model = experiment.totals, experiment.task.client_models[0]
+    timed = seconds[1:] or seconds
+    rate = totals.samples / sum(seconds)
+    out = {
+        "algo": config.algo,
+        "rounds": rounds,
+        "seconds_per_round": float(np.median(timed)),
+        "client_updates_per_second": totals.client_updates / sum(seconds),
+        "samples_per_second": rate,
+        "padding_efficiency": totals.samples / max(totals.executed, 1),
+        "compile_seconds": experiment.compile_seconds,
+        "peak_memory_bytes": devices.peak_memory_bytes(),
+        "accuracy": accuracy,
+        "client_accuracy": client_accuracy,
+        "client_chunk": experiment.task.execution.chunk,
+        "backend": jax.default_backend(),
+        "device": devices.name(),
+    }
+    if config.algo in references.PLAIN_STEPS:
+        flops = machine.train_flops(model, experiment.task.example_shape)
+        out["gflops"] = rate * flops / 1e9
+        out["matmul_peak_gflops"] = machine.matmul_peak()
+        out["share_of_matmul_peak"] = out["gflops"] / out["matmul_peak_gflops"]
+    if reference is not None:
+        pairs = zip(seconds, reference_seconds, strict=True)
+        ratios = [ours / theirs for ours, theirs in pairs]
+        out["reference_seconds_per_round"] = float(
+            np.median(reference_seconds[1:] or reference_seconds)
+        )
+        out["round_over_reference"] = float(np.median(ratios[1:] or ratios))
+    return {name: value for name, value in out.items() if value is not None}

@@ -1,0 +1,271 @@
+"""What a value may be, and what a run may need: both known before anything is built.
+
+The estimate of memory is a lower bound from numbers alone: what it refuses would not
+have run, what it lets through may still be too much.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from data import memory
+
+INT_LIMIT = 2**31 - 1
+SEED_LIMIT = 2**32 - 1
+FLOAT_LIMIT = float(np.finfo(np.float32).max)
+TEXT_LIMIT = 4096
+# Control characters, line and paragraph separators, halves of surrogate pairs.
+_UNWRITABLE = ("Cc", "Zl", "Zp", "Cs")
+_CURES = {
+    "dataset": "take fewer examples",
+    "model": "take a smaller one",
+    "rounds": "lower it or raise --eval_every",
+}
+_RECORD_BYTES = 1000
+_CLIENT_BYTES = 250
+
+
+def checked(name: str, value: Any, kind: type) -> Any:
+    """The value as a plain `kind`, within what 32 bits and a line of a file can hold.
+
+    Args:
+        name: The flag.
+        value: None passes; an int will do for a float.
+        kind: int, float, str or bool.
+
+    Raises:
+        ValueError: one short line, whatever the value is.
+    """
+    if value is None:
+        return None
+    if isinstance(value, np.generic):
+        value = value.item()
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    fits = isinstance(value, kind) and (kind is not int or is_int)
+    if not fits and not (kind is float and is_int):
+        raise ValueError(f"--{name}={told(value)}: expected {kind.__name__}")
+    if kind is str:
+        check_text(name, value)
+    if kind in (int, float):
+        limit = FLOAT_LIMIT if kind is float else INT_LIMIT
+        if name.endswith("seed"):
+            limit = SEED_LIMIT
+        # nan and infinity pass: `options.validate` has words for them.
+        if limit < abs(value) < float("inf"):
+            sign = "at least -" if value < 0 else "at most "
+            raise ValueError(f"--{name}={told(value)}: expected {sign}{limit:.10g}")
+    return kind(value)
+
+
+def check_text(name: str, value: str) -> None:
+    """Refuses text that would not come back from a line of a flagfile.
+
+    Raises:
+        ValueError: a line break, another control character, text that is not UTF-8,
+            spaces around it, or more than `TEXT_LIMIT` characters.
+    """
+    if len(value) > TEXT_LIMIT:
+        raise ValueError(
+            f"--{name}={told(value)} has {len(value)} characters, at most {TEXT_LIMIT} "
+            "are possible"
+        )
+    odd = [c for c in value if unicodedata.category(c) in _UNWRITABLE]
+    if odd:
+        raise ValueError(
+            f"--{name}={told(value)} holds the character {odd[0]!r}, which a flagfile "
+            "cannot; write it without"
+        )
+    if value != value.strip():
+        raise ValueError(
+            f"--{name}={told(value)} begins or ends with a space; write it without"
+        )
+
+
+def told(value: Any) -> str:
+    """A value in a few characters; of an array or an object its type and shape."""
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return f"{'-' * (value < 0)}10**{int(value.bit_length() * np.log10(2))}"
+    if value is None or isinstance(value, (int, float, str, bytes)):
+        text = repr(value[:61] if isinstance(value, (str, bytes)) else value)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    shape = getattr(value, "shape", None)
+    kind = type(value).__name__[:40]
+    return f"<{kind} {list(shape)}>" if isinstance(shape, tuple) else f"<{kind}>"
+
+
+class Need(NamedTuple):
+    """Memory that a run takes.
+
+    Attributes:
+        what: Words.
+        bytes: At least so many.
+        factors: Flag -> how many times it multiplies the bytes.
+        on_device: On the accelerator, where there is one.
+    """
+
+    what: str
+    bytes: int
+    factors: dict[str, float]
+    on_device: bool = False
+
+
+def needs(
+    options: dict[str, Any],
+    *,
+    num_rows: int,
+    row_numbers: int,
+    model_bytes: int,
+) -> list[Need]:
+    """What a run needs at least, by numbers alone.
+
+    Args:
+        options: Every option by name, resolved.
+        num_rows: Examples of the data set.
+        row_numbers: Numbers of an example.
+        model_bytes: Of the largest model's parameters.
+    """
+    seeds, clients = options["num_seeds"], options["num_clients"]
+    cohort, batch = options["clients_per_round"], options.get("batch_size", 1)
+    # Half of the mean: test rows do not train, and the largest client has no less.
+    owned = max(1, num_rows // clients // 2)
+    padded = -(-owned // batch) * batch
+    evaluations = options["rounds"] // options["eval_every"] + 1
+    chunk = min(options["client_chunk"] or 1, cohort)
+    out = [
+        Need(
+            "the models of all seeds",
+            seeds * model_bytes,
+            {"num_seeds": seeds, "model": 1},
+            True,
+        ),
+        Need(
+            "the models of a chunk of clients",
+            3 * chunk * model_bytes,
+            {"client_chunk": chunk, "model": 1},
+            True,
+        ),
+        Need(
+            "the examples of one step",
+            2 * 4 * batch * row_numbers,
+            {"batch_size": batch},
+            True,
+        ),
+        Need(
+            "the partitions of all seeds",
+            seeds * (12 * num_rows + _CLIENT_BYTES * clients),
+            {"num_seeds": seeds, "num_clients": clients},
+        ),
+        Need(
+            "the accuracies of all clients",
+            8 * 10 * seeds * clients,
+            {"num_seeds": seeds, "num_clients": clients},
+        ),
+        Need(
+            "the records of all evaluations",
+            _RECORD_BYTES * seeds * evaluations,
+            {"rounds": evaluations, "num_seeds": seeds},
+        ),
+    ]
+    for name, epochs in options.items():
+        if not name.endswith("_epochs"):
+            continue
+        # Every client of the cohort trains locally; of other plans one row is sure.
+        times = cohort if name == "local_epochs" else 1
+        factors = {name: epochs, "batch_size": padded / owned}
+        if times > 1:
+            factors["clients_per_round"] = times
+        out.append(Need("the batches of a round", 4 * times * epochs * padded, factors))
+    return out
+
+
+def refuse(
+    needed: Sequence[Need], options: dict[str, Any], free: dict[bool, int | None]
+) -> None:
+    """Refuses a run that needs more than there is.
+
+    Args:
+        needed: From `needs`.
+        options: Every option by name.
+        free: Bytes on the device (True) and on the host (False). None = unknown, on the
+            device: the same memory as the host's.
+
+    Raises:
+        ValueError: one line with the flag to change and the limit.
+    """
+    shared = free[True] is None
+    for place in (False, True):
+        here = [one for one in needed if one.on_device == place or shared]
+        total = sum(one.bytes for one in here)
+        limit = free[place]
+        if limit is None or total <= limit:
+            continue
+        worst = max(here, key=lambda one: one.bytes)
+        flag = max(worst.factors, key=worst.factors.__getitem__)
+        raise ValueError(
+            f"--{flag}={options[flag]} needs {_size(total)} of memory at least, most "
+            f"of it for {worst.what}; {_size(limit)} are free; "
+            f"{_CURES.get(flag, 'lower it')}"
+        )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:,.1f} GiB"
+
+
+def free_bytes() -> dict[bool, int | None]:
+    """Free bytes on the devices (True; None where they use the host's) and the host."""
+    return {True: _device_bytes(jax.devices()), False: memory.available_bytes()}
+
+
+def _device_bytes(devices: Iterable[Any]) -> int | None:
+    stats = [device.memory_stats() or {} for device in devices]
+    if not all("bytes_limit" in one for one in stats):
+        return None
+    return sum(one["bytes_limit"] - one.get("bytes_in_use", 0) for one in stats)
+
+
+def check(options: dict[str, Any], image: np.ndarray, model_bytes: int) -> None:
+    """Refuses a run whose numbers alone need more memory than there is.
+
+    Args:
+        options: Every option by name, resolved.
+        image: [N, ...], the data set's.
+        model_bytes: Of the largest model's parameters.
+
+    Raises:
+        ValueError: one line with the flag to change and the limit.
+    """
+    free = free_bytes()
+    needed = needs(
+        options,
+        num_rows=len(image),
+        row_numbers=image[0].size,
+        model_bytes=model_bytes,
+    )
+    if free[True] is not None:
+        # A CPU may use the examples where they are.
+        needed.append(Need("examples", image.nbytes, {"dataset": len(image)}, True))
+    refuse(needed, options, free)
+
+
+def check_state(options: dict[str, Any], shapes: Any) -> None:
+    """Refuses a state that does not fit: models that clients keep, of all seeds.
+
+    Args:
+        options: Every option by name, resolved.
+        shapes: A pytree of shapes and dtypes.
+
+    Raises:
+        ValueError: one line with the flag to change and the limit.
+    """
+    leaves = jax.tree.leaves(shapes)
+    total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    names = ("num_seeds", "num_clients")
+    factors = {name: options[name] for name in names}
+    refuse([Need("what clients keep", total, factors, True)], options, free_bytes())

@@ -1,0 +1,138 @@
+"""The papers' rules: what an option is where nobody gave it.
+
+The rules are data, `launch/rules/<paper>.toml`. A preset is a list of them, and every
+preset begins with those of `none`. Nothing else in `launch` knows what a paper wants.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import tomllib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+FOLDER = pathlib.Path(__file__).parent / "rules"
+BASE = "none"
+CONDITIONS = ("algo", "dataset", "partition", "public_images", "max_examples")
+
+
+class Rule(NamedTuple):
+    """Options with their values, and when they hold.
+
+    Attributes:
+        when: Condition -> what it wants. `algo`, `dataset`, `partition`: a name or
+            several; `public_images`: whether the algorithm needs a public set and has
+            none yet; `max_examples`: the data set's rows at most. What depends on the
+            data is known once they are loaded, after an algorithm's own options.
+        options: Option -> value; options that an algorithm does not have are skipped.
+    """
+
+    when: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+    def holds(self, facts: Mapping[str, Any]) -> bool:
+        """Whether every condition is known to be met."""
+        for name, wanted in self.when.items():
+            if name == "max_examples":
+                if facts.get("num_examples", wanted + 1) > wanted:
+                    return False
+            elif facts.get(name) not in (
+                wanted if isinstance(wanted, list) else [wanted]
+            ):
+                return False
+        return True
+
+
+class Preset(NamedTuple):
+    """A paper's rules; those of `extends` come before its own."""
+
+    about: str
+    extends: str | None
+    rules: tuple[Rule, ...]
+
+
+def read(folder: pathlib.Path) -> dict[str, Preset]:
+    """Every preset of a folder of rules, the base first."""
+    found = {}
+    for path in folder.glob("*.toml"):
+        for name, entry in tomllib.loads(path.read_text()).items():
+            rules = tuple(
+                Rule(rule.pop("when", {}), rule) for rule in entry.get("rules", [])
+            )
+            extends = entry.get("extends", BASE) if name != BASE else None
+            found[name] = Preset(entry["about"], extends, rules)
+    return {name: found[name] for name in sorted(found, key=lambda n: (n != BASE, n))}
+
+
+PRESETS: dict[str, Preset] = read(FOLDER)
+
+
+def rules(preset: str) -> list[tuple[str, Rule]]:
+    """(preset it stands in, rule) in order: the base's first, the preset's own last."""
+    extends = PRESETS[preset].extends
+    before = rules(extends) if extends else []
+    return before + [(preset, rule) for rule in PRESETS[preset].rules]
+
+
+def values(preset: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Option -> value of every rule that holds; the later rule wins.
+
+    Args:
+        preset: A key of `PRESETS`.
+        facts: `algo`, `dataset`, and as far as known `partition`, `public_images`,
+            `num_examples`. A rule that asks for an unknown one does not hold.
+    """
+    out: dict[str, Any] = {}
+    for _, rule in rules(preset):
+        if rule.holds(facts):
+            out |= rule.options
+    return out
+
+
+def default_text(option: str, preset: str, facts: Mapping[str, Any]) -> str:
+    """Where an option's default comes from: `30 (--preset=cdkt)`; empty if no rule.
+
+    Args:
+        option: The option's name.
+        preset: The preset that holds where none is given.
+        facts: What is known before any data set is.
+    """
+    owner, value, by_data = BASE, None, False
+    for name, rule in rules(preset):
+        known = {k: v for k, v in rule.when.items() if k in facts}
+        if option not in rule.options or not Rule(known, {}).holds(facts):
+            continue
+        if known.keys() == rule.when.keys():
+            owner, value, by_data = name, rule.options[option], False
+        else:
+            by_data = True
+    origin = [f"--preset={owner}"] if owner != BASE else []
+    origin += ["differs with --dataset"] if by_data else []
+    text = "automatic" if value is None and by_data else ""
+    text = repr(value) if value is not None else text
+    return f"{text} ({', '.join(origin)})" if origin else text
+
+
+def describe(preset: str) -> str:
+    """One line: what it is, the options it sets, and those that depend on more."""
+    about, extends, own = PRESETS[preset]
+    base = [f"--preset={extends} and"] if extends not in (None, BASE) else []
+    fixed = {k: v for rule in own if not rule.when for k, v in rule.options.items()}
+    pairs = [
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in fixed.items()
+    ]
+    more = sorted({name for rule in own if rule.when for name in rule.options})
+    tail = f"; by --dataset or --algo: {', '.join(more)}" if more else ""
+    return f"{about}: {' '.join(base + pairs)}{tail}"
+
+
+def sentence(preset: str) -> str:
+    """The rules that a run follows, and what to type to compare it with others."""
+    if preset != BASE:
+        return f"rules: --preset={preset} ({PRESETS[preset].about})"
+    others = [f"--preset={name}" for name in PRESETS if name != BASE]
+    return (
+        f"rules: --preset={BASE} ({PRESETS[BASE].about}); to compare it with another "
+        f"method run both under one of {', '.join(others)}"
+    )

@@ -1,0 +1,290 @@
+"""From names and values to a configuration: what was given, presets, the data.
+
+Everything a user types passes through here once; nothing later asks again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+import algorithms
+import models
+from data import dataset, loaders
+from fedjax_pfl import options
+from launch import config as config_lib
+from launch import limits, presets
+
+KINDS = (int, float, str, bool)
+
+
+def algorithm(algo: Any) -> Any:
+    """The registry's entry of a name; an algorithm itself is returned as it is.
+
+    Raises:
+        ValueError: no such name, or an object without `HParams` and `make`.
+    """
+    if isinstance(algo, str):
+        if algo not in algorithms.ALGORITHMS:
+            raise ValueError(
+                f"--algo={algo}: expected one of {', '.join(algorithms.ALGORITHMS)}"
+            )
+        return algorithms.ALGORITHMS[algo]
+    if not dataclasses.is_dataclass(getattr(algo, "HParams", None)) or not callable(
+        getattr(algo, "make", None)
+    ):
+        raise ValueError(
+            f"algo: expected a name, or an object with a dataclass HParams and a "
+            f"function make, got a {type(algo).__name__}"
+        )
+    return algo
+
+
+def algorithm_name(algo: Any) -> str:
+    """The name under which a run of `algo` is known."""
+    if isinstance(algo, str):
+        return algo
+    return getattr(algo, "__name__", "custom").rpartition(".")[2].strip("_")
+
+
+def default_preset(algo: Any) -> str:
+    """The preset of a run that names none."""
+    return getattr(algorithm(algo), "preset", presets.BASE)
+
+
+def field_types(dataclass: Any) -> dict[str, type]:
+    """Field name -> int, float, str or bool, whatever optionality is written.
+
+    Annotations may be types, `X | None`, `Optional[X]`, or any of them as text.
+
+    Raises:
+        ValueError: a field of another type.
+    """
+    try:
+        hints = typing.get_type_hints(dataclass)
+    except NameError as error:
+        raise ValueError(f"{dataclass.__name__}: {error} in an annotation") from error
+    out = {}
+    for field in dataclasses.fields(dataclass):
+        hint = hints[field.name]
+        kinds = [k for k in typing.get_args(hint) if k is not type(None)] or [hint]
+        if len(kinds) > 1 or kinds[0] not in KINDS:
+            raise ValueError(
+                f"{dataclass.__name__}.{field.name} is annotated {field.type}: an "
+                "option is an int, float, str or bool, or one of them | None"
+            )
+        out[field.name] = kinds[0]
+    return out
+
+
+def fields_of(algo: Any) -> dict[str, dataclasses.Field]:
+    """Every option of an algorithm's run: the common ones and its own.
+
+    Raises:
+        ValueError: no such algorithm, or it claims an option of every run.
+    """
+    common = {f.name: f for f in dataclasses.fields(config_lib.Config)}
+    own = {f.name: f for f in dataclasses.fields(algorithm(algo).HParams)}
+    both = sorted(common.keys() & own.keys())
+    if both:
+        raise ValueError(
+            f"--algo={algorithm_name(algo)}: --{both[0]} is an option of every run; "
+            "give the algorithm's own another name"
+        )
+    return common | own
+
+
+def option_types(algo: Any) -> dict[str, type]:
+    """Type of every option of an algorithm's run."""
+    return field_types(config_lib.Config) | field_types(algorithm(algo).HParams)
+
+
+def default_text(algo: Any, name: str) -> str:
+    """What `--help` says of an option's default and of where it comes from."""
+    preset = default_preset(algo)
+    if name == "preset":
+        return repr(preset)
+    facts = {
+        "algo": algorithm_name(algo),
+        "public_images": getattr(algorithm(algo), "public_images", False),
+    }
+    default = fields_of(algo)[name].default
+    own = "automatic" if default is None else repr(default)
+    return presets.default_text(name, preset, facts) or own
+
+
+def unknown_option(name: str, algo: Any) -> str:
+    """The line that explains an option that `algo` does not have."""
+    owners = [
+        other
+        for other, entry in algorithms.ALGORITHMS.items()
+        if name in {f.name for f in dataclasses.fields(entry.HParams)}
+    ]
+    shown = f"--algo={algorithm_name(algo)}"
+    if owners:
+        return f"--{name} belongs to {', '.join(owners)}; {shown} has no such flag"
+    close = difflib.get_close_matches(name, fields_of(algo), n=1)
+    hint = f"; did you mean --{close[0]}?" if close else ""
+    return f"--{name} is not a flag of {shown}{hint}"
+
+
+def _made(dataclass: Any, values: Mapping[str, Any]) -> Any:
+    """A checked instance; values that the dataclass has no field for are skipped."""
+    chosen = {
+        name: limits.checked(name, values[name], kind)
+        for name, kind in field_types(dataclass).items()
+        if name in values
+    }
+    for field in dataclasses.fields(dataclass):
+        none = field.default is field.default_factory is dataclasses.MISSING
+        if none and field.name not in chosen:
+            raise ValueError(f"--{field.name} has no default; give it a value")
+    made = dataclass(**chosen)
+    options.validate(made)
+    return made
+
+
+def configure(given: Mapping[str, Any]) -> tuple[config_lib.Config, Any]:
+    """The common options as given, and the algorithm's with its preset's rules.
+
+    What was not given of the former waits for the data: `resolve`.
+
+    Args:
+        given: Option -> value; None counts as not given. `algo` may be a name or an
+            algorithm itself.
+
+    Raises:
+        ValueError: one line: what came, what was expected, which flag to change.
+    """
+    algo = given.get("algo", config_lib.Config.algo)
+    known = fields_of(algo)
+    for name in given:
+        if name not in known:
+            raise ValueError(unknown_option(name, algo))
+    given = {name: value for name, value in given.items() if value is not None}
+    given["algo"] = algorithm_name(algo)
+    given.setdefault("preset", default_preset(algo))
+    config = _made(config_lib.Config, given)
+    if config.preset not in presets.PRESETS:
+        raise ValueError(
+            f"--preset={config.preset}: expected one of {', '.join(presets.PRESETS)}"
+        )
+    facts = {"algo": config.algo, "dataset": config.dataset}
+    rules = presets.values(config.preset, facts)
+    return config, _made(algorithm(algo).HParams, rules | given)
+
+
+def resolve(
+    config: config_lib.Config, source: dataset.Dataset, given: Mapping[str, Any]
+) -> config_lib.Config:
+    """Sets every common option that was not given, by the preset and the data.
+
+    Args:
+        config: From `configure`.
+        source: The data set.
+        given: Option -> value; `algo` counts if it is an algorithm itself.
+
+    Raises:
+        ValueError: the data do not have what an option asks for.
+    """
+    name = config.dataset
+    told = {option for option, value in given.items() if value is not None}
+    entry = algorithm(given.get("algo", config.algo))
+    wants_images = getattr(entry, "public_images", False)
+    facts = {
+        "algo": config.algo,
+        "dataset": name,
+        "num_examples": len(source.label),
+        "public_images": wants_images
+        and "public_set" not in told
+        and not config.proxy_fraction,
+    }
+    partition = config.partition or presets.values(config.preset, facts)["partition"]
+    if name.startswith("npz:") and config.partition is None:
+        # A paper's users exist for the paper's data; a user's arrays have owners.
+        partition = "client_dirichlet" if source.client is None else "natural"
+    rules = presets.values(config.preset, facts | {"partition": partition})
+    rules["partition"] = partition
+    if partition == "natural":
+        rules["num_clients"] = _owners(config, source)
+    num_clients = config.num_clients or rules["num_clients"]
+    rules["clients_per_round"] = min(rules["clients_per_round"], num_clients)
+    rules["model"] = _model(name, source.image, rules.get("model"))
+    rules["client_model"] = config.model or rules["model"]
+    # Images are shared once: as a public set, or set aside from the data.
+    if rules["proxy_fraction"]:
+        rules["public_set"] = "none"
+    if (config.public_set or "none") != "none":
+        rules["proxy_fraction"] = 0.0
+    fields = {f.name for f in dataclasses.fields(config)}
+    return dataclasses.replace(
+        config, **{k: v for k, v in rules.items() if k in fields and k not in told}
+    )
+
+
+def _owners(config: config_lib.Config, source: dataset.Dataset) -> int:
+    """How many owners the data name; refuses a partition by owners without enough."""
+    if source.client is None:
+        raise ValueError(
+            f"--partition=natural: --dataset={config.dataset} has no client ids; give "
+            "an npz file with an array `client`, or take another partition"
+        )
+    owners = int(source.client.max()) + 1
+    if config.num_clients is not None and config.num_clients > owners:
+        raise ValueError(
+            f"--num_clients={config.num_clients}: the data have {owners} clients"
+        )
+    return owners
+
+
+def _model(name: str, image: np.ndarray, wanted: str | None) -> str:
+    """The preset's model, or one that fits the data."""
+    if name in loaders.DATASETS:
+        return wanted or loaders.DATASETS[name].default_model
+    # Nothing is left of smaller images behind two convolutions.
+    if image.ndim == 2 or min(image.shape[1:3]) < 16:
+        return "mlp"
+    return wanted or "fedavg_cnn"
+
+
+def check(config: config_lib.Config) -> None:
+    """Relations between the options of a resolved configuration.
+
+    Raises:
+        ValueError: one line: what came, what was expected, which flag to change.
+    """
+    last_seed = config.seed + config.num_seeds - 1
+    if last_seed >= 2**32:
+        raise ValueError(
+            f"--seed={config.seed} --num_seeds={config.num_seeds}: the last seed would "
+            f"be {last_seed}, at most {2**32 - 1} is possible; lower --seed"
+        )
+    if config.clients_per_round > config.num_clients:
+        raise ValueError(
+            f"--clients_per_round={config.clients_per_round} is more than "
+            f"--num_clients={config.num_clients}; lower it"
+        )
+    for flag in ("model", "client_model"):
+        given = getattr(config, flag)
+        names = given.split(",") if flag == "client_model" else [given]
+        for name in names:
+            if name not in models.MODELS:
+                raise ValueError(
+                    f"--{flag}={given}: expected one of {', '.join(models.MODELS)}"
+                )
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"--client_model={given} names a model twice; once will do"
+            )
+        if len(names) > config.num_clients:
+            raise ValueError(
+                f"--client_model={given}: {len(names)} models for "
+                f"--num_clients={config.num_clients}; name fewer"
+            )
+    if config.proxy_fraction >= 1:
+        raise ValueError("--proxy_fraction=1 leaves nothing for the clients; lower it")

@@ -1,0 +1,47 @@
+"""Signals that ask a run to stop: remembered until the call in progress is done."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+
+
+class Stop:
+    """Remembers SIGINT and SIGTERM while it is entered.
+
+    An exception in the middle of a call would lose the state, whose buffers the call
+    has taken; so the loop asks `signal` after every call.
+    """
+
+    def __init__(self, twice_interrupts: bool = True) -> None:
+        """Forgets nothing and catches nothing yet.
+
+        Args:
+            twice_interrupts: A second SIGINT raises KeyboardInterrupt at once: right
+                where the process ends with it.
+        """
+        self.signal: int | None = None
+        self.twice_interrupts = twice_interrupts
+
+    def __enter__(self) -> Stop:
+        self.before = {}
+        # Python lets only the main thread have handlers.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    def _note(self, number: int, _: object) -> None:
+        again = self.signal is not None and number == signal.SIGINT
+        if again and self.twice_interrupts:
+            raise KeyboardInterrupt
+        self.signal = number
+        print("\nstopping after this call ...", file=sys.stderr, flush=True)

@@ -1,0 +1,39 @@
+"""`python -m launch.bench`: figures of a round, and what they are compared with."""
+
+import json
+
+from launch.bench import __main__ as bench
+
+
+def test_bench_prints_one_json_object_last(blobs, capsys):
+    """The figures of a tiny work, with the names that users script against."""
+    bench.command(
+        ["bench", "--work=w3", f"--dataset={blobs}", "--test_split=client_share"]
+        + ["--num_clients=8", "--clients_per_round=4", "--model=mlp", "--rounds=2"]
+        + ["--devices=1"]
+    )
+    out = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for name in (
+        "seconds_per_round",
+        "client_updates_per_second",
+        "samples_per_second",
+        "padding_efficiency",
+        "compile_seconds",
+        "peak_memory_bytes",
+        "accuracy",
+    ):
+        assert out[name] > 0
+    assert out["padding_efficiency"] <= 1
+    assert out["backend"] == "cpu"
+
+
+def test_bench_times_a_reference_for_fedd2s(blobs, capsys):
+    """The round and the optimizer steps alone, both timed here."""
+    bench.command(
+        ["bench", "--work=w2", "--algo=fedd2s", f"--dataset={blobs}", "--model=mlp"]
+        + ["--test_split=client_share", "--num_clients=8", "--clients_per_round=4"]
+        + ["--rounds=2", "--devices=1", "--partition=iid", "--batch_size=16"]
+    )
+    out = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert out["reference_seconds_per_round"] > 0
+    assert out["round_over_reference"] > 0

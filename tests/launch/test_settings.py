@@ -1,0 +1,379 @@
+"""From what was given to a configuration: presets as data, types, defaults."""
+
+import dataclasses
+import types
+from typing import Optional
+
+import chex
+import numpy as np
+import pytest
+
+import algorithms
+import models
+from algorithms import fedavg
+from data import dataset, loaders, partitions
+from data.partitions import cdkt
+from fedjax_pfl import options
+from launch import build, config, presets, settings
+from launch import list as listing
+
+
+def source(num_rows=60, shape=(28, 28, 1), clients=0):
+    """A data set of zeros, of which only the shape matters here."""
+    owner = np.arange(num_rows) % clients if clients else None
+    return dataset.Dataset(
+        np.zeros((num_rows, *shape), np.uint8),
+        np.arange(num_rows) % 4,
+        num_rows,
+        4,
+        owner,
+    )
+
+
+def resolved(data=None, **given):
+    """(common options, the algorithm's own) for a data set that need not be here."""
+    made, hparams = settings.configure(given)
+    data = source(6000) if data is None else data
+    return settings.resolve(made, data, given), hparams
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        # CDKT's table of settings, its code's data shares and splits.
+        (
+            {"algo": "cdkt", "dataset": "mnist"},
+            ["cdkt", 10, 30, "cdkt_mnist", "pixel", "pool_stratified", 0.005],
+        ),
+        (
+            {"algo": "cdkt", "dataset": "fashion_mnist"},
+            ["cdkt", 10, 30, "cdkt_mnist", "global", "pool", 0.005],
+        ),
+        (
+            {"algo": "fedavg", "preset": "cdkt", "dataset": "cifar10"},
+            ["cdkt", 10, 30, "cdkt_cifar", "half", "pool_stratified", 0.07],
+        ),
+        (
+            {"algo": "local", "preset": "cdkt_code", "dataset": "cinic10"},
+            ["cdkt", 10, 20, "cdkt_cifar", "channel", "pool_stratified", 0.07],
+        ),
+        (
+            {"algo": "fedrep", "dataset": "cifar10"},
+            ["client_dirichlet", 50, 40, "m1", "channel", "client_share", 0.0],
+        ),
+        (
+            {"algo": "fedd2s", "dataset": "femnist", "rounds": 7},
+            ["client_dirichlet", 50, 7, "m2", "channel", "client_share", 0.0],
+        ),
+        (
+            {"algo": "cdkt", "preset": "none", "dataset": "cifar10"},
+            ["client_dirichlet", 20, 30, "cdkt_cifar", "channel", "client_share", 0.0],
+        ),
+        (
+            {"algo": "fedavg", "dataset": "femnist", "model": "mlp"},
+            ["client_dirichlet", 20, 20, "mlp", "channel", "client_share", 0.0],
+        ),
+    ],
+)
+def test_rules_by_preset_and_data_set(given, expected):
+    """Users, rounds, model, normalisation, test rows and proxy share."""
+    made, _ = resolved(**given)
+    names = ["partition", "num_clients", "rounds", "model", "normalization"]
+    names += ["test_split", "proxy_fraction"]
+    assert [getattr(made, name) for name in names] == expected
+    assert made.client_model == made.model
+
+
+def test_every_common_option_is_set():
+    """After the rules nothing is left to decide."""
+    made, _ = resolved(algo="fedavg", dataset="npz:mine.npz")
+    assert [k for k, v in dataclasses.asdict(made).items() if v is None] == []
+    assert made.clients_per_round == 10
+    assert resolved(algo="fedavg", num_clients=3)[0].clients_per_round == 3
+
+
+def test_few_examples_mean_fewer_clients():
+    """FedD2S's fifty clients are for data with more than 5,000 rows."""
+    assert resolved(algo="fedd2s")[0].num_clients == 50
+    assert resolved(source(5000), algo="fedd2s")[0].num_clients == 20
+    assert resolved(source(5000), algo="fedd2s", num_clients=30)[0].num_clients == 30
+
+
+def test_exceptions_of_single_algorithms():
+    """A rule for one algorithm stands behind its preset's general one."""
+
+    def own(algo):
+        return settings.configure({"algo": algo})[1]
+
+    assert own("pfedsd").local_epochs == own("fedd2s").local_epochs == 4
+    assert own("fedmd").local_epochs == own("fedict").local_epochs == 2
+    assert own("fedper").aggregation == "examples"
+    assert own("fedrep").aggregation == "uniform"
+    code = settings.configure({"algo": "cdkt", "preset": "cdkt_code"})[1]
+    assert (code.ensemble, code.js_form, code.batch_size) == (
+        "code_last",
+        "reversed",
+        20,
+    )
+
+
+def test_what_is_given_wins():
+    """A preset fills only what was not given; also a value equal to the default."""
+    made, hparams = resolved(algo="cdkt", client_lr=0.5, partition_alpha=0.5)
+    assert (hparams.client_lr, hparams.batch_size) == (0.5, 20)
+    assert made.partition == "cdkt"
+    made, _ = resolved(algo="fedd2s")
+    assert made.partition_alpha == 0.1
+    made, _ = resolved(algo="fedd2s", partition_alpha=0.5, model=None)
+    assert (made.partition_alpha, made.model) == (0.5, "m1")
+
+
+@pytest.mark.parametrize("preset", list(presets.PRESETS))
+def test_a_users_arrays(preset):
+    """Owners are the clients; small or flat examples get the net that fits."""
+    owned = {"algo": "fedavg", "preset": preset, "dataset": "npz:mine.npz"}
+    made, _ = resolved(source(clients=7), **owned)
+    assert (made.partition, made.num_clients) == ("natural", 7)
+    made, _ = resolved(source(shape=(8, 8, 1)), **owned)
+    assert (made.partition, made.model) == ("client_dirichlet", "mlp")
+    assert resolved(source(shape=(16,)), **owned)[0].model == "mlp"
+    with pytest.raises(ValueError, match="--num_clients=8: the data have 7 clients"):
+        resolved(source(clients=7), num_clients=8, **owned)
+    with pytest.raises(ValueError, match="--partition=natural: .*no client ids"):
+        resolved(source(), partition="natural", **owned)
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({"dataset": "cifar10"}, ("cifar100", 0.0)),
+        ({"dataset": "cifar10", "proxy_fraction": 0.2}, ("none", 0.2)),
+        ({"dataset": "cifar10", "preset": "cdkt"}, ("none", 0.07)),
+        ({"dataset": "cifar10", "public_set": "mnist_5k"}, ("mnist_5k", 0.0)),
+        ({"dataset": "cifar10", "preset": "cdkt", "public_set": "mnist_5k"},)
+        + (("mnist_5k", 0.0),),
+        ({"dataset": "mnist_5k"}, ("none", 0.1)),
+        ({"dataset": "mnist_5k", "public_set": "none"}, ("none", 0.0)),
+        ({"dataset": "cifar10", "algo": "fedavg"}, ("none", 0.0)),
+    ],
+)
+def test_images_are_shared_once(given, expected):
+    """Who learns from public images gets a public set or a proxy share, not both."""
+    made, _ = resolved(**({"algo": "fedmd"} | given))
+    assert (made.public_set, made.proxy_fraction) == expected
+
+
+def test_rules_name_what_exists():
+    """Options, conditions and values of the shipped rules are real ones."""
+    owners = {name: settings.option_types(name) for name in algorithms.ALGORITHMS}
+    kinds = {}
+    for types_of in owners.values():
+        kinds |= types_of
+    common = settings.field_types(config.Config)
+    datasets = {*loaders.DATASETS}
+    for preset in presets.PRESETS:
+        for _, rule in presets.rules(preset):
+            assert rule.options and set(rule.when) <= set(presets.CONDITIONS)
+            for name, names in (
+                ("algo", owners),
+                ("dataset", datasets),
+                ("partition", partitions.PARTITIONS),
+            ):
+                wanted = rule.when.get(name, [])
+                assert set([wanted] if isinstance(wanted, str) else wanted) <= set(
+                    names
+                )
+            for name, value in rule.options.items():
+                assert name not in ("algo", "preset", "dataset")
+                assert settings.checked(name, value, kinds[name]) == value
+            if {"max_examples", "partition", "public_images"} & rule.when.keys():
+                # Known after the algorithm's own options have been made.
+                assert rule.options.keys() <= common.keys()
+        for algo in algorithms.ALGORITHMS:
+            for name in datasets:
+                made, _ = resolved(algo=algo, preset=preset, dataset=name)
+                options.validate(made)
+                settings.check(made)
+
+
+def test_classes_of_the_papers_users():
+    """The generator's own numbers, and those in the paper's text."""
+    for name, protocol in cdkt.PROTOCOLS.items():
+        made, _ = resolved(algo="cdkt", dataset=name)
+        assert made.classes_per_client == protocol.labels_per_user
+
+    def count(name, **given):
+        return resolved(algo="cdkt", dataset=name, **given)[0].classes_per_client
+
+    assert count("cifar10", partition="cdkt_paper") == 2
+    assert count("cifar100", partition="cdkt_paper") == 20
+    assert count("cifar100", partition="cdkt_paper", classes_per_client=5) == 5
+    assert count("femnist") == 2
+
+
+@pytest.mark.parametrize("algo", list(algorithms.ALGORITHMS))
+def test_registry(algo):
+    """Default presets exist, and no algorithm claims an option of every run."""
+    own = {f.name for f in dataclasses.fields(algorithms.ALGORITHMS[algo].HParams)}
+    assert not own & {f.name for f in dataclasses.fields(config.Config)}
+    assert settings.default_preset(algo) in presets.PRESETS
+    assert algorithms.describe(algo)
+
+
+def test_one_file_of_rules_adds_a_paper(tmp_path, monkeypatch):
+    """A new preset and a registry line: no code."""
+    (tmp_path / "new.toml").write_text(
+        """
+        [new]
+        about = "a new paper"
+        extends = "fedd2s"
+        [[new.rules]]
+        client_lr = 0.25
+        partition = "pathological"
+        [[new.rules]]
+        when = { algo = "hers", dataset = ["cifar10", "mnist"] }
+        client_lr = 0.5
+        """
+    )
+    monkeypatch.setattr(presets, "PRESETS", presets.PRESETS | presets.read(tmp_path))
+    entry = algorithms.entry(fedavg, preset="new")
+    monkeypatch.setitem(algorithms.ALGORITHMS, "hers", entry)
+    made, hparams = resolved(algo="hers", dataset="cifar10")
+    assert (made.preset, made.partition, made.num_clients) == (
+        "new",
+        "pathological",
+        50,
+    )
+    assert (hparams.client_lr, hparams.client_optimizer) == (0.5, "adam")
+    assert resolved(algo="hers", dataset="cifar100")[1].client_lr == 0.25
+    assert resolved(algo="pfedsd", preset="new", dataset="mnist")[1].client_lr == 0.25
+
+
+def test_plain_modules_are_entries(monkeypatch):
+    """A module in the registry: no preset, no needs."""
+    monkeypatch.setitem(algorithms.ALGORITHMS, "plain", fedavg)
+    made, _ = resolved(algo="plain", dataset="cifar10")
+    assert (made.preset, made.public_set) == ("none", "none")
+
+
+def test_variants_keep_their_base():
+    """A second name: same preset and code, another default."""
+    one = algorithms.variant(
+        algorithms.entry(fedavg, preset="cdkt"), "Mine.", local_epochs=9
+    )
+    assert (one.preset, one.make, one.__doc__) == ("cdkt", fedavg.make, "Mine.")
+    assert one.HParams().local_epochs == 9
+    assert settings.field_types(one.HParams) == settings.field_types(fedavg.HParams)
+
+
+def test_types_of_fields():
+    """Types, optional types, and either of them as text."""
+
+    @dataclasses.dataclass
+    class Plain:
+        a: int
+        b: float | None
+        c: Optional[str]  # noqa: UP045
+        d: "bool | None"
+        e: "float"
+
+    expected = {"a": int, "b": float, "c": str, "d": bool, "e": float}
+    assert settings.field_types(Plain) == expected
+
+
+@pytest.mark.parametrize("annotation", [list, int | str, "Missing"])
+def test_types_that_no_flag_can_have(annotation):
+    """One line that names the field or the annotation."""
+    made = dataclasses.make_dataclass("HParams", [("width", annotation)])
+    with pytest.raises(ValueError, match="width|Missing"):
+        settings.field_types(made)
+
+
+def test_clash_with_a_common_option():
+    """An algorithm with `rounds` of its own is refused, not silently merged."""
+    made = dataclasses.make_dataclass("HParams", [("rounds", int, 3)])
+    mine = types.SimpleNamespace(HParams=made, make=fedavg.make, __name__="mine")
+    with pytest.raises(ValueError, match="--algo=mine: --rounds is an option of every"):
+        build.experiment(algo=mine)
+
+
+@pytest.mark.parametrize("algo", [fedavg.make, 3, types.SimpleNamespace(HParams=int)])
+def test_what_is_no_algorithm(algo):
+    """Neither a name nor an object with HParams and make."""
+    with pytest.raises(ValueError, match="expected a name, or an object"):
+        build.experiment(algo=algo)
+
+
+def test_an_algorithm_of_ones_own(blobs):
+    """Written in a notebook: a dataclass of plain annotations, run from Python."""
+
+    @dataclasses.dataclass(frozen=True)
+    class HParams(fedavg.HParams):
+        scale: float = 1.0
+
+    def make(hparams, task):
+        return fedavg.make(hparams, task)
+
+    mine = types.SimpleNamespace(HParams=HParams, make=make, __name__="mine")
+    common = {"dataset": blobs, "model": "mlp", "num_clients": 4, "rounds": 1}
+    common |= {"devices": 1, "local_epochs": 1}
+    made = build.experiment(algo=mine, scale=2, **common)
+    assert (made.config.algo, made.hparams.scale) == ("mine", 2.0)
+    same = build.experiment(algo="fedavg", **common)
+    ours, theirs = made.run()["metrics"], same.run()["metrics"]
+    assert ours["global_accuracy"] == theirs["global_accuracy"]
+    chex.assert_trees_all_equal(made.params(0), same.params(0))
+    with pytest.raises(ValueError, match="--scael is not .*--algo=mine.*--scale"):
+        build.experiment(algo=mine, scael=2, **common)
+    with pytest.raises(ValueError, match="--scale=nan: expected a finite number"):
+        build.experiment(algo=mine, scale=float("nan"), **common)
+
+
+def test_an_option_without_a_default():
+    """It must be given; the line names it."""
+    made = dataclasses.make_dataclass("HParams", [("width", int)])
+    mine = types.SimpleNamespace(HParams=made, make=fedavg.make)
+    with pytest.raises(ValueError, match="--width has no default"):
+        settings.configure({"algo": mine})
+    made, hparams = settings.configure({"algo": mine, "width": 3})
+    assert (made.algo, hparams.width) == ("custom", 3)
+
+
+@pytest.mark.parametrize(
+    "algo, option, text",
+    [
+        ("cdkt", "rounds", "30 (--preset=cdkt)"),
+        ("cdkt", "proxy_fraction", "0.07 (--preset=cdkt, differs with --dataset)"),
+        ("cdkt", "model", "automatic (differs with --dataset)"),
+        ("cdkt", "preset", "'cdkt'"),
+        ("cdkt", "label_mix", "0.5"),
+        ("local", "rounds", "20"),
+        ("local", "public_set", "'none'"),
+        ("fedmd", "public_set", "'none' (differs with --dataset)"),
+        ("fedmd", "local_epochs", "2 (--preset=fedd2s)"),
+    ],
+)
+def test_help_says_where_a_default_comes_from(algo, option, text):
+    """The value without further options, and the preset that sets it."""
+    assert settings.default_text(algo, option) == text
+
+
+def test_list_shows_what_there_is(capsys):
+    """A line each: algorithms with their presets, presets with what they set."""
+    listing.main()
+    lines = capsys.readouterr().out.splitlines()
+    shown = {line.split()[0]: line for line in lines if line.startswith("  ")}
+    names = [*algorithms.ALGORITHMS, *presets.PRESETS, *loaders.DATASETS]
+    names += [*partitions.PARTITIONS, *models.MODELS, "cdkt.table1", "fedd2s.fig7"]
+    assert set(names) <= shown.keys()
+    assert shown["pfedsd"].split()[1] == "fedd2s"
+    assert "--preset=cdkt and ensemble=code_last" in shown["cdkt_code"]
+    assert "client_optimizer=adam" in presets.describe("fedd2s")
+    assert "; by --dataset or --algo: " in presets.describe("fedd2s")
+
+
+def test_sentence():
+    """Which rules a run follows, and how to compare it."""
+    text = presets.sentence("none")
+    assert "--preset=none" in text and "--preset=cdkt, " in text
+    assert presets.sentence("fedd2s").startswith("rules: --preset=fedd2s (FedD2S's")
