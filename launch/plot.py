@@ -46,13 +46,12 @@ def read(path: pathlib.Path) -> Run:
     # Only files that are what the run wrote go on from here.
     if finished.read(path) is None:
         raise ValueError(f"{path} holds no finished run")
-    lines = (path / finished.RUN_FLAGS).read_text().splitlines()
+    told = flags.read(path / finished.RUN_FLAGS)
     records = (path / finished.METRICS).read_text().splitlines()
     with np.load(path / finished.CLIENTS) as file:
         clients = {name: file[name] for name in file.files}
     rows = [json.loads(line) for line in records]
-    pairs = (line[2:].partition("=") for line in lines if line.startswith("--"))
-    return Run(path, {name: value for name, _, value in pairs}, rows, clients)
+    return Run(path, told, rows, clients)
 
 
 def labels(runs: Sequence[Run]) -> list[str]:

@@ -21,12 +21,15 @@ from launch import finished, flags, main, papers, settings
 
 
 def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
-    """Whether a run's folder was made with these options."""
-    try:
-        lines = (folder / finished.RUN_FLAGS).read_text().splitlines()
-    except OSError:
+    """Whether a run's folder was made with these options.
+
+    Raises:
+        ValueError: its flags are damaged.
+    """
+    path = folder / finished.RUN_FLAGS
+    if not path.is_file():
         return False
-    told = dict(line[2:].split("=", 1) for line in lines if line.startswith("--"))
+    told = flags.read(path)
 
     def equal(text: str | None, value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
