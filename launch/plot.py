@@ -20,7 +20,7 @@ from matplotlib import ticker
 from matplotlib.figure import Figure
 
 from launch import config as config_lib
-from launch import console, finished, flags
+from launch import console, ending, finished, flags
 
 KINDS = ("curves", "fairness", "bubbles")
 SILENT = (*config_lib.EXECUTION_FIELDS, "algo", "seed", "num_seeds", "eval_every")
@@ -241,7 +241,11 @@ def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Any]]
 
 def command(argv: Sequence[str] | None = None) -> None:
     """The command."""
-    argv = list(sys.argv if argv is None else argv)
+    with ending.reported():
+        _command(list(sys.argv if argv is None else argv))
+
+
+def _command(argv: Sequence[str]) -> None:
     values = absl_flags.FlagValues()
     for name, default, text in (
         ("output", "plots", "folder of the pictures"),
@@ -253,7 +257,7 @@ def command(argv: Sequence[str] | None = None) -> None:
         print(f"{__doc__}\n{values.get_help()}")
         return
     try:
-        folders = values(argv)[1:]
+        folders = values(flags.expand(argv))[1:]
         if not folders:
             raise ValueError("give the folders of one or more finished runs")
         kinds = values.kind.split(",")

@@ -17,7 +17,7 @@ from typing import Any
 from absl import flags as absl_flags
 
 from data import loaders
-from launch import finished, flags, main, papers, settings
+from launch import ending, finished, flags, main, papers, settings
 
 
 def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
@@ -117,7 +117,7 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
             if name not in (*options, *OWN_FLAGS, "algo", "resume"):
                 options[name] = field
                 flags.define(values, name, field, kinds[name])
-    rest = values([a for a in argv if a not in names])
+    rest = values([a for a in flags.expand(argv) if a not in names])
     if len(rest) > 1:
         raise ValueError(f"{rest[1]} is not a flag; options are written --name=value")
     given = {name: values[name].value for name in options if values[name].present}
@@ -127,8 +127,13 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
 def command(argv: Sequence[str] | None = None) -> None:
     """The command."""
     main.quiet()
+    with ending.reported():
+        _command(list(sys.argv if argv is None else argv))
+
+
+def _command(argv: Sequence[str]) -> None:
     try:
-        name, own, given = _parse(list(sys.argv if argv is None else argv))
+        name, own, given = _parse(argv)
         table = papers.load_table(name)
         dataset = given.pop("dataset", None) or table.get("dataset", "fashion_mnist")
         dataset = available(dataset, given.get("data_dir", ""))

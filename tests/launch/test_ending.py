@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from launch import command, flags
+from launch import ending, flags
 
 EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
 
@@ -26,7 +26,7 @@ EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory alloca
 )
 def test_codes_and_lines(capsys, error, code, line):
     """One line at most; what ends the process on purpose is left alone."""
-    with pytest.raises(SystemExit) as stop, command.reported():
+    with pytest.raises(SystemExit) as stop, ending.reported():
         raise error
     assert stop.value.code == code
     said = capsys.readouterr().err
@@ -38,14 +38,14 @@ def test_codes_and_lines(capsys, error, code, line):
 )
 def test_bugs_keep_their_traceback(error):
     """Only what a user can do something about becomes a line."""
-    with pytest.raises(type(error), match="a bug"), command.reported():
+    with pytest.raises(type(error), match="a bug"), ending.reported():
         raise error
 
 
 @pytest.mark.parametrize("is_full", [True, False], ids=["full disk", "no reader"])
 def test_output_that_cannot_be_written(is_full):
     """Found out when the buffer is flushed; nothing more is said at exit."""
-    code = "from launch import command\nwith command.reported(): print('x' * 100)"
+    code = "from launch import ending\nwith ending.reported(): print('x' * 100)"
     read, write = os.pipe()
     os.close(read)
     target = os.open("/dev/full", os.O_WRONLY) if is_full else os.dup(write)
