@@ -67,7 +67,8 @@ def _served_stale(
         return trained, {"copy": trained.variables, "round": client.round}
 
     def first(start: types.Variables) -> dict:
-        return {"copy": start, "round": jnp.full((), -1)}
+        # -1 is the round before the first, in which nobody took part.
+        return {"copy": start, "round": jnp.full((), -2)}
 
     plain = averaging.make(hparams, task, and_keep, own=first)
 

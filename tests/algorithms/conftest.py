@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import algorithms
-from fedjax_pfl import options, traffic, types
+from fedjax_pfl import options, shapes, types
 from launch import build
 from models import stages
 
@@ -41,11 +41,11 @@ def first_seed(tree):
 
 
 def random_params(model, seed, shape=(8, 8, 1)):
-    """(params, stats) of numpy numbers, so that no initialisation is compiled."""
+    """Variables of numpy numbers, so that no initialisation is compiled."""
     gen = np.random.default_rng(seed)
     return jax.tree.map(
         lambda leaf: (gen.normal(size=leaf.shape) * 0.3).astype(leaf.dtype),
-        traffic.shapes(model, shape),
+        shapes.variables(model, shape),
     )
 
 
@@ -88,7 +88,7 @@ def problem(unequal):
     return namespace.SimpleNamespace(
         task_of=task_of,
         data=made.data.replace(partition=first_seed(made.data.partition)),
-        cohort=lambda round: made.cohorts(0, round),
+        cohort=lambda round: made.planner.cohort(0, round),
         execution=types.Execution(3),
     )
 
@@ -103,9 +103,8 @@ def start():
         else:
             model = NETWORKS[clients]
             rows = [random_params(model, seed + 1 + k) for k in range(count)]
-        params, stats = random_params(NETWORKS[server], seed)
         return types.RoundState(
-            server={"params": params, "stats": stats},
+            server=random_params(NETWORKS[server], seed),
             clients=jax.tree.map(lambda *leaves: np.stack(leaves), *rows),
             key=jax.random.key(3),
             round=np.int32(round),
@@ -116,7 +115,7 @@ def start():
 
 @pytest.fixture(scope="session")
 def compiled(problem, quick_jit):
-    """Jitted rounds by structure; floats are traced, as in `simulate.program`."""
+    """Jitted rounds by structure; floats are traced, as in `program.build`."""
     cache = {}
 
     def get(algo, server="tiny", clients="tiny", chunk=3, **structure):

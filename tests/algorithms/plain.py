@@ -1,13 +1,16 @@
-"""Plain numpy training of a chain of dense layers, the reference of these tests.
+"""The one reference of these tests: chains of dense layers in plain numpy.
 
-Parameters are lists of [kernel, bias] in float64; gradients are written by hand.
+Parameters are lists of [kernel, bias] in float64; gradients are written by hand. And
+what all tests ask of a state: whose model is whose, who is served what, what was sent.
 """
 
 import jax
 import numpy as np
 
 from data import plan
-from fedjax_pfl import types
+from fedjax_pfl import traffic, types
+
+# Pytrees and states.
 
 
 def host(tree):
@@ -29,6 +32,94 @@ def differs(first, second, by=1e-4):
     """Whether any two leaves differ."""
     pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
     return any(np.abs(np.asarray(a) - np.asarray(b)).max() > by for a, b in pairs)
+
+
+def perturbed(tree, seed=0, size=0.5):
+    """Every number moved at random."""
+    gen = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: leaf + np.float32(size * gen.normal(size=leaf.shape)), host(tree)
+    )
+
+
+def replaced(stacked, number, other):
+    """Row `number` of a stacked pytree is that of another one."""
+
+    def of_leaf(leaf, new):
+        leaf = np.array(leaf)
+        leaf[number] = np.asarray(new)[number]
+        return leaf
+
+    return jax.tree.map(of_leaf, stacked, other)
+
+
+def _place(held, *names):
+    """Which entry of a state's part holds models; None = the part itself."""
+    if isinstance(held, types.Variables):
+        return None
+    return next(name for name in names if name in held)
+
+
+def server(state):
+    """The server's Variables."""
+    name = _place(state.server, "model")
+    return state.server if name is None else state.server[name]
+
+
+def own(state, number=None):
+    """The clients' Variables, stacked, or those of one client as numpy arrays."""
+    name = _place(state.clients, "own", "copy")
+    models = state.clients if name is None else state.clients[name]
+    return models if number is None else at(models, number)
+
+
+def with_server(state, variables):
+    """The same state with another model of the server."""
+    name = _place(state.server, "model")
+    if name is None:
+        return state.replace(server=variables)
+    return state.replace(server=state.server | {name: variables})
+
+
+def with_own(state, variables):
+    """The same state with other models of the clients."""
+    name = _place(state.clients, "own", "copy")
+    if name is None:
+        return state.replace(clients=variables)
+    return state.replace(clients=state.clients | {name: variables})
+
+
+def server_layers(state):
+    """The server's layers in float64."""
+    return layers(server(state).params)
+
+
+def own_layers(state, number):
+    """A client's layers in float64."""
+    return layers(own(state, number).params)
+
+
+def served(made, state, cohort=None, data=None, num_clients=5):
+    """The Variables that serve each client; nobody is served twice, nobody left out."""
+    out = [None] * num_clients
+    for group in made.served(state, cohort, data, num_clients):
+        for slot, number in enumerate(np.asarray(group.client_id)):
+            if np.asarray(group.mask)[slot]:
+                assert out[number] is None
+                row = None if group.own is None else at(group.own, slot)
+                out[number] = host(group.variables(row))
+    assert all(one is not None for one in out)
+    return out
+
+
+def sent_bytes(made, sent, num_rows):
+    """{"bytes_up", "bytes_down"} of each row of a cohort."""
+    rows = np.eye(num_rows, dtype=bool)
+    counts = [traffic.counted(sent, made.messages, row) for row in rows]
+    return [traffic.cumulative(count, made.messages) for count in counts]
+
+
+# Layers: forward, backward, losses.
 
 
 def layers(params):
@@ -59,16 +150,33 @@ def logits(params, x, start=0):
     return activations(params, x, start)[-1]
 
 
+def backward(params, acts, slopes, start=0):
+    """Gradients of all layers, 0 where none arrives.
+
+    Args:
+        params: Layers.
+        acts: What `activations(params, x, start)` gave.
+        slopes: Gradients to outputs of layers, by number of layers passed.
+        start: The first layer that was run.
+    """
+    grads = [[np.zeros_like(part) for part in layer] for layer in params]
+    back = None
+    for number in reversed(range(start, len(params))):
+        if number + 1 in slopes:
+            back = slopes[number + 1] + (0.0 if back is None else back)
+        if back is None:
+            continue
+        if number + 1 < len(params):
+            back = back * (acts[number + 1 - start] > 0)
+        grads[number] = [acts[number - start].T @ back, back.sum(0)]
+        back = back @ params[number][0].T
+    return grads
+
+
 def gradients(params, x, of_logits, start=0):
     """Gradients of all layers, 0 below `start`; `of_logits` maps logits to theirs."""
     acts = activations(params, x, start)
-    out, back = [], of_logits(acts[-1])
-    for number in reversed(range(start, len(params))):
-        below = acts[number - start]
-        out.append([below.T @ back, back.sum(0)])
-        back = (back @ params[number][0].T) * (below > 0)
-    below = [[np.zeros_like(a) for a in layer] for layer in params[:start]]
-    return below + out[::-1]
+    return backward(params, acts, {len(params): of_logits(acts[-1])}, start)
 
 
 def cross_entropy(label):
@@ -78,6 +186,18 @@ def cross_entropy(label):
         return (softmax(z) - np.eye(z.shape[1])[label]) / len(label)
 
     return of_logits
+
+
+def divergence(student, target, temperature):
+    """tau^2 KL(target || student) of softened logits, a mean over rows."""
+    p, q = softmax(student / temperature), softmax(target / temperature)
+    return temperature**2 * (q * np.log(q / p)).sum(-1).mean()
+
+
+def of_divergence(student, target, temperature):
+    """Gradient of `divergence` to the student's logits."""
+    p, q = softmax(student / temperature), softmax(target / temperature)
+    return temperature * (p - q) / len(student)
 
 
 def total(*terms):
@@ -90,6 +210,9 @@ def total(*terms):
 
 def scaled(factor, grads):
     return [[factor * g for g in layer] for layer in grads]
+
+
+# Optimizers.
 
 
 class Sgd:
@@ -153,6 +276,24 @@ class Adam:
         return out
 
 
+class Optimizers:
+    """One optimizer for each client and round, or, kept, for each client."""
+
+    def __init__(self, make, keep=False):
+        self.make, self.keep, self.kept = make, keep, {}
+
+    def of(self, number, rate):
+        """The optimizer of client `number` at this round's learning rate."""
+        if not self.keep:
+            return self.make(rate)
+        tx = self.kept.setdefault(number, self.make(rate))
+        tx.rate = rate
+        return tx
+
+
+# The problem: examples, plans, local training, means.
+
+
 class Table:
     """Images and labels of a problem as numpy arrays."""
 
@@ -177,12 +318,22 @@ class Table:
         start = self.test.start[number]
         return self.test.row[start : start + self.test.count[number]]
 
+    def batches(self, size):
+        """The proxy rows in batches."""
+        return [self.proxy[i : i + size] for i in range(0, len(self.proxy), size)]
+
     def steps(self, one, number):
         """(positions, rows, epoch) of each step of a client's plan."""
         for step in range(int(one.num_steps)):
             position = one.position[step]
             position = position[position >= 0]
             yield position, self.owned(number)[position], int(one.epoch[step])
+
+
+def members(cohort):
+    """{client: row of the cohort}, padding left out."""
+    rows = np.flatnonzero(cohort.row_mask)
+    return {int(cohort.client_id[row]): int(row) for row in rows}
 
 
 def train(table, params, one, number, tx, *, trained=None, extra=None):
@@ -217,20 +368,26 @@ def mean(trees, weight):
     ]
 
 
-def planner(data, specs, clients_per_round=3):
-    """`round -> Cohort` for the plans of an algorithm, all in one chunk."""
+# Cohorts.
+
+
+def planner(data, specs, clients_per_round=3, group=None):
+    """`round -> Cohort` for the plans of an algorithm, all in one chunk.
+
+    `group` int[K] is the architecture of each client, None = all have the same.
+    """
     count = np.asarray(data.partition.train.count)
     zeros = np.zeros(len(count), np.int32)
     cohorts = plan.Planner(
         seeds=[0],
         num_rows=count[None],
         level_of=zeros + 3,
-        client_group=zeros,
+        client_group=zeros if group is None else group,
         clients_per_round=clients_per_round,
         specs=specs,
         execution=types.Execution(clients_per_round),
     )
-    return lambda round: cohorts(0, round)
+    return lambda round: cohorts.cohort(0, round)
 
 
 def permuted(cohort, order):
@@ -255,3 +412,11 @@ def without(cohort, row, num_clients):
         row_mask=cohort.row_mask & real,
         plans={name: emptied(one) for name, one in cohort.plans.items()},
     )
+
+
+def cut(cohort, num_steps, name="local"):
+    """The cohort with at most `num_steps` (a number, or int[C]) steps in one plan."""
+    one = cohort.plans[name]
+    fewer = np.minimum(one.num_steps, num_steps).astype(np.int32)
+    plans = cohort.plans | {name: one.replace(num_steps=fewer)}
+    return cohort.replace(plans=plans)

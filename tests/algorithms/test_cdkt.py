@@ -1,4 +1,4 @@
-"""CDKT against a numpy reference, and its properties one by one."""
+"""CDKT against numpy, and its properties one by one."""
 
 import chex
 import jax
@@ -7,13 +7,18 @@ import pytest
 
 import models
 from algorithms import cdkt
-from fedjax_pfl import traffic
 from launch import build
+from tests.algorithms import plain
 
 # One structure per transfer mode; together every distance has both roles.
 STRUCTURES = {
     "rep": {"transfer": "rep", "server_distance": "kl", "client_distance": "norm"},
-    "full": {"transfer": "full", "server_distance": "norm", "client_distance": "js"},
+    "full": {
+        "transfer": "full",
+        "server_distance": "norm",
+        "client_distance": "js",
+        "js_form": "reversed",
+    },
     "repfull": {
         "transfer": "repfull",
         "server_distance": "js",
@@ -38,181 +43,160 @@ FLOATS = {
 every_transfer = pytest.mark.parametrize("transfer", STRUCTURES)
 
 
-def host(tree):
-    """A pytree as numpy arrays, without the key."""
-    return jax.tree.map(np.asarray, tree)
-
-
-def client(state, number):
-    """One client's parameters."""
-    return host(jax.tree.map(lambda leaf: leaf[number], state.clients[0]))
-
-
-def layers(params):
-    """Kernel and bias of each layer in float64."""
-    return [
-        [np.float64(stage["trunk"][name]) for name in ("kernel", "bias")]
-        for stage in host(params)
-    ]
-
-
-def perturbed(tree, seed=0, size=0.5):
-    """Every number moved at random."""
-    gen = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda leaf: leaf + np.float32(size * gen.normal(size=leaf.shape)), host(tree)
-    )
-
-
-def differs(first, second, by=1e-5):
-    """Whether any two leaves differ."""
-    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
-    return any(np.abs(np.asarray(a) - np.asarray(b)).max() > by for a, b in pairs)
-
-
-# The reference: numpy, float64, gradients by hand.
-
-
-def softmax(x):
-    e = np.exp(x - x.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
-
-
-def activations(params, x):
-    """Input, hidden layers and logits."""
-    out = [x]
-    for number, (kernel, bias) in enumerate(params):
-        x = x @ kernel + bias
-        x = x if number == len(params) - 1 else np.maximum(x, 0)
-        out.append(x)
-    return out
-
-
-def gradients(params, acts, to_logits, to_embedding=0.0):
-    """Gradients of each layer from those of the logits and of the embedding."""
-    out, back = [], to_logits
-    for number in reversed(range(len(params))):
-        out.append([acts[number].T @ back, back.sum(0)])
-        back = back @ params[number][0].T
-        if number == len(params) - 1:
-            back = back + to_embedding
-        back = back * (acts[number] > 0)
-    return out[::-1]
-
-
-def of_cross_entropy(logits, label):
-    return (softmax(logits) - np.eye(logits.shape[1])[label]) / len(label)
-
-
-def of_distance(kind, student, target, temperature):
+def of_distance(kind, student, target, temperature, js_form="true"):
     """Gradient of a distance to the student."""
     if kind == "norm":
         return (student - target) / np.sqrt(((student - target) ** 2).sum())
     if kind == "kl":
-        gap = softmax(student / temperature) - softmax(target / temperature)
-        return temperature * gap / len(student)
-    p, q = softmax(student), softmax(target)
-    slope = np.log(2 * p / (p + q))
+        return plain.of_divergence(student, target, temperature)
+    p, q = plain.softmax(student), plain.softmax(target)
+    m = (p + q) / 2
+    slope = np.log(p / m)
+    if js_form == "reversed":
+        slope = np.log(m / np.sqrt(p * q)) - m / p
     return 0.5 * p * (slope - (p * slope).sum(-1, keepdims=True)) / len(student)
 
 
-def descend(params, *steps):
-    """params - sum of rate * gradient over (rate, gradients) pairs."""
-    for rate, grads in steps:
-        params = [
-            [w - rate * g for w, g in zip(layer, grad, strict=True)]
-            for layer, grad in zip(params, grads, strict=True)
-        ]
-    return params
-
-
-def reference_round(state, cohort, data, structure, values):
-    """Section 1A's round with Python loops: (client parameters by id, server's)."""
-    part, labels = host(data.partition), host(data.label)
-    mean, scale = host(data.mean), host(data.scale)
-    image = ((np.float64(host(data.image)) - mean) * scale).reshape(len(labels), -1)
-    proxy = [part.proxy[i : i + 5] for i in range(0, len(part.proxy), 5)]
+def reference(state, cohort, table, structure, values):
+    """Section 1A's round with Python loops: (client layers by id, server's)."""
+    proxy = table.batches(5)
     mix, tau = values["label_mix"], values["temperature"]
     use_rep = structure["transfer"] in ("rep", "repfull")
     use_full = structure["transfer"] in ("full", "repfull")
+    form = structure.get("js_form", "true")
 
     def adjusted(logits, rows):
-        return mix * np.eye(logits.shape[1])[labels[rows]] + (1 - mix) * logits
+        return mix * np.eye(logits.shape[1])[table.label[rows]] + (1 - mix) * logits
 
     def answers(params):
-        return [activations(params, image[rows])[-2:] for rows in proxy]
+        return [plain.activations(params, table.images(rows))[-2:] for rows in proxy]
 
-    server = layers(state.server["params"])
-    known = answers(server)
-    alpha = values["client_distill_weight"]
-    trained = {}
-    for row in np.flatnonzero(cohort.row_mask):
-        number, plan = int(cohort.client_id[row]), cohort.plans["local"]
-        params = layers(client(state, number))
-        steps = int(plan.num_steps[row])
-        if structure.get("proxy_pairing") == "truncate":
-            steps = min(steps, len(proxy))
-        for step in range(steps):
-            position = plan.position[row, step]
-            rows = part.train.row[part.train.start[number] + position[position >= 0]]
-            acts = activations(params, image[rows])
-            private = gradients(params, acts, of_cross_entropy(acts[-1], labels[rows]))
-            pair = step % len(proxy)
-            acts = activations(params, image[proxy[pair]])
-            embedding, logits = known[pair]
-            kind = structure["client_distance"]
-            target = adjusted(logits, proxy[pair])
-            shared = gradients(
-                params,
-                acts,
-                of_distance(kind, acts[-1], target, tau),
-                of_distance(kind, acts[-2], embedding, tau) if use_rep else 0.0,
+    def gradients(params, rows, embedding, logits, kind, weight, by_logits, hard):
+        """Of the distances to embeddings and logits, and of the labels if `hard`."""
+        acts = plain.activations(params, table.images(rows))
+        slopes = {len(params): 0.0 * acts[-1]}
+        if hard:
+            slopes[len(params)] = plain.cross_entropy(table.label[rows])(acts[-1])
+        if by_logits:
+            target = adjusted(logits, rows)
+            slopes[len(params)] += weight * of_distance(
+                kind, acts[-1], target, tau, form
             )
-            rate = values["client_lr"]
-            params = descend(params, (rate, private), (rate * alpha, shared))
-        trained[number] = params
+        if use_rep:
+            slope = of_distance(kind, acts[-2], embedding, tau, form)
+            slopes[len(params) - 1] = weight * slope
+        return plain.backward(params, acts, slopes)
+
+    server = plain.server_layers(state)
+    known, kind = answers(server), structure["client_distance"]
+    is_cut = structure.get("proxy_pairing") == "truncate"
+    trained = {}
+    for number, row in plain.members(cohort).items():
+        one = plain.at(cohort.plans["local"], row)
+        if is_cut:
+            one = one.replace(num_steps=min(int(one.num_steps), len(proxy)))
+        pairs = iter(range(int(one.num_steps)))
+
+        def extra(params, position, rows, pairs=pairs):
+            pair = next(pairs) % len(proxy)
+            alpha = values["client_distill_weight"]
+            return gradients(
+                params, proxy[pair], *known[pair], kind, alpha, True, hard=False
+            )
+
+        start, tx = plain.own_layers(state, number), plain.Sgd(values["client_lr"])
+        trained[number] = plain.train(table, start, one, number, tx, extra=extra)
 
     told = [answers(params) for params in trained.values()]
     if structure.get("ensemble") == "code_last":
+        share = len(trained) / len(table.train.count)
         last = answers(trained[max(trained)])
-        share = len(trained) / len(part.train.count)
         teacher = [[share * output for output in batch] for batch in last]
     else:
         teacher = [
             [np.mean([one[b][output] for one in told], axis=0) for output in (0, 1)]
             for b in range(len(proxy))
         ]
+    beta, kind = values["server_distill_weight"], structure["server_distance"]
+    tx = plain.Sgd(values["server_lr"])
     for _ in range(2):
-        for rows, (embedding, logits) in zip(proxy, teacher, strict=True):
-            acts = activations(server, image[rows])
-            to_logits, to_embedding = of_cross_entropy(acts[-1], labels[rows]), 0.0
-            beta, kind = values["server_distill_weight"], structure["server_distance"]
-            if use_full:
-                target = adjusted(logits, rows)
-                to_logits = to_logits + beta * of_distance(kind, acts[-1], target, tau)
-            if use_rep:
-                to_embedding = beta * of_distance(kind, acts[-2], embedding, tau)
-            grads = gradients(server, acts, to_logits, to_embedding)
-            server = descend(server, (values["server_lr"], grads))
+        for rows, target in zip(proxy, teacher, strict=True):
+            grads = gradients(server, rows, *target, kind, beta, use_full, hard=True)
+            server = tx.step(server, grads)
     return trained, server
 
 
 @pytest.mark.parametrize("name", [*STRUCTURES, "code"])
-def test_round_equals_a_numpy_reference(name, compiled, start, problem):
-    """Tests 19 to 28: section 1A's round, all modes, distances and the code's forms."""
-    structure = {**STRUCTURES, "code": CODE}[name]
-    state, cohort = start(), problem.cohort(1)
-    assert cohort.plans["local"].num_steps.max() > 3  # more than proxy batches
-    assert len(set(cohort.plans["local"].num_steps)) > 1
-    after, _, _ = compiled("cdkt", **structure)(state, **FLOATS)
-    trained, server = reference_round(state, cohort, problem.data, structure, FLOATS)
-    for number, expected in trained.items():
-        got = layers(client(after, number))
-        chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
-        assert differs(got, layers(client(state, number)), 1e-3)
-    got = layers(after.server["params"])
-    chex.assert_trees_all_close(got, server, rtol=1e-4, atol=1e-5)
-    assert differs(got, layers(state.server["params"]), 1e-3)
+def test_rounds_equal_a_numpy_reference(name, compiled, start, problem):
+    """Tests 19 to 28: section 1A's rounds, all modes, distances, the code's forms."""
+    structure, table = {**STRUCTURES, "code": CODE}[name], plain.Table(problem.data)
+    state = start()
+    for round in (1, 2):
+        cohort = problem.cohort(round)
+        steps = cohort.plans["local"].num_steps
+        assert max(steps) > 3 and len(set(steps)) > 1  # more than proxy batches
+        trained, server = reference(state, cohort, table, structure, FLOATS)
+        after, _, _ = compiled("cdkt", **structure)(state, cohort, **FLOATS)
+        for number, expected in trained.items():
+            got = plain.own_layers(after, number)
+            chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
+            assert plain.differs(got, plain.own_layers(state, number), 1e-3)
+        got = plain.server_layers(after)
+        chex.assert_trees_all_close(got, server, rtol=1e-4, atol=1e-5)
+        assert plain.differs(got, plain.server_layers(state), 1e-3)
+        state = after
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("transfer", "rep"),
+        ("transfer", "full"),
+        ("server_distance", "norm"),
+        ("client_distance", "js"),
+        ("proxy_pairing", "mod"),
+        ("ensemble", "mean_selected"),
+        ("js_form", "reversed"),
+        ("label_mix", 0.6),
+        ("temperature", 1.0),
+        ("client_distill_weight", 0.6),
+        ("server_distill_weight", 0.8),
+    ],
+)
+def test_every_option_matters_to_the_reference(option, value, start, problem):
+    """Guards the test above: an option that did nothing would fail it."""
+    state, cohort, table = start(), problem.cohort(1), plain.Table(problem.data)
+    structure, floats = CODE, FLOATS
+    if option in FLOATS:
+        floats = FLOATS | {option: value}
+    else:
+        structure = CODE | {option: value}
+    before = reference(state, cohort, table, CODE, FLOATS)
+    if option == "js_form":
+        before = reference(state, cohort, table, STRUCTURES["repfull"], FLOATS)
+        structure = STRUCTURES["repfull"] | {option: value}
+    after = reference(state, cohort, table, structure, floats)
+    assert plain.differs(before, after, 1e-4)
+
+
+def test_labels_are_mixed_before_the_softmax():
+    """Eq. 8 as the released code has it: lambda onehot(y) + (1 - lambda) u."""
+    logits, label = np.float32([[1, 2, 3], [4, 0, -4]]), np.array([2, 0])
+    found = cdkt.mix_labels(logits, label, 0.25)
+    np.testing.assert_allclose(found, [[0.75, 1.5, 2.5], [3.25, 0, -3]])
+
+
+@pytest.mark.parametrize(
+    ("ensemble", "expected"), [("mean_selected", 3.0), ("code_last", 2 / 5 * 4)]
+)
+def test_teacher_by_hand(ensemble, expected, problem):
+    """Test 21: the mean of the real rows, or n / K of the highest id's; no nan."""
+    cohort = problem.cohort(1).replace(
+        client_id=np.array([3, 5, 1]), row_mask=np.array([True, False, True])
+    )
+    answers = np.float32([4, np.nan, 2])[:, None, None] * np.ones((3, 2, 2), np.float32)
+    found = cdkt.teacher(answers, cohort, ensemble, 5)
+    np.testing.assert_allclose(found, np.full((2, 2), expected), rtol=1e-6)
 
 
 @every_transfer
@@ -223,18 +207,18 @@ def test_no_transfer_is_exact(transfer, compiled, start, problem):
     """
     run, cohort = compiled("cdkt", **STRUCTURES[transfer]), problem.cohort(1)
     off = {"client_distill_weight": 0.0, "server_distill_weight": 0.0}
-    plain, _, _ = run(start(round=0), cohort, **off)
+    first, _, _ = run(start(round=0), cohort, **off)
     other, _, _ = run(start(round=0), cohort, **off, label_mix=1.0, temperature=0.7)
     warm, _, _ = run(
         start(round=0), cohort, client_distill_weight=0.9, server_distill_weight=0.0
     )
     later, _, _ = run(start(round=1), cohort, **off)
     for state in (other, warm, later):
-        chex.assert_trees_all_equal(state.clients, plain.clients)
-        chex.assert_trees_all_equal(state.server, plain.server)
+        chex.assert_trees_all_equal(state.clients, first.clients)
+        chex.assert_trees_all_equal(state.server, first.server)
     on, _, _ = run(start(round=1), cohort, client_distill_weight=0.9)
-    assert differs(on.clients, plain.clients, 1e-4)
-    assert differs(on.server, plain.server, 1e-4)
+    assert plain.differs(on.clients, first.clients, 1e-4)
+    assert plain.differs(on.server, first.server, 1e-4)
 
 
 def test_no_transfer_is_the_same_in_every_mode(compiled, start):
@@ -271,32 +255,32 @@ def test_weight_zero_cuts_the_direction_off(transfer, compiled, start):
     """Test 20: alpha = 0 hides the server from clients, beta = 0 them from it."""
     run = compiled("cdkt", **STRUCTURES[transfer])
     state = start()
-    moved_server = state.replace(server=perturbed(state.server))
-    moved_clients = state.replace(clients=perturbed(state.clients))
+    moved_server = state.replace(server=plain.perturbed(state.server))
+    moved_clients = state.replace(clients=plain.perturbed(state.clients))
 
-    plain, _, _ = run(state, client_distill_weight=0.0)
+    first, _, _ = run(state, client_distill_weight=0.0)
     other, _, _ = run(moved_server, client_distill_weight=0.0)
-    chex.assert_trees_all_equal(plain.clients, other.clients)
-    plain, _, _ = run(state, server_distill_weight=0.0)
+    chex.assert_trees_all_equal(first.clients, other.clients)
+    first, _, _ = run(state, server_distill_weight=0.0)
     other, _, _ = run(moved_clients, server_distill_weight=0.0)
-    chex.assert_trees_all_equal(plain.server, other.server)
+    chex.assert_trees_all_equal(first.server, other.server)
 
-    plain, _, _ = run(state, **FLOATS)
+    first, _, _ = run(state, **FLOATS)
     other, _, _ = run(moved_server, **FLOATS)
-    assert differs(plain.clients, other.clients)
+    assert plain.differs(first.clients, other.clients)
     other, _, _ = run(moved_clients, **FLOATS)
-    assert differs(plain.server, other.server)
+    assert plain.differs(first.server, other.server)
 
 
 def test_lambda_one_ignores_the_teachers_outcomes(compiled, start):
     """Test 22: with lambda = 1 the outcome terms are labels: no teacher, exactly."""
     run, state = compiled("cdkt", **STRUCTURES["full"]), start()
     values = FLOATS | {"label_mix": 1.0}
-    plain, _, _ = run(state, **values)
-    other, _, _ = run(state.replace(server=perturbed(state.server)), **values)
-    chex.assert_trees_all_equal(plain.clients, other.clients)
-    other, _, _ = run(state.replace(clients=perturbed(state.clients)), **values)
-    chex.assert_trees_all_equal(plain.server, other.server)
+    first, _, _ = run(state, **values)
+    other, _, _ = run(state.replace(server=plain.perturbed(state.server)), **values)
+    chex.assert_trees_all_equal(first.clients, other.clients)
+    other, _, _ = run(state.replace(clients=plain.perturbed(state.clients)), **values)
+    chex.assert_trees_all_equal(first.server, other.server)
 
 
 @every_transfer
@@ -307,55 +291,49 @@ def test_lambda_zero_hides_the_proxy_labels(transfer, compiled, start, problem):
     label = problem.data.label.at[rows].set((problem.data.label[rows] + 1) % 4)
     relabelled = problem.data.replace(label=label)
     values = FLOATS | {"label_mix": 0.0}
-    plain, _, _ = run(state, **values)
+    first, _, _ = run(state, **values)
     other, _, _ = run(state, data=relabelled, **values)
-    chex.assert_trees_all_equal(plain.clients, other.clients)
-    assert differs(plain.server, other.server)
-    plain, _, _ = run(state, **FLOATS)
+    chex.assert_trees_all_equal(first.clients, other.clients)
+    assert plain.differs(first.server, other.server)
+    first, _, _ = run(state, **FLOATS)
     other, _, _ = run(state, data=relabelled, **FLOATS)
-    assert differs(plain.clients, other.clients)
+    assert plain.differs(first.clients, other.clients)
 
 
-def with_dead_unit(params, value):
+def with_dead_unit(variables, value):
     """Embedding unit 0 answers `value` on every input and feeds no logit."""
-    first, second, last = host(params)
-    second, last = dict(second["trunk"]), dict(last["trunk"])
-    for name in ("kernel", "bias"):
-        second[name] = second[name].copy()
-    last["kernel"] = last["kernel"].copy()
+    out = jax.tree.map(np.array, variables)
+    second, last = (stage["trunk"] for stage in out.params[1:])
     second["kernel"][..., 0], second["bias"][..., 0] = 0, value
     last["kernel"][..., 0, :] = 0
-    return (first, {"trunk": second}, {"trunk": last})
+    return out
 
 
-def with_other_logits(params):
+def with_other_logits(variables):
     """The last layer moved, the embedding as it was."""
-    first, second, last = host(params)
-    return (first, second, perturbed(last))
+    *below, last = plain.host(variables.params)
+    return variables._replace(params=(*below, plain.perturbed(last)))
 
 
 @every_transfer
 def test_transfer_masks_embeddings(transfer, compiled, start):
     """Test 23: in Full nobody listens to embeddings, else both sides do."""
     run, state = compiled("cdkt", **STRUCTURES[transfer]), start()
-    params, stats = state.clients
     results = []
     for value in (0.5, 2.0):
-        server = state.server | {
-            "params": with_dead_unit(state.server["params"], value)
-        }
-        results.append(run(state.replace(server=server), **FLOATS)[0].clients)
-    assert differs(*results) == (transfer != "full")
+        other = plain.with_server(state, with_dead_unit(plain.server(state), value))
+        results.append(run(other, **FLOATS)[0].clients)
+    assert plain.differs(*results) == (transfer != "full")
     if transfer == "full":
         chex.assert_trees_all_equal(*results)
 
     # client_lr = 0: the dead units stay dead while the clients answer.
     results = []
     for value in (0.5, 2.0):
-        clients = (with_dead_unit(params, value), stats)
+        other = plain.with_own(state, with_dead_unit(plain.own(state), value))
         values = FLOATS | {"client_lr": 0.0}
-        results.append(run(state.replace(clients=clients), **values)[0].server)
-    assert differs(*results) == (transfer != "full")
+        results.append(run(other, **values)[0].server)
+    assert plain.differs(*results) == (transfer != "full")
     if transfer == "full":
         chex.assert_trees_all_equal(*results)
 
@@ -364,19 +342,18 @@ def test_transfer_masks_embeddings(transfer, compiled, start):
 def test_transfer_masks_logits(transfer, compiled, start):
     """Test 23: in Rep the server ignores logits, but the clients never do."""
     run, state = compiled("cdkt", **STRUCTURES[transfer]), start()
-    params, stats = state.clients
     values = FLOATS | {"client_lr": 0.0}
-    plain, _, _ = run(state, **values)
-    moved = state.replace(clients=(with_other_logits(params), stats))
+    first, _, _ = run(state, **values)
+    moved = plain.with_own(state, with_other_logits(plain.own(state)))
     other, _, _ = run(moved, **values)
-    assert differs(plain.server, other.server) == (transfer != "rep")
+    assert plain.differs(first.server, other.server) == (transfer != "rep")
     if transfer == "rep":
-        chex.assert_trees_all_equal(plain.server, other.server)
+        chex.assert_trees_all_equal(first.server, other.server)
 
-    plain, _, _ = run(state, **FLOATS)
-    server = state.server | {"params": with_other_logits(state.server["params"])}
-    other, _, _ = run(state.replace(server=server), **FLOATS)
-    assert differs(plain.clients, other.clients)
+    first, _, _ = run(state, **FLOATS)
+    moved = plain.with_server(state, with_other_logits(plain.server(state)))
+    other, _, _ = run(moved, **FLOATS)
+    assert plain.differs(first.clients, other.clients)
 
 
 @every_transfer
@@ -384,30 +361,24 @@ def test_everyone_starts_from_its_own_model(transfer, compiled, start):
     """Test 24: eta = 0 fixes the clients, gamma = 0 the server; the other learns."""
     run, state = compiled("cdkt", **STRUCTURES[transfer]), start()
     still, _, _ = run(state, **FLOATS | {"client_lr": 0.0})
-    chex.assert_trees_all_equal(host(still.clients), host(state.clients))
-    assert differs(still.server, state.server, 1e-3)
+    chex.assert_trees_all_equal(plain.host(still.clients), plain.host(state.clients))
+    assert plain.differs(still.server, state.server, 1e-3)
     still, _, _ = run(state, **FLOATS | {"server_lr": 0.0})
-    chex.assert_trees_all_equal(host(still.server), host(state.server))
-    assert differs(still.clients, state.clients, 1e-3)
+    chex.assert_trees_all_equal(plain.host(still.server), plain.host(state.server))
+    assert plain.differs(still.clients, state.clients, 1e-3)
 
 
 def test_server_hears_only_the_selected(compiled, start, problem):
     """Test 25: models outside the cohort do not reach the server's teacher."""
     run, state = compiled("cdkt", **STRUCTURES["repfull"]), start()
-    chosen = problem.cohort(1).client_id
-    plain, _, _ = run(state, **FLOATS)
+    chosen, moved = problem.cohort(1).client_id, plain.perturbed(plain.own(state))
+    first, _, _ = run(state, **FLOATS)
     for number in range(5):
-        moved = jax.tree.map(
-            lambda leaf, new, k=number: np.where(
-                np.arange(5).reshape(-1, *(1,) * (leaf.ndim - 1)) == k, new, leaf
-            ),
-            host(state.clients),
-            perturbed(state.clients),
-        )
-        other, _, _ = run(state.replace(clients=moved), **FLOATS)
-        assert differs(plain.server, other.server) == (number in chosen)
+        one = plain.replaced(plain.own(state), number, moved)
+        other, _, _ = run(plain.with_own(state, one), **FLOATS)
+        assert plain.differs(first.server, other.server) == (number in chosen)
         if number not in chosen:
-            chex.assert_trees_all_equal(plain.server, other.server)
+            chex.assert_trees_all_equal(first.server, other.server)
 
 
 def test_unselected_clients_are_untouched(compiled, start, problem):
@@ -417,9 +388,13 @@ def test_unselected_clients_are_untouched(compiled, start, problem):
     assert len(chosen) == 3
     for number in range(5):
         if number in chosen:
-            assert differs(client(after, number), client(state, number), 1e-3)
+            assert plain.differs(
+                plain.own(after, number), plain.own(state, number), 1e-3
+            )
         else:
-            chex.assert_trees_all_equal(client(after, number), client(state, number))
+            chex.assert_trees_all_equal(
+                plain.own(after, number), plain.own(state, number)
+            )
 
 
 def test_selection_depends_on_the_round_only(blobs):
@@ -431,7 +406,10 @@ def test_selection_depends_on_the_round_only(blobs):
         build.experiment(algo="local", local_epochs=1, batch_size=3, **common),
     ]
     drawn = [
-        [set(one.cohorts(0, round).client_id.tolist()) for round in (7, 0, 1, 2, 3)]
+        [
+            set(one.planner.drawn(0, round).client_id.tolist())
+            for round in (7, 0, 1, 2, 3)
+        ]
         for one in made
     ]
     assert drawn[0] == drawn[1] == drawn[2]
@@ -444,12 +422,14 @@ def test_heterogeneous_clients_learn(compiled, start):
     run = compiled("cdkt", clients="deeper", **STRUCTURES["rep"])
     state = start(clients="deeper")
     after, _, _ = run(state, **FLOATS)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(host(after.clients)))
-    assert differs(after.clients, state.clients, 1e-3)
-    moved = state.replace(clients=perturbed(state.clients))
-    assert differs(after.server, run(moved, **FLOATS)[0].server)
-    moved = state.replace(server=perturbed(state.server))
-    assert differs(after.clients, run(moved, **FLOATS)[0].clients)
+    assert all(
+        np.isfinite(leaf).all() for leaf in jax.tree.leaves(plain.host(after.clients))
+    )
+    assert plain.differs(after.clients, state.clients, 1e-3)
+    moved = state.replace(clients=plain.perturbed(state.clients))
+    assert plain.differs(after.server, run(moved, **FLOATS)[0].server)
+    moved = state.replace(server=plain.perturbed(state.server))
+    assert plain.differs(after.clients, run(moved, **FLOATS)[0].clients)
 
 
 def test_other_embedding_width_is_refused(problem):
@@ -489,10 +469,10 @@ def test_chunks_do_not_matter(network, compiled, start, problem):
         single = jax.tree.map(lambda leaf, r=row: leaf[r : r + 1], cohort)
         third, _, _ = alone(state, single, **FLOATS)
         chex.assert_trees_all_close(
-            client(third, number), client(first, number), atol=1e-5
+            plain.own(third, number), plain.own(first, number), atol=1e-5
         )
     calm, _, _ = compiled("cdkt", **STRUCTURES["repfull"])(state, **FLOATS)
-    assert differs(calm.clients, first.clients, 1e-3)
+    assert plain.differs(calm.clients, first.clients, 1e-3)
 
 
 def test_dropout_noise_is_named_by_client_and_round(compiled, start):
@@ -503,8 +483,8 @@ def test_dropout_noise_is_named_by_client_and_round(compiled, start):
     again, _, _ = run(state, **FLOATS)
     chex.assert_trees_all_equal(first.clients, again.clients)
     other, _, _ = run(state.replace(key=jax.random.key(4)), **FLOATS)
-    assert differs(first.clients, other.clients, 1e-3)
-    assert differs(first.server, other.server, 1e-3)
+    assert plain.differs(first.clients, other.clients, 1e-3)
+    assert plain.differs(first.server, other.server, 1e-3)
 
 
 def test_init_makes_copies_of_one_model(problem, quick_jit):
@@ -513,13 +493,19 @@ def test_init_makes_copies_of_one_model(problem, quick_jit):
     state = quick_jit(made.init)(problem.data, jax.random.key(0))
     assert int(state.round) == 0
     for number in range(5):
-        chex.assert_trees_all_equal(client(state, number), host(state.server["params"]))
-    model, params, _ = made.server_params(state)
-    (served,) = made.serving(state, None, problem.data)
-    assert model.name == served.model.name == "tiny" and not served.shared
-    chex.assert_trees_all_equal(served.params, state.clients[0])
-    np.testing.assert_array_equal(served.client_id, range(5))
-    assert np.asarray(served.mask).all()
+        chex.assert_trees_all_equal(
+            plain.own(state, number), plain.host(plain.server(state))
+        )
+
+
+def test_everyone_serves_itself(problem, start):
+    """Section 1A: w_n serves client n; the server's model is measured too."""
+    made, state = cdkt.make(cdkt.HParams(), problem.task_of()), start()
+    for number, one in enumerate(plain.served(made, state)):
+        chex.assert_trees_all_equal(one, plain.own(state, number))
+    ((name, (model, variables)),) = made.server(state, problem.data).items()
+    assert (name, model.name) == ("global", "tiny")
+    chex.assert_trees_all_equal(variables, plain.server(state))
 
 
 @pytest.mark.parametrize(
@@ -529,11 +515,9 @@ def test_init_makes_copies_of_one_model(problem, quick_jit):
 def test_traffic(transfer, up, down, compiled, start, problem):
     """Test 33: P * (C | d | C + d) * 4 bytes up and down for each selected client."""
     made = cdkt.make(cdkt.HParams(transfer=transfer), problem.task_of())
-    state, _, counts = compiled("cdkt", **STRUCTURES[transfer])(start(), **FLOATS)
-    assert counts.shape == (3, len(made.messages))
-    for row in np.asarray(counts):
-        total = traffic.cumulative(row, made.messages)
-        assert total == {"bytes_up": 12 * up * 4, "bytes_down": 12 * down * 4}
+    state, _, sent = compiled("cdkt", **STRUCTURES[transfer])(start(), **FLOATS)
+    expected = {"bytes_up": 12 * up * 4, "bytes_down": 12 * down * 4}
+    assert plain.sent_bytes(made, sent, 3) == [expected] * 3
     assert int(state.round) == 2
 
 

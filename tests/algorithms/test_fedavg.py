@@ -2,222 +2,216 @@
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from algorithms import cdkt, fedavg
-from fedjax_pfl import aggregate, evaluate, traffic
+from fedjax_pfl import evaluate, shapes
 from launch import build, experiment
+from tests.algorithms import plain
 
 SCORING = evaluate.Scoring(batch_size=8, own_batch_size=4, num_scored=3)
-
-
-def host(tree):
-    """A pytree as numpy arrays."""
-    return jax.tree.map(np.asarray, tree)
+STRUCTURES = {
+    "stale": {"eval_model": "stale"},
+    "uniform": {"aggregation": "uniform", "client_momentum": 0.5},
+}
+FLOATS = {"client_lr": 0.1, "client_lr_decay": 0.8}
 
 
 @pytest.fixture(scope="module")
-def stale(start):
-    """Makes a state before round 0 whose server and copies are all different."""
+def given(start):
+    """Makes states before round 0 whose server and copies are all different."""
 
-    def make(seed=0):
+    def make(name="stale", seed=0):
         state = start(round=0, seed=seed)
-        server = state.server | {
-            "received": (state.server["params"], state.server["stats"])
-        }
-        clients = {"copy": state.clients, "trained": np.zeros(5, bool)}
+        if name != "stale":
+            return state.replace(server={"model": state.server}, clients=())
+        server = {"model": state.server, "before": state.server}
+        clients = {"copy": state.clients, "round": np.full(5, -2)}
         return state.replace(server=server, clients=clients)
 
     return make
 
 
-def images(data, rows):
-    """Normalised flat images f64[N, H * W]."""
-    image = (np.float64(host(data.image)[rows]) - host(data.mean)) * host(data.scale)
-    return image.reshape(len(rows), -1)
+def reference(server, cohort, table, name, rate):
+    """(the server's layers, trained layers by client) of one round."""
+    structure, trained = STRUCTURES[name], {}
+    for number, row in plain.members(cohort).items():
+        one = plain.at(cohort.plans["local"], row)
+        tx = plain.Sgd(rate, structure.get("client_momentum", 0.0))
+        trained[number] = plain.train(table, server, one, number, tx)
+    size = [table.train.count[number] for number in trained]
+    is_uniform = structure.get("aggregation") == "uniform"
+    weight = [1] * len(size) if is_uniform else size
+    return plain.mean(list(trained.values()), weight), trained
 
 
-def logits(params, x):
-    """Forward pass of a chain of dense layers, with the hidden layers."""
-    acts = [x]
-    for number, stage in enumerate(params):
-        x = acts[-1] @ stage["trunk"]["kernel"] + stage["trunk"]["bias"]
-        acts.append(x if number == len(params) - 1 else np.maximum(x, 0))
-    return acts
-
-
-def sgd(params, x, label, rate):
-    """One step of plain SGD on the mean cross-entropy, in float64."""
-    params = jax.tree.map(np.float64, host(params))
-    acts = logits(params, x)
-    e = np.exp(acts[-1] - acts[-1].max(1, keepdims=True))
-    back = (e / e.sum(1, keepdims=True) - np.eye(e.shape[1])[label]) / len(label)
-    out = []
-    for stage, below in reversed(list(zip(params, acts[:-1], strict=True))):
-        layer = stage["trunk"]
-        new = {
-            "kernel": layer["kernel"] - rate * below.T @ back,
-            "bias": layer["bias"] - rate * back.sum(0),
-        }
-        out.append({"trunk": new})
-        back = (back @ layer["kernel"].T) * (below > 0)
-    return tuple(out[::-1])
-
-
-@pytest.mark.parametrize("jit", [False, True])
-def test_weights_sum_to_one(jit):
-    """Test 29: n_k / n over the real rows, or uniform; padding has weight 0."""
-    run = aggregate.weights
-    run = jax.jit(run, static_argnums=0) if jit else run
-    num_examples = jnp.array([99, 10, 30, 0, 60])
-    mask = jnp.array([False, True, True, True, True])
-    np.testing.assert_allclose(
-        run("examples", num_examples, mask), [0, 0.1, 0.3, 0, 0.6], rtol=1e-6
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_rounds_equal_a_numpy_reference(name, compiled, given, problem):
+    """Test 29: all start from w_g, which becomes sum n_k w_k / n; bytes of a model."""
+    run, state, table = (
+        compiled("fedavg", **STRUCTURES[name]),
+        given(name),
+        plain.Table(problem.data),
     )
-    np.testing.assert_allclose(
-        run("uniform", num_examples, mask), [0, 0.25, 0.25, 0.25, 0.25], rtol=1e-6
+    server = plain.server_layers(state)
+    for round in range(3):
+        cohort = problem.cohort(round)
+        assert len(set(table.train.count[cohort.client_id])) > 1
+        before, rate = server, 0.1 * 0.8**round
+        server, trained = reference(server, cohort, table, name, rate)
+        after, metrics, sent = run(state, cohort, **FLOATS)
+        found = plain.server_layers(after)
+        chex.assert_trees_all_close(found, server, rtol=1e-3, atol=1e-5)
+        assert plain.differs(found, before, 1e-3)
+        for number in range(5) if name == "stale" else ():
+            if number in trained:
+                found = plain.own_layers(after, number)
+                chex.assert_trees_all_close(
+                    found, trained[number], rtol=1e-3, atol=1e-5
+                )
+            else:
+                chex.assert_trees_all_equal(
+                    plain.own(after, number), plain.own(state, number)
+                )
+        examples = 2 * table.train.count[list(trained)].sum()
+        assert int(metrics["train_loss"][1]) == examples
+        state = after
+    made = fedavg.make(fedavg.HParams(), problem.task_of())
+    size = shapes.tree_bytes(plain.server(state))
+    assert (
+        plain.sent_bytes(made, sent, 3) == [{"bytes_up": size, "bytes_down": size}] * 3
     )
 
 
-def test_one_client_is_centralised_sgd(compiled, stale, problem):
-    """Test 29: one client, one epoch equals SGD over its minibatches by hand."""
-    whole = problem.cohort(1)
-    single = jax.tree.map(lambda leaf: leaf[2:], whole)
-    plan, owned = single.plans["local"], problem.data.partition.train
-    first = int((plan.epoch[0, : plan.num_steps[0]] == 0).sum())
-    plan = plan.replace(num_steps=np.array([first], np.int32))
-    single = single.replace(plans={"local": plan})
-    state, number = stale(), int(single.client_id[0])
+@pytest.mark.parametrize("option", ["aggregation", "client_momentum"])
+def test_every_option_matters_to_the_reference(option, given, problem, monkeypatch):
+    """Guards the test above: an option that did nothing would fail it."""
+    fewer = {k: v for k, v in STRUCTURES["uniform"].items() if k != option}
+    monkeypatch.setitem(STRUCTURES, "without", fewer)
+    cohort, table = problem.cohort(0), plain.Table(problem.data)
+    server = plain.server_layers(given())
+    with_, without = (
+        reference(server, cohort, table, name, 0.1)[0]
+        for name in ("uniform", "without")
+    )
+    assert plain.differs(with_, without, 1e-3)
+
+
+def test_one_client_is_centralised_sgd(compiled, given, problem):
+    """Test 29, the neutral setting: one client, one epoch is SGD over its minibatches.
+
+    Every example is seen once, and the loss is that of the model before each step.
+    """
+    table = plain.Table(problem.data)
+    cohort = plain.without(plain.without(problem.cohort(1), 0, 5), 1, 5)
+    ((number, row),) = plain.members(cohort).items()
+    plan = cohort.plans["local"]
+    cohort = plain.cut(cohort, (plan.epoch[row, : plan.num_steps[row]] == 0).sum())
+    state = given()
     after, metrics, _ = compiled("fedavg", eval_model="stale")(
-        state, single, client_lr=0.1
+        state, cohort, client_lr=0.1
     )
 
-    params = state.server["params"]
-    start = int(owned.start[number])
+    params, tx = plain.server_layers(state), plain.Sgd(0.1)
     seen, total = [], 0.0
-    for position in plan.position[0, :first]:
-        rows = host(owned.row)[start + position[position >= 0]]
-        x, label = images(problem.data, rows), host(problem.data.label)[rows]
-        out = logits(params, x)[-1]
-        loss = np.log(np.exp(out).sum(1)) - out[np.arange(len(rows)), label]
-        params, total = sgd(params, x, label, 0.1), total + loss.sum()
+    for _, rows, _ in table.steps(plain.at(cohort.plans["local"], row), number):
+        x, label = table.images(rows), table.label[rows]
+        p = plain.softmax(plain.logits(params, x))
+        total -= np.log(p[np.arange(len(rows)), label]).sum()
+        grads = plain.gradients(params, x, plain.cross_entropy(label))
+        params = tx.step(params, grads)
         seen += rows.tolist()
-    assert sorted(seen) == sorted(
-        host(owned.row)[start : start + int(owned.count[number])].tolist()
-    )
+    assert sorted(seen) == sorted(table.owned(number))
     chex.assert_trees_all_close(
-        host(after.server["params"]), params, rtol=1e-4, atol=1e-5
+        plain.server_layers(after), params, rtol=1e-4, atol=1e-5
     )
-    loss_sum, count = metrics["train_loss"]
-    np.testing.assert_allclose(loss_sum, total, rtol=1e-4)
+    loss, count = metrics["train_loss"]
+    np.testing.assert_allclose(loss, total, rtol=1e-4)
     assert int(count) == len(seen)
 
 
-def test_server_is_the_mean_weighted_by_examples(compiled, stale, problem):
-    """Test 29: w_g = sum n_k w_k / n over the round's clients; all start from w_g."""
-    state, cohort = stale(), problem.cohort(0)
-    after, _, counts = compiled("fedavg", eval_model="stale")(state, client_lr=0.1)
-    size = host(problem.data.partition.train.count)[cohort.client_id]
-    assert len(set(size)) > 1
-    copies = host(after.clients["copy"])
-    expected = jax.tree.map(
-        lambda leaf: np.tensordot(size / size.sum(), leaf[cohort.client_id], 1), copies
-    )
-    got = (after.server["params"], after.server["stats"])
-    chex.assert_trees_all_close(host(got), expected, rtol=1e-4, atol=1e-5)
-
-    frozen, _, _ = compiled("fedavg", eval_model="stale")(state, client_lr=0.0)
-    chex.assert_trees_all_close(
-        host(frozen.server["params"]), host(state.server["params"]), atol=1e-6
-    )
-    made = fedavg.make(fedavg.HParams(), problem.task_of())
-    size = 4 * sum(leaf.size for leaf in jax.tree.leaves(state.server["params"]))
-    for row in host(counts):
-        total = traffic.cumulative(row, made.messages)
-        assert total == {"bytes_up": size, "bytes_down": size}
-
-
-def right_answers(params, data, rows):
+def right_answers(variables, table, rows):
     """Correct answers of one model on rows of the table."""
-    out = logits(host(params), images(data, rows))[-1]
-    return int((out.argmax(1) == host(data.label)[rows]).sum())
+    answers = plain.logits(plain.layers(variables.params), table.images(rows))
+    return int((answers.argmax(1) == table.label[rows]).sum())
 
 
-def test_stale_evaluation(compiled, stale, problem, quick_jit):
+@pytest.fixture(scope="module")
+def counted(problem, quick_jit):
+    """Makes `(state, cohort) -> counts of correct answers` of an algorithm."""
+
+    def program(made):
+        scored = quick_jit(
+            lambda state, cohort, data: evaluate.count_correct(
+                made, state, cohort, data, SCORING, problem.execution
+            )
+        )
+        return lambda state, cohort: plain.host(scored(state, cohort, problem.data))
+
+    return program
+
+
+def test_stale_evaluation(compiled, given, counted, problem):
     """Test 29: users not selected last round score exactly as the previous global.
 
     Those selected are scored with their own trained copies, and both on the union too.
     """
     made = fedavg.make(fedavg.HParams(eval_model="stale"), problem.task_of())
-    scored = quick_jit(
-        lambda state, cohort, data: evaluate.count_correct(
-            made, state, cohort, data, SCORING, problem.execution
-        )
-    )
-    test = host(problem.data.partition.test)
-    own_rows = np.split(test.row, test.start[1:])
-    state = stale()
+    state, table = given(), plain.Table(problem.data)
+    scored = counted(made)
     for round in range(3):
         assert int(state.round) == round
-        previous, chosen = state.server["params"], problem.cohort(round).client_id
+        previous, chosen = plain.server(state), problem.cohort(round).client_id
         state, _, _ = compiled("fedavg", eval_model="stale")(state, client_lr=0.05)
         upcoming = problem.cohort(round + 1)
-        counts = host(scored(state, upcoming, problem.data))
-        in_hand = []
-        for number in range(5):
-            copy = jax.tree.map(lambda leaf, k=number: leaf[k], state.clients["copy"])
-            in_hand.append(copy[0] if number in chosen else previous)
-            expected = right_answers(in_hand[-1], problem.data, own_rows[number])
+        counts = scored(state, upcoming)
+        in_hand = [
+            plain.own(state, number) if number in chosen else previous
+            for number in range(5)
+        ]
+        for number, one in enumerate(in_hand):
+            expected = right_answers(one, table, table.tested(number))
             assert counts["own"][number] == expected
         np.testing.assert_array_equal(counts["scored"], upcoming.client_id)
         for number, cross in zip(counts["scored"], counts["cross"], strict=True):
-            assert cross == right_answers(in_hand[number], problem.data, test.row)
-        both = [state.server["params"], previous]
-        new, old = (right_answers(one, problem.data, test.row) for one in both)
+            assert cross == right_answers(in_hand[number], table, table.test.row)
+        both = [plain.server(state), previous]
+        new, old = (right_answers(one, table, table.test.row) for one in both)
         assert len(chosen) == 3 and new != old
-        assert counts["global"].tolist() == [new]
+        assert counts["server"]["global"].tolist() == [new]
 
 
 def test_nobody_is_stale_before_the_first_round(problem, quick_jit):
     """Section 1A, FedAvg: at round 0 all hold the initial broadcast."""
     made = fedavg.make(fedavg.HParams(eval_model="stale"), problem.task_of())
     state = quick_jit(made.init)(problem.data, jax.random.key(0))
-    received, copies = made.serving(state, problem.cohort(0), problem.data)
-    assert received.shared and np.asarray(received.mask).all()
-    assert not np.asarray(copies.mask).any()
-    chex.assert_trees_all_equal(received.params, state.server["params"])
+    for one in plain.served(made, state, problem.cohort(0), problem.data):
+        chex.assert_trees_all_equal(one, plain.host(plain.server(state)))
+    broadcast, copies = made.serving(state, problem.cohort(0), problem.data)
+    assert np.asarray(broadcast.mask).all() and not np.asarray(copies.mask).any()
 
 
-def constant(params, label):
+def constant(variables, label):
     """A model that answers `label` on every input."""
-    out = jax.tree.map(np.zeros_like, host(params))
-    out[-1]["trunk"]["bias"][label] = 1
+    out = jax.tree.map(np.zeros_like, plain.host(variables))
+    out.params[-1]["trunk"]["bias"][label] = 1
     return out
 
 
-def test_metrics_of_constant_predictors(problem, start, quick_jit):
+def test_metrics_of_constant_predictors(problem, start, counted):
     """Test 30: C-Gen is a share of the union, C-Spec weighs users by test size."""
-    state, cohort, data = start(), problem.cohort(1), problem.data
-    answer = [3, 1, 2, 0, 1]
-    params, stats = state.clients
-    rows = [jax.tree.map(lambda leaf, k=k: leaf[k], params) for k in range(5)]
-    rows = [constant(one, label) for one, label in zip(rows, answer, strict=True)]
-    clients = (jax.tree.map(lambda *leaves: np.stack(leaves), *rows), stats)
-    server = state.server | {"params": constant(state.server["params"], 2)}
-    state = state.replace(clients=clients, server=server)
+    state, cohort, table = start(), problem.cohort(1), plain.Table(problem.data)
+    answer = [3, 1, 2, 3, 0]
+    rows = [constant(plain.own(state, k), label) for k, label in enumerate(answer)]
+    state = plain.with_own(state, plain.stack(rows))
+    state = plain.with_server(state, constant(plain.server(state), 2))
     made = cdkt.make(cdkt.HParams(), problem.task_of())
-    counts = quick_jit(
-        lambda state, cohort, data: evaluate.count_correct(
-            made, state, cohort, data, SCORING, problem.execution
-        )
-    )(state, cohort, data)
+    counts = counted(made)(state, cohort)
 
-    test = host(data.partition.test)
-    values, accuracies = evaluate.metrics(host(counts), test.count, len(test.row))
-    union = host(data.label)[test.row]
-    own = np.split(union, test.start[1:])
+    values, accuracies = evaluate.metrics(counts, table.test.count, len(table.test.row))
+    union = table.label[table.test.row]
+    own = [table.label[table.tested(number)] for number in range(5)]
     share = [(union == label).mean() for label in range(4)]
     each = [(labels == label).mean() for labels, label in zip(own, answer, strict=True)]
     chosen = cohort.client_id

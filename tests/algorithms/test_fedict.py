@@ -14,7 +14,7 @@ import pytest
 import models
 from algorithms import fedict
 from fedjax_pfl import options, rng, traffic, types
-from tests.algorithms import plain
+from tests.algorithms import conftest, plain
 
 STRUCTURES = {
     "sequential": {
@@ -30,9 +30,7 @@ STRUCTURES = {
         "distill_epochs": 2,
         "server_epochs": 1,
         "label_adjustment": "balance",
-        "upload_layer": 2,
         "server_pass": "averaged",
-        "distill_scope": "classifier",
     },
 }
 FLOATS = {
@@ -96,7 +94,7 @@ def given(start, problem):
         frequency /= frequency.sum(1, keepdims=True)
         state = start(seed=seed)
         server = {
-            "model": (state.server["params"], state.server["stats"]),
+            "model": state.server,
             "frequency": np.array([0.4, 0.3, 0.2, 0.1], np.float32),
         }
         clients = {
@@ -127,10 +125,10 @@ def gap(student, teacher, weight, tau):
     return tau**2 * (weight * q * np.log(q / p)).sum(-1).mean()
 
 
-def server_weight(own, all_, adjustment, values):
+def server_weight(own, all_, adjustment, balance):
     """LKA: the cosine for all classes (sim), or 1 + the difference / U (balance)."""
     if adjustment == "balance":
-        return 1 + (all_ - own) / values["balance_temperature"]
+        return 1 + (all_ - own) / balance
     cosine = own @ all_ / np.sqrt((own**2).sum() * (all_**2).sum())
     return np.full(len(own), cosine)
 
@@ -145,7 +143,7 @@ def order_of(state, cohort):
 
 
 def reference(state, cohort, table, name, values, order=None, shift=0):
-    """(server's layers, client layers by id, label sums). `shift` misaligns logits."""
+    """(server's layers, client layers by id). `shift` misaligns logits."""
     hparams = STRUCTURES[name]
     rate = values["client_lr"] * values["client_lr_decay"] ** int(state.round)
 
@@ -153,12 +151,10 @@ def reference(state, cohort, table, name, values, order=None, shift=0):
         decay = hparams.get("weight_decay", 0.0)
         return plain.Sgd(rate, hparams.get("client_momentum", 0.0), decay=decay)
 
-    cut, tau = hparams.get("upload_layer", 1), values["temperature"]
-    alpha = values["distill_weight"]
+    tau, alpha = values["temperature"], values["distill_weight"]
     adjustment = hparams.get("label_adjustment", "sim")
-    server = plain.layers(state.server["model"][0])
-    deep = [i >= cut for i in range(3)]
-    row_of = {int(number): row for row, number in enumerate(cohort.client_id)}
+    server, row_of = plain.server_layers(state), plain.members(cohort)
+    deep = [False, True, True]
     frequency = np.float64(plain.host(state.clients["frequency"]))
     common = np.float64(plain.host(state.server["frequency"]))
 
@@ -166,17 +162,17 @@ def reference(state, cohort, table, name, values, order=None, shift=0):
         return plain.at(cohort.plans[kind], row_of[number])
 
     def features(params, rows):
-        return plain.activations(params, table.images(rows))[cut]
+        return plain.activations(params, table.images(rows))[1]
 
     own, told = {}, {}
     for number in row_of:
-        params = plain.layers(plain.at(state.clients["own"][0], number))
-        tx = optimizer()
+        params, tx = plain.own_layers(state, number), optimizer()
         own[number] = plain.train(table, params, plan_of("local", number), number, tx)
         told[number] = plain.logits(own[number], table.images(table.owned(number)))
 
     def serve(params, number, tx):
-        weight = server_weight(frequency[number], common, adjustment, values)
+        balance = values["balance_temperature"]
+        weight = server_weight(frequency[number], common, adjustment, balance)
         for position, rows, _ in table.steps(plan_of("server", number), number):
             teacher, label = told[number][position], table.label[rows]
 
@@ -185,7 +181,7 @@ def reference(state, cohort, table, name, values, order=None, shift=0):
                 return gap_to_logits(z, teacher, weight, tau) + alpha * hard
 
             h = features(own[number], rows)
-            params = tx.step(params, plain.gradients(params, h, of_logits, cut), deep)
+            params = tx.step(params, plain.gradients(params, h, of_logits, 1), deep)
         return params
 
     if hparams.get("server_pass") == "averaged":
@@ -198,33 +194,25 @@ def reference(state, cohort, table, name, values, order=None, shift=0):
 
     for number, params in own.items():
         rows = table.owned(number)
-        known = plain.logits(server, features(params, rows), cut)
+        known = plain.logits(server, features(params, rows), 1)
         known = np.roll(known, shift, axis=0)
         weight = 1 + frequency[number] / values["prior_temperature"]
 
         def extra(params, position, rows, known=known, weight=weight):
-            grads = plain.gradients(
+            return plain.gradients(
                 params,
                 table.images(rows),
                 lambda z: alpha * gap_to_logits(z, known[position], weight, tau),
             )
-            if hparams.get("distill_scope") == "classifier":
-                return plain.scaled(0, grads[:cut]) + grads[cut:]
-            return grads
 
-        tx = optimizer()
-        one = plan_of("distill", number)
+        one, tx = plan_of("distill", number), optimizer()
         own[number] = plain.train(table, params, one, number, tx, extra=extra)
     return server, own
 
 
-def layers_of(state, number):
-    return plain.layers(plain.at(state.clients["own"][0], number))
-
-
 @pytest.mark.parametrize("weight", [[1.0, 1.0, 1.0], [0.2, 3.0, 0.7]])
-def test_gradient_of_the_reference(weight):
-    """D(w)'s gradient by hand against differences of D(w) itself."""
+def test_weighted_gap(weight):
+    """D(w) by hand; its gradient by hand against differences of D(w); no padding."""
     gen = np.random.default_rng(0)
     student, teacher = gen.normal(size=(2, 4, 3))
     weight, step = np.array(weight), 1e-6
@@ -235,42 +223,95 @@ def test_gradient_of_the_reference(weight):
         up, down = (gap(student + s * move, teacher, weight, 2.5) for s in (1, -1))
         np.testing.assert_allclose(found[index], (up - down) / (2 * step), atol=1e-7)
 
+    def weighted(z):
+        z, target = (
+            jnp.concatenate([jnp.float32(one), jnp.full((1, 3), jnp.inf)])
+            for one in (z, teacher)
+        )
+        mask = jnp.arange(5) < 4
+        return fedict.weighted_gap(z, target, mask, jnp.float32(weight), 2.5)
+
+    value = weighted(student)
+    np.testing.assert_allclose(value, gap(student, teacher, weight, 2.5), rtol=1e-5)
+    slope = jax.grad(weighted)(jnp.float32(student))
+    np.testing.assert_allclose(slope, found, rtol=1e-4, atol=1e-6)
+
+
+def test_weights_by_hand():
+    """FPKD: 1 + d^n / T. LKA: the cosine of d^n and d^g, or 1 + (d^g - d^n) / U."""
+    own, common = np.float32([0.6, 0.2, 0.2]), np.float32([0.2, 0.2, 0.6])
+    found = fedict.client_weight(own, 0.4)
+    np.testing.assert_allclose(found, [2.5, 1.5, 1.5], rtol=1e-6)
+    for adjustment, expected in (("sim", [28 / 44] * 3), ("balance", [0.2, 1, 1.8])):
+        hand = server_weight(own, common, adjustment, 0.5)
+        found = fedict.server_weight(own, common, adjustment, 0.5)
+        np.testing.assert_allclose(hand, expected, rtol=1e-6)
+        np.testing.assert_allclose(found + np.zeros(3), expected, rtol=1e-6)
+
 
 @both
-def test_round_equals_a_numpy_reference(name, run, given, cohorts, problem):
+def test_rounds_equal_a_numpy_reference(name, run, given, problem):
     """Section 1.9 (i) to (v), with all options; and 18: absent clients, flags.
 
     Number 16, alignment: logits that came back in other rows give other clients.
     """
-    state, table, cohort = given(), plain.Table(problem.data), cohorts[name]
-    after, metrics, _ = run(name, state, **FLOATS)
-    server, own = reference(state, cohort, table, name, FLOATS)
-    found = plain.layers(after.server["model"][0])
-    chex.assert_trees_all_close(found, server, rtol=1e-3, atol=1e-5)
-    for number in range(5):
-        got = plain.at(after.clients, number)
-        if number in own:
-            params = plain.layers(got["own"][0])
-            chex.assert_trees_all_close(params, own[number], rtol=1e-3, atol=1e-5)
-            assert plain.differs(params, layers_of(state, number), 1e-3)
-            assert got["has_joined"]
-        else:
-            chex.assert_trees_all_equal(got, plain.at(state.clients, number))
-    cut = STRUCTURES[name].get("upload_layer", 1)
-    for i, (new, old) in enumerate(
-        zip(after.server["model"][0], state.server["model"][0], strict=True)
-    ):
-        assert plain.differs(new, old, 1e-3) == (i >= cut)
-        if i < cut:
-            chex.assert_trees_all_equal(plain.host(new), old)
+    before, table = given(), plain.Table(problem.data)
+    cohorts = plain.planner(problem.data, make(name, problem).plans)
+    for round in (1, 2):
+        cohort, state = cohorts(round), before
+        after, metrics, _ = run(name, state, cohort, **FLOATS)
+        server, own = reference(state, cohort, table, name, FLOATS)
+        found = plain.server_layers(after)
+        chex.assert_trees_all_close(found, server, rtol=1e-3, atol=1e-5)
+        for number in range(5):
+            got = plain.at(after.clients, number)
+            if number in own:
+                params = plain.own_layers(after, number)
+                chex.assert_trees_all_close(params, own[number], rtol=1e-3, atol=1e-5)
+                assert plain.differs(params, plain.own_layers(state, number), 1e-3)
+                assert got["has_joined"]
+            else:
+                chex.assert_trees_all_equal(got, plain.at(state.clients, number))
+        new, old = plain.server(after).params, plain.server(state).params
+        chex.assert_trees_all_equal(plain.host(new[0]), plain.host(old[0]))
+        assert all(plain.differs(new[i], old[i], 1e-3) for i in (1, 2))
+        before = after
     np.testing.assert_array_equal(
-        after.clients["frequency"], state.clients["frequency"]
+        after.clients["frequency"], given().clients["frequency"]
     )
-    np.testing.assert_array_equal(after.server["frequency"], state.server["frequency"])
-    assert int(after.round) == 2 and np.isfinite(metrics["train_loss"][0])
+    np.testing.assert_array_equal(
+        after.server["frequency"], given().server["frequency"]
+    )
+    assert int(after.round) == 3 and np.isfinite(metrics["train_loss"][0])
     _, misaligned = reference(state, cohort, table, name, FLOATS, shift=1)
     for number in own:
         assert plain.differs(misaligned[number], own[number], 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("averaged", "label_adjustment", "sim"),
+        ("averaged", "server_pass", "sequential"),
+        ("averaged", "balance_temperature", 5.0),
+        ("sequential", "distill_weight", 1.4),
+        ("sequential", "temperature", 1.0),
+        ("sequential", "prior_temperature", 3.0),
+        ("sequential", "weight_decay", 0.0),
+        ("sequential", "client_momentum", 0.0),
+    ],
+)
+def test_every_option_matters_to_the_reference(
+    name, option, value, given, cohorts, problem, monkeypatch
+):
+    """Guards the test above: an option that did nothing would fail it."""
+    more = {} if option in FLOATS else {option: value}
+    monkeypatch.setitem(STRUCTURES, "changed", STRUCTURES[name] | more)
+    before, after = (
+        reference(given(), cohorts[name], plain.Table(problem.data), one, floats)
+        for one, floats in ((name, FLOATS), ("changed", FLOATS | {option: value}))
+    )
+    assert plain.differs(before, after, 1e-4)
 
 
 def test_the_servers_order_matters(run, given, cohorts, problem):
@@ -278,7 +319,7 @@ def test_the_servers_order_matters(run, given, cohorts, problem):
     state, table, cohort = given(), plain.Table(problem.data), cohorts["sequential"]
     drawn = order_of(state, cohort)
     after, _, _ = run("sequential", state, **FLOATS)
-    found = plain.layers(after.server["model"][0])
+    found = plain.server_layers(after)
     turned = drawn[1:] + drawn[:1]
     other, _ = reference(state, cohort, table, "sequential", FLOATS, order=turned)
     assert plain.differs(found, other, 1e-3)
@@ -326,11 +367,11 @@ def test_padding_rows_change_nothing(name, run, given, cohorts, problem):
         after, _, _ = run(name, state, cohort, **FLOATS)
         kept = plain.permuted(cohorts[name], [k for k in range(3) if k != row])
         server, own = reference(state, kept, table, name, FLOATS)
-        found = plain.layers(after.server["model"][0])
+        found = plain.server_layers(after)
         chex.assert_trees_all_close(found, server, rtol=1e-3, atol=1e-5)
         for number, params in own.items():
             chex.assert_trees_all_close(
-                layers_of(after, number), params, rtol=1e-3, atol=1e-5
+                plain.own_layers(after, number), params, rtol=1e-3, atol=1e-5
             )
 
 
@@ -349,14 +390,13 @@ def test_no_distillation_is_local_training(
     state = given()
     values = FLOATS | {"distill_weight": 0.0}
     after, _, _ = run(name, state, **values)
-    moved = given(seed=40).server["model"]
-    other = state.replace(server=state.server | {"model": moved})
+    moved = plain.server(given(seed=40))
+    other = plain.with_server(state, moved)
     other, _, _ = run(name, other, **values)
     chex.assert_trees_all_equal(after.clients, other.clients)
     # Local on both plans; momentum starts anew in between, as it does here.
     more = {k: v for k, v in STRUCTURES[name].items() if k in SHARED}
-    start = {"params": moved[0], "stats": moved[1]}
-    alone = state.replace(server=start, clients=state.clients["own"])
+    alone = state.replace(server=moved, clients=plain.own(state))
     longest = max(one.position.shape[1] for one in cohorts[name].plans.values())
     for kind in ("local", "distill"):
         plan = lengthened(cohorts[name].plans[kind], longest)
@@ -365,9 +405,9 @@ def test_no_distillation_is_local_training(
         alone, _, _ = compiled("local", **more)(
             alone, plain.host(cohort), **rate, client_lr_decay=1.0
         )
-    chex.assert_trees_all_close(after.clients["own"], alone.clients, atol=1e-6)
+    chex.assert_trees_all_close(plain.own(after), alone.clients, atol=1e-6)
     hidden, _, _ = run(name, state, **FLOATS)
-    assert plain.differs(hidden.clients["own"], after.clients["own"], 1e-3)
+    assert plain.differs(plain.own(hidden), plain.own(after), 1e-3)
 
 
 @both
@@ -405,7 +445,7 @@ def test_label_frequencies(problem, quick_jit):
             state.clients["frequency"][number], expected, rtol=1e-6
         )
         chex.assert_trees_all_equal(
-            plain.at(state.clients["own"], number), plain.host(state.server["model"])
+            plain.own(state, number), plain.host(plain.server(state))
         )
     everyone = np.concatenate(labels)
     expected = np.bincount(everyone, minlength=4) / len(everyone)
@@ -420,12 +460,12 @@ def test_bytes(name, run, given, cohorts, problem):
     joined[cohorts[name].client_id[1]] = True
     _, _, sent = run(name, given(joined), **FLOATS)
     made, count = make(name, problem), problem.data.partition.train.count
-    width = {"sequential": 8, "averaged": 6}[name]
+    found = plain.sent_bytes(made, sent, 3)
     for row, number in enumerate(cohorts[name].client_id):
         size = int(count[number])
         once = 0 if row == 1 else 4 * 4
-        assert traffic.cumulative(np.asarray(sent)[row], made.messages) == {
-            "bytes_up": size * ((width + 4) * 4 + 1) + once,
+        assert found[row] == {
+            "bytes_up": size * ((8 + 4) * 4 + 1) + once,
             "bytes_down": size * 4 * 4,
         }
 
@@ -448,11 +488,9 @@ def test_bytes_of_the_papers_setting(problem):
 def test_everyone_serves_itself(problem, given):
     """Section 1.0: theta^n for all clients; the server alone has no whole model."""
     made, state = make("sequential", problem), given()
-    (group,) = made.serving(state, None, problem.data)
-    np.testing.assert_array_equal(group.client_id, range(5))
-    assert np.asarray(group.mask).all() and not group.shared
-    chex.assert_trees_all_equal((group.params, group.stats), state.clients["own"])
-    assert made.server_params(state) is None
+    for number, one in enumerate(plain.served(made, state)):
+        chex.assert_trees_all_equal(one, plain.own(state, number))
+    assert made.server is None
 
 
 def test_plans_have_the_epochs_asked_for(problem):
@@ -466,9 +504,9 @@ def test_plans_have_the_epochs_asked_for(problem):
     )
 
 
-@pytest.mark.parametrize("layer", [3, 4])
-def test_a_layer_must_be_left_for_the_server(layer, problem):
-    """One line with the flag and the number of layers."""
-    with pytest.raises(ValueError, match=f"--upload_layer={layer}.*3 layers"):
-        make("sequential", problem, upload_layer=layer)
-    make("sequential", problem, upload_layer=2)
+def test_a_layer_must_be_left_for_the_server(problem):
+    """One line with the flag and what to take."""
+    model = conftest.network("flat", widths=())
+    task = problem.task_of()._replace(server_model=model, client_models=(model,))
+    with pytest.raises(ValueError, match="--model=flat.*one layer"):
+        fedict.make(fedict.HParams(), task)

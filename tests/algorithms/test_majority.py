@@ -53,8 +53,8 @@ def test_answers_the_biggest_class(data, task, problem, quick_jit):
     made, key = majority.make(majority.HParams(), task), jax.random.key(0)
     state = made.init(data, key)
     expected = [[3, 1, 1, 0], [0, 1, 2, 0], [2, 3, 0, 1]]
-    np.testing.assert_array_equal(state.clients[0], expected)
-    np.testing.assert_array_equal(state.server[0], [5, 5, 3, 1])
+    np.testing.assert_array_equal(state.clients, expected)
+    np.testing.assert_array_equal(state.server, [5, 5, 3, 1])
     counts = plain.host(
         quick_jit(
             lambda state, data: evaluate.count_correct(
@@ -77,20 +77,19 @@ def test_test_labels_do_not_matter(data, task):
     first_test = sum(len(group) for group in TRAIN)
     other = data.replace(label=data.label.at[first_test:].set(3))
     np.testing.assert_array_equal(
-        made.init(other, jax.random.key(1)).clients[0], state.clients[0]
+        made.init(other, jax.random.key(1)).clients, state.clients
     )
 
 
 def test_a_round_changes_nothing(data, task, problem):
-    """No messages, no plans, no model; only the round is counted."""
+    """No messages, no plans; only the round is counted."""
     made = majority.make(majority.HParams(), task)
     state = made.init(data, jax.random.key(0))
     after, metrics, sent = made.round(state, problem.cohort(0), data)
     assert int(after.round) == int(state.round) + 1
-    np.testing.assert_array_equal(after.clients[0], state.clients[0])
-    np.testing.assert_array_equal(after.server[0], state.server[0])
-    assert (metrics, made.messages, made.plans) == ({}, (), ())
-    assert sent.shape == (3, 0)
+    np.testing.assert_array_equal(after.clients, state.clients)
+    np.testing.assert_array_equal(after.server, state.server)
+    assert (metrics, sent, made.messages, made.plans) == ({}, {}, (), ())
 
 
 def test_user_accuracy_of_the_last_ten_rounds():
@@ -105,7 +104,8 @@ def test_user_accuracy_of_the_last_ten_rounds():
     assert window == tuple(range(3, 13))
     records = []
     for round, own in enumerate(right, start=1):
-        values, _ = evaluate.metrics({"own": own}, size, int(size.sum()))
+        counts = {"own": own, "known": np.ones(5, bool)}
+        values, _ = evaluate.metrics(counts, size, int(size.sum()))
         np.testing.assert_allclose(values["client_accuracy"], (own / size).mean())
         records.append({"round": round, "seed": 0, **values, **BYTES})
     found = experiment.summarize(records, [0], window, "mean_last10", 12)
@@ -133,10 +133,10 @@ def test_spread_over_seeds():
 
 def answering(label):
     """A tiny network that answers `label` on every input."""
-    params, stats = conftest.random_params(conftest.NETWORKS["tiny"], 0)
-    params = jax.tree.map(np.zeros_like, params)
-    params[-1]["trunk"]["bias"][label] = 1
-    return params, stats
+    made = conftest.random_params(conftest.NETWORKS["tiny"], 0)
+    made = jax.tree.map(np.zeros_like, made)
+    made.params[-1]["trunk"]["bias"][label] = 1
+    return made
 
 
 def test_clients_never_selected_count(data, task, quick_jit):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from algorithms import pfedsd
-from fedjax_pfl import rng, traffic, types
+from fedjax_pfl import local_training, rng, shapes, types
 from tests.algorithms import conftest, plain
 
 FLOATS = {
@@ -28,10 +28,8 @@ def given(start):
 
     def make(has_own=(1, 1, 1, 1, 1), round=1, **more):
         state = start(round=round, **more)
-        return state.replace(
-            server=(state.server["params"], state.server["stats"]),
-            clients={"own": state.clients, "has_own": np.array(has_own, bool)},
-        )
+        clients = {"own": state.clients, "has_own": np.array(has_own, bool)}
+        return state.replace(clients=clients)
 
     return make
 
@@ -41,65 +39,127 @@ def distillation(table, teacher, tau, weight):
 
     def extra(params, position, rows):
         x = table.images(rows)
-        q = plain.softmax(plain.logits(teacher, x) / tau)
+        target = plain.logits(teacher, x)
         return plain.gradients(
-            params, x, lambda z: weight * tau * (plain.softmax(z / tau) - q) / len(z)
+            params, x, lambda z: weight * plain.of_divergence(z, target, tau)
         )
 
     return extra
 
 
+def reference(state, cohort, table, name, values):
+    """(the server's layers, client layers by id) of section 1.10's round."""
+    server = plain.server_layers(state)
+    rate = values["client_lr"] * values["client_lr_decay"] ** int(state.round)
+    own = {}
+    for number, row in plain.members(cohort).items():
+        extra = None
+        if state.clients["has_own"][number]:
+            teacher = plain.own_layers(state, number)
+            weight = values["self_distill_weight"]
+            extra = distillation(table, teacher, values["temperature"], weight)
+        tx = plain.Sgd(rate, STRUCTURES[name].get("client_momentum", 0.0))
+        one = plain.at(cohort.plans["local"], row)
+        own[number] = plain.train(table, server, one, number, tx, extra=extra)
+    size = table.train.count[list(own)]
+    is_uniform = STRUCTURES[name].get("aggregation") != "examples"
+    return plain.mean(list(own.values()), [1] * 3 if is_uniform else size), own
+
+
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_round_equals_a_numpy_reference(name, compiled, given, problem):
+def test_rounds_equal_a_numpy_reference(name, compiled, given, problem):
     """Section 1.10: from the server's weights, CE + lam tau^2 KL(own last || new).
 
     Number 14: a first participation has no teacher; absent teachers stay; and 23.
     """
-    cohort, table = problem.cohort(1), plain.Table(problem.data)
-    first_time = int(cohort.client_id[1])
+    table = plain.Table(problem.data)
+    first_time = int(problem.cohort(1).client_id[1])
     state = given([number != first_time for number in range(5)])
-    after, metrics, sent = compiled("pfedsd", **STRUCTURES[name])(state, **FLOATS)
-    server = plain.layers(state.server[0])
-    momentum = STRUCTURES[name].get("client_momentum", 0.0)
-    own = {}
-    for row, number in enumerate(cohort.client_id):
-        teacher = plain.layers(plain.at(state.clients["own"][0], number))
-        extra = distillation(table, teacher, 2.0, 0.8)
-        extra = None if number == first_time else extra
-        one = plain.at(cohort.plans["local"], row)
-        tx = plain.Sgd(0.1 * 0.5, momentum)
-        own[number] = plain.train(table, server, one, number, tx, extra=extra)
-    size = table.train.count[cohort.client_id]
-    assert len(set(size)) > 1
-    mean = plain.mean(list(own.values()), size if name == "examples" else [1] * 3)
-    found = plain.layers(after.server[0])
-    chex.assert_trees_all_close(found, mean, rtol=1e-3, atol=1e-5)
-    for number in range(5):
-        got = plain.at(after.clients["own"], number)
-        if number in own:
-            chex.assert_trees_all_close(
-                plain.layers(got[0]), own[number], rtol=1e-3, atol=1e-5
-            )
-        else:
-            chex.assert_trees_all_equal(got, plain.at(state.clients["own"], number))
-    assert np.asarray(after.clients["has_own"]).all() and int(after.round) == 2
+    for round in (1, 2):
+        cohort = problem.cohort(round)
+        server, own = reference(state, cohort, table, name, FLOATS)
+        run = compiled("pfedsd", **STRUCTURES[name])
+        after, metrics, sent = run(state, cohort, **FLOATS)
+        found = plain.server_layers(after)
+        chex.assert_trees_all_close(found, server, rtol=1e-3, atol=1e-5)
+        for number in range(5):
+            if number in own:
+                got = plain.own_layers(after, number)
+                chex.assert_trees_all_close(got, own[number], rtol=1e-3, atol=1e-5)
+            else:
+                pair = (plain.own(one, number) for one in (after, state))
+                chex.assert_trees_all_equal(*pair)
+        state = after
+    assert np.asarray(state.clients["has_own"]).all() and int(state.round) == 3
     total, count = metrics["train_loss"]
+    size = table.train.count[list(own)]
+    assert len(set(size)) > 1
     assert np.isfinite(total) and int(count) == 2 * size.sum()
 
     made = pfedsd.make(pfedsd.HParams(), problem.task_of())
-    size = 4 * sum(leaf.size for leaf in jax.tree.leaves(state.server))
-    for row in np.asarray(sent):
-        total = traffic.cumulative(row, made.messages)
-        assert total == {"bytes_up": size, "bytes_down": size}
+    size = shapes.tree_bytes(plain.server(state))
+    expected = {"bytes_up": size, "bytes_down": size}
+    assert plain.sent_bytes(made, sent, 3) == [expected] * 3
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("self_distill_weight", 0.4), ("temperature", 1.0), ("aggregation", "examples")],
+)
+def test_every_option_matters_to_the_reference(
+    option, value, given, problem, monkeypatch
+):
+    """Guards the test above: an option that did nothing would fail it."""
+    state, cohort, table = given(), problem.cohort(1), plain.Table(problem.data)
+    before, _ = reference(state, cohort, table, "uniform", FLOATS)
+    more = {} if option in FLOATS else {option: value}
+    monkeypatch.setitem(STRUCTURES, "changed", STRUCTURES["uniform"] | more)
+    floats = FLOATS | {option: value}
+    after, _ = reference(state, cohort, table, "changed", floats)
+    assert plain.differs(before, after, 1e-4)
+
+
+@pytest.mark.parametrize("tau", [1.0, 3.0])
+def test_loss_by_hand(tau, problem):
+    """Section 1.10: cross-entropy + weight tau^2 KL(teacher || student), no padding."""
+    model = conftest.NETWORKS["tiny"]
+    student, teacher = (conftest.random_params(model, seed) for seed in (1, 2))
+    table, label = plain.Table(problem.data), np.array([0, 3, 1, 2, 2])
+    rows = table.owned(0)[:5]
+    x, _ = problem.data.gather(jnp.asarray(rows))
+    batch = local_training.Batch(
+        image=x.at[4].set(jnp.nan),
+        label=label,
+        mask=np.arange(5) < 4,
+        position=np.arange(5),
+        step=0,
+        epoch=0,
+        key=jax.random.key(0),
+    )
+    loss_fn = pfedsd.self_distillation(model, teacher, 0.7, tau)
+    found, _ = loss_fn(*student, batch)
+    z, target = (
+        plain.logits(plain.layers(one.params), table.images(rows[:4]))
+        for one in (student, teacher)
+    )
+    hard = -np.log(plain.softmax(z)[np.arange(4), label[:4]]).mean()
+    expected = hard + 0.7 * plain.divergence(z, target, tau)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    # The gradient of the reference, against differences of the divergence itself.
+    slope = plain.of_divergence(z, target, tau)
+    for index in np.ndindex(z.shape):
+        move = np.zeros_like(z)
+        move[index] = 1e-6
+        up, down = (plain.divergence(z + s * move, target, tau) for s in (1, -1))
+        np.testing.assert_allclose(slope[index], (up - down) / 2e-6, atol=1e-7)
 
 
 def fedavg_of(compiled, state, **floats):
     """FedAvg's round from the same server."""
-    params, stats = state.server
-    other = state.replace(server={"params": params, "stats": stats}, clients=())
+    other = state.replace(server={"model": state.server}, clients=())
     run = compiled("fedavg", aggregation="uniform", client_momentum=0.5)
     after, _, _ = run(other, **floats)
-    return after.server["params"]
+    return plain.server(after)
 
 
 @pytest.mark.parametrize(("has_own", "weight"), [(True, 0.0), (False, 0.8)])
@@ -109,25 +169,17 @@ def test_without_a_teacher_it_is_fedavg(has_own, weight, compiled, given):
     state = given([has_own] * 5)
     run = compiled("pfedsd", **STRUCTURES["uniform"])
     after, _, _ = run(state, **rates, self_distill_weight=weight, temperature=2.0)
-    chex.assert_trees_all_equal(after.server[0], fedavg_of(compiled, state, **rates))
+    chex.assert_trees_all_equal(after.server, fedavg_of(compiled, state, **rates))
     on, _, _ = run(given(), **FLOATS)
     assert plain.differs(on.server, after.server, 1e-4)
-
-
-def only_first_step(cohort):
-    """The cohort's clients take one step each."""
-    one = cohort.plans["local"]
-    one = one.replace(num_steps=np.minimum(one.num_steps, 1))
-    return cohort.replace(plans={"local": one})
 
 
 def test_equal_student_and_teacher(compiled, given, problem):
     """Number 14: kl = 0 and no gradient where the own last model is the server's."""
     run, cohort = compiled("pfedsd", **STRUCTURES["uniform"]), problem.cohort(1)
     state = given()
-    same = plain.stack([plain.host(state.server)] * 5)
-    state = state.replace(clients=state.clients | {"own": same})
-    cohort = only_first_step(cohort)
+    state = plain.with_own(state, plain.stack([plain.server(state)] * 5))
+    cohort = plain.cut(cohort, 1)
     off = FLOATS | {"self_distill_weight": 0.0}
     values = [run(state, cohort, **one)[:2] for one in (FLOATS, off)]
     (with_, loss_with), (without, loss_without) = values
@@ -155,30 +207,27 @@ def test_teacher_is_what_was_evaluated(compiled, given, problem):
         np.testing.assert_array_equal(
             state.clients["has_own"], np.isin(np.arange(5), list(joined))
         )
-        shared, own = made.serving(state, None, problem.data)
-        np.testing.assert_array_equal(~np.asarray(shared.mask), own.mask)
-        np.testing.assert_array_equal(own.mask, state.clients["has_own"])
-        chex.assert_trees_all_equal(shared.params, state.server[0])
-        assert shared.shared and not own.shared
-        for number in range(5):
-            served = plain.at((own.params, own.stats), number)
-            chex.assert_trees_all_equal(served, plain.at(state.clients["own"], number))
+        for number, one in enumerate(plain.served(made, state)):
+            if number in joined:
+                chex.assert_trees_all_equal(one, plain.own(state, number))
+            else:
+                chex.assert_trees_all_equal(one, plain.host(state.server))
             if number in cohort.client_id:
-                assert number not in last or plain.differs(served, last[number], 1e-4)
-                last[number] = served
+                assert number not in last or plain.differs(one, last[number], 1e-4)
+                last[number] = one
             elif number in last:
-                chex.assert_trees_all_equal(served, last[number])
+                chex.assert_trees_all_equal(one, last[number])
 
 
 def test_eval_model_server(problem, given):
     """`--eval_model=server`: the server's model serves everybody."""
     made = pfedsd.make(pfedsd.HParams(eval_model="server"), problem.task_of())
-    shared, own = made.serving(given(), None, problem.data)
-    assert np.asarray(shared.mask).all() and not np.asarray(own.mask).any()
-    np.testing.assert_array_equal(shared.client_id, range(5))
-    model, params, _ = made.server_params(given())
-    assert model.name == "tiny"
-    chex.assert_trees_all_equal(params, given().server[0])
+    state = given()
+    for one in plain.served(made, state):
+        chex.assert_trees_all_equal(one, state.server)
+    ((name, (model, variables)),) = made.server(state, problem.data).items()
+    assert (name, model.name) == ("global", "tiny")
+    chex.assert_trees_all_equal(variables, state.server)
 
 
 def test_teacher_has_no_dropout(compiled, problem, given, quick_jit):
@@ -187,7 +236,7 @@ def test_teacher_has_no_dropout(compiled, problem, given, quick_jit):
     One step of one client in plain jax without vmap.
     """
     state = given(server="noisy", clients="noisy")
-    cohort = only_first_step(problem.cohort(1))
+    cohort = plain.cut(problem.cohort(1), 1)
     run = compiled("pfedsd", server="noisy", clients="noisy")
     after, _, _ = run(state, cohort, **FLOATS)
     number, model = int(cohort.client_id[0]), conftest.NETWORKS["noisy"]
@@ -196,7 +245,7 @@ def test_teacher_has_no_dropout(compiled, problem, given, quick_jit):
     assert len(rows) == 5
     x, label = problem.data.gather(jnp.asarray(rows))
     key = rng.stream(state.key, rng.Tag.LOCAL, jnp.asarray(state.round), number)
-    teacher = plain.at(state.clients["own"], number)
+    teacher = plain.own(state, number)
 
     @quick_jit
     def gradient(params, stats):
@@ -211,8 +260,8 @@ def test_teacher_has_no_dropout(compiled, problem, given, quick_jit):
         return jax.grad(loss)(params)
 
     grads = gradient(*state.server)
-    expected = jax.tree.map(lambda w, g: w - 0.05 * g, state.server[0], grads)
-    found = plain.at(after.clients["own"][0], number)
+    expected = jax.tree.map(lambda w, g: w - 0.05 * g, state.server.params, grads)
+    found = plain.own(after, number).params
     chex.assert_trees_all_close(found, plain.host(expected), rtol=1e-4, atol=1e-6)
 
 
@@ -222,7 +271,5 @@ def test_everyone_starts_from_one_model(problem, quick_jit):
     assert made.plans == (types.PlanSpec("local", 4, 20),)
     state = quick_jit(made.init)(problem.data, jax.random.key(0))
     for number in range(5):
-        chex.assert_trees_all_equal(
-            plain.at(state.clients["own"], number), plain.host(state.server)
-        )
+        chex.assert_trees_all_equal(plain.own(state, number), plain.host(state.server))
     assert not np.asarray(state.clients["has_own"]).any()

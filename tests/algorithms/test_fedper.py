@@ -3,6 +3,8 @@
 The network has three layers, `dense1`, `dense2` and `last`.
 """
 
+import types as namespace
+
 import chex
 import jax
 import numpy as np
@@ -10,7 +12,8 @@ import pytest
 
 import algorithms
 import models
-from fedjax_pfl import boundary, traffic, types
+from algorithms import fedper
+from fedjax_pfl import types
 from tests.algorithms import plain
 
 MOVING = {"drop_every": 2, "min_layer": 1}
@@ -18,10 +21,12 @@ FLOATS = {"client_lr": 0.1, "client_lr_decay": 0.5}
 # drop_every=2 and three layers: boundaries of Z = 1, 2, ... participations.
 SCHEDULE = [3, 3, 2, 2, 1, 1, 1, 1]
 STRUCTURES = {
-    "fedper": {"personal_from": "dense2", "client_momentum": 0.5},
+    "fedper": {
+        "personal_from": "dense2",
+        "aggregation": "uniform",
+        "weight_decay": 0.1,
+    },
     "fedper_plus": MOVING | {"client_momentum": 0.5},
-    "fedper_plus_global": MOVING
-    | {"drop_init": "global", "aggregation": "uniform", "weight_decay": 0.1},
     "fedrep": {
         "personal_from": "dense2",
         "local_epochs": 2,
@@ -38,14 +43,10 @@ STRUCTURES = {
 }
 
 
-def algorithm_of(name):
-    return name.removesuffix("_global")
-
-
 @pytest.fixture(scope="session")
 def partial(compiled):
     """The compiled round of an entry of `STRUCTURES`."""
-    return lambda name: compiled(algorithm_of(name), **STRUCTURES[name])
+    return lambda name: compiled(name, **STRUCTURES[name])
 
 
 @pytest.fixture(scope="session")
@@ -54,14 +55,12 @@ def given(start):
 
     def make(participations, lowest=1, seed=0, round=1):
         state = start(seed=seed, round=round)
-        own = tuple(tree[lowest:] for tree in state.clients)
-        return state.replace(
-            server=(state.server["params"], state.server["stats"]),
-            clients={
-                "own": own,
-                "participations": np.asarray(participations, np.int32),
-            },
-        )
+        own = types.Variables(*(tree[lowest:] for tree in state.clients))
+        clients = {
+            "own": own,
+            "participations": np.asarray(participations, np.int32),
+        }
+        return state.replace(clients=clients)
 
     return make
 
@@ -75,21 +74,16 @@ def counts(problem):
 
 
 def reference(state, cohort, table, name):
-    """Server's layers, clients' layers by id, and by id (boundary, layers received)."""
-    hparams, algo = STRUCTURES[name], algorithm_of(name)
-    server = plain.layers(state.server[0])
+    """Server's layers, clients' layers by id and boundaries by id."""
+    hparams, server = STRUCTURES[name], plain.server_layers(state)
     rate = 0.1 * 0.5 ** int(state.round)
     boundaries, own = {}, {}
-    for row, number in enumerate(cohort.client_id):
+    for number, row in plain.members(cohort).items():
         before = int(state.clients["participations"][number])
-        layer = SCHEDULE[before] if algo.endswith("plus") else 1
-        begin = layer
-        if hparams.get("drop_init") == "global":
-            begin = SCHEDULE[max(before - 1, 0)]
-        mine = plain.layers(plain.at(state.clients["own"][0], number))
-        params = [server[i] if i < begin else mine[i - 1] for i in range(3)]
+        layer = SCHEDULE[before] if "drop_every" in hparams else 1
+        params = server[:layer] + plain.own_layers(state, number)[layer - 1 :]
         trained = None
-        if algo.startswith("fedrep"):
+        if "head_epochs" in hparams:
             body = [i < layer for i in range(3)]
             head = [not one for one in body] if layer < 3 else body
             trained = [head, body].__getitem__
@@ -103,12 +97,12 @@ def reference(state, cohort, table, name):
             tx = plain.Adam(rate)
         one = plain.at(cohort.plans["local"], row)
         own[number] = plain.train(table, params, one, number, tx, trained=trained)
-        boundaries[number] = (layer, begin)
+        boundaries[number] = layer
     size = table.train.count
     uniform = hparams.get("aggregation") == "uniform"
     new = []
     for i in range(3):
-        who = [number for number in own if i < boundaries[number][0]]
+        who = [number for number in own if i < boundaries[number]]
         weight = [1 if uniform else size[number] for number in who]
         trees = [[own[number][i]] for number in who]
         new += plain.mean(trees, weight) if who else [server[i]]
@@ -116,55 +110,102 @@ def reference(state, cohort, table, name):
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_round_equals_a_numpy_reference(name, partial, given, counts, problem):
+def test_rounds_equal_a_numpy_reference(name, partial, given, counts, problem):
     """Numbers 12 and 13: start, phases, boundaries and means, all options of theirs.
 
     Also 18 and 23: absent rows stay, Z counts, bytes are those of the shared layers.
     """
-    algo, cohort = algorithm_of(name), problem.cohort(1)
-    state, table = given(counts), plain.Table(problem.data)
-    assert len(set(table.train.count[cohort.client_id])) > 1
-    after, metrics, sent = partial(name)(state, **FLOATS)
-    server, own, boundaries = reference(state, cohort, table, name)
-    if algo.endswith("plus"):
-        assert sorted(layer for layer, _ in boundaries.values()) == [1, 2, 3]
-        total, count = metrics["mean_layer"]
-        assert total / count == 2
-    found = plain.layers(after.server[0])
-    chex.assert_trees_all_close(found, server, rtol=1e-4, atol=1e-5)
-    for i in range(3):
-        held = any(i < layer for layer, _ in boundaries.values())
-        old = plain.layers(state.server[0])[i]
-        assert plain.differs(found[i], old, 1e-3) == held
-    for number in range(5):
-        found = plain.at(after.clients["own"], number)
-        if number in own:
-            expected = own[number][1:]
-            chex.assert_trees_all_close(
-                plain.layers(found[0]), expected, rtol=1e-4, atol=1e-5
-            )
-        else:
-            chex.assert_trees_all_equal(found, plain.at(state.clients["own"], number))
-    selected = np.isin(np.arange(5), cohort.client_id)
-    np.testing.assert_array_equal(after.clients["participations"], counts + selected)
-    assert int(after.round) == 2
-    assert int(metrics["train_loss"][1]) == 2 * table.train.count[selected].sum()
-
-    module = algorithms.ALGORITHMS[algo]
+    state, table, taken = given(counts), plain.Table(problem.data), counts.copy()
+    module = algorithms.ALGORITHMS[name]
     made = module.make(module.HParams(**STRUCTURES[name]), problem.task_of())
-    for number, row in zip(cohort.client_id, np.asarray(sent), strict=True):
-        size = [4 * sum(leaf.size for leaf in layer) for layer in own[number]]
-        up, down = (sum(size[:layer]) for layer in boundaries[number])
-        total = traffic.cumulative(row, made.messages)
-        # A layer that starts from the server's value has come from there.
-        assert total == {"bytes_up": up, "bytes_down": down}
-        assert (up == down) != (name.endswith("global") and counts[number] > 1)
+    for round in (1, 2):
+        cohort = problem.cohort(round)
+        assert len(set(table.train.count[cohort.client_id])) > 1
+        server, own, boundaries = reference(state, cohort, table, name)
+        after, metrics, sent = partial(name)(state, cohort, **FLOATS)
+        if name.endswith("plus"):
+            layers = sorted(boundaries.values())
+            assert round > 1 or layers == [1, 2, 3]
+            total, count = metrics["mean_layer"]
+            np.testing.assert_allclose(total / count, np.mean(layers))
+        found = plain.server_layers(after)
+        chex.assert_trees_all_close(found, server, rtol=1e-4, atol=1e-5)
+        for i in range(3):
+            held = any(i < layer for layer in boundaries.values())
+            old = plain.server_layers(state)[i]
+            assert plain.differs(found[i], old, 1e-3) == held
+        for number in range(5):
+            if number in own:
+                got = plain.own_layers(after, number)
+                chex.assert_trees_all_close(got, own[number][1:], rtol=1e-4, atol=1e-5)
+            else:
+                pair = (plain.own(one, number) for one in (after, state))
+                chex.assert_trees_all_equal(*pair)
+        selected = np.isin(np.arange(5), cohort.client_id)
+        taken += selected
+        np.testing.assert_array_equal(after.clients["participations"], taken)
+        examples = 2 * table.train.count[selected].sum()
+        assert int(metrics["train_loss"][1]) == examples
+        found = plain.sent_bytes(made, sent, 3)
+        for number, total in zip(cohort.client_id, found, strict=True):
+            size = [4 * sum(leaf.size for leaf in layer) for layer in own[number]]
+            shared = sum(size[: boundaries[number]])
+            assert total == {"bytes_up": shared, "bytes_down": shared}
+        state = after
+    assert int(state.round) == 3
 
 
-def as_fedavg(state):
-    """The same server for `fedavg`."""
-    params, stats = state.server
-    return state.replace(server={"params": params, "stats": stats}, clients=())
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("fedper", "aggregation", "examples"),
+        ("fedper", "weight_decay", 0.0),
+        ("fedper_plus", "client_momentum", 0.0),
+        ("fedrep", "client_optimizer", "sgd"),
+        ("fedrep_plus", "clip_norm", np.inf),
+    ],
+)
+def test_every_option_matters_to_the_reference(
+    name, option, value, given, counts, problem, monkeypatch
+):
+    """Guards the test above: an option that did nothing would fail it."""
+    monkeypatch.setitem(STRUCTURES, "changed", STRUCTURES[name] | {option: value})
+    cohort, table = problem.cohort(1), plain.Table(problem.data)
+    before, after = (
+        reference(given(counts), cohort, table, one)[:2] for one in (name, "changed")
+    )
+    assert plain.differs(before, after, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("head_epochs", "epoch", "layer", "expected"),
+    [
+        (0, 0, 1, [1, 1, 1]),
+        (1, 0, 1, [0, 1, 1]),
+        (1, 1, 1, [1, 0, 0]),
+        (2, 1, 2, [0, 0, 1]),
+        (2, 2, 2, [1, 1, 0]),
+        # Number 13: nothing is personal, the base trains in all epochs.
+        (2, 0, 3, [1, 1, 1]),
+        (2, 2, 3, [1, 1, 1]),
+    ],
+)
+def test_trained_stages(head_epochs, epoch, layer, expected):
+    """FedPer trains all; FedRep the personal stages first, then the shared ones."""
+    batch = namespace.SimpleNamespace(epoch=np.array(epoch))
+    is_shared = np.arange(3) < layer
+    found = fedper.trained_stages(batch, is_shared, head_epochs)
+    np.testing.assert_array_equal(found, np.array(expected, bool))
+
+
+@pytest.mark.parametrize("layer", [1, 2, 3])
+def test_personal(layer, given):
+    """The server's stages up to the boundary, the client's own above it."""
+    state = given([0] * 5)
+    own, server = plain.own(state, 3), plain.server(state)
+    found = fedper.personal(server, own, np.arange(3) < layer)
+    chex.assert_trees_all_equal(found.params[:layer], server.params[:layer])
+    chex.assert_trees_all_equal(found.params[layer:], own.params[layer - 1 :])
 
 
 @pytest.mark.parametrize(
@@ -180,10 +221,11 @@ def test_all_shared_is_fedavg(algo, options, lowest, compiled, given, counts):
     run, fedavg = compiled(algo, **options), compiled("fedavg")
     state = given(counts, lowest)
     after, _, _ = run(state, client_lr=0.1)
-    other, _, _ = fedavg(as_fedavg(state), client_lr=0.1)
-    chex.assert_trees_all_equal(after.server[0], other.server["params"])
+    averaged = state.replace(server={"model": state.server}, clients=())
+    other, _, _ = fedavg(averaged, client_lr=0.1)
+    chex.assert_trees_all_equal(plain.server(after), plain.server(other))
     # All epochs train all layers, the head's share of them too (13).
-    for new, old in zip(after.server[0], state.server[0], strict=True):
+    for new, old in zip(after.server.params, state.server.params, strict=True):
         assert plain.differs(new, old, 1e-3)
 
 
@@ -192,15 +234,11 @@ def test_nothing_shared_is_local(compiled, given, counts):
     run, local = compiled("fedper", personal_from="dense1"), compiled("local")
     state = given(counts, 0)
     after, _, sent = run(state, client_lr=0.1)
-    params, stats = state.server
-    alone = state.replace(
-        server={"params": params, "stats": stats}, clients=state.clients["own"]
-    )
-    alone, _, _ = local(alone, client_lr=0.1)
-    chex.assert_trees_all_equal(after.clients["own"], alone.clients)
+    alone, _, _ = local(state.replace(clients=plain.own(state)), client_lr=0.1)
+    chex.assert_trees_all_equal(plain.own(after), plain.own(alone))
     chex.assert_trees_all_equal(plain.host(after.server), state.server)
-    assert plain.differs(after.clients["own"], state.clients["own"], 1e-2)
-    assert not np.asarray(sent).any()
+    assert plain.differs(plain.own(after), plain.own(state), 1e-2)
+    assert not any(np.asarray(count).any() for count in sent.values())
 
 
 @pytest.mark.parametrize("algo", ["fedper", "fedrep"])
@@ -214,9 +252,9 @@ def test_end_of_the_schedule_is_the_fixed_cut(algo, compiled, partial, given):
     second, _, second_sent = moving(state, **FLOATS)
     chex.assert_trees_all_equal(first.server, second.server)
     chex.assert_trees_all_equal(first.clients, second.clients)
-    np.testing.assert_array_equal(first_sent, second_sent)
+    chex.assert_trees_all_equal(first_sent, second_sent)
     early, _, _ = moving(given([0] * 5), **FLOATS)
-    assert plain.differs(early.server[0], first.server[0], 1e-3)
+    assert plain.differs(early.server, first.server, 1e-3)
 
 
 def test_unshared_layer_keeps_the_servers_value(partial, given):
@@ -224,13 +262,12 @@ def test_unshared_layer_keeps_the_servers_value(partial, given):
     state = given([50] * 5)
     after, _, _ = partial("fedper_plus")(state, **FLOATS)
     chex.assert_trees_all_equal(
-        plain.host(after.server[0][1:]), plain.host(state.server[0][1:])
+        plain.host(after.server.params[1:]), plain.host(state.server.params[1:])
     )
-    assert plain.differs(after.server[0][0], state.server[0][0], 1e-3)
+    assert plain.differs(after.server.params[0], state.server.params[0], 1e-3)
 
 
-@pytest.mark.parametrize("name", ["fedper_plus", "fedper_plus_global"])
-def test_mean_is_over_those_who_share(name, partial, given, counts, problem):
+def test_mean_is_over_those_who_share(partial, given, counts, problem):
     """Number 12: hand numbers; with a learning rate of 0 the start is what is averaged.
 
     All own and server layers are constant; of 3 clients 3 share layer 1, 2 layer 2
@@ -238,24 +275,20 @@ def test_mean_is_over_those_who_share(name, partial, given, counts, problem):
     """
     state = given(counts)
     server = jax.tree.map(lambda leaf: np.full_like(leaf, 2.0), state.server)
-    own = jax.tree.map(
-        lambda leaf: (
-            leaf * 0
-            + np.float32(10)
-            + np.arange(5, dtype=np.float32).reshape(-1, *(1,) * (leaf.ndim - 1))
-        ),
-        state.clients["own"],
-    )
-    state = state.replace(server=server, clients=state.clients | {"own": own})
-    after, _, _ = partial(name)(state, client_lr=0.0)
+    own = [
+        jax.tree.map(
+            lambda leaf, k=k: np.full_like(leaf, 10.0 + k), plain.own(state, k)
+        )
+        for k in range(5)
+    ]
+    state = plain.with_own(state.replace(server=server), plain.stack(own))
+    after, _, _ = partial("fedper_plus")(state, client_lr=0.0)
     chex.assert_trees_all_close(plain.host(after.server), server, rtol=1e-6)
-    # Own rows hold what training started from: 2 where shared or taken afresh.
+    # Own rows hold what training started from: 2 where shared.
     for row, number in enumerate(problem.cohort(1).client_id):
-        is_global = name.endswith("global")
-        begin = ([3, 3, 2] if is_global else [3, 2, 1])[row]
         assert counts[number] == [1, 2, 4][row]
-        for i, stage in enumerate(plain.at(after.clients["own"][0], number), start=1):
-            expected = 2.0 if i < begin else 10.0 + number
+        for i, stage in enumerate(plain.own(after, number).params, start=1):
+            expected = 2.0 if i < [3, 2, 1][row] else 10.0 + number
             for leaf in jax.tree.leaves(stage):
                 np.testing.assert_allclose(leaf, expected)
 
@@ -264,8 +297,7 @@ def first_epoch(cohort):
     """The cohort without the later epochs."""
     one = cohort.plans["local"]
     steps = (one.epoch == 0) & (one.position >= 0).any(-1)
-    cut = one.replace(num_steps=steps.sum(1).astype(np.int32))
-    return cohort.replace(plans={"local": cut})
+    return plain.cut(cohort, steps.sum(1))
 
 
 @pytest.mark.parametrize("name", ["fedrep", "fedrep_plus"])
@@ -284,13 +316,15 @@ def test_head_then_representation(name, partial, given, problem):
     both, _, _ = partial(name)(state, cohort, **FLOATS)
     chex.assert_trees_all_equal(plain.host(head.server), state.server)
     for i in (0, 1):
-        old = plain.at(state.clients["own"][0], number)[i]
-        tuned = plain.at(head.clients["own"][0], number)[i]
-        done = plain.at(both.clients["own"][0], number)[i]
+        old, tuned, done = (
+            plain.own(one, number).params[i] for one in (state, head, both)
+        )
         assert plain.differs(tuned, old, 1e-3)
         chex.assert_trees_all_equal(tuned, done)
-    assert plain.differs(both.server[0][0], state.server[0][0], 1e-3)
-    chex.assert_trees_all_equal(plain.host(both.server[0][1:]), state.server[0][1:])
+    assert plain.differs(both.server.params[0], state.server.params[0], 1e-3)
+    chex.assert_trees_all_equal(
+        plain.host(both.server.params[1:]), state.server.params[1:]
+    )
 
 
 def test_empty_head_trains_the_base_in_all_epochs(partial, given, problem):
@@ -299,7 +333,7 @@ def test_empty_head_trains_the_base_in_all_epochs(partial, given, problem):
     after, _, _ = partial("fedrep_plus")(
         state, first_epoch(problem.cohort(1)), **FLOATS
     )
-    for new, old in zip(after.server[0], state.server[0], strict=True):
+    for new, old in zip(after.server.params, state.server.params, strict=True):
         assert plain.differs(new, old, 1e-3)
 
 
@@ -310,24 +344,16 @@ def make(algo, problem, task=None, **options):
 
 def served_boundaries(made, state, data):
     """How many leading layers of each client's served model are the server's."""
-    (group,) = made.serving(state, None, data)
-    assert np.asarray(group.mask).all() and group.model.name == "tiny"
-    np.testing.assert_array_equal(group.client_id, range(5))
-    if group.shared:
-        chex.assert_trees_all_equal(group.params, state.server[0])
-        return [3] * 5
-    lowest = 3 - len(state.clients["own"][0])
-    out = []
-    for number in range(5):
-        params = plain.at(group.params, number)
-        own = plain.at(state.clients["own"][0], number)
+    lowest, out = 3 - len(plain.own(state).params), []
+    for number, one in enumerate(plain.served(made, state, None, data)):
+        own = plain.own(state, number).params
         found = [
             not plain.differs(stage, theirs, 0)
-            for stage, theirs in zip(params, state.server[0], strict=True)
+            for stage, theirs in zip(one.params, state.server.params, strict=True)
         ]
         layer = sum(found)
         assert found == [i < layer for i in range(3)]
-        chex.assert_trees_all_equal(params[layer:], own[layer - lowest :])
+        chex.assert_trees_all_equal(one.params[layer:], own[layer - lowest :])
         out.append(layer)
     return out
 
@@ -368,12 +394,12 @@ def test_personal_from(name, lowest, problem, given):
         state = given([0, 1, 2, 3, 4], lowest)
         assert served_boundaries(made, state, problem.data) == [lowest] * 5
         shapes = jax.eval_shape(made.init, problem.data, jax.random.key(0))
-        assert len(shapes.clients["own"][0]) == 3 - lowest
+        assert len(plain.own(shapes).params) == 3 - lowest
         if lowest == 3:
-            model, params, _ = made.server_params(state)
-            assert model.name == "tiny" and params is state.server[0]
+            model, server = made.server(state, problem.data)["global"]
+            assert model.name == "tiny" and server is state.server
         else:
-            assert made.server_params(state) is None
+            assert made.server is None
 
 
 @pytest.mark.parametrize(
@@ -399,7 +425,7 @@ def test_cuts_of_the_papers_model(algo, options, lowest, problem):
     made = make(algo, problem, task, **options)
     data = problem.data.replace(image=np.zeros((1, *shape), np.uint8))
     shapes = jax.eval_shape(made.init, data, jax.random.key(0))
-    assert len(shapes.clients["own"][0]) == 6 - lowest
+    assert len(plain.own(shapes).params) == 6 - lowest
     size = np.array([224, 1168, 4640, 16416, 528, 170]) * 4
     assert [kind.num_bytes for kind in made.messages] == [*size, *size]
     assert [kind.direction for kind in made.messages] == ["down"] * 6 + ["up"] * 6
@@ -411,18 +437,21 @@ def test_everyone_starts_from_one_model(problem, quick_jit):
     state = quick_jit(made.init)(problem.data, jax.random.key(0))
     for number in range(5):
         chex.assert_trees_all_equal(
-            plain.at(state.clients["own"], number),
-            plain.host(tuple(tree[1:] for tree in state.server)),
+            plain.own(state, number),
+            types.Variables(*(plain.host(tree[1:]) for tree in state.server)),
         )
     assert not np.asarray(state.clients["participations"]).any()
 
 
-@pytest.mark.parametrize("dropping", [False, True])
-def test_schedule_of_the_paper(dropping):
+@pytest.mark.parametrize(
+    ("dropping", "expected"),
+    [(True, [6, 6, 6, 6, 5, 5, 5, 4, 4, 4, 3, 3, 3]), (False, [3] * 13)],
+)
+def test_schedule_of_the_paper(dropping, expected):
     """Section 1.1: Z0 = 3, L = 6, l_min = 3 gives 6,6,6,5,5,5,4,4,4,3,3,..."""
-    expected = [6, 6, 6, 6, 5, 5, 5, 4, 4, 4, 3, 3, 3]
-    found = boundary.dropped(np.arange(13, dtype=np.int32), 3 * dropping, 6, 3)
-    np.testing.assert_array_equal(found, expected if dropping else [6] * 13)
+    hparams = fedper.HParams(layer_dropping=dropping, drop_every=3)
+    found = fedper.shared_stages(hparams, 3, 6, np.arange(13, dtype=np.int32))
+    np.testing.assert_array_equal(found, np.arange(6) < np.array(expected)[:, None])
 
 
 @pytest.mark.parametrize(
@@ -431,7 +460,6 @@ def test_schedule_of_the_paper(dropping):
         ("fedper", {"personal_from": "F9"}, "--personal_from=F9.*dense1, dense2, last"),
         ("fedper", {"min_layer": 2}, "--min_layer=2.*--layer_dropping"),
         ("fedrep", {"drop_set": "L1"}, "--drop_set=L1.*--layer_dropping"),
-        ("fedper", {"drop_init": "global"}, "--drop_init=global.*--layer_dropping"),
         ("fedper_plus", {"personal_from": "last"}, "--personal_from=last.*leave one"),
         ("fedrep_plus", {"personal_from": "none"}, "--personal_from=none.*leave one"),
         ("fedper_plus", {"min_layer": 4}, "--min_layer=4.*3 layers"),
