@@ -208,6 +208,24 @@ def test_mix_peers_weighs_stages_apart(graph):
     np.testing.assert_array_equal(mixed[1][real], rows[1][order])
 
 
+def test_an_isolated_client_keeps_its_own_whatever_the_weights(graph):
+    """Also where all weight is on peers, and weights are tiny."""
+    cohort, weight = graph
+    rows = normal(30, 3)
+    of_peers = np.where(np.arange(6) == 0, 0, weight * np.float32(1e-32))
+    mixed = aggregate.mix_peers(rows, cohort, jnp.asarray(of_peers))
+    is_alone = ~np.asarray(cohort.peer_mask).any(1) & np.asarray(cohort.row_mask)
+    np.testing.assert_array_equal(
+        mixed[is_alone], rows[np.asarray(cohort.client_id)[is_alone]]
+    )
+    has_peers = ~is_alone & np.asarray(cohort.row_mask)
+    order = np.asarray(cohort.client_id)[has_peers]
+    with np.errstate(invalid="ignore"):
+        matrix = matrix_of(cohort, of_peers)[order]
+    expected = matrix @ rows.astype(np.float64)
+    np.testing.assert_allclose(mixed[has_peers], expected, rtol=1e-5, atol=1e-6)
+
+
 def test_mix_peers_never_reads_what_is_masked(graph):
     """nan at a masked peer, or at one of weight 0, reaches nobody."""
     cohort, weight = graph
