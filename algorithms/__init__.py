@@ -11,14 +11,17 @@ from typing import Any
 
 from algorithms import (
     cdkt,
+    ditto,
     fedavg,
     fedd2s,
     fedict,
     fedmd,
     fedper,
+    fedprox,
     local,
     majority,
     pfedsd,
+    scaffold,
 )
 
 
@@ -68,6 +71,9 @@ ALGORITHMS = {
     "local": entry(local),
     "majority": entry(majority, preset="fedd2s"),
     "fedavg": entry(fedavg),
+    "fedprox": entry(fedprox),
+    "scaffold": entry(scaffold),
+    "ditto": entry(ditto),
     "cdkt": entry(cdkt, preset="cdkt"),
     "fedd2s": entry(fedd2s, preset="fedd2s"),
     "fedper": _FEDPER,

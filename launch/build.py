@@ -13,7 +13,7 @@ import algorithms
 import models
 from data import dataset, loaders, partitions, plan
 from data.partitions import cdkt
-from fedjax_pfl import evaluate, execution, shapes, types
+from fedjax_pfl import evaluate, execution, rng, shapes, types
 from fedjax_pfl import program as program_lib
 from launch import config as config_lib
 from launch import devices, limits, settings
@@ -160,6 +160,8 @@ def assemble(
         config.clients_per_round,
         model_bytes,
         batch_size,
+        config.min_chunk,
+        _typical_steps(config, num_rows[0], batch_size),
     )
     task = types.Task(
         server_model=server_model,
@@ -243,6 +245,17 @@ def _data(
     return types.Data(
         image=image, label=label, mean=mean, scale=scale, partition=stacked
     )
+
+
+def _typical_steps(
+    config: config_lib.Config, num_rows: np.ndarray, batch_size: int
+) -> np.ndarray:
+    """int[T, C]: steps of an epoch of the clients of a few cohorts."""
+    gen = rng.generator(config.seed, rng.Tag.COHORT)
+    steps = -(-num_rows // batch_size)
+    size = config.clients_per_round
+    drawn = [gen.choice(len(steps), size, replace=False) for _ in range(16)]
+    return steps[np.stack(drawn)]
 
 
 def _scoring(config: config_lib.Config, data: types.Data) -> evaluate.Scoring:
