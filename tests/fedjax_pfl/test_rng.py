@@ -34,7 +34,7 @@ def test_tags_are_append_only():
     """Their numbers are part of every stored run's identity."""
     assert [tag.name for tag in rng.Tag] == (
         "INIT COHORT BATCHES PARTITION SPLIT PROXY PEERS LOCAL LOCAL_PROXY SERVER "
-        "TEACHER PUBLIC ORDER EVALUATION"
+        "TEACHER PUBLIC ORDER EVALUATION PERSONAL"
     ).split()
     assert [int(tag) for tag in rng.Tag] == list(range(14))
 
