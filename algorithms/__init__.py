@@ -25,7 +25,13 @@ from algorithms import (
 )
 
 
-def entry(module: Any, *, preset: str = "none", public_images: bool = False) -> Any:
+def entry(
+    module: Any,
+    *,
+    preset: str = "none",
+    public_images: bool = False,
+    several_models: bool = False,
+) -> Any:
     """An algorithm as the registry knows it.
 
     Args:
@@ -33,6 +39,7 @@ def entry(module: Any, *, preset: str = "none", public_images: bool = False) -> 
         preset: Name of the paper's rules for options that are not given.
         public_images: It learns from images that all clients share without labels; a
             set of them is chosen where none is given.
+        several_models: Its clients may have different architectures.
     """
     return SimpleNamespace(
         HParams=module.HParams,
@@ -40,6 +47,7 @@ def entry(module: Any, *, preset: str = "none", public_images: bool = False) -> 
         __doc__=module.__doc__,
         preset=preset,
         public_images=public_images,
+        several_models=several_models,
     )
 
 
@@ -84,7 +92,7 @@ ALGORITHMS = {
     "fedrep_plus": variant(
         _FEDREP, "FedRep+: FedRep with FedD2S's layer dropping.", layer_dropping=True
     ),
-    "fedmd": entry(fedmd, preset="fedd2s", public_images=True),
+    "fedmd": entry(fedmd, preset="fedd2s", public_images=True, several_models=True),
     "fedict": entry(fedict, preset="fedd2s"),
     "pfedsd": entry(pfedsd, preset="fedd2s"),
 }

@@ -176,16 +176,16 @@ def assemble(
         execution=how,
     )
     entry = settings.algorithm(config.algo if algo is None else algo)
+    if len(client_models) > 1 and not getattr(entry, "several_models", False):
+        raise ValueError(
+            f"--client_model={config.client_model}: --algo={config.algo} gives all "
+            f"clients one architecture; name one, or take {_who('several_models')}"
+        )
     program = program_lib.build(entry.make, hparams, task, _scoring(config, data))
     if public is not None and program.algorithm.ships_proxy != "unlabelled":
-        users = [
-            name
-            for name, one in algorithms.ALGORITHMS.items()
-            if getattr(one, "public_images", False)
-        ]
         raise ValueError(
             f"--public_set={config.public_set}: --algo={config.algo} has no use for "
-            f"images without labels; leave it away, or take {' or '.join(users)}"
+            f"images without labels; leave it away, or take {_who('public_images')}"
         )
     planner = plan.Planner(
         seeds=seeds,
@@ -213,6 +213,12 @@ def assemble(
     )
     limits.check_state(chosen, made.saved_template())
     return made
+
+
+def _who(need: str) -> str:
+    """The algorithms whose registry entry has a need."""
+    entries = algorithms.ALGORITHMS.items()
+    return " or ".join(name for name, one in entries if getattr(one, need, False))
 
 
 def _data(

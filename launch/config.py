@@ -114,8 +114,8 @@ class Config:
     precision: str = option(
         "f32", "precision of matrix products", choices=tuple(launch.devices.PRECISIONS)
     )
-    compile_cache: str | None = option(
-        None,
+    compile_cache: str = option(
+        "",
         "folder that keeps compiled programs for later runs, or off; by itself the "
         "user's cache folder",
     )

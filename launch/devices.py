@@ -54,17 +54,17 @@ def user_cache() -> pathlib.Path:
     return base / "fedjax_pfl" / f"{platform.machine()}-{kind}"
 
 
-def keep_compiled(choice: str | None) -> None:
+def keep_compiled(choice: str) -> None:
     """Keeps compiled programs on disk, so that a next process need not compile them.
 
     Never fails a run: a folder that cannot be written is not used.
 
     Args:
-        choice: `--compile_cache`: a folder, `off`, or None for what jax is already told
+        choice: `--compile_cache`: a folder, `off`, or empty for what jax is told
             (JAX_COMPILATION_CACHE_DIR) or else the user's cache folder.
     """
     before = jax.config.jax_compilation_cache_dir
-    if choice is None and before:
+    if not choice and before:
         return
     folder = None
     if choice != "off":

@@ -36,7 +36,7 @@ def test_tags_are_append_only():
         "INIT COHORT BATCHES PARTITION SPLIT PROXY PEERS LOCAL LOCAL_PROXY SERVER "
         "TEACHER PUBLIC ORDER EVALUATION PERSONAL"
     ).split()
-    assert [int(tag) for tag in rng.Tag] == list(range(14))
+    assert [int(tag) for tag in rng.Tag] == list(range(15))
 
 
 def test_hashed_words_depend_on_their_own_ids_alone():

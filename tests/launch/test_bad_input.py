@@ -41,7 +41,7 @@ def refused(tmp_path, monkeypatch, capsys):
         (["--algo=fedavg", "--local_epoch=1"], ["--local_epoch ", "--local_epochs"]),
         (["--normalisation=none"], ["--normalisation", "--normalization"]),
         (["--algo=fedavg", "--label_mix=0.5"], ["--label_mix", "cdkt", "fedavg"]),
-        (["--algo=fedavg", "--norm_form=batch"], ["--norm_form", "cdkt"]),
+        (["--algo=fedavg", "--js_form=true"], ["--js_form", "cdkt"]),
         (["--client_distill_weight=-1"], ["--client_distill_weight=-1", "0"]),
         (["--server_distill_weight=-0.5"], ["--server_distill_weight=-0.5"]),
         (["--client_lr=-0.1"], ["--client_lr=-0.1"]),
@@ -99,8 +99,12 @@ def public(tmp_path_factory):
             ["--min_layer=2", "--fixed_layer=3"],
         ),
         (
-            ["--algo=fedd2s", "--transfer=mse", "--s2c_head=own"],
-            ["--s2c_head=own", "--transfer=mse"],
+            ["--algo=fedd2s", "--transfer=mse", "--temperature=2"],
+            ["--temperature=2", "--transfer=mse"],
+        ),
+        (
+            ["--algo=scaffold", "--client_momentum=0.5"],
+            ["--client_momentum=0.5", "plain SGD"],
         ),
         (["--algo=fedper", "--personal_from=F9"], ["--personal_from=F9", "F1"]),
         (["--algo=fedper", "--min_layer=2"], ["--min_layer=2", "--layer_dropping"]),
@@ -112,7 +116,6 @@ def public(tmp_path_factory):
             ["--algo=fedrep", "--head_epochs=4", "--local_epochs=4"],
             ["--head_epochs=4", "--local_epochs=4"],
         ),
-        (["--algo=fedict", "--upload_layer=6"], ["--upload_layer=6", "m1"]),
         (["--algo=fedmd", "--public_set=none"], ["public images", "--public_set"]),
         (
             ["--algo=fedmd", "--public_set=npz:/nowhere.npz"],

@@ -162,7 +162,7 @@ def test_read_returns_what_lines_wrote(tmp_path):
     options = config.Config(
         dataset="npz:a b=c#.npz", workdir="naïve \u3000x", c_gen=True, rounds=3
     )
-    told = flags.lines(options, build.configure({})[1], skip=("resume",))
+    told = flags.lines(options, settings.configure({})[1], skip=("resume",))
     path = write(tmp_path, "\n".join([*told, "#--data_sha256=12", ""]).encode())
     got = flags.read(path)
     assert got["dataset"] == options.dataset and got["workdir"] == options.workdir
@@ -201,7 +201,7 @@ def test_read_of_a_file_that_is_not_there(tmp_path):
 def test_a_value_cannot_write_a_second_flag(text):
     """Neither through the Python entry nor past it."""
     with pytest.raises(ValueError, match="--data_dir=.* holds the character"):
-        build.configure({"algo": "fedavg", "data_dir": text})
+        settings.configure({"algo": "fedavg", "data_dir": text})
     options = config.Config(data_dir=text)
     with pytest.raises(ValueError, match="--data_dir=.* holds the character"):
         flags.lines(options, options)
