@@ -122,11 +122,11 @@ def test_schedule_of_random_cohorts(every, minimum):
 
 def test_stages_below_the_boundary():
     """One that moves follows the schedule, the other stays where it is."""
-    given = {"every": 2, "num_stages": 4, "lowest": 2}
+    dropping = boundary.LayerDropping(drop_every=2)
     taken = jnp.array([0, 1, 2, 3, 5, 99])
-    moving = boundary.stages_below(taken, moves=True, **given)
+    moving = boundary.stages_below(dropping, 2, 4, True, taken)
     np.testing.assert_array_equal(moving.sum(-1), [4, 4, 4, 3, 2, 2])
-    resting = boundary.stages_below(taken, moves=False, **given)
+    resting = boundary.stages_below(dropping, 2, 4, False, taken)
     np.testing.assert_array_equal(resting, [[True, True, False, False]] * 6)
 
 
