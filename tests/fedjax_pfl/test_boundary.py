@@ -122,7 +122,8 @@ def test_schedule_of_random_cohorts(every, minimum):
 
 def test_stages_below_the_boundary():
     """One that moves follows the schedule, the other stays where it is."""
-    dropping, taken = boundary.LayerDropping(2), jnp.array([0, 1, 2, 3, 5, 99])
+    dropping = boundary.LayerDropping(drop_every=2)
+    taken = jnp.array([0, 1, 2, 3, 5, 99])
     moving = boundary.stages_below(dropping, 2, 4, True, taken)
     np.testing.assert_array_equal(moving.sum(-1), [4, 4, 4, 3, 2, 2])
     resting = boundary.stages_below(dropping, 2, 4, False, taken)
