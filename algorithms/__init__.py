@@ -11,18 +11,27 @@ from typing import Any
 
 from algorithms import (
     cdkt,
+    ditto,
     fedavg,
     fedd2s,
     fedict,
     fedmd,
     fedper,
+    fedprox,
     local,
     majority,
     pfedsd,
+    scaffold,
 )
 
 
-def entry(module: Any, *, preset: str = "none", public_images: bool = False) -> Any:
+def entry(
+    module: Any,
+    *,
+    preset: str = "none",
+    public_images: bool = False,
+    several_models: bool = False,
+) -> Any:
     """An algorithm as the registry knows it.
 
     Args:
@@ -30,6 +39,7 @@ def entry(module: Any, *, preset: str = "none", public_images: bool = False) -> 
         preset: Name of the paper's rules for options that are not given.
         public_images: It learns from images that all clients share without labels; a
             set of them is chosen where none is given.
+        several_models: Its clients may have different architectures.
     """
     return SimpleNamespace(
         HParams=module.HParams,
@@ -37,6 +47,7 @@ def entry(module: Any, *, preset: str = "none", public_images: bool = False) -> 
         __doc__=module.__doc__,
         preset=preset,
         public_images=public_images,
+        several_models=several_models,
     )
 
 
@@ -68,6 +79,9 @@ ALGORITHMS = {
     "local": entry(local),
     "majority": entry(majority, preset="fedd2s"),
     "fedavg": entry(fedavg),
+    "fedprox": entry(fedprox),
+    "scaffold": entry(scaffold),
+    "ditto": entry(ditto),
     "cdkt": entry(cdkt, preset="cdkt"),
     "fedd2s": entry(fedd2s, preset="fedd2s"),
     "fedper": _FEDPER,
@@ -78,7 +92,7 @@ ALGORITHMS = {
     "fedrep_plus": variant(
         _FEDREP, "FedRep+: FedRep with FedD2S's layer dropping.", layer_dropping=True
     ),
-    "fedmd": entry(fedmd, preset="fedd2s", public_images=True),
+    "fedmd": entry(fedmd, preset="fedd2s", public_images=True, several_models=True),
     "fedict": entry(fedict, preset="fedd2s"),
     "pfedsd": entry(pfedsd, preset="fedd2s"),
 }

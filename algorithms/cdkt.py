@@ -36,7 +36,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from fedjax_pfl import (
     distances,
@@ -56,7 +55,7 @@ option = options.option
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(local_training.LocalTraining):
+class HParams(proxy.ServerTraining, local_training.LocalTraining):
     """CDKT's options."""
 
     client_lr: float = option(0.03, "learning rate of the clients [eta]", minimum=0)
@@ -81,10 +80,6 @@ class HParams(local_training.LocalTraining):
         0.5, "share of the proxy labels in the targets [lambda]", minimum=0, maximum=1
     )
     temperature: float = option(3.0, "temperature of kl [tau]", above=0)
-    server_lr: float = option(0.05, "learning rate of the server [gamma]", minimum=0)
-    server_epochs: int = option(
-        2, "epochs of the server over the proxy set per round [R]", minimum=1
-    )
     warm_rounds: int = option(
         1, "first rounds in which clients do not distil", minimum=0
     )
@@ -123,25 +118,8 @@ def mix_labels(
     return weight * jax.nn.one_hot(label, logits.shape[-1]) + (1 - weight) * logits
 
 
-def logits_and_embedding(
-    model: types.Model,
-    params: types.Params,
-    stats: types.Stats,
-    batch: local_training.Batch,
-) -> tuple[jax.Array, jax.Array, types.Stats]:
-    """One train-mode forward: logits f32[B, Y], embedding f32[B, D], new stats."""
-    last = len(model.stage_names) - 1
-    embedding, stats = model.forward(
-        params, stats, batch.image, stop=last, **batch.mode
-    )
-    logits, stats = model.forward(params, stats, embedding, start=last, **batch.mode)
-    return logits, embedding.reshape(embedding.shape[0], -1), stats
-
-
-def teacher(
-    answers: jax.Array, cohort: types.Cohort, ensemble: str, num_clients: int
-) -> jax.Array:
-    """The ensemble of the cohort's outputs, [C, ...] -> [...].
+def teacher(answers: Any, cohort: types.Cohort, ensemble: str, num_clients: int) -> Any:
+    """The ensemble of the cohort's outputs, leaves [C, ...] -> [...].
 
     `mean_selected` is the plain mean over the real rows. `code_last` is what the
     released code computes: every entry of its list is the last selected client's output
@@ -149,14 +127,17 @@ def teacher(
     (n / K) * z_last.
     """
     num_selected = cohort.row_mask.sum()
-    if ensemble == "mean_selected":
-        weight = cohort.row_mask / jnp.maximum(num_selected, 1)
-    else:
+    weight = cohort.row_mask / jnp.maximum(num_selected, 1)
+    if ensemble == "code_last":
         last = jnp.where(cohort.row_mask, cohort.client_id, -1).max()
         is_last = cohort.row_mask & (cohort.client_id == last)
         weight = is_last * num_selected / num_clients
-    column = stacked.column(weight, answers)
-    return (jnp.where(column > 0, answers, 0) * column).sum(0)
+
+    def total(leaf: jax.Array) -> jax.Array:
+        column = stacked.column(weight, leaf)
+        return (jnp.where(column > 0, leaf, 0) * column).sum(0)
+
+    return jax.tree.map(total, answers)
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
@@ -166,14 +147,18 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         ValueError: no proxy set, or models whose outputs differ in width.
     """
     server_model, client_model = task.server_model, task.client_model
-    width = _common_width(task)
+    if not task.num_proxy:
+        raise ValueError(
+            "--proxy_fraction=0 leaves no proxy set, cdkt learns through one; "
+            "raise it, for instance to 0.07"
+        )
+    width = shapes.common_width(task)
+    size = task.num_proxy * traffic.FLOAT_BYTES
     use_rep = hparams.transfer in ("rep", "repfull")
     use_full = hparams.transfer in ("full", "repfull")
     gap_of = functools.partial(
         distances.distance, temperature=hparams.temperature, js_form=hparams.js_form
     )
-    client_gap = functools.partial(gap_of, hparams.client_distance)
-    server_gap = functools.partial(gap_of, hparams.server_distance)
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         start = task.init(client_model, key)
@@ -194,23 +179,22 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         def loss_fn(params, stats, batch):
             """Eq. 8 on a batch of the client's own and the next of the proxy set."""
-            z, _, stats = logits_and_embedding(client_model, params, stats, batch)
+            z, _, stats = proxy.of_batch(client_model, params, stats, batch)
             private = losses.cross_entropy(z, batch.label, batch.mask)
             key = jax.random.fold_in(proxy_key, batch.step)
             paired = proxy.batch_at(client.data, batches, batch.step % num_batches, key)
-            z, e, _ = logits_and_embedding(client_model, params, stats, paired)
-            target = mix_labels(
-                server_logits[paired.step], paired.label, hparams.label_mix
-            )
-            gap = client_gap(z, target, paired.mask)
+            z, e, _ = proxy.of_batch(client_model, params, stats, paired)
+            target = server_logits[paired.step]
+            target = mix_labels(target, paired.label, hparams.label_mix)
+            gap = gap_of(hparams.client_distance, z, target, paired.mask)
             if use_rep:
-                gap += client_gap(e, server_embedding[paired.step], paired.mask)
+                target = server_embedding[paired.step]
+                gap += gap_of(hparams.client_distance, e, target, paired.mask)
             return private + alpha * gap, stats
 
         trained = local_training.train(hparams, loss_fn, client.own, client)
-        noise = None
-        if hparams.teacher_mode == "train":
-            noise = client.stream(rng.Tag.TEACHER)
+        is_noisy = hparams.teacher_mode == "train"
+        noise = client.stream(rng.Tag.TEACHER) if is_noisy else None
         answers = proxy.outputs(
             client_model, trained.variables, client.data, batches, key=noise
         )
@@ -221,15 +205,15 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         teacher_logits, teacher_embedding = teachers
 
         def loss_fn(params, stats, batch):
-            z, e, stats = logits_and_embedding(server_model, params, stats, batch)
+            z, e, stats = proxy.of_batch(server_model, params, stats, batch)
             gap = jnp.zeros(())
             if use_rep:
-                gap += server_gap(e, teacher_embedding[batch.step], batch.mask)
+                target = teacher_embedding[batch.step]
+                gap += gap_of(hparams.server_distance, e, target, batch.mask)
             if use_full:
-                target = mix_labels(
-                    teacher_logits[batch.step], batch.label, hparams.label_mix
-                )
-                gap += server_gap(z, target, batch.mask)
+                target = teacher_logits[batch.step]
+                target = mix_labels(target, batch.label, hparams.label_mix)
+                gap += gap_of(hparams.server_distance, z, target, batch.mask)
             supervised = losses.cross_entropy(z, batch.label, batch.mask)
             return supervised + hparams.server_distill_weight * gap, stats
 
@@ -238,36 +222,22 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         batches = proxy.batches(data, hparams.batch_size)
         knowledge = proxy.outputs(server_model, state.server, data, batches)
+        own, here = stacked.take(state.clients, cohort.row), (task, state, cohort, data)
         trained, answers = each_client.update(
-            client_update,
-            task,
-            state,
-            cohort,
-            data,
-            own=stacked.take(state.clients, cohort.row),
-            shared=(batches, knowledge),
+            client_update, *here, own=own, shared=(batches, knowledge)
         )
-        server = proxy.fit(
-            server_loss(
-                teacher(answer, cohort, hparams.ensemble, task.num_clients)
-                for answer in answers
-            ),
-            optax.sgd(hparams.server_lr),
-            state.server,
-            data=data,
-            batches=batches,
-            epochs=hparams.server_epochs,
-            key=rng.stream(state.key, rng.Tag.SERVER, state.round),
+        teachers = teacher(answers, cohort, hparams.ensemble, task.num_clients)
+        state = state.after(
+            server=proxy.train_server(hparams, server_loss(teachers), state, data),
+            clients=stacked.put(state.clients, cohort.row, trained.variables),
+            opt_state=trained.kept(state, cohort),
         )
-        clients = stacked.put(state.clients, cohort.row, trained.variables)
-        kept = trained.kept(state, cohort)
         sent = {
             "server logits": 1,
             "server embeddings": use_rep,
             "client logits": use_full,
             "client embeddings": use_rep,
         }
-        state = state.after(server=server, clients=clients, opt_state=kept)
         return state, trained.metrics(cohort), sent
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
@@ -275,39 +245,14 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     return types.Algorithm(
         plans=(local_training.plan(hparams),),
-        messages=_messages(task, width),
+        messages=tuple(
+            types.MessageKind(f"{sender} {what}", way, size * columns)
+            for sender, way in (("server", "down"), ("client", "up"))
+            for what, columns in (("logits", task.num_classes), ("embeddings", width))
+        ),
         init=init,
         round=round,
         server=lambda state, data: {"global": (server_model, state.server)},
         serving=serving,
         ships_proxy="labelled",
-    )
-
-
-def _common_width(task: types.Task) -> int:
-    """D, if there is a proxy set and the server's and the clients' models agree."""
-    server, client = task.server_model, task.client_model
-    if not task.num_proxy:
-        raise ValueError(
-            "--proxy_fraction=0 leaves no proxy set, cdkt learns through one; "
-            "raise it, for instance to 0.07"
-        )
-    width, other = (
-        shapes.embedding_width(model, task.example_shape) for model in (server, client)
-    )
-    if width != other:
-        raise ValueError(
-            f"--client_model={client.name} has embeddings of width {other}, "
-            f"--model={server.name} of {width}; cdkt needs the same width"
-        )
-    return width
-
-
-def _messages(task: types.Task, width: int) -> tuple[types.MessageKind, ...]:
-    """Logits and embeddings of the proxy set, down and up."""
-    size = task.num_proxy * traffic.FLOAT_BYTES
-    return tuple(
-        types.MessageKind(f"{sender} {what}", way, size * columns)
-        for sender, way in (("server", "down"), ("client", "up"))
-        for what, columns in (("logits", task.num_classes), ("embeddings", width))
     )

@@ -10,7 +10,7 @@ Deep Networks from Decentralized Data", AISTATS 2017, https://arxiv.org/abs/1602
 
 | paper | here |
 |---|---|
-| w_t | `state.server["model"]` |
+| w_t | `state.server` |
 | C * K | `--clients_per_round` |
 | E, B, eta | `--local_epochs`, `--batch_size`, `--client_lr` |
 | n_k / n | `aggregate.cohort_weights("examples", ...)` |
@@ -24,31 +24,19 @@ it took part in the last round, else the global model that round began with.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import (
-    aggregate,
-    each_client,
-    local_training,
-    options,
-    stacked,
-    traffic,
-    types,
-)
-
-option = options.option
+from fedjax_pfl import averaging, each_client, local_training, options, types
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(local_training.LocalTraining):
+class HParams(averaging.Averaging):
     """FedAvg's options."""
 
-    aggregation: str = option(
-        "examples", "weights of the server's mean", choices=("examples", "uniform")
-    )
-    eval_model: str = option(
+    eval_model: str = options.option(
         "server",
         "model that serves a client: the server's, or what it has in hand (stale)",
         choices=("server", "stale"),
@@ -57,54 +45,54 @@ class HParams(local_training.LocalTraining):
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """FedAvg as pure functions."""
-    model = task.model
-    loss_fn = local_training.cross_entropy_loss(model)
-    is_stale = hparams.eval_model == "stale"
-
-    def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        start, clients = task.init(model, key), ()
-        server = {"model": start}
-        if is_stale:
-            server["before"] = jax.tree.map(jnp.copy, start)
-            never = jnp.full(task.num_clients, -2)  # -1 is the round before the first
-            clients = {"copy": stacked.repeat(start, task.num_clients), "round": never}
-        kept = local_training.kept_optimizer(hparams, start.params, task.num_clients)
-        return types.RoundState.first(server, clients, key, kept)
+    loss_fn = local_training.cross_entropy_loss(task.model)
 
     def client_update(client: each_client.Client, server: types.Variables):
         """ClientUpdate(k, w): E epochs of minibatches, from the server's model."""
-        trained = local_training.train(hparams, loss_fn, server, client)
-        return (trained, trained.variables) if is_stale else trained.split()
+        return local_training.train(hparams, loss_fn, server, client)
+
+    if hparams.eval_model == "server":
+        return averaging.make(hparams, task, client_update)
+    return _served_stale(hparams, task, client_update)
+
+
+def _served_stale(
+    hparams: HParams, task: types.Task, client_update: Callable
+) -> types.Algorithm:
+    """The same rounds; clients keep their copy and its round, the server two models."""
+    model = task.model
+
+    def and_keep(client: each_client.Client, server: types.Variables):
+        trained = client_update(client, server)
+        return trained, {"copy": trained.variables, "round": client.round}
+
+    def first(start: types.Variables) -> dict:
+        # -1 is the round before the first, in which nobody took part.
+        return {"copy": start, "round": jnp.full((), -2)}
+
+    plain = averaging.make(hparams, task, and_keep, own=first)
+
+    def init(data: types.Data, key: jax.Array) -> types.RoundState:
+        state = plain.init(data, key)
+        before = jax.tree.map(jnp.copy, state.server)
+        return state.replace(server={"model": state.server, "before": before})
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        before, clients = state.server["model"], state.clients
-        weight = aggregate.cohort_weights(hparams.aggregation, cohort, data)
-        trained, mean = each_client.update(
-            client_update, task, state, cohort, data, shared=before, reduce=weight
-        )
-        server = {"model": mean}
-        if is_stale:
-            server["before"] = before
-            when = jnp.full_like(cohort.row, state.round)
-            new = {"copy": trained.variables, "round": when}
-            clients = stacked.put(clients, cohort.row, new)
-        kept = trained.kept(state, cohort)
-        state = state.after(server=server, clients=clients, opt_state=kept)
-        return state, trained.metrics(cohort), {"model down": 1, "model up": 1}
+        before = state.server["model"]
+        state, metrics, sent = plain.round(state.replace(server=before), cohort, data)
+        server = {"model": state.server, "before": before}
+        return state.replace(server=server), metrics, sent
 
-    def in_hand(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        """The copy a client just trained, or what the last round began with."""
+    def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         has_copy = state.clients["round"] == state.round - 1
         return (
             types.Served.one(model, state.server["before"], ~has_copy),
             types.Served.each(model, state.clients["copy"], mask=has_copy),
         )
 
-    return types.Algorithm(
-        plans=(local_training.plan(hparams),),
-        messages=traffic.model_both_ways(task, model),
+    return plain._replace(
         init=init,
         round=round,
         server=lambda state, data: {"global": (model, state.server["model"])},
-        serving=in_hand if is_stale else None,
+        serving=serving,
     )

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -85,19 +85,6 @@ class HParams(boundary.LayerDropping, local_training.LocalTraining):
     temperature: float = option(1.0, "temperature of kl [tau]", above=0)
 
 
-def kept_stages(
-    hparams: HParams, lowest: int, num_stages: int, participations: jax.Array
-) -> jax.Array:
-    """Eq. 6: bool[..., L], the stages 1..l of Z int32[...] participations."""
-    return boundary.stages_below(
-        participations,
-        moves=not hparams.fixed_layer,
-        every=hparams.drop_every,
-        num_stages=num_stages,
-        lowest=lowest,
-    )
-
-
 def output_gap(
     student: jax.Array, target: jax.Array, mask: jax.Array, temperature: Any
 ) -> jax.Array:
@@ -108,6 +95,7 @@ def output_gap(
 
 
 def feature_gap(
+    stages: Sequence[int],
     student: Mapping[int, jax.Array],
     target: Mapping[int, jax.Array],
     kept: jax.Array,
@@ -116,13 +104,14 @@ def feature_gap(
     """J of `--transfer=mse`: mean squared error of the outputs of stage l.
 
     Args:
-        student, target: Outputs f32[B, ...] by stage, of all stages that l may be.
+        stages: Those that l may be, counted from 0.
+        student, target: Outputs f32[B, ...] by stage.
         kept: bool[L], the stages 1..l.
         mask: bool[B].
     """
     total = jnp.zeros(())
-    for stage, out in student.items():
-        gap = out - jax.lax.stop_gradient(target[stage])
+    for stage in stages:
+        gap = student[stage] - jax.lax.stop_gradient(target[stage])
         error = losses.masked_mean((gap.reshape(len(gap), -1) ** 2).mean(1), mask)
         total += jnp.where(kept.sum() == stage + 1, error, 0)
     return total
@@ -150,7 +139,11 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     num_stages = len(model.stage_names)
     by_head = hparams.transfer == "head"
     deep = np.arange(num_stages) > 0
-    distilled = range(max(lowest - 1, 1), num_stages)  # the stages that l may be
+    # The stages that l may be.
+    gap_at = functools.partial(feature_gap, range(max(lowest - 1, 1), num_stages))
+    kept_at = functools.partial(
+        boundary.stages_below, hparams, lowest, num_stages, not hparams.fixed_layer
+    )
 
     def first_layer(own: types.Variables, image: jax.Array) -> jax.Array:
         """H_1, as the client uploads it."""
@@ -159,10 +152,6 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def table(forward: Any, client: each_client.Client, epochs: int) -> jax.Array:
         """p or t: logits on a client's examples, aligned by sample."""
         return proxy.own_outputs(forward, client, task, hparams.batch_size, epochs)
-
-    def gap_of_features(student: Any, target: Any, kept: Any, mask: Any) -> jax.Array:
-        student = {stage: student[stage] for stage in distilled}
-        return feature_gap(student, target, kept, mask)
 
     def client_to_server(client: each_client.Client, server: types.Variables):
         """phi^n: a copy of the server's model learns from one client (Eqs. 8 to 10)."""
@@ -179,7 +168,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
                 side = types.Variables(params, stats)
                 student, stats = features(model, side, h, 1, **batch.mode)
                 target, _ = features(model, own, h, 1)
-                return gap_of_features(student, target, kept, batch.mask), stats
+                return gap_at(student, target, kept, batch.mask), stats
             z, stats = model.forward(params, stats, h, start=1, **batch.mode)
             target = p[batch.position]
             return output_gap(z, target, batch.mask, hparams.temperature), stats
@@ -216,7 +205,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             if not by_head:
                 student, stats = features(model, side, batch.image, 0, **batch.mode)
                 target, _ = features(model, server, first_layer(own, batch.image), 1)
-                return gap_of_features(student, target, kept, batch.mask), stats
+                return gap_at(student, target, kept, batch.mask), stats
             through = boundary.splice(side, server, kept)
             z, stats = model.forward(*through, batch.image, **batch.mode)
             target = t[batch.position]
@@ -240,25 +229,17 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         own = stacked.take(state.clients, cohort.row)
         participations = own.pop("participations") + 1
-        kept = kept_stages(hparams, lowest, num_stages, participations)
-        phase = functools.partial(
-            each_client.update,
-            task=task,
-            state=state,
-            cohort=cohort,
-            data=data,
-            own=own | {"kept": kept},
-        )
+        own["kept"] = kept = kept_at(participations)
+        here = (task, state, cohort, data)
+
         weight = aggregate.cohort_weights("uniform", cohort, data)
-        share, is_held = aggregate.stage_weights(
-            weight, jnp.broadcast_to(deep, kept.shape)
-        )
-        _, mean = phase(
-            client_to_server, shared=state.server, plan="server", reduce=share
-        )
+        used = jnp.broadcast_to(deep, kept.shape)
+        share, is_held = aggregate.stage_weights(weight, used)
+        given = {"own": own, "shared": state.server, "plan": "server"}
+        _, mean = each_client.update(client_to_server, *here, **given, reduce=share)
         server = boundary.select(is_held, mean, state.server)
 
-        trained = phase(server_to_client, shared=server)
+        trained = each_client.update(server_to_client, *here, own=own, shared=server)
         new = {"own": trained.variables, "participations": participations}
         state = state.after(
             server=server,
@@ -299,23 +280,18 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
 
 def _messages(task: types.Task, by_head: bool) -> tuple[types.MessageKind, ...]:
-    """Features and labels up; soft targets and head, or targets, down."""
+    """Features and labels up; head and soft targets, or targets, down."""
     model, kind = task.model, types.MessageKind
-    up, down = [], []
+    outputs = shapes.output_bytes(model, task.example_shape)
+    features = dict(zip(model.stage_names, outputs, strict=True))
+    up = [kind(f"features {name}", "up", size) for name, size in features.items()]
+    down = [kind(f"targets {name}", "down", size) for name, size in features.items()]
     if by_head:
+        stages = shapes.stage_bytes(model, task.example_shape)
+        heads = zip(model.stage_names, stages, strict=True)
+        down = [kind(f"head {name}", "down", size) for name, size in heads]
         logit_bytes = task.num_classes * traffic.FLOAT_BYTES
         down.append(kind("soft targets", "down", logit_bytes))
-    for name, output, stage in zip(
-        model.stage_names,
-        shapes.output_bytes(model, task.example_shape),
-        shapes.stage_bytes(model, task.example_shape),
-        strict=True,
-    ):
-        up.append(kind(f"features {name}", "up", output))
-        if by_head:
-            down.append(kind(f"head {name}", "down", stage))
-        else:
-            down.append(kind(f"targets {name}", "down", output))
     return (*up, kind("labels", "up", 1), *down)
 
 

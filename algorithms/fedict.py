@@ -206,9 +206,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         draws = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(key, k)))
         # Named by client, not by place in the cohort; padding rows (2.0) come last.
         order = jnp.argsort(jnp.where(cohort.row_mask, draws(cohort.client_id), 2.0))
-        tx = local_training.optimizer(
-            hparams, local_training.learning_rate(hparams, state.round)
-        )
+        rate = local_training.learning_rate(hparams, state.round)
+        tx = local_training.optimizer(hparams, rate)
         rows = (cohort.client_id, cohort.depth, own, cohort.plans["server"])
 
         def step(index: jax.Array, carry: Any) -> Any:
@@ -232,10 +231,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         share, is_held = aggregate.stage_weights(weight, held)
         _, mean = each_client.update(
             lambda client, shared: server_update(client, shared).split(),
-            task,
-            state,
-            cohort,
-            data,
+            *(task, state, cohort, data),
             own=own,
             shared=(server, everyone),
             plan="server",
@@ -257,26 +253,15 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         own = stacked.take(state.clients, cohort.row)
-        trained, logits = each_client.update(
-            local_update, task, state, cohort, data, own=own
-        )
+        here = (task, state, cohort, data)
+        trained, logits = each_client.update(local_update, *here, own=own)
         own |= {"own": trained.variables, "logits": logits}
-        kept = trained.opt_state
 
         server_pass = sequential if hparams.server_pass == "sequential" else averaged
         server = server_pass(state, cohort, data, own)
 
-        trained = each_client.update(
-            distil_update,
-            task,
-            state,
-            cohort,
-            data,
-            own=own,
-            shared=server,
-            opt_state=kept,
-            plan="distill",
-        )
+        given = {"own": own, "opt_state": trained.opt_state, "plan": "distill"}
+        trained = each_client.update(distil_update, *here, **given, shared=server)
         new = {
             "own": trained.variables,
             "frequency": own["frequency"],

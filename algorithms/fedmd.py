@@ -50,6 +50,7 @@ from fedjax_pfl import (
 )
 
 option = options.option
+NOWHERE = 2**31 - 1  # past the end of any group's private rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +94,10 @@ def speaking(cohort: types.Cohort, participations: jax.Array) -> jax.Array:
 
 def of_group(cohort: types.Cohort, is_member: jax.Array) -> types.Cohort:
     """The cohort with the other groups' rows idle: a chunk of them costs nothing."""
-    nowhere = jnp.iinfo(jnp.int32).max
     plan = cohort.plans["local"]
     steps = plan.replace(num_steps=jnp.where(is_member, plan.num_steps, 0))
     return cohort.replace(
-        row=jnp.where(is_member, cohort.row, nowhere),
+        row=jnp.where(is_member, cohort.row, NOWHERE),
         row_mask=is_member,
         plans={"local": steps},
     )
@@ -191,10 +191,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         for _, model, mine, own in passes:
             _, part = each_client.update(
                 lambda client, public, model=model: ((), answer(model, client, public)),
-                task,
-                state,
-                mine,
-                data,
+                *(task, state, mine, data),
                 own=own,
                 shared=public,
                 opt_state=(),
@@ -213,10 +210,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
             trained = each_client.update(
                 digest_and_revisit,
-                task,
-                state,
-                mine,
-                data,
+                *(task, state, mine, data),
                 own=own,
                 shared=(public, consensus),
                 opt_state=stacked.take(kept[number], mine.row),
@@ -227,8 +221,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             part = trained.metrics(mine)["train_loss"]
             total, count = total + part[0], count + part[1]
         state = state.after(clients=tuple(clients), opt_state=tuple(kept))
-        metrics = {"train_loss": (total, count)}
-        return state, metrics, {"answers": 1, "consensus": 1}
+        sent = {"answers": 1, "consensus": 1}
+        return state, {"train_loss": (total, count)}, sent
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         return tuple(

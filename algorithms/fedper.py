@@ -76,17 +76,6 @@ class HParams(boundary.LayerDropping, local_training.LocalTraining):
     )
 
 
-def shared_stages(hparams: HParams, lowest: int, num_stages: int, taken_part: Any):
-    """bool[..., L]: stages up to the boundary after int32[...] participations."""
-    return boundary.stages_below(
-        taken_part,
-        moves=hparams.layer_dropping,
-        every=hparams.drop_every,
-        num_stages=num_stages,
-        lowest=lowest,
-    )
-
-
 def trained_stages(batch: Any, is_shared: jax.Array, head_epochs: int) -> jax.Array:
     """bool[L]: all; with `head_epochs` the personal ones first, then the shared."""
     if not head_epochs:
@@ -99,12 +88,9 @@ def personal(server: types.Variables, own: types.Variables, is_shared: jax.Array
     """The server's stages where shared, else the client's own; those come last."""
     lowest = len(server.params) - len(own.params)
     mask = boundary.by_stage(is_shared)
-    return types.Variables(
-        *(
-            boundary.select(mask, whole, (*whole[:lowest], *mine))
-            for whole, mine in zip(server, own, strict=True)
-        )
-    )
+    pairs = zip(server, own, strict=True)
+    sides = (boundary.select(mask, a, (*a[:lowest], *mine)) for a, mine in pairs)
+    return types.Variables(*sides)
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
@@ -116,7 +102,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     model, lowest = task.model, _lowest(hparams, task)
     num_stages = len(model.stage_names)
     loss_fn = local_training.cross_entropy_loss(model)
-    is_shared_at = functools.partial(shared_stages, hparams, lowest, num_stages)
+    is_shared_at = functools.partial(
+        boundary.stages_below, hparams, lowest, num_stages, hparams.layer_dropping
+    )
 
     def last_stages(variables: types.Variables) -> types.Variables:
         return types.Variables(*(side[lowest:] for side in variables))
@@ -146,15 +134,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         is_shared = is_shared_at(participations)
         weight = aggregate.cohort_weights(hparams.aggregation, cohort, data)
         share, is_held = aggregate.stage_weights(weight, is_shared)
+        own, here = (private["own"], is_shared), (task, state, cohort, data)
         (trained, own), mean = each_client.update(
-            client_update,
-            task,
-            state,
-            cohort,
-            data,
-            own=(private["own"], is_shared),
-            shared=state.server,
-            reduce=share,
+            client_update, *here, own=own, shared=state.server, reduce=share
         )
         new = {"own": own, "participations": participations}
         state = state.after(
@@ -171,10 +153,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return personal(server, own["own"], is_shared_at(own["participations"]))
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        everyone = types.Served.each(
-            model, state.clients, shared=state.server, build=build
-        )
-        return (everyone,)
+        rows, server = state.clients, state.server
+        return (types.Served.each(model, rows, shared=server, build=build),)
 
     is_whole = lowest == num_stages  # else the server has no whole model
     return types.Algorithm(

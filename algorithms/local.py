@@ -22,64 +22,38 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import optax
 
-from fedjax_pfl import (
-    each_client,
-    local_training,
-    options,
-    proxy,
-    rng,
-    stacked,
-    types,
-)
-
-option = options.option
+from fedjax_pfl import each_client, local_training, proxy, stacked, types
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(local_training.LocalTraining):
+class HParams(proxy.ServerTraining, local_training.LocalTraining):
     """Options of local training."""
-
-    server_lr: float = option(
-        0.05, "learning rate of the server's model on the proxy set", minimum=0
-    )
-    server_epochs: int = option(
-        2, "epochs of the server over the proxy set per round", minimum=1
-    )
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """Local training as pure functions."""
     server_model, client_model = task.server_model, task.client_model
     loss_fn = local_training.cross_entropy_loss(client_model)
+    has_server = task.num_proxy > 0
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        server = task.init(server_model, key) if task.num_proxy else ()
         start = task.init(client_model, key)
         clients = stacked.repeat(start, task.num_clients)
         kept = local_training.kept_optimizer(hparams, start.params, task.num_clients)
+        server = task.init(server_model, key) if has_server else ()
         return types.RoundState.first(server, clients, key, kept)
 
     def client_update(client: each_client.Client, _) -> local_training.Trained:
         return local_training.train(hparams, loss_fn, client.own, client)
 
-    def fit(server: types.Variables, state: types.RoundState, data: types.Data):
-        """The server's model, a few epochs further on the proxy set."""
-        return proxy.fit(
-            local_training.cross_entropy_loss(server_model),
-            optax.sgd(hparams.server_lr),
-            server,
-            data=data,
-            batches=proxy.batches(data, hparams.batch_size),
-            epochs=hparams.server_epochs,
-            key=rng.stream(state.key, rng.Tag.SERVER, state.round),
-        )
-
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         own = stacked.take(state.clients, cohort.row)
         trained = each_client.update(client_update, task, state, cohort, data, own=own)
-        server = fit(state.server, state, data) if task.num_proxy else ()
+        server = ()
+        if has_server:
+            supervised = local_training.cross_entropy_loss(server_model)
+            server = proxy.train_server(hparams, supervised, state, data)
         clients = stacked.put(state.clients, cohort.row, trained.variables)
         kept = trained.kept(state, cohort)
         state = state.after(server=server, clients=clients, opt_state=kept)
@@ -95,6 +69,6 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         plans=(local_training.plan(hparams),),
         init=init,
         round=round,
-        server=global_model if task.num_proxy else None,
+        server=global_model if has_server else None,
         serving=serving,
     )

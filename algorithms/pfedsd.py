@@ -23,18 +23,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import (
-    aggregate,
+    averaging,
     distances,
     each_client,
     local_training,
     losses,
     options,
-    stacked,
-    traffic,
     types,
 )
 
@@ -42,7 +39,7 @@ option = options.option
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(local_training.LocalTraining):
+class HParams(averaging.Averaging):
     """pFedSD's options."""
 
     self_distill_weight: float = option(
@@ -80,14 +77,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """pFedSD as pure functions."""
     model = task.model
 
-    def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        server = task.init(model, key)
-        clients = {
-            "own": stacked.repeat(server, task.num_clients),
-            "has_own": jnp.zeros(task.num_clients, bool),
-        }
-        kept = local_training.kept_optimizer(hparams, server.params, task.num_clients)
-        return types.RoundState.first(server, clients, key, kept)
+    def first(start: types.Variables) -> dict:
+        return {"own": start, "has_own": jnp.zeros((), bool)}
 
     def client_update(client: each_client.Client, server: types.Variables):
         """Trains the server's model; the own last one, once there is one, teaches."""
@@ -96,25 +87,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             model, client.own["own"], weight, hparams.temperature
         )
         trained = local_training.train(hparams, loss_fn, server, client)
-        return trained, trained.variables
-
-    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        weight = aggregate.cohort_weights(hparams.aggregation, cohort, data)
-        trained, server = each_client.update(
-            client_update,
-            task,
-            state,
-            cohort,
-            data,
-            own=stacked.take(state.clients, cohort.row),
-            shared=state.server,
-            reduce=weight,
-        )
-        new = {"own": trained.variables, "has_own": jnp.ones_like(cohort.row_mask)}
-        clients = stacked.put(state.clients, cohort.row, new)
-        kept = trained.kept(state, cohort)
-        state = state.after(server=server, clients=clients, opt_state=kept)
-        return state, trained.metrics(cohort), {"model down": 1, "model up": 1}
+        return trained, {"own": trained.variables, "has_own": jnp.ones((), bool)}
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         has_own = state.clients["has_own"] & (hparams.eval_model == "own")
@@ -123,11 +96,4 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             types.Served.each(model, state.clients["own"], mask=has_own),
         )
 
-    return types.Algorithm(
-        plans=(local_training.plan(hparams),),
-        messages=traffic.model_both_ways(task, model),
-        init=init,
-        round=round,
-        server=lambda state, data: {"global": (model, state.server)},
-        serving=serving,
-    )
+    return averaging.make(hparams, task, client_update, own=first, serving=serving)

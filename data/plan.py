@@ -127,7 +127,7 @@ class Planner:
         eligible: np.ndarray | None = None,
         peers: types.PeerSpec | None = None,
     ):
-        """Args of the plans.
+        """Keeps what every draw needs.
 
         Args:
             seeds: The seeds of the run.

@@ -121,7 +121,10 @@ def mix_peers(rows: Any, cohort: types.Cohort, weight: Any) -> Any:
 
     def mixed(weight: jax.Array, part: Any) -> Any:
         share = jnp.where(known, weight, 0)
-        share = share / jnp.maximum(share.sum(1, keepdims=True), 1e-30)
+        total = share.sum(1, keepdims=True)
+        # Also who gives all weight to peers keeps its own where it has none.
+        itself = jnp.arange(share.shape[1]) == 0
+        share = jnp.where(total > 0, share / jnp.where(total > 0, total, 1), itself)
 
         # One peer at a time: never a gather of [C, P] models.
         def add(index: jax.Array, total: Any) -> Any:

@@ -171,12 +171,11 @@ def dropped(
 
 
 def stages_below(
-    participations: jax.Array,
-    *,
-    moves: bool,
-    every: int,
-    num_stages: int,
+    hparams: LayerDropping,
     lowest: int,
+    num_stages: int,
+    moves: bool,
+    participations: jax.Array,
 ) -> jax.Array:
     """bool[..., L]: the stages 1..l of clients that took part Z int32[...] times.
 
@@ -184,5 +183,5 @@ def stages_below(
     """
     layer = jnp.full_like(participations, lowest)
     if moves:
-        layer = dropped(participations, every, num_stages, lowest)
+        layer = dropped(participations, hparams.drop_every, num_stages, lowest)
     return held(layer, num_stages)

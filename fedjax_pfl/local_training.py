@@ -153,6 +153,17 @@ def cross_entropy_loss(model: types.Model) -> LossFn:
     return loss_fn
 
 
+def proximal(weight: Any, centre: types.Params) -> Callable[..., types.Params]:
+    """An `Objective.adjust`: adds the gradient of weight / 2 ||params - centre||^2."""
+
+    def adjust(params: types.Params, grads: types.Params) -> types.Params:
+        return jax.tree.map(
+            lambda g, new, old: g + weight * (new - old), grads, params, centre
+        )
+
+    return adjust
+
+
 def plan(
     hparams: LocalTraining, name: str = "local", epochs: int = 0
 ) -> types.PlanSpec:

@@ -28,17 +28,22 @@ class Compiled:
 
     def __init__(self, jitted: Callable):
         self.jitted = jitted
-        self._executables: dict[Any, Callable] = {}
+        self._by_shape: dict[Any, Callable] = {}
+
+    @property
+    def executables(self) -> list[Callable]:
+        """What was compiled so far."""
+        return list(self._by_shape.values())
 
     def ahead(self, *args: Any) -> tuple[Callable, float]:
         """(executable for such arguments, seconds that compiling it took now)."""
         leaves, structure = jax.tree.flatten(args)
         key = structure, tuple(jax.typeof(leaf) for leaf in leaves)
-        if key in self._executables:
-            return self._executables[key], 0.0
+        if key in self._by_shape:
+            return self._by_shape[key], 0.0
         begin = time.perf_counter()
         executable = self.jitted.lower(*args).compile()
-        self._executables[key] = executable
+        self._by_shape[key] = executable
         return executable, time.perf_counter() - begin
 
 
@@ -128,6 +133,11 @@ def build(
     )
     program = _jitted(_Structure(name, make, structure, task, scoring))
     return program._replace(floats=floats, algorithm=make(hparams, task))
+
+
+def forget() -> None:
+    """Drops the programs kept for later experiments."""
+    _jitted.cache_clear()
 
 
 @functools.lru_cache(maxsize=KEPT_PROGRAMS)

@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl import each_client, local_training, stacked, types
+from fedjax_pfl import each_client, local_training, options, rng, stacked, types
 
 
 def batches(data: types.Data, batch_size: int) -> jax.Array:
     """The proxy rows in fixed batches, int32[num_batches, B], -1 = padding."""
     return stacked.in_batches(data.partition.proxy, batch_size)
+
+
+def logits_and_embedding(
+    model: types.Model, variables: types.Variables, image: jax.Array, **mode: Any
+) -> tuple[jax.Array, jax.Array, types.Stats]:
+    """One forward pass: logits f32[B, Y], embedding f32[B, D], new statistics.
+
+    The embedding is the input of the last stage.
+    """
+    params, stats = variables
+    last = len(model.stage_names) - 1
+    embedding, stats = model.forward(params, stats, image, stop=last, **mode)
+    logits, stats = model.forward(params, stats, embedding, start=last, **mode)
+    return logits, embedding.reshape(embedding.shape[0], -1), stats
+
+
+def of_batch(
+    model: types.Model,
+    params: types.Params,
+    stats: types.Stats,
+    batch: local_training.Batch,
+) -> tuple[jax.Array, jax.Array, types.Stats]:
+    """`logits_and_embedding` of a training step's batch, in train mode."""
+    variables = types.Variables(params, stats)
+    return logits_and_embedding(model, variables, batch.image, **batch.mode)
 
 
 def outputs(
@@ -26,19 +53,16 @@ def outputs(
 ) -> tuple[jax.Array, jax.Array]:
     """Logits f32[n, B, Y] and embeddings f32[n, B, D] on batches of rows int32[n, B].
 
-    The embedding is the input of the last stage. Eval mode, unless a `key` is given:
-    then train mode, so that dropout noise is in the outputs.
+    Eval mode, unless a `key` is given: then train mode, so that dropout noise is in the
+    outputs.
     """
-    last = len(model.stage_names) - 1
 
     def one(index: jax.Array) -> tuple[jax.Array, jax.Array]:
         image, _ = data.gather(batches[index])
         mode = {"sample_mask": batches[index] >= 0, "train": key is not None}
         if key is not None:
             mode["key"] = jax.random.fold_in(key, index)
-        embedding, _ = model.forward(*variables, image, stop=last, **mode)
-        logits, _ = model.forward(*variables, embedding, start=last, **mode)
-        return logits, embedding.reshape(embedding.shape[0], -1)
+        return logits_and_embedding(model, variables, image, **mode)[:2]
 
     return jax.lax.map(one, jnp.arange(batches.shape[0]))
 
@@ -151,3 +175,36 @@ def fit(
     first = (start.params, start.stats, tx.init(start.params))
     params, stats, _ = jax.lax.fori_loop(0, num_steps, step, first)
     return types.Variables(params, stats)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerTraining:
+    """Options of a server that trains a model on the proxy set, by plain SGD."""
+
+    server_lr: float = options.option(
+        0.05, "learning rate of the server's model on the proxy set", minimum=0
+    )
+    server_epochs: int = options.option(
+        2, "epochs of the server over the proxy set per round", minimum=1
+    )
+
+
+def train_server(
+    hparams: Any,
+    loss_fn: local_training.LossFn,
+    state: types.RoundState,
+    data: types.Data,
+) -> types.Variables:
+    """`state.server` after `server_epochs` over the proxy set.
+
+    `hparams` has the options of `ServerTraining` and a `batch_size`.
+    """
+    return fit(
+        loss_fn,
+        optax.sgd(hparams.server_lr),
+        state.server,
+        data=data,
+        batches=batches(data, hparams.batch_size),
+        epochs=hparams.server_epochs,
+        key=rng.stream(state.key, rng.Tag.SERVER, state.round),
+    )

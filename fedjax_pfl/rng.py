@@ -23,6 +23,7 @@ class Tag(enum.IntEnum):
     PUBLIC = 11
     ORDER = 12
     EVALUATION = 13
+    PERSONAL = 14
 
 
 def stream(key: jax.Array, tag: Tag, *ids: int | jax.Array) -> jax.Array:

@@ -61,3 +61,22 @@ def embedding_width(model: types.Model, example_shape: tuple[int, ...]) -> int:
     """D, the width of the last stage's input."""
     (out,) = _outputs(model, example_shape, [len(model.stage_names) - 1])
     return math.prod(out.shape[1:])
+
+
+def common_width(task: types.Task) -> int:
+    """D, of the server's and of the clients' model.
+
+    Raises:
+        ValueError: they differ.
+    """
+    server, client = task.server_model, task.client_model
+    width, other = (
+        embedding_width(model, task.example_shape) for model in (server, client)
+    )
+    if width != other:
+        raise ValueError(
+            f"--client_model={client.name} has embeddings of width {other}, "
+            f"--model={server.name} of {width}; they are compared here, take models "
+            "of the same width"
+        )
+    return width

@@ -13,7 +13,7 @@ import algorithms
 import models
 from data import dataset, loaders, partitions, plan
 from data.partitions import cdkt
-from fedjax_pfl import evaluate, execution, shapes, types
+from fedjax_pfl import evaluate, execution, rng, shapes, types
 from fedjax_pfl import program as program_lib
 from launch import config as config_lib
 from launch import devices, limits, settings
@@ -160,6 +160,8 @@ def assemble(
         config.clients_per_round,
         model_bytes,
         batch_size,
+        config.min_chunk,
+        _typical_steps(config, num_rows[0], batch_size),
     )
     task = types.Task(
         server_model=server_model,
@@ -174,16 +176,16 @@ def assemble(
         execution=how,
     )
     entry = settings.algorithm(config.algo if algo is None else algo)
+    if len(client_models) > 1 and not getattr(entry, "several_models", False):
+        raise ValueError(
+            f"--client_model={config.client_model}: --algo={config.algo} gives all "
+            f"clients one architecture; name one, or take {_who('several_models')}"
+        )
     program = program_lib.build(entry.make, hparams, task, _scoring(config, data))
     if public is not None and program.algorithm.ships_proxy != "unlabelled":
-        users = [
-            name
-            for name, one in algorithms.ALGORITHMS.items()
-            if getattr(one, "public_images", False)
-        ]
         raise ValueError(
             f"--public_set={config.public_set}: --algo={config.algo} has no use for "
-            f"images without labels; leave it away, or take {' or '.join(users)}"
+            f"images without labels; leave it away, or take {_who('public_images')}"
         )
     planner = plan.Planner(
         seeds=seeds,
@@ -211,6 +213,12 @@ def assemble(
     )
     limits.check_state(chosen, made.saved_template())
     return made
+
+
+def _who(need: str) -> str:
+    """The algorithms whose registry entry has a need."""
+    entries = algorithms.ALGORITHMS.items()
+    return " or ".join(name for name, one in entries if getattr(one, need, False))
 
 
 def _data(
@@ -243,6 +251,17 @@ def _data(
     return types.Data(
         image=image, label=label, mean=mean, scale=scale, partition=stacked
     )
+
+
+def _typical_steps(
+    config: config_lib.Config, num_rows: np.ndarray, batch_size: int
+) -> np.ndarray:
+    """int[T, C]: steps of an epoch of the clients of a few cohorts."""
+    gen = rng.generator(config.seed, rng.Tag.COHORT)
+    steps = -(-num_rows // batch_size)
+    size = config.clients_per_round
+    drawn = [gen.choice(len(steps), size, replace=False) for _ in range(16)]
+    return steps[np.stack(drawn)]
 
 
 def _scoring(config: config_lib.Config, data: types.Data) -> evaluate.Scoring:

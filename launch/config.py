@@ -104,12 +104,18 @@ class Config:
     client_chunk: int = option(
         0, "clients vmapped together, 0 = chosen by backend", minimum=0
     )
+    min_chunk: int = option(
+        0,
+        "fewest clients vmapped together on an accelerator, 0 = what makes about 4,096 "
+        "examples a step",
+        minimum=0,
+    )
     devices: int = option(0, "devices that share the clients, 0 = all", minimum=0)
     precision: str = option(
         "f32", "precision of matrix products", choices=tuple(launch.devices.PRECISIONS)
     )
-    compile_cache: str | None = option(
-        None,
+    compile_cache: str = option(
+        "",
         "folder that keeps compiled programs for later runs, or off; by itself the "
         "user's cache folder",
     )
@@ -121,6 +127,7 @@ EXECUTION_FIELDS = (
     "workdir",
     "resume",
     "client_chunk",
+    "min_chunk",
     "devices",
     "data_dir",
     "checkpoint_every",

@@ -11,8 +11,10 @@ import resource
 import sys
 
 import jax
+import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
+from data import plan
 from fedjax_pfl import types
 
 PRECISIONS = {"f32": "highest", "tf32": "tensorfloat32", "bf16": "bfloat16"}
@@ -52,17 +54,17 @@ def user_cache() -> pathlib.Path:
     return base / "fedjax_pfl" / f"{platform.machine()}-{kind}"
 
 
-def keep_compiled(choice: str | None) -> None:
+def keep_compiled(choice: str) -> None:
     """Keeps compiled programs on disk, so that a next process need not compile them.
 
     Never fails a run: a folder that cannot be written is not used.
 
     Args:
-        choice: `--compile_cache`: a folder, `off`, or None for what jax is already told
+        choice: `--compile_cache`: a folder, `off`, or empty for what jax is told
             (JAX_COMPILATION_CACHE_DIR) or else the user's cache folder.
     """
     before = jax.config.jax_compilation_cache_dir
-    if choice is None and before:
+    if not choice and before:
         return
     folder = None
     if choice != "off":
@@ -109,17 +111,21 @@ def execution(
     clients_per_round: int,
     model_bytes: int,
     batch_size: int,
+    min_chunk: int,
+    num_steps: np.ndarray,
 ) -> types.Execution:
     """The mesh and the number of clients that are vmapped together.
 
     Args:
         client_chunk: A user's choice, 0 = by backend: on a CPU one client at a time, or
-            for tiny models as many as make about 80 examples a step; elsewhere the
-            whole cohort.
+            for tiny models as many as make about 80 examples a step; elsewhere what
+            computes the fewest padding steps.
         num_devices: 0 = all.
         clients_per_round: Clients of a cohort.
         model_bytes: Size of one client's parameters.
         batch_size: Examples of one client's step.
+        min_chunk: The least chunk elsewhere than on a CPU, 0 = by the batch size.
+        num_steps: int[T, C], steps of the clients of a few typical cohorts.
 
     Raises:
         ValueError: more devices than there are.
@@ -133,7 +139,9 @@ def execution(
     per_device = -(-clients_per_round // count)
     chunk = client_chunk
     if not chunk and jax.default_backend() != "cpu":
-        chunk = per_device
+        chunk, _ = plan.choose_chunk(
+            num_steps, batch_size=batch_size, min_chunk=min_chunk, devices=count
+        )
     if not chunk:
         chunk = 1
         if model_bytes < SMALL_MODEL_BYTES:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -19,7 +20,7 @@ from absl import flags
 from data import files
 from launch import limits, settings
 
-LINE_LIMIT = 2000
+LINE_LIMIT = 800
 FILE_LIMIT = 2**20
 ARGUMENT_LIMIT = 10_000
 
@@ -89,10 +90,30 @@ def read(path: pathlib.Path, noted: bool = False) -> dict[str, str]:
             )
         if out.setdefault(name, value) != value:
             raise ValueError(f"{path} line {number}: --{name} has two values")
+    if "algo" not in out:
+        raise ValueError(f"{path} names no --algo; the file is damaged")
     return out
 
 
-def _expand(arguments: Sequence[str], inside: tuple[str, ...] = ()) -> list[str]:
+def expand(argv: Sequence[str]) -> list[str]:
+    """A command line with every --flagfile replaced by its lines.
+
+    absl's own reading waits for pipes, skips a file that includes itself, and lets
+    misspelt flags pass that `--undefok` names.
+
+    Args:
+        argv: As `sys.argv`.
+
+    Raises:
+        UsageError: one line that names the flagfile.
+    """
+    out = [argv[0], *_expanded(argv[1:])]
+    if any(one.partition("=")[0] in ("--undefok", "-undefok") for one in out):
+        raise UsageError("--undefok is not a flag; take out what it should excuse")
+    return out
+
+
+def _expanded(arguments: Sequence[str], inside: tuple[str, ...] = ()) -> list[str]:
     """The arguments with every --flagfile replaced by its lines.
 
     Args:
@@ -139,7 +160,7 @@ def _lines_of(value: str, inside: tuple[str, ...]) -> list[str]:
         raise UsageError(f"{where} includes itself; take that line out")
     lines = [line.strip() for line in text.split("\n")]
     lines = [line for line in lines if line and not line.startswith(("#", "//"))]
-    return _expand(lines, (*inside, identity))
+    return _expanded(lines, (*inside, identity))
 
 
 def _algorithm(arguments: Sequence[str]) -> str:
@@ -171,6 +192,21 @@ def define(values: flags.FlagValues, name: str, field: Any, kind: type) -> None:
     definers[kind](name, default, text, flag_values=values)
 
 
+def _illegal(error: flags.IllegalFlagValueError, kinds: dict[str, type]) -> str:
+    """absl's error about a value, without the words of Python's converters."""
+    # `flag --NAME=VALUE: REASON`, where all of them may hold colons.
+    pattern = r"flag --(\w+)=(.*?): (?:invalid literal|could not|Exceeds|\('Non-bool)"
+    found = re.match(pattern, str(error), re.DOTALL)
+    if found is None:
+        return str(error)
+    name, text = found.groups()
+    expected = {int: "an integer", float: "a number", bool: "true or false"}
+    return (
+        f"--{name}={limits.told(text)}: expected "
+        f"{expected.get(kinds.get(name, bool), 'another value')}"
+    )
+
+
 def parse(
     argv: Sequence[str], extra: Callable[[flags.FlagValues], None] | None = None
 ) -> dict[str, Any]:
@@ -184,7 +220,7 @@ def parse(
         UsageError: one line that names the flag.
         SystemExit: after `--help`.
     """
-    arguments = [argv[0], *_expand(argv[1:])]
+    arguments = expand(argv)
     if any(a in ("--help", "-help", "-h", "--helpfull") for a in arguments[1:]):
         help_for(_algorithm(arguments), extra)
     try:
@@ -198,21 +234,23 @@ def parse(
         define(values, name, field, kinds[name])
     if extra is not None:
         extra(values)
-    if any(one.partition("=")[0] in ("--undefok", "-undefok") for one in arguments):
-        # absl's own flag, which would let misspelt ones pass.
-        raise UsageError(settings.unknown_option("undefok", algo))
     try:
         rest = values(arguments)
     except flags.UnrecognizedFlagError as error:
         name = error.flagname
-        if name.removeprefix("no") in fields:
-            name = name.removeprefix("no")
+        bare = name.removeprefix("no")
+        if bare in fields:
+            raise UsageError(
+                f"--{name}: --{bare} is no switch; write --{bare}=value"
+            ) from error
         raise UsageError(settings.unknown_option(name, algo)) from error
+    except flags.IllegalFlagValueError as error:
+        raise UsageError(_illegal(error, kinds)) from error
     except (flags.Error, ValueError) as error:  # ValueError: --noflag=value
         raise UsageError(error) from error
     if len(rest) > 1:
         raise UsageError(
-            f"{rest[1]} is not a flag; options are written --name=value "
+            f"{limits.told(rest[1])} is not a flag; options are written --name=value "
             f"(--algo={algo} --help lists them)"
         )
     given = {name: values[name].value for name in values if values[name].present}

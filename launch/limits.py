@@ -132,8 +132,10 @@ def needs(
     """
     seeds, clients = options["num_seeds"], options["num_clients"]
     cohort, batch = options["clients_per_round"], options.get("batch_size", 1)
-    # Half of the mean: test rows do not train, and the largest client has no less.
-    owned = max(1, num_rows // clients // 2)
+    if options["examples_per_client"]:
+        num_rows = min(num_rows, options["examples_per_client"] * clients)
+    # Half of the mean: some rows test, and a cohort's largest client has no less.
+    owned = int((1 - options["proxy_fraction"]) * num_rows / clients / 2) or 1
     padded = -(-owned // batch) * batch
     evaluations = options["rounds"] // options["eval_every"] + 1
     chunk = min(options["client_chunk"] or 1, cohort)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import algorithms
 import models
 from data import loaders, partitions
-from launch import presets, reproduce, settings
+from launch import ending, papers, presets, settings
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
         },
         "partitions (--partition)": partitions.PARTITIONS,
         "tables of the papers (python -m launch.reproduce NAME)": {
-            name: table["title"] for name, table in reproduce.tables().items()
+            name: table["title"] for name, table in papers.tables().items()
         },
     }
     for section, entries in sections.items():
@@ -37,4 +37,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ending.reported():
+        main()

@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import logging as absl_logging
 
-from launch import build, console, flags
+from launch import build, console, ending, flags, presets
 from launch import workdir as workdir_lib
 from launch.experiment import Experiment
 from launch.stop import Stop
@@ -78,6 +78,7 @@ def _execute(experiment: Experiment, folder: workdir_lib.Workdir) -> dict[str, A
         print(console.table(done))
         return done
     config = experiment.config
+    print(presets.sentence(config.preset), flush=True)
     print(
         f"{config.algo} on {config.dataset}: {config.num_clients} clients, "
         f"{config.clients_per_round} a round, {config.rounds} rounds, "
@@ -118,13 +119,8 @@ def quiet() -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command."""
     quiet()
-    try:
-        given = flags.parse(sys.argv if argv is None else argv)
-        execute(given)
-    except flags.UsageError as error:
-        flags.fail(error)
-    except KeyboardInterrupt:
-        flags.fail("interrupted; what was saved stays (--resume goes on)", 130)
+    with ending.reported():
+        execute(flags.parse(sys.argv if argv is None else argv))
 
 
 if __name__ == "__main__":

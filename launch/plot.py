@@ -20,7 +20,7 @@ from matplotlib import ticker
 from matplotlib.figure import Figure
 
 from launch import config as config_lib
-from launch import console, finished, flags
+from launch import console, ending, finished, flags
 
 KINDS = ("curves", "fairness", "bubbles")
 SILENT = (*config_lib.EXECUTION_FIELDS, "algo", "seed", "num_seeds", "eval_every")
@@ -46,13 +46,12 @@ def read(path: pathlib.Path) -> Run:
     # Only files that are what the run wrote go on from here.
     if finished.read(path) is None:
         raise ValueError(f"{path} holds no finished run")
-    lines = (path / finished.RUN_FLAGS).read_text().splitlines()
+    told = flags.read(path / finished.RUN_FLAGS)
     records = (path / finished.METRICS).read_text().splitlines()
     with np.load(path / finished.CLIENTS) as file:
         clients = {name: file[name] for name in file.files}
     rows = [json.loads(line) for line in records]
-    pairs = (line[2:].partition("=") for line in lines if line.startswith("--"))
-    return Run(path, {name: value for name, _, value in pairs}, rows, clients)
+    return Run(path, told, rows, clients)
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
@@ -242,7 +241,11 @@ def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Any]]
 
 def command(argv: Sequence[str] | None = None) -> None:
     """The command."""
-    argv = list(sys.argv if argv is None else argv)
+    with ending.reported():
+        _command(list(sys.argv if argv is None else argv))
+
+
+def _command(argv: Sequence[str]) -> None:
     values = absl_flags.FlagValues()
     for name, default, text in (
         ("output", "plots", "folder of the pictures"),
@@ -254,7 +257,7 @@ def command(argv: Sequence[str] | None = None) -> None:
         print(f"{__doc__}\n{values.get_help()}")
         return
     try:
-        folders = values(argv)[1:]
+        folders = values(flags.expand(argv))[1:]
         if not folders:
             raise ValueError("give the folders of one or more finished runs")
         kinds = values.kind.split(",")

@@ -17,16 +17,19 @@ from typing import Any
 from absl import flags as absl_flags
 
 from data import loaders
-from launch import finished, flags, main, papers, settings
+from launch import ending, finished, flags, main, papers, settings
 
 
 def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
-    """Whether a run's folder was made with these options."""
-    try:
-        lines = (folder / finished.RUN_FLAGS).read_text().splitlines()
-    except OSError:
+    """Whether a run's folder was made with these options.
+
+    Raises:
+        ValueError: its flags are damaged.
+    """
+    path = folder / finished.RUN_FLAGS
+    if not path.is_file():
         return False
-    told = dict(line[2:].split("=", 1) for line in lines if line.startswith("--"))
+    told = flags.read(path)
 
     def equal(text: str | None, value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -114,7 +117,7 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
             if name not in (*options, *OWN_FLAGS, "algo", "resume"):
                 options[name] = field
                 flags.define(values, name, field, kinds[name])
-    rest = values([a for a in argv if a not in names])
+    rest = values([a for a in flags.expand(argv) if a not in names])
     if len(rest) > 1:
         raise ValueError(f"{rest[1]} is not a flag; options are written --name=value")
     given = {name: values[name].value for name in options if values[name].present}
@@ -124,8 +127,13 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
 def command(argv: Sequence[str] | None = None) -> None:
     """The command."""
     main.quiet()
+    with ending.reported():
+        _command(list(sys.argv if argv is None else argv))
+
+
+def _command(argv: Sequence[str]) -> None:
     try:
-        name, own, given = _parse(list(sys.argv if argv is None else argv))
+        name, own, given = _parse(argv)
         table = papers.load_table(name)
         dataset = given.pop("dataset", None) or table.get("dataset", "fashion_mnist")
         dataset = available(dataset, given.get("data_dir", ""))

@@ -45,7 +45,7 @@ def with_stored_rounds(given: Mapping[str, Any]) -> dict[str, Any]:
     told = pathlib.Path(config.workdir or default_name(config)) / RUN_FLAGS
     if not told.is_file():
         return given
-    rounds = _table(told.read_text().split("\n")).get("rounds", "")
+    rounds = flags.read(told).get("rounds", "")
     if not rounds.isdecimal():
         raise ValueError(f"{told} has no number of rounds; give --rounds")
     return given | {"rounds": int(rounds)}
@@ -112,7 +112,7 @@ class Workdir:
                     f"--workdir={self.path} holds files but no run; choose another"
                 )
             return None
-        odd = _different(told.read_text().split("\n"), self._flags)
+        odd = _different(flags.read(told, noted=True), self._flags)
         if odd:
             raise ValueError(
                 f"--workdir={self.path} holds a run with {'; '.join(odd[:4])}; "
@@ -266,19 +266,17 @@ def _text(records: Sequence[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(finished.finite(record)) + "\n" for record in records)
 
 
-def _table(lines: Sequence[str]) -> dict[str, str]:
-    """Names and values of a run.flags, its comments too."""
-    bare = (line.removeprefix("#") for line in lines)
-    pairs = (line[2:].partition("=") for line in bare if line.startswith("--"))
-    return {name: value for name, _, value in pairs}
+def _different(before: Mapping[str, str], lines: Sequence[str]) -> list[str]:
+    """The flags of a run's identity that differ, as readable pairs.
 
-
-def _different(before: Sequence[str], now: Sequence[str]) -> list[str]:
-    """The flags of a run's identity that differ, as readable pairs."""
-    old, new = _table(before), _table(now)
-    names = old.keys() | new.keys()
+    Args:
+        before: Names and values of the run in the folder.
+        lines: run.flags as it would be written now.
+    """
+    now = dict(line.removeprefix("#")[2:].split("=", 1) for line in lines)
+    names = before.keys() | now.keys()
     return [
-        f"--{name}={old.get(name, 'unset')}, not {new.get(name, 'unset')}"
+        f"--{name}={before.get(name, 'unset')}, not {now.get(name, 'unset')}"
         for name in sorted(names - set(config_lib.EXECUTION_FIELDS))
-        if old.get(name) != new.get(name)
+        if before.get(name) != now.get(name)
     ]

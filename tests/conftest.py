@@ -16,18 +16,27 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from tests import synthetic
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _compilation_cache(tmp_path_factory):
-    """Equal programs of different tests are compiled once."""
-    folder = str(tmp_path_factory.mktemp("cache"))
-    jax.config.update("jax_compilation_cache_dir", folder)
+@pytest.fixture(scope="session")
+def _cache_folder(tmp_path_factory, worker_id):
+    """Of all workers; also for programs that tests start as a user would."""
+    folder = tmp_path_factory.getbasetemp()
+    if worker_id != "master":
+        folder = folder.parent
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    return str(folder / "compiled")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compilation_cache(_cache_folder):
+    """Equal programs are compiled once, whatever folder another file's tests chose."""
+    jax.config.update("jax_compilation_cache_dir", _cache_folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
 
 
 def write_npz(path, num_rows=240, shape=(8, 8, 1), num_classes=4, clients=None, seed=0):

@@ -1,8 +1,12 @@
-"""The contract that every algorithm keeps: those registered, and three toys.
+"""The contract that every algorithm keeps: those registered, and the toys.
 
-The toys are the proof of the design: a boundary per client and round, depth masks with
-statistics and a ledger, and peers that mix two groups of stages differently. They run
-through the same engine, loop, checkpoint and evaluation as all others.
+The toys are the proof of the design: a boundary per client and round, levels of depth
+with statistics and a ledger, a drawn graph of peers, frozen exits on trained trunks,
+masks of single weights, and widths as slices. They run through the same engine, loop,
+checkpoint and evaluation as all others.
+
+One run of four rounds is the reference of all tests of a name; others share its
+compiled programs.
 """
 
 import dataclasses
@@ -16,24 +20,46 @@ import pytest
 import algorithms
 import models
 from data import loaders
-from fedjax_pfl import checkpoint
+from fedjax_pfl import checkpoint, program
 from launch import build, flags, settings
-from tests.toys import gossip, ledger, model, spliced
+from tests.toys import frozen, gossip, ledger, model, sparse, spliced, widths
 
-TOYS = {"toy_spliced": spliced, "toy_ledger": ledger, "toy_gossip": gossip}
+TOYS = {
+    "toy_spliced": spliced,
+    "toy_ledger": ledger,
+    "toy_gossip": gossip,
+    "toy_frozen": frozen,
+    "toy_sparse": sparse,
+    "toy_widths": widths,
+}
 OWN_OPTIONS = {
     "toy_ledger": {"model": "with_exits"},
+    "toy_frozen": {"model": "with_exits"},
     "cdkt": {"proxy_fraction": 0.1},
     "local": {"proxy_fraction": 0.1},
     # Two architectures: two stacked groups.
     "fedmd": {"proxy_fraction": 0.1, "client_model": "mlp,narrow"},
-    "fedrep": {"local_epochs": 2, "head_epochs": 1},
     # The boundary moves in every round.
     "fedrep_plus": {"local_epochs": 2, "head_epochs": 1, "drop_every": 1},
-    "fedper_plus": {"drop_every": 1},
     "fedd2s": {"drop_every": 1, "optimizer_state": "persist"},
 }
-NAMES = [*algorithms.ALGORITHMS, *TOYS]
+# The same functions as another name's, with options that hold there too.
+COVERED = {"fedper_plus": "fedrep_plus", "fedrep": "fedrep_plus"}
+NAMES = [name for name in algorithms.ALGORITHMS if name not in COVERED] + [*TOYS]
+COMMON = {
+    "model": "mlp",
+    "preset": "none",
+    "clients_per_round": 5,
+    "rounds": 4,
+    "eval_every": 1,
+    "batch_size": 16,
+    "local_epochs": 1,
+    "client_lr": 0.1,
+    "devices": 1,
+    "client_chunk": 1,
+    "seed": 5,
+    "compile_cache": "off",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -46,113 +72,143 @@ def _toys(monkeypatch):
 
 def build_experiment(name, dataset, **given):
     """Seven unequal clients, five a round, on one device unless told otherwise."""
-    options = {
-        "model": "mlp",
-        "preset": "none",
-        "clients_per_round": 5,
-        "rounds": 3,
-        "batch_size": 16,
-        "local_epochs": 1,
-        "client_lr": 0.1,
-        "devices": 1,
-        "client_chunk": 1,
-    }
-    options |= OWN_OPTIONS.get(name, {}) | given
+    options = COMMON | OWN_OPTIONS.get(name, {}) | given
     known = settings.fields_of(name)
     options = {key: value for key, value in options.items() if key in known}
     config, hparams = settings.configure({"algo": name, "dataset": dataset, **options})
     source = loaders.load(dataset, "")
     config = settings.resolve(config, source, options)
-    depth = 1 + np.arange(config.num_clients, dtype=np.int32) % 3
-    return build.assemble(config, hparams, source, depth)
+    level_of = 1 + np.arange(config.num_clients, dtype=np.int32) % 3
+    return build.assemble(config, hparams, source, level_of=level_of)
 
 
-def final_state(*args, **given):
-    """The state after the run, as numpy leaves."""
-    experiment = build_experiment(*args, **given)
-    experiment.run()
-    return experiment, (experiment.state.server, experiment.state.clients)
+def arrays_of(experiment):
+    """What the rounds make: server, private rows and kept optimizer states."""
+    state = experiment.state
+    return jax.tree.map(np.array, (state.server, state.clients, state.opt_state))
+
+
+def untimed(records):
+    return [{k: v for k, v in r.items() if k != "seconds"} for r in records]
+
+
+class Reference:
+    """A name's run of four rounds, saved after the second, and what it compiled."""
+
+    def __init__(self, name, dataset, folder, caplog):
+        program.forget()
+        with jax.log_compiles(), caplog.at_level(logging.WARNING):
+            self.experiment = build_experiment(name, dataset)
+            self.experiment.start()
+            self.first = arrays_of(self.experiment)
+            self.experiment.run(until=2)
+            arrays, host = self.experiment.saved()
+            checkpoint.save(folder, 2, arrays, host)
+            self.folder, self.early = folder, list(self.experiment.metrics)
+            self.experiment.run()
+            self.compiled = [
+                record.getMessage().split()[4]
+                for record in caplog.records
+                if record.getMessage().startswith("Finished XLA compilation of")
+            ]
+        self.last = arrays_of(self.experiment)
+
+
+@pytest.fixture(scope="module")
+def references():
+    """One `Reference` a name, made when first asked for."""
+    return {}
+
+
+@pytest.fixture
+def reference(request, references, unequal, tmp_path_factory, caplog):
+    """The `Reference` of this test's `name`."""
+    name = request.getfixturevalue("name")
+    if name not in references:
+        folder = tmp_path_factory.mktemp("checkpoints")
+        references[name] = Reference(name, unequal, folder, caplog)
+    return references[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_learns_and_compiles_once(name, unequal, caplog):
+def test_learns_and_compiles_once(name, reference):
     """init, rounds and evaluate compile once each; all finite; the loss falls."""
-    with jax.log_compiles(), caplog.at_level(logging.WARNING):
-        experiment, state = final_state(name, unequal, rounds=5, eval_every=2)
-    compiled = [
-        record.getMessage().split()[4]
-        for record in caplog.records
-        if record.getMessage().startswith("Finished XLA compilation of")
-    ]
-    for program in ("jit(init)", "jit(rounds)", "jit(count)"):
-        assert compiled.count(program) == 1, compiled
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
-    losses = [r["train_loss"] for r in experiment.metrics if "train_loss" in r]
+    for function in ("jit(init)", "jit(rounds)", "jit(count)"):
+        assert reference.compiled.count(function) == 1, reference.compiled
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(reference.last))
+    records = reference.experiment.metrics
+    losses = [r["train_loss"] for r in records if "train_loss" in r]
     assert name == "majority" or losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_chunk_and_devices_do_not_matter(name, unequal):
+def test_chunk_and_devices_do_not_matter(name, reference, unequal):
     """Chunks of 3 (with padding rows) and 4 devices agree with one by one."""
-    _, alone = final_state(name, unequal)
-    _, chunked = final_state(name, unequal, client_chunk=3)
-    _, sharded = final_state(name, unequal, devices=4, client_chunk=2)
-    chex.assert_trees_all_close(alone, chunked, atol=1e-5)
-    chex.assert_trees_all_close(alone, sharded, atol=1e-5)
+    for options in ({"client_chunk": 3}, {"devices": 4, "client_chunk": 2}):
+        other = build_experiment(name, unequal, **options)
+        other.run()
+        chex.assert_trees_all_close(arrays_of(other), reference.last, atol=1e-5)
+        # Fractions of a handful of test rows: the same answers.
+        mine = reference.experiment.metrics[0]
+        for key, value in other.metrics[0].items():
+            if key != "seconds":
+                assert value == pytest.approx(mine[key], abs=1e-6), key
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_restored_run_is_the_same(name, unequal, tmp_path):
+def test_restored_run_is_the_same(name, reference, unequal):
     """4 rounds at once = 2, save, restore, 2: bit for bit, metrics too."""
-    whole, state = final_state(name, unequal, rounds=4, eval_every=1)
-    first = build_experiment(name, unequal, rounds=4, eval_every=1)
-    first.run(until=2)
-    arrays, host = first.saved()
-    checkpoint.save(tmp_path, 2, arrays, host)
-    second = build_experiment(name, unequal, rounds=4, eval_every=1)
-    round, arrays, host = checkpoint.restore(tmp_path, second.saved_template())
-    second.load(round, arrays, host, list(first.metrics))
+    second = build_experiment(name, unequal)
+    restored = checkpoint.restore(reference.folder, second.saved_template())
+    second.load(*restored, list(reference.early))
     second.run()
-    resumed = (second.state.server, second.state.clients)
-    assert checkpoint.digest(resumed) == checkpoint.digest(state)
-
-    def untimed(records):
-        return [{k: v for k, v in r.items() if k != "seconds"} for r in records]
-
-    assert untimed(second.metrics) == untimed(whole.metrics)
+    chex.assert_trees_all_equal(arrays_of(second), reference.last)
+    assert untimed(second.metrics) == untimed(reference.experiment.metrics)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_seeds_in_one_program(name, unequal):
-    """Two seeds in one program equal the single runs, bit for bit."""
-    _, both = final_state(name, unequal, num_seeds=2, seed=5)
-    for index, seed in enumerate((5, 6)):
-        _, one = final_state(name, unequal, seed=seed)
-        mine = jax.tree.map(lambda leaf, i=index: leaf[i], both)
-        chex.assert_trees_all_equal(mine, jax.tree.map(lambda leaf: leaf[0], one))
+def test_seeds_in_one_run(name, reference, unequal):
+    """The second of two seeds equals the reference, its single run, bit for bit."""
+    both = build_experiment(name, unequal, num_seeds=2, seed=4)
+    both.run()
+    mine = jax.tree.map(lambda leaf: leaf[1:], arrays_of(both))
+    chex.assert_trees_all_equal(mine, reference.last)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_absent_clients_are_untouched(name, unequal):
-    """A round leaves the private rows of absent clients bitwise alone."""
-    experiment = build_experiment(name, unequal, rounds=1)
-    experiment.start()
-    before = jax.tree.map(np.array, experiment.state.clients)
-    cohort = experiment.cohorts(0, 0)
-    absent = np.setdiff1d(np.arange(7), cohort.client_id)
-    assert len(absent) == 2
-    experiment.run()
-    # Groups of one architecture have rows for their members only.
+def test_absent_clients_are_untouched(name, reference):
+    """Rounds leave the private rows of clients that were never drawn bitwise alone."""
+    experiment = reference.experiment
+    drawn = [experiment.planner.drawn(0, round) for round in range(4)]
+    taken = {
+        int(row)
+        for one in drawn
+        for row, real in zip(one.row, one.row_mask, strict=True)
+        if real
+    }
+    absent = np.setdiff1d(np.arange(7), list(taken))
     groups = np.asarray(experiment.task.group_of_client)
-    members = [np.arange(7), *(np.flatnonzero(groups == g) for g in np.unique(groups))]
-    slots = {len(ids): np.flatnonzero(np.isin(ids, absent)) for ids in members}
+    if groups.max():
+        # Rows of several groups: those of clients that were never drawn.
+        clients = {int(c) for one in drawn for c in one.client_id[one.row_mask]}
+        absent = None
+        for group in np.unique(groups):
+            members = np.flatnonzero(groups == group)
+            slots = [i for i, c in enumerate(members) if int(c) not in clients]
+            for part in (1, 2):
+                before, after = reference.first[part], reference.last[part]
+                if jax.tree.leaves(before):
+                    _assert_alone(before[group], after[group], slots)
+        return
+    for part in (1, 2):
+        _assert_alone(reference.first[part], reference.last[part], absent)
 
-    def of_absent(tree):
-        return jax.tree.map(
-            lambda leaf: np.asarray(leaf)[0, slots[leaf.shape[1]]], tree
-        )
 
-    chex.assert_trees_all_equal(of_absent(before), of_absent(experiment.state.clients))
+def _assert_alone(before, after, slots):
+    def rows(tree):
+        return jax.tree.map(lambda leaf: leaf[0, slots], tree)
+
+    chex.assert_trees_all_equal(rows(before), rows(after))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -164,3 +220,10 @@ def test_help_shows_every_option(name, capsys):
     for field in dataclasses.fields(algorithms.ALGORITHMS[name].HParams):
         assert f"--{field.name}=" in shown
         assert field.metadata["help"] in shown
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_covered_names_are_variants(name):
+    """A name without a contract of its own is another name's functions."""
+    entry = algorithms.ALGORITHMS[name]
+    assert entry.make is algorithms.ALGORITHMS[COVERED[name]].make

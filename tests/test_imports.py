@@ -1,9 +1,15 @@
-"""Who may import whom: launch -> {algorithms, models, data} -> fedjax_pfl."""
+"""Who may import whom, and who may know an algorithm by its name.
+
+launch -> {algorithms, models, data} -> fedjax_pfl.
+"""
 
 import ast
 import pathlib
+import re
 
 import pytest
+
+import algorithms
 
 ROOT = pathlib.Path(__file__).parent.parent
 ALLOWED = {
@@ -16,8 +22,13 @@ ALLOWED = {
 OWNERS = {"absl": "launch", "tensorflow_datasets": "data"}
 
 
+def shown(path):
+    """A file's name inside the project."""
+    return path.relative_to(ROOT).as_posix()
+
+
 def imports(path):
-    """(module, function it is imported in or None) of every import of a file."""
+    """(name, whether inside a function) of every import of a file."""
     tree = ast.parse(path.read_text())
     inner = {
         node
@@ -45,5 +56,127 @@ def test_import_rule(folder):
                 assert folder == "models", f"{path}: {name}"
             if top == "tensorflow_datasets":
                 assert lazy, f"{path} imports tfds at its top"
-            if folder == "algorithms" and path.name != "__init__.py":
-                assert top != "algorithms", f"{path} imports another algorithm"
+
+
+def test_no_algorithm_imports_another():
+    """Variants share through the engine."""
+    for path in sorted((ROOT / "algorithms").glob("*.py")):
+        if path.name != "__init__.py":
+            names = [name for name, _ in imports(path)]
+            others = [n for n in names if n.split(".")[0] == "algorithms"]
+            assert not others, f"{path} imports another algorithm"
+
+
+def defined_in(module):
+    """Names that a module of ours defines; modules of a package too."""
+    folder = ROOT.joinpath(*module.split("."))
+    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    if not path.exists():
+        return set()
+    names = {part.stem for part in folder.glob("*")} if folder.is_dir() else set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("folder", ALLOWED)
+def test_what_is_imported_exists(folder):
+    """Also inside functions, where nobody would notice."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for name, _ in imports(path):
+            module, _, member = name.rpartition(".")
+            if module.split(".")[0] in ALLOWED:
+                assert member in defined_in(module), f"{path}: {name}"
+
+
+# Words of the language too: they name an algorithm only where something is compared.
+PLAIN_WORDS = {"local", "majority"}
+# Where a name is no branch: a default, an example in a message, or the partition that
+# has its paper's name.
+MAY_NAME = {
+    "cdkt": {
+        "launch/build.py",
+        "launch/config.py",
+        "launch/flags.py",
+        "launch/reproduce.py",
+    },
+    "fedavg": {"launch/bench/works.py"},
+}
+# The benchmark's plain implementations, each of one algorithm.
+REFERENCES = {"launch/bench/fedd2s.py", "launch/bench/references.py"}
+
+
+def docstrings(tree):
+    """The nodes of all docstrings."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                yield first.value
+
+
+def words(tree):
+    """(word, line, whether it is compared with) of strings, names and imports."""
+    skipped = set(docstrings(tree))
+    compared = {
+        part
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Compare, ast.MatchValue))
+        for part in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        texts = []
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts = [] if node in skipped else [node.value]
+        elif isinstance(node, ast.Name):
+            texts = [node.id]
+        elif isinstance(node, ast.Attribute):
+            texts = [node.attr]
+        elif isinstance(node, ast.keyword):
+            texts = [node.arg or ""]
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.arg)):
+            texts = [getattr(node, "name", None) or node.arg]
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = getattr(node, "module", None) or ""
+            texts = [module, *(alias.name for alias in node.names)]
+        for text in texts:
+            for word in re.findall(r"\w+", text):
+                yield word.removeprefix("is_"), node.lineno, node in compared
+
+
+def named(path):
+    """Algorithms of the registry that a file names: {name: lines}."""
+    found = {}
+    for word, line, is_compared in words(ast.parse(path.read_text())):
+        is_plain = word in PLAIN_WORDS and not is_compared
+        if word in algorithms.ALGORITHMS and not is_plain:
+            found.setdefault(word, []).append(line)
+    return found
+
+
+@pytest.mark.parametrize("folder", ["fedjax_pfl", "launch"])
+def test_only_the_registry_knows_algorithms(folder):
+    """Adding one is a file and a line there: nothing else branches on a name."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        if shown(path) not in REFERENCES:
+            found = {
+                name: lines
+                for name, lines in named(path).items()
+                if shown(path) not in MAY_NAME.get(name, ())
+            }
+            assert not found, f"{path} names algorithms: {found}"
+
+
+def test_a_name_would_be_found(tmp_path):
+    """In a comparison, a name or an import; docstrings may say it."""
+    path = tmp_path / "launch.py"
+    path.write_text(
+        '"""About fedavg."""\nis_fedd2s = algo in ("local", "fedmd")\n'
+        'plan = "local"\nfrom algorithms import fedper\n'
+    )
+    assert named(path) == {"fedd2s": [2], "local": [2], "fedmd": [2], "fedper": [4]}

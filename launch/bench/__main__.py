@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from absl import flags as absl_flags
 
-from launch import flags, main
+from launch import ending, flags, main
 from launch.bench import measure, works
 
 
@@ -27,21 +28,28 @@ def command(argv: Sequence[str] | None = None) -> None:
     argv = list(sys.argv if argv is None else argv)
     if not any(a.partition("=")[0].lstrip("-") == "algo" for a in argv):
         argv.append(f"--algo={works.ALGORITHM}")
-    try:
-        given = flags.parse(argv, extra)
-        work, only_json = given.pop("work", "w1"), given.pop("json", False)
-        if work not in works.WORKS:
-            raise ValueError(f"--work={work}: expected one of {', '.join(works.WORKS)}")
-        rounds = given.pop("rounds", 20)
-        options = works.COMMON | works.WORKS[work] | given
-        out = {"work": work} | measure.bench(options, rounds)
-    except ValueError as error:
-        flags.fail(error)
+    with ending.reported():
+        try:
+            given = flags.parse(argv, extra)
+            work, only_json = given.pop("work", "w1"), given.pop("json", False)
+            if work not in works.WORKS:
+                known = ", ".join(works.WORKS)
+                raise ValueError(f"--work={work}: expected one of {known}")
+            rounds = given.pop("rounds", 20)
+            options = works.COMMON | works.WORKS[work] | given
+            out = {"work": work} | measure.bench(options, rounds)
+        except ValueError as error:
+            flags.fail(error)
+        _print(out, only_json)
+
+
+def _print(out: dict[str, Any], only_json: bool) -> None:
     if not only_json:
         print(
-            f"{work} {out['algo']}: {out['seconds_per_round']:.3f} s a round, "
+            f"{out['work']} {out['algo']}: {out['seconds_per_round']:.3f} s a round, "
             f"{out['samples_per_second']:,.0f} samples/s, "
-            f"{100 * out['padding_efficiency']:.0f} % of the executed samples are real"
+            f"{100 * out['padding_efficiency']:.0f} % of the executed samples are real "
+            f"({100 * out['predicted_padding_efficiency']:.0f} % of the planned steps)"
         )
         if "gflops" in out:
             print(

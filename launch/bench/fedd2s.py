@@ -88,7 +88,7 @@ def reference(experiment: Experiment) -> Callable[[int], float] | None:
         )
 
     def timed(round: int) -> float:
-        cohort = jax.tree.map(jnp.asarray, experiment.cohorts(0, round))
+        cohort = jax.tree.map(jnp.asarray, experiment.planner.cohort(0, round))
         begin = time.perf_counter()
         jax.block_until_ready(steps(cohort, data, start, teacher))
         return time.perf_counter() - begin

@@ -7,7 +7,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import traffic, types
+from fedjax_pfl import shapes, types
 
 
 def matmul_peak(size: int = 2048, repeats: int = 5) -> float:
@@ -25,7 +25,7 @@ def matmul_peak(size: int = 2048, repeats: int = 5) -> float:
 
 def train_flops(model: types.Model, example_shape: tuple[int, ...]) -> float:
     """Floating-point operations of forward and backward for one example, per XLA."""
-    params, stats = traffic.shapes(model, example_shape)
+    params, stats = shapes.variables(model, example_shape)
     image = jax.ShapeDtypeStruct((32, *example_shape), jnp.float32)
 
     def loss(params, stats, image):

@@ -7,8 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from data import plan
 from launch import build, devices
 from launch.bench import machine, references
+from launch.experiment import Experiment
+
+PREDICTED_ROUNDS = 4
 
 
 def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
@@ -19,19 +23,20 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
         rounds: How many; the first one warms up, unless it is alone.
     """
     experiment = build.experiment(**given, rounds=rounds, eval_every=rounds)
-    seconds, accuracy, client_accuracy = [], None, None
+    seconds = []
     config = experiment.config
     plain_loop = references.PLAIN_LOOPS.get(config.algo)
     reference = plain_loop(experiment) if plain_loop else None
     reference_seconds = []
-    for event, records in experiment.advance(rounds_per_call=1):
-        if event.call_rounds:
-            seconds.append(event.call_seconds)
-            if reference is not None:
-                reference_seconds.append(reference(event.round - 1))
-        for record in records:
-            accuracy = record.get("global_accuracy")
-            client_accuracy = record.get("client_accuracy")
+    experiment.evaluate()
+    for round in range(rounds):
+        before = experiment.totals.seconds
+        experiment.simulation.advance_to(round + 1)
+        seconds.append(experiment.totals.seconds - before)
+        if reference is not None:
+            reference_seconds.append(reference(round))
+    experiment.evaluate()
+    record = experiment.metrics[-1]
     totals, model = experiment.totals, experiment.task.client_models[0]
     timed = seconds[1:] or seconds
     rate = totals.samples / sum(seconds)
@@ -42,10 +47,11 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
         "client_updates_per_second": totals.client_updates / sum(seconds),
         "samples_per_second": rate,
         "padding_efficiency": totals.samples / max(totals.executed, 1),
+        "predicted_padding_efficiency": _predicted(experiment),
         "compile_seconds": experiment.compile_seconds,
         "peak_memory_bytes": devices.peak_memory_bytes(),
-        "accuracy": accuracy,
-        "client_accuracy": client_accuracy,
+        "accuracy": record.get("global_accuracy"),
+        "client_accuracy": record.get("client_accuracy"),
         "client_chunk": experiment.task.execution.chunk,
         "backend": jax.default_backend(),
         "device": devices.name(),
@@ -63,3 +69,13 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
         )
         out["round_over_reference"] = float(np.median(ratios[1:] or ratios))
     return {name: value for name, value in out.items() if value is not None}
+
+
+def _predicted(experiment: Experiment) -> float:
+    """Real over executed local steps, as the plans of a few rounds foretell."""
+    real = executed = 0
+    for round in range(PREDICTED_ROUNDS):
+        for one in experiment.planner.cohort(0, round).plans.values():
+            real += int(one.num_steps.sum())
+            executed += plan.executed_steps(one.num_steps, experiment.task.execution)
+    return real / max(executed, 1)

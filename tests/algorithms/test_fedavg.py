@@ -25,7 +25,7 @@ def given(start):
     def make(name="stale", seed=0):
         state = start(round=0, seed=seed)
         if name != "stale":
-            return state.replace(server={"model": state.server}, clients=())
+            return state.replace(clients=())
         server = {"model": state.server, "before": state.server}
         clients = {"copy": state.clients, "round": np.full(5, -2)}
         return state.replace(server=server, clients=clients)

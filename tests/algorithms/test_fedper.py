@@ -13,7 +13,7 @@ import pytest
 import algorithms
 import models
 from algorithms import fedper
-from fedjax_pfl import types
+from fedjax_pfl import boundary, types
 from tests.algorithms import plain
 
 MOVING = {"drop_every": 2, "min_layer": 1}
@@ -221,7 +221,7 @@ def test_all_shared_is_fedavg(algo, options, lowest, compiled, given, counts):
     run, fedavg = compiled(algo, **options), compiled("fedavg")
     state = given(counts, lowest)
     after, _, _ = run(state, client_lr=0.1)
-    averaged = state.replace(server={"model": state.server}, clients=())
+    averaged = state.replace(clients=())
     other, _, _ = fedavg(averaged, client_lr=0.1)
     chex.assert_trees_all_equal(plain.server(after), plain.server(other))
     # All epochs train all layers, the head's share of them too (13).
@@ -449,8 +449,8 @@ def test_everyone_starts_from_one_model(problem, quick_jit):
 )
 def test_schedule_of_the_paper(dropping, expected):
     """Section 1.1: Z0 = 3, L = 6, l_min = 3 gives 6,6,6,5,5,5,4,4,4,3,3,..."""
-    hparams = fedper.HParams(layer_dropping=dropping, drop_every=3)
-    found = fedper.shared_stages(hparams, 3, 6, np.arange(13, dtype=np.int32))
+    taken = np.arange(13, dtype=np.int32)
+    found = boundary.stages_below(fedper.HParams(drop_every=3), 3, 6, dropping, taken)
     np.testing.assert_array_equal(found, np.arange(6) < np.array(expected)[:, None])
 
 

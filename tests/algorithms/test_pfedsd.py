@@ -156,7 +156,7 @@ def test_loss_by_hand(tau, problem):
 
 def fedavg_of(compiled, state, **floats):
     """FedAvg's round from the same server."""
-    other = state.replace(server={"model": state.server}, clients=())
+    other = state.replace(clients=())
     run = compiled("fedavg", aggregation="uniform", client_momentum=0.5)
     after, _, _ = run(other, **floats)
     return plain.server(after)

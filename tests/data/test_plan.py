@@ -207,28 +207,27 @@ def test_levels_that_change_from_round_to_round():
     assert {len(client) for client in asked} == {4}
 
 
-@pytest.mark.parametrize("use_mesh", [False, True])
-def test_padding_rows_do_not_raise_the_level_of_their_chunk(use_mesh):
+@pytest.mark.parametrize("chunk, use_mesh", [(4, False), (2, True), (1, True)])
+def test_padding_rows_do_not_raise_the_level_of_their_chunk(chunk, use_mesh):
     """Levels 1,1,2,2,3,3,4,4, five drawn, chunks of four: padding copies the smallest.
 
     The largest level of a chunk decides which branch runs. A chunk without a real row
     takes the cohort's smallest level.
     """
-    level, execution = np.repeat([1, 2, 3, 4], 2), types.Execution(4)
-    if use_mesh:
-        execution = types.Execution(1, four_devices())
+    level = np.repeat([1, 2, 3, 4], 2)
+    execution = types.Execution(chunk, four_devices() if use_mesh else None)
     cohorts = make(5, level=level, execution=execution, sizes=np.full((2, 8), 9))
     had_padding_alone = False
     for round in range(30):
         cohort = cohorts.drawn(0, round)
         real = cohort.row_mask
         np.testing.assert_array_equal(cohort.depth[real], level[cohort.client_id[real]])
-        for chunk in np.split(np.arange(8), 8 // execution.chunk):
-            own = cohort.depth[chunk][real[chunk]]
+        for part in np.split(np.arange(8), 8 // chunk):
+            own = cohort.depth[part][real[part]]
             had_padding_alone |= len(own) == 0
             smallest = own.min() if len(own) else cohort.depth[real].min()
-            assert (cohort.depth[chunk][~real[chunk]] == smallest).all()
-    assert had_padding_alone == use_mesh
+            assert (cohort.depth[part][~real[part]] == smallest).all()
+    assert had_padding_alone == (chunk == 1)
 
 
 def test_only_eligible_clients_are_drawn():

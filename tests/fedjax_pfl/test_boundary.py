@@ -1,17 +1,70 @@
-"""Where a model is cut: schedule, dropping sets, names of stages, and the errors."""
+"""Masks, and where a model is cut: schedule, dropping sets, names, and the errors."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import models
-from fedjax_pfl import boundary, options
+from fedjax_pfl import boundary, types
 from models import stages
 
 with_and_without_jit = pytest.mark.parametrize("jit", [False, True])
 M1, IMAGE = models.MODELS["m1"](10), (32, 32, 3)
 DENSE = stages.chain("dense", [(f"dense{i}", stages.Dense(3)) for i in range(1, 5)])
+
+
+def test_held_is_a_prefix_of_the_stages():
+    """Depth d holds stages 1..d; any leading axes."""
+    held = boundary.held(jnp.array([[0, 1], [3, 9]]), 3)
+    expected = [[[0, 0, 0], [1, 0, 0]], [[1, 1, 1], [1, 1, 1]]]
+    np.testing.assert_array_equal(held, np.array(expected, bool))
+    by_stage = boundary.by_stage(held)
+    assert len(by_stage) == 3
+    np.testing.assert_array_equal(by_stage[0], [[False, True], [True, True]])
+    assert boundary.held(jnp.array(2), 3).tolist() == [True, True, False]
+
+
+@with_and_without_jit
+def test_select_by_stage_part_and_entry(jit):
+    """A prefix pytree broadcasts; the side that is not chosen may be nan."""
+
+    def tree(value):
+        stage = {"trunk": {"w": np.full((2, 3), value)}, "exit": np.full(3, value)}
+        return (stage, stage, [np.full(2, value)])
+
+    entries = np.array([[True, False, True], [False, False, True]])
+    mask = ({"trunk": {"w": entries}, "exit": np.array(False)}, True, False)
+    fn = jax.jit(boundary.select) if jit else boundary.select
+    one = fn(mask, tree(1.0), tree(2.0))
+    np.testing.assert_array_equal(one[0]["trunk"]["w"], np.where(entries, 1, 2))
+    chosen = (one[0]["exit"], one[1]["trunk"]["w"], one[1]["exit"], one[2][0])
+    assert [np.unique(leaf).tolist() for leaf in chosen] == [[2], [1], [1], [2]]
+    flipped = fn(jax.tree.map(np.logical_not, mask), tree(np.nan), tree(1.0))
+    np.testing.assert_array_equal(np.isnan(flipped[0]["trunk"]["w"]), ~entries)
+
+
+def variables(value, count=3):
+    """Stages of one array and one statistic each."""
+    params = tuple({"w": jnp.full(2, float(value))} for _ in range(count))
+    return types.Variables(params, tuple({"n": jnp.float32(value)} for _ in params))
+
+
+def test_splice_masks_gradients():
+    """The spliced value is exact and the server's side gets no gradient."""
+    keep = jnp.array([True, False, True])
+    spliced = boundary.splice(variables(2), variables(5), keep)
+    assert [float(stage["w"][1]) for stage in spliced.params] == [2, 5, 2]
+    assert [float(stage["n"]) for stage in spliced.stats] == [2, 5, 2]
+
+    def total(client, server):
+        spliced = boundary.splice(client, server, keep)
+        return sum((leaf**2).sum() for leaf in jax.tree.leaves(spliced))
+
+    client, server = jax.grad(total, (0, 1))(variables(2), variables(5))
+    assert [float(stage["w"][0]) for stage in client.params] == [4, 0, 4]
+    chex.assert_trees_all_equal(server, variables(0))
 
 
 def schedule(participations, every, num_stages, minimum, jit=True):
@@ -67,6 +120,16 @@ def test_schedule_of_random_cohorts(every, minimum):
     assert taken.sum() == 100 * 10 and (last < 6).all()
 
 
+def test_stages_below_the_boundary():
+    """One that moves follows the schedule, the other stays where it is."""
+    dropping = boundary.LayerDropping(drop_every=2)
+    taken = jnp.array([0, 1, 2, 3, 5, 99])
+    moving = boundary.stages_below(dropping, 2, 4, True, taken)
+    np.testing.assert_array_equal(moving.sum(-1), [4, 4, 4, 3, 2, 2])
+    resting = boundary.stages_below(dropping, 2, 4, False, taken)
+    np.testing.assert_array_equal(resting, [[True, True, False, False]] * 6)
+
+
 @pytest.mark.parametrize(
     ("given", "model", "layer"),
     [
@@ -86,7 +149,7 @@ def test_schedule_of_random_cohorts(every, minimum):
 def test_shallowest(given, model, layer):
     """Table 3's sets are layers that may serve; the default is FedPer's cut."""
     shape = (9,) if model is DENSE else IMAGE
-    dropping = options.LayerDropping(**given)
+    dropping = boundary.LayerDropping(**given)
     assert boundary.shallowest(dropping, model, shape) == layer
 
 
@@ -102,7 +165,7 @@ def test_shallowest(given, model, layer):
 def test_bad_floors_are_refused(given, message):
     """One line with the flag, what came and what to change."""
     with pytest.raises(ValueError, match=message):
-        boundary.shallowest(options.LayerDropping(**given), DENSE, (9,))
+        boundary.shallowest(boundary.LayerDropping(**given), DENSE, (9,))
 
 
 @pytest.mark.parametrize(
@@ -129,6 +192,8 @@ def test_last_convolution():
         "mixed", [("a", stages.Dense(3)), ("b", stages.Dense(3, relu=False))]
     )
     assert boundary.last_convolution(mixed, (9,)) == 1
+    single = stages.chain("single", [("only", stages.Dense(3, relu=False))])
+    assert boundary.last_convolution(single, (9,)) == 1
     boundary.check_layer("fixed_layer", 2, mixed)
     with pytest.raises(ValueError, match="--fixed_layer=3: --model=mixed has 2 layers"):
         boundary.check_layer("fixed_layer", 3, mixed)

@@ -1,5 +1,8 @@
 """Bad input: one line that begins with `error:` and names the flag, no traceback."""
 
+import os
+import pathlib
+import re
 import socket
 import struct
 import time
@@ -8,7 +11,7 @@ import numpy as np
 import pytest
 
 from data import loaders
-from launch import main
+from launch import limits, main
 from tests.conftest import write_npz
 
 
@@ -38,7 +41,7 @@ def refused(tmp_path, monkeypatch, capsys):
         (["--algo=fedavg", "--local_epoch=1"], ["--local_epoch ", "--local_epochs"]),
         (["--normalisation=none"], ["--normalisation", "--normalization"]),
         (["--algo=fedavg", "--label_mix=0.5"], ["--label_mix", "cdkt", "fedavg"]),
-        (["--algo=fedavg", "--norm_form=batch"], ["--norm_form", "cdkt"]),
+        (["--algo=fedavg", "--js_form=true"], ["--js_form", "cdkt"]),
         (["--client_distill_weight=-1"], ["--client_distill_weight=-1", "0"]),
         (["--server_distill_weight=-0.5"], ["--server_distill_weight=-0.5"]),
         (["--client_lr=-0.1"], ["--client_lr=-0.1"]),
@@ -96,8 +99,12 @@ def public(tmp_path_factory):
             ["--min_layer=2", "--fixed_layer=3"],
         ),
         (
-            ["--algo=fedd2s", "--transfer=mse", "--s2c_head=own"],
-            ["--s2c_head=own", "--transfer=mse"],
+            ["--algo=fedd2s", "--transfer=mse", "--temperature=2"],
+            ["--temperature=2", "--transfer=mse"],
+        ),
+        (
+            ["--algo=scaffold", "--client_momentum=0.5"],
+            ["--client_momentum=0.5", "plain SGD"],
         ),
         (["--algo=fedper", "--personal_from=F9"], ["--personal_from=F9", "F1"]),
         (["--algo=fedper", "--min_layer=2"], ["--min_layer=2", "--layer_dropping"]),
@@ -109,7 +116,6 @@ def public(tmp_path_factory):
             ["--algo=fedrep", "--head_epochs=4", "--local_epochs=4"],
             ["--head_epochs=4", "--local_epochs=4"],
         ),
-        (["--algo=fedict", "--upload_layer=6"], ["--upload_layer=6", "m1"]),
         (["--algo=fedmd", "--public_set=none"], ["public images", "--public_set"]),
         (
             ["--algo=fedmd", "--public_set=npz:/nowhere.npz"],
@@ -202,6 +208,50 @@ def test_options_that_do_not_fit_the_data(refused, blobs, arguments, parts):
     line = refused(*SMALL, f"--dataset={blobs}", *arguments)
     for part in parts:
         assert part in line
+
+
+@pytest.mark.parametrize(
+    "argument, reason",
+    [
+        ("--batch_size=99999999999", "expected at most 2147483647"),
+        ("--batch_size=2000000000", "GiB of memory at least.*examples of one step"),
+        ("--rounds=100000000000000000000", "expected at most 2147483647"),
+        ("--rounds=2000000000", "records of all evaluations.*raise --eval_every"),
+        ("--num_seeds=1000000000", "models of all seeds.*lower it"),
+        ("--num_clients=2000000000", "partitions of all seeds.*lower it"),
+        ("--local_epochs=2000000000", "batches of a round.*lower it"),
+    ],
+)
+def test_numbers_without_bounds(refused, monkeypatch, blobs, argument, reason):
+    """By the limit of an int, or by an estimate; nothing is allocated or written."""
+    monkeypatch.setattr(limits, "free_bytes", lambda: {True: None, False: 2**34})
+    line = refused(*SMALL, f"--dataset={blobs}", argument)
+    assert line.startswith(f"error: {argument}")
+    assert re.search(reason, line)
+    assert not pathlib.Path("runs").exists()
+
+
+def test_more_than_the_clients_can_keep(refused, monkeypatch, blobs):
+    """The state that an algorithm has in truth: here a model for every client."""
+    monkeypatch.setattr(limits, "free_bytes", lambda: {True: None, False: 10**6})
+    arguments = ["--model=mlp", "--devices=1", "--rounds=1", f"--dataset={blobs}"]
+    line = refused("--algo=local", "--preset=none", "--num_clients=40", *arguments)
+    assert "--num_clients=40 needs" in line and "what clients keep" in line
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\r--seed=3", "caf\udce9", "x" * 5000])
+def test_names_that_no_file_can_tell(refused, name):
+    """Refused before a folder of that name is made."""
+    line = refused(*SMALL, f"--workdir={name}")
+    assert line.startswith("error: --workdir=")
+    assert list(pathlib.Path().iterdir()) == []
+
+
+def test_pipe_in_the_place_of_a_file(refused):
+    """Neither a flagfile nor a data set is waited for."""
+    os.mkfifo("pipe")
+    assert "--flagfile=pipe is a pipe" in refused("--flagfile=pipe")
+    assert "npz:pipe: is a pipe" in refused(*SMALL, "--dataset=npz:pipe")
 
 
 def test_more_clients_than_owners(refused, unequal):

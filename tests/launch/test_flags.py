@@ -1,6 +1,10 @@
 """Flags: names, order, flagfiles, help and the Python entry."""
 
 import dataclasses
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -83,6 +87,177 @@ def test_flagfile_comments_and_nesting(flagfile):
     inner = flagfile("--algo=local", "--seed=3", name="inner.flags")
     outer = flagfile("# expected: 97.5 %", "", inner, "--rounds=2", name="outer.flags")
     assert parse(outer) == {"algo": "local", "seed": 3, "rounds": 2}
+
+
+def write(tmp_path, raw, name="some.flags"):
+    """Writes bytes; returns the path."""
+    (tmp_path / name).write_bytes(raw)
+    return tmp_path / name
+
+
+def test_flagfile_in_every_spelling(tmp_path, monkeypatch):
+    """One dash or two, after a space, from the home folder, with a mark, with CR LF."""
+    path = write(tmp_path, b"\xef\xbb\xbf--algo=local\r\n--rounds=2\r\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for spelling in (
+        [f"-flagfile={path}"],
+        ["--flagfile", f"{path}"],
+        ["--flagfile=~/some.flags"],
+    ):
+        assert parse(*spelling) == {"algo": "local", "rounds": 2}
+    assert flags.expand(["main", "--", f"--flagfile={path}"])[2].endswith(f"{path}")
+
+
+@pytest.mark.parametrize(
+    "raw, reason",
+    [
+        (b"--workdir=caf\xe9\n", "some.flags is not UTF-8 .byte 0xe9 at 13."),
+        ("--rounds=3\n".encode("utf-16"), "some.flags is not UTF-8"),
+        (b"--rounds=3\0\n", "--rounds="),
+        (b"--workdir=a\0b\n", r"--workdir='a\\x00b' holds the character"),
+        (b"# x\n" * 2**19, "has 2097152 bytes, a flagfile has at most 1048576"),
+        (b"--flagfile\n", "--flagfile= names no file"),
+        (b"--flagfile=\n", "--flagfile= names no file"),
+        (b"--flagfile=./some.flags\n", "--flagfile=./some.flags includes itself"),
+        (b"--flagfile=other.flags\n", "--flagfile=some.flags includes itself"),
+        (b"--undefok=zz\n--zz=3\n", "--undefok is not a flag"),
+    ],
+)
+def test_flagfile_that_is_refused(tmp_path, monkeypatch, raw, reason):
+    """What it is and what was found, in one line."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, raw)
+    write(tmp_path, b"--flagfile=some.flags\n", "other.flags")
+    with pytest.raises(flags.UsageError, match=reason) as error:
+        parse("--flagfile=some.flags")
+    assert "\n" not in str(error.value)
+
+
+def test_flagfile_that_is_no_file(tmp_path):
+    """A pipe is not waited for; a folder and a missing file are named."""
+    os.mkfifo(tmp_path / "pipe")
+    for path, reason in (
+        (tmp_path / "pipe", "is a pipe or a device"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "nowhere", "there is no such file"),
+        ("x" * 5000, "cannot be read: File name too long"),
+    ):
+        with pytest.raises(flags.UsageError, match=reason):
+            parse(f"--flagfile={path}")
+
+
+def test_flagfiles_that_multiply(tmp_path, monkeypatch):
+    """Each names the next ten times: refused before memory is full."""
+    monkeypatch.chdir(tmp_path)
+    for number in range(12):
+        text = f"--flagfile={number + 1}.flags\n" * 10
+        write(tmp_path, text.encode(), f"{number}.flags")
+    write(tmp_path, b"--rounds=1\n", "12.flags")
+    with pytest.raises(flags.UsageError, match="more than 10000 flags"):
+        parse("--flagfile=0.flags")
+
+
+def test_read_returns_what_lines_wrote(tmp_path):
+    """Texts by name, also those with spaces, equal signs and odd separators."""
+    options = config.Config(
+        dataset="npz:a b=c#.npz", workdir="naïve \u3000x", c_gen=True, rounds=3
+    )
+    told = flags.lines(options, settings.configure({})[1], skip=("resume",))
+    path = write(tmp_path, "\n".join([*told, "#--data_sha256=12", ""]).encode())
+    got = flags.read(path)
+    assert got["dataset"] == options.dataset and got["workdir"] == options.workdir
+    assert (got["c_gen"], got["rounds"], got["algo"]) == ("true", "3", "cdkt")
+    assert got.keys() == {line[2:].partition("=")[0] for line in told}
+    assert flags.read(path, noted=True) == got | {"data_sha256": "12"}
+
+
+@pytest.mark.parametrize(
+    "raw, reason",
+    [
+        (b"--algo=cdkt\n--rounds\n", "line 2: '--rounds' is no --name=value"),
+        (b"--algo=cdkt\nrounds=3\n", "line 2: 'rounds=3' is no --name=value"),
+        (b"--algo=cdkt\n--ro", "line 2: '--ro' is no --name=value"),
+        (b"\0" * 100, "line 1: .* is no --name=value"),
+        (b"--algo=cdkt\n--seed=1\n--seed=2\n", "line 3: --seed has two values"),
+        (b"--rounds=3\n", "names no --algo"),
+        (b"", "names no --algo"),
+        (b"--algo=\xff\n", "is not UTF-8 .byte 0xff at 7."),
+    ],
+)
+def test_read_names_a_damaged_file(tmp_path, raw, reason):
+    """Its name, the line, and what stands there."""
+    with pytest.raises(ValueError, match=f"some.flags.*{reason}") as error:
+        flags.read(write(tmp_path, raw))
+    assert "\n" not in str(error.value)
+
+
+def test_read_of_a_file_that_is_not_there(tmp_path):
+    """An OSError: callers may ask whether there is a run at all."""
+    with pytest.raises(FileNotFoundError):
+        flags.read(tmp_path / "run.flags")
+
+
+@pytest.mark.parametrize("text", ["a\n--seed=7", "a\rb", "a\0b", "a\x85b", "a\u2028b"])
+def test_a_value_cannot_write_a_second_flag(text):
+    """Neither through the Python entry nor past it."""
+    with pytest.raises(ValueError, match="--data_dir=.* holds the character"):
+        settings.configure({"algo": "fedavg", "data_dir": text})
+    options = config.Config(data_dir=text)
+    with pytest.raises(ValueError, match="--data_dir=.* holds the character"):
+        flags.lines(options, options)
+
+
+@pytest.mark.parametrize(
+    "argument, line",
+    [
+        ("--rounds=2.5", "--rounds='2.5': expected an integer"),
+        ("--rounds=" + "9" * 5000, "--rounds='99"),
+        ("--rounds=" + "9" * 20, f"--rounds={'9' * 20}: expected at most 2147483647"),
+        ("--client_lr=a:b", "--client_lr='a:b': expected a number"),
+        ("--client_lr=1e39", "--client_lr=1e+39: expected at most 3.402823466e+38"),
+        ("--c_gen=2", "--c_gen='2': expected true or false"),
+        ("--norounds", "--norounds: --rounds is no switch; write --rounds=value"),
+        ("--noc_gen=3", "--noc_gen=3 does not take an argument"),
+        ("", "'' is not a flag"),
+    ],
+)
+def test_values_in_plain_words(argument, line):
+    """What came and what was expected, without Python's own words."""
+    with pytest.raises(flags.UsageError) as error:
+        parse("--algo=fedavg", argument)
+    assert str(error.value).startswith(line)
+
+
+def test_a_line_is_never_longer_than_a_page(capsys):
+    """The beginning and the end of a long one are printed."""
+    with pytest.raises(SystemExit):
+        flags.fail("begin " + "x" * 10**6 + " end")
+    line = capsys.readouterr().err
+    assert line.startswith("error: begin x") and line.endswith("x end\n")
+    assert len(line) < 1000
+
+
+@pytest.mark.parametrize(
+    "before, after, expected",
+    [
+        ("['-m']", "pass", (130, "error: interrupted\n")),
+        ("['-m']", "launch.imported()", (-signal.SIGINT, "KeyboardInterrupt\n")),
+        ("['notebook']", "pass", (-signal.SIGINT, "KeyboardInterrupt\n")),
+    ],
+    ids=["while a command is imported", "in the command", "in a notebook"],
+)
+def test_interrupt_during_imports(before, after, expected):
+    """`python -m launch.X` has "-m" for its name until X begins."""
+    code = (
+        f"import os, signal, sys; sys.argv = {before}; import launch; {after}; "
+        "os.kill(os.getpid(), signal.SIGINT)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == expected[0]
+    assert done.stderr.endswith(expected[1])
+    assert ("Traceback" in done.stderr) == (expected[0] < 0)
 
 
 def test_same_algo_twice_is_fine(flagfile):

@@ -1,6 +1,7 @@
 """Pictures: what is drawn is what the runs left behind."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -96,6 +97,23 @@ def test_bubbles_are_class_counts(runs):
     np.testing.assert_array_equal(drawn.get_offsets(), np.stack([client, label], 1))
     sizes = drawn.get_sizes() / counts[client, label]
     np.testing.assert_allclose(sizes, sizes[0])
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "clients.npz", "summary.json", "run.flags"]
+)
+@pytest.mark.parametrize("text", ["", "{}", "5"])
+def test_damaged_files_are_not_drawn(runs, tmp_path, capsys, name, text):
+    """Exit code 2 and one line that names the file."""
+    folder = tmp_path / "run"
+    shutil.copytree(runs[0], folder)
+    (folder / name).write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        plot.command(["plot", str(runs[1]), str(folder), f"--output={tmp_path}"])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert f"{folder / name} is damaged" in error and error.count("\n") == 1
+    assert not list(tmp_path.glob("*.png"))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """Tables: missing cells run, finished ones stay, Markdown has paper | ours | gap."""
 
 import json
+import signal
 
 import pytest
 
-from launch import papers, reproduce, settings
+from launch import console, main, papers, reproduce, settings
 
 
 @pytest.fixture
@@ -160,6 +161,57 @@ def test_dry_run_hides_runs_of_other_settings(sweep, tmp_path, capsys):
     assert "missing" not in capsys.readouterr().out
     reproduce.command([*argv, "--rounds=3", "--dry_run"])
     assert "missing" in capsys.readouterr().out
+
+
+def test_dry_run_names_a_damaged_cell(sweep, tmp_path, capsys):
+    """It counts as missing; the next run writes it again."""
+    argv = ["reproduce", "swept.fig1", f"--dataset={sweep}", "--workdir=out"]
+    argv += ["--row=Majority", "--scenario=alpha=1", "--rounds=1"]
+    reproduce.command(argv)
+    (path,) = tmp_path.glob("out/**/summary.json")
+    path.write_text("{}")
+    capsys.readouterr()
+    reproduce.command([*argv, "--dry_run"])
+    shown = capsys.readouterr()
+    assert "| Majority | missing |" in shown.out
+    assert shown.err.startswith("note: ") and "summary.json is damaged" in shown.err
+    reproduce.command(argv)
+    assert "missing" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_a_cell_s_last_chunk_ends_the_table(
+    sweep, tmp_path, monkeypatch, number, code
+):
+    """The next cell is not begun; the same command goes on with it."""
+
+    def update(self, round, records):
+        if round == 1:
+            signal.raise_signal(number)
+
+    argv = ["reproduce", "swept.fig1", f"--dataset={sweep}", "--workdir=out"]
+    argv += ["--row=Majority", "--rounds=1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(console.Progress, "update", update)
+        with pytest.raises(SystemExit) as stop:
+            reproduce.command(argv)
+    assert stop.value.code == code
+    assert len(list(tmp_path.glob("out/**/run.flags"))) == 1
+    reproduce.command(argv)
+    assert len(list(tmp_path.glob("out/**/summary.json"))) == 2
+
+
+def test_interrupted_between_cells(sweep, monkeypatch, capsys):
+    """One line and exit code 130."""
+
+    def execute(given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "execute", execute)
+    with pytest.raises(SystemExit) as stop:
+        reproduce.command(["reproduce", "swept.fig1", f"--dataset={sweep}"])
+    assert stop.value.code == 130
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_dry_run_runs_nothing(tiny, tmp_path, capsys):

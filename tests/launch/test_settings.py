@@ -14,7 +14,7 @@ from algorithms import fedavg
 from data import dataset, loaders, partitions
 from data.partitions import cdkt
 from fedjax_pfl import options
-from launch import build, config, presets, settings
+from launch import build, config, limits, presets, settings
 from launch import list as listing
 
 
@@ -185,7 +185,7 @@ def test_rules_name_what_exists():
                 )
             for name, value in rule.options.items():
                 assert name not in ("algo", "preset", "dataset")
-                assert settings.checked(name, value, kinds[name]) == value
+                assert limits.checked(name, value, kinds[name]) == value
             if {"max_examples", "partition", "public_images"} & rule.when.keys():
                 # Known after the algorithm's own options have been made.
                 assert rule.options.keys() <= common.keys()

@@ -2,14 +2,18 @@
 
 import json
 import math
+import pathlib
 import re
+import resource
 import shutil
 import signal
+import sys
 
 import numpy as np
 import pytest
 
-from launch import console, main
+from launch import build, console, lock, main, workdir
+from launch import finished as finished_lib
 
 ROUNDS = 4
 MODEL_BYTES = 4 * (64 * 128 + 128 + 128 * 64 + 64 + 64 * 4 + 4)
@@ -384,6 +388,221 @@ def test_older_checkpoint_after_a_damaged_one(copied, reference, blobs):
     shutil.rmtree(newest)
     run(blobs, copied, "--summary=mean_last10", "--resume")
     assert_same_run(copied, reference)
+
+
+def refusal(dataset, folder, *more, **given):
+    """The one line of a command that is refused, which changes nothing."""
+    before = contents(folder)
+    with pytest.raises(SystemExit) as stop:
+        run(dataset, folder, *more, **given)
+    assert stop.value.code == 2
+    assert contents(folder) == before
+
+
+def cut(text):
+    """The first half."""
+    return text[: len(text) // 2]
+
+
+def edit(text):
+    """One digit of the third line is another one."""
+    lines = text.splitlines(keepends=True)
+    lines[2] = lines[2].translate(str.maketrans("0123456789", "1234567890"))
+    return "".join(lines)
+
+
+@pytest.mark.parametrize("change", [cut, edit, None])
+def test_damaged_metrics_are_written_again(copied, reference, blobs, capsys, change):
+    """On resume: named on one line, and rebuilt from the checkpoint."""
+    path = copied / "metrics.jsonl"
+    text = path.read_text()
+    path.write_text(change(text)) if change else path.unlink()
+    run(blobs, copied, "--summary=mean_last10", "--resume")
+    told = capsys.readouterr().err
+    assert told.startswith(f"note: {path} is damaged from line ")
+    assert told.count("\n") == 1
+    assert path.read_text() == text
+    assert_same_run(copied, reference)
+
+
+@pytest.fixture
+def whole(reference, tmp_path):
+    """A copy of the reference, finished."""
+    return pathlib.Path(shutil.copytree(reference, tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "clients.npz", "summary.json"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
+def test_a_damaged_finished_run_is_named_and_mended(
+    whole, reference, blobs, capsys, name, damage
+):
+    """Refused in one line that offers --resume, which writes the same files again."""
+    path = whole / name
+    raw = path.read_bytes()
+    half = len(raw) // 2
+    if damage == "remove":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(raw[:half])
+    else:
+        path.write_bytes(raw[:half] + bytes([raw[half] ^ 1]) + raw[half + 1 :])
+    refusal(blobs, whole, "--summary=mean_last10")
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1 and "--resume" in told
+    # Without its summary a run is one that was killed before it was written.
+    assert str(path) in told or (name, damage) == ("summary.json", "remove")
+    run(blobs, whole, "--summary=mean_last10", "--resume")
+    assert_same_run(whole, reference)
+
+
+@pytest.mark.parametrize("text", ["{}", "5", "[]", "", "[" * 100000, '{"sha256": 1}'])
+def test_a_summary_that_is_none_is_one_line(whole, blobs, capsys, text):
+    """Neither a traceback nor an empty table."""
+    (whole / "summary.json").write_text(text)
+    refusal(blobs, whole, "--summary=mean_last10")
+    told = capsys.readouterr().err
+    assert "summary.json is damaged" in told and told.count("\n") == 1
+
+
+def test_a_summary_may_be_formatted_anew(whole, blobs, capsys):
+    """Its hash is over values."""
+    path = whole / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text())))
+    run(blobs, whole, "--summary=mean_last10")
+    assert "finished" in capsys.readouterr().out
+
+
+def test_damage_without_a_checkpoint_is_refused(whole, blobs, capsys):
+    """Nothing is thrown away that cannot be written again."""
+    shutil.rmtree(whole / "checkpoints")
+    (whole / "metrics.jsonl").write_text("")
+    refusal(blobs, whole, "--summary=mean_last10", "--resume")
+    assert "no checkpoint to go on from" in capsys.readouterr().err
+
+
+def test_fewer_rounds_than_begun_are_refused(blobs, tmp_path, monkeypatch, capsys):
+    """Their summary would take rounds whose accuracies were not kept."""
+    flags = ["--summary=mean_last10", "--checkpoint_every=1"]
+    with monkeypatch.context() as patch:
+        kill_at(patch, 3)
+        with pytest.raises(KilledError):
+            run(blobs, tmp_path / "run", *flags, rounds=12)
+    refusal(blobs, tmp_path / "run", *flags, "--resume")
+    told = capsys.readouterr().err
+    assert "--rounds=4 " in told and "--rounds=12 or more" in told
+    assert told.count("\n") == 1
+
+
+def test_an_extension_leaves_no_old_summary(whole, blobs, monkeypatch, capsys):
+    """Begun and killed: neither summary.json nor clients.npz of the shorter run."""
+    flags = ["--summary=mean_last10", "--resume"]
+    kill_at(monkeypatch, 5)
+    with pytest.raises(KilledError):
+        run(blobs, whole, *flags, "--checkpoint_every=1", rounds=6)
+    assert {path.name for path in whole.iterdir()} == {
+        "run.flags",
+        "metrics.jsonl",
+        "checkpoints",
+    }
+
+
+def test_resume_alone_means_the_rounds_of_the_run(whole, blobs, capsys):
+    """Finished: its table. Not the default number of rounds."""
+    bare = (whole / "run.flags").read_text().splitlines()
+    options = [one for one in bare if not one.startswith(("--rounds", "#"))]
+    before = contents(whole)
+    main.main(["main", *options, f"--workdir={whole}", "--resume"])
+    assert "finished" in capsys.readouterr().out
+    assert contents(whole) == before
+    text = (whole / "run.flags").read_text()
+    (whole / "run.flags").write_text(re.sub("--rounds=.*", "--rounds=x", text))
+    with pytest.raises(SystemExit):
+        main.main(["main", *options, f"--workdir={whole}", "--resume"])
+    assert "run.flags has no number of rounds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("left", [[], ["run.flags.partial"], [lock.NAME]])
+def test_a_kill_as_the_folder_appears(blobs, tmp_path, left, resume):
+    """What it leaves blocks nobody and stays with nobody."""
+    for name in left:
+        (tmp_path / name).write_text('{"pid"')
+    experiment = build.experiment(
+        algo="fedavg", dataset=blobs, model="mlp", workdir=str(tmp_path), resume=resume
+    )
+    with workdir.Workdir(experiment) as folder:
+        assert folder.prepare() is None
+    assert [path.name for path in tmp_path.iterdir()] == ["run.flags"]
+
+
+def test_a_folder_in_use_is_refused(copied, blobs, capsys):
+    """The second process is told who is first."""
+    held = lock.Lock(copied)
+    held.acquire()
+    refusal(blobs, copied, "--summary=mean_last10", "--resume")
+    assert "is in use by process" in capsys.readouterr().err
+    held.release()
+
+
+def test_a_folder_of_other_files_is_left_alone(blobs, tmp_path, capsys):
+    """Not even a lock is put there."""
+    (tmp_path / "mine").write_text("")
+    refusal(blobs, tmp_path)
+    assert "holds files but no run" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line(reference, blobs, tmp_path, monkeypatch, capfd):
+    """Exit code 1, and the run goes on once there is room."""
+    folder = tmp_path / "run"
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(SystemExit) as stop:
+            run(blobs, folder, "--summary=mean_last10", "--checkpoint_every=1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert stop.value.code == 1
+    told = capfd.readouterr().err
+    assert f"{folder}: [Errno 27] File too large" in told and told.count("\n") == 1
+    run(blobs, folder, "--summary=mean_last10", "--resume")
+    assert_same_run(folder, reference)
+
+
+def test_a_signal_in_the_last_chunk_ends_a_loop_over_runs(blobs, tmp_path, monkeypatch):
+    """The run is whole; the exit code tells whoever began it to stop."""
+    with monkeypatch.context() as patch:
+        signal_at(patch, 1, signal.SIGTERM)
+        with pytest.raises(SystemExit) as stop:
+            run(blobs, tmp_path / "run", rounds=1)
+    assert stop.value.code == 143
+    assert finished_lib.read(tmp_path / "run")["rounds"] == 1
+
+
+def test_classes_are_counted_by_client():
+    """Against a loop, with clients of no example and gaps between them."""
+    draws = np.random.default_rng(0)
+    label, row = draws.integers(0, 5, 50), draws.permutation(50)[:30]
+    start, count = np.array([20, 3, 0, 10]), np.array([7, 0, 3, 9])
+    counts = finished_lib.count_classes(label, row, start, count, 5)
+    for client in range(4):
+        own = row[start[client] : start[client] + count[client]]
+        expected = [(label[own] == one).sum() for one in range(5)]
+        np.testing.assert_array_equal(counts[client], expected)
+
+
+def test_the_commit_is_the_project_s_own(tmp_path, monkeypatch):
+    """Not that of a repository in which the package is installed."""
+    folder = tmp_path / "venv" / "launch"
+    folder.mkdir(parents=True)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a", "-C", str(tmp_path)]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        finished_lib.subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(finished_lib, "__file__", str(folder / "finished.py"))
+    assert finished_lib.git_commit() == {}
+    (tmp_path / "launch").mkdir()
+    monkeypatch.setattr(finished_lib, "__file__", str(tmp_path / "launch" / "x.py"))
+    assert re.fullmatch("[0-9a-f]{40}", finished_lib.git_commit()["git_commit"])
 
 
 def test_diverging_run_writes_valid_json(blobs, tmp_path):

@@ -1,4 +1,4 @@
-"""Parameter counts, stages against flax, composition and dropout."""
+"""Parameter counts, stages against flax, composition, exits and dropout."""
 
 import functools
 
@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 
 import models
-from fedjax_pfl import traffic
+from fedjax_pfl import shapes
 from models import stages
 
 MNIST, CIFAR = (28, 28, 1), (32, 32, 3)
@@ -37,7 +37,7 @@ quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 )
 def test_number_of_parameters(name, shape, num_classes, expected):
     """Section 3 and test 33: the networks have the papers' sizes."""
-    params, _ = traffic.shapes(models.MODELS[name](num_classes), shape)
+    params, _ = shapes.variables(models.MODELS[name](num_classes), shape)
     assert sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params)) == expected
 
 
@@ -46,7 +46,7 @@ def test_one_parameter_tree_per_stage(name):
     """Section 3: `params`, `stats` and names align, the last stage gives Y logits."""
     model = models.MODELS[name](7)
     shape = CIFAR if name in ("m1", "m2") or "cifar" in name else MNIST
-    params, stats = traffic.shapes(model, shape)
+    params, stats = shapes.variables(model, shape)
     assert model.name == name
     assert len(params) == len(stats) == len(model.stage_names)
     assert len(set(model.stage_names)) == len(model.stage_names)
@@ -60,7 +60,7 @@ def test_dropout_sits_where_the_paper_has_it(name):
     """Section 3: stages whose train-mode forward needs a key."""
     model = models.MODELS[name](10)
     shape = MNIST if name == "cdkt_mnist" else CIFAR
-    params, stats = traffic.shapes(model, shape)
+    params, stats = shapes.variables(model, shape)
     noisy, h = [], jax.ShapeDtypeStruct((1, *shape), np.float32)
     for index, stage in enumerate(model.stage_names):
 
@@ -131,7 +131,7 @@ def small():
     gen = np.random.default_rng(0)
     params, stats = jax.tree.map(
         lambda leaf: gen.normal(size=leaf.shape).astype(leaf.dtype),
-        traffic.shapes(model, (6, 6, 2)),
+        shapes.variables(model, (6, 6, 2)),
     )
     image = gen.normal(size=(3, 6, 6, 2)).astype(np.float32)
     return model, params, stats, image
@@ -156,6 +156,78 @@ def test_composed_parts_equal_the_whole(train, small):
     assert np.abs(whole).max() > 0.1
     for part in parts:
         chex.assert_trees_all_close(part, whole, rtol=1e-5, atol=1e-5)
+
+
+class Counting(nn.Module):
+    """A dense stage that counts the real samples of train mode."""
+
+    @nn.compact
+    def __call__(self, h, *, sample_mask=None, train=False):
+        seen = self.variable("stats", "seen", jnp.zeros, (), jnp.int32)
+        if train:
+            seen.value += sample_mask.sum()
+        return h @ self.param("kernel", nn.initializers.normal(), (h.shape[-1], 4))
+
+
+@pytest.fixture(scope="module")
+def with_exits():
+    """Three stages, exits after the first and the last, statistics in the second."""
+    trunks = [
+        ("first", stages.Dense(5)),
+        ("second", Counting()),
+        ("third", stages.Dense(6)),
+    ]
+    exits = {"first": stages.Dense(2, False), "third": Counting()}
+    model = stages.chain("with_exits", trunks, exits)
+    params, stats = model.init(jax.random.key(0), jnp.zeros((1, 3)))
+    return model, params, stats, jax.random.normal(jax.random.key(1), (7, 3))
+
+
+def test_exits_read_their_stages_output(with_exits):
+    """A forward pass gives the outputs of all exits passed, against numpy."""
+    model, params, stats, image = with_exits
+    assert model.has_exits
+    assert [set(stage) for stage in params] == [
+        {"trunk", "exit"},
+        {"trunk"},
+        {"trunk", "exit"},
+    ]
+
+    def dense(stage, h):
+        return h @ stage["kernel"] + stage["bias"]
+
+    first = np.maximum(dense(params[0]["trunk"], np.asarray(image)), 0)
+    second = first @ params[1]["trunk"]["kernel"]
+    third = np.maximum(dense(params[2]["trunk"], second), 0)
+    expected = (
+        dense(params[0]["exit"], first),
+        third @ params[2]["exit"]["kernel"],
+    )
+    out, _ = model.forward(params, stats, image)
+    chex.assert_trees_all_close(out, expected, rtol=1e-5, atol=1e-6)
+    for stop, passed in ((1, 1), (2, 1), (3, 2)):
+        out, _ = model.forward(params, stats, image, stop=stop)
+        chex.assert_trees_all_close(out, expected[:passed], rtol=1e-5, atol=1e-6)
+
+
+def test_statistics_move_in_the_stages_run_in_train_mode(with_exits):
+    """By the real samples; those of other stages, and eval mode, stay."""
+    model, params, stats, image = with_exits
+    mask = jnp.arange(7) < 5
+    _, same = model.forward(params, stats, image, sample_mask=mask)
+    chex.assert_trees_all_equal(same, stats)
+    mode = {"sample_mask": mask, "train": True}
+    _, moved = model.forward(params, stats, image, **mode)
+    assert jax.tree.map(int, moved) == (
+        {},
+        {"trunk": {"seen": 5}},
+        {"exit": {"seen": 5}},
+    )
+    _, partly = model.forward(params, moved, image, stop=2, **mode)
+    assert jax.tree.map(int, partly)[1:] == (
+        {"trunk": {"seen": 10}},
+        {"exit": {"seen": 5}},
+    )
 
 
 def test_initialisation_is_pytorchs():

@@ -1,63 +1,68 @@
-"""Toy: peers mix their models, differently for two groups of stages; no server."""
+"""Toy: clients mix with peers of a drawn graph, in which one may be alone."""
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 
-from fedjax_pfl import aggregate, local, options, rng, rows, types
+from fedjax_pfl import aggregate, each_client, local_training, rng, stacked, types
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(options.LocalTraining):
+class HParams(local_training.LocalTraining):
     """Only the common options."""
+
+
+def graph(seed, round, client, num_clients, num_peers):
+    """Up to two peers, drawn with repetition; client 3 never has any."""
+    words = rng.hashed(seed, rng.Tag.PEERS, round, client[:, None], np.arange(2))
+    steps = 1 + (words % np.uint64(num_clients - 1)).astype(int)
+    peers = (client[:, None] + steps) % num_clients
+    mask = (words >> np.uint64(60)) > 3
+    return peers, mask & (client != 3)[:, None]
 
 
 def make(hparams, task):
     """All stages but the last are averaged with the peers', the last stays."""
     model = task.client_model
-    loss_fn = local.cross_entropy_loss(model)
+    loss_fn = local_training.cross_entropy_loss(model)
 
     def init(data, key):
-        example = jnp.zeros((1, *task.example_shape))
-        start = model.init(rng.stream(key, rng.Tag.INIT), example)
-        clients = rows.repeat(start, task.num_clients)
-        return types.RoundState((), clients, key, jnp.zeros((), jnp.int32))
+        start = task.init(model, key)
+        clients = stacked.repeat(start, task.num_clients)
+        kept = local_training.kept_optimizer(hparams, start.params, task.num_clients)
+        return types.RoundState.first((), clients, key, kept)
 
-    def client_update(row, shared, bound):
-        client_id, plan, (params, stats) = row
-        data, key, round = shared
-        return local.train(
-            hparams, (local.Objective(loss_fn),), params, stats, data=data,
-            client_id=client_id, plan=plan, bound=bound, key=key, round=round,
-        )  # fmt: skip
+    def mixed(state, cohort):
+        everyone = jnp.ones((len(cohort.row), 1 + cohort.peers.shape[1]))
+        alone = everyone.at[:, 1:].set(0)
+        by_stage = (*[everyone] * (len(model.stage_names) - 1), alone)
+        weight = types.Variables(by_stage, by_stage)
+        return aggregate.mix_peers(state.clients, cohort, weight)
+
+    def client_update(client, _):
+        return local_training.train(hparams, loss_fn, client.own, client)
 
     def round(state, cohort, data):
-        params, stats = state.clients
-        own = jax.nn.one_hot(cohort.row, task.num_clients)
-        peers = jax.nn.one_hot(cohort.peers, task.num_clients).sum(1)
-        average = (own + peers) / (1 + cohort.peers.shape[1])
-        shared = aggregate.mix(params[:-1], average)
-        mixed = (*shared, *aggregate.mix(params[-1:], own))
-        plan = cohort.plans["local"]
-        trained = rows.over_clients(client_update, task.execution)(
-            (cohort.client_id, plan, (mixed, rows.take(stats, cohort.row))),
-            (data, state.key, state.round),
-            plan.num_steps,
-        )
-        clients = rows.put(state.clients, cohort.row, (trained.params, trained.stats))
-        metrics = {"train_loss": local.pooled_loss(trained.loss, cohort.row_mask)}
-        state = types.RoundState((), clients, state.key, state.round + 1)
-        sent = jnp.full((cohort.row.shape[0], 1), cohort.peers.shape[1], jnp.int32)
-        return state, metrics, sent
+        own = mixed(state, cohort)
+        trained = each_client.update(client_update, task, state, cohort, data, own=own)
+        clients = stacked.put(state.clients, cohort.row, trained.variables)
+        kept = trained.kept(state, cohort)
+        state = state.after(clients=clients, opt_state=kept)
+        sent = {"model from a peer": cohort.peer_mask.sum(1)}
+        return state, trained.metrics(cohort), sent
 
     def serving(state, cohort, data):
-        everyone, mask = jnp.arange(task.num_clients), jnp.ones(task.num_clients, bool)
-        return (types.Served(*state.clients, everyone, mask, model),)
+        """After mixing: those of the next round alone."""
+        mask, ids = cohort.row_mask, cohort.client_id
+        own = mixed(state, cohort)
+        return (types.Served.each(model, own, client_id=ids, mask=mask),)
 
     return types.Algorithm(
-        plans=(types.PlanSpec("local", hparams.local_epochs, hparams.batch_size),),
+        plans=(local_training.plan(hparams),),
         messages=(types.MessageKind("model from a peer", "down", 4),),
-        init=init, round=round, serving=serving,
-        server_params=lambda state: None, num_peers=2,
-    )  # fmt: skip
+        init=init,
+        round=round,
+        serving=serving,
+        peers=types.PeerSpec(2, graph),
+    )

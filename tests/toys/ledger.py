@@ -1,82 +1,78 @@
-"""Toy: depth masks, running statistics, exits, and a ledger per client."""
+"""Toy: levels of depth, running statistics, exits, and a ledger per client."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import aggregate, local, losses, masks, options, rng, rows, types
+from fedjax_pfl import (
+    aggregate,
+    boundary,
+    each_client,
+    local_training,
+    losses,
+    stacked,
+    traffic,
+    types,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(options.LocalTraining):
+class HParams(local_training.LocalTraining):
     """Only the common options."""
 
 
 def make(hparams, task):
-    """Client k trains the exits below its depth; the ledger sums its drifts."""
+    """Client k trains the exits up to its level; the ledger sums its drifts."""
     model = task.server_model
     num_stages = len(model.stage_names)
 
     def init(data, key):
-        example = jnp.zeros((1, *task.example_shape))
-        params, stats = model.init(rng.stream(key, rng.Tag.INIT), example)
-        ledger = jax.tree.map(jnp.zeros_like, rows.repeat(params, task.num_clients))
-        server = {"params": params, "stats": stats, "ledger": ledger}
-        return types.RoundState(server, (), key, jnp.zeros((), jnp.int32))
+        server = task.init(model, key)
+        zeros = jax.tree.map(jnp.zeros_like, server.params)
+        ledger = stacked.repeat(zeros, task.num_clients)
+        return types.RoundState.first(server, ledger, key)
 
-    def client_update(row, shared, bound):
-        client_id, depth, plan = row
-        data, server, key, round = shared
+    def client_update(client, server, level):
+        reached = boundary.held(client.depth, level)
 
         def loss_fn(params, stats, batch):
             exits, stats = model.forward(
-                params, stats, batch.image, sample_mask=batch.mask, train=True,
-                key=batch.key,
-            )  # fmt: skip
+                params, stats, batch.image, stop=level, **batch.mode
+            )
             gaps = [losses.cross_entropy(z, batch.label, batch.mask) for z in exits]
-            reached = masks.held(depth, num_stages)
             return jnp.where(reached, jnp.stack(gaps), 0).sum(), stats
 
-        objectives = (local.Objective(loss_fn, masks.held(depth, num_stages)),)
-        return local.train(
-            hparams, objectives, server["params"], server["stats"], data=data,
-            client_id=client_id, plan=plan, bound=bound, key=key, round=round,
-        )  # fmt: skip
+        held = boundary.held(client.depth, num_stages)
+        objective = local_training.Objective(loss_fn, held)
+        return local_training.train(hparams, (objective,), server, client)
 
     def round(state, cohort, data):
-        plan, server = cohort.plans["local"], state.server
-        trained = rows.over_clients(client_update, task.execution)(
-            (cohort.client_id, cohort.depth, plan),
-            (data, server, state.key, state.round),
-            plan.num_steps,
+        trained = each_client.update(
+            client_update,
+            task,
+            state,
+            cohort,
+            data,
+            shared=state.server,
+            levels=num_stages,
         )
-        weight = aggregate.weights("uniform", cohort.row, cohort.row_mask)
-        held = masks.held(cohort.depth, num_stages)
-        means = [
-            aggregate.stagewise_mean(new, weight, held, server[name])
-            for name, new in (("params", trained.params), ("stats", trained.stats))
-        ]
-        drift = jax.tree.map(lambda a, b: a - b, trained.params, server["params"])
-        old = rows.take(server["ledger"], cohort.client_id)
-        ledger = rows.put(
-            server["ledger"], cohort.client_id, jax.tree.map(jnp.add, old, drift)
+        weight = aggregate.cohort_weights("uniform", cohort, data)
+        held = boundary.held(cohort.depth, num_stages)
+        server = aggregate.stage_means(trained.variables, weight, held, state.server)
+        old = stacked.take(state.clients, cohort.row)
+        new = jax.tree.map(
+            lambda o, t, s: o + t - s, old, trained.params, state.server.params
         )
-        server = {"params": means[0], "stats": means[1], "ledger": ledger}
-        metrics = {"train_loss": local.pooled_loss(trained.loss, cohort.row_mask)}
-        state = types.RoundState(server, (), state.key, state.round + 1)
-        return state, metrics, held.astype(jnp.int32)
-
-    def serving(state, cohort, data):
-        everyone, mask = jnp.arange(task.num_clients), jnp.ones(task.num_clients, bool)
-        params, stats = state.server["params"], state.server["stats"]
-        return (types.Served(params, stats, everyone, mask, model, shared=True),)
+        ledger = stacked.put(state.clients, cohort.row, new)
+        state = state.after(server=server, clients=ledger)
+        sent = traffic.stages_sent(model, held, held)
+        return state, trained.metrics(cohort), sent
 
     return types.Algorithm(
-        plans=(types.PlanSpec("local", hparams.local_epochs, hparams.batch_size),),
-        messages=tuple(
-            types.MessageKind(name, "up", 8) for name in model.stage_names
-        ),
-        init=init, round=round, serving=serving,
-        server_params=lambda s: (model, s.server["params"], s.server["stats"]),
-    )  # fmt: skip
+        plans=(local_training.plan(hparams),),
+        messages=traffic.stages_both_ways(task, model),
+        init=init,
+        round=round,
+        server=lambda state, data: {"global": (model, state.server)},
+    )

@@ -32,7 +32,7 @@ def with_exits(num_classes):
     return stages.chain("with_exits", trunks, exits)
 
 
-def narrow(num_classes):
+def narrow(num_classes, width=10):
     """Another architecture for the same examples."""
-    hidden = ("hidden", stages.Dense(10))
+    hidden = ("hidden", stages.Dense(width))
     return stages.chain("narrow", [hidden, ("last", stages.Dense(num_classes, False))])

@@ -2,14 +2,20 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import aggregate, local, masks, options, rng, rows, types
+from fedjax_pfl import (
+    aggregate,
+    boundary,
+    each_client,
+    local_training,
+    stacked,
+    types,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(options.LocalTraining):
+class HParams(local_training.LocalTraining):
     """Only the common options."""
 
 
@@ -17,58 +23,55 @@ def make(hparams, task):
     """Stages below the boundary are the client's own, those above the server's."""
     model = task.server_model
     num_stages = len(model.stage_names)
-    plain_loss = local.cross_entropy_loss(model)
+    plain_loss = local_training.cross_entropy_loss(model)
 
     def keep_mask(client_id, round):
-        return masks.held(1 + (client_id + round) % num_stages, num_stages)
+        return boundary.held(1 + (client_id + round) % num_stages, num_stages)
 
     def init(data, key):
-        example = jnp.zeros((1, *task.example_shape))
-        params, stats = model.init(rng.stream(key, rng.Tag.INIT), example)
-        clients = rows.repeat(params, task.num_clients)
-        return types.RoundState((params, stats), clients, key, jnp.zeros((), jnp.int32))
+        server = task.init(model, key)
+        clients = stacked.repeat(server, task.num_clients)
+        kept = local_training.kept_optimizer(hparams, server.params, task.num_clients)
+        return types.RoundState.first(server, clients, key, kept)
 
-    def client_update(row, shared, bound):
-        client_id, plan, own = row
-        data, (server, stats), key, round = shared
-        keep = keep_mask(client_id, round)
+    def client_update(client, server):
+        keep = keep_mask(client.id, client.round)
 
         def loss_fn(params, stats, batch):
-            return plain_loss(masks.splice(params, server, keep), stats, batch)
+            side = types.Variables(params, stats)
+            return plain_loss(*boundary.splice(side, server, keep), batch)
 
-        return local.train(
-            hparams, (local.Objective(loss_fn, keep),), own, stats, data=data,
-            client_id=client_id, plan=plan, bound=bound, key=key, round=round,
-        )  # fmt: skip
+        objective = local_training.Objective(loss_fn, keep)
+        return local_training.train(hparams, (objective,), client.own, client)
 
     def round(state, cohort, data):
-        plan = cohort.plans["local"]
-        trained = rows.over_clients(client_update, task.execution)(
-            (cohort.client_id, plan, rows.take(state.clients, cohort.row)),
-            (data, state.server, state.key, state.round),
-            plan.num_steps,
+        own = stacked.take(state.clients, cohort.row)
+        trained = each_client.update(
+            client_update, task, state, cohort, data, own=own, shared=state.server
         )
-        weight = aggregate.weights("uniform", cohort.row, cohort.row_mask)
+        weight = aggregate.cohort_weights("uniform", cohort, data)
         held = keep_mask(cohort.client_id, state.round)
-        params, stats = state.server
-        params = aggregate.stagewise_mean(trained.params, weight, held, params)
-        clients = rows.put(state.clients, cohort.row, trained.params)
-        metrics = {"train_loss": local.pooled_loss(trained.loss, cohort.row_mask)}
-        state = types.RoundState((params, stats), clients, state.key, state.round + 1)
-        return state, metrics, jnp.ones((cohort.row.shape[0], 1), jnp.int32)
+        server = aggregate.stage_means(trained.variables, weight, held, state.server)
+        clients = stacked.put(state.clients, cohort.row, trained.variables)
+        kept = trained.kept(state, cohort)
+        state = state.after(server=server, clients=clients, opt_state=kept)
+        return state, trained.metrics(cohort), {"stages up": 1}
 
     def serving(state, cohort, data):
-        everyone = jnp.arange(task.num_clients)
-        keep = keep_mask(everyone, state.round)
-        params, stats = state.server
-        params = jax.vmap(masks.splice, (0, None, 0))(state.clients, params, keep)
-        stats = rows.repeat(stats, task.num_clients)
-        mask = jnp.ones(task.num_clients, bool)
-        return (types.Served(params, stats, everyone, mask, model),)
+        rows = {"own": state.clients, "id": jnp.arange(task.num_clients)}
+
+        def build(shared, row):
+            server, round = shared
+            return boundary.splice(row["own"], server, keep_mask(row["id"], round))
+
+        shared = (state.server, state.round)
+        return (types.Served.each(model, rows, shared=shared, build=build),)
 
     return types.Algorithm(
-        plans=(types.PlanSpec("local", hparams.local_epochs, hparams.batch_size),),
+        plans=(local_training.plan(hparams),),
         messages=(types.MessageKind("stages up", "up", 4),),
-        init=init, round=round, serving=serving,
-        server_params=lambda state: (model, *state.server),
-    )  # fmt: skip
+        init=init,
+        round=round,
+        server=lambda state, data: {"global": (model, state.server)},
+        serving=serving,
+    )

@@ -1,0 +1,61 @@
+"""Ditto: a personal model beside FedAvg's, pulled towards it.
+
+Li, Hu, Beirami, Smith: "Ditto: Fair and Robust Federated Learning Through
+Personalization", ICML 2021, https://arxiv.org/abs/2012.04221 (Algorithm 1).
+
+* The server's model is FedAvg's.
+* Each client of the round also trains its personal model on its examples, pulled
+  towards the server's model as it was sent; the personal model serves it.
+
+| paper | here |
+|---|---|
+| w^t, v_k | `state.server`, rows of `state.clients` |
+| lambda | `--proximal_weight` |
+| s | the steps of `--local_epochs`, for both models |
+
+Differs from the paper: the mean is weighted by examples by default; both models see the
+same batches; the personal one starts from the common initialisation with a fresh
+optimizer in each round, also with `--optimizer_state=persist`, which holds for the
+other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fedjax_pfl import averaging, each_client, local_training, options, rng, types
+
+
+@dataclasses.dataclass(frozen=True)
+class HParams(averaging.Averaging):
+    """Ditto's options."""
+
+    proximal_weight: float = options.option(
+        0.1, "pull of the personal model to the server's [lambda]", minimum=0
+    )
+
+
+def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+    """Ditto as pure functions."""
+    model = task.model
+    loss_fn = local_training.cross_entropy_loss(model)
+
+    def client_update(client: each_client.Client, server: types.Variables):
+        """UPDATE_GLOBAL from w^t, then v_k along F_k + lambda / 2 ||v - w^t||^2."""
+        trained = local_training.train(hparams, loss_fn, server, client)
+        pull = local_training.proximal(hparams.proximal_weight, server.params)
+        personal = local_training.train(
+            hparams,
+            (local_training.Objective(loss_fn, adjust=pull),),
+            client.own,
+            client.fresh(),
+            tag=rng.Tag.PERSONAL,
+        )
+        return trained, personal.variables
+
+    def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        return (types.Served.each(model, state.clients),)
+
+    return averaging.make(
+        hparams, task, client_update, own=lambda start: start, serving=serving
+    )

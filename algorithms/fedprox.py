@@ -1,0 +1,34 @@
+"""FedProx: FedAvg whose clients are pulled towards the server's model.
+
+Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: "Federated Optimization in Heterogeneous
+Networks", MLSys 2020, https://arxiv.org/abs/1812.06127 (Algorithm 2).
+
+* h_k(w) = F_k(w) + mu / 2 ||w - w^t||^2 [mu: `--proximal_weight`]; the rest is FedAvg.
+
+Differs from the paper: a few epochs stand for the gamma-inexact solution, clients are
+drawn uniformly, and by default the mean is weighted by examples.
+"""
+
+import dataclasses
+
+from fedjax_pfl import averaging, each_client, local_training, options, types
+
+
+@dataclasses.dataclass(frozen=True)
+class HParams(averaging.Averaging):
+    """FedProx's options."""
+
+    proximal_weight: float = options.option(0.01, "pull to the server [mu]", minimum=0)
+
+
+def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+    """FedProx as pure functions."""
+    loss_fn = local_training.cross_entropy_loss(task.model)
+
+    def client_update(client: each_client.Client, server: types.Variables):
+        """A few epochs on h_k, from w^t."""
+        pull = local_training.proximal(hparams.proximal_weight, server.params)
+        objective = local_training.Objective(loss_fn, adjust=pull)
+        return local_training.train(hparams, (objective,), server, client)
+
+    return averaging.make(hparams, task, client_update)

@@ -1,0 +1,146 @@
+"""SCAFFOLD: control variates take the clients' drift out of their gradients.
+
+Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: "SCAFFOLD: Stochastic Controlled
+Averaging for Federated Learning", ICML 2020, https://arxiv.org/abs/1910.06378
+(Algorithm 1, option II).
+
+* The server sends its model x and its control variate c.
+* A client takes steps along g(y) - c_i + c from x; its new control variate is
+  c_i - c + (x - y) / (K eta_l), the mean of the gradients it took.
+* The server moves x along the mean of y - x, and c by the clients' share of the mean of
+  their changes.
+
+| paper | here |
+|---|---|
+| x, c | `state.server["model"]`, `state.server["control"]` |
+| c_i | rows of `state.clients` |
+| K, eta_l, eta_g | a client's steps, `--client_lr` with its decay, `--server_lr` |
+| \\|S\\| / N | clients of the round over those that may be drawn |
+
+Differs from the paper: clients may have different numbers of steps K_i. Plain SGD only:
+with momentum or Adam option II is no mean of gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import (
+    aggregate,
+    averaging,
+    each_client,
+    local_training,
+    options,
+    shapes,
+    stacked,
+    traffic,
+    types,
+)
+
+option = options.option
+
+
+@dataclasses.dataclass(frozen=True)
+class HParams(averaging.Averaging):
+    """SCAFFOLD's options."""
+
+    client_lr: float = option(0.05, "learning rate of the clients [eta_l]", above=0)
+    server_lr: float = option(1.0, "step of the server's model [eta_g]", minimum=0)
+    aggregation: str = option(
+        "uniform", "weights of the server's means", choices=("examples", "uniform")
+    )
+
+
+def new_control(
+    own: types.Params,
+    control: types.Params,
+    before: types.Params,
+    after: types.Params,
+    distance: jax.Array,
+) -> types.Params:
+    """Option II: c_i - c + (x - y) / distance, with distance f32[] = K eta_l."""
+    return jax.tree.map(
+        lambda o, c, x, y: o - c + (x - y) / jnp.maximum(distance, 1e-30),
+        *(own, control, before, after),
+    )
+
+
+def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+    """SCAFFOLD as pure functions.
+
+    Raises:
+        ValueError: an optimizer other than plain SGD.
+    """
+    plain = ("client_optimizer", "client_momentum", "weight_decay", "clip_norm")
+    options.refuse(hparams, plain, "with scaffold, whose local steps are plain SGD")
+    model = task.model
+    loss_fn = local_training.cross_entropy_loss(model)
+
+    def init(data: types.Data, key: jax.Array) -> types.RoundState:
+        start = task.init(model, key)
+        zeros = jax.tree.map(jnp.zeros_like, start.params)
+        server = {"model": start, "control": zeros}
+        return types.RoundState.first(
+            server, stacked.repeat(zeros, task.num_clients), key
+        )
+
+    def client_update(client: each_client.Client, server: dict):
+        start, control, own = server["model"], server["control"], client.own
+
+        def corrected(params: types.Params, grads: types.Params) -> types.Params:
+            return jax.tree.map(lambda g, o, c: g - o + c, grads, own, control)
+
+        objective = local_training.Objective(loss_fn, adjust=corrected)
+        trained = local_training.train(hparams, (objective,), start, client)
+        rate = local_training.learning_rate(hparams, client.round)
+        distance = client.plan.num_steps * rate
+        new = new_control(own, control, start.params, trained.params, distance)
+        rest, variables = trained.split()
+        change = jax.tree.map(jnp.subtract, new, own)
+        return (rest, new), {"model": variables, "control": change}
+
+    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        server = state.server
+        (trained, own), mean = each_client.update(
+            client_update,
+            task,
+            state,
+            cohort,
+            data,
+            own=stacked.take(state.clients, cohort.row),
+            shared=server,
+            reduce=aggregate.cohort_weights(hparams.aggregation, cohort, data),
+        )
+        share = cohort.row_mask.sum() / task.num_eligible
+        params = jax.tree.map(
+            lambda x, y: x + hparams.server_lr * (y - x),
+            server["model"].params,
+            mean["model"].params,
+        )
+        control = jax.tree.map(
+            lambda c, change: c + share * change, server["control"], mean["control"]
+        )
+        model_now = types.Variables(params, mean["model"].stats)
+        clients = stacked.put(state.clients, cohort.row, own)
+        state = state.after(
+            server={"model": model_now, "control": control}, clients=clients
+        )
+        sent = {kind.name: 1 for kind in messages}
+        return state, trained.metrics(cohort), sent
+
+    parameters = shapes.tree_bytes(shapes.variables(model, task.example_shape).params)
+    messages = (
+        *traffic.model_both_ways(task, model),
+        types.MessageKind("control down", "down", parameters),
+        types.MessageKind("control up", "up", parameters),
+    )
+    return types.Algorithm(
+        plans=(local_training.plan(hparams),),
+        messages=messages,
+        init=init,
+        round=round,
+        server=lambda state, data: {"global": (model, state.server["model"])},
+    )

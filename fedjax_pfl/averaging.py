@@ -1,0 +1,93 @@
+"""The rounds of FedAvg's family: the server's model goes out, a mean comes back.
+
+Algorithm 1 of McMahan et al. (https://arxiv.org/abs/1602.05629), "Server executes": an
+algorithm of the family says what a client does with the model, and what it keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from fedjax_pfl import (
+    aggregate,
+    each_client,
+    local_training,
+    options,
+    stacked,
+    traffic,
+    types,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Averaging(local_training.LocalTraining):
+    """Options of every algorithm whose server averages its clients' models."""
+
+    aggregation: str = options.option(
+        "examples", "weights of the server's mean", choices=("examples", "uniform")
+    )
+
+
+def make(
+    hparams: Averaging,
+    task: types.Task,
+    client_update: Callable[[each_client.Client, types.Variables], Any],
+    *,
+    own: Callable[[types.Variables], Any] | None = None,
+    serving: Callable[..., tuple[types.Served, ...]] | None = None,
+) -> types.Algorithm:
+    """An algorithm of the family as pure functions; `state.server` is its model.
+
+    Args:
+        hparams: The algorithm's options.
+        task: What the algorithm may know.
+        client_update: `(client, server) -> Trained`, whose model is averaged; with
+            `own`, `-> (Trained, row)`, the client's new private row.
+        own: The first model to the private row of each client before round 0, which
+            arrives as `client.own`. None = clients keep nothing.
+        serving: As in `types.Algorithm`; None = the server's model serves everybody.
+    """
+    model = task.model
+
+    def init(data: types.Data, key: jax.Array) -> types.RoundState:
+        server = task.init(model, key)
+        rows = () if own is None else stacked.repeat(own(server), task.num_clients)
+        kept = local_training.kept_optimizer(hparams, server.params, task.num_clients)
+        return types.RoundState.first(server, rows, key, kept)
+
+    def update(client: each_client.Client, server: types.Variables):
+        out = client_update(client, server)
+        trained, row = (out, ()) if own is None else out
+        rest, variables = trained.split()
+        return (rest, row), variables
+
+    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        (trained, rows), mean = each_client.update(
+            update,
+            task,
+            state,
+            cohort,
+            data,
+            own=stacked.take(state.clients, cohort.row),
+            shared=state.server,
+            reduce=aggregate.cohort_weights(hparams.aggregation, cohort, data),
+        )
+        state = state.after(
+            server=mean,
+            clients=stacked.put(state.clients, cohort.row, rows),
+            opt_state=trained.kept(state, cohort),
+        )
+        return state, trained.metrics(cohort), {"model down": 1, "model up": 1}
+
+    return types.Algorithm(
+        plans=(local_training.plan(hparams),),
+        messages=traffic.model_both_ways(task, model),
+        init=init,
+        round=round,
+        server=lambda state, data: {"global": (model, state.server)},
+        serving=serving,
+    )

@@ -1,0 +1,78 @@
+"""Ditto against numpy, FedAvg and local training."""
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from algorithms import ditto
+from tests.algorithms import plain
+
+FLOATS = {"client_lr": 0.1, "client_lr_decay": 0.5, "proximal_weight": 0.7}
+
+
+def reference(state, cohort, table, values):
+    """(the server's layers, personal layers by client) of a round of Algorithm 1."""
+    server = plain.server_layers(state)
+    rate = values["client_lr"] * values["client_lr_decay"] ** int(state.round)
+
+    def pull(params, position, rows):
+        gap = plain.total(params, plain.scaled(-1.0, server))
+        return plain.scaled(values["proximal_weight"], gap)
+
+    shared, personal = {}, {}
+    for number, row in plain.members(cohort).items():
+        one = plain.at(cohort.plans["local"], row)
+        tx = plain.Sgd(rate)
+        shared[number] = plain.train(table, server, one, number, tx)
+        own = plain.own_layers(state, number)
+        personal[number] = plain.train(table, own, one, number, tx, extra=pull)
+    return plain.mean(list(shared.values()), table.train.count[list(shared)]), personal
+
+
+def test_rounds_equal_a_numpy_reference(compiled, start, problem):
+    """w is FedAvg's; v_k takes its steps on F_k + lambda / 2 ||v - w^t||^2."""
+    table, state = plain.Table(problem.data), start()
+    for round in (1, 2):
+        cohort = problem.cohort(round)
+        server, personal = reference(state, cohort, table, FLOATS)
+        after, *_ = compiled("ditto")(state, cohort, **FLOATS)
+        found = plain.server_layers(after)
+        chex.assert_trees_all_close(found, server, rtol=1e-3, atol=1e-5)
+        for number in range(5):
+            if number in personal:
+                got, expected = plain.own_layers(after, number), personal[number]
+                chex.assert_trees_all_close(got, expected, rtol=1e-3, atol=1e-5)
+            else:
+                pair = (plain.own(one, number) for one in (after, state))
+                chex.assert_trees_all_equal(*pair)
+        state = after
+
+
+@pytest.mark.parametrize("option", FLOATS)
+def test_every_option_matters_to_the_reference(option, start, problem):
+    """Guards the test above: an option that did nothing would fail it."""
+    state, cohort, table = start(), problem.cohort(1), plain.Table(problem.data)
+    before = reference(state, cohort, table, FLOATS)
+    after = reference(state, cohort, table, FLOATS | {option: 0.3})
+    assert plain.differs(before[1], after[1])
+
+
+def test_without_a_pull_it_is_fedavg_beside_local(compiled, start, problem):
+    """lambda = 0: the server is FedAvg's, the personal models are local training's."""
+    state = start()
+    values = {"client_lr": 0.1, "client_lr_decay": 1.0}
+    after, *_ = compiled("ditto")(state, **values, proximal_weight=0.0)
+    average, *_ = compiled("fedavg")(state.replace(clients=()), **values)
+    alone, *_ = compiled("local")(state, **values)
+    chex.assert_trees_all_close(after.server, average.server, atol=1e-6)
+    chex.assert_trees_all_close(after.clients, alone.clients, atol=1e-6)
+
+
+def test_personal_models_serve_their_clients(start, problem):
+    """Every client is served its own v_k, also one that never took part."""
+    made = ditto.make(ditto.HParams(), problem.task_of())
+    state = start()
+    for number, one in enumerate(plain.served(made, state)):
+        chex.assert_trees_all_equal(one, plain.own(state, number))
+    assert np.isfinite(jax.tree.leaves(one)[0]).all()

@@ -1,0 +1,106 @@
+"""The rounds of FedAvg's family, with a client update that needs no training."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import averaging, execution, local_training, shapes, types
+from tests.fedjax_pfl import small
+
+SIZES = [4, 1, 3, 2]
+MODEL = small.linear()
+
+
+def task(chunk):
+    """Four clients of one linear model."""
+    how = execution.Execution(chunk)
+    return types.Task(MODEL, (MODEL,), np.zeros(4), 4, 4, 0, 4, 4, (3,), how)
+
+
+def trained(variables, opt_state, loss):
+    """What local training would have returned."""
+    loss = (jnp.float32(loss), jnp.int32(1))
+    return local_training.Trained(*variables, opt_state, loss)
+
+
+def moved(variables, by):
+    """All entries moved by a number."""
+    return jax.tree.map(lambda leaf: leaf + by, variables)
+
+
+def client_update(client, server):
+    """The model moves by the client's id, the private row counts participations."""
+    by = client.id.astype(jnp.float32)
+    kept = jax.tree.map(lambda leaf: leaf + 10 * by, client.opt_state)
+    return trained(moved(server, by), kept, by), client.own + 1
+
+
+def without_rows(client, server):
+    """The same where clients keep nothing."""
+    assert client.own == ()
+    return client_update(client.replace(own=0), server)[0]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """Examples of four clients, and a cohort of two of them with a padding row."""
+    data = small.tables(SIZES)
+    plans = {
+        "local": jax.tree.map(lambda x: x[jnp.array([2, 0, 0])], small.plan(SIZES))
+    }
+    return data, small.cohort([2, 4, 0], 4, plans)
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize(("kind", "expected"), [("examples", 6 / 7), ("uniform", 1.0)])
+def test_a_round(tables, kind, expected, chunk):
+    """The server takes the mean of the cohort's models; rows and states are kept."""
+    data, cohort = tables
+    hparams = averaging.Averaging(
+        aggregation=kind, client_momentum=0.9, optimizer_state="persist"
+    )
+    method = averaging.make(
+        hparams, task(chunk), client_update, own=lambda server: jnp.zeros(())
+    )
+    state = method.init(data, jax.random.key(0))
+    np.testing.assert_array_equal(state.clients, np.zeros(4))
+    after, metrics, sent = jax.jit(method.round)(state, cohort, data)
+    ((name, (model, server)),) = method.server(after, data).items()
+    assert (name, model) == ("global", MODEL)
+    # Clients 2 and 0, of 3 and 4 examples, moved by their ids.
+    before = state.server.params[0]["w"]
+    np.testing.assert_allclose(server.params[0]["w"], before + expected, rtol=1e-5)
+    np.testing.assert_array_equal(after.clients, [1, 0, 1, 0])
+    (momentum,) = jax.tree.leaves(after.opt_state)
+    np.testing.assert_array_equal(momentum[:, 0, 0], [0, 0, 20, 0])
+    assert tuple(map(float, metrics["train_loss"])) == (2, 2)
+    assert int(after.round) == 1
+    size = shapes.model_bytes(MODEL, (3,))
+    kinds = {(one.name, one.direction, one.num_bytes) for one in method.messages}
+    assert kinds == {("model down", "down", size), ("model up", "up", size)}
+    assert sent == {"model down": 1, "model up": 1}
+
+
+def test_clients_may_keep_nothing(tables):
+    """Then no row is made, and the update returns what was trained alone."""
+    data, cohort = tables
+    method = averaging.make(averaging.Averaging(), task(1), without_rows)
+    state = method.init(data, jax.random.key(0))
+    assert state.clients == () and state.opt_state == ()
+    after, *_ = jax.jit(method.round)(state, cohort, data)
+    np.testing.assert_allclose(
+        after.server.params[0]["w"], state.server.params[0]["w"] + 6 / 7, rtol=1e-5
+    )
+    assert after.clients == ()
+
+
+def test_who_serves():
+    """The server's model, unless an algorithm says otherwise."""
+    given = (averaging.Averaging(), task(1), client_update)
+    assert averaging.make(*given).serving is None
+
+    def serving(state, cohort, data):
+        return ()
+
+    assert averaging.make(*given, serving=serving).serving is serving

@@ -1,0 +1,306 @@
+"""Every client of a round: chunks, levels, sums, devices, and what a client sees."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import (
+    aggregate,
+    each_client,
+    execution,
+    local_training,
+    rng,
+    types,
+)
+from tests.fedjax_pfl import small
+
+HOW = {
+    "one": execution.Execution(1),
+    "two": execution.Execution(2),
+    "all": execution.Execution(8),
+    "sharded": execution.Execution(2, small.mesh_of(2)),
+    "sharded_whole": execution.Execution(8, small.mesh_of(4)),
+}
+every_way = pytest.mark.parametrize("name", HOW)
+STEPS = jnp.array([1, 2, 3, 4, 5, 6, 7, 8], jnp.int32)
+LEVEL = jnp.array([1, 1, 1, 2, 3, 2, 3, 3], jnp.int32)
+
+
+def in_chunk(values, how):
+    """The largest of each row's chunk, int[8]."""
+    devices = how.mesh.size if how.mesh else 1
+    chunk = min(how.chunk, 8 // devices)
+    return np.asarray(values).reshape(-1, chunk).max(1).repeat(chunk)
+
+
+@every_way
+def test_bound_is_the_longest_of_the_chunk(name):
+    """Every row sees its chunk's bound and its own data."""
+
+    def fn(row, shared, bound):
+        return {"sum": row + shared, "bound": bound}
+
+    out = jax.jit(each_client.over_clients([fn], HOW[name]))(
+        jnp.arange(8), jnp.array(10), STEPS
+    )
+    np.testing.assert_array_equal(out["sum"], np.arange(8) + 10)
+    np.testing.assert_array_equal(out["bound"], in_chunk(STEPS, HOW[name]))
+
+
+def test_the_bound_is_one_number_for_a_chunk():
+    """It is not batched: a loop up to it is a loop over one number."""
+
+    def fn(row, shared, bound):
+        return jax.lax.fori_loop(0, bound, lambda _, x: x + row, jnp.zeros(()))
+
+    run = each_client.over_clients([fn], HOW["all"])
+    jaxpr = jax.make_jaxpr(run)(jnp.arange(8.0), (), STEPS)
+    loops = [e for e in small.equations(jaxpr) if e.primitive.name == "while"]
+    (loop,) = loops
+    # A batched bound would be compared row by row.
+    assert loop.params["cond_jaxpr"].out_avals[0].shape == ()
+    assert [e.invars[0].aval.shape for e in loop.params["cond_jaxpr"].eqns] == [()]
+
+
+@pytest.mark.parametrize("name", ["two", "sharded"])
+def test_rows_that_do_not_fill_chunks_are_refused(name):
+    """The planner pads; a caller that forgot gets told."""
+    run = each_client.over_clients([lambda row, shared, bound: row], HOW[name])
+    with pytest.raises(ValueError, match="3 rows do not fill chunks of 2.*padded_size"):
+        run(jnp.arange(3), (), jnp.ones(3, jnp.int32))
+
+
+def of_levels(row, shared, bound, level):
+    """What tells the level, the bound and the row that a branch was run with."""
+    return {"level": jnp.int32(level), "bound": bound, "row": row * shared}
+
+
+LEVELS = [functools.partial(of_levels, level=n) for n in (1, 2, 3)]
+
+
+@every_way
+def test_a_chunk_runs_its_largest_level(name):
+    """Rows of a chunk share the level; each keeps its own data."""
+    run = jax.jit(each_client.over_clients(LEVELS, HOW[name]))
+    out = run(jnp.arange(8), jnp.array(10), STEPS, LEVEL)
+    np.testing.assert_array_equal(out["level"], in_chunk(LEVEL, HOW[name]))
+    np.testing.assert_array_equal(out["bound"], in_chunk(STEPS, HOW[name]))
+    np.testing.assert_array_equal(out["row"], np.arange(8) * 10)
+
+
+@every_way
+def test_levels_are_one_branch_each(name):
+    """One `cond` of as many branches as levels, chosen by one number for a chunk."""
+    run = each_client.over_clients(LEVELS, HOW[name])
+    jaxpr = jax.make_jaxpr(run)(jnp.arange(8), jnp.array(10), STEPS, LEVEL)
+    found = [e for e in small.equations(jaxpr) if e.primitive.name == "cond"]
+    assert [len(e.params["branches"]) for e in found] == [3]
+    assert found[0].invars[0].aval.shape == ()
+
+
+@pytest.fixture(scope="module")
+def given():
+    """Rows of two parts to sum, nan in the rows 2 and 7."""
+    gen = np.random.default_rng(0)
+    rows = {
+        "a": gen.normal(size=(8, 3, 5)).astype(np.float32),
+        "b": gen.normal(size=8).astype(np.float32),
+    }
+    for leaf in rows.values():
+        leaf[[2, 7]] = np.nan
+    return rows
+
+
+def shares(seed):
+    """Weights f32[8] that sum to 1, 0 in the rows 2 and 7."""
+    weight = np.random.default_rng(seed).uniform(size=8).astype(np.float32)
+    weight[[2, 7]] = 0
+    return jnp.asarray(weight / weight.sum())
+
+
+@every_way
+@pytest.mark.parametrize("levels", [False, True])
+@pytest.mark.parametrize("weight", ["common", "prefix"])
+def test_sums_while_chunks_run_equal_the_stacked_mean(name, levels, weight, given):
+    """To 1e-6, with weights of each part, nan where the weight is 0, and levels."""
+    weight = shares(1) if weight == "common" else {"a": shares(1), "b": shares(2)}
+
+    def fn(row, shared, bound, level=1):
+        return {"kept": row["b"] * shared}, row
+
+    fns = [functools.partial(fn, level=n) for n in (1, 2, 3)] if levels else [fn]
+    kept, total = jax.jit(each_client.over_clients(fns, HOW[name]))(
+        given, jnp.float32(2), STEPS, LEVEL if levels else None, weight
+    )
+    np.testing.assert_array_equal(kept["kept"], given["b"] * 2)
+    chex.assert_trees_all_close(
+        total, aggregate.weighted_mean(given, weight), rtol=0, atol=1e-6
+    )
+    # And that is what numpy says.
+    per_row = np.asarray(jax.tree.leaves(weight)[0], np.float64)
+    real = per_row > 0
+    expected = np.tensordot(per_row[real], given["a"][real].astype(np.float64), 1)
+    np.testing.assert_allclose(total["a"], expected, rtol=0, atol=1e-6)
+
+
+def test_a_sum_keeps_no_row():
+    """No array of all rows' models: memory is that of a chunk."""
+
+    def fn(row, shared, bound):
+        return row, shared * row
+
+    weight = jnp.full(8, 1 / 8)
+    run = each_client.over_clients([fn], HOW["two"])
+    jaxpr = jax.make_jaxpr(run)(jnp.arange(8.0), jnp.ones(77), STEPS, None, weight)
+    sizes = [v.aval.size for e in small.equations(jaxpr) for v in e.outvars]
+    assert max(sizes) == 2 * 77
+
+
+SIZES = [3, 5, 1, 4, 2, 6, 5, 3]
+
+
+@pytest.fixture(scope="module")
+def problem():
+    """(task, state with kept optimizer states, cohort in another order, tables)."""
+    data = small.tables(SIZES)
+    model = small.linear()
+    state = types.RoundState.first((), (), jax.random.key(3), jnp.arange(8.0) * 100)
+    ids = jnp.array([5, 0, 8, 3, 7, 1, 2, 6])
+    plans = {"local": small.plan(SIZES), "other": small.plan(SIZES, epochs=1)}
+    rows = jnp.minimum(ids, 7)
+    plans = jax.tree.map(lambda leaf: leaf[rows], plans)
+    cohort = small.cohort(ids, 8, plans, depth=[1, 1, 1, 2, 2, 2, 3, 3])
+    task = types.Task(model, (model,), np.zeros(8), 8, 4, 0, 8, 6, (3,))
+    state = state.replace(round=jnp.int32(4))
+    return task, state, cohort, data
+
+
+@pytest.mark.parametrize("name", ["one", "two", "sharded"])
+def test_a_client_sees_its_own(name, problem):
+    """Id, depth, plan, what it brings, its optimizer state and its key; not others'."""
+    task, state, cohort, data = problem
+
+    def fn(client, shared):
+        return {
+            "id": client.id,
+            "depth": client.depth,
+            "own": client.own + shared,
+            "opt_state": client.opt_state,
+            "position": client.plan.position,
+            "bound": client.bound,
+            "round": client.round,
+            "key": jax.random.key_data(client.stream(rng.Tag.LOCAL)),
+            "rows": client.data.partition.train.of(client.id)(jnp.arange(1)),
+        }
+
+    def update(plan, opt_state=None):
+        return each_client.update(
+            fn,
+            task._replace(execution=HOW[name]),
+            state,
+            cohort,
+            data,
+            own=jnp.arange(8) * 10,
+            shared=7,
+            plan=plan,
+            opt_state=opt_state,
+        )
+
+    out = jax.jit(functools.partial(update, "local"))()
+    real = np.flatnonzero(cohort.row_mask)
+    np.testing.assert_array_equal(out["id"], cohort.client_id)
+    np.testing.assert_array_equal(out["depth"], cohort.depth)
+    np.testing.assert_array_equal(out["own"], np.arange(8) * 10 + 7)
+    np.testing.assert_array_equal(
+        out["opt_state"][real], cohort.client_id[real] * 100.0
+    )
+    np.testing.assert_array_equal(out["position"], cohort.plans["local"].position)
+    np.testing.assert_array_equal(
+        out["bound"], in_chunk(cohort.plans["local"].num_steps, HOW[name])
+    )
+    assert (out["round"] == 4).all()
+    for row in real:
+        key = rng.stream(state.key, rng.Tag.LOCAL, 4, int(cohort.client_id[row]))
+        np.testing.assert_array_equal(out["key"][row], jax.random.key_data(key))
+        first = data.partition.train.row[np.cumsum([0, *SIZES])[cohort.client_id[row]]]
+        assert out["rows"][row, 0] == first
+    other = jax.jit(functools.partial(update, "other"))(opt_state=jnp.arange(8.0))
+    np.testing.assert_array_equal(other["opt_state"], np.arange(8.0))
+    np.testing.assert_array_equal(other["position"], cohort.plans["other"].position)
+
+
+def test_levels_are_python_numbers(problem):
+    """`fn` is traced with 1, 2, 3, which may decide shapes; depth says which runs."""
+    task, state, cohort, data = problem
+
+    def fn(client, shared, level):
+        return jnp.ones(level).sum()
+
+    how = task._replace(execution=HOW["two"])
+    out = each_client.update(fn, how, state, cohort, data, levels=3)
+    np.testing.assert_array_equal(out, [1, 1, 2, 2, 2, 2, 3, 3])
+
+
+def test_at_most_and_fresh(problem):
+    """Fewer steps for a client and its chunk's loop, no kept state; nothing else."""
+    data = problem[-1]
+    client = small.client(data, small.plan(SIZES), 5, bound=9, opt_state=jnp.ones(2))
+    assert int(client.plan.num_steps) == 6
+    short = client.at_most(4)
+    assert (int(short.plan.num_steps), int(short.bound)) == (4, 4)
+    unchanged = client.at_most(7)
+    assert (int(unchanged.plan.num_steps), int(unchanged.bound)) == (6, 7)
+    assert client.fresh().opt_state == ()
+    chex.assert_trees_all_equal(client.fresh().plan, client.plan)
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+def test_devices_communicate_for_a_sum_alone(reduce, problem):
+    """The compiled client update of four devices: one sum at its end, or nothing."""
+    task, state, cohort, data = problem
+    how = execution.Execution(2, small.mesh_of(4))
+    sharded = jax.NamedSharding(how.mesh, jax.P("clients"))
+    everywhere = execution.replicated(how)
+    hparams = local_training.LocalTraining(client_momentum=0.9)
+    start = small.at_zero()
+
+    def fn(client, server):
+        trained = local_training.train(
+            hparams, small.regression, server, client.fresh()
+        )
+        return trained.split() if reduce else trained
+
+    def update(cohort, data, start, weight):
+        return each_client.update(
+            fn,
+            task._replace(execution=how),
+            state.replace(opt_state=()),
+            cohort,
+            data,
+            shared=start,
+            reduce=weight if reduce else None,
+        )
+
+    text = (
+        jax.jit(
+            update,
+            in_shardings=(sharded, everywhere, everywhere, sharded),
+            out_shardings=(sharded, everywhere) if reduce else sharded,
+        )
+        .lower(cohort, data, start, jnp.full(8, 1 / 8))
+        .compile()
+        .as_text()
+    )
+    for word in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
+        assert word not in text
+    # Once for all, in the main computation: not in a loop over chunks or steps.
+    main = text[text.index("ENTRY") :]
+    calls = re.findall(r" all-reduce(?:-start)?\(", text)
+    assert len(calls) == len(re.findall(r" all-reduce(?:-start)?\(", main))
+    summed = len(jax.tree.leaves(start))
+    assert 1 <= len(calls) <= summed if reduce else not calls

@@ -1,0 +1,368 @@
+"""Correct answers of served and of the server's models, against loops in numpy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import evaluate, execution, types
+from tests.fedjax_pfl import small
+
+K = 7
+TEST = [3, 0, 5, 2, 7, 1, 4]
+MODEL = small.linear()
+HOW = {
+    "one": execution.Execution(1),
+    "three": execution.Execution(3),
+    "all": execution.Execution(K),
+    "sharded": execution.Execution(2, small.mesh_of(4)),
+}
+every_way = pytest.mark.parametrize("name", HOW)
+
+
+@pytest.fixture(scope="module")
+def data():
+    """Seven clients of unequal test rows, one without any; two rows of padding."""
+    return small.tables([1] * K, test=TEST)
+
+
+def random_variables(*leading, seed=0, num_stages=1):
+    """Variables of `small.linear`, stacked."""
+    gen = np.random.default_rng(seed)
+    shape = (*leading, small.WIDTH, small.NUM_CLASSES)
+    params = [{"w": gen.normal(size=shape)} for _ in range(num_stages)]
+    params = jax.tree.map(jnp.float32, tuple(params))
+    return types.Variables(params, ({},) * num_stages)
+
+
+def of(variables, index):
+    """One row of stacked variables."""
+    return jax.tree.map(lambda leaf: leaf[index], variables)
+
+
+def answers(data, variables):
+    """bool[U]: right answers on the union of all test rows, stages averaged."""
+    rows = np.asarray(data.partition.test.row)[: sum(TEST)]
+    image = np.asarray(data.image, np.float64)[rows]
+    logits = sum(image @ np.asarray(stage["w"]) for stage in variables.params)
+    return logits.argmax(1) == np.asarray(data.label)[rows]
+
+
+def own_rows(client):
+    """The slice of the union that belongs to a client."""
+    start = sum(TEST[:client])
+    return slice(start, start + TEST[client])
+
+
+def algorithm(serving, server=None):
+    """What evaluation looks at."""
+    return types.Algorithm(
+        (), None, None, server=server, serving=lambda *_: tuple(serving)
+    )
+
+
+def count(data, method, *, seed=0, round=0, cohort=None, how="one", jit=True, **given):
+    """`evaluate.count_correct` as numpy."""
+    scoring = evaluate.Scoring(**({"batch_size": 4, "own_batch_size": 2} | given))
+    state = types.RoundState.first((), (), jax.random.key(seed))
+    state = state.replace(round=jnp.int32(round))
+
+    def run(state, data):
+        return evaluate.count_correct(method, state, cohort, data, scoring, HOW[how])
+
+    counts = (jax.jit(run) if jit else run)(state, data)
+    return jax.tree.map(np.asarray, counts)
+
+
+def metrics(counts, test_count=TEST, union=sum(TEST)):
+    """`evaluate.metrics`."""
+    return evaluate.metrics(counts, np.array(test_count), union)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_one_model_for_all(data, jit):
+    """The server's model serves everybody: own rows of each, and the union."""
+    shared = random_variables()
+    mask = jnp.ones(K, bool)
+    method = algorithm(
+        [types.Served.one(MODEL, shared, mask)],
+        lambda state, data: {"global": (MODEL, shared)},
+    )
+    counts = count(data, method, jit=jit)
+    right = answers(data, shared)
+    expected = [right[own_rows(k)].sum() for k in range(K)]
+    np.testing.assert_array_equal(counts["own"], expected)
+    assert counts["known"].all()
+    np.testing.assert_array_equal(counts["server"]["global"], [right.sum()])
+    assert 0 < right.sum() < sum(TEST)
+
+
+def stacked_groups(own, shared):
+    """Clients 4, 0, 6 and, unserved, 2 in that order; 1 and 5 share; 3 has nobody."""
+    ids, mask = jnp.array([4, 0, 6, 2]), jnp.array([True, True, True, False])
+    return [
+        types.Served.each(MODEL, own, client_id=ids, mask=mask),
+        types.Served.one(MODEL, shared, jnp.isin(jnp.arange(K), jnp.array([1, 5]))),
+    ]
+
+
+@every_way
+def test_a_model_for_each(data, name):
+    """Rows in any order, beside a shared model; chunks and devices do not matter."""
+    own, shared = random_variables(4, seed=1), random_variables(seed=2)
+    counts = count(data, algorithm(stacked_groups(own, shared)), how=name)
+    expected = np.zeros(K, int)
+    for row, client in enumerate([4, 0, 6]):
+        expected[client] = answers(data, of(own, row))[own_rows(client)].sum()
+    for client in (1, 5):
+        expected[client] = answers(data, shared)[own_rows(client)].sum()
+    np.testing.assert_array_equal(counts["own"], expected)
+    served = [True, True, False, False, True, True, True]
+    np.testing.assert_array_equal(counts["known"], served)
+    assert "server" not in counts
+    values, accuracies = metrics(counts)
+    # Client 1 has no test row, 2 and 3 no model.
+    np.testing.assert_array_equal(np.isnan(accuracies), [0, 1, 1, 1, 0, 0, 0])
+    assert values["client_accuracy"] == pytest.approx(np.nanmean(accuracies))
+
+
+def built_group(own, shared):
+    """Everybody's model is the shared one plus what is their own."""
+
+    def build(shared, row):
+        return jax.tree.map(jnp.add, shared, row)
+
+    return types.Served.each(MODEL, own, shared=shared, build=build)
+
+
+@every_way
+def test_models_made_where_they_are_needed(data, name):
+    """The same as if all of them had been made before."""
+    own, shared = random_variables(K, seed=3), random_variables(seed=4)
+    counts = count(data, algorithm([built_group(own, shared)]), how=name)
+    whole = jax.tree.map(lambda one, many: one + many, shared, own)
+    expected = [answers(data, of(whole, k))[own_rows(k)].sum() for k in range(K)]
+    np.testing.assert_array_equal(counts["own"], expected)
+
+
+def test_never_all_models_at_once(data):
+    """With a chunk of 1 no array is as large as two of the built models."""
+    wide = 10_000
+
+    def build(shared, row):
+        params = ({"w": jnp.full((small.WIDTH, wide), row)},)
+        return types.Variables(params, ({},))
+
+    group = types.Served.each(MODEL, jnp.arange(7.0), build=build)
+    state = types.RoundState.first((), (), jax.random.key(0))
+    scoring = evaluate.Scoring(4, 2, num_scored=K, scored="all")
+    run = functools.partial(
+        evaluate.count_correct,
+        algorithm([group]),
+        scoring=scoring,
+        how=execution.Execution(1),
+    )
+    jaxpr = jax.make_jaxpr(run)(state, None, data)
+    sizes = [v.aval.size for e in small.equations(jaxpr) for v in e.outvars]
+    assert small.WIDTH * wide <= max(sizes) < 2 * small.WIDTH * wide
+
+
+def answered(method, data):
+    """How often a model is run in the graph: products of matrices."""
+    scoring = evaluate.Scoring(4, 2)
+    state = types.RoundState.first(
+        random_variables(), random_variables(seed=1), jax.random.key(0)
+    )
+
+    def run(state):
+        return evaluate.count_correct(method, state, None, data, scoring, HOW["one"])
+
+    found = small.equations(jax.make_jaxpr(run)(state))
+    return sum(equation.primitive.name == "dot_general" for equation in found)
+
+
+def test_a_model_that_is_both_answers_once(data):
+    """The server's model and a served one that is the very same."""
+    mask = jnp.ones(K, bool)
+
+    def method(pick):
+        return types.Algorithm(
+            (),
+            None,
+            None,
+            server=lambda state, data: {"global": (MODEL, state.server)},
+            serving=lambda state, *_: (types.Served.one(MODEL, pick(state), mask),),
+        )
+
+    assert answered(method(lambda state: state.server), data) == 1
+    assert answered(method(lambda state: state.clients), data) == 2
+
+
+def test_a_sample_is_the_same_in_every_evaluation():
+    """Drawn by the seed alone."""
+    draws = [
+        np.asarray(evaluate.sampled_clients(jax.random.key(seed), 50, 9))
+        for seed in (0, 0, 1)
+    ]
+    assert [draw.sum() for draw in draws] == [9, 9, 9]
+    np.testing.assert_array_equal(draws[0], draws[1])
+    assert (draws[0] != draws[2]).any()
+    assert np.asarray(evaluate.sampled_clients(jax.random.key(0), 5, 0)).all()
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+def test_sampled_clients_have_the_accuracies_of_a_whole_evaluation(data, kind):
+    """The others have none; the metrics say how many there were."""
+    own, shared = random_variables(K, seed=3), random_variables(seed=4)
+    group = built_group(own, shared)
+    if kind == "shared":
+        group = types.Served.one(MODEL, shared, jnp.ones(K, bool))
+    method = algorithm([group], lambda state, data: {"global": (MODEL, shared)})
+    whole = count(data, method, how="three")
+    sample = count(data, method, how="three", num_sampled=4)
+    later = count(data, method, how="three", num_sampled=4, round=9)
+    known = sample["known"]
+    expected = evaluate.sampled_clients(jax.random.key(0), K, 4)
+    np.testing.assert_array_equal(known, expected)
+    np.testing.assert_array_equal(sample["own"], np.where(known, whole["own"], 0))
+    np.testing.assert_array_equal(later["own"], sample["own"])
+    np.testing.assert_array_equal(later["known"], known)
+    values, accuracies = metrics(sample)
+    full, everyone = metrics(whole)
+    np.testing.assert_array_equal(accuracies, np.where(known, everyone, np.nan))
+    assert values["clients_evaluated"] == np.isfinite(accuracies).sum()
+    assert "clients_evaluated" not in full
+    assert values["global_accuracy"] == full["global_accuracy"]
+
+
+def test_a_sample_counts_only_those_a_group_serves(data):
+    """Fewer rows than the sample, and sampled clients that nobody serves."""
+    own, shared = random_variables(4, seed=1), random_variables(seed=2)
+    method = algorithm(stacked_groups(own, shared))
+    whole = count(data, method)
+    sample = count(data, method, num_sampled=5)
+    chosen = np.asarray(evaluate.sampled_clients(jax.random.key(0), K, 5))
+    np.testing.assert_array_equal(sample["known"], whole["known"] & chosen)
+    np.testing.assert_array_equal(sample["own"], np.where(chosen, whole["own"], 0))
+
+
+@every_way
+def test_scored_clients_of_the_next_cohort(data, name):
+    """Their models on the union; a padding row and who has no model score nothing."""
+    own, shared = random_variables(4, seed=1), random_variables(seed=2)
+    method = algorithm(stacked_groups(own, shared))
+    cohort = small.cohort([6, K, 5, 4], K)
+    counts = count(data, method, cohort=cohort, num_scored=4, how=name)
+    np.testing.assert_array_equal(counts["scored"], [6, K, 5, 4])
+    right = [
+        answers(data, of(own, 2)),
+        answers(data, shared),
+        answers(data, of(own, 0)),
+    ]
+    union = [one.sum() for one in right]
+    np.testing.assert_array_equal(counts["cross"], [union[0], 0, union[1], union[2]])
+    values, _ = metrics(counts)
+    mine = [
+        one[own_rows(client)].sum()
+        for one, client in zip(right, (6, 5, 4), strict=True)
+    ]
+    assert values["c_spec"] == pytest.approx(sum(mine) / (TEST[6] + TEST[5] + TEST[4]))
+    assert values["c_gen"] == pytest.approx(sum(union) / (3 * sum(TEST)))
+    assert values["c_per"] == (values["c_spec"] + values["c_gen"]) / 2
+
+
+def test_all_clients_scored(data):
+    """In order of their ids; with a sample, only those in it."""
+    own, shared = random_variables(K, seed=3), random_variables(seed=4)
+    method = algorithm([built_group(own, shared)])
+    given = {"num_scored": K, "scored": "all"}
+    counts = count(data, method, **given)
+    np.testing.assert_array_equal(counts["scored"], np.arange(K))
+    whole = jax.tree.map(lambda one, many: one + many, shared, own)
+    expected = np.array([answers(data, of(whole, k)).sum() for k in range(K)])
+    np.testing.assert_array_equal(counts["cross"], expected)
+    sample = count(data, method, num_sampled=3, **given)
+    chosen = np.asarray(evaluate.sampled_clients(jax.random.key(0), K, 3))
+    np.testing.assert_array_equal(sample["scored"], np.where(chosen, np.arange(K), K))
+    np.testing.assert_array_equal(sample["cross"], np.where(chosen, expected, 0))
+
+
+def test_several_server_models_by_name(data):
+    """Each gives its own accuracy; the first one serves."""
+    models = {name: random_variables(seed=seed) for seed, name in enumerate("abc")}
+
+    def server(state, data):
+        return {name: (MODEL, one) for name, one in models.items()}
+
+    counts = count(data, algorithm((), server)._replace(serving=None))
+    values, _ = metrics(counts)
+    for name, one in models.items():
+        expected = answers(data, one).mean()
+        assert values[f"{name}_accuracy"] == pytest.approx(expected)
+    right = answers(data, models["a"])
+    expected = [right[own_rows(k)].sum() for k in range(K)]
+    np.testing.assert_array_equal(counts["own"], expected)
+
+
+def test_exits_and_their_ensemble(data):
+    """Of each server model; clients are served the ensemble."""
+    model = small.linear("exits", num_exits=3)
+    first, second = (random_variables(seed=s, num_stages=3) for s in (0, 1))
+
+    def server(state, data):
+        return {"global": (model, first), "other": (model, second)}
+
+    served = types.Served.each(model, jax.tree.map(lambda leaf: leaf[None], second))
+    counts = count(data, algorithm([served], server))
+    values, _ = metrics(counts)
+    for prefix, one in (("", first), ("other_", second)):
+        for number in range(3):
+            alone = types.Variables(one.params[number : number + 1], ())
+            name = f"{prefix}exit{number + 1}_accuracy"
+            assert values[name] == pytest.approx(answers(data, alone).mean())
+        ensemble = pytest.approx(answers(data, one).mean())
+        assert values[f"{prefix}ensemble_accuracy"] == ensemble
+    assert values["global_accuracy"] == values["ensemble_accuracy"]
+    assert values["other_accuracy"] == values["other_ensemble_accuracy"]
+    assert counts["own"][0] == answers(data, second)[own_rows(0)].sum()
+
+
+def test_metrics_by_hand():
+    """Pooled and per client, the worst tenth, the spread."""
+    test_count = np.array([10] * 19 + [40])
+    own = np.array([1, 2, *[5] * 17, 36])
+    server = {"global": np.array([115])}
+    counts = {"own": own, "known": np.ones(20, bool), "server": server}
+    values, accuracies = evaluate.metrics(counts, test_count, 230)
+    fractions = np.array([0.1, 0.2, *[0.5] * 17, 0.9])
+    np.testing.assert_allclose(accuracies, fractions)
+    expected = {
+        "global_accuracy": 0.5,
+        "client_accuracy": fractions.mean(),
+        "client_accuracy_pooled": (3 + 85 + 36) / 230,
+        "worst_decile_accuracy": 0.15,
+        "client_accuracy_std": fractions.std(),
+    }
+    assert values == pytest.approx(expected)
+
+
+def test_official_split_has_no_client_accuracy():
+    """Nobody owns a test row; what clients know of all rows can still be scored."""
+    counts = {
+        "own": np.zeros(3, int),
+        "known": np.ones(3, bool),
+        "server": {"global": np.array([7])},
+        "scored": np.array([2, 3]),
+        "cross": np.array([5, 0]),
+    }
+    values, accuracies = metrics(counts, [0, 0, 0], 10)
+    assert accuracies is None
+    assert values == {"global_accuracy": 0.7, "c_gen": 0.5}
+
+
+def test_no_rows_no_metrics():
+    """No test rows at all, no model of the server."""
+    counts = {"own": np.zeros(2, int), "known": np.zeros(2, bool)}
+    assert metrics(counts, [0, 0], 0) == ({}, None)

@@ -1,0 +1,37 @@
+"""Whole chunks on every device."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fedjax_pfl import execution
+from tests.fedjax_pfl import small
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "chunk", "devices", "size"),
+    [
+        (10, 4, 1, 12),
+        (10, 5, 1, 10),
+        (10, 16, 1, 10),
+        (10, 1, 4, 12),
+        (9, 2, 4, 16),
+        (1, 4, 4, 4),
+    ],
+)
+def test_padded_size(num_rows, chunk, devices, size):
+    """A cohort fills whole chunks on every device; a chunk is no larger than needed."""
+    mesh = small.mesh_of(devices) if devices > 1 else None
+    how = execution.Execution(chunk, mesh)
+    assert execution.padded_size(num_rows, how) == size
+    assert execution.padded_size(size, how) == size
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_replicated(devices):
+    """Tables and states live whole on every device of the mesh."""
+    mesh = small.mesh_of(devices) if devices > 1 else None
+    where = execution.replicated(execution.Execution(1, mesh))
+    placed = jax.device_put(jnp.arange(4), where)
+    assert len(placed.addressable_shards) == devices
+    assert all(shard.data.shape == (4,) for shard in placed.addressable_shards)

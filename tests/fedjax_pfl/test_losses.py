@@ -1,0 +1,33 @@
+"""Masked sums and means."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import losses
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_masked_cross_entropy_ignores_padding(jit):
+    """Anything in a padding row changes neither value nor gradient; nan no value."""
+    logits = jnp.array([[2.0, 0.0], [-1e30, 1e30], [1.0, 1.0]])
+    label, mask = jnp.array([0, 1, 1]), jnp.array([True, False, True])
+    fn = jax.value_and_grad(losses.cross_entropy)
+    value, gradient = (jax.jit(fn) if jit else fn)(logits, label, mask)
+    expected = (np.log1p(np.exp(-2)) + np.log(2)) / 2
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    share = 1 / (1 + np.exp(2))
+    by_hand = [[-share / 2, share / 2], [0, 0], [0.25, -0.25]]
+    np.testing.assert_allclose(gradient, by_hand, rtol=1e-5)
+    sick = logits.at[1].set(jnp.nan)
+    np.testing.assert_array_equal(losses.cross_entropy(sick, label, mask), value)
+
+
+def test_sums_and_means():
+    """A pair of sum and count; the mean of nothing is 0."""
+    values, mask = jnp.array([1.0, jnp.inf, 4.0]), jnp.array([True, False, True])
+    total, count = losses.masked_sum(values, mask)
+    assert (float(total), int(count)) == (5, 2)
+    assert losses.mean((total, count)) == losses.masked_mean(values, mask) == 2.5
+    assert losses.masked_mean(values, jnp.zeros(3, bool)) == 0

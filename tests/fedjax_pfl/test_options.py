@@ -1,0 +1,73 @@
+"""Options: checked, and split into what is compiled and what is traced."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from fedjax_pfl import local_training, options
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"client_lr": -1.0}, "--client_lr=-1.0: expected at least 0"),
+        ({"client_lr": float("nan")}, "finite"),
+        ({"client_optimizer": "rmsprop"}, "one of sgd, adam"),
+        ({"client_lr_decay": 0.0}, "more than 0"),
+        ({"client_momentum": 1.5}, "at most 1"),
+    ],
+)
+def test_options_are_validated(values, words):
+    """One line with the flag, what came and what is allowed."""
+    with pytest.raises(ValueError, match=words):
+        options.validate(local_training.LocalTraining(**values))
+
+
+def test_what_is_no_option_has_no_bounds():
+    """A notebook's own dataclass."""
+
+    @dataclasses.dataclass
+    class Plain:
+        scale: float = 1.0
+
+    options.validate(Plain(-1e9))
+    with pytest.raises(ValueError, match="--scale=inf: expected a finite number"):
+        options.validate(Plain(float("inf")))
+
+
+def test_floats_are_split_from_structure():
+    """Traceable floats leave; a zero that switches code off stays."""
+    hparams = local_training.LocalTraining(client_lr=0.3, clip_norm=2.0)
+    structure, floats = options.split_floats(hparams)
+    assert floats == {"client_lr": 0.3, "client_lr_decay": 1.0, "clip_norm": 2.0}
+    assert dataclasses.replace(structure, **floats) == hparams
+    other = local_training.LocalTraining(client_lr=0.7, clip_norm=5.0)
+    assert options.split_floats(other)[0] == structure
+    without = local_training.LocalTraining(client_lr=0.3)
+    assert options.split_floats(without)[0].clip_norm == 0
+    assert "clip_norm" not in options.split_floats(without)[1]
+
+
+def test_off_is_a_static_zero():
+    """A traced number is always on, also where it is 0."""
+    assert options.is_off(0) and options.is_off(0.0) and not options.is_off(1e-9)
+    seen = []
+    jax.jit(lambda x: seen.append(options.is_off(x)))(0.0)
+    assert seen == [False]
+
+
+def test_options_without_effect_are_refused():
+    """Unless they are at their default, or traced."""
+    changed = local_training.LocalTraining(client_lr=0.3)
+    message = "--client_lr=0.3 has no effect without clients; leave it away"
+    with pytest.raises(ValueError, match=message):
+        options.refuse(changed, ("client_lr",), "without clients")
+    options.refuse(changed, ("batch_size",), "without clients")
+
+    def traced(rate):
+        values = local_training.LocalTraining(client_lr=rate)
+        options.refuse(values, ("client_lr",), "without clients")
+        return rate
+
+    assert jax.jit(traced)(0.25) == 0.25

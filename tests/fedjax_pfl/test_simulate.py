@@ -1,0 +1,309 @@
+"""The host's loop: windows of plans, stops, seeds, interrupts, and programs shared."""
+
+import dataclasses
+import gc
+import logging
+import os
+import signal
+import threading
+import weakref
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from fedjax_pfl import checkpoint, program, simulate, types
+from launch import build
+
+ROUNDS = 5
+COMPILED = ("jit(init)", "jit(rounds)", "jit(count)")
+
+
+def make(dataset, **given):
+    """Seven unequal clients, four a round, evaluated in the end."""
+    options = {
+        "algo": "fedavg",
+        "model": "mlp",
+        "preset": "none",
+        "clients_per_round": 4,
+        "local_epochs": 1,
+        "batch_size": 16,
+        "rounds": ROUNDS,
+        "eval_every": ROUNDS,
+        "devices": 1,
+        "client_chunk": 2,
+    }
+    return build.experiment(dataset=dataset, **options | given)
+
+
+def digest(experiment):
+    """The bits of a state."""
+    return checkpoint.digest((experiment.state.server, experiment.state.clients))
+
+
+def counters(experiment):
+    """What was counted, without times."""
+    totals = dataclasses.asdict(experiment.totals)
+    totals["messages"] = totals["messages"].tolist()
+    return {name: value for name, value in totals.items() if name != "seconds"}
+
+
+class Watched:
+    """A planner that tells of every window before it makes one."""
+
+    def __init__(self, simulation, tell):
+        self.planner, self.tell = simulation.planner, tell
+        self.drawn = self.planner.drawn
+        simulation.planner = self
+
+    def window(self, seed_index, first_round, num_rounds, length, min_steps):
+        self.tell(first_round, num_rounds, length)
+        return self.planner.window(
+            seed_index, first_round, num_rounds, length, min_steps
+        )
+
+
+@pytest.fixture
+def short_windows(monkeypatch):
+    """Windows of two rounds."""
+    monkeypatch.setattr(simulate, "MAX_WINDOW_ROUNDS", 2)
+
+
+@pytest.fixture(scope="module")
+def whole(unequal):
+    """An uninterrupted run; nobody changes it."""
+    experiment = make(unequal)
+    experiment.run()
+    return experiment
+
+
+def cohort(num_rows):
+    """A cohort without plans."""
+    zeros = np.zeros(num_rows, np.int32)
+    peers = np.zeros((num_rows, 0), np.int32)
+    fields = {"client_id": zeros, "row": zeros, "row_mask": zeros > 0, "depth": zeros}
+    absent = {
+        field.name: peers
+        for field in dataclasses.fields(types.Cohort)
+        if field.name not in (*fields, "plans")
+    }
+    return types.Cohort(**fields, **absent, plans={})
+
+
+def test_length_of_a_window_is_bounded_by_its_bytes():
+    """A power of two that falls with the plans' size; at least one round."""
+    small = types.PlanSpec("local", 1, 10)
+    large = types.PlanSpec("local", 4, 100)
+    assert simulate.window_rounds(cohort(2), (small,), 40) == 64
+    # 10 rows x 64 steps (4 epochs of 13 batches) x (100 + 1) numbers of 4 bytes.
+    per_round = 10 * (13 + 4 * (64 * 101 + 1))
+    fits = simulate.WINDOW_BYTES // per_round
+    assert fits // 2 < simulate.window_rounds(cohort(10), (large,), 1300) <= fits
+    assert simulate.window_rounds(cohort(100_000), (large,), 1300) == 1
+
+
+def test_length_does_not_depend_on_rounds(unequal):
+    """Runs of any length have one program."""
+    lengths = []
+    for rounds in (1, 3, 100):
+        experiment = make(unequal, rounds=rounds)
+        tell = lambda first, count, length: lengths.append((count, length))  # noqa: E731
+        Watched(experiment.simulation, tell)
+        experiment.simulation.advance(1)
+    assert lengths == [(1, 64), (3, 64), (64, 64)]
+
+
+def test_work_counts_padding_by_chunk():
+    """Each chunk costs its longest row; numbers by hand."""
+    position = np.full((1, 2, 4, 3, 5), -1, np.int32)
+    position[0, 0, 0, :2] = 0
+    position[0, 1, 3, :3] = 0
+    steps = np.array([[[2, 0, 0, 0], [0, 0, 1, 3]]], np.int32)
+    plan = types.Plan(position, np.zeros((1, 2, 4, 3), np.int32), steps)
+    mask = np.array([[[True, False, False, False], [True, True, False, False]]])
+    window = dataclasses.replace(cohort(4), row_mask=mask, plans={"local": plan})
+    work = simulate.work_of(window, types.Execution(chunk=2))
+    assert work.client_updates.tolist() == [1, 2]
+    assert work.samples.tolist() == [10, 15]
+    assert work.executed.tolist() == [2 * 2 * 5, 3 * 2 * 5]
+
+
+def test_stops_do_not_matter(whole, unequal):
+    """Calls that begin and end inside a window change no bit and no counter."""
+    experiment = make(unequal)
+    for stop in (1, 3, 3, ROUNDS):
+        experiment.simulation.advance_to(stop)
+        assert experiment.round == stop
+    experiment.evaluate()
+    assert digest(experiment) == digest(whole)
+    assert counters(experiment) == counters(whole)
+    assert len(experiment.metrics) == 1
+    last = experiment.metrics[0]
+    assert last | {"seconds": 0} == whole.metrics[-1] | {"seconds": 0}
+
+
+def test_windows_do_not_matter_and_are_made_ahead(whole, unequal, short_windows):
+    """Each round is planned once, the next window while the device computes."""
+    experiment = make(unequal)
+    simulation = experiment.simulation
+    told = []
+
+    def tell(first, count, length):
+        told.append((first, count, length, simulation.lanes[0].pending is not None))
+
+    Watched(simulation, tell)
+    experiment.run()
+    assert told == [(0, 2, 2, False), (2, 2, 2, True), (4, 1, 2, True)]
+    assert digest(experiment) == digest(whole)
+    assert counters(experiment) == counters(whole)
+
+
+def test_seeds_share_the_program_of_one(whole, unequal):
+    """On a CPU three seeds are three calls of one seed's program, with its bits."""
+    experiment = make(unequal, num_seeds=3, partition_seed=0)
+    alone = make(unequal, partition_seed=0)
+    assert experiment.program.rounds is alone.program.rounds
+    experiment.run()
+    alone.run()
+    first = jax.tree.map(lambda leaf: leaf[:1], experiment.state)
+    chex.assert_trees_all_equal(
+        (first.server, first.clients), (alone.state.server, alone.state.clients)
+    )
+    shapes = jax.tree.map(lambda leaf: leaf.shape, experiment.simulation.template())
+    assert shapes == jax.tree.map(lambda leaf: leaf.shape, experiment.state)
+
+
+def test_seeds_are_updated_in_place(blobs):
+    """The state of all clients is not copied, however many seeds there are."""
+    experiment = make(
+        blobs,
+        algo="local",
+        num_seeds=4,
+        num_clients=40,
+        clients_per_round=2,
+        partition="iid",
+        client_chunk=1,
+    )
+    simulation = experiment.simulation
+    simulation.advance_to(1)
+    (executable,) = simulation.program.rounds.executables
+    memory = executable.memory_analysis()
+    lane = simulation.lanes[0].state.clients
+    own = sum(leaf.nbytes for leaf in jax.tree.leaves(lane))
+    assert memory.alias_size_in_bytes >= own
+    assert memory.temp_size_in_bytes < own
+
+
+def test_evaluation_after_a_restore_is_the_same(whole, unequal):
+    """What the last round reported is saved, so that a later evaluation tells it."""
+    first = make(unequal)
+    first.simulation.advance_to(ROUNDS)
+    arrays, host = first.saved()
+    second = make(unequal)
+    second.load(ROUNDS, arrays, host, [])
+    (record,) = second.evaluate()
+    assert record | {"seconds": 0} == whole.metrics[-1] | {"seconds": 0}
+    assert "train_loss" in record
+
+
+def test_evaluations_are_due_once(unequal):
+    """Regular ones, the summary's window and the last; then nothing more."""
+    experiment = make(unequal, rounds=8, eval_every=3, summary="last")
+    assert [r for r in range(9) if experiment.is_due(r)] == [0, 3, 6, 8]
+    assert experiment.next_stop() == 0
+    experiment.evaluate()
+    assert experiment.evaluate() == []
+    assert experiment.next_stop() == 3
+    assert experiment.next_stop(every=2) == 2
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_interrupted_run_goes_on(whole, unequal, short_windows, times):
+    """SIGINT while the device computes: the call ends, the state stays, run() goes on.
+
+    A kernel's interrupt is a signal from outside; here another thread sends it.
+    """
+    experiment = make(unequal)
+    simulation = experiment.simulation
+    before = signal.getsignal(signal.SIGINT)
+
+    def tell(first, count, length):
+        if first != 2 or simulation.lanes[0].pending is None:
+            return
+        for _ in range(times):
+            thread = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT))
+            thread.start()
+            thread.join()
+
+    Watched(simulation, tell)
+    with pytest.raises(KeyboardInterrupt, match="after round 2; run\\(\\) goes on"):
+        experiment.run()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert experiment.round == 2
+    chex.assert_tree_all_finite(experiment.params(0))
+    experiment.run()
+    assert digest(experiment) == digest(whole)
+    assert counters(experiment) == counters(whole)
+
+
+def test_exception_while_planning_ahead_loses_nothing(whole, unequal, short_windows):
+    """Two seeds, an exception between their calls: both go on to the same bits."""
+    both = make(unequal, num_seeds=2, partition_seed=0)
+    both.run()
+    experiment = make(unequal, num_seeds=2, partition_seed=0)
+    raised = []
+
+    def tell(first, count, length):
+        if first == 2 and not raised:
+            raised.append(first)
+            raise KeyboardInterrupt
+
+    Watched(experiment.simulation, tell)
+    with pytest.raises(KeyboardInterrupt):
+        experiment.simulation.advance_to(ROUNDS)
+    assert [lane.round for lane in experiment.simulation.lanes] == [2, 1]
+    experiment.run()
+    assert digest(experiment) == digest(both)
+    assert counters(experiment) == counters(both)
+
+
+def compilations(records):
+    """How often each of the three functions was compiled."""
+    told = [record.getMessage() for record in records]
+    done = [
+        text.split()[4]
+        for text in told
+        if text.startswith("Finished XLA compilation of")
+    ]
+    return [done.count(name) for name in COMPILED]
+
+
+def test_second_experiment_compiles_nothing(unequal, caplog):
+    """Another seed, learning rate and number of rounds; another batch size does."""
+    program.forget()
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        make(unequal).run()
+        assert compilations(caplog.records) == [1, 1, 1]
+        second = make(unequal, seed=3, client_lr=0.3, rounds=3)
+        second.run()
+        assert compilations(caplog.records) == [1, 1, 1]
+        make(unequal, batch_size=8).run()
+        assert compilations(caplog.records) == [2, 2, 2]
+    assert second.compile_seconds < 1
+    assert second.hparams.client_lr == 0.3
+
+
+def test_kept_programs_hold_no_data(unequal):
+    """An experiment's tables and state go with it, though its program stays."""
+    experiment = make(unequal, seed=11)
+    experiment.run()
+    program_of = experiment.program.rounds
+    alive = [
+        weakref.ref(experiment.data.image),
+        weakref.ref(jax.tree.leaves(experiment.state)[0]),
+    ]
+    del experiment
+    gc.collect()
+    assert [one() for one in alive] == [None, None]
+    assert make(unequal).program.rounds is program_of

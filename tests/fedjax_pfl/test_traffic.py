@@ -1,0 +1,83 @@
+"""Messages: what counts, and their bytes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import boundary, shapes, traffic, types
+from models import stages
+
+MODEL = stages.chain("two", [("a", stages.Dense(3)), ("b", stages.Dense(2, False))])
+TASK = types.Task(MODEL, (MODEL,), np.zeros(1), 1, 2, 0, 1, 1, (4,))
+KINDS = (types.MessageKind("a", "up", 10**9), types.MessageKind("b", "down", 7))
+
+
+def test_bytes_are_counted_in_int64():
+    """More of them than int32 holds."""
+    total = traffic.cumulative(np.array([5000, 3], np.int32), KINDS)
+    assert total == {"bytes_up": 5 * 10**12, "bytes_down": 21}
+    assert traffic.cumulative(np.zeros(0), ()) == {"bytes_up": 0, "bytes_down": 0}
+
+
+def test_kinds_of_a_direction_add_up():
+    """Any number of kinds."""
+    kinds = (*KINDS, types.MessageKind("c", "up", 5))
+    assert traffic.cumulative([1, 2, 3], kinds) == {
+        "bytes_up": 10**9 + 15,
+        "bytes_down": 14,
+    }
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_messages_of_real_rows_count(jit):
+    """Per row, or one number for all; in the order of the kinds, others not at all."""
+    mask = jnp.array([True, False, True, True])
+
+    def count(mask):
+        sent = {
+            "b": jnp.array([True, True, False, True]),
+            "other": jnp.array([9, 9, 9, 9]),
+            "a": jnp.array([4, 100, 0, 1]),
+            "every": 2,
+        }
+        kinds = (*KINDS, types.MessageKind("every", "up", 1))
+        return traffic.counted(sent, kinds, mask)
+
+    found = (jax.jit(count) if jit else count)(mask)
+    np.testing.assert_array_equal(found, [5, 2, 6])
+    assert found.dtype == jnp.int32
+
+
+def test_no_kinds_no_messages():
+    """An algorithm that sends nothing."""
+    assert traffic.counted({"a": 1}, (), jnp.ones(3, bool)).shape == (0,)
+
+
+def test_a_kind_that_is_never_sent_is_an_error():
+    """Its bytes would be missing without a word."""
+    with pytest.raises(KeyError, match="b"):
+        traffic.counted({"a": 1}, KINDS, jnp.ones(3, bool))
+
+
+def test_a_whole_model_both_ways():
+    """Its bytes down and up."""
+    size = shapes.model_bytes(MODEL, (4,))
+    assert traffic.model_both_ways(TASK, MODEL) == (
+        ("model down", "down", size),
+        ("model up", "up", size),
+    )
+
+
+def test_stages_both_ways():
+    """Counts and kinds have the same names; bytes of each stage's own."""
+    kinds = traffic.stages_both_ways(TASK, MODEL)
+    first, second = shapes.stage_bytes(MODEL, (4,))
+    assert first != second
+    down = boundary.held(jnp.array([2, 1, 0, 2]), 2)
+    up = boundary.held(jnp.array([1, 0, 0, 2]), 2)
+    sent = traffic.stages_sent(MODEL, down, up)
+    assert {kind.name for kind in kinds} == set(sent)
+    mask = jnp.array([True, True, True, False])
+    total = traffic.cumulative(traffic.counted(sent, kinds, mask), kinds)
+    assert total == {"bytes_down": 2 * first + second, "bytes_up": first}

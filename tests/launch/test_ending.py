@@ -1,0 +1,58 @@
+"""How a command ends: exit codes and lines."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from launch import ending, flags
+
+EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
+
+
+@pytest.mark.parametrize(
+    "error, code, line",
+    [
+        (flags.UsageError("--x=1: expected 2"), 2, "error: --x=1: expected 2\n"),
+        (OSError(28, "No space left"), 1, "error: [Errno 28] No space left\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted; what was saved stays"),
+        (MemoryError(), 1, "error: out of memory; lower --batch_size"),
+        (EXHAUSTED, 1, "error: out of memory; lower --batch_size"),
+        (BrokenPipeError(), 141, ""),
+        (SystemExit(143), 143, ""),
+    ],
+)
+def test_codes_and_lines(capsys, error, code, line):
+    """One line at most; what ends the process on purpose is left alone."""
+    with pytest.raises(SystemExit) as stop, ending.reported():
+        raise error
+    assert stop.value.code == code
+    said = capsys.readouterr().err
+    assert said.startswith(line) and said.count("\n") == (line != "")
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("a bug"), jax.errors.JaxRuntimeError("INTERNAL: a bug")]
+)
+def test_bugs_keep_their_traceback(error):
+    """Only what a user can do something about becomes a line."""
+    with pytest.raises(type(error), match="a bug"), ending.reported():
+        raise error
+
+
+@pytest.mark.parametrize("is_full", [True, False], ids=["full disk", "no reader"])
+def test_output_that_cannot_be_written(is_full):
+    """Found out when the buffer is flushed; nothing more is said at exit."""
+    code = "from launch import ending\nwith ending.reported(): print('x' * 100)"
+    read, write = os.pipe()
+    os.close(read)
+    target = os.open("/dev/full", os.O_WRONLY) if is_full else os.dup(write)
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=target, stderr=subprocess.PIPE, text=True
+    )
+    os.close(target)
+    os.close(write)
+    expected = (1, "error: [Errno 28] No space left on device\n") if is_full else None
+    assert (done.returncode, done.stderr) == (expected or (141, ""))

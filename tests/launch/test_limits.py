@@ -1,0 +1,219 @@
+"""Limits: values of every kind, and estimates of memory against numbers by hand."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from launch import build, limits
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    "value, kind, expected",
+    [
+        (3, int, 3),
+        (np.int64(3), int, 3),
+        (2**31 - 1, int, 2**31 - 1),
+        (-1, int, -1),
+        (3, float, 3.0),
+        (np.float32(0.5), float, 0.5),
+        (True, bool, True),
+        ("naïve, 中文 и ещё", str, "naïve, 中文 и ещё"),
+        (None, int, None),
+    ],
+)
+def test_values_that_fit(value, kind, expected):
+    """Plain values of the flag's type; an int will do for a float."""
+    got = limits.checked("rounds", value, kind)
+    assert got == expected and type(got) in (kind, type(None))
+
+
+def test_seeds_are_unsigned():
+    """The last seed is 2**32 - 1; counts end at 2**31 - 1."""
+    assert limits.checked("seed", 2**32 - 1, int) == 2**32 - 1
+    with pytest.raises(ValueError, match="at most 4294967295"):
+        limits.checked("partition_seed", 2**32, int)
+
+
+@pytest.mark.parametrize(
+    "value, kind, reason",
+    [
+        (10**20, int, "--x=100000000000000000000: expected at most 2147483647"),
+        (2**31, int, "--x=2147483648: expected at most 2147483647"),
+        (-(10**20), int, "expected at least -2147483647"),
+        (10**5000, int, "--x=10..5000: expected at most"),
+        (10**5000, float, "--x=10..5000: expected at most 3.402823466e.38"),
+        (1e39, float, "--x=1e.39: expected at most 3.402823466e.38"),
+        (2.0, int, "--x=2.0: expected int"),
+        (True, int, "--x=True: expected int"),
+        (1, bool, "--x=1: expected bool"),
+        ("3", int, "--x='3': expected int"),
+        (3, str, "--x=3: expected str"),
+        (np.zeros((5000, 28, 28)), str, "--x=<ndarray .5000, 28, 28.>: expected str"),
+        (np.zeros(3), float, "--x=<ndarray .3.>: expected float"),
+        (list(range(10**5)), int, "--x=<list>: expected int"),
+        (b"x" * 10**6, str, "--x=b'x.*: expected str"),
+        ("x" * 10**6, int, "--x='x.*: expected int"),
+        ("x" * 10**6, str, "has 1000000 characters, at most 4096"),
+        ("a\nb", str, r"--x='a\\nb' holds the character '\\n'"),
+        ("a\r--seed=7", str, r"holds the character '\\r'"),
+        ("a\0b", str, r"holds the character '\\x00'"),
+        ("a\x85b", str, r"holds the character '\\x85'"),
+        ("a\u2028b", str, r"holds the character '\\u2028'"),
+        ("caf\udce9", str, r"holds the character '\\udce9'"),
+        (" a", str, "begins or ends with a space"),
+    ],
+    # Ten to the 5000 has no text that Python would write.
+    ids=lambda value: type(value).__name__,
+)
+def test_values_that_do_not_fit(value, kind, reason):
+    """One line of at most 150 characters, whatever came."""
+    with pytest.raises(ValueError, match=reason) as error:
+        limits.checked("x", value, kind)
+    assert "\n" not in str(error.value) and len(str(error.value)) <= 150
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"dataset": np.zeros((300, 300))},
+        {"rounds": 10**20},
+        {"rounds": np.arange(3)},
+        {"model": ["mlp"] * 1000},
+        {"client_lr": {"a": 1}},
+        {"workdir": "a\n--seed=1"},
+    ],
+)
+def test_experiment_names_a_wrong_value_shortly(option):
+    """The Python entry checks as the command line does."""
+    (name,) = option
+    with pytest.raises(ValueError) as error:
+        build.experiment(algo="fedavg", **option)
+    line = str(error.value)
+    assert line.startswith(f"--{name}=")
+    assert "\n" not in line and len(line) < 120
+
+
+NUMBERS = {
+    "num_seeds": 1,
+    "num_clients": 100,
+    "clients_per_round": 10,
+    "rounds": 20,
+    "eval_every": 5,
+    "client_chunk": 0,
+    "examples_per_client": 0,
+    "proxy_fraction": 0.0,
+    "batch_size": 20,
+    "local_epochs": 2,
+    "server_epochs": 3,
+}
+
+
+def needs(**changed):
+    """Words -> bytes, for 60,000 examples of 784 numbers and a model of 8,000 bytes."""
+    numbers = limits.needs(
+        NUMBERS | changed, num_rows=60_000, row_numbers=784, model_bytes=8_000
+    )
+    return {one.what: one.bytes for one in numbers[:-2]} | {
+        f"the batches of {'local' if 'local_epochs' in one.factors else 'server'}": (
+            one.bytes
+        )
+        for one in numbers[-2:]
+    }
+
+
+def test_estimates_by_hand():
+    """Each term, computed in one's head."""
+    assert needs(num_seeds=3, client_chunk=99) == {
+        "the models of all seeds": 3 * 8_000,
+        "the models of a chunk of clients": 3 * 10 * 8_000,
+        "the examples of one step": 2 * 4 * 20 * 784,
+        "the partitions of all seeds": 3 * (12 * 60_000 + 250 * 100),
+        "the accuracies of all clients": 3 * 100 * 10 * 8,
+        "the records of all evaluations": 3 * 5 * 1000,
+        # Half of 600 examples a client in batches of 20: no padding.
+        "the batches of local": 10 * 2 * 300 * 4,
+        "the batches of server": 3 * 300 * 4,
+    }
+    # 40 examples a client, half of which are 20, none of them in the proxy set.
+    few = needs(examples_per_client=40, batch_size=64)
+    assert few["the batches of local"] == 10 * 2 * 64 * 4
+    assert few["the partitions of all seeds"] == 12 * 4000 + 250 * 100
+    assert needs(proxy_fraction=0.5)["the batches of local"] == 10 * 2 * 160 * 4
+
+
+@pytest.mark.parametrize(
+    "changed, flag",
+    [
+        ({"batch_size": 2 * 10**9}, "batch_size"),
+        ({"local_epochs": 10**9}, "local_epochs"),
+        ({"server_epochs": 10**9}, "server_epochs"),
+        ({"num_seeds": 10**6}, "num_seeds"),
+        ({"num_clients": 10**9, "clients_per_round": 10}, "num_clients"),
+        ({"num_clients": 10**9, "clients_per_round": 10**9}, "num_clients"),
+        ({"rounds": 10**9}, "rounds"),
+    ],
+)
+def test_the_flag_that_dominates_is_named(changed, flag):
+    """On a machine of 16 GiB; without the change the same run is let through."""
+    for shared in (True, False):
+        free = {True: None if shared else 16 * GIB, False: 16 * GIB}
+        sizes = {"num_rows": 60_000, "row_numbers": 784, "model_bytes": 80_000}
+        limits.refuse(limits.needs(NUMBERS, **sizes), NUMBERS, free)
+        options = NUMBERS | changed
+        with pytest.raises(ValueError, match=f"^--{flag}={options[flag]} .*16.0 GiB"):
+            limits.refuse(limits.needs(options, **sizes), options, free)
+
+
+def test_memory_of_a_device_and_of_the_host_are_apart():
+    """What lies on the host may be larger than a device, and the other way round."""
+    on_device = limits.Need("models", 5 * GIB, {"num_seeds": 2}, True)
+    on_host = limits.Need("records", 5 * GIB, {"rounds": 2})
+    options = {"num_seeds": 2, "rounds": 7}
+    both = [on_device, on_host]
+    limits.refuse(both, options, {True: 6 * GIB, False: 6 * GIB})
+    limits.refuse(both, options, {True: None, False: None})
+    with pytest.raises(ValueError, match="--num_seeds=2 needs 10.0 GiB"):
+        limits.refuse(both, options, {True: None, False: 6 * GIB})
+    with pytest.raises(ValueError, match="--num_seeds=2 needs 5.0 GiB.*4.0 GiB"):
+        limits.refuse(both, options, {True: 4 * GIB, False: 6 * GIB})
+    with pytest.raises(ValueError, match="--rounds=7.*records.*raise --eval_every"):
+        limits.refuse(both, options, {True: 6 * GIB, False: 4 * GIB})
+
+
+def test_large_populations_of_small_models_are_let_through():
+    """A million clients of 16 floats, of which FedAvg keeps nothing: under 4 GB."""
+    options = NUMBERS | {"num_clients": 10**6, "clients_per_round": 100}
+    numbers = limits.needs(
+        options, num_rows=10**7, row_numbers=16, model_bytes=4 * 11_000
+    )
+    limits.refuse(numbers, options, {True: None, False: 4 * 10**9})
+
+
+def test_state_that_clients_keep(monkeypatch):
+    """Shapes alone: 10,000 clients of 10 MB each, and a key."""
+    monkeypatch.setattr(limits, "free_bytes", lambda: {True: None, False: 16 * GIB})
+    options = {"num_seeds": 1, "num_clients": 10_000}
+    state = {
+        "clients": jax.ShapeDtypeStruct((1, 10_000, 2_500_000), np.float32),
+        "key": jax.eval_shape(jax.random.key, 0),
+    }
+    with pytest.raises(ValueError, match="--num_clients=10000 needs 93.1 GiB"):
+        limits.check_state(options, state)
+    limits.check_state(options, {"key": state["key"]})
+
+
+def test_free_memory_of_devices(monkeypatch):
+    """The sum of what devices report; a CPU reports nothing and shares the host's."""
+
+    def devices(*stats):
+        made = [types.SimpleNamespace(memory_stats=lambda s=s: s) for s in stats]
+        monkeypatch.setattr(jax, "devices", lambda: made)
+        return limits.free_bytes()[True]
+
+    card = {"bytes_limit": 10 * GIB, "bytes_in_use": GIB}
+    assert devices(card, {"bytes_limit": 5 * GIB}) == 14 * GIB
+    assert devices(None) is None
