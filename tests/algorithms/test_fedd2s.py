@@ -561,11 +561,11 @@ def test_at_layer_one_clients_train_alone(structure, rounds):
     assert metrics["mean_layer"][0] == 3
     trained, rate = [], 0.01 * 0.8**2
     for number, row in plain.members(cohort).items():
-        one, start_at = (
+        one, first = (
             plain.at(cohort.plans["local"], row),
             plain.own_layers(state, number),
         )
-        expected = plain.train(table, start_at, one, number, plain.Adam(rate))
+        expected = plain.train(table, first, one, number, plain.Adam(rate))
         got = plain.own_layers(after, number)
         chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
         one = plain.at(cohort.plans["server"], row)

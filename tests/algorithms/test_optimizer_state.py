@@ -1,0 +1,148 @@
+"""`--optimizer_state=persist`: each client's momentum lives on, never anybody else's.
+
+Distillation is switched off, so that every algorithm's client update is minibatch
+descent on cross-entropy and one numpy reference serves all of them.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+import algorithms
+from fedjax_pfl import local_training, shapes, types
+from tests.algorithms import conftest, plain
+
+FLOATS = {"client_lr": 0.1, "client_lr_decay": 0.5}
+SILENT = {"client_distill_weight": 0.0, "server_distill_weight": 0.0}
+# Structure, floats, plans that train clients, and how many of the three stages are the
+# server's (the mean of the round's clients), the others are a client's own.
+CASES = {
+    "fedavg": ({}, {}, ("local",), 3),
+    "local": ({}, {}, ("local",), 0),
+    "pfedsd": ({}, {"self_distill_weight": 0.0}, ("local",), 3),
+    "fedper": ({"personal_from": "dense2"}, {}, ("local",), 1),
+    "fedrep": (
+        {"personal_from": "dense2", "local_epochs": 2, "head_epochs": 1},
+        {},
+        ("local",),
+        1,
+    ),
+    "cdkt": ({}, SILENT, ("local",), 0),
+    # At layer 1 nothing is distilled.
+    "fedd2s": ({"fixed_layer": 1}, {}, ("local",), 0),
+    # One state for both of its phases.
+    "fedict": ({}, {"distill_weight": 0.0}, ("local", "distill"), 0),
+}
+TRAINING = [
+    name
+    for name, entry in algorithms.ALGORITHMS.items()
+    if issubclass(entry.HParams, local_training.LocalTraining)
+]
+
+
+def hparams_of(name, **more):
+    entry, common = (
+        algorithms.ALGORITHMS[name],
+        {"batch_size": 5, "client_momentum": 0.5},
+    )
+    return entry.HParams(**common | more)
+
+
+def state_of(made, data):
+    """A state whose models are all the same random one, and all else zeros."""
+    state = jax.eval_shape(made.init, data, jax.random.key(0))
+    state = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state.replace(key=())
+    ).replace(key=jax.random.key(0))
+    start = conftest.random_params(conftest.NETWORKS["tiny"], 0)
+    if state.server != ():
+        state = plain.with_server(state, start)
+    if state.clients != ():
+        lowest = 3 - len(plain.own(state).params)
+        own = types.Variables(*(side[lowest:] for side in start))
+        state = plain.with_own(state, plain.stack([own] * 5))
+    return jax.tree.map(jnp.asarray, state), plain.layers(start.params)
+
+
+def reference(start, cohorts, table, hparams, plans, shared, keep):
+    """(the server's layers, own layers by client) after rounds with kept momentum."""
+    txs = plain.Optimizers(lambda rate: plain.Sgd(rate, 0.5), keep)
+    server, own = start
+    own = dict(enumerate(own))
+    for round, cohort in enumerate(cohorts):
+        rate, trained = 0.1 * 0.5**round, {}
+        for number, row in plain.members(cohort).items():
+            params = server[:shared] + own[number][shared:]
+            for name in plans:
+                stages = None
+                if getattr(hparams, "head_epochs", 0):
+                    body = [i < shared for i in range(3)]
+                    stages = [[not one for one in body], body].__getitem__
+                one, tx = plain.at(cohort.plans[name], row), txs.of(number, rate)
+                params = plain.train(table, params, one, number, tx, trained=stages)
+            trained[number] = params
+        own |= trained
+        size = table.train.count[list(trained)]
+        uniform = getattr(hparams, "aggregation", "uniform") == "uniform"
+        mean = plain.mean(list(trained.values()), [1] * 3 if uniform else size)
+        server = mean[:shared] + server[shared:]
+    return server, own
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kept_momentum_equals_a_numpy_reference(name, problem, quick_jit):
+    """Three rounds with a momentum that each client keeps; a reset one is another."""
+    structure, floats, plans, shared = CASES[name]
+    persist = {"optimizer_state": "persist"}
+    hparams = hparams_of(name, **structure, **floats, **FLOATS, **persist)
+    made = algorithms.ALGORITHMS[name].make(hparams, problem.task_of())
+    cohort_at = plain.planner(problem.data, made.plans)
+    cohorts = [cohort_at(round) for round in range(3)]
+    ids = [number for cohort in cohorts for number in plain.members(cohort)]
+    often = {number for number in ids if ids.count(number) > 1}
+    assert len(often) > 1
+
+    state, start = state_of(made, problem.data)
+    run = quick_jit(made.round)
+    for cohort in cohorts:
+        before, (state, _, _) = state, run(state, cohort, problem.data)
+        for absent in set(range(5)) - set(plain.members(cohort)):
+            pair = (plain.at(one.opt_state, absent) for one in (before, state))
+            chex.assert_trees_all_equal(*pair)
+
+    table = plain.Table(problem.data)
+    kept, reset = (
+        reference((start, [start] * 5), cohorts, table, hparams, plans, shared, keep)
+        for keep in (True, False)
+    )
+    for number in range(5) if shared < 3 else ():
+        found = plain.own_layers(state, number)
+        expected = kept[1][number][3 - len(found) :]
+        chex.assert_trees_all_close(found, expected, rtol=1e-3, atol=1e-5)
+        if number in often:
+            other = reset[1][number][3 - len(found) :]
+            assert plain.differs(expected, other, 1e-3)
+    if shared:
+        found = plain.server_layers(state)
+        chex.assert_trees_all_close(found, kept[0], rtol=1e-3, atol=1e-5)
+        assert plain.differs(kept[0], reset[0], 1e-3)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_states_are_kept_for_every_client(name, problem):
+    """A momentum for each client and parameter, zeros at first; none where it is reset.
+
+    A round gives back what it was given.
+    """
+    for optimizer_state in ("reset", "persist"):
+        hparams = hparams_of(name, optimizer_state=optimizer_state)
+        made = algorithms.ALGORITHMS[name].make(hparams, problem.task_of())
+        state = jax.eval_shape(made.init, problem.data, jax.random.key(0))
+        found = {leaf.shape for leaf in jax.tree.leaves(state.opt_state)}
+        model = shapes.variables(conftest.NETWORKS["tiny"], (8, 8, 1))
+        expected = {(5, *leaf.shape) for leaf in jax.tree.leaves(model.params)}
+        assert found == (expected if optimizer_state == "persist" else set())
+        cohort = plain.planner(problem.data, made.plans)(0)
+        after, _, _ = jax.eval_shape(made.round, state, cohort, problem.data)
+        chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
