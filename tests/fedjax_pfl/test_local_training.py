@@ -197,6 +197,10 @@ MASKS = {
         {"trunk": {"w": ENTRIES}, "exit": TRUE},
         {"trunk": FALSE, "exit": {"w": ENTRIES[0]}},
     ),
+    "none": (
+        {"trunk": FALSE, "exit": FALSE},
+        {"trunk": {"w": ENTRIES & False}, "exit": FALSE},
+    ),
 }
 
 
