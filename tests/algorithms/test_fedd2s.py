@@ -401,7 +401,8 @@ def test_schedule_options(hparams, layers):
     hparams = fedd2s.HParams(**hparams)
     lowest = hparams.fixed_layer or boundary.shallowest(hparams, LADDER, SHAPE)
     taken = np.array([1, 3, 4, 5, 8, 99], np.int32)
-    found = fedd2s.kept_stages(hparams, lowest, L, taken)
+    moves = not hparams.fixed_layer
+    found = boundary.stages_below(hparams, lowest, L, moves, taken)
     np.testing.assert_array_equal(found, np.arange(L) < np.array(layers)[:, None])
 
 
@@ -442,10 +443,11 @@ def test_output_gap_vanishes_only_where_both_agree():
 def test_feature_gap(layer):
     """Property 21: the mean square over all elements of layer l's output alone.
 
-    Other layers have no slope, and twice the difference is four times the gap.
+    Other layers have no slope, and twice the difference is four times the gap. Layer 1
+    is none of those that l may be.
     """
     gen = np.random.default_rng(0)
-    sizes = {1: (5, 2, 3), 2: (5, 4), 3: (5, 6)}
+    sizes = {0: (5, 7), 1: (5, 2, 3), 2: (5, 4), 3: (5, 6)}
     student, target = (
         {stage: jnp.float32(gen.normal(size=size)) for stage, size in sizes.items()}
         for _ in range(2)
@@ -454,12 +456,12 @@ def test_feature_gap(layer):
     kept, mask = np.arange(4) < layer, np.arange(5) < 4
 
     def gap(student, target):
-        return fedd2s.feature_gap(student, target, kept, mask)
+        return fedd2s.feature_gap(range(1, 4), student, target, kept, mask)
 
     value, (slope, to_target) = jax.value_and_grad(gap, (0, 1))(student, target)
     for stage in sizes:
         difference = np.asarray(student[stage] - target[stage])[:4]
-        if stage + 1 == layer:
+        if stage + 1 == layer > 1:
             np.testing.assert_allclose(value, (difference**2).mean(), rtol=1e-5)
             expected = 2 * difference / difference.size
             np.testing.assert_allclose(slope[stage][:4], expected, rtol=1e-5)

@@ -37,6 +37,9 @@ SILENT = {"client_distill_weight": 0.0, "server_distill_weight": 0.0}
 HEAD_FIRST = {"personal_from": "dense2", "local_epochs": 2, "head_epochs": 1}
 CASES = {
     "fedavg": Case({}, 3),
+    "fedprox": Case({"proximal_weight": 0.0}, 3),
+    # The personal model beside it always starts with a fresh state.
+    "ditto": Case({}, 3),
     "local": Case({}, 0),
     "pfedsd": Case({"self_distill_weight": 0.0}, 3),
     "fedper": Case({"personal_from": "dense2"}, 1),
@@ -51,6 +54,8 @@ TRAINING = [
     name
     for name, entry in algorithms.ALGORITHMS.items()
     if issubclass(entry.HParams, local_training.LocalTraining)
+    # Plain SGD only: there is nothing to keep.
+    and name != "scaffold"
 ]
 
 
