@@ -487,6 +487,22 @@ def test_dropout_noise_is_named_by_client_and_round(compiled, start):
     assert plain.differs(first.server, other.server, 1e-3)
 
 
+def test_teachers_in_train_mode_are_noisy(compiled, start):
+    """Section 2: `--teacher_mode=train` leaves dropout on while the clients answer.
+
+    Clients stand still and the server has no dropout: the key can only reach it there.
+    """
+    still, state = FLOATS | {"client_lr": 0.0}, start()
+    run = compiled(
+        "cdkt", clients="noisy", teacher_mode="train", **STRUCTURES["repfull"]
+    )
+    first, _, _ = run(state, **still)
+    other, _, _ = run(state.replace(key=jax.random.key(4)), **still)
+    calm, _, _ = compiled("cdkt", **STRUCTURES["repfull"])(state, **still)
+    assert plain.differs(first.server, other.server, 1e-4)
+    assert plain.differs(first.server, calm.server, 1e-4)
+
+
 def test_init_makes_copies_of_one_model(problem, quick_jit):
     """Section 1A, Init: all clients and the server start as the same parameters."""
     made = cdkt.make(cdkt.HParams(), problem.task_of())

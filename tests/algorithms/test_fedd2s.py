@@ -632,7 +632,7 @@ def test_upload_order_does_not_matter(rounds):
     data = DATA.replace(partition=partition)
     after, _, _ = rounds()(state, cohort)
     again, _, _ = rounds()(state, cohort.replace(plans=plans), data)
-    first, second = ((s.server, s.clients["own"]) for s in (after, again))
+    first, second = ((s.server, plain.own(s)) for s in (after, again))
     chex.assert_trees_all_close(first, second, rtol=1e-5, atol=1e-6)
     # The control: rows move, the plan does not follow.
     other, _, _ = rounds()(state, cohort, data)
@@ -645,7 +645,7 @@ def test_order_and_padding_do_not_matter(rounds):
     after, _, sent = run(state, cohort_of(0, None, 2, 1))
     alike = cohort_of(1, 2, 0, None)
     moved, _, moved_sent = run(state, alike)
-    first, second = ((s.server, s.clients["own"]) for s in (after, moved))
+    first, second = ((s.server, plain.own(s)) for s in (after, moved))
     chex.assert_trees_all_close(first, second, rtol=1e-5, atol=1e-6)
     for name, count in sent.items():
         np.testing.assert_array_equal(count[jnp.array([3, 2, 0])], moved_sent[name][:3])

@@ -339,7 +339,7 @@ def test_order_of_the_cohort_does_not_matter(name, run, given, cohorts):
         cohort = plain.permuted(cohorts[name], order)
         second, _, _ = run(name, state, cohort, **FLOATS)
         chex.assert_trees_all_close(
-            first.server["model"], second.server["model"], atol=1e-6
+            plain.server(first), plain.server(second), atol=1e-6
         )
         chex.assert_trees_all_close(first.clients, second.clients, atol=1e-6)
 
@@ -351,7 +351,7 @@ def test_key_is_only_the_servers_order(run, given):
     for name, found in results.items():
         for seed in range(4):
             one = state.replace(key=jax.random.key(seed))
-            found.append(plain.host(run(name, one, **FLOATS)[0].server["model"]))
+            found.append(plain.host(plain.server(run(name, one, **FLOATS)[0])))
     for other in results["averaged"][1:]:
         chex.assert_trees_all_equal(results["averaged"][0], other)
     first, *others = results["sequential"]
@@ -427,11 +427,11 @@ def test_equal_frequencies_give_the_plain_distance(name, run, given):
         for divisor in (0.3, 7.0):
             values = FLOATS | {"balance_temperature": divisor}
             after, _, _ = run(name, state, **values)
-            results.append(plain.host(after.server["model"]))
+            results.append(plain.host(plain.server(after)))
     for other in results[1:]:
         chex.assert_trees_all_close(results[0], other, atol=1e-6)
     after, _, _ = run(name, given(), **FLOATS)
-    assert plain.differs(results[0], after.server["model"], 1e-4)
+    assert plain.differs(results[0], plain.server(after), 1e-4)
 
 
 def test_label_frequencies(problem, quick_jit):
