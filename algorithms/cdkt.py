@@ -21,8 +21,8 @@ dataset in federated learning", https://arxiv.org/abs/2204.01542 (Algorithm 1).
 | K, R, eta, gamma | `--local_epochs`, `--server_epochs`, `--client_lr`, `--server_lr` |
 
 Differs from the paper, as its released code does: labels are mixed into the targets in
-logit space (Eq. 8 means probabilities), norms are one Frobenius norm per batch
-(`--norm_form=sample` is section 5.2), and in the first round clients train alone
+logit space (Eq. 8 means probabilities), norms are one Frobenius norm per batch (section
+5.2 has one for each sample), and in the first round clients train alone
 (`--warm_rounds`). Differs from the code, as the paper says: the teacher is the mean
 over the round's clients in eval mode, and proxy batches go round instead of cutting a
 client's epoch short. `--preset=cdkt_code` switches these back.
