@@ -1,7 +1,6 @@
 """A tiny network, one small problem and rounds that are compiled once per session."""
 
 import dataclasses
-import functools
 import types as namespace
 
 import jax
@@ -47,16 +46,6 @@ def random_params(model, seed, shape=(8, 8, 1)):
         lambda leaf: (gen.normal(size=leaf.shape) * 0.3).astype(leaf.dtype),
         shapes.variables(model, shape),
     )
-
-
-# Half the compile time; what is compiled here is too small to gain by speed.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
-@pytest.fixture(scope="session")
-def quick_jit():
-    """`jax.jit` that compiles quickly and runs slowly."""
-    return functools.partial(jax.jit, compiler_options=QUICK)
 
 
 @pytest.fixture(scope="session")
@@ -114,7 +103,7 @@ def start():
 
 
 @pytest.fixture(scope="session")
-def compiled(problem, quick_jit):
+def compiled(problem):
     """Jitted rounds by structure; floats are traced, as in `program.build`."""
     cache = {}
 
@@ -127,7 +116,7 @@ def compiled(problem, quick_jit):
         static, floats = options.split_floats(hparams)
         task = problem.task_of(server, clients, chunk)
 
-        @quick_jit
+        @jax.jit
         def run(values, state, cohort, data):
             made = module.make(dataclasses.replace(static, **values), task)
             return made.round(state, cohort, data)

@@ -503,10 +503,10 @@ def test_teachers_in_train_mode_are_noisy(compiled, start):
     assert plain.differs(first.server, calm.server, 1e-4)
 
 
-def test_init_makes_copies_of_one_model(problem, quick_jit):
+def test_init_makes_copies_of_one_model(problem):
     """Section 1A, Init: all clients and the server start as the same parameters."""
     made = cdkt.make(cdkt.HParams(), problem.task_of())
-    state = quick_jit(made.init)(problem.data, jax.random.key(0))
+    state = jax.jit(made.init)(problem.data, jax.random.key(0))
     assert int(state.round) == 0
     for number in range(5):
         chex.assert_trees_all_equal(

@@ -138,11 +138,11 @@ def right_answers(variables, table, rows):
 
 
 @pytest.fixture(scope="module")
-def counted(problem, quick_jit):
+def counted(problem):
     """Makes `(state, cohort) -> counts of correct answers` of an algorithm."""
 
     def program(made):
-        scored = quick_jit(
+        scored = jax.jit(
             lambda state, cohort, data: evaluate.count_correct(
                 made, state, cohort, data, SCORING, problem.execution
             )
@@ -182,10 +182,10 @@ def test_stale_evaluation(compiled, given, counted, problem):
         assert counts["server"]["global"].tolist() == [new]
 
 
-def test_nobody_is_stale_before_the_first_round(problem, quick_jit):
+def test_nobody_is_stale_before_the_first_round(problem):
     """Section 1A, FedAvg: at round 0 all hold the initial broadcast."""
     made = fedavg.make(fedavg.HParams(eval_model="stale"), problem.task_of())
-    state = quick_jit(made.init)(problem.data, jax.random.key(0))
+    state = jax.jit(made.init)(problem.data, jax.random.key(0))
     for one in plain.served(made, state, problem.cohort(0), problem.data):
         chex.assert_trees_all_equal(one, plain.host(plain.server(state)))
     broadcast, copies = made.serving(state, problem.cohort(0), problem.data)

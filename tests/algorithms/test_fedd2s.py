@@ -172,7 +172,7 @@ def start(layers=(6,) * NUM_CLIENTS, structure="default", seed=0, round=2):
 
 
 @pytest.fixture(scope="module")
-def rounds(quick_jit):
+def rounds():
     """Jitted rounds by structure, each traced once in all tests together."""
     cache = {}
 
@@ -182,7 +182,7 @@ def rounds(quick_jit):
         static, floats = options.split_floats(hparams_of(structure))
         traces = []
 
-        @quick_jit
+        @jax.jit
         def traced(values, state, cohort, data):
             traces.append(structure)
             made = fedd2s.make(dataclasses.replace(static, **values), task_of())
@@ -488,7 +488,7 @@ def test_features(first):
     assert found[1].shape == (3, 2, 2, 4)
 
 
-def test_splice_is_composition(quick_jit):
+def test_splice_is_composition():
     """Property 3: outputs and gradients, at every boundary, where ranks differ."""
     own, server = (random_params(CONV, CONV_SHAPE, seed) for seed in (1, 2))
     image = np.random.default_rng(0).normal(size=(3, *CONV_SHAPE)).astype(np.float32)
@@ -505,8 +505,8 @@ def test_splice_is_composition(quick_jit):
         h, _ = CONV.forward(*boundary.splice(*sides, keep), image)
         return jnp.sin(h).sum(), h
 
-    one = quick_jit(jax.grad(composed, has_aux=True), static_argnums=2)
-    other = quick_jit(jax.grad(spliced, (0, 1), has_aux=True))
+    one = jax.jit(jax.grad(composed, has_aux=True), static_argnums=2)
+    other = jax.jit(jax.grad(spliced, (0, 1), has_aux=True))
     for layer in range(1, depth + 1):
         keep = jnp.arange(depth) < layer
         expected, first = one(own.params, server.params, layer)
@@ -785,10 +785,10 @@ def test_bad_values_are_refused(wrong):
         options.validate(fedd2s.HParams(**wrong))
 
 
-def test_everybody_starts_equal_and_is_evaluated(quick_jit):
+def test_everybody_starts_equal_and_is_evaluated():
     """Section 1.0: one initialisation; all N clients' own models are evaluated."""
     made = fedd2s.make(hparams_of("persist", server_epochs=3), task_of())
-    state = quick_jit(made.init)(DATA, jax.random.key(0))
+    state = jax.jit(made.init)(DATA, jax.random.key(0))
     server = plain.host(state.server)
     for number, one in enumerate(plain.served(made, state)):
         chex.assert_trees_all_equal(plain.own(state, number), server)

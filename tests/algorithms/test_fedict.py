@@ -60,7 +60,7 @@ def cohorts(problem):
 
 
 @pytest.fixture(scope="session")
-def run(problem, cohorts, quick_jit):
+def run(problem, cohorts):
     """`(name, state, cohort, **floats) -> round's result`, compiled by name."""
     cache = {}
 
@@ -68,7 +68,7 @@ def run(problem, cohorts, quick_jit):
         hparams = fedict.HParams(batch_size=5, **STRUCTURES[name])
         static, floats = options.split_floats(hparams)
         if name not in cache:
-            cache[name] = quick_jit(
+            cache[name] = jax.jit(
                 lambda values, state, cohort, data: fedict.make(
                     dataclasses.replace(static, **values), problem.task_of()
                 ).round(state, cohort, data)
@@ -434,10 +434,10 @@ def test_equal_frequencies_give_the_plain_distance(name, run, given):
     assert plain.differs(results[0], plain.server(after), 1e-4)
 
 
-def test_label_frequencies(problem, quick_jit):
+def test_label_frequencies(problem):
     """Section 1.9: d^n of a client's train rows, d^g of all of them; common init."""
     made, table = make("sequential", problem), plain.Table(problem.data)
-    state = quick_jit(made.init)(problem.data, jax.random.key(0))
+    state = jax.jit(made.init)(problem.data, jax.random.key(0))
     labels = [table.label[table.owned(k)] for k in range(5)]
     for number, own in enumerate(labels):
         expected = np.bincount(own, minlength=4) / len(own)

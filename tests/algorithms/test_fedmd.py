@@ -51,7 +51,7 @@ def cohort_at(problem, task):
 
 
 @pytest.fixture(scope="session")
-def run(problem, task, cohort_at, quick_jit):
+def run(problem, task, cohort_at):
     """`(name, state, cohort, data, **floats) -> round's result`, compiled by name."""
     cache = {}
 
@@ -59,7 +59,7 @@ def run(problem, task, cohort_at, quick_jit):
         hparams = fedmd.HParams(batch_size=5, local_epochs=2, **STRUCTURES[name])
         static, floats = options.split_floats(hparams)
 
-        @quick_jit
+        @jax.jit
         def program(values, state, cohort, data):
             made = fedmd.make(dataclasses.replace(static, **values), task)
             return made.round(state, cohort, data)
@@ -401,10 +401,10 @@ def test_everyone_serves_itself(task, problem, given):
         chex.assert_trees_all_equal(one, private(state, number)["own"])
 
 
-def test_groups_start_from_one_model_each(task, problem, quick_jit):
+def test_groups_start_from_one_model_each(task, problem):
     """Section 1.0: a common initialisation; nobody has taken part."""
     made = fedmd.make(fedmd.HParams(), task)
-    state = quick_jit(made.init)(problem.data, jax.random.key(0))
+    state = jax.jit(made.init)(problem.data, jax.random.key(0))
     for group, ids in zip(state.clients, MEMBERS, strict=True):
         for slot in range(len(ids)):
             chex.assert_trees_all_equal(plain.at(group, slot), plain.at(group, 0))

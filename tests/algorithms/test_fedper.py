@@ -431,10 +431,10 @@ def test_cuts_of_the_papers_model(algo, options, lowest, problem):
     assert [kind.direction for kind in made.messages] == ["down"] * 6 + ["up"] * 6
 
 
-def test_everyone_starts_from_one_model(problem, quick_jit):
+def test_everyone_starts_from_one_model(problem):
     """Section 1.0: a common initialisation, Z = 0."""
     made = make("fedper_plus", problem, **MOVING)
-    state = quick_jit(made.init)(problem.data, jax.random.key(0))
+    state = jax.jit(made.init)(problem.data, jax.random.key(0))
     for number in range(5):
         chex.assert_trees_all_equal(
             plain.own(state, number),

@@ -44,7 +44,7 @@ def task(problem):
     return problem.task_of()._replace(num_clients=3)
 
 
-def test_answers_the_biggest_class(data, task, problem, quick_jit):
+def test_answers_the_biggest_class(data, task, problem):
     """Number 25: a client's accuracy is the test share of its biggest train class.
 
     Here this is the biggest test class too. The server answers the biggest of all,
@@ -56,7 +56,7 @@ def test_answers_the_biggest_class(data, task, problem, quick_jit):
     np.testing.assert_array_equal(state.clients, expected)
     np.testing.assert_array_equal(state.server, [5, 5, 3, 1])
     counts = plain.host(
-        quick_jit(
+        jax.jit(
             lambda state, data: evaluate.count_correct(
                 made, state, None, data, SCORING, types.Execution(3)
             )
@@ -139,7 +139,7 @@ def answering(label):
     return made
 
 
-def test_clients_never_selected_count(data, task, quick_jit):
+def test_clients_never_selected_count(data, task):
     """Number 25: who never took part is scored with the initial model.
 
     Of pFedSD's three clients only client 1 has a model of its own.
@@ -155,7 +155,7 @@ def test_clients_never_selected_count(data, task, quick_jit):
         round=np.int32(3),
     )
     counts = plain.host(
-        quick_jit(
+        jax.jit(
             lambda state, data: evaluate.count_correct(
                 made, state, None, data, SCORING, types.Execution(3)
             )

@@ -105,7 +105,7 @@ def reference(start, cohorts, table, hparams, case, keep):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kept_momentum_equals_a_numpy_reference(name, problem, quick_jit):
+def test_kept_momentum_equals_a_numpy_reference(name, problem):
     """Three rounds with a momentum that each client keeps; a reset one is another."""
     case, persist = CASES[name], {"optimizer_state": "persist"}
     hparams = hparams_of(name, **case.options, **FLOATS, **persist)
@@ -117,7 +117,7 @@ def test_kept_momentum_equals_a_numpy_reference(name, problem, quick_jit):
     assert len(often) > 1
 
     state, start = state_of(made, problem.data)
-    run = quick_jit(made.round)
+    run = jax.jit(made.round)
     for cohort in cohorts:
         before, (state, _, _) = state, run(state, cohort, problem.data)
         for absent in set(range(5)) - set(plain.members(cohort)):

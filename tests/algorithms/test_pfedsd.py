@@ -230,7 +230,7 @@ def test_eval_model_server(problem, given):
     chex.assert_trees_all_equal(variables, state.server)
 
 
-def test_teacher_has_no_dropout(compiled, problem, given, quick_jit):
+def test_teacher_has_no_dropout(compiled, problem, given):
     """Section 1.10: the teacher answers in eval mode, the student in train mode.
 
     One step of one client in plain jax without vmap.
@@ -247,7 +247,7 @@ def test_teacher_has_no_dropout(compiled, problem, given, quick_jit):
     key = rng.stream(state.key, rng.Tag.LOCAL, jnp.asarray(state.round), number)
     teacher = plain.own(state, number)
 
-    @quick_jit
+    @jax.jit
     def gradient(params, stats):
         def loss(params):
             mode = {"train": True, "key": jax.random.fold_in(key, 0)}
@@ -265,11 +265,11 @@ def test_teacher_has_no_dropout(compiled, problem, given, quick_jit):
     chex.assert_trees_all_close(found, plain.host(expected), rtol=1e-4, atol=1e-6)
 
 
-def test_everyone_starts_from_one_model(problem, quick_jit):
+def test_everyone_starts_from_one_model(problem):
     """Section 1.0: a common initialisation, nobody has a model of its own yet."""
     made = pfedsd.make(pfedsd.HParams(local_epochs=4), problem.task_of())
     assert made.plans == (types.PlanSpec("local", 4, 20),)
-    state = quick_jit(made.init)(problem.data, jax.random.key(0))
+    state = jax.jit(made.init)(problem.data, jax.random.key(0))
     for number in range(5):
         chex.assert_trees_all_equal(plain.own(state, number), plain.host(state.server))
     assert not np.asarray(state.clients["has_own"]).any()
