@@ -4,6 +4,8 @@ Distillation is switched off, so that every algorithm's client update is minibat
 descent on cross-entropy and one numpy reference serves all of them.
 """
 
+from typing import NamedTuple
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -14,25 +16,36 @@ from fedjax_pfl import local_training, shapes, types
 from tests.algorithms import conftest, plain
 
 FLOATS = {"client_lr": 0.1, "client_lr_decay": 0.5}
+
+
+class Case(NamedTuple):
+    """How an algorithm is made to train on cross-entropy alone.
+
+    Attributes:
+        options: What switches everything else off.
+        shared: How many of the three stages are the server's, the mean of the round's
+            clients; the others are a client's own.
+        plans: The plans that train clients, in order.
+    """
+
+    options: dict
+    shared: int
+    plans: tuple = ("local",)
+
+
 SILENT = {"client_distill_weight": 0.0, "server_distill_weight": 0.0}
-# Structure, floats, plans that train clients, and how many of the three stages are the
-# server's (the mean of the round's clients), the others are a client's own.
+HEAD_FIRST = {"personal_from": "dense2", "local_epochs": 2, "head_epochs": 1}
 CASES = {
-    "fedavg": ({}, {}, ("local",), 3),
-    "local": ({}, {}, ("local",), 0),
-    "pfedsd": ({}, {"self_distill_weight": 0.0}, ("local",), 3),
-    "fedper": ({"personal_from": "dense2"}, {}, ("local",), 1),
-    "fedrep": (
-        {"personal_from": "dense2", "local_epochs": 2, "head_epochs": 1},
-        {},
-        ("local",),
-        1,
-    ),
-    "cdkt": ({}, SILENT, ("local",), 0),
+    "fedavg": Case({}, 3),
+    "local": Case({}, 0),
+    "pfedsd": Case({"self_distill_weight": 0.0}, 3),
+    "fedper": Case({"personal_from": "dense2"}, 1),
+    "fedrep": Case(HEAD_FIRST, 1),
+    "cdkt": Case(SILENT, 0),
     # At layer 1 nothing is distilled.
-    "fedd2s": ({"fixed_layer": 1}, {}, ("local",), 0),
+    "fedd2s": Case({"fixed_layer": 1}, 0),
     # One state for both of its phases.
-    "fedict": ({}, {"distill_weight": 0.0}, ("local", "distill"), 0),
+    "fedict": Case({"distill_weight": 0.0}, 0, ("local", "distill")),
 }
 TRAINING = [
     name
@@ -42,11 +55,8 @@ TRAINING = [
 
 
 def hparams_of(name, **more):
-    entry, common = (
-        algorithms.ALGORITHMS[name],
-        {"batch_size": 5, "client_momentum": 0.5},
-    )
-    return entry.HParams(**common | more)
+    common = {"batch_size": 5, "client_momentum": 0.5}
+    return algorithms.ALGORITHMS[name].HParams(**common | more)
 
 
 def state_of(made, data):
@@ -65,16 +75,15 @@ def state_of(made, data):
     return jax.tree.map(jnp.asarray, state), plain.layers(start.params)
 
 
-def reference(start, cohorts, table, hparams, plans, shared, keep):
+def reference(start, cohorts, table, hparams, case, keep):
     """(the server's layers, own layers by client) after rounds with kept momentum."""
     txs = plain.Optimizers(lambda rate: plain.Sgd(rate, 0.5), keep)
-    server, own = start
-    own = dict(enumerate(own))
+    server, own, shared = start, dict.fromkeys(range(5), start), case.shared
     for round, cohort in enumerate(cohorts):
         rate, trained = 0.1 * 0.5**round, {}
         for number, row in plain.members(cohort).items():
             params = server[:shared] + own[number][shared:]
-            for name in plans:
+            for name in case.plans:
                 stages = None
                 if getattr(hparams, "head_epochs", 0):
                     body = [i < shared for i in range(3)]
@@ -93,9 +102,8 @@ def reference(start, cohorts, table, hparams, plans, shared, keep):
 @pytest.mark.parametrize("name", CASES)
 def test_kept_momentum_equals_a_numpy_reference(name, problem, quick_jit):
     """Three rounds with a momentum that each client keeps; a reset one is another."""
-    structure, floats, plans, shared = CASES[name]
-    persist = {"optimizer_state": "persist"}
-    hparams = hparams_of(name, **structure, **floats, **FLOATS, **persist)
+    case, persist = CASES[name], {"optimizer_state": "persist"}
+    hparams = hparams_of(name, **case.options, **FLOATS, **persist)
     made = algorithms.ALGORITHMS[name].make(hparams, problem.task_of())
     cohort_at = plain.planner(problem.data, made.plans)
     cohorts = [cohort_at(round) for round in range(3)]
@@ -113,17 +121,16 @@ def test_kept_momentum_equals_a_numpy_reference(name, problem, quick_jit):
 
     table = plain.Table(problem.data)
     kept, reset = (
-        reference((start, [start] * 5), cohorts, table, hparams, plans, shared, keep)
-        for keep in (True, False)
+        reference(start, cohorts, table, hparams, case, keep) for keep in (True, False)
     )
-    for number in range(5) if shared < 3 else ():
+    for number in range(5) if case.shared < 3 else ():
         found = plain.own_layers(state, number)
         expected = kept[1][number][3 - len(found) :]
         chex.assert_trees_all_close(found, expected, rtol=1e-3, atol=1e-5)
         if number in often:
             other = reset[1][number][3 - len(found) :]
             assert plain.differs(expected, other, 1e-3)
-    if shared:
+    if case.shared:
         found = plain.server_layers(state)
         chex.assert_trees_all_close(found, kept[0], rtol=1e-3, atol=1e-5)
         assert plain.differs(kept[0], reset[0], 1e-3)
@@ -131,18 +138,19 @@ def test_kept_momentum_equals_a_numpy_reference(name, problem, quick_jit):
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_states_are_kept_for_every_client(name, problem):
-    """A momentum for each client and parameter, zeros at first; none where it is reset.
+    """A momentum for each client and parameter, none where it is reset.
 
     A round gives back what it was given.
     """
-    for optimizer_state in ("reset", "persist"):
-        hparams = hparams_of(name, optimizer_state=optimizer_state)
+    found = {}
+    for kept in ("reset", "persist"):
+        hparams = hparams_of(name, optimizer_state=kept)
         made = algorithms.ALGORITHMS[name].make(hparams, problem.task_of())
         state = jax.eval_shape(made.init, problem.data, jax.random.key(0))
-        found = {leaf.shape for leaf in jax.tree.leaves(state.opt_state)}
-        model = shapes.variables(conftest.NETWORKS["tiny"], (8, 8, 1))
-        expected = {(5, *leaf.shape) for leaf in jax.tree.leaves(model.params)}
-        assert found == (expected if optimizer_state == "persist" else set())
-        cohort = plain.planner(problem.data, made.plans)(0)
-        after, _, _ = jax.eval_shape(made.round, state, cohort, problem.data)
-        chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+        found[kept] = {leaf.shape for leaf in jax.tree.leaves(state.opt_state)}
+    model = shapes.variables(conftest.NETWORKS["tiny"], (8, 8, 1))
+    expected = {(5, *leaf.shape) for leaf in jax.tree.leaves(model.params)}
+    assert found == {"reset": set(), "persist": expected}
+    cohort = plain.planner(problem.data, made.plans)(0)
+    after, _, _ = jax.eval_shape(made.round, state, cohort, problem.data)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
