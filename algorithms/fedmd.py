@@ -24,7 +24,8 @@ are new; optimizers start fresh in each digest and revisit, and the subset is no
 stratified. Public sets by data set are in `launch/rules/none.toml`; mnist_5k has 4,000
 images to give, and a run on mnist_5k itself sets a tenth of its images aside, so that
 its clients are not those of other methods. With `--optimizer_state=persist` a client's
-revisits share an optimizer state, its digests do not. The order of the FedD2S paper's description (private training first) is left out.
+revisits share an optimizer state, its digests do not. The order of
+the FedD2S paper's description (private training first) is left out.
 """
 
 from __future__ import annotations
