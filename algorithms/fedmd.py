@@ -21,16 +21,17 @@ Differs from the paper: a sample of the clients takes part in a round; there is 
 transfer phase on public labels before the first round (public sets here have other
 classes), instead clients in their first round are left out of the consensus unless all
 are new; optimizers start fresh in each digest and revisit, and the subset is not
-stratified. Public sets by data set are a preset's; mnist_5k has 4,000 images
-to give, and a run on mnist_5k itself sets a tenth of its images aside, so that its
-clients are not those of other methods.
-With `--optimizer_state=persist` the revisits share an optimizer state, digests do not.
-The order of the FedD2S paper's description (private training first) is left out.
+stratified. Public sets by data set are in `launch/rules/none.toml`; mnist_5k has 4,000
+images to give, and a run on mnist_5k itself sets a tenth of its images aside, so that
+its clients are not those of other methods. With `--optimizer_state=persist` a client's
+revisits share an optimizer state, its digests do not. The order of
+the FedD2S paper's description (private training first) is left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -131,7 +132,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             logits, _ = model.forward(*client.own, image)
             return jax.nn.softmax(logits) if hparams.public_loss == "kl" else logits
 
-        return proxy.outputs_by_sample(
+        answers = proxy.outputs_by_sample(
             forward,
             client.data,
             lambda position: flat[position],
@@ -140,9 +141,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             batch_size=hparams.batch_size,
             num_batches=jnp.where(client.bound > 0, public.shape[0], 0),
         )
+        return (), answers
 
-    def digest(model: types.Model, client: each_client.Client, shared: Any):
-        """Trains on the public images towards the consensus."""
+    def update(model: types.Model, client: each_client.Client, shared: Any):
+        """Digest: the public images towards the consensus. Revisit: the own ones."""
         public, consensus = shared
 
         def loss_fn(params, stats, batch):
@@ -152,7 +154,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             return gap, stats
 
         rate = local_training.learning_rate(hparams, client.round)
-        return proxy.fit(
+        digested = proxy.fit(
             loss_fn,
             local_training.optimizer(hparams, rate),
             client.own,
@@ -162,6 +164,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             key=client.stream(rng.Tag.LOCAL_PROXY),
             is_active=client.bound > 0,
         )
+        supervised = local_training.cross_entropy_loss(model)
+        return local_training.train(hparams, supervised, digested, client)
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         clients, kept = [], []
@@ -190,7 +194,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         consensus = jnp.zeros(())
         for _, model, mine, own in passes:
             _, part = each_client.update(
-                lambda client, public, model=model: ((), answer(model, client, public)),
+                functools.partial(answer, model),
                 *(task, state, mine, data),
                 own=own,
                 shared=public,
@@ -202,14 +206,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         clients, kept = list(state.clients), list(state.opt_state)
         total, count = jnp.zeros(()), jnp.zeros((), jnp.int32)
         for number, model, mine, own in passes:
-
-            def digest_and_revisit(client, shared, model=model):
-                start = digest(model, client, shared)
-                loss_fn = local_training.cross_entropy_loss(model)
-                return local_training.train(hparams, loss_fn, start, client)
-
             trained = each_client.update(
-                digest_and_revisit,
+                functools.partial(update, model),
                 *(task, state, mine, data),
                 own=own,
                 shared=(public, consensus),
@@ -225,11 +223,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return state, {"train_loss": (total, count)}, sent
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        groups = zip(state.clients, members, task.client_models, strict=True)
         return tuple(
             types.Served.each(model, rows["own"], client_id=ids)
-            for rows, ids, model in zip(
-                state.clients, members, task.client_models, strict=True
-            )
+            for rows, ids, model in groups
         )
 
     size = num_public * task.num_classes * traffic.FLOAT_BYTES
