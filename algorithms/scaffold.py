@@ -75,6 +75,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         ValueError: an optimizer other than plain SGD.
     """
     plain = ("client_optimizer", "client_momentum", "weight_decay", "clip_norm")
+    plain += ("optimizer_state",)
     options.refuse(hparams, plain, "with scaffold, whose local steps are plain SGD")
     model = task.model
     loss_fn = local_training.cross_entropy_loss(model)
