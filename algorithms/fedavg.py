@@ -10,7 +10,7 @@ Deep Networks from Decentralized Data", AISTATS 2017, https://arxiv.org/abs/1602
 
 | paper | here |
 |---|---|
-| w_t | `state.server` |
+| w_t | `state.server` (`["model"]` with `--eval_model=stale`) |
 | C * K | `--clients_per_round` |
 | E, B, eta | `--local_epochs`, `--batch_size`, `--client_lr` |
 | n_k / n | `aggregate.cohort_weights("examples", ...)` |

@@ -18,7 +18,7 @@ Data-Free Federated Knowledge Distillation", https://arxiv.org/abs/2402.10846
 | theta^n, theta^g, phi^n | `state.clients["own"]`, `state.server`, its copies |
 | l_n, Z, Z0 | the boundary of `kept`, `participations`, `--drop_every` |
 | H_1, H_l | what the stages below a boundary put out; never stored |
-| p, t | `teacher`, tables of logits aligned by sample |
+| p, t | tables of logits, aligned by sample |
 | J, Q (C2S, S2C; Eqs. 9, 10, 12, 13) | `distil` and `supervised` objectives |
 | E | `--local_epochs` and `--server_epochs` |
 | MSE on feature maps (Table 3) | `--transfer=mse` |

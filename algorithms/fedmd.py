@@ -219,8 +219,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             part = trained.metrics(mine)["train_loss"]
             total, count = total + part[0], count + part[1]
         state = state.after(clients=tuple(clients), opt_state=tuple(kept))
-        sent = {"answers": 1, "consensus": 1}
-        return state, {"train_loss": (total, count)}, sent
+        return state, {"train_loss": (total, count)}, {"answers": 1, "consensus": 1}
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         groups = zip(state.clients, members, task.client_models, strict=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from data import shuffle
 from fedjax_pfl import execution as execution_lib
-from fedjax_pfl import rng, types
+from fedjax_pfl import rng, shapes, types
 
 # Examples in one step of a chunk that keep an accelerator busy.
 STEP_EXAMPLES = 4096
@@ -243,7 +243,7 @@ class Planner:
 
         Returns:
             A cohort of leaves [length, ...]. S is that of the window's largest client,
-            rounded up to a power of two, and at most `longest`.
+            rounded up to a power of two.
         """
         drawn = [
             self.drawn(seed_index, first_round + index) for index in range(num_rounds)
@@ -252,9 +252,9 @@ class Planner:
         round = first_round + np.arange(num_rounds)[:, None]
         owned = self._owned(seed_index, many.client_id)
         plans = {}
-        for spec, longest in self._with_steps():
-            steps = 1 << (max_steps(owned, spec) - 1).bit_length()
-            steps = min(max(steps, (min_steps or {}).get(spec.name, 0)), longest)
+        for spec in self._specs:
+            steps = shapes.rounded_up(max_steps(owned, spec))
+            steps = max(steps, (min_steps or {}).get(spec.name, 0))
             plans[spec.name] = self._plan(seed_index, round, many, spec, steps)
 
         def pad(leaf: np.ndarray) -> np.ndarray:

@@ -80,7 +80,8 @@ def _file_digests(folder: pathlib.Path) -> dict[str, str]:
 
 def saved(folder: pathlib.Path) -> list[pathlib.Path]:
     """Complete checkpoints in `folder`, oldest first."""
-    return sorted(folder.glob("round_*")) if folder.is_dir() else []
+    found = folder.glob("round_*") if folder.is_dir() else []
+    return sorted(path for path in found if path.name[6:].isdecimal())
 
 
 @contextlib.contextmanager

@@ -73,12 +73,19 @@ def _correct_rows(
     test = data.partition.test.row
     batches = stacked.in_batches(test, batch_size)
 
-    def one(batch: jax.Array) -> jax.Array:
+    def answer(batch: jax.Array) -> jax.Array:
         image, label = data.gather(batch)
         return (_predictions(model, variables, image) == label) & (batch >= 0)
 
-    right = jax.lax.map(one, batches)
-    return jnp.moveaxis(right, 1, 0).reshape(right.shape[1], -1)[:, : test.shape[0]]
+    def step(index: jax.Array, right: jax.Array) -> jax.Array:
+        return right.at[:, index].set(answer(batches[index]))
+
+    num_outputs = jax.eval_shape(answer, batches[0]).shape[0]
+    right = jnp.zeros((num_outputs, *batches.shape), bool)
+    # Only real rows: the table's length is rounded up, its end is padding.
+    num_batches = -(-(test >= 0).sum() // batch_size)
+    right = jax.lax.fori_loop(0, num_batches, step, right)
+    return right.reshape(num_outputs, -1)[:, : test.shape[0]]
 
 
 def sampled_clients(key: jax.Array, num_clients: int, num_sampled: int) -> jax.Array:
@@ -111,15 +118,17 @@ def count_correct(
     test = data.partition.test
     num_clients = test.start.shape[0]
     union = (test.row >= 0).sum()
-    remembered: dict[tuple[int, ...], jax.Array] = {}
+    remembered: dict[Any, tuple[types.Variables, jax.Array]] = {}
 
     def answers_of(model: types.Model, variables: types.Variables) -> jax.Array:
         # A shared served model is usually the server's: answer once. The identity of
         # tracers tells, since both are the very same leaves of the state.
-        name = tuple(id(leaf) for leaf in jax.tree.leaves(variables))
+        name = model, tuple(id(leaf) for leaf in jax.tree.leaves(variables))
         if name not in remembered:
-            remembered[name] = _correct_rows(model, variables, data, scoring.batch_size)
-        return remembered[name]
+            right = _correct_rows(model, variables, data, scoring.batch_size)
+            # Beside their variables: an identity may go to another leaf once one dies.
+            remembered[name] = variables, right
+        return remembered[name][1]
 
     out: dict[str, Any] = {}
     if algorithm.server is not None:
@@ -257,9 +266,10 @@ def metrics(
         own_rows = test_count[scored[real]].sum()
         if own_rows:
             out["c_spec"] = float(own[scored[real]].sum() / own_rows)
-        out["c_gen"] = float(
-            counts["cross"][real].astype(np.int64).sum() / (int(real.sum()) * union)
-        )
-        if "c_spec" in out:
+        # A sample of the clients may have none of the scored ones.
+        if real.any() and union:
+            right = counts["cross"][real].astype(np.int64).sum()
+            out["c_gen"] = float(right / (int(real.sum()) * union))
+        if {"c_spec", "c_gen"} <= out.keys():
             out["c_per"] = (out["c_spec"] + out["c_gen"]) / 2
     return out, accuracy if tested.any() else None

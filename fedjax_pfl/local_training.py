@@ -124,15 +124,16 @@ class Objective(NamedTuple):
         loss_fn: `(params, stats, batch) -> (loss f32[], stats)`, a mean over the real
             examples of the batch.
         trainable: What may change: bool[L], a prefix pytree of the parameters with bool
-            leaves, or a function of the batch that returns one of these (phases by
-            `batch.epoch`); None = all.
+            leaves (one bool for all), or a function of the batch that returns one of
+            these (phases by `batch.epoch`); None = all.
         held: Where statistics move, a prefix pytree of them or bool[L]; None = in the
             stages of which any part is trainable. With two objectives a batch they
             move twice, once in each that holds them.
         adjust: `(params, grads) -> grads`, before clipping: FedDyn's pull, proximal
             terms, control variates; they leave the loss as it is.
-        project: `params -> params` after the step.
-        measure: `grads -> pytree of scalars`, summed over the real steps.
+        project: `params -> params`, on all of them, after a real step.
+        measure: `grads -> pytree of scalars`, summed over the real steps; it sees the
+            loss's own gradients, of what is not trainable too.
     """
 
     loss_fn: LossFn
@@ -279,7 +280,9 @@ def _masks(
 
     def as_prefix(mask: Any) -> Any:
         mask = jax.tree.map(lambda part: jnp.asarray(part) & real, mask)
-        return boundary.by_stage(mask) if isinstance(mask, jax.Array) else mask
+        if not isinstance(mask, jax.Array):
+            return mask
+        return boundary.by_stage(mask) if mask.ndim else (mask,) * num_stages
 
     mask = objective.trainable
     mask = mask(batch) if callable(mask) else mask
@@ -343,14 +346,14 @@ def train(
             (loss, new_stats), grads = jax.value_and_grad(
                 objective.loss_fn, has_aux=True
             )(params, stats, batch)
+            measured.append(_added(carry.measured[number], objective, grads, real))
             if objective.adjust is not None:
                 grads = objective.adjust(params, grads)
             trainable, held = _masks(objective, batch, real, num_stages)
             grads = clip(grads, hparams.clip_norm, trainable)
-            measured.append(_added(carry.measured[number], objective, grads, real))
             params, opt_state = apply_gradients(tx, grads, opt_state, params, trainable)
             if objective.project is not None:
-                params = boundary.select(trainable, objective.project(params), params)
+                params = boundary.select(real, objective.project(params), params)
             stats = boundary.select(held, new_stats, stats)
         examples = mask.sum()
         total, count = carry.loss

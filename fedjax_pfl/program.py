@@ -12,6 +12,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import jax
@@ -121,8 +122,10 @@ def build(
     """
     structure, floats = options.split_floats(hparams)
     fields = dataclasses.fields(structure)
+    # A method or a closure may hold what nobody can compare: it is built anew.
+    is_plain = isinstance(make, FunctionType) and not make.__closure__
     name = (
-        make,
+        make if is_plain else object(),
         type(structure),
         tuple(getattr(structure, field.name) for field in fields),
         tuple(_fingerprint(value) for value in task),

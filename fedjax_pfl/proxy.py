@@ -182,10 +182,10 @@ class ServerTraining:
     """Options of a server that trains a model on the proxy set, by plain SGD."""
 
     server_lr: float = options.option(
-        0.05, "learning rate of the server's model on the proxy set", minimum=0
+        0.05, "learning rate of the server's model on the proxy set [gamma]", minimum=0
     )
     server_epochs: int = options.option(
-        2, "epochs of the server over the proxy set per round", minimum=1
+        2, "epochs of the server over the proxy set per round [R]", minimum=1
     )
 
 

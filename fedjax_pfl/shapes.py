@@ -11,6 +11,14 @@ import numpy as np
 from fedjax_pfl import types
 
 
+def rounded_up(number: int) -> int:
+    """The next power of two: tables of similar lengths are of one shape.
+
+    What is compiled for one partition then serves those of other seeds too.
+    """
+    return 1 << max(number - 1, 0).bit_length()
+
+
 def tree_bytes(tree: Any) -> int:
     """Bytes of all leaves of a pytree of arrays or shape structs."""
     return sum(

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import evaluate, traffic, types
+from fedjax_pfl import evaluate, shapes, traffic, types
 from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import program as program_lib
 
@@ -106,11 +106,6 @@ class Lane:
         return jax.tree.map(lambda leaf: leaf[own], stacked)
 
 
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is not below `number`."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
 def window_rounds(
     cohort: types.Cohort, specs: Sequence[types.PlanSpec], max_rows: int
 ) -> int:
@@ -127,7 +122,7 @@ def window_rounds(
     leaves = jax.tree.leaves(cohort.replace(plans={}))
     size = sum(np.asarray(leaf).nbytes for leaf in leaves)
     for spec in specs:
-        steps = power_of_two(spec.epochs * -(-max_rows // spec.batch_size))
+        steps = shapes.rounded_up(spec.epochs * -(-max_rows // spec.batch_size))
         size += 4 * len(cohort.row) * (steps * (spec.batch_size + 1) + 1)
     fits = int(np.clip(WINDOW_BYTES // max(size, 1), 1, MAX_WINDOW_ROUNDS))
     return 1 << (fits.bit_length() - 1)

@@ -73,7 +73,8 @@ class Task(NamedTuple):
         group_of_client: int32[K], index into `client_models`.
         num_clients, num_classes, num_proxy: K, Y, P.
         num_eligible: Clients that may be drawn at all, at most K.
-        num_examples: Train rows of the largest client, for tables aligned by sample.
+        num_examples: At least the train rows of the largest client, for tables aligned
+            by sample.
         example_shape: Shape of one example, such as (28, 28, 1).
         execution: See `Execution`.
     """

@@ -171,7 +171,7 @@ def assemble(
         num_classes=source.num_classes,
         num_proxy=data.partition.proxy.shape[1],
         num_eligible=config.num_clients if eligible is None else int(eligible.sum()),
-        num_examples=int(num_rows.max()),
+        num_examples=shapes.rounded_up(int(num_rows.max())),
         example_shape=shape,
         execution=how,
     )
@@ -273,7 +273,7 @@ def _scoring(config: config_lib.Config, data: types.Data) -> evaluate.Scoring:
     test = data.partition.test
     return evaluate.Scoring(
         batch_size=int(min(256, test.row.shape[1])),
-        own_batch_size=int(np.clip(test.count.max(), 1, 256)),
+        own_batch_size=min(256, shapes.rounded_up(int(test.count.max()))),
         num_scored=num_scored,
         scored=config.eval_clients,
         num_sampled=sampled,

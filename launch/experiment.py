@@ -107,12 +107,11 @@ class Experiment:
         """
         if self.is_due(self.round):
             return self.round
-        later = range(self.round + 1, self.config.rounds)
-        saves = (every and r % every == 0 for r in later)
-        wanted = (
-            r for r, save in zip(later, saves, strict=True) if save or self.is_due(r)
-        )
-        return next(wanted, self.config.rounds)
+        now = self.round
+        steps = [step for step in (self.config.eval_every, every) if step]
+        wanted = [(now // step + 1) * step for step in steps]
+        wanted += [later for later in self.window if later > now]
+        return min(*wanted, self.config.rounds)
 
     def evaluate(self) -> list[dict[str, Any]]:
         """Evaluates the present state if that is due; the new entries of `metrics`."""
@@ -137,11 +136,18 @@ class Experiment:
         Args:
             until: Rounds done in the end, None = all.
 
+        Returns:
+            See `summary`.
+
         Raises:
+            ValueError: `until` is no number of rounds of this experiment.
             KeyboardInterrupt: after SIGINT or SIGTERM, once the call in progress is
                 done; `run()` goes on from there.
         """
-        until = self.config.rounds if until is None else until
+        rounds = self.config.rounds
+        until = rounds if until is None else until
+        if not isinstance(until, int) or not 0 <= until <= rounds:
+            raise ValueError(f"until={until!r}: expected 0..{rounds} rounds")
         with stop_lib.Stop(twice_interrupts=False) as stop:
             while not stop and (self.round < until or self.is_due(self.round)):
                 self.simulation.advance(min(self.next_stop(), until))
@@ -211,6 +217,8 @@ class Experiment:
                 f"client_id={client_id}: expected 0..{self.config.num_clients - 1}"
             )
         self.start()
+        if seed is not None and seed not in self.seeds:
+            raise ValueError(f"seed={seed}: expected one of {self.seeds}")
         index = self.seeds.index(self.seeds[0] if seed is None else seed)
         state = jax.tree.map(lambda leaf: leaf[index], self.state)
         part = jax.tree.map(lambda leaf: leaf[index], self.data.partition)
@@ -227,15 +235,19 @@ class Experiment:
         raise ValueError(f"client_id={client_id} is served by no model")
 
     def summary(self) -> dict[str, Any]:
-        """The run as numbers: metrics by the summary rule, then speed and versions."""
-        metrics = summarize(
-            self.metrics, self.seeds, self.window, self.config.summary, self.round
-        )
+        """The run as numbers: metrics by the summary rule, then speed and versions.
+
+        Before the last round the metrics are those of the last evaluation.
+        """
+        window, rule = self.window, self.config.summary
+        if self.round < self.config.rounds and self.metrics:
+            window, rule = (self.metrics[-1]["round"],), "last"
+        metrics = summarize(self.metrics, self.seeds, window, rule, self.round)
         totals, seconds = self.totals, max(self.totals.seconds, 1e-9)
         return {
             "metrics": metrics,
             "rounds": self.round,
-            "summary": self.config.summary,
+            "summary": rule,
             "client_updates_per_second": totals.client_updates / seconds,
             "samples_per_second": totals.samples / seconds,
             "padding_efficiency": totals.samples / max(totals.executed, 1),

@@ -95,11 +95,19 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
         return None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: it is no JSON") from error
+    if isinstance(summary, dict) and not {"sha256", "files_sha256"} & summary.keys():
+        if "metrics" in summary and "parameters_sha256" in summary:
+            raise ValueError(
+                f"{path} is of an earlier version, which sealed nothing; run it again: "
+                f"--flagfile={folder / RUN_FLAGS} with another --workdir"
+            )
     if not isinstance(summary, dict) or "sha256" not in summary:
         raise ValueError(f"{path} is damaged: its sha256 is missing")
     body = {name: value for name, value in summary.items() if name != "sha256"}
     if _own_digest(body) != summary["sha256"]:
         raise ValueError(f"{path} is damaged: its sha256 differs")
+    if not isinstance(summary.get("files_sha256"), dict):
+        raise ValueError(f"{path} is damaged: its files_sha256 is missing")
     for name, expected in summary["files_sha256"].items():
         beside = folder / name
         if not beside.is_file():

@@ -281,6 +281,11 @@ def help_for(algo: str, extra: Callable[[flags.FlagValues], None] | None) -> NoR
     raise SystemExit(0)
 
 
+def text(value: Any) -> str:
+    """An option's value as a flagfile has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def lines(config: Any, hparams: Any, skip: Sequence[str] = ()) -> list[str]:
     """The flagfile lines that replay a resolved configuration.
 
@@ -292,7 +297,6 @@ def lines(config: Any, hparams: Any, skip: Sequence[str] = ()) -> list[str]:
         for field in dataclasses.fields(values):
             value = getattr(values, field.name)
             if value is not None and field.name not in skip:
-                text = str(value).lower() if isinstance(value, bool) else str(value)
-                limits.check_text(field.name, text)
-                out.append(f"--{field.name}={text}")
+                limits.check_text(field.name, text(value))
+                out.append(f"--{field.name}={text(value)}")
     return out

@@ -17,7 +17,7 @@ from typing import Any
 from absl import flags as absl_flags
 
 from data import loaders
-from launch import ending, finished, flags, main, papers, settings
+from launch import config, ending, finished, flags, main, papers, settings
 
 
 def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
@@ -83,6 +83,11 @@ def available(dataset: str, data_dir: str) -> str:
     return dataset
 
 
+EXECUTION = tuple(
+    name
+    for name in config.EXECUTION_FIELDS
+    if name not in ("rounds", "workdir", "resume")
+)
 OWN_FLAGS = ("scenario", "row", "workdir", "output", "dry_run")
 
 
@@ -138,11 +143,7 @@ def _command(argv: Sequence[str]) -> None:
         dataset = given.pop("dataset", None) or table.get("dataset", "fashion_mnist")
         dataset = available(dataset, given.get("data_dir", ""))
         # Where and what, not how: not worth a word above the table.
-        execution = {
-            key: given.pop(key)
-            for key in ("data_dir", "client_chunk", "devices")
-            if key in given
-        }
+        execution = {key: given.pop(key) for key in EXECUTION if key in given}
         seeds = {"seed": given.pop("seed", 0), "num_seeds": given.pop("num_seeds", 1)}
         wanted = papers.cells(table, dataset, own["scenario"], own["row"], given)
         if own["output"] and not pathlib.Path(own["output"]).parent.is_dir():
@@ -177,8 +178,6 @@ def _command(argv: Sequence[str]) -> None:
             show()
         if own["dry_run"]:
             show()
-    except OSError as error:
-        flags.fail(error, 1)
     except KeyboardInterrupt:
         flags.fail("interrupted; the same command goes on", 130)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -74,7 +75,8 @@ class Workdir:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._lock.release()
-        if isinstance(error, OSError):
+        # A reader that went away is none of the folder's business.
+        if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
             flags.fail(f"results cannot be written to {self.path}: {error}", 1)
 
     def prepare(self) -> dict[str, Any] | None:
@@ -112,7 +114,15 @@ class Workdir:
                     f"--workdir={self.path} holds files but no run; choose another"
                 )
             return None
-        odd = _different(flags.read(told, noted=True), self._flags)
+        own = (self.experiment.config, self.experiment.hparams)
+        # A flag that was not there yet had its default.
+        defaults = {
+            field.name: flags.text(field.default)
+            for values in own
+            for field in dataclasses.fields(values)
+            if field.default is not None
+        }
+        odd = _different(defaults | flags.read(told, noted=True), self._flags)
         if odd:
             raise ValueError(
                 f"--workdir={self.path} holds a run with {'; '.join(odd[:4])}; "
@@ -175,7 +185,10 @@ class Workdir:
         if damage:
             raise ValueError(f"{damage}; --resume writes it again from a checkpoint")
         found = checkpoint.saved(self.checkpoints)
-        state = f"stopped after {int(found[-1].name[6:])}" if found else "unfinished"
+        done = int(found[-1].name[6:]) if found else 0
+        if done > self.experiment.config.rounds:
+            self._refuse_fewer(done)
+        state = f"stopped after {done}" if found else "unfinished"
         raise ValueError(
             f"--workdir={self.path} holds this run, {state} of "
             f"{self.experiment.config.rounds} rounds; add --resume, or choose another "

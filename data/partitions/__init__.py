@@ -22,7 +22,7 @@ from data.partitions import (
     parts,
     pathological,
 )
-from fedjax_pfl import rng, types
+from fedjax_pfl import rng, shapes, types
 
 PARTITIONS = {
     "iid": "equal random parts",
@@ -189,11 +189,12 @@ def _check_sizes(sizes: np.ndarray, spec: PartitionSpec) -> None:
 def _client_rows(
     seeds: Sequence[parts.Parts], tails: Sequence[np.ndarray]
 ) -> types.ClientRows:
-    """Stacks the seeds' rows, padded to the longest; nobody owns the tails."""
+    """Stacks the seeds' rows, padded to a power of two; nobody owns the tails."""
     flats = [
         np.concatenate([one.row, tail]) for one, tail in zip(seeds, tails, strict=True)
     ]
-    row = np.full((len(flats), max(1, *map(len, flats))), -1, np.int32)
+    length = shapes.rounded_up(max(1, *map(len, flats)))
+    row = np.full((len(flats), length), -1, np.int32)
     for seed, flat in enumerate(flats):
         row[seed, : len(flat)] = flat
     return types.ClientRows(

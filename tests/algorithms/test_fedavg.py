@@ -209,8 +209,9 @@ def test_metrics_of_constant_predictors(problem, start, counted):
     made = cdkt.make(cdkt.HParams(), problem.task_of())
     counts = counted(made)(state, cohort)
 
-    values, accuracies = evaluate.metrics(counts, table.test.count, len(table.test.row))
-    union = table.label[table.test.row]
+    tested = table.test.row[table.test.row >= 0]
+    values, accuracies = evaluate.metrics(counts, table.test.count, len(tested))
+    union = table.label[tested]
     own = [table.label[table.tested(number)] for number in range(5)]
     share = [(union == label).mean() for label in range(4)]
     each = [(labels == label).mean() for labels, label in zip(own, answer, strict=True)]

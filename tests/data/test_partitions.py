@@ -438,7 +438,7 @@ def test_a_small_class_still_gives_k_classes():
 
 
 def test_stack_pads_the_shorter_seeds():
-    """Seeds of different sizes: flat rows, starts and counts, -1 behind."""
+    """Seeds of different sizes: flat rows, starts and counts, -1 up to a power of two."""
     splits = [
         partitions.Split(
             train=parts.Parts(np.array([4, 5, 6, 7]), np.array([3, 1])),
@@ -457,7 +457,7 @@ def test_stack_pads_the_shorter_seeds():
     np.testing.assert_array_equal(stacked.train.row, [[4, 5, 6, 7], [1, 2, 3, -1]])
     np.testing.assert_array_equal(stacked.train.start, [[0, 3], [0, 1]])
     np.testing.assert_array_equal(stacked.train.count, [[3, 1], [1, 2]])
-    np.testing.assert_array_equal(stacked.test.row, [[0, 1, 2], [0, -1, -1]])
+    np.testing.assert_array_equal(stacked.test.row, [[0, 1, 2, -1], [0, -1, -1, -1]])
     np.testing.assert_array_equal(stacked.test.start, [[0, 1], [0, 0]])
     np.testing.assert_array_equal(stacked.test.count, [[1, 2], [0, 1]])
     np.testing.assert_array_equal(stacked.proxy, [[8, 9], [5, -1]])
@@ -471,7 +471,8 @@ def test_stack_of_official_splits():
     one = spec("iid", 5, test_split="official")
     stacked = partitions.stack([partitions.split(source, one, s) for s in (0, 1)])
     np.testing.assert_array_equal(stacked.test.count, np.zeros((2, 5)))
-    np.testing.assert_array_equal(stacked.test.row, [np.arange(100, 120)] * 2)
+    expected = np.append(np.arange(100, 120), np.full(12, -1))
+    np.testing.assert_array_equal(stacked.test.row, [expected] * 2)
     assert stacked.proxy.shape == (2, 0)
 
 

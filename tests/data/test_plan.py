@@ -265,34 +265,36 @@ def test_a_window_holds_the_cohorts_of_its_rounds():
         ours = jax.tree.map(lambda leaf, i=index: leaf[i], window)
         equal(one.replace(plans={}), ours.replace(plans={}))
         for name in ("local", "server"):
-            whole, short = one.plans[name], ours.plans[name]
-            steps = short.position.shape[1]
-            assert whole.num_steps.max() <= steps
-            np.testing.assert_array_equal(whole.num_steps, short.num_steps)
-            np.testing.assert_array_equal(whole.position[:, :steps], short.position)
-            np.testing.assert_array_equal(whole.epoch[:, :steps], short.epoch)
+            whole, padded = one.plans[name], ours.plans[name]
+            steps = whole.num_steps.max()
+            assert steps <= padded.position.shape[1]
+            np.testing.assert_array_equal(whole.num_steps, padded.num_steps)
+            for leaf in ("position", "epoch"):
+                a, b = getattr(whole, leaf), getattr(padded, leaf)
+                np.testing.assert_array_equal(a[:, :steps], b[:, :steps])
+            assert (padded.position[:, steps:] == -1).all()
     for leaf in jax.tree.leaves(window):
         assert len(leaf) == 5 and not leaf[3:].any()
 
 
 def test_the_steps_of_a_window_follow_its_largest_client():
-    """A power of two, at least what is asked for, never more than the longest's."""
+    """A power of two, at least what is asked for."""
     sizes = np.array([[3, 9, 4, 160]])
     spec = types.PlanSpec("local", 1, 2)
     cohorts = make(1, specs=(spec,), seeds=(0,), sizes=sizes)
     seen = set()
     for round in range(12):
         longest = -(-int(sizes[0, cohorts.drawn(0, round).client_id[0]]) // 2)
-        rounded = {2: 2, 5: 8, 80: 80}[longest]
-        for least in (0, 4, 20, 999):
+        rounded = {2: 2, 5: 8, 80: 128}[longest]
+        for least in (0, 4, 32, 256):
             window = cohorts.window(0, round, 1, 2, {"local": least})
             steps = window.plans["local"].position.shape[2]
-            assert steps == min(max(rounded, least), 80)
+            assert steps == max(rounded, least)
         seen.add(longest)
     assert seen == {2, 5, 80}
     assert cohorts.longest == {"local": 80}
     both = cohorts.window(0, 0, 12, 12).plans["local"].position
-    assert both.shape == (12, 1, 80, 2)
+    assert both.shape == (12, 1, 128, 2)
 
 
 def test_padding_rows_stand_first_and_are_masked():

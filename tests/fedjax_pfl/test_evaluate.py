@@ -306,6 +306,45 @@ def test_several_server_models_by_name(data):
     np.testing.assert_array_equal(counts["own"], expected)
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_two_models_of_the_same_variables_answer_apart(data, jit):
+    """The memory of answers knows the model, and keeps what it is named by alive."""
+    variables = random_variables()
+
+    def forward(params, stats, h, **mode):
+        out, stats = MODEL.forward(params, stats, h, **mode)
+        return -out, stats
+
+    def server(state, data):
+        # Derived: the leaves die with the list unless somebody keeps them.
+        doubled = [jax.tree.map(lambda leaf: leaf * n, variables) for n in (1, 2, 3)]
+        models = {"global": (MODEL, variables), "wrong": (opposite, variables)}
+        return models | {f"of{n}": (MODEL, one) for n, one in enumerate(doubled)}
+
+    opposite = MODEL._replace(name="opposite", forward=forward)
+    values, _ = metrics(count(data, algorithm((), server), jit=jit))
+    right = answers(data, variables).mean()
+    flipped = variables._replace(params=jax.tree.map(jnp.negative, variables.params))
+    assert values["global_accuracy"] == pytest.approx(right)
+    assert values["wrong_accuracy"] == pytest.approx(answers(data, flipped).mean())
+    assert right != answers(data, flipped).mean()
+    for number in range(3):
+        assert values[f"of{number}_accuracy"] == pytest.approx(right)
+
+
+def test_no_c_gen_where_the_sample_has_no_scored_client():
+    """The sample of the clients and the next cohort may be apart: no nan, no metric."""
+    counts = {
+        "own": np.array([1, 0]),
+        "known": np.array([True, False]),
+        "scored": np.array([2, 2]),
+        "cross": np.array([0, 0]),
+    }
+    values, _ = evaluate.metrics(counts, np.array([2, 2]), 4)
+    assert values["client_accuracy"] == 0.5
+    assert not {"c_gen", "c_spec", "c_per"} & values.keys()
+
+
 def test_exits_and_their_ensemble(data):
     """Of each server model; clients are served the ensemble."""
     model = small.linear("exits", num_exits=3)

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_pfl import checkpoint, program, simulate, types
+import algorithms
+from fedjax_pfl import checkpoint, evaluate, program, simulate, types
 from launch import build
 
 ROUNDS = 5
@@ -307,3 +308,41 @@ def test_kept_programs_hold_no_data(unequal):
     gc.collect()
     assert [one() for one in alive] == [None, None]
     assert make(unequal).program.rounds is program_of
+
+
+@pytest.mark.parametrize("until", [-1, ROUNDS + 1, "2", 2.5])
+def test_rounds_that_are_not_there_are_refused(until, unequal):
+    """`run(until=)` takes a number of this experiment's rounds."""
+    with pytest.raises(ValueError, match=f"until={until!r}: expected 0..{ROUNDS}"):
+        make(unequal).run(until=until)
+
+
+def test_a_summary_before_the_end_is_the_last_evaluations(unequal):
+    """Whatever the summary rule: its window has not come yet."""
+    experiment = make(unequal, eval_every=1, summary="mean_last10", rounds=20)
+    summary = experiment.run(until=2)
+    last = experiment.metrics[-1]
+    assert (last["round"], summary["rounds"], summary["summary"]) == (2, 2, "last")
+    assert summary["metrics"]["client_accuracy"]["mean"] == last["client_accuracy"]
+
+
+def test_algorithms_that_hold_something_share_no_program():
+    """A bound method's object may change between two experiments."""
+
+    class Mine:
+        def __init__(self, factor):
+            self.factor = factor
+
+        def make(self, hparams, task):
+            return types.Algorithm((), None, None)
+
+    one = Mine(1.0)
+    hparams = algorithms.ALGORITHMS["majority"].HParams()
+    task = types.Task(None, (), np.zeros(1), 1, 1, 0, 1, 1, (1,))
+    scoring = evaluate.Scoring(1, 1)
+    first = program.build(one.make, hparams, task, scoring)
+    second = program.build(one.make, hparams, task, scoring)
+    assert first.rounds is not second.rounds
+    entry = algorithms.ALGORITHMS["majority"].make
+    pair = [program.build(entry, hparams, task, scoring).rounds for _ in range(2)]
+    assert pair[0] is pair[1]
