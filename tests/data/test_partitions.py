@@ -438,7 +438,7 @@ def test_a_small_class_still_gives_k_classes():
 
 
 def test_stack_pads_the_shorter_seeds():
-    """Seeds of different sizes: flat rows, starts and counts, -1 up to a power of two."""
+    """Seeds of different sizes: flat rows, starts, counts, -1 up to a power of two."""
     splits = [
         partitions.Split(
             train=parts.Parts(np.array([4, 5, 6, 7]), np.array([3, 1])),

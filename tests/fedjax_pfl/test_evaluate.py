@@ -317,7 +317,9 @@ def test_two_models_of_the_same_variables_answer_apart(data, jit):
 
     def server(state, data):
         # Derived: the leaves die with the list unless somebody keeps them.
-        doubled = [jax.tree.map(lambda leaf: leaf * n, variables) for n in (1, 2, 3)]
+        doubled = [
+            jax.tree.map(lambda leaf, n=n: leaf * n, variables) for n in (1, 2, 3)
+        ]
         models = {"global": (MODEL, variables), "wrong": (opposite, variables)}
         return models | {f"of{n}": (MODEL, one) for n, one in enumerate(doubled)}
 
