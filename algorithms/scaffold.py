@@ -74,9 +74,11 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     Raises:
         ValueError: an optimizer other than plain SGD.
     """
-    plain = ("client_optimizer", "client_momentum", "weight_decay", "clip_norm")
-    plain += ("optimizer_state",)
-    options.refuse(hparams, plain, "with scaffold, whose local steps are plain SGD")
+    others = (
+        *("client_optimizer", "client_momentum", "weight_decay"),
+        *("clip_norm", "optimizer_state"),
+    )
+    options.refuse(hparams, others, "with scaffold, whose local steps are plain SGD")
     model = task.model
     loss_fn = local_training.cross_entropy_loss(model)
 

@@ -108,8 +108,6 @@ def uniform_peers(
 class Planner:
     """Cohorts as numpy arrays, one or many rounds at a time.
 
-    `planner.cohort(0, round)` for the first seed; `planner(0, round)` is the same.
-
     Attributes:
         longest: S of each plan for the largest client of all seeds, by name.
     """
@@ -172,10 +170,6 @@ class Planner:
                 f"{peers.num_peers} peers are asked for; raise it"
             )
 
-    def __call__(self, seed_index: int, round: int) -> types.Cohort:
-        """See `cohort`."""
-        return self.cohort(seed_index, round)
-
     def cohort(self, seed_index: int, round: int) -> types.Cohort:
         """One round with its plans, whose shapes are those of every round.
 
@@ -186,8 +180,10 @@ class Planner:
         one = self.drawn(seed_index, round)
         return one.replace(
             plans={
-                spec.name: self._plan(seed_index, round, one, spec, steps)
-                for spec, steps in self._with_steps()
+                spec.name: self._plan(
+                    seed_index, round, one, spec, self.longest[spec.name]
+                )
+                for spec in self._specs
             }
         )
 
@@ -303,9 +299,6 @@ class Planner:
                 )
         return peers, mask
 
-    def _with_steps(self) -> list[tuple[types.PlanSpec, int]]:
-        return [(spec, self.longest[spec.name]) for spec in self._specs]
-
     def _owned(self, seed_index: int, client: np.ndarray) -> np.ndarray:
         """int[...]: train rows, 0 on padding rows."""
         owned = self._num_rows[seed_index]
@@ -333,18 +326,6 @@ class Planner:
         return jax.tree.map(
             lambda leaf: leaf.reshape(*client.shape, *leaf.shape[1:]), plan
         )
-
-
-def executed_steps(num_steps: np.ndarray, execution: types.Execution) -> int:
-    """Local steps computed for cohorts, padding included: a chunk runs to its longest.
-
-    Args:
-        num_steps: int[..., C], of rows in their order in the cohort.
-        execution: Chunks and devices.
-    """
-    devices = execution.mesh.size if execution.mesh else 1
-    chunk = min(execution.chunk, num_steps.shape[-1] // devices)
-    return int(num_steps.reshape(-1, chunk).max(1).sum()) * chunk
 
 
 def choose_chunk(

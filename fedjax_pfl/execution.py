@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 
@@ -26,6 +27,23 @@ def padded_size(num_rows: int, execution: Execution) -> int:
     per_device = -(-num_rows // devices)
     chunk = min(execution.chunk, per_device)
     return devices * chunk * -(-per_device // chunk)
+
+
+def executed_steps(num_steps: np.ndarray, execution: Execution) -> np.ndarray:
+    """Local steps computed for cohorts, padding included: a chunk runs to its longest.
+
+    Args:
+        num_steps: int[..., C], of rows in their order in the cohort.
+        execution: Chunks and devices.
+
+    Returns:
+        int64[...], of each cohort.
+    """
+    num_steps = np.asarray(num_steps).astype(np.int64)
+    devices = execution.mesh.size if execution.mesh else 1
+    chunk = min(execution.chunk, num_steps.shape[-1] // devices)
+    bounds = num_steps.reshape(*num_steps.shape[:-1], -1, chunk).max(-1)
+    return bounds.sum(-1) * chunk
 
 
 def replicated(execution: Execution) -> jax.sharding.Sharding:

@@ -128,22 +128,14 @@ def window_rounds(
     return 1 << (fits.bit_length() - 1)
 
 
-def executed_samples(plan: types.Plan, execution: types.Execution) -> np.ndarray:
-    """Samples computed for cohorts [..., C], padding included: int64[...]."""
-    num_steps = np.asarray(plan.num_steps).astype(np.int64)
-    devices = execution.mesh.size if execution.mesh else 1
-    chunk = min(execution.chunk, num_steps.shape[-1] // devices)
-    bounds = num_steps.reshape(*num_steps.shape[:-1], -1, chunk).max(-1)
-    return bounds.sum(-1) * chunk * plan.position.shape[-1]
-
-
 def work_of(cohorts: types.Cohort, execution: types.Execution) -> Work:
     """What each round of a window costs; leaves [seeds, T, ...], summed over seeds."""
     updates = cohorts.row_mask.sum((0, 2))
     samples, executed = np.zeros_like(updates), np.zeros_like(updates)
     for plan in cohorts.plans.values():
         samples += (plan.position >= 0).sum((0, 2, 3, 4))
-        executed += executed_samples(plan, execution).sum(0)
+        steps = execution_lib.executed_steps(plan.num_steps, execution)
+        executed += steps.sum(0) * plan.position.shape[-1]
     return Work(updates, samples, executed)
 
 

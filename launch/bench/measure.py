@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from data import plan
+from fedjax_pfl import execution
 from launch import build, devices
 from launch.bench import machine, references
 from launch.experiment import Experiment
@@ -77,5 +77,6 @@ def _predicted(experiment: Experiment) -> float:
     for round in range(PREDICTED_ROUNDS):
         for one in experiment.planner.cohort(0, round).plans.values():
             real += int(one.num_steps.sum())
-            executed += plan.executed_steps(one.num_steps, experiment.task.execution)
+            how = experiment.task.execution
+            executed += int(execution.executed_steps(one.num_steps, how))
     return real / max(executed, 1)
