@@ -22,7 +22,7 @@ Data-Free Federated Knowledge Distillation", https://arxiv.org/abs/2402.10846
 | J, Q (C2S, S2C; Eqs. 9, 10, 12, 13) | `distil` and `supervised` objectives |
 | E | `--local_epochs` and `--server_epochs` |
 | MSE on feature maps (Table 3) | `--transfer=mse` |
-| FedD2S* (Fig. 5) | `--fixed_layer=3` |
+| FedD2S* (Fig. 5) | `--first_layer=3 --min_layer=3` |
 
 Differs from the paper: theta_{+l} is [theta_{l+1}..theta_L], since layer l's output
 cannot enter layer l; the schedule of Eq. 6 stops at `--min_layer`; the mean is over
@@ -77,11 +77,6 @@ class HParams(boundary.LayerDropping, local_training.LocalTraining):
         "distil outputs through the other side's head, or features by squared error",
         choices=("head", "mse"),
     )
-    fixed_layer: int = option(
-        0,
-        "boundary of all clients in all rounds, counted from 1; 0 = scheduled",
-        minimum=0,
-    )
     temperature: float = option(1.0, "temperature of kl [tau]", above=0)
 
 
@@ -135,15 +130,13 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     Raises:
         ValueError: the model does not have the boundary asked for.
     """
-    model, lowest = task.model, _lowest(hparams, task)
+    model, schedule = task.model, _schedule(hparams, task)
     num_stages = len(model.stage_names)
     by_head = hparams.transfer == "head"
     deep = np.arange(num_stages) > 0
     # The stages that l may be.
-    gap_at = functools.partial(feature_gap, range(max(lowest - 1, 1), num_stages))
-    kept_at = functools.partial(
-        boundary.stages_below, hparams, lowest, num_stages, not hparams.fixed_layer
-    )
+    serving_stages = range(max(schedule.last - 1, 1), schedule.first)
+    gap_at = functools.partial(feature_gap, serving_stages)
 
     def first_layer(own: types.Variables, image: jax.Array) -> jax.Array:
         """H_1, as the client uploads it."""
@@ -229,7 +222,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         own = stacked.take(state.clients, cohort.row)
         participations = own.pop("participations") + 1
-        own["kept"] = kept = kept_at(participations)
+        own["kept"] = kept = schedule.kept(participations)
         here = (task, state, cohort, data)
 
         weight = aggregate.cohort_weights("uniform", cohort, data)
@@ -295,8 +288,8 @@ def _messages(task: types.Task, by_head: bool) -> tuple[types.MessageKind, ...]:
     return (*up, kind("labels", "up", 1), *down)
 
 
-def _lowest(hparams: HParams, task: types.Task) -> int:
-    """The shallowest boundary of the run, 1..L."""
+def _schedule(hparams: HParams, task: types.Task) -> boundary.Schedule:
+    """Which layers may serve for distillation, and when."""
     if len(task.model.stage_names) < 2:
         raise ValueError(
             f"--model={task.model.name} has one layer; fedd2s shares features of the "
@@ -304,9 +297,4 @@ def _lowest(hparams: HParams, task: types.Task) -> int:
         )
     if hparams.transfer == "mse":
         options.refuse(hparams, ("temperature",), "with --transfer=mse")
-    if not hparams.fixed_layer:
-        return boundary.shallowest(hparams, task.model, task.example_shape)
-    boundary.check_layer("fixed_layer", hparams.fixed_layer, task.model)
-    scheduled = ("drop_set", "min_layer", "drop_every")
-    options.refuse(hparams, scheduled, f"with --fixed_layer={hparams.fixed_layer}")
-    return hparams.fixed_layer
+    return boundary.schedule(hparams, task.model, task.example_shape)

@@ -64,8 +64,8 @@ class HParams(local_training.LocalTraining):
     digest_epochs: int = option(1, "epochs over the public images per round", minimum=1)
     public_loss: str = option(
         "mae",
-        "distance to the consensus: of logits (mae, mse), or kl of mean probabilities",
-        choices=("mae", "mse", "kl"),
+        "distance to the consensus: of logits (mae), or kl of mean probabilities",
+        choices=("mae", "kl"),
     )
 
 
@@ -74,13 +74,11 @@ def consensus_gap(
 ) -> jax.Array:
     """f32[]: how far logits f32[B, Y] are from the consensus f32[B, Y].
 
-    For `kl` the consensus are probabilities, for `mae` and `mse` logits.
+    For `kl` the consensus are probabilities, for `mae` logits.
     """
     if kind == "kl":
         log_target = jnp.log(jnp.maximum(consensus, 1e-30))
         gap = distances.kl(log_target, jax.nn.log_softmax(logits))
-    elif kind == "mse":
-        gap = ((logits - consensus) ** 2).mean(-1)
     else:
         gap = jnp.abs(logits - consensus).mean(-1)
     return losses.masked_mean(gap, mask)

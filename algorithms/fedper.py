@@ -35,7 +35,6 @@ parameters are averaged here, as Collins et al. do.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -99,12 +98,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     Raises:
         ValueError: no such boundary, or no epoch is left for the shared stages.
     """
-    model, lowest = task.model, _lowest(hparams, task)
-    num_stages = len(model.stage_names)
+    model, schedule = task.model, _schedule(hparams, task)
+    num_stages, lowest = len(model.stage_names), schedule.last
     loss_fn = local_training.cross_entropy_loss(model)
-    is_shared_at = functools.partial(
-        boundary.stages_below, hparams, lowest, num_stages, hparams.layer_dropping
-    )
 
     def last_stages(variables: types.Variables) -> types.Variables:
         return types.Variables(*(side[lowest:] for side in variables))
@@ -131,7 +127,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         private = stacked.take(state.clients, cohort.row)
         participations = private["participations"] + 1
-        is_shared = is_shared_at(participations)
+        is_shared = schedule.kept(participations)
         weight = aggregate.cohort_weights(hparams.aggregation, cohort, data)
         share, is_held = aggregate.stage_weights(weight, is_shared)
         own, here = (private["own"], is_shared), (task, state, cohort, data)
@@ -150,7 +146,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return state, metrics, traffic.stages_sent(model, is_shared, is_shared)
 
     def build(server: types.Variables, own: Any) -> types.Variables:
-        return personal(server, own["own"], is_shared_at(own["participations"]))
+        return personal(server, own["own"], schedule.kept(own["participations"]))
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         rows, server = state.clients, state.server
@@ -167,21 +163,22 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     )
 
 
-def _lowest(hparams: HParams, task: types.Task) -> int:
-    """Stages that no client ever owns: the cut, or the end of the schedule."""
+def _schedule(hparams: HParams, task: types.Task) -> boundary.Schedule:
+    """Which stages a client shares; those up to the last boundary are nobody's own."""
     if hparams.head_epochs >= hparams.local_epochs:
         raise ValueError(
             f"--head_epochs={hparams.head_epochs} leaves none of "
             f"--local_epochs={hparams.local_epochs} for the representation; lower it"
         )
+    model, shape = task.model, task.example_shape
     if not hparams.layer_dropping:
-        options.refuse(hparams, ("drop_set", "min_layer"), "without --layer_dropping")
-        return boundary.first_personal(
-            hparams.personal_from, task.model, task.example_shape
-        )
+        of_dropping = ("first_layer", "min_layer")
+        options.refuse(hparams, of_dropping, "without --layer_dropping")
+        cut = boundary.first_personal(hparams.personal_from, model, shape)
+        return boundary.fixed(cut, model)
     if hparams.personal_from:
         raise ValueError(
             f"--personal_from={hparams.personal_from} fixes the boundary, "
             "--layer_dropping moves it; leave one away (--min_layer ends the move)"
         )
-    return boundary.shallowest(hparams, task.model, task.example_shape)
+    return boundary.schedule(hparams, model, shape)

@@ -25,6 +25,35 @@ class Dataset(NamedTuple):
     client: np.ndarray | None = None
 
 
+def rotated(source: Dataset, angles: int) -> Dataset:
+    """Every image at one of `angles` right angles; angle and class are a new class.
+
+    The class is angle * Y + label. Which image has which angle is drawn once and for
+    all, so that it is the same in every run.
+
+    Args:
+        source: Its images are square, [N, H, H, ...].
+        angles: 1 to 4, of 0, 90, 180 and 270 degrees.
+
+    Raises:
+        ValueError: the images are not square.
+    """
+    image = source.image
+    if image.ndim < 3 or image.shape[1] != image.shape[2]:
+        raise ValueError(
+            f"--rotate_classes={angles} turns square images, these have the shape "
+            f"{list(image.shape[1:])}; leave it away"
+        )
+    angle = np.random.default_rng(0).integers(angles, size=len(image))
+    turned = np.empty_like(image)
+    for number in range(angles):
+        turned[angle == number] = np.rot90(image[angle == number], number, (1, 2))
+    label = (angle * source.num_classes + source.label).astype(np.int32)
+    return source._replace(
+        image=turned, label=label, num_classes=angles * source.num_classes
+    )
+
+
 NORMALIZATIONS = ("none", "channel", "global", "pixel", "half")
 
 

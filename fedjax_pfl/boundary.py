@@ -9,14 +9,12 @@ the other side empty.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import options, shapes, types
-
-DROP_SETS = {"L1": "F1", "L2": "F2", "L3": "C3", "L4": "C2"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +24,10 @@ class LayerDropping:
     drop_every: int = options.option(
         3, "participations between two drops [Z0], 0 = never drop", minimum=0
     )
-    drop_set: str = options.option(
-        "", "FedD2S's sets of layers that may be the boundary", choices=("", *DROP_SETS)
+    first_layer: int = options.option(
+        0,
+        "boundary of the first participation, counted from 1; 0 = the last layer",
+        minimum=0,
     )
     min_layer: int = options.option(
         0,
@@ -35,6 +35,40 @@ class LayerDropping:
         "hidden layer of a model without any",
         minimum=0,
     )
+
+
+class Schedule(NamedTuple):
+    """Where a client's boundary lies: l = max(last, first - floor((Z - 1) / every)).
+
+    Source: FedD2S, Eq. 6, with the floor that it lacks.
+
+    Attributes:
+        first, last: Its deepest and its shallowest boundary, 0..L.
+        every: Z0, at least 1.
+        num_stages: L.
+    """
+
+    first: int
+    last: int
+    every: int
+    num_stages: int
+
+    def layer(self, participations: jax.Array) -> jax.Array:
+        """l int32[...] of clients that took part Z int32[...] times.
+
+        The present one counts; a client that never took part has the first boundary.
+        """
+        steps = jnp.maximum(participations - 1, 0) // self.every
+        return jnp.maximum(self.last, self.first - steps)
+
+    def kept(self, participations: jax.Array) -> jax.Array:
+        """bool[..., L]: the stages 1..l."""
+        return held(self.layer(participations), self.num_stages)
+
+
+def fixed(layer: int, model: types.Model) -> Schedule:
+    """A boundary 0..L that never moves."""
+    return Schedule(layer, layer, 1, len(model.stage_names))
 
 
 def held(depth: jax.Array, num_stages: int) -> jax.Array:
@@ -114,74 +148,30 @@ def first_personal(
     return names.index(name)
 
 
-def shallowest(
+def schedule(
     dropping: LayerDropping, model: types.Model, example_shape: tuple[int, ...]
-) -> int:
-    """The last boundary of the schedule, 1..L.
+) -> Schedule:
+    """The schedule of a run's options.
 
     Raises:
-        ValueError: the model does not have that layer or dropping set.
+        ValueError: the model has no such layer, or the last one lies above the first.
     """
     names = model.stage_names
-    if dropping.drop_set:
-        if dropping.min_layer:
+    for flag in ("first_layer", "min_layer"):
+        layer = getattr(dropping, flag)
+        if layer > len(names):
             raise ValueError(
-                f"--drop_set={dropping.drop_set} and --min_layer={dropping.min_layer} "
-                "both name the shallowest boundary; give one of them"
+                f"--{flag}={layer}: --model={model.name} has {len(names)} layers "
+                f"({', '.join(names)}); lower it"
             )
-        stage = DROP_SETS[dropping.drop_set]
-        if stage not in names:
-            raise ValueError(
-                f"--drop_set={dropping.drop_set} goes down to the stage {stage}, "
-                f"--model={model.name} has {', '.join(names)}; take --model=m1 or m2, "
-                "or give --min_layer"
-            )
-        return names.index(stage) + 1
-    check_layer("min_layer", dropping.min_layer, model)
-    return dropping.min_layer or last_convolution(model, example_shape)
-
-
-def check_layer(flag: str, layer: int, model: types.Model) -> None:
-    """Raises ValueError if a model has no layer of that number."""
-    if layer > len(model.stage_names):
+    first = dropping.first_layer or len(names)
+    if not dropping.drop_every:
+        options.refuse(dropping, ("min_layer",), "with --drop_every=0")
+        return fixed(first, model)
+    if dropping.min_layer > first:
         raise ValueError(
-            f"--{flag}={layer}: --model={model.name} has "
-            f"{len(model.stage_names)} layers ({', '.join(model.stage_names)}); "
-            "lower it"
+            f"--min_layer={dropping.min_layer} is deeper than "
+            f"--first_layer={first}, where the boundary begins; lower it"
         )
-
-
-def dropped(
-    participations: jax.Array, every: int, num_stages: int, minimum: int
-) -> jax.Array:
-    """l = max(minimum, L - floor((Z - 1) / Z0)), int32[...].
-
-    Args:
-        participations: Z int32[...], the present one counted; 0 counts as 1.
-        every: Z0; 0 = never drop.
-        num_stages: L.
-        minimum: The shallowest boundary.
-
-    Source: FedD2S, Eq. 6, with the floor that it lacks.
-    """
-    if not every:
-        return jnp.full_like(participations, num_stages)
-    steps = jnp.maximum(participations - 1, 0) // every
-    return jnp.maximum(minimum, num_stages - steps)
-
-
-def stages_below(
-    hparams: LayerDropping,
-    lowest: int,
-    num_stages: int,
-    moves: bool,
-    participations: jax.Array,
-) -> jax.Array:
-    """bool[..., L]: the stages 1..l of clients that took part Z int32[...] times.
-
-    l is `lowest` for ever, or, if the boundary `moves`, where `dropped` has it.
-    """
-    layer = jnp.full_like(participations, lowest)
-    if moves:
-        layer = dropped(participations, hparams.drop_every, num_stages, lowest)
-    return held(layer, num_stages)
+    last = dropping.min_layer or min(first, last_convolution(model, example_shape))
+    return Schedule(first, last, dropping.drop_every, len(names))

@@ -77,6 +77,8 @@ def experiment(**given: Any) -> Experiment:
     """
     config, hparams = settings.configure(given)
     source = loaders.load(config.dataset, config.data_dir)
+    if config.rotate_classes > 1:
+        source = dataset.rotated(source, config.rotate_classes)
     config = settings.resolve(config, source, given)
     settings.check(config)
     public = None

@@ -25,6 +25,13 @@ class Config:
     )
     dataset: str = option("mnist_5k", "a data set's name, or npz:PATH for your arrays")
     data_dir: str = option("", "folder of IDX files or of prepared tfds data")
+    rotate_classes: int = option(
+        1,
+        "turn every image by one of this many right angles, each angle of a class a "
+        "class of its own; 1 = leave them as they are",
+        minimum=1,
+        maximum=4,
+    )
     model: str | None = option(None, "the server's model, and the clients' by default")
     client_model: str | None = option(
         None,

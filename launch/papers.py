@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from launch import console, settings
 
 PAPERS = pathlib.Path(__file__).parent / "papers"
@@ -109,10 +111,7 @@ def cells(
                 | table["rows"][one]
                 | entry.get("flags", {})
             )
-            # A row says null to an option that it must not have.
-            banned = {flag for flag, value in options.items() if value is None}
             options |= given | {"dataset": dataset}
-            options = {k: v for k, v in options.items() if k not in banned}
             out.append(Cell(name, one, options, entry.get("paper")))
     return out
 
@@ -150,7 +149,8 @@ def markdown(
     """Markdown: paper | ours mean +- std | difference.
 
     A table of several metrics has one part per scenario, with the metrics as columns; a
-    table of one metric has the scenarios as columns.
+    table of one metric has the scenarios as columns, and after it, for each of its
+    `controls`, the differences of the other rows to that one.
     """
     metrics = table["metrics"]
     lines = [f"### {table['title']}", "", f"Data set: `{dataset}`."]
@@ -184,12 +184,49 @@ def markdown(
         ]
         title = f"{console.title(metrics[0])}, {table.get('columns', 'percent')}"
         lines += ["", f"{title}, {legend}", "", *_grid(scenarios, body)]
+        for control in table.get("controls", ()):
+            if control in rows and len(rows) > 1:
+                lines += _against(control, results, metrics[0])
         return "\n".join(lines) + "\n"
     for scenario in scenarios:
         body = [(r, texts[scenario, r]) for r in rows if (scenario, r) in texts]
         lines += ["", f"**{scenario}**, {legend}", ""]
         lines += _grid([console.title(metric) for metric in metrics], body)
     return "\n".join(lines) + "\n"
+
+
+def _paired(
+    done: Mapping[str, Any] | None, control: Mapping[str, Any] | None, metric: str
+) -> str:
+    """Mean +- std of the seeds' differences in points, for instance `+1.3 ± 0.4`."""
+    if done is None or control is None:
+        return "missing"
+    sides = [np.array(one["metrics"][metric]["per_seed"]) for one in (done, control)]
+    gap = 100 * (sides[0] - sides[1])
+    std = f" ± {gap.std(ddof=1):.1f}" if len(gap) > 1 else ""
+    return f"{gap.mean():+.1f}{std}"
+
+
+def _against(
+    control: str,
+    results: Sequence[tuple[Cell, Mapping[str, Any] | None]],
+    metric: str,
+) -> list[str]:
+    """A grid of every row's difference to one row, seed by seed."""
+    done = {(cell.scenario, cell.row): one for cell, one in results}
+    scenarios, rows = (list(dict.fromkeys(part)) for part in zip(*done, strict=True))
+    body = [
+        (
+            row,
+            [
+                _paired(done.get((s, row)), done.get((s, control)), metric)
+                for s in scenarios
+            ],
+        )
+        for row in rows
+        if row != control
+    ]
+    return ["", f"Minus {control}, points, paired by seed", "", *_grid(scenarios, body)]
 
 
 def slug(text: str) -> str:

@@ -64,7 +64,8 @@ STRUCTURES = {
     "persist": SCHEDULE | {"drop_every": 2, "optimizer_state": "persist"},
     "mse": SCHEDULE | {"transfer": "mse", "temperature": 1.0},
     "fixed": {
-        "fixed_layer": 3,
+        "first_layer": 3,
+        "min_layer": 3,
         "optimizer_state": "persist",
         "client_optimizer": "sgd",
         "client_momentum": 0.5,
@@ -207,9 +208,8 @@ def rounds():
 
 def boundary_of(hparams, taken):
     """l after Z = `taken` participations."""
-    if hparams.fixed_layer:
-        return hparams.fixed_layer
-    return max(hparams.min_layer, L - (taken - 1) // hparams.drop_every)
+    first = hparams.first_layer or L
+    return max(hparams.min_layer, first - (taken - 1) // hparams.drop_every)
 
 
 def optimizers(hparams):
@@ -352,14 +352,14 @@ def test_rounds_equal_a_numpy_reference(structure, layers, rounds):
         ("default", "transfer", "mse"),
         ("default", "drop_every", 2),
         ("default", "min_layer", 5),
-        ("default", "fixed_layer", 3),
+        ("default", "first_layer", 4),
         ("default", "temperature", 1.0),
         ("default", "client_optimizer", "sgd"),
         ("default", "client_lr_decay", 1.0),
         ("persist", "optimizer_state", "reset"),
         ("fixed", "optimizer_state", "reset"),
         ("fixed", "client_momentum", 0.0),
-        ("fixed", "fixed_layer", 4),
+        ("fixed", "min_layer", 2),
     ],
 )
 def test_every_option_matters_to_the_reference(structure, option, value):
@@ -385,11 +385,12 @@ def test_every_option_matters_to_the_reference(structure, option, value):
     [
         ({}, (6, 6, 5, 5, 5, 5)),
         ({"drop_every": 2, "min_layer": 4}, (6, 5, 5, 4, 4, 4)),
-        ({"drop_every": 1, "drop_set": "L4"}, (6, 4, 3, 2, 2, 2)),
-        ({"drop_every": 0, "min_layer": 2}, (6, 6, 6, 6, 6, 6)),
+        ({"drop_every": 1, "min_layer": 2}, (6, 4, 3, 2, 2, 2)),
+        ({"drop_every": 0}, (6, 6, 6, 6, 6, 6)),
         ({"min_layer": 6}, (6, 6, 6, 6, 6, 6)),
-        ({"fixed_layer": 3}, (3, 3, 3, 3, 3, 3)),
-        ({"fixed_layer": 6}, (6, 6, 6, 6, 6, 6)),
+        ({"first_layer": 3, "min_layer": 3}, (3, 3, 3, 3, 3, 3)),
+        ({"first_layer": 4, "drop_every": 2, "min_layer": 1}, (4, 3, 3, 2, 1, 1)),
+        ({"first_layer": 4, "drop_every": 0}, (4, 4, 4, 4, 4, 4)),
     ],
     ids=str,
 )
@@ -398,11 +399,9 @@ def test_schedule_options(hparams, layers):
 
     Without options the floor of a model without convolutions is its last hidden layer.
     """
-    hparams = fedd2s.HParams(**hparams)
-    lowest = hparams.fixed_layer or boundary.shallowest(hparams, LADDER, SHAPE)
     taken = np.array([1, 3, 4, 5, 8, 99], np.int32)
-    moves = not hparams.fixed_layer
-    found = boundary.stages_below(hparams, lowest, L, moves, taken)
+    schedule = boundary.schedule(fedd2s.HParams(**hparams), LADDER, SHAPE)
+    found = schedule.kept(taken)
     np.testing.assert_array_equal(found, np.arange(L) < np.array(layers)[:, None])
 
 
@@ -741,19 +740,10 @@ def test_bytes_of_the_papers_models(name):
     ("hparams", "message"),
     [
         ({"min_layer": 9}, "--min_layer=9: --model=conv has 4 layers"),
-        ({"fixed_layer": 5}, "--fixed_layer=5: --model=conv has 4 layers"),
-        ({"drop_set": "L3"}, "--drop_set=L3 goes down to the stage C3, --model=conv"),
-        ({"fixed_layer": 2, "min_layer": 2}, "--min_layer=2 .*--fixed_layer=2; leave"),
-        (
-            {"fixed_layer": 2, "drop_set": "L4"},
-            "--drop_set=L4 .*--fixed_layer=2; leave",
-        ),
-        (
-            {"fixed_layer": 2, "drop_every": 1},
-            "--drop_every=1 .*--fixed_layer=2; leave",
-        ),
+        ({"first_layer": 5}, "--first_layer=5: --model=conv has 4 layers"),
+        ({"first_layer": 2, "min_layer": 3}, "--min_layer=3 .*--first_layer=2.*lower"),
+        ({"drop_every": 0, "min_layer": 2}, "--min_layer=2 .*--drop_every=0; leave"),
         ({"transfer": "mse", "temperature": 2.0}, "--temperature=2.0 .*--transfer=mse"),
-        ({"drop_set": "L4", "min_layer": 2}, "give one of them"),
     ],
 )
 def test_bad_boundaries_are_refused(hparams, message):
@@ -773,7 +763,7 @@ def test_one_layer_is_refused():
     "wrong",
     [
         {"drop_every": -1},
-        {"drop_set": "L5"},
+        {"first_layer": -1},
         {"transfer": "features"},
         {"temperature": 0.0},
         {"server_epochs": 0},

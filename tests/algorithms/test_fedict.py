@@ -17,7 +17,7 @@ from fedjax_pfl import options, rng, traffic, types
 from tests.algorithms import conftest, plain
 
 STRUCTURES = {
-    "sequential": {
+    "momentum": {
         "local_epochs": 2,
         "distill_epochs": 1,
         "server_epochs": 2,
@@ -25,13 +25,7 @@ STRUCTURES = {
         # Would move the server's first layers if they were trained.
         "weight_decay": 0.1,
     },
-    "averaged": {
-        "local_epochs": 1,
-        "distill_epochs": 2,
-        "server_epochs": 1,
-        "label_adjustment": "balance",
-        "server_pass": "averaged",
-    },
+    "plain": {"local_epochs": 1, "distill_epochs": 2, "server_epochs": 1},
 }
 FLOATS = {
     "client_lr": 0.1,
@@ -39,7 +33,6 @@ FLOATS = {
     "distill_weight": 0.7,
     "temperature": 2.0,
     "prior_temperature": 0.4,
-    "balance_temperature": 0.3,
 }
 SHARED = ("client_momentum", "weight_decay")
 both = pytest.mark.parametrize("name", STRUCTURES)
@@ -125,12 +118,9 @@ def gap(student, teacher, weight, tau):
     return tau**2 * (weight * q * np.log(q / p)).sum(-1).mean()
 
 
-def server_weight(own, all_, adjustment, balance):
-    """LKA: the cosine for all classes (sim), or 1 + the difference / U (balance)."""
-    if adjustment == "balance":
-        return 1 + (all_ - own) / balance
-    cosine = own @ all_ / np.sqrt((own**2).sum() * (all_**2).sum())
-    return np.full(len(own), cosine)
+def server_weight(own, everyone):
+    """LKA by similarity: the cosine, for all classes."""
+    return own @ everyone / np.sqrt((own**2).sum() * (everyone**2).sum())
 
 
 def order_of(state, cohort):
@@ -152,7 +142,6 @@ def reference(state, cohort, table, name, values, order=None, shift=0):
         return plain.Sgd(rate, hparams.get("client_momentum", 0.0), decay=decay)
 
     tau, alpha = values["temperature"], values["distill_weight"]
-    adjustment = hparams.get("label_adjustment", "sim")
     server, row_of = plain.server_layers(state), plain.members(cohort)
     deep = [False, True, True]
     frequency = np.float64(plain.host(state.clients["frequency"]))
@@ -171,8 +160,7 @@ def reference(state, cohort, table, name, values, order=None, shift=0):
         told[number] = plain.logits(own[number], table.images(table.owned(number)))
 
     def serve(params, number, tx):
-        balance = values["balance_temperature"]
-        weight = server_weight(frequency[number], common, adjustment, balance)
+        weight = server_weight(frequency[number], common)
         for position, rows, _ in table.steps(plan_of("server", number), number):
             teacher, label = told[number][position], table.label[rows]
 
@@ -184,19 +172,15 @@ def reference(state, cohort, table, name, values, order=None, shift=0):
             params = tx.step(params, plain.gradients(params, h, of_logits, 1), deep)
         return params
 
-    if hparams.get("server_pass") == "averaged":
-        copies = [serve(server, k, optimizer()) for k in row_of]
-        server = plain.mean(copies, [1] * len(copies))
-    else:
-        tx = optimizer()
-        for number in order or order_of(state, cohort):
-            server = serve(server, number, tx)
+    tx = optimizer()
+    for number in order or order_of(state, cohort):
+        server = serve(server, number, tx)
 
     for number, params in own.items():
         rows = table.owned(number)
         known = plain.logits(server, features(params, rows), 1)
         known = np.roll(known, shift, axis=0)
-        weight = 1 + frequency[number] / values["prior_temperature"]
+        weight = frequency[number] / values["prior_temperature"]
 
         def extra(params, position, rows, known=known, weight=weight):
             return plain.gradients(
@@ -238,15 +222,44 @@ def test_weighted_gap(weight):
 
 
 def test_weights_by_hand():
-    """FPKD: 1 + d^n / T. LKA: the cosine of d^n and d^g, or 1 + (d^g - d^n) / U."""
+    """FPKD: d^n / T. LKA: the cosine of d^n and d^g."""
     own, common = np.float32([0.6, 0.2, 0.2]), np.float32([0.2, 0.2, 0.6])
     found = fedict.client_weight(own, 0.4)
-    np.testing.assert_allclose(found, [2.5, 1.5, 1.5], rtol=1e-6)
-    for adjustment, expected in (("sim", [28 / 44] * 3), ("balance", [0.2, 1, 1.8])):
-        hand = server_weight(own, common, adjustment, 0.5)
-        found = fedict.server_weight(own, common, adjustment, 0.5)
-        np.testing.assert_allclose(hand, expected, rtol=1e-6)
-        np.testing.assert_allclose(found + np.zeros(3), expected, rtol=1e-6)
+    np.testing.assert_allclose(found, [1.5, 0.5, 0.5], rtol=1e-6)
+    for weight in (server_weight, fedict.server_weight):
+        np.testing.assert_allclose(weight(own, common), 28 / 44, rtol=1e-6)
+        np.testing.assert_allclose(weight(own, own), 1, rtol=1e-6)
+        assert np.isfinite(weight(own, np.full(3, 1e-30)))
+
+
+def test_classes_that_a_client_lacks_do_not_pull_it():
+    """FPKD: weight 0; D(d^n / T) is least at d^n q, the teacher seen through them.
+
+    A plain distance would draw the student towards the classes that it lacks.
+    """
+    gen = np.random.default_rng(1)
+    own, mask = np.float32([0.5, 0, 0.3, 0, 0.2]), np.ones(3, bool)
+    weight = fedict.client_weight(own, 3.0)
+    np.testing.assert_array_equal(weight == 0, own == 0)
+
+    def slope(student, teacher, weight):
+        def gap(z):
+            return fedict.weighted_gap(z, jnp.float32(teacher), mask, weight, 2.0)
+
+        return np.asarray(jax.grad(gap)(jnp.float32(student)))
+
+    student, teacher = gen.normal(size=(2, 3, 5))
+    found = slope(student, teacher, weight)
+    assert (found[:, own == 0] > 0).all()  # their logits only fall
+    assert (slope(student, teacher, jnp.ones(()))[:, own == 0] < 0).any()
+    # What the teacher thinks of classes that are not owned changes no direction.
+    other = teacher + 3 * (own == 0)
+    apart = slope(student, other, weight)
+    scale = np.linalg.norm(apart, axis=1) / np.linalg.norm(found, axis=1)
+    np.testing.assert_allclose(apart, found * scale[:, None], rtol=1e-4, atol=1e-6)
+    # At temperature 2 the softmax of 2 log(d^n q) is d^n q, normalised.
+    best = 2 * np.log(np.maximum(own * plain.softmax(teacher / 2), 1e-30))
+    np.testing.assert_allclose(slope(best, teacher, weight), 0, atol=1e-6)
 
 
 @both
@@ -291,14 +304,11 @@ def test_rounds_equal_a_numpy_reference(name, run, given, problem):
 @pytest.mark.parametrize(
     ("name", "option", "value"),
     [
-        ("averaged", "label_adjustment", "sim"),
-        ("averaged", "server_pass", "sequential"),
-        ("averaged", "balance_temperature", 5.0),
-        ("sequential", "distill_weight", 1.4),
-        ("sequential", "temperature", 1.0),
-        ("sequential", "prior_temperature", 3.0),
-        ("sequential", "weight_decay", 0.0),
-        ("sequential", "client_momentum", 0.0),
+        ("momentum", "distill_weight", 1.4),
+        ("momentum", "temperature", 1.0),
+        ("momentum", "prior_temperature", 3.0),
+        ("momentum", "weight_decay", 0.0),
+        ("momentum", "client_momentum", 0.0),
     ],
 )
 def test_every_option_matters_to_the_reference(
@@ -316,12 +326,12 @@ def test_every_option_matters_to_the_reference(
 
 def test_the_servers_order_matters(run, given, cohorts, problem):
     """Number 16: the sequential pass depends on its order, drawn by client."""
-    state, table, cohort = given(), plain.Table(problem.data), cohorts["sequential"]
+    state, table, cohort = given(), plain.Table(problem.data), cohorts["momentum"]
     drawn = order_of(state, cohort)
-    after, _, _ = run("sequential", state, **FLOATS)
+    after, _, _ = run("momentum", state, **FLOATS)
     found = plain.server_layers(after)
     turned = drawn[1:] + drawn[:1]
-    other, _ = reference(state, cohort, table, "sequential", FLOATS, order=turned)
+    other, _ = reference(state, cohort, table, "momentum", FLOATS, order=turned)
     assert plain.differs(found, other, 1e-3)
     orders = set()
     for seed in range(8):
@@ -344,17 +354,19 @@ def test_order_of_the_cohort_does_not_matter(name, run, given, cohorts):
         chex.assert_trees_all_close(first.clients, second.clients, atol=1e-6)
 
 
-def test_key_is_only_the_servers_order(run, given):
-    """Number 16: without dropout the root key is the order: `averaged` has none."""
-    state = given()
-    results = {name: [] for name in STRUCTURES}
-    for name, found in results.items():
-        for seed in range(4):
-            one = state.replace(key=jax.random.key(seed))
-            found.append(plain.host(plain.server(run(name, one, **FLOATS)[0])))
-    for other in results["averaged"][1:]:
-        chex.assert_trees_all_equal(results["averaged"][0], other)
-    first, *others = results["sequential"]
+@both
+def test_key_is_only_the_servers_order(name, run, given, cohorts, problem):
+    """Number 16: without dropout the root key is the order, and nothing else."""
+    results = {}
+    for seed in range(6):
+        one = given().replace(key=jax.random.key(seed))
+        found = plain.host(plain.server(run(name, one, **FLOATS)[0]))
+        results.setdefault(tuple(order_of(one, cohorts[name])), []).append(found)
+    assert len(results) > 1 and max(map(len, results.values())) > 1
+    for same in results.values():
+        for other in same[1:]:
+            chex.assert_trees_all_equal(same[0], other)
+    first, *others = (same[0] for same in results.values())
     assert any(plain.differs(first, other, 1e-4) for other in others)
 
 
@@ -412,11 +424,7 @@ def test_no_distillation_is_local_training(
 
 @both
 def test_equal_frequencies_give_the_plain_distance(name, run, given):
-    """Number 16: d^n = d^g: LKA-sim's weight is 1, LKA-balance's extra term 0.
-
-    Then U has no effect, and both are the distance of weight 1, which the frequencies
-    [.25, .25, .25, .25] and others give alike.
-    """
+    """Number 16: d^n = d^g: LKA's weight is 1, whatever the frequencies are."""
     results = []
     for common in ([0.25] * 4, [0.7, 0.1, 0.1, 0.1]):
         state, common = given(), np.array(common, np.float32)
@@ -424,19 +432,16 @@ def test_equal_frequencies_give_the_plain_distance(name, run, given):
         state = state.replace(
             clients=clients, server=state.server | {"frequency": common}
         )
-        for divisor in (0.3, 7.0):
-            values = FLOATS | {"balance_temperature": divisor}
-            after, _, _ = run(name, state, **values)
-            results.append(plain.host(plain.server(after)))
-    for other in results[1:]:
-        chex.assert_trees_all_close(results[0], other, atol=1e-6)
+        after, _, _ = run(name, state, **FLOATS)
+        results.append(plain.host(plain.server(after)))
+    chex.assert_trees_all_close(*results, atol=1e-6)
     after, _, _ = run(name, given(), **FLOATS)
     assert plain.differs(results[0], plain.server(after), 1e-4)
 
 
 def test_label_frequencies(problem):
     """Section 1.9: d^n of a client's train rows, d^g of all of them; common init."""
-    made, table = make("sequential", problem), plain.Table(problem.data)
+    made, table = make("momentum", problem), plain.Table(problem.data)
     state = jax.jit(made.init)(problem.data, jax.random.key(0))
     labels = [table.label[table.owned(k)] for k in range(5)]
     for number, own in enumerate(labels):
@@ -487,7 +492,7 @@ def test_bytes_of_the_papers_setting(problem):
 
 def test_everyone_serves_itself(problem, given):
     """Section 1.0: theta^n for all clients; the server alone has no whole model."""
-    made, state = make("sequential", problem), given()
+    made, state = make("momentum", problem), given()
     for number, one in enumerate(plain.served(made, state)):
         chex.assert_trees_all_equal(one, plain.own(state, number))
     assert made.server is None
@@ -496,7 +501,7 @@ def test_everyone_serves_itself(problem, given):
 def test_plans_have_the_epochs_asked_for(problem):
     """Three plans of their own, so that no batch order is used twice."""
     hparams = {"local_epochs": 3, "server_epochs": 4, "distill_epochs": 5}
-    made = make("sequential", problem, **hparams)
+    made = make("momentum", problem, **hparams)
     assert made.plans == (
         types.PlanSpec("local", 3, 5),
         types.PlanSpec("server", 4, 5),

@@ -13,7 +13,7 @@ import pytest
 import algorithms
 import models
 from algorithms import fedper
-from fedjax_pfl import boundary, types
+from fedjax_pfl import types
 from tests.algorithms import plain
 
 MOVING = {"drop_every": 2, "min_layer": 1}
@@ -212,7 +212,7 @@ def test_personal(layer, given):
     ("algo", "options", "lowest"),
     [
         ("fedper", {"personal_from": "none"}, 3),
-        ("fedper_plus", {"drop_every": 0, "min_layer": 1}, 1),
+        ("fedper_plus", {"drop_every": 0}, 3),
         ("fedrep", {"personal_from": "none", "local_epochs": 2, "head_epochs": 1}, 3),
     ],
 )
@@ -365,7 +365,7 @@ def served_boundaries(made, state, data):
         (MOVING, [0, 2, 3, 4, 5], [3, 3, 2, 2, 1]),
         ({"drop_every": 1, "min_layer": 2}, [0, 1, 2, 3, 9], [3, 3, 2, 2, 2]),
         ({"drop_every": 3, "min_layer": 1}, [1, 3, 4, 6, 7], [3, 3, 2, 2, 1]),
-        ({"drop_every": 0, "min_layer": 1}, [0, 1, 9, 99, 999], [3] * 5),
+        ({"drop_every": 0}, [0, 1, 9, 99, 999], [3] * 5),
         ({"drop_every": 1, "min_layer": 3}, [0, 1, 9, 99, 999], [3] * 5),
         ({"drop_every": 1}, [0, 1, 2, 3, 4], [3, 3, 2, 2, 2]),
     ],
@@ -409,10 +409,11 @@ def test_personal_from(name, lowest, problem, given):
         ("fedrep", {}, 3),
         ("fedper", {"personal_from": "F3"}, 5),
         ("fedper_plus", {}, 3),
-        ("fedper_plus", {"drop_set": "L1"}, 4),
-        ("fedper_plus", {"drop_set": "L2"}, 5),
-        ("fedrep_plus", {"drop_set": "L3"}, 3),
-        ("fedper_plus", {"drop_set": "L4"}, 2),
+        ("fedper_plus", {"min_layer": 4}, 4),
+        ("fedper_plus", {"min_layer": 5}, 5),
+        ("fedrep_plus", {"first_layer": 2}, 2),
+        ("fedper_plus", {"drop_every": 0}, 6),
+        ("fedper_plus", {"min_layer": 2}, 2),
     ],
 )
 def test_cuts_of_the_papers_model(algo, options, lowest, problem):
@@ -444,30 +445,18 @@ def test_everyone_starts_from_one_model(problem):
 
 
 @pytest.mark.parametrize(
-    ("dropping", "expected"),
-    [(True, [6, 6, 6, 6, 5, 5, 5, 4, 4, 4, 3, 3, 3]), (False, [3] * 13)],
-)
-def test_schedule_of_the_paper(dropping, expected):
-    """Section 1.1: Z0 = 3, L = 6, l_min = 3 gives 6,6,6,5,5,5,4,4,4,3,3,..."""
-    taken = np.arange(13, dtype=np.int32)
-    found = boundary.stages_below(fedper.HParams(drop_every=3), 3, 6, dropping, taken)
-    np.testing.assert_array_equal(found, np.arange(6) < np.array(expected)[:, None])
-
-
-@pytest.mark.parametrize(
     ("algo", "options", "line"),
     [
         ("fedper", {"personal_from": "F9"}, "--personal_from=F9.*dense1, dense2, last"),
         ("fedper", {"min_layer": 2}, "--min_layer=2.*--layer_dropping"),
-        ("fedrep", {"drop_set": "L1"}, "--drop_set=L1.*--layer_dropping"),
+        ("fedrep", {"first_layer": 1}, "--first_layer=1.*--layer_dropping"),
         ("fedper_plus", {"personal_from": "last"}, "--personal_from=last.*leave one"),
         ("fedrep_plus", {"personal_from": "none"}, "--personal_from=none.*leave one"),
         ("fedper_plus", {"min_layer": 4}, "--min_layer=4.*3 layers"),
-        ("fedper_plus", {"drop_set": "L3"}, "--drop_set=L3.*C3.*dense1"),
         (
             "fedper_plus",
-            {"drop_set": "L3", "min_layer": 1},
-            "--drop_set=L3 and --min_layer=1",
+            {"first_layer": 1, "min_layer": 2},
+            "--min_layer=2 is deeper than --first_layer=1",
         ),
         (
             "fedrep",

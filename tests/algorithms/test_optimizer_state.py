@@ -46,7 +46,7 @@ CASES = {
     "fedrep": Case(HEAD_FIRST, 1),
     "cdkt": Case(SILENT, 0),
     # At layer 1 nothing is distilled.
-    "fedd2s": Case({"fixed_layer": 1}, 0),
+    "fedd2s": Case({"first_layer": 1}, 0),
     # One state for both of its phases.
     "fedict": Case({"distill_weight": 0.0}, 0, ("local", "distill")),
 }

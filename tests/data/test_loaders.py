@@ -470,3 +470,35 @@ def test_normalization_of_constant_pixels_is_finite(kind):
     mean, scale = dataset.normalization(image, kind)
     assert np.isfinite(scale).all()
     np.testing.assert_allclose((image - mean) * scale, 0, atol=1e-4)
+
+
+@pytest.mark.parametrize("angles", [1, 2, 3, 4])
+@pytest.mark.parametrize("channels", [(), (3,)])
+def test_rotated_classes(angles, channels):
+    """Angle and class are one new class; each image is turned by its own angle."""
+    gen = np.random.default_rng(3)
+    image = gen.integers(0, 256, (200, 4, 4, *channels), np.uint8)
+    label = gen.integers(0, 5, 200).astype(np.int32)
+    source = dataset.Dataset(image, label, 150, 5)
+    found = dataset.rotated(source, angles)
+    assert found.num_classes == 5 * angles and found.num_train == 150
+    assert found.image.dtype == np.uint8 and found.label.dtype == np.int32
+    angle = found.label // 5
+    np.testing.assert_array_equal(found.label % 5, label)
+    # Drawn once for all: about as many images at each, the same ones every time.
+    assert np.bincount(angle, minlength=angles).min() > 200 / angles / 2
+    again = dataset.rotated(source, angles)
+    np.testing.assert_array_equal(again.label, found.label)
+    for turned, number, one in zip(found.image, angle, image, strict=True):
+        back = turned
+        for _ in range(number):  # a quarter turn clockwise
+            back = back[::-1].swapaxes(0, 1)
+        np.testing.assert_array_equal(back, one)
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 1), (16,)])
+def test_only_squares_are_rotated(shape):
+    """One line with the flag and the shape."""
+    source = dataset.Dataset(np.zeros((3, *shape), np.uint8), np.zeros(3), 2, 2)
+    with pytest.raises(ValueError, match=r"--rotate_classes=4 .*square.*\[.*\]"):
+        dataset.rotated(source, 4)

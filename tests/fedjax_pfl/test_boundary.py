@@ -1,4 +1,4 @@
-"""Masks, and where a model is cut: schedule, dropping sets, names, and the errors."""
+"""Masks, and where a model is cut: schedule, names, and the errors."""
 
 import chex
 import jax
@@ -67,90 +67,92 @@ def test_splice_masks_gradients():
     chex.assert_trees_all_equal(server, variables(0))
 
 
-def schedule(participations, every, num_stages, minimum, jit=True):
-    """`boundary.dropped` with static options, as the algorithms call it."""
-
-    def call(z):
-        return boundary.dropped(z, every, num_stages, minimum)
-
+def layers(participations, first, last, every, jit=True):
+    """`Schedule.layer`, whose numbers are static, as in the algorithms."""
+    schedule = boundary.Schedule(first, last, every, 6)
     z = jnp.asarray(participations, jnp.int32)
-    return np.asarray((jax.jit(call) if jit else call)(z))
+    return np.asarray((jax.jit(schedule.layer) if jit else schedule.layer)(z))
 
 
 @with_and_without_jit
 @pytest.mark.parametrize(
-    ("every", "minimum", "layers"),
+    ("first", "last", "every", "expected"),
     [
-        (3, 3, [6, 6, 6, 5, 5, 5, 4, 4, 4, 3, 3, 3, 3, 3, 3]),
-        (5, 3, [6] * 5 + [5] * 5 + [4] * 5),
-        (7, 3, [6] * 7 + [5] * 7 + [4]),
-        (1, 1, [6, 5, 4, 3, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
-        (2, 5, [6, 6] + [5] * 13),
-        (1, 6, [6] * 15),
-        (0, 1, [6] * 15),
+        (6, 3, 3, [6, 6, 6, 5, 5, 5, 4, 4, 4, 3, 3, 3, 3, 3, 3]),
+        (6, 3, 5, [6] * 5 + [5] * 5 + [4] * 5),
+        (6, 3, 7, [6] * 7 + [5] * 7 + [4]),
+        (6, 1, 1, [6, 5, 4, 3, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+        (6, 5, 2, [6, 6] + [5] * 13),
+        (6, 6, 1, [6] * 15),
+        (4, 2, 3, [4, 4, 4, 3, 3, 3] + [2] * 9),
+        (3, 3, 3, [3] * 15),
+        (0, 0, 1, [0] * 15),
     ],
 )
-def test_schedule_table(every, minimum, layers, jit):
+def test_schedule_table(first, last, every, expected, jit):
     """Property 1: explicit integers, Z = 1 to 15, L = 6; Z = 0 is like 1."""
-    np.testing.assert_array_equal(
-        schedule(range(1, 16), every, 6, minimum, jit), layers
-    )
-    assert schedule(0, every, 6, minimum, jit) == 6
-    assert schedule(10**6, every, 6, minimum, jit) == (minimum if every else 6)
+    found = layers(range(1, 16), first, last, every, jit)
+    np.testing.assert_array_equal(found, expected)
+    assert layers(0, first, last, every, jit) == first
+    assert layers(10**6, first, last, every, jit) == last
 
 
 @pytest.mark.parametrize("every", [1, 3, 5])
-@pytest.mark.parametrize("minimum", [1, 3])
-def test_schedule_of_random_cohorts(every, minimum):
+@pytest.mark.parametrize("last", [1, 3])
+def test_schedule_of_random_cohorts(every, last):
     """Property 1: l never rises, rests in rounds without the client, has a floor."""
     gen = np.random.default_rng(every)
-    taken, last = np.zeros(50, int), np.full(50, 6)
+    taken, before = np.zeros(50, int), np.full(50, 6)
     for _ in range(100):
         chosen = gen.choice(50, 10, replace=False)
         taken[chosen] += 1
-        layers = schedule(taken, every, 6, minimum, jit=False)
-        assert layers.min() >= minimum
-        assert (layers <= last).all()
+        now = layers(taken, 6, last, every, jit=False)
+        assert now.min() >= last
+        assert (now <= before).all()
         absent = np.setdiff1d(np.arange(50), chosen)
-        np.testing.assert_array_equal(layers[absent], last[absent])
+        np.testing.assert_array_equal(now[absent], before[absent])
         for number in chosen:
-            drops = (taken[number] - 1) // every
-            assert layers[number] == max(minimum, 6 - drops)
-        last = layers
-    assert taken.sum() == 100 * 10 and (last < 6).all()
+            assert now[number] == max(last, 6 - (taken[number] - 1) // every)
+        before = now
+    assert taken.sum() == 100 * 10 and (before < 6).all()
 
 
 def test_stages_below_the_boundary():
-    """One that moves follows the schedule, the other stays where it is."""
-    dropping = boundary.LayerDropping(drop_every=2)
+    """The stages 1..l, of a boundary that moves and of one that does not."""
     taken = jnp.array([0, 1, 2, 3, 5, 99])
-    moving = boundary.stages_below(dropping, 2, 4, True, taken)
+    moving = boundary.Schedule(4, 2, 2, 4).kept(taken)
     np.testing.assert_array_equal(moving.sum(-1), [4, 4, 4, 3, 2, 2])
-    resting = boundary.stages_below(dropping, 2, 4, False, taken)
+    assert (moving[:, :-1] >= moving[:, 1:]).all()
+    resting = boundary.fixed(2, DENSE).kept(taken)
     np.testing.assert_array_equal(resting, [[True, True, False, False]] * 6)
 
 
 @pytest.mark.parametrize(
-    ("given", "model", "layer"),
+    ("given", "model", "first", "last"),
     [
-        ({}, M1, 3),
-        ({"drop_set": "L1"}, M1, 4),
-        ({"drop_set": "L2"}, M1, 5),
-        ({"drop_set": "L3"}, M1, 3),
-        ({"drop_set": "L4"}, M1, 2),
-        ({"min_layer": 1}, M1, 1),
-        ({"min_layer": 6}, M1, 6),
-        ({}, DENSE, 3),
-        ({"min_layer": 4}, DENSE, 4),
+        ({}, M1, 6, 3),
+        ({"min_layer": 1}, M1, 6, 1),
+        ({"min_layer": 6}, M1, 6, 6),
+        ({"first_layer": 5}, M1, 5, 3),
+        ({"first_layer": 3, "min_layer": 3}, M1, 3, 3),
+        # The last convolution is not above where the boundary begins.
+        ({"first_layer": 2}, M1, 2, 2),
+        ({"drop_every": 0}, M1, 6, 6),
+        ({"drop_every": 0, "first_layer": 4}, M1, 4, 4),
+        ({}, DENSE, 4, 3),
+        ({"min_layer": 4}, DENSE, 4, 4),
         # The default needs no stage of a paper's name.
-        ({}, models.MODELS["fedavg_cnn"](10), 2),
+        ({}, models.MODELS["fedavg_cnn"](10), 4, 2),
     ],
 )
-def test_shallowest(given, model, layer):
-    """Table 3's sets are layers that may serve; the default is FedPer's cut."""
+def test_schedule_of_the_options(given, model, first, last):
+    """From the last layer to FedPer's cut, if nothing is said."""
     shape = (9,) if model is DENSE else IMAGE
     dropping = boundary.LayerDropping(**given)
-    assert boundary.shallowest(dropping, model, shape) == layer
+    found = boundary.schedule(dropping, model, shape)
+    assert (found.first, found.last) == (first, last)
+    assert found.every == (dropping.drop_every or 1)
+    assert found.num_stages == len(model.stage_names)
 
 
 @pytest.mark.parametrize(
@@ -158,14 +160,15 @@ def test_shallowest(given, model, layer):
     [
         ({"min_layer": 9}, "--min_layer=9: --model=dense has 4 layers .dense1,.*lower"),
         ({"min_layer": 5}, "--min_layer=5: --model=dense has 4 layers"),
-        ({"drop_set": "L4"}, "--drop_set=L4 .* the stage C2, --model=dense .*m1 or m2"),
-        ({"drop_set": "L2", "min_layer": 2}, "--drop_set=L2 and --min_layer=2 .* one"),
+        ({"first_layer": 5}, "--first_layer=5: --model=dense has 4 layers"),
+        ({"first_layer": 1, "min_layer": 2}, "--min_layer=2 .* --first_layer=1"),
+        ({"drop_every": 0, "min_layer": 2}, "--min_layer=2 .* --drop_every=0"),
     ],
 )
-def test_bad_floors_are_refused(given, message):
+def test_bad_schedules_are_refused(given, message):
     """One line with the flag, what came and what to change."""
     with pytest.raises(ValueError, match=message):
-        boundary.shallowest(boundary.LayerDropping(**given), DENSE, (9,))
+        boundary.schedule(boundary.LayerDropping(**given), DENSE, (9,))
 
 
 @pytest.mark.parametrize(
@@ -194,6 +197,3 @@ def test_last_convolution():
     assert boundary.last_convolution(mixed, (9,)) == 1
     single = stages.chain("single", [("only", stages.Dense(3, relu=False))])
     assert boundary.last_convolution(single, (9,)) == 1
-    boundary.check_layer("fixed_layer", 2, mixed)
-    with pytest.raises(ValueError, match="--fixed_layer=3: --model=mixed has 2 layers"):
-        boundary.check_layer("fixed_layer", 3, mixed)

@@ -88,16 +88,16 @@ def public(tmp_path_factory):
     "arguments, parts",
     [
         (["--algo=fedd2s", "--min_layer=9"], ["--min_layer=9", "6 layers", "C1"]),
-        (["--algo=fedd2s", "--fixed_layer=7"], ["--fixed_layer=7", "6 layers"]),
+        (["--algo=fedd2s", "--first_layer=7"], ["--first_layer=7", "6 layers"]),
         (
-            ["--algo=fedd2s", "--model=mlp", "--drop_set=L4"],
-            ["--drop_set=L4", "mlp", "dense1", "--min_layer"],
+            ["--algo=fedd2s", "--first_layer=3", "--min_layer=4"],
+            ["--min_layer=4", "--first_layer=3"],
         ),
-        (["--algo=fedd2s", "--drop_set=L9"], ["--drop_set=L9: expected one of L1"]),
         (
-            ["--algo=fedd2s", "--fixed_layer=3", "--min_layer=2"],
-            ["--min_layer=2", "--fixed_layer=3"],
+            ["--algo=fedd2s", "--drop_every=0", "--min_layer=4"],
+            ["--min_layer=4", "--drop_every=0"],
         ),
+        (["--rotate_classes=5"], ["--rotate_classes=5: expected at most 4"]),
         (
             ["--algo=fedd2s", "--transfer=mse", "--temperature=2"],
             ["--temperature=2", "--transfer=mse"],

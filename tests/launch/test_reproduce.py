@@ -3,6 +3,7 @@
 import json
 import signal
 
+import numpy as np
 import pytest
 
 from launch import console, main, papers, reproduce, settings
@@ -86,6 +87,35 @@ def test_one_metric_has_scenarios_as_columns(sweep, tmp_path, capsys):
     assert "| FedAvg | missing | 30.00 ± 1.50 / missing |" in shown
 
 
+def test_differences_are_paired_by_seed(sweep, tmp_path, capsys):
+    """The seeds' own differences to a control, not the difference of the spreads."""
+    path = tmp_path / "swept.json"
+    table = json.loads(path.read_text())
+    table["fig1"]["controls"] = ["FedAvg", "Local"]
+    path.write_text(json.dumps(table))
+    argv = ["reproduce", "swept.fig1", f"--dataset={sweep}", "--workdir=out"]
+    argv += ["--scenario=alpha=1", "--num_seeds=3", "--rounds=1"]
+    for row in table["fig1"]["rows"]:
+        reproduce.command([*argv, f"--row={row}"])
+        assert "Minus" not in capsys.readouterr().out  # nothing to compare
+    reproduce.command(argv)
+    shown = capsys.readouterr().out
+    first, second = (
+        np.array(
+            json.loads(found.read_text())["metrics"]["client_accuracy"]["per_seed"]
+        )
+        for found in sorted(tmp_path.glob("out/**/summary.json"))
+    )
+    gap = 100 * (second - first)
+    assert gap.std() > 0
+    line = f"| Majority | {gap.mean():+.1f} ± {gap.std(ddof=1):.1f} |"
+    assert (
+        f"Minus FedAvg, points, paired by seed\n\n| | alpha=1 |\n|---|---|\n{line}"
+        in (shown)
+    )
+    assert "Minus Local" not in shown
+
+
 def test_given_options_hold_in_every_cell(sweep, tmp_path, capsys):
     """A column's own flag picks the column; others go to every cell that has them."""
     argv = ["reproduce", "swept.fig1", f"--dataset={sweep}", "--workdir=out"]
@@ -139,14 +169,13 @@ def test_every_row_can_be_chosen():
 
 
 def test_given_values_pick_rows_and_columns():
-    """A row that stands for another value is left out; null bans an option."""
+    """A row or a column that stands for another value is left out."""
     table = papers.load_table("fedd2s.fig7")
     cells = papers.cells(table, "cifar100", given={"partition_alpha": 0.5})
     assert {cell.row for cell in cells} == {"alpha=0.5"}
     table = papers.load_table("fedd2s.fig6")
-    cells = papers.cells(table, "cifar10", given={"drop_every": 3})
-    fixed = [cell for cell in cells if "fixed_layer" in cell.options]
-    assert fixed and all("drop_every" not in cell.options for cell in fixed)
+    rows = {cell.row for cell in papers.cells(table, "cifar10", given={"min_layer": 3})}
+    assert rows == {"L3", "layer 6 for ever", "layer 3 for ever"}
     with pytest.raises(ValueError, match="--head_epochs=1: no row has this option"):
         papers.cells(table, "cifar10", given={"head_epochs": 1})
 
