@@ -106,7 +106,8 @@ def test_exceptions_of_single_algorithms():
         return settings.configure({"algo": algo})[1]
 
     assert own("pfedsd").local_epochs == own("fedd2s").local_epochs == 4
-    assert own("fedmd").local_epochs == own("fedict").local_epochs == 2
+    assert own("fedict").local_epochs == own("fedict").server_epochs == 2
+    assert (own("fedmd").digest_epochs, own("fedmd").local_epochs) == (1, 4)
     assert own("fedper").aggregation == "examples"
     assert own("fedrep").aggregation == "uniform"
     code = settings.configure({"algo": "cdkt", "preset": "cdkt_code"})[1]
@@ -350,7 +351,7 @@ def test_an_option_without_a_default():
         ("local", "rounds", "20"),
         ("local", "public_set", "'none'"),
         ("fedmd", "public_set", "'none' (differs with --dataset)"),
-        ("fedmd", "local_epochs", "2 (--preset=fedd2s)"),
+        ("fedict", "local_epochs", "2 (--preset=fedd2s)"),
     ],
 )
 def test_help_says_where_a_default_comes_from(algo, option, text):
