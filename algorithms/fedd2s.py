@@ -134,9 +134,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     num_stages = len(model.stage_names)
     by_head = hparams.transfer == "head"
     deep = np.arange(num_stages) > 0
-    # The stages that l may be.
-    serving_stages = range(max(schedule.last - 1, 1), schedule.first)
-    gap_at = functools.partial(feature_gap, serving_stages)
+    may_serve = range(max(schedule.last - 1, 1), schedule.first)
+    gap_at = functools.partial(feature_gap, may_serve)
 
     def first_layer(own: types.Variables, image: jax.Array) -> jax.Array:
         """H_1, as the client uploads it."""

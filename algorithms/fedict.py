@@ -26,13 +26,13 @@ Differs from the paper: it was not at hand; this follows the released code in th
 order that the FedD2S paper describes (local training, upload, server, distillation
 back). The code adds to the client's D(d^n / T) a plain KL, whose second softmax turns
 every teacher into a nearly uniform one, so that it penalises confidence; with one
-softmax it would outweigh the weighted term at least three times (73.6 against 89.6 %
-without it, `launch/papers/RESULTS.md`). It is left out. In the code teacher and student
-see different samples, since both passes shuffle and the teacher is looked up by batch
-number; here tables are aligned by sample. Its order with the previous round's logits,
-its other label adjustment, uploads from a deeper layer and distillation of the
-classifier alone are left out. The server knows the label frequencies of all clients
-from the start. A client's optimizer starts fresh in each of its two phases, or, with
+softmax it would outweigh the weighted term at least three times. It is left out
+(measured in `launch/papers/RESULTS.md`). In the code teacher and student see different
+samples, since both passes shuffle and the teacher is looked up by batch number; here
+tables are aligned by sample. Its order with the previous round's logits, its other
+label adjustment, uploads from a deeper layer and distillation of the classifier alone
+are left out. The server knows the label frequencies of all clients from the start. A
+client's optimizer starts fresh in each of its two phases, or, with
 `--optimizer_state=persist`, goes on from one to the other.
 """
 
