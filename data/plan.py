@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
-from data import shuffle
+from data import shuffle, topology
 from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import rng, shapes, types
 
@@ -85,31 +85,12 @@ def batches(
     return types.Plan(position, epoch.astype(np.int32), num_steps.astype(np.int32))
 
 
-def uniform_peers(
-    seed: int, round: int, client: np.ndarray, num_clients: int, num_peers: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """P different others for each client, in random order: Floyd's subsets.
-
-    Args and result are those of `types.PeerSpec.draw`.
-    """
-    own = client[:, None]
-    words = rng.hashed(seed, rng.Tag.PEERS, round, own, 0, np.arange(num_peers))
-    peers = np.full((len(client), num_peers), -1)
-    for index, last in enumerate(range(num_clients - 1 - num_peers, num_clients - 1)):
-        pick = (words[:, index] % np.uint64(last + 1)).astype(int)
-        is_taken = (peers[:, :index] == pick[:, None]).any(1)
-        peers[:, index] = np.where(is_taken, last, pick)
-    # A late number can only stand in a late place: the order is drawn by itself.
-    words = rng.hashed(seed, rng.Tag.PEERS, round, own, 1, peers)
-    peers = np.take_along_axis(peers, np.argsort(words, axis=1), axis=1)
-    return peers + (peers >= own), np.ones(peers.shape, bool)
-
-
 class Planner:
     """Cohorts as numpy arrays, one or many rounds at a time.
 
     Attributes:
         longest: S of each plan for the largest client of all seeds, by name.
+        graph: The graph of peers, None where the algorithm has none.
     """
 
     def __init__(
@@ -142,7 +123,8 @@ class Planner:
             peers: Peers of each row, None = the algorithm has none.
 
         Raises:
-            ValueError: there are fewer clients or peers than are to be drawn.
+            ValueError: there are fewer clients than are to be drawn, or no such graph
+                of peers.
         """
         self._seeds, self._num_rows = list(seeds), np.asarray(num_rows)
         self._num_clients = num_clients = self._num_rows.shape[1]
@@ -153,7 +135,8 @@ class Planner:
             members = np.flatnonzero(self._group == group)
             self._slot[members] = np.arange(len(members))
         self._clients_per_round, self._specs = clients_per_round, tuple(specs)
-        self._execution, self._peers = execution, peers
+        self._execution = execution
+        self.graph = topology.make(peers, num_clients) if peers else None
         self._candidates = None
         if eligible is not None and not np.all(eligible):
             self._candidates = np.flatnonzero(eligible)
@@ -163,11 +146,6 @@ class Planner:
             raise ValueError(
                 f"--clients_per_round={clients_per_round}: {present} of "
                 f"{num_clients} clients may be drawn; lower it"
-            )
-        if peers and not peers.draw and peers.num_peers >= num_clients:
-            raise ValueError(
-                f"--num_clients={num_clients}: a client has {num_clients - 1} others, "
-                f"{peers.num_peers} peers are asked for; raise it"
             )
 
     def cohort(self, seed_index: int, round: int) -> types.Cohort:
@@ -281,14 +259,11 @@ class Planner:
         self, seed: int, round: int, client: np.ndarray, real: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """(peers int32[C, P], mask bool[C, P]) of all rows, padding rows without."""
-        num_peers = self._peers.num_peers if self._peers else 0
+        num_peers = self.graph.num_peers if self.graph else 0
         peers = np.zeros((len(client), num_peers), np.int32)
         mask = np.zeros(peers.shape, bool)
         if num_peers:
-            draw = self._peers.draw or uniform_peers
-            found, found_mask = draw(
-                seed, round, client[real], self._num_clients, num_peers
-            )
+            found, found_mask = self.graph.draw(seed, round, client[real])
             mask[real] = found_mask
             peers[real] = np.where(found_mask, found, 0)
             # A gather on the device would take the nearest slot without a word.

@@ -226,16 +226,25 @@ class Plan:
 class PeerSpec(NamedTuple):
     """The peers that a decentralised algorithm wants for each client of a round.
 
+    Peers are slots of `RoundState.clients`: who is pulled from, not necessarily in the
+    round itself. A graph is directed, and a client may have no peer in it.
+
     Attributes:
-        num_peers: At most this many for each.
-        draw: `(seed, round, client int[C], num_clients, num_peers) ->
-            (peers int[C, P], mask bool[C, P])`, on the host, a pure function that
-            names its draws by seed, round and client. Peers are slots of
-            `RoundState.clients`; a client may have none. None = P different others, all
-            equally likely.
+        num_peers: How many for each, at most.
+        topology: The kind of graph, a key of `data.topology.KINDS`.
+        edge_probability: Of each edge of an `erdos_renyi` graph.
+        adjacency: The path of a `file` graph.
+        is_fixed: Whether the graph of round 0 is that of every round.
+        draw: A graph of one's own instead: `(seed, round, client int[C], num_clients,
+            num_peers) -> (peers int[C, P], mask bool[C, P])`, on the host, a pure
+            function that names its draws by seed, round and client.
     """
 
     num_peers: int
+    topology: str = "random"
+    edge_probability: float = 0.0
+    adjacency: str = ""
+    is_fixed: bool = False
     draw: Callable[..., tuple[np.ndarray, np.ndarray]] | None = None
 
 
@@ -363,6 +372,8 @@ class Algorithm(NamedTuple):
         peers: The peers drawn for each row of a cohort (decentralised methods).
         ships_proxy: Whether every client gets the proxy set, once: empty = no,
             `labelled` or `unlabelled`.
+        shares: Which metrics of `round` are shares, shown in percent as accuracies are;
+            the others are numbers.
     """
 
     plans: tuple[PlanSpec, ...]
@@ -375,6 +386,7 @@ class Algorithm(NamedTuple):
     serving: Callable[[RoundState, Cohort, Data], tuple[Served, ...]] | None = None
     peers: PeerSpec | None = None
     ships_proxy: str = ""
+    shares: tuple[str, ...] = ()
 
     def served(self, state: RoundState, cohort: Cohort, data: Data, num_clients: int):
         """Who serves whom: `serving`, or the server's first model for all."""

@@ -1,0 +1,345 @@
+"""Graphs of peers: who pulls from whom in a round.
+
+A graph is a pure function of (seed, round), never of the method or of who takes part.
+It is directed: row i has the clients that client i pulls from. What a client draws by
+itself is named by (seed, round, client) and costs what its row costs; `regular` draws
+all rows at once, and only `file` reads a table of all pairs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import pathlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from data import files, npz
+from fedjax_pfl import rng, types
+
+# A row of an erdos_renyi graph is cut where a longer one has a chance below this.
+NEVER = 1e-12
+# Of a regular graph: how often all edges are swapped in pairs, and the graphs kept.
+SWEEPS = 5
+KEPT_GRAPHS = 16
+ARRAY = "adjacency"
+
+Draw = Callable[[int, int, np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+class Graph(NamedTuple):
+    """The peers of any client in any round.
+
+    Attributes:
+        num_peers: P.
+        draw: `(seed, round, client int[C]) -> (peers int[C, P], mask bool[C, P])`.
+        table: bool[K, K] of a user's graph, None of a drawn one.
+    """
+
+    num_peers: int
+    draw: Draw
+    table: np.ndarray | None = None
+
+
+def make(spec: types.PeerSpec, num_clients: int) -> Graph:
+    """The graph that an algorithm wants, for K clients.
+
+    Raises:
+        ValueError: there is no such graph; one line with the flag to change.
+    """
+    if spec.draw is not None:
+
+        def own(seed: int, round: int, client: np.ndarray):
+            return spec.draw(seed, round, client, num_clients, spec.num_peers)
+
+        return Graph(spec.num_peers, own)
+    graph = KINDS[spec.topology](spec, num_clients)
+    if not spec.is_fixed:
+        return graph
+    return graph._replace(draw=lambda seed, _, client: graph.draw(seed, 0, client))
+
+
+def _check_degree(spec: types.PeerSpec, num_clients: int) -> None:
+    if spec.num_peers >= num_clients:
+        raise ValueError(
+            f"--num_peers={spec.num_peers}: with --num_clients={num_clients} a client "
+            f"has {num_clients - 1} others; lower it"
+        )
+
+
+def uniform_peers(
+    seed: int, round: int, client: np.ndarray, num_clients: int, num_peers: int
+) -> np.ndarray:
+    """P different others for each client in random order, int[C, P].
+
+    The front of a shuffle of all others, of which only what was moved is kept; so the
+    first n of P peers are those that a draw of n gives.
+
+    Args:
+        seed, round: Names of the draw.
+        client: int[C].
+        num_clients: K.
+        num_peers: P, below K.
+    """
+    own = client[:, None]
+    words = rng.hashed(seed, rng.Tag.PEERS, round, own, 0, np.arange(num_peers))
+    # Step i swaps the places i and `taken[:, i]`, where `moved[:, i]` then stands.
+    taken, moved, peers = (np.zeros(words.shape, int) for _ in range(3))
+
+    def standing(place: np.ndarray, step: int) -> np.ndarray:
+        hits = (taken[:, :step] == place[:, None]) * np.arange(1, step + 1)
+        last = hits.max(1, initial=0)
+        found = np.take_along_axis(moved, np.maximum(last - 1, 0)[:, None], axis=1)
+        return np.where(last > 0, found[:, 0], place)
+
+    for step in range(num_peers):
+        left = np.uint64(num_clients - 1 - step)
+        place = step + (words[:, step] % left).astype(int)
+        peers[:, step] = standing(place, step)
+        moved[:, step] = standing(np.full(len(client), step), step)
+        taken[:, step] = place
+    return peers + (peers >= own)
+
+
+def _random(spec: types.PeerSpec, num_clients: int) -> Graph:
+    """`num_peers` different others for each client, all equally likely."""
+    _check_degree(spec, num_clients)
+
+    def draw(seed: int, round: int, client: np.ndarray):
+        peers = uniform_peers(seed, round, client, num_clients, spec.num_peers)
+        return _all(peers)
+
+    return Graph(spec.num_peers, draw)
+
+
+def _ring(spec: types.PeerSpec, num_clients: int) -> Graph:
+    """The `num_peers` nearest on a ring of all clients: 1 ahead, 1 behind, 2 ahead."""
+    _check_degree(spec, num_clients)
+    step = np.arange(spec.num_peers)
+    offset = (step // 2 + 1) * np.where(step % 2, -1, 1)
+
+    def draw(seed: int, round: int, client: np.ndarray):
+        return _all((client[:, None] + offset) % num_clients)
+
+    return Graph(spec.num_peers, draw)
+
+
+def _full(spec: types.PeerSpec, num_clients: int) -> Graph:
+    """All others."""
+    offset = np.arange(1, num_clients)
+
+    def draw(seed: int, round: int, client: np.ndarray):
+        return _all((client[:, None] + offset) % num_clients)
+
+    return Graph(num_clients - 1, draw)
+
+
+def _all(peers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return peers, np.ones(peers.shape, bool)
+
+
+def _erdos_renyi(spec: types.PeerSpec, num_clients: int) -> Graph:
+    """Every client pulls from every other with `edge_probability`, independently.
+
+    As many peers as a binomial draw says, all sets of so many equally likely: never
+    more than a row's own draws.
+    """
+    others, probability = num_clients - 1, spec.edge_probability
+    # Bernstein's inequality: more of them than this have a chance below NEVER.
+    mean, rest = others * probability, -math.log(NEVER)
+    spread = 2 * mean * (1 - probability) * rest
+    most = min(others, math.ceil(mean + rest / 3 + math.sqrt(rest**2 / 9 + spread)))
+    at_most = _binomial(others, probability, most)
+
+    def draw(seed: int, round: int, client: np.ndarray):
+        words = rng.hashed(seed, rng.Tag.PEERS, round, client, 1)
+        degree = np.searchsorted(at_most, (words >> np.uint64(11)) / 2**53, "right")
+        peers = uniform_peers(seed, round, client, num_clients, most)
+        return peers, np.arange(most) < degree[:, None]
+
+    return Graph(most, draw)
+
+
+def _binomial(trials: int, probability: float, most: int) -> np.ndarray:
+    """P(X <= n) of a binomial X for n = 0..most - 1, f64[most]."""
+    if probability == 1:
+        return np.zeros(most)
+    number = np.arange(1, most)
+    ratio = (trials - number + 1) / number * (probability / (1 - probability))
+    first = trials * math.log1p(-probability)
+    return np.exp(first + np.cumsum(np.log(np.append(1.0, ratio))[:most])).cumsum()
+
+
+def _regular(spec: types.PeerSpec, num_clients: int) -> Graph:
+    """A random undirected graph in which everybody has `num_peers` peers."""
+    _check_degree(spec, num_clients)
+    if spec.num_peers * num_clients % 2:
+        raise ValueError(
+            f"--num_peers={spec.num_peers}: no regular graph of --num_clients="
+            f"{num_clients} has it, one of the two must be even; change one, or take "
+            "--topology=random"
+        )
+
+    def draw(seed: int, round: int, client: np.ndarray):
+        return _all(regular_graph(seed, round, num_clients, spec.num_peers)[client])
+
+    return Graph(spec.num_peers, draw)
+
+
+@functools.lru_cache(maxsize=KEPT_GRAPHS)
+def regular_graph(
+    seed: int, round: int, num_clients: int, num_peers: int
+) -> np.ndarray:
+    """The neighbours of all clients in a random regular graph, int[K, P].
+
+    A ring of shuffled clients with its nearest neighbours, whose edges are then swapped
+    in pairs, several times each: no draw is ever rejected.
+
+    Args:
+        seed, round: Names of the draw.
+        num_clients: K.
+        num_peers: P, below K; one of the two is even.
+    """
+    gen = rng.generator(seed, rng.Tag.PEERS, round)
+    place, half = np.arange(num_clients), num_clients // 2
+    steps = [(place + step) % num_clients for step in range(1, num_peers // 2 + 1)]
+    edges = [np.stack([place, ahead], 1) for ahead in steps]
+    if num_peers % 2:
+        edges.append(np.stack([place[:half], place[half:]], 1))
+    edges = gen.permutation(num_clients)[np.concatenate(edges)]
+    for _ in range(SWEEPS):
+        edges = _swapped(edges, num_clients, gen)
+    ends = np.concatenate([edges, edges[:, ::-1]])
+    neighbours = ends[np.argsort(ends[:, 0], kind="stable"), 1]
+    neighbours = neighbours.reshape(num_clients, num_peers)
+    neighbours.setflags(write=False)
+    return neighbours
+
+
+def _swapped(
+    edges: np.ndarray, num_clients: int, gen: np.random.Generator
+) -> np.ndarray:
+    """Edges a-b and c-d become a-d and c-b, in random pairs; degrees stay.
+
+    Not where that makes a loop, or an edge that is there or that another pair makes.
+
+    Args:
+        edges: int[E, 2], no loop and no edge twice.
+        num_clients: K.
+        gen: The graph's generator.
+    """
+
+    def name(ends: np.ndarray) -> np.ndarray:
+        return ends.min(-1) * num_clients + ends.max(-1)
+
+    is_turned = gen.integers(2, size=(len(edges), 1)) > 0
+    edges = np.where(is_turned, edges[:, ::-1], edges)
+    pairs = gen.permutation(len(edges))[: len(edges) // 2 * 2].reshape(2, -1)
+    new = edges[pairs]  # [2, pairs, 2]
+    new[..., 1] = new[::-1, :, 1]
+    _, index, count = np.unique(name(new), return_inverse=True, return_counts=True)
+    is_alone = count[index].reshape(pairs.shape) == 1
+    is_new = ~np.isin(name(new), name(edges))
+    is_fine = (is_alone & is_new & (new[..., 0] != new[..., 1])).all(0)
+    edges[pairs[:, is_fine]] = new[:, is_fine]
+    return edges
+
+
+def _file(spec: types.PeerSpec, num_clients: int) -> Graph:
+    """A user's graph, the same in every round."""
+    table = read(spec.adjacency, num_clients)
+    degree = table.sum(1)
+    most = int(degree.max())
+    client, peer = np.nonzero(table)
+    peers = np.zeros((num_clients, most), int)
+    peers[client, np.arange(len(peer)) - (np.cumsum(degree) - degree)[client]] = peer
+    mask = np.arange(most) < degree[:, None]
+    return Graph(most, lambda seed, round, client: (peers[client], mask[client]), table)
+
+
+def read(path: str, num_clients: int) -> np.ndarray:
+    """The adjacency matrix of a file, bool[K, K]; row i has the peers of client i.
+
+    An npz file with the array `adjacency`, or text: a line for each client, its 0s and
+    1s separated by spaces or commas.
+
+    Raises:
+        ValueError: one line that names the file: no such file, of another size, an
+            entry that is not 0 or 1, its own peer, or a client without any.
+    """
+    try:
+        if path.endswith(".npz"):
+            array = npz.read(pathlib.Path(path), [ARRAY])[ARRAY]
+        else:
+            array = _text(pathlib.Path(path), num_clients)
+        return _checked(array, num_clients)
+    except OSError as error:
+        raise ValueError(
+            f"--adjacency={path} cannot be read: {error.strerror}"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"--adjacency={path} {error}") from error
+
+
+def _text(path: pathlib.Path, num_clients: int) -> np.ndarray:
+    """The entries of a text file; raises a phrase without the path."""
+    files.check(path, "an npz or text file")
+    size, limit = path.stat().st_size, 2**16 + 8 * num_clients**2
+    if size > limit:
+        raise ValueError(
+            f"has {size} bytes, a graph of --num_clients={num_clients} at most {limit}"
+        )
+    try:
+        lines = path.read_text("utf-8-sig").replace(",", " ").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError("is no text; an npz file is to end in .npz") from error
+    rows = [line.split() for line in lines if line.strip()]
+    for number, row in enumerate(rows):
+        if len(row) != len(rows[0]):
+            raise ValueError(
+                f"has {len(row)} entries in row {number}, {len(rows[0])} in row 0; "
+                f"give {num_clients} in each"
+            )
+        odd = [entry for entry in row if entry not in ("0", "1")]
+        if odd:
+            raise ValueError(_odd(odd[0][:20], number))
+    return np.array(rows, dtype="U1") == "1"
+
+
+def _odd(entry: object, row: int) -> str:
+    return f"has the entry {entry} in row {row}; write 1 for a peer and 0 for none"
+
+
+def _checked(array: np.ndarray, num_clients: int) -> np.ndarray:
+    """The matrix as bool; raises a phrase without the path."""
+    if array.shape != (num_clients, num_clients):
+        raise ValueError(
+            f"is of shape {list(array.shape)[:8]}; --num_clients={num_clients} needs "
+            f"[{num_clients}, {num_clients}]"
+        )
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"holds {array.dtype}; numbers 0 and 1 are needed")
+    is_known = np.isin(array, (0, 1))
+    if not is_known.all():
+        row, column = np.argwhere(~is_known)[0]
+        raise ValueError(_odd(array[row, column], row))
+    table = array.astype(bool)
+    own = np.flatnonzero(table.diagonal())
+    if len(own):
+        raise ValueError(f"makes client {own[0]} its own peer; the diagonal must be 0")
+    alone = np.flatnonzero(~table.any(1))
+    if len(alone):
+        raise ValueError(f"gives client {alone[0]} no peer; set a 1 in row {alone[0]}")
+    return table
+
+
+KINDS: dict[str, Callable[[types.PeerSpec, int], Graph]] = {
+    "random": _random,
+    "ring": _ring,
+    "regular": _regular,
+    "full": _full,
+    "erdos_renyi": _erdos_renyi,
+    "file": _file,
+}
