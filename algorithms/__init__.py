@@ -11,6 +11,7 @@ from typing import Any
 
 from algorithms import (
     cdkt,
+    dfedavg,
     ditto,
     fedavg,
     fedd2s,
@@ -75,6 +76,7 @@ _FEDREP = variant(
     local_epochs=4,
     head_epochs=3,
 )
+_DFEDAVG = entry(dfedavg, preset="uapdfl")
 ALGORITHMS = {
     "local": entry(local),
     "majority": entry(majority, preset="fedd2s"),
@@ -95,6 +97,18 @@ ALGORITHMS = {
     "fedmd": entry(fedmd, preset="fedd2s", public_images=True, several_models=True),
     "fedict": entry(fedict, preset="fedd2s"),
     "pfedsd": entry(pfedsd, preset="fedd2s"),
+    "dfedavg": _DFEDAVG,
+    "dfedper": variant(
+        _DFEDAVG,
+        "Decentralised FedPer: peers share all layers but the last.",
+        personal_from="last",
+    ),
+    "dfedavgm": variant(
+        _DFEDAVG,
+        "DFedAvgM: equal weights among peers, momentum that begins anew each round.",
+        aggregation="uniform",
+        optimizer_state="reset",
+    ),
 }
 
 

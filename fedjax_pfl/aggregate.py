@@ -107,18 +107,19 @@ def mix_peers(rows: Any, cohort: types.Cohort, weight: Any) -> Any:
     Args:
         rows: Leaves [K, ...], the private rows.
         cohort: `row` int32[C], `peers` int32[C, P] and `peer_mask` bool[C, P].
-        weight: f32[C, 1 + P] for the row itself and its peers, of any scale, or a
-            prefix pytree of such (other stages, other weights). A client without
-            peers keeps its own.
+        weight: f32[C, 1 + n] for the row itself and its first n peers, n = 0..P, of any
+            scale, or a prefix pytree of such (other stages, other weights). A client
+            without peers keeps its own.
     """
     source = jnp.concatenate([cohort.row[:, None], cohort.peers], 1)
     known = jnp.pad(cohort.peer_mask, ((0, 0), (1, 0)), constant_values=True)
 
     def mixed(weight: jax.Array, part: Any) -> Any:
-        share = jnp.where(known, weight, 0)
+        num_sources = weight.shape[1]
+        share = jnp.where(known[:, :num_sources], weight, 0)
         total = share.sum(1, keepdims=True)
         # Also who gives all weight to peers keeps its own where it has none.
-        itself = jnp.arange(share.shape[1]) == 0
+        itself = jnp.arange(num_sources) == 0
         share = jnp.where(total > 0, share / jnp.where(total > 0, total, 1), itself)
 
         # One peer at a time: never a gather of [C, P] models.
@@ -132,6 +133,6 @@ def mix_peers(rows: Any, cohort: types.Cohort, weight: Any) -> Any:
             return jax.tree.map(sum_with, total, one)
 
         zeros = jax.tree.map(jnp.zeros_like, stacked.take(part, cohort.row))
-        return jax.lax.fori_loop(0, source.shape[1], add, zeros)
+        return jax.lax.fori_loop(0, num_sources, add, zeros)
 
     return jax.tree.map(mixed, weight, rows)

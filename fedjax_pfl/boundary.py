@@ -127,8 +127,9 @@ def first_personal(
     """Index of the first personal stage, 0..L (L = none is personal).
 
     Args:
-        name: `--personal_from`: a stage's name, `none`, or empty for the first stage
-            after the last convolution (the last stage without any).
+        name: `--personal_from`: a stage's name, `last` for the last one, `none`, or
+            empty for the first stage after the last convolution (the last stage
+            without any).
         model: The model.
         example_shape: Shape of one example.
 
@@ -140,10 +141,12 @@ def first_personal(
         return last_convolution(model, example_shape)
     if name == "none":
         return len(names)
+    if name == "last":
+        return len(names) - 1
     if name not in names:
         raise ValueError(
             f"--personal_from={name}: --model={model.name} has the stages "
-            f"{', '.join(names)}; take one of them or none"
+            f"{', '.join(names)}; take one of them, last or none"
         )
     return names.index(name)
 

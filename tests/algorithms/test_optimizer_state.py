@@ -45,6 +45,8 @@ CASES = {
     "fedper": Case({"personal_from": "dense2"}, 1),
     "fedrep": Case(HEAD_FIRST, 1),
     "cdkt": Case(SILENT, 0),
+    # Nobody has a peer here.
+    "dfedavg": Case({}, 0),
     # At layer 1 nothing is distilled.
     "fedd2s": Case({"first_layer": 1}, 0),
     # One state for both of its phases.

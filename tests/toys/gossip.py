@@ -1,11 +1,11 @@
-"""Toy: clients mix with peers of a drawn graph, in which one may be alone."""
+"""Toy: all that decentralised rounds offer, on a drawn graph in which one is alone."""
 
 import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import aggregate, each_client, local_training, rng, stacked, types
+from fedjax_pfl import decentralized, local_training, losses, rng, stacked, types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,46 +23,54 @@ def graph(seed, round, client, num_clients, num_peers):
 
 
 def make(hparams, task):
-    """All stages but the last are averaged with the peers', the last stays."""
+    """All stages but the last are averaged; some copy a peer; answers are drawn near.
+
+    A client's answer to ones is its private row; the mean of its peers' is its anchor.
+    """
     model = task.client_model
-    loss_fn = local_training.cross_entropy_loss(model)
+    unit = jnp.ones((1, *task.example_shape))
 
-    def init(data, key):
-        start = task.init(model, key)
-        clients = stacked.repeat(start, task.num_clients)
-        kept = local_training.kept_optimizer(hparams, start.params, task.num_clients)
-        return types.RoundState.first((), clients, key, kept)
+    def answer(variables):
+        return model.forward(*variables, unit)[0][0]
 
-    def mixed(state, cohort):
-        everyone = jnp.ones((len(cohort.row), 1 + cohort.peers.shape[1]))
-        alone = everyone.at[:, 1:].set(0)
-        by_stage = (*[everyone] * (len(model.stage_names) - 1), alone)
-        weight = types.Variables(by_stage, by_stage)
-        return aggregate.mix_peers(state.clients, cohort, weight)
+    def mixed(state, cohort, data):
+        models, answers = state.clients["own"], state.clients["private"]
+        weight = decentralized.weights("examples", cohort, data)
+        cut = len(model.stage_names) - 1
+        mean = decentralized.mix(models, cohort, cut, weight, weight[:, :1])
+        first, known = cohort.peers[:, 0], cohort.peer_mask
+        copies = known[:, 0] & ((cohort.client_id + state.round) % 2 == 0)
+        theirs = stacked.take(answers, cohort.peers)
+        count = jnp.maximum(known.sum(1), 1)[:, None]
+        anchor = jnp.where(known[..., None], theirs, 0).sum(1) / count
+        gap = jnp.abs(anchor - stacked.take(answers, cohort.row)).mean(1)
+        return decentralized.Mixed(
+            stacked.where(copies, stacked.take(models, first), mean),
+            sent={"model": jnp.where(copies, 1, known.sum(1))},
+            given=anchor,
+            metrics={
+                "copies": losses.masked_sum(copies, cohort.row_mask),
+                "gap": losses.masked_sum(gap, cohort.row_mask),
+            },
+        )
 
-    def client_update(client, _):
-        return local_training.train(hparams, loss_fn, client.own, client)
+    def client_update(client, start):
+        anchor = client.own
 
-    def round(state, cohort, data):
-        own = mixed(state, cohort)
-        trained = each_client.update(client_update, task, state, cohort, data, own=own)
-        clients = stacked.put(state.clients, cohort.row, trained.variables)
-        kept = trained.kept(state, cohort)
-        state = state.after(clients=clients, opt_state=kept)
-        sent = {"model from a peer": cohort.peer_mask.sum(1)}
-        return state, trained.metrics(cohort), sent
+        def loss_fn(params, stats, batch):
+            logits, stats = model.forward(params, stats, batch.image, **batch.mode)
+            hard = losses.cross_entropy(logits, batch.label, batch.mask)
+            return hard + 0.01 * ((answer((params, stats)) - anchor) ** 2).mean(), stats
 
-    def serving(state, cohort, data):
-        """After mixing: those of the next round alone."""
-        mask, ids = cohort.row_mask, cohort.client_id
-        own = mixed(state, cohort)
-        return (types.Served.each(model, own, client_id=ids, mask=mask),)
+        trained = local_training.train(hparams, loss_fn, start, client)
+        return trained, answer(trained.variables)
 
-    return types.Algorithm(
-        plans=(local_training.plan(hparams),),
-        messages=(types.MessageKind("model from a peer", "down", 4),),
-        init=init,
-        round=round,
-        serving=serving,
-        peers=types.PeerSpec(2, graph),
-    )
+    return decentralized.make(
+        hparams,
+        task,
+        mixed,
+        client_update,
+        messages=(types.MessageKind("model", "down", 4),),
+        peers=types.PeerSpec(2, draw=graph),
+        private=answer,
+    )._replace(shares=("copies",))

@@ -1,0 +1,106 @@
+"""Decentralised FedAvg: each client averages itself and its peers, then trains.
+
+The FedAvg and FedPer rows of Zhu, Fan, Xie: "UA-PDFL: A Personalized Approach for
+Decentralized Federated Learning", https://arxiv.org/abs/2412.11674, in rounds without
+a server.
+
+* Each client of the round pulls the models that its peers had after the last round.
+* It takes the mean of these and its own, weighted by examples.
+* It trains the mean for E epochs on its own examples.
+
+| paper | here |
+|---|---|
+| w_i | rows of `state.clients["own"]` |
+| N_com | `--num_peers`, drawn anew in each round (`--topology`, `--fixed_graph`) |
+| abs(D_j) | `--aggregation=examples` |
+| g, h: extractor and classifier | stages before and from `--personal_from` on |
+
+`dfedper` keeps the last layer private (`--personal_from=last`). `dfedavgm` is DFedAvgM
+(Sun, Li, Wang: "Decentralized Federated Averaging", IEEE TPAMI 2023,
+https://arxiv.org/abs/2104.11375, Algorithm 1): equal weights and `--client_momentum`
+[theta] that begins anew in each round, which is its heavy ball y_{k+1} = y_k - eta g +
+theta (y_k - y_{k-1}), since the learning rate stands still within a round.
+
+Differs from the paper: rounds are synchronous, and a round begins with the mean where
+DFedAvgM's ends with it; the same sequence, cut elsewhere. UA-PDFL neither describes nor
+releases its baselines: the weights and FedPer's cut (it only says personal layers) are
+ours. All clients start from one model. A personal stage keeps its statistics, a shared
+one shares them. Clients that a round leaves out keep what they have, and are pulled
+from all the same. DFedAvgM's mixing matrix is symmetric with equal rows and columns,
+which `--topology=regular` has and random peers have not; messages are not quantised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fedjax_pfl import (
+    boundary,
+    decentralized,
+    each_client,
+    local_training,
+    options,
+    shapes,
+    types,
+)
+
+option = options.option
+
+
+@dataclasses.dataclass(frozen=True)
+class HParams(decentralized.Peers, local_training.LocalTraining):
+    """Options of decentralised FedAvg."""
+
+    aggregation: str = option(
+        "examples",
+        "weights of a client's mean of itself and its peers",
+        choices=("examples", "uniform"),
+    )
+    personal_from: str = option(
+        "none",
+        "first stage that is not shared, by name; last = the last one, none = share "
+        "all, empty = the first after the last convolution",
+    )
+
+
+def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+    """Decentralised FedAvg and FedPer as pure functions.
+
+    Raises:
+        ValueError: no such stage or graph, or nothing is shared.
+    """
+    model = task.client_model
+    cut = boundary.first_personal(hparams.personal_from, model, task.example_shape)
+    if not cut:
+        raise ValueError(
+            f"--personal_from={hparams.personal_from} is the first stage of --model="
+            f"{model.name}: nothing would be shared; take a later one, or --algo=local"
+        )
+    loss_fn = local_training.cross_entropy_loss(model)
+    kind = types.MessageKind(
+        "whole model" if cut == len(model.stage_names) else "extractor",
+        "down",
+        sum(shapes.stage_bytes(model, task.example_shape)[:cut]),
+    )
+
+    def mixed(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        """w_i <- sum_j |D_j| w_j / sum_j |D_j| over itself and its peers."""
+        weight = decentralized.weights(hparams.aggregation, cohort, data)
+        own = weight[:, :1]
+        return decentralized.Mixed(
+            decentralized.mix(state.clients["own"], cohort, cut, weight, own),
+            sent={kind.name: cohort.peer_mask.sum(1)},
+        )
+
+    def client_update(client: each_client.Client, start: types.Variables):
+        """E epochs of minibatches, from the mean."""
+        return local_training.train(hparams, loss_fn, start, client)
+
+    return decentralized.make(
+        hparams,
+        task,
+        mixed,
+        client_update,
+        messages=(kind,),
+        peers=decentralized.peer_spec(hparams),
+    )

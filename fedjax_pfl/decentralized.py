@@ -1,0 +1,207 @@
+"""The rounds of decentralised methods: no server, clients pull from their peers.
+
+A client of the round pulls what its peers had at the end of the last round, mixes it
+with what it has, trains, and keeps the result, from which others pull in the next.
+Rounds are synchronous: nobody sees a neighbour's present round. An algorithm of the
+family says how a client mixes and how it trains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import (
+    aggregate,
+    each_client,
+    local_training,
+    losses,
+    options,
+    stacked,
+    types,
+)
+
+option = options.option
+
+# Kind of graph -> the options that it depends on.
+TOPOLOGIES: dict[str, tuple[str, ...]] = {
+    "random": ("num_peers", "fixed_graph"),
+    "ring": ("num_peers",),
+    "regular": ("num_peers", "fixed_graph"),
+    "full": (),
+    "erdos_renyi": ("edge_probability", "fixed_graph"),
+    "file": ("adjacency",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Peers:
+    """Options of every algorithm whose clients have peers."""
+
+    num_peers: int = option(
+        5, "peers of each client (random, ring, regular) [N_com]", minimum=1
+    )
+    topology: str = option(
+        "random",
+        "who pulls from whom: peers drawn by each client, the nearest on a ring, an "
+        "undirected graph of equal degrees, all others, every pair by chance, or a "
+        "file",
+        choices=tuple(TOPOLOGIES),
+    )
+    edge_probability: float = option(
+        0.2, "chance of each peer (erdos_renyi)", above=0, maximum=1
+    )
+    adjacency: str = option(
+        "",
+        "npz file with an array `adjacency`, or text, of K x K entries 0 or 1: row i "
+        "has the peers of client i (file)",
+    )
+    fixed_graph: bool = option(
+        False, "draw the graph once, not in every round (random, regular, erdos_renyi)"
+    )
+
+
+def peer_spec(hparams: Peers) -> types.PeerSpec:
+    """The graph that the options name.
+
+    Raises:
+        ValueError: an option without effect, or a file that is not named.
+    """
+    topology = hparams.topology
+    every = {name for names in TOPOLOGIES.values() for name in names}
+    others = tuple(sorted(every - set(TOPOLOGIES[topology])))
+    options.refuse(hparams, others, f"with --topology={topology}")
+    if topology == "file" and not hparams.adjacency:
+        raise ValueError("--topology=file names no graph; give --adjacency=PATH")
+    return types.PeerSpec(
+        num_peers=hparams.num_peers,
+        topology=topology,
+        edge_probability=hparams.edge_probability,
+        adjacency=hparams.adjacency,
+        is_fixed=hparams.fixed_graph,
+    )
+
+
+class Mixed(NamedTuple):
+    """What the clients of a cohort hold once they have pulled; leaves [C, ...].
+
+    Attributes:
+        model: What each starts from, and what serves it until it has trained.
+        sent: Messages received, by kind: int32[C] or one number.
+        given: What else its update gets, as `client.own`: an anchor, a mask.
+        metrics: (sum, count) pairs by name, beside the training loss.
+    """
+
+    model: types.Variables
+    sent: Mapping[str, Any]
+    given: Any = ()
+    metrics: Mapping[str, losses.Pair] = {}
+
+
+def weights(kind: str, cohort: types.Cohort, data: types.Data) -> jax.Array:
+    """Weights f32[C, 1 + P] of each client itself and its peers, for `mix`.
+
+    Args:
+        kind: `examples` (the train examples of each) or `uniform`.
+        cohort: The clients and their peers.
+        data: The tables.
+    """
+    source = jnp.concatenate([cohort.row[:, None], cohort.peers], 1)
+    if kind == "uniform":
+        return jnp.ones(source.shape)
+    return stacked.take(data.partition.train.count, source).astype(jnp.float32)
+
+
+def mix(
+    models: types.Variables,
+    cohort: types.Cohort,
+    cut: int,
+    extractor: jax.Array,
+    classifier: jax.Array,
+) -> types.Variables:
+    """Weighted means of clients and their peers, leaves [C, ...].
+
+    Args:
+        models: Leaves [K, ...], at the end of the last round.
+        cohort: The clients and their peers.
+        cut: The first stage of the classifier, 0..L; L = there is none.
+        extractor: Weights of the stages below the cut with their statistics, as
+            `aggregate.mix_peers` takes them: f32[C, 1] = each keeps its own.
+        classifier: Those of the other stages.
+    """
+    below = types.Variables(*(side[:cut] for side in models))
+    above = types.Variables(*(side[cut:] for side in models))
+    below = aggregate.mix_peers(below, cohort, extractor)
+    above = aggregate.mix_peers(above, cohort, classifier)
+    return types.Variables(*(a + b for a, b in zip(below, above, strict=True)))
+
+
+def make(
+    hparams: local_training.LocalTraining,
+    task: types.Task,
+    mixed: Callable[[types.RoundState, types.Cohort, types.Data], Mixed],
+    client_update: Callable[[each_client.Client, types.Variables], Any],
+    *,
+    messages: tuple[types.MessageKind, ...],
+    peers: types.PeerSpec,
+    private: Callable[[types.Variables], Any] | None = None,
+) -> types.Algorithm:
+    """An algorithm of the family as pure functions.
+
+    `state.clients` is {"own": the models, "private": rows of their owner's alone}.
+
+    Args:
+        hparams: The algorithm's options.
+        task: What the algorithm may know.
+        mixed: `(state, cohort, data) -> Mixed`, from the state that the last round
+            ended with.
+        client_update: `(client, start) -> Trained`; with `private`, `-> (Trained,
+            row)`, the client's new private row.
+        messages: The kinds of messages.
+        peers: The graph.
+        private: The first model to the private row of each client before round 0.
+            None = clients keep nothing but their models.
+    """
+    model = task.client_model
+
+    def init(data: types.Data, key: jax.Array) -> types.RoundState:
+        start = task.init(model, key)
+        row = {"own": start, "private": () if private is None else private(start)}
+        rows = stacked.repeat(row, task.num_clients)
+        kept = local_training.kept_optimizer(hparams, start.params, task.num_clients)
+        return types.RoundState.first((), rows, key, kept)
+
+    def update(client: each_client.Client, _: Any):
+        start, given = client.own
+        out = client_update(client.replace(own=given), start)
+        return (out, ()) if private is None else out
+
+    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        pulled = mixed(state, cohort, data)
+        own = (pulled.model, pulled.given)
+        trained, row = each_client.update(update, task, state, cohort, data, own=own)
+        rows = {"own": trained.variables, "private": row}
+        state = state.after(
+            clients=stacked.put(state.clients, cohort.row, rows),
+            opt_state=trained.kept(state, cohort),
+        )
+        return state, trained.metrics(cohort) | pulled.metrics, dict(pulled.sent)
+
+    def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        """Those of the next round after mixing, the others with what they have."""
+        pulled = mixed(state, cohort, data).model
+        own = stacked.put(state.clients["own"], cohort.row, pulled)
+        return (types.Served.each(model, own),)
+
+    return types.Algorithm(
+        plans=(local_training.plan(hparams),),
+        messages=messages,
+        init=init,
+        round=round,
+        serving=serving,
+        peers=peers,
+    )

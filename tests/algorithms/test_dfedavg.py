@@ -1,0 +1,294 @@
+"""Decentralised FedAvg, FedPer and DFedAvgM against numpy, and what is counted."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import algorithms
+from algorithms import dfedavg
+from data import topology
+from fedjax_pfl import local_training, shapes, types
+from launch import build, settings
+from tests.algorithms import conftest, plain
+from tests.fedjax_pfl import small
+
+GRAPH = types.PeerSpec(5, "erdos_renyi", edge_probability=0.4)
+ALONE = 2
+STRUCTURES = {
+    "dfedavg": {"client_momentum": 0.5, "optimizer_state": "persist"},
+    "dfedper": {"client_momentum": 0.5, "optimizer_state": "persist"},
+    "dfedavgm": {"client_momentum": 0.5},
+}
+FLOATS = {"client_lr": 0.1, "client_lr_decay": 0.8}
+NUM_STAGES = 3
+
+
+def hparams_of(name, **given):
+    return algorithms.ALGORITHMS[name].HParams(batch_size=5, **given)
+
+
+def make(name, task, **given):
+    return algorithms.ALGORITHMS[name].make(hparams_of(name, **given), task)
+
+
+def with_peers(cohort, spec, alone=-1):
+    """The cohort of round r with its peers among five clients, none for one of them."""
+    graph = topology.make(spec, 5)
+
+    def of_round(round):
+        one = cohort(round)
+        peers, mask = graph.draw(0, round, one.client_id)
+        mask &= (one.client_id != alone)[:, None]
+        return one.replace(peers=peers.astype(np.int32), peer_mask=mask)
+
+    return of_round
+
+
+@pytest.fixture(scope="module")
+def cohort_at(problem):
+    """`round -> Cohort` of three of five clients with peers by chance, one without."""
+    return with_peers(problem.cohort, GRAPH, ALONE)
+
+
+@pytest.fixture(scope="module")
+def given(start):
+    """Makes states before round 0 whose models are all different."""
+
+    def make(name="dfedavg"):
+        state = start(round=0)
+        hparams = hparams_of(name, **STRUCTURES.get(name, {}))
+        kept = local_training.kept_optimizer(hparams, state.server.params, 5)
+        clients = {"own": state.clients, "private": ()}
+        return state.replace(server=(), clients=clients, opt_state=kept)
+
+    return make
+
+
+def mean_of(own, number, row, cohort, sizes, name):
+    """A client's layers after mixing: those shared, then its own."""
+    peers = cohort.peers[row][cohort.peer_mask[row]].tolist()
+    sources = [number, *peers]
+    weight = [1] * len(sources) if name == "dfedavgm" else sizes[sources]
+    mean = plain.mean([own[source] for source in sources], weight)
+    cut = NUM_STAGES - (name == "dfedper")
+    return mean[:cut] + own[number][cut:]
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_rounds_equal_a_numpy_reference(name, compiled, given, problem, cohort_at):
+    """Pull the last round's end, mix, train; momentum kept, or begun anew (test 18)."""
+    run, state = compiled(name, **STRUCTURES[name]), given(name)
+    table, degrees = plain.Table(problem.data), []
+    keep = STRUCTURES[name].get("optimizer_state") == "persist"
+    txs = plain.Optimizers(lambda rate: plain.Sgd(rate, 0.5), keep)
+    own = [plain.own_layers(state, number) for number in range(5)]
+    for round in range(4):
+        cohort, trained = cohort_at(round), {}
+        for number, row in plain.members(cohort).items():
+            mixed = mean_of(own, number, row, cohort, table.train.count, name)
+            one = plain.at(cohort.plans["local"], row)
+            tx = txs.of(number, 0.1 * 0.8**round)
+            trained[number] = plain.train(table, mixed, one, number, tx)
+        state, _, sent = run(state, cohort, **FLOATS)
+        own = [trained.get(number, own[number]) for number in range(5)]
+        found = [plain.own_layers(state, number) for number in range(5)]
+        chex.assert_trees_all_close(found, own, rtol=1e-3, atol=1e-5)
+        degrees += cohort.peer_mask.sum(1).tolist()
+        made = make(name, problem.task_of(), **STRUCTURES[name])
+        sizes = [4 * sum(leaf.size for leaf in layer) for layer in own[0]]
+        shared = sum(sizes[: NUM_STAGES - (name == "dfedper")])
+        assert plain.sent_bytes(made, sent, 3) == [
+            {"bytes_up": 0, "bytes_down": shared * degree}
+            for degree in cohort.peer_mask.sum(1)
+        ]
+    assert 0 in degrees and max(degrees) > 1
+
+
+def test_the_reference_tells_the_names_apart(given, problem, cohort_at):
+    """Guards the test above: weights and the private layer matter."""
+    cohort, table = cohort_at(1), plain.Table(problem.data)
+    own = [plain.own_layers(given(), number) for number in range(5)]
+    row = int(cohort.peer_mask.sum(1).argmax())
+    number = int(cohort.client_id[row])
+    found = [
+        mean_of(own, number, row, cohort, table.train.count, name)
+        for name in STRUCTURES
+    ]
+    assert plain.differs(found[0], found[1], 1e-2)
+    assert plain.differs(found[0], found[2], 1e-2)
+
+
+def test_without_peers_it_is_local_training(compiled, given, start, problem, cohort_at):
+    """Test 5: everybody alone, and nothing is received."""
+    cohort = cohort_at(0)
+    cohort = cohort.replace(peer_mask=np.zeros_like(cohort.peer_mask))
+    state = given("dfedavgm")
+    after, _, sent = compiled("dfedavgm", **STRUCTURES["dfedavgm"])(
+        state, cohort, **FLOATS
+    )
+    alone, _, _ = compiled("local", client_momentum=0.5)(
+        start(round=0), problem.cohort(0), **FLOATS
+    )
+    chex.assert_trees_all_close(plain.own(after), plain.own(alone), atol=1e-6)
+    assert not any(np.asarray(count).any() for count in sent.values())
+
+
+def test_nobody_sees_a_present_round(compiled, given, cohort_at):
+    """Test 15: what one client trains changes nobody else before the next round."""
+    run, state = compiled("dfedavg", **STRUCTURES["dfedavg"]), given()
+    rounds = [cohort_at(round) for round in range(8)]
+    # A round in which the client of the first row is somebody's peer.
+    pairs = ((one, one.client_id[0]) for one in rounds)
+    cohort, number = next(
+        (one, k) for one, k in pairs if (one.peers == k)[one.peer_mask].any()
+    )
+    steps = np.where(np.arange(3) == 0, 0, cohort.plans["local"].num_steps)
+    resting = plain.cut(cohort, steps)
+    (first, *_), (second, *_) = (run(state, one, **FLOATS) for one in (cohort, resting))
+    for other in range(5):
+        pair = [plain.own(one, other) for one in (first, second)]
+        if other == number:
+            assert plain.differs(*pair)
+        else:
+            chex.assert_trees_all_equal(*pair)
+    (first, *_), (second, *_) = (run(one, cohort, **FLOATS) for one in (first, second))
+    assert any(
+        plain.differs(plain.own(first, other), plain.own(second, other))
+        for other in set(range(5)) - {number}
+    )
+
+
+@pytest.fixture(scope="module")
+def everybody(problem):
+    """The cohort of all five clients, each with all others as peers."""
+    plans = (local_training.plan(hparams_of("dfedavg")),)
+    cohort = plain.planner(problem.data, plans, clients_per_round=5)
+    return with_peers(cohort, types.PeerSpec(5, "full"))(0)
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_all_peers_make_all_alike(name, given, problem, everybody):
+    """Test 6: after mixing, sum n_j w_j / sum n_j; but each has its own last layer."""
+    made, state = make(name, problem.task_of()), given()
+    (served,) = jax.jit(made.serving)(state, everybody, problem.data)
+    own = [plain.own_layers(state, number) for number in range(5)]
+    table = plain.Table(problem.data)
+    weight = [1] * 5 if name == "dfedavgm" else table.train.count
+    expected = plain.mean(own, weight)
+    cut = NUM_STAGES - (name == "dfedper")
+    for number in range(5):
+        found = plain.layers(plain.at(served.own, number).params)
+        chex.assert_trees_all_close(found[:cut], expected[:cut], atol=1e-6)
+        chex.assert_trees_all_equal(found[cut:], own[number][cut:])
+
+
+def test_momentum_is_heavy_ball():
+    """Test 18: y_{k+1} = y_k - eta g + theta (y_k - y_{k-1}) on a quadratic."""
+    data = small.tables([6])
+    cohort = small.plan([6], epochs=3)
+    hparams = hparams_of("dfedavgm", client_lr=0.1, client_momentum=0.9)
+    client = small.client(data, cohort)
+    trained = local_training.train(hparams, small.regression, small.at_zero(), client)
+    rows = np.asarray(data.partition.train.row)
+    x = np.float64(data.image)[rows]
+    label = np.float64(data.label)[rows]
+    now = before = np.zeros(4)  # w and then b
+    for step in range(int(cohort.num_steps[0])):
+        place = np.asarray(cohort.position[0, step])
+        ones = np.append(x[place], np.ones((len(place), 1)), axis=1)
+        slope = ones.T @ (ones @ now - label[place]) / len(place)
+        now, before = now - 0.1 * slope + 0.9 * (now - before), now
+    found = np.append(trained.params[0]["w"], trained.params[1]["b"])
+    np.testing.assert_allclose(found, now, rtol=1e-4)
+    assert trained.opt_state == ()
+
+
+def test_schedule_of_the_paper():
+    """Test 13: .05 x .95^r with the preset's numbers; 2.398e-5 in round 149."""
+    for name in STRUCTURES:
+        _, hparams = settings.configure({"algo": name})
+        for round, rate in ((0, 0.05), (1, 0.0475), (149, 2.398e-5)):
+            found = local_training.learning_rate(hparams, jnp.int32(round))
+            np.testing.assert_allclose(found, rate, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "weights", "epochs", "cut"),
+    [
+        ("dfedavg", "persist", "examples", 5, "none"),
+        ("dfedper", "persist", "examples", 5, "last"),
+        ("dfedavgm", "reset", "uniform", 10, "none"),
+    ],
+)
+def test_names_and_their_preset(name, kept, weights, epochs, cut):
+    """All clients in each round, five peers; DFedAvgM has twice the epochs."""
+    config, hparams = settings.configure({"algo": name, "num_clients": 7})
+    assert (hparams.num_peers, hparams.batch_size) == (5, 50)
+    assert (hparams.client_momentum, hparams.local_epochs) == (0.5, epochs)
+    assert (hparams.optimizer_state, hparams.aggregation) == (kept, weights)
+    assert hparams.personal_from == cut and config.preset == "uapdfl"
+
+
+@pytest.mark.parametrize(
+    ("name", "personal_from", "shared"),
+    [
+        ("dfedavg", "none", 3),
+        ("dfedper", "last", 2),
+        ("dfedavg", "dense2", 1),
+        ("dfedavg", "", 2),
+    ],
+)
+def test_what_a_message_holds(name, personal_from, shared, problem):
+    """The whole model, or the stages below the cut; received, never sent."""
+    made = make(name, problem.task_of(), personal_from=personal_from)
+    sizes = shapes.stage_bytes(conftest.NETWORKS["tiny"], (8, 8, 1))
+    kind = "whole model" if shared == 3 else "extractor"
+    expected = types.MessageKind(kind, "down", sum(sizes[:shared]))
+    assert made.messages == (expected,)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bytes"),
+    [("dfedavg", 4 * (64 * 128 + 128 + 128 * 64 + 64 + 64 * 4 + 4)), ("dfedper", 0)],
+)
+def test_traffic_of_a_run(name, num_bytes, blobs):
+    """Test 14: clients x rounds x peers x the shared parameters, of each seed."""
+    num_bytes = num_bytes or 4 * (64 * 128 + 128 + 128 * 64 + 64)
+    experiment = build.experiment(
+        algo=name,
+        dataset=blobs,
+        model="mlp",
+        num_clients=6,
+        num_peers=2,
+        rounds=3,
+        local_epochs=1,
+        num_seeds=2,
+        devices=1,
+    )
+    assert experiment.config.clients_per_round == 6
+    summary = experiment.run()
+    messages = 6 * 3 * 2
+    ((kind, found),) = summary["traffic"].items()
+    assert kind == ("extractor" if name == "dfedper" else "whole model")
+    assert found["direction"] == "down"
+    assert found["messages"]["per_seed"] == [messages] * 2
+    assert found["bytes"]["per_seed"] == [messages * num_bytes] * 2
+    assert summary["metrics"]["bytes_down"]["mean"] == messages * num_bytes
+    assert summary["metrics"]["bytes_up"]["mean"] == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"personal_from": "dense1"}, "--personal_from=dense1 is the first stage"),
+        ({"personal_from": "F9"}, "--personal_from=F9: .*dense1, dense2, last"),
+        ({"topology": "full", "num_peers": 2}, "--num_peers=2 has no effect"),
+    ],
+)
+def test_refused(given, words, problem):
+    """One line with the flag, what came and what to change."""
+    with pytest.raises(ValueError, match=words):
+        make("dfedavg", problem.task_of(), **given)
+    assert dfedavg.HParams().personal_from == "none"
