@@ -56,6 +56,14 @@ def counted(
     return jnp.stack(total) if total else jnp.zeros(0, jnp.int32)
 
 
+def by_kind(
+    counts: np.ndarray, kinds: Sequence[types.MessageKind]
+) -> dict[str, tuple[int, int]]:
+    """(messages, bytes) of `counts` int[kinds] by the kind's name, as Python ints."""
+    pairs = zip(np.asarray(counts, np.int64), kinds, strict=True)
+    return {kind.name: (int(n), int(n) * kind.num_bytes) for n, kind in pairs}
+
+
 def cumulative(counts: np.ndarray, kinds: Sequence[types.MessageKind]) -> dict:
     """{"bytes_up", "bytes_down"} of `counts` int[kinds] messages, as Python ints."""
     total = {"bytes_up": 0, "bytes_down": 0}

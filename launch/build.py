@@ -202,6 +202,8 @@ def assemble(
     )
     digest = hashlib.sha256(np.ascontiguousarray(data.image).data)
     digest.update(np.ascontiguousarray(data.label).data)
+    if planner.graph is not None and planner.graph.table is not None:
+        digest.update(planner.graph.table.data)
     made = Experiment(
         data_sha256=digest.hexdigest(),
         config=config,

@@ -81,7 +81,7 @@ class Config:
     )
     num_clients: int | None = option(None, "clients [K]", minimum=1)
     clients_per_round: int | None = option(
-        None, "clients drawn in each round", minimum=1
+        None, "clients drawn in each round, 0 = all", minimum=0
     )
     rounds: int | None = option(None, "rounds in all", minimum=1)
     seed: int = option(0, "root of all random draws", minimum=0, maximum=2**32 - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tqdm
@@ -26,6 +26,11 @@ HEADLINES = ("global_accuracy", "c_spec", "c_gen", "c_per")
 def title(name: str) -> str:
     """A metric's name for people."""
     return TITLES.get(name, name.replace("_", " "))
+
+
+def is_number(summary: Mapping[str, Any], name: str) -> bool:
+    """Whether a metric of a run's summary is no share, and so not shown in percent."""
+    return name in summary.get("numbers", ())
 
 
 def headline(records: Sequence[dict[str, Any]]) -> dict[str, str]:
@@ -78,15 +83,24 @@ class Progress:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """The final table: accuracies in percent, mean and std over the seeds."""
+    """The final table: shares in percent, then numbers; mean and std over the seeds."""
     seeds = len(next(iter(summary["metrics"].values()))["per_seed"])
     spread = f" +- std over {seeds} seeds" if seeds > 1 else ""
-    lines = [f"{'metric':<18} percent{spread}  ({summary['summary']})"]
-    for name, entry in summary["metrics"].items():
-        if name.startswith("bytes"):
-            continue
-        std = f" +- {100 * entry['std']:.2f}" if seeds > 1 else ""
-        lines.append(f"{title(name):<18} {100 * entry['mean']:6.2f}{std}")
+    shown = [n for n in summary["metrics"] if not n.startswith("bytes")]
+    numbers = [n for n in shown if is_number(summary, n)]
+    shares = [n for n in shown if n not in numbers]
+    lines = []
+    for unit, names, scale, digits in (
+        ("percent", shares, 100, 2),
+        ("number", numbers, 1, 3),
+    ):
+        if names:
+            lines.append(f"{'metric':<18} {unit}{spread}  ({summary['summary']})")
+        for name in names:
+            entry = summary["metrics"][name]
+            std = f" +- {scale * entry['std']:.{digits}f}" if seeds > 1 else ""
+            value = f"{scale * entry['mean']:6.{digits}f}"
+            lines.append(f"{title(name):<18} {value}{std}")
     for name in ("bytes_up", "bytes_down"):
         if name in summary["metrics"]:
             value = summary["metrics"][name]["mean"] / 1e6

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from data import plan
-from fedjax_pfl import checkpoint, simulate, types
+from fedjax_pfl import checkpoint, simulate, traffic, types
 from fedjax_pfl import program as program_lib
 from launch import devices
 from launch import stop as stop_lib
@@ -19,7 +19,6 @@ COUNTERS = (
     "round",
     "seed",
     "train_loss",
-    "mean_layer",
     "bytes_up",
     "bytes_down",
     "seconds",
@@ -246,6 +245,8 @@ class Experiment:
         totals, seconds = self.totals, max(self.totals.seconds, 1e-9)
         return {
             "metrics": metrics,
+            "numbers": sorted(self._numbers() & metrics.keys()),
+            "traffic": self._traffic(),
             "rounds": self.round,
             "summary": rule,
             "client_updates_per_second": totals.client_updates / seconds,
@@ -268,6 +269,23 @@ class Experiment:
             if self.task.execution.mesh
             else 1,
             "client_chunk": self.task.execution.chunk,
+        }
+
+    def _numbers(self) -> set[str]:
+        """Metrics that are no shares: what rounds measure, unless declared as such."""
+        return self.simulation.metrics.keys() - set(self.program.algorithm.shares)
+
+    def _traffic(self) -> dict[str, dict[str, Any]]:
+        """Messages and their bytes so far: {kind: {direction, messages, bytes}}."""
+        kinds = self.program.algorithm.messages
+        seeds = [traffic.by_kind(counts, kinds) for counts in self.totals.messages]
+        return {
+            kind.name: {
+                "direction": kind.direction,
+                "messages": _spread([one[kind.name][0] for one in seeds]),
+                "bytes": _spread([one[kind.name][1] for one in seeds]),
+            }
+            for kind in kinds
         }
 
     def setup_bytes(self) -> int:

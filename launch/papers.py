@@ -116,23 +116,27 @@ def cells(
     return out
 
 
-def difference(ours: float, paper: float) -> str:
-    """Signed difference in points, for instance `+1.3`."""
-    return f"{ours - paper:+.1f}"
+def difference(ours: float, paper: float, digits: int = 1) -> str:
+    """Signed difference, for instance `+1.3` points."""
+    return f"{ours - paper:+.{digits}f}"
 
 
 def _text(done: Mapping[str, Any] | None, metric: str, number: Number | None) -> str:
-    """`paper / ours / difference`, or ours alone where the paper has no number."""
+    """`paper / ours / difference`, or ours alone where the paper has no number.
+
+    Shares in percent, numbers as they are.
+    """
     pair = number if isinstance(number, list) else [number]
     paper = " ± ".join(f"{one:.2f}" for one in pair if one is not None)
     if done is None or metric not in done["metrics"]:
         return f"{paper} / missing" if paper else "missing"
     entry = done["metrics"][metric]
-    mean, std = 100 * entry["mean"], 100 * entry["std"]
-    ours = f"{mean:.1f}"
+    scale, digits = (1, 3) if console.is_number(done, metric) else (100, 1)
+    mean, std = scale * entry["mean"], scale * entry["std"]
+    ours = f"{mean:.{digits}f}"
     if len(entry["per_seed"]) > 1:
-        ours += f" ± {std:.1f}"
-    return f"{paper} / {ours} / {difference(mean, pair[0])}" if paper else ours
+        ours += f" ± {std:.{digits}f}"
+    return f"{paper} / {ours} / {difference(mean, pair[0], digits)}" if paper else ours
 
 
 def _grid(head: Sequence[str], body: Sequence[tuple[str, Sequence[str]]]) -> list[str]:

@@ -222,9 +222,11 @@ def resolve(
     if (config.public_set or "none") != "none":
         rules["proxy_fraction"] = 0.0
     fields = {f.name for f in dataclasses.fields(config)}
-    return dataclasses.replace(
+    config = dataclasses.replace(
         config, **{k: v for k, v in rules.items() if k in fields and k not in told}
     )
+    everybody = config.clients_per_round or config.num_clients
+    return dataclasses.replace(config, clients_per_round=everybody)
 
 
 def _owners(config: config_lib.Config, source: dataset.Dataset) -> int:

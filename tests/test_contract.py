@@ -42,9 +42,22 @@ OWN_OPTIONS = {
     # The boundary moves in every round.
     "fedrep_plus": {"local_epochs": 2, "head_epochs": 1, "drop_every": 1},
     "fedd2s": {"drop_every": 1, "optimizer_state": "persist"},
+    # A drawn graph in which a client is alone now and then.
+    "dfedavg": {
+        "topology": "erdos_renyi",
+        "edge_probability": 0.2,
+        "personal_from": "last",
+        "client_momentum": 0.5,
+        "optimizer_state": "persist",
+    },
 }
 # The same functions as another name's, with options that hold there too.
-COVERED = {"fedper_plus": "fedrep_plus", "fedrep": "fedrep_plus"}
+COVERED = {
+    "fedper_plus": "fedrep_plus",
+    "fedrep": "fedrep_plus",
+    "dfedper": "dfedavg",
+    "dfedavgm": "dfedavg",
+}
 NAMES = [name for name in algorithms.ALGORITHMS if name not in COVERED] + [*TOYS]
 COMMON = {
     "model": "mlp",
@@ -202,6 +215,25 @@ def _assert_alone(before, after, slots):
         return jax.tree.map(lambda leaf: leaf[0, slots], tree)
 
     chex.assert_trees_all_equal(rows(before), rows(after))
+
+
+@pytest.mark.parametrize("name", ["dfedavg", "toy_gossip"])
+def test_a_client_is_alone_in_the_drawn_graph(name, reference):
+    """What the tests above hold for: one without a peer, and others with some."""
+    planner = reference.experiment.planner
+    drawn = [planner.drawn(0, round) for round in range(4)]
+    degrees = np.concatenate([one.peer_mask.sum(1)[one.row_mask] for one in drawn])
+    assert 0 in degrees and degrees.max() > 1
+
+
+@pytest.mark.parametrize(
+    "name, numbers", [("fedd2s", ["mean_layer"]), ("toy_gossip", ["gap"])]
+)
+def test_a_summary_tells_numbers_from_shares(name, numbers, reference):
+    """What rounds measure is a number unless the algorithm calls it a share."""
+    summary = reference.experiment.summary()
+    assert summary["numbers"] == numbers
+    assert ("copies" in summary["metrics"]) == (name == "toy_gossip")
 
 
 @pytest.mark.parametrize("name", NAMES)
