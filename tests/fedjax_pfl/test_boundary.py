@@ -173,7 +173,14 @@ def test_bad_schedules_are_refused(given, message):
 
 @pytest.mark.parametrize(
     ("name", "model", "first"),
-    [("", M1, 3), ("none", M1, 6), ("F2", M1, 4), ("C1", M1, 0), ("", DENSE, 3)],
+    [
+        ("", M1, 3),
+        ("none", M1, 6),
+        ("last", M1, 5),
+        ("F2", M1, 4),
+        ("C1", M1, 0),
+        ("", DENSE, 3),
+    ],
 )
 def test_first_personal(name, model, first):
     """`--personal_from` counts from 0: the number of shared stages."""

@@ -29,6 +29,13 @@ def test_kinds_of_a_direction_add_up():
     }
 
 
+def test_messages_and_bytes_of_each_kind():
+    """In Python's integers, however many there are."""
+    found = traffic.by_kind(np.array([5000, 3], np.int32), KINDS)
+    assert found == {"a": (5000, 5 * 10**12), "b": (3, 21)}
+    assert traffic.by_kind(np.zeros(0), ()) == {}
+
+
 @pytest.mark.parametrize("jit", [False, True])
 def test_messages_of_real_rows_count(jit):
     """Per row, or one number for all; in the order of the kinds, others not at all."""

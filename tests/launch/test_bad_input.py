@@ -142,6 +142,30 @@ def test_boundaries_and_public_sets(refused, blobs, public, arguments, parts):
         assert part in line
 
 
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        (["--num_peers=9"], ["--num_peers=9", "--num_clients=9", "8 others", "lower"]),
+        (["--topology=regular"], ["--num_peers=5", "--num_clients=9", "even"]),
+        (["--topology=star"], ["--topology=star", "ring", "erdos_renyi"]),
+        (["--topology=erdos_renyi", "--edge_probability=0"], ["--edge_probability=0"]),
+        (["--edge_probability=0.1"], ["--edge_probability=0.1", "--topology=random"]),
+        (["--topology=file"], ["--adjacency=PATH"]),
+        (["--topology=file", "--adjacency=none.npz"], ["none.npz", "no such file"]),
+        (["--topology=file", "--adjacency=LOOP"], ["its own peer"]),
+        (["--personal_from=dense1"], ["--personal_from=dense1", "first stage"]),
+        (["--personal_from=dense9"], ["--personal_from=dense9", "dense2", "last"]),
+    ],
+)
+def test_graphs_and_cuts(refused, blobs, tmp_path, arguments, parts):
+    """Decentralised methods: graphs that cannot be, and nothing to share."""
+    (tmp_path / "LOOP").write_text("1 " * 9 + "\n" + ("1 " * 9 + "\n") * 8)
+    given = ["--algo=dfedavg", "--preset=none", "--num_clients=9", "--model=mlp"]
+    line = refused(*given, f"--dataset={blobs}", "--devices=1", *arguments)
+    for part in parts:
+        assert part in line
+
+
 def test_public_set_of_the_same_images(refused):
     """mnist_5k is a part of mnist."""
     line = refused("--algo=fedmd", "--public_set=mnist", "--devices=1")

@@ -116,6 +116,26 @@ def test_differences_are_paired_by_seed(sweep, tmp_path, capsys):
     assert "Minus Local" not in shown
 
 
+def test_numbers_are_no_percent(sweep):
+    """What a summary calls a number is shown as it is, with its difference."""
+
+    def done(mean, std):
+        return {"mean": mean, "std": std, "per_seed": [mean, mean]}
+
+    cell = papers.Cell("alpha=1", "FedAvg", {}, [0.61, 30.0])
+    table = papers.load_table("swept.fig1") | {"metrics": ["divergence_0_1", "dropped"]}
+    summary = {
+        "metrics": {"divergence_0_1": done(0.5873, 0.02), "dropped": done(0.25, 0.1)},
+        "numbers": ["divergence_0_1"],
+    }
+    text = papers.markdown(table, sweep, [(cell, summary)])
+    assert "0.61 / 0.587 ± 0.020 / -0.023 |" in text
+    assert "30.00 / 25.0 ± 10.0 / -5.0 |" in text
+    # Runs of earlier versions call nothing a number.
+    old = papers.markdown(table, sweep, [(cell, {"metrics": summary["metrics"]})])
+    assert "0.61 / 58.7 ± 2.0 / +58.1 |" in old
+
+
 def test_given_options_hold_in_every_cell(sweep, tmp_path, capsys):
     """A column's own flag picks the column; others go to every cell that has them."""
     argv = ["reproduce", "swept.fig1", f"--dataset={sweep}", "--workdir=out"]

@@ -92,6 +92,20 @@ def test_every_common_option_is_set():
     assert resolved(algo="fedavg", num_clients=3)[0].clients_per_round == 3
 
 
+@pytest.mark.parametrize("algo", ["dfedavg", "fedavg", "local"])
+def test_everybody_in_each_round(algo):
+    """UA-PDFL's rule, for every algorithm and number of clients; and by hand."""
+    for num_clients in (7, 30, 300):
+        given = {"algo": algo, "num_clients": num_clients}
+        made, _ = resolved(preset="uapdfl", **given)
+        assert made.clients_per_round == num_clients
+        made, _ = resolved(preset="none", clients_per_round=0, **given)
+        assert made.clients_per_round == num_clients
+        made, _ = resolved(preset="uapdfl", clients_per_round=4, **given)
+        assert made.clients_per_round == 4
+        assert resolved(preset="none", **given)[0].clients_per_round <= 10
+
+
 def test_few_examples_mean_fewer_clients():
     """FedD2S's fifty clients are for data with more than 5,000 rows."""
     assert resolved(algo="fedd2s")[0].num_clients == 50

@@ -72,6 +72,7 @@ def assert_same_run(folder, reference):
     ours, theirs = summary(folder), summary(reference)
     assert ours["parameters_sha256"] == theirs["parameters_sha256"]
     assert ours["metrics"] == theirs["metrics"]
+    assert ours["traffic"] == theirs["traffic"]
     with np.load(folder / "clients.npz") as a, np.load(reference / "clients.npz") as b:
         assert a.files == b.files
         for name in a.files:
@@ -192,6 +193,12 @@ def test_summary(finished):
         "peak_memory_bytes",
     ):
         assert result[name] > 0
+    for way in ("up", "down"):
+        sent = result["traffic"][f"model {way}"]
+        assert sent["direction"] == way
+        assert sent["messages"]["per_seed"] == [2 * ROUNDS] * 2
+        assert sent["bytes"] == result["metrics"][f"bytes_{way}"]
+    assert result["numbers"] == []
     assert 0 < result["padding_efficiency"] <= 1
     assert {"jax", "python", "numpy"} <= result["versions"].keys()
     assert "git_commit" in result and result["device"]
