@@ -23,6 +23,7 @@ from algorithms import (
     majority,
     pfedsd,
     scaffold,
+    uapdfl,
 )
 
 
@@ -97,6 +98,7 @@ ALGORITHMS = {
     "fedmd": entry(fedmd, preset="fedd2s", public_images=True, several_models=True),
     "fedict": entry(fedict, preset="fedd2s"),
     "pfedsd": entry(pfedsd, preset="fedd2s"),
+    "uapdfl": entry(uapdfl, preset="uapdfl"),
     "dfedavg": _DFEDAVG,
     "dfedper": variant(
         _DFEDAVG,

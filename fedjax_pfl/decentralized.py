@@ -63,6 +63,9 @@ class Peers:
     fixed_graph: bool = option(
         False, "draw the graph once, not in every round (random, regular, erdos_renyi)"
     )
+    shared_init: bool = option(
+        True, "all clients start from one model, or each from its own"
+    )
 
 
 def peer_spec(hparams: Peers) -> types.PeerSpec:
@@ -141,7 +144,7 @@ def mix(
 
 
 def make(
-    hparams: local_training.LocalTraining,
+    hparams: Any,
     task: types.Task,
     mixed: Callable[[types.RoundState, types.Cohort, types.Data], Mixed],
     client_update: Callable[[each_client.Client, types.Variables], Any],
@@ -149,13 +152,14 @@ def make(
     messages: tuple[types.MessageKind, ...],
     peers: types.PeerSpec,
     private: Callable[[types.Variables], Any] | None = None,
+    shares: tuple[str, ...] = (),
 ) -> types.Algorithm:
     """An algorithm of the family as pure functions.
 
     `state.clients` is {"own": the models, "private": rows of their owner's alone}.
 
     Args:
-        hparams: The algorithm's options.
+        hparams: The algorithm's options, those of `Peers` and `LocalTraining` too.
         task: What the algorithm may know.
         mixed: `(state, cohort, data) -> Mixed`, from the state that the last round
             ended with.
@@ -165,14 +169,23 @@ def make(
         peers: The graph.
         private: The first model to the private row of each client before round 0.
             None = clients keep nothing but their models.
+        shares: Which of `Mixed.metrics` are shares.
     """
     model = task.client_model
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        start = task.init(model, key)
-        row = {"own": start, "private": () if private is None else private(start)}
-        rows = stacked.repeat(row, task.num_clients)
-        kept = local_training.kept_optimizer(hparams, start.params, task.num_clients)
+        def first(key: jax.Array) -> dict[str, Any]:
+            start = task.init(model, key)
+            return {"own": start, "private": () if private is None else private(start)}
+
+        one = first(key)
+        rows = stacked.repeat(one, task.num_clients)
+        if not hparams.shared_init:
+            ids = jnp.arange(task.num_clients)
+            rows = jax.lax.map(lambda k: first(jax.random.fold_in(key, k)), ids)
+        kept = local_training.kept_optimizer(
+            hparams, one["own"].params, task.num_clients
+        )
         return types.RoundState.first((), rows, key, kept)
 
     def update(client: each_client.Client, _: Any):
@@ -204,4 +217,5 @@ def make(
         round=round,
         serving=serving,
         peers=peers,
+        shares=shares,
     )

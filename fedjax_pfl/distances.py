@@ -77,3 +77,9 @@ def js(p: jax.Array, q: jax.Array) -> jax.Array:
     log_p, log_q = jax.nn.log_softmax(p), jax.nn.log_softmax(q)
     log_m = jnp.logaddexp(log_p, log_q) - jnp.log(2.0)
     return 0.5 * (kl(log_p, log_m) + kl(log_q, log_m))
+
+
+def symkl(p: jax.Array, q: jax.Array) -> jax.Array:
+    """1/2 KL(p||q) + 1/2 KL(q||p) of logits f32[..., Y], over the last axis."""
+    log_p, log_q = jax.nn.log_softmax(p), jax.nn.log_softmax(q)
+    return 0.5 * (kl(log_p, log_q) + kl(log_q, log_p))

@@ -24,6 +24,7 @@ class Tag(enum.IntEnum):
     ORDER = 12
     EVALUATION = 13
     PERSONAL = 14
+    REPLACED = 15
 
 
 def stream(key: jax.Array, tag: Tag, *ids: int | jax.Array) -> jax.Array:

@@ -1,0 +1,251 @@
+"""UA-PDFL: peers whose answers to one unit tensor differ share less of their models.
+
+Zhu, Fan, Xie: "UA-PDFL: A Personalized Approach for Decentralized Federated Learning",
+https://arxiv.org/abs/2412.11674 (Algorithms 1 and 2); released code Kuludu/UA-PDFL.
+
+* Every client answers to the same tensor of ones: its logits on it are its unit
+  representation, its extractor's output on it the auxiliary one.
+* A client of the round pulls both from its peers and measures how far apart they are.
+* Client-wise dropout: where all peers are alike it takes the whole model of one.
+* Layer-wise personalization: else it averages extractors with all its peers,
+  classifiers with those alike.
+* It trains on cross-entropy, its extractor drawn to the peers' auxiliary
+  representations, and answers anew.
+
+| paper | here |
+|---|---|
+| I, I^Aux | `representation`, private rows |
+| X_unit | ones in normalised space, times `--unit_value` |
+| Div, th_I | `divergence` (`--divergence`), `--divergence_threshold` |
+| g, h: extractor and classifier | stages before and from `--personal_from` on |
+| w_i, abs(D_j), Q_i | `state.clients["own"]`, train examples, the round's peers |
+| mu | `--proximal_weight`, `--proximal`, `--anchor` |
+| CD, LP (Figure 13) | `--client_dropout`, `--layer_personalization` |
+
+Differs from the paper: Div is the Jensen-Shannon divergence that the text names, not
+the symmetric KL of Eqs. 6 and 7 (`--divergence=symkl`). The proximal term follows the
+released code: mean squares between the extractor's output on the batch and the peers'
+mean, weighted by examples; `--proximal=unit --anchor=with_own` is Eq. 12, of which the
+auxiliary representation on the left is recomputed in every step, since the stored one
+has no gradient. A peer is alike below the threshold in both branches. The extractor is
+all but the last layer, as the paper's counts of layers have it, not its convolutions.
+The threshold, mu and the local epochs are not in the paper. Without layer-wise
+personalization all layers are averaged with all peers and mu counts as 0. Rounds are
+synchronous, all clients start from one model (`--noshared_init`: each from its own),
+statistics of batch norm follow the extractor. A client without peers keeps its model
+and has no anchor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import (
+    aggregate,
+    boundary,
+    decentralized,
+    distances,
+    each_client,
+    local_training,
+    losses,
+    options,
+    rng,
+    shapes,
+    stacked,
+    traffic,
+    types,
+)
+
+option = options.option
+DIVERGENCES = {"js": distances.js, "symkl": distances.symkl}
+
+
+@dataclasses.dataclass(frozen=True)
+class HParams(decentralized.Peers, local_training.LocalTraining):
+    """UA-PDFL's options."""
+
+    divergence: str = option(
+        "js",
+        "distance of two unit representations: Jensen-Shannon, or half of both KLs",
+        choices=tuple(DIVERGENCES),
+    )
+    divergence_threshold: float = option(
+        0.1, "peers whose divergence is below it are alike [th_I]", minimum=0
+    )
+    proximal_weight: float = option(
+        0.1,
+        "weight of the pull of the extractor to the anchor [mu]",
+        minimum=0,
+        zero_is_off=True,
+    )
+    proximal: str = option(
+        "batch",
+        "what is pulled: the extractor's outputs on the batch (mean squares), or its "
+        "output on the unit tensor (sum of squares)",
+        choices=("batch", "unit"),
+    )
+    anchor: str = option(
+        "peers",
+        "mean of the peers' auxiliary representations by examples, or of theirs and "
+        "the own one",
+        choices=("peers", "with_own"),
+    )
+    unit_value: float = option(1.0, "value of the unit tensor, in normalised space")
+    client_dropout: bool = option(
+        True, "take a peer's whole model where all peers are alike [CD]"
+    )
+    layer_personalization: bool = option(
+        True, "average classifiers with peers alike alone [LP]"
+    )
+    personal_from: str = option(
+        "last",
+        "first stage of the classifier, by name; last = the last one, empty = the "
+        "first after the last convolution",
+    )
+    track_pairs: int = option(
+        0, "also report the divergence of each pair of the first n clients", minimum=0
+    )
+
+
+def drawn(key: jax.Array, cohort: types.Cohort) -> jax.Array:
+    """Row int32[C] of one peer of each client, each with the same chance."""
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, cohort.client_id)
+    chance = jax.vmap(lambda k: jax.random.uniform(k, cohort.peers.shape[1:]))(keys)
+    pick = jnp.where(cohort.peer_mask, chance, 2.0).argmin(1)
+    return jnp.take_along_axis(cohort.peers, pick[:, None], 1)[:, 0]
+
+
+def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+    """UA-PDFL as pure functions.
+
+    Raises:
+        ValueError: no such stage or graph, or more pairs than clients.
+    """
+    model, cut = task.client_model, _cut(hparams, task)
+    unit = jnp.full((1, *task.example_shape), hparams.unit_value)
+    divergence = DIVERGENCES[hparams.divergence]
+    by_layer, weight = hparams.layer_personalization, hparams.proximal_weight
+    is_pulled = by_layer and not options.is_off(weight)
+
+    def represent(own: types.Variables) -> dict[str, jax.Array]:
+        """I f32[Y] and I^Aux f32[D]: answers to the unit tensor, in eval mode."""
+        h, _ = model.forward(*own, unit, stop=cut)
+        logits, _ = model.forward(*own, h, start=cut)
+        return {"answer": logits[0], "features": h.reshape(-1)}
+
+    def mixed(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        """Algorithm 1, with what peers had at the end of the last round."""
+        known, rows = state.clients["private"], state.clients["own"]
+        mine, theirs = (
+            stacked.take(known["answer"], at) for at in (cohort.row, cohort.peers)
+        )
+        gap = divergence(mine[:, None], theirs)
+        alike = (gap < hparams.divergence_threshold) & cohort.peer_mask
+        drop = (alike == cohort.peer_mask).all(1) & cohort.peer_mask.any(1)
+        drop &= hparams.client_dropout
+
+        size = decentralized.weights("examples", cohort, data)
+        shared = jnp.pad(alike, ((0, 0), (1, 0)), constant_values=True)
+        head = size * shared if by_layer else size
+        own = decentralized.mix(rows, cohort, cut, size, head)
+        key = rng.stream(state.key, rng.Tag.REPLACED, state.round)
+        replaced = stacked.take(rows, drawn(key, cohort))
+        return decentralized.Mixed(
+            stacked.where(drop, replaced, own),
+            sent=sent(drop, alike, cohort),
+            given=anchor(known, size, cohort),
+            metrics=metrics(known["answer"], gap, drop, cohort),
+        )
+
+    def anchor(known, size, cohort):
+        """A_i f32[C, D]: where the extractor is drawn to; its own, if it is alone."""
+        with_own = hparams.anchor == "with_own"
+        weight = jnp.ones_like(size) if with_own else size.at[:, 0].set(0)
+        return aggregate.mix_peers(known["features"], cohort, weight)
+
+    def metrics(answer, gap, drop, cohort):
+        """Who dropped, divergences over the peer pairs and of the pairs tracked."""
+        known = jnp.where(cohort.peer_mask & cohort.row_mask[:, None], gap, jnp.nan)
+        found = {"dropped": losses.masked_sum(drop, cohort.row_mask)}
+        for name, share in (("median", 0.5), ("p95", 0.95)):
+            value = jnp.nanquantile(known, share)
+            found[f"divergence_{name}"] = (jnp.nan_to_num(value), 1)
+        for i, j in itertools.combinations(range(hparams.track_pairs), 2):
+            found[f"divergence_{i}_{j}"] = (divergence(answer[i], answer[j]), 1)
+        return found
+
+    def sent(drop, alike, cohort):
+        """Messages received, by kind: int32[C]."""
+        every, mixes = cohort.peer_mask.sum(1), ~drop
+        heads = alike.sum(1) if by_layer else every
+        pulled = {"extractor": mixes * every, "classifier": mixes * heads}
+        asked = {"representation": every, "auxiliary": every}
+        return asked | pulled | {"whole model": drop}
+
+    def client_update(client: each_client.Client, start: types.Variables):
+        """Algorithm 2: cross-entropy, and the extractor drawn to the anchor."""
+
+        def loss_fn(params, stats, batch):
+            h, stats = model.forward(params, stats, batch.image, stop=cut, **batch.mode)
+            logits, stats = model.forward(params, stats, h, start=cut, **batch.mode)
+            loss = losses.cross_entropy(logits, batch.label, batch.mask)
+            if is_pulled:
+                loss += weight * pull(params, stats, h, client.own, batch.mask)
+            return loss, stats
+
+        trained = local_training.train(hparams, loss_fn, start, client)
+        return trained, represent(trained.variables)
+
+    def pull(params, stats, h, anchor, mask):
+        """The proximal term: the code's on the batch, Eq. 12's on the unit tensor."""
+        if hparams.proximal == "batch":
+            gap = (h.reshape(len(h), -1) - anchor) ** 2
+            return losses.masked_mean(gap.mean(1), mask)
+        features, _ = model.forward(params, stats, unit, stop=cut)
+        return ((features.reshape(-1) - anchor) ** 2).sum()
+
+    return decentralized.make(
+        hparams,
+        task,
+        mixed,
+        client_update,
+        messages=_messages(task, cut),
+        peers=decentralized.peer_spec(hparams),
+        private=represent,
+        shares=("dropped",),
+    )
+
+
+def _messages(task: types.Task, cut: int) -> tuple[types.MessageKind, ...]:
+    """What one peer sends: both representations, and parts of its model."""
+    model, shape = task.client_model, task.example_shape
+    sizes = shapes.stage_bytes(model, shape)
+    kind = functools.partial(types.MessageKind, direction="down")
+    return (
+        kind("representation", num_bytes=task.num_classes * traffic.FLOAT_BYTES),
+        kind("auxiliary", num_bytes=shapes.output_bytes(model, shape)[cut - 1]),
+        kind("whole model", num_bytes=sum(sizes)),
+        kind("extractor", num_bytes=sum(sizes[:cut])),
+        kind("classifier", num_bytes=sum(sizes[cut:])),
+    )
+
+
+def _cut(hparams: HParams, task: types.Task) -> int:
+    """Number of the extractor's stages, 1..L-1."""
+    model, name = task.client_model, hparams.personal_from
+    cut = boundary.first_personal(name, model, task.example_shape)
+    if not 0 < cut < len(model.stage_names):
+        raise ValueError(
+            f"--personal_from={name} leaves --model={model.name} without "
+            f"{'a classifier' if cut else 'an extractor'}; take one of "
+            f"{', '.join(model.stage_names[1:])}"
+        )
+    pairs, clients = hparams.track_pairs, task.num_clients
+    if pairs > clients:
+        raise ValueError(f"--track_pairs={pairs}: --num_clients={clients}; lower it")
+    return cut

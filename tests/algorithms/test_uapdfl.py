@@ -1,0 +1,507 @@
+"""UA-PDFL against numpy, and the properties of its specification's section 6."""
+
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from algorithms import uapdfl
+from data import topology
+from fedjax_pfl import distances, local_training, options, rng, shapes, types
+from launch import build, settings
+from tests.algorithms import conftest, plain
+
+GRAPH = types.PeerSpec(5, "erdos_renyi", edge_probability=0.4)
+SHARED = {"client_momentum": 0.5, "optimizer_state": "persist"}
+STRUCTURES = {
+    "code": SHARED,
+    "paper": SHARED
+    | {
+        "divergence": "symkl",
+        "proximal": "unit",
+        "anchor": "with_own",
+        "personal_from": "dense2",
+    },
+    "no dropout": SHARED | {"client_dropout": False},
+    "all layers": SHARED | {"client_dropout": False, "layer_personalization": False},
+}
+FLOATS = {
+    "client_lr": 0.1,
+    "client_lr_decay": 0.8,
+    "divergence_threshold": 0.08,
+    "proximal_weight": 0.7,
+    "unit_value": 0.6,
+}
+UNIT = np.full((1, 64), FLOATS["unit_value"])
+
+
+def option_of(name, option):
+    return STRUCTURES[name].get(option, getattr(uapdfl.HParams(), option))
+
+
+def cut_of(name):
+    return 1 if option_of(name, "personal_from") == "dense2" else 2
+
+
+def make(problem, **given):
+    return uapdfl.make(uapdfl.HParams(batch_size=5, **given), problem.task_of())
+
+
+def with_peers(cohort, spec=GRAPH):
+    """The cohort with its peers among five clients; in round 2 somebody is alone."""
+    graph = topology.make(spec, 5)
+
+    def of_round(round):
+        one = cohort(round)
+        peers, mask = graph.draw(0, round, one.client_id)
+        mask[0] &= round != 2
+        return one.replace(peers=peers.astype(np.int32), peer_mask=mask)
+
+    return of_round
+
+
+@pytest.fixture(scope="module")
+def cohort_at(problem):
+    """`round -> Cohort` of three of five clients, and their peers."""
+    return with_peers(problem.cohort)
+
+
+def represent(layers, cut, unit=UNIT):
+    """I and I^Aux."""
+    acts = plain.activations(layers, unit)
+    return acts[-1][0], acts[cut][0]
+
+
+@pytest.fixture(scope="module")
+def given(start):
+    """Makes states before round 0: clients are all different, or all the same."""
+
+    def make(name="code", equal=False):
+        state = start(round=0, equal=equal)
+        hparams = uapdfl.HParams(**STRUCTURES[name])
+        kept = local_training.kept_optimizer(hparams, state.server.params, 5)
+        alone = state.replace(clients={"own": state.clients})
+        found = [represent(plain.own_layers(alone, k), cut_of(name)) for k in range(5)]
+        answer, features = (
+            np.float32(np.stack(part)) for part in zip(*found, strict=True)
+        )
+        private = {"answer": answer, "features": features}
+        clients = {"own": state.clients, "private": private}
+        return state.replace(server=(), clients=clients, opt_state=kept)
+
+    return make
+
+
+def js(first, second):
+    """Jensen-Shannon in float64."""
+    p, q = plain.softmax(np.float64(first)), plain.softmax(np.float64(second))
+    m = (p + q) / 2
+    return ((p * np.log(p / m)).sum(-1) + (q * np.log(q / m)).sum(-1)) / 2
+
+
+def symkl(first, second):
+    """Half of both Kullback-Leibler divergences."""
+    p, q = plain.softmax(np.float64(first)), plain.softmax(np.float64(second))
+    return ((p - q) * (np.log(p) - np.log(q))).sum(-1) / 2
+
+
+def picked(state, cohort, row):
+    """The peer that a client takes where it drops: the least of its draws."""
+    key = rng.stream(state.key, rng.Tag.REPLACED, jnp.asarray(state.round))
+    key = jax.random.fold_in(key, int(cohort.client_id[row]))
+    draws = np.asarray(jax.random.uniform(key, cohort.peers.shape[1:]))
+    draws = np.where(cohort.peer_mask[row], draws, 2)
+    return int(cohort.peers[row, draws.argmin()])
+
+
+def mixed(state, own, number, row, cohort, sizes, name):
+    """Algorithm 1: (layers, anchor, whether it dropped, divergences of its peers)."""
+    cut, known = cut_of(name), [represent(one, cut_of(name)) for one in own]
+    peers = cohort.peers[row][cohort.peer_mask[row]].tolist()
+    gap = {"js": js, "symkl": symkl}[option_of(name, "divergence")]
+    gaps = [float(gap(known[number][0], known[peer][0])) for peer in peers]
+    if not peers:
+        return own[number], known[number][1], False, gaps
+    alike = [
+        p
+        for p, d in zip(peers, gaps, strict=True)
+        if d < FLOATS["divergence_threshold"]
+    ]
+    drops = len(alike) == len(peers) and option_of(name, "client_dropout")
+    sources = [number, *peers]
+    if option_of(name, "anchor") == "peers":
+        anchor = np.average([known[p][1] for p in peers], 0, sizes[peers])
+    else:
+        anchor = np.mean([known[k][1] for k in sources], 0)
+    if drops:
+        return own[picked(state, cohort, row)], anchor, True, gaps
+    heads = [number, *alike]
+    if not option_of(name, "layer_personalization"):
+        heads = sources
+    below = plain.mean([own[k] for k in sources], sizes[sources])
+    above = plain.mean([own[k] for k in heads], sizes[heads])
+    return below[:cut] + above[cut:], anchor, False, gaps
+
+
+def pull(anchor, name, table):
+    """Gradient of mu times the proximal term, as `plain.train` takes it."""
+    cut, mu = cut_of(name), FLOATS["proximal_weight"]
+
+    def of_batch(params, position, rows):
+        acts = plain.activations(params, table.images(rows))
+        slope = 2 * mu * (acts[cut] - anchor) / acts[cut].size
+        return plain.backward(params, acts, {cut: slope})
+
+    def of_unit(params, position, rows):
+        acts = plain.activations(params, UNIT)
+        return plain.backward(params, acts, {cut: 2 * mu * (acts[cut] - anchor)})
+
+    return of_batch if option_of(name, "proximal") == "batch" else of_unit
+
+
+def received(problem, cohort, row, drops, alike, name):
+    """Section 1B: N_com (C + d) + (dropout ? P : N_com P_g + n_sim P_h) floats."""
+    sizes = shapes.stage_bytes(conftest.NETWORKS["tiny"], (8, 8, 1))
+    cut, peers = cut_of(name), int(cohort.peer_mask[row].sum())
+    heads = alike if option_of(name, "layer_personalization") else peers
+    model = peers * sum(sizes[:cut]) + heads * sum(sizes[cut:])
+    model = sum(sizes) if drops else model
+    return {"bytes_up": 0, "bytes_down": peers * 4 * (4 + (8, 6)[cut - 1]) + model}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_rounds_equal_a_numpy_reference(name, compiled, given, problem, cohort_at):
+    """Algorithms 1 and 2 over rounds, with what was known at the end of the last."""
+    run, state = compiled("uapdfl", **STRUCTURES[name]), given(name)
+    table, made = plain.Table(problem.data), make(problem, **STRUCTURES[name])
+    txs = plain.Optimizers(lambda rate: plain.Sgd(rate, 0.5), True)
+    own, seen = [plain.own_layers(state, number) for number in range(5)], []
+    for round in range(6):
+        cohort, trained, gaps, expected = cohort_at(round), {}, [], []
+        for number, row in plain.members(cohort).items():
+            begin, anchor, drops, found = mixed(
+                state, own, number, row, cohort, table.train.count, name
+            )
+            one = plain.at(cohort.plans["local"], row)
+            tx = txs.of(number, 0.1 * 0.8**round)
+            is_pulled = option_of(name, "layer_personalization")
+            extra = pull(anchor, name, table) if is_pulled else None
+            trained[number] = plain.train(table, begin, one, number, tx, extra=extra)
+            alike = sum(gap < FLOATS["divergence_threshold"] for gap in found)
+            expected.append(received(problem, cohort, row, drops, alike, name))
+            seen.append((drops, bool(found), 0 < alike < len(found)))
+            gaps += found
+        state, metrics, sent = run(state, cohort, **FLOATS)
+        own = [trained.get(number, own[number]) for number in range(5)]
+        found = [plain.own_layers(state, number) for number in range(5)]
+        chex.assert_trees_all_close(found, own, rtol=1e-3, atol=1e-5)
+        answer, features = zip(
+            *(represent(one, cut_of(name)) for one in own), strict=True
+        )
+        private = state.clients["private"]
+        np.testing.assert_allclose(private["answer"], answer, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(private["features"], features, rtol=1e-3, atol=1e-4)
+        assert plain.sent_bytes(made, sent, 3) == expected
+        drops = sum(one[0] for one in seen[-3:])
+        assert [int(part) for part in metrics["dropped"]] == [drops, 3]
+        for share, key in ((0.5, "median"), (0.95, "p95")):
+            value = np.quantile(gaps, share) if gaps else 0.0
+            found = metrics[f"divergence_{key}"][0]
+            np.testing.assert_allclose(found, value, rtol=1e-3, atol=1e-6)
+    dropped, has_peers, partly = (any(part) for part in zip(*seen, strict=True))
+    assert dropped == option_of(name, "client_dropout")
+    assert has_peers and partly and not all(one[1] for one in seen)
+
+
+@pytest.mark.parametrize("name", list(STRUCTURES)[1:])
+def test_the_reference_tells_the_readings_apart(name, given, problem, cohort_at):
+    """Guards the test above: every reading mixes or is pulled in its own way."""
+    state, table = given(), plain.Table(problem.data)
+    own = [plain.own_layers(state, number) for number in range(5)]
+    found = []
+    for one in ("code", name):
+        found.append(
+            [
+                mixed(state, own, k, row, cohort, table.train.count, one)[0]
+                for cohort in map(cohort_at, range(4))
+                for k, row in plain.members(cohort).items()
+            ]
+        )
+    assert plain.differs(*found, 1e-3)
+
+
+def test_divergences():
+    """Test 8: symmetric, 0 on the diagonal, JS <= ln 2 and <= symkl, any shift."""
+    gen = np.random.default_rng(0)
+    first, second = 3 * gen.normal(size=(2, 50, 4))
+    for kind, reference in (("js", js), ("symkl", symkl)):
+        of_kind = uapdfl.DIVERGENCES[kind]
+        found = of_kind(jnp.float32(first), jnp.float32(second))
+        np.testing.assert_allclose(found, reference(first, second), rtol=1e-3)
+        back = of_kind(second + 7.0, first - 2.0)
+        np.testing.assert_allclose(found, back, rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(of_kind(first, first), 0, atol=1e-6)
+    assert (js(first, second) <= symkl(first, second) + 1e-12).all()
+    apart = 100 * np.eye(4, dtype=np.float32)
+    found = np.asarray(distances.js(apart[:, None], apart[None]))
+    np.testing.assert_allclose(found, np.log(2) * (1 - np.eye(4)), atol=1e-6)
+
+
+def twin(compiled, problem, given, cohort_at, algo, floats, **structure):
+    """Models after two rounds of a baseline and of UA-PDFL with `structure`."""
+    results = []
+    for name in ("uapdfl", algo):
+        state, own = given(), SHARED | (structure if name == "uapdfl" else {})
+        if name != "uapdfl":
+            state = state.replace(clients=state.clients | {"private": ()})
+        values = {k: v for k, v in FLOATS.items() if k.startswith("client")}
+        values |= floats if name == "uapdfl" else {}
+        run = compiled(name, **own)
+        for round in range(2):
+            state, _, _ = run(state, cohort_at(round), **values)
+        results.append(plain.host(state.clients["own"]))
+    return results
+
+
+def test_threshold_zero_is_fedper(compiled, problem, given, cohort_at):
+    """Test 4: nobody is alike, also of equal models; mu = 0."""
+    floats = {"divergence_threshold": 0.0, "proximal_weight": 0.0}
+    pair = twin(compiled, problem, given, cohort_at, "dfedper", floats)
+    chex.assert_trees_all_close(*pair, atol=1e-6)
+    cohort, state = cohort_at(0), given(equal=True)
+    _, metrics, sent = compiled("uapdfl", **SHARED)(state, cohort, **FLOATS | floats)
+    assert int(metrics["dropped"][0]) == 0 and not np.asarray(sent["classifier"]).any()
+
+
+def test_infinite_threshold_without_dropout_is_fedavg(
+    compiled, problem, given, cohort_at
+):
+    """Test 5: everybody is alike, nothing is dropped, mu = 0."""
+    floats = {"divergence_threshold": 1.0, "proximal_weight": 0.0}
+    structure = {"client_dropout": False}
+    pair = twin(compiled, problem, given, cohort_at, "dfedavg", floats, **structure)
+    chex.assert_trees_all_close(*pair, atol=1e-6)
+
+
+def test_replacement_is_a_copy(compiled, given, problem, cohort_at):
+    """Test 3: everybody alike: bit for bit a peer's model, each with some chance."""
+    floats = FLOATS | {"divergence_threshold": 1.0}
+    run, state, took = compiled("uapdfl", **SHARED), given(), set()
+    for round in range(12):
+        cohort = cohort_at(round)
+        resting = plain.cut(cohort, 0)
+        now = state.replace(round=np.int32(round))
+        after, metrics, _ = run(now, resting, **floats)
+        dropped = 0
+        for number, row in plain.members(cohort).items():
+            source = number
+            if cohort.peer_mask[row].any():
+                source, dropped = picked(now, cohort, row), dropped + 1
+                place = cohort.peers[row][cohort.peer_mask[row]].tolist().index(source)
+                took.add((int(cohort.peer_mask[row].sum()), place))
+            chex.assert_trees_all_equal(
+                plain.own(after, number), plain.own(state, source)
+            )
+        assert int(metrics["dropped"][0]) == dropped
+    assert {(2, 0), (2, 1)} <= took
+
+
+def test_one_peer_that_differs_stops_the_dropout(compiled, given, problem, cohort_at):
+    """Test 7: its classifier has weight 0, its extractor n_j / sum."""
+    state = given(equal=True)
+    cohort = next(c for c in map(cohort_at, range(9)) if (c.peer_mask.sum(1) > 1).any())
+    row = int(cohort.peer_mask.sum(1).argmax())
+    number, stranger = int(cohort.client_id[row]), int(cohort.peers[row, 0])
+    other = conftest.random_params(conftest.NETWORKS["tiny"], 99)
+    answer = state.clients["private"]["answer"].copy()
+    answer[stranger] = [9, -9, 9, -9]
+    clients = {
+        "own": plain.replaced(state.clients["own"], stranger, other),
+        "private": state.clients["private"] | {"answer": answer},
+    }
+    state = state.replace(clients=clients)
+    sizes = plain.Table(problem.data).train.count
+    results = {}
+    for name in ("code", "no dropout"):
+        run = compiled("uapdfl", **STRUCTURES[name])
+        results[name], metrics, sent = run(state, plain.cut(cohort, 0), **FLOATS)
+        found = plain.own_layers(results[name], number)
+        everyone = [number, *cohort.peers[row][cohort.peer_mask[row]].tolist()]
+        own = [plain.own_layers(state, k) for k in everyone]
+        expected = plain.mean(own, sizes[everyone])
+        chex.assert_trees_all_close(found[:2], expected[:2], atol=1e-6)
+        chex.assert_trees_all_close(found[2], own[0][2], atol=1e-6)
+        assert int(sent["classifier"][row]) == len(everyone) - 2
+        assert int(sent["whole model"][row]) == 0
+    # Rows differ in which the client dropped, and in no others.
+    run = compiled("uapdfl", **STRUCTURES["code"])
+    _, _, sent = run(state, plain.cut(cohort, 0), **FLOATS)
+    dropped = np.asarray(sent["whole model"])
+    for k, place in plain.members(cohort).items():
+        pair = [plain.own(results[name], k) for name in results]
+        if not dropped[place]:
+            chex.assert_trees_all_equal(*pair)
+
+
+def test_proximal_term(compiled, given, problem, cohort_at):
+    """Test 10: mu = 0 forgets the anchor; the pull leaves classifiers' gradients."""
+    cohort, state = cohort_at(1), given()
+    row = int(cohort.peer_mask.sum(1).argmax())
+    number, peer = int(cohort.client_id[row]), int(cohort.peers[row, 0])
+    features = state.clients["private"]["features"].copy()
+    features[peer] += 3
+    private = state.clients["private"] | {"features": features}
+    moved = state.replace(clients=state.clients | {"private": private})
+    run = compiled("uapdfl", **SHARED)
+    for mu, matters in ((0.0, False), (0.7, True)):
+        floats = FLOATS | {"proximal_weight": mu}
+        pair = [plain.own(run(s, cohort, **floats)[0], number) for s in (state, moved)]
+        assert plain.differs(*pair, 1e-6) == matters
+    # One step: what is below the cut goes another way, the classifier the same.
+    first = plain.cut(cohort, 1)
+    for name in ("code", "paper"):
+        one, start, cut = (
+            compiled("uapdfl", **STRUCTURES[name]),
+            given(name),
+            cut_of(name),
+        )
+        pair = [
+            plain.own_layers(
+                one(start, first, **FLOATS | {"proximal_weight": mu})[0], number
+            )
+            for mu in (0.0, 0.7)
+        ]
+        assert plain.differs(pair[0][:cut], pair[1][:cut], 1e-4)
+        chex.assert_trees_all_close(pair[0][cut:], pair[1][cut:], atol=1e-6)
+
+
+def test_anchor_of_equal_models_is_their_own(compiled, given, cohort_at):
+    """Test 10: then nothing pulls on the unit tensor, in the first step."""
+    state, first = given("paper", equal=True), plain.cut(cohort_at(1), 1)
+    run = compiled("uapdfl", **STRUCTURES["paper"])
+    pair = [
+        plain.host(
+            run(state, first, **FLOATS | {"proximal_weight": mu})[0].clients["own"]
+        )
+        for mu in (0.0, 0.7)
+    ]
+    chex.assert_trees_all_close(*pair, atol=1e-6)
+
+
+def test_order_of_the_cohort_does_not_matter(compiled, given, cohort_at):
+    """Test 11: rows of a cohort may come in any order."""
+    run, state, cohort = compiled("uapdfl", **SHARED), given(), cohort_at(1)
+    first, _, _ = run(state, cohort, **FLOATS)
+    second, _, _ = run(state, plain.permuted(cohort, [2, 0, 1]), **FLOATS)
+    chex.assert_trees_all_close(first.clients, second.clients, atol=1e-6)
+
+
+def test_pairs_are_tracked(compiled, given, cohort_at):
+    """Figures 4 and 12: one number for each pair of the first clients."""
+    run, state = compiled("uapdfl", track_pairs=3, **SHARED), given()
+    _, metrics, _ = run(state, cohort_at(0), **FLOATS)
+    found = {k: v for k, v in metrics.items() if k[-1].isdecimal() and "_p" not in k}
+    assert sorted(found) == ["divergence_0_1", "divergence_0_2", "divergence_1_2"]
+    answer = state.clients["private"]["answer"]
+    for i, j in itertools.combinations(range(3), 2):
+        value, count = found[f"divergence_{i}_{j}"]
+        np.testing.assert_allclose(value, js(answer[i], answer[j]), rtol=1e-3)
+        assert int(count) == 1
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_initialisation(shared, problem):
+    """One model for all, or one each; representations are those of the models."""
+    made = make(problem, shared_init=shared)
+    state = jax.jit(made.init)(problem.data, jax.random.key(0))
+    own = [plain.own_layers(state, number) for number in range(5)]
+    for first, second in itertools.combinations(own, 2):
+        assert plain.differs(first, second, 1e-3) != shared
+    answer, features = zip(
+        *(represent(one, 2, np.ones((1, 64))) for one in own), strict=True
+    )
+    private = state.clients["private"]
+    np.testing.assert_allclose(private["answer"], answer, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(private["features"], features, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0])
+def test_traffic_of_a_run(threshold, blobs):
+    """Test 14: by kind, over clients, rounds and peers, of each seed."""
+    experiment = build.experiment(
+        algo="uapdfl",
+        dataset=blobs,
+        model="mlp",
+        num_clients=6,
+        num_peers=2,
+        rounds=3,
+        local_epochs=1,
+        num_seeds=2,
+        divergence_threshold=threshold,
+        devices=1,
+    )
+    summary = experiment.run()
+    below, above = 4 * (64 * 128 + 128 + 128 * 64 + 64), 4 * (64 * 4 + 4)
+    rounds, pulls = 6 * 3, 6 * 3 * 2
+    expected = {
+        "representation": (pulls, 4 * 4),
+        "auxiliary": (pulls, 4 * 64),
+        "whole model": (rounds if threshold else 0, below + above),
+        "extractor": (0 if threshold else pulls, below),
+        "classifier": (0, above),
+    }
+    assert summary["traffic"].keys() == expected.keys()
+    total = 0
+    for kind, (messages, size) in expected.items():
+        found = summary["traffic"][kind]
+        assert found["direction"] == "down"
+        assert found["messages"]["per_seed"] == [messages] * 2
+        assert found["bytes"]["per_seed"] == [messages * size] * 2
+        total += messages * size
+    assert summary["metrics"]["bytes_down"]["mean"] == total
+    assert summary["metrics"]["dropped"]["mean"] == (threshold > 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"personal_from": "F9"}, "--personal_from=F9: .*dense1, dense2, last"),
+        ({"personal_from": "dense1"}, "--personal_from=dense1 .*without an extractor"),
+        ({"personal_from": "none"}, "--personal_from=none .*without a classifier"),
+        ({"track_pairs": 6}, "--track_pairs=6: .*--num_clients=5"),
+        ({"divergence": "kl"}, "--divergence=kl: expected one of js, symkl"),
+        ({"divergence_threshold": -1.0}, "--divergence_threshold=-1.0: .*at least 0"),
+    ],
+)
+def test_refused(given, words, problem):
+    """One line with the flag, what came and what to change."""
+    with pytest.raises(ValueError, match=words):
+        options.validate(uapdfl.HParams(**given))
+        make(problem, **given)
+
+
+def test_presets():
+    """Section 7: the defaults, the released code's and the paper's readings."""
+    found = {
+        name: settings.configure({"algo": "uapdfl", "preset": name})[1]
+        for name in ("uapdfl", "uapdfl_code", "uapdfl_paper")
+    }
+    default = found["uapdfl"]
+    assert (default.divergence, default.proximal, default.anchor) == (
+        "js",
+        "batch",
+        "peers",
+    )
+    assert default.divergence_threshold == default.proximal_weight == 0.1
+    assert default.shared_init and default.personal_from == "last"
+    assert not found["uapdfl_code"].shared_init
+    paper = found["uapdfl_paper"]
+    assert (paper.divergence, paper.proximal, paper.anchor, paper.personal_from) == (
+        "symkl",
+        "unit",
+        "with_own",
+        "",
+    )
