@@ -9,6 +9,7 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import algorithms
@@ -159,5 +160,8 @@ def test_states_are_kept_for_every_client(name, problem):
     expected = {(5, *leaf.shape) for leaf in jax.tree.leaves(model.params)}
     assert found == {"reset": set(), "persist": expected}
     cohort = plain.planner(problem.data, made.plans)(0)
+    if made.peers:
+        peers = np.zeros((3, made.peers.num_peers), np.int32)
+        cohort = cohort.replace(peers=peers, peer_mask=peers == 0)
     after, _, _ = jax.eval_shape(made.round, state, cohort, problem.data)
     chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
