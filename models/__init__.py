@@ -6,9 +6,10 @@ import functools
 from collections.abc import Callable
 
 from fedjax_pfl import types
-from models import cnn, mlp
+from models import cnn, mlp, resnet, vgg
 
-MODELS: dict[str, Callable[[int], types.Model]] = {
+# Each factory takes the number of classes and the factor on hidden channels.
+MODELS: dict[str, Callable[[int, float], types.Model]] = {
     "mlp": mlp.mlp,
     "fedavg_cnn": cnn.fedavg_cnn,
     "cnn_same": cnn.cnn_same,
@@ -18,17 +19,30 @@ MODELS: dict[str, Callable[[int], types.Model]] = {
     "cdkt_cifar_small": cnn.cdkt_cifar_small,
     "m1": cnn.m1,
     "m2": cnn.m2,
+    "uapdfl_cnn": cnn.uapdfl_cnn,
+    "resnet18": resnet.resnet18,
+    "resnet18_7x7": resnet.resnet18_7x7,
+    "vgg11": vgg.vgg11,
+    "vgg11_4096": vgg.vgg11_4096,
 }
 
 
-def make(name: str, num_classes: int) -> types.Model:
-    """The model `name`; the same object each time, so that programs can be shared."""
-    return _made(MODELS[name], num_classes)
+def make(name: str, num_classes: int, width: float = 1.0) -> types.Model:
+    """The model `name`; the same object each time, so that programs can be shared.
+
+    Args:
+        name: A key of `MODELS`.
+        num_classes: Y.
+        width: `--model_width`, the factor on hidden channels and widths.
+    """
+    return _made(MODELS[name], num_classes, float(width))
 
 
 @functools.lru_cache(maxsize=64)
-def _made(factory: Callable[[int], types.Model], num_classes: int) -> types.Model:
-    return factory(num_classes)
+def _made(
+    factory: Callable[[int, float], types.Model], num_classes: int, width: float
+) -> types.Model:
+    return factory(num_classes, width)
 
 
 def describe(name: str) -> str:

@@ -1,15 +1,16 @@
 """Stages (linen modules) and the chain that makes a Model of them.
 
 A stage is called as `stage(h, sample_mask=, train=)` and may own the collections
-`params` and `stats`. Images travel between stages as [B, H, W, C]; inside, a
-convolution works with the batch last, where patches are contiguous copies and pooling
-vectorises, and XLA cancels the transposes between neighbours.
+`params` and `stats`. Images travel between stages as [B, H, W, C]; inside, modules work
+with the batch last, where patches are contiguous copies, pooling vectorises and a
+channel's values are neighbours, and XLA cancels the transposes between them.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from fedjax_pfl import types
+
+NORM_MOMENTUM, NORM_EPSILON = 0.1, 1e-5
 
 
 def torch_uniform(fan_in: int) -> nn.initializers.Initializer:
@@ -35,6 +38,40 @@ def _initializers(name: str, fan_in: int):
     return nn.initializers.lecun_normal(), nn.initializers.zeros
 
 
+def scaling(width: float) -> Callable[[int], int]:
+    """Hidden channels of a model of `--model_width` from those of width 1."""
+    return lambda features: max(1, round(features * width))
+
+
+def _batch_last(h: jax.Array) -> jax.Array:
+    """[B, H, W, C] -> [C, H, W, B], and back; [B, D] -> [D, B]."""
+    return jnp.swapaxes(h, 0, -1) if h.ndim != 4 else jnp.transpose(h, (3, 1, 2, 0))
+
+
+def _windows(
+    h: jax.Array, side: int, stride: int, padding: str, fill: float = 0.0
+) -> Iterator[jax.Array]:
+    """What each place of a `side` x `side` window sees, [C, H', W', B] each.
+
+    `SAME` is PyTorch's padding (side - 1) // 2 for odd sides, also with a stride; an
+    even side has one more at the end.
+
+    Args:
+        h: f32[C, H, W, B].
+        side: Of the window.
+        stride: Between windows.
+        padding: `SAME` or `VALID`.
+        fill: What the padding holds.
+    """
+    if padding == "SAME":
+        pads = ((side - 1) // 2, side // 2)
+        h = jnp.pad(h, ((0, 0), pads, pads, (0, 0)), constant_values=fill)
+    height, width = h.shape[1] - side + 1, h.shape[2] - side + 1
+    for i in range(side):
+        for j in range(side):
+            yield h[:, i : i + height : stride, j : j + width : stride]
+
+
 class Dropout(nn.Module):
     """Inverted dropout whose mask takes 16 random bits a value instead of 32.
 
@@ -45,7 +82,7 @@ class Dropout(nn.Module):
     rate: float
 
     @nn.compact
-    def __call__(self, h, *, train=False):
+    def __call__(self, h, *, sample_mask=None, train=False):
         if not train or not self.rate:
             return h
         keep = round((1 - self.rate) * 2**16)
@@ -57,20 +94,63 @@ class Dropout(nn.Module):
         return jnp.where(mask, h * (2**16 / keep), 0)
 
 
-class Conv(nn.Module):
-    """Convolution, 2x2 max-pool and relu; parameters as flax's `nn.Conv`.
+class Norm(nn.Module):
+    """Batch norm with running statistics, over the real samples of a batch.
 
-    Computed as patches x matmul: XLA's CPU convolution is slow inside loops and slower
-    still with one kernel per client. Pooling comes before the relu: the same function,
-    a quarter of the relu.
+    Train mode normalises by the batch, eval mode by the running mean and variance. The
+    running ones move by a tenth towards the batch's, the variance unbiased, as
+    PyTorch's with its momentum of .1; fewer than two values a channel leave them. The
+    rows of padding samples become the bias: whatever they held is not amplified.
+    """
+
+    @nn.compact
+    def __call__(self, h, *, sample_mask=None, train=False):
+        channels = h.shape[-1]
+        running_mean = self.variable("stats", "mean", jnp.zeros, channels)
+        running_var = self.variable("stats", "var", jnp.ones, channels)
+        scale = self.param("scale", nn.initializers.ones, (channels,))
+        bias = self.param("bias", nn.initializers.zeros, (channels,))
+
+        h = _batch_last(h)
+        column = (channels, *[1] * (h.ndim - 1))
+        if train:
+            axes = tuple(range(1, h.ndim))
+            mask = jnp.ones(h.shape[-1], bool) if sample_mask is None else sample_mask
+            count = mask.sum() * math.prod(h.shape[1:-1])
+            values = jnp.maximum(count, 1)
+            mean = jnp.where(mask, h, 0).sum(axes) / values
+            centred = jnp.where(mask, h - mean.reshape(column), 0)
+            square = (centred**2).sum(axes)
+            var = square / values
+            is_known, unbiased = count > 1, square / jnp.maximum(count - 1, 1)
+            for running, batch in ((running_mean, mean), (running_var, unbiased)):
+                moved = (1 - NORM_MOMENTUM) * running.value + NORM_MOMENTUM * batch
+                running.value = jnp.where(is_known, moved, running.value)
+        else:
+            centred = h - running_mean.value.reshape(column)
+            var = running_var.value
+        factor = scale * jax.lax.rsqrt(var + NORM_EPSILON)
+        return _batch_last(centred * factor.reshape(column) + bias.reshape(column))
+
+
+class Conv(nn.Module):
+    """Convolution, batch norm, 2x2 max-pool, relu and dropout, each of them optional.
+
+    Parameters as flax's `nn.Conv`. Computed as patches x matmul: XLA's CPU convolution
+    is slow inside loops and slower still with one kernel per client. Pooling comes
+    before the relu: the same function, a quarter of the relu.
 
     Attributes:
         features: Output channels.
         kernel: Side of the kernel.
-        padding: `SAME` or `VALID`.
+        padding: `SAME` or `VALID`; see `_windows`.
         pool: Whether to max-pool 2x2 with stride 2.
-        dropout: Rate after the relu.
+        dropout: Rate at the end.
         initializer: `torch` (uniform +-1/sqrt(fan_in)) or `lecun` (normal, zero bias).
+        stride: Of the kernel.
+        bias: Whether there is one; a norm makes it needless.
+        norm: Whether a `Norm` follows the convolution.
+        relu: Whether a relu follows.
     """
 
     features: int
@@ -79,6 +159,10 @@ class Conv(nn.Module):
     pool: bool = True
     dropout: float = 0.0
     initializer: str = "torch"
+    stride: int = 1
+    bias: bool = True
+    norm: bool = False
+    relu: bool = True
 
     @nn.compact
     def __call__(self, h, *, sample_mask=None, train=False):
@@ -86,33 +170,50 @@ class Conv(nn.Module):
         kernel_init, bias_init = _initializers(self.initializer, side * side * channels)
         shape = (side, side, channels, self.features)
         kernel = self.param("kernel", kernel_init, shape)
-        bias = self.param("bias", bias_init, (self.features,))
 
-        h = jnp.transpose(h, (3, 1, 2, 0))
-        if self.padding == "SAME":
-            low, high = (side - 1) // 2, side // 2
-            h = jnp.pad(h, ((0, 0), (low, high), (low, high), (0, 0)))
-        height, width, batch = h.shape[1] - side + 1, h.shape[2] - side + 1, h.shape[3]
-        patches = jnp.concatenate(
-            [
-                h[:, i : i + height, j : j + width]
-                for i in range(side)
-                for j in range(side)
-            ]
-        )
+        windows = [*_windows(_batch_last(h), side, self.stride, self.padding)]
+        patches = jnp.concatenate(windows)
+        height, width, batch = patches.shape[1:]
         out = jax.lax.dot_general(
             kernel.reshape(-1, self.features),
             patches.reshape(side * side * channels, -1),
             (((0,), (0,)), ((), ())),
         )
         h = out.reshape(self.features, height, width, batch)
-        h = h + bias[:, None, None, None]
+        if self.bias:
+            bias = self.param("bias", bias_init, (self.features,))
+            h = h + bias[:, None, None, None]
+        if self.norm:
+            norm = Norm(name="norm")
+            h = norm(_batch_last(h), sample_mask=sample_mask, train=train)
+            h = _batch_last(h)
         if self.pool:
             h = h[:, : height // 2 * 2, : width // 2 * 2]
             h = h.reshape(self.features, height // 2, 2, width // 2, 2, batch)
             h = h.max((2, 4))
-        h = jnp.transpose(nn.relu(h), (3, 1, 2, 0))
+        h = _batch_last(nn.relu(h) if self.relu else h)
         return Dropout(self.dropout)(h, train=train)
+
+
+class MaxPool(nn.Module):
+    """Max-pool of stride 2 that leaves ceil(side / 2), so of a 1x1 map a 1x1 map.
+
+    Attributes:
+        side: Of the window: 2 is PyTorch's 2/2 with `ceil_mode`, 3 its 3/2 padded by 1.
+    """
+
+    side: int = 2
+
+    def __call__(self, h, *, sample_mask=None, train=False):
+        windows = _windows(_batch_last(h), self.side, 2, "SAME", -jnp.inf)
+        return _batch_last(functools.reduce(jnp.maximum, windows))
+
+
+class GlobalAverage(nn.Module):
+    """Mean over the map, [B, H, W, C] -> [B, C]."""
+
+    def __call__(self, h, *, sample_mask=None, train=False):
+        return h.mean((1, 2))
 
 
 class Dense(nn.Module):
@@ -139,6 +240,17 @@ class Dense(nn.Module):
         if self.relu:
             h = nn.relu(h)
         return Dropout(self.dropout)(h, train=train)
+
+
+class Sequential(nn.Module):
+    """Several modules in a row as one stage."""
+
+    layers: Sequence[nn.Module]
+
+    def __call__(self, h, *, sample_mask=None, train=False):
+        for layer in self.layers:
+            h = layer(h, sample_mask=sample_mask, train=train)
+        return h
 
 
 def chain(

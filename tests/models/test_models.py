@@ -33,19 +33,100 @@ quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
         ("m1", CIFAR, 10, 23_146),
         ("m2", CIFAR, 100, 353_284),
         ("mlp", (8, 8, 1), 4, 64 * 128 + 128 + 128 * 64 + 64 + 64 * 4 + 4),
+        ("uapdfl_cnn", CIFAR, 10, 8_413_642),
+        ("resnet18", CIFAR, 10, 11_173_962),
+        ("resnet18_7x7", CIFAR, 10, 11_181_642),
+        ("vgg11", CIFAR, 10, 9_753_674),
+        ("vgg11_4096", CIFAR, 10, 28_146_762),
     ],
 )
 def test_number_of_parameters(name, shape, num_classes, expected):
     """Section 3 and test 33: the networks have the papers' sizes."""
-    params, _ = shapes.variables(models.MODELS[name](num_classes), shape)
-    assert sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params)) == expected
+    assert sum(sizes(models.make(name, num_classes), shape).values()) == expected
+
+
+def sizes(model, shape):
+    """Stage -> number of parameters."""
+    params, _ = shapes.variables(model, shape)
+    counts = [
+        sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(stage))
+        for stage in params
+    ]
+    return dict(zip(model.stage_names, counts, strict=True))
+
+
+def test_stages_of_uapdfl_cnn():
+    """Test 9: extractor and classifier on both sides of the two cuts."""
+    counts = sizes(models.make("uapdfl_cnn", 10), CIFAR)
+    assert list(counts) == ["conv1", "conv2", "dense1", "dense2"]
+    conv, dense = counts["conv1"] + counts["conv2"], counts["dense1"]
+    assert (conv + dense, counts["dense2"]) == (8_408_512, 5_130)
+    assert (conv, dense + counts["dense2"]) == (19_392, 8_394_250)
+
+
+def test_stages_of_the_deep_nets():
+    """Names that a boundary may have; an embedding of 512 before the last stage."""
+    names = {name: models.make(name, 10).stage_names for name in ("resnet18", "vgg11")}
+    assert names["resnet18"] == ("stem", "stage1", "stage2", "stage3", "stage4", "fc")
+    dense = ("dense1", "dense2", "dense3")
+    assert names["vgg11"] == (*(f"conv{i}" for i in range(1, 9)), *dense)
+    for name, shape in (("resnet18", CIFAR), ("resnet18_7x7", MNIST), ("vgg11", MNIST)):
+        assert shapes.embedding_width(models.make(name, 10), shape) == 512
+
+
+@pytest.mark.parametrize("shape", [CIFAR, (9, 13, 2)])
+def test_maps_of_vgg11(shape):
+    """Five pools that round up: 1x1 is left of 32x32 and of whatever is smaller."""
+    model = models.make("vgg11", 10)
+    params, stats = shapes.variables(model, shape)
+    image = jax.ShapeDtypeStruct((1, *shape), np.float32)
+    out, _ = jax.eval_shape(
+        lambda p, s, x: model.forward(p, s, x, stop=8), params, stats, image
+    )
+    assert out.shape == (1, 1, 1, 512)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "width", "expected"),
+    [
+        ("uapdfl_cnn", MNIST, 0.25, {"conv1": 80, "conv2": 1168}),
+        ("m1", CIFAR, 0.25, {"C1": 3 * 9 * 2 + 2, "F3": 4 * 10 + 10}),
+        ("mlp", (6,), 0.001, {"dense1": 7, "dense2": 2, "dense3": 20}),
+        ("mlp", (6,), 1.5, {"dense1": 7 * 192, "dense2": 193 * 96, "dense3": 970}),
+        ("vgg11_4096", CIFAR, 0.5, {"dense2": 2049 * 2048, "dense3": 20_490}),
+        ("resnet18", CIFAR, 0.5, {"stem": 27 * 32 + 64, "fc": 2570}),
+    ],
+)
+def test_width_scales_what_is_hidden(name, shape, width, expected):
+    """max(1, round(width * n)) channels, and as many classes as ever."""
+    model = models.make(name, 10, width)
+    counts = sizes(model, shape)
+    assert {stage: counts[stage] for stage in expected} == expected
+    assert model.name == name
+
+
+def test_size_of_the_small_uapdfl_cnn():
+    """8 and 16 channels, 128 wide on 28x28: the net of CPU-sized tables."""
+    assert sum(sizes(models.make("uapdfl_cnn", 10, 0.25), MNIST).values()) == 404_074
+
+
+def test_a_model_is_made_once():
+    """Programs are shared by the identity of the model."""
+    one = models.make("mlp", 5, 0.5)
+    assert models.make("mlp", 5, 0.5) is one
+    assert models.make("mlp", 5, 1) is models.make("mlp", 5)
+    assert models.make("mlp", 5) is not one
 
 
 @pytest.mark.parametrize("name", models.MODELS)
 def test_one_parameter_tree_per_stage(name):
-    """Section 3: `params`, `stats` and names align, the last stage gives Y logits."""
-    model = models.MODELS[name](7)
+    """Section 3: `params`, `stats` and names align, the last stage gives Y logits.
+
+    At half the width every stage is smaller, and still there are Y logits.
+    """
     shape = CIFAR if name in ("m1", "m2") or "cifar" in name else MNIST
+    whole, model = sizes(models.MODELS[name](7), shape), models.make(name, 7, 0.5)
+    assert all(half < whole[stage] for stage, half in sizes(model, shape).items())
     params, stats = shapes.variables(model, shape)
     assert model.name == name
     assert len(params) == len(stats) == len(model.stage_names)
@@ -55,7 +136,16 @@ def test_one_parameter_tree_per_stage(name):
     assert out.shape == (3, 7)
 
 
-@pytest.mark.parametrize("name", ["cdkt_mnist", "cdkt_cifar", "cdkt_cifar_small"])
+NOISY = {
+    "cdkt_mnist": ["conv1", "conv2"],
+    "cdkt_cifar": ["dense2"],
+    "cdkt_cifar_small": ["dense1"],
+    "uapdfl_cnn": ["conv2", "dense2"],
+    "vgg11": ["dense1", "dense2"],
+}
+
+
+@pytest.mark.parametrize("name", NOISY)
 def test_dropout_sits_where_the_paper_has_it(name):
     """Section 3: stages whose train-mode forward needs a key."""
     model = models.MODELS[name](10)
@@ -73,41 +163,41 @@ def test_dropout_sits_where_the_paper_has_it(name):
             assert "dropout" in str(error)
             noisy.append(stage)
         h = jax.eval_shape(lambda *args, f=run: f(*args, False), params, stats, h)
-    assert (
-        noisy
-        == {
-            "cdkt_mnist": ["conv1", "conv2"],
-            "cdkt_cifar": ["dense2"],
-            "cdkt_cifar_small": ["dense1"],
-        }[name]
-    )
+    assert noisy == NOISY[name]
 
 
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize(
-    ("padding", "kernel", "size", "pool"),
+    ("padding", "kernel", "size", "pool", "stride"),
     [
-        ("SAME", 5, (7, 9), True),
-        ("SAME", 4, (6, 5), True),
-        ("VALID", 3, (9, 8), True),
-        ("SAME", 3, (5, 4), False),
+        ("SAME", 5, (7, 9), True, 1),
+        ("SAME", 4, (6, 5), True, 1),
+        ("VALID", 3, (9, 8), True, 1),
+        ("SAME", 3, (5, 4), False, 1),
+        ("SAME", 3, (5, 4), False, 2),
+        ("SAME", 1, (5, 4), False, 2),
+        ("SAME", 4, (9, 6), False, 3),
+        ("VALID", 2, (7, 9), True, 2),
     ],
 )
-def test_convolution_equals_flax(padding, kernel, size, pool, jit):
-    """Section 3: conv, ReLU, 2x2 max-pool of stride 2, with flax's parameters."""
+def test_convolution_equals_flax(padding, kernel, size, pool, stride, jit):
+    """Conv, ReLU, 2x2 max-pool of stride 2, with flax's parameters and padding."""
     gen = np.random.default_rng(0)
     params = {
         "kernel": jnp.asarray(gen.normal(size=(kernel, kernel, 3, 4)), jnp.float32),
         "bias": jnp.asarray(gen.normal(size=4), jnp.float32),
     }
     image = jnp.asarray(gen.normal(size=(2, *size, 3)), jnp.float32)
-    stage = stages.Conv(4, kernel, padding, pool)
+    stage = stages.Conv(4, kernel, padding, pool, stride=stride)
+    # With a stride flax's own SAME pads by the size of the map.
+    pads = ((kernel - 1) // 2, kernel // 2)
+    padding = [pads, pads] if padding == "SAME" else padding
 
     def ours(params, image):
         return stage.apply({"params": params}, image)
 
     def theirs(params, image):
-        module = nn.Conv(4, (kernel, kernel), padding=padding)
+        module = nn.Conv(4, (kernel, kernel), stride, padding)
         h = nn.relu(module.apply({"params": params}, image))
         return nn.max_pool(h, (2, 2), (2, 2)) if pool else h
 
