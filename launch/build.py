@@ -20,8 +20,10 @@ from launch import devices, limits, settings
 from launch.experiment import Experiment
 
 
-def _model(flag: str, name: str, num_classes: int, shape: tuple) -> types.Model:
-    model = models.make(name, num_classes)
+def _model(
+    flag: str, name: str, num_classes: int, width: float, shape: tuple
+) -> types.Model:
+    model = models.make(name, num_classes, width)
     try:
         shapes.variables(model, shape)
     except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
@@ -139,9 +141,10 @@ def assemble(
         "jax_default_matmul_precision", devices.PRECISIONS[config.precision]
     )
     shape = source.image.shape[1:]
-    server_model = _model("model", config.model, source.num_classes, shape)
+    fitting = (source.num_classes, config.model_width, shape)
+    server_model = _model("model", config.model, *fitting)
     client_models = tuple(
-        _model("client_model", name, source.num_classes, shape)
+        _model("client_model", name, *fitting)
         for name in config.client_model.split(",")
     )
     chosen = vars(config) | vars(hparams)

@@ -24,7 +24,9 @@ class Config:
         f"a paper's rules for options not given: {', '.join(launch.presets.PRESETS)}",
     )
     dataset: str = option("mnist_5k", "a data set's name, or npz:PATH for your arrays")
-    data_dir: str = option("", "folder of IDX files or of prepared tfds data")
+    data_dir: str = option(
+        "", "folder of IDX files, of pathmnist.npz or of prepared tfds data"
+    )
     rotate_classes: int = option(
         1,
         "turn every image by one of this many right angles, each angle of a class a "
@@ -37,6 +39,12 @@ class Config:
         None,
         "the clients' model if it differs; several names, separated by commas, go "
         "round over the clients, where an algorithm can do with several",
+    )
+    model_width: float = option(
+        1.0,
+        "factor on the hidden channels and widths of every model, at least one each",
+        above=0,
+        maximum=1000,
     )
     normalization: str | None = option(
         None,

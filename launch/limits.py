@@ -138,18 +138,20 @@ def needs(
     owned = int((1 - options["proxy_fraction"]) * num_rows / clients / 2) or 1
     padded = -(-owned // batch) * batch
     evaluations = options["rounds"] // options["eval_every"] + 1
+    # Most of a model's weights lie between two hidden layers.
+    size = {"model": 1, "model_width": options["model_width"] ** 2}
     chunk = min(options["client_chunk"] or 1, cohort)
     out = [
         Need(
             "the models of all seeds",
             seeds * model_bytes,
-            {"num_seeds": seeds, "model": 1},
+            size | {"num_seeds": seeds},
             True,
         ),
         Need(
             "the models of a chunk of clients",
             3 * chunk * model_bytes,
-            {"client_chunk": chunk, "model": 1},
+            size | {"client_chunk": chunk},
             True,
         ),
         Need(

@@ -22,7 +22,7 @@ def main() -> None:
             name: entry.help for name, entry in loaders.DATASETS.items()
         }
         | {"npz:PATH": "your own arrays x, y and optionally client"},
-        "models (--model, --client_model)": {
+        "models (--model, --client_model), hidden channels x --model_width": {
             name: models.describe(name) for name in models.MODELS
         },
         "partitions (--partition)": partitions.PARTITIONS,

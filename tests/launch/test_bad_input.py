@@ -225,6 +225,10 @@ SMALL = ["--algo=fedavg", "--model=mlp", "--devices=1", "--rounds=1"]
         (["--seed=4294967295", "--num_seeds=2"], ["seed"]),
         (["--seed=4294967296"], ["--seed=4294967296"]),
         (["--client_model=m1"], ["--client_model=m1"]),
+        (["--model_width=0"], ["--model_width=0", "more than 0"]),
+        (["--model_width=nan"], ["--model_width=nan"]),
+        (["--model_width=wide"], ["--model_width='wide'", "a number"]),
+        (["--model_width=1001"], ["--model_width=1001", "at most 1000"]),
     ],
 )
 def test_options_that_do_not_fit_the_data(refused, blobs, arguments, parts):
@@ -244,6 +248,7 @@ def test_options_that_do_not_fit_the_data(refused, blobs, arguments, parts):
         ("--num_seeds=1000000000", "models of all seeds.*lower it"),
         ("--num_clients=2000000000", "partitions of all seeds.*lower it"),
         ("--local_epochs=2000000000", "batches of a round.*lower it"),
+        ("--model_width=1000", "the models of a chunk of clients.*lower it"),
     ],
 )
 def test_numbers_without_bounds(refused, monkeypatch, blobs, argument, reason):

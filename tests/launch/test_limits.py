@@ -104,6 +104,7 @@ NUMBERS = {
     "rounds": 20,
     "eval_every": 5,
     "client_chunk": 0,
+    "model_width": 1.0,
     "examples_per_client": 0,
     "proxy_fraction": 0.0,
     "batch_size": 20,
@@ -166,6 +167,15 @@ def test_the_flag_that_dominates_is_named(changed, flag):
         options = NUMBERS | changed
         with pytest.raises(ValueError, match=f"^--{flag}={options[flag]} .*16.0 GiB"):
             limits.refuse(limits.needs(options, **sizes), options, free)
+
+
+@pytest.mark.parametrize("width, flag", [(1.0, "model=m"), (100.0, "model_width=100")])
+def test_a_model_that_is_too_large(width, flag):
+    """The model is named, or its width where that made it large."""
+    options = NUMBERS | {"model": "m", "model_width": width}
+    needed = limits.needs(options, num_rows=600, row_numbers=7, model_bytes=8 * GIB)
+    with pytest.raises(ValueError, match=f"^--{flag}.* needs 32.0 GiB .*16.0 GiB"):
+        limits.refuse(needed, options, {True: None, False: 16 * GIB})
 
 
 def test_memory_of_a_device_and_of_the_host_are_apart():

@@ -25,14 +25,15 @@ class RunningNorm(nn.Module):
         return nn.relu(nn.Dense(self.features)(h - mean.value))
 
 
-def with_exits(num_classes):
+def with_exits(num_classes, width=1.0):
     """Three stages of running norm and dense, an exit after each."""
-    trunks = [(f"s{i}", RunningNorm(12)) for i in range(3)]
+    hidden = stages.scaling(width)(12)
+    trunks = [(f"s{i}", RunningNorm(hidden)) for i in range(3)]
     exits = {f"s{i}": stages.Dense(num_classes, relu=False) for i in range(3)}
     return stages.chain("with_exits", trunks, exits)
 
 
-def narrow(num_classes, width=10):
-    """Another architecture for the same examples."""
-    hidden = ("hidden", stages.Dense(width))
+def narrow(num_classes, width=1.0):
+    """Another architecture for the same examples, 10 wide."""
+    hidden = ("hidden", stages.Dense(stages.scaling(width)(10)))
     return stages.chain("narrow", [hidden, ("last", stages.Dense(num_classes, False))])

@@ -16,7 +16,7 @@ class HParams(local_training.LocalTraining):
 
 def make(hparams, task):
     """Level 1 slices, trains the narrow model and pads back; level 2 has all."""
-    nets = [toy_model.narrow(task.num_classes, width) for width in (5, 10)]
+    nets = [toy_model.narrow(task.num_classes, width) for width in (0.5, 1.0)]
     model = nets[-1]
 
     def shapes_at(level):
