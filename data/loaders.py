@@ -1,4 +1,4 @@
-"""Loaders by name: the embedded set, raw IDX files, tfds and a user's own arrays."""
+"""Loaders by name: the embedded set, files in a folder, tfds, a user's own arrays."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from data import dataset, npz
 from data.builders import cinic10
 
 TFDS_HOST = "storage.googleapis.com"
+PATHMNIST = "pathmnist.npz"
 DEBIAN_FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")
 MAX_CLASSES = 100_000
 IDX_FILES = (
@@ -192,6 +193,61 @@ def load_mnist_5k(data_dir: str) -> dataset.Dataset:
     )
 
 
+def load_pathmnist(data_dir: str) -> dataset.Dataset:
+    """MedMNIST's PathMNIST: its train images, then its test images.
+
+    The validation images belong to neither and are left out.
+
+    Raises:
+        ValueError: one line: the file is not there, damaged, or holds something else.
+    """
+    way = f"put MedMNIST's {PATHMNIST} (medmnist.com) into --data_dir"
+    if not data_dir:
+        raise ValueError(f"--dataset=pathmnist needs its file; {way}")
+    folder = pathlib.Path(data_dir)
+    places = [folder / PATHMNIST, folder / "pathmnist" / PATHMNIST]
+    path = next((place for place in places if place.exists()), None)
+    if path is None:
+        raise ValueError(
+            f"--dataset=pathmnist: there is no {PATHMNIST} in --data_dir={data_dir}; "
+            f"{way}"
+        )
+    parts = ("train", "test")
+    names = [f"{part}_{kind}" for part in parts for kind in ("images", "labels")]
+    try:
+        arrays = npz.read(path, names)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; fetch it again") from error
+    images, labels = [], []
+    for part in parts:
+        image, label = arrays[f"{part}_images"], arrays[f"{part}_labels"]
+        if image.dtype != np.uint8 or image.shape[1:] != (28, 28, 3) or not len(image):
+            raise ValueError(
+                f"{path}: {part}_images must be uint8 [N, 28, 28, 3], got "
+                f"{image.dtype} {list(image.shape)}; fetch the file of that size"
+            )
+        if label.shape not in ((len(image), 1), (len(image),)) or not np.issubdtype(
+            label.dtype, np.integer
+        ):
+            raise ValueError(
+                f"{path}: {part}_labels must be integers [{len(image)}, 1], got "
+                f"{label.dtype} {list(label.shape)}"
+            )
+        if label.min() < 0 or label.max() > 8:
+            raise ValueError(
+                f"{path}: {part}_labels has {label.min()} to {label.max()}; 0 to 8 are "
+                "known"
+            )
+        images.append(image)
+        labels.append(label.reshape(-1))
+    return dataset.Dataset(
+        np.concatenate(images),
+        np.concatenate(labels).astype(np.int32),
+        len(labels[0]),
+        9,
+    )
+
+
 def load_npz(path: str, flag: str = "dataset") -> dataset.Dataset:
     """A user's own arrays: `x` [N, H, W, C] or [N, D], `y` [N], optionally `client`."""
     try:
@@ -289,6 +345,12 @@ DATASETS: dict[str, Source] = {
     ),
     "svhn_cropped": Source(
         _from_tfds("svhn_cropped"), "cdkt_cifar", "SVHN, cropped digits, through tfds"
+    ),
+    "pathmnist": Source(
+        load_pathmnist,
+        "cdkt_cifar",
+        "PathMNIST, 9 tissues, 89,996 train images: MedMNIST's pathmnist.npz in "
+        "--data_dir",
     ),
     "emnist/byclass": Source(
         _from_tfds("emnist/byclass"), "m2", "FEMNIST's images, 62 classes, through tfds"

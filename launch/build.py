@@ -42,6 +42,7 @@ def _partition_spec(config: config_lib.Config, seed: int) -> partitions.Partitio
         partition_alpha=config.partition_alpha,
         partition_draw=config.partition_draw,
         classes_per_client=config.classes_per_client,
+        client_classes=settings.client_classes(config),
         min_examples=config.min_examples,
         examples_per_client=config.examples_per_client,
         test_split=config.test_split,

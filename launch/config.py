@@ -61,7 +61,8 @@ class Config:
     )
     partition_draw: str = option(
         "ipf",
-        "how client_dirichlet meets the supply of each class",
+        "how client_dirichlet meets the supply of each class; with overlap "
+        "pathological draws with replacement",
         choices=tuple(data.partitions.DRAWS),
     )
     partition_seed: int = option(
@@ -69,6 +70,10 @@ class Config:
     )
     classes_per_client: int | None = option(
         None, "classes of each client (pathological, cdkt)", minimum=1
+    )
+    client_classes: str = option(
+        "",
+        "classes of each client for --partition=classes, such as 0,1/0,1/2,3 for three",
     )
     min_examples: int = option(2, "examples that every client must get", minimum=2)
     examples_per_client: int = option(

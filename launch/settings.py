@@ -16,6 +16,7 @@ import numpy as np
 import algorithms
 import models
 from data import dataset, loaders
+from data.partitions import classes, pathological
 from fedjax_pfl import options
 from launch import config as config_lib
 from launch import limits, presets
@@ -212,6 +213,8 @@ def resolve(
     rules["partition"] = partition
     if partition == "natural":
         rules["num_clients"] = _owners(config, source)
+    if partition == "classes" and config.client_classes:
+        rules["num_clients"] = len(classes.parse(config.client_classes))
     num_clients = config.num_clients or rules["num_clients"]
     rules["clients_per_round"] = min(rules["clients_per_round"], num_clients)
     rules["model"] = _model(name, source.image, rules.get("model"))
@@ -254,6 +257,35 @@ def _model(name: str, image: np.ndarray, wanted: str | None) -> str:
     return wanted or "fedavg_cnn"
 
 
+def client_classes(config: config_lib.Config) -> tuple[tuple[int, ...], ...]:
+    """The classes of each client, () if the partition names none.
+
+    Raises:
+        ValueError: `--client_classes` is missing, of no use, no list of classes, or of
+            another number of clients.
+    """
+    given, is_wanted = config.client_classes, config.partition == "classes"
+    if not is_wanted and not given:
+        return ()
+    if not is_wanted:
+        raise ValueError(
+            f"--client_classes={given} has no effect with --partition="
+            f"{config.partition}; leave it away or take --partition=classes"
+        )
+    if not given:
+        raise ValueError(
+            "--partition=classes needs --client_classes, such as 0,1/0,1/2,3 for three "
+            "clients"
+        )
+    found = classes.parse(given)
+    if len(found) != config.num_clients:
+        raise ValueError(
+            f"--client_classes={given} names the classes of {len(found)} clients, "
+            f"--num_clients={config.num_clients}; they must agree"
+        )
+    return found
+
+
 def check(config: config_lib.Config) -> None:
     """Relations between the options of a resolved configuration.
 
@@ -270,6 +302,13 @@ def check(config: config_lib.Config) -> None:
         raise ValueError(
             f"--clients_per_round={config.clients_per_round} is more than "
             f"--num_clients={config.num_clients}; lower it"
+        )
+    client_classes(config)
+    draw = config.partition_draw
+    if config.partition == "pathological" and draw not in pathological.DRAWS:
+        raise ValueError(
+            f"--partition_draw={draw} has no effect with --partition=pathological; "
+            f"expected one of {', '.join(pathological.DRAWS)}"
         )
     for flag in ("model", "client_model"):
         given = getattr(config, flag)

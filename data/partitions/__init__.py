@@ -14,6 +14,7 @@ import numpy as np
 from data import dataset
 from data.partitions import (
     cdkt,
+    classes,
     client_dirichlet,
     dirichlet,
     held_out,
@@ -29,6 +30,7 @@ PARTITIONS = {
     "dirichlet": "per class, shares over clients ~ Dir(alpha), sizes capped",
     "client_dirichlet": "per client, class mix ~ Dir(alpha), equal sizes",
     "pathological": "classes_per_client classes for each client, in equal shards",
+    "classes": "client_classes for each client, a class in equal parts",
     "cdkt": "the generator of the released CDKT code (50 users, first num_clients)",
     "cdkt_paper": "the same sizes, but random classes as the CDKT paper says",
     "natural": "the client ids of an npz data set",
@@ -49,6 +51,7 @@ class PartitionSpec(NamedTuple):
     partition_alpha: float = 0.5
     partition_draw: str = "ipf"
     classes_per_client: int = 2
+    client_classes: tuple[tuple[int, ...], ...] = ()
     min_examples: int = 2
     examples_per_client: int = 0
     test_split: str = "client_share"
@@ -96,7 +99,11 @@ def _draw(
             labels,
             num_clients=num_clients,
             classes_per_client=spec.classes_per_client,
+            draw=spec.partition_draw,
             gen=gen,
+        ),
+        "classes": lambda: classes.split(
+            labels, client_classes=spec.client_classes, gen=gen
         ),
         "cdkt": lambda: cdkt.split(labels, spec.cdkt, num_clients),
         "cdkt_paper": lambda: cdkt.split(labels, spec.cdkt, num_clients),
@@ -147,6 +154,10 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
         proxy = pool[gen.permutation(chosen)]
         pool = np.setdiff1d(pool, proxy, assume_unique=True)
         pool = gen.permutation(pool)
+    if spec.partition == "classes":
+        classes.check(spec.client_classes, source.num_classes)
+        # Before `examples_per_client` counts them: others are nobody's.
+        pool = pool[classes.named(source.label[pool], spec.client_classes)]
     if spec.examples_per_client and spec.partition != "natural":
         wanted = spec.examples_per_client * spec.num_clients
         if wanted > len(pool):
@@ -178,6 +189,7 @@ def _check_sizes(sizes: np.ndarray, spec: PartitionSpec) -> None:
         "client_dirichlet": (f"--num_clients={spec.num_clients}", "lower it"),
         "pathological": (f"--num_clients={spec.num_clients}", "lower it"),
         "natural": ("--partition=natural", "drop that client"),
+        "classes": ("--client_classes", "give it another class"),
     }.get(spec.partition, (f"--partition={spec.partition}", "take another one"))
     raise ValueError(
         f"{cause} leaves client {worst} with {sizes[worst]} examples, "

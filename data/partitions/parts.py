@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +45,32 @@ def collect(row: np.ndarray, owner: np.ndarray, num_clients: int) -> Parts:
     """
     order = np.argsort(owner, kind="stable")
     return Parts(row[order], np.bincount(owner, minlength=num_clients))
+
+
+def by_class(
+    labels: np.ndarray,
+    owners: Iterable[tuple[int, np.ndarray]],
+    num_clients: int,
+    gen: np.random.Generator,
+) -> Parts:
+    """Each class shared out equally among its owners; the first get the remainder.
+
+    Args:
+        labels: int[N].
+        owners: (class, its owners int[...]); a class without owners is nobody's.
+        num_clients: K.
+        gen: The partition's generator.
+    """
+    position, owner = [], []
+    for c, chosen in owners:
+        if not len(chosen):
+            continue
+        members = gen.permutation(np.flatnonzero(labels == c))
+        each, more = divmod(len(members), len(chosen))
+        position.append(members)
+        owner.append(np.repeat(chosen, each + (np.arange(len(chosen)) < more)))
+    drawn = collect(np.concatenate(position), np.concatenate(owner), num_clients)
+    return shuffled(drawn, gen)
 
 
 def shuffled(parts: Parts, gen: np.random.Generator) -> Parts:

@@ -6,12 +6,16 @@ import numpy as np
 
 from data.partitions import parts
 
+# Of `--partition_draw`: disjoint shards, or independent draws with replacement.
+DRAWS = ("ipf", "overlap")
+
 
 def split(
     labels: np.ndarray,
     *,
     num_clients: int,
     classes_per_client: int,
+    draw: str,
     gen: np.random.Generator,
 ) -> parts.Parts:
     """Exactly k different classes for each client, in shards of one class each.
@@ -20,6 +24,7 @@ def split(
         labels: int[N].
         num_clients: K.
         classes_per_client: k.
+        draw: One of `DRAWS`.
         gen: The partition's generator.
 
     Returns:
@@ -34,6 +39,9 @@ def split(
             f"--classes_per_client={classes_per_client}: the data have "
             f"{len(classes)} classes"
         )
+    if draw == "overlap":
+        pools = [np.flatnonzero(labels == c) for c in classes]
+        return _independent(pools, num_clients, classes_per_client, gen)
     num_shards = num_clients * classes_per_client
     # Shards per class by largest remainder, at most one per client.
     want = supply * (num_shards / supply.sum())
@@ -49,13 +57,27 @@ def split(
         chosen = np.lexsort((gen.random(num_clients), -need))[: count[c]]
         need[chosen] -= 1
         owners.append(chosen)
-    position, owner = [], []
-    for c, chosen in zip(order, owners, strict=True):
-        if not len(chosen):
-            continue
-        members = gen.permutation(np.flatnonzero(labels == classes[c]))
-        each, more = divmod(len(members), len(chosen))
-        position.append(members)
-        owner.append(np.repeat(chosen, each + (np.arange(len(chosen)) < more)))
-    drawn = parts.collect(np.concatenate(position), np.concatenate(owner), num_clients)
-    return parts.shuffled(drawn, gen)
+    pairs = zip(classes[order], owners, strict=True)
+    return parts.by_class(labels, pairs, num_clients, gen)
+
+
+def _independent(
+    pools: list[np.ndarray],
+    num_clients: int,
+    classes_per_client: int,
+    gen: np.random.Generator,
+) -> parts.Parts:
+    """Every client draws k classes and floor(floor(N / K) / k) examples of each.
+
+    With replacement, as UA-PDFL's released code: an example may belong to several
+    clients and twice to one, so also to both its train and its test rows. (By a slip
+    the code draws from a tenth of PathMNIST's last class; here from all of it.)
+    """
+    size = sum(map(len, pools)) // num_clients // classes_per_client
+    row = [
+        gen.choice(pools[c], size)
+        for _ in range(num_clients)
+        for c in gen.permutation(len(pools))[:classes_per_client]
+    ]
+    count = np.full(num_clients, size * classes_per_client)
+    return parts.shuffled(parts.Parts(np.concatenate(row), count), gen)

@@ -386,6 +386,88 @@ def test_mnist_5k():
     assert abs(got.image.std() / 255 - 0.3081) < 0.005
 
 
+def tissues(**changed):
+    """The arrays of a small PathMNIST: 20 train, 6 validation and 9 test images."""
+    gen, out = np.random.default_rng(0), {}
+    for part, count in (("train", 20), ("val", 6), ("test", 9)):
+        out[f"{part}_images"] = gen.integers(0, 256, (count, 28, 28, 3), np.uint8)
+        out[f"{part}_labels"] = (np.arange(count) % 9).astype(np.uint8)[:, None]
+    return {name: changed.get(name, array) for name, array in out.items()}
+
+
+@pytest.mark.parametrize("folder", ["", "pathmnist"])
+def test_pathmnist(tmp_path, folder):
+    """Train rows, then official test rows; nobody gets the validation images."""
+    (tmp_path / folder).mkdir(exist_ok=True)
+    arrays = tissues()
+    np.savez_compressed(tmp_path / folder / "pathmnist.npz", **arrays)
+    got = loaders.load("pathmnist", str(tmp_path))
+    for name, values in (("images", got.image), ("labels", got.label[:, None])):
+        both = np.concatenate([arrays[f"train_{name}"], arrays[f"test_{name}"]])
+        np.testing.assert_array_equal(values, both)
+    assert got.image.dtype == np.uint8 and got.label.dtype == np.int32
+    assert (got.num_train, got.num_classes, got.client) == (20, 9, None)
+
+
+@pytest.mark.parametrize(
+    "changed, reason",
+    [
+        ({"train_images": np.zeros((20, 64, 64, 3), "u1")}, "got uint8 .20, 64, 64, 3"),
+        (
+            {"test_images": np.zeros((9, 28, 28), "u1")},
+            "test_images must .* .9, 28, 28",
+        ),
+        ({"train_images": np.zeros((20, 28, 28, 3), "f4")}, "must be uint8.*float32"),
+        ({"test_images": np.zeros((0, 28, 28, 3), "u1")}, "got uint8 .0, 28, 28, 3"),
+        ({"train_labels": np.zeros((19, 1), "u1")}, "integers .20, 1., got .*.19, 1"),
+        ({"train_labels": np.zeros((20, 9), "u1")}, "got uint8 .20, 9"),
+        ({"test_labels": np.zeros((9, 1), "f4")}, "test_labels must be integers"),
+        ({"test_labels": np.full((9, 1), 9, "u1")}, "test_labels has 9 to 9; 0 to 8"),
+        ({"train_labels": np.full((20, 1), -1, "i1")}, "train_labels has -1 to -1"),
+    ],
+)
+def test_pathmnist_of_something_else(tmp_path, changed, reason):
+    """One line with the file and the array."""
+    np.savez(tmp_path / "pathmnist.npz", **tissues(**changed))
+    with pytest.raises(ValueError, match=f"pathmnist.npz: .*{reason}") as error:
+        loaders.load("pathmnist", str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("missing", ["train_images", "train_labels", "test_labels"])
+def test_pathmnist_without_an_array(tmp_path, missing):
+    """The arrays that are there, and those that are needed."""
+    arrays = {name: array for name, array in tissues().items() if name != missing}
+    np.savez(tmp_path / "pathmnist.npz", **arrays)
+    reason = f"pathmnist.npz: has the arrays .*val_.*{missing}.*are needed"
+    with pytest.raises(ValueError, match=reason):
+        loaders.load("pathmnist", str(tmp_path))
+
+
+@pytest.mark.parametrize("share", [0, 0.01, 0.6, 0.999])
+def test_pathmnist_that_was_cut_off(tmp_path, share):
+    """Anywhere: one line with the file's name."""
+    path = tmp_path / "pathmnist.npz"
+    np.savez(path, **tissues())
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    with pytest.raises(ValueError, match="pathmnist.npz: .*fetch it again") as error:
+        loaders.load("pathmnist", str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_pathmnist_that_is_not_there(tmp_path):
+    """The file and the flag."""
+    with pytest.raises(ValueError, match="--dataset=pathmnist .*pathmnist.npz.*_dir"):
+        loaders.load("pathmnist", "")
+    with pytest.raises(ValueError, match=f"no pathmnist.npz in --data_dir={tmp_path}"):
+        loaders.load("pathmnist", str(tmp_path))
+    with pytest.raises(ValueError, match="--public_set=pathmnist: there is no"):
+        loaders.load("pathmnist", str(tmp_path), flag="public_set")
+    (tmp_path / "pathmnist.npz").mkdir()
+    with pytest.raises(ValueError, match="pathmnist.npz: is a folder"):
+        loaders.load("pathmnist", str(tmp_path))
+
+
 @pytest.mark.parametrize(
     "name, shape, num_classes",
     [

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data import dataset, partitions
-from data.partitions import dirichlet, held_out, parts
+from data.partitions import classes, dirichlet, held_out, parts
 
 MNIST_COUNTS = (6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958)
 
@@ -176,6 +176,112 @@ def test_pathological_shards_are_equal_for_equal_classes():
     split = partitions.split(source, spec("pathological", 20, classes_per_client=2), 0)
     counts = histogram(split, source)
     assert set(np.unique(counts)) == {0, 25}
+
+
+def test_pathological_overlap_draws_with_replacement():
+    """Two of nine classes each, floor(floor(N / K) / 2) images of both."""
+    source = make_table([30, 60, 45, 50, 40, 55, 25, 65, 41])
+    one = spec("pathological", 12, classes_per_client=2, partition_draw="overlap")
+    split = partitions.split(source, one, 3)
+    counts = histogram(split, source)
+    # 411 rows: 34 for each of 12 clients, 17 of each class.
+    np.testing.assert_array_equal(np.sort(counts, axis=1)[:, -3:], [[0, 17, 17]] * 12)
+    mine = owned(split)
+    # Of 30 to 65 images 17 draws with replacement hit one twice, but for one in ten.
+    assert np.mean([len(np.unique(rows)) < 34 for rows in mine]) > 0.8
+    rows = np.concatenate(mine)
+    assert len(np.unique(rows)) < len(rows) - 12
+    shared = [
+        set(train.tolist()) & set(test.tolist()) for train, test in by_client(split)
+    ]
+    assert any(shared)
+
+
+def test_pathological_overlap_draws_classes_and_images_evenly():
+    """Every pair of classes and every image is as likely: five deviations."""
+    source = make_table([10] * 5)
+    chosen, drawn = np.zeros((5, 5)), np.zeros(50)
+    for seed in range(60):
+        one = spec("pathological", 5, classes_per_client=2, partition_draw="overlap")
+        split = partitions.split(source, one, seed)
+        has = (histogram(split, source) > 0).astype(int)
+        chosen += has.T @ has
+        drawn += np.bincount(np.concatenate(owned(split)), minlength=50)
+    # 300 clients, 10 pairs; 3,000 draws of 50 images, five of a class at a time.
+    pairs = chosen[np.triu_indices(5, 1)]
+    assert pairs.sum() == 300 and np.abs(pairs - 30).max() < 5 * 27**0.5
+    assert drawn.sum() == 3000 and np.abs(drawn - 60).max() < 5 * 72**0.5
+
+
+def test_classes_as_named():
+    """Each class in equal parts to its owners, the first gets what is left over."""
+    source = make_table([41, 41, 60, 35, 90])
+    named = ((0, 1), (1, 0), (2, 3), (3,))
+    one = spec("classes", 4, client_classes=named)
+    split = partitions.split(source, one, 5)
+    np.testing.assert_array_equal(
+        histogram(split, source),
+        [[21, 21, 0, 0, 0], [20, 20, 0, 0, 0], [0, 0, 60, 18, 0], [0, 0, 0, 17, 0]],
+    )
+    rows = np.concatenate(owned(split))
+    assert len(np.unique(rows)) == len(rows)
+    other = partitions.split(source, one, 6)
+    assert set(owned(split)[0].tolist()) != set(owned(other)[0].tolist())
+
+
+def test_classes_count_only_rows_that_have_an_owner():
+    """Ten examples a client on average, of the named classes alone."""
+    source = make_table([100] * 10)
+    named = classes.parse("0,1/0,1/2,3")
+    one = spec("classes", 3, client_classes=named, examples_per_client=10)
+    counts = histogram(partitions.split(source, one, 0), source)
+    assert counts.sum() == 30 and not counts[:, 4:].any()
+    # Of 30 rows drawn from four classes.
+    assert np.abs(counts.sum(1) - [7.5, 7.5, 15]).max() < 7
+
+
+def test_classes_of_text():
+    """Commas between classes, slashes between clients."""
+    assert classes.parse("0,1/0,1/2,3") == ((0, 1), (0, 1), (2, 3))
+    assert classes.parse("7") == ((7,),)
+    assert classes.parse(" 10, 2 / 3") == ((10, 2), (3,))
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("", "client 0 has ''; expected class numbers"),
+        ("0,1//2", "client 1 has ''"),
+        ("0,1/", "client 1 has ''"),
+        ("0,a/1", "client 0 has '0,a'"),
+        ("0/-1", "client 1 has '-1'"),
+        ("0/1.5", "client 1 has '1.5'"),
+        ("0;1", "client 0 has '0;1'"),
+        ("\u0661", "expected class numbers"),
+        ("0/" + "9" * 50, "expected class numbers"),
+        ("0/1,2,1", "client 1 has 1,2,1, a class twice"),
+    ],
+)
+def test_classes_that_are_none(text, reason):
+    """One line: the client, what came, what was expected."""
+    with pytest.raises(ValueError, match=f"^--client_classes=.*{reason}") as error:
+        classes.parse(text)
+    assert "\n" not in str(error.value)
+
+
+def test_classes_that_the_data_do_not_have():
+    """An unknown class, and one of which no row is left."""
+    source = make_table([40, 40, 0, 40])
+    one = spec("classes", 2, client_classes=((0, 1), (1, 7)))
+    with pytest.raises(
+        ValueError, match="--client_classes: client 1 has class 7.*0 to 3"
+    ):
+        partitions.split(source, one, 0)
+    one = spec("classes", 2, client_classes=((0, 1), (2,)))
+    with pytest.raises(
+        ValueError, match="--client_classes leaves client 1 with 0 exam"
+    ):
+        partitions.split(source, one, 0)
 
 
 def test_natural_keeps_the_owners():
@@ -498,6 +604,7 @@ def test_every_partition_has_help():
         "dirichlet",
         "client_dirichlet",
         "pathological",
+        "classes",
         "cdkt",
         "cdkt_paper",
         "natural",

@@ -214,6 +214,27 @@ SMALL = ["--algo=fedavg", "--model=mlp", "--devices=1", "--rounds=1"]
             ["--partition=pathological", "--classes_per_client=5"],
             ["--classes_per_client=5", "4 classes"],
         ),
+        (
+            ["--partition=pathological", "--partition_draw=sequential"],
+            ["--partition_draw=sequential", "pathological", "ipf, overlap"],
+        ),
+        (["--partition=classes"], ["--client_classes", "0,1/0,1/2,3"]),
+        (
+            ["--partition=classes", "--client_classes=0,1/2,4"],
+            ["--client_classes", "client 1 has class 4", "0 to 3"],
+        ),
+        (
+            ["--partition=classes", "--client_classes=0,1/2", "--num_clients=3"],
+            ["--client_classes=0,1/2", "2 clients", "--num_clients=3"],
+        ),
+        (
+            ["--partition=classes", "--client_classes=0,one/2"],
+            ["--client_classes=0,one/2", "client 0 has '0,one'"],
+        ),
+        (
+            ["--partition=iid", "--client_classes=0,1/2"],
+            ["--client_classes=0,1/2", "--partition=iid"],
+        ),
         (["--partition=natural"], ["--partition=natural", "client"]),
         (["--partition=cdkt"], ["--partition=cdkt"]),
         (["--test_split=official"], ["--test_split=official"]),
@@ -334,6 +355,15 @@ def test_truncated_npz_file(refused, tmp_path, blobs):
         raw = file.read()
     (tmp_path / "cut.npz").write_bytes(raw[: len(raw) // 2])
     assert "cut.npz" in refused(*SMALL, "--dataset=npz:cut.npz")
+
+
+def test_truncated_pathmnist(refused, tmp_path):
+    """Through --data_dir; the file is named."""
+    path = tmp_path / "pathmnist.npz"
+    np.savez(path, train_images=np.zeros((9, 28, 28, 3), np.uint8))
+    path.write_bytes(path.read_bytes()[:5000])
+    line = refused("--algo=fedavg", "--dataset=pathmnist", f"--data_dir={tmp_path}")
+    assert "pathmnist.npz" in line and "cannot be read" in line
 
 
 @pytest.fixture

@@ -158,6 +158,35 @@ def test_a_users_arrays(preset):
         resolved(source(), partition="natural", **owned)
 
 
+def test_classes_named_for_each_client():
+    """As many clients as are named; another number, or nobody's names, are refused."""
+    given = {"algo": "fedavg", "partition": "classes", "client_classes": "0,1/0,1/2,3"}
+    made, _ = resolved(**given)
+    assert (made.num_clients, made.clients_per_round) == (3, 3)
+    assert settings.client_classes(made) == ((0, 1), (0, 1), (2, 3))
+    with pytest.raises(
+        ValueError, match="--client_classes=.* of 3 clients, --num_clie"
+    ):
+        settings.check(resolved(**given, num_clients=4)[0])
+    with pytest.raises(ValueError, match="--partition=classes needs --client_classes"):
+        settings.check(resolved(algo="fedavg", partition="classes")[0])
+    with pytest.raises(
+        ValueError, match="--client_classes=0,1/0,1/2,3 has no effect wi"
+    ):
+        settings.check(resolved(**given | {"partition": "iid"})[0])
+
+
+@pytest.mark.parametrize("draw", partitions.DRAWS)
+def test_draws_of_pathological(draw):
+    """Disjoint shards or overlap; what means nothing to it is refused."""
+    given = {"algo": "fedavg", "partition": "pathological", "partition_draw": draw}
+    made, _ = resolved(**given)
+    if draw in ("ipf", "overlap"):
+        return settings.check(made)
+    with pytest.raises(ValueError, match=f"--partition_draw={draw}.*ipf, overlap"):
+        settings.check(made)
+
+
 @pytest.mark.parametrize(
     "given, expected",
     [
