@@ -57,6 +57,12 @@ def _print(out: dict[str, Any], only_json: bool) -> None:
                 f"{100 * out['share_of_matmul_peak']:.0f} % of this machine's matmul "
                 "peak"
             )
+        if "mixing_seconds" in out:
+            print(
+                f"pulling and mixing alone: {out['mixing_seconds']:.3f} s, "
+                f"{100 * out['mixing_over_round']:.0f} % of a round; at most "
+                f"{out['peak_memory_bytes'] / 2**20:,.0f} MiB in use"
+            )
         if "round_over_reference" in out:
             print(
                 f"the optimizer steps alone, one client at a time: "

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedjax_pfl import execution
 from launch import build, devices
-from launch.bench import machine, references
+from launch.bench import machine, mixing, references
 from launch.experiment import Experiment
 
 PREDICTED_ROUNDS = 4
@@ -61,6 +61,9 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
         out["gflops"] = rate * flops / 1e9
         out["matmul_peak_gflops"] = machine.matmul_peak()
         out["share_of_matmul_peak"] = out["gflops"] / out["matmul_peak_gflops"]
+    out["mixing_seconds"] = mixing.seconds(experiment)
+    if out["mixing_seconds"] is not None:
+        out["mixing_over_round"] = out["mixing_seconds"] / out["seconds_per_round"]
     if reference is not None:
         pairs = zip(seconds, reference_seconds, strict=True)
         ratios = [ours / theirs for ours, theirs in pairs]

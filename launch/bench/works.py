@@ -49,4 +49,18 @@ WORKS: dict[str, dict[str, Any]] = {
         "batch_size": 20,
         "model": "m1",
     },
+    # A thousand clients of 60 examples, all in each round; five peers where there are.
+    "w5": {
+        "num_clients": 1000,
+        "partition": "client_dirichlet",
+        "partition_alpha": 0.5,
+        "clients_per_round": 1000,
+        "examples_per_client": 60,
+        "local_epochs": 1,
+        "client_optimizer": "sgd",
+        "client_lr": 0.05,
+        "client_momentum": 0.0,
+        "batch_size": 20,
+        "model": "m1",
+    },
 }

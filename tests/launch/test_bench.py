@@ -37,3 +37,18 @@ def test_bench_times_a_reference_for_fedd2s(blobs, capsys):
     out = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert out["reference_seconds_per_round"] > 0
     assert out["round_over_reference"] > 0
+
+
+def test_bench_times_the_mixing_of_peers(blobs, capsys):
+    """Of algorithms with peers alone: a part of the round."""
+    argv = ["bench", "--work=w5", f"--dataset={blobs}", "--model=mlp", "--rounds=2"]
+    argv += ["--test_split=client_share", "--num_clients=8", "--clients_per_round=8"]
+    argv += ["--examples_per_client=20", "--devices=1"]
+    bench.command([*argv, "--algo=dfedavg", "--num_peers=2"])
+    shown = capsys.readouterr().out
+    out = json.loads(shown.splitlines()[-1])
+    assert 0 < out["mixing_seconds"]
+    ratio = out["mixing_seconds"] / out["seconds_per_round"]
+    assert out["mixing_over_round"] == ratio and "pulling and mixing alone" in shown
+    bench.command(argv)
+    assert "mixing" not in capsys.readouterr().out
