@@ -45,7 +45,7 @@ def scaling(width: float) -> Callable[[int], int]:
 
 def _batch_last(h: jax.Array) -> jax.Array:
     """[B, H, W, C] -> [C, H, W, B], and back; [B, D] -> [D, B]."""
-    return jnp.swapaxes(h, 0, -1) if h.ndim != 4 else jnp.transpose(h, (3, 1, 2, 0))
+    return jnp.swapaxes(h, 0, -1)
 
 
 def _windows(
