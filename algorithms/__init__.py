@@ -11,7 +11,9 @@ from typing import Any
 
 from algorithms import (
     cdkt,
+    criticalfl,
     dfedavg,
+    dispfl,
     ditto,
     fedavg,
     fedd2s,
@@ -111,6 +113,8 @@ ALGORITHMS = {
         aggregation="uniform",
         optimizer_state="reset",
     ),
+    "criticalfl": entry(criticalfl, preset="uapdfl"),
+    "dispfl": entry(dispfl, preset="uapdfl"),
 }
 
 

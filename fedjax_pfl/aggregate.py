@@ -111,8 +111,7 @@ def mix_peers(rows: Any, cohort: types.Cohort, weight: Any) -> Any:
             scale, or a prefix pytree of such (other stages, other weights). A client
             without peers keeps its own.
     """
-    source = jnp.concatenate([cohort.row[:, None], cohort.peers], 1)
-    known = jnp.pad(cohort.peer_mask, ((0, 0), (1, 0)), constant_values=True)
+    source, known = _sources(cohort)
 
     def mixed(weight: jax.Array, part: Any) -> Any:
         num_sources = weight.shape[1]
@@ -136,3 +135,39 @@ def mix_peers(rows: Any, cohort: types.Cohort, weight: Any) -> Any:
         return jax.lax.fori_loop(0, num_sources, add, zeros)
 
     return jax.tree.map(mixed, weight, rows)
+
+
+def sum_held(
+    rows: Any, held: Any, cohort: types.Cohort, weight: jax.Array
+) -> tuple[Any, Any]:
+    """Sums of each row and its peers over those that hold an entry, leaves [C, ...].
+
+    Args:
+        rows: Leaves [K, ...], the private rows.
+        held: Who holds what, bool leaves of the same shapes.
+        cohort: As in `mix_peers`.
+        weight: f32[C, 1 + P] for the row itself and its peers, of any scale.
+
+    Returns:
+        (sum of weight times value, sum of weight), both 0 where nobody holds an entry.
+    """
+    source, known = _sources(cohort)
+    share = jnp.where(known, weight, 0)
+
+    # One peer at a time, as in `mix_peers`.
+    def add(index: jax.Array, sums: tuple[Any, Any]) -> tuple[Any, Any]:
+        one, mask = stacked.take((rows, held), source[:, index])
+        factor = jax.tree.map(
+            lambda m: jnp.where(m, stacked.column(share[:, index], m), 0), mask
+        )
+        values = jax.tree.map(lambda f, x: jnp.where(f > 0, f * x, 0), factor, one)
+        return jax.tree.map(jnp.add, sums, (values, factor))
+
+    zeros = jax.tree.map(jnp.zeros_like, stacked.take(rows, cohort.row))
+    return jax.lax.fori_loop(0, source.shape[1], add, (zeros, zeros))
+
+
+def _sources(cohort: types.Cohort) -> tuple[jax.Array, jax.Array]:
+    """Each row's own slot and its peers', int32[C, 1 + P], and which of them count."""
+    source = jnp.concatenate([cohort.row[:, None], cohort.peers], 1)
+    return source, jnp.pad(cohort.peer_mask, ((0, 0), (1, 0)), constant_values=True)

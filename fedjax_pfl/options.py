@@ -16,6 +16,7 @@ def option(
     maximum: float | None = None,
     above: float | None = None,
     zero_is_off: bool = False,
+    is_static: bool = False,
 ) -> Any:
     """A field with `--help` text.
 
@@ -28,6 +29,7 @@ def option(
         above: The number must be greater than this.
         zero_is_off: A float whose 0 removes code instead of multiplying by 0; it
             stays a Python 0.0 (static) then.
+        is_static: A float that decides sizes: never traced, compiled for anew.
     """
     metadata = {
         "help": help,
@@ -36,6 +38,7 @@ def option(
         "maximum": maximum,
         "above": above,
         "zero_is_off": zero_is_off,
+        "is_static": is_static,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -100,6 +103,7 @@ def split_floats(values: Any) -> tuple[Any, dict[str, float]]:
         field.name: getattr(values, field.name)
         for field in dataclasses.fields(values)
         if isinstance(getattr(values, field.name), float)
+        and not field.metadata.get("is_static")
         and not (field.metadata.get("zero_is_off") and getattr(values, field.name) == 0)
     }
     return dataclasses.replace(values, **dict.fromkeys(floats, 0.0)), floats

@@ -25,6 +25,8 @@ class Tag(enum.IntEnum):
     EVALUATION = 13
     PERSONAL = 14
     REPLACED = 15
+    MASK = 16
+    REGROWN = 17
 
 
 def stream(key: jax.Array, tag: Tag, *ids: int | jax.Array) -> jax.Array:

@@ -50,6 +50,19 @@ OWN_OPTIONS = {
         "client_momentum": 0.5,
         "optimizer_state": "persist",
     },
+    # One, then two and four peers; the whole model, then a fifth of it.
+    "criticalfl": {
+        "num_peers": 1,
+        "sparsify": True,
+        "client_momentum": 0.5,
+        "optimizer_state": "persist",
+    },
+    "dispfl": {
+        "topology": "erdos_renyi",
+        "edge_probability": 0.2,
+        "client_momentum": 0.5,
+        "clip_norm": 10.0,
+    },
 }
 # The same functions as another name's, with options that hold there too.
 COVERED = {

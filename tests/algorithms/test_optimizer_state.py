@@ -48,6 +48,9 @@ CASES = {
     "cdkt": Case(SILENT, 0),
     # Nobody has a peer here.
     "dfedavg": Case({}, 0),
+    "criticalfl": Case({}, 0),
+    # All is held.
+    "dispfl": Case({"density": 1.0}, 0),
     # At layer 1 nothing is distilled.
     "fedd2s": Case({"first_layer": 1}, 0),
     # One state for both of its phases.
@@ -62,16 +65,21 @@ TRAINING = [
 ]
 
 
+# There are five clients.
+FEW_PEERS = {"criticalfl": {"num_peers": 1}}
+
+
 def hparams_of(name, **more):
-    common = {"batch_size": 5, "client_momentum": 0.5}
+    common = {"batch_size": 5, "client_momentum": 0.5, **FEW_PEERS.get(name, {})}
     return algorithms.ALGORITHMS[name].HParams(**common | more)
 
 
 def state_of(made, data):
-    """A state whose models are all the same random one, and all else zeros."""
+    """A state whose models are all the same random one, masks True, the rest 0."""
     state = jax.eval_shape(made.init, data, jax.random.key(0))
     state = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state.replace(key=())
+        lambda leaf: jnp.full(leaf.shape, leaf.dtype == bool, leaf.dtype),
+        state.replace(key=()),
     ).replace(key=jax.random.key(0))
     start = conftest.random_params(conftest.NETWORKS["tiny"], 0)
     if state.server != ():

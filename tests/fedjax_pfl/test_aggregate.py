@@ -247,3 +247,41 @@ def test_mix_peers_holds_one_peer_at_a_time(graph):
     jaxpr = jax.make_jaxpr(aggregate.mix_peers)(normal(30, 77), cohort, weight)
     sizes = [v.aval.size for e in small.equations(jaxpr) for v in e.outvars]
     assert max(sizes) == 32 * 77
+
+
+@with_and_without_jit
+def test_sum_held_equals_loops(graph, jit):
+    """Over those who hold an entry; nan of who does not, or is masked, stays out."""
+    cohort, weight = graph
+    gen = np.random.default_rng(1)
+    rows = {"a": normal(30, 4, 2), "b": normal(30, seed=1)}
+    held = {name: gen.uniform(size=leaf.shape) < 0.3 for name, leaf in rows.items()}
+    sick = {name: np.where(held[name], leaf, np.nan) for name, leaf in rows.items()}
+    fn = jax.jit(aggregate.sum_held) if jit else aggregate.sum_held
+    total, size = fn(sick, held, cohort, jnp.asarray(weight))
+    for index in np.flatnonzero(cohort.row_mask):
+        sources = [cohort.client_id[index], *cohort.peers[index]]
+        share = weight[index] * np.append(True, cohort.peer_mask[index])
+        for name, leaf in rows.items():
+            factor = [s * held[name][k] for s, k in zip(share, sources, strict=True)]
+            values = [f * leaf[k] for f, k in zip(factor, sources, strict=True)]
+            np.testing.assert_allclose(size[name][index], sum(factor), rtol=1e-5)
+            np.testing.assert_allclose(
+                total[name][index], sum(values), rtol=1e-5, atol=1e-6
+            )
+    assert (np.asarray(size["a"]) == 0).any()
+
+
+def test_sum_held_copies_what_one_holds(graph):
+    """Bit for bit where all weights are 1; one model at a time."""
+    cohort, _ = graph
+    rows, held = normal(30, 77), np.zeros((30, 77), bool)
+    held[np.arange(77) % 30, np.arange(77)] = True
+    jaxpr = jax.make_jaxpr(aggregate.sum_held)(rows, held, cohort, np.ones((32, 6)))
+    sizes = [v.aval.size for e in small.equations(jaxpr) for v in e.outvars]
+    assert max(sizes) == 32 * 77
+    total, size = aggregate.sum_held(rows, held, cohort, jnp.ones((32, 6)))
+    index, entry = np.nonzero(np.asarray(size)[np.asarray(cohort.row_mask)] == 1)
+    found = np.asarray(total)[np.asarray(cohort.row_mask)][index, entry]
+    assert len(entry) > 100
+    np.testing.assert_array_equal(found, rows[entry % 30, entry])

@@ -49,6 +49,18 @@ def test_floats_are_split_from_structure():
     assert "clip_norm" not in options.split_floats(without)[1]
 
 
+def test_a_static_float_is_structure():
+    """It stays, so that what it decides is compiled for anew."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Sized:
+        share: float = options.option(0.5, "share", is_static=True)
+        rate: float = options.option(0.1, "rate")
+
+    structure, floats = options.split_floats(Sized(share=0.25, rate=0.2))
+    assert structure == Sized(share=0.25, rate=0.0) and floats == {"rate": 0.2}
+
+
 def test_off_is_a_static_zero():
     """A traced number is always on, also where it is 0."""
     assert options.is_off(0) and options.is_off(0.0) and not options.is_off(1e-9)

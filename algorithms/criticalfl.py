@@ -1,0 +1,258 @@
+"""CriticalFL: a client pulls from more peers while its gradients' norm rises.
+
+Yan, Wang, Yuan, Li: "CriticalFL: A Critical Learning Periods Augmented Client Selection
+Framework for Efficient Federated Learning", KDD 2023,
+https://openreview.net/forum?id=PWpShkD87Y; the CriticalFL row of UA-PDFL,
+https://arxiv.org/abs/2412.11674, in rounds without a server.
+
+* A client of the round pulls the models of its first k_i peers, with the norms of their
+  last round, and averages them and its own, weighted by examples.
+* In every second round it adds the mean of these norms to its history. The period is
+  critical while the mean of the last 10 rises by more than a threshold.
+* In a critical period k_i doubles, until it was once three quarters of the others; else
+  it is halved, down to `--num_peers`.
+* It trains for E epochs; the norm of its round is the learning rate times the mean over
+  epochs of the sum of squared gradient norms.
+
+| paper | here |
+|---|---|
+| federated gradient norm | the mean of `norm` over peers; `Period.history` |
+| the threshold | `--critical_threshold` |
+| clients of a round | `Period.num_peers` [k_i], from `--num_peers` to 3/4 (K - 1) |
+| sparse updates in critical periods | `--sparsify` |
+
+With `--sparsify` a client in a critical period gets of each peer the fifth of all
+parameters that changed most in the peer's last training: their values (`sparse model`)
+and a bitmap with one bit for each parameter (`mask`). It averages entry by entry over
+those who sent one and itself, which counts in full. Norms are messages of 4 bytes.
+
+Differs from the paper: a server chooses how many clients take part in a round; here
+each client chooses how many peers it pulls from, by its own history, and the choice
+holds from its next round on. Rounds are counted by the client's own. Window, interval,
+the first five checks, which are critical in any case, and the fifth are those of the
+released code; the norm is taken before gradients are clipped. Until the first check
+models come whole. What nobody sends stays as it is (the code sets it to 0).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_pfl import (
+    aggregate,
+    decentralized,
+    each_client,
+    local_training,
+    losses,
+    options,
+    shapes,
+    sparse,
+    stacked,
+    traffic,
+    types,
+)
+
+option = options.option
+
+INTERVAL = 2  # rounds from one check to the next
+WINDOW = 10  # checks behind a mean
+ALWAYS_CRITICAL = 5  # first checks
+MOST_PEERS = 0.75  # share of the others
+SENT_SHARE = 0.2  # of the parameters, with --sparsify
+
+
+@dataclasses.dataclass(frozen=True)
+class HParams(decentralized.Peers, local_training.LocalTraining):
+    """CriticalFL's options."""
+
+    critical_threshold: float = option(
+        0.01,
+        "a period is critical if the norm rises by more than this share of it, -1 = "
+        "always",
+        minimum=-1,
+    )
+    sparsify: bool = option(
+        False, "in critical periods pull only the fifth of a model that changed most"
+    )
+
+
+class Period(NamedTuple):
+    """What a client knows of its training; a private row.
+
+    Attributes:
+        history: f32[WINDOW + 1], the last federated gradient norms.
+        rounds: int32[], rounds of its own so far.
+        num_peers: int32[], whom it pulls from [k_i].
+        was_full: bool[], whether that was ever as large as it may be.
+        critical: bool[], what the last check said.
+    """
+
+    history: jax.Array
+    rounds: jax.Array
+    num_peers: jax.Array
+    was_full: jax.Array
+    critical: jax.Array
+
+
+def first_period(num_peers: int) -> Period:
+    """Before round 0."""
+    return Period(
+        history=jnp.zeros(WINDOW + 1),
+        rounds=jnp.zeros((), jnp.int32),
+        num_peers=jnp.full((), num_peers, jnp.int32),
+        was_full=jnp.zeros((), bool),
+        critical=jnp.zeros((), bool),
+    )
+
+
+def checked(
+    period: Period, norm: jax.Array, least: int, most: int, threshold: Any
+) -> Period:
+    """The period after one more round of the client, checked if a check is due.
+
+    Args:
+        period: Before.
+        norm: f32[], the federated gradient norm.
+        least, most: Bounds of the number of peers.
+        threshold: Of the relative rise.
+    """
+    history = jnp.append(period.history[1:], norm)
+    before, now = history[:-1].mean(), history[1:].mean()
+    rise = (now - before) / jnp.maximum(before, 1e-7)
+    is_early = period.rounds // INTERVAL < ALWAYS_CRITICAL
+    critical = is_early | (rise > threshold)
+    number = period.num_peers
+    was_full = period.was_full | (number == most)
+    more = jnp.where(was_full, number, jnp.minimum(2 * number, most))
+    less = jnp.maximum(least, number - jnp.maximum(number // 2, 1))
+    rounds = period.rounds + 1
+    after = Period(history, rounds, jnp.where(critical, more, less), was_full, critical)
+    is_due = rounds % INTERVAL == 0
+    unchecked = period._replace(rounds=rounds)
+    return jax.tree.map(lambda a, b: jnp.where(is_due, a, b), after, unchecked)
+
+
+def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+    """CriticalFL as pure functions.
+
+    Raises:
+        ValueError: a graph other than random peers, or too many of them.
+    """
+    model, peers = task.client_model, _peers(hparams, task)
+    most = peers.num_peers
+    shape = shapes.variables(model, task.example_shape)
+    size = sum(leaf.size for leaf in jax.tree.leaves(shape.params))
+    num_sent = math.ceil(SENT_SHARE * size)
+    loss_fn = local_training.cross_entropy_loss(model)
+
+    def private(start: types.Variables) -> dict[str, Any]:
+        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, bool), start.params)
+        return {
+            "period": first_period(hparams.num_peers),
+            "norm": jnp.zeros(()),
+            "changed": nothing if hparams.sparsify else (),
+        }
+
+    def mixed(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        """The mean over the first k_i peers; then the check by their norms."""
+        models, known = state.clients["own"], state.clients["private"]
+        period = stacked.take(known["period"], cohort.row)
+        place = jnp.arange(cohort.peers.shape[1])
+        is_pulled = place < period.num_peers[:, None]
+        cohort = cohort.replace(peer_mask=cohort.peer_mask & is_pulled)
+        weight = decentralized.weights("examples", cohort, data)
+        mean = aggregate.mix_peers(models, cohort, weight)
+        is_sparse = period.critical & hparams.sparsify
+        if hparams.sparsify:
+            params = sparse_mean(models.params, known["changed"], cohort, weight)
+            params = stacked.where(is_sparse, params, mean.params)
+            mean = mean._replace(params=params)
+        norm = aggregate.mix_peers(known["norm"], cohort, jnp.ones_like(weight))
+        after = jax.vmap(checked, (0, 0, None, None, None))(
+            period, norm, hparams.num_peers, most, hparams.critical_threshold
+        )
+        number = cohort.peer_mask.sum(1)
+        few = jnp.where(is_sparse, number, 0)
+        return decentralized.Mixed(
+            mean,
+            sent={
+                "norm": number,
+                "whole model": number - few,
+                "sparse model": few,
+                "mask": few,
+            },
+            given=after,
+            metrics={
+                "peers": losses.masked_sum(number, cohort.row_mask),
+                "critical": losses.masked_sum(period.critical, cohort.row_mask),
+            },
+        )
+
+    def sparse_mean(params, changed, cohort, weight):
+        """Entry by entry over oneself and those who sent it."""
+        of_peers = weight.at[:, 0].set(0)
+        total, sent = aggregate.sum_held(params, changed, cohort, of_peers)
+
+        def mean(total: jax.Array, sent: jax.Array, own: jax.Array) -> jax.Array:
+            of_own = stacked.column(weight[:, 0], own)
+            return (total + of_own * own) / (sent + of_own)
+
+        return jax.tree.map(mean, total, sent, stacked.take(params, cohort.row))
+
+    def client_update(client: each_client.Client, start: types.Variables):
+        """E epochs, over which the round's norm is measured."""
+        objective = local_training.Objective(
+            loss_fn, measure=lambda grads: optax.global_norm(grads) ** 2
+        )
+        trained = local_training.train(hparams, (objective,), start, client)
+        rate = local_training.learning_rate(hparams, client.round)
+        norm = rate * trained.measured[0] / hparams.local_epochs
+        changed = ()
+        if hparams.sparsify:
+            change = jax.tree.map(jnp.subtract, trained.params, start.params)
+            changed = sparse.largest(jax.tree.map(jnp.abs, change), num_sent)
+        return trained, {"period": client.own, "norm": norm, "changed": changed}
+
+    values = traffic.FLOAT_BYTES * num_sent + shapes.tree_bytes(shape.stats)
+    messages = (
+        types.MessageKind("norm", "down", traffic.FLOAT_BYTES),
+        types.MessageKind("whole model", "down", shapes.tree_bytes(shape)),
+        types.MessageKind("sparse model", "down", values),
+        types.MessageKind("mask", "down", sparse.bitmap_bytes(size)),
+    )
+    return decentralized.make(
+        hparams,
+        task,
+        mixed,
+        client_update,
+        messages=messages if hparams.sparsify else messages[:2],
+        peers=peers,
+        private=private,
+    )._replace(shares=("critical",))
+
+
+def _peers(hparams: HParams, task: types.Task) -> types.PeerSpec:
+    """As many random peers as a client ever pulls from.
+
+    Raises:
+        ValueError: another graph, or fewer of them than `--num_peers`.
+    """
+    if hparams.topology != "random":
+        raise ValueError(
+            f"--topology={hparams.topology}: criticalfl changes how many peers a "
+            "client pulls from, which only random peers allow; leave it away"
+        )
+    most = int(MOST_PEERS * (task.num_clients - 1))
+    if hparams.num_peers > most:
+        raise ValueError(
+            f"--num_peers={hparams.num_peers}: criticalfl starts there and goes up to "
+            f"three quarters of the others, which is {most} of --num_clients="
+            f"{task.num_clients}; lower it"
+        )
+    return decentralized.peer_spec(hparams)._replace(num_peers=most)

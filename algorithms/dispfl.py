@@ -1,0 +1,257 @@
+"""DisPFL: each client trains a sparse model whose mask is its own and moves.
+
+Dai, Shen, He, Tian, Tao: "DisPFL: Towards Communication-Efficient Personalized
+Federated Learning via Decentralized Sparse Training", ICML 2022,
+https://arxiv.org/abs/2206.00187 (Algorithms 1 and 2); the DisPFL row of UA-PDFL,
+https://arxiv.org/abs/2412.11674.
+
+* A client of the round pulls the sparse models of its peers, with the masks that these
+  were trained with.
+* Entry by entry it takes the mean over those, itself included, who hold the entry;
+  then it applies its own mask.
+* It trains for E epochs; after each step its mask is applied again.
+* In each tensor it prunes the smallest weights and regrows as many entries elsewhere:
+  those of the largest gradients, or some at random.
+
+| paper | here |
+|---|---|
+| w_k, m_k | `state.clients["own"]`; `held` (trained with) and `mask` (the next) |
+| sparsity, ERK | 1 - `--density`, `allotted` |
+| alpha_t, cosine annealing | `rate`: `--prune_rate`, `--prune_rounds` [T] |
+| G_k^t, the neighbours | `--num_peers`, `--topology` |
+| g: dense gradient of a batch | `--regrow=gradient`: the first batch of the round |
+
+A message has a fixed size, since the entries of each tensor stay as many as they were:
+the values (`whole model`) and a bitmap with one bit for each parameter (`mask`).
+
+Differs from the paper: biases and other vectors are dense, which ERK makes them nearly
+always; the mean is over the round's graph. As in the released code the gradient's norm
+that is clipped is that of all entries, the gradient that regrows is taken in eval mode,
+and an entry that was just pruned may be regrown. The code draws one mask for all
+clients unless told otherwise; here each draws its own, from its own seed. Under
+`--preset=uapdfl` learning rate, momentum (begun anew in each round), batches and graph
+are UA-PDFL's. `--prune_rounds` is an option of its own, not the run's number of rounds:
+a run that is continued must not change what it did.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pfl import (
+    aggregate,
+    decentralized,
+    each_client,
+    local_training,
+    losses,
+    options,
+    rng,
+    shapes,
+    sparse,
+    stacked,
+    traffic,
+    types,
+)
+
+option = options.option
+
+
+@dataclasses.dataclass(frozen=True)
+class HParams(decentralized.Peers, local_training.LocalTraining):
+    """DisPFL's options."""
+
+    density: float = option(
+        0.5,
+        "share of the parameters that a client holds",
+        above=0,
+        maximum=1,
+        is_static=True,
+    )
+    prune_rate: float = option(
+        0.5,
+        "share of its entries that a tensor exchanges in the first round [alpha]",
+        minimum=0,
+        maximum=1,
+    )
+    prune_rounds: int = option(
+        20, "rounds until none is exchanged, as many as --rounds [T]", minimum=1
+    )
+    regrow: str = option(
+        "gradient",
+        "entries that replace the pruned ones: those of the largest gradients, or any",
+        choices=("gradient", "random"),
+    )
+
+
+def allotted(params: types.Params, density: float) -> types.Params:
+    """How many entries of each tensor are held: Erdos-Renyi-Kernel (ERK).
+
+    A tensor's density is proportional to the sum of its dimensions over their product,
+    those above 1 are cut there, and vectors are dense.
+
+    Args:
+        params: Arrays or shape structs.
+        density: Share of all parameters, in (0, 1].
+
+    Returns:
+        An int for each leaf, at least 1.
+
+    Raises:
+        ValueError: the dense tensors alone are more than that.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    size = np.array([math.prod(leaf.shape) for leaf in leaves])
+    raw = np.array([sum(leaf.shape) for leaf in leaves]) / np.maximum(size, 1)
+    is_dense = np.array([leaf.ndim < 2 for leaf in leaves])
+    share = np.ones(len(leaves))
+    while not is_dense.all():
+        left = density * size.sum() - size[is_dense].sum()
+        if left <= 0:
+            least = size[is_dense].sum() / size.sum()
+            raise ValueError(
+                f"--density={density:g} leaves nothing for the weights: vectors and "
+                f"other dense tensors are {least:.2g} of this model; raise it"
+            )
+        share = np.where(is_dense, 1, raw * left / (raw * size)[~is_dense].sum())
+        is_over = share > 1
+        if not is_over.any():
+            break
+        is_dense |= is_over & (raw == raw[is_over].max())
+    count = np.maximum((share * size + 1e-6).astype(int), 1)
+    return jax.tree.unflatten(structure, count.tolist())
+
+
+def rate(hparams: HParams, round: jax.Array) -> jax.Array:
+    """alpha / 2 (1 + cos(pi t / T)), f32[]; 0 from round T on."""
+    passed = jnp.minimum(round / hparams.prune_rounds, 1)
+    return hparams.prune_rate / 2 * (1 + jnp.cos(jnp.pi * passed))
+
+
+def exchanged(
+    mask: jax.Array, weight: jax.Array, score: jax.Array, count: int, rate: jax.Array
+) -> jax.Array:
+    """A tensor's mask with its smallest weights pruned and as many entries regrown.
+
+    Args:
+        mask: bool[...], `count` of them True.
+        weight: f32[...].
+        score: f32[...], not negative: the largest are regrown, of those not held and
+            those just pruned.
+        count: Entries held.
+        rate: f32[], the share of them that is exchanged.
+    """
+    if count == mask.size:
+        return mask
+    number = jnp.ceil(rate * count).astype(jnp.int32)
+    kept = sparse.largest(jnp.abs(weight), count - number, among=mask)
+    return kept | sparse.largest(score, number, among=~kept)
+
+
+def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+    """DisPFL as pure functions.
+
+    Raises:
+        ValueError: a density that leaves nothing, or no such graph.
+    """
+    model = task.client_model
+    shape = shapes.variables(model, task.example_shape)
+    count = allotted(shape.params, hparams.density)
+    loss_fn = local_training.cross_entropy_loss(model)
+
+    def noise(key: jax.Array) -> types.Params:
+        """Random scores f32 in [0, 1) of all parameters."""
+        leaves, structure = jax.tree.flatten(shape.params)
+        keys = jax.random.split(key, len(leaves))
+        draws = [
+            jax.random.uniform(k, leaf.shape)
+            for k, leaf in zip(keys, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(structure, draws)
+
+    def first_mask(key: jax.Array) -> types.Params:
+        return jax.tree.map(sparse.largest, noise(key), count)
+
+    def gradient(client: each_client.Client, own: types.Variables) -> types.Params:
+        """|g| of the round's first batch at all entries, in eval mode."""
+        position = client.plan.position[0]
+        row = client.data.partition.train.of(client.id)(jnp.maximum(position, 0))
+        image, label = client.data.gather(row)
+
+        def loss(params: types.Params) -> jax.Array:
+            logits, _ = model.forward(params, own.stats, image)
+            return losses.cross_entropy(logits, label, position >= 0)
+
+        return jax.tree.map(jnp.abs, jax.grad(loss)(own.params))
+
+    def mixed(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        """w_i <- m_i * sum_j m_j w_j / sum_j m_j over itself and its peers."""
+        own, masks = state.clients["own"], state.clients["private"]
+        weight = decentralized.weights("uniform", cohort, data)
+        total, holders = aggregate.sum_held(own.params, masks["held"], cohort, weight)
+        mean = jax.tree.map(lambda t, n: t / jnp.maximum(n, 1), total, holders)
+        mask = stacked.take(masks["mask"], cohort.row)
+        stats = aggregate.mix_peers(own.stats, cohort, weight)
+        number = cohort.peer_mask.sum(1)
+        return decentralized.Mixed(
+            types.Variables(sparse.only(mask, mean), stats),
+            sent={"whole model": number, "mask": number},
+            given=mask,
+        )
+
+    def client_update(client: each_client.Client, start: types.Variables):
+        """E epochs within the mask, which is then pruned and regrown."""
+        mask = client.own
+        objective = local_training.Objective(
+            loss_fn, project=lambda params: sparse.only(mask, params)
+        )
+        trained = local_training.train(hparams, (objective,), start, client)
+        if hparams.regrow == "random":
+            score = noise(client.stream(rng.Tag.REGROWN))
+        else:
+            score = gradient(client, trained.variables)
+        now = rate(hparams, client.round)
+        new = jax.tree.map(
+            lambda *leaves: exchanged(*leaves, now), mask, trained.params, score, count
+        )
+        return trained, {"held": mask, "mask": new}
+
+    made = decentralized.make(
+        hparams,
+        task,
+        mixed,
+        client_update,
+        messages=_messages(shape, count),
+        peers=decentralized.peer_spec(hparams),
+        private=lambda start: (),
+    )
+
+    def init(data: types.Data, key: jax.Array) -> types.RoundState:
+        """The same weights for all, and a mask of each client's own."""
+        state = made.init(data, key)
+        ids = jnp.arange(task.num_clients)
+        mask = jax.lax.map(lambda k: first_mask(rng.stream(key, rng.Tag.MASK, k)), ids)
+        own = state.clients["own"]
+        own = own._replace(params=sparse.only(mask, own.params))
+        private = {"held": mask, "mask": jax.tree.map(jnp.copy, mask)}
+        return state.replace(clients={"own": own, "private": private})
+
+    return made._replace(init=init)
+
+
+def _messages(
+    shape: types.Variables, count: types.Params
+) -> tuple[types.MessageKind, ...]:
+    """What one peer sends: the values that it holds with statistics, and where."""
+    values = traffic.FLOAT_BYTES * sum(jax.tree.leaves(count))
+    size = sum(leaf.size for leaf in jax.tree.leaves(shape.params))
+    return (
+        types.MessageKind(
+            "whole model", "down", values + shapes.tree_bytes(shape.stats)
+        ),
+        types.MessageKind("mask", "down", sparse.bitmap_bytes(size)),
+    )
