@@ -121,17 +121,19 @@ def difference(ours: float, paper: float, digits: int = 1) -> str:
     return f"{ours - paper:+.{digits}f}"
 
 
-def _text(done: Mapping[str, Any] | None, metric: str, number: Number | None) -> str:
-    """`paper / ours / difference`, or ours alone where the paper has no number.
+def _unit(done: Mapping[str, Any], metric: str) -> tuple[int, int]:
+    """(factor, digits) of a metric: shares in percent, numbers as they are."""
+    return (1, 3) if console.is_number(done, metric) else (100, 1)
 
-    Shares in percent, numbers as they are.
-    """
+
+def _text(done: Mapping[str, Any] | None, metric: str, number: Number | None) -> str:
+    """`paper / ours / difference`, or ours alone where the paper has no number."""
     pair = number if isinstance(number, list) else [number]
     paper = " ± ".join(f"{one:.2f}" for one in pair if one is not None)
     if done is None or metric not in done["metrics"]:
         return f"{paper} / missing" if paper else "missing"
     entry = done["metrics"][metric]
-    scale, digits = (1, 3) if console.is_number(done, metric) else (100, 1)
+    scale, digits = _unit(done, metric)
     mean, std = scale * entry["mean"], scale * entry["std"]
     ours = f"{mean:.{digits}f}"
     if len(entry["per_seed"]) > 1:
@@ -202,13 +204,14 @@ def markdown(
 def _paired(
     done: Mapping[str, Any] | None, control: Mapping[str, Any] | None, metric: str
 ) -> str:
-    """Mean +- std of the seeds' differences in points, for instance `+1.3 ± 0.4`."""
+    """Mean +- std of the seeds' differences, for instance `+1.3 ± 0.4`."""
     if done is None or control is None:
         return "missing"
     sides = [np.array(one["metrics"][metric]["per_seed"]) for one in (done, control)]
-    gap = 100 * (sides[0] - sides[1])
-    std = f" ± {gap.std(ddof=1):.1f}" if len(gap) > 1 else ""
-    return f"{gap.mean():+.1f}{std}"
+    scale, digits = _unit(done, metric)
+    gap = scale * (sides[0] - sides[1])
+    std = f" ± {gap.std(ddof=1):.{digits}f}" if len(gap) > 1 else ""
+    return f"{gap.mean():+.{digits}f}{std}"
 
 
 def _against(
@@ -230,7 +233,7 @@ def _against(
         for row in rows
         if row != control
     ]
-    return ["", f"Minus {control}, points, paired by seed", "", *_grid(scenarios, body)]
+    return ["", f"Minus {control}, paired by seed", "", *_grid(scenarios, body)]
 
 
 def slug(text: str) -> str:
