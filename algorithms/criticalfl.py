@@ -234,7 +234,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         messages=messages if hparams.sparsify else messages[:2],
         peers=peers,
         private=private,
-    )._replace(shares=("critical",))
+        shares=("critical",),
+    )
 
 
 def _peers(hparams: HParams, task: types.Task) -> types.PeerSpec:
