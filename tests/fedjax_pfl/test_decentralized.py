@@ -1,5 +1,7 @@
 """Rounds without a server, with a client update that needs no training."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -69,6 +71,11 @@ def mixed(state, cohort, data):
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class HParams(decentralized.Peers, local_training.LocalTraining):
+    """What the frame wants."""
+
+
 def client_update(client, start):
     """The model moves by the client's id, its private row is what it was given + 1."""
     by = client.id.astype(jnp.float32)
@@ -81,9 +88,7 @@ def client_update(client, start):
 @pytest.fixture(scope="module", params=[1, 4])
 def method(request):
     """All hooks used; client by client and all at once."""
-    hparams = local_training.LocalTraining(
-        client_momentum=0.9, optimizer_state="persist"
-    )
+    hparams = HParams(client_momentum=0.9, optimizer_state="persist")
     kinds = (types.MessageKind("model", "down", 48), types.MessageKind("age", "up", 4))
     return decentralized.make(
         hparams,
@@ -175,7 +180,7 @@ def test_clients_start_alike_and_may_keep_nothing_else(tables):
         return client_update(client.replace(own=0), start)[0]
 
     method = decentralized.make(
-        local_training.LocalTraining(),
+        HParams(),
         task(),
         alone,
         update,
