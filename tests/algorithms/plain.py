@@ -42,6 +42,22 @@ def perturbed(tree, seed=0, size=0.5):
     )
 
 
+def assert_largest(mask, score, count, among=None, gap=1e-5):
+    """`mask` has exactly `count` True entries, those of the largest scores in `among`.
+
+    Of scores within `gap` of each other either may be chosen.
+    """
+    everywhere = jax.tree.map(np.ones_like, mask)
+    chosen, allowed, score = (
+        np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+        for tree in (mask, everywhere if among is None else among, score)
+    )
+    chosen, allowed = chosen > 0, allowed > 0
+    assert chosen.sum() == count and not (chosen & ~allowed).any()
+    least, left = score[chosen], score[allowed & ~chosen]
+    assert least.min(initial=np.inf) >= left.max(initial=0) - gap
+
+
 def replaced(stacked, number, other):
     """Row `number` of a stacked pytree is that of another one."""
 

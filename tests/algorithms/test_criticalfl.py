@@ -1,0 +1,302 @@
+"""CriticalFL against numpy: from how many peers a client pulls, what, and its bytes."""
+
+import functools
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from algorithms import criticalfl
+from data import topology
+from fedjax_pfl import local_training
+from launch import build, settings
+from tests.algorithms import plain
+
+STRUCTURE = {"num_peers": 1, "client_momentum": 0.5}
+FLOATS = {"client_lr": 0.1, "client_lr_decay": 0.9}
+NEVER, ALWAYS = 1e9, -1.0
+
+
+class Expected:
+    """A client's period: a growing list behind twelve zeros, and counters."""
+
+    def __init__(self, least, most):
+        self.least, self.most, self.number = least, most, least
+        self.norms, self.rounds, self.checks = [0.0] * 12, 0, 0
+        self.was_full = self.critical = False
+
+    def add(self, norm, threshold):
+        self.rounds += 1
+        if self.rounds % 2:
+            return
+        self.norms.append(norm)
+        self.checks += 1
+        old, new = np.mean(self.norms[-11:-1]), np.mean(self.norms[-10:])
+        rise = (new - old) / max(old, 1e-7)
+        self.critical = self.checks <= 5 or rise > threshold
+        self.was_full |= self.number == self.most
+        if not self.critical:
+            less = self.number - max(self.number // 2, 1)
+            self.number = max(self.least, less)
+        elif not self.was_full:
+            self.number = min(2 * self.number, self.most)
+
+
+class Measured(plain.Sgd):
+    """Sums the squared norms of the gradients of its steps."""
+
+    total = 0.0
+
+    def step(self, params, grads, trained=None):
+        self.total += sum((g**2).sum() for layer in grads for g in layer)
+        return super().step(params, grads, trained)
+
+
+def make(task, **given):
+    hparams = criticalfl.HParams(batch_size=5, **given)
+    return criticalfl.make(hparams, task)
+
+
+@pytest.fixture(scope="module")
+def cohorts(problem):
+    """Makes `round -> Cohort` of some of five clients with their three peers."""
+    graph = topology.make(make(problem.task_of(), **STRUCTURE).peers, 5)
+    plans = (local_training.plan(criticalfl.HParams(batch_size=5)),)
+
+    def of(clients_per_round):
+        cohort = plain.planner(problem.data, plans, clients_per_round)
+
+        def of_round(round):
+            one = cohort(round)
+            peers, mask = graph.draw(0, round, one.client_id)
+            return one.replace(peers=peers.astype(np.int32), peer_mask=mask)
+
+        return of_round
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def given(start, problem):
+    """Makes states before round 0 whose models are all different."""
+
+    def make_state(**structure):
+        state, made = start(round=0), make(problem.task_of(), **structure)
+        empty = jax.eval_shape(made.init, problem.data, state.key).clients["private"]
+        private = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), empty)
+        least = np.full(5, structure["num_peers"], np.int32)
+        private["period"] = private["period"]._replace(num_peers=least)
+        clients = {"own": state.clients, "private": private}
+        return state.replace(server=(), clients=clients)
+
+    return make_state
+
+
+def sparse_mean(own, changed, sources, sizes):
+    """The first source counts in full, the others where their entries changed most."""
+    out = []
+    for layer in range(len(own[0])):
+        out.append([])
+        for part in range(2):
+            share = [
+                sizes[k] * (1 if at == 0 else changed[k][layer][part])
+                for at, k in enumerate(sources)
+            ]
+            value = [own[k][layer][part] for k in sources]
+            total = sum(s * v for s, v in zip(share, value, strict=True))
+            out[-1].append(total / sum(share))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("sparsify", "clients_per_round", "num_rounds"), [(True, 5, 14), (False, 3, 24)]
+)
+def test_rounds_equal_a_numpy_reference(
+    sparsify, clients_per_round, num_rounds, compiled, given, problem, cohorts
+):
+    """k_i grows and falls by a client's own history; in critical periods a fifth."""
+    structure = STRUCTURE | {"sparsify": sparsify}
+    run = compiled("criticalfl", chunk=clients_per_round, **structure)
+    made, state = make(problem.task_of(), **structure), given(**structure)
+    table, cohort_at = plain.Table(problem.data), cohorts(clients_per_round)
+    expected, sizes = [Expected(1, 3) for _ in range(5)], table.train.count
+    seen = set()
+    for round in range(num_rounds):
+        cohort, rate = cohort_at(round), 0.1 * 0.9**round
+        own = [plain.own_layers(state, number) for number in range(5)]
+        known = plain.host(state.clients["private"])
+        changed = sparsify and [
+            plain.layers(plain.at(known["changed"], number)) for number in range(5)
+        ]
+        after, metrics, sent = run(state, cohort, critical_threshold=NEVER, **FLOATS)
+        found, bytes_down = plain.host(after.clients["private"]), []
+        for number, row in plain.members(cohort).items():
+            period = expected[number]
+            sources = [number, *cohort.peers[row][: period.number]]
+            is_sparse = sparsify and period.critical
+            if is_sparse:
+                mixed = sparse_mean(own, changed, sources, sizes)
+            else:
+                mixed = plain.mean([own[k] for k in sources], sizes[sources])
+            bytes_down.append(period.number * (4 + bytes_of(own[0], is_sparse)))
+            seen.add((period.number, period.critical))
+            period.add(np.mean(known["norm"][sources]), NEVER)
+            tx = Measured(rate, 0.5)
+            one = plain.at(cohort.plans["local"], row)
+            trained = plain.train(table, mixed, one, number, tx)
+            got = plain.own_layers(after, number)
+            chex.assert_trees_all_close(got, trained, rtol=1e-4, atol=1e-5)
+            # Two epochs.
+            np.testing.assert_allclose(
+                found["norm"][number], rate * tx.total / 2, rtol=1e-4
+            )
+            if sparsify:
+                mask = plain.layers(plain.at(found["changed"], number))
+                moved = jax.tree.map(lambda a, b: np.abs(a - b), trained, mixed)
+                plain.assert_largest(mask, moved, math.ceil(0.2 * size_of(own[0])))
+        periods = found["period"]
+        for name in ("num_peers", "was_full", "critical", "rounds"):
+            values = [
+                getattr(one, name.replace("num_peers", "number")) for one in expected
+            ]
+            np.testing.assert_array_equal(getattr(periods, name), values)
+        norms = [one.norms[-11:] for one in expected]
+        np.testing.assert_allclose(periods.history, norms, rtol=1e-4)
+        received = plain.sent_bytes(made, sent, clients_per_round)
+        assert [one["bytes_down"] for one in received] == bytes_down
+        assert metrics["peers"][1] == metrics["critical"][1] == clients_per_round
+        state = after
+    assert seen >= {(1, False), (2, True), (3, True), (2, False)}
+
+
+def size_of(layers):
+    return sum(part.size for layer in layers for part in layer)
+
+
+def bytes_of(layers, is_sparse):
+    """A model, or a fifth of its values and a bit for each."""
+    size = size_of(layers)
+    if is_sparse:
+        return 4 * math.ceil(0.2 * size) + math.ceil(size / 8)
+    return 4 * size
+
+
+def checks(norms, threshold, least=5, most=21):
+    """`criticalfl.checked` round by round: (k_i, the reference's) after each."""
+    run = jax.jit(functools.partial(criticalfl.checked, least=least, most=most))
+    period, expected = criticalfl.first_period(least), Expected(least, most)
+    out = []
+    for norm in norms:
+        period = run(period, jnp.float32(norm), threshold=threshold)
+        expected.add(norm, threshold)
+        assert bool(period.critical) == expected.critical
+        out.append((int(period.num_peers), expected.number))
+    found, wanted = zip(*out, strict=True)
+    assert found == wanted
+    return list(found)
+
+
+def test_peers_double_up_to_three_quarters():
+    """Test 16: 5, 10, 20, 21 of 29 others, then the same for ever."""
+    norms = np.random.default_rng(0).uniform(0.1, 1, 30)
+    assert checks(norms, ALWAYS) == [5] + [10] * 2 + [20] * 2 + [21] * 25
+
+
+def test_peers_halve_down_to_the_first_number():
+    """Test 16: the first five checks are critical in any case; 21, 11, 6, 5."""
+    norms = np.random.default_rng(0).uniform(0.1, 1, 20)
+    falling = [11] * 2 + [6] * 2 + [5] * 5
+    assert checks(norms, NEVER) == [5] + [10] * 2 + [20] * 2 + [21] * 6 + falling
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_peers_never_double_again(seed):
+    """The paper's threshold on norms that wander: within bounds, once up, then down."""
+    gen = np.random.default_rng(seed)
+    found = checks(np.exp(np.cumsum(gen.normal(0, 0.3, 120))), 0.01)
+    assert min(found) == 5 and max(found) == 21
+    after = np.diff(found[found.index(21) :])
+    assert (after <= 0).all() and (after < 0).any()
+
+
+def test_a_constant_number_of_peers_is_dfedavg(compiled, given, cohorts):
+    """Test 16: k_i frozen, two rounds equal decentralised FedAvg's."""
+    structure = STRUCTURE | {"sparsify": False}
+    run = compiled("criticalfl", chunk=3, **structure)
+    other = compiled("dfedavg", chunk=3, num_peers=3, client_momentum=0.5)
+    state, cohort_at = given(**structure), cohorts(3)
+    private = state.clients["private"]
+    full = private["period"]._replace(
+        num_peers=np.full(5, 3, np.int32), was_full=np.ones(5, bool)
+    )
+    mine = state.replace(
+        clients=state.clients | {"private": private | {"period": full}}
+    )
+    theirs = state.replace(clients=state.clients | {"private": ()})
+    for round in range(2):
+        cohort = cohort_at(round)
+        mine, _, _ = run(mine, cohort, **FLOATS)
+        theirs, _, _ = other(theirs, cohort, **FLOATS)
+        chex.assert_trees_all_close(plain.own(mine), plain.own(theirs), atol=1e-6)
+    np.testing.assert_array_equal(mine.clients["private"]["period"].num_peers, 3)
+
+
+def test_traffic_of_a_run(blobs):
+    """Test 14: clients x the sum of k_i, by kind; a fifth from the third round on."""
+    experiment = build.experiment(
+        algo="criticalfl",
+        dataset=blobs,
+        model="mlp",
+        partition="iid",
+        num_clients=9,
+        num_peers=2,
+        sparsify=True,
+        rounds=6,
+        local_epochs=1,
+        devices=1,
+    )
+    summary = experiment.run()
+    early, later = 9 * (2 + 2), 9 * (4 + 4 + 6 + 6)
+    size = 64 * 128 + 128 + 128 * 64 + 64 + 64 * 4 + 4
+    expected = {
+        "norm": (early + later, 4),
+        "whole model": (early, 4 * size),
+        "sparse model": (later, 4 * math.ceil(0.2 * size)),
+        "mask": (later, math.ceil(size / 8)),
+    }
+    found = summary["traffic"]
+    assert found.keys() == expected.keys()
+    for kind, (number, num_bytes) in expected.items():
+        assert found[kind]["direction"] == "down"
+        assert found[kind]["messages"]["mean"] == number
+        assert found[kind]["bytes"]["mean"] == number * num_bytes
+    assert summary["numbers"] == ["peers"]
+    assert summary["metrics"]["peers"]["mean"] == 6
+    assert summary["metrics"]["critical"]["mean"] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"topology": "ring"}, "--topology=ring: criticalfl .* leave it away"),
+        ({"num_peers": 4}, "--num_peers=4: .* 3 of --num_clients=5; lower it"),
+        ({"edge_probability": 0.5}, "--edge_probability=0.5 has no effect"),
+    ],
+)
+def test_refused(given, words, problem):
+    """One line with the flag, what came and what to change."""
+    with pytest.raises(ValueError, match=words):
+        make(problem.task_of(), **STRUCTURE | given)
+
+
+def test_the_plan_draws_three_quarters_of_the_others(problem):
+    """21 of 29, of a graph that may be drawn once; five of them under the preset."""
+    _, hparams = settings.configure({"algo": "criticalfl"})
+    assert (hparams.num_peers, hparams.critical_threshold) == (5, 0.01)
+    assert not hparams.sparsify and hparams.optimizer_state == "persist"
+    task = problem.task_of()._replace(num_clients=30)
+    peers = make(task, fixed_graph=True).peers
+    assert (peers.num_peers, peers.topology, peers.is_fixed) == (21, "random", True)
