@@ -111,26 +111,24 @@ def first_period(num_peers: int) -> Period:
     )
 
 
-def checked(
-    period: Period, norm: jax.Array, least: int, most: int, threshold: Any
-) -> Period:
+def checked(period: Period, norm: jax.Array, hparams: HParams, most: int) -> Period:
     """The period after one more round of the client, checked if a check is due.
 
     Args:
         period: Before.
         norm: f32[], the federated gradient norm.
-        least, most: Bounds of the number of peers.
-        threshold: Of the relative rise.
+        hparams: The threshold and the least number of peers.
+        most: The largest number of peers.
     """
     history = jnp.append(period.history[1:], norm)
     before, now = history[:-1].mean(), history[1:].mean()
     rise = (now - before) / jnp.maximum(before, 1e-7)
     is_early = period.rounds // INTERVAL < ALWAYS_CRITICAL
-    critical = is_early | (rise > threshold)
+    critical = is_early | (rise > hparams.critical_threshold)
     number = period.num_peers
     was_full = period.was_full | (number == most)
     more = jnp.where(was_full, number, jnp.minimum(2 * number, most))
-    less = jnp.maximum(least, number - jnp.maximum(number // 2, 1))
+    less = jnp.maximum(hparams.num_peers, number - jnp.maximum(number // 2, 1))
     rounds = period.rounds + 1
     after = Period(history, rounds, jnp.where(critical, more, less), was_full, critical)
     is_due = rounds % INTERVAL == 0
@@ -174,9 +172,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             params = stacked.where(is_sparse, params, mean.params)
             mean = mean._replace(params=params)
         norm = aggregate.mix_peers(known["norm"], cohort, jnp.ones_like(weight))
-        after = jax.vmap(checked, (0, 0, None, None, None))(
-            period, norm, hparams.num_peers, most, hparams.critical_threshold
-        )
+        after = jax.vmap(lambda p, n: checked(p, n, hparams, most))(period, norm)
         number = cohort.peer_mask.sum(1)
         few = jnp.where(is_sparse, number, 0)
         return decentralized.Mixed(

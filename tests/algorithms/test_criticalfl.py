@@ -1,6 +1,5 @@
 """CriticalFL against numpy: from how many peers a client pulls, what, and its bytes."""
 
-import functools
 import math
 
 import chex
@@ -186,11 +185,12 @@ def bytes_of(layers, is_sparse):
 
 def checks(norms, threshold, least=5, most=21):
     """`criticalfl.checked` round by round: (k_i, the reference's) after each."""
-    run = jax.jit(functools.partial(criticalfl.checked, least=least, most=most))
+    hparams = criticalfl.HParams(num_peers=least, critical_threshold=threshold)
+    run = jax.jit(lambda period, norm: criticalfl.checked(period, norm, hparams, most))
     period, expected = criticalfl.first_period(least), Expected(least, most)
     out = []
     for norm in norms:
-        period = run(period, jnp.float32(norm), threshold=threshold)
+        period = run(period, jnp.float32(norm))
         expected.add(norm, threshold)
         assert bool(period.critical) == expected.critical
         out.append((int(period.num_peers), expected.number))
