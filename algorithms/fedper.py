@@ -61,8 +61,8 @@ class HParams(boundary.LayerDropping, local_training.LocalTraining):
 
     personal_from: str = option(
         "",
-        "first personal stage, by name; none = share all; empty = the first after the "
-        "last convolution (the last stage of a model without any)",
+        "first personal stage, by name; last = the last one, none = share all, empty = "
+        "the first after the last convolution (the last stage of a model without any)",
     )
     layer_dropping: bool = option(
         False, "move the boundary from deep to shallow, as FedD2S does"

@@ -325,7 +325,7 @@ def _checked(array: np.ndarray, num_clients: int) -> np.ndarray:
     if not is_known.all():
         row, column = np.argwhere(~is_known)[0]
         raise ValueError(_odd(array[row, column], row))
-    table = array.astype(bool)
+    table = np.ascontiguousarray(array, dtype=bool)
     own = np.flatnonzero(table.diagonal())
     if len(own):
         raise ValueError(f"makes client {own[0]} its own peer; the diagonal must be 0")

@@ -231,7 +231,7 @@ class PeerSpec(NamedTuple):
 
     Attributes:
         num_peers: How many for each, at most.
-        topology: The kind of graph, a key of `data.topology.KINDS`.
+        topology: The kind of graph, a key of `decentralized.TOPOLOGIES`.
         edge_probability: Of each edge of an `erdos_renyi` graph.
         adjacency: The path of a `file` graph.
         is_fixed: Whether the graph of round 0 is that of every round.

@@ -279,6 +279,29 @@ def test_traffic_of_a_run(name, num_bytes, blobs):
     assert summary["metrics"]["bytes_up"]["mean"] == 0
 
 
+def test_a_file_s_graph_is_part_of_the_data(blobs, tmp_path):
+    """A run does not go on with another graph of the same name."""
+    path, found = tmp_path / "graph.npz", []
+    ring = np.roll(np.eye(4, dtype=int), 1, axis=1)
+    for table in (ring, np.asfortranarray(ring.T), ring):
+        np.savez(path, adjacency=table)
+        made = build.experiment(
+            algo="dfedavg",
+            dataset=blobs,
+            model="mlp",
+            num_clients=4,
+            topology="file",
+            adjacency=str(path),
+            devices=1,
+        )
+        cohort = made.planner.drawn(0, 3)
+        np.testing.assert_array_equal(
+            np.eye(4)[cohort.peers[:, 0]], table[cohort.client_id]
+        )
+        found.append(made.data_sha256)
+    assert found[0] == found[2] != found[1]
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -196,7 +196,7 @@ def test_a_graph_of_text(own, separator):
 def test_a_graph_of_npz(tmp_path, dtype):
     """The array `adjacency` of numbers."""
     path = str(tmp_path / "graph.npz")
-    np.savez(path, adjacency=star().astype(dtype), other=np.zeros(3))
+    np.savez(path, adjacency=np.asfortranarray(star(), dtype), other=np.zeros(3))
     made = graph("file", adjacency=path)
     np.testing.assert_array_equal(matrix(made), star().astype(bool))
 
