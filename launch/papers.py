@@ -156,7 +156,8 @@ def markdown(
 
     A table of several metrics has one part per scenario, with the metrics as columns; a
     table of one metric has the scenarios as columns, and after it, for each of its
-    `controls`, the differences of the other rows to that one.
+    `controls`, the differences of the other rows to that one. Where it says `traffic`,
+    the bytes of every kind of message follow, one part per scenario.
     """
     metrics = table["metrics"]
     lines = [f"### {table['title']}", "", f"Data set: `{dataset}`."]
@@ -193,19 +194,22 @@ def markdown(
         for control in table.get("controls", ()):
             if control in rows and len(rows) > 1:
                 lines += _against(control, results, metrics[0])
-        return "\n".join(lines) + "\n"
-    for scenario in scenarios:
-        body = [(r, texts[scenario, r]) for r in rows if (scenario, r) in texts]
-        lines += ["", f"**{scenario}**, {legend}", ""]
-        lines += _grid([console.title(metric) for metric in metrics], body)
+    else:
+        for scenario in scenarios:
+            body = [(r, texts[scenario, r]) for r in rows if (scenario, r) in texts]
+            lines += ["", f"**{scenario}**, {legend}", ""]
+            lines += _grid([console.title(metric) for metric in metrics], body)
+    if table.get("traffic"):
+        for scenario in scenarios:
+            lines += _traffic(scenario, results)
     return "\n".join(lines) + "\n"
 
 
 def _paired(
     done: Mapping[str, Any] | None, control: Mapping[str, Any] | None, metric: str
 ) -> str:
-    """Mean +- std of the seeds' differences, for instance `+1.3 ± 0.4`."""
-    if done is None or control is None:
+    """Mean +- std of the seeds' differences, for instance `+1.3 ± 0.4` points."""
+    if any(one is None or metric not in one["metrics"] for one in (done, control)):
         return "missing"
     sides = [np.array(one["metrics"][metric]["per_seed"]) for one in (done, control)]
     scale, digits = _unit(done, metric)
@@ -233,7 +237,29 @@ def _against(
         for row in rows
         if row != control
     ]
-    return ["", f"Minus {control}, paired by seed", "", *_grid(scenarios, body)]
+    is_number = any(one and console.is_number(one, metric) for one in done.values())
+    unit = "" if is_number else " points,"
+    return ["", f"Minus {control},{unit} paired by seed", "", *_grid(scenarios, body)]
+
+
+def _traffic(
+    scenario: str, results: Sequence[tuple[Cell, Mapping[str, Any] | None]]
+) -> list[str]:
+    """A grid of the bytes that each row of a scenario sent, by kind of message."""
+    runs = {cell.row: done for cell, done in results if cell.scenario == scenario}
+    sent = {row: (done or {}).get("traffic") for row, done in runs.items()}
+    kinds = list(dict.fromkeys(kind for one in sent.values() for kind in one or ()))
+
+    def texts(one: Mapping[str, Any] | None) -> list[str]:
+        if one is None:
+            return ["missing"] * (1 + len(kinds))
+        size = {kind: message["bytes"]["mean"] / 1e6 for kind, message in one.items()}
+        shown = [f"{size[kind]:,.1f}" if kind in size else "-" for kind in kinds]
+        return [f"{sum(size.values()):,.1f}", *shown]
+
+    body = [(row, texts(one)) for row, one in sent.items()]
+    title = f"**{scenario}**, MB by kind of message, all clients and rounds, mean"
+    return ["", f"{title} over seeds", "", *_grid(["in all", *kinds], body)]
 
 
 def slug(text: str) -> str:

@@ -1,6 +1,6 @@
 """Pictures of runs: `python -m launch.plot WORKDIR... [--output=FOLDER]`.
 
-Draws from what runs leave behind, as PNG: `curves.png` (a metric over rounds, mean and
+Draws from what runs leave behind, as PNG: `curves.png` (metrics over rounds, mean and
 standard deviation over seeds), `fairness.png` (how many clients reach which accuracy)
 and `bubbles.png` (train examples of each client and class).
 """
@@ -78,41 +78,55 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return out
 
 
-def metric_of(runs: Sequence[Run], wanted: str) -> str:
-    """The metric to draw: the one asked for, or the first that all runs have.
+def metrics_of(runs: Sequence[Run], wanted: str) -> list[str]:
+    """The metrics to draw: those asked for, or the first one that all runs have.
 
     Raises:
-        ValueError: a run does not have it.
+        ValueError: a run does not have one, or percent would stand beside numbers.
     """
-    shared = set.intersection(*(set(record) for run in runs for record in run.records))
-    for name in (wanted,) if wanted else PREFERRED:
-        if name in shared:
-            return name
+    # What rounds measure is not in the record before the first of them.
+    shared = set.intersection(*(set().union(*run.records) for run in runs))
+    names = wanted.split(",") if wanted else [n for n in PREFERRED if n in shared][:1]
+    if len({_is_share(name) for name in names}) > 1:
+        raise ValueError(f"--metric={wanted}: percent and numbers need a picture each")
+    if names and shared.issuperset(names):
+        return names
     raise ValueError(
         f"--metric={wanted or '|'.join(PREFERRED)}: the runs share "
         f"{', '.join(sorted(shared - {'round', 'seed'}))}"
     )
 
 
-def curves(runs: Sequence[Run], names: Sequence[str], metric: str) -> Figure:
-    """A metric in percent over rounds: mean and standard deviation over seeds."""
-    width = 7 + 0.075 * max(len(name) for name in names)
+def _is_share(metric: str) -> bool:
+    """Whether a metric's curve is drawn in percent."""
+    return "accuracy" in metric or metric.startswith("c_")
+
+
+def curves(runs: Sequence[Run], names: Sequence[str], metrics: Sequence[str]) -> Figure:
+    """Metrics of one unit over rounds: mean and standard deviation over seeds."""
+    series = [
+        (run, metric, f"{name} {console.title(metric)}" if len(metrics) > 1 else name)
+        for run, name in zip(runs, names, strict=True)
+        for metric in metrics
+    ]
+    width = 7 + 0.075 * max(len(label) for *_, label in series)
     figure = Figure(figsize=(width, 4.8), layout="constrained")
     axes = figure.subplots()
     colors = matplotlib.color_sequences["tab10"]
     drawn = []
-    is_share = "accuracy" in metric or metric.startswith("c_")
-    scale = 100 if is_share else 1
-    for number, (run, name) in enumerate(zip(runs, names, strict=True)):
-        rounds = sorted({row["round"] for row in run.records})
+    is_share = _is_share(metrics[0])
+    scale, form = (100, ".1f") if is_share else (1, ".3g")
+    for number, (run, metric, label) in enumerate(series):
+        records = [row for row in run.records if metric in row]
+        rounds = sorted({row["round"] for row in records})
         values = [
-            [scale * row[metric] for row in run.records if row["round"] == one]
+            [scale * row[metric] for row in records if row["round"] == one]
             for one in rounds
         ]
         mean = np.array([np.mean(one) for one in values])
         spread = np.array([np.std(one, ddof=len(one) > 1) for one in values])
         style = {"color": colors[number % 10], "ls": ("-", "--", ":")[number // 10 % 3]}
-        (line,) = axes.plot(rounds, mean, label=name, lw=1.6, **style)
+        (line,) = axes.plot(rounds, mean, label=label, lw=1.6, **style)
         axes.fill_between(
             rounds, mean - spread, mean + spread, color=style["color"], alpha=0.15, lw=0
         )
@@ -120,7 +134,7 @@ def curves(runs: Sequence[Run], names: Sequence[str], metric: str) -> Figure:
     drawn.sort(key=lambda pair: -pair[0])
     figure.legend(
         [line for _, line in drawn],
-        [f"{line.get_label()}  {last:.1f}" for last, line in drawn],
+        [f"{line.get_label()}  {last:{form}}" for last, line in drawn],
         loc="outside right upper",
         title="last round, %" if is_share else "last round",
         frameon=False,
@@ -128,9 +142,11 @@ def curves(runs: Sequence[Run], names: Sequence[str], metric: str) -> Figure:
     )
     seeds = max(len({row["seed"] for row in run.records}) for run in runs)
     band = f", mean ± std of {seeds} seeds" if seeds > 1 else ""
+    # Several metrics have their names in the legend.
+    words = [console.title(metric) for metric in metrics if len(metrics) == 1]
     axes.set(
         xlabel="rounds done",
-        ylabel=f"{console.title(metric)}, %" if is_share else console.title(metric),
+        ylabel=", ".join([*words, *(["%"] if is_share else [])]),
         xlim=(0, None),
     )
     axes.set_title(f"{_data(runs)}{band}", fontsize=10)
@@ -249,7 +265,12 @@ def _command(argv: Sequence[str]) -> None:
     values = absl_flags.FlagValues()
     for name, default, text in (
         ("output", "plots", "folder of the pictures"),
-        ("metric", "", f"metric of the curves; default {' or '.join(PREFERRED)}"),
+        (
+            "metric",
+            "",
+            "metrics of the curves, separated by commas; default "
+            f"{' or '.join(PREFERRED)}",
+        ),
         ("kind", ",".join(KINDS), "pictures to draw, separated by commas"),
     ):
         absl_flags.DEFINE_string(name, default, text, flag_values=values)
@@ -268,7 +289,7 @@ def _command(argv: Sequence[str]) -> None:
         names = labels(runs)
         figures = {}
         if "curves" in kinds:
-            figures["curves"] = curves(runs, names, metric_of(runs, values.metric))
+            figures["curves"] = curves(runs, names, metrics_of(runs, values.metric))
         if "fairness" in kinds:
             figures["fairness"] = fairness(runs, names)
         if "bubbles" in kinds:

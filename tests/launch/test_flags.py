@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -27,6 +28,15 @@ def flagfile(tmp_path):
         return f"--flagfile={tmp_path / name}"
 
     return write
+
+
+def test_every_shipped_flagfile_is_a_configuration():
+    """It parses, its options exist, and its first lines name the command."""
+    folder = pathlib.Path(main.__file__).parent / "flagfiles"
+    for path in folder.glob("*.flags"):
+        config, _ = settings.configure(parse(f"--flagfile={path}"))
+        assert path.name.startswith(f"{config.algo}.")
+        assert f"--flagfile=launch/flagfiles/{path.name}" in path.read_text()
 
 
 def test_given_flags_only_and_their_types():

@@ -59,7 +59,7 @@ def test_labels_tell_runs_apart(runs):
 def test_curves_show_means_over_seeds(runs):
     """Each line is the mean of the seeds in percent, by round; the axes are named."""
     found, names = read(runs)
-    axes = plot.curves(found, names, "client_accuracy").axes[0]
+    axes = plot.curves(found, names, ["client_accuracy"]).axes[0]
     for folder, name in zip(runs, names, strict=True):
         records = [json.loads(r) for r in open(folder / "metrics.jsonl")]
         line = next(one for one in axes.lines if one.get_label() == name)
@@ -71,6 +71,33 @@ def test_curves_show_means_over_seeds(runs):
         ]
         np.testing.assert_allclose(line.get_ydata(), expected)
     assert axes.get_xlabel() == "rounds done" and "%" in axes.get_ylabel()
+
+
+def test_curves_of_several_metrics(runs):
+    """A line for each run and metric, named by both; shares in percent."""
+    found, names = read(runs)
+    wanted = plot.metrics_of(found, "client_accuracy,worst_decile_accuracy")
+    figure = plot.curves(found, names, wanted)
+    labels = [line.get_label() for line in figure.axes[0].lines]
+    assert labels == [
+        f"{name} {title}" for name in names for title in ("Client (UA)", "Worst decile")
+    ]
+    last = found[0].records[-2:]  # of both seeds
+    worst = 100 * np.mean([record["worst_decile_accuracy"] for record in last])
+    assert figure.axes[0].lines[1].get_ydata()[-1] == pytest.approx(worst)
+    assert figure.axes[0].get_ylabel() == "%"
+
+
+def test_numbers_are_drawn_as_they_are(runs):
+    """Not in percent; what rounds measure begins with the first round."""
+    found, names = read(runs[1:])
+    wanted = plot.metrics_of(found, "train_loss")
+    (axes,) = plot.curves(found, names, wanted).axes
+    line, records = axes.lines[0], found[0].records
+    losses = [r["train_loss"] for r in records if r["round"] == 1]
+    assert list(line.get_xdata()) == [1, 2]
+    assert line.get_ydata()[0] == pytest.approx(np.mean(losses))
+    assert axes.get_ylabel() == "train loss"
 
 
 def test_fairness_counts_clients(runs):
@@ -123,6 +150,8 @@ def test_damaged_files_are_not_drawn(runs, tmp_path, capsys, name, text):
         (["/nowhere"], "/nowhere holds no finished run"),
         (["RUN", "--kind=pie"], "--kind=pie: expected one of"),
         (["RUN", "--metric=c_gen"], "--metric=c_gen: the runs share"),
+        (["RUN", "--metric=client_accuracy,c_gen"], "the runs share"),
+        (["RUN", "--metric=client_accuracy,bytes_up"], "a picture each"),
     ],
 )
 def test_bad_input_is_one_line(runs, capsys, argv, words):

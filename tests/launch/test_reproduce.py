@@ -1,12 +1,13 @@
 """Tables: missing cells run, finished ones stay, Markdown has paper | ours | gap."""
 
 import json
+import pathlib
 import signal
 
 import numpy as np
 import pytest
 
-from launch import console, main, papers, reproduce, settings
+from launch import console, flags, main, papers, reproduce, settings
 
 
 @pytest.fixture
@@ -109,8 +110,9 @@ def test_differences_are_paired_by_seed(sweep, tmp_path, capsys):
     gap = 100 * (second - first)
     assert gap.std() > 0
     line = f"| Majority | {gap.mean():+.1f} ± {gap.std(ddof=1):.1f} |"
-    assert f"Minus FedAvg, paired by seed\n\n| | alpha=1 |\n|---|---|\n{line}" in (
-        shown
+    assert (
+        f"Minus FedAvg, points, paired by seed\n\n| | alpha=1 |\n|---|---|\n{line}"
+        in (shown)
     )
     assert "Minus Local" not in shown
 
@@ -159,6 +161,72 @@ def test_rows_can_be_chosen(sweep, capsys):
     assert "| FedAvg | missing |" in shown and "Majority" not in shown
 
 
+def entry(*per_seed):
+    """A summary's entry of one metric."""
+    std = float(np.std(per_seed, ddof=1)) if len(per_seed) > 1 else 0.0
+    return {"mean": float(np.mean(per_seed)), "std": std, "per_seed": list(per_seed)}
+
+
+def shown(table, runs):
+    """The Markdown of runs: (column, row) -> summary."""
+    defaults = {"title": "T", "notes": {}, "datasets": {}}
+    cells = [(papers.Cell(*names, {}, None), done) for names, done in runs.items()]
+    return papers.markdown(defaults | table, "blobs", cells)
+
+
+def test_numbers_are_no_percent():
+    """Values and paired differences of a metric that is a number, as they are."""
+    runs = {
+        ("one", row): {
+            "metrics": {"divergence_0_1": entry(*values)},
+            "numbers": ["divergence_0_1"],
+        }
+        for row, values in {"A": (0.25, 0.5), "B": (0.125, 0.125)}.items()
+    }
+    table = {"metrics": ["divergence_0_1"], "columns": "nats", "controls": ["B"]}
+    text = shown(table, runs)
+    assert "divergence 0 1, nats, 2 seed(s)" in text
+    assert "| A | 0.375 ± 0.177 |" in text
+    assert "Minus B, paired by seed\n\n| | one |\n|---|---|\n| A | +0.250" in text
+
+
+def test_traffic_by_kind_of_message():
+    """MB of each kind and in all; `-` where a row has no such message."""
+
+    def done(**kinds):
+        return {
+            "metrics": {"client_accuracy": entry(0.5, 0.5)},
+            "traffic": {
+                kind: {
+                    "direction": "down",
+                    "messages": entry(1),
+                    "bytes": entry(*sizes),
+                }
+                for kind, sizes in kinds.items()
+            },
+        }
+
+    runs = {
+        ("one", "Local"): done(),
+        ("one", "FedPer"): done(extractor=(2e6, 2e6)),
+        ("one", "UA-PDFL"): done(extractor=(1e6, 2e6), mask=(3e9, 3e9)),
+        ("one", "late"): None,
+        ("two", "Local"): done(),
+    }
+    text = shown({"metrics": ["client_accuracy"], "traffic": True}, runs)
+    first, second = text.split("MB by kind of message")[1:]
+    assert "| | in all | extractor | mask |" in first
+    for line in (
+        "| Local | 0.0 | - | - |",
+        "| FedPer | 2.0 | 2.0 | - |",
+        "| UA-PDFL | 3,001.5 | 1.5 | 3,000.0 |",
+        "| late | missing | missing | missing |",
+    ):
+        assert line in first
+    assert "| Local | 0.0 |" in second
+    assert "MB" not in shown({"metrics": ["client_accuracy"]}, runs)
+
+
 def test_every_cell_of_every_table_is_a_configuration():
     """Rows, columns and data sets of the shipped tables name options that exist."""
     for name, table in papers.tables().items():
@@ -185,6 +253,25 @@ def test_every_row_can_be_chosen():
             assert not set(papers.slug(name)) & set(",*() ")
         for name in table["scenarios"]:
             assert papers.cells(table, dataset, scenario=name)
+
+
+def test_uapdfl_s_five_peers_are_its_first_tables():
+    """The paper's Tables 3 and 4 repeat Tables 1 and 2 where there are five peers."""
+    tables = papers.tables()
+    for swept, first in (("table3", "table1"), ("table4", "table2")):
+        swept, first = tables[f"uapdfl.{swept}"], tables[f"uapdfl.{first}"]
+        for dataset, columns in first["datasets"].items():
+            assert swept["datasets"][dataset]["peers=5"] == {
+                model: rows["UA-PDFL"] for model, rows in columns.items()
+            }
+
+
+def test_uapdfl_s_flagfile_is_a_cell():
+    """The flagfile on Fashion-MNIST replays a cell of the table for CPUs."""
+    path = pathlib.Path(papers.__file__).parent / "flagfiles/uapdfl.fashion_mnist.flags"
+    table = papers.load_table("uapdfl.small")
+    (cell,) = papers.cells(table, "fashion_mnist", "beta=0.5", "UA-PDFL")
+    assert flags.parse(["main", f"--flagfile={path}"]) == cell.options
 
 
 def test_given_values_pick_rows_and_columns():
