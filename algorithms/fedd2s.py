@@ -5,8 +5,8 @@ Data-Free Federated Knowledge Distillation", https://arxiv.org/abs/2402.10846
 (Algorithm 1).
 
 * A client of the round uploads the outputs of its first layer, of its distillation
-  layer l, and the labels of its examples. l starts at the last layer and is dropped
-  towards `--min_layer`, one layer every Z0 participations.
+  layer l, and the labels of its examples. l starts at the last layer (`--first_layer`)
+  and is dropped towards `--min_layer`, one layer every Z0 participations.
 * For each client the server trains a copy of its model on the first layer's outputs:
   a distillation step towards the client's knowledge, then a supervised one.
 * The copies are averaged; the mean's soft targets go back with its layers after l.
@@ -137,7 +137,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     may_serve = range(max(schedule.last - 1, 1), schedule.first)
     gap_at = functools.partial(feature_gap, may_serve)
 
-    def first_layer(own: types.Variables, image: jax.Array) -> jax.Array:
+    def uploaded(own: types.Variables, image: jax.Array) -> jax.Array:
         """H_1, as the client uploads it."""
         return model.forward(*own, image, stop=1)[0]
 
@@ -155,7 +155,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             )
 
         def distil(params, stats, batch):
-            h = first_layer(own, batch.image)
+            h = uploaded(own, batch.image)
             if not by_head:
                 side = types.Variables(params, stats)
                 student, stats = features(model, side, h, 1, **batch.mode)
@@ -166,7 +166,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             return output_gap(z, target, batch.mask, hparams.temperature), stats
 
         def supervised(params, stats, batch):
-            h = first_layer(own, batch.image)
+            h = uploaded(own, batch.image)
             z, stats = model.forward(params, stats, h, start=1, **batch.mode)
             return losses.cross_entropy(z, batch.label, batch.mask), stats
 
@@ -187,7 +187,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         own, kept = client.own["own"], client.own["kept"]
         if by_head:
             t = table(
-                lambda x: model.forward(*server, first_layer(own, x), start=1)[0],
+                lambda x: model.forward(*server, uploaded(own, x), start=1)[0],
                 client,
                 hparams.local_epochs,
             )
@@ -196,7 +196,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             side = types.Variables(params, stats)
             if not by_head:
                 student, stats = features(model, side, batch.image, 0, **batch.mode)
-                target, _ = features(model, server, first_layer(own, batch.image), 1)
+                target, _ = features(model, server, uploaded(own, batch.image), 1)
                 return gap_at(student, target, kept, batch.mask), stats
             through = boundary.splice(side, server, kept)
             z, stats = model.forward(*through, batch.image, **batch.mode)

@@ -19,17 +19,17 @@ https://arxiv.org/abs/2102.07078, Algorithm 1): the first `--head_epochs` [tau] 
 the personal layers [h_i] alone, the others the base [phi] alone; while no layer is
 personal, all of them train the base. `fedper_plus` and `fedrep_plus` are FedPer+ and
 FedRep+ of the FedD2S paper (https://arxiv.org/abs/2402.10846): `--layer_dropping` moves
-the boundary from the last layer to `--min_layer`, one layer every `--drop_every`
-participations; each layer is averaged over those that share it.
+the boundary from `--first_layer`, the last one by default, to `--min_layer`, one layer
+every `--drop_every` participations; each layer is averaged over those that share it.
 
 Differs from the paper: a sample of the clients takes part in a round, not all; a client
 is served the mean base with its own last layers, never its copy from before the mean.
 FedD2S gives FedPer+ two sentences; the definition is ours (a client that never took
-part is served the server's model; a freshly dropped layer starts from the client's own
-values). FedRep: freezing is exact (in the released code the head still moves by stale
-momentum and weight decay in the second phase), and there is no last round that tunes
-the heads alone. FedD2S describes FedRep as averaging outputs of representations;
-parameters are averaged here, as Collins et al. do.
+part is served the server's layers up to the first boundary; a freshly dropped layer
+starts from the client's own values). FedRep: freezing is exact (in the released code
+the head still moves by stale momentum and weight decay in the second phase), and there
+is no last round that tunes the heads alone. FedD2S describes FedRep as averaging
+outputs of representations; parameters are averaged here, as Collins et al. do.
 """
 
 from __future__ import annotations

@@ -84,6 +84,11 @@ def experiment(**given: Any) -> Experiment:
         source = dataset.rotated(source, config.rotate_classes)
     config = settings.resolve(config, source, given)
     settings.check(config)
+    if config.rotate_classes > 1 and config.partition in ("cdkt", "cdkt_paper"):
+        raise ValueError(
+            f"--rotate_classes={config.rotate_classes}: --partition={config.partition} "
+            "gives users of the data's own classes; take another partition"
+        )
     public = None
     if config.public_set != "none":
         public = _public_images(config, source)

@@ -37,7 +37,14 @@ def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
         return text is not None and float(text) == value
 
     known = settings.fields_of(options["algo"])
-    return all(equal(told.get(k), v) for k, v in options.items() if k in known)
+    given = {k: v for k, v in options.items() if k in known}
+    # The algorithm's own options also where the cell leaves them to the preset.
+    _, hparams = settings.configure(given)
+    # A flag that was not there yet had its default.
+    told = {k: flags.text(known[k].default) for k in vars(hparams)} | told
+    return told.keys() <= known.keys() and all(
+        equal(told.get(k), v) for k, v in (vars(hparams) | given).items()
+    )
 
 
 def _stored(

@@ -63,6 +63,12 @@ STRUCTURES = {
     "default": SCHEDULE,
     "persist": SCHEDULE | {"drop_every": 2, "optimizer_state": "persist"},
     "mse": SCHEDULE | {"transfer": "mse", "temperature": 1.0},
+    "mse ends at 3": {
+        "drop_every": 1,
+        "min_layer": 3,
+        "transfer": "mse",
+        "temperature": 1.0,
+    },
     "fixed": {
         "first_layer": 3,
         "min_layer": 3,

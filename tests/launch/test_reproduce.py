@@ -7,6 +7,8 @@ import signal
 import numpy as np
 import pytest
 
+import models
+from fedjax_pfl import boundary
 from launch import console, flags, main, papers, reproduce, settings
 
 
@@ -174,7 +176,7 @@ def shown(table, runs):
     return papers.markdown(defaults | table, "blobs", cells)
 
 
-def test_numbers_are_no_percent():
+def test_differences_of_numbers_are_no_points():
     """Values and paired differences of a metric that is a number, as they are."""
     runs = {
         ("one", row): {
@@ -238,9 +240,11 @@ def test_every_cell_of_every_table_is_a_configuration():
                 rows = table["rows"].values()
                 others = set().union(*(settings.fields_of(row["algo"]) for row in rows))
                 assert ignored <= others, name
-                settings.configure(
+                _, hparams = settings.configure(
                     {k: v for k, v in cell.options.items() if k in known}
                 )
+                if isinstance(hparams, boundary.LayerDropping):
+                    boundary.schedule(hparams, models.make("m1", 10), (28, 28, 1))
 
 
 def test_every_row_can_be_chosen():
@@ -251,6 +255,7 @@ def test_every_row_can_be_chosen():
             cells = papers.cells(table, dataset, row=name)
             assert {cell.row for cell in cells} == {name}
             assert not set(papers.slug(name)) & set(",*() ")
+        assert len({papers.slug(name) for name in table["rows"]}) == len(table["rows"])
         for name in table["scenarios"]:
             assert papers.cells(table, dataset, scenario=name)
 
@@ -281,7 +286,7 @@ def test_given_values_pick_rows_and_columns():
     assert {cell.row for cell in cells} == {"alpha=0.5"}
     table = papers.load_table("fedd2s.fig6")
     rows = {cell.row for cell in papers.cells(table, "cifar10", given={"min_layer": 3})}
-    assert rows == {"L3", "layer 6 for ever", "layer 3 for ever"}
+    assert rows == {"L3", "layer 3 for ever"}
     with pytest.raises(ValueError, match="--head_epochs=1: no row has this option"):
         papers.cells(table, "cifar10", given={"head_epochs": 1})
 
@@ -296,6 +301,25 @@ def test_dry_run_hides_runs_of_other_settings(sweep, tmp_path, capsys):
     assert "missing" not in capsys.readouterr().out
     reproduce.command([*argv, "--rounds=3", "--dry_run"])
     assert "missing" in capsys.readouterr().out
+
+
+def test_dry_run_hides_runs_of_other_presets(sweep, tmp_path, capsys, monkeypatch):
+    """Also where the cell names no option: what it means by default has changed."""
+    argv = ["reproduce", "swept.fig1", f"--dataset={sweep}", "--workdir=out"]
+    argv += ["--row=FedAvg", "--scenario=alpha=1", "--rounds=1"]
+    reproduce.command(argv)
+    (path,) = tmp_path.glob("out/**/run.flags")
+    text = path.read_text()
+    reproduce.command([*argv, "--dry_run"])
+    assert "missing" not in capsys.readouterr().out
+    for changed in (
+        text.replace("--local_epochs=2", "--local_epochs=7"),
+        text + "--gone=1\n",
+    ):
+        assert changed != text
+        path.write_text(changed)
+        reproduce.command([*argv, "--dry_run"])
+        assert "missing" in capsys.readouterr().out
 
 
 def test_dry_run_names_a_damaged_cell(sweep, tmp_path, capsys):

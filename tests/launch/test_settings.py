@@ -421,3 +421,16 @@ def test_sentence():
     text = presets.sentence("none")
     assert "--preset=none" in text and "--preset=cdkt, " in text
     assert presets.sentence("fedd2s").startswith("rules: --preset=fedd2s (FedD2S's")
+
+
+def test_rotated_classes_reach_the_run(blobs):
+    """Each class of the data set is as many classes as there are angles."""
+    given = {"algo": "majority", "dataset": blobs, "num_clients": 3, "devices": 1}
+    given |= {"model": "mlp", "partition": "iid"}
+    plain, turned = (
+        build.experiment(**given, rotate_classes=angles) for angles in (1, 4)
+    )
+    assert turned.task.num_classes == 4 * plain.task.num_classes
+    assert len(np.unique(turned.data.label)) == turned.task.num_classes
+    with pytest.raises(ValueError, match="--rotate_classes=2: --partition=cdkt "):
+        build.experiment(**given | {"partition": "cdkt"}, rotate_classes=2)
