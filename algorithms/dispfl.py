@@ -2,7 +2,7 @@
 
 Dai, Shen, He, Tian, Tao: "DisPFL: Towards Communication-Efficient Personalized
 Federated Learning via Decentralized Sparse Training", ICML 2022,
-https://arxiv.org/abs/2206.00187 (Algorithms 1 and 2); the DisPFL row of UA-PDFL,
+https://arxiv.org/abs/2206.00187; the DisPFL row of UA-PDFL,
 https://arxiv.org/abs/2412.11674.
 
 * A client of the round pulls the sparse models of its peers, with the masks that these
@@ -17,9 +17,9 @@ https://arxiv.org/abs/2412.11674.
 |---|---|
 | w_k, m_k | `state.clients["own"]`; `held` (trained with) and `mask` (the next) |
 | sparsity, ERK | 1 - `--density`, `allotted` |
-| alpha_t, cosine annealing | `rate`: `--prune_rate`, `--prune_rounds` [T] |
-| G_k^t, the neighbours | `--num_peers`, `--topology` |
-| g: dense gradient of a batch | `--regrow=gradient`: the first batch of the round |
+| pruning rate, annealed by a cosine | `rate`: `--prune_rate`, `--prune_rounds` |
+| neighbours | `--num_peers`, `--topology` |
+| dense gradient of a batch | `--regrow=gradient`: the first batch of the round |
 
 A message has a fixed size, since the entries of each tensor stay as many as they were:
 the values (`whole model`) and a bitmap with one bit for each parameter (`mask`).
@@ -74,12 +74,12 @@ class HParams(decentralized.Peers, local_training.LocalTraining):
     )
     prune_rate: float = option(
         0.5,
-        "share of its entries that a tensor exchanges in the first round [alpha]",
+        "share of its entries that a tensor exchanges in the first round",
         minimum=0,
         maximum=1,
     )
     prune_rounds: int = option(
-        20, "rounds until none is exchanged, as many as --rounds [T]", minimum=1
+        20, "rounds until none is exchanged, as many as --rounds", minimum=1
     )
     regrow: str = option(
         "gradient",
@@ -127,7 +127,7 @@ def allotted(params: types.Params, density: float) -> types.Params:
 
 
 def rate(hparams: HParams, round: jax.Array) -> jax.Array:
-    """alpha / 2 (1 + cos(pi t / T)), f32[]; 0 from round T on."""
+    """prune_rate / 2 (1 + cos(pi r / prune_rounds)), f32[]; 0 from there on."""
     passed = jnp.minimum(round / hparams.prune_rounds, 1)
     return hparams.prune_rate / 2 * (1 + jnp.cos(jnp.pi * passed))
 

@@ -256,7 +256,7 @@ def test_who_starts_with_what(problem):
 
 
 def test_rate_falls_along_a_cosine():
-    """Test 17: half at first, a quarter midway, none from T on."""
+    """Test 17: half at first, a quarter midway, none after the last."""
     hparams = dispfl.HParams(prune_rounds=10)
     found = [float(dispfl.rate(hparams, jnp.int32(round))) for round in (0, 5, 10, 15)]
     np.testing.assert_allclose(found, [0.5, 0.25, 0, 0], atol=1e-6)
