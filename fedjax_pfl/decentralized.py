@@ -96,13 +96,13 @@ class Mixed(NamedTuple):
         model: What each starts from, and what serves it until it has trained.
         sent: Messages received, by kind: int32[C] or one number.
         given: What else its update gets, as `client.own`: an anchor, a mask.
-        metrics: (sum, count) pairs by name, beside the training loss.
+        metrics: (sum, count) pairs by name, beside the training loss; () = no others.
     """
 
     model: types.Variables
     sent: Mapping[str, Any]
     given: Any = ()
-    metrics: Mapping[str, losses.Pair] = {}
+    metrics: Mapping[str, losses.Pair] | tuple[()] = ()
 
 
 def weights(kind: str, cohort: types.Cohort, data: types.Data) -> jax.Array:
@@ -156,7 +156,7 @@ def make(
 ) -> types.Algorithm:
     """An algorithm of the family as pure functions.
 
-    `state.clients` is {"own": the models, "private": rows of their owner's alone}.
+    `state.clients` is {"own": the models, "private": what else each client keeps}.
 
     Args:
         hparams: The algorithm's options, those of `Peers` and `LocalTraining` too.
@@ -202,7 +202,7 @@ def make(
             clients=stacked.put(state.clients, cohort.row, rows),
             opt_state=trained.kept(state, cohort),
         )
-        return state, trained.metrics(cohort) | pulled.metrics, dict(pulled.sent)
+        return state, trained.metrics(cohort) | dict(pulled.metrics), dict(pulled.sent)
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         """Those of the next round after mixing, the others with what they have."""

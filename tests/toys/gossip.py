@@ -9,8 +9,8 @@ from fedjax_pfl import decentralized, local_training, losses, rng, stacked, type
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(local_training.LocalTraining):
-    """Only the common options."""
+class HParams(decentralized.Peers, local_training.LocalTraining):
+    """The options of every algorithm among peers; its graph is its own."""
 
 
 def graph(seed, round, client, num_clients, num_peers):
