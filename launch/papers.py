@@ -254,8 +254,8 @@ def _traffic(
         if one is None:
             return ["missing"] * (1 + len(kinds))
         size = {kind: message["bytes"]["mean"] / 1e6 for kind, message in one.items()}
-        shown = [f"{size[kind]:,.1f}" if kind in size else "-" for kind in kinds]
-        return [f"{sum(size.values()):,.1f}", *shown]
+        shown = [f"{size[kind]:,.3f}" if kind in size else "-" for kind in kinds]
+        return [f"{sum(size.values()):,.3f}", *shown]
 
     body = [(row, texts(one)) for row, one in sent.items()]
     title = f"**{scenario}**, MB by kind of message, all clients and rounds, mean"

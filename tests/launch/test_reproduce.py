@@ -219,13 +219,13 @@ def test_traffic_by_kind_of_message():
     first, second = text.split("MB by kind of message")[1:]
     assert "| | in all | extractor | mask |" in first
     for line in (
-        "| Local | 0.0 | - | - |",
-        "| FedPer | 2.0 | 2.0 | - |",
-        "| UA-PDFL | 3,001.5 | 1.5 | 3,000.0 |",
+        "| Local | 0.000 | - | - |",
+        "| FedPer | 2.000 | 2.000 | - |",
+        "| UA-PDFL | 3,001.500 | 1.500 | 3,000.000 |",
         "| late | missing | missing | missing |",
     ):
         assert line in first
-    assert "| Local | 0.0 |" in second
+    assert "| Local | 0.000 |" in second
     assert "MB" not in shown({"metrics": ["client_accuracy"]}, runs)
 
 
