@@ -250,6 +250,6 @@ def _peers(hparams: HParams, task: types.Task) -> types.PeerSpec:
         raise ValueError(
             f"--num_peers={hparams.num_peers}: criticalfl starts there and goes up to "
             f"three quarters of the others, which is {most} of --num_clients="
-            f"{task.num_clients}; lower it"
+            f"{task.num_clients}; {'lower it' if most else 'take more clients'}"
         )
     return decentralized.peer_spec(hparams)._replace(num_peers=most)

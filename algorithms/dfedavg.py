@@ -24,8 +24,8 @@ theta (y_k - y_{k-1}), since the learning rate stands still within a round.
 Differs from the paper: rounds are synchronous, and a round begins with the mean where
 DFedAvgM's ends with it; the same sequence, cut elsewhere. UA-PDFL neither describes nor
 releases its baselines: the weights and FedPer's cut (it only says personal layers) are
-ours. All clients start from one model. A personal stage keeps its statistics, a shared
-one shares them. Clients that a round leaves out keep what they have, and are pulled
+ours. All clients start from one model. Statistics of batch norm are shared, those of
+personal stages too. Clients that a round leaves out keep what they have, and are pulled
 from all the same. DFedAvgM's mixing matrix is symmetric with equal rows and columns,
 which `--topology=regular` has and random peers have not; messages are not quantised.
 """
@@ -40,7 +40,6 @@ from fedjax_pfl import (
     each_client,
     local_training,
     options,
-    shapes,
     types,
 )
 
@@ -80,7 +79,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     kind = types.MessageKind(
         "whole model" if cut == len(model.stage_names) else "extractor",
         "down",
-        sum(shapes.stage_bytes(model, task.example_shape)[:cut]),
+        decentralized.part_bytes(task, cut)[0],
     )
 
     def mixed(state: types.RoundState, cohort: types.Cohort, data: types.Data):

@@ -33,7 +33,7 @@ The threshold, mu and the local epochs are not in the paper. Without layer-wise
 personalization all layers are averaged with all peers and mu counts as 0. Rounds are
 synchronous, all clients start from one model (`--noshared_init`: each from its own),
 statistics of batch norm follow the extractor. A client without peers keeps its model
-and has no anchor.
+and is its own anchor.
 """
 
 from __future__ import annotations
@@ -141,10 +141,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def mixed(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         """Algorithm 1, with what peers had at the end of the last round."""
         known, rows = state.clients["private"], state.clients["own"]
-        mine, theirs = (
-            stacked.take(known["answer"], at) for at in (cohort.row, cohort.peers)
-        )
-        gap = divergence(mine[:, None], theirs)
+        answers = stacked.take(known["answer"], cohort.peers)
+        gap = divergence(stacked.take(known["answer"], cohort.row)[:, None], answers)
         alike = (gap < hparams.divergence_threshold) & cohort.peer_mask
         drop = (alike == cohort.peer_mask).all(1) & cohort.peer_mask.any(1)
         drop &= hparams.client_dropout
@@ -206,6 +204,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         if hparams.proximal == "batch":
             gap = (h.reshape(len(h), -1) - anchor) ** 2
             return losses.masked_mean(gap.mean(1), mask)
+        stats = jax.lax.stop_gradient(stats)
         features, _ = model.forward(params, stats, unit, stop=cut)
         return ((features.reshape(-1) - anchor) ** 2).sum()
 
@@ -224,14 +223,14 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 def _messages(task: types.Task, cut: int) -> tuple[types.MessageKind, ...]:
     """What one peer sends: both representations, and parts of its model."""
     model, shape = task.client_model, task.example_shape
-    sizes = shapes.stage_bytes(model, shape)
+    extractor, classifier = decentralized.part_bytes(task, cut)
     kind = functools.partial(types.MessageKind, direction="down")
     return (
         kind("representation", num_bytes=task.num_classes * traffic.FLOAT_BYTES),
         kind("auxiliary", num_bytes=shapes.output_bytes(model, shape)[cut - 1]),
-        kind("whole model", num_bytes=sum(sizes)),
-        kind("extractor", num_bytes=sum(sizes[:cut])),
-        kind("classifier", num_bytes=sum(sizes[cut:])),
+        kind("whole model", num_bytes=extractor + classifier),
+        kind("extractor", num_bytes=extractor),
+        kind("classifier", num_bytes=classifier),
     )
 
 

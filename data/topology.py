@@ -55,6 +55,8 @@ def make(spec: types.PeerSpec, num_clients: int) -> Graph:
             return spec.draw(seed, round, client, num_clients, spec.num_peers)
 
         return Graph(spec.num_peers, own)
+    if num_clients < 2:
+        raise ValueError("--num_clients=1 leaves a client without peers; raise it")
     graph = KINDS[spec.topology](spec, num_clients)
     if not spec.is_fixed:
         return graph

@@ -9,6 +9,7 @@ family says how a client mixes and how it trains.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from fedjax_pfl import (
     local_training,
     losses,
     options,
+    rng,
+    shapes,
     stacked,
     types,
 )
@@ -132,15 +135,20 @@ def mix(
         models: Leaves [K, ...], at the end of the last round.
         cohort: The clients and their peers.
         cut: The first stage of the classifier, 0..L; L = there is none.
-        extractor: Weights of the stages below the cut with their statistics, as
+        extractor: Weights of the stages below the cut and of the statistics of all, as
             `aggregate.mix_peers` takes them: f32[C, 1] = each keeps its own.
-        classifier: Those of the other stages.
+        classifier: Those of the other stages' parameters.
     """
-    below = types.Variables(*(side[:cut] for side in models))
-    above = types.Variables(*(side[cut:] for side in models))
-    below = aggregate.mix_peers(below, cohort, extractor)
-    above = aggregate.mix_peers(above, cohort, classifier)
-    return types.Variables(*(a + b for a, b in zip(below, above, strict=True)))
+    params, stats = models
+    below, stats = aggregate.mix_peers((params[:cut], stats), cohort, extractor)
+    above = aggregate.mix_peers(params[cut:], cohort, classifier)
+    return types.Variables((*below, *above), stats)
+
+
+def part_bytes(task: types.Task, cut: int) -> tuple[int, int]:
+    """Bytes of the extractor with all statistics, and of the classifier."""
+    params, stats = shapes.variables(task.client_model, task.example_shape)
+    return shapes.tree_bytes((params[:cut], stats)), shapes.tree_bytes(params[cut:])
 
 
 def make(
@@ -182,7 +190,8 @@ def make(
         rows = stacked.repeat(one, task.num_clients)
         if not hparams.shared_init:
             ids = jnp.arange(task.num_clients)
-            rows = jax.lax.map(lambda k: first(jax.random.fold_in(key, k)), ids)
+            own_key = functools.partial(rng.stream, key, rng.Tag.OWN_INIT)
+            rows = jax.lax.map(lambda number: first(own_key(number)), ids)
         kept = local_training.kept_optimizer(
             hparams, one["own"].params, task.num_clients
         )

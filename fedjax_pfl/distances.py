@@ -76,10 +76,11 @@ def js(p: jax.Array, q: jax.Array) -> jax.Array:
     """Jensen-Shannon divergence of logits f32[..., Y], over the last axis."""
     log_p, log_q = jax.nn.log_softmax(p), jax.nn.log_softmax(q)
     log_m = jnp.logaddexp(log_p, log_q) - jnp.log(2.0)
-    return 0.5 * (kl(log_p, log_m) + kl(log_q, log_m))
+    # Rounding may leave a little less than 0 between equals.
+    return jnp.maximum(0.5 * (kl(log_p, log_m) + kl(log_q, log_m)), 0)
 
 
 def symkl(p: jax.Array, q: jax.Array) -> jax.Array:
     """1/2 KL(p||q) + 1/2 KL(q||p) of logits f32[..., Y], over the last axis."""
     log_p, log_q = jax.nn.log_softmax(p), jax.nn.log_softmax(q)
-    return 0.5 * (kl(log_p, log_q) + kl(log_q, log_p))
+    return jnp.maximum(0.5 * (kl(log_p, log_q) + kl(log_q, log_p)), 0)

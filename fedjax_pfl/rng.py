@@ -27,6 +27,7 @@ class Tag(enum.IntEnum):
     REPLACED = 15
     MASK = 16
     REGROWN = 17
+    OWN_INIT = 18
 
 
 def stream(key: jax.Array, tag: Tag, *ids: int | jax.Array) -> jax.Array:

@@ -310,6 +310,14 @@ def check(config: config_lib.Config) -> None:
             f"--partition_draw={draw} has no effect with --partition=pathological; "
             f"expected one of {', '.join(pathological.DRAWS)}"
         )
+    if draw == "overlap" and config.partition not in (
+        "client_dirichlet",
+        "pathological",
+    ):
+        raise ValueError(
+            f"--partition_draw={draw} has no effect with --partition="
+            f"{config.partition}; leave it away"
+        )
     for flag in ("model", "client_model"):
         given = getattr(config, flag)
         names = given.split(",") if flag == "client_model" else [given]

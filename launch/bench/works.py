@@ -54,7 +54,7 @@ WORKS: dict[str, dict[str, Any]] = {
         "num_clients": 1000,
         "partition": "client_dirichlet",
         "partition_alpha": 0.5,
-        "clients_per_round": 1000,
+        "clients_per_round": 0,  # all of them
         "examples_per_client": 60,
         "local_epochs": 1,
         "client_optimizer": "sgd",

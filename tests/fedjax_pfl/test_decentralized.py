@@ -286,3 +286,30 @@ def test_renamed_clients_have_renamed_models():
     before = mixed(models, size, peers)
     after = mixed(models[order], size[order], name[peers][order])
     np.testing.assert_allclose(after[name], before, rtol=1e-6, atol=1e-6)
+
+
+def test_statistics_follow_the_extractor(tables):
+    """Also those of stages behind the cut, whose parameters stay; bytes as well."""
+    _, cohort = tables
+    gen = np.random.default_rng(0)
+    stage = {"w": np.float32(gen.normal(size=(4, 3)))}
+    stat = {"mean": np.float32(gen.normal(size=(4, 2)))}
+    models = types.Variables((stage, stage), (stat, stat))
+    count = cohort.peers.shape[1]
+    everyone = jnp.ones((len(cohort.row), 1 + count))
+    found = decentralized.mix(models, cohort, 1, everyone, everyone[:, :1])
+    chex.assert_trees_all_close(found.stats[0], found.stats[1])
+    own = np.asarray(stage["w"])[np.minimum(cohort.row, 3)]
+    np.testing.assert_array_equal(found.params[1]["w"], own)
+    has_peers = np.asarray(cohort.row_mask & cohort.peer_mask.any(1))
+    assert has_peers.any()
+    for leaf, table in (
+        (found.params[0]["w"], stage["w"]),
+        (found.stats[1]["mean"], stat["mean"]),
+    ):
+        apart = (
+            np.abs(np.asarray(leaf) - table[np.minimum(cohort.row, 3)]).max(1) > 1e-3
+        )
+        np.testing.assert_array_equal(
+            apart[np.asarray(cohort.row_mask)], has_peers[np.asarray(cohort.row_mask)]
+        )
