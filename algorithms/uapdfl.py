@@ -124,8 +124,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """UA-PDFL as pure functions.
 
     Raises:
-        ValueError: no such stage or graph, or more pairs than clients.
+        ValueError: no such stage or graph, an option without effect, or pairs that
+            there are not.
     """
+    _check(hparams, task)
     model, cut = task.client_model, _cut(hparams, task)
     unit = jnp.full((1, *task.example_shape), hparams.unit_value)
     divergence = DIVERGENCES[hparams.divergence]
@@ -244,7 +246,16 @@ def _cut(hparams: HParams, task: types.Task) -> int:
             f"{'a classifier' if cut else 'an extractor'}; take one of "
             f"{', '.join(model.stage_names[1:])}"
         )
+    return cut
+
+
+def _check(hparams: HParams, task: types.Task) -> None:
+    """Refuses options without effect, and pairs that there are not."""
+    if not hparams.layer_personalization:
+        reason = "with --nolayer_personalization"
+        options.refuse(hparams, ("proximal_weight",), reason)
     pairs, clients = hparams.track_pairs, task.num_clients
+    if pairs == 1:
+        raise ValueError("--track_pairs=1 makes no pair; give 0 or at least 2")
     if pairs > clients:
         raise ValueError(f"--track_pairs={pairs}: --num_clients={clients}; lower it")
-    return cut

@@ -36,12 +36,16 @@ class Scoring(NamedTuple):
 def _predictions(
     model: types.Model, variables: types.Variables, image: jax.Array
 ) -> jax.Array:
-    """Predicted labels int32[J, B]; J is 1, or the exits and then their ensemble."""
+    """Predicted labels int32[J, B]: the exits', their ensemble's, and what serves.
+
+    J is 1 for a model without exits.
+    """
     out, _ = model.forward(*variables, image)
     if not model.has_exits:
         return jnp.argmax(out, -1)[None]
-    logits = jnp.stack([*out, sum(out) / len(out)])
-    return jnp.argmax(logits, -1)
+    ensemble = sum(out) / len(out)
+    answer = {"ensemble": ensemble, "last": out[-1]}[model.answer]
+    return jnp.argmax(jnp.stack([*out, ensemble, answer]), -1)
 
 
 def _correct_from(
@@ -111,9 +115,9 @@ def count_correct(
         `own` int32[K], each client's served model on its own test rows, 0 where `known`
         bool[K] is False (not in the sample, or served by nobody);
         `server` {name: int32[J]}, the server's models on the union (absent without
-        one), all exits and then the ensemble if it has exits; `scored`
-        int32[num_scored], the ids of the scored clients (K = none), and `cross`
-        int32[num_scored], their served models on the union.
+        one), as `_predictions`; `scored` int32[num_scored], the ids of the scored
+        clients (K = none), and `cross` int32[num_scored], their served models on the
+        union.
     """
     test = data.partition.test
     num_clients = test.start.shape[0]
@@ -244,10 +248,12 @@ def metrics(
         right = right.astype(np.float64) / union
         out[f"{name}_accuracy"] = float(right[-1])
         prefix = "" if name == "global" else f"{name}_"
-        for number, value in enumerate(right[:-1], start=1):
-            out[f"{prefix}exit{number}_accuracy"] = float(value)
-        if len(right) > 1:
-            out[f"{prefix}ensemble_accuracy"] = float(right[-1])
+        if len(right) == 1:
+            continue
+        *exits, ensemble, _ = right.tolist()
+        for number, value in enumerate(exits, start=1):
+            out[f"{prefix}exit{number}_accuracy"] = value
+        out[f"{prefix}ensemble_accuracy"] = ensemble
     own = counts["own"].astype(np.int64)
     tested = (test_count > 0) & counts["known"]
     accuracy = np.full(len(own), np.nan)

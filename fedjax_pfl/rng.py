@@ -28,6 +28,7 @@ class Tag(enum.IntEnum):
     MASK = 16
     REGROWN = 17
     OWN_INIT = 18
+    LEVEL = 19
 
 
 def stream(key: jax.Array, tag: Tag, *ids: int | jax.Array) -> jax.Array:

@@ -48,13 +48,18 @@ class Model(NamedTuple):
         init: `(key, x) -> (params, stats)`; `x` is f32[B, ...], only its shape
             matters.
         forward: `(params, stats, h, *, sample_mask=None, start=0, stop=None,
-            train=False, key=None) -> (out, stats)`. Runs the stages
+            train=False, key=None, held=None) -> (out, stats)`. Runs the stages
             `start..stop-1` on `h`, the output of stage `start - 1`. `out` is the
             output of the last stage run, or, for a model with exits, the tuple of
             the outputs of all exits passed. `sample_mask` bool[B] marks the real
             samples (for statistics); `key` is needed if `train` and the model has
-            dropout.
+            dropout. `held` bool[L]: a stage that is not held gets zeros, so that
+            nothing of it, not even nan, comes back into the stages below.
         has_exits: Whether stages carry exits (`params[i]["exit"]`).
+        answer: Of a model with exits, the output that serves: `ensemble` (the mean of
+            all exits' logits) or `last`.
+        at_width: `rate -> Model`, the same with every hidden width times `rate`, whose
+            parameters are leading slices of this one's; None = it has no such form.
     """
 
     name: str
@@ -62,6 +67,23 @@ class Model(NamedTuple):
     init: Callable[[jax.Array, jax.Array], tuple[Params, Stats]]
     forward: Callable[..., tuple[Any, Stats]]
     has_exits: bool = False
+    answer: str = "ensemble"
+    at_width: Callable[[float], Model] | None = None
+
+
+def truncated(model: Model, level: int) -> Model:
+    """The chain up to a level: the first `level` stages of a model with exits, 1..L.
+
+    It starts from the same parameters as the whole model does.
+    """
+    if level == len(model.stage_names):
+        return model
+
+    def init(key: jax.Array, x: jax.Array) -> tuple[Params, Stats]:
+        params, stats = model.init(key, x)
+        return params[:level], stats[:level]
+
+    return model._replace(stage_names=model.stage_names[:level], init=init)
 
 
 class Task(NamedTuple):

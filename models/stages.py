@@ -257,6 +257,8 @@ def chain(
     name: str,
     trunks: Sequence[tuple[str, nn.Module]],
     exits: Mapping[str, nn.Module] | None = None,
+    *,
+    at_width: Callable[[float], types.Model] | None = None,
 ) -> types.Model:
     """A Model of named stages.
 
@@ -265,6 +267,7 @@ def chain(
         trunks: (stage name, module) in forward order.
         exits: Modules by stage name; each reads its stage's output. With exits, the
             output of a forward pass is the tuple of all exits passed.
+        at_width: As in `types.Model`.
 
     Returns:
         A Model whose `params[i]` is {"trunk": ...} or {"trunk": ..., "exit": ...}, and
@@ -304,9 +307,12 @@ def chain(
         stop: int | None = None,
         train: bool = False,
         key: jax.Array | None = None,
+        held: jax.Array | None = None,
     ) -> tuple[Any, types.Stats]:
         new_stats, passed = list(stats), []
-        for index in range(start, len(parts) if stop is None else stop):
+        for index in range(start, len(params) if stop is None else stop):
+            if held is not None:
+                h = jnp.where(held[index], h, 0)
             source, updated = h, {}
             for number, (part, module) in enumerate(parts[index].items()):
                 variables = {"params": params[index][part]}
@@ -333,4 +339,4 @@ def chain(
         return (tuple(passed) if exits else h), tuple(new_stats)
 
     stage_names = tuple(stage for stage, _ in trunks)
-    return types.Model(name, stage_names, init, forward, bool(exits))
+    return types.Model(name, stage_names, init, forward, bool(exits), at_width=at_width)

@@ -481,6 +481,11 @@ def test_traffic_of_a_run(threshold, blobs):
         ({"personal_from": "dense1"}, "--personal_from=dense1 .*without an extractor"),
         ({"personal_from": "none"}, "--personal_from=none .*without a classifier"),
         ({"track_pairs": 6}, "--track_pairs=6: .*--num_clients=5"),
+        ({"track_pairs": 1}, "--track_pairs=1 makes no pair"),
+        (
+            {"proximal_weight": 0.5, "layer_personalization": False},
+            "--proximal_weight=0.5 has no effect with --nolayer_personalization",
+        ),
         ({"divergence": "kl"}, "--divergence=kl: expected one of js, symkl"),
         ({"divergence_threshold": -1.0}, "--divergence_threshold=-1.0: .*at least 0"),
     ],

@@ -348,14 +348,15 @@ def test_no_c_gen_where_the_sample_has_no_scored_client():
 
 
 def test_exits_and_their_ensemble(data):
-    """Of each server model; clients are served the ensemble."""
+    """Of each server model; clients are served the ensemble, or the last exit."""
     model = small.linear("exits", num_exits=3)
+    last = model._replace(answer="last")
     first, second = (random_variables(seed=s, num_stages=3) for s in (0, 1))
 
     def server(state, data):
-        return {"global": (model, first), "other": (model, second)}
+        return {"global": (model, first), "other": (last, second)}
 
-    served = types.Served.each(model, jax.tree.map(lambda leaf: leaf[None], second))
+    served = types.Served.each(last, jax.tree.map(lambda leaf: leaf[None], second))
     counts = count(data, algorithm([served], server))
     values, _ = metrics(counts)
     for prefix, one in (("", first), ("other_", second)):
@@ -366,8 +367,22 @@ def test_exits_and_their_ensemble(data):
         ensemble = pytest.approx(answers(data, one).mean())
         assert values[f"{prefix}ensemble_accuracy"] == ensemble
     assert values["global_accuracy"] == values["ensemble_accuracy"]
-    assert values["other_accuracy"] == values["other_ensemble_accuracy"]
-    assert counts["own"][0] == answers(data, second)[own_rows(0)].sum()
+    assert values["other_accuracy"] == values["other_exit3_accuracy"]
+    alone = types.Variables(second.params[2:], ())
+    assert counts["own"][0] == answers(data, alone)[own_rows(0)].sum()
+
+
+def test_the_ensemble_is_of_logits():
+    """Test 21 of DepthFL: where the mean of probabilities gives another class."""
+    logits = jnp.array([[0.0, 9.0, -20.0], [0.0, -9.0, 1.0], [0.0, -9.0, 1.0]])
+    probabilities = jax.nn.softmax(logits).mean(0)
+    model = small.linear("exits", num_exits=3)
+    own = types.Variables(tuple({"w": row[None]} for row in logits), ({}, {}, {}))
+    assert logits.mean(0).argmax() == 0 != probabilities.argmax()
+    for answer, served in (("ensemble", 0), ("last", 2)):
+        one = model._replace(answer=answer)
+        found = evaluate._predictions(one, own, jnp.ones((1, 1)))
+        assert found[:, 0].tolist() == [1, 2, 2, 0, served]
 
 
 def test_metrics_by_hand():

@@ -1,0 +1,171 @@
+"""How much of a model each client can hold: the levels of a run, 1 = the smallest.
+
+What a level is, an algorithm says: the first stages of a model with exits, a width, a
+number of models. Which client has which is the planner's, and no method's: all methods
+see the same clients at the same levels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pfl import boundary, options, rng, types
+
+option = options.option
+
+
+@dataclasses.dataclass(frozen=True)
+class Levels:
+    """Options of every algorithm whose clients hold different parts of a model."""
+
+    levels: str = option(
+        "fixed",
+        "what a client can hold: always the same, drawn anew in each round, or all",
+        choices=("fixed", "dynamic", "maximum"),
+    )
+    level_mix: str = option(
+        "1:1:1:1",
+        "clients of each level in proportion, the smallest level first: blocks of "
+        "clients in the order of their ids, or chances (dynamic)",
+    )
+    max_level: int = option(
+        0,
+        "level of the global model, 0 = the largest; who could hold more trains this",
+        minimum=0,
+    )
+    exclusive: bool = option(
+        False, "clients that cannot hold the global model stay out"
+    )
+
+
+def mix(hparams: Levels) -> np.ndarray:
+    """The proportions of the levels, int[L].
+
+    Raises:
+        ValueError: no such list, or nobody in it.
+    """
+    text = hparams.level_mix
+    parts = text.split(":")
+    if not all(part.isdecimal() and len(part) < 7 for part in parts):
+        raise ValueError(
+            f"--level_mix={text}: expected whole numbers with colons between them, "
+            "such as 1:1:1:1"
+        )
+    found = np.array([int(part) for part in parts])
+    if not found.any():
+        raise ValueError(f"--level_mix={text} gives nobody a level; raise one of them")
+    return found
+
+
+def top(hparams: Levels) -> int:
+    """The level of the global model, 1..L.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    count = len(mix(hparams))
+    if hparams.max_level > count:
+        raise ValueError(
+            f"--max_level={hparams.max_level}: --level_mix={hparams.level_mix} has "
+            f"{count} levels; lower it"
+        )
+    return hparams.max_level or count
+
+
+class Drawn:
+    """Levels that a client draws anew in each round, by the proportions of a mix.
+
+    Equal ones draw the same: what a client draws is named by seed, round and its id.
+    """
+
+    def __init__(self, share: np.ndarray, largest: int):
+        self._bounds, self._largest = np.cumsum(share) / share.sum(), largest
+
+    def __call__(self, seed: int, round: int, client: np.ndarray) -> np.ndarray:
+        """int[C] of the clients int[C] in a round."""
+        words = rng.hashed(seed, rng.Tag.LEVEL, round, client)
+        # 53 bits: exact in a float64, below 1.
+        chance = (words >> np.uint64(11)).astype(np.float64) / 2.0**53
+        drawn = 1 + np.searchsorted(self._bounds[:-1], chance, side="right")
+        return np.minimum(drawn, self._largest)
+
+
+def capability(hparams: Levels, num_clients: int) -> np.ndarray:
+    """int[K]: the level that each client can hold where levels are fixed; 1..L.
+
+    Client k of K has level 1 + #{l: (m_1 + .. + m_l) / m <= k / K} of a mix m.
+    """
+    share = mix(hparams)
+    if hparams.levels == "maximum":
+        return np.full(num_clients, len(share))
+    ends = np.cumsum(share) * num_clients
+    return 1 + np.searchsorted(ends[:-1], np.arange(num_clients) * share.sum(), "right")
+
+
+def assigned(hparams: Levels, num_clients: int) -> tuple:
+    """What `plan.Planner` takes: (level of each client, who may be drawn).
+
+    Returns:
+        (int[K], or a function of the round where levels are drawn; bool[K], or None for
+        everybody).
+
+    Raises:
+        ValueError: options that contradict each other.
+    """
+    largest = top(hparams)
+    if hparams.levels == "dynamic":
+        if hparams.exclusive:
+            raise ValueError(
+                "--exclusive needs clients that hold the same in every round; take "
+                "--levels=fixed"
+            )
+        return Drawn(mix(hparams), largest), None
+    able = capability(hparams, num_clients)
+    eligible = able >= largest if hparams.exclusive else None
+    if eligible is not None and not eligible.any():
+        raise ValueError(
+            f"--exclusive: no client of --level_mix={hparams.level_mix} holds level "
+            f"{largest}; lower --max_level"
+        )
+    return np.minimum(able, largest), eligible
+
+
+def num_capable(hparams: Levels, num_clients: int) -> np.ndarray:
+    """int[top]: how many clients can hold each level; all of them, if it is drawn."""
+    if hparams.levels == "dynamic":
+        return np.full(top(hparams), num_clients)
+    able = capability(hparams, num_clients)
+    return (able >= np.arange(1, top(hparams) + 1)[:, None]).sum(1)
+
+
+def truncated(hparams: Levels, model: types.Model) -> types.Model:
+    """The global model: the chain up to `--max_level` of a model with exits.
+
+    A model with one exit has one level, all of it.
+
+    Raises:
+        ValueError: another number of levels than the model has.
+    """
+    count = len(model.stage_names) if model.has_exits else 1
+    given = len(mix(hparams))
+    if given != count:
+        raise ValueError(
+            f"--level_mix={hparams.level_mix} has {given} levels, --model={model.name} "
+            f"{count}; give as many parts as the model has exits"
+        )
+    return types.truncated(model, top(hparams)) if model.has_exits else model
+
+
+def held(depth: jax.Array, model: types.Model) -> jax.Array:
+    """bool[..., L]: the stages that clients of a level int32[...] hold.
+
+    All of them, where the model has one exit.
+    """
+    count = len(model.stage_names)
+    if not model.has_exits:
+        return jnp.ones((*depth.shape, count), bool)
+    return boundary.held(depth, count)
