@@ -12,6 +12,7 @@ from typing import Any
 from algorithms import (
     cdkt,
     criticalfl,
+    depthfl,
     dfedavg,
     dispfl,
     ditto,
@@ -35,6 +36,7 @@ def entry(
     preset: str = "none",
     public_images: bool = False,
     several_models: bool = False,
+    exits: bool = False,
 ) -> Any:
     """An algorithm as the registry knows it.
 
@@ -44,6 +46,7 @@ def entry(
         public_images: It learns from images that all clients share without labels; a
             set of them is chosen where none is given.
         several_models: Its clients may have different architectures.
+        exits: It has a use for models with an exit at every stage.
     """
     return SimpleNamespace(
         HParams=module.HParams,
@@ -52,6 +55,7 @@ def entry(
         preset=preset,
         public_images=public_images,
         several_models=several_models,
+        exits=exits,
     )
 
 
@@ -79,6 +83,7 @@ _FEDREP = variant(
     local_epochs=4,
     head_epochs=3,
 )
+_DEPTHFL = entry(depthfl, preset="depthfl", exits=True)
 _DFEDAVG = entry(dfedavg, preset="uapdfl")
 ALGORITHMS = {
     "local": entry(local),
@@ -115,6 +120,13 @@ ALGORITHMS = {
     ),
     "criticalfl": entry(criticalfl, preset="uapdfl"),
     "dispfl": entry(dispfl, preset="uapdfl"),
+    "depthfl": _DEPTHFL,
+    "feddyn": variant(
+        _DEPTHFL,
+        "FedDyn: local losses corrected by the drifts of clients, of one whole model.",
+        level_mix="1",
+        self_distill_weight=0.0,
+    ),
 }
 
 

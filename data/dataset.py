@@ -54,6 +54,46 @@ def rotated(source: Dataset, angles: int) -> Dataset:
     )
 
 
+def fitted(source: Dataset, size: int, channels: int) -> Dataset:
+    """Images with a black margin around them, and gray ones in several channels.
+
+    Args:
+        source: Its images are [N, H, W, C].
+        size: Side of the new ones, 0 = as they are. Of an odd number of missing rows
+            the larger half comes behind.
+        channels: Channels of the new ones, 0 = as they are.
+
+    Raises:
+        ValueError: images are larger, are not gray, or are none.
+    """
+    image = source.image
+    if not size and not channels:
+        return source
+    shape = list(image.shape[1:])
+    if image.ndim != 4:
+        raise ValueError(
+            f"--image_size={size} --image_channels={channels}: the examples are no "
+            f"images, but of shape {shape}; leave both away"
+        )
+    if size and max(shape[:2]) > size:
+        raise ValueError(
+            f"--image_size={size} is smaller than the images, which are of shape "
+            f"{shape}; give at least {max(shape[:2])}, or 0"
+        )
+    if channels and shape[2] not in (1, channels):
+        raise ValueError(
+            f"--image_channels={channels}: the images have {shape[2]}, only gray ones "
+            "can be repeated; leave it away"
+        )
+    if size:
+        missing = [size - side for side in shape[:2]]
+        pads = [(rows // 2, rows - rows // 2) for rows in missing]
+        image = np.pad(image, ((0, 0), *pads, (0, 0)))
+    if channels and channels != shape[2]:
+        image = np.repeat(image, channels, axis=-1)
+    return source._replace(image=image)
+
+
 NORMALIZATIONS = ("none", "channel", "global", "pixel", "half")
 
 

@@ -83,7 +83,8 @@ def update(
         opt_state: Leaves [C, ...]; None = rows `cohort.row` of `state.opt_state`.
         plan: Name of the step plan.
         levels: With L > 0 `fn(client, shared, level)` is traced once for each level
-            1..L (a Python int), and a chunk of clients runs its largest one.
+            1..L (a Python int), and a chunk of clients runs its largest one; or always
+            L, where `task.execution.is_bucketed` is False.
         reduce: Weights of sums over the clients that are taken while chunks run, so
             that memory is a chunk's: f32[C], 0 on padding rows, or a prefix pytree of
             such. `fn` then returns `(kept, given)` and `update` returns `(kept, sum)`
@@ -101,12 +102,14 @@ def update(
         )
         return fn(client, shared, **level)
 
-    by_level = [functools.partial(one, level=n) for n in range(1, levels + 1)]
-    return over_clients(by_level or [one], task.execution)(
+    is_bucketed = task.execution.is_bucketed and levels > 0
+    first = 1 if is_bucketed else levels
+    by_level = [functools.partial(one, level=n) for n in range(first, levels + 1)]
+    return over_clients(by_level if levels else [one], task.execution)(
         (cohort.client_id, cohort.depth, own, opt_state, steps),
         (data, shared, state.key, state.round),
         steps.num_steps,
-        cohort.depth if levels else None,
+        cohort.depth if is_bucketed else None,
         reduce,
     )
 

@@ -15,10 +15,13 @@ class Execution(NamedTuple):
     Attributes:
         chunk: Rows that are vmapped together on one device; 1 = one by one.
         mesh: A mesh with the axis `clients`, or None for a single device.
+        is_bucketed: Whether a chunk whose clients hold parts of a model computes the
+            largest of them only; else the whole model, masked.
     """
 
     chunk: int = 1
     mesh: jax.sharding.Mesh | None = None
+    is_bucketed: bool = True
 
 
 def padded_size(num_rows: int, execution: Execution) -> int:

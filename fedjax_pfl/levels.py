@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import boundary, options, rng, types
+from fedjax_pfl import boundary, each_client, local_training, options, rng, types
 
 option = options.option
 
@@ -169,3 +169,29 @@ def held(depth: jax.Array, model: types.Model) -> jax.Array:
     if not model.has_exits:
         return jnp.ones((*depth.shape, count), bool)
     return boundary.held(depth, count)
+
+
+def train(
+    hparams: local_training.LocalTraining,
+    objective: local_training.Objective,
+    start: types.Variables,
+    client: each_client.Client,
+    level: int,
+) -> local_training.Trained:
+    """Local training of the first `level` stages; the others stay as they came.
+
+    Args:
+        hparams: As in `local_training.train`.
+        objective: Sees the first `level` stages alone.
+        start: All stages.
+        client: With the kept optimizer state of all stages, if one is kept.
+        level: Static, 1..L.
+    """
+    first = types.Variables(start.params[:level], start.stats[:level])
+    own = client.replace(opt_state=client.opt_state[:level])
+    trained = local_training.train(hparams, (objective,), first, own)
+    return trained.replace(
+        params=(*trained.params, *start.params[level:]),
+        stats=(*trained.stats, *start.stats[level:]),
+        opt_state=(*trained.opt_state, *client.opt_state[level:]),
+    )

@@ -99,6 +99,7 @@ class Task(NamedTuple):
             by sample.
         example_shape: Shape of one example, such as (28, 28, 1).
         execution: See `Execution`.
+        num_levels: Levels at which clients hold a model; 1 = all hold the same.
     """
 
     server_model: Model
@@ -111,6 +112,7 @@ class Task(NamedTuple):
     num_examples: int
     example_shape: tuple[int, ...]
     execution: Execution = Execution()
+    num_levels: int = 1
 
     @property
     def client_model(self) -> Model:

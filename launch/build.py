@@ -13,7 +13,7 @@ import algorithms
 import models
 from data import dataset, loaders, partitions, plan
 from data.partitions import cdkt
-from fedjax_pfl import evaluate, execution, rng, shapes, types
+from fedjax_pfl import evaluate, execution, levels, rng, shapes, types
 from fedjax_pfl import program as program_lib
 from launch import config as config_lib
 from launch import devices, limits, settings
@@ -84,6 +84,7 @@ def experiment(**given: Any) -> Experiment:
         source = dataset.rotated(source, config.rotate_classes)
     config = settings.resolve(config, source, given)
     settings.check(config)
+    source = dataset.fitted(source, config.image_size, config.image_channels)
     if config.rotate_classes > 1 and config.partition in ("cdkt", "cdkt_paper"):
         raise ValueError(
             f"--rotate_classes={config.rotate_classes}: --partition={config.partition} "
@@ -109,6 +110,7 @@ def _public_images(config: config_lib.Config, source: dataset.Dataset) -> np.nda
             "--proxy_fraction"
         )
     public = loaders.load(config.public_set, config.data_dir, flag="public_set")
+    public = dataset.fitted(public, config.image_size, config.image_channels)
     image = public.image[: public.num_train]
     if image.shape[1:] != source.image.shape[1:] or image.dtype != source.image.dtype:
         raise ValueError(
@@ -161,6 +163,11 @@ def assemble(
     data = _data(config, source, seeds, public)
     num_rows = np.asarray(data.partition.train.count)
     group = np.arange(config.num_clients, dtype=np.int32) % len(client_models)
+    num_levels = 1
+    if isinstance(hparams, levels.Levels):
+        num_levels = levels.top(hparams)
+        if level_of is None:
+            level_of, eligible = levels.assigned(hparams, config.num_clients)
     if level_of is None:
         num_stages = [len(model.stage_names) for model in client_models]
         level_of = np.array(num_stages, np.int32)[group]
@@ -173,7 +180,8 @@ def assemble(
         batch_size,
         config.min_chunk,
         _typical_steps(config, num_rows[0], batch_size),
-    )
+        num_levels,
+    )._replace(is_bucketed=config.bucketed)
     task = types.Task(
         server_model=server_model,
         client_models=client_models,
@@ -185,12 +193,19 @@ def assemble(
         num_examples=shapes.rounded_up(int(num_rows.max())),
         example_shape=shape,
         execution=how,
+        num_levels=num_levels,
     )
     entry = settings.algorithm(config.algo if algo is None else algo)
     if len(client_models) > 1 and not getattr(entry, "several_models", False):
         raise ValueError(
             f"--client_model={config.client_model}: --algo={config.algo} gives all "
             f"clients one architecture; name one, or take {_who('several_models')}"
+        )
+    with_exits = [m.name for m in (server_model, *client_models) if m.has_exits]
+    if with_exits and not getattr(entry, "exits", False):
+        raise ValueError(
+            f"--model={with_exits[0]} has an exit at every stage: --algo="
+            f"{config.algo} has no use for them; take another model, or {_who('exits')}"
         )
     program = program_lib.build(entry.make, hparams, task, _scoring(config, data))
     if public is not None and program.algorithm.ships_proxy != "unlabelled":

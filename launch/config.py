@@ -34,6 +34,18 @@ class Config:
         minimum=1,
         maximum=4,
     )
+    image_size: int = option(
+        0,
+        "side of all images, made of smaller ones by a black margin; 0 = as they are",
+        minimum=0,
+        maximum=4096,
+    )
+    image_channels: int = option(
+        0,
+        "channels of all images, made of gray ones by repetition; 0 = as they are",
+        minimum=0,
+        maximum=64,
+    )
     model: str | None = option(None, "the server's model, and the clients' by default")
     client_model: str | None = option(
         None,
@@ -130,6 +142,10 @@ class Config:
         "examples a step",
         minimum=0,
     )
+    bucketed: bool = option(
+        True,
+        "clients that hold a part of a model compute that part, or all of it, masked",
+    )
     devices: int = option(0, "devices that share the clients, 0 = all", minimum=0)
     precision: str = option(
         "f32", "precision of matrix products", choices=tuple(launch.devices.PRECISIONS)
@@ -148,6 +164,7 @@ EXECUTION_FIELDS = (
     "resume",
     "client_chunk",
     "min_chunk",
+    "bucketed",
     "devices",
     "data_dir",
     "checkpoint_every",

@@ -113,6 +113,7 @@ def execution(
     batch_size: int,
     min_chunk: int,
     num_steps: np.ndarray,
+    num_levels: int = 1,
 ) -> types.Execution:
     """The mesh and the number of clients that are vmapped together.
 
@@ -126,6 +127,7 @@ def execution(
         batch_size: Examples of one client's step.
         min_chunk: The least chunk elsewhere than on a CPU, 0 = by the batch size.
         num_steps: int[T, C], steps of the clients of a few typical cohorts.
+        num_levels: Levels at which clients compute: a chunk should be of one of them.
 
     Raises:
         ValueError: more devices than there are.
@@ -142,6 +144,7 @@ def execution(
         chunk, _ = plan.choose_chunk(
             num_steps, batch_size=batch_size, min_chunk=min_chunk, devices=count
         )
+        chunk = min(chunk, -(-per_device // num_levels))
     if not chunk:
         chunk = 1
         if model_bytes < SMALL_MODEL_BYTES:

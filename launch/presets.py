@@ -13,17 +13,25 @@ from typing import Any, NamedTuple
 
 FOLDER = pathlib.Path(__file__).parent / "rules"
 BASE = "none"
-CONDITIONS = ("algo", "dataset", "partition", "public_images", "max_examples")
+CONDITIONS = (
+    "algo",
+    "dataset",
+    "partition",
+    "public_images",
+    "max_examples",
+    "image_shape",
+)
 
 
 class Rule(NamedTuple):
     """Options with their values, and when they hold.
 
     Attributes:
-        when: Condition -> what it wants. `algo`, `dataset`, `partition`: a name or
-            several; `public_images`: whether the algorithm needs a public set and has
-            none yet; `max_examples`: the data set's rows at most. What depends on the
-            data is known once they are loaded, after an algorithm's own options.
+        when: Condition -> what it wants. `algo`, `dataset`, `partition`, `image_shape`
+            (such as 28x28x1): a name or several; `public_images`: whether the
+            algorithm needs a public set and has none yet; `max_examples`: the data
+            set's rows at most. What depends on the data is known once they are loaded,
+            after an algorithm's own options.
         options: Option -> value; options that an algorithm does not have are skipped.
     """
 
@@ -80,7 +88,8 @@ def values(preset: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         preset: A key of `PRESETS`.
         facts: `algo`, `dataset`, and as far as known `partition`, `public_images`,
-            `num_examples`. A rule that asks for an unknown one does not hold.
+            `num_examples`, `image_shape`. A rule that asks for an unknown one does not
+            hold.
     """
     out: dict[str, Any] = {}
     for _, rule in rules(preset):

@@ -201,6 +201,7 @@ def resolve(
         "algo": config.algo,
         "dataset": name,
         "num_examples": len(source.label),
+        "image_shape": "x".join(str(side) for side in source.image.shape[1:]),
         "public_images": wants_images
         and "public_set" not in told
         and not config.proxy_fraction,

@@ -10,6 +10,8 @@ from fedjax_pfl import (
     types,
 )
 
+exits = True
+
 
 @dataclasses.dataclass(frozen=True)
 class HParams(local_training.LocalTraining):

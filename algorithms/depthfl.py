@@ -1,0 +1,206 @@
+"""DepthFL: clients hold the first levels of a model, exits distil into one another.
+
+Kim, Yu, Kim, Moon: "DepthFL: Depthwise Federated Learning for Heterogeneous Clients",
+ICLR 2023, https://openreview.net/forum?id=pf8RIZTMU58 (Algorithm 1, Eq. 1), with
+FedDyn: Acar et al., ICLR 2021, https://arxiv.org/abs/2111.04263.
+
+* The server sends each client of the round the first stages of its model, as many as
+  the client can hold; every stage has an exit.
+* A client trains them on the cross-entropy of all its exits, and every exit learns from
+  the others' answers.
+* FedDyn: each client adds up what it has drifted; the gradient of its loss is corrected
+  by that and by a pull to the server's model.
+* The server takes, stage by stage, the mean over those who hold it, and goes on by the
+  sum of all drifts.
+
+| paper | here |
+|---|---|
+| W, L_k: model, classifiers | stages and exits of `--model` |
+| d_k: local depth | `cohort.depth` (`--levels`, `--level_mix`, `--max_level`) |
+| alpha of FedDyn, g_k, h | `--feddyn_alpha`, private rows, `state.server["h"]` |
+| R: rounds until the full weight (Table 13) | `--ramp_rounds` |
+| DepthFL (FedAvg) | `--feddyn_alpha=0 --self_distill_weight=0` |
+| exclusive learning | `--max_level=s --exclusive` |
+
+Differs from the paper: the distillation's weight grows as exp(-5 (1 - t/R)^2), which
+only Table 13 and the author's code have; no 1e-7 is added inside the KL. h is a mean
+over all clients (those who may be drawn), as in the code; `--h_denominator=capable`:
+over those who hold the level. A stage that nobody in the round holds stays as it is,
+its h too. Running statistics are averaged over the holders, without h.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import (
+    aggregate,
+    boundary,
+    distances,
+    each_client,
+    levels,
+    local_training,
+    losses,
+    options,
+    stacked,
+    traffic,
+    types,
+)
+
+option = options.option
+
+
+@dataclasses.dataclass(frozen=True)
+class HParams(levels.Levels, local_training.LocalTraining):
+    """DepthFL's options."""
+
+    feddyn_alpha: float = option(
+        0.1, "FedDyn's penalty [alpha], 0 = FedAvg", minimum=0, zero_is_off=True
+    )
+    self_distill_weight: float = option(
+        1.0,
+        "weight of what exits learn from one another, 0 = nothing",
+        minimum=0,
+        zero_is_off=True,
+    )
+    ramp_rounds: int = option(
+        300, "rounds until that weight is whole, about a third of all [R]", minimum=1
+    )
+    h_denominator: str = option(
+        "all",
+        "FedDyn's h is a mean over all clients, or over the capable of each level",
+        choices=("all", "capable"),
+    )
+
+
+def ramp(round: jax.Array, ramp_rounds: int) -> jax.Array:
+    """exp(-5 (1 - t/R)^2) f32[] up to round R, then 1."""
+    left = 1 - jnp.minimum(round / ramp_rounds, 1)
+    return jnp.exp(-5 * left**2)
+
+
+def mutual_gap(logits: jax.Array, reached: jax.Array, mask: jax.Array) -> jax.Array:
+    """sum_i sum_{j != i} KL(sg p_j || p_i) / (d - 1), f32[]; Eq. 1, second sum.
+
+    Args:
+        logits: f32[E, B, Y] of the exits.
+        reached: bool[E], the d exits that the client holds.
+        mask: bool[B], the real samples.
+    """
+    log_p = jax.nn.log_softmax(logits)
+    gaps = distances.kl(jax.lax.stop_gradient(log_p)[None], log_p[:, None])
+    is_pair = reached[:, None] & reached & ~jnp.eye(len(reached), dtype=bool)
+    by_sample = jnp.where(is_pair[..., None], gaps, 0).sum((0, 1))
+    return losses.masked_mean(by_sample, mask) / jnp.maximum(reached.sum() - 1, 1)
+
+
+def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+    """DepthFL as pure functions.
+
+    Raises:
+        ValueError: levels that the model does not have.
+    """
+    model = levels.truncated(hparams, task.model)
+    num_stages, alpha = len(model.stage_names), hparams.feddyn_alpha
+    distils = not options.is_off(hparams.self_distill_weight)
+    is_dyn = not options.is_off(alpha)
+    sharers = task.num_eligible
+    if hparams.h_denominator == "capable":
+        sharers = levels.num_capable(hparams, task.num_clients)
+
+    def client_update(
+        client: each_client.Client, server: types.Variables, level: int = num_stages
+    ):
+        """Algorithm 1, client: the stages 1..level; those it does not hold stay."""
+        held = levels.held(client.depth, model)[:level]
+        reached = held if model.has_exits else held[-1:]
+
+        def loss_fn(params, stats, batch):
+            """Eq. 1: every exit's cross-entropy, and what it learns from the others."""
+            out, stats = model.forward(
+                params, stats, batch.image, held=held, **batch.mode
+            )
+            exits = jnp.stack(out) if model.has_exits else out[None]
+            # Before any softmax: what is not held may hold anything.
+            exits = jnp.where(reached[:, None, None], exits, 0)
+            hard = [losses.cross_entropy(z, batch.label, batch.mask) for z in exits]
+            loss = jnp.where(reached, jnp.stack(hard), 0).sum()
+            if distils:
+                weight = ramp(client.round, hparams.ramp_rounds)
+                weight *= hparams.self_distill_weight
+                loss += weight * mutual_gap(exits, reached, batch.mask)
+            return loss, stats
+
+        def feddyn_pull(params, grads):
+            """Adds the gradient of -<g, theta> + alpha / 2 ||theta - theta^t||^2."""
+            return jax.tree.map(
+                lambda d, g, new, old: d - g + alpha * (new - old),
+                *(grads, client.own[:level], params, server.params[:level]),
+            )
+
+        adjust = feddyn_pull if is_dyn else None
+        objective = local_training.Objective(loss_fn, held, adjust=adjust)
+        return levels.train(hparams, objective, server, client, level)
+
+    def init(data: types.Data, key: jax.Array) -> types.RoundState:
+        server = task.init(task.model, key)
+        server = types.Variables(server.params[:num_stages], server.stats[:num_stages])
+        kept = local_training.kept_optimizer(hparams, server.params, task.num_clients)
+        if not is_dyn:
+            return types.RoundState.first({"model": server}, (), key, kept)
+        zeros = jax.tree.map(jnp.zeros_like, server.params)
+        drifts = stacked.repeat(zeros, task.num_clients)
+        return types.RoundState.first({"model": server, "h": zeros}, drifts, key, kept)
+
+    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        old = state.server["model"]
+        own = stacked.take(state.clients, cohort.row)
+        trained = each_client.update(
+            client_update,
+            task,
+            state,
+            cohort,
+            data,
+            own=own,
+            shared=old,
+            levels=num_stages if model.has_exits else 0,
+        )
+        held = levels.held(cohort.depth, model) & cohort.row_mask[:, None]
+        weight = aggregate.cohort_weights("uniform", cohort, data)
+        server = {"model": aggregate.stage_means(trained.variables, weight, held, old)}
+        clients = state.clients
+        if is_dyn:
+            server = feddyn_server(state.server, server["model"], held)
+            drift = feddyn_client(own, trained.params, old.params)
+            clients = stacked.put(clients, cohort.row, drift)
+        state = state.after(
+            server=server, clients=clients, opt_state=trained.kept(state, cohort)
+        )
+        sent = traffic.stages_sent(model, held, held)
+        return state, trained.metrics(cohort), sent
+
+    def feddyn_client(own, params, old):
+        """g_k - alpha (theta_k - theta^t); what was not trained keeps its g."""
+        return jax.tree.map(lambda g, new, o: g - alpha * (new - o), own, params, old)
+
+    def feddyn_server(server, mean, held):
+        """h - alpha n / M (mean - theta^t), then theta^(t+1) = mean - h / alpha."""
+        old, share = server["model"].params, boundary.by_stage(held.sum(0) / sharers)
+        h = tuple(
+            jax.tree.map(lambda a, m, o, s=s: a - alpha * s * (m - o), *stage)
+            for s, *stage in zip(share, server["h"], mean.params, old, strict=True)
+        )
+        ahead = jax.tree.map(lambda m, a: m - a / alpha, mean.params, h)
+        params = boundary.select(boundary.by_stage(held.any(0)), ahead, old)
+        return {"model": types.Variables(params, mean.stats), "h": h}
+
+    return types.Algorithm(
+        plans=(local_training.plan(hparams),),
+        messages=traffic.stages_both_ways(task, model),
+        init=init,
+        round=round,
+        server=lambda state, data: {"global": (model, state.server["model"])},
+    )
