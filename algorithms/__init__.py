@@ -22,6 +22,7 @@ from algorithms import (
     fedmd,
     fedper,
     fedprox,
+    inclusivefl,
     local,
     majority,
     pfedsd,
@@ -121,6 +122,7 @@ ALGORITHMS = {
     "criticalfl": entry(criticalfl, preset="uapdfl"),
     "dispfl": entry(dispfl, preset="uapdfl"),
     "depthfl": _DEPTHFL,
+    "inclusivefl": entry(inclusivefl, preset="depthfl", exits=True),
     "feddyn": variant(
         _DEPTHFL,
         "FedDyn: local losses corrected by the drifts of clients, of one whole model.",

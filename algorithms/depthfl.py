@@ -146,8 +146,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return levels.train(hparams, objective, server, client, level)
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        server = task.init(task.model, key)
-        server = types.Variables(server.params[:num_stages], server.stats[:num_stages])
+        server = levels.first(task.init(task.model, key), num_stages)
         kept = local_training.kept_optimizer(hparams, server.params, task.num_clients)
         if not is_dyn:
             return types.RoundState.first({"model": server}, (), key, kept)

@@ -171,6 +171,12 @@ def held(depth: jax.Array, model: types.Model) -> jax.Array:
     return boundary.held(depth, count)
 
 
+def first(variables: types.Variables, level: int) -> types.Variables:
+    """The first `level` stages."""
+    params, stats = variables
+    return types.Variables(params[:level], stats[:level])
+
+
 def train(
     hparams: local_training.LocalTraining,
     objective: local_training.Objective,
@@ -187,9 +193,8 @@ def train(
         client: With the kept optimizer state of all stages, if one is kept.
         level: Static, 1..L.
     """
-    first = types.Variables(start.params[:level], start.stats[:level])
     own = client.replace(opt_state=client.opt_state[:level])
-    trained = local_training.train(hparams, (objective,), first, own)
+    trained = local_training.train(hparams, (objective,), first(start, level), own)
     return trained.replace(
         params=(*trained.params, *start.params[level:]),
         stats=(*trained.stats, *start.stats[level:]),
