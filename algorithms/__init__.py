@@ -22,11 +22,13 @@ from algorithms import (
     fedmd,
     fedper,
     fedprox,
+    heterofl,
     inclusivefl,
     local,
     majority,
     pfedsd,
     scaffold,
+    splitmix,
     uapdfl,
 )
 
@@ -85,6 +87,7 @@ _FEDREP = variant(
     head_epochs=3,
 )
 _DEPTHFL = entry(depthfl, preset="depthfl", exits=True)
+_HETEROFL = entry(heterofl, preset="depthfl")
 _DFEDAVG = entry(dfedavg, preset="uapdfl")
 ALGORITHMS = {
     "local": entry(local),
@@ -123,6 +126,13 @@ ALGORITHMS = {
     "dispfl": entry(dispfl, preset="uapdfl"),
     "depthfl": _DEPTHFL,
     "inclusivefl": entry(inclusivefl, preset="depthfl", exits=True),
+    "heterofl": _HETEROFL,
+    "sheterofl": variant(
+        _HETEROFL,
+        "SHeteroFL: HeteroFL whose clients train every smaller width too.",
+        all_widths=True,
+    ),
+    "splitmix": entry(splitmix, preset="depthfl"),
     "feddyn": variant(
         _DEPTHFL,
         "FedDyn: local losses corrected by the drifts of clients, of one whole model.",

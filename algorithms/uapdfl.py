@@ -250,12 +250,9 @@ def _cut(hparams: HParams, task: types.Task) -> int:
 
 
 def _check(hparams: HParams, task: types.Task) -> None:
-    """Refuses options without effect, and pairs that there are not."""
+    """Refuses a weight without effect, and pairs that there are not."""
     if not hparams.layer_personalization:
-        reason = "with --nolayer_personalization"
-        options.refuse(hparams, ("proximal_weight",), reason)
-    pairs, clients = hparams.track_pairs, task.num_clients
-    if pairs == 1:
-        raise ValueError("--track_pairs=1 makes no pair; give 0 or at least 2")
-    if pairs > clients:
-        raise ValueError(f"--track_pairs={pairs}: --num_clients={clients}; lower it")
+        options.refuse(hparams, ("proximal_weight",), "with --nolayer_personalization")
+    pairs, most = hparams.track_pairs, task.num_clients
+    if pairs == 1 or pairs > most:
+        raise ValueError(f"--track_pairs={pairs}: expected 0, or 2 to {most} clients")

@@ -255,7 +255,7 @@ def _of_state(tx: Any, mask: Any, stage: Any, state: Any) -> Any:
 def any_of(mask: Any) -> jax.Array:
     """bool[]: whether any entry of a mask is True."""
     parts = (m.any() if m.ndim else m for m in jax.tree.leaves(mask))
-    return functools.reduce(jnp.logical_or, parts)
+    return functools.reduce(jnp.logical_or, parts, jnp.zeros((), bool))
 
 
 def clip(grads: types.Params, norm: float | jax.Array, mask: Any) -> types.Params:

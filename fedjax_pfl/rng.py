@@ -29,6 +29,8 @@ class Tag(enum.IntEnum):
     REGROWN = 17
     OWN_INIT = 18
     LEVEL = 19
+    QUEUE = 20
+    BASES = 21
 
 
 def stream(key: jax.Array, tag: Tag, *ids: int | jax.Array) -> jax.Array:

@@ -25,6 +25,9 @@ from flax import struct
 from fedjax_pfl import rng
 from fedjax_pfl.execution import Execution
 
+# In train mode running statistics move by this share towards those of the batch.
+STATS_MOMENTUM = 0.1
+
 Params = tuple[Any, ...]
 Stats = tuple[Any, ...]
 

@@ -19,7 +19,7 @@ from flax import linen as nn
 
 from fedjax_pfl import types
 
-NORM_MOMENTUM, NORM_EPSILON = 0.1, 1e-5
+NORM_EPSILON = 1e-5
 
 
 def torch_uniform(fan_in: int) -> nn.initializers.Initializer:
@@ -122,9 +122,10 @@ class Norm(nn.Module):
             centred = jnp.where(mask, h - mean.reshape(column), 0)
             square = (centred**2).sum(axes)
             var = square / values
+            share = types.STATS_MOMENTUM
             is_known, unbiased = count > 1, square / jnp.maximum(count - 1, 1)
             for running, batch in ((running_mean, mean), (running_var, unbiased)):
-                moved = (1 - NORM_MOMENTUM) * running.value + NORM_MOMENTUM * batch
+                moved = (1 - share) * running.value + share * batch
                 running.value = jnp.where(is_known, moved, running.value)
         else:
             centred = h - running_mean.value.reshape(column)

@@ -480,8 +480,8 @@ def test_traffic_of_a_run(threshold, blobs):
         ({"personal_from": "F9"}, "--personal_from=F9: .*dense1, dense2, last"),
         ({"personal_from": "dense1"}, "--personal_from=dense1 .*without an extractor"),
         ({"personal_from": "none"}, "--personal_from=none .*without a classifier"),
-        ({"track_pairs": 6}, "--track_pairs=6: .*--num_clients=5"),
-        ({"track_pairs": 1}, "--track_pairs=1 makes no pair"),
+        ({"track_pairs": 6}, "--track_pairs=6: expected 0, or 2 to 5 clients"),
+        ({"track_pairs": 1}, "--track_pairs=1: expected 0, or 2 to"),
         (
             {"proximal_weight": 0.5, "layer_personalization": False},
             "--proximal_weight=0.5 has no effect with --nolayer_personalization",

@@ -1,0 +1,285 @@
+"""HeteroFL: clients hold leading slices of a wide model, the server averages entries.
+
+Diao, Ding, Tarokh: "HeteroFL: Computation and Communication Efficient Federated
+Learning for Heterogeneous Clients", ICLR 2021, https://arxiv.org/abs/2010.01264, with
+the settings of DepthFL's authors (https://openreview.net/forum?id=pf8RIZTMU58).
+
+* The server sends each client of the round the first channels of every hidden layer,
+  n/L of them to a client of level n.
+* A client trains this narrower model. Norms use their batch's statistics alone.
+* The server takes, entry by entry, the mean over those whose slice has it.
+* Static batch norm: before a test the server finds the statistics of each width on the
+  clients' data.
+* SHeteroFL: a client trains every smaller width too, each on the same batch.
+
+| paper | here |
+|---|---|
+| r: width | `cohort.depth` of as many levels as `--level_mix` has parts |
+| W_g: global model | `state.server`, of width `--max_level` |
+| Scaler | `--scaler` |
+| masked cross-entropy | `--masked_cross_entropy` |
+| sBN | `--static_norm`, `--static_examples` |
+| SHeteroFL (DepthFL, Table 3) | `--all_widths` |
+
+Differs from the paper: entries are averaged without weights, and the optimizer is
+DepthFL's. The norm that follows makes the Scaler's division all but undone. Statistics
+are the mean over batches of train rows as they stand, not DepthFL's moving average over
+augmented ones (`--static_norm=ema`: a moving average). Width n/L is reported as
+`exit<n>_accuracy`, as DepthFL's exits are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import (
+    aggregate,
+    boundary,
+    each_client,
+    levels,
+    local_training,
+    losses,
+    options,
+    shapes,
+    stacked,
+    types,
+)
+
+option = options.option
+
+
+@dataclasses.dataclass(frozen=True)
+class HParams(levels.Levels, local_training.LocalTraining):
+    """HeteroFL's options."""
+
+    all_widths: bool = option(
+        False, "a step is on the sum of the losses of every width that a client holds"
+    )
+    scaler: bool = option(
+        True, "in training, outputs of convolutions are divided by the width's share"
+    )
+    masked_cross_entropy: bool = option(
+        False, "clients leave classes that they do not have out of loss and mean"
+    )
+    static_norm: str = option(
+        "average",
+        "the norms' statistics in tests: the mean over batches of the clients' train "
+        "rows, or a moving average",
+        choices=("average", "ema"),
+    )
+    static_examples: int = option(
+        0, "train rows that these statistics are taken from, 0 = all", minimum=0
+    )
+
+
+def narrowed(tree: Any, like: Any) -> Any:
+    """The leading slices of leaves that have the shapes of `like`."""
+    return jax.tree.map(
+        lambda leaf, s: leaf[tuple(slice(n) for n in s.shape)], tree, like
+    )
+
+
+def widened(tree: Any, full: Any) -> Any:
+    """`full` with the leading slices of its leaves replaced by those of `tree`."""
+    return jax.tree.map(
+        lambda leaf, f: f.at[tuple(slice(n) for n in leaf.shape)].set(leaf), tree, full
+    )
+
+
+def covered(params: list[Any], level: jax.Array) -> Any:
+    """Which entries of the widest parameters a client of a level int32[] has, bool.
+
+    Args:
+        params: Shape structs of every level's parameters, the widest last.
+        level: 1..L.
+    """
+
+    def inside(*by_level: jax.ShapeDtypeStruct) -> jax.Array:
+        sides = jnp.array([one.shape for one in by_level])[level - 1]
+        full = by_level[-1].shape
+        places = (
+            jax.lax.broadcasted_iota(jnp.int32, full, i) for i in range(len(full))
+        )
+        pairs = zip(places, sides, strict=True)
+        return functools.reduce(jnp.logical_and, (p < side for p, side in pairs))
+
+    return jax.tree.map(inside, *params)
+
+
+def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+    """HeteroFL as pure functions.
+
+    Raises:
+        ValueError: a model that has no narrower form, or no such level.
+    """
+    nets = _nets(hparams, task)
+    training_nets = _nets(hparams, task, scaled=hparams.scaler)
+    shape_at = [shapes.variables(net, task.example_shape) for net in nets]
+    params_at = [one.params for one in shape_at]
+    model, num_levels = nets[-1], len(nets)
+
+    def client_update(client: each_client.Client, server: types.Variables, level: int):
+        """Trains the slice of the client's level; a chunk's larger slice, 0 beyond."""
+        mine = covered(params_at, client.depth)
+        mask, like = narrowed(mine, params_at[level - 1]), shape_at[level - 1]
+        start = narrowed(server, like)
+        zeros = jax.tree.map(jnp.zeros_like, start.params)
+        start = start._replace(params=boundary.select(mask, start.params, zeros))
+
+        def loss_of(number: int, params, stats, batch):
+            own = narrowed(types.Variables(params, stats), shape_at[number - 1])
+            net = training_nets[number - 1]
+            logits, _ = net.forward(*own, batch.image, **batch.mode)
+            if hparams.masked_cross_entropy:
+                logits = jnp.where(client.own, logits, 0)
+            return losses.cross_entropy(logits, batch.label, batch.mask)
+
+        def loss_fn(params, stats, batch):
+            if not hparams.all_widths:
+                return loss_of(level, params, stats, batch), stats
+            each = [loss_of(n, params, stats, batch) for n in range(1, level + 1)]
+            reached = jnp.arange(1, level + 1) <= client.depth
+            return jnp.where(reached, jnp.stack(each), 0).sum(), stats
+
+        objective = local_training.Objective(loss_fn, mask, held=False)
+        return trained_slice(objective, start, client, server, mine)
+
+    def trained_slice(objective, start, client, server, mine):
+        """Local training of a slice; what is not the client's stays as it came."""
+        kept, own = client.opt_state, ()
+        if kept != ():
+            tx = local_training.optimizer(hparams, hparams.client_lr)
+            like = jax.eval_shape(
+                lambda: local_training.init_optimizer(tx, start.params)
+            )
+            own = narrowed(kept, like)
+        trained = local_training.train(
+            hparams, (objective,), start, client.replace(opt_state=own)
+        )
+        wide = boundary.select(
+            mine, widened(trained.params, server.params), server.params
+        )
+        return trained.replace(
+            params=wide, stats=server.stats, opt_state=widened(trained.opt_state, kept)
+        )
+
+    def init(data: types.Data, key: jax.Array) -> types.RoundState:
+        server = task.init(model, key)
+        kept = local_training.kept_optimizer(hparams, server.params, task.num_clients)
+        return types.RoundState.first(server, (), key, kept)
+
+    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        present = stacked.take(
+            data.label_counts(task.num_classes) > 0, cohort.client_id
+        )
+        trained = each_client.update(
+            client_update,
+            task,
+            state,
+            cohort,
+            data,
+            own=present,
+            shared=state.server,
+            levels=num_levels,
+        )
+        mask = jax.vmap(lambda depth: covered(params_at, depth))(cohort.depth)
+        if hparams.masked_cross_entropy:
+            mask = (
+                *mask[:-1],
+                jax.tree.map(lambda m: of_classes(m, present), mask[-1]),
+            )
+        weight = aggregate.cohort_weights("uniform", cohort, data)
+        params = aggregate.masked_mean(
+            trained.params, weight, mask, state.server.params
+        )
+        state = state.after(
+            server=state.server._replace(params=params),
+            opt_state=trained.kept(state, cohort),
+        )
+        sent = {
+            f"{name} {way}": cohort.depth == number
+            for number, name in enumerate(_names(hparams), start=1)
+            for way in ("down", "up")
+        }
+        return state, trained.metrics(cohort), sent
+
+    def of_classes(mask, present):
+        """The entries of the last layer, [C, ..., Y], whose class a client has."""
+        middle = (1,) * (mask.ndim - 2)
+        return mask & present.reshape(len(present), *middle, -1)
+
+    def server(state: types.RoundState, data: types.Data):
+        """Every width with its statistics, the widest first."""
+        found = {}
+        for number in range(num_levels, 0, -1):
+            own = narrowed(state.server, shape_at[number - 1])
+            stats = static_stats(nets[number - 1], own, data)
+            found[f"exit{number}"] = nets[number - 1], own._replace(stats=stats)
+        return {"global": found[f"exit{num_levels}"]} | found
+
+    def static_stats(net: types.Model, own: types.Variables, data: types.Data):
+        """sBN: batch statistics over the clients' train rows, in train mode."""
+        rows, size = data.partition.train.row, data.partition.train.count.sum()
+        if hparams.static_examples:
+            # Rows are in the clients' order: some of everybody's.
+            wanted = min(hparams.static_examples, len(rows))
+            size = jnp.minimum(size, wanted)
+            spread = jnp.arange(wanted) * (data.partition.train.count.sum() / size)
+            rows = rows[spread.astype(jnp.int32)]
+        count = -(-size // hparams.batch_size)
+        batches = stacked.in_batches(rows, hparams.batch_size)
+        is_average = hparams.static_norm == "average"
+        nothing = jax.tree.map(jnp.zeros_like, own.stats)
+
+        def step(index, stats):
+            image, _ = data.gather(batches[index])
+            mode = {"sample_mask": batches[index] >= 0, "train": True}
+            before = nothing if is_average else stats
+            _, new = net.forward(own.params, before, image, **mode)
+            if not is_average:
+                return new
+            # From nothing, a batch's statistics come back times the momentum.
+            share = types.STATS_MOMENTUM * count
+            return jax.tree.map(lambda s, n: s + n / share, stats, new)
+
+        first = nothing if is_average else own.stats
+        return jax.lax.fori_loop(0, count, step, first)
+
+    return types.Algorithm(
+        plans=(local_training.plan(hparams),),
+        messages=tuple(
+            types.MessageKind(f"{name} {way}", way, shapes.tree_bytes(params))
+            for name, params in zip(_names(hparams), params_at, strict=True)
+            for way in ("down", "up")
+        ),
+        init=init,
+        round=round,
+        server=server,
+    )
+
+
+def _names(hparams: HParams) -> list[str]:
+    """What the levels are called: `width 1/4`, ..."""
+    count = len(levels.mix(hparams))
+    return [f"width {n}/{count}" for n in range(1, levels.top(hparams) + 1)]
+
+
+def _nets(hparams: HParams, task: types.Task, **scaled: bool) -> list[types.Model]:
+    """The model at every width up to the global one's.
+
+    Raises:
+        ValueError: it has no such form.
+    """
+    model, count = task.model, len(levels.mix(hparams))
+    if model.at_width is None:
+        raise ValueError(
+            f"--model={model.name} has no narrower form that is a slice of it (it "
+            "flattens maps); take convnet, resnet18 or resnet34"
+        )
+    numbers = range(1, levels.top(hparams) + 1)
+    return [model.at_width(n / count, **scaled) for n in numbers]

@@ -1,0 +1,194 @@
+"""Split-Mix: a wide model as several narrow ones, clients train as many as they can.
+
+Hong, Wang, Wang, Zhou: "Efficient Split-Mix Federated Learning for On-Demand and
+In-Situ Customization", ICLR 2022, https://arxiv.org/abs/2203.09747, as DepthFL compares
+with it (Appendix A.2 of https://openreview.net/forum?id=pf8RIZTMU58).
+
+* The server has N base models, which together are as large as the whole one.
+* A client of level d gets d of them. The first comes from a shuffled queue over all
+  bases that the clients share, the others are drawn from the rest.
+* It trains each on the same batches, on its own cross-entropy.
+* The server takes the mean of each base over those who trained it.
+* A budget of n answers with the mean of the logits of the first n bases.
+
+| paper | here |
+|---|---|
+| base networks | `state.server`, leaves [N, ...], N = `--num_bases` |
+| budget of a client | `cohort.depth` (`--levels`, `--level_mix`) |
+| r: width of a base | N^-1/2, so that N bases have the whole model's weights |
+
+Differs from the paper: means are without weights; outputs of convolutions are not
+rescaled; norms have running statistics, means over those who trained the base. A budget
+n is reported as `exit<n>_accuracy`, as DepthFL's exits are; all N bases are served, also
+where `--max_level` lets clients train fewer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import (
+    aggregate,
+    each_client,
+    levels,
+    local_training,
+    options,
+    rng,
+    shapes,
+    stacked,
+    types,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class HParams(levels.Levels, local_training.LocalTraining):
+    """Split-Mix's options."""
+
+    num_bases: int = options.option(
+        4, "base models, as many as there are levels", minimum=1, maximum=64
+    )
+
+
+def first_bases(key: jax.Array, place: jax.Array, num_bases: int) -> jax.Array:
+    """The bases int32[C] at places int32[C] of a queue of shuffles of all bases."""
+
+    def one(place: jax.Array) -> jax.Array:
+        own = rng.stream(key, rng.Tag.QUEUE, place // num_bases)
+        return jax.random.permutation(own, num_bases)[place % num_bases]
+
+    return jax.vmap(one)(place)
+
+
+def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+    """Split-Mix as pure functions.
+
+    Raises:
+        ValueError: a model that has no narrower form, or other levels than bases.
+    """
+    num_bases, top = hparams.num_bases, levels.top(hparams)
+    _check(hparams, task)
+    base = task.model.at_width(num_bases**-0.5)
+    loss_fn = local_training.cross_entropy_loss(base)
+
+    def picked(state: types.RoundState, cohort: types.Cohort) -> jax.Array:
+        """The bases of each client in the order of its training, int32[C, N]."""
+        # Places in the queue are the clients' by id: no padding and no order counts.
+        is_before = cohort.client_id < cohort.client_id[:, None]
+        place = (is_before & cohort.row_mask).sum(1)
+        place += state.round * cohort.row_mask.sum()
+        key = rng.stream(state.key, rng.Tag.QUEUE)
+        first = first_bases(key, place, num_bases)
+
+        def order(client_id: jax.Array, first: jax.Array) -> jax.Array:
+            own = rng.stream(state.key, rng.Tag.BASES, state.round, client_id)
+            rank = jax.random.permutation(own, num_bases)
+            return jnp.argsort(rank.at[first].set(-1))
+
+        return jax.vmap(order)(cohort.client_id, first)
+
+    def client_update(client: each_client.Client, server: types.Variables, level: int):
+        """Trains the first `level` of its bases, one after another."""
+        pick = client.own[:level]
+
+        def one(number: jax.Array) -> local_training.Trained:
+            start, kept = stacked.take((server, client.opt_state), number)
+            own = client.replace(opt_state=kept)
+            return local_training.train(hparams, loss_fn, start, own)
+
+        trained = jax.lax.map(one, pick)
+        is_own = jnp.arange(level) < client.depth
+        total, count = (jnp.where(is_own, part, 0).sum() for part in trained.loss)
+        params, stats = stacked.put(server, pick, trained.variables)
+        kept = stacked.where(
+            is_own, trained.opt_state, stacked.take(client.opt_state, pick)
+        )
+        return trained.replace(
+            params=params,
+            stats=stats,
+            opt_state=stacked.put(client.opt_state, pick, kept),
+            loss=(total, count),
+        )
+
+    def init(data: types.Data, key: jax.Array) -> types.RoundState:
+        one = [
+            task.init(base, rng.stream(key, rng.Tag.BASES, number))
+            for number in range(num_bases)
+        ]
+        server = jax.tree.map(lambda *leaves: jnp.stack(leaves), *one)
+        kept = local_training.kept_optimizer(hparams, one[0].params, num_bases)
+        kept = stacked.repeat(kept, task.num_clients)
+        return types.RoundState.first(server, (), key, kept)
+
+    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        pick = picked(state, cohort)
+        trained = each_client.update(
+            client_update,
+            task,
+            state,
+            cohort,
+            data,
+            own=pick,
+            shared=state.server,
+            levels=top,
+        )
+        rank = jnp.argsort(pick)
+        has = (rank < cohort.depth[:, None]) & cohort.row_mask[:, None]
+        mask = jax.tree.map(
+            lambda leaf: has.reshape(*has.shape, *(1,) * (leaf.ndim - 1)), state.server
+        )
+        weight = aggregate.cohort_weights("uniform", cohort, data)
+        server = aggregate.masked_mean(trained.variables, weight, mask, state.server)
+        state = state.after(server=server, opt_state=trained.kept(state, cohort))
+        sent = {"base down": cohort.depth, "base up": cohort.depth}
+        return state, trained.metrics(cohort), sent
+
+    def budget(count: int) -> types.Model:
+        """The first `count` bases as one model: the mean of their logits."""
+
+        def forward(params, stats, h, **_):
+            out, _ = jax.vmap(base.forward, (0, 0, None))(params, stats, h)
+            return out.mean(0), stats
+
+        return base._replace(name=f"{count} x {base.name}", forward=forward)
+
+    budgets = [budget(count) for count in range(1, num_bases + 1)]
+
+    def server(state: types.RoundState, data: types.Data):
+        """Every budget, the largest first."""
+        found = {
+            f"exit{count}": (
+                budgets[count - 1],
+                jax.tree.map(lambda leaf, n=count: leaf[:n], state.server),
+            )
+            for count in range(1, num_bases + 1)
+        }
+        return {"global": found[f"exit{num_bases}"]} | found
+
+    size = shapes.model_bytes(base, task.example_shape)
+    return types.Algorithm(
+        plans=(local_training.plan(hparams),),
+        messages=tuple(
+            types.MessageKind(f"base {way}", way, size) for way in ("down", "up")
+        ),
+        init=init,
+        round=round,
+        server=server,
+    )
+
+
+def _check(hparams: HParams, task: types.Task) -> None:
+    """Refuses a model without a narrower form, and other levels than bases."""
+    model, parts = task.model, len(levels.mix(hparams))
+    if model.at_width is None:
+        raise ValueError(
+            f"--model={model.name} has no narrower form; take convnet, resnet18 or "
+            "resnet34"
+        )
+    if parts != hparams.num_bases:
+        raise ValueError(
+            f"--level_mix={hparams.level_mix} has {parts} levels, --num_bases="
+            f"{hparams.num_bases}; they must agree"
+        )
