@@ -19,8 +19,8 @@ with it (Appendix A.2 of https://openreview.net/forum?id=pf8RIZTMU58).
 
 Differs from the paper: means are without weights; outputs of convolutions are not
 rescaled; norms have running statistics, means over those who trained the base. A budget
-n is reported as `exit<n>_accuracy`, as DepthFL's exits are; all N bases are served, also
-where `--max_level` lets clients train fewer.
+n is reported as `exit<n>_accuracy`, as DepthFL's exits are; all N bases are served,
+also where `--max_level` lets clients train fewer.
 """
 
 from __future__ import annotations

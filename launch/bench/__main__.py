@@ -63,6 +63,12 @@ def _print(out: dict[str, Any], only_json: bool) -> None:
                 f"{100 * out['mixing_over_round']:.0f} % of a round; at most "
                 f"{out['peak_memory_bytes'] / 2**20:,.0f} MiB in use"
             )
+        if "masked_over_bucketed" in out:
+            print(
+                f"with every client computing the whole model, masked: "
+                f"{out['masked_seconds_per_round']:.3f} s a round, "
+                f"{out['masked_over_bucketed']:.2f}x"
+            )
         if "round_over_reference" in out:
             print(
                 f"the optimizer steps alone, one client at a time: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 
 from fedjax_pfl import execution
 from launch import build, devices
-from launch.bench import machine, mixing, references
+from launch.bench import machine, masking, mixing, references
 from launch.experiment import Experiment
 
 PREDICTED_ROUNDS = 4
@@ -22,12 +23,14 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
         given: Option -> value, as for `build.experiment`.
         rounds: How many; the first one warms up, unless it is alone.
     """
-    experiment = build.experiment(**given, rounds=rounds, eval_every=rounds)
+    given = given | {"rounds": rounds, "eval_every": rounds}
+    experiment = build.experiment(**given)
     seconds = []
     config = experiment.config
     plain_loop = references.PLAIN_LOOPS.get(config.algo)
     reference = plain_loop(experiment) if plain_loop else None
     reference_seconds = []
+    masked, masked_seconds = masking.rounds(experiment, given), []
     experiment.evaluate()
     for round in range(rounds):
         before = experiment.totals.seconds
@@ -35,15 +38,16 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
         seconds.append(experiment.totals.seconds - before)
         if reference is not None:
             reference_seconds.append(reference(round))
+        if masked is not None:
+            masked_seconds.append(masked(round))
     experiment.evaluate()
     record = experiment.metrics[-1]
     totals, model = experiment.totals, experiment.task.client_models[0]
-    timed = seconds[1:] or seconds
     rate = totals.samples / sum(seconds)
     out = {
         "algo": config.algo,
         "rounds": rounds,
-        "seconds_per_round": float(np.median(timed)),
+        "seconds_per_round": _median(seconds),
         "client_updates_per_second": totals.client_updates / sum(seconds),
         "samples_per_second": rate,
         "padding_efficiency": totals.samples / max(totals.executed, 1),
@@ -65,13 +69,22 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
     if out["mixing_seconds"] is not None:
         out["mixing_over_round"] = out["mixing_seconds"] / out["seconds_per_round"]
     if reference is not None:
-        pairs = zip(seconds, reference_seconds, strict=True)
-        ratios = [ours / theirs for ours, theirs in pairs]
-        out["reference_seconds_per_round"] = float(
-            np.median(reference_seconds[1:] or reference_seconds)
-        )
-        out["round_over_reference"] = float(np.median(ratios[1:] or ratios))
+        out["reference_seconds_per_round"] = _median(reference_seconds)
+        out["round_over_reference"] = _ratio(seconds, reference_seconds)
+    if masked is not None:
+        out["masked_seconds_per_round"] = _median(masked_seconds)
+        out["masked_over_bucketed"] = _ratio(masked_seconds, seconds)
     return {name: value for name, value in out.items() if value is not None}
+
+
+def _median(values: Sequence[float]) -> float:
+    """Of all but the first, which warms up, unless it is alone."""
+    return float(np.median(values[1:] or values))
+
+
+def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    """Median over the rounds, each of which is timed in both ways in turn."""
+    return _median([a / b for a, b in zip(above, below, strict=True)])
 
 
 def _predicted(experiment: Experiment) -> float:

@@ -49,6 +49,18 @@ WORKS: dict[str, dict[str, Any]] = {
         "batch_size": 20,
         "model": "m1",
     },
+    # Clients of 60 examples that hold one to four levels of a net with exits.
+    "w4": {
+        "num_clients": 100,
+        "partition": "iid",
+        "clients_per_round": 20,
+        "examples_per_client": 60,
+        "image_size": 32,
+        "image_channels": 3,
+        "local_epochs": 1,
+        "batch_size": 20,
+        "model": "depth_convnet",
+    },
     # A thousand clients of 60 examples, all in each round; five peers where there are.
     "w5": {
         "num_clients": 1000,
