@@ -130,8 +130,10 @@ def _text(done: Mapping[str, Any] | None, metric: str, number: Number | None) ->
     """`paper / ours / difference`, or ours alone where the paper has no number."""
     pair = number if isinstance(number, list) else [number]
     paper = " ± ".join(f"{one:.2f}" for one in pair if one is not None)
-    if done is None or metric not in done["metrics"]:
+    if done is None:
         return f"{paper} / missing" if paper else "missing"
+    if metric not in done["metrics"]:
+        return f"{paper} / -" if paper else "-"
     entry = done["metrics"][metric]
     scale, digits = _unit(done, metric)
     mean, std = scale * entry["mean"], scale * entry["std"]
@@ -155,9 +157,9 @@ def markdown(
     """Markdown: paper | ours mean +- std | difference.
 
     A table of several metrics has one part per scenario, with the metrics as columns; a
-    table of one metric has the scenarios as columns, and after it, for each of its
-    `controls`, the differences of the other rows to that one. Where it says `traffic`,
-    the bytes of every kind of message follow, one part per scenario.
+    table of one metric has the scenarios as columns. After each part come, for each of
+    the table's `controls`, the differences of the other rows to that one. Where it says
+    `traffic`, the bytes of every kind of message follow, one part per scenario.
     """
     metrics = table["metrics"]
     lines = [f"### {table['title']}", "", f"Data set: `{dataset}`."]
@@ -191,14 +193,17 @@ def markdown(
         ]
         title = f"{console.title(metrics[0])}, {table.get('columns', 'percent')}"
         lines += ["", f"{title}, {legend}", "", *_grid(scenarios, body)]
+        columns = [(scenario, scenario, metrics[0]) for scenario in scenarios]
         for control in table.get("controls", ()):
-            if control in rows and len(rows) > 1:
-                lines += _against(control, results, metrics[0])
+            lines += _against(control, results, columns)
     else:
         for scenario in scenarios:
             body = [(r, texts[scenario, r]) for r in rows if (scenario, r) in texts]
             lines += ["", f"**{scenario}**, {legend}", ""]
             lines += _grid([console.title(metric) for metric in metrics], body)
+            columns = [(console.title(metric), scenario, metric) for metric in metrics]
+            for control in table.get("controls", ()):
+                lines += _against(control, results, columns)
     if table.get("traffic"):
         for scenario in scenarios:
             lines += _traffic(scenario, results)
@@ -221,25 +226,39 @@ def _paired(
 def _against(
     control: str,
     results: Sequence[tuple[Cell, Mapping[str, Any] | None]],
-    metric: str,
+    columns: Sequence[tuple[str, str, str]],
 ) -> list[str]:
-    """A grid of every row's difference to one row, seed by seed."""
+    """A grid of every row's difference to one row, seed by seed.
+
+    Args:
+        control: That row; nothing is shown without it.
+        results: All cells.
+        columns: (title, scenario, metric) of each.
+    """
     done = {(cell.scenario, cell.row): one for cell, one in results}
-    scenarios, rows = (list(dict.fromkeys(part)) for part in zip(*done, strict=True))
+    wanted = {scenario for _, scenario, _ in columns}
+    rows = list(dict.fromkeys(row for scenario, row in done if scenario in wanted))
     body = [
         (
             row,
             [
-                _paired(done.get((s, row)), done.get((s, control)), metric)
-                for s in scenarios
+                _paired(done.get((s, row)), done.get((s, control)), m)
+                for _, s, m in columns
             ],
         )
         for row in rows
         if row != control
     ]
-    is_number = any(one and console.is_number(one, metric) for one in done.values())
+    if control not in rows or not body:
+        return []
+    is_number = any(
+        one and console.is_number(one, m)
+        for one in done.values()
+        for _, _, m in columns
+    )
     unit = "" if is_number else " points,"
-    return ["", f"Minus {control},{unit} paired by seed", "", *_grid(scenarios, body)]
+    heads = [title for title, _, _ in columns]
+    return ["", f"Minus {control},{unit} paired by seed", "", *_grid(heads, body)]
 
 
 def _traffic(
@@ -264,4 +283,4 @@ def _traffic(
 
 def slug(text: str) -> str:
     """A row's name as part of a path."""
-    return "".join(c for c in text.lower().replace(" ", "_") if c not in "=,*()")
+    return "".join(c for c in text.lower().replace(" ", "_") if c not in "=,:*()")
