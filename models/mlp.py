@@ -14,4 +14,6 @@ def mlp(num_classes: int, width: float = 1.0) -> types.Model:
             ("dense2", stages.Dense(wide(64))),
             ("dense3", stages.Dense(num_classes, relu=False)),
         ],
+        # Only the examples are flattened, which are never sliced.
+        at_width=lambda rate, scaled=False: mlp(num_classes, width * rate),
     )

@@ -25,12 +25,29 @@ def network(name="tiny", widths=WIDTHS, dropout=0.0, num_classes=4):
     return stages.chain(name, [*hidden, ("last", stages.Dense(num_classes, False))])
 
 
+def sliced(rate=1.0, *, scaled=False):
+    """Eight by eight hidden units at rate 1; a narrower one is leading slices of it."""
+    width = round(8 * rate)
+    return network("sliced", (width, width))._replace(
+        at_width=lambda more, scaled=False: sliced(rate * more)
+    )
+
+
+def with_exits(num_classes=4):
+    """Three stages of 8, 6 and 6 units, an exit of one layer after each."""
+    trunks = [(f"s{i}", stages.Dense(width)) for i, width in enumerate((8, 6, 6), 1)]
+    exits = {f"s{i}": stages.Dense(num_classes, False) for i in (1, 2, 3)}
+    return stages.chain("with_exits", trunks, exits)
+
+
 NETWORKS = {
     "tiny": network(),
     "twin": network("twin"),
     "noisy": network("noisy", dropout=0.5),
     "deeper": network("deeper", (10, 7, 6)),
     "wide": network("wide", (8, 5)),
+    "sliced": sliced(),
+    "with_exits": with_exits(),
 }
 
 

@@ -1,0 +1,278 @@
+"""HeteroFL and SHeteroFL against numpy, and their properties (tests 13 and 14)."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import algorithms
+from algorithms import heterofl
+from fedjax_pfl import shapes, types
+from launch import build
+from models import stages
+from tests.algorithms import conftest, plain
+
+SHAPE = (8, 8, 1)
+FLOATS = {"client_lr": 0.1, "client_lr_decay": 0.8, "weight_decay": 0.02}
+STRUCTURES = {
+    "heterofl": {},
+    "sheterofl": {},
+    "masked": {"masked_cross_entropy": True},
+    "three of four": {"max_level": 3},
+    "momentum": {"client_momentum": 0.5, "optimizer_state": "persist"},
+}
+DEPTHS = ([1, 2, 4], [3, 1, 2], [4, 4, 1])
+
+
+def algo_of(name):
+    return "sheterofl" if name == "sheterofl" else "heterofl"
+
+
+def make(problem, algo="heterofl", model=None, **given):
+    model = model or conftest.sliced()
+    task = problem.task_of()._replace(server_model=model, client_models=(model,))
+    hparams = algorithms.ALGORITHMS[algo].HParams(batch_size=5, **given)
+    return heterofl.make(hparams, task)
+
+
+def at_levels(cohort, depth):
+    return cohort.replace(depth=np.asarray(depth, np.int32))
+
+
+def slice_of(layers, level):
+    """The leading slice of a level: 2, 4, 6 or 8 units in both hidden layers."""
+    width = 2 * level
+    (k1, b1), (k2, b2), (k3, b3) = layers
+    return [
+        [k1[:, :width], b1[:width]],
+        [k2[:width, :width], b2[:width]],
+        [k3[:width], b3],
+    ]
+
+
+def put(part, layers):
+    """The layers with a leading slice replaced."""
+    out = [[np.array(a) for a in layer] for layer in layers]
+    for layer, small in zip(out, part, strict=True):
+        for full, values in zip(layer, small, strict=True):
+            full[tuple(slice(n) for n in values.shape)] = values
+    return out
+
+
+def trained(table, start, one, number, tx, level, name):
+    """A client's slice after its plan."""
+    params = slice_of(start, level)
+    present = np.isin(np.arange(4), table.label[table.owned(number)])
+
+    def of_logits(label):
+        def slopes(z):
+            if name != "masked":
+                return plain.cross_entropy(label)(z)
+            return np.where(present, plain.cross_entropy(label)(z * present), 0)
+
+        return slopes
+
+    for _, rows, _ in table.steps(one, number):
+        x, label = table.images(rows), table.label[rows]
+        zeros = [[np.zeros_like(a) for a in layer] for layer in params]
+        widths = range(1, level + 1) if name == "sheterofl" else [level]
+        terms = [
+            put(plain.gradients(slice_of(params, n), x, of_logits(label)), zeros)
+            for n in widths
+        ]
+        params = tx.step(params, plain.total(*terms))
+    return params, present
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_rounds_equal_a_numpy_reference(name, chunk, compiled, start, problem):
+    """Slices are trained and averaged entry by entry, in any chunk."""
+    structure, top = STRUCTURES[name], 3 if name == "three of four" else 4
+    if chunk == 1 and name in ("masked", "momentum"):
+        pytest.skip("one chunk will do")
+    run = compiled(algo_of(name), "sliced", "sliced", chunk, **structure)
+    made = make(problem, algo_of(name), **structure, weight_decay=0.02)
+    state = made.init(problem.data, jax.random.key(0)).replace(round=np.int32(0))
+    server = start("sliced", "sliced").server
+    if top == 3:
+        server = jax.tree.map(np.asarray, heterofl.narrowed(
+            types.Variables(*server), shapes.variables(conftest.sliced(0.75), SHAPE)
+        ))  # fmt: skip
+    state = state.replace(server=server)
+    table, layers = plain.Table(problem.data), plain.layers(server.params)
+    momentum = structure.get("client_momentum", 0.0)
+    txs = plain.Optimizers(
+        lambda rate: plain.Sgd(rate, momentum, decay=0.02), bool(momentum)
+    )
+    for round, depth in enumerate(DEPTHS):
+        depth = np.minimum(depth, top)
+        cohort = at_levels(problem.cohort(round), depth)
+        if momentum:
+            # The buffers of one slice: everybody is always as wide.
+            depth = np.full(3, 2)
+            cohort = at_levels(cohort, depth)
+        sums = [[np.zeros_like(a) for a in layer] for layer in layers]
+        counts = [[np.zeros_like(a) for a in layer] for layer in layers]
+        for number, row in plain.members(cohort).items():
+            one = plain.at(cohort.plans["local"], row)
+            tx = txs.of(number, 0.1 * 0.8**round)
+            mine, present = trained(table, layers, one, number, tx, depth[row], name)
+            ones = [[np.ones_like(a) for a in layer] for layer in mine]
+            if name == "masked":
+                ones[-1] = [a * present for a in ones[-1]]
+                mine[-1] = [a * present for a in mine[-1]]
+            empty = [[np.zeros_like(a) for a in layer] for layer in layers]
+            sums = plain.total(sums, put(mine, empty))
+            counts = plain.total(counts, put(ones, empty))
+        layers = jax.tree.map(
+            lambda s, n, a: np.where(n > 0, s / np.maximum(n, 1), a),
+            sums,
+            counts,
+            layers,
+        )
+        state, _, sent = run(state, cohort, **FLOATS)
+        chex.assert_trees_all_close(
+            plain.layers(state.server.params), layers, rtol=1e-3, atol=1e-5
+        )
+        for row, bytes_ in enumerate(plain.sent_bytes(made, sent, 3)):
+            own = shapes.variables(conftest.sliced(depth[row] / 4), SHAPE)
+            assert bytes_ == dict.fromkeys(
+                ("bytes_up", "bytes_down"), shapes.tree_bytes(own.params)
+            )
+
+
+def test_full_width_is_fedavg(compiled, start, problem):
+    """Test 13: r = 1 for all."""
+    state = start("sliced", "sliced").replace(clients=())
+    pair = [
+        compiled(algo, "sliced", "sliced", **structure)
+        for algo, structure in (
+            ("heterofl", {}),
+            ("fedavg", {"aggregation": "uniform"}),
+        )
+    ]
+    floats = {"client_lr": 0.1}
+    for round in (1, 2):
+        cohort = at_levels(problem.cohort(round), [4, 4, 4])
+        first, second = (run(state, cohort, **floats)[0] for run in pair)
+        chex.assert_trees_all_close(
+            first.server.params, second.server.params, atol=1e-6
+        )
+        state = first
+
+
+def test_one_width_of_sheterofl_is_heterofl(compiled, start, problem):
+    """Test 14: widths {1}; and its smallest client's gradients stay in its slice."""
+    state = start("sliced", "sliced").replace(clients=())
+    cohort = at_levels(problem.cohort(1), [1, 1, 1])
+    first, second = (
+        compiled(algo, "sliced", "sliced", level_mix="1")(state, cohort)[0]
+        for algo in ("heterofl", "sheterofl")
+    )
+    chex.assert_trees_all_close(first.server.params, second.server.params, atol=1e-6)
+
+
+@pytest.mark.parametrize("algo", ["heterofl", "sheterofl"])
+def test_entries_that_nobody_has_stay(algo, compiled, start, problem):
+    """Test 13, bit for bit, although the weights decay."""
+    state = start("sliced", "sliced").replace(clients=())
+    cohort = at_levels(problem.cohort(1), [2, 1, 2])
+    after, _, _ = compiled(algo, "sliced", "sliced")(state, cohort, **FLOATS)
+    kernel, old = (
+        np.asarray(one.server.params[1]["trunk"]["kernel"]) for one in (after, state)
+    )
+    np.testing.assert_array_equal(kernel[4:], old[4:])
+    np.testing.assert_array_equal(kernel[:, 4:], old[:, 4:])
+    assert (kernel[:4, :4] != old[:4, :4]).all()
+
+
+def normed(rate=1.0):
+    """A small net with batch norm that has narrower forms."""
+    width = round(8 * rate)
+    layers = [
+        ("conv", stages.Conv(width, 3, bias=False, norm=True)),
+        ("mean", stages.GlobalAverage()),
+        ("last", stages.Dense(4, False)),
+    ]
+    return stages.chain(
+        "normed", layers, at_width=lambda r, scaled=False: normed(rate * r)
+    )
+
+
+@pytest.mark.parametrize("kind", ["average", "ema"])
+def test_static_norm(kind, problem):
+    """Test 13: statistics of every width over all train rows, whatever their order."""
+    made = make(problem, model=normed(), static_norm=kind)
+    state = made.init(problem.data, jax.random.key(1))
+    served = made.server(state, problem.data)
+    table = plain.Table(problem.data)
+    rows = table.train.row[: table.train.count.sum()]
+    assert len(rows) % 5
+    for level in (1, 4):
+        _, variables = served[f"exit{level}"]
+        own = state.server.params[0]["trunk"]["kernel"][..., : 2 * level]
+        moments = []
+        for begin in range(0, len(rows), 5):
+            images = table.images(rows[begin : begin + 5]).reshape(-1, 8, 8, 1)
+            out = jax.lax.conv_general_dilated(
+                jnp.float32(images), own, (1, 1), "SAME",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            )  # fmt: skip
+            flat = np.float64(out).reshape(-1, 2 * level)
+            moments.append((flat.mean(0), flat.var(0, ddof=1)))
+        means, variances = (np.stack(part) for part in zip(*moments, strict=True))
+        if kind == "average":
+            mean, var = means.mean(0), variances.mean(0)
+        else:
+            mean, var = np.zeros(2 * level), np.ones(2 * level)
+            for one, two in zip(means, variances, strict=True):
+                mean, var = 0.9 * mean + 0.1 * one, 0.9 * var + 0.1 * two
+        found = variables.stats[0]["trunk"]["norm"]
+        np.testing.assert_allclose(found["mean"], mean, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(found["var"], var, rtol=1e-3, atol=1e-5)
+    assert served["global"] is served["exit4"]
+
+
+def test_static_examples_are_of_every_client(problem, monkeypatch):
+    """Some rows of everybody, not the first client's."""
+    seen = []
+
+    def gather(data, rows):
+        seen.append(np.asarray(rows))
+        return jnp.zeros((len(rows), 8, 8, 1)), jnp.zeros(len(rows), jnp.int32)
+
+    made = make(problem, model=normed(), static_examples=20)
+    state = made.init(problem.data, jax.random.key(1))
+    monkeypatch.setattr(types.Data, "gather", gather)
+    with jax.disable_jit():
+        made.server(state, problem.data)
+    rows = np.concatenate(seen[: len(seen) // 4])
+    owner = np.full(rows.max() + 1, -1)
+    table = plain.Table(problem.data)
+    for number in range(5):
+        owner[table.owned(number)[table.owned(number) <= rows.max()]] = number
+    assert len(rows) == 20 == len(set(rows.tolist())) and (rows >= 0).all()
+    assert set(owner[rows]) == set(range(5))
+
+
+def test_widths_are_reported_as_exits(blobs):
+    """A run's metrics and traffic, on a model of flat examples."""
+    experiment = build.experiment(
+        algo="heterofl", dataset=blobs, model="mlp", num_clients=8, clients_per_round=4,
+        rounds=2, preset="none", level_mix="1:1", devices=1,
+    )  # fmt: skip
+    summary = experiment.run()
+    names = {name for name in summary["metrics"] if name.startswith("exit")}
+    assert names == {"exit1_accuracy", "exit2_accuracy"}
+    metrics = summary["metrics"]
+    assert metrics["global_accuracy"] == metrics["exit2_accuracy"]
+    sent = {k: v["messages"]["mean"] for k, v in summary["traffic"].items()}
+    assert sent["width 1/2 down"] + sent["width 2/2 down"] == 8
+
+
+def test_a_model_that_flattens_maps_is_refused(problem):
+    """Its first dense layer's rows belong to places of the map."""
+    with pytest.raises(ValueError, match="--model=tiny has no narrower form .*convnet"):
+        make(problem, model=conftest.network())
