@@ -1,0 +1,233 @@
+"""InclusiveFL against numpy: who trains which exit, and momentum distillation."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from algorithms import inclusivefl
+from fedjax_pfl import types
+from launch import build
+from models import stages
+from tests.algorithms import conftest, plain
+from tests.toys import model as toy_model
+
+MIX = {"level_mix": "1:1:1"}
+FLOATS = {"client_lr": 0.1, "weight_decay": 0.02}
+
+
+def make(problem, model=None, **given):
+    model = model or conftest.with_exits()
+    task = problem.task_of()._replace(server_model=model, client_models=(model,))
+    return inclusivefl.make(inclusivefl.HParams(batch_size=5, **MIX | given), task)
+
+
+def at_levels(cohort, depth):
+    return cohort.replace(depth=np.asarray(depth, np.int32))
+
+
+def parts(params):
+    """(trunks, exits) as lists of [kernel, bias]."""
+    return tuple(
+        [[np.float64(stage[part][n]) for n in ("kernel", "bias")] for stage in params]
+        for part in ("trunk", "exit")
+    )
+
+
+def trained(table, params, one, number, level):
+    """Trunks 1..level and exit `level` after the client's plan."""
+    trunks, exits = parts(params)
+    # The chain that ends with the deepest exit is a plain network.
+    layers = [*trunks[:level], exits[level - 1]]
+    tx = plain.Sgd(0.1, decay=0.02)
+    layers = plain.train(table, layers, one, number, tx)
+    return layers[:-1], layers[-1]
+
+
+@pytest.fixture(scope="module")
+def first_state(problem):
+    """Parameters that are all different, so that nothing agrees by chance."""
+    state = make(problem).init(problem.data, jax.random.key(0))
+    moved = plain.perturbed(state.server["model"].params, size=0.2)
+    model = state.server["model"]._replace(params=moved)
+    return state.replace(server=state.server | {"model": model})
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("head_count", ["holders", "trainers"])
+def test_rounds_equal_a_numpy_reference(
+    head_count, chunk, compiled, problem, first_state
+):
+    """Trunks: means over holders; exits: over holders or over those who train them."""
+    structure = MIX | {"head_count": head_count}
+    run = compiled("inclusivefl", "with_exits", "with_exits", chunk, **structure)
+    state, table = first_state, plain.Table(problem.data)
+    for round, depth in enumerate(([1, 2, 3], [3, 1, 1], [2, 1, 2])):
+        cohort = at_levels(problem.cohort(round), depth)
+        before = state.server["model"].params
+        held = {"trunk": {0: [], 1: [], 2: []}, "exit": {0: [], 1: [], 2: []}}
+        for number, row in plain.members(cohort).items():
+            one, level = plain.at(cohort.plans["local"], row), depth[row]
+            trunks, head = trained(table, before, one, number, level)
+            for stage in range(level):
+                held["trunk"][stage].append(trunks[stage])
+                if stage == level - 1:
+                    held["exit"][stage].append(head)
+                elif head_count == "holders":
+                    held["exit"][stage].append(parts(before)[1][stage])
+        state, _, _ = run(state, cohort, **FLOATS)
+        found = dict(
+            zip(("trunk", "exit"), parts(state.server["model"].params), strict=True)
+        )
+        for part, by_stage in held.items():
+            for stage, copies in by_stage.items():
+                new = found[part][stage]
+                if not copies:
+                    old = before[stage][part]
+                    chex.assert_trees_all_equal(new, [old["kernel"], old["bias"]])
+                    continue
+                expected = [np.mean(a, 0) for a in zip(*copies, strict=True)]
+                chex.assert_trees_all_close(new, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_one_trainer_among_three_holders(compiled, problem, first_state):
+    """Test 17: the exit moves by a third of its trainer's step, or by all of it."""
+    moves = {}
+    for head_count in ("holders", "trainers"):
+        structure = MIX | {"head_count": head_count}
+        run = compiled("inclusivefl", "with_exits", "with_exits", 3, **structure)
+        for depth in ([1, 3, 3], [1, 1, 1]):
+            cohort = at_levels(problem.cohort(0), depth)
+            # Alone is the first row, of three the others hold its exit too.
+            if depth == [1, 1, 1]:
+                cohort = plain.without(plain.without(cohort, 1, 5), 2, 5)
+            after, _, _ = run(first_state, cohort, client_lr=0.1)
+            old, new = (
+                s.server["model"].params[0]["exit"]["kernel"]
+                for s in (first_state, after)
+            )
+            moves[head_count, len(set(depth))] = np.asarray(new) - np.asarray(old)
+    alone = moves["holders", 1]
+    assert np.abs(alone).max() > 1e-3
+    np.testing.assert_allclose(moves["holders", 2], alone / 3, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(moves["trainers", 2], alone, rtol=1e-4, atol=1e-6)
+
+
+def test_exits_that_are_not_trained_keep_all_but_their_statistics(problem):
+    """Test 17: with weight decay, and although their statistics move."""
+    trunks = [(f"s{i}", toy_model.RunningNorm(6)) for i in range(3)]
+    heads = {
+        f"s{i}": stages.Sequential([toy_model.RunningNorm(5), stages.Dense(4, False)])
+        for i in range(3)
+    }
+    net = stages.chain("normed", trunks, heads)
+    made = make(problem, net, weight_decay=0.1, client_lr=0.1)
+    state = made.init(problem.data, jax.random.key(0))
+    # One client alone: a mean of equals would round.
+    cohort = plain.without(plain.without(problem.cohort(0), 1, 5), 2, 5)
+    cohort = at_levels(cohort, [2, 2, 2])
+    after, _, _ = jax.jit(made.round)(state, cohort, problem.data)
+    old, new = state.server["model"], after.server["model"]
+    chex.assert_trees_all_equal(new.params[0]["exit"], old.params[0]["exit"])
+    assert plain.differs(new.stats[0]["exit"], old.stats[0]["exit"], 1e-3)
+    assert plain.differs(new.params[1]["exit"], old.params[1]["exit"], 1e-3)
+    for part in ("params", "stats"):
+        chex.assert_trees_all_equal(getattr(new, part)[2], getattr(old, part)[2])
+
+
+def equal_stages():
+    """Three stages of the same shape: 64 wide, as the flat examples are."""
+    trunks = [(f"s{i}", stages.Dense(64)) for i in (1, 2, 3)]
+    exits = {f"s{i}": stages.Dense(4, False) for i in (1, 2, 3)}
+    return stages.chain("equal", trunks, exits)
+
+
+def test_momentum_distillation(problem):
+    """A level's last stage moves by (1 - beta) of its own and beta of the next's."""
+    runs = {
+        beta: jax.jit(
+            make(
+                problem, equal_stages(), client_lr=0.1, momentum_distill_weight=beta
+            ).round
+        )
+        for beta in (0.0, 0.3)
+    }
+    states = {
+        beta: make(problem, equal_stages(), momentum_distill_weight=beta).init(
+            problem.data, jax.random.key(0)
+        )
+        for beta in runs
+    }
+
+    def trunk(state, stage):
+        return np.asarray(state.server["model"].params[stage]["trunk"]["kernel"])
+
+    # One client alone shows what its level moved.
+    alone = plain.without(plain.without(problem.cohort(0), 1, 5), 2, 5)
+    deep = at_levels(alone, [2, 2, 2])
+    first = {b: runs[b](states[b], deep, problem.data)[0] for b in runs}
+    # Nothing was known of level 3: a share of nothing moves the last stage less.
+    for stage, share in ((0, 1.0), (1, 0.7)):
+        steps = {b: trunk(first[b], stage) - trunk(states[b], stage) for b in runs}
+        np.testing.assert_allclose(steps[0.3], share * steps[0.0], rtol=1e-3, atol=1e-6)
+    moved = np.asarray(first[0.3].server["moved"][0]["kernel"])
+    whole = [trunk(first[0.0], s) - trunk(states[0.0], s) for s in (0, 1)]
+    np.testing.assert_allclose(moved, np.mean(whole, 0), rtol=1e-3, atol=1e-6)
+    assert not np.asarray(first[0.3].server["moved"][1]["kernel"]).any()
+
+    shallow = at_levels(alone, [1, 1, 1])
+    state = first[0.3]
+    without = state.replace(server={"model": state.server["model"], "moved": ()})
+    second = runs[0.3](state, shallow, problem.data)[0]
+    own = trunk(runs[0.0](without, shallow, problem.data)[0], 0) - trunk(state, 0)
+    step = trunk(second, 0) - trunk(state, 0)
+    np.testing.assert_allclose(step, 0.7 * own + 0.3 * moved, rtol=1e-3, atol=1e-6)
+    # Level 2 was not there: what is known of it stays.
+    chex.assert_trees_all_equal(second.server["moved"], state.server["moved"])
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "words"),
+    [
+        (
+            None,
+            {"momentum_distill_weight": 0.2},
+            "--momentum_distill_weight=0.2: .*with_",
+        ),
+        (conftest.network(), {"level_mix": "1"}, "--model=tiny has one exit"),
+        (
+            None,
+            {"level_mix": "1:1"},
+            "--level_mix=1:1 has 2 levels, --model=with_exits 3",
+        ),
+    ],
+)
+def test_refused(model, given, words, problem):
+    """One line with the flag and what to change."""
+    with pytest.raises(ValueError, match=words):
+        make(problem, model, **given)
+
+
+def test_the_last_exit_serves(problem):
+    """Also of a truncated model; the ensemble is only logged."""
+    for top in (2, 3):
+        made = make(problem, max_level=top)
+        state = made.init(problem.data, jax.random.key(0))
+        model, variables = made.server(state, problem.data)["global"]
+        assert model.answer == "last" and len(model.stage_names) == top
+        assert isinstance(variables, types.Variables) and len(variables.params) == top
+        assert jnp.isfinite(jax.tree.leaves(variables)[0]).all()
+
+
+def test_a_run(blobs, monkeypatch):
+    """Metrics of exits, ensemble and what serves."""
+    monkeypatch.setitem(models.MODELS, "toy", lambda y, _: conftest.with_exits(y))
+    experiment = build.experiment(
+        algo="inclusivefl", dataset=blobs, model="toy", num_clients=8, rounds=2,
+        clients_per_round=4, preset="none", level_mix="1:1:1", devices=1,
+    )  # fmt: skip
+    metrics = experiment.run()["metrics"]
+    assert metrics["global_accuracy"] == metrics["exit3_accuracy"]
+    assert {"exit1_accuracy", "exit2_accuracy", "ensemble_accuracy"} <= metrics.keys()

@@ -1,0 +1,186 @@
+"""Split-Mix: which bases a client trains, and its rounds against FedAvg's (test 20)."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from algorithms import splitmix
+from fedjax_pfl import shapes, stacked, types
+from launch import build
+from tests.algorithms import conftest, plain
+
+
+def make(problem, model=None, **given):
+    model = model or conftest.sliced()
+    task = problem.task_of()._replace(server_model=model, client_models=(model,))
+    return splitmix.make(splitmix.HParams(batch_size=5, **given), task)
+
+
+def at_levels(cohort, depth):
+    return cohort.replace(depth=np.asarray(depth, np.int32))
+
+
+def test_the_queue_visits_every_base_equally_often():
+    """k times in k N picks, another order each time."""
+    first = splitmix.first_bases(jax.random.key(0), jnp.arange(4 * 25), 4)
+    turns = np.asarray(first).reshape(25, 4)
+    assert (np.sort(turns) == np.arange(4)).all()
+    assert len({tuple(turn) for turn in turns.tolist()}) > 10
+
+
+@pytest.fixture(scope="module")
+def rounds(compiled, problem):
+    """Rounds of clients of levels 1, 2 and 4, from bases that are all different."""
+    made = make(problem)
+    state = made.init(problem.data, jax.random.key(3))
+    run, seen = compiled("splitmix", "sliced", "sliced"), []
+    for round in range(4):
+        cohort = at_levels(problem.cohort(round), [1, 2, 4])
+        after, metrics, sent = run(state, cohort, client_lr=0.1)
+        seen.append((state, cohort, after, metrics, sent))
+        state = after
+    return made, seen
+
+
+def picks(state, cohort):
+    """The bases of each client, recomputed in the order of the clients' ids."""
+    ids = sorted(plain.members(cohort))
+    key = jax.random.fold_in(state.key, 20)
+    out = {}
+    for rank, number in enumerate(ids):
+        place = int(state.round) * len(ids) + rank
+        own = jax.random.fold_in(jax.random.fold_in(key, 20), place // 4)
+        first = int(jax.random.permutation(own, 4)[place % 4])
+        words = jax.random.fold_in(state.key, 21)
+        for one in (int(state.round), number):
+            words = jax.random.fold_in(words, one)
+        rank_of = np.array(jax.random.permutation(words, 4))
+        rank_of[first] = -1
+        out[number] = np.argsort(rank_of)
+    return out
+
+
+def test_rounds_equal_a_numpy_reference(rounds, problem):
+    """Each base is the mean over those who trained it, from its own start."""
+    made, seen = rounds
+    table, trained_bases = plain.Table(problem.data), []
+    for state, cohort, after, metrics, sent in seen:
+        start = [plain.layers(plain.at(state.server.params, n)) for n in range(4)]
+        copies, losses = {n: [] for n in range(4)}, []
+        chosen = picks(state, cohort)
+        for number, row in plain.members(cohort).items():
+            one = plain.at(cohort.plans["local"], row)
+            for base in chosen[number][: cohort.depth[row]]:
+                tx = plain.Sgd(0.1)
+                copies[base].append(plain.train(table, start[base], one, number, tx))
+                losses.append(sum(len(rows) for _, rows, _ in table.steps(one, number)))
+        for base, found in copies.items():
+            new = plain.at(after.server.params, base)
+            if not found:
+                old = plain.at(state.server.params, base)
+                chex.assert_trees_all_equal(new, old)
+                continue
+            expected = plain.mean(found, np.ones(len(found)))
+            chex.assert_trees_all_close(
+                plain.layers(new), expected, rtol=1e-3, atol=1e-5
+            )
+        trained_bases.append(sorted(base for base in copies if copies[base]))
+        assert int(metrics["train_loss"][1]) == sum(losses)
+        size = shapes.model_bytes(conftest.sliced(0.5), (8, 8, 1))
+        assert plain.sent_bytes(made, sent, 3) == [
+            {"bytes_up": n * size, "bytes_down": n * size} for n in (1, 2, 4)
+        ]
+    assert trained_bases == [[0, 1, 2, 3]] * 4
+
+
+def test_a_base_that_nobody_trains_stays(compiled, problem):
+    """Bit for bit; three clients of one base each."""
+    state = make(problem).init(problem.data, jax.random.key(3))
+    cohort = at_levels(problem.cohort(0), [1, 1, 1])
+    run = compiled("splitmix", "sliced", "sliced")
+    after, _, _ = run(state, cohort, client_lr=0.1)
+    moved = [
+        plain.differs(plain.at(after.server, n), plain.at(state.server, n), 0)
+        for n in range(4)
+    ]
+    assert sum(moved) == 3
+
+
+def test_one_base_is_fedavg(compiled, problem, start):
+    """Of the whole width, two rounds."""
+    structure = {"num_bases": 1, "level_mix": "1"}
+    run = compiled("splitmix", "sliced", "sliced", **structure)
+    plainly = compiled("fedavg", "sliced", "sliced", aggregation="uniform")
+    one = start("sliced", "sliced").replace(clients=())
+    many = one.replace(server=stacked.repeat(one.server, 1))
+    for round in (1, 2):
+        cohort = at_levels(problem.cohort(round), [1, 1, 1])
+        one, many = (f(s, cohort)[0] for f, s in ((plainly, one), (run, many)))
+        first = jax.tree.map(lambda leaf: leaf[0], many.server)
+        chex.assert_trees_all_close(
+            types.Variables(*first).params, one.server.params, atol=1e-6
+        )
+
+
+def test_budgets(rounds, problem):
+    """Budget 1 answers as base 1, budget n with the mean of n bases' logits."""
+    made, seen = rounds
+    state = seen[-1][2]
+    served = made.server(state, problem.data)
+    x = np.float32(np.random.default_rng(0).normal(size=(7, 8, 8, 1)))
+    each = [
+        plain.logits(
+            plain.layers(plain.at(state.server.params, n)), np.float64(x).reshape(7, -1)
+        )
+        for n in range(4)
+    ]
+    for budget in range(1, 5):
+        model, variables = served[f"exit{budget}"]
+        out, _ = model.forward(*variables, x)
+        np.testing.assert_allclose(out, np.mean(each[:budget], 0), rtol=1e-4, atol=1e-5)
+    assert served["global"] is served["exit4"] and len(served) == 5
+
+
+def test_neither_order_nor_padding_counts(compiled, problem):
+    """Draws are named by round and client, places in the queue are those of ids."""
+    state = make(problem).init(problem.data, jax.random.key(3))
+    run = compiled("splitmix", "sliced", "sliced")
+    cohort = at_levels(problem.cohort(1), [1, 2, 2])
+    first, _, _ = run(state, cohort, client_lr=0.1)
+    second, _, _ = run(state, plain.permuted(cohort, [2, 0, 1]), client_lr=0.1)
+    chex.assert_trees_all_close(first.server, second.server, atol=1e-6)
+    alone = plain.without(cohort, 0, 5)
+    third, _, _ = run(state, alone, client_lr=0.1)
+    other = {k: v for k, v in picks(state, alone).items()}
+    assert plain.differs(first.server, third.server) and len(other) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"level_mix": "1:1"}, "--level_mix=1:1 has 2 levels, --num_bases=4"),
+        ({"num_bases": 3}, "--level_mix=1:1:1:1 has 4 levels, --num_bases=3"),
+        ({"model": conftest.network()}, "--model=tiny has no narrower form"),
+    ],
+)
+def test_refused(given, words, problem):
+    """One line with the flag and what to change."""
+    with pytest.raises(ValueError, match=words):
+        make(problem, **given)
+
+
+def test_a_run(blobs):
+    """Budgets in the summary, bases in the traffic; kept momentum."""
+    experiment = build.experiment(
+        algo="splitmix", dataset=blobs, model="mlp", num_clients=8, clients_per_round=4,
+        rounds=2, preset="none", level_mix="1:1", num_bases=2, devices=1,
+        client_momentum=0.5, optimizer_state="persist",
+    )  # fmt: skip
+    summary = experiment.run()
+    metrics = summary["metrics"]
+    assert metrics["global_accuracy"] == metrics["exit2_accuracy"]
+    assert "exit3_accuracy" not in metrics and "ensemble_accuracy" not in metrics
+    sent = summary["traffic"]["base down"]["messages"]["mean"]
+    assert sent == summary["traffic"]["base up"]["messages"]["mean"] and 8 <= sent <= 16
