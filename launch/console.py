@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,9 @@ HEADLINES = ("global_accuracy", "c_spec", "c_gen", "c_per")
 
 def title(name: str) -> str:
     """A metric's name for people."""
+    exit = re.fullmatch(r"exit(\d+)_accuracy", name)
+    if exit:
+        return f"Exit {exit[1]}"
     return TITLES.get(name, name.replace("_", " "))
 
 

@@ -42,3 +42,10 @@ def test_tables_of_earlier_versions():
     lines = console.table(summary(1)).splitlines()
     assert lines[1].split() == ["mean", "layer", "325.00"]
     assert "number" not in "".join(lines)
+
+
+def test_names_for_people():
+    """Known ones, exits by number, any other as it is called."""
+    names = ("global_accuracy", "exit12_accuracy", "exit_accuracy", "mean_layer")
+    found = [console.title(name) for name in names]
+    assert found == ["Global", "Exit 12", "exit accuracy", "mean layer"]
