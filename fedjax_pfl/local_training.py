@@ -355,7 +355,7 @@ def train(
             if objective.project is not None:
                 params = boundary.select(real, objective.project(params), params)
             stats = boundary.select(held, new_stats, stats)
-        examples = mask.sum()
+        examples = mask.sum(dtype=jnp.int32)
         total, count = carry.loss
         return Trained(
             params=params,
