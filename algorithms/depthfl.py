@@ -173,7 +173,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         clients = state.clients
         if is_dyn:
             server = feddyn_server(state.server, server["model"], held)
-            drift = feddyn_client(own, trained.params, old.params)
+            drift = feddyn_client(own, trained.params, old.params, held)
             clients = stacked.put(clients, cohort.row, drift)
         state = state.after(
             server=server, clients=clients, opt_state=trained.kept(state, cohort)
@@ -181,9 +181,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         sent = traffic.stages_sent(model, held, held)
         return state, trained.metrics(cohort), sent
 
-    def feddyn_client(own, params, old):
+    def feddyn_client(own, params, old, held):
         """g_k - alpha (theta_k - theta^t); what was not trained keeps its g."""
-        return jax.tree.map(lambda g, new, o: g - alpha * (new - o), own, params, old)
+        drift = jax.tree.map(lambda g, new, o: g - alpha * (new - o), own, params, old)
+        return tuple(map(stacked.where, boundary.by_stage(held), drift, own))
 
     def feddyn_server(server, mean, held):
         """h - alpha n / M (mean - theta^t), then theta^(t+1) = mean - h / alpha."""
@@ -193,7 +194,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             for s, *stage in zip(share, server["h"], mean.params, old, strict=True)
         )
         ahead = jax.tree.map(lambda m, a: m - a / alpha, mean.params, h)
-        params = boundary.select(boundary.by_stage(held.any(0)), ahead, old)
+        is_held = boundary.by_stage(held.any(0))
+        h = boundary.select(is_held, h, server["h"])
+        params = boundary.select(is_held, ahead, old)
         return {"model": types.Variables(params, mean.stats), "h": h}
 
     return types.Algorithm(

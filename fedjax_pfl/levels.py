@@ -135,10 +135,15 @@ def assigned(hparams: Levels, num_clients: int) -> tuple:
 
 
 def num_capable(hparams: Levels, num_clients: int) -> np.ndarray:
-    """int[top]: how many clients can hold each level; all of them, if it is drawn."""
+    """int[top]: how many clients can hold each level; all of them, if it is drawn.
+
+    Only those who may be drawn count.
+    """
     if hparams.levels == "dynamic":
         return np.full(top(hparams), num_clients)
     able = capability(hparams, num_clients)
+    if hparams.exclusive:
+        able = able[able >= top(hparams)]
     return (able >= np.arange(1, top(hparams) + 1)[:, None]).sum(1)
 
 
