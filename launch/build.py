@@ -84,6 +84,7 @@ def experiment(**given: Any) -> Experiment:
         source = dataset.rotated(source, config.rotate_classes)
     config = settings.resolve(config, source, given)
     settings.check(config)
+    limits.check_images(vars(config), source.image)
     source = dataset.fitted(source, config.image_size, config.image_channels)
     if config.rotate_classes > 1 and config.partition in ("cdkt", "cdkt_paper"):
         raise ValueError(

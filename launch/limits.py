@@ -258,6 +258,26 @@ def check(options: dict[str, Any], image: np.ndarray, model_bytes: int) -> None:
     refuse(needed, options, free)
 
 
+def check_images(options: dict[str, Any], image: np.ndarray) -> None:
+    """Refuses `--image_size` and `--image_channels` that no memory can hold.
+
+    Args:
+        options: Every option by name, resolved.
+        image: [N, ...], before they are made larger.
+
+    Raises:
+        ValueError: one line with the flag to change and the limit.
+    """
+    side, channels = options["image_size"], options["image_channels"]
+    if image.ndim != 4 or not (side or channels):
+        return
+    height, width, had = image.shape[1:]
+    size = len(image) * (side or height) * (side or width) * (channels or had)
+    factors = {"image_size": side**2, "image_channels": channels}
+    need = Need("the images", size * image.itemsize, factors)
+    refuse([need], options, free_bytes())
+
+
 def check_state(options: dict[str, Any], shapes: Any) -> None:
     """Refuses a state that does not fit: models that clients keep, of all seeds.
 

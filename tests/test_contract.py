@@ -20,7 +20,7 @@ import pytest
 import algorithms
 import models
 from data import loaders
-from fedjax_pfl import checkpoint, program
+from fedjax_pfl import checkpoint, program, shapes
 from launch import build, flags, settings
 from tests.toys import frozen, gossip, ledger, model, sparse, spliced, widths
 
@@ -63,6 +63,13 @@ OWN_OPTIONS = {
         "client_momentum": 0.5,
         "clip_norm": 10.0,
     },
+    # Levels 1 to 3, with momentum of each level's own.
+    "depthfl": {
+        "model": "with_exits",
+        "level_mix": "1:1:1",
+        "client_momentum": 0.5,
+        "optimizer_state": "persist",
+    },
 }
 # The same functions as another name's, with options that hold there too.
 COVERED = {
@@ -70,6 +77,7 @@ COVERED = {
     "fedrep": "fedrep_plus",
     "dfedper": "dfedavg",
     "dfedavgm": "dfedavg",
+    "feddyn": "depthfl",
 }
 NAMES = [name for name in algorithms.ALGORITHMS if name not in COVERED] + [*TOYS]
 COMMON = {
@@ -237,6 +245,24 @@ def test_a_client_is_alone_in_the_drawn_graph(name, reference):
     drawn = [planner.drawn(0, round) for round in range(4)]
     degrees = np.concatenate([one.peer_mask.sum(1)[one.row_mask] for one in drawn])
     assert 0 in degrees and degrees.max() > 1
+
+
+@pytest.mark.parametrize("name", ["depthfl", "toy_ledger"])
+def test_stages_travel_to_who_holds_them(name, reference):
+    """Messages of a run: a stage as often as one that holds it took part, each way."""
+    experiment = reference.experiment
+    drawn = [experiment.planner.drawn(0, round) for round in range(4)]
+    depth = np.concatenate([one.depth[one.row_mask] for one in drawn])
+    counts = [int((depth > stage).sum()) for stage in range(3)]
+    assert counts[0] == 20 > counts[1] > counts[2] > 0
+    sizes = shapes.stage_bytes(experiment.task.model, (8, 8, 1))
+    found = experiment.summary()["traffic"]
+    assert len(found) == 6
+    for stage, (count, size) in enumerate(zip(counts, sizes, strict=True)):
+        for way in ("down", "up"):
+            kind = found[f"s{stage} {way}"]
+            assert kind["messages"]["per_seed"] == [count]
+            assert kind["bytes"]["per_seed"] == [count * size]
 
 
 @pytest.mark.parametrize(

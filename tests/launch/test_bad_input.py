@@ -10,9 +10,11 @@ import time
 import numpy as np
 import pytest
 
+import models
 from data import loaders
 from launch import limits, main
 from tests.conftest import write_npz
+from tests.toys import model as toy_model
 
 
 @pytest.fixture
@@ -166,6 +168,85 @@ def test_graphs_and_cuts(refused, blobs, tmp_path, arguments, parts):
         assert part in line
 
 
+@pytest.fixture
+def toys(monkeypatch, tmp_path):
+    """Registers the models with and without exits; npz:COLOURS has three channels."""
+    for make in (toy_model.with_exits, toy_model.narrow):
+        monkeypatch.setitem(models.MODELS, make.__name__, make)
+    write_npz(tmp_path / "COLOURS", shape=(8, 8, 3))
+    (tmp_path / "COLOURS.npz").rename(tmp_path / "COLOURS")
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        (
+            ["--level_mix=1:1"],
+            ["--level_mix=1:1 has 2 levels", "--model=with_exits 3", "as many parts"],
+        ),
+        (["--level_mix=0:0:0"], ["--level_mix=0:0:0 gives nobody a level"]),
+        (["--level_mix=1:x:1"], ["--level_mix=1:x:1", "1:1:1:1"]),
+        (["--level_mix="], ["--level_mix=", "1:1:1:1"]),
+        (["--max_level=9"], ["--max_level=9", "3 levels", "lower it"]),
+        (["--max_level=-1"], ["--max_level=-1"]),
+        (["--levels=random"], ["--levels=random", "dynamic", "maximum"]),
+        (
+            ["--exclusive", "--clients_per_round=3"],
+            ["--clients_per_round=3", "2 of 6 clients", "lower it"],
+        ),
+        (
+            ["--exclusive", "--max_level=2", "--clients_per_round=5"],
+            ["--clients_per_round=5", "4 of 6 clients", "lower it"],
+        ),
+        (["--exclusive", "--level_mix=1:1:0"], ["--exclusive", "level 3", "--max_lev"]),
+        (["--exclusive", "--levels=dynamic"], ["--exclusive", "--levels=fixed"]),
+        (
+            ["--algo=fedavg"],
+            [
+                "--model=with_exits",
+                "exit at every stage",
+                "--algo=fedavg",
+                "depthfl or",
+            ],
+        ),
+        (["--algo=feddyn"], ["--level_mix=1 has 1 levels", "--model=with_exits 3"]),
+        (["--model=narrow"], ["--level_mix=1:1:1 has 3 levels", "--model=narrow 1"]),
+        (
+            ["--client_model=narrow"],
+            [
+                "--client_model=narrow",
+                "--model=with_exits",
+                "leave --client_model away",
+            ],
+        ),
+        (["--algo=fedavg", "--levels=fixed"], ["--levels", "depthfl", "--algo=fedavg"]),
+        (["--algo=local", "--exclusive"], ["--exclusive", "depthfl", "--algo=local"]),
+        (["--image_size=7"], ["--image_size=7", "[8, 8, 1]", "at least 8"]),
+        (["--image_size=5000"], ["--image_size=5000", "at most 4096"]),
+        (
+            ["--image_channels=4", "--dataset=npz:COLOURS"],
+            ["--image_channels=4", "have 3", "only gray"],
+        ),
+        (
+            ["--image_channels=1", "--dataset=npz:COLOURS"],
+            ["--image_channels=1", "have 3", "only gray"],
+        ),
+    ],
+)
+def test_levels_and_sizes_of_images(refused, toys, blobs, arguments, parts):
+    """DepthFL's family: levels that are not there, models with exits, no such sizes."""
+    given = ["--algo=depthfl"] * (not any("--algo=" in one for one in arguments))
+    given += ["--preset=none", f"--dataset={blobs}", "--devices=1", "--rounds=1"]
+    given += ["--model=with_exits", "--num_clients=6", "--partition=iid"]
+    if "--algo=depthfl" in given:
+        given += ["--level_mix=1:1:1"]
+    names = {one.partition("=")[0] for one in arguments}
+    given = [one for one in given if one.partition("=")[0] not in names]
+    line = refused(*given, *arguments)
+    for part in parts:
+        assert part in line
+
+
 def test_public_set_of_the_same_images(refused):
     """mnist_5k is a part of mnist."""
     line = refused("--algo=fedmd", "--public_set=mnist", "--devices=1")
@@ -287,6 +368,16 @@ def test_more_than_the_clients_can_keep(refused, monkeypatch, blobs):
     arguments = ["--model=mlp", "--devices=1", "--rounds=1", f"--dataset={blobs}"]
     line = refused("--algo=local", "--preset=none", "--num_clients=40", *arguments)
     assert "--num_clients=40 needs" in line and "what clients keep" in line
+
+
+@pytest.mark.parametrize("flag", ["--image_size=4096", "--image_channels=64"])
+def test_images_that_no_memory_can_hold(refused, monkeypatch, blobs, flag):
+    """Told before any of them is made larger."""
+    monkeypatch.setattr(limits, "free_bytes", lambda: {True: None, False: 9 * 10**5})
+    monkeypatch.setattr(np, "pad", None)
+    monkeypatch.setattr(np, "repeat", None)
+    line = refused(*SMALL, f"--dataset={blobs}", flag)
+    assert f"{flag} needs" in line and "for the images" in line
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a\r--seed=3", "caf\udce9", "x" * 5000])

@@ -70,6 +70,18 @@ def resolved(data=None, **given):
             ["client_dirichlet", 20, 30, "cdkt_cifar", "channel", "client_share", 0.0],
         ),
         (
+            {"algo": "depthfl", "dataset": "mnist"},
+            ["iid", 100, 1000, "depth_convnet", "channel", "official", 0.0],
+        ),
+        (
+            {"algo": "feddyn", "dataset": "cifar100"},
+            ["iid", 100, 1000, "resnet18", "channel", "official", 0.0],
+        ),
+        (
+            {"algo": "depthfl", "dataset": "cifar100"},
+            ["iid", 100, 1000, "depth_resnet18", "channel", "official", 0.0],
+        ),
+        (
             {"algo": "fedavg", "dataset": "femnist", "model": "mlp"},
             ["client_dirichlet", 20, 20, "mlp", "channel", "client_share", 0.0],
         ),
@@ -421,6 +433,52 @@ def test_sentence():
     text = presets.sentence("none")
     assert "--preset=none" in text and "--preset=cdkt, " in text
     assert presets.sentence("fedd2s").startswith("rules: --preset=fedd2s (FedD2S's")
+
+
+def test_depthfl_trains_as_its_table_13():
+    """Also a baseline of its tables; 28x28 gray sets become 32x32 in three channels."""
+    for algo in ("depthfl", "feddyn", "fedavg"):
+        given = {"algo": algo, "preset": "depthfl", "dataset": "mnist"}
+        made, own = resolved(**given)
+        assert (made.clients_per_round, made.eval_every, made.summary) == (
+            10,
+            10,
+            "last",
+        )
+        assert (own.local_epochs, own.batch_size, own.client_lr) == (5, 64, 0.1)
+        assert (own.client_lr_decay, own.weight_decay) == (0.998, 0.001)
+        assert own.client_momentum == 0 and own.client_optimizer == "sgd"
+        assert (made.image_size, made.image_channels) == (32, 3)
+    hparams = resolved(algo="depthfl")[1]
+    assert (hparams.feddyn_alpha, hparams.ramp_rounds) == (0.1, 300)
+    assert (hparams.levels, hparams.level_mix) == ("fixed", "1:1:1:1")
+    for shape in ((32, 32, 3), (28, 28, 3), (28, 28)):
+        made, _ = resolved(source(6000, shape), algo="depthfl")
+        assert (made.image_size, made.image_channels) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "given, shape",
+    [
+        ({}, (32, 32, 3)),
+        ({"image_size": 30}, (30, 30, 3)),
+        ({"image_size": 0, "image_channels": 0}, (28, 28, 1)),
+        ({"preset": "none", "image_size": 29, "num_clients": 20}, (29, 29, 1)),
+    ],
+)
+def test_images_of_another_size_reach_the_run(given, shape):
+    """The embedded digits with a black margin, before they are normalised."""
+    made = build.experiment(algo="feddyn", model="mlp", devices=1, **given)
+    assert made.task.example_shape == shape
+    image = np.asarray(made.data.image)
+    assert image.shape == (5000, *shape)
+    digits = loaders.load("mnist_5k", "").image
+    margin = shape[0] - 28
+    inside = slice(margin // 2, margin // 2 + 28)
+    for channel in range(shape[2]):
+        np.testing.assert_array_equal(image[:, inside, inside, channel], digits[..., 0])
+    assert image.sum() == shape[2] * digits.sum()
+    np.testing.assert_allclose(made.data.mean, image.mean((0, 1, 2)), rtol=1e-5)
 
 
 def test_rotated_classes_reach_the_run(blobs):
