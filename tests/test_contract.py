@@ -63,10 +63,29 @@ OWN_OPTIONS = {
         "client_momentum": 0.5,
         "clip_norm": 10.0,
     },
-    # Levels 1 to 3, with momentum of each level's own.
+    # Levels 1 to 3, of stages, widths or numbers, with momentum that is kept.
     "depthfl": {
         "model": "with_exits",
         "level_mix": "1:1:1",
+        "client_momentum": 0.5,
+        "optimizer_state": "persist",
+    },
+    "inclusivefl": {
+        "model": "with_exits",
+        "level_mix": "1:1:1",
+        "client_momentum": 0.5,
+        "optimizer_state": "persist",
+    },
+    "heterofl": {
+        "level_mix": "1:1:1",
+        "all_widths": True,
+        "masked_cross_entropy": True,
+        "client_momentum": 0.5,
+        "optimizer_state": "persist",
+    },
+    "splitmix": {
+        "level_mix": "1:1:1",
+        "num_bases": 3,
         "client_momentum": 0.5,
         "optimizer_state": "persist",
     },
@@ -78,6 +97,7 @@ COVERED = {
     "dfedper": "dfedavg",
     "dfedavgm": "dfedavg",
     "feddyn": "depthfl",
+    "sheterofl": "heterofl",
 }
 NAMES = [name for name in algorithms.ALGORITHMS if name not in COVERED] + [*TOYS]
 COMMON = {
