@@ -61,8 +61,12 @@ class Model(NamedTuple):
         has_exits: Whether stages carry exits (`params[i]["exit"]`).
         answer: Of a model with exits, the output that serves: `ensemble` (the mean of
             all exits' logits) or `last`.
-        at_width: `rate -> Model`, the same with every hidden width times `rate`, whose
-            parameters are leading slices of this one's; None = it has no such form.
+        at_width: `(rate, scaled=False) -> Model`, the same with every hidden width
+            times `rate` and as many classes, whose parameters and statistics have the
+            shapes of leading slices of this one's; None = it has no such form.
+            `scaled` is HeteroFL's Scaler: in train mode what a convolution gives to
+            its norm is divided by `rate`, but for the convolutions of shortcuts; in
+            eval mode nothing is.
     """
 
     name: str
@@ -71,7 +75,7 @@ class Model(NamedTuple):
     forward: Callable[..., tuple[Any, Stats]]
     has_exits: bool = False
     answer: str = "ensemble"
-    at_width: Callable[[float], Model] | None = None
+    at_width: Callable[..., Model] | None = None
 
 
 def truncated(model: Model, level: int) -> Model:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from fedjax_pfl import types
-from models import cnn, mlp, resnet, vgg
+from models import cnn, depth, mlp, resnet, vgg
 
 # Each factory takes the number of classes and the factor on hidden channels.
 MODELS: dict[str, Callable[[int, float], types.Model]] = {
@@ -20,8 +20,13 @@ MODELS: dict[str, Callable[[int, float], types.Model]] = {
     "m1": cnn.m1,
     "m2": cnn.m2,
     "uapdfl_cnn": cnn.uapdfl_cnn,
+    "convnet": depth.convnet,
+    "depth_convnet": depth.depth_convnet,
+    "depth_resnet18": depth.depth_resnet18,
+    "depth_resnet34": depth.depth_resnet34,
     "resnet18": resnet.resnet18,
     "resnet18_7x7": resnet.resnet18_7x7,
+    "resnet34": resnet.resnet34,
     "vgg11": vgg.vgg11,
     "vgg11_4096": vgg.vgg11_4096,
 }

@@ -1,4 +1,4 @@
-"""ResNet-18 with batch norm: stem, stage1 to stage4 and fc.
+"""ResNet-18 and -34 with batch norm: stem, stage1 to stage4 and fc.
 
 He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, Table 1
 (https://arxiv.org/abs/1512.03385). stage4 ends with the mean over the map, so that what
@@ -9,6 +9,7 @@ classes and width 1, without running statistics; a test checks them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from flax import linen as nn
 
@@ -16,6 +17,8 @@ from fedjax_pfl import types
 from models import stages
 
 WIDTHS = (64, 128, 256, 512)
+# Of each stage.
+BLOCKS18, BLOCKS34 = (2, 2, 2, 2), (3, 4, 6, 3)
 
 # Batch norm in the place of a bias.
 normed = functools.partial(stages.Conv, pool=False, bias=False, norm=True)
@@ -27,38 +30,81 @@ class Residual(nn.Module):
     Attributes:
         features: Output channels.
         stride: Of the first convolution and the shortcut.
+        initializer: Of all convolutions, as in `stages.Conv`.
+        scaler: As in `stages.Conv`; the shortcut has none.
     """
 
     features: int
     stride: int = 1
+    initializer: str = "torch"
+    scaler: float = 1.0
 
     @nn.compact
     def __call__(self, h, *, sample_mask=None, train=False):
         mode = {"sample_mask": sample_mask, "train": train}
-        first = normed(self.features, 3, stride=self.stride, name="conv1")
-        second = normed(self.features, 3, relu=False, name="conv2")
+        conv = functools.partial(normed, self.features, initializer=self.initializer)
+        scaled = functools.partial(conv, 3, scaler=self.scaler)
+        first = scaled(stride=self.stride, name="conv1")
+        second = scaled(relu=False, name="conv2")
         out = second(first(h, **mode), **mode)
         if self.stride > 1 or h.shape[-1] != self.features:
-            shortcut = normed(
-                self.features, 1, stride=self.stride, relu=False, name="shortcut"
-            )
+            shortcut = conv(1, stride=self.stride, relu=False, name="shortcut")
             h = shortcut(h, **mode)
         return nn.relu(out + h)
 
+    @nn.nowrap
+    def macs(self, given, out):
+        return out.size
 
-def residual_stage(features: int, num_blocks: int, stride: int) -> list[nn.Module]:
+
+def residual_stage(
+    features: int,
+    num_blocks: int,
+    stride: int,
+    initializer: str = "torch",
+    scaler: float = 1.0,
+) -> list[nn.Module]:
     """Residual blocks in a row, the first with `stride`."""
-    return [Residual(features, stride if i == 0 else 1) for i in range(num_blocks)]
-
-
-def _resnet18(
-    name: str, stem: list[nn.Module], num_classes: int, widths: list[int]
-) -> types.Model:
-    blocks = [
-        residual_stage(features, 2, 1 if i == 0 else 2)
-        for i, features in enumerate(widths)
+    return [
+        Residual(features, stride if i == 0 else 1, initializer, scaler)
+        for i in range(num_blocks)
     ]
+
+
+def residual_stages(
+    widths: Sequence[int],
+    num_blocks: Sequence[int],
+    initializer: str = "torch",
+    scaler: float = 1.0,
+) -> list[list[nn.Module]]:
+    """The blocks of each stage; all stages but the first halve the map."""
+    strides = [1] + [2] * (len(widths) - 1)
+    return [
+        residual_stage(features, count, stride, initializer, scaler)
+        for features, count, stride in zip(widths, num_blocks, strides, strict=True)
+    ]
+
+
+def _resnet(
+    name: str,
+    kernel: int,
+    num_blocks: Sequence[int],
+    initializer: str,
+    num_classes: int,
+    width: float,
+    scaler: float = 1.0,
+) -> types.Model:
+    """A ResNet with a stem of 3x3, or of 7x7 with stride 2 and a pool behind it."""
+    widths = [stages.scaling(width)(features) for features in WIDTHS]
+    options = {"initializer": initializer, "scaler": scaler}
+    stem = [normed(widths[0], kernel, stride=1 if kernel == 3 else 2, **options)]
+    if kernel == 7:
+        stem.append(stages.MaxPool(3))
+    blocks = residual_stages(widths, num_blocks, initializer, scaler)
     blocks[-1].append(stages.GlobalAverage())
+    made = functools.partial(
+        _resnet, name, kernel, num_blocks, initializer, num_classes
+    )
     return stages.chain(
         name,
         [
@@ -69,17 +115,20 @@ def _resnet18(
             ),
             ("fc", stages.Dense(num_classes, relu=False)),
         ],
+        at_width=stages.widths(made, width),
     )
 
 
 def resnet18(num_classes: int, width: float = 1.0) -> types.Model:
     """ResNet-18 for small images, 3x3 stem without a pool: 11,173,962 parameters."""
-    widths = [stages.scaling(width)(features) for features in WIDTHS]
-    return _resnet18("resnet18", [normed(widths[0], 3)], num_classes, widths)
+    return _resnet("resnet18", 3, BLOCKS18, "torch", num_classes, width)
 
 
 def resnet18_7x7(num_classes: int, width: float = 1.0) -> types.Model:
     """ResNet-18 with the 7x7/2 stem and 3x3/2 max-pool: 11,181,642 parameters."""
-    widths = [stages.scaling(width)(features) for features in WIDTHS]
-    stem = [normed(widths[0], 7, stride=2), stages.MaxPool(3)]
-    return _resnet18("resnet18_7x7", stem, num_classes, widths)
+    return _resnet("resnet18_7x7", 7, BLOCKS18, "torch", num_classes, width)
+
+
+def resnet34(num_classes: int, width: float = 1.0) -> types.Model:
+    """ResNet-34 for small images, 3x3 stem without a pool: 21,282,122 parameters."""
+    return _resnet("resnet34", 3, BLOCKS34, "he", num_classes, width)

@@ -3,7 +3,8 @@
 A stage is called as `stage(h, sample_mask=, train=)` and may own the collections
 `params` and `stats`. Images travel between stages as [B, H, W, C]; inside, modules work
 with the batch last, where patches are contiguous copies, pooling vectorises and a
-channel's values are neighbours, and XLA cancels the transposes between them.
+channel's values are neighbours, and XLA cancels the transposes between them. A module
+that computes says in `macs` what it costs itself; see `counts`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,17 @@ def torch_uniform(fan_in: int) -> nn.initializers.Initializer:
     return init
 
 
-def _initializers(name: str, fan_in: int):
+def he_normal(fan_out: int) -> nn.initializers.Initializer:
+    """Normal of variance 2 / fan_out."""
+    return nn.initializers.normal((2 / fan_out) ** 0.5)
+
+
+def _initializers(name: str, fan_in: int, fan_out: int):
+    """Of a kernel and a bias; see `Conv`."""
     if name == "torch":
         return torch_uniform(fan_in), torch_uniform(fan_in)
+    if name == "he":
+        return he_normal(fan_out), nn.initializers.zeros
     return nn.initializers.lecun_normal(), nn.initializers.zeros
 
 
@@ -43,12 +52,28 @@ def scaling(width: float) -> Callable[[int], int]:
     return lambda features: max(1, round(features * width))
 
 
-def _batch_last(h: jax.Array) -> jax.Array:
+def widths(
+    made: Callable[[float, float], types.Model], width: float
+) -> Callable[..., types.Model]:
+    """The `at_width` of a model of `--model_width`; see `types.Model`.
+
+    Args:
+        made: `(width, scaler) -> Model`.
+        width: Of the model that is to have it.
+    """
+
+    def at_width(rate: float, scaled: bool = False) -> types.Model:
+        return made(width * rate, rate if scaled else 1.0)
+
+    return at_width
+
+
+def batch_last(h: jax.Array) -> jax.Array:
     """[B, H, W, C] -> [C, H, W, B], and back; [B, D] -> [D, B]."""
     return jnp.swapaxes(h, 0, -1)
 
 
-def _windows(
+def windows(
     h: jax.Array, side: int, stride: int, padding: str, fill: float = 0.0
 ) -> Iterator[jax.Array]:
     """What each place of a `side` x `side` window sees, [C, H', W', B] each.
@@ -111,7 +136,7 @@ class Norm(nn.Module):
         scale = self.param("scale", nn.initializers.ones, (channels,))
         bias = self.param("bias", nn.initializers.zeros, (channels,))
 
-        h = _batch_last(h)
+        h = batch_last(h)
         column = (channels, *[1] * (h.ndim - 1))
         if train:
             axes = tuple(range(1, h.ndim))
@@ -131,7 +156,11 @@ class Norm(nn.Module):
             centred = h - running_mean.value.reshape(column)
             var = running_var.value
         factor = scale * jax.lax.rsqrt(var + NORM_EPSILON)
-        return _batch_last(centred * factor.reshape(column) + bias.reshape(column))
+        return batch_last(centred * factor.reshape(column) + bias.reshape(column))
+
+    @nn.nowrap
+    def macs(self, given, out):
+        return 2 * out.size
 
 
 class Conv(nn.Module):
@@ -144,14 +173,16 @@ class Conv(nn.Module):
     Attributes:
         features: Output channels.
         kernel: Side of the kernel.
-        padding: `SAME` or `VALID`; see `_windows`.
+        padding: `SAME` or `VALID`; see `windows`.
         pool: Whether to max-pool 2x2 with stride 2.
         dropout: Rate at the end.
-        initializer: `torch` (uniform +-1/sqrt(fan_in)) or `lecun` (normal, zero bias).
+        initializer: `torch` (uniform +-1/sqrt(fan_in)), `lecun` (normal of variance
+            1/fan_in) or `he` (2/fan_out), both of them with zero bias.
         stride: Of the kernel.
         bias: Whether there is one; a norm makes it needless.
         norm: Whether a `Norm` follows the convolution.
         relu: Whether a relu follows.
+        scaler: HeteroFL's: in train mode the norm gets the output divided by this.
     """
 
     features: int
@@ -164,16 +195,19 @@ class Conv(nn.Module):
     bias: bool = True
     norm: bool = False
     relu: bool = True
+    scaler: float = 1.0
 
     @nn.compact
     def __call__(self, h, *, sample_mask=None, train=False):
         side, channels = self.kernel, h.shape[-1]
-        kernel_init, bias_init = _initializers(self.initializer, side * side * channels)
+        kernel_init, bias_init = _initializers(
+            self.initializer, side * side * channels, side * side * self.features
+        )
         shape = (side, side, channels, self.features)
         kernel = self.param("kernel", kernel_init, shape)
 
-        windows = [*_windows(_batch_last(h), side, self.stride, self.padding)]
-        patches = jnp.concatenate(windows)
+        seen = windows(batch_last(h), side, self.stride, self.padding)
+        patches = jnp.concatenate([*seen])
         height, width, batch = patches.shape[1:]
         out = jax.lax.dot_general(
             kernel.reshape(-1, self.features),
@@ -185,15 +219,30 @@ class Conv(nn.Module):
             bias = self.param("bias", bias_init, (self.features,))
             h = h + bias[:, None, None, None]
         if self.norm:
+            if train and self.scaler != 1:
+                h = h / self.scaler
             norm = Norm(name="norm")
-            h = norm(_batch_last(h), sample_mask=sample_mask, train=train)
-            h = _batch_last(h)
+            h = norm(batch_last(h), sample_mask=sample_mask, train=train)
+            h = batch_last(h)
         if self.pool:
             h = h[:, : height // 2 * 2, : width // 2 * 2]
             h = h.reshape(self.features, height // 2, 2, width // 2, 2, batch)
             h = h.max((2, 4))
-        h = _batch_last(nn.relu(h) if self.relu else h)
+        h = batch_last(nn.relu(h) if self.relu else h)
         return Dropout(self.dropout)(h, train=train)
+
+    @nn.nowrap
+    def macs(self, given, out):
+        """Of the layer as papers write it: relu, then pool."""
+        window = jax.eval_shape(
+            lambda h: next(
+                windows(batch_last(h), self.kernel, self.stride, self.padding)
+            ),
+            given,
+        )
+        channels, *places = window.shape
+        per_output = self.kernel**2 * channels + self.bias + self.relu + self.pool
+        return per_output * self.features * math.prod(places)
 
 
 class MaxPool(nn.Module):
@@ -206,8 +255,12 @@ class MaxPool(nn.Module):
     side: int = 2
 
     def __call__(self, h, *, sample_mask=None, train=False):
-        windows = _windows(_batch_last(h), self.side, 2, "SAME", -jnp.inf)
-        return _batch_last(functools.reduce(jnp.maximum, windows))
+        seen = windows(batch_last(h), self.side, 2, "SAME", -jnp.inf)
+        return batch_last(functools.reduce(jnp.maximum, seen))
+
+    @nn.nowrap
+    def macs(self, given, out):
+        return given.size
 
 
 class GlobalAverage(nn.Module):
@@ -215,6 +268,10 @@ class GlobalAverage(nn.Module):
 
     def __call__(self, h, *, sample_mask=None, train=False):
         return h.mean((1, 2))
+
+    @nn.nowrap
+    def macs(self, given, out):
+        return given.size
 
 
 class Dense(nn.Module):
@@ -235,12 +292,18 @@ class Dense(nn.Module):
     @nn.compact
     def __call__(self, h, *, sample_mask=None, train=False):
         h = h.reshape(h.shape[0], -1)
-        kernel_init, bias_init = _initializers(self.initializer, h.shape[-1])
+        kernel_init, bias_init = _initializers(
+            self.initializer, h.shape[-1], self.features
+        )
         kernel = self.param("kernel", kernel_init, (h.shape[-1], self.features))
         h = h @ kernel + self.param("bias", bias_init, (self.features,))
         if self.relu:
             h = nn.relu(h)
         return Dropout(self.dropout)(h, train=train)
+
+    @nn.nowrap
+    def macs(self, given, out):
+        return given.size * self.features + (1 + self.relu) * out.size
 
 
 class Sequential(nn.Module):
@@ -259,7 +322,7 @@ def chain(
     trunks: Sequence[tuple[str, nn.Module]],
     exits: Mapping[str, nn.Module] | None = None,
     *,
-    at_width: Callable[[float], types.Model] | None = None,
+    at_width: Callable[..., types.Model] | None = None,
 ) -> types.Model:
     """A Model of named stages.
 
@@ -341,3 +404,27 @@ def chain(
 
     stage_names = tuple(stage for stage, _ in trunks)
     return types.Model(name, stage_names, init, forward, bool(exits), at_width=at_width)
+
+
+class UnfitError(ValueError):
+    """Examples that a model cannot take; the text is what it needs instead."""
+
+
+def demanding(
+    model: types.Model, fits: Callable[[int], bool], need: str
+) -> types.Model:
+    """The same model; its `init` refuses images of other sides.
+
+    Args:
+        model: Of images, f32[B, H, W, C].
+        fits: Whether a side does.
+        need: Words for it, such as `side is a multiple of 16`.
+    """
+
+    def init(key: jax.Array, x: jax.Array) -> tuple[types.Params, types.Stats]:
+        if x.ndim != 4 or not all(map(fits, x.shape[1:3])):
+            sides = "x".join(map(str, x.shape[1:3] if x.ndim == 4 else x.shape[1:]))
+            raise UnfitError(f"needs images whose {need}, these are {sides}")
+        return model.init(key, x)
+
+    return model._replace(init=init)

@@ -36,6 +36,11 @@ quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
         ("uapdfl_cnn", CIFAR, 10, 8_413_642),
         ("resnet18", CIFAR, 10, 11_173_962),
         ("resnet18_7x7", CIFAR, 10, 11_181_642),
+        ("resnet34", CIFAR, 10, 21_282_122),
+        ("convnet", CIFAR, 10, 1_557_066),
+        ("depth_convnet", CIFAR, 10, 1_935_848),
+        ("depth_resnet18", CIFAR, 10, 12_098_664),
+        ("depth_resnet34", CIFAR, 10, 22_206_824),
         ("vgg11", CIFAR, 10, 9_753_674),
         ("vgg11_4096", CIFAR, 10, 28_146_762),
     ],
@@ -120,11 +125,12 @@ def test_a_model_is_made_once():
 
 @pytest.mark.parametrize("name", models.MODELS)
 def test_one_parameter_tree_per_stage(name):
-    """Section 3: `params`, `stats` and names align, the last stage gives Y logits.
+    """Section 3: `params`, `stats` and names align, every exit gives Y logits.
 
     At half the width every stage is smaller, and still there are Y logits.
     """
-    shape = CIFAR if name in ("m1", "m2") or "cifar" in name else MNIST
+    is_cifars = name in ("m1", "m2") or "cifar" in name or "depth" in name
+    shape = CIFAR if is_cifars else MNIST
     whole, model = sizes(models.MODELS[name](7), shape), models.make(name, 7, 0.5)
     assert all(half < whole[stage] for stage, half in sizes(model, shape).items())
     params, stats = shapes.variables(model, shape)
@@ -133,7 +139,8 @@ def test_one_parameter_tree_per_stage(name):
     assert len(set(model.stage_names)) == len(model.stage_names)
     example = jax.ShapeDtypeStruct((3, *shape), np.float32)
     out, _ = jax.eval_shape(model.forward, params, stats, example)
-    assert out.shape == (3, 7)
+    outs = out if model.has_exits else (out,)
+    assert {one.shape for one in outs} == {(3, 7)}
 
 
 NOISY = {

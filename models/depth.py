@@ -1,0 +1,201 @@
+"""DepthFL's networks: four stages, an exit after each.
+
+Kim et al., "DepthFL: Depthwise Federated Learning for Heterogeneous Clients", ICLR 2023
+(https://openreview.net/forum?id=pf8RIZTMU58). A client that holds level d has stages 1
+to d, their exits with them. The first three exits read the stage's output through an
+attention map and a chain of separable convolutions. Counts of parameters are for
+32x32x3, 10 classes and width 1, without running statistics; a test checks them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from fedjax_pfl import types
+from models import resnet, stages
+
+# Kim et al. draw every convolution from N(0, 2 / fan_out).
+normed = functools.partial(resnet.normed, initializer="he")
+
+
+class Depthwise(nn.Module):
+    """3x3 convolution of each channel by itself, padded by 1, without bias.
+
+    Parameters as flax's `nn.Conv` with as many groups as channels. Computed as patches
+    x vector for each channel: XLA's grouped convolution is slow on CPUs, and slower
+    still with one kernel per client.
+
+    Attributes:
+        stride: Of the kernel.
+    """
+
+    stride: int = 1
+
+    @nn.compact
+    def __call__(self, h, *, sample_mask=None, train=False):
+        channels = h.shape[-1]
+        shape = (3, 3, 1, channels)
+        kernel = self.param("kernel", stages.he_normal(9 * channels), shape)
+        windows = stages.windows(stages.batch_last(h), 3, self.stride, "SAME")
+        patches = jnp.stack([*windows], axis=1)
+        out = jnp.einsum("kc,ckhwb->chwb", kernel.reshape(9, channels), patches)
+        return stages.batch_last(out)
+
+    @nn.nowrap
+    def macs(self, given, out):
+        return 9 * out.size
+
+
+class SepConv(nn.Module):
+    """Two depthwise convolutions, a pointwise one, a norm and a relu behind each.
+
+    Attributes:
+        features: Output channels; between the two there are as many as come in.
+        stride: Of the first depthwise convolution.
+    """
+
+    features: int
+    stride: int = 2
+
+    @nn.compact
+    def __call__(self, h, *, sample_mask=None, train=False):
+        mode = {"sample_mask": sample_mask, "train": train}
+        channels = h.shape[-1]
+        h = Depthwise(self.stride, name="depthwise1")(h)
+        h = normed(channels, 1, name="pointwise1")(h, **mode)
+        h = Depthwise(name="depthwise2")(h)
+        return normed(self.features, 1, name="pointwise2")(h, **mode)
+
+
+class Upsample(nn.Module):
+    """Bilinear x2 of a map whose edges are clamped, without `align_corners`."""
+
+    def __call__(self, h, *, sample_mask=None, train=False):
+        h = stages.batch_last(h)
+        for axis in (1, 2):
+            size = h.shape[axis]
+            part = functools.partial(jax.lax.slice_in_dim, h, axis=axis)
+            before = jnp.concatenate([part(0, 1), part(0, size - 1)], axis)
+            after = jnp.concatenate([part(1, size), part(size - 1, size)], axis)
+            pairs = jnp.stack([0.75 * h + 0.25 * n for n in (before, after)], axis + 1)
+            h = pairs.reshape(*h.shape[:axis], 2 * size, *h.shape[axis + 1 :])
+        return stages.batch_last(h)
+
+    @nn.nowrap
+    def macs(self, given, out):
+        return out.size
+
+
+class Attention(nn.Module):
+    """The map times a sigmoid of itself, seen at half its side."""
+
+    @nn.compact
+    def __call__(self, h, *, sample_mask=None, train=False):
+        mode = {"sample_mask": sample_mask, "train": train}
+        seen = SepConv(h.shape[-1], name="sepconv")(h, **mode)
+        seen = nn.relu(stages.Norm(name="norm")(seen, **mode))
+        return h * nn.sigmoid(Upsample()(seen))
+
+    @nn.nowrap
+    def macs(self, given, out):
+        """Of the relu, before the upsampling; sigmoid and product count nothing."""
+        return out.size // 4
+
+
+def _last(num_classes: int) -> list[nn.Module]:
+    return [stages.GlobalAverage(), stages.Dense(num_classes, relu=False)]
+
+
+def _chained(
+    name: str,
+    trunks: Sequence[Sequence[nn.Module]],
+    chains: Sequence[Sequence[int]],
+    num_classes: int,
+    multiple: int,
+) -> types.Model:
+    """Four stages with their exits.
+
+    Args:
+        name: The model's name.
+        trunks: The modules of each stage.
+        chains: Channels behind each separable convolution of the first three exits.
+        num_classes: Y.
+        multiple: Of which the images' sides must be one.
+    """
+    names = [f"stage{i}" for i in range(1, 5)]
+    exits = [
+        [Attention(), *(SepConv(features) for features in chain), *_last(num_classes)]
+        for chain in chains
+    ]
+    exits.append(_last(num_classes))
+    model = stages.chain(
+        name,
+        list(zip(names, map(stages.Sequential, trunks), strict=True)),
+        dict(zip(names, map(stages.Sequential, exits), strict=True)),
+    )
+    # A map of an odd side does not come back from half of it.
+    need = f"side is a multiple of {multiple}"
+    return stages.demanding(model, lambda side: side % multiple == 0, need)
+
+
+def _convs(width: float, scaler: float = 1.0) -> list[nn.Module]:
+    """The ConvNet's four convolutions, all but the last with a pool."""
+    widths = map(stages.scaling(width), resnet.WIDTHS)
+    return [
+        normed(features, 3, pool=i < 3, scaler=scaler)
+        for i, features in enumerate(widths)
+    ]
+
+
+def depth_convnet(num_classes: int, width: float = 1.0) -> types.Model:
+    """DepthFL's ConvNet, an exit a stage: 1,935,848 parameters."""
+    one, two, three, _ = map(stages.scaling(width), resnet.WIDTHS)
+    trunks = [[conv] for conv in _convs(width)]
+    # These do not widen to the last stage's channels, as the ResNets' do.
+    chains = [(one, one), (two,), (three,)]
+    return _chained("depth_convnet", trunks, chains, num_classes, 16)
+
+
+def convnet(num_classes: int, width: float = 1.0) -> types.Model:
+    """DepthFL's ConvNet with one exit: 1,557,066 parameters."""
+    return _convnet(num_classes, width)
+
+
+def _convnet(num_classes: int, width: float, scaler: float = 1.0) -> types.Model:
+    *pooled, last = _convs(width, scaler)
+    model = stages.chain(
+        "convnet",
+        [
+            *((f"conv{i}", layer) for i, layer in enumerate(pooled, start=1)),
+            ("conv4", stages.Sequential([last, stages.GlobalAverage()])),
+            ("fc", stages.Dense(num_classes, relu=False)),
+        ],
+        at_width=stages.widths(functools.partial(_convnet, num_classes), width),
+    )
+    # Three pools must leave something.
+    return stages.demanding(model, lambda side: side >= 8, "sides are at least 8")
+
+
+def _resnet(
+    name: str, num_blocks: Sequence[int], num_classes: int, width: float
+) -> types.Model:
+    widths = [stages.scaling(width)(features) for features in resnet.WIDTHS]
+    trunks = resnet.residual_stages(widths, num_blocks, "he")
+    trunks[0].insert(0, normed(widths[0], 3))
+    chains = [widths[i:] for i in (1, 2, 3)]
+    return _chained(name, trunks, chains, num_classes, 8)
+
+
+def depth_resnet18(num_classes: int, width: float = 1.0) -> types.Model:
+    """DepthFL's ResNet-18, an exit a stage: 12,098,664 parameters."""
+    return _resnet("depth_resnet18", resnet.BLOCKS18, num_classes, width)
+
+
+def depth_resnet34(num_classes: int, width: float = 1.0) -> types.Model:
+    """DepthFL's ResNet-34, an exit a stage: 22,206,824 parameters."""
+    return _resnet("depth_resnet34", resnet.BLOCKS34, num_classes, width)
