@@ -18,20 +18,35 @@ from fedjax_pfl import program as program_lib
 from launch import config as config_lib
 from launch import devices, limits, settings
 from launch.experiment import Experiment
+from models import stages
 
 
-def _model(
-    flag: str, name: str, num_classes: int, width: float, shape: tuple
+def fitting_model(
+    flag: str, name: str, num_classes: int, width: float, shape: tuple[int, ...]
 ) -> types.Model:
-    model = models.make(name, num_classes, width)
+    """A model that fits the examples.
+
+    Args:
+        flag: What names it, for the error.
+        name: A key of `models.MODELS`.
+        num_classes: Y.
+        width: `--model_width`.
+        shape: Of one example.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    made = models.make(name, num_classes, width)
     try:
-        shapes.variables(model, shape)
+        shapes.variables(made, shape)
     except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
+        # Of others only jax and flax understand the words.
+        cause = f" ({error})" if isinstance(error, stages.UnfitError) else ""
         raise ValueError(
-            f"--{flag}={name} does not fit examples of shape {list(shape)}; "
+            f"--{flag}={name} does not fit examples of shape {list(shape)}{cause}; "
             "take another model, for instance mlp"
         ) from error
-    return model
+    return made
 
 
 def _partition_spec(config: config_lib.Config, seed: int) -> partitions.PartitionSpec:
@@ -151,9 +166,9 @@ def assemble(
     )
     shape = source.image.shape[1:]
     fitting = (source.num_classes, config.model_width, shape)
-    server_model = _model("model", config.model, *fitting)
+    server_model = fitting_model("model", config.model, *fitting)
     client_models = tuple(
-        _model("client_model", name, *fitting)
+        fitting_model("client_model", name, *fitting)
         for name in config.client_model.split(",")
     )
     chosen = vars(config) | vars(hparams)
