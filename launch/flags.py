@@ -192,7 +192,7 @@ def define(values: flags.FlagValues, name: str, field: Any, kind: type) -> None:
     definers[kind](name, default, text, flag_values=values)
 
 
-def _illegal(error: flags.IllegalFlagValueError, kinds: dict[str, type]) -> str:
+def illegal(error: flags.IllegalFlagValueError, kinds: dict[str, type]) -> str:
     """absl's error about a value, without the words of Python's converters."""
     # `flag --NAME=VALUE: REASON`, where all of them may hold colons.
     pattern = r"flag --(\w+)=(.*?): (?:invalid literal|could not|Exceeds|\('Non-bool)"
@@ -245,7 +245,7 @@ def parse(
             ) from error
         raise UsageError(settings.unknown_option(name, algo)) from error
     except flags.IllegalFlagValueError as error:
-        raise UsageError(_illegal(error, kinds)) from error
+        raise UsageError(illegal(error, kinds)) from error
     except (flags.Error, ValueError) as error:  # ValueError: --noflag=value
         raise UsageError(error) from error
     if len(rest) > 1:

@@ -1,11 +1,46 @@
-"""Lists what there is, a line each: `python -m launch.list`."""
+"""Lists what there is, a line each: `python -m launch.list`.
+
+With `--model=NAME` what that model costs: parameters, buffers (running statistics) and
+multiply-accumulates of one example by stage, by level of a client that holds a part,
+and at other widths where the model has them.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from absl import flags as absl_flags
 
 import algorithms
 import models
 from data import loaders, partitions
-from launch import ending, papers, presets, settings
+from fedjax_pfl import options, types
+from launch import build, ending, flags, limits, papers, presets, settings
+from models import counts
+
+option = options.option
+WIDTHS = 4
+BASES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """The options of this command."""
+
+    model: str = option("", "the model to count")
+    num_classes: int = option(10, "classes of its exits", minimum=2)
+    example_shape: str = option("32,32,3", "shape of one example, such as 28,28,1")
+    model_width: float = option(
+        1.0, "factor on its hidden channels and widths", above=0, maximum=1000
+    )
+
+
+KINDS = {"model": str, "num_classes": int, "example_shape": str, "model_width": float}
 
 
 def main() -> None:
@@ -36,6 +71,118 @@ def main() -> None:
             print(f"  {name:<18} {text}")
 
 
-if __name__ == "__main__":
+def _shape(text: str) -> tuple[int, ...]:
+    """The shape of an example.
+
+    Raises:
+        ValueError: no list of positive numbers, or one of too many numbers.
+    """
+    flag = f"--example_shape={limits.told(text)}"
+    if not re.fullmatch(r"[0-9]{1,10}(,[0-9]{1,10}){0,3}", text):
+        raise ValueError(
+            f"{flag}: expected one to four whole numbers with commas between them, "
+            "such as 32,32,3"
+        )
+    shape = tuple(map(int, text.split(",")))
+    if not 0 < math.prod(shape) <= limits.INT_LIMIT:
+        raise ValueError(
+            f"{flag} is {math.prod(shape)} numbers; expected 1 to {limits.INT_LIMIT}"
+        )
+    return shape
+
+
+def _parse(argv: Sequence[str]) -> tuple[Asked, tuple[int, ...]] | None:
+    """What is asked of a model and the shape of its examples; None = of no model.
+
+    Raises:
+        ValueError, absl_flags.Error: one line that names the flag.
+    """
+    values = absl_flags.FlagValues()
+    for field in dataclasses.fields(Asked):
+        flags.define(values, field.name, field, KINDS[field.name])
+    if {"--help", "-help", "-h"} & set(argv[1:]):
+        print(f"{__doc__}\n{values.get_help()}")
+        raise SystemExit(0)
+    try:
+        rest = values(flags.expand(argv))
+    except absl_flags.IllegalFlagValueError as error:
+        raise ValueError(flags.illegal(error, KINDS)) from error
+    if len(rest) > 1:
+        raise ValueError(
+            f"{limits.told(rest[1])} is not a flag; options are written --name=value"
+        )
+    given = {name: values[name].value for name in KINDS if values[name].present}
+    asked = Asked(**{n: limits.checked(n, v, KINDS[n]) for n, v in given.items()})
+    options.validate(asked)
+    if "model" not in given:
+        if given:
+            raise ValueError(f"--{min(given)} has no effect without --model=NAME")
+        return None
+    if asked.model not in models.MODELS:
+        raise ValueError(
+            f"--model={asked.model}: expected one of {', '.join(models.MODELS)}"
+        )
+    return asked, _shape(asked.example_shape)
+
+
+def _print_table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Columns under their heads, the first on the left; a blank line before them."""
+    table = [[*heads, "parameters", "buffers", "MACs"]]
+    table += [[f"{n:,}" if isinstance(n, int) else n for n in row] for row in rows]
+    sizes = [max(map(len, column)) for column in zip(*table, strict=True)]
+    print()
+    for first, *others in table:
+        line = "  ".join(t.rjust(n) for t, n in zip(others, sizes[1:], strict=True))
+        print(f"  {first.ljust(sizes[0])}  {line}")
+
+
+def _print_counts(model: types.Model, shape: tuple[int, ...]) -> None:
+    """Prints a model by stages, levels and widths."""
+    _print_table(
+        ["stage", "output"],
+        [
+            (stage.name, "x".join(map(str, stage.output)), *stage.count)
+            for stage in counts.stages(model, shape)
+        ],
+    )
+    levels = enumerate(counts.levels(model, shape), start=1)
+    _print_table(["level"], [(f"{level}", *count) for level, count in levels])
+    if model.at_width is None:
+        return
+    by_width = {
+        n: counts.whole(model.at_width(n / WIDTHS), shape) for n in range(1, WIDTHS + 1)
+    }
+    rows = [(f"{n}/{WIDTHS}", *count) for n, count in by_width.items()]
+    _print_table(["width"], rows)
+    base = by_width[WIDTHS // 2]
+    rows = [(f"{n}", *counts.total([base] * n)) for n in range(1, BASES + 1)]
+    _print_table(["models of width 1/2"], rows)
+
+
+def command(argv: Sequence[str] | None = None) -> None:
+    """The command."""
     with ending.reported():
-        main()
+        _command(list(sys.argv if argv is None else argv))
+
+
+def _command(argv: Sequence[str]) -> None:
+    try:
+        found = _parse(argv)
+        if found is None:
+            main()
+            return
+        asked, shape = found
+        model = build.fitting_model(
+            "model", asked.model, asked.num_classes, asked.model_width, shape
+        )
+    except (ValueError, absl_flags.Error) as error:
+        flags.fail(error)
+    print(
+        f"{asked.model}, {asked.num_classes} classes, examples of "
+        f"{'x'.join(map(str, shape))}, width {asked.model_width:g}"
+    )
+    _print_counts(model, shape)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,123 @@
+"""What a model costs, printed: the rows of DepthFL's Tables 1 and 8."""
+
+import pytest
+
+from launch import list as listing
+
+
+@pytest.fixture
+def shown(capsys):
+    """Runs the command; returns its words, a list for each line."""
+
+    def run(*arguments):
+        listing.command(["list", *arguments])
+        return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+    return run
+
+
+def table(lines, head):
+    """The rows under a head."""
+    start = 1 + next(i for i, words in enumerate(lines) if words[:1] == [head])
+    end = next((i for i in range(start, len(lines)) if not lines[i]), len(lines))
+    return lines[start:end]
+
+
+def test_model_with_exits(shown):
+    """Stages with their exits, then what a client of each level holds."""
+    lines = shown("--model=depth_convnet", "--num_classes=10")
+    assert lines[0][0] == "depth_convnet,"
+    assert table(lines, "stage") == [
+        ["stage1", "16x16x64", "31,434", "1,024", "3,462,794"],
+        ["stage2", "8x8x128", "146,698", "1,536", "20,169,994"],
+        ["stage3", "4x4x256", "571,914", "3,072", "20,048,394"],
+        ["stage4", "4x4x512", "1,185,802", "1,024", "18,912,266"],
+    ]
+    assert table(lines, "level") == [
+        ["1", "31,434", "1,024", "3,462,794"],
+        ["2", "178,132", "2,560", "23,632,788"],
+        ["3", "750,046", "5,632", "43,681,182"],
+        ["4", "1,935,848", "6,656", "62,593,448"],
+    ]
+    assert not any(words[:1] in (["width"], ["models"]) for words in lines)
+
+
+def test_model_with_widths(shown):
+    """One level; the widths of Table 1 and the bases of Table 8."""
+    lines = shown("--model=resnet18", "--num_classes=100", "--example_shape=32,32,3")
+    assert table(lines, "stage")[-1] == ["fc", "100", "51,300", "0", "51,300"]
+    whole = ["11,220,132", "9,600", "557,262,948"]
+    assert table(lines, "level") == [["1", *whole]]
+    assert table(lines, "width") == [
+        ["1/4", "713,076", "2,400", "35,506,788"],
+        ["2/4", "2,820,740", "4,800", "140,219,492"],
+        ["3/4", "6,323,092", "7,200", "314,138,212"],
+        ["4/4", *whole],
+    ]
+    assert table(lines, "models") == [
+        ["1", "2,820,740", "4,800", "140,219,492"],
+        ["2", "5,641,480", "9,600", "280,438,984"],
+        ["3", "8,462,220", "14,400", "420,658,476"],
+        ["4", "11,282,960", "19,200", "560,877,968"],
+    ]
+
+
+def test_options_reach_the_model(shown):
+    """Classes, shape and width; a model with one exit and one width."""
+    arguments = ("--num_classes=3", "--example_shape=5", "--model_width=0.5")
+    lines = shown("--model=mlp", *arguments)
+    assert lines[0] == "mlp, 3 classes, examples of 5, width 0.5".split()
+    # An affine map, its bias and its relu.
+    assert table(lines, "stage") == [
+        ["dense1", "64", "384", "0", "448"],
+        ["dense2", "32", "2,080", "0", "2,112"],
+        ["dense3", "3", "99", "0", "99"],
+    ]
+    assert table(lines, "level") == [["1", "2,563", "0", "2,659"]]
+    assert not any(words[:1] in (["width"], ["models"]) for words in lines)
+
+
+def test_without_a_model(capsys):
+    """What there is."""
+    listing.main()
+    expected = capsys.readouterr().out
+    listing.command(["list"])
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--model=resnet999"], ["--model=resnet999", "depth_convnet"]),
+        (["--model=mlp", "--num_classes=1"], ["--num_classes=1", "at least 2"]),
+        (["--model=mlp", "--num_classes=two"], ["--num_classes='two'", "integer"]),
+        (["--model=mlp", "--num_classes=9999999999"], ["at most 2147483647"]),
+        (["--model=mlp", "--example_shape=32x32"], ["--example_shape='32x32'"]),
+        (["--model=mlp", "--example_shape=32,,3"], ["such as 32,32,3"]),
+        (["--model=mlp", "--example_shape=32,0,3"], ["0 numbers"]),
+        (
+            ["--model=mlp", "--example_shape=99999,99999,3"],
+            ["expected 1 to 2147483647"],
+        ),
+        (["--model=mlp", "--model_width=0"], ["--model_width=0", "more than 0"]),
+        (["--model=fedavg_cnn", "--example_shape=8,8,1"], ["not fit", "[8, 8, 1];"]),
+        (
+            ["--model=depth_resnet18", "--example_shape=28,28,1"],
+            ["[28, 28, 1] (needs images", "a multiple of 8, these are 28x28)"],
+        ),
+        (["--num_classes=5"], ["--num_classes has no effect", "--model="]),
+        (["--modle=mlp"], ["modle"]),
+        (["resnet18"], ["'resnet18' is not a flag"]),
+    ],
+)
+def test_bad_input_is_one_line(arguments, parts, capsys):
+    """On stderr, with exit code 2, and nothing is printed."""
+    with pytest.raises(SystemExit) as stop:
+        listing.command(["list", *arguments])
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert not out
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    for part in parts:
+        assert part in line
