@@ -15,5 +15,5 @@ def mlp(num_classes: int, width: float = 1.0) -> types.Model:
             ("dense3", stages.Dense(num_classes, relu=False)),
         ],
         # Only the examples are flattened, which are never sliced.
-        at_width=lambda rate, scaled=False: mlp(num_classes, width * rate),
+        at_width=stages.widths(lambda wide, _: mlp(num_classes, wide), width),
     )
