@@ -449,7 +449,7 @@ def test_depthfl_trains_as_its_table_13():
         assert (own.client_lr_decay, own.weight_decay) == (0.998, 0.001)
         assert own.client_momentum == 0 and own.client_optimizer == "sgd"
         assert (made.image_size, made.image_channels) == (32, 3)
-    hparams = resolved(algo="depthfl")[1]
+    hparams = resolved(algo="depthfl", dataset="mnist")[1]
     assert (hparams.feddyn_alpha, hparams.ramp_rounds) == (0.1, 300)
     assert (hparams.levels, hparams.level_mix) == ("fixed", "1:1:1:1")
     for shape in ((32, 32, 3), (28, 28, 3), (28, 28)):
