@@ -13,13 +13,14 @@ EPSILON, KEPT = 1e-5, 0.9
 
 
 class Block(nn.Module):
-    """Dense layer, batch norm, relu."""
+    """Dense layer without a bias, batch norm, relu."""
 
     features: int
 
     @nn.compact
     def __call__(self, h, *, sample_mask=None, train=False):
-        h = stages.Dense(self.features, relu=False, name="dense")(h)
+        h = h.reshape(len(h), -1)
+        h = nn.Dense(self.features, use_bias=False, name="dense")(h)
         norm = stages.Norm(name="norm")
         return nn.relu(norm(h, sample_mask=sample_mask, train=train))
 
@@ -39,7 +40,7 @@ def forward(params, stats, x):
     logits, moved, kept = [], [], []
     for stage, running in zip(params, stats, strict=True):
         dense, norm = stage["trunk"]["dense"], stage["trunk"]["norm"]
-        h = x @ dense["kernel"] + dense["bias"]
+        h = x @ dense["kernel"]
         size = np.sqrt(h.var(0) + EPSILON)
         unit = (h - h.mean(0)) / size
         out = np.maximum(unit * norm["scale"] + norm["bias"], 0)
@@ -66,7 +67,7 @@ def backward(params, kept, slopes):
         of_h = of_unit - of_unit.mean(0) - unit * (of_unit * unit).mean(0)
         of_h = of_h / size
         trunk = {
-            "dense": {"kernel": x.T @ of_h, "bias": of_h.sum(0)},
+            "dense": {"kernel": x.T @ of_h},
             "norm": {"scale": (back * unit).sum(0), "bias": back.sum(0)},
         }
         leave = {"kernel": out.T @ slope, "bias": slope.sum(0)}

@@ -558,7 +558,7 @@ def test_bytes_of_a_level(problem, run_of, of_levels):
     hidden, inputs, total = (8, 7, 6), (64, 8, 7), 0
     expected = [0]
     for wide, narrow in zip(inputs, hidden, strict=True):
-        params = wide * narrow + narrow + 2 * narrow + narrow * 4 + 4
+        params = wide * narrow + 2 * narrow + narrow * 4 + 4
         total += 4 * (params + 2 * narrow)
         expected.append(total)
     with jax.enable_x64(False):
