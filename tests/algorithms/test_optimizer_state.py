@@ -152,20 +152,35 @@ def test_kept_momentum_equals_a_numpy_reference(name, problem):
         assert plain.differs(kept[0], reset[0], 1e-3)
 
 
+# Networks and options of those who share parts of a model.
+LEVELS = {
+    "depthfl": ("with_exits", {"level_mix": "1:1:1"}),
+    "inclusivefl": ("with_exits", {"level_mix": "1:1:1"}),
+    "heterofl": ("sliced", {}),
+    "sheterofl": ("sliced", {}),
+    "splitmix": ("sliced", {}),
+}
+
+
 @pytest.mark.parametrize("name", TRAINING)
 def test_states_are_kept_for_every_client(name, problem):
     """A momentum for each client and parameter, none where it is reset.
 
     A round gives back what it was given.
     """
-    found = {}
+    found, (network, own) = {}, LEVELS.get(name, ("tiny", {}))
     for kept in ("reset", "persist"):
-        hparams = hparams_of(name, optimizer_state=kept)
-        made = algorithms.ALGORITHMS[name].make(hparams, problem.task_of())
+        hparams = hparams_of(name, optimizer_state=kept, **own)
+        task = problem.task_of(network, network)
+        made = algorithms.ALGORITHMS[name].make(hparams, task)
         state = jax.eval_shape(made.init, problem.data, jax.random.key(0))
         found[kept] = {leaf.shape for leaf in jax.tree.leaves(state.opt_state)}
-    model = shapes.variables(conftest.NETWORKS["tiny"], (8, 8, 1))
-    expected = {(5, *leaf.shape) for leaf in jax.tree.leaves(model.params)}
+    model, clients = conftest.NETWORKS[network], (5,)
+    if name == "splitmix":
+        # Four bases of half the width.
+        model, clients = model.at_width(0.5), (5, 4)
+    params, _ = shapes.variables(model, (8, 8, 1))
+    expected = {(*clients, *leaf.shape) for leaf in jax.tree.leaves(params)}
     assert found == {"reset": set(), "persist": expected}
     cohort = plain.planner(problem.data, made.plans)(0)
     if made.peers:
