@@ -101,7 +101,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """DepthFL as pure functions.
 
     Raises:
-        ValueError: levels that the model does not have.
+        ValueError: other levels than the model has.
     """
     model = levels.truncated(hparams, task.model)
     num_stages, alpha = len(model.stage_names), hparams.feddyn_alpha

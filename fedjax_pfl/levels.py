@@ -153,7 +153,8 @@ def truncated(hparams: Levels, model: types.Model) -> types.Model:
     A model with one exit has one level, all of it.
 
     Raises:
-        ValueError: another number of levels than the model has.
+        ValueError: another number of levels than the model has, or options of several
+            levels with a model of one.
     """
     count = len(model.stage_names) if model.has_exits else 1
     given = len(mix(hparams))
@@ -161,6 +162,12 @@ def truncated(hparams: Levels, model: types.Model) -> types.Model:
         raise ValueError(
             f"--level_mix={hparams.level_mix} has {given} levels, --model={model.name} "
             f"{count}; give as many parts as the model has exits"
+        )
+    if count == 1 and (hparams.levels == "dynamic" or hparams.exclusive):
+        given = "--exclusive" if hparams.exclusive else "--levels=dynamic"
+        raise ValueError(
+            f"{given}: --model={model.name} has one level, which all clients hold; "
+            "leave it away, or take a model with an exit at every stage"
         )
     return types.truncated(model, top(hparams)) if model.has_exits else model
 

@@ -268,6 +268,12 @@ def test_levels_of_a_model():
             ValueError, match=f"--level_mix={wrong} has .*--model={model.name} {count};"
         ):
             levels.truncated(of(level_mix=wrong), model)
+    for given, flag in (
+        ({"exclusive": True}, "--exclusive"),
+        ({"levels": "dynamic"}, "--levels=dynamic"),
+    ):
+        with pytest.raises(ValueError, match=f"{flag}: --model=plain has one level,"):
+            levels.truncated(of(level_mix="1", **given), plain)
 
 
 @pytest.mark.parametrize("jit", [False, True])
