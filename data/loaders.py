@@ -22,6 +22,7 @@ TFDS_HOST = "storage.googleapis.com"
 PATHMNIST = "pathmnist.npz"
 DEBIAN_FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")
 MAX_CLASSES = 100_000
+ARRAYS = "arrays"  # what a data set is called that was given as arrays
 IDX_FILES = (
     ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -249,45 +250,63 @@ def load_pathmnist(data_dir: str) -> dataset.Dataset:
 
 
 def load_npz(path: str, flag: str = "dataset") -> dataset.Dataset:
-    """A user's own arrays: `x` [N, H, W, C] or [N, D], `y` [N], optionally `client`."""
+    """A user's own file: arrays `x`, `y` and optionally `client`; see `from_arrays`."""
+    where = f"--{flag}=npz:{path}"
     try:
         arrays = npz.read(pathlib.Path(path), ("x", "y"), ("client",))
     except ValueError as error:
-        raise ValueError(f"--{flag}=npz:{path}: {error}") from error
-    x, y, client = arrays["x"], arrays["y"], arrays.get("client")
+        raise ValueError(f"{where}: {error}") from error
+    return from_arrays(arrays["x"], arrays["y"], arrays.get("client"), where)
+
+
+def from_arrays(
+    x: Any, y: Any, client: Any = None, where: str = "dataset"
+) -> dataset.Dataset:
+    """A user's own arrays.
+
+    Args:
+        x: uint8 or float [N, H, W, C] or [N, D].
+        y: Integers [N], the labels 0, 1, 2, ...
+        client: Integers [N], the owner of each row, or None.
+        where: What names them, for errors.
+
+    Raises:
+        ValueError: one line: what came, what was expected.
+    """
+    x, y = np.asarray(x), np.asarray(y)
     if x.ndim not in (2, 4) or not (
         x.dtype == np.uint8 or np.issubdtype(x.dtype, np.floating)
     ):
         raise ValueError(
-            f"--{flag}=npz:{path}: x must be uint8 or float of shape [N, H, W, C] or "
-            f"[N, D], got {x.dtype} {list(x.shape)}"
+            f"{where}: x must be uint8 or float of shape [N, H, W, C] or [N, D], got "
+            f"{x.dtype} {list(x.shape)}"
         )
     if y.ndim != 1 or len(x) != len(y) or not np.issubdtype(y.dtype, np.integer):
         raise ValueError(
-            f"--{flag}=npz:{path}: y must be integers [{len(x)}], got {y.dtype} "
-            f"{list(y.shape)}"
+            f"{where}: y must be integers [{len(x)}], got {y.dtype} {list(y.shape)}"
         )
     if 0 in x.shape[1:]:
         raise ValueError(
-            f"--{flag}=npz:{path}: x has examples of shape {list(x.shape[1:])}, which "
-            "hold no number"
+            f"{where}: x has examples of shape {list(x.shape[1:])}, which hold no "
+            "number"
         )
     if not len(y) or y.min() < 0:
-        raise ValueError(f"--{flag}=npz:{path}: labels must be 0, 1, 2, ...")
+        raise ValueError(f"{where}: labels must be 0, 1, 2, ...")
     if y.max() >= MAX_CLASSES:
         # Every class costs a row of the model's last layer, whether it occurs or not.
         raise ValueError(
-            f"--{flag}=npz:{path}: y has the label {y.max()}, at most "
-            f"{MAX_CLASSES - 1} is possible; number the classes 0, 1, 2, ..."
+            f"{where}: y has the label {y.max()}, at most {MAX_CLASSES - 1} is "
+            "possible; number the classes 0, 1, 2, ..."
         )
     if client is not None:
+        client = np.asarray(client)
         if client.shape != y.shape or not np.issubdtype(client.dtype, np.integer):
             raise ValueError(
-                f"--{flag}=npz:{path}: client must be integers [{len(y)}], got "
-                f"{client.dtype} {list(client.shape)}"
+                f"{where}: client must be integers [{len(y)}], got {client.dtype} "
+                f"{list(client.shape)}"
             )
         client = np.unique(client, return_inverse=True)[1].astype(np.int32)
-    image = x if x.dtype == np.uint8 else _as_float32(x, f"--{flag}=npz:{path}")
+    image = x if x.dtype == np.uint8 else _as_float32(x, where)
     return dataset.Dataset(image, y.astype(np.int32), len(y), int(y.max()) + 1, client)
 
 
@@ -369,6 +388,10 @@ def load(name: str, data_dir: str, flag: str = "dataset") -> dataset.Dataset:
     """
     if name.startswith("npz:"):
         return load_npz(name[len("npz:") :], flag)
+    if name == ARRAYS:
+        raise ValueError(
+            f"--{flag}={ARRAYS} were arrays in memory; give them: dataset=(x, y)"
+        )
     if name not in DATASETS:
         raise ValueError(
             f"--{flag}={name}: expected one of {', '.join(DATASETS)} or npz:PATH"

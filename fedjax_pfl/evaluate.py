@@ -33,6 +33,13 @@ class Scoring(NamedTuple):
     num_sampled: int = 0
 
 
+def served(model: types.Model, out: Any) -> jax.Array:
+    """The logits f32[B, Y] that serve, of what `model.forward` gave."""
+    if not model.has_exits:
+        return out
+    return out[-1] if model.answer == "last" else sum(out) / len(out)
+
+
 def _predictions(
     model: types.Model, variables: types.Variables, image: jax.Array
 ) -> jax.Array:
@@ -44,8 +51,7 @@ def _predictions(
     if not model.has_exits:
         return jnp.argmax(out, -1)[None]
     ensemble = sum(out) / len(out)
-    answer = {"ensemble": ensemble, "last": out[-1]}[model.answer]
-    return jnp.argmax(jnp.stack([*out, ensemble, answer]), -1)
+    return jnp.argmax(jnp.stack([*out, ensemble, served(model, out)]), -1)
 
 
 def _correct_from(

@@ -23,7 +23,7 @@ def option(
     Args:
         default: The default value.
         help: One sentence; the paper's symbol in brackets.
-        choices: The allowed strings.
+        choices: The allowed strings; `file:PATH` stands for any `file:...`.
         minimum: Smallest allowed number.
         maximum: Largest allowed number.
         above: The number must be greater than this.
@@ -60,7 +60,7 @@ def validate(values: Any) -> None:
         if value is None:
             continue
         flag = f"--{field.name}={value}"
-        if meta["choices"] and value not in meta["choices"]:
+        if meta["choices"] and not _is_choice(value, meta["choices"]):
             known = ", ".join(choice for choice in meta["choices"] if choice)
             raise ValueError(f"{flag}: expected one of {known}")
         if isinstance(value, float) and not math.isfinite(value):
@@ -71,6 +71,12 @@ def validate(values: Any) -> None:
             raise ValueError(f"{flag}: expected at most {meta['maximum']:g}")
         if meta["above"] is not None and value <= meta["above"]:
             raise ValueError(f"{flag}: expected more than {meta['above']:g}")
+
+
+def _is_choice(value: str, choices: tuple[str, ...]) -> bool:
+    """Whether a text is one of them, or begins as one that ends in a path."""
+    paths = [choice for choice in choices if choice.endswith(":PATH")]
+    return value in choices or any(value.startswith(one[:-4]) for one in paths)
 
 
 def refuse(values: Any, names: tuple[str, ...], reason: str) -> None:

@@ -36,10 +36,17 @@ class Compiled:
         """What was compiled so far."""
         return list(self._by_shape.values())
 
+    def knows(self, *args: Any) -> bool:
+        """Whether it is compiled for such arguments."""
+        return self._key(args) in self._by_shape
+
+    def _key(self, args: tuple) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        return structure, tuple(jax.typeof(leaf) for leaf in leaves)
+
     def ahead(self, *args: Any) -> tuple[Callable, float]:
         """(executable for such arguments, seconds that compiling it took now)."""
-        leaves, structure = jax.tree.flatten(args)
-        key = structure, tuple(jax.typeof(leaf) for leaf in leaves)
+        key = self._key(args)
         if key in self._by_shape:
             return self._by_shape[key], 0.0
         begin = time.perf_counter()

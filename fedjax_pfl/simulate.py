@@ -7,9 +7,10 @@ window.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -145,6 +146,8 @@ class Simulation:
     Attributes:
         totals: The counters so far.
         compile_seconds: Spent on compiling, and on the initial state.
+        while_compiling: Gives what is entered while something is compiled, so that a
+            caller can say so.
         lanes: The seeds, by call of the program: all of them in one on accelerators,
             one by one on a CPU, where a loop over seeds inside the program would copy
             the state in every round.
@@ -173,6 +176,7 @@ class Simulation:
         self.seeds, self.rounds = list(seeds), rounds
         self.data = data.replace(partition=None)
         self.compile_seconds = 0.0
+        self.while_compiling: Callable[[], Any] = contextlib.nullcontext
         kinds = len(program.algorithm.messages)
         self.totals = Totals(np.zeros((len(self.seeds), kinds), np.int64))
         per_lane = 1 if program.one_seed else len(self.seeds)
@@ -235,7 +239,7 @@ class Simulation:
         for lane in self.lanes:
             if lane.state is None:
                 args = self._init_args(lane)
-                executable, _ = self.program.init.ahead(*args)
+                executable, _ = self._compiled(self.program.init, args)
                 lane.state = jax.block_until_ready(executable(*args))
                 self.compile_seconds += time.perf_counter() - begin
                 begin = time.perf_counter()
@@ -266,6 +270,10 @@ class Simulation:
                 for name, (sums, counts) in metrics.items()
             }
             lane.pending = None
+
+    def extend(self, rounds: int) -> None:
+        """Makes it a run of `rounds` rounds, at least as many as are done."""
+        self.rounds = rounds
 
     def advance_to(self, stop: int) -> None:
         """Runs until `stop` rounds are done; does nothing if they are already."""
@@ -300,7 +308,7 @@ class Simulation:
                 self.data,
                 lane.partition,
             )
-            executable, compiling = self.program.rounds.ahead(*args)
+            executable, compiling = self._compiled(self.program.rounds, args)
             self.compile_seconds += compiling
             work = Work(*(one[first : first + count] for one in window.work[index]))
             started = time.perf_counter()
@@ -344,7 +352,7 @@ class Simulation:
                 self.data,
                 lane.partition,
             )
-            executable, seconds = self.program.evaluate.ahead(*args)
+            executable, seconds = self._compiled(self.program.evaluate, args)
             self.compile_seconds += seconds
             counts = jax.tree.map(np.asarray, jax.device_get(executable(*args)))
             test = jax.tree.map(np.asarray, lane.partition.test)
@@ -361,6 +369,15 @@ class Simulation:
                 )
                 out.append((values, accuracies))
         return out
+
+    def _compiled(
+        self, function: program_lib.Compiled, args: tuple
+    ) -> tuple[Callable, float]:
+        """`function.ahead`, and the caller knows where it takes time."""
+        if function.knows(*args):
+            return function.ahead(*args)
+        with self.while_compiling():
+            return function.ahead(*args)
 
     def _settle(self, lane: Lane) -> None:
         """Waits for a lane's last call and counts it, once."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,27 +16,36 @@ from data import dataset, loaders, partitions, plan
 from data.partitions import cdkt
 from fedjax_pfl import evaluate, execution, levels, rng, shapes, types
 from fedjax_pfl import program as program_lib
+from launch import compare as compare_lib
 from launch import config as config_lib
-from launch import devices, limits, settings
+from launch import devices, flags, limits, model_files, settings, summaries, workdir
 from launch.experiment import Experiment
-from models import stages
+from models import own, stages
 
 
 def fitting_model(
-    flag: str, name: str, num_classes: int, width: float, shape: tuple[int, ...]
+    flag: str,
+    name: str,
+    num_classes: int,
+    width: float,
+    shape: tuple[int, ...],
+    own: Mapping[str, types.Model] | None = None,
 ) -> types.Model:
     """A model that fits the examples.
 
     Args:
         flag: What names it, for the error.
-        name: A key of `models.MODELS`.
+        name: A key of `models.MODELS`, or of `own`.
         num_classes: Y.
         width: `--model_width`.
         shape: Of one example.
+        own: Models that are not in the registry.
 
     Raises:
         ValueError: it does not fit.
     """
+    if own and name in own:
+        return _fitting_own(flag, own[name], num_classes, width, shape)
     made = models.make(name, num_classes, width)
     try:
         shapes.variables(made, shape)
@@ -47,6 +57,43 @@ def fitting_model(
             "take another model, for instance mlp"
         ) from error
     return made
+
+
+def _fitting_own(
+    flag: str,
+    model: types.Model,
+    num_classes: int,
+    width: float,
+    shape: tuple[int, ...],
+) -> types.Model:
+    """A model of a user's own modules, if it gives logits of all classes.
+
+    Raises:
+        ValueError: one line: it does not take the examples, or gives something else.
+    """
+    if width != 1:
+        raise ValueError(
+            f"--model_width={width:g} has no effect on a model of your own; leave it "
+            "away"
+        )
+    try:
+        variables = shapes.variables(model, shape)
+        example = jax.ShapeDtypeStruct((2, *shape), np.float32)
+        logits, _ = jax.eval_shape(model.forward, *variables, example)
+        found = tuple(logits.shape), logits.dtype
+    except Exception as error:  # whatever a module of a user's raises
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"{flag}: {model.name} cannot take examples f32[2, "
+            f"{', '.join(map(str, shape))}] ({reason[0][:200]}); change its modules"
+        ) from error
+    if found != ((2, num_classes), np.float32):
+        raise ValueError(
+            f"{flag}: {model.name} gives {found[1]}{list(found[0])} for 2 examples, "
+            f"expected logits float32[2, {num_classes}], one for each class; change "
+            "its last module"
+        )
+    return model
 
 
 def _partition_spec(config: config_lib.Config, seed: int) -> partitions.PartitionSpec:
@@ -70,35 +117,33 @@ def _partition_spec(config: config_lib.Config, seed: int) -> partitions.Partitio
     )
 
 
-def summary_window(summary: str, rounds: int) -> tuple[int, ...]:
-    """Evaluation indices (rounds done) behind the summary."""
-    if summary == "last":
-        return (rounds,)
-    if summary == "mean_last10":
-        return tuple(range(max(1, rounds - 9), rounds + 1))
-    # Indices 90..99 of 100: the states that rounds begin with.
-    return tuple(range(max(1, rounds - 10), rounds)) or (rounds,)
-
-
 def experiment(**given: Any) -> Experiment:
     """Builds an experiment from option names and values, as the command line does.
 
     `experiment(algo="fedavg", rounds=5).run()`. Names are those of the flags; None
-    means the default. `algo` may be an algorithm of your own, a module or any object
-    with a dataclass `HParams` and a function `make`.
+    means the default. Three of them may be more than names:
+
+    * `algo`: an algorithm of your own, a module or any object with a dataclass
+      `HParams` and a function `make`;
+    * `dataset`: arrays `(x, y)` or `(x, y, client)`, as `loaders.from_arrays` takes
+      them;
+    * `model`, `client_model`: a linen module (one stage), or a list of modules (its
+      stages, for methods that treat layers differently).
 
     Returns:
-        An `Experiment` with `run()`, `state`, `metrics` and `params(client_id)`.
+        An `Experiment`: `run()`, `to_frame()`, `plot()`, `predict(client_id, images)`.
 
     Raises:
         ValueError: one line: what came, what was expected, which option to change.
     """
+    given, source, own_models = _named(given)
     config, hparams = settings.configure(given)
-    source = loaders.load(config.dataset, config.data_dir)
+    if source is None:
+        source = loaders.load(config.dataset, config.data_dir)
     if config.rotate_classes > 1:
         source = dataset.rotated(source, config.rotate_classes)
     config = settings.resolve(config, source, given)
-    settings.check(config)
+    settings.check(config, own_models)
     limits.check_images(vars(config), source.image)
     source = dataset.fitted(source, config.image_size, config.image_channels)
     if config.rotate_classes > 1 and config.partition in ("cdkt", "cdkt_paper"):
@@ -109,7 +154,110 @@ def experiment(**given: Any) -> Experiment:
     public = None
     if config.public_set != "none":
         public = _public_images(config, source)
-    return assemble(config, hparams, source, public=public, algo=given.get("algo"))
+    return assemble(
+        config,
+        hparams,
+        source,
+        public=public,
+        algo=given.get("algo"),
+        own_models=own_models,
+    )
+
+
+def compare(
+    algos: Sequence[Any],
+    *,
+    seeds: int = 1,
+    run: bool = True,
+    progress: bool = True,
+    on_record: Callable[[dict[str, Any]], None] | None = None,
+    **options: Any,
+) -> compare_lib.Comparison:
+    """Runs several algorithms on the same clients: `compare(["fedavg", "cdkt"])`.
+
+    An option that only some of them have reaches those. Without a `preset` all take
+    that of the first algorithm that has a paper's. An interrupt ends it with what is
+    done; `run()` of what it returned goes on.
+
+    Args:
+        algos: Names, or algorithms of your own.
+        seeds: `--num_seeds`.
+        run: Whether to run them now.
+        progress: Whether to show how far it is.
+        on_record: Called with every record, which has the name under `algo`.
+        **options: As `experiment` takes them; a `workdir` gets a folder for each.
+
+    Returns:
+        Experiments by name, with `to_frame()`, `summary()`, `plot()` and `run()`.
+
+    Raises:
+        ValueError: one line: what came, what was expected, which option to change.
+    """
+    options = {"num_seeds": seeds, **options}
+    made = compare_lib.build(experiment, algos, options)
+    if run:
+        try:
+            made.run(progress=progress, on_record=on_record)
+        except KeyboardInterrupt as stopped:
+            print(f"{stopped}; of a comparison too", flush=True)
+    return made
+
+
+def load(path: Any, **given: Any) -> Experiment:
+    """Opens the folder of a run, finished or stopped, as it stands there.
+
+    `load("runs/mine", rounds=200).run()` goes on from its last checkpoint.
+
+    Args:
+        path: The folder, as `--workdir` named it.
+        **given: Options that replace the run's own, such as a larger `rounds`; and what
+            a folder does not hold: `dataset`, `model` or `algo` of your own.
+
+    Raises:
+        ValueError: one line: there is no run, or it is of other data or options.
+    """
+    told_by = pathlib.Path(path) / workdir.RUN_FLAGS
+    if not told_by.is_file():
+        raise ValueError(f"{path} holds no run: there is no {workdir.RUN_FLAGS} in it")
+    told = flags.read(told_by)
+    algo = given.get("algo", told["algo"])
+    if isinstance(algo, str) and algo not in algorithms.ALGORITHMS:
+        raise ValueError(
+            f"{path}: --algo={algo} was an algorithm of your own; give it: algo=..."
+        )
+    kinds = settings.option_types(algo)
+    options = {
+        name: text == "true" if kinds[name] is bool else kinds[name](text)
+        for name, text in told.items()
+        if name in kinds
+    }
+    own = {"algo": algo, "workdir": str(path), "resume": True}
+    made = experiment(**options | given | own)
+    workdir.Workdir(made).reopen()
+    return made
+
+
+def _named(
+    given: Mapping[str, Any],
+) -> tuple[dict[str, Any], dataset.Dataset | None, dict[str, types.Model]]:
+    """Options with a name for each data set and model, and what these names mean."""
+    given, source, own_models = dict(given), None, {}
+    arrays = given.get("dataset")
+    if arrays is not None and not isinstance(arrays, str):
+        if not isinstance(arrays, (tuple, list)) or len(arrays) not in (2, 3):
+            raise ValueError(
+                "dataset: expected a name, or arrays (x, y) or (x, y, client), got a "
+                f"{type(arrays).__name__}"
+            )
+        source = loaders.from_arrays(*arrays)
+        given["dataset"] = loaders.ARRAYS
+    for flag in ("model", "client_model"):
+        modules = given.get(flag)
+        if modules is not None and not isinstance(modules, str):
+            made = own.chain(modules)
+            own_models[made.name] = made
+            given[flag] = made.name
+    return given, source, own_models
 
 
 def _public_images(config: config_lib.Config, source: dataset.Dataset) -> np.ndarray:
@@ -146,6 +294,7 @@ def assemble(
     eligible: np.ndarray | None = None,
     public: np.ndarray | None = None,
     algo: Any = None,
+    own_models: Mapping[str, types.Model] | None = None,
 ) -> Experiment:
     """Puts data, models and algorithm of a resolved configuration together.
 
@@ -158,6 +307,7 @@ def assemble(
         eligible: bool[K], clients that may be drawn; None = everybody.
         public: Images that all clients share without labels, or None.
         algo: An algorithm that is not in the registry; None or a name = `config.algo`.
+        own_models: Models that are not in the registry, by name.
     """
     devices.prefer_wide_vectors()
     devices.keep_compiled(config.compile_cache)
@@ -165,12 +315,16 @@ def assemble(
         "jax_default_matmul_precision", devices.PRECISIONS[config.precision]
     )
     shape = source.image.shape[1:]
-    fitting = (source.num_classes, config.model_width, shape)
+    fitting = (source.num_classes, config.model_width, shape, own_models)
     server_model = fitting_model("model", config.model, *fitting)
     client_models = tuple(
         fitting_model("client_model", name, *fitting)
         for name in config.client_model.split(",")
     )
+    if config.init_from:
+        server_model, client_models = _started(
+            config, server_model, client_models, shape
+        )
     chosen = vars(config) | vars(hparams)
     model_bytes = max(shapes.model_bytes(model, shape) for model in client_models)
     limits.check(chosen, source.image, model_bytes)
@@ -242,6 +396,8 @@ def assemble(
     )
     digest = hashlib.sha256(np.ascontiguousarray(data.image).data)
     digest.update(np.ascontiguousarray(data.label).data)
+    if config.init_from:
+        digest.update(pathlib.Path(config.init_from).expanduser().read_bytes())
     if planner.graph is not None and planner.graph.table is not None:
         digest.update(planner.graph.table.data)
     made = Experiment(
@@ -253,10 +409,31 @@ def assemble(
         data=jax.device_put(data, execution.replicated(how)),
         planner=planner,
         seeds=seeds,
-        window=summary_window(config.summary, config.rounds),
+        window=summaries.window(config.summary, config.rounds),
     )
     limits.check_state(chosen, made.saved_template())
     return made
+
+
+def _started(
+    config: config_lib.Config,
+    server_model: types.Model,
+    client_models: tuple[types.Model, ...],
+    shape: tuple[int, ...],
+) -> tuple[types.Model, tuple[types.Model, ...]]:
+    """The models as they are when they start from `--init_from`.
+
+    Raises:
+        ValueError: one line: there are several models, or the file is of another.
+    """
+    if {model.name for model in client_models} != {server_model.name}:
+        raise ValueError(
+            f"--init_from={config.init_from} holds one model: --model={config.model} "
+            f"and --client_model={config.client_model} are several; name one"
+        )
+    path = config.init_from
+    started = model_files.starting(path, server_model, shape)
+    return started, (started,)
 
 
 def _who(need: str) -> str:
@@ -278,6 +455,14 @@ def _data(
         splits.append(
             partitions.split(source, _partition_spec(config, own_seed), own_seed)
         )
+    if config.export_partition:
+        if len({one.train.row.tobytes() for one in splits}) > 1:
+            raise ValueError(
+                f"--export_partition={config.export_partition}: --num_seeds="
+                f"{config.num_seeds} has as many partitions, a file holds one; give "
+                "--num_seeds=1 or a --partition_seed"
+            )
+        partitions.export(splits[0], config.export_partition)
     mean, scale = dataset.normalization(source.image, config.normalization)
     image, label = source.image, source.label
     if public is not None:

@@ -58,6 +58,10 @@ class Config:
         above=0,
         maximum=1000,
     )
+    init_from: str = option(
+        "",
+        "file of a model (launch.export) that server and clients start from",
+    )
     normalization: str | None = option(
         None,
         "how images are normalised; constants are those of all images",
@@ -67,6 +71,9 @@ class Config:
         None,
         "how examples are split over clients",
         choices=tuple(data.partitions.PARTITIONS),
+    )
+    export_partition: str = option(
+        "", "also write the rows of each client to this file, for --partition=file:PATH"
     )
     partition_alpha: float = option(
         0.5, "concentration of the Dirichlet partitions [alpha]", above=0
@@ -169,4 +176,5 @@ EXECUTION_FIELDS = (
     "data_dir",
     "checkpoint_every",
     "compile_cache",
+    "export_partition",
 )

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import tqdm
+
+if TYPE_CHECKING:
+    from launch.experiment import Experiment
 
 TITLES = {
     "global_accuracy": "Global",
@@ -53,58 +59,160 @@ def headline(records: Sequence[dict[str, Any]]) -> dict[str, str]:
     return out
 
 
-class Progress:
-    """A bar with ETA on a terminal, plain lines elsewhere."""
+class Silent:
+    """Shows nothing."""
 
-    def __init__(self, rounds: int, start: int):
-        self.rounds, self.start, self.begin = rounds, start, time.perf_counter()
-        self.bar = None
-        if sys.stderr.isatty():
-            self.bar = tqdm.tqdm(total=rounds, initial=start, unit="round")
+    def __enter__(self) -> Silent:
+        return self
 
-    def update(self, round: int, records: Sequence[dict[str, Any]]) -> None:
-        """After a chunk: `round` rounds are done; records if it was evaluated."""
-        if self.bar is not None:
-            self.bar.update(round - self.bar.n)
-            if records:
-                self.bar.set_postfix(headline(records))
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, records: Sequence[dict[str, Any]]) -> None:
+        """After a call."""
+
+
+class Progress(Silent):
+    """How far a run is: a bar on a terminal or in a notebook, plain lines elsewhere.
+
+    The time that is left counts rounds alone, not what was compiled before.
+    """
+
+    def __init__(self, experiment: Experiment):
+        self._experiment, self._begin = experiment, time.perf_counter()
+        self._start, self._trained = experiment.round, experiment.totals.seconds
+        self._bar, self._last = None, ""
+        self._has_shown = False
+        kind = _bar_kind()
+        if kind is not None:
+            self._bar = kind(
+                total=experiment.config.rounds, initial=self._start, unit="round"
+            )
+
+    def __enter__(self) -> Progress:
+        self._experiment.simulation.while_compiling = self._compiling
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._experiment.simulation.while_compiling = contextlib.nullcontext
+        if self._bar is not None:
+            self._bar.close()
+
+    @contextlib.contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Shows a running clock on a bar while something is compiled."""
+        if self._bar is None:
+            yield
             return
-        if not records:
-            return
-        spent = time.perf_counter() - self.begin
-        done = round - self.start
-        left = spent / done * (self.rounds - round) if done else float("nan")
-        eta = f", {left:.0f} s left" if done and round < self.rounds else ""
-        texts = "  ".join(
-            f"{name} {value}" for name, value in headline(records).items()
+        done, begin = threading.Event(), time.perf_counter()
+        name = self._experiment.config.algo
+
+        def tick() -> None:
+            while not done.wait(0.5):
+                spent = time.perf_counter() - begin
+                self._bar.set_description_str(
+                    f"compiling {name} (first time; cached afterwards) {spent:.0f} s"
+                )
+
+        clock = threading.Thread(target=tick, daemon=True)
+        clock.start()
+        try:
+            yield
+        finally:
+            done.set()
+            clock.join()
+            self._bar.set_description_str("")
+            # The bar's own estimate counts from here.
+            self._bar.unpause()
+
+    def update(self, records: Sequence[dict[str, Any]]) -> None:
+        """After a call: what was measured, if anything was."""
+        done, rounds = self._experiment.round, self._experiment.config.rounds
+        shown = headline(records) if records else self._loss()
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+            if shown and (records or not self._has_shown):
+                self._bar.set_postfix(shown)
+        # Not every call: one line after the first round, then where it was evaluated.
+        elif shown and (records or not self._has_shown):
+            words = "  ".join(f"{name} {value}" for name, value in shown.items())
+            now = time.perf_counter() - self._begin
+            print(
+                f"round {done}/{rounds}  {words}  ({now:.0f} s{self._left(done)})",
+                flush=True,
+            )
+        self._has_shown = self._has_shown or done > self._start
+
+    def _loss(self) -> dict[str, str]:
+        """The loss of the last round."""
+        total, count = self._experiment.simulation.metrics.get(
+            "train_loss", ((0.0,), (0.0,))
         )
-        print(f"round {round}/{self.rounds}  {texts}  ({spent:.0f} s{eta})", flush=True)
+        return {"loss": f"{sum(total) / sum(count):.3f}"} if sum(count) else {}
 
-    def close(self) -> None:
-        """Ends the bar's line."""
-        if self.bar is not None:
-            self.bar.close()
+    def _left(self, done: int) -> str:
+        """How long the rounds that are left take, as the ones before did."""
+        rounds = self._experiment.config.rounds
+        spent = self._experiment.totals.seconds - self._trained
+        if done <= self._start or done >= rounds:
+            return ""
+        return f", {spent / (done - self._start) * (rounds - done):.0f} s left"
+
+
+def _bar_kind() -> Callable[..., Any] | None:
+    """tqdm's bar for where the output goes; None = plain lines."""
+    shell = sys.modules.get("IPython")
+    if shell is not None and hasattr(shell.get_ipython(), "kernel"):
+        with warnings.catch_warnings():
+            # Without ipywidgets it is the bar of terminals, which does too.
+            warnings.simplefilter("ignore")
+            from tqdm.auto import tqdm as bar
+
+        return bar
+    return tqdm.tqdm if sys.stderr.isatty() else None
+
+
+def described(experiment: Experiment) -> str:
+    """An experiment in a line, and its numbers so far if there are any."""
+    config = experiment.config
+    seeds = f", {len(experiment.seeds)} seeds" if len(experiment.seeds) > 1 else ""
+    line = (
+        f"{config.algo} on {config.dataset} ({config.partition}): {config.num_clients} "
+        f"clients, {config.clients_per_round} a round, {config.model}, round "
+        f"{experiment.round} of {config.rounds}{seeds}"
+    )
+    if not experiment.metrics:
+        return line
+    return f"{line}\n{table(experiment.summary())}"
 
 
 def table(summary: dict[str, Any]) -> str:
-    """The final table: shares in percent, then numbers; mean and std over the seeds."""
+    """The final table: shares in percent, then numbers; mean and std over the seeds.
+
+    Beside the value by the summary rule stands that of the last round.
+    """
     seeds = len(next(iter(summary["metrics"].values()))["per_seed"])
     spread = f" +- std over {seeds} seeds" if seeds > 1 else ""
     shown = [n for n in summary["metrics"] if not n.startswith("bytes")]
     numbers = [n for n in shown if is_number(summary, n)]
     shares = [n for n in shown if n not in numbers]
+    last = summary.get("last_round", {}) if summary["summary"] != "last" else {}
     lines = []
     for unit, names, scale, digits in (
         ("percent", shares, 100, 2),
         ("number", numbers, 1, 3),
     ):
         if names:
-            lines.append(f"{'metric':<18} {unit}{spread}  ({summary['summary']})")
+            head = f"{'metric':<18} {unit}{spread}  ({summary['summary']})"
+            lines.append(f"{head}  last round" if last else head)
         for name in names:
             entry = summary["metrics"][name]
             std = f" +- {scale * entry['std']:.{digits}f}" if seeds > 1 else ""
-            value = f"{scale * entry['mean']:6.{digits}f}"
-            lines.append(f"{title(name):<18} {value}{std}")
+            line = f"{title(name):<18} {scale * entry['mean']:6.{digits}f}{std}"
+            if name in last:
+                value = f"{scale * last[name]['mean']:.{digits}f}"
+                line = f"{line:<{len(head)}}  {value:>10}"
+            lines.append(line)
     for name in ("bytes_up", "bytes_down"):
         if name in summary["metrics"]:
             value = summary["metrics"][name]["mean"] / 1e6

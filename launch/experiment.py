@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import pathlib
 import platform
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -12,18 +15,11 @@ import numpy as np
 from data import plan
 from fedjax_pfl import checkpoint, simulate, traffic, types
 from fedjax_pfl import program as program_lib
-from launch import devices
+from launch import console, devices, frames, running, serving, summaries, workdir
 from launch import stop as stop_lib
 
-COUNTERS = (
-    "round",
-    "seed",
-    "train_loss",
-    "bytes_up",
-    "bytes_down",
-    "seconds",
-    "clients_evaluated",
-)
+if TYPE_CHECKING:
+    import pandas
 
 
 class Experiment:
@@ -54,6 +50,7 @@ class Experiment:
         self.seeds, self.window = seeds, window
         self.data_sha256 = data_sha256
         self.metrics: list[dict[str, Any]] = []
+        self._folder: workdir.Workdir | None = None
         # Shape fixed by the rule, not by `rounds`, so that a longer run can resume.
         self.client_accuracies = np.full(
             (len(seeds), max(len(window), 10), config.num_clients), np.nan
@@ -112,7 +109,7 @@ class Experiment:
         wanted += [later for later in self.window if later > now]
         return min(*wanted, self.config.rounds)
 
-    def evaluate(self) -> list[dict[str, Any]]:
+    def measure(self) -> list[dict[str, Any]]:
         """Evaluates the present state if that is due; the new entries of `metrics`."""
         if not self.is_due(self.round):
             return []
@@ -129,17 +126,31 @@ class Experiment:
         self.metrics += records
         return records
 
-    def run(self, until: int | None = None) -> dict[str, Any]:
-        """Runs in memory and returns the summary.
+    def run(
+        self,
+        until: int | None = None,
+        *,
+        progress: bool = True,
+        on_record: Callable[[dict[str, Any]], None] | None = None,
+    ) -> dict[str, Any]:
+        """Runs and returns the summary.
+
+        With an option `workdir` everything is written there as the command does it, and
+        what is there already is continued (`resume=True`); else it stays in memory.
 
         Args:
             until: Rounds done in the end, None = all.
+            progress: Whether to show how far it is.
+            on_record: Called with each record as soon as it is there: one for every
+                evaluated round and seed.
 
         Returns:
             See `summary`.
 
         Raises:
-            ValueError: `until` is no number of rounds of this experiment.
+            ValueError: `until` is no number of rounds of this experiment, or the folder
+                belongs to another run.
+            OSError: results cannot be written.
             KeyboardInterrupt: after SIGINT or SIGTERM, once the call in progress is
                 done; `run()` goes on from there.
         """
@@ -147,13 +158,51 @@ class Experiment:
         until = rounds if until is None else until
         if not isinstance(until, int) or not 0 <= until <= rounds:
             raise ValueError(f"until={until!r}: expected 0..{rounds} rounds")
-        with stop_lib.Stop(twice_interrupts=False) as stop:
-            while not stop and (self.round < until or self.is_due(self.round)):
-                self.simulation.advance(min(self.next_stop(), until))
-                self.evaluate()
+        shown = console.Progress(self) if progress else console.Silent()
+        with contextlib.ExitStack() as entered:
+            folder = None
+            if self.config.workdir:
+                folder = self._folder = self._folder or workdir.Workdir(self)
+                entered.enter_context(folder).go_on()
+            stop = entered.enter_context(stop_lib.Stop(twice_interrupts=False))
+            entered.enter_context(shown)
+            running.run(self, stop, shown, folder, until, on_record)
+            if folder is not None and self.round == rounds:
+                folder.finish(self.summary())
         if stop:
             raise KeyboardInterrupt(f"stopped after round {self.round}; run() goes on")
         return self.summary()
+
+    def extend(self, rounds: int) -> Experiment:
+        """Makes it an experiment of more rounds, with what was done kept.
+
+        Args:
+            rounds: In all, at least as many as before.
+
+        Returns:
+            Itself: `experiment.extend(200).run()`.
+
+        Raises:
+            ValueError: fewer, or the longer run's summary would need an evaluation of
+                a round that has passed.
+        """
+        before = self.config.rounds
+        if not isinstance(rounds, int) or rounds < max(before, 1):
+            raise ValueError(f"rounds={rounds!r}: expected {before} or more")
+        window = summaries.window(self.config.summary, rounds)
+        passed = {r for r in window if r <= self.round} - set(self.window)
+        if passed:
+            raise ValueError(
+                f"rounds={rounds} takes its summary from round {min(passed)} on, which "
+                f"is done and kept no accuracies of its clients; give {before} or "
+                f"{self.round + 10} and more"
+            )
+        old, self.window = (self.window, self.client_accuracies), window
+        self.config = dataclasses.replace(self.config, rounds=rounds)
+        self.client_accuracies = np.full_like(self.client_accuracies, np.nan)
+        self._keep_accuracies(*old)
+        self.simulation.extend(rounds)
+        return self
 
     def _by_architecture(self, accuracies: np.ndarray | None) -> dict[str, float]:
         """`client_accuracy_<model>` where the clients have several models."""
@@ -192,17 +241,20 @@ class Experiment:
         """Continues from what `saved` returned after `round` rounds."""
         host = dict(host)
         self.metrics = list(metrics)
-        # A longer run has another window: rounds in both keep their accuracies.
-        for slot, done in enumerate(host.pop("window")):
-            if done in self.window:
-                new = self.window.index(done)
-                self.client_accuracies[:, new] = arrays["accuracies"][:, slot]
+        self._keep_accuracies(host.pop("window"), arrays["accuracies"])
         messages = np.asarray(host.pop("messages"), np.int64)
         compile_seconds, last = host.pop("compile_seconds"), host.pop("last_round")
         totals = simulate.Totals(
             messages=messages.reshape(self.totals.messages.shape), **host
         )
         self.simulation.load(round, arrays["state"], totals, compile_seconds, last)
+
+    def _keep_accuracies(self, window: Sequence[int], accuracies: np.ndarray) -> None:
+        """Takes over those of rounds that are in `window` and in the present one."""
+        for slot, done in enumerate(window):
+            if done in self.window:
+                new = self.window.index(done)
+                self.client_accuracies[:, new] = accuracies[:, slot]
 
     def params(self, client_id: int, seed: int | None = None) -> types.Params:
         """The parameters that serve a client right now, as a tuple of stages.
@@ -211,27 +263,97 @@ class Experiment:
             client_id: 0..K-1.
             seed: One of `seeds`; None = the first.
         """
-        if not 0 <= client_id < self.config.num_clients:
-            raise ValueError(
-                f"client_id={client_id}: expected 0..{self.config.num_clients - 1}"
-            )
-        self.start()
+        return self.serving(client_id, seed).variables.params
+
+    def serving(
+        self, client_id: int | None = None, seed: int | None = None
+    ) -> serving.Serving:
+        """The model that serves a client right now, with its statistics.
+
+        Args:
+            client_id: 0..K-1; None = the server's first model.
+            seed: One of `seeds`; None = the first.
+
+        Raises:
+            ValueError: there is no such client, seed or model.
+        """
+        return serving.find(self, client_id, seed)
+
+    def predict(
+        self, client_id: int | None, images: Any, seed: int | None = None
+    ) -> np.ndarray:
+        """Probabilities f32[N, Y] of the classes, by the model that serves a client.
+
+        Args:
+            client_id: 0..K-1; None = the server's model.
+            images: As the data set has them, [N, ...]: they are fitted and normalised
+                as in training.
+            seed: One of `seeds`; None = the first.
+        """
+        return self.serving(client_id, seed).predict(images)
+
+    def evaluate(
+        self, x: Any, y: Any, client_id: int | None = None, seed: int | None = None
+    ) -> dict[str, float]:
+        """Accuracy (0..1) and mean cross-entropy of a model on examples of your own.
+
+        Args:
+            x: Images as the data set has them, [N, ...].
+            y: Labels, integers [N].
+            client_id: Whose model; None = the server's.
+            seed: One of `seeds`; None = the first.
+        """
+        return self.serving(client_id, seed).evaluate(x, y)
+
+    def save_model(
+        self, path: Any, client_id: int | None = None, seed: int | None = None
+    ) -> pathlib.Path:
+        """Writes the model that serves a client; see `model_files`.
+
+        Args:
+            path: Ends in `.msgpack` (flax.serialization) or `.npz` (numpy).
+            client_id: 0..K-1; None = the server's model.
+            seed: One of `seeds`; None = the first.
+        """
+        return self.serving(client_id, seed).save(path)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """`metrics` as a table: one line for every evaluated round and seed."""
+        return frames.of(self.metrics)
+
+    def partition_counts(self, seed: int | None = None) -> pandas.DataFrame:
+        """Train examples of each client (lines) and class (columns).
+
+        Args:
+            seed: One of `seeds`; None = the first.
+        """
+        return frames.partition_counts(self, seed)
+
+    def plot(self, kind: str = "curves", metric: str = "") -> Any:
+        """A picture of `launch.plot`, a matplotlib figure that notebooks show.
+
+        Args:
+            kind: `curves`, `fairness` or `bubbles`.
+            metric: Of the curves, several separated by commas; empty = the first of the
+                usual ones.
+        """
+        return frames.plot([self], kind, metric)
+
+    def __repr__(self) -> str:
+        return console.described(self)
+
+    def _repr_html_(self) -> str:
+        return frames.html(self)
+
+    def seed_index(self, seed: int | None) -> int:
+        """Where a seed stands; the first where None is given.
+
+        Raises:
+            ValueError: it is not one of `seeds`.
+        """
         if seed is not None and seed not in self.seeds:
             raise ValueError(f"seed={seed}: expected one of {self.seeds}")
-        index = self.seeds.index(self.seeds[0] if seed is None else seed)
-        state = jax.tree.map(lambda leaf: leaf[index], self.state)
-        part = jax.tree.map(lambda leaf: leaf[index], self.data.partition)
-        cohort = self.planner.drawn(index, self.round)
-        data = self.data.replace(partition=part)
-        for group in self.program.algorithm.served(
-            state, cohort, data, self.config.num_clients
-        ):
-            served = np.asarray(group.mask) & (np.asarray(group.client_id) == client_id)
-            if served.any():
-                slot = int(np.flatnonzero(served)[0])
-                row = jax.tree.map(lambda leaf, s=slot: leaf[s], group.own)
-                return group.variables(row).params
-        raise ValueError(f"client_id={client_id} is served by no model")
+        return 0 if seed is None else self.seeds.index(seed)
 
     def summary(self) -> dict[str, Any]:
         """The run as numbers: metrics by the summary rule, then speed and versions.
@@ -241,10 +363,15 @@ class Experiment:
         window, rule = self.window, self.config.summary
         if self.round < self.config.rounds and self.metrics:
             window, rule = (self.metrics[-1]["round"],), "last"
-        metrics = summarize(self.metrics, self.seeds, window, rule, self.round)
+        metrics = summaries.summarize(
+            self.metrics, self.seeds, window, rule, self.round
+        )
+        ended = (self.round,)
+        last = summaries.summarize(self.metrics, self.seeds, ended, "last", self.round)
         totals, seconds = self.totals, max(self.totals.seconds, 1e-9)
         return {
             "metrics": metrics,
+            "last_round": last,
             "numbers": sorted(self._numbers() & metrics.keys()),
             "traffic": self._traffic(),
             "rounds": self.round,
@@ -282,8 +409,8 @@ class Experiment:
         return {
             kind.name: {
                 "direction": kind.direction,
-                "messages": _spread([one[kind.name][0] for one in seeds]),
-                "bytes": _spread([one[kind.name][1] for one in seeds]),
+                "messages": summaries.spread([one[kind.name][0] for one in seeds]),
+                "bytes": summaries.spread([one[kind.name][1] for one in seeds]),
             }
             for kind in kinds
         }
@@ -296,49 +423,3 @@ class Experiment:
         example = np.prod(self.task.example_shape) * self.data.image.dtype.itemsize
         example += ships == "labelled"
         return int(self.task.num_proxy * example * self.config.num_clients)
-
-
-def summarize(
-    records: list[dict[str, Any]],
-    seeds: list[int],
-    window: tuple[int, ...],
-    rule_name: str,
-    rounds: int,
-) -> dict[str, Any]:
-    """Metrics by the summary rule: {name: {mean, std, per_seed}}.
-
-    Args:
-        records: One dict per evaluated round and seed.
-        seeds: The seeds, in order.
-        window: Rounds behind the summary.
-        rule_name: `median_last10`, `mean_last10` or `last`.
-        rounds: Rounds done; the bytes are those of the last record.
-    """
-    by_seed: dict[int, dict[str, list[float]]] = {s: {} for s in seeds}
-    for record in records:
-        if record["round"] in window:
-            for name, value in record.items():
-                if name not in COUNTERS:
-                    by_seed[record["seed"]].setdefault(name, []).append(value)
-    rule = np.median if rule_name.startswith("median") else np.mean
-    metrics = {}
-    shared = set.intersection(*(set(one) for one in by_seed.values()))
-    for name in (n for n in by_seed[seeds[0]] if n in shared):
-        values = [float(rule(by_seed[seed][name])) for seed in seeds]
-        metrics[name] = _spread(values)
-    if {"c_spec", "c_gen"} <= metrics.keys():
-        # The mean of the two summaries, not the summary of the means.
-        spec, gen = metrics["c_spec"]["per_seed"], metrics["c_gen"]["per_seed"]
-        means = [(a + b) / 2 for a, b in zip(spec, gen, strict=True)]
-        metrics["c_per"] = _spread(means)
-    for name in ("bytes_up", "bytes_down"):
-        last = [r[name] for r in records if r["round"] == rounds]
-        if last:
-            metrics[name] = _spread(last)
-    return metrics
-
-
-def _spread(values: list[float]) -> dict[str, Any]:
-    """Mean and sample standard deviation (ddof=1) over seeds."""
-    std = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-    return {"mean": float(np.mean(values)), "std": std, "per_seed": list(values)}

@@ -13,38 +13,48 @@ import os
 import pathlib
 import subprocess
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from launch.experiment import Experiment
+if TYPE_CHECKING:
+    from launch.experiment import Experiment
 
 RUN_FLAGS, METRICS, CLIENTS = "run.flags", "metrics.jsonl", "clients.npz"
 SUMMARY = "summary.json"
 
 
 def write_clients(folder: pathlib.Path, experiment: Experiment) -> None:
-    """clients.npz: accuracies [seed, round, client], test sizes, class counts."""
-    part, seeds = experiment.data.partition, experiment.seeds
-    label = np.asarray(experiment.data.label)
+    """clients.npz: what `clients` has."""
+    temporary = folder / "clients.partial.npz"
+    np.savez_compressed(temporary, **clients(experiment))
+    temporary.rename(folder / CLIENTS)
+
+
+def clients(experiment: Experiment) -> dict[str, np.ndarray]:
+    """Accuracies [seed, round, client], test sizes, class counts."""
+    return {
+        "accuracy": experiment.client_accuracies[:, : len(experiment.window)],
+        "rounds": np.asarray(experiment.window),
+        "seeds": np.asarray(experiment.seeds),
+        "test_size": np.asarray(experiment.data.partition.test.count),
+        "class_counts": class_counts(experiment),
+    }
+
+
+def class_counts(experiment: Experiment) -> np.ndarray:
+    """Train examples of each client and class, int32[seeds, K, Y]."""
+    part, label = experiment.data.partition, np.asarray(experiment.data.label)
     row, start, count = (
         np.asarray(one) for one in (part.train.row, part.train.start, part.train.count)
     )
     num_classes = experiment.task.num_classes
-    class_counts = [
-        count_classes(label, row[s], start[s], count[s], num_classes)
-        for s in range(len(seeds))
-    ]
-    temporary = folder / "clients.partial.npz"
-    np.savez_compressed(
-        temporary,
-        accuracy=experiment.client_accuracies[:, : len(experiment.window)],
-        rounds=np.asarray(experiment.window),
-        seeds=np.asarray(seeds),
-        test_size=np.asarray(part.test.count),
-        class_counts=np.stack(class_counts),
+    return np.stack(
+        [
+            count_classes(label, row[s], start[s], count[s], num_classes)
+            for s in range(len(experiment.seeds))
+        ]
     )
-    temporary.rename(folder / CLIENTS)
 
 
 def count_classes(

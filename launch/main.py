@@ -8,45 +8,15 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from absl import logging as absl_logging
 
-from launch import build, console, ending, flags, presets
+from launch import build, console, ending, flags, presets, running
 from launch import workdir as workdir_lib
 from launch.experiment import Experiment
 from launch.stop import Stop
-
-SAVE_SECONDS = 60.0
-
-
-def run(
-    experiment: Experiment,
-    folder: workdir_lib.Workdir,
-    stop: Stop,
-    progress: Callable[[int, Sequence[dict[str, Any]]], None],
-) -> bool:
-    """Runs to the last round, writing metrics and checkpoints; False if stopped."""
-    simulation, config = experiment.simulation, experiment.config
-    every, saved_time = config.checkpoint_every, time.monotonic()
-
-    while True:
-        # One call of about ten seconds, ended early by an evaluation or a checkpoint.
-        simulation.advance(experiment.next_stop(every))
-        records = experiment.evaluate()
-        folder.append(records)
-        progress(simulation.round, records)
-        ended = simulation.round == config.rounds
-        due = time.monotonic() - saved_time > SAVE_SECONDS
-        if every:
-            due = simulation.round > 0 and simulation.round % every == 0
-        if due or ended or stop:
-            folder.save()
-            saved_time = time.monotonic()
-        if ended or stop:
-            return ended
 
 
 def execute(given: dict[str, Any]) -> dict[str, Any]:
@@ -87,12 +57,8 @@ def _execute(experiment: Experiment, folder: workdir_lib.Workdir) -> dict[str, A
     )
     if experiment.round:
         print(f"resumed after round {experiment.round}", flush=True)
-    progress = console.Progress(config.rounds, experiment.round)
-    with Stop() as stop:
-        try:
-            finished = run(experiment, folder, stop, progress.update)
-        finally:
-            progress.close()
+    with Stop() as stop, console.Progress(experiment) as progress:
+        finished = running.run(experiment, stop, progress, folder)
     if not finished:
         print(
             f"stopped after round {experiment.round}; go on with: "

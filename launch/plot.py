@@ -7,6 +7,7 @@ and `bubbles.png` (train examples of each client and class).
 
 from __future__ import annotations
 
+import io
 import json
 import pathlib
 import sys
@@ -16,8 +17,8 @@ from typing import Any, NamedTuple
 import matplotlib
 import numpy as np
 from absl import flags as absl_flags
+from matplotlib import figure as figure_lib
 from matplotlib import ticker
-from matplotlib.figure import Figure
 
 from launch import config as config_lib
 from launch import console, ending, finished, flags
@@ -26,6 +27,15 @@ KINDS = ("curves", "fairness", "bubbles")
 SILENT = (*config_lib.EXECUTION_FIELDS, "algo", "seed", "num_seeds", "eval_every")
 SETTING = ("dataset", "partition", "partition_alpha", "num_clients")
 PREFERRED = ("client_accuracy", "c_per", "global_accuracy")
+
+
+class Figure(figure_lib.Figure):
+    """A figure that notebooks show by itself."""
+
+    def _repr_png_(self) -> bytes:
+        file = io.BytesIO()
+        self.savefig(file, format="png", dpi=110)
+        return file.getvalue()
 
 
 class Run(NamedTuple):
@@ -76,6 +86,25 @@ def labels(runs: Sequence[Run]) -> list[str]:
         values = [f"{n}={run.flags.get(n, 'unset')}" for n in names]
         out.append(" ".join([run.flags["algo"], *values]))
     return out
+
+
+def picture(kind: str, runs: Sequence[Run], metric: str = "") -> Figure:
+    """One of the pictures.
+
+    Args:
+        kind: One of `KINDS`.
+        runs: What to draw.
+        metric: Of the curves, separated by commas; empty = `metrics_of` chooses.
+
+    Raises:
+        ValueError: no such picture or metric.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"--kind={kind}: expected one of {', '.join(KINDS)}")
+    names = labels(runs)
+    if kind == "curves":
+        return curves(runs, names, metrics_of(runs, metric))
+    return (fairness if kind == "fairness" else bubbles)(runs, names)
 
 
 def metrics_of(runs: Sequence[Run], wanted: str) -> list[str]:
@@ -282,18 +311,8 @@ def _command(argv: Sequence[str]) -> None:
         if not folders:
             raise ValueError("give the folders of one or more finished runs")
         kinds = values.kind.split(",")
-        for kind in kinds:
-            if kind not in KINDS:
-                raise ValueError(f"--kind={kind}: expected one of {', '.join(KINDS)}")
         runs = [read(pathlib.Path(folder)) for folder in folders]
-        names = labels(runs)
-        figures = {}
-        if "curves" in kinds:
-            figures["curves"] = curves(runs, names, metrics_of(runs, values.metric))
-        if "fairness" in kinds:
-            figures["fairness"] = fairness(runs, names)
-        if "bubbles" in kinds:
-            figures["bubbles"] = bubbles(runs, names)
+        figures = {kind: picture(kind, runs, values.metric) for kind in kinds}
     except (ValueError, absl_flags.Error) as error:
         flags.fail(error)
     except OSError as error:

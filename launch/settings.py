@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 import algorithms
 import models
 from data import dataset, loaders
-from data.partitions import classes, pathological
+from data.partitions import classes, file, pathological
 from fedjax_pfl import options
 from launch import config as config_lib
 from launch import limits, presets
@@ -207,13 +207,16 @@ def resolve(
         and not config.proxy_fraction,
     }
     partition = config.partition or presets.values(config.preset, facts)["partition"]
-    if name.startswith("npz:") and config.partition is None:
+    is_own = name == loaders.ARRAYS or name.startswith("npz:")
+    if is_own and config.partition is None:
         # A paper's users exist for the paper's data; a user's arrays have owners.
         partition = "client_dirichlet" if source.client is None else "natural"
     rules = presets.values(config.preset, facts | {"partition": partition})
     rules["partition"] = partition
     if partition == "natural":
         rules["num_clients"] = _owners(config, source)
+    if partition.startswith(file.PREFIX):
+        rules |= _of_file(config, partition)
     if partition == "classes" and config.client_classes:
         rules["num_clients"] = len(classes.parse(config.client_classes))
     num_clients = config.num_clients or rules["num_clients"]
@@ -231,6 +234,27 @@ def resolve(
     )
     everybody = config.clients_per_round or config.num_clients
     return dataclasses.replace(config, clients_per_round=everybody)
+
+
+def _of_file(config: config_lib.Config, partition: str) -> dict[str, Any]:
+    """The options that a partition's file settles.
+
+    Raises:
+        ValueError: the file is none, or something else was given.
+    """
+    clients, has_own_tests = file.facts(partition)
+    settled = {
+        "num_clients": clients,
+        "proxy_fraction": 0.0,
+        "test_split": "client_share" if has_own_tests else "official",
+    }
+    for name, value in settled.items():
+        if getattr(config, name) not in (None, value):
+            raise ValueError(
+                f"--{name}={getattr(config, name)}: --partition={partition} names the "
+                f"rows, which makes it {value}; leave it away"
+            )
+    return settled
 
 
 def _owners(config: config_lib.Config, source: dataset.Dataset) -> int:
@@ -287,8 +311,12 @@ def client_classes(config: config_lib.Config) -> tuple[tuple[int, ...], ...]:
     return found
 
 
-def check(config: config_lib.Config) -> None:
+def check(config: config_lib.Config, own: Collection[str] = ()) -> None:
     """Relations between the options of a resolved configuration.
+
+    Args:
+        config: Every field set.
+        own: Names of models that are not in the registry.
 
     Raises:
         ValueError: one line: what came, what was expected, which flag to change.
@@ -323,7 +351,7 @@ def check(config: config_lib.Config) -> None:
         given = getattr(config, flag)
         names = given.split(",") if flag == "client_model" else [given]
         for name in names:
-            if name not in models.MODELS:
+            if name not in models.MODELS and name not in own:
                 raise ValueError(
                     f"--{flag}={given}: expected one of {', '.join(models.MODELS)}"
                 )

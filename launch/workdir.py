@@ -8,12 +8,14 @@ import os
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fedjax_pfl import checkpoint
 from launch import config as config_lib
 from launch import finished, flags, lock, settings
-from launch.experiment import Experiment
+
+if TYPE_CHECKING:
+    from launch.experiment import Experiment
 
 UNTOLD = ("workdir", "resume")
 RUN_FLAGS, METRICS = finished.RUN_FLAGS, finished.METRICS
@@ -56,7 +58,7 @@ class Workdir:
     """The folder of one run: run.flags, metrics.jsonl, summary.json, clients.npz.
 
     `with Workdir(experiment) as folder:` keeps other processes out from `prepare` to
-    the end of the block, and ends in one line and exit code 1 what cannot be written.
+    the end of the block, and names the folder where something cannot be written.
     """
 
     def __init__(self, experiment: Experiment):
@@ -66,9 +68,15 @@ class Workdir:
         self.checkpoints = self.path / "checkpoints"
         self.records: list[dict[str, Any]] = []
         self._lock = lock.Lock(self.path)
-        lines = flags.lines(config, experiment.hparams, skip=UNTOLD)
+        self._has_begun = False
+
+    @property
+    def _flags(self) -> list[str]:
+        """The lines of run.flags as it would be written now."""
+        experiment = self.experiment
+        lines = flags.lines(experiment.config, experiment.hparams, skip=UNTOLD)
         # A comment to absl, but part of the identity: other data are another run.
-        self._flags = [*lines, f"#--data_sha256={experiment.data_sha256}"]
+        return [*lines, f"#--data_sha256={experiment.data_sha256}"]
 
     def __enter__(self) -> Workdir:
         return self
@@ -77,7 +85,9 @@ class Workdir:
         self._lock.release()
         # A reader that went away is none of the folder's business.
         if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
-            flags.fail(f"results cannot be written to {self.path}: {error}", 1)
+            raise OSError(
+                f"results cannot be written to {self.path}: {error}"
+            ) from error
 
     def prepare(self) -> dict[str, Any] | None:
         """Takes the folder, restores a checkpoint if one is wanted.
@@ -97,6 +107,48 @@ class Workdir:
         self._lock.acquire()
         # Its former owner may have finished the run a moment ago.
         return self._finished() or self._take()
+
+    def go_on(self) -> None:
+        """`prepare`, the first time; later it takes the folder again as it was left.
+
+        An experiment whose run is finished in the folder is brought to its end.
+
+        Raises:
+            ValueError: as `prepare`, or the folder was changed in the meantime.
+        """
+        if not self._has_begun:
+            if self.prepare() is not None:
+                self.reopen()
+            self._has_begun = True
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire()
+        found = self.path / METRICS
+        if not found.exists() or found.read_text() != _text(self.records):
+            raise ValueError(
+                f"{found} was changed since this run left it; open the run anew: "
+                f"build.load({str(self.path)!r})"
+            )
+        if self.experiment.round < self.experiment.config.rounds:
+            for name in (finished.SUMMARY, finished.CLIENTS):
+                (self.path / name).unlink(missing_ok=True)
+        self._write(RUN_FLAGS, "\n".join(self._flags) + "\n")
+
+    def reopen(self) -> None:
+        """Brings the experiment to where the folder stands; changes nothing there.
+
+        Raises:
+            ValueError: the folder holds another run, or a damaged one.
+        """
+        self._finished()
+        restored = checkpoint.restore(
+            self.checkpoints, self.experiment.saved_template()
+        )
+        if restored is not None:
+            round, arrays, host = restored
+            self._refuse_passed(round, host["rounds"], host["window"])
+            self.records = host["records"]
+            self.experiment.load(round, arrays, host["experiment"], list(self.records))
 
     def _finished(self) -> dict[str, Any] | None:
         """The summary, if all rounds are done and all files are as they were written.

@@ -6,6 +6,7 @@ and numbers; what is set aside before (proxy) and after (tests) is the same for 
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from data.partitions import (
     classes,
     client_dirichlet,
     dirichlet,
+    file,
     held_out,
     iid,
     natural,
@@ -34,6 +36,7 @@ PARTITIONS = {
     "cdkt": "the generator of the released CDKT code (50 users, first num_clients)",
     "cdkt_paper": "the same sizes, but random classes as the CDKT paper says",
     "natural": "the client ids of an npz data set",
+    "file:PATH": "the rows of each client in an npz file (--export_partition)",
 }
 DRAWS = client_dirichlet.DRAWS
 TEST_SPLITS = held_out.TEST_SPLITS
@@ -137,6 +140,8 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
     Raises:
         ValueError: a client would be left with too few examples.
     """
+    if spec.partition.startswith(file.PREFIX):
+        return _from_file(source, spec)
     gen = rng.generator(seed, rng.Tag.PARTITION)
     official = spec.test_split == "official"
     if official and source.num_train == len(source.label):
@@ -179,6 +184,27 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
     train, test = held_out.split(owned, source.label, spec.test_split, seed)
     tail = np.arange(source.num_train, len(source.label))
     return Split(train, test, tail if official else tail[:0], proxy)
+
+
+def _from_file(source: dataset.Dataset, spec: PartitionSpec) -> Split:
+    """The split that a file holds, whatever the seed."""
+    rows = file.read(spec.partition, len(source.label))
+    if spec.examples_per_client:
+        raise ValueError(
+            f"--examples_per_client={spec.examples_per_client} has no effect with "
+            f"--partition={spec.partition}; leave it away"
+        )
+    _check_sizes(rows.train.count, spec)
+    return Split(*rows)
+
+
+def export(split: Split, path: str) -> None:
+    """Writes a split as a file that `--partition=file:PATH` reads.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    file.write(pathlib.Path(path).expanduser(), file.Rows(*split))
 
 
 def _check_sizes(sizes: np.ndarray, spec: PartitionSpec) -> None:

@@ -31,7 +31,7 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
     reference = plain_loop(experiment) if plain_loop else None
     reference_seconds = []
     masked, masked_seconds = masking.rounds(experiment, given), []
-    experiment.evaluate()
+    experiment.measure()
     for round in range(rounds):
         before = experiment.totals.seconds
         experiment.simulation.advance_to(round + 1)
@@ -40,7 +40,7 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
             reference_seconds.append(reference(round))
         if masked is not None:
             masked_seconds.append(masked(round))
-    experiment.evaluate()
+    experiment.measure()
     record = experiment.metrics[-1]
     totals, model = experiment.totals, experiment.task.client_models[0]
     rate = totals.samples / sum(seconds)

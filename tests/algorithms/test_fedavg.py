@@ -7,7 +7,7 @@ import pytest
 
 from algorithms import cdkt, fedavg
 from fedjax_pfl import evaluate, shapes
-from launch import build, experiment
+from launch import summaries
 from tests.algorithms import plain
 
 SCORING = evaluate.Scoring(batch_size=8, own_batch_size=4, num_scored=3)
@@ -236,7 +236,7 @@ def test_metrics_of_constant_predictors(problem, start, counted):
 
 def test_median_is_over_the_states_that_the_last_ten_rounds_begin_with():
     """Test 30: indices 90..99 of 100, and C-Per is the mean of the two medians."""
-    window = build.summary_window("median_last10", 100)
+    window = summaries.window("median_last10", 100)
     assert window == tuple(range(90, 100))
     gen = np.random.default_rng(0)
     curves = gen.uniform(size=(2, 2, 101))
@@ -246,7 +246,7 @@ def test_median_is_over_the_states_that_the_last_ten_rounds_begin_with():
         for seed, (first, second) in zip((4, 5), curves, strict=True)
         for round, (spec, one) in enumerate(zip(first, second, strict=True))
     ]
-    found = experiment.summarize(records, [4, 5], window, "median_last10", 100)
+    found = summaries.summarize(records, [4, 5], window, "median_last10", 100)
     medians = np.median(curves[:, :, 90:100], axis=-1)
     np.testing.assert_allclose(found["c_spec"]["per_seed"], medians[:, 0])
     np.testing.assert_allclose(found["c_gen"]["per_seed"], medians[:, 1])

@@ -7,7 +7,7 @@ import pytest
 
 from algorithms import majority, pfedsd
 from fedjax_pfl import evaluate, types
-from launch import build, experiment
+from launch import summaries
 from tests.algorithms import conftest, plain
 
 # Labels of the train and of the test rows of three clients.
@@ -100,7 +100,7 @@ def test_user_accuracy_of_the_last_ten_rounds():
     gen = np.random.default_rng(0)
     size = np.array([4, 5, 10, 20, 40])
     right = gen.integers(0, size + 1, (12, 5))
-    window = build.summary_window("mean_last10", 12)
+    window = summaries.window("mean_last10", 12)
     assert window == tuple(range(3, 13))
     records = []
     for round, own in enumerate(right, start=1):
@@ -108,7 +108,7 @@ def test_user_accuracy_of_the_last_ten_rounds():
         values, _ = evaluate.metrics(counts, size, int(size.sum()))
         np.testing.assert_allclose(values["client_accuracy"], (own / size).mean())
         records.append({"round": round, "seed": 0, **values, **BYTES})
-    found = experiment.summarize(records, [0], window, "mean_last10", 12)
+    found = summaries.summarize(records, [0], window, "mean_last10", 12)
     expected = (right[2:] / size).mean()
     np.testing.assert_allclose(found["client_accuracy"]["mean"], expected)
     assert abs(expected - (right / size).mean()) > 1e-3
@@ -123,8 +123,8 @@ def test_spread_over_seeds():
         for seed in (0, 1, 5)
         for round in range(1, 13)
     ]
-    window = build.summary_window("mean_last10", 12)
-    found = experiment.summarize(records, [0, 1, 5], window, "mean_last10", 12)
+    window = summaries.window("mean_last10", 12)
+    found = summaries.summarize(records, [0, 1, 5], window, "mean_last10", 12)
     found = found["client_accuracy"]
     np.testing.assert_allclose(found["per_seed"], [0.075, 0.175, 0.575])
     np.testing.assert_allclose(found["mean"], 0.275)

@@ -136,7 +136,7 @@ def test_stops_do_not_matter(whole, unequal):
     for stop in (1, 3, 3, ROUNDS):
         experiment.simulation.advance_to(stop)
         assert experiment.round == stop
-    experiment.evaluate()
+    experiment.measure()
     assert digest(experiment) == digest(whole)
     assert counters(experiment) == counters(whole)
     assert len(experiment.metrics) == 1
@@ -203,7 +203,7 @@ def test_evaluation_after_a_restore_is_the_same(whole, unequal):
     arrays, host = first.saved()
     second = make(unequal)
     second.load(ROUNDS, arrays, host, [])
-    (record,) = second.evaluate()
+    (record,) = second.measure()
     assert record | {"seconds": 0} == whole.metrics[-1] | {"seconds": 0}
     assert "train_loss" in record
 
@@ -213,8 +213,8 @@ def test_evaluations_are_due_once(unequal):
     experiment = make(unequal, rounds=8, eval_every=3, summary="last")
     assert [r for r in range(9) if experiment.is_due(r)] == [0, 3, 6, 8]
     assert experiment.next_stop() == 0
-    experiment.evaluate()
-    assert experiment.evaluate() == []
+    experiment.measure()
+    assert experiment.measure() == []
     assert experiment.next_stop() == 3
     assert experiment.next_stop(every=2) == 2
 

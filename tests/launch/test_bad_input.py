@@ -501,7 +501,7 @@ def test_workdir_of_another_configuration(
 
     flags = ["--model=mlp", "--devices=1", f"--dataset={blobs}", "--workdir=mine"]
     flags += ["--rounds=2", "--clients_per_round=2"]
-    monkeypatch.setattr("launch.main.run", killed)
+    monkeypatch.setattr("launch.running.run", killed)
     with pytest.raises(InterruptedRun):
         main.main(["main", "--algo=fedavg", "--num_clients=4", *flags])
     before = (tmp_path / "mine" / "run.flags").read_bytes()

@@ -11,7 +11,7 @@ import pytest
 
 import algorithms
 from data import partitions
-from launch import build, config, flags, main, settings, workdir
+from launch import build, config, flags, main, settings, summaries, workdir
 
 
 def parse(*arguments):
@@ -417,7 +417,7 @@ def test_workdir_names(blobs):
 )
 def test_summary_window(summary, rounds, window):
     """Indices 90..99 of 100 for the median: the states that rounds begin with."""
-    assert build.summary_window(summary, rounds) == window
+    assert summaries.window(summary, rounds) == window
 
 
 def test_every_choice_has_help():

@@ -38,7 +38,8 @@ def told(monkeypatch):
     """(rounds done, rounds of the records) of every report of progress."""
     calls = []
 
-    def update(self, done, records):
+    def update(self, records):
+        done = self._experiment.round
         calls.append((done, [record["round"] for record in records]))
 
     monkeypatch.setattr(console.Progress, "update", update)

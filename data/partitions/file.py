@@ -1,0 +1,135 @@
+"""Partitions as files: the same clients here, in PFLlib, in Flower, in plain numpy.
+
+An npz file of integers, rows of the data set (its official test rows come after its
+train rows):
+
+* `train_row` [N] and `train_count` [K]: client k has the next `train_count[k]` of them,
+  `np.split(train_row, np.cumsum(train_count)[:-1])`;
+* `test_row` and `test_count`, likewise, the clients' own test rows;
+* `official_test_row`, test rows that no client owns, and `proxy_row`, both optional;
+* `may_repeat`, optional, 1 = a row may stand in several places.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import NamedTuple
+
+import numpy as np
+
+from data import npz
+from data.partitions import parts
+
+PREFIX = "file:"
+REQUIRED = ("train_row", "train_count", "test_row", "test_count")
+OPTIONAL = ("official_test_row", "proxy_row", "may_repeat")
+
+
+class Rows(NamedTuple):
+    """What a file holds."""
+
+    train: parts.Parts
+    test: parts.Parts
+    official_test: np.ndarray
+    proxy: np.ndarray
+
+
+def write(path: pathlib.Path, rows: Rows) -> None:
+    """Writes a file, at once.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    every = np.concatenate([rows.train.row, rows.test.row, *rows[2:]])
+    temporary = path.with_name(f"{path.stem}.partial.npz")
+    np.savez_compressed(
+        temporary,
+        train_row=rows.train.row,
+        train_count=rows.train.count,
+        test_row=rows.test.row,
+        test_count=rows.test.count,
+        official_test_row=rows.official_test,
+        proxy_row=rows.proxy,
+        may_repeat=np.int64(len(np.unique(every)) < len(every)),
+    )
+    temporary.rename(path)
+
+
+def facts(name: str) -> tuple[int, bool]:
+    """(K, whether clients have test rows of their own) of a file.
+
+    Args:
+        name: `file:PATH`.
+
+    Raises:
+        ValueError: one line: it is not there, or no partition.
+    """
+    arrays = _arrays(name)
+    return len(arrays["train_count"]), bool(arrays["test_count"].any())
+
+
+def read(name: str, num_rows: int) -> Rows:
+    """The rows of every client.
+
+    Args:
+        name: `file:PATH`.
+        num_rows: Of the data set.
+
+    Raises:
+        ValueError: one line: it is not there, is no partition, or of another data set.
+    """
+    arrays, where = _arrays(name), f"--partition={name}"
+    none = np.zeros(0, np.int64)
+    official = arrays.get("official_test_row", none)
+    proxy = arrays.get("proxy_row", none)
+    every = np.concatenate([arrays["train_row"], arrays["test_row"], official, proxy])
+    outside = every[(every < 0) | (every >= num_rows)]
+    if outside.size:
+        raise ValueError(
+            f"{where} names row {outside[0]}, the data set has rows 0 to "
+            f"{num_rows - 1}; was it made for another --dataset?"
+        )
+    ordered = np.sort(every)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if twice.size and not arrays.get("may_repeat", none).any():
+        raise ValueError(
+            f"{where} names row {twice[0]} twice; give each row once, or add "
+            "may_repeat=1 to the file"
+        )
+    train, test = (
+        parts.Parts(arrays[f"{kind}_row"], arrays[f"{kind}_count"])
+        for kind in ("train", "test")
+    )
+    return Rows(train, test, official, proxy)
+
+
+def _arrays(name: str) -> dict[str, np.ndarray]:
+    """The arrays of a file as int64, checked as far as they can be alone."""
+    where = f"--partition={name}"
+    path = pathlib.Path(name.removeprefix(PREFIX)).expanduser()
+    try:
+        arrays = npz.read(path, REQUIRED, OPTIONAL)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    for key, array in arrays.items():
+        if not np.issubdtype(array.dtype, np.integer) or array.ndim > 1:
+            raise ValueError(
+                f"{where}: {key} must be integers of one dimension, got {array.dtype} "
+                f"{list(array.shape)}"
+            )
+        arrays[key] = np.atleast_1d(array).astype(np.int64)
+    for kind in ("train", "test"):
+        row, count = arrays[f"{kind}_row"], arrays[f"{kind}_count"]
+        if (count < 0).any() or count.sum() != len(row):
+            raise ValueError(
+                f"{where}: {kind}_count adds up to {count.sum()}, {kind}_row has "
+                f"{len(row)} rows; they must agree"
+            )
+    clients = [len(arrays[f"{kind}_count"]) for kind in ("train", "test")]
+    if clients[0] != clients[1] or not clients[0]:
+        raise ValueError(
+            f"{where}: train_count has {clients[0]} clients, test_count {clients[1]}; "
+            "they must agree"
+        )
+    return arrays

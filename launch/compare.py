@@ -1,0 +1,166 @@
+"""Several algorithms on the same clients: built together, run in turn, one table."""
+
+from __future__ import annotations
+
+import html as html_lib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from launch import console, frames, settings
+from launch import presets as presets_lib
+
+if TYPE_CHECKING:
+    import pandas
+
+    from launch.experiment import Experiment
+
+
+class Comparison(Mapping):
+    """Experiments by name; all of them on the same examples of the same clients."""
+
+    def __init__(self, experiments: Mapping[str, Experiment]):
+        self._experiments = dict(experiments)
+
+    def __getitem__(self, name: str) -> Experiment:
+        return self._experiments[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._experiments)
+
+    def __len__(self) -> int:
+        return len(self._experiments)
+
+    def run(
+        self,
+        *,
+        progress: bool = True,
+        on_record: Callable[[dict[str, Any]], None] | None = None,
+    ) -> Comparison:
+        """Runs what is not done yet, and returns itself.
+
+        Args:
+            progress: Whether to show how far it is.
+            on_record: Called with every record, which has the name under `algo`.
+
+        Raises:
+            KeyboardInterrupt: as `Experiment.run`; `run()` goes on.
+        """
+        if progress:
+            preset = next(iter(self.values())).config.preset
+            print(presets_lib.sentence(preset), flush=True)
+        for name, experiment in self.items():
+            if progress:
+                print(f"{name}:", flush=True)
+
+            def named(record: dict[str, Any], name: str = name) -> None:
+                on_record({"algo": name, **record})
+
+            experiment.run(
+                progress=progress, on_record=None if on_record is None else named
+            )
+        return self
+
+    def to_frame(self) -> pandas.DataFrame:
+        """All records: a line for every algorithm, evaluated round and seed."""
+        return frames.of(
+            [
+                {"algo": name, **record}
+                for name, experiment in self.items()
+                for record in experiment.metrics
+            ]
+        )
+
+    def summary(self) -> pandas.DataFrame:
+        """A line for each algorithm: its metrics by the summary rule."""
+        return frames.summaries(self._experiments)
+
+    def plot(self, kind: str = "curves", metric: str = "") -> Any:
+        """A picture of `launch.plot` with all of them; see `Experiment.plot`."""
+        return frames.plot(list(self.values()), kind, metric)
+
+    def __repr__(self) -> str:
+        return "\n\n".join(console.described(one) for one in self.values())
+
+    def _repr_html_(self) -> str:
+        done = [experiment for experiment in self.values() if experiment.metrics]
+        if len(done) == len(self):
+            return self.summary().to_html(float_format="{:.4g}".format)
+        return f"<pre>{html_lib.escape(repr(self))}</pre>"
+
+
+def build(
+    make: Callable[..., Experiment], algos: Sequence[Any], options: Mapping[str, Any]
+) -> Comparison:
+    """Builds the experiments of `algos`.
+
+    Args:
+        make: `build.experiment`.
+        algos: Names, or algorithms of one's own.
+        options: Those of every run, and some that only some of them have.
+
+    Raises:
+        ValueError: no algorithm, one twice, an option that none of them has, or other
+            clients for one than for another.
+    """
+    names = [settings.algorithm_name(algo) for algo in algos]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"compare: expected different algorithms, got {names}")
+    fields = [settings.fields_of(algo) for algo in algos]
+    for option in options:
+        if not any(option in own for own in fields):
+            raise ValueError(
+                f"--{option} is a flag of none of {', '.join(names)}; leave it away"
+            )
+    presets = [options.get("preset")]
+    if presets == [None]:
+        # One paper's clients for all: those of the first whose rules suit all of them.
+        own_presets = dict.fromkeys(settings.default_preset(algo) for algo in algos)
+        presets = [one for one in own_presets if one != "none"] or ["none"]
+    refused = None
+    for preset in presets:
+        try:
+            return _built(make, algos, fields, {**options, "preset": preset})
+        except ValueError as error:
+            refused = refused or error
+    raise refused
+
+
+def _built(
+    make: Callable[..., Experiment],
+    algos: Sequence[Any],
+    fields: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+) -> Comparison:
+    """The experiments under one preset.
+
+    Raises:
+        ValueError: one of them cannot be, or would have other clients than the first.
+    """
+    made: dict[str, Experiment] = {}
+    for algo, own in zip(algos, fields, strict=True):
+        name = settings.algorithm_name(algo)
+        given = {option: value for option, value in options.items() if option in own}
+        if given.get("workdir"):
+            given["workdir"] = f"{given['workdir']}/{name}"
+        made[name] = make(**given | {"algo": algo})
+        first = next(iter(made.values()))
+        if not _is_same_split(first, made[name]):
+            raise ValueError(
+                f"compare: {name} would have other clients than {first.config.algo}; "
+                "give partition, test_split and proxy_fraction, or another preset than "
+                f"{options['preset']}"
+            )
+    return Comparison(made)
+
+
+def _is_same_split(one: Experiment, other: Experiment) -> bool:
+    """Whether two experiments give every client the same train and test rows."""
+    pairs = zip(
+        jax.tree.leaves((one.data.partition.train, one.data.partition.test)),
+        jax.tree.leaves((other.data.partition.train, other.data.partition.test)),
+        strict=True,
+    )
+    return all(a.shape == b.shape and np.array_equal(a, b) for a, b in pairs)

@@ -1,0 +1,167 @@
+"""Models as files: written by a run, read without it, and what a run starts from.
+
+A file holds a nested dictionary of arrays that needs none of this package to be read:
+
+* `stages`: by name, in the order of the chain, each with `params` and, where it has
+  any, `stats` (running statistics); under `trunk` and `exit` where it has an exit;
+* `input`: `mean` and `scale`; the first stage sees `(image - mean) * scale`.
+
+`.msgpack` is flax.serialization's format; the keys of an `.npz` are paths such as
+`stages/conv1/params/kernel`.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import serialization, traverse_util
+
+from data import files
+from fedjax_pfl import shapes, types
+
+SUFFIXES = (".msgpack", ".npz")
+
+
+def write(
+    path: Any,
+    model: types.Model,
+    variables: types.Variables,
+    normal: Mapping[str, Any],
+) -> pathlib.Path:
+    """Writes a model to a file, at once.
+
+    Args:
+        path: Ends in one of `SUFFIXES`.
+        model, variables: The model.
+        normal: `mean` and `scale`.
+
+    Raises:
+        ValueError: a path with another suffix.
+        OSError: it cannot be written.
+    """
+    path = pathlib.Path(path)
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path}: a model's file ends in {' or '.join(SUFFIXES)}")
+    tree = {"stages": _stages(model, variables), "input": dict(normal)}
+    tree = jax.tree.map(np.asarray, tree)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.stem}.partial{path.suffix}")
+    if path.suffix == ".npz":
+        np.savez(temporary, **traverse_util.flatten_dict(tree, sep="/"))
+    else:
+        temporary.write_bytes(serialization.msgpack_serialize(tree))
+    return temporary.rename(path)
+
+
+def read(path: Any) -> dict[str, Any]:
+    """The nested dictionary that a file holds.
+
+    Raises:
+        ValueError: one line: it is not there, or no file of a model.
+    """
+    path = pathlib.Path(path).expanduser()
+    try:
+        files.check(path, "a model's file")
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                flat = {name: file[name] for name in file.files}
+            tree = traverse_util.unflatten_dict(flat, sep="/")
+        else:
+            tree = serialization.msgpack_restore(path.read_bytes())
+        if not isinstance(tree, dict) or not isinstance(tree.get("stages"), dict):
+            raise ValueError("it has no stages")
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from error
+    except Exception as error:  # msgpack, zipfile and numpy have errors of their own
+        reason = (str(error) or type(error).__name__).splitlines()[0][:160]
+        raise ValueError(f"{path} is no file of a model ({reason})") from error
+    return tree
+
+
+def starting(path: str, model: types.Model, shape: tuple[int, ...]) -> types.Model:
+    """The same model, whose initial variables are those of a file.
+
+    Its narrower forms start from leading slices of them.
+
+    Args:
+        path: `--init_from`.
+        model: As it would be without.
+        shape: Of one example.
+
+    Raises:
+        ValueError: one line: the file is none, or of another model.
+    """
+    stages = read(path)["stages"]
+    wanted = _stages(model, shapes.variables(model, shape))
+    odd = _difference(wanted, stages)
+    if odd:
+        raise ValueError(
+            f"--init_from={path} is of another model than --model={model.name}: {odd}"
+        )
+    parts = [_parts(stages[name]) for name in model.stage_names]
+    saved = types.Variables(
+        tuple({part: own["params"] for part, own in stage.items()} for stage in parts),
+        tuple(
+            {part: own["stats"] for part, own in stage.items() if "stats" in own}
+            for stage in parts
+        ),
+    )
+    return _from(saved, model)
+
+
+def _from(saved: types.Variables, model: types.Model) -> types.Model:
+    """A model whose variables begin as leading slices of others."""
+
+    def init(key: jax.Array, x: jax.Array) -> tuple[types.Params, types.Stats]:
+        like = types.Variables(*jax.eval_shape(model.init, key, x))
+        return jax.tree.map(
+            lambda s, leaf: jax.numpy.asarray(leaf)[tuple(map(slice, s.shape))],
+            tuple(like),
+            tuple(saved),
+        )
+
+    at_width = None
+    if model.at_width is not None:
+
+        def at_width(rate: float, scaled: bool = False) -> types.Model:
+            return _from(saved, model.at_width(rate, scaled))
+
+    return model._replace(init=init, at_width=at_width)
+
+
+def _stages(model: types.Model, variables: types.Variables) -> dict[str, Any]:
+    """What a file has of a model's stages."""
+    out = {}
+    for name, params, stats in zip(model.stage_names, *variables, strict=True):
+        parts = {
+            part: {"params": own} | ({"stats": stats[part]} if part in stats else {})
+            for part, own in params.items()
+        }
+        out[name] = parts if "exit" in parts else parts["trunk"]
+    return out
+
+
+def _parts(stage: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A stage of a file by part."""
+    return stage if "exit" in stage else {"trunk": stage}
+
+
+def _difference(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """The first array in which two nested dictionaries differ, "" if in none."""
+    wanted, found = (
+        {
+            path: list(np.shape(leaf))
+            for path, leaf in traverse_util.flatten_dict(tree, sep="/").items()
+        }
+        for tree in (wanted, found)
+    )
+    for path in [*wanted, *found]:
+        if wanted.get(path) != found.get(path):
+            return f"{path} is {found.get(path, 'missing')}, expected " + str(
+                wanted.get(path, "nothing of that name")
+            )
+    return ""

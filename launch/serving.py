@@ -1,0 +1,166 @@
+"""A model of a run, outside of it: predictions and tests on raw images."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from data import dataset
+from fedjax_pfl import evaluate, types
+from launch import model_files
+
+if TYPE_CHECKING:
+    from launch.experiment import Experiment
+
+BATCH = 256
+
+
+class Serving(NamedTuple):
+    """A model with what it needs to read raw images.
+
+    Attributes:
+        model, variables: The model.
+        data: For the normalisation, and the kind of numbers in an image.
+        image_size, image_channels: Of `--image_size` and `--image_channels`.
+    """
+
+    model: types.Model
+    variables: types.Variables
+    data: types.Data
+    image_size: int
+    image_channels: int
+
+    def predict(self, images: Any) -> np.ndarray:
+        """Probabilities f32[N, Y] of raw images [N, ...].
+
+        Raises:
+            ValueError: images of another shape or kind than the data set's.
+        """
+        return np.asarray(jax.nn.softmax(self._logits(images)))
+
+    def evaluate(self, x: Any, y: Any) -> dict[str, float]:
+        """`accuracy` (0..1) and `loss`, the mean cross-entropy, on raw images.
+
+        Raises:
+            ValueError: no images, or labels that do not go with them.
+        """
+        x, y = np.asarray(x), np.asarray(y)
+        if y.ndim != 1 or len(x) != len(y) or not np.issubdtype(y.dtype, np.integer):
+            raise ValueError(
+                f"y must be integers [{len(x)}], got {y.dtype} {list(y.shape)}"
+            )
+        if not len(y):
+            raise ValueError("x and y hold no example")
+        log_p = np.asarray(jax.nn.log_softmax(self._logits(x)))
+        if y.min() < 0 or y.max() >= log_p.shape[1]:
+            raise ValueError(
+                f"y has labels {y.min()} to {y.max()}, the model knows 0 to "
+                f"{log_p.shape[1] - 1}"
+            )
+        return {
+            "accuracy": float((log_p.argmax(1) == y).mean()),
+            "loss": float(-log_p[np.arange(len(y)), y].mean()),
+        }
+
+    def save(self, path: Any) -> pathlib.Path:
+        """Writes the model to a file; see `model_files`.
+
+        Raises:
+            ValueError: a path with another suffix.
+            OSError: it cannot be written.
+        """
+        normal = {"mean": self.data.mean, "scale": self.data.scale}
+        return model_files.write(path, self.model, self.variables, normal)
+
+    def _logits(self, images: Any) -> np.ndarray:
+        """The served logits f32[N, Y] of raw images."""
+        images = self._checked(np.asarray(images))
+        parts = [
+            _forward(self.model, self.variables, self.data.mean, self.data.scale, part)
+            for part in np.split(images, range(BATCH, len(images), BATCH))
+        ]
+        return np.concatenate([np.asarray(part) for part in parts])
+
+    def _checked(self, images: np.ndarray) -> np.ndarray:
+        """Images as the table has them.
+
+        Raises:
+            ValueError: they cannot be that.
+        """
+        shape, kind = self.data.image.shape[1:], self.data.image.dtype
+        if images.shape[1:] != shape and images.ndim == len(shape) + 1:
+            raw = dataset.Dataset(images, np.zeros(len(images)), 0, 0)
+            images = dataset.fitted(raw, self.image_size, self.image_channels).image
+        if images.shape[1:] != shape:
+            raise ValueError(
+                f"images are of shape {list(images.shape)}, expected [N, "
+                f"{', '.join(map(str, shape))}], as the data set has them"
+            )
+        is_int = np.issubdtype(images.dtype, np.integer)
+        if np.issubdtype(kind, np.integer) and not is_int:
+            raise ValueError(
+                f"images are {images.dtype}, the data set's are {kind} from 0 to 255; "
+                "give them as the data set has them"
+            )
+        return images.astype(kind)
+
+
+def find(
+    experiment: Experiment, client_id: int | None, seed: int | None = None
+) -> Serving:
+    """The model that serves a client right now, or the server's first one.
+
+    Raises:
+        ValueError: there is no such client, seed or model.
+    """
+    index, config = experiment.seed_index(seed), experiment.config
+    if client_id is not None and not 0 <= client_id < config.num_clients:
+        raise ValueError(f"client_id={client_id}: expected 0..{config.num_clients - 1}")
+    experiment.start()
+    state = jax.tree.map(lambda leaf: leaf[index], experiment.state)
+    part = jax.tree.map(lambda leaf: leaf[index], experiment.data.partition)
+    data = experiment.data.replace(partition=part)
+    model, variables = _found(experiment, client_id, state, data, index)
+    # Copies: the next round takes the state's buffers.
+    variables = jax.tree.map(jnp.copy, variables)
+    return Serving(model, variables, data, config.image_size, config.image_channels)
+
+
+def _found(
+    experiment: Experiment,
+    client_id: int | None,
+    state: types.RoundState,
+    data: types.Data,
+    index: int,
+) -> tuple[types.Model, types.Variables]:
+    algorithm, name = experiment.program.algorithm, experiment.config.algo
+    if client_id is None:
+        if algorithm.server is None:
+            raise ValueError(f"--algo={name} has no server's model; give a client_id")
+        return next(iter(algorithm.server(state, data).values()))
+    cohort = experiment.planner.drawn(index, experiment.round)
+    num_clients = experiment.config.num_clients
+    for group in algorithm.served(state, cohort, data, num_clients):
+        served = np.asarray(group.mask) & (np.asarray(group.client_id) == client_id)
+        if served.any():
+            slot = int(np.flatnonzero(served)[0])
+            row = jax.tree.map(lambda leaf, s=slot: leaf[s], group.own)
+            return group.model, group.variables(row)
+    raise ValueError(f"client_id={client_id} is served by no model")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(
+    model: types.Model,
+    variables: types.Variables,
+    mean: jax.Array,
+    scale: jax.Array,
+    images: jax.Array,
+) -> jax.Array:
+    out, _ = model.forward(*variables, (images.astype(jnp.float32) - mean) * scale)
+    return evaluate.served(model, out)

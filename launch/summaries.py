@@ -1,0 +1,73 @@
+"""How a curve becomes a number: the rounds behind a summary, and their mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+COUNTERS = (
+    "round",
+    "seed",
+    "train_loss",
+    "bytes_up",
+    "bytes_down",
+    "seconds",
+    "clients_evaluated",
+)
+
+
+def window(rule_name: str, rounds: int) -> tuple[int, ...]:
+    """Evaluation indices (rounds done) behind the summary."""
+    if rule_name == "last":
+        return (rounds,)
+    if rule_name == "mean_last10":
+        return tuple(range(max(1, rounds - 9), rounds + 1))
+    # Indices 90..99 of 100: the states that rounds begin with.
+    return tuple(range(max(1, rounds - 10), rounds)) or (rounds,)
+
+
+def summarize(
+    records: list[dict[str, Any]],
+    seeds: list[int],
+    window: tuple[int, ...],
+    rule_name: str,
+    rounds: int,
+) -> dict[str, Any]:
+    """Metrics by the summary rule: {name: {mean, std, per_seed}}.
+
+    Args:
+        records: One dict per evaluated round and seed.
+        seeds: The seeds, in order.
+        window: Rounds behind the summary.
+        rule_name: `median_last10`, `mean_last10` or `last`.
+        rounds: Rounds done; the bytes are those of the last record.
+    """
+    by_seed: dict[int, dict[str, list[float]]] = {s: {} for s in seeds}
+    for record in records:
+        if record["round"] in window:
+            for name, value in record.items():
+                if name not in COUNTERS:
+                    by_seed[record["seed"]].setdefault(name, []).append(value)
+    rule = np.median if rule_name.startswith("median") else np.mean
+    metrics = {}
+    shared = set.intersection(*(set(one) for one in by_seed.values()))
+    for name in (n for n in by_seed[seeds[0]] if n in shared):
+        values = [float(rule(by_seed[seed][name])) for seed in seeds]
+        metrics[name] = spread(values)
+    if {"c_spec", "c_gen"} <= metrics.keys():
+        # The mean of the two summaries, not the summary of the means.
+        spec, gen = metrics["c_spec"]["per_seed"], metrics["c_gen"]["per_seed"]
+        means = [(a + b) / 2 for a, b in zip(spec, gen, strict=True)]
+        metrics["c_per"] = spread(means)
+    for name in ("bytes_up", "bytes_down"):
+        last = [r[name] for r in records if r["round"] == rounds]
+        if last:
+            metrics[name] = spread(last)
+    return metrics
+
+
+def spread(values: list[float]) -> dict[str, Any]:
+    """Mean and sample standard deviation (ddof=1) over seeds."""
+    std = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+    return {"mean": float(np.mean(values)), "std": std, "per_seed": list(values)}

@@ -1,0 +1,98 @@
+"""A user's own linen modules as a model: one stage, or a chain of them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from fedjax_pfl import types
+from models import stages
+
+
+class Stage:
+    """A linen module behind the calls that `stages.chain` makes.
+
+    Collections other than `params`, such as `batch_stats`, are its statistics.
+    `sample_mask` and `train` are passed to a `__call__` that names them.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        self._takes = inspect.signature(type(module).__call__).parameters
+
+    def _modes(self, **modes: Any) -> dict[str, Any]:
+        return {name: value for name, value in modes.items() if name in self._takes}
+
+    def init_with_output(self, key: jax.Array, x: jax.Array) -> tuple[jax.Array, dict]:
+        """Output and variables {"params", "stats"}, the latter if there are any."""
+        keys = {"params": key, "dropout": jax.random.fold_in(key, 1)}
+        out, variables = self._module.init_with_output(
+            keys, x, **self._modes(sample_mask=None, train=False)
+        )
+        params, stats = variables.get("params", {}), dict(variables)
+        stats.pop("params", None)
+        return out, {"params": params} | ({"stats": stats} if stats else {})
+
+    def apply(
+        self,
+        variables: Mapping[str, Any],
+        x: jax.Array,
+        *,
+        sample_mask: jax.Array | None,
+        train: bool,
+        rngs: Mapping[str, jax.Array],
+        mutable: Sequence[str],
+    ) -> tuple[jax.Array, dict]:
+        """Output and the new statistics; in eval mode they stay as they are."""
+        stats = variables.get("stats", {})
+        out, new = self._module.apply(
+            {"params": variables["params"], **stats},
+            x,
+            **self._modes(sample_mask=sample_mask, train=train),
+            rngs=rngs,
+            mutable=list(stats) if train else [],
+        )
+        return out, ({"stats": {**stats, **new}} if stats else {})
+
+
+def chain(given: Any) -> types.Model:
+    """The model of a linen module (one stage), or of a list of them (its stages).
+
+    Args:
+        given: A linen module; or a list of modules, or of (stage name, module). The
+            last gives logits [B, Y].
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    parts = list(given) if isinstance(given, Sequence) else [given]
+    named = [
+        tuple(part) if isinstance(part, tuple) else (f"stage{number}", part)
+        for number, part in enumerate(parts, start=1)
+    ]
+    for pair in named:
+        if len(pair) != 2 or not isinstance(pair[1], nn.Module):
+            raise ValueError(
+                "model: expected a name, a flax linen module, or a list of modules "
+                f"(its stages), got a {type(pair[-1]).__name__}"
+            )
+    names = [name for name, _ in named]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"model: expected stages of different names, got {names}")
+    stages_of = tuple((str(name), module) for name, module in named)
+    try:
+        return _made(stages_of)
+    except TypeError:  # a module that holds a list has no hash
+        return _made.__wrapped__(stages_of)
+
+
+@functools.lru_cache(maxsize=64)
+def _made(named: tuple[tuple[str, nn.Module], ...]) -> types.Model:
+    """The same object for equal modules, so that programs can be shared."""
+    name = "own_" + "_".join(type(module).__name__ for _, module in named)
+    return stages.chain(name[:60], [(stage, Stage(module)) for stage, module in named])
