@@ -608,6 +608,7 @@ def test_every_partition_has_help():
         "cdkt",
         "cdkt_paper",
         "natural",
+        "file:PATH",
     }
     assert all(partitions.PARTITIONS.values())
 

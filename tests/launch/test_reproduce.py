@@ -344,8 +344,8 @@ def test_a_signal_in_a_cell_s_last_chunk_ends_the_table(
 ):
     """The next cell is not begun; the same command goes on with it."""
 
-    def update(self, round, records):
-        if round == 1:
+    def update(self, records):
+        if self._experiment.round == 1:
             signal.raise_signal(number)
 
     argv = ["reproduce", "swept.fig1", f"--dataset={sweep}", "--workdir=out"]

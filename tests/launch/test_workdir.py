@@ -82,8 +82,8 @@ def assert_same_run(folder, reference):
 def kill_at(monkeypatch, round):
     """Raises from the progress callback once `round` rounds are done."""
 
-    def update(self, done, records):
-        if done == round:
+    def update(self, records):
+        if self._experiment.round == round:
             raise KilledError
 
     monkeypatch.setattr(console.Progress, "update", update)
@@ -100,8 +100,8 @@ def signal_at(monkeypatch, round, number):
             super().__init__()
             made.append(self)
 
-    def update(self, done, records):
-        if done == round:
+    def update(self, records):
+        if self._experiment.round == round:
             made[-1]._note(number, None)
 
     monkeypatch.setattr(main, "Stop", Stop)

@@ -1,0 +1,105 @@
+"""Partitions as files: written, read back, refused."""
+
+import numpy as np
+import pytest
+
+from data import partitions
+from data.partitions import file
+from tests import synthetic
+
+
+def spec(name, **more):
+    return partitions.PartitionSpec(name, 4, **more)
+
+
+def flat(split):
+    """Its arrays."""
+    return (*split.train, *split.test, split.official_test, split.proxy)
+
+
+@pytest.fixture
+def source():
+    return synthetic.blobs(120, (2, 2, 1), 3)._replace(num_train=100)
+
+
+@pytest.mark.parametrize(
+    "kind, more",
+    [
+        ("iid", {"proxy_fraction": 0.1}),
+        ("dirichlet", {"test_split": "official"}),
+        ("client_dirichlet", {"partition_draw": "overlap"}),
+    ],
+)
+def test_a_split_comes_back(source, tmp_path, kind, more):
+    """Every row of it, whatever the seed; overlapping clients too."""
+    split = partitions.split(source, spec(kind, **more), seed=3)
+    path = tmp_path / "deep" / "rows.npz"
+    partitions.export(split, str(path))
+    again = partitions.split(source, spec(f"file:{path}"), seed=8)
+    pairs = zip(*(map(flat, (split, again))), strict=True)
+    for a, b in pairs:
+        np.testing.assert_array_equal(a, b)
+    clients, has_tests = file.facts(f"file:{path}")
+    assert (clients, has_tests) == (4, more.get("test_split") != "official")
+    assert [p.name for p in path.parent.iterdir()] == ["rows.npz"]
+
+
+def test_read_without_this_package(source, tmp_path):
+    """As the module says: two lines of numpy."""
+    split = partitions.split(source, spec("iid"), seed=0)
+    partitions.export(split, str(tmp_path / "rows.npz"))
+    rows = np.load(tmp_path / "rows.npz")
+    clients = np.split(rows["train_row"], np.cumsum(rows["train_count"])[:-1])
+    for mine, theirs in zip(split.train.by_client(), clients, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+GOOD = {
+    "train_row": np.arange(8),
+    "train_count": np.full(4, 2),
+    "test_row": np.arange(8, 12),
+    "test_count": np.ones(4, int),
+}
+
+
+@pytest.mark.parametrize(
+    "change, part",
+    [
+        ({"train_row": np.array([0, 1, 2, 3, 4, 5, 6, 120])}, "row 120, .* 0 to 119"),
+        ({"train_row": np.array([0, 1, 2, 3, 4, 5, 6, -1])}, "row -1"),
+        ({"train_row": np.array([0, 1, 2, 3, 4, 5, 6, 6])}, "row 6 twice"),
+        ({"test_row": np.array([8, 9, 10, 0])}, "row 0 twice"),
+        ({"proxy_row": np.array([11])}, "row 11 twice"),
+        ({"train_count": np.full(4, 3)}, "adds up to 12, train_row has 8"),
+        ({"train_count": np.array([9, -1, 0, 0])}, "train_count adds up to 8"),
+        ({"test_count": np.array([4])}, "train_count has 4 clients, test_count 1"),
+        ({"train_row": np.arange(8.0)}, "train_row must be integers .* float64"),
+        ({"train_count": np.array([1, 3, 2, 2])}, "client 0 with 1 examples"),
+    ],
+)
+def test_files_that_are_no_partition(source, tmp_path, change, part):
+    """One line that names the file and the row."""
+    path = tmp_path / "rows.npz"
+    np.savez(path, **GOOD)
+    partitions.split(source, spec(f"file:{path}"), seed=0)
+    np.savez(path, **GOOD | change)
+    with pytest.raises(ValueError, match=part) as error:
+        partitions.split(source, spec(f"file:{path}"), seed=0)
+    assert f"--partition=file:{path}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_rows_that_may_repeat(source, tmp_path):
+    """If the file says so."""
+    path = tmp_path / "rows.npz"
+    np.savez(path, **GOOD | {"test_row": np.arange(4), "may_repeat": 1})
+    split = partitions.split(source, spec(f"file:{path}"), seed=0)
+    np.testing.assert_array_equal(split.test.row, np.arange(4))
+
+
+@pytest.mark.parametrize("name", ["nix.npz", ".", "text.npz"])
+def test_what_is_no_file(source, tmp_path, name):
+    """One line too."""
+    (tmp_path / "text.npz").write_text("rows")
+    with pytest.raises(ValueError, match="--partition=file:"):
+        partitions.split(source, spec(f"file:{tmp_path / name}"), seed=0)

@@ -1,0 +1,525 @@
+"""What notebooks do with an experiment: run, look, predict, keep, compare."""
+
+import dataclasses
+import os
+import signal
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import serialization, traverse_util
+
+from algorithms import fedavg
+from fedjax_pfl import types
+from launch import build, export, main
+from tests import conftest, synthetic
+
+SMALL = {
+    "num_clients": 4,
+    "partition": "iid",
+    "local_epochs": 1,
+    "batch_size": 16,
+    "eval_every": 1,
+    "summary": "last",
+    "devices": 1,
+}
+
+
+class Body(nn.Module):
+    """A stage with statistics of its own."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dense(8)(x.reshape(len(x), -1))
+        return nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.5)(x))
+
+
+MODULES = [Body(), nn.Dense(4)]
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    """240 small images in 4 classes: (x uint8, y)."""
+    source = synthetic.blobs(240, (8, 8, 1), 4)
+    return source.image, source.label
+
+
+def made(arrays, **more):
+    """Two rounds of FedPer with two stages of our own."""
+    given = {"algo": "fedper", "dataset": arrays, "model": MODULES, "rounds": 2}
+    return build.experiment(**SMALL | given | more)
+
+
+@pytest.fixture(scope="module")
+def trained(arrays):
+    """An experiment that has run."""
+    experiment = made(arrays)
+    experiment.run(progress=False)
+    return experiment
+
+
+def test_own_arrays_and_modules(trained, arrays):
+    """They learn; the personal head is the last module."""
+    assert trained.config.dataset == "arrays"
+    assert trained.config.model == "own_Body_Dense"
+    assert trained.summary()["metrics"]["client_accuracy"]["mean"] > 0.5
+    params = [trained.params(client) for client in (0, 1)]
+    shared, personal = zip(*params, strict=True)
+    assert jax.tree.all(jax.tree.map(np.array_equal, *shared))
+    assert not jax.tree.all(jax.tree.map(np.array_equal, *personal))
+
+
+def test_arrays_with_owners(arrays):
+    """The third array is the owner of each row."""
+    owner = np.repeat([7, 3, 5], 80)
+    options = {name: SMALL[name] for name in ("local_epochs", "devices")}
+    experiment = build.experiment(
+        algo="fedavg", dataset=(*arrays, owner), model="mlp", **options
+    )
+    assert (experiment.config.partition, experiment.config.num_clients) == (
+        "natural",
+        3,
+    )
+
+
+def test_progress_and_records(arrays, capsys):
+    """A line where something was measured, unless it is to be silent."""
+    records = []
+    experiment = made(arrays)
+    experiment.run(on_record=records.append)
+    assert records == experiment.metrics and len(records) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == [f"round {r}/2" for r in range(3)]
+    made(arrays).run(progress=False, until=1)
+    assert capsys.readouterr().out == ""
+
+
+def test_tables(trained, arrays):
+    """Records and partition as frames; the partition adds up."""
+    frame = trained.to_frame()
+    assert list(frame.columns[:2]) == ["round", "seed"] and len(frame) == 3
+    assert frame.client_accuracy.iloc[-1] == trained.metrics[-1]["client_accuracy"]
+    counts = trained.partition_counts()
+    train = trained.data.partition.train
+    assert counts.shape == (4, 4)
+    np.testing.assert_array_equal(counts.sum(1), train.count[0])
+    label = arrays[1][np.asarray(train.row[0][: train.count[0][0]])]
+    np.testing.assert_array_equal(counts.loc[0], np.bincount(label, minlength=4))
+
+
+def test_shown(arrays, trained):
+    """A line before, numbers after; HTML escapes."""
+    fresh = made(arrays)
+    assert "round 0 of 2" in repr(fresh) and "\n" not in repr(fresh)
+    assert "Client (UA)" in repr(trained)
+    assert "<b>fedper on arrays" in trained._repr_html_()
+
+
+@pytest.mark.parametrize("kind", ["curves", "fairness", "bubbles"])
+def test_pictures(trained, kind):
+    """PNGs that a notebook shows."""
+    assert trained.plot(kind)._repr_png_()[:4] == b"\x89PNG"
+
+
+def test_no_pictures(arrays, trained):
+    """One line each."""
+    with pytest.raises(ValueError, match="run\\(\\) first"):
+        made(arrays).plot()
+    with pytest.raises(ValueError, match="--kind=pie: expected one of curves"):
+        trained.plot("pie")
+
+
+def test_predictions(trained, arrays):
+    """Raw images, normalised and with statistics; accuracies are the run's."""
+    x, y = arrays
+    test = jax.tree.map(lambda leaf: np.asarray(leaf[0]), trained.data.partition.test)
+    for client in range(4):
+        rows = test.row[test.start[client] :][: test.count[client]]
+        probabilities = trained.predict(client, x[rows])
+        np.testing.assert_allclose(probabilities.sum(1), 1, rtol=1e-5)
+        found = trained.evaluate(x[rows], y[rows], client_id=client)
+        assert found["accuracy"] == trained.client_accuracies[0, 0, client]
+        own = probabilities[np.arange(len(rows)), y[rows]]
+        assert found["loss"] == pytest.approx(-np.log(own).mean(), rel=1e-4)
+
+
+def test_the_servers_model(arrays):
+    """Without a client id; of images in the shape that the data set has."""
+    options = {"image_size": 12, "image_channels": 3, "model": "mlp", "algo": "fedavg"}
+    experiment = made(arrays, **options, test_split="pool")
+    experiment.run(progress=False)
+    test = experiment.data.partition.test.row[0]
+    rows = np.asarray(test)[np.asarray(test) >= 0]
+    found = experiment.evaluate(arrays[0][rows], arrays[1][rows])
+    assert found["accuracy"] == experiment.metrics[-1]["global_accuracy"]
+
+
+@pytest.mark.parametrize(
+    "change, part",
+    [
+        (lambda x: x[:, :4], "of shape \\[5, 4, 8, 1\\], expected \\[N, 8, 8, 1\\]"),
+        (lambda x: x[0], "expected \\[N, 8, 8, 1\\]"),
+        (lambda x: x / 255.0, "float64, the data set's are uint8"),
+    ],
+)
+def test_images_of_another_kind(trained, arrays, change, part):
+    """One line."""
+    with pytest.raises(ValueError, match=part):
+        trained.predict(0, change(arrays[0][:5]))
+
+
+def test_what_cannot_be_evaluated(trained, arrays):
+    """Labels that do not fit, a client or a server that is not there."""
+    x, y = arrays[0][:3], arrays[1][:3]
+    for given, part in (
+        ((x, y[:2]), "y must be integers \\[3\\]"),
+        ((x, y + 9), "the model knows 0 to 3"),
+        ((x[:0], y[:0]), "no example"),
+    ):
+        with pytest.raises(ValueError, match=part):
+            trained.evaluate(*given, client_id=0)
+    with pytest.raises(ValueError, match="client_id=4: expected 0..3"):
+        trained.predict(4, x)
+    with pytest.raises(ValueError, match="fedper has no server's model"):
+        trained.predict(None, x)
+    with pytest.raises(ValueError, match="seed=3: expected one of"):
+        trained.predict(0, x, seed=3)
+
+
+@pytest.mark.parametrize("suffix", ["msgpack", "npz"])
+def test_a_saved_model_needs_no_package(trained, arrays, tmp_path, suffix):
+    """The README's lines give the same probabilities."""
+    path = trained.save_model(tmp_path / "deep" / f"model.{suffix}", client_id=2)
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    x = arrays[0][:9]
+    if suffix == "npz":
+        saved = np.load(path)
+        flat = {tuple(name.split("/")): saved[name] for name in saved.files}
+        tree = traverse_util.unflatten_dict(flat)["stages"]["stage1"].get
+        mean, scale = saved["input/mean"], saved["input/scale"]
+        h = Body().apply(
+            {"params": tree("params"), **tree("stats")},
+            (x - mean) * scale,
+            train=False,
+        )
+        kernel, bias = (saved[f"stages/stage2/params/{n}"] for n in ("kernel", "bias"))
+        h = h @ kernel + bias
+    else:
+        saved = serialization.msgpack_restore(path.read_bytes())
+        h = (x - saved["input"]["mean"]) * saved["input"]["scale"]
+        modes = ({"train": False}, {})
+        for module, stage, mode in zip(
+            MODULES, saved["stages"].values(), modes, strict=True
+        ):
+            variables = {"params": stage["params"], **stage.get("stats", {})}
+            h = module.apply(variables, h, **mode)
+    found = jax.nn.softmax(h)
+    np.testing.assert_allclose(found, trained.predict(2, x), atol=1e-6)
+
+
+def test_starting_from_a_file(trained, arrays, tmp_path):
+    """Server and clients begin with it, and the data's hash knows."""
+    path = trained.save_model(tmp_path / "model.npz", client_id=1)
+    for algo in ("fedavg", "ditto"):
+        begun = made(arrays, algo=algo, init_from=str(path))
+        assert begun.data_sha256 != trained.data_sha256
+        for client in (0, 3):
+            pairs = jax.tree.map(
+                np.array_equal, begun.params(client), trained.params(1)
+            )
+            assert jax.tree.all(pairs)
+
+
+def test_narrower_models_start_from_slices(blobs, tmp_path):
+    """HeteroFL's server is the file's model; exits have files too."""
+    options = {"model_width": 0.1, "dataset": blobs, "image_size": 16, "rounds": 1}
+    options["test_split"] = "client_share"
+    options |= {name: SMALL[name] for name in ("num_clients", "partition", "devices")}
+    for algo, model in (("heterofl", "convnet"), ("depthfl", "depth_convnet")):
+        first = build.experiment(algo=algo, model=model, seed=3, **options)
+        path = first.save_model(tmp_path / f"{algo}.msgpack")
+        second = build.experiment(
+            algo=algo, model=model, init_from=str(path), **options
+        )
+        wanted, found = first.serving(), second.serving()
+        assert jax.tree.all(
+            jax.tree.map(
+                np.array_equal, wanted.variables.params, found.variables.params
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    "change, part",
+    [
+        ({"model": [Body(), nn.Dense(4, use_bias=False)]}, "another model .*bias is"),
+        ({"model": "mlp"}, "another model than --model=mlp: "),
+        ({"model": "mlp", "client_model": "m1"}, "--client_model=m1 are several"),
+        ({"init_from": "nix.npz"}, "nix.npz: No such file"),
+    ],
+)
+def test_a_file_of_another_model(trained, arrays, tmp_path, change, part):
+    """One line that names what differs."""
+    path = trained.save_model(tmp_path / "model.npz", client_id=1)
+    with pytest.raises(ValueError, match=part) as error:
+        made(arrays, **{"algo": "fedavg", "init_from": str(path)} | change)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_no_models_file(arrays, tmp_path):
+    """A text, a foreign archive, and a suffix that nobody knows."""
+    (tmp_path / "text.msgpack").write_text("model")
+    np.savez(tmp_path / "foreign.npz", a=1)
+    for name in ("text.msgpack", "foreign.npz"):
+        with pytest.raises(ValueError, match=f"{name} is no file of a model"):
+            made(arrays, init_from=str(tmp_path / name))
+    with pytest.raises(ValueError, match="ends in .msgpack or .npz"):
+        made(arrays).save_model(tmp_path / "model.pt", client_id=0)
+
+
+def test_interrupt_and_extend(arrays):
+    """What was done stays; a longer run is the same as one made that long."""
+    experiment = made(arrays, rounds=3)
+
+    def interrupt(record):
+        if record["round"] == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt, match="after round [12]"):
+        experiment.run(progress=False, on_record=interrupt)
+    assert experiment.metrics
+    experiment.run(progress=False)
+    found = experiment.extend(5).run(progress=False)
+    whole = made(arrays, rounds=5).run(progress=False)
+    assert found["metrics"] == whole["metrics"]
+    assert found["parameters_sha256"] == whole["parameters_sha256"]
+    assert np.isfinite(experiment.client_accuracies[:, 0]).all()
+    for rounds in (4, "9"):
+        with pytest.raises(ValueError, match="expected 5 or more"):
+            experiment.extend(rounds)
+
+
+def test_extension_whose_summary_has_passed(arrays):
+    """Refused: nobody kept the clients' accuracies of that round."""
+    experiment = made(arrays, summary="mean_last10", rounds=12, eval_every=12)
+    experiment.run(until=1, progress=False)
+    experiment.config = dataclasses.replace(experiment.config, rounds=1)
+    experiment.window = ()
+    with pytest.raises(ValueError, match="takes its summary from round 1 on"):
+        experiment.extend(2)
+
+
+def test_a_folder_keeps_it(arrays, tmp_path):
+    """A run in a folder is opened again, goes on, and ends as one in memory."""
+    folder = str(tmp_path / "run")
+    whole = made(arrays, rounds=4).run(progress=False)
+    first = made(arrays, rounds=3, workdir=folder)
+    first.run(until=1, progress=False)
+    first.run(until=2, progress=False)
+    again = build.load(folder, dataset=arrays, model=MODULES)
+    assert again.round == 2 and again.metrics == first.metrics
+    again.run(progress=False)
+    assert (tmp_path / "run" / "summary.json").exists()
+    with pytest.raises(ValueError, match="was changed since this run left it"):
+        first.run(progress=False)
+    longer = build.load(folder, dataset=arrays, model=MODULES, rounds=4)
+    assert longer.run(progress=False)["metrics"] == whole["metrics"]
+    same = made(arrays, rounds=4, workdir=folder)
+    assert same.run(progress=False)["metrics"] == whole["metrics"]
+    assert len(same.metrics) == 5
+
+
+@pytest.mark.parametrize(
+    "change, part",
+    [
+        ({}, "were arrays in memory; give them"),
+        ({"dataset": 0}, "expected a name, or arrays"),
+        ({"other": True}, "holds a run with --data_sha256="),
+    ],
+)
+def test_a_folder_of_other_data(arrays, tmp_path, change, part):
+    """One line."""
+    made(arrays, workdir=str(tmp_path / "run"), rounds=1).run(progress=False)
+    if change.pop("other", False):
+        change = {"dataset": (arrays[0][::-1], arrays[1])}
+    with pytest.raises(ValueError, match=part):
+        build.load(tmp_path / "run", model=MODULES, **change)
+    with pytest.raises(ValueError, match="holds no run"):
+        build.load(tmp_path / "nix")
+
+
+def test_an_algorithm_of_ones_own_in_a_folder(arrays, tmp_path):
+    """It is asked for."""
+    options = {"model": "mlp", "workdir": str(tmp_path / "run"), "rounds": 1}
+    names = ("num_clients", "partition", "eval_every", "summary", "devices")
+    options |= {name: SMALL[name] for name in names}
+    mine = SimpleNamespace(HParams=fedavg.HParams, make=fedavg.make, __name__="mine")
+    build.experiment(algo=mine, dataset=arrays, **options).run(progress=False)
+    with pytest.raises(ValueError, match="--algo=mine was an algorithm of your own"):
+        build.load(tmp_path / "run", dataset=arrays)
+    assert build.load(tmp_path / "run", dataset=arrays, algo=mine).round == 1
+
+
+def test_exported_by_the_command(blobs, tmp_path, capsys):
+    """The same file as `save_model` writes; bad input is one line."""
+    folder = tmp_path / "run"
+    flags = [f"--{name}={value}" for name, value in SMALL.items()]
+    run = ["main", "--algo=ditto", "--model=mlp", "--rounds=1", f"--dataset={blobs}"]
+    main.main([*run, *flags, f"--workdir={folder}"])
+    capsys.readouterr()
+    path = tmp_path / "model.msgpack"
+    export.command(["export", str(folder), "--client=2", f"--output={path}"])
+    assert capsys.readouterr().out.split() == [str(path)]
+    opened = build.load(folder)
+    other = opened.save_model(tmp_path / "other.msgpack", client_id=2)
+    assert path.read_bytes() == other.read_bytes()
+    for argv, part in (
+        ([], "give the folder of one run"),
+        ([str(tmp_path)], "holds no run"),
+        ([str(folder), "--client=4"], "client_id=4: expected 0..3"),
+        ([str(folder), "--output=x.pt"], "ends in .msgpack or .npz"),
+        ([str(folder), "--client=a"], "--client=a"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            export.command(["export", *argv])
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and part in error and error.count("\n") == 1
+
+
+def test_comparison(arrays, capsys):
+    """The same clients, options to those who have them, one frame."""
+    records = []
+    options = {"personal_from": "last", "rounds": 1} | SMALL
+    compared = build.compare(
+        ["fedavg", "fedper"],
+        seeds=2,
+        dataset=arrays,
+        model=MODULES,
+        on_record=records.append,
+        **options,
+    )
+    assert list(compared) == ["fedavg", "fedper"]
+    assert compared["fedavg"].config.preset == "fedd2s"
+    frame, summary = compared.to_frame(), compared.summary()
+    assert len(frame) == len(records) == 2 * 2 * 2
+    assert set(frame.algo) == {"fedavg", "fedper"}
+    for name in compared:
+        entry = compared[name].summary()["metrics"]["client_accuracy"]
+        assert summary.loc[name, "client_accuracy"] == entry["mean"]
+        assert summary.loc[name, "client_accuracy std"] == entry["std"]
+    assert "fedper:" in capsys.readouterr().out
+    assert compared.plot()._repr_png_() and "<table" in compared._repr_html_()
+    assert len(compared) == 2 and "fedavg on arrays" in repr(compared)
+
+
+def test_a_comparison_takes_the_preset_that_suits_all():
+    """FedPer's paper has no proxy set, which CDKT cannot do without."""
+    compared = build.compare(["fedavg", "fedper", "cdkt"], run=False)
+    assert {one.config.preset for one in compared.values()} == {"cdkt"}
+
+
+@pytest.mark.parametrize(
+    "algos, more, part",
+    [
+        (["fedavg", "fedavg"], {}, "expected different algorithms"),
+        ([], {}, "expected different algorithms"),
+        (["fedavg", "local"], {"personal_from": "last"}, "is a flag of none of fedavg"),
+        (["fedavg", "cdkt"], {"preset": "none"}, "leaves no proxy set"),
+        (["fedavg", "nix"], {}, "--algo=nix: expected one of"),
+    ],
+)
+def test_what_cannot_be_compared(algos, more, part):
+    """One line."""
+    with pytest.raises(ValueError, match=part):
+        build.compare(algos, run=False, **more)
+
+
+def test_others_clients_are_no_comparison(arrays, monkeypatch):
+    """Two experiments whose clients have other rows."""
+    seeds = iter((1, 2))
+    original = build.experiment
+
+    def other(**given):
+        return original(**given | {"partition_seed": next(seeds)})
+
+    monkeypatch.setattr(build, "experiment", other)
+    with pytest.raises(ValueError, match="local would have other clients than fedavg"):
+        build.compare(["fedavg", "local"], run=False, dataset=arrays, **SMALL)
+
+
+def test_an_interrupted_comparison_goes_on(arrays, capsys):
+    """It returns what is done."""
+
+    def interrupt(record):
+        if record["algo"] == "fedavg" and record["round"] == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    compared = build.compare(
+        ["fedavg", "local"],
+        dataset=arrays,
+        model="mlp",
+        progress=False,
+        on_record=interrupt,
+        rounds=3,
+        **SMALL,
+    )
+    assert "run() goes on" in capsys.readouterr().out
+    assert not compared["local"].metrics and compared["fedavg"].round < 3
+    compared.run(progress=False)
+    assert [one.round for one in compared.values()] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "change, part",
+    [
+        ({"model": nn.Dense(3)}, "gives float32\\[2, 8, 8, 3\\] for 2 examples"),
+        ({"model": [Body(), nn.Dense(3)]}, "expected logits float32\\[2, 4\\]"),
+        ({"model": nn.Embed(3, 4)}, "own_Embed cannot take examples f32"),
+        ({"model": MODULES, "model_width": 2.0}, "--model_width=2 has no effect"),
+        ({"model": 3.5}, "model: expected a name, a flax linen module"),
+        ({"client_model": nn.Dense(3)}, "client_model: own_Dense gives"),
+    ],
+)
+def test_modules_that_do_not_fit(arrays, change, part):
+    """One line."""
+    with pytest.raises(ValueError, match=part) as error:
+        made(arrays, **{"algo": "local"} | change)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "given, part",
+    [
+        ((np.zeros((5, 2)), np.zeros(4, int)), "y must be integers \\[5\\]"),
+        ((np.zeros((5, 2, 2)), np.zeros(5, int)), "x must be uint8 or float"),
+        ((np.zeros((5, 2)), np.zeros(5)), "y must be integers"),
+        ((np.zeros((5, 2)), np.zeros(5, int), np.zeros(4, int)), "client must be"),
+        ((np.zeros((5, 2)),), "expected a name, or arrays"),
+    ],
+)
+def test_arrays_that_do_not_fit(given, part):
+    """One line."""
+    with pytest.raises(ValueError, match=f"^dataset: .*{part}|^dataset: {part}"):
+        build.experiment(algo="fedavg", dataset=given)
+
+
+def test_exported_partitions(tmp_path):
+    """The same clients again; several partitions do not go into one file."""
+    source = conftest.write_npz(tmp_path / "x.npz")
+    path = tmp_path / "rows.npz"
+    options = SMALL | {"algo": "fedavg", "dataset": source, "model": "mlp"}
+    first = build.experiment(**options, export_partition=str(path), seed=5)
+    options.pop("num_clients")
+    again = build.experiment(**options | {"partition": f"file:{path}"})
+    assert again.config.num_clients == 4
+    for part in ("train", "test"):
+        rows = [getattr(one.data.partition, part) for one in (first, again)]
+        assert isinstance(rows[0], types.ClientRows)
+        assert jax.tree.all(jax.tree.map(np.array_equal, *rows))
+    with pytest.raises(ValueError, match="has as many partitions"):
+        build.experiment(**options, num_seeds=2, export_partition=str(path))
+    for change in ({"num_clients": 3}, {"test_split": "pool"}, {"proxy_fraction": 0.5}):
+        with pytest.raises(ValueError, match="names the rows"):
+            build.experiment(**options | {"partition": f"file:{path}"} | change)

@@ -1,0 +1,88 @@
+"""A user's own linen modules as a model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from models import own
+
+
+class Body(nn.Module):
+    """With statistics in flax's own collection, and dropout."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dense(5)(x.reshape(len(x), -1))
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
+        return nn.Dropout(0.5, deterministic=not train)(nn.relu(x))
+
+
+class Masked(nn.Module):
+    """Takes the mask of the real samples."""
+
+    @nn.compact
+    def __call__(self, x, sample_mask=None):
+        mask = jnp.ones(len(x), bool) if sample_mask is None else sample_mask
+        return nn.Dense(2)(x) * mask[:, None]
+
+
+def test_stages_are_the_modules():
+    """Parameters, statistics and outputs are those of the modules themselves."""
+    body, head = Body(), nn.Dense(3)
+    model = own.chain([("body", body), ("head", head)])
+    assert model.stage_names == ("body", "head") and not model.has_exits
+    x = jax.random.normal(jax.random.key(1), (4, 2, 2, 1))
+    params, stats = model.init(jax.random.key(0), x)
+    out, same = model.forward(params, stats, x)
+    variables = {"params": params[0]["trunk"], **stats[0]["trunk"]}
+    h = body.apply(variables, x, train=False)
+    expected = head.apply({"params": params[1]["trunk"]}, h)
+    np.testing.assert_array_equal(out, expected)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, same, stats))
+
+    key = jax.random.key(2)
+    trained, moved = model.forward(params, stats, x, train=True, key=key)
+    assert jax.tree.structure(moved) == jax.tree.structure(stats)
+    before, after = (
+        one[0]["trunk"]["batch_stats"]["BatchNorm_0"]["mean"] for one in (stats, moved)
+    )
+    batch = nn.Dense(5).apply(
+        {"params": params[0]["trunk"]["Dense_0"]}, x.reshape(4, -1)
+    )
+    np.testing.assert_allclose(after, (before + batch.mean(0)) / 2, rtol=1e-5)
+    other, _ = model.forward(params, stats, x, train=True, key=jax.random.key(3))
+    assert not np.array_equal(trained, other)
+
+
+def test_what_a_module_names_it_gets():
+    """`sample_mask` here; `nn.Dense` takes neither it nor `train`."""
+    model = own.chain([Masked(), nn.Dense(2, use_bias=False)])
+    x, mask = jnp.ones((3, 4)), jnp.array([True, False, True])
+    variables = model.init(jax.random.key(0), x)
+    out, _ = model.forward(*variables, x, sample_mask=mask)
+    assert not out[1].any() and out[0].any()
+
+
+def test_equal_modules_are_one_model():
+    """So that programs are shared; a module that holds a list has no hash."""
+    assert own.chain(nn.Dense(3)) is own.chain(nn.Dense(3))
+    assert own.chain(nn.Dense(3)) is not own.chain(nn.Dense(4))
+    assert own.chain(nn.Sequential([nn.Dense(3)])).stage_names == ("stage1",)
+
+
+@pytest.mark.parametrize(
+    "given, part",
+    [
+        (3, "got a int"),
+        ([nn.Dense(3), "mlp"], "got a str"),
+        ([], "different names, got \\[\\]"),
+        ([("a", nn.Dense(3)), ("a", nn.Dense(3))], "different names"),
+        ([("a", "b", nn.Dense(3))], "got a Dense"),
+    ],
+)
+def test_what_is_no_model(given, part):
+    """One line."""
+    with pytest.raises(ValueError, match=f"^model: expected .*{part}"):
+        own.chain(given)
