@@ -1,5 +1,6 @@
-"""All that a person starts: main, bench, plot, reproduce and list."""
+"""All that a person starts: main, list, reproduce, plot, report, export and bench."""
 
+import importlib.util
 import os
 import signal
 import sys
@@ -16,6 +17,33 @@ def imported() -> None:
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+def _check_siblings() -> None:
+    """Refuses to begin where a user's own file hides one of the packages beside this.
+
+    Raises:
+        ImportError: one line that names the file.
+        SystemExit: 2 after that line, in a command.
+    """
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    for name in ("fedjax_pfl", "algorithms", "models", "data"):
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            continue
+        where = spec.origin or next(iter(spec.submodule_search_locations or ()), "")
+        if os.path.realpath(where).startswith(os.path.realpath(root) + os.sep):
+            continue
+        line = (
+            f"{where} hides this project's package `{name}`; rename it, work in "
+            "another folder, or use the command fedjax-pfl, which does not care"
+        )
+        if sys.argv[:1] == ["-m"]:
+            os.write(2, f"error: {line}\n".encode())
+            raise SystemExit(2)
+        raise ImportError(line)
+
+
+_check_siblings()
 
 # Importing jax takes seconds, and a KeyboardInterrupt in them ends in a traceback. The
 # name "-m" stands there only while `python -m launch.<command>` looks for the command:

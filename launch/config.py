@@ -140,6 +140,8 @@ class Config:
     )
     workdir: str = option("", "folder for results; default runs/<algo>-<dataset>-...")
     resume: bool = option(False, "continue the run in --workdir")
+    tensorboard: bool = option(False, "also write TensorBoard's files into --workdir")
+    csv: bool = option(False, "also write metrics.csv into --workdir")
     client_chunk: int = option(
         0, "clients vmapped together, 0 = chosen by backend", minimum=0
     )
@@ -177,4 +179,28 @@ EXECUTION_FIELDS = (
     "checkpoint_every",
     "compile_cache",
     "export_partition",
+    "tensorboard",
+    "csv",
 )
+
+# Options by what they are about, for --help; the others are the algorithm's.
+GROUPS = {
+    "run": (
+        "algo", "preset", "rounds", "seed", "num_seeds", "workdir", "resume",
+        "checkpoint_every", "tensorboard", "csv",
+    ),
+    "data": (
+        "dataset", "data_dir", "rotate_classes", "image_size", "image_channels",
+        "normalization", "partition", "partition_alpha", "partition_draw",
+        "partition_seed", "classes_per_client", "client_classes", "min_examples",
+        "examples_per_client", "export_partition", "proxy_fraction", "public_set",
+        "test_split", "num_clients",
+    ),
+    "model": ("model", "client_model", "model_width", "init_from"),
+    "training": ("clients_per_round",),
+    "evaluation": ("eval_every", "eval_clients", "eval_sample", "c_gen", "summary"),
+    "machine": (
+        "client_chunk", "min_chunk", "bucketed", "devices", "precision",
+        "compile_cache",
+    ),
+}  # fmt: skip

@@ -148,8 +148,8 @@ class Experiment:
             See `summary`.
 
         Raises:
-            ValueError: `until` is no number of rounds of this experiment, or the folder
-                belongs to another run.
+            ValueError: `until` is no number of rounds of this experiment, the folder
+                belongs to another run, or files are wanted without a `workdir`.
             OSError: results cannot be written.
             KeyboardInterrupt: after SIGINT or SIGTERM, once the call in progress is
                 done; `run()` goes on from there.
@@ -158,6 +158,9 @@ class Experiment:
         until = rounds if until is None else until
         if not isinstance(until, int) or not 0 <= until <= rounds:
             raise ValueError(f"until={until!r}: expected 0..{rounds} rounds")
+        for name in ("tensorboard", "csv"):
+            if getattr(self.config, name) and not self.config.workdir:
+                raise ValueError(f"{name}=True writes files; give a workdir, too")
         shown = console.Progress(self) if progress else console.Silent()
         with contextlib.ExitStack() as entered:
             folder = None

@@ -8,6 +8,7 @@ after it.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import pathlib
 import re
@@ -20,6 +21,7 @@ from absl import flags
 from data import files
 from launch import limits, settings
 
+FLAGFILES = pathlib.Path(__file__).parent / "flagfiles"
 LINE_LIMIT = 800
 FILE_LIMIT = 2**20
 ARGUMENT_LIMIT = 10_000
@@ -141,17 +143,27 @@ def _expanded(arguments: Sequence[str], inside: tuple[str, ...] = ()) -> list[st
     return out
 
 
+def _flagfile(value: str) -> pathlib.Path:
+    """The file that `--flagfile` means: a path, or the name of one of ours."""
+    path = pathlib.Path(os.path.expanduser(value))
+    ours = FLAGFILES / f"{value.removesuffix('.flags')}.flags"
+    return ours if not path.exists() and ours.is_file() else path
+
+
 def _lines_of(value: str, inside: tuple[str, ...]) -> list[str]:
     """The flags in a flagfile and in those that it includes."""
     if not value:
         raise UsageError("--flagfile= names no file")
     where = f"--flagfile={value}"
     try:
-        path = pathlib.Path(os.path.expanduser(value))
+        path = _flagfile(value)
         identity = os.path.realpath(path)
         text = _text(path)
     except FileNotFoundError as error:
-        raise UsageError(f"{where}: there is no such file") from error
+        names = [one.stem for one in sorted(FLAGFILES.glob("*.flags"))]
+        close = difflib.get_close_matches(path.name.removesuffix(".flags"), names, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UsageError(f"{where}: there is no such file{hint}") from error
     except OSError as error:
         raise UsageError(f"{where} cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -175,6 +187,12 @@ def _algorithm(arguments: Sequence[str]) -> str:
     if len(set(chosen)) > 1:
         raise UsageError(f"two different --algo in one command: {', '.join(chosen)}")
     return chosen[0] if chosen else "cdkt"
+
+
+def _last(arguments: Sequence[str], flag: str) -> str:
+    """The value of the last `--flag=value`, "" if there is none."""
+    found = [a.partition("=")[2] for a in arguments if a.startswith(f"--{flag}=")]
+    return found[-1] if found else ""
 
 
 def define(values: flags.FlagValues, name: str, field: Any, kind: type) -> None:
@@ -222,7 +240,7 @@ def parse(
     """
     arguments = expand(argv)
     if any(a in ("--help", "-help", "-h", "--helpfull") for a in arguments[1:]):
-        help_for(_algorithm(arguments), extra)
+        help_for(_algorithm(arguments), extra, _last(arguments, "dataset"))
     try:
         algo = _algorithm(arguments[1:])
         fields = settings.fields_of(algo)
@@ -262,17 +280,29 @@ def parse(
     return given | {"algo": algo}
 
 
-def help_for(algo: str, extra: Callable[[flags.FlagValues], None] | None) -> NoReturn:
-    """Prints every option of an algorithm with its help text and leaves."""
+def help_for(
+    algo: str, extra: Callable[[flags.FlagValues], None] | None, dataset: str = ""
+) -> NoReturn:
+    """Prints every option of an algorithm with its help text, by group, and leaves.
+
+    Args:
+        algo: Its name.
+        extra: Defines further flags of the calling program.
+        dataset: Named beside it: some defaults depend on it.
+    """
     try:
-        fields, kinds = settings.fields_of(algo), settings.option_types(algo)
+        groups, kinds = settings.groups_of(algo), settings.option_types(algo)
+        known = settings.fields_of(algo)
     except ValueError as error:
         raise UsageError(error) from error
-    print(f"Options of --algo={algo} (also in a file: --flagfile=PATH)\n")
-    for name, field in fields.items():
-        choices = "|".join(field.metadata["choices"]) or kinds[name].__name__
-        default = settings.default_text(algo, name)
-        print(f"  --{name}=<{choices}>\n      {field.metadata['help']}; {default}")
+    print(f"Options of --algo={algo} (also in a file: --flagfile=PATH)")
+    for group, names in groups.items():
+        print(f"\n{group}:")
+        for name in names:
+            meta = known[name].metadata
+            choices = "|".join(meta["choices"]) or kinds[name].__name__
+            default = settings.default_text(algo, name, dataset)
+            print(f"  --{name}=<{choices}>\n      {meta['help']}; {default}")
     if extra is not None:
         values = flags.FlagValues()
         extra(values)

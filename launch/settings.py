@@ -17,11 +17,33 @@ import algorithms
 import models
 from data import dataset, loaders
 from data.partitions import classes, file, pathological
-from fedjax_pfl import options
+from fedjax_pfl import local_training, options
 from launch import config as config_lib
 from launch import limits, presets
 
 KINDS = (int, float, str, bool)
+
+# What other frameworks call our options.
+_ELSEWHERE = {
+    "lr": "client_lr", "learning_rate": "client_lr", "local_lr": "client_lr",
+    "local_learning_rate": "client_lr", "lr_decay": "client_lr_decay",
+    "epochs": "local_epochs", "num_epochs": "local_epochs", "local_ep": "local_epochs",
+    "local_steps": "local_epochs", "batch": "batch_size", "bs": "batch_size",
+    "momentum": "client_momentum", "wd": "weight_decay", "l2": "weight_decay",
+    "optimizer": "client_optimizer", "opt": "client_optimizer",
+    "clients": "num_clients", "n_clients": "num_clients", "num_users": "num_clients",
+    "n_parties": "num_clients", "join_ratio": "clients_per_round",
+    "frac": "clients_per_round", "fraction": "clients_per_round",
+    "fraction_fit": "clients_per_round", "sample_ratio": "clients_per_round",
+    "num_rounds": "rounds", "global_rounds": "rounds", "comm_round": "rounds",
+    "alpha": "partition_alpha", "beta": "partition_alpha",
+    "dir_alpha": "partition_alpha", "dirichlet_alpha": "partition_alpha",
+    "mu": "proximal_weight", "data": "dataset", "algorithm": "algo", "method": "algo",
+    "times": "num_seeds", "seeds": "num_seeds", "eval_gap": "eval_every",
+    "output": "workdir", "output_dir": "workdir", "logdir": "workdir",
+    "save_dir": "workdir", "gpu": "devices", "width": "model_width",
+    "net": "model", "arch": "model", "network": "model",
+}  # fmt: skip
 
 
 def algorithm(algo: Any) -> Any:
@@ -32,8 +54,11 @@ def algorithm(algo: Any) -> Any:
     """
     if isinstance(algo, str):
         if algo not in algorithms.ALGORITHMS:
+            close = difflib.get_close_matches(algo.lower(), algorithms.ALGORITHMS, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(
                 f"--algo={algo}: expected one of {', '.join(algorithms.ALGORITHMS)}"
+                f"{hint}"
             )
         return algorithms.ALGORITHMS[algo]
     if not dataclasses.is_dataclass(getattr(algo, "HParams", None)) or not callable(
@@ -105,15 +130,33 @@ def option_types(algo: Any) -> dict[str, type]:
     return field_types(config_lib.Config) | field_types(algorithm(algo).HParams)
 
 
-def default_text(algo: Any, name: str) -> str:
-    """What `--help` says of an option's default and of where it comes from."""
+def groups_of(algo: Any) -> dict[str, list[str]]:
+    """The names of an algorithm's options by what they are about; its own come last."""
+    training = {f.name for f in dataclasses.fields(local_training.LocalTraining)}
+    groups = {group: list(names) for group, names in config_lib.GROUPS.items()}
+    own = [f.name for f in dataclasses.fields(algorithm(algo).HParams)]
+    groups["training"] += [name for name in own if name in training]
+    groups[algorithm_name(algo)] = [name for name in own if name not in training]
+    return {group: names for group, names in groups.items() if names}
+
+
+def default_text(algo: Any, name: str, dataset: str = "") -> str:
+    """What `--help` says of an option's default and of where it comes from.
+
+    Args:
+        algo: The algorithm.
+        name: The option.
+        dataset: The data set, if one was named beside `--help`.
+    """
     preset = default_preset(algo)
     if name == "preset":
         return repr(preset)
     facts = {
         "algo": algorithm_name(algo),
         "public_images": getattr(algorithm(algo), "public_images", False),
-    }
+    } | ({"dataset": dataset} if dataset else {})
+    if name == "client_model":
+        return "that of --model"
     default = fields_of(algo)[name].default
     own = "automatic" if default is None else repr(default)
     return presets.default_text(name, preset, facts) or own
@@ -129,7 +172,8 @@ def unknown_option(name: str, algo: Any) -> str:
     shown = f"--algo={algorithm_name(algo)}"
     if owners:
         return f"--{name} belongs to {', '.join(owners)}; {shown} has no such flag"
-    close = difflib.get_close_matches(name, fields_of(algo), n=1)
+    close = [_ELSEWHERE[name]] if _ELSEWHERE.get(name) in fields_of(algo) else []
+    close = close or difflib.get_close_matches(name, fields_of(algo), n=1)
     hint = f"; did you mean --{close[0]}?" if close else ""
     return f"--{name} is not a flag of {shown}{hint}"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fedjax_pfl import checkpoint
 from launch import config as config_lib
-from launch import finished, flags, lock, settings
+from launch import finished, flags, lock, settings, tracking
 
 if TYPE_CHECKING:
     from launch.experiment import Experiment
@@ -69,6 +69,7 @@ class Workdir:
         self.records: list[dict[str, Any]] = []
         self._lock = lock.Lock(self.path)
         self._has_begun = False
+        self._events: tracking.TensorBoard | None = None
 
     @property
     def _flags(self) -> list[str]:
@@ -82,6 +83,9 @@ class Workdir:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self._events is not None:
+            self._events.close()
+            self._events = None
         self._lock.release()
         # A reader that went away is none of the folder's business.
         if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
@@ -99,6 +103,7 @@ class Workdir:
             ValueError: the folder belongs to another configuration or process, an
                 unfinished run is not asked to resume, or what is there is damaged.
         """
+        tracking.check(self.experiment.config.tensorboard)
         done = self._finished()
         if done is not None:
             # Nothing is written, so that a folder may be read-only by now.
@@ -287,6 +292,12 @@ class Workdir:
             file.write(_text(records))
             file.flush()
             os.fsync(file.fileno())
+        if not self.experiment.config.tensorboard:
+            return
+        if self._events is None:
+            self._events = tracking.TensorBoard(self.path, self.records)
+        else:
+            self._events.add(records)
 
     def save(self) -> None:
         """Writes a checkpoint of the experiment as it is now."""
@@ -299,12 +310,18 @@ class Workdir:
             "window": list(self.experiment.window),
         }
         checkpoint.save(self.checkpoints, self.experiment.round, arrays, kept)
+        self._write_csv()
+
+    def _write_csv(self) -> None:
+        if self.experiment.config.csv:
+            tracking.write_csv(self.path, self.records)
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Writes clients.npz and then summary.json, which marks the run as done."""
         finished.write_clients(self.path, self.experiment)
         # What is sealed is what was measured, whatever became of the file meanwhile.
         self._write(METRICS, _text(self.records))
+        self._write_csv()
         commit = finished.git_commit()
         summary = finished.seal(self.path, finished.finite(summary | commit))
         self._write(finished.SUMMARY, json.dumps(summary, indent=2) + "\n")

@@ -1,0 +1,48 @@
+"""The command `fedjax-pfl`: every program of `launch`, whatever folder it is called in.
+
+`fedjax-pfl run --algo=cdkt` is `python -m launch.main --algo=cdkt`; but modules named
+`data`, `models` or `launch` in the current folder do not stand in its way.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+
+COMMANDS = {
+    "run": ("launch.main", "main", "run one algorithm"),
+    "list": (
+        "launch.list",
+        "command",
+        "algorithms, presets, data, models, tables",
+    ),
+    "reproduce": ("launch.reproduce", "command", "a paper's table, beside its numbers"),
+    "plot": ("launch.plot", "command", "curves, fairness and class bubbles of runs"),
+    "report": ("launch.report", "command", "one HTML page about runs"),
+    "export": ("launch.export", "command", "a trained model as a file"),
+    "bench": ("launch.bench.__main__", "command", "how fast rounds are"),
+}
+
+
+def main() -> None:
+    """The command."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("--help", "-h", "-help", "help"):
+        print("fedjax-pfl COMMAND [--option=value ...]\n")
+        for command, (_, _, about) in COMMANDS.items():
+            print(f"  {command:<10} {about}")
+        print("\nfedjax-pfl COMMAND --help lists a command's options.")
+        return
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        print(
+            f"error: fedjax-pfl {name}: expected one of {', '.join(COMMANDS)}{hint}",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    module, function, _ = COMMANDS[name]
+    argv = [f"fedjax-pfl {name}", *sys.argv[2:]]
+    sys.argv = argv
+    getattr(importlib.import_module(module), function)(argv)

@@ -1,0 +1,578 @@
+"""One page about runs: `python -m launch.report WORKDIR... [--output=report.html]`.
+
+A self-contained HTML file, to show or to send: which method answers best and by how
+much, curves over rounds, messages and seconds, what each client gains, the settings
+that differ, and the commands. It loads nothing from anywhere.
+"""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jinja2
+import matplotlib
+import numpy as np
+from absl import flags as absl_flags
+from matplotlib import ticker
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from launch import config as config_lib
+from launch import console, ending, finished, flags, plot
+
+TEMPLATES = pathlib.Path(__file__).parent / "templates"
+COLORS = (
+    "#3b82f6", "#ef4444", "#10b981", "#f59e0b", "#8b5cf6",
+    "#ec4899", "#14b8a6", "#84cc16", "#f97316", "#64748b",
+)  # fmt: skip
+INK = "#010203"  # stands for the page's own colour, light or dark
+MAX_POINTS, MAX_BUBBLES = 1500, 60
+SMALLER_IS_BETTER = ("client_accuracy_std",)
+
+
+class Entry(NamedTuple):
+    """A finished run as the page has it."""
+
+    name: str
+    color: str
+    run: plot.Run
+    summary: Mapping[str, Any]
+
+
+class Cell(NamedTuple):
+    """One number of the table: its text, whether it is the best, `up` or `down`."""
+
+    text: str
+    is_best: bool = False
+    kind: str = ""
+
+
+def read(folders: Sequence[pathlib.Path]) -> list[Entry]:
+    """The runs of some folders.
+
+    Raises:
+        ValueError: one holds no finished run, or a damaged one.
+    """
+    runs = [plot.read(folder) for folder in folders]
+    summaries = [finished.read(folder) for folder in folders]
+    for folder, summary in zip(folders, summaries, strict=True):
+        if summary is None:
+            raise ValueError(f"{folder} holds no finished run")
+    names = plot.labels(runs)
+    return [
+        Entry(name, COLORS[number % len(COLORS)], run, summary)
+        for number, (name, run, summary) in enumerate(
+            zip(names, runs, summaries, strict=True)
+        )
+    ]
+
+
+def page(
+    entries: Sequence[Entry],
+    control: str = "",
+    tables: Sequence[Mapping[str, Any]] = (),
+    title: str = "",
+) -> str:
+    """The page as HTML.
+
+    Args:
+        entries: The runs.
+        control: Algorithm (or name of a run) that the others are compared with; empty =
+            the first run.
+        tables: Further tables: dicts with `title`, `notes` and `grids`.
+        title: Empty = made of the runs.
+
+    Raises:
+        ValueError: there is no such run, or the runs have no metric in common.
+    """
+    (metric,) = plot.metrics_of([entry.run for entry in entries], "")
+    base = _control(entries, control)
+    metrics = _metrics(entries)
+    rows = _rows(entries, metrics, metric, base)
+    heads = [console.title(name) for name in metrics] + ["MB in all"]
+    if len(entries) > 1:
+        heads.insert(metrics.index(metric) + 1, f"against {base.name}")
+    names = dict.fromkeys(n for entry in entries for n in entry.run.flags)
+    told = [entry.run.flags for entry in entries]
+    same = [n for n in names if len({flag.get(n) for flag in told}) == 1]
+    silent = (*config_lib.EXECUTION_FIELDS,)
+    seeds = max(len(entry.run.clients["seeds"]) for entry in entries)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template("report.html").render(
+        title=title or _title(entries),
+        setting=_setting(entries),
+        answer=_answer(entries, metric, base),
+        heads=heads,
+        runs=[
+            {
+                "name": entry.name,
+                "color": entry.color,
+                "cells": cells,
+                "speed": _speed(entry.summary),
+            }
+            for entry, cells in zip(entries, rows, strict=True)
+        ],
+        legend=(
+            f"Percent{f', mean ± standard deviation of {seeds} seeds' * (seeds > 1)}; "
+            "the best of a column in bold. Of all clients' bytes both ways, on average "
+            "over seeds."
+        ),
+        tables=tables,
+        sections=_sections(entries, metric),
+        differing=[
+            (name, [flag.get(name, "unset") for flag in told])
+            for name in sorted(names)
+            if name not in same and name not in silent
+        ],
+        same=[f"--{n}={told[0][n]}" for n in sorted(same) if n not in silent],
+        commands=[
+            "python -m launch.main --flagfile="
+            + shlex.quote(str(entry.run.path / finished.RUN_FLAGS))
+            for entry in entries
+        ],
+    )
+
+
+def _control(entries: Sequence[Entry], wanted: str) -> Entry:
+    for entry in entries:
+        if not wanted or wanted in (entry.name, entry.run.flags["algo"]):
+            return entry
+    raise ValueError(
+        f"--control={wanted}: expected one of "
+        f"{', '.join(entry.name for entry in entries)}"
+    )
+
+
+def _metrics(entries: Sequence[Entry]) -> list[str]:
+    """The shares that any run has, in the vocabulary's order."""
+    found = dict.fromkeys(
+        name
+        for entry in entries
+        for name in entry.summary["metrics"]
+        if not name.startswith("bytes")
+        and not console.is_number(entry.summary, name)
+        and name != "client_accuracy_pooled"
+    )
+    order = list(console.TITLES)
+    return sorted(
+        found, key=lambda name: order.index(name) if name in order else len(order)
+    )
+
+
+def _rows(
+    entries: Sequence[Entry], metrics: Sequence[str], metric: str, base: Entry
+) -> list[list[Cell]]:
+    """The table's cells, by run."""
+    best = {}
+    for name in metrics:
+        means = [
+            entry.summary["metrics"][name]["mean"]
+            for entry in entries
+            if name in entry.summary["metrics"]
+        ]
+        best[name] = (min if name in SMALLER_IS_BETTER else max)(means)
+    out = []
+    for entry in entries:
+        cells = []
+        for name in metrics:
+            one = entry.summary["metrics"].get(name)
+            if one is None:
+                cells.append(Cell("–"))
+            else:
+                is_best = len(entries) > 1 and one["mean"] == best[name]
+                cells.append(Cell(_percent(one), is_best))
+            if name == metric and len(entries) > 1:
+                cells.append(_against(entry, base, metric))
+        sent = sum(
+            entry.summary["metrics"].get(f"bytes_{way}", {"mean": 0})["mean"]
+            for way in ("up", "down")
+        )
+        out.append([*cells, Cell(f"{sent / 1e6:,.1f}")])
+    return out
+
+
+def _percent(one: Mapping[str, Any]) -> str:
+    std = f" ± {100 * one['std']:.1f}" if len(one["per_seed"]) > 1 else ""
+    return f"{100 * one['mean']:.1f}{std}"
+
+
+def _gap(entry: Entry, base: Entry, metric: str) -> np.ndarray | None:
+    """Points over the control by seed; of the means where the seeds differ."""
+    pair = [one.summary["metrics"].get(metric) for one in (entry, base)]
+    if None in pair:
+        return None
+    sides = [np.asarray(one["per_seed"]) for one in pair]
+    seeds = [one.run.clients["seeds"] for one in (entry, base)]
+    if not np.array_equal(*seeds):
+        sides = [side.mean(keepdims=True) for side in sides]
+    return 100 * (sides[0] - sides[1])
+
+
+def _against(entry: Entry, base: Entry, metric: str) -> Cell:
+    gap = None if entry is base else _gap(entry, base, metric)
+    if gap is None:
+        return Cell("–")
+    std = f" ± {gap.std(ddof=1):.1f}" if len(gap) > 1 else ""
+    kind = "up" if gap.mean() > 0 else "down"
+    return Cell(f"{gap.mean():+.1f}{std}", kind=kind)
+
+
+def _title(entries: Sequence[Entry]) -> str:
+    algos = list(dict.fromkeys(entry.run.flags["algo"] for entry in entries))
+    told = ", ".join(algos[:4]) + (" and others" if len(algos) > 4 else "")
+    data = ", ".join(dict.fromkeys(e.run.flags["dataset"] for e in entries))
+    if len(entries) == 1:
+        return f"{told} on {data}"
+    return f"Which of {len(entries)} runs answers best on {data}? ({told})"
+
+
+def _setting(entries: Sequence[Entry]) -> str:
+    """The data and the clients in words."""
+
+    def told(name: str) -> str:
+        values = dict.fromkeys(e.run.flags.get(name, "unset") for e in entries)
+        return " or ".join(values)
+
+    words = f"{told('num_clients')} clients, {told('clients_per_round')} a round, "
+    words += f"{told('rounds')} rounds, partition {told('partition')}"
+    if "dirichlet" in told("partition"):
+        words += f" (alpha {told('partition_alpha')})"
+    return f"{words}, model {told('model')}."
+
+
+def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
+    """The result in a sentence."""
+    ranked = sorted(
+        (entry for entry in entries if metric in entry.summary["metrics"]),
+        key=lambda entry: -entry.summary["metrics"][metric]["mean"],
+    )
+    best = ranked[0]
+    words = (
+        f"{best.name} reaches {_percent(best.summary['metrics'][metric])} % "
+        f"({console.title(metric)})"
+    )
+    if len(ranked) == 1:
+        return f"{words}."
+    other = base if best is not base else ranked[1]
+    gap = _gap(best, other, metric)
+    spread = f" ± {gap.std(ddof=1):.1f}" if len(gap) > 1 else ""
+    words += f", {gap.mean():+.1f}{spread} points against {other.name}"
+    if len(gap) > 1:
+        words += f", ahead in {(gap > 0).sum()} of {len(gap)} seeds"
+    return f"{words}."
+
+
+def _speed(summary: Mapping[str, Any]) -> list[str]:
+    versions = " ".join(f"{k} {v}" for k, v in summary.get("versions", {}).items())
+    commit = summary.get("git_commit", "")[:10]
+    return [
+        f"{summary['client_updates_per_second']:,.1f}",
+        f"{summary['samples_per_second']:,.0f}",
+        f"{summary['compile_seconds']:.0f}",
+        f"{summary['padding_efficiency']:.2f}",
+        str(summary["device"]),
+        f"{versions} {commit}".strip(),
+    ]
+
+
+def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
+    """The page's pictures."""
+    title = console.title(metric)
+    by_x = (
+        ("round", lambda row: row["round"], "rounds done", "Over rounds."),
+        (
+            "bytes",
+            lambda row: (row["bytes_up"] + row["bytes_down"]) / 1e6,
+            "MB sent, both ways",
+            "Over messages: what accuracy costs in bytes.",
+        ),
+        (
+            "seconds",
+            lambda row: row["seconds"],
+            "seconds of training",
+            "Over seconds of training on this machine, without compilation.",
+        ),
+    )
+    curves = []
+    for key, place, label, caption in by_x:
+        figure, axes = _figure(label, f"{title}, %")
+        for entry in entries:
+            _curve(axes, entry, metric, place, scale=100)
+        if key == "bytes" and not any(r.get("bytes_up") for e in entries for r in
+                                      e.run.records):  # fmt: skip
+            continue
+        curves.append({"svg": _svg(figure), "caption": caption})
+    sections = [{"title": title, "figures": curves, "note": "", "has_legend": True}]
+    sections.append(_clients(entries))
+    moving = _moving(entries)
+    if moving:
+        sections.append(
+            {
+                "title": "What moves over rounds",
+                "figures": moving,
+                "note": "",
+                "has_legend": True,
+            }
+        )
+    shown = _bubbles(entries)
+    note = "Train examples of each client and class, first seed."
+    if len(shown) > 1:
+        note += " The runs have different partitions."
+    sections.append(
+        {"title": "Partition", "figures": shown, "note": note, "has_legend": False}
+    )
+    return sections
+
+
+def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
+    """How accuracies spread over clients, and what each gains over its own model."""
+    figure, axes = _figure("accuracy, %", "clients with at least that, %")
+    known = [entry for entry in entries if np.isfinite(_accuracy(entry)).any()]
+    for entry in known:
+        values = np.sort(100 * _accuracy(entry).ravel())
+        values = values[np.isfinite(values)]
+        if len(values) > MAX_POINTS:
+            values = np.quantile(values, np.linspace(0, 1, MAX_POINTS))
+        share = 100 * (1 - np.arange(len(values)) / len(values))
+        axes.plot(values, share, color=entry.color, lw=1.6, drawstyle="steps-pre")
+    axes.set(xlim=(0, 100), ylim=(0, 103))
+    figures = [
+        {
+            "svg": _svg(figure),
+            "caption": "Fairness: how many clients reach which accuracy.",
+        }
+    ]
+    local = [entry for entry in known if entry.run.flags["algo"] == "local"]
+    others = [entry for entry in known if entry not in local]
+    note = ""
+    pairs = [(e, local[0]) for e in others if local and _is_same(e, local[0])]
+    if pairs:
+        figure, axes = _figure("alone (local), %", "with the method, %")
+        axes.plot([0, 100], [0, 100], color=INK, lw=0.8, alpha=0.5)
+        for entry, alone in pairs:
+            sides = [100 * _accuracy(one).ravel() for one in (alone, entry)]
+            step = -(-len(sides[0]) // MAX_POINTS)
+            axes.scatter(
+                sides[0][::step],
+                sides[1][::step],
+                s=14,
+                color=entry.color,
+                alpha=0.6,
+                linewidths=0,
+            )
+        axes.set(xlim=(0, 103), ylim=(0, 103))
+        figures.append(
+            {
+                "svg": _svg(figure),
+                "caption": "What each client gains over its own local model: one dot a "
+                "client and seed, above the line it gains.",
+            }
+        )
+    else:
+        note = (
+            "A run of --algo=local with the same preset and seeds beside these would "
+            "show what each client gains."
+        )
+    return {"title": "Clients", "figures": figures, "note": note, "has_legend": True}
+
+
+def _accuracy(entry: Entry) -> np.ndarray:
+    """Mean over the summary's rounds, f64[seeds, K]."""
+    accuracy = entry.run.clients["accuracy"]
+    known = np.isfinite(accuracy)
+    total = np.where(known, accuracy, 0).sum(1)
+    count = known.sum(1)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def _is_same(one: Entry, other: Entry) -> bool:
+    """Whether both have the same clients."""
+    names = ("seeds", "test_size", "class_counts")
+    return all(np.array_equal(one.run.clients[n], other.run.clients[n]) for n in names)
+
+
+def _moving(entries: Sequence[Entry]) -> list[dict[str, str]]:
+    """Numbers that rounds measure: a boundary, a level, a loss."""
+    names = dict.fromkeys(
+        name
+        for entry in entries
+        for name in (*entry.summary.get("numbers", ()), "train_loss")
+    )
+    out = []
+    for name in names:
+        having = [e for e in entries if any(name in row for row in e.run.records)]
+        if not having:
+            continue
+        figure, axes = _figure("rounds done", console.title(name))
+        for entry in having:
+            _curve(axes, entry, name, lambda row: row["round"], scale=1)
+        out.append({"svg": _svg(figure), "caption": f"{console.title(name)}."})
+    return out
+
+
+def _bubbles(entries: Sequence[Entry]) -> list[dict[str, str]]:
+    """A picture of each partition."""
+    kinds: list[tuple[list[str], np.ndarray]] = []
+    for entry in entries:
+        counts = entry.run.clients["class_counts"][0]
+        for names, other in kinds:
+            if np.array_equal(counts, other):
+                names.append(entry.name)
+                break
+        else:
+            kinds.append(([entry.name], counts))
+    out = []
+    for names, counts in kinds[:6]:
+        shown = counts[:MAX_BUBBLES]
+        figure, axes = _figure("client", "class")
+        client, label = np.nonzero(shown)
+        size = 90 * shown[client, label] / shown.max()
+        axes.scatter(client, label, s=size, color=COLORS[0], alpha=0.7, linewidths=0)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(ticker.MaxNLocator(integer=True))
+        more = len(counts) - len(shown)
+        caption = f"{', '.join(names)}. " if len(kinds) > 1 else ""
+        caption += f"The largest bubble is {shown.max()} examples."
+        caption += f" {more} more clients are not shown." if more else ""
+        out.append({"svg": _svg(figure), "caption": caption})
+    return out
+
+
+def _curve(
+    axes: Axes,
+    entry: Entry,
+    metric: str,
+    place: Callable[[Mapping[str, Any]], float],
+    scale: float,
+) -> None:
+    """A metric's mean over seeds, with its standard deviation as a band."""
+    rows = [row for row in entry.run.records if row.get(metric) is not None]
+    rounds = sorted({row["round"] for row in rows})
+    groups = [[row for row in rows if row["round"] == one] for one in rounds]
+    x = [np.mean([place(row) for row in group]) for group in groups]
+    values = [[scale * row[metric] for row in group] for group in groups]
+    mean = np.array([np.mean(one) for one in values])
+    spread = np.array([np.std(one, ddof=len(one) > 1) for one in values])
+    axes.plot(x, mean, color=entry.color, lw=1.6)
+    if spread.any():
+        axes.fill_between(
+            x, mean - spread, mean + spread, color=entry.color, alpha=0.18, lw=0
+        )
+
+
+def _figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    """A small figure in the page's own colours."""
+    with matplotlib.rc_context(
+        {
+            "text.color": INK,
+            "axes.edgecolor": INK,
+            "axes.labelcolor": INK,
+            "xtick.color": INK,
+            "ytick.color": INK,
+            "grid.color": INK,
+            "font.size": 10,
+        }
+    ):
+        figure = Figure(figsize=(4.6, 3.1), layout="constrained")
+        axes = figure.subplots()
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.grid(alpha=0.15, lw=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.patch.set_alpha(0)
+    axes.patch.set_alpha(0)
+    return figure, axes
+
+
+def _svg(figure: Figure) -> str:
+    """The figure as an element of the page."""
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}):
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :].replace(INK, "currentColor")
+    # Words in the page's own font.
+    return text.replace("'DejaVu Sans'", "system-ui").replace(
+        "DejaVu Sans", "system-ui"
+    )
+
+
+def write(path: str, text: str) -> None:
+    """Writes the page.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    target = pathlib.Path(path).expanduser()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, encoding="utf-8")
+
+
+def of_markdown(text: str) -> dict[str, Any]:
+    """`papers.markdown`'s text as a table of `page`."""
+    part: dict[str, Any] = {"title": "", "notes": [], "grids": []}
+    title = ""
+    for line in text.splitlines():
+        if line.startswith("### "):
+            part["title"] = line[4:]
+        elif line.startswith("|---"):
+            continue
+        elif line.startswith("| "):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if title is not None:
+                part["grids"].append({"title": title, "head": cells, "rows": []})
+                title = None
+            else:
+                part["grids"][-1]["rows"].append(cells)
+        elif line:
+            (part["notes"].append(title) if title else None)
+            title = line.replace("**", "").replace("`", "")
+        elif title is None:
+            title = ""
+    return part
+
+
+def command(argv: Sequence[str] | None = None) -> None:
+    """The command."""
+    with ending.reported():
+        _command(list(sys.argv if argv is None else argv))
+
+
+def _command(argv: Sequence[str]) -> None:
+    values = absl_flags.FlagValues()
+    for name, default, text in (
+        ("output", "report.html", "file of the page"),
+        ("control", "", "run or algorithm that others are compared with; the first"),
+        ("title", "", "the page's title"),
+    ):
+        absl_flags.DEFINE_string(name, default, text, flag_values=values)
+    if {"--help", "-help", "-h"} & set(argv[1:]):
+        print(f"{__doc__}\n{values.get_help()}")
+        return
+    try:
+        folders = values(flags.expand(argv))[1:]
+        if not folders:
+            raise ValueError("give the folders of one or more finished runs")
+        entries = read([pathlib.Path(folder) for folder in folders])
+        text = page(entries, values.control, title=values.title)
+    except (ValueError, absl_flags.Error) as error:
+        flags.fail(error)
+    try:
+        write(values.output, text)
+    except OSError as error:
+        flags.fail(f"--output={values.output}: {error}", 1)
+    print(values.output)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,80 @@
+"""Records beside `metrics.jsonl`: TensorBoard's event files, and a table."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import math
+import pathlib
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+FOLDER, CSV = "tensorboard", "metrics.csv"
+
+
+def check(wanted: bool) -> None:
+    """Refuses `--tensorboard` where its package is missing.
+
+    Raises:
+        ValueError: one line.
+    """
+    if wanted and importlib.util.find_spec("tensorboardX") is None:
+        raise ValueError(
+            "--tensorboard needs the package tensorboardX; "
+            "pip install 'fedjax_pfl[tracking]'"
+        )
+
+
+class TensorBoard:
+    """Scalars by the metric vocabulary, one run for each seed."""
+
+    def __init__(self, folder: pathlib.Path, records: Sequence[Mapping[str, Any]]):
+        """Begins anew with what was recorded so far.
+
+        Args:
+            folder: The run's.
+            records: So far: a resumed run may have written later ones before.
+        """
+        self._folder = folder / FOLDER
+        self._writers: dict[int, Any] = {}
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self.add(records)
+
+    def add(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Writes records; they are on disk when this returns."""
+        for record in records:
+            writer = self._writer(record["seed"])
+            for name, value in record.items():
+                known = isinstance(value, (int, float)) and math.isfinite(value)
+                if known and name not in ("round", "seed"):
+                    # One name a tag: a hyphen or a blank would be changed.
+                    writer.add_scalar(name, value, record["round"])
+        for writer in self._writers.values():
+            writer.flush()
+
+    def close(self) -> None:
+        """Closes the files."""
+        for writer in self._writers.values():
+            writer.close()
+
+    def _writer(self, seed: int) -> Any:
+        import tensorboardX  # only its users pay
+
+        if seed not in self._writers:
+            folder = str(self._folder / f"seed{seed}")
+            self._writers[seed] = tensorboardX.SummaryWriter(
+                folder, write_to_disk=True, max_queue=1
+            )
+        return self._writers[seed]
+
+
+def write_csv(folder: pathlib.Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """The records as `metrics.csv`; empty where a record does not have a metric."""
+    names = list(dict.fromkeys(name for record in records for name in record))
+    temporary = folder / f"{CSV}.partial"
+    with open(temporary, "w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(records)
+    temporary.rename(folder / CSV)
