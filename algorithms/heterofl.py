@@ -9,7 +9,7 @@ the settings of DepthFL's authors (https://openreview.net/forum?id=pf8RIZTMU58).
 * A client trains this narrower model. Norms use their batch's statistics alone.
 * The server takes, entry by entry, the mean over those whose slice has it.
 * Static batch norm: before a test the server finds the statistics of each width on the
-  clients' data.
+  data of the clients that take part.
 * SHeteroFL: a client trains every smaller width too, each on the same batch.
 
 | paper | here |
@@ -117,8 +117,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     Raises:
         ValueError: a model that has no narrower form, or no such level.
     """
-    nets = _nets(hparams, task)
-    training_nets = _nets(hparams, task, scaled=hparams.scaler)
+    nets = [_net(hparams, task, n + 1) for n in range(levels.top(hparams))]
     shape_at = [shapes.variables(net, task.example_shape) for net in nets]
     params_at = [one.params for one in shape_at]
     model, num_levels = nets[-1], len(nets)
@@ -131,9 +130,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         zeros = jax.tree.map(jnp.zeros_like, start.params)
         start = start._replace(params=boundary.select(mask, start.params, zeros))
 
-        def loss_of(number: int, params, stats, batch):
+        def loss_of(number: int, width, params, stats, batch):
             own = narrowed(types.Variables(params, stats), shape_at[number - 1])
-            net = training_nets[number - 1]
+            net = _net(hparams, task, number, width if hparams.scaler else None)
             logits, _ = net.forward(*own, batch.image, **batch.mode)
             if hparams.masked_cross_entropy:
                 logits = jnp.where(client.own, logits, 0)
@@ -141,8 +140,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         def loss_fn(params, stats, batch):
             if not hparams.all_widths:
-                return loss_of(level, params, stats, batch), stats
-            each = [loss_of(n, params, stats, batch) for n in range(1, level + 1)]
+                # A chunk may run a larger slice than the client's own.
+                return loss_of(level, client.depth, params, stats, batch), stats
+            each = [loss_of(n, n, params, stats, batch) for n in range(1, level + 1)]
             reached = jnp.arange(1, level + 1) <= client.depth
             return jnp.where(reached, jnp.stack(each), 0).sum(), stats
 
@@ -224,12 +224,12 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def static_stats(net: types.Model, own: types.Variables, data: types.Data):
         """sBN: batch statistics over the clients' train rows, in train mode."""
-        rows, size = data.partition.train.row, data.partition.train.count.sum()
+        rows, size = levels.eligible_rows(hparams, data.partition.train)
         if hparams.static_examples:
             # Rows are in the clients' order: some of everybody's.
             wanted = min(hparams.static_examples, len(rows))
+            spread = jnp.arange(wanted) * (size / jnp.minimum(size, wanted))
             size = jnp.minimum(size, wanted)
-            spread = jnp.arange(wanted) * (data.partition.train.count.sum() / size)
             rows = rows[spread.astype(jnp.int32)]
         count = -(-size // hparams.batch_size)
         batches = stacked.in_batches(rows, hparams.batch_size)
@@ -269,8 +269,10 @@ def _names(hparams: HParams) -> list[str]:
     return [f"width {n}/{count}" for n in range(1, levels.top(hparams) + 1)]
 
 
-def _nets(hparams: HParams, task: types.Task, **scaled: bool) -> list[types.Model]:
-    """The model at every width up to the global one's.
+def _net(
+    hparams: HParams, task: types.Task, number: int, divisor: Any = None
+) -> types.Model:
+    """The model of a level; in training it divides by the width of another, if given.
 
     Raises:
         ValueError: it has no such form.
@@ -279,7 +281,7 @@ def _nets(hparams: HParams, task: types.Task, **scaled: bool) -> list[types.Mode
     if model.at_width is None:
         raise ValueError(
             f"--model={model.name} has no narrower form that is a slice of it (it "
-            "flattens maps); take convnet, resnet18 or resnet34"
+            "flattens maps or has exits); take convnet, resnet18 or resnet34"
         )
-    numbers = range(1, levels.top(hparams) + 1)
-    return [model.at_width(n / count, **scaled) for n in numbers]
+    scaler = 1.0 if divisor is None else divisor / count
+    return model.at_width(number / count, scaler)

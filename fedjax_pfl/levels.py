@@ -134,6 +134,18 @@ def assigned(hparams: Levels, num_clients: int) -> tuple:
     return np.minimum(able, largest), eligible
 
 
+def eligible_rows(
+    hparams: Levels, train: types.ClientRows
+) -> tuple[jax.Array, jax.Array]:
+    """Train rows of those who may be drawn, -1 behind them, and how many they are."""
+    _, eligible = assigned(hparams, train.start.shape[0])
+    if eligible is None:
+        return train.row, train.count.sum()
+    takes_part = jnp.append(jnp.asarray(eligible), False)[train.owner()]
+    rows = jnp.where(takes_part, train.row, -1)
+    return rows[jnp.argsort(~takes_part)], takes_part.sum()
+
+
 def num_capable(hparams: Levels, num_clients: int) -> np.ndarray:
     """int[top]: how many clients can hold each level; all of them, if it is drawn.
 

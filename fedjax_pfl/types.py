@@ -61,12 +61,12 @@ class Model(NamedTuple):
         has_exits: Whether stages carry exits (`params[i]["exit"]`).
         answer: Of a model with exits, the output that serves: `ensemble` (the mean of
             all exits' logits) or `last`.
-        at_width: `(rate, scaled=False) -> Model`, the same with every hidden width
-            times `rate` and as many classes, whose parameters and statistics have the
-            shapes of leading slices of this one's; None = it has no such form.
-            `scaled` is HeteroFL's Scaler: in train mode what a convolution gives to
-            its norm is divided by `rate`, but for the convolutions of shortcuts; in
-            eval mode nothing is.
+        at_width: `(rate, scaler=1.0) -> Model`, the same with every hidden width times
+            `rate`, rounded up, and as many classes, whose parameters and statistics
+            have the shapes of leading slices of this one's; None = it has no such form.
+            `scaler` is HeteroFL's, a number that may be traced: in train mode what a
+            convolution gives to its norm is divided by it, but for the convolutions of
+            shortcuts; in eval mode nothing is.
     """
 
     name: str

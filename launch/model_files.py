@@ -127,8 +127,8 @@ def _from(saved: types.Variables, model: types.Model) -> types.Model:
     at_width = None
     if model.at_width is not None:
 
-        def at_width(rate: float, scaled: bool = False) -> types.Model:
-            return _from(saved, model.at_width(rate, scaled))
+        def at_width(rate: float, scaler: Any = 1.0) -> types.Model:
+            return _from(saved, model.at_width(rate, scaler))
 
     return model._replace(init=init, at_width=at_width)
 

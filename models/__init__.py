@@ -25,6 +25,7 @@ MODELS: dict[str, Callable[[int, float], types.Model]] = {
     "depth_resnet18": depth.depth_resnet18,
     "depth_resnet34": depth.depth_resnet34,
     "resnet18": resnet.resnet18,
+    "resnet18_he": resnet.resnet18_he,
     "resnet18_7x7": resnet.resnet18_7x7,
     "resnet34": resnet.resnet34,
     "vgg11": vgg.vgg11,

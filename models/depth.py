@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -143,9 +144,9 @@ def _chained(
     return stages.demanding(model, lambda side: side % multiple == 0, need)
 
 
-def _convs(width: float, scaler: float = 1.0) -> list[nn.Module]:
+def _convs(width: float, rate: float = 1.0, scaler: Any = 1.0) -> list[nn.Module]:
     """The ConvNet's four convolutions, all but the last with a pool."""
-    widths = map(stages.scaling(width), resnet.WIDTHS)
+    widths = map(stages.scaling(width, rate), resnet.WIDTHS)
     return [
         normed(features, 3, pool=i < 3, scaler=scaler)
         for i, features in enumerate(widths)
@@ -166,8 +167,10 @@ def convnet(num_classes: int, width: float = 1.0) -> types.Model:
     return _convnet(num_classes, width)
 
 
-def _convnet(num_classes: int, width: float, scaler: float = 1.0) -> types.Model:
-    *pooled, last = _convs(width, scaler)
+def _convnet(
+    num_classes: int, width: float, rate: float = 1.0, scaler: Any = 1.0
+) -> types.Model:
+    *pooled, last = _convs(width, rate, scaler)
     model = stages.chain(
         "convnet",
         [
@@ -175,7 +178,7 @@ def _convnet(num_classes: int, width: float, scaler: float = 1.0) -> types.Model
             ("conv4", stages.Sequential([last, stages.GlobalAverage()])),
             ("fc", stages.Dense(num_classes, relu=False)),
         ],
-        at_width=stages.widths(functools.partial(_convnet, num_classes), width),
+        at_width=stages.widths(functools.partial(_convnet, num_classes, width), rate),
     )
     # Three pools must leave something.
     return stages.demanding(model, lambda side: side >= 8, "sides are at least 8")

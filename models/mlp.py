@@ -1,12 +1,21 @@
 """A multilayer perceptron for flat inputs, toy studies and fast tests."""
 
+import functools
+from typing import Any
+
 from fedjax_pfl import types
 from models import stages
 
 
 def mlp(num_classes: int, width: float = 1.0) -> types.Model:
     """MLP with hidden widths 128 and 64; takes examples of any shape."""
-    wide = stages.scaling(width)
+    return _mlp(num_classes, width)
+
+
+def _mlp(
+    num_classes: int, width: float, rate: float = 1.0, scaler: Any = 1.0
+) -> types.Model:
+    wide = stages.scaling(width, rate)
     return stages.chain(
         "mlp",
         [
@@ -15,5 +24,5 @@ def mlp(num_classes: int, width: float = 1.0) -> types.Model:
             ("dense3", stages.Dense(num_classes, relu=False)),
         ],
         # Only the examples are flattened, which are never sliced.
-        at_width=stages.widths(lambda wide, _: mlp(num_classes, wide), width),
+        at_width=stages.widths(functools.partial(_mlp, num_classes, width), rate),
     )

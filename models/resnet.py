@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from flax import linen as nn
 
@@ -37,7 +38,7 @@ class Residual(nn.Module):
     features: int
     stride: int = 1
     initializer: str = "torch"
-    scaler: float = 1.0
+    scaler: Any = 1.0
 
     @nn.compact
     def __call__(self, h, *, sample_mask=None, train=False):
@@ -62,7 +63,7 @@ def residual_stage(
     num_blocks: int,
     stride: int,
     initializer: str = "torch",
-    scaler: float = 1.0,
+    scaler: Any = 1.0,
 ) -> list[nn.Module]:
     """Residual blocks in a row, the first with `stride`."""
     return [
@@ -75,7 +76,7 @@ def residual_stages(
     widths: Sequence[int],
     num_blocks: Sequence[int],
     initializer: str = "torch",
-    scaler: float = 1.0,
+    scaler: Any = 1.0,
 ) -> list[list[nn.Module]]:
     """The blocks of each stage; all stages but the first halve the map."""
     strides = [1] + [2] * (len(widths) - 1)
@@ -92,10 +93,11 @@ def _resnet(
     initializer: str,
     num_classes: int,
     width: float,
-    scaler: float = 1.0,
+    rate: float = 1.0,
+    scaler: Any = 1.0,
 ) -> types.Model:
     """A ResNet with a stem of 3x3, or of 7x7 with stride 2 and a pool behind it."""
-    widths = [stages.scaling(width)(features) for features in WIDTHS]
+    widths = [stages.scaling(width, rate)(features) for features in WIDTHS]
     options = {"initializer": initializer, "scaler": scaler}
     stem = [normed(widths[0], kernel, stride=1 if kernel == 3 else 2, **options)]
     if kernel == 7:
@@ -103,7 +105,7 @@ def _resnet(
     blocks = residual_stages(widths, num_blocks, initializer, scaler)
     blocks[-1].append(stages.GlobalAverage())
     made = functools.partial(
-        _resnet, name, kernel, num_blocks, initializer, num_classes
+        _resnet, name, kernel, num_blocks, initializer, num_classes, width
     )
     return stages.chain(
         name,
@@ -115,13 +117,18 @@ def _resnet(
             ),
             ("fc", stages.Dense(num_classes, relu=False)),
         ],
-        at_width=stages.widths(made, width),
+        at_width=stages.widths(made, rate),
     )
 
 
 def resnet18(num_classes: int, width: float = 1.0) -> types.Model:
     """ResNet-18 for small images, 3x3 stem without a pool: 11,173,962 parameters."""
     return _resnet("resnet18", 3, BLOCKS18, "torch", num_classes, width)
+
+
+def resnet18_he(num_classes: int, width: float = 1.0) -> types.Model:
+    """ResNet-18 that starts as DepthFL's, normal of variance 2 / fan_out."""
+    return _resnet("resnet18_he", 3, BLOCKS18, "he", num_classes, width)
 
 
 def resnet18_7x7(num_classes: int, width: float = 1.0) -> types.Model:

@@ -47,23 +47,27 @@ def _initializers(name: str, fan_in: int, fan_out: int):
     return nn.initializers.lecun_normal(), nn.initializers.zeros
 
 
-def scaling(width: float) -> Callable[[int], int]:
-    """Hidden channels of a model of `--model_width` from those of width 1."""
-    return lambda features: max(1, round(features * width))
-
-
-def widths(
-    made: Callable[[float, float], types.Model], width: float
-) -> Callable[..., types.Model]:
-    """The `at_width` of a model of `--model_width`; see `types.Model`.
+def scaling(width: float, rate: float = 1.0) -> Callable[[int], int]:
+    """Hidden channels of a model of `--model_width` from those of width 1.
 
     Args:
-        made: `(width, scaler) -> Model`.
-        width: Of the model that is to have it.
+        width: `--model_width`.
+        rate: Of a narrower form: so much of the model's channels, rounded up.
+    """
+    # Thirds of three are one, whatever floats say.
+    return lambda features: math.ceil(rate * max(1, round(features * width)) - 1e-9)
+
+
+def widths(made: Callable[..., types.Model], rate: float) -> Callable[..., types.Model]:
+    """The `at_width` of a model; see `types.Model`.
+
+    Args:
+        made: `(rate, scaler) -> Model`.
+        rate: Of the model that is to have it.
     """
 
-    def at_width(rate: float, scaled: bool = False) -> types.Model:
-        return made(width * rate, rate if scaled else 1.0)
+    def at_width(more: float, scaler: Any = 1.0) -> types.Model:
+        return made(rate * more, scaler)
 
     return at_width
 
@@ -182,7 +186,8 @@ class Conv(nn.Module):
         bias: Whether there is one; a norm makes it needless.
         norm: Whether a `Norm` follows the convolution.
         relu: Whether a relu follows.
-        scaler: HeteroFL's: in train mode the norm gets the output divided by this.
+        scaler: HeteroFL's: in train mode the norm gets the output divided by this
+            number, which may be traced.
     """
 
     features: int
@@ -195,7 +200,7 @@ class Conv(nn.Module):
     bias: bool = True
     norm: bool = False
     relu: bool = True
-    scaler: float = 1.0
+    scaler: Any = 1.0
 
     @nn.compact
     def __call__(self, h, *, sample_mask=None, train=False):
@@ -219,7 +224,7 @@ class Conv(nn.Module):
             bias = self.param("bias", bias_init, (self.features,))
             h = h + bias[:, None, None, None]
         if self.norm:
-            if train and self.scaler != 1:
+            if train and not (isinstance(self.scaler, float) and self.scaler == 1):
                 h = h / self.scaler
             norm = Norm(name="norm")
             h = norm(batch_last(h), sample_mask=sample_mask, train=train)

@@ -25,11 +25,11 @@ def network(name="tiny", widths=WIDTHS, dropout=0.0, num_classes=4):
     return stages.chain(name, [*hidden, ("last", stages.Dense(num_classes, False))])
 
 
-def sliced(rate=1.0, *, scaled=False):
+def sliced(rate=1.0):
     """Eight by eight hidden units at rate 1; a narrower one is leading slices of it."""
     width = round(8 * rate)
     return network("sliced", (width, width))._replace(
-        at_width=lambda more, scaled=False: sliced(rate * more)
+        at_width=lambda more, scaler=1.0: sliced(rate * more)
     )
 
 

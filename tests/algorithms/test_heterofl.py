@@ -1,10 +1,13 @@
 """HeteroFL and SHeteroFL against numpy, and their properties (tests 13 and 14)."""
 
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 import algorithms
 from algorithms import heterofl
@@ -188,16 +191,16 @@ def test_entries_that_nobody_has_stay(algo, compiled, start, problem):
     assert (kernel[:4, :4] != old[:4, :4]).all()
 
 
-def normed(rate=1.0):
+def normed(rate=1.0, scaler=1.0):
     """A small net with batch norm that has narrower forms."""
     width = round(8 * rate)
     layers = [
-        ("conv", stages.Conv(width, 3, bias=False, norm=True)),
+        ("conv", stages.Conv(width, 3, bias=False, norm=True, scaler=scaler)),
         ("mean", stages.GlobalAverage()),
         ("last", stages.Dense(4, False)),
     ]
     return stages.chain(
-        "normed", layers, at_width=lambda r, scaled=False: normed(rate * r)
+        "normed", layers, at_width=lambda r, scaler=1.0: normed(rate * r, scaler)
     )
 
 
@@ -276,3 +279,67 @@ def test_a_model_that_flattens_maps_is_refused(problem):
     """Its first dense layer's rows belong to places of the map."""
     with pytest.raises(ValueError, match="--model=tiny has no narrower form .*convnet"):
         make(problem, model=conftest.network())
+
+
+class Scaled(nn.Module):
+    """A layer for flat examples, divided before its norm in train mode."""
+
+    width: int
+    scaler: Any
+
+    @nn.compact
+    def __call__(self, h, *, sample_mask=None, train=False):
+        h = nn.Dense(self.width, use_bias=False)(h.reshape(len(h), -1))
+        h = h / self.scaler if train else h
+        return nn.relu(stages.Norm()(h, sample_mask=sample_mask, train=train))
+
+
+def divided(rate=1.0, scaler=1.0):
+    """A small net with a Scaler that has narrower forms."""
+    layers = [
+        ("first", Scaled(round(8 * rate), scaler)),
+        ("last", stages.Dense(4, False)),
+    ]
+    return stages.chain(
+        "divided", layers, at_width=lambda r, scaler=1.0: divided(rate * r, scaler)
+    )
+
+
+@pytest.mark.parametrize("algo", ["heterofl", "sheterofl"])
+def test_chunks_do_not_matter_with_a_scaler(algo, problem):
+    """A client's own width divides, not its chunk's; masked is bucketed too."""
+    found = []
+    model = divided()
+    hparams = algorithms.ALGORITHMS[algo].HParams(batch_size=5, client_lr=0.1)
+    for chunk, is_bucketed in ((1, True), (1, False), (3, True)):
+        task = problem.task_of(chunk=chunk)._replace(
+            server_model=model, client_models=(model,), num_levels=4
+        )
+        how = task.execution._replace(chunk=chunk, is_bucketed=is_bucketed)
+        made = heterofl.make(hparams, task._replace(execution=how))
+        state = made.init(problem.data, jax.random.key(1))
+        cohort = at_levels(problem.cohort(0), [1, 2, 4])
+        found.append(jax.jit(made.round)(state, cohort, problem.data)[0].server)
+    for other in found[1:]:
+        chex.assert_trees_all_close(found[0], other, rtol=1e-4, atol=3e-5)
+
+
+def test_static_norm_of_exclusive_learning(problem):
+    """Rows of clients that take no part are not read."""
+    found = []
+    part = problem.data.partition.train
+    # Clients 3 and 4 of five hold the third level of four.
+    row = np.asarray(part.row)
+    mine = np.isin(np.asarray(part.owner()), [3, 4])
+    for spoilt in (row[~mine & (row >= 0)], row[mine]):
+        image = np.array(problem.data.image, np.float32)
+        image[spoilt] = 200
+        data = problem.data.replace(image=jnp.asarray(image))
+        made = make(problem, model=divided(), max_level=3, exclusive=True)
+        state = made.init(problem.data, jax.random.key(1))
+        clean, after = (
+            made.server(state, one)["global"][1].stats for one in (problem.data, data)
+        )
+        same = jax.tree.map(np.array_equal, clean, after)
+        found.append(jax.tree.all(same))
+    assert found == [True, False]

@@ -296,7 +296,7 @@ def test_narrow_models_are_leading_slices(name):
 @pytest.mark.parametrize("name", models.MODELS)
 def test_who_has_widths(name):
     """Models with one exit that average their last map, or never have one."""
-    known = ("convnet", "resnet18", "resnet18_7x7", "resnet34", "mlp")
+    known = ("convnet", "resnet18", "resnet18_he", "resnet18_7x7", "resnet34", "mlp")
     assert (models.make(name, 10).at_width is not None) == (name in known)
 
 
@@ -344,7 +344,7 @@ def test_scaler_of_heterofl(name, stop, scaled, unscaled):
     They make good for it, but for their epsilon; in eval mode nothing is divided.
     """
     wide, image = models.make(name, 5, 2 * TINY), normal(4, 8, 8, 3)
-    without, with_it = (wide.at_width(0.5, scaled) for scaled in (False, True))
+    without, with_it = (wide.at_width(0.5, scaler) for scaler in (1.0, 0.5))
     params, stats = filled(without, (8, 8, 3))
 
     @quick_jit
