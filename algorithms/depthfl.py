@@ -67,7 +67,10 @@ class HParams(levels.Levels, local_training.LocalTraining):
         zero_is_off=True,
     )
     ramp_rounds: int = option(
-        300, "rounds until that weight is whole, about a third of all [R]", minimum=1
+        300,
+        "rounds until that weight is whole, about a third of all [R]",
+        minimum=1,
+        is_in_rounds=True,
     )
     h_denominator: str = option(
         "all",
@@ -101,12 +104,16 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """DepthFL as pure functions.
 
     Raises:
-        ValueError: other levels than the model has.
+        ValueError: other levels than the model has, or options without effect.
     """
     model = levels.truncated(hparams, task.model)
     num_stages, alpha = len(model.stage_names), hparams.feddyn_alpha
-    distils = not options.is_off(hparams.self_distill_weight)
+    distils = model.has_exits and not options.is_off(hparams.self_distill_weight)
     is_dyn = not options.is_off(alpha)
+    if not model.has_exits:
+        options.refuse(hparams, ("self_distill_weight",), "on a model with one exit")
+    if not is_dyn:
+        options.refuse(hparams, ("h_denominator",), "with --feddyn_alpha=0")
     sharers = task.num_eligible
     if hparams.h_denominator == "capable":
         sharers = levels.num_capable(hparams, task.num_clients)

@@ -75,10 +75,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         ValueError: a model without an exit at every stage, other levels than it has, or
             momentum distillation between stages of other shapes.
     """
+    _check(hparams, task)
     model = levels.truncated(hparams, task.model)._replace(answer="last")
     num_stages, beta = len(model.stage_names), hparams.momentum_distill_weight
     distils = not options.is_off(beta)
-    _check(hparams, task, model)
 
     def client_update(client: each_client.Client, server: types.Variables, level: int):
         """The stages up to the client's own; of their exits the last is trained."""
@@ -178,8 +178,9 @@ def _parts(trunks: jax.Array, exits: jax.Array) -> tuple:
     return tuple({"trunk": trunk, "exit": head} for trunk, head in pairs)
 
 
-def _check(hparams: HParams, task: types.Task, model: types.Model) -> None:
+def _check(hparams: HParams, task: types.Task) -> None:
     """Refuses one exit, and momentum distillation between stages of other shapes."""
+    model = task.model
     if not model.has_exits:
         raise ValueError(
             f"--model={model.name} has one exit, this algorithm trains one for each "
@@ -187,6 +188,8 @@ def _check(hparams: HParams, task: types.Task, model: types.Model) -> None:
         )
     if options.is_off(hparams.momentum_distill_weight):
         return
+    if levels.top(hparams) == 1:
+        options.refuse(hparams, ("momentum_distill_weight",), "with one level")
     params, _ = shapes.variables(model, task.example_shape)
     first, *others = (
         jax.tree.map(lambda leaf: leaf.shape, stage["trunk"]) for stage in params

@@ -71,9 +71,11 @@ def fitted(source: Dataset, size: int, channels: int) -> Dataset:
         return source
     shape = list(image.shape[1:])
     if image.ndim != 4:
+        given = [f"--image_size={size}"] * (size > 0)
+        given += [f"--image_channels={channels}"] * (channels > 0)
         raise ValueError(
-            f"--image_size={size} --image_channels={channels}: the examples are no "
-            f"images, but of shape {shape}; leave both away"
+            f"{' '.join(given)}: the examples are no images, but of shape {shape}; "
+            "leave it away"
         )
     if size and max(shape[:2]) > size:
         raise ValueError(

@@ -145,7 +145,7 @@ class Planner:
         if clients_per_round > present:
             raise ValueError(
                 f"--clients_per_round={clients_per_round}: {present} of "
-                f"{num_clients} clients may be drawn; lower it"
+                f"{num_clients} clients may be drawn (--exclusive); lower it"
             )
 
     def cohort(self, seed_index: int, round: int) -> types.Cohort:

@@ -50,10 +50,10 @@ def mix(hparams: Levels) -> np.ndarray:
     """
     text = hparams.level_mix
     parts = text.split(":")
-    if not all(part.isdecimal() and len(part) < 7 for part in parts):
+    if not all(p.isascii() and p.isdecimal() and len(p) < 7 for p in parts):
         raise ValueError(
-            f"--level_mix={text}: expected whole numbers with colons between them, "
-            "such as 1:1:1:1"
+            f"--level_mix={text}: expected whole numbers below a million with colons "
+            "between them, such as 1:1:1:1"
         )
     found = np.array([int(part) for part in parts])
     if not found.any():
@@ -117,21 +117,23 @@ def assigned(hparams: Levels, num_clients: int) -> tuple:
         ValueError: options that contradict each other.
     """
     largest = top(hparams)
-    if hparams.levels == "dynamic":
-        if hparams.exclusive:
-            raise ValueError(
-                "--exclusive needs clients that hold the same in every round; take "
-                "--levels=fixed"
-            )
-        return Drawn(mix(hparams), largest), None
-    able = capability(hparams, num_clients)
-    eligible = able >= largest if hparams.exclusive else None
-    if eligible is not None and not eligible.any():
+    if hparams.exclusive and hparams.levels != "fixed":
         raise ValueError(
-            f"--exclusive: no client of --level_mix={hparams.level_mix} holds level "
-            f"{largest}; lower --max_level"
+            f"--exclusive has no effect with --levels={hparams.levels}; take "
+            "--levels=fixed"
         )
-    return np.minimum(able, largest), eligible
+    is_drawn = hparams.levels == "dynamic"
+    able = capability(hparams, num_clients)
+    possible = 1 + np.flatnonzero(mix(hparams)) if is_drawn else able
+    if possible.max() < largest:
+        raise ValueError(
+            f"--level_mix={hparams.level_mix} gives none of --num_clients="
+            f"{num_clients} level {largest}; change it, or give --max_level="
+            f"{possible.max()}"
+        )
+    if is_drawn:
+        return Drawn(mix(hparams), largest), None
+    return np.minimum(able, largest), able >= largest if hparams.exclusive else None
 
 
 def eligible_rows(
@@ -170,6 +172,12 @@ def truncated(hparams: Levels, model: types.Model) -> types.Model:
     """
     count = len(model.stage_names) if model.has_exits else 1
     given = len(mix(hparams))
+    if count == 1 < given:
+        raise ValueError(
+            f"--model={model.name} has one exit, --level_mix={hparams.level_mix} "
+            f"{given} levels; take a model with an exit at every stage, such as "
+            "depth_convnet"
+        )
     if given != count:
         raise ValueError(
             f"--level_mix={hparams.level_mix} has {given} levels, --model={model.name} "

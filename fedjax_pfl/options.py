@@ -17,6 +17,7 @@ def option(
     above: float | None = None,
     zero_is_off: bool = False,
     is_static: bool = False,
+    is_in_rounds: bool = False,
 ) -> Any:
     """A field with `--help` text.
 
@@ -30,6 +31,7 @@ def option(
         zero_is_off: A float whose 0 removes code instead of multiplying by 0; it
             stays a Python 0.0 (static) then.
         is_static: A float that decides sizes: never traced, compiled for anew.
+        is_in_rounds: A number of rounds that a run should come to the end of.
     """
     metadata = {
         "help": help,
@@ -39,6 +41,7 @@ def option(
         "above": above,
         "zero_is_off": zero_is_off,
         "is_static": is_static,
+        "is_in_rounds": is_in_rounds,
     }
     return dataclasses.field(default=default, metadata=metadata)
 

@@ -51,10 +51,14 @@ def fitting_model(
         shapes.variables(made, shape)
     except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
         # Of others only jax and flax understand the words.
-        cause = f" ({error})" if isinstance(error, stages.UnfitError) else ""
+        cause, cure = "", "take another model, for instance mlp"
+        if isinstance(error, stages.UnfitError):
+            cause = f" ({error})"
+            if len(shape) == 3:
+                cure = "change --image_size, or take another model"
         raise ValueError(
             f"--{flag}={name} does not fit examples of shape {list(shape)}{cause}; "
-            "take another model, for instance mlp"
+            f"{cure}"
         ) from error
     return made
 
@@ -314,6 +318,17 @@ def assemble(
     jax.config.update(
         "jax_default_matmul_precision", devices.PRECISIONS[config.precision]
     )
+    entry = settings.algorithm(config.algo if algo is None else algo)
+    made = [
+        own_models[name] if name in (own_models or ()) else models.make(name, 2)
+        for name in (config.model, *config.client_model.split(","))
+    ]
+    with_exits = [model.name for model in made if model.has_exits]
+    if with_exits and not getattr(entry, "exits", False):
+        raise ValueError(
+            f"--model={with_exits[0]} has an exit at every stage: --algo="
+            f"{config.algo} has no use for them; take another model, or {_who('exits')}"
+        )
     shape = source.image.shape[1:]
     fitting = (source.num_classes, config.model_width, shape, own_models)
     server_model = fitting_model("model", config.model, *fitting)
@@ -365,17 +380,10 @@ def assemble(
         execution=how,
         num_levels=num_levels,
     )
-    entry = settings.algorithm(config.algo if algo is None else algo)
     if len(client_models) > 1 and not getattr(entry, "several_models", False):
         raise ValueError(
             f"--client_model={config.client_model}: --algo={config.algo} gives all "
             f"clients one architecture; name one, or take {_who('several_models')}"
-        )
-    with_exits = [m.name for m in (server_model, *client_models) if m.has_exits]
-    if with_exits and not getattr(entry, "exits", False):
-        raise ValueError(
-            f"--model={with_exits[0]} has an exit at every stage: --algo="
-            f"{config.algo} has no use for them; take another model, or {_who('exits')}"
         )
     program = program_lib.build(entry.make, hparams, task, _scoring(config, data))
     if public is not None and program.algorithm.ships_proxy != "unlabelled":

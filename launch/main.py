@@ -13,7 +13,7 @@ from typing import Any
 
 from absl import logging as absl_logging
 
-from launch import build, console, ending, flags, presets, running
+from launch import build, console, ending, flags, presets, running, settings
 from launch import workdir as workdir_lib
 from launch.experiment import Experiment
 from launch.stop import Stop
@@ -48,7 +48,11 @@ def _execute(experiment: Experiment, folder: workdir_lib.Workdir) -> dict[str, A
         print(console.table(done))
         return done
     config = experiment.config
-    print(presets.sentence(config.preset), flush=True)
+    for line in (
+        presets.sentence(config.preset),
+        *settings.notes(config, experiment.hparams),
+    ):
+        print(line, flush=True)
     print(
         f"{config.algo} on {config.dataset}: {config.num_clients} clients, "
         f"{config.clients_per_round} a round, {config.rounds} rounds, "

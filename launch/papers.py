@@ -67,8 +67,10 @@ def _of_value(
     """
     left = [n for n in names if parts[n].get(flag) in (None, value)]
     if not left:
-        known = ", ".join(str(parts[n][flag]) for n in names)
-        raise ValueError(f"--{flag}={value}: this table has {known}")
+        known = ", ".join(dict.fromkeys(str(parts[n][flag]) for n in names))
+        raise ValueError(
+            f"--{flag}={value}: this table has {known} for it; leave it away"
+        )
     return left
 
 

@@ -267,7 +267,10 @@ def _data(runs: Sequence[Run]) -> str:
         values = {run.flags.get(name) for run in runs}
         if len(values) == 1:
             value = values.pop()
-            words.append(f"alpha {value}" if name == "partition_alpha" else str(value))
+            if name != "partition_alpha":
+                words.append(str(value))
+            elif all("dirichlet" in run.flags["partition"] for run in runs):
+                words.append(f"alpha {value}")
     return ", ".join(words)
 
 

@@ -98,11 +98,12 @@ def values(preset: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def default_text(option: str, preset: str, facts: Mapping[str, Any]) -> str:
-    """Where an option's default comes from: `30 (--preset=cdkt)`; empty if no rule.
+def default_text(option: str, own: str, preset: str, facts: Mapping[str, Any]) -> str:
+    """An option's default and where it comes from: `30 (--preset=cdkt)`.
 
     Args:
         option: The option's name.
+        own: Its default where no rule holds.
         preset: The preset that holds where none is given.
         facts: What is known before any data set is.
     """
@@ -117,15 +118,14 @@ def default_text(option: str, preset: str, facts: Mapping[str, Any]) -> str:
             by_data = True
     origin = [f"--preset={owner}"] if owner != BASE else []
     origin += ["differs with --dataset"] if by_data else []
-    text = "automatic" if value is None and by_data else ""
-    text = repr(value) if value is not None else text
+    text = own if value is None else repr(value)
     return f"{text} ({', '.join(origin)})" if origin else text
 
 
 def describe(preset: str) -> str:
     """One line: what it is, the options it sets, and those that depend on more."""
     about, extends, own = PRESETS[preset]
-    base = [f"--preset={extends} and"] if extends not in (None, BASE) else []
+    base = [f"--preset={extends}"] if extends not in (None, BASE) else []
     fixed = {k: v for rule in own if not rule.when for k, v in rule.options.items()}
     pairs = [
         f"{name}={str(value).lower() if isinstance(value, bool) else value}"
@@ -133,7 +133,8 @@ def describe(preset: str) -> str:
     ]
     more = sorted({name for rule in own if rule.when for name in rule.options})
     tail = f"; by --dataset or --algo: {', '.join(more)}" if more else ""
-    return f"{about}: {' '.join(base + pairs)}{tail}"
+    joined = " and ".join(filter(None, (*base, " ".join(pairs))))
+    return f"{about}: {joined}{tail}"
 
 
 def sentence(preset: str) -> str:

@@ -52,8 +52,12 @@ class Cell(NamedTuple):
     kind: str = ""
 
 
-def read(folders: Sequence[pathlib.Path]) -> list[Entry]:
+def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Entry]:
     """The runs of some folders.
+
+    Args:
+        folders: Of finished runs.
+        names: What they are called; empty = by algorithm and what differs.
 
     Raises:
         ValueError: one holds no finished run, or a damaged one.
@@ -63,7 +67,7 @@ def read(folders: Sequence[pathlib.Path]) -> list[Entry]:
     for folder, summary in zip(folders, summaries, strict=True):
         if summary is None:
             raise ValueError(f"{folder} holds no finished run")
-    names = plot.labels(runs)
+    names = names or plot.labels(runs)
     return [
         Entry(name, COLORS[number % len(COLORS)], run, summary)
         for number, (name, run, summary) in enumerate(
@@ -417,8 +421,14 @@ def _moving(entries: Sequence[Entry]) -> list[dict[str, str]]:
         figure, axes = _figure("rounds done", console.title(name))
         for entry in having:
             _curve(axes, entry, name, lambda row: row["round"], scale=1)
-        out.append({"svg": _svg(figure), "caption": f"{console.title(name)}."})
+        out.append({"svg": _svg(figure), "caption": f"{_capital(name)}."})
     return out
+
+
+def _capital(metric: str) -> str:
+    """A metric's name at the beginning of a sentence."""
+    name = console.title(metric)
+    return name[:1].upper() + name[1:]
 
 
 def _bubbles(entries: Sequence[Entry]) -> list[dict[str, str]]:

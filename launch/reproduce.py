@@ -17,7 +17,8 @@ from typing import Any
 from absl import flags as absl_flags
 
 from data import loaders
-from launch import config, ending, finished, flags, main, papers, settings
+from fedjax_pfl import levels
+from launch import config, ending, finished, flags, main, papers, presets, settings
 
 
 def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
@@ -69,6 +70,24 @@ def _run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
     return main.execute({k: v for k, v in options.items() if k in known})
 
 
+def _check(cell: papers.Cell) -> None:
+    """Refuses a cell that could not run, before the first one does.
+
+    Raises:
+        ValueError: one line that names it.
+    """
+    known = settings.fields_of(cell.options["algo"])
+    given = {name: value for name, value in cell.options.items() if name in known}
+    try:
+        config, hparams = settings.configure(given)
+        if isinstance(hparams, levels.Levels):
+            facts = {"algo": config.algo, "dataset": config.dataset}
+            ruled = presets.values(config.preset, facts)["num_clients"]
+            levels.assigned(hparams, config.num_clients or ruled)
+    except ValueError as error:
+        raise ValueError(f"{cell.scenario}, {cell.row}: {error}") from error
+
+
 def available(dataset: str, data_dir: str) -> str:
     """`mnist` where its files are, else the embedded `mnist_5k`, saying so.
 
@@ -95,7 +114,7 @@ EXECUTION = tuple(
     for name in config.EXECUTION_FIELDS
     if name not in ("rounds", "workdir", "resume")
 )
-OWN_FLAGS = ("scenario", "row", "workdir", "output", "dry_run")
+OWN_FLAGS = ("scenario", "row", "workdir", "output", "report", "dry_run")
 
 
 def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
@@ -113,6 +132,7 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
         ("row", "", "rows, separated by commas; default all"),
         ("workdir", "runs/reproduce", "folder of the runs"),
         ("output", "", "also write the Markdown table to this file"),
+        ("report", "", "also write an HTML page about the runs to this file"),
     ):
         absl_flags.DEFINE_string(name, default, text, flag_values=values)
     absl_flags.DEFINE_boolean(
@@ -136,6 +156,31 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
     return names[0], {name: values[name].value for name in OWN_FLAGS}, given
 
 
+def _report(
+    path: str,
+    text: str,
+    results: Sequence[tuple[papers.Cell, Mapping[str, Any] | None]],
+    folders: Sequence[pathlib.Path],
+) -> None:
+    """Writes a page about the cells that are done, with the paper's numbers."""
+    from launch import report  # jinja2 and matplotlib: only its users pay
+
+    done = [
+        (folder, f"{cell.row}, {cell.scenario}")
+        for (cell, one), folder in zip(results, folders, strict=True)
+        if one is not None
+    ]
+    if not done:
+        flags.fail(f"--report={path}: no cell is done yet")
+    part = report.of_markdown(text)
+    entries = report.read(*zip(*done, strict=True))
+    try:
+        report.write(path, report.page(entries, tables=[part], title=part["title"]))
+    except OSError as error:
+        flags.fail(f"--report={path}: {error}", 1)
+    print(path)
+
+
 def command(argv: Sequence[str] | None = None) -> None:
     """The command."""
     main.quiet()
@@ -153,6 +198,8 @@ def _command(argv: Sequence[str]) -> None:
         execution = {key: given.pop(key) for key in EXECUTION if key in given}
         seeds = {"seed": given.pop("seed", 0), "num_seeds": given.pop("num_seeds", 1)}
         wanted = papers.cells(table, dataset, own["scenario"], own["row"], given)
+        for cell in wanted:
+            _check(cell)
         if own["output"] and not pathlib.Path(own["output"]).parent.is_dir():
             raise ValueError(f"--output={own['output']}: there is no such folder")
     except (ValueError, absl_flags.Error) as error:
@@ -161,6 +208,7 @@ def _command(argv: Sequence[str]) -> None:
     root = pathlib.Path(own["workdir"]) / name / dataset
     last = seeds["seed"] + seeds["num_seeds"] - 1
     results: list[tuple[papers.Cell, Mapping[str, Any] | None]] = []
+    folders: list[pathlib.Path] = []
 
     def show() -> None:
         pending = [(cell, None) for cell in wanted[len(results) :]]
@@ -176,6 +224,7 @@ def _command(argv: Sequence[str]) -> None:
         for cell in wanted:
             label = f"{papers.slug(cell.scenario)}-{papers.slug(cell.row)}"
             folder = root / f"{label}-seed{seeds['seed']}-{last}"
+            folders.append(folder)
             options = cell.options | seeds
             if own["dry_run"]:
                 results.append((cell, _stored(folder, options)))
@@ -185,6 +234,9 @@ def _command(argv: Sequence[str]) -> None:
             show()
         if own["dry_run"]:
             show()
+        if own["report"]:
+            text = papers.markdown(table, dataset, results, given)
+            _report(own["report"], text, results, folders)
     except KeyboardInterrupt:
         flags.fail("interrupted; the same command goes on", 130)
 

@@ -159,7 +159,7 @@ def default_text(algo: Any, name: str, dataset: str = "") -> str:
         return "that of --model"
     default = fields_of(algo)[name].default
     own = "automatic" if default is None else repr(default)
-    return presets.default_text(name, preset, facts) or own
+    return presets.default_text(name, own, preset, facts)
 
 
 def unknown_option(name: str, algo: Any) -> str:
@@ -259,6 +259,9 @@ def resolve(
     rules["partition"] = partition
     if partition == "natural":
         rules["num_clients"] = _owners(config, source)
+    if source.num_train == len(source.label) and rules["test_split"] == "official":
+        # A paper's official test rows exist in the paper's data.
+        rules["test_split"] = "client_share"
     if partition.startswith(file.PREFIX):
         rules |= _of_file(config, partition)
     if partition == "classes" and config.client_classes:
@@ -324,6 +327,17 @@ def _model(name: str, image: np.ndarray, wanted: str | None) -> str:
     if image.ndim == 2 or min(image.shape[1:3]) < 16:
         return "mlp"
     return wanted or "fedavg_cnn"
+
+
+def notes(config: config_lib.Config, hparams: Any) -> list[str]:
+    """What is allowed and probably not meant, a line each."""
+    return [
+        f"note: --{field.name}={getattr(hparams, field.name)} is more than --rounds="
+        f"{config.rounds}: {field.metadata['help']}"
+        for field in dataclasses.fields(hparams)
+        if field.metadata.get("is_in_rounds")
+        and getattr(hparams, field.name) > config.rounds
+    ]
 
 
 def client_classes(config: config_lib.Config) -> tuple[tuple[int, ...], ...]:

@@ -427,7 +427,9 @@ def demanding(
     """
 
     def init(key: jax.Array, x: jax.Array) -> tuple[types.Params, types.Stats]:
-        if x.ndim != 4 or not all(map(fits, x.shape[1:3])):
+        if x.ndim != 4:
+            raise UnfitError("needs images of a shape H, W, C")
+        if not all(map(fits, x.shape[1:3])):
             sides = "x".join(map(str, x.shape[1:3] if x.ndim == 4 else x.shape[1:]))
             raise UnfitError(f"needs images whose {need}, these are {sides}")
         return model.init(key, x)

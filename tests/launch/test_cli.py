@@ -1,0 +1,87 @@
+"""The command fedjax-pfl, flagfiles by name, and a user's files that hide ours."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from launch import cli, flags
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+def test_every_command_is_there(monkeypatch, capsys):
+    """Each has a function that answers --help."""
+    for name in cli.COMMANDS:
+        monkeypatch.setattr(sys, "argv", ["fedjax-pfl", name, "--help"])
+        try:
+            cli.main()
+        except SystemExit as stop:
+            assert stop.code in (0, None)
+        assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["help"]])
+def test_usage(monkeypatch, capsys, argv):
+    """All commands, a line each."""
+    monkeypatch.setattr(sys, "argv", ["fedjax-pfl", *argv])
+    cli.main()
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in cli.COMMANDS)
+
+
+def test_no_such_command(monkeypatch, capsys):
+    """One line with the nearest one."""
+    monkeypatch.setattr(sys, "argv", ["fedjax-pfl", "rum"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.endswith("did you mean run?\n")
+
+
+def test_flagfiles_by_name(tmp_path, monkeypatch, capsys):
+    """From any folder; a file of that name there comes first."""
+    monkeypatch.chdir(tmp_path)
+    argv = ["main", "--flagfile=cdkt.fashion_mnist"]
+    whole = flags.FLAGFILES / "cdkt.fashion_mnist.flags"
+    assert flags.parse(argv) == flags.parse(["main", f"--flagfile={whole}"])
+    (tmp_path / "cdkt.fashion_mnist").write_text("--algo=local\n")
+    assert flags.parse(argv) == {"algo": "local"}
+    with pytest.raises(flags.UsageError, match="did you mean uapdfl.fashion_mnist?"):
+        flags.parse(["main", "--flagfile=uapdfl.fashionmnist"])
+
+
+@pytest.mark.parametrize("argv, exit_code", [(["-m"], 2), (["notebook"], 1)])
+@pytest.mark.parametrize("name", ["data/__init__.py", "models.py"])
+def test_a_file_that_hides_a_package(tmp_path, name, argv, exit_code):
+    """One line that names it, before anything else fails."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("")
+    code = (
+        f"import sys; sys.path.append({str(ROOT)!r}); sys.argv = {argv}; import launch"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == exit_code
+    last = done.stderr.splitlines()[-1]
+    assert f"{path} hides this project's package" in last and "fedjax-pfl" in last
+    assert ("Traceback" in done.stderr) == (exit_code == 1)
+
+
+@pytest.mark.parametrize(
+    "given, meant",
+    [("lr", "client_lr"), ("frac", "clients_per_round"), ("epochs", "local_epochs")],
+)
+def test_flags_of_neighbours(given, meant):
+    """What other frameworks call it."""
+    with pytest.raises(flags.UsageError, match=f"did you mean --{meant}\\?"):
+        flags.parse(["main", "--algo=fedavg", f"--{given}=1"])
+
+
+def test_an_algorithm_that_is_nearly_one():
+    """The nearest name."""
+    with pytest.raises(flags.UsageError, match="; did you mean fedper\\?"):
+        flags.parse(["main", "--algo=FedPr"])

@@ -1,0 +1,163 @@
+"""The page about runs: its numbers, its pictures, and what it may not load."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from launch import build, report, reproduce
+from tests import synthetic
+
+OPTIONS = {
+    "num_clients": 4,
+    "partition": "client_dirichlet",
+    "test_split": "client_share",
+    "model": "mlp",
+    "rounds": 2,
+    "eval_every": 1,
+    "num_seeds": 2,
+    "summary": "last",
+    "devices": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Three finished runs on the same clients."""
+    source = synthetic.blobs(240, (8, 8, 1), 4)
+    folder = tmp_path_factory.mktemp("runs")
+    for algo in ("fedavg", "local", "fedper"):
+        build.experiment(
+            algo=algo,
+            dataset=(source.image, source.label),
+            workdir=str(folder / algo),
+            preset="none",
+            **OPTIONS,
+        ).run(progress=False)
+    return [folder / algo for algo in ("fedavg", "local", "fedper")]
+
+
+class Page(HTMLParser):
+    """The cells of a page's tables, its text, and what it would load."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.loads, self._open = [], [], []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.loads += [attrs[n] for n in ("src", "href", "data") if n in attrs]
+        self._open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data):
+        self.text += data
+        if {"td", "th"} & set(self._open[-3:]) and self.rows:
+            self.rows[-1][-1] += data
+
+    def handle_endtag(self, tag):
+        while self._open and self._open.pop() != tag:
+            pass
+
+
+def test_numbers_are_the_summaries(folders):
+    """Means, spreads, differences to the control, bytes; the best in bold."""
+    text = report.page(report.read(folders))
+    page = Page(text)
+    head = page.rows[0]
+    rows = {row[0]: dict(zip(head, row, strict=True)) for row in page.rows[1:4]}
+    summaries = {f.name: json.loads((f / "summary.json").read_text()) for f in folders}
+    name = "client_accuracy"
+    base = np.array(summaries["fedavg"]["metrics"][name]["per_seed"])
+    for algo, summary in summaries.items():
+        one = summary["metrics"][name]
+        wanted = f"{100 * one['mean']:.1f} ± {100 * one['std']:.1f}"
+        assert rows[algo]["Client (UA)"] == wanted
+        gap = 100 * (np.array(one["per_seed"]) - base)
+        wanted = (
+            "–" if algo == "fedavg" else f"{gap.mean():+.1f} ± {gap.std(ddof=1):.1f}"
+        )
+        assert rows[algo]["against fedavg"] == wanted
+        sent = sum(summary["metrics"][f"bytes_{way}"]["mean"] for way in ("up", "down"))
+        assert rows[algo]["MB in all"] == f"{sent / 1e6:,.1f}"
+    best = max(summaries, key=lambda algo: summaries[algo]["metrics"][name]["mean"])
+    assert f"<b>{rows[best]['Client (UA)']}</b>" in text
+    assert f"{best} reaches {rows[best]['Client (UA)']} %" in page.text
+    assert rows["local"]["Global"] == "–" and rows["local"]["MB in all"] == "0.0"
+
+
+def test_it_is_whole(folders):
+    """Pictures inside, both schemes, nothing from the network."""
+    text = report.page(report.read(folders))
+    page = Page(text)
+    assert all(part.startswith("#") for part in page.loads)
+    assert not re.search(r"@import|url\((?!#)|<script|<link", text)
+    # Rounds, messages, seconds; fairness, gain; the loss; the partition.
+    assert text.count("<svg") == 7
+    assert report.INK not in text and "prefers-color-scheme: dark" in text
+    assert "gains over its own local model" in page.text
+    assert "--algo" in page.text and "run.flags" in page.text
+    assert len(text) < 3_000_000
+
+
+def test_names_are_text(folders):
+    """Whatever a title holds."""
+    text = report.page(report.read(folders[:1]), title="<b>&</b>")
+    assert "&lt;b&gt;&amp;&lt;/b&gt;" in text
+    assert "would show what each client gains" in text
+
+
+def test_a_table_of_a_paper():
+    """Markdown's grids come back with their titles and notes."""
+    text = "### T\n\nData set: `d`.\nA note.\n\n**IID**, 1 seed(s)\n\n"
+    text += (
+        "| | A | B |\n|---|---|---|\n| x | 1 | 2 |\n\nMinus x\n\n| | A |\n|---|---|\n"
+    )
+    part = report.of_markdown(text + "| y | 3 |\n")
+    assert part["title"] == "T" and part["notes"] == ["Data set: d.", "A note."]
+    assert part["grids"] == [
+        {"title": "IID, 1 seed(s)", "head": ["", "A", "B"], "rows": [["x", "1", "2"]]},
+        {"title": "Minus x", "head": ["", "A"], "rows": [["y", "3"]]},
+    ]
+
+
+def test_the_command(folders, tmp_path, capsys):
+    """A page, or one line."""
+    path = tmp_path / "deep" / "page.html"
+    argv = ["report", *map(str, folders), f"--output={path}"]
+    report.command([*argv, "--control=fedper"])
+    assert capsys.readouterr().out.split() == [str(path)]
+    assert "against fedper" in path.read_text()
+    for more, code, part in (
+        (["--control=nix"], 2, "--control=nix: expected one of fedavg"),
+        ([str(tmp_path)], 2, "holds no finished run"),
+        ([f"--output={tmp_path}"], 1, f"--output={tmp_path}"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            report.command([*argv, *more])
+        error = capsys.readouterr().err
+        assert stop.value.code == code and part in error and error.count("\n") == 1
+    with pytest.raises(SystemExit):
+        report.command(["report"])
+
+
+def test_of_a_reproduced_table(folders, tmp_path, monkeypatch, capsys):
+    """Cells that are done, under their names; without one there is no page."""
+    monkeypatch.chdir(tmp_path)
+    argv = ["reproduce", "cdkt.table1", "--dataset=mnist_5k", "--row=FedAvg"]
+    with pytest.raises(SystemExit):
+        reproduce.command([*argv, "--dry_run", "--report=page.html"])
+    assert "no cell is done yet" in capsys.readouterr().err
+    entries = report.read(folders[:2], ["one, IID", "two, IID"])
+    grid = "| | A |\n|---|---|\n| x | 99.5 / 98.0 / -1.5 |\n"
+    part = report.of_markdown(f"### T\n\n{grid}")
+    page = Page(report.page(entries, tables=[part], title=part["title"]))
+    assert "99.5 / 98.0 / -1.5" in page.text
+    assert [row[0] for row in page.rows[1:3]] == ["one, IID", "two, IID"]

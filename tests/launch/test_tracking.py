@@ -1,0 +1,99 @@
+"""TensorBoard's files and metrics.csv say what metrics.jsonl says."""
+
+import csv
+import json
+
+import pytest
+from tensorboard.backend.event_processing import event_accumulator
+
+from launch import build, console, main, tracking
+
+
+def arguments(blobs, folder, *more):
+    return [
+        "main",
+        "--algo=fedavg",
+        "--model=mlp",
+        "--num_clients=4",
+        "--partition=iid",
+        "--local_epochs=1",
+        "--num_seeds=2",
+        "--rounds=3",
+        "--eval_every=1",
+        "--devices=1",
+        "--tensorboard",
+        "--csv",
+        f"--dataset={blobs}",
+        f"--workdir={folder}",
+        *more,
+    ]
+
+
+def scalars(folder, seed):
+    """{(name, round): value} as TensorBoard itself reads the files."""
+    path = str(folder / tracking.FOLDER / f"seed{seed}")
+    reader = event_accumulator.EventAccumulator(path, {"scalars": 0})
+    reader.Reload()
+    return {
+        (tag, event.step): event.value
+        for tag in reader.Tags()["scalars"]
+        for event in reader.Scalars(tag)
+    }
+
+
+def check(folder):
+    """Every number of metrics.jsonl, once, and no other."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    for seed in (0, 1):
+        wanted = {
+            (name, record["round"]): value
+            for record in records
+            if record["seed"] == seed
+            for name, value in record.items()
+            if name not in ("round", "seed")
+        }
+        assert scalars(folder, seed) == pytest.approx(wanted, rel=1e-6)
+    with open(folder / "metrics.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == len(records)
+    for line, record in zip(table, records, strict=True):
+        found = {name: float(text) for name, text in line.items() if text}
+        assert found == {name: float(value) for name, value in record.items()}
+
+
+def test_the_same_numbers(blobs, tmp_path, monkeypatch):
+    """Also after a kill, whose later records are written again."""
+
+    class KilledError(Exception):
+        """Stands for a kill."""
+
+    def update(self, records):
+        if self._experiment.round == 2:
+            raise KilledError
+
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(console.Progress, "update", update)
+        with pytest.raises(KilledError):
+            main.main(arguments(blobs, folder, "--checkpoint_every=1"))
+    main.main(arguments(blobs, folder, "--resume"))
+    check(folder)
+
+
+def test_without_its_package(blobs, tmp_path, monkeypatch, capsys):
+    """One line, and nothing is written."""
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as stop:
+        main.main(arguments(blobs, tmp_path / "run"))
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "pip install 'fedjax_pfl[tracking]'" in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "csv"])
+def test_files_need_a_folder(blobs, name):
+    """In memory there is none."""
+    made = build.experiment(algo="fedavg", dataset=blobs, model="mlp", **{name: True})
+    with pytest.raises(ValueError, match=f"{name}=True writes files"):
+        made.run()
