@@ -1,8 +1,8 @@
 """Pictures of runs: `python -m launch.plot WORKDIR... [--output=FOLDER]`.
 
-Draws from what runs leave behind, as PNG: `curves.png` (metrics over rounds, mean and
-standard deviation over seeds), `fairness.png` (how many clients reach which accuracy)
-and `bubbles.png` (train examples of each client and class).
+Draws from what runs leave behind: `curves.png` (metrics over rounds, mean and standard
+deviation over seeds; of unfinished runs, too), `fairness.png` (how many clients reach
+which accuracy) and `bubbles.png` (train examples of each client and class).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from launch import config as config_lib
 from launch import console, ending, finished, flags
 
 KINDS = ("curves", "fairness", "bubbles")
+FORMATS = ("png", "pdf", "svg")
 SILENT = (*config_lib.EXECUTION_FIELDS, "algo", "seed", "num_seeds", "eval_every")
 SETTING = ("dataset", "partition", "partition_alpha", "num_clients")
 PREFERRED = ("client_accuracy", "c_per", "global_accuracy")
@@ -39,7 +40,10 @@ class Figure(figure_lib.Figure):
 
 
 class Run(NamedTuple):
-    """One finished run: its flags, records and per-client arrays."""
+    """One run: its flags, records and per-client arrays.
+
+    `clients` is empty where the run is not finished.
+    """
 
     path: pathlib.Path
     flags: dict[str, str]
@@ -48,18 +52,21 @@ class Run(NamedTuple):
 
 
 def read(path: pathlib.Path) -> Run:
-    """Reads a run's folder.
+    """Reads a run's folder, finished or not.
 
     Raises:
-        ValueError: there is no finished run in it, or a damaged one.
+        ValueError: there is no run in it that measured anything, or a damaged one.
     """
     # Only files that are what the run wrote go on from here.
-    if finished.read(path) is None:
-        raise ValueError(f"{path} holds no finished run")
+    is_finished = finished.read(path) is not None
+    metrics = path / finished.METRICS
+    if not is_finished and not (metrics.is_file() and metrics.stat().st_size):
+        raise ValueError(f"{path} holds no run that has measured anything")
     told = flags.read(path / finished.RUN_FLAGS)
-    records = (path / finished.METRICS).read_text().splitlines()
-    with np.load(path / finished.CLIENTS) as file:
-        clients = {name: file[name] for name in file.files}
+    records, clients = metrics.read_text().splitlines(), {}
+    if is_finished:
+        with np.load(path / finished.CLIENTS) as file:
+            clients = {name: file[name] for name in file.files}
     rows = [json.loads(line) for line in records]
     return Run(path, told, rows, clients)
 
@@ -84,7 +91,9 @@ def labels(runs: Sequence[Run]) -> list[str]:
             names += differing(same, ("seed", "num_seeds"))
         names += [n for n in differing(runs, SETTING) if n not in names]
         values = [f"{n}={run.flags.get(n, 'unset')}" for n in names]
-        out.append(" ".join([run.flags["algo"], *values]))
+        done = run.records[-1]["round"] if run.records else 0
+        note = [] if run.clients else [f"(round {done} of {run.flags['rounds']})"]
+        out.append(" ".join([run.flags["algo"], *values, *note]))
     return out
 
 
@@ -97,11 +106,17 @@ def picture(kind: str, runs: Sequence[Run], metric: str = "") -> Figure:
         metric: Of the curves, separated by commas; empty = `metrics_of` chooses.
 
     Raises:
-        ValueError: no such picture or metric.
+        ValueError: no such picture or metric, or one that needs finished runs.
     """
     if kind not in KINDS:
         raise ValueError(f"--kind={kind}: expected one of {', '.join(KINDS)}")
     names = labels(runs)
+    for run in runs if kind != "curves" else ():
+        if not run.clients:
+            raise ValueError(
+                f"--kind={kind}: {run.path} is not finished; leave it away, or give "
+                "--kind=curves"
+            )
     if kind == "curves":
         return curves(runs, names, metrics_of(runs, metric))
     return (fairness if kind == "fairness" else bubbles)(runs, names)
@@ -159,11 +174,15 @@ def curves(runs: Sequence[Run], names: Sequence[str], metrics: Sequence[str]) ->
         axes.fill_between(
             rounds, mean - spread, mean + spread, color=style["color"], alpha=0.15, lw=0
         )
-        drawn.append((mean[-1], line))
-    drawn.sort(key=lambda pair: -pair[0])
+        drawn.append((mean[-1], line, len({row["seed"] for row in records})))
+    drawn.sort(key=lambda one: -one[0])
+    is_same = len({count for *_, count in drawn}) == 1
     figure.legend(
-        [line for _, line in drawn],
-        [f"{line.get_label()}  {last:{form}}" for last, line in drawn],
+        [line for _, line, _ in drawn],
+        [
+            f"{line.get_label()}  {last:{form}}{'' if is_same else f', n={count}'}"
+            for last, line, count in drawn
+        ],
         loc="outside right upper",
         title="last round, %" if is_share else "last round",
         frameon=False,
@@ -303,7 +322,13 @@ def _command(argv: Sequence[str]) -> None:
             "metrics of the curves, separated by commas; default "
             f"{' or '.join(PREFERRED)}",
         ),
-        ("kind", ",".join(KINDS), "pictures to draw, separated by commas"),
+        (
+            "kind",
+            "",
+            f"pictures to draw, separated by commas; default {','.join(KINDS)}, of "
+            "runs that are not finished curves",
+        ),
+        ("format", "png", "png, pdf or svg"),
     ):
         absl_flags.DEFINE_string(name, default, text, flag_values=values)
     if {"--help", "-help", "-h"} & set(argv[1:]):
@@ -312,9 +337,14 @@ def _command(argv: Sequence[str]) -> None:
     try:
         folders = values(flags.expand(argv))[1:]
         if not folders:
-            raise ValueError("give the folders of one or more finished runs")
-        kinds = values.kind.split(",")
+            raise ValueError("give the folders of one or more runs")
+        if values.format not in FORMATS:
+            raise ValueError(
+                f"--format={values.format}: expected one of {', '.join(FORMATS)}"
+            )
         runs = [read(pathlib.Path(folder)) for folder in folders]
+        all_kinds = KINDS if all(run.clients for run in runs) else KINDS[:1]
+        kinds = values.kind.split(",") if values.kind else all_kinds
         figures = {kind: picture(kind, runs, values.metric) for kind in kinds}
     except (ValueError, absl_flags.Error) as error:
         flags.fail(error)
@@ -324,8 +354,9 @@ def _command(argv: Sequence[str]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for kind, figure in figures.items():
-            figure.savefig(folder / f"{kind}.png", dpi=130)
-            print(folder / f"{kind}.png")
+            path = folder / f"{kind}.{values.format}"
+            figure.savefig(path, dpi=130)
+            print(path)
     except OSError as error:
         flags.fail(f"--output={folder}: {error}", 1)
 

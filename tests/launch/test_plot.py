@@ -47,6 +47,45 @@ def test_command_writes_three_pictures(runs, tmp_path, capsys):
         assert (out / f"{kind}.png").read_bytes()[1:4] == b"PNG"
 
 
+@pytest.mark.parametrize("kind, head", [("pdf", b"%PDF"), ("svg", b"<?xml")])
+def test_other_formats(runs, tmp_path, kind, head):
+    """For papers."""
+    argv = ["plot", str(runs[0]), f"--output={tmp_path}", f"--format={kind}"]
+    plot.command(argv)
+    for name in plot.KINDS:
+        assert (tmp_path / f"{name}.{kind}").read_bytes().startswith(head)
+
+
+def test_runs_that_are_not_finished(runs, tmp_path, capsys):
+    """Their curves, with a note of how far they are; other pictures are refused."""
+    half = tmp_path / "half"
+    shutil.copytree(runs[1], half)
+    lines = (half / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (half / "metrics.jsonl").write_text("".join(lines[:4]))
+    (half / "summary.json").unlink()
+    found, names = read([half, runs[2]])
+    assert names[0] == "fedavg client_lr=0.01 (round 1 of 2)"
+    assert names[1] == "fedavg client_lr=0.2"
+    plot.command(["plot", str(half), str(runs[2]), f"--output={tmp_path / 'out'}"])
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["curves.png"]
+    with pytest.raises(SystemExit):
+        plot.command(["plot", str(half), "--kind=fairness"])
+    assert "half is not finished; leave it away" in capsys.readouterr().err
+
+
+def test_how_many_seeds_a_curve_has(runs, tmp_path):
+    """Said where they differ."""
+    found, names = read(runs[:2])
+    few = found[0]._replace(records=[r for r in found[0].records if r["seed"] == 0])
+    texts = [
+        [text.get_text() for text in plot.curves(some, names, ["client_accuracy"])
+         .legends[0].get_texts()]
+        for some in (found, [few, found[1]])
+    ]  # fmt: skip
+    assert not any("n=" in text for text in texts[0])
+    assert sorted(text[-3:] for text in texts[1]) == ["n=1", "n=2"]
+
+
 def test_labels_tell_runs_apart(runs):
     """The algorithm, and the flags in which runs of one algorithm differ."""
     assert read(runs)[1] == [
@@ -147,7 +186,7 @@ def test_damaged_files_are_not_drawn(runs, tmp_path, capsys, name, text):
     ("argv", "words"),
     [
         ([], "give the folders"),
-        (["/nowhere"], "/nowhere holds no finished run"),
+        (["/nowhere"], "/nowhere holds no run that has measured"),
         (["RUN", "--kind=pie"], "--kind=pie: expected one of"),
         (["RUN", "--metric=c_gen"], "--metric=c_gen: the runs share"),
         (["RUN", "--metric=client_accuracy,c_gen"], "the runs share"),
