@@ -53,7 +53,7 @@ def fitting_model(
         # Of others only jax and flax understand the words.
         cause, cure = "", "take another model, for instance mlp"
         if isinstance(error, stages.UnfitError):
-            cause = f" ({error})"
+            cause = f" ({str(error).splitlines()[0]})"
             if len(shape) == 3:
                 cure = "change --image_size, or take another model"
         raise ValueError(

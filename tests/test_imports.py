@@ -106,6 +106,8 @@ MAY_NAME = {
         "launch/reproduce.py",
     },
     "fedavg": {"launch/bench/works.py"},
+    # What each client gains over its own model.
+    "local": {"launch/report.py"},
 }
 # The benchmark's plain implementations, each of one algorithm.
 REFERENCES = {"launch/bench/fedd2s.py", "launch/bench/references.py"}

@@ -902,6 +902,10 @@ def test_exclusive_learning(toy):
         ({"h_denominator": "holders"}, "--h_denominator=holders: .*all, capable"),
         ({"feddyn_alpha": -0.1}, "--feddyn_alpha=-0.1: expected at least 0"),
         ({"ramp_rounds": 0}, "--ramp_rounds=0: expected at least 1"),
+        (
+            {"level_mix": "1:1:1", "feddyn_alpha": 0.0, "h_denominator": "capable"},
+            "--h_denominator=capable has no effect with --feddyn_alpha=0",
+        ),
     ],
 )
 def test_refused(given, words, problem):
@@ -911,5 +915,5 @@ def test_refused(given, words, problem):
         options.validate(hparams)
         depthfl.make(hparams, task_of(problem, NET))
     tiny = problem.task_of()._replace(server_model=conftest.NETWORKS["tiny"])
-    with pytest.raises(ValueError, match="--level_mix=1:1:1:1 has 4 .*--model=tiny 1;"):
+    with pytest.raises(ValueError, match="--model=tiny has one exit, --level_mix"):
         depthfl.make(depthfl.HParams(), tiny)

@@ -198,7 +198,7 @@ def toys(monkeypatch, tmp_path):
             ["--exclusive", "--max_level=2", "--clients_per_round=5"],
             ["--clients_per_round=5", "4 of 6 clients", "lower it"],
         ),
-        (["--exclusive", "--level_mix=1:1:0"], ["--exclusive", "level 3", "--max_lev"]),
+        (["--exclusive", "--level_mix=1:1:0"], ["--level_mix=1:1:0", "level 3", "--max_lev"]),
         (["--exclusive", "--levels=dynamic"], ["--exclusive", "--levels=fixed"]),
         (
             ["--algo=fedavg"],
@@ -210,7 +210,7 @@ def toys(monkeypatch, tmp_path):
             ],
         ),
         (["--algo=feddyn"], ["--level_mix=1 has 1 levels", "--model=with_exits 3"]),
-        (["--model=narrow"], ["--level_mix=1:1:1 has 3 levels", "--model=narrow 1"]),
+        (["--model=narrow"], ["--model=narrow has one exit", "--level_mix=1:1:1"]),
         (
             ["--client_model=narrow"],
             [
@@ -322,7 +322,7 @@ SMALL = ["--algo=fedavg", "--model=mlp", "--devices=1", "--rounds=1"]
         (["--model=resnet999"], ["--model=resnet999", "mlp"]),
         (["--client_model=resnet999"], ["--client_model=resnet999", "mlp"]),
         (["--model=fedavg_cnn"], ["--model=fedavg_cnn", "[8, 8, 1]; take another"]),
-        (["--model=depth_convnet"], ["needs images whose side is a multiple of 16,"]),
+        (["--model=depth_convnet"], ["an exit at every stage", "take another model"]),
         (["--devices=99"], ["--devices=99", "4"]),
         (["--proxy_fraction=1"], ["--proxy_fraction=1"]),
         (["--seed=4294967295", "--num_seeds=2"], ["seed"]),

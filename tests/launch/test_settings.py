@@ -24,7 +24,7 @@ def source(num_rows=60, shape=(28, 28, 1), clients=0):
     return dataset.Dataset(
         np.zeros((num_rows, *shape), np.uint8),
         np.arange(num_rows) % 4,
-        num_rows,
+        num_rows * 5 // 6,
         4,
         owner,
     )
@@ -75,7 +75,7 @@ def resolved(data=None, **given):
         ),
         (
             {"algo": "feddyn", "dataset": "cifar100"},
-            ["iid", 100, 1000, "resnet18", "channel", "official", 0.0],
+            ["iid", 100, 1000, "resnet18_he", "channel", "official", 0.0],
         ),
         (
             {"algo": "depthfl", "dataset": "cifar100"},

@@ -265,13 +265,13 @@ def test_stages_that_are_not_held_leave_no_trace(tiny):
         ("depth_convnet", (28, 28, 1), "a multiple of 16, these are 28x28"),
         ("depth_convnet", (16, 24, 1), "a multiple of 16, these are 16x24"),
         ("depth_resnet18", (28, 28, 1), "a multiple of 8, these are 28x28"),
-        ("depth_resnet34", (64,), "a multiple of 8, these are 64"),
+        ("depth_resnet34", (64,), "of a shape H, W, C"),
         ("convnet", (7, 9, 1), "at least 8, these are 7x9"),
     ],
 )
 def test_sides_that_do_not_fit(name, shape, message):
     """Maps that do not come back from half their side, or from three pools."""
-    with pytest.raises(ValueError, match=f"needs images whose .*{message}"):
+    with pytest.raises(ValueError, match=f"needs images .*{message}"):
         shapes.variables(models.make(name, 10, TINY), shape)
 
 

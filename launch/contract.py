@@ -1,0 +1,146 @@
+"""Checks an algorithm of one's own against what every algorithm here keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+
+from launch import build, settings
+from launch.experiment import Experiment
+
+
+class BrokenError(ValueError):
+    """A rule that an algorithm breaks; one line."""
+
+
+def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
+    """Runs an algorithm a few times and compares what comes out.
+
+    Args:
+        algo: A name, or an algorithm of your own.
+        rounds: Of each run, at least 2.
+        **options: As `build.experiment` takes them; small data will do. Half of the
+            clients are drawn in each round unless they say otherwise.
+
+    Returns:
+        The rules that hold, a sentence each.
+
+    Raises:
+        BrokenError: one does not; says what to look for.
+    """
+    if rounds < 2:
+        raise ValueError(f"rounds={rounds}: expected at least 2")
+    entry, undeclared = settings.algorithm(algo), set()
+
+    def make(hparams: Any, task: Any) -> Any:
+        made = entry.make(hparams, task)
+        known = {kind.name for kind in made.messages}
+
+        def round(state: Any, cohort: Any, data: Any) -> Any:
+            out = made.round(state, cohort, data)
+            undeclared.update(out[2].keys() - known)
+            return out
+
+        return made._replace(round=round)
+
+    watched = SimpleNamespace(**{**_members(entry), "make": make})
+    watched.__name__ = settings.algorithm_name(algo)
+
+    def fresh(**more: Any) -> Experiment:
+        given = {"rounds": rounds, "eval_every": rounds} | options | more
+        if "clients_per_round" not in given:
+            known = build.experiment(**given | {"algo": watched}).config
+            given["clients_per_round"] = max(1, known.num_clients // 2)
+        return build.experiment(**given | {"algo": watched})
+
+    first = fresh(client_chunk=1)
+    first.run(progress=False)
+    rules: list[tuple[str, Callable[[], bool], str]] = [
+        (
+            "The same seed gives the same bits.",
+            lambda: _equal(first, _ran(fresh(client_chunk=1))),
+            "draw random numbers from client.stream(tag) or rng.stream alone",
+        ),
+        (
+            "A run that was stopped and resumed gives the same bits.",
+            lambda: _equal(first, _resumed(lambda: fresh(client_chunk=1), rounds)),
+            "keep everything that a later round needs in the state",
+        ),
+        (
+            "How many clients are computed together does not matter.",
+            lambda: _equal(first, _ran(fresh(client_chunk=3)), 1e-3),
+            "a client's function may look at its own row alone, and means take "
+            "cohort.row_mask into account",
+        ),
+        (
+            "Who is absent keeps its private row.",
+            lambda: _absent_stay(fresh(client_chunk=1)),
+            "read and write state.clients at cohort.row only",
+        ),
+        (
+            "Every message has a declared kind.",
+            lambda: not undeclared,
+            f"add a MessageKind for {', '.join(sorted(undeclared))}",
+        ),
+    ]
+    for rule, holds, cure in rules:
+        if not holds():
+            raise BrokenError(f"{watched.__name__} breaks: {rule} {cure}")
+    return [rule for rule, *_ in rules]
+
+
+def _members(entry: Any) -> dict[str, Any]:
+    """What the registry may ask of an algorithm."""
+    names = ("HParams", "preset", "public_images", "several_models", "exits")
+    return {name: getattr(entry, name) for name in names if hasattr(entry, name)}
+
+
+def _ran(experiment: Experiment) -> Experiment:
+    experiment.run(progress=False)
+    return experiment
+
+
+def _resumed(fresh: Callable[[], Experiment], rounds: int) -> Experiment:
+    """A run that two experiments share, as a checkpoint would hand it over."""
+    before, after = fresh(), fresh()
+    before.run(rounds // 2, progress=False)
+    arrays, host = before.saved()
+    arrays = jax.tree.map(
+        lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else np.array(leaf),
+        arrays,
+    )
+    after.load(before.round, arrays, host, before.metrics)
+    return _ran(after)
+
+
+def _equal(one: Experiment, other: Experiment, tolerance: float = 0.0) -> bool:
+    """Whether two states are the same, or as near as that."""
+    pairs = [jax.tree.leaves((e.state.server, e.state.clients)) for e in (one, other)]
+    return all(
+        np.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+        for a, b in zip(*pairs, strict=True)
+    )
+
+
+def _absent_stay(experiment: Experiment) -> bool:
+    """Whether a round leaves the private rows of who is not in it, bit for bit."""
+    experiment.start()
+    before = jax.tree.map(np.array, experiment.state.clients)
+    drawn = experiment.planner.drawn(0, 0)
+    present = np.asarray(drawn.client_id)[np.asarray(drawn.row_mask)]
+    experiment.run(1, progress=False)
+    absent = np.ones(experiment.config.num_clients, bool)
+    absent[present] = False
+    # Several architectures have a table each; their slots are not ids.
+    if len(experiment.task.client_models) > 1:
+        return True
+    pairs = jax.tree.map(
+        lambda a, b: np.array_equal(a[:, absent], np.asarray(b)[:, absent]),
+        before,
+        experiment.state.clients,
+    )
+    return jax.tree.all(pairs)
