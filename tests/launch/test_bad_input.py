@@ -198,7 +198,10 @@ def toys(monkeypatch, tmp_path):
             ["--exclusive", "--max_level=2", "--clients_per_round=5"],
             ["--clients_per_round=5", "4 of 6 clients", "lower it"],
         ),
-        (["--exclusive", "--level_mix=1:1:0"], ["--level_mix=1:1:0", "level 3", "--max_lev"]),
+        (
+            ["--exclusive", "--level_mix=1:1:0"],
+            ["--level_mix=1:1:0", "level 3", "--max_lev"],
+        ),
         (["--exclusive", "--levels=dynamic"], ["--exclusive", "--levels=fixed"]),
         (
             ["--algo=fedavg"],
