@@ -51,7 +51,7 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
     watched.__name__ = settings.algorithm_name(algo)
 
     def fresh(**more: Any) -> Experiment:
-        given = {"rounds": rounds, "eval_every": rounds} | options | more
+        given = {"rounds": rounds, "eval_every": rounds, "devices": 1} | options | more
         if "clients_per_round" not in given:
             known = build.experiment(**given | {"algo": watched}).config
             given["clients_per_round"] = max(1, known.num_clients // 2)
@@ -71,8 +71,11 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
             "keep everything that a later round needs in the state",
         ),
         (
-            "How many clients are computed together does not matter.",
-            lambda: _equal(first, _ran(fresh(client_chunk=3)), 1e-3),
+            "How many clients are computed together, and where, does not matter.",
+            lambda: all(
+                _equal(first, _ran(fresh(**how)), 1e-3)
+                for how in ({"client_chunk": 3}, {"client_chunk": 1, "devices": 0})
+            ),
             "a client's function may look at its own row alone, and means take "
             "cohort.row_mask into account",
         ),

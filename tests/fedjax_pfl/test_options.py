@@ -83,3 +83,17 @@ def test_options_without_effect_are_refused():
         return rate
 
     assert jax.jit(traced)(0.25) == 0.25
+
+
+def test_a_choice_that_ends_in_a_path():
+    """`file:PATH` stands for any file."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Own:
+        kind: str = options.option("iid", "help", choices=("iid", "file:PATH"))
+
+    for kind in ("iid", "file:a", "file:PATH"):
+        options.validate(Own(kind))
+    for kind in ("file", "a", ""):
+        with pytest.raises(ValueError, match="expected one of iid, file:PATH"):
+            options.validate(Own(kind))

@@ -492,3 +492,30 @@ def test_rotated_classes_reach_the_run(blobs):
     assert len(np.unique(turned.data.label)) == turned.task.num_classes
     with pytest.raises(ValueError, match="--rotate_classes=2: --partition=cdkt "):
         build.experiment(**given | {"partition": "cdkt"}, rotate_classes=2)
+
+
+def test_every_option_has_a_group():
+    """--help shows each of them once."""
+    common = {field.name for field in dataclasses.fields(config.Config)}
+    grouped = [name for names in config.GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(common)
+    for algo in algorithms.ALGORITHMS:
+        shown = [name for names in settings.groups_of(algo).values() for name in names]
+        assert sorted(shown) == sorted(settings.fields_of(algo))
+
+
+def test_what_is_probably_not_meant():
+    """A ramp that ends behind the last round."""
+    made, hparams = resolved(algo="depthfl", dataset="fashion_mnist", rounds=60)
+    (line,) = settings.notes(made, hparams)
+    assert line.startswith("note: --ramp_rounds=300 is more than --rounds=60: ")
+    assert settings.notes(*resolved(algo="depthfl", rounds=60)) == []
+
+
+def test_defaults_that_differ_by_data_set():
+    """Help tells the default that holds where no rule does, or that of a data set."""
+    found = settings.default_text("depthfl", "ramp_rounds")
+    assert found == "300 (differs with --dataset)"
+    found = settings.default_text("depthfl", "ramp_rounds", "mnist_5k")
+    assert found == "5 (--preset=depthfl)"
+    assert settings.default_text("fedavg", "client_model") == "that of --model"

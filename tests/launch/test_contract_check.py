@@ -1,0 +1,105 @@
+"""`contract.check` lets what keeps the contract pass, and names what does not."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from algorithms import fedper
+from launch import contract
+from tests import synthetic
+
+OPTIONS = {"model": "mlp", "num_clients": 6, "partition": "iid", "local_epochs": 1}
+
+
+@pytest.fixture(scope="module")
+def options():
+    source = synthetic.blobs(120, (2, 2, 1), 3)
+    return OPTIONS | {"dataset": (source.image, source.label), "batch_size": 8}
+
+
+def changed(**by_name):
+    """FedPer with a function of its result in the place of `round`."""
+
+    def make(hparams, task):
+        made = fedper.make(hparams, task)
+
+        def round(state, cohort, data):
+            return by_name["round"](made.round(state, cohort, data), cohort)
+
+        return made._replace(round=round)
+
+    return SimpleNamespace(HParams=fedper.HParams, make=make, __name__="mine")
+
+
+def test_what_keeps_it(options):
+    """Every rule, a sentence each."""
+    rules = contract.check("fedper", **options)
+    assert len(rules) == 5 and all(rule.endswith(".") for rule in rules)
+
+
+def absent_move(out, cohort):
+    """Everybody's private rows shrink, whoever was drawn."""
+    state, metrics, sent = out
+    rows = jax.tree.map(
+        lambda leaf: leaf * 0.9 if leaf.dtype == jnp.float32 else leaf, state.clients
+    )
+    return state.replace(clients=rows), metrics, sent
+
+
+def place_counts(out, cohort):
+    """The rows' number, with padding, gets into the result."""
+    state, metrics, sent = out
+    factor = 1 - 0.1 * len(cohort.row)
+    server = jax.tree.map(lambda leaf: leaf * factor, state.server)
+    return state.replace(server=server), metrics, sent
+
+
+def undeclared(out, cohort):
+    """A message that nobody knows."""
+    state, metrics, sent = out
+    return state, metrics, sent | {"gossip": 1}
+
+
+@pytest.mark.parametrize(
+    "round, part",
+    [
+        (absent_move, "mine breaks: Who is absent keeps its private row"),
+        (place_counts, "mine breaks: How many clients are computed together"),
+        (undeclared, "declared kind. add a MessageKind for gossip"),
+    ],
+)
+def test_what_breaks_it(options, round, part):
+    """One line that says which rule, and what to look for."""
+    options = options | {"clients_per_round": 4}
+    with pytest.raises(contract.BrokenError, match=part) as error:
+        contract.check(changed(round=round), **options)
+    assert "\n" not in str(error.value)
+
+
+def test_what_only_one_process_knows(options):
+    """A counter beside the state: another run, or a resumed one, is not the same."""
+    seen = []
+
+    def make(hparams, task):
+        made = fedper.make(hparams, task)
+
+        def init(data, key):
+            seen.append(1)
+            state = made.init(data, key)
+            shift = 0.01 * len(seen)
+            server = jax.tree.map(lambda leaf: leaf + shift, state.server)
+            return state.replace(server=server)
+
+        return made._replace(init=init)
+
+    mine = SimpleNamespace(HParams=fedper.HParams, make=make, __name__="mine")
+    with pytest.raises(contract.BrokenError, match="The same seed gives the same bits"):
+        contract.check(mine, **options)
+
+
+def test_too_few_rounds(options):
+    """A stop needs a round on each side."""
+    with pytest.raises(ValueError, match="rounds=1: expected at least 2"):
+        contract.check("fedper", rounds=1, **options)
