@@ -137,7 +137,7 @@ def test_the_command(folders, tmp_path, capsys):
     assert "against fedper" in path.read_text()
     for more, code, part in (
         (["--control=nix"], 2, "--control=nix: expected one of fedavg"),
-        ([str(tmp_path)], 2, "holds no finished run"),
+        ([str(tmp_path)], 2, "holds no run that has measured"),
         ([f"--output={tmp_path}"], 1, f"--output={tmp_path}"),
     ):
         with pytest.raises(SystemExit) as stop:
