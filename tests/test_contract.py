@@ -20,7 +20,7 @@ import pytest
 import algorithms
 import models
 from data import loaders
-from fedjax_pfl import checkpoint, program, shapes
+from fedjax_pfl import checkpoint, levels, program, shapes
 from launch import build, flags, settings
 from tests.toys import frozen, gossip, ledger, model, sparse, spliced, widths
 
@@ -100,6 +100,11 @@ COVERED = {
     "sheterofl": "heterofl",
 }
 NAMES = [name for name in algorithms.ALGORITHMS if name not in COVERED] + [*TOYS]
+LEVELLED = [
+    name
+    for name in algorithms.ALGORITHMS
+    if name in NAMES and issubclass(algorithms.ALGORITHMS[name].HParams, levels.Levels)
+]
 COMMON = {
     "model": "mlp",
     "preset": "none",
@@ -210,6 +215,14 @@ def test_chunks_and_devices_do_not_matter(name, reference, unequal):
     for key, value in other.metrics[0].items():
         if key != "seconds":
             assert value == pytest.approx(mine[key], abs=1e-6), key
+
+
+@pytest.mark.parametrize("name", LEVELLED)
+def test_masked_is_bucketed(name, reference, unequal):
+    """Clients that compute the whole model, masked: the oracle of those that do not."""
+    other = build_experiment(name, unequal, bucketed=False)
+    other.run()
+    chex.assert_trees_all_close(arrays_of(other), reference.last, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
