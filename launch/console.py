@@ -27,6 +27,7 @@ TITLES = {
     "client_accuracy_std": "Std over clients",
     "ensemble_accuracy": "Ensemble",
 }
+QUIET_SECONDS = 3.0  # of compiling, before a line says so
 HEADLINES = ("global_accuracy", "c_spec", "c_gen", "c_per")
 
 
@@ -81,8 +82,8 @@ class Progress(Silent):
     def __init__(self, experiment: Experiment):
         self._experiment, self._begin = experiment, time.perf_counter()
         self._start, self._trained = experiment.round, experiment.totals.seconds
-        self._bar, self._last = None, ""
-        self._has_shown = False
+        self._bar = None
+        self._has_shown = self._has_told = False
         kind = _bar_kind()
         if kind is not None:
             self._bar = kind(
@@ -100,19 +101,20 @@ class Progress(Silent):
 
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[None]:
-        """Shows a running clock on a bar while something is compiled."""
-        if self._bar is None:
-            yield
-            return
+        """Says so while something is compiled: a running clock, or once a line."""
         done, begin = threading.Event(), time.perf_counter()
-        name = self._experiment.config.algo
+        words = (
+            f"compiling {self._experiment.config.algo} (first time; cached afterwards)"
+        )
 
         def tick() -> None:
             while not done.wait(0.5):
                 spent = time.perf_counter() - begin
-                self._bar.set_description_str(
-                    f"compiling {name} (first time; cached afterwards) {spent:.0f} s"
-                )
+                if self._bar is not None:
+                    self._bar.set_description_str(f"{words} {spent:.0f} s")
+                elif spent > QUIET_SECONDS and not self._has_told:
+                    self._has_told = True
+                    print(f"{words} ...", flush=True)
 
         clock = threading.Thread(target=tick, daemon=True)
         clock.start()
@@ -121,9 +123,10 @@ class Progress(Silent):
         finally:
             done.set()
             clock.join()
-            self._bar.set_description_str("")
-            # The bar's own estimate counts from here.
-            self._bar.unpause()
+            if self._bar is not None:
+                self._bar.set_description_str("")
+                # The bar's own estimate counts from here.
+                self._bar.unpause()
 
     def update(self, records: Sequence[dict[str, Any]]) -> None:
         """After a call: what was measured, if anything was."""

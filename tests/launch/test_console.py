@@ -1,5 +1,8 @@
 """The final table: shares in percent, numbers as they are."""
 
+import time
+from types import SimpleNamespace
+
 import pytest
 
 from launch import console
@@ -49,3 +52,99 @@ def test_names_for_people():
     names = ("global_accuracy", "exit12_accuracy", "exit_accuracy", "mean_layer")
     found = [console.title(name) for name in names]
     assert found == ["Global", "Exit 12", "exit accuracy", "mean layer"]
+
+
+def test_the_last_round_stands_beside_the_rule():
+    """Where the summary is another number."""
+    entry = {"mean": 0.75, "std": 0.0, "per_seed": [0.75]}
+    more = {"summary": "mean_last10", "last_round": {"client_accuracy": entry}}
+    lines = console.table(summary(1, numbers=["mean_layer"], **more)).splitlines()
+    assert lines[0].endswith("percent  (mean_last10)  last round")
+    assert lines[1].split() == ["Client", "(UA)", "50.00", "75.00"]
+    same = console.table(summary(1, last_round={"client_accuracy": entry}))
+    assert "last round" not in same
+
+
+class Run:
+    """What `Progress` looks at of an experiment."""
+
+    def __init__(self, rounds):
+        self.round, self.config = 0, SimpleNamespace(rounds=rounds, algo="mine")
+        self.totals = SimpleNamespace(seconds=0.0)
+        self.simulation = SimpleNamespace(metrics={}, while_compiling=None)
+
+    def advance(self, rounds, seconds, loss):
+        self.round += rounds
+        self.totals.seconds += seconds
+        self.simulation.metrics = {"train_loss": ([2 * loss], [2.0])}
+
+
+def test_lines_of_progress(capsys):
+    """The first round's loss at once, then what was measured."""
+    run = Run(10)
+    with console.Progress(run) as progress:
+        progress.update([{"round": 0, "seed": 0, "global_accuracy": 0.1}])
+        run.advance(1, 2.0, 1.25)
+        progress.update([])
+        run.advance(1, 2.0, 1.0)
+        progress.update([])
+        run.advance(8, 16.0, 0.5)
+        progress.update(
+            [{"round": 10, "seed": 0, "global_accuracy": 0.9, "train_loss": 0.5}]
+        )
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  (")[0] for line in lines] == [
+        "round 0/10  Global 10.0",
+        "round 1/10  loss 1.250",
+        "round 10/10  Global 90.0  loss 0.500",
+    ]
+    assert lines[1].endswith(", 18 s left)") and "left" not in lines[2]
+
+
+@pytest.mark.parametrize("seconds, is_told", [(0.0, True), (60.0, False)])
+def test_compiling_is_told_once(capsys, monkeypatch, seconds, is_told):
+    """If it takes long enough for somebody to wonder."""
+    monkeypatch.setattr(console, "QUIET_SECONDS", seconds)
+    run = Run(3)
+    with console.Progress(run):
+        for _ in range(2):
+            with run.simulation.while_compiling():
+                time.sleep(0.7)
+    told = "compiling mine (first time; cached afterwards) ...\n"
+    assert capsys.readouterr().out == told * is_told
+    with run.simulation.while_compiling():
+        pass
+
+
+def test_a_bar_has_a_clock(monkeypatch):
+    """While something is compiled; afterwards its own estimate begins anew."""
+    calls = []
+
+    class Bar:
+        n = 0
+
+        def __init__(self, **given):
+            calls.append(("made", given["total"], given["initial"]))
+
+        def __getattr__(self, name):
+            return lambda *given: calls.append((name, *given))
+
+    monkeypatch.setattr(console, "_bar_kind", lambda: Bar)
+    run = Run(3)
+    with console.Progress(run) as progress:
+        with run.simulation.while_compiling():
+            time.sleep(0.7)
+        run.advance(1, 1.0, 0.5)
+        progress.update([])
+    names = [call[0] for call in calls]
+    assert names == [
+        "made",
+        "set_description_str",
+        "set_description_str",
+        "unpause",
+        "update",
+        "set_postfix",
+        "close",
+    ]
+    assert calls[1][1].startswith("compiling mine (first time") and calls[2][1] == ""
+    assert calls[4][1:] == (1,) and calls[5][1] == {"loss": "0.500"}
