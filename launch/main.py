@@ -66,7 +66,7 @@ def _execute(experiment: Experiment, folder: workdir_lib.Workdir) -> dict[str, A
     if not finished:
         print(
             f"stopped after round {experiment.round}; go on with: "
-            "python -m launch.main "
+            f"{_command_name()} "
             f"--flagfile={folder.path / 'run.flags'} --workdir={folder.path} --resume",
             file=sys.stderr,
         )
@@ -78,6 +78,12 @@ def _execute(experiment: Experiment, folder: workdir_lib.Workdir) -> dict[str, A
         # It came in the last chunk: the run is whole, but a loop over runs must end.
         raise SystemExit(128 + stop.signal)
     return summary
+
+
+def _command_name() -> str:
+    """How this command was called."""
+    is_script = sys.argv[:1] == ["fedjax-pfl run"]
+    return "fedjax-pfl run" if is_script else "python -m launch.main"
 
 
 def quiet() -> None:
