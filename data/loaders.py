@@ -273,7 +273,13 @@ def from_arrays(
     Raises:
         ValueError: one line: what came, what was expected.
     """
-    x, y = np.asarray(x), np.asarray(y)
+    try:
+        x, y = np.asarray(x), np.asarray(y)
+    except ValueError as error:
+        raise ValueError(
+            f"{where}: x and y must be one array each, got ragged ones; join train and "
+            "test rows, --test_split divides them"
+        ) from error
     if x.ndim not in (2, 4) or not (
         x.dtype == np.uint8 or np.issubdtype(x.dtype, np.floating)
     ):

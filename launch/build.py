@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -85,6 +86,13 @@ def _fitting_own(
         example = jax.ShapeDtypeStruct((2, *shape), np.float32)
         logits, _ = jax.eval_shape(model.forward, *variables, example)
         found = tuple(logits.shape), logits.dtype
+        train = functools.partial(model.forward, train=True)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        _, moved = jax.eval_shape(
+            lambda p, s, x, key: train(p, s, x, key=key), *variables, example, key
+        )
+        if jax.tree.structure(moved) != jax.tree.structure(variables.stats):
+            raise ValueError("its collections grow in train mode; sow nothing")
     except Exception as error:  # whatever a module of a user's raises
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
@@ -140,6 +148,12 @@ def experiment(**given: Any) -> Experiment:
     Raises:
         ValueError: one line: what came, what was expected, which option to change.
     """
+    given = {name: value for name, value in given.items() if value is not None}
+    written = {
+        name: given[name]
+        for name in ("model", "client_model", "algo")
+        if not isinstance(given.get(name, ""), str)
+    }
     given, source, own_models = _named(given)
     config, hparams = settings.configure(given)
     if source is None:
@@ -165,6 +179,7 @@ def experiment(**given: Any) -> Experiment:
         public=public,
         algo=given.get("algo"),
         own_models=own_models,
+        own_sha256=_own_sha256(written),
     )
 
 
@@ -229,16 +244,43 @@ def load(path: Any, **given: Any) -> Experiment:
         raise ValueError(
             f"{path}: --algo={algo} was an algorithm of your own; give it: algo=..."
         )
-    kinds = settings.option_types(algo)
-    options = {
-        name: text == "true" if kinds[name] is bool else kinds[name](text)
-        for name, text in told.items()
-        if name in kinds
-    }
-    own = {"algo": algo, "workdir": str(path), "resume": True}
-    made = experiment(**options | given | own)
+    options = {}
+    for name, kind in settings.option_types(algo).items():
+        try:
+            if name in told:
+                text = told[name]
+                options[name] = text == "true" if kind is bool else kind(text)
+        except ValueError as error:
+            raise ValueError(
+                f"{told_by}: --{name}={text} is no {kind.__name__}; the file is damaged"
+            ) from error
+    for name in ("model", "client_model"):
+        if options.get(name, "").startswith("own_") and name not in given:
+            if name == "model" or options[name] != options["model"]:
+                raise ValueError(
+                    f"{path}: --{name}={options[name]} was a module of your own; give "
+                    f"it: {name}=..."
+                )
+            del options[name]
+    given = given | {"algo": algo, "workdir": str(path), "resume": True}
+    if "model" in given and options.get("client_model") == options.get("model"):
+        options.pop("client_model", None)
+    made = experiment(**options | given)
     workdir.Workdir(made).reopen()
     return made
+
+
+def _own_sha256(written: Mapping[str, Any]) -> str:
+    """Of the source of modules and of an algorithm; "" if there are none."""
+    if not written:
+        return ""
+    texts = {
+        name: own.source(getattr(thing, "make", thing))
+        if name == "algo"
+        else own.fingerprint(thing)
+        for name, thing in written.items()
+    }
+    return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
 def _named(
@@ -259,6 +301,8 @@ def _named(
         modules = given.get(flag)
         if modules is not None and not isinstance(modules, str):
             made = own.chain(modules)
+            if own_models.get(made.name, made) is not made:
+                made = made._replace(name=f"{made.name}_2")
             own_models[made.name] = made
             given[flag] = made.name
     return given, source, own_models
@@ -299,6 +343,7 @@ def assemble(
     public: np.ndarray | None = None,
     algo: Any = None,
     own_models: Mapping[str, types.Model] | None = None,
+    own_sha256: str = "",
 ) -> Experiment:
     """Puts data, models and algorithm of a resolved configuration together.
 
@@ -312,6 +357,7 @@ def assemble(
         public: Images that all clients share without labels, or None.
         algo: An algorithm that is not in the registry; None or a name = `config.algo`.
         own_models: Models that are not in the registry, by name.
+        own_sha256: Of what a user wrote: an edited model is another run.
     """
     devices.prefer_wide_vectors()
     devices.keep_compiled(config.compile_cache)
@@ -410,6 +456,7 @@ def assemble(
         digest.update(planner.graph.table.data)
     made = Experiment(
         data_sha256=digest.hexdigest(),
+        own_sha256=own_sha256,
         config=config,
         hparams=hparams,
         task=task,
@@ -470,7 +517,13 @@ def _data(
                 f"{config.num_seeds} has as many partitions, a file holds one; give "
                 "--num_seeds=1 or a --partition_seed"
             )
-        partitions.export(splits[0], config.export_partition)
+        try:
+            partitions.export(splits[0], config.export_partition)
+        except OSError as error:
+            raise OSError(
+                f"--export_partition={config.export_partition} cannot be written: "
+                f"{error.strerror or error}"
+            ) from error
     mean, scale = dataset.normalization(source.image, config.normalization)
     image, label = source.image, source.label
     if public is not None:

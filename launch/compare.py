@@ -105,6 +105,8 @@ def build(
         ValueError: no algorithm, one twice, an option that none of them has, or other
             clients for one than for another.
     """
+    if isinstance(algos, str):
+        raise ValueError(f"compare: expected a list of algorithms, got {algos!r}")
     names = [settings.algorithm_name(algo) for algo in algos]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"compare: expected different algorithms, got {names}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import numbers
 import pathlib
 import platform
 from collections.abc import Callable, Sequence
@@ -44,11 +45,12 @@ class Experiment:
         seeds: list[int],
         window: tuple[int, ...],
         data_sha256: str,
+        own_sha256: str = "",
     ):
         self.config, self.hparams, self.task = config, hparams, task
         self.program, self.data, self.planner = program, data, planner
         self.seeds, self.window = seeds, window
-        self.data_sha256 = data_sha256
+        self.data_sha256, self.own_sha256 = data_sha256, own_sha256
         self.metrics: list[dict[str, Any]] = []
         self._folder: workdir.Workdir | None = None
         # Shape fixed by the rule, not by `rounds`, so that a longer run can resume.
@@ -156,7 +158,7 @@ class Experiment:
         """
         rounds = self.config.rounds
         until = rounds if until is None else until
-        if not isinstance(until, int) or not 0 <= until <= rounds:
+        if not isinstance(until, numbers.Integral) or not 0 <= until <= rounds:
             raise ValueError(f"until={until!r}: expected 0..{rounds} rounds")
         for name in ("tensorboard", "csv"):
             if getattr(self.config, name) and not self.config.workdir:
@@ -166,12 +168,13 @@ class Experiment:
             folder = None
             if self.config.workdir:
                 folder = self._folder = self._folder or workdir.Workdir(self)
-                entered.enter_context(folder).go_on()
+                if entered.enter_context(folder).go_on() and progress:
+                    print(f"{folder.path} holds this run, finished", flush=True)
             stop = entered.enter_context(stop_lib.Stop(twice_interrupts=False))
             entered.enter_context(shown)
             running.run(self, stop, shown, folder, until, on_record)
             if folder is not None and self.round == rounds:
-                folder.finish(self.summary())
+                folder.finish_once(self.summary)
         if stop:
             raise KeyboardInterrupt(f"stopped after round {self.round}; run() goes on")
         return self.summary()
@@ -193,12 +196,13 @@ class Experiment:
         if not isinstance(rounds, int) or rounds < max(before, 1):
             raise ValueError(f"rounds={rounds!r}: expected {before} or more")
         window = summaries.window(self.config.summary, rounds)
-        passed = {r for r in window if r <= self.round} - set(self.window)
-        if passed:
+        if self._passed(window):
+            enough = rounds
+            while self._passed(summaries.window(self.config.summary, enough)):
+                enough += 1
             raise ValueError(
-                f"rounds={rounds} takes its summary from round {min(passed)} on, which "
-                f"is done and kept no accuracies of its clients; give {before} or "
-                f"{self.round + 10} and more"
+                f"rounds={rounds} takes its summary from round {min(window)} on, and "
+                f"what is done kept no accuracies of its clients; give {enough} or more"
             )
         old, self.window = (self.window, self.client_accuracies), window
         self.config = dataclasses.replace(self.config, rounds=rounds)
@@ -206,6 +210,10 @@ class Experiment:
         self._keep_accuracies(*old)
         self.simulation.extend(rounds)
         return self
+
+    def _passed(self, window: Sequence[int]) -> set[int]:
+        """Rounds of a window that are done and not in the present one."""
+        return {r for r in window if r <= self.round} - set(self.window)
 
     def _by_architecture(self, accuracies: np.ndarray | None) -> dict[str, float]:
         """`client_accuracy_<model>` where the clients have several models."""
@@ -363,6 +371,7 @@ class Experiment:
 
         Before the last round the metrics are those of the last evaluation.
         """
+        self.start()
         window, rule = self.window, self.config.summary
         if self.round < self.config.rounds and self.metrics:
             window, rule = (self.metrics[-1]["round"],), "last"

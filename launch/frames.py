@@ -68,7 +68,7 @@ def summaries(experiments: dict[str, Experiment]) -> pandas.DataFrame:
 
     lines: dict[str, dict[str, float]] = {}
     for name, experiment in experiments.items():
-        lines[name] = line = {}
+        lines[name] = line = {"rounds": experiment.round}
         metrics = experiment.summary()["metrics"] if experiment.metrics else {}
         for metric, entry in metrics.items():
             line[metric] = entry["mean"]

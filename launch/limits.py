@@ -7,6 +7,7 @@ have run, what it lets through may still be too much.
 from __future__ import annotations
 
 import math
+import os
 import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -46,6 +47,8 @@ def checked(name: str, value: Any, kind: type) -> Any:
         return None
     if isinstance(value, np.generic):
         value = value.item()
+    if kind is str and isinstance(value, os.PathLike):
+        value = os.fspath(value)
     is_int = isinstance(value, int) and not isinstance(value, bool)
     fits = isinstance(value, kind) and (kind is not int or is_int)
     if not fits and not (kind is float and is_int):

@@ -40,20 +40,22 @@ def write(
         normal: `mean` and `scale`.
 
     Raises:
-        ValueError: a path with another suffix.
+        ValueError: a path with another suffix, or a folder.
         OSError: it cannot be written.
     """
     path = pathlib.Path(path)
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path}: a model's file ends in {' or '.join(SUFFIXES)}")
-    tree = {"stages": _stages(model, variables), "input": dict(normal)}
-    tree = jax.tree.map(np.asarray, tree)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give the name of a file")
+    tree = _arrays({"stages": _stages(model, variables), "input": dict(normal)})
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.stem}.partial{path.suffix}")
     if path.suffix == ".npz":
         np.savez(temporary, **traverse_util.flatten_dict(tree, sep="/"))
     else:
-        temporary.write_bytes(serialization.msgpack_serialize(tree))
+        # In place: its copy would sort the stages by name.
+        temporary.write_bytes(serialization.msgpack_serialize(tree, in_place=True))
     return temporary.rename(path)
 
 
@@ -102,9 +104,13 @@ def starting(path: str, model: types.Model, shape: tuple[int, ...]) -> types.Mod
         raise ValueError(
             f"--init_from={path} is of another model than --model={model.name}: {odd}"
         )
-    parts = [_parts(stages[name]) for name in model.stage_names]
+    # An npz file has no empty dictionaries: a stage without parameters is not in it.
+    parts = [_parts(stages.get(name, {})) for name in model.stage_names]
     saved = types.Variables(
-        tuple({part: own["params"] for part, own in stage.items()} for stage in parts),
+        tuple(
+            {part: own.get("params", {}) for part, own in stage.items()}
+            for stage in parts
+        ),
         tuple(
             {part: own["stats"] for part, own in stage.items() if "stats" in own}
             for stage in parts
@@ -143,6 +149,13 @@ def _stages(model: types.Model, variables: types.Variables) -> dict[str, Any]:
         }
         out[name] = parts if "exit" in parts else parts["trunk"]
     return out
+
+
+def _arrays(tree: Any) -> Any:
+    """The same nested dictionary, in its order, with numpy arrays."""
+    if isinstance(tree, Mapping):
+        return {name: _arrays(value) for name, value in tree.items()}
+    return np.asarray(tree)
 
 
 def _parts(stage: Mapping[str, Any]) -> Mapping[str, Any]:

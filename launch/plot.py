@@ -161,7 +161,9 @@ def curves(runs: Sequence[Run], names: Sequence[str], metrics: Sequence[str]) ->
     is_share = _is_share(metrics[0])
     scale, form = (100, ".1f") if is_share else (1, ".3g")
     for number, (run, metric, label) in enumerate(series):
-        records = [row for row in run.records if metric in row]
+        records = [row for row in run.records if row.get(metric) is not None]
+        if not records:
+            continue
         rounds = sorted({row["round"] for row in records})
         values = [
             [scale * row[metric] for row in records if row["round"] == one]

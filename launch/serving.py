@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from data import dataset
-from fedjax_pfl import evaluate, types
+from fedjax_pfl import evaluate, shapes, types
 from launch import model_files
 
 if TYPE_CHECKING:
@@ -71,9 +72,21 @@ class Serving(NamedTuple):
         """Writes the model to a file; see `model_files`.
 
         Raises:
-            ValueError: a path with another suffix.
+            ValueError: a path with another suffix, or no single model that starts as
+                its architecture does (Split-Mix, Majority).
             OSError: it cannot be written.
         """
+        like = shapes.variables(self.model, self.data.image.shape[1:])
+        mine, wanted = (
+            [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tuple(tree))]
+            for tree in (self.variables, like)
+        )
+        is_chain = all(isinstance(one, Mapping) for one in self.variables.params)
+        if mine != wanted or not is_chain:
+            raise ValueError(
+                f"what serves here is {self.model.name}, which is no single model; it "
+                "cannot be written"
+            )
         normal = {"mean": self.data.mean, "scale": self.data.scale}
         return model_files.write(path, self.model, self.variables, normal)
 
@@ -101,12 +114,16 @@ class Serving(NamedTuple):
                 f"images are of shape {list(images.shape)}, expected [N, "
                 f"{', '.join(map(str, shape))}], as the data set has them"
             )
-        is_int = np.issubdtype(images.dtype, np.integer)
-        if np.issubdtype(kind, np.integer) and not is_int:
-            raise ValueError(
-                f"images are {images.dtype}, the data set's are {kind} from 0 to 255; "
-                "give them as the data set has them"
-            )
+        if not len(images):
+            raise ValueError("images hold no example")
+        if np.issubdtype(kind, np.integer):
+            fits = np.issubdtype(images.dtype, np.integer)
+            if not fits or images.min() < 0 or images.max() > 255:
+                raise ValueError(
+                    f"images are {images.dtype} from {images.min():g} to "
+                    f"{images.max():g}, the data set's are {kind} from 0 to 255; give "
+                    "them as the data set has them"
+                )
         return images.astype(kind)
 
 
@@ -119,7 +136,7 @@ def find(
         ValueError: there is no such client, seed or model.
     """
     index, config = experiment.seed_index(seed), experiment.config
-    if client_id is not None and not 0 <= client_id < config.num_clients:
+    if client_id is not None and client_id not in range(config.num_clients):
         raise ValueError(f"client_id={client_id}: expected 0..{config.num_clients - 1}")
     experiment.start()
     state = jax.tree.map(lambda leaf: leaf[index], experiment.state)

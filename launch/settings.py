@@ -75,7 +75,10 @@ def algorithm_name(algo: Any) -> str:
     """The name under which a run of `algo` is known."""
     if isinstance(algo, str):
         return algo
-    return getattr(algo, "__name__", "custom").rpartition(".")[2].strip("_")
+    name = getattr(algo, "__name__", "custom").rpartition(".")[2].strip("_")
+    ours = algorithms.ALGORITHMS.get(name)
+    is_other = ours is not None and ours.make is not getattr(algo, "make", None)
+    return f"own_{name}" if is_other else name
 
 
 def default_preset(algo: Any) -> str:

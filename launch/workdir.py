@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fedjax_pfl import checkpoint
@@ -17,7 +17,7 @@ from launch import finished, flags, lock, settings, tracking
 if TYPE_CHECKING:
     from launch.experiment import Experiment
 
-UNTOLD = ("workdir", "resume")
+UNTOLD = ("workdir", "resume", "export_partition")
 RUN_FLAGS, METRICS = finished.RUN_FLAGS, finished.METRICS
 PARTIAL = ".partial"
 
@@ -68,7 +68,7 @@ class Workdir:
         self.checkpoints = self.path / "checkpoints"
         self.records: list[dict[str, Any]] = []
         self._lock = lock.Lock(self.path)
-        self._has_begun = False
+        self._has_begun = self._is_done = False
         self._events: tracking.TensorBoard | None = None
 
     @property
@@ -77,7 +77,10 @@ class Workdir:
         experiment = self.experiment
         lines = flags.lines(experiment.config, experiment.hparams, skip=UNTOLD)
         # A comment to absl, but part of the identity: other data are another run.
-        return [*lines, f"#--data_sha256={experiment.data_sha256}"]
+        noted = {"data_sha256": experiment.data_sha256}
+        # Modules and an algorithm of the user's own: edited ones are another run too.
+        noted |= {"own_sha256": experiment.own_sha256} if experiment.own_sha256 else {}
+        return [*lines, *(f"#--{name}={value}" for name, value in noted.items())]
 
     def __enter__(self) -> Workdir:
         return self
@@ -113,19 +116,22 @@ class Workdir:
         # Its former owner may have finished the run a moment ago.
         return self._finished() or self._take()
 
-    def go_on(self) -> None:
+    def go_on(self) -> bool:
         """`prepare`, the first time; later it takes the folder again as it was left.
 
-        An experiment whose run is finished in the folder is brought to its end.
+        Returns:
+            Whether the run is finished in the folder; the experiment is then brought
+            to its end.
 
         Raises:
             ValueError: as `prepare`, or the folder was changed in the meantime.
         """
         if not self._has_begun:
-            if self.prepare() is not None:
+            self._is_done = self.prepare() is not None
+            if self._is_done:
                 self.reopen()
             self._has_begun = True
-            return
+            return self._is_done
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()
         found = self.path / METRICS
@@ -134,10 +140,21 @@ class Workdir:
                 f"{found} was changed since this run left it; open the run anew: "
                 f"build.load({str(self.path)!r})"
             )
-        if self.experiment.round < self.experiment.config.rounds:
+        self._is_done &= self.experiment.round == self.experiment.config.rounds
+        if not self._is_done:
             for name in (finished.SUMMARY, finished.CLIENTS):
                 (self.path / name).unlink(missing_ok=True)
-        self._write(RUN_FLAGS, "\n".join(self._flags) + "\n")
+            self._write(RUN_FLAGS, "\n".join(self._flags) + "\n")
+        return self._is_done
+
+    def finish_once(self, summary: Callable[[], dict[str, Any]]) -> None:
+        """`finish`, unless the folder has it already; files that were asked for."""
+        if not self._is_done:
+            self.finish(summary())
+        elif self.experiment.config.tensorboard and self._events is None:
+            self._events = tracking.TensorBoard(self.path, self.records)
+        self._write_csv()
+        self._is_done = True
 
     def reopen(self) -> None:
         """Brings the experiment to where the folder stands; changes nothing there.
@@ -145,10 +162,12 @@ class Workdir:
         Raises:
             ValueError: the folder holds another run, or a damaged one.
         """
-        self._finished()
+        done = self._finished()
         restored = checkpoint.restore(
             self.checkpoints, self.experiment.saved_template()
         )
+        if restored is None and (done is not None or (self.path / METRICS).exists()):
+            raise ValueError(f"{self.path} has no checkpoint, the state is not there")
         if restored is not None:
             round, arrays, host = restored
             self._refuse_passed(round, host["rounds"], host["window"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -84,11 +86,39 @@ def chain(given: Any) -> types.Model:
     names = [name for name, _ in named]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"model: expected stages of different names, got {names}")
+    if any("/" in str(name) for name in names):
+        raise ValueError(f"model: expected stages without a slash, got {names}")
     stages_of = tuple((str(name), module) for name, module in named)
     try:
         return _made(stages_of)
     except TypeError:  # a module that holds a list has no hash
         return _made.__wrapped__(stages_of)
+
+
+def fingerprint(given: Any) -> str:
+    """What tells modules apart from edited ones: their fields and their source."""
+    if isinstance(given, Mapping):
+        return repr({name: fingerprint(value) for name, value in given.items()})
+    if isinstance(given, (list, tuple)):
+        return repr([fingerprint(value) for value in given])
+    if isinstance(given, nn.Module):
+        fields = {
+            field.name: getattr(given, field.name, None)
+            for field in dataclasses.fields(given)
+            if field.name not in ("parent", "name")
+        }
+        return f"{source(type(given))} {fingerprint(fields)}"
+    if callable(given):
+        return getattr(given, "__qualname__", getattr(given, "__name__", ""))
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(given))
+
+
+def source(thing: Any) -> str:
+    """The text of a class or function; its name where there is none."""
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError):
+        return getattr(thing, "__qualname__", type(thing).__name__)
 
 
 @functools.lru_cache(maxsize=64)

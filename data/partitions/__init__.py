@@ -211,6 +211,12 @@ def _check_sizes(sizes: np.ndarray, spec: PartitionSpec) -> None:
     worst = int(sizes.argmin())
     if sizes[worst] >= spec.min_examples:
         return
+    kind = spec.partition
+    if kind.startswith(file.PREFIX):
+        raise ValueError(
+            f"--partition={kind} gives client {worst} {sizes[worst]} train examples, "
+            f"{spec.min_examples} are needed (--min_examples); change the file"
+        )
     cause, cure = {
         "client_dirichlet": (f"--num_clients={spec.num_clients}", "lower it"),
         "pathological": (f"--num_clients={spec.num_clients}", "lower it"),

@@ -40,6 +40,8 @@ def write(path: pathlib.Path, rows: Rows) -> None:
     Raises:
         OSError: it cannot be written.
     """
+    if path.is_dir():
+        raise IsADirectoryError("it is a folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     every = np.concatenate([rows.train.row, rows.test.row, *rows[2:]])
     temporary = path.with_name(f"{path.stem}.partial.npz")

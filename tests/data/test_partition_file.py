@@ -74,7 +74,7 @@ GOOD = {
         ({"train_count": np.array([9, -1, 0, 0])}, "train_count adds up to 8"),
         ({"test_count": np.array([4])}, "train_count has 4 clients, test_count 1"),
         ({"train_row": np.arange(8.0)}, "train_row must be integers .* float64"),
-        ({"train_count": np.array([1, 3, 2, 2])}, "client 0 with 1 examples"),
+        ({"train_count": np.array([1, 3, 2, 2])}, "gives client 0 1 train examples"),
     ],
 )
 def test_files_that_are_no_partition(source, tmp_path, change, part):
@@ -87,6 +87,14 @@ def test_files_that_are_no_partition(source, tmp_path, change, part):
         partitions.split(source, spec(f"file:{path}"), seed=0)
     assert f"--partition=file:{path}" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_where_it_cannot_be_written(source, tmp_path):
+    """Nothing is left behind."""
+    split = partitions.split(source, spec("iid"), seed=0)
+    with pytest.raises(OSError, match="it is a folder"):
+        partitions.export(split, str(tmp_path))
+    assert list(tmp_path.parent.glob("*.partial*")) == []
 
 
 def test_rows_that_may_repeat(source, tmp_path):

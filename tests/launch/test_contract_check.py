@@ -39,6 +39,12 @@ def test_what_keeps_it(options):
     assert len(rules) == 5 and all(rule.endswith(".") for rule in rules)
 
 
+def test_what_could_not_be_tested_is_not_claimed(options):
+    """Where everybody is drawn nobody is absent."""
+    rules = contract.check("fedper", **options, clients_per_round=6)
+    assert len(rules) == 4 and not any("absent" in rule for rule in rules)
+
+
 def absent_move(out, cohort):
     """Everybody's private rows shrink, whoever was drawn."""
     state, metrics, sent = out

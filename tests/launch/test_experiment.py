@@ -2,8 +2,10 @@
 
 import dataclasses
 import os
+import shutil
 import signal
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -161,7 +163,9 @@ def test_the_servers_model(arrays):
     [
         (lambda x: x[:, :4], "of shape \\[5, 4, 8, 1\\], expected \\[N, 8, 8, 1\\]"),
         (lambda x: x[0], "expected \\[N, 8, 8, 1\\]"),
-        (lambda x: x / 255.0, "float64, the data set's are uint8"),
+        (lambda x: x[:0], "images hold no example"),
+        (lambda x: x.astype(int) + 256, "int64 from .*, the data set's are uint8"),
+        (lambda x: x / 255.0, "float64 from .*, the data set's are uint8"),
     ],
 )
 def test_images_of_another_kind(trained, arrays, change, part):
@@ -301,6 +305,17 @@ def test_interrupt_and_extend(arrays):
             experiment.extend(rounds)
 
 
+def test_the_number_that_an_extension_needs(arrays):
+    """What the line says is the least that works."""
+    experiment = made(arrays, rounds=12, eval_every=12, summary="median_last10")
+    experiment.run(progress=False)
+    with pytest.raises(ValueError, match="give 23 or more"):
+        experiment.extend(13)
+    with pytest.raises(ValueError, match="give 23 or more"):
+        experiment.extend(22)
+    assert experiment.extend(23).config.rounds == 23
+
+
 def test_extension_whose_summary_has_passed(arrays):
     """Refused: nobody kept the clients' accuracies of that round."""
     experiment = made(arrays, summary="mean_last10", rounds=12, eval_every=12)
@@ -309,6 +324,7 @@ def test_extension_whose_summary_has_passed(arrays):
     experiment.window = ()
     with pytest.raises(ValueError, match="takes its summary from round 1 on"):
         experiment.extend(2)
+    assert "metrics" in made(arrays).summary()
 
 
 def test_a_folder_keeps_it(arrays, tmp_path):
@@ -523,3 +539,177 @@ def test_exported_partitions(tmp_path):
     for change in ({"num_clients": 3}, {"test_split": "pool"}, {"proxy_fraction": 0.5}):
         with pytest.raises(ValueError, match="names the rows"):
             build.experiment(**options | {"partition": f"file:{path}"} | change)
+
+
+class Act(nn.Module):
+    """One layer and a function."""
+
+    act: Any = nn.relu
+
+    @nn.compact
+    def __call__(self, x):
+        return self.act(nn.Dense(4)(x.reshape(len(x), -1)))
+
+
+class Sown(nn.Module):
+    """Makes a collection in train mode alone."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = x.reshape(len(x), -1)
+        if train:
+            self.sow("losses", "size", x.sum())
+        return nn.Dense(4)(x)
+
+
+class Noisy(nn.Module):
+    """Asks for a stream of random numbers that nobody has."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        noise = jax.random.normal(self.make_rng("noise"), (4,)) if train else 0
+        return nn.Dense(4)(x.reshape(len(x), -1)) + noise
+
+
+@pytest.mark.parametrize(
+    "module, part", [(Sown(), "makes collections that init"), (Noisy(), "noise")]
+)
+def test_modules_that_do_not_train(arrays, module, part):
+    """Found before a run, in one line."""
+    with pytest.raises(ValueError, match=f"cannot take examples .*{part}") as error:
+        made(arrays, algo="fedavg", model=module)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", ["msgpack", "npz"])
+def test_stages_keep_their_order_in_a_file(arrays, tmp_path, suffix):
+    """Whatever their names are; also those without parameters."""
+    names = ("stem", "body", "top")
+    stages = [Act(), nn.relu, nn.Dense(4)]
+    stages[1] = nn.Dropout(0.0, deterministic=True)
+    chain = list(zip(names, stages, strict=True))
+    first = made(arrays, algo="fedavg", model=chain, seed=3)
+    path = first.save_model(tmp_path / f"model.{suffix}")
+    if suffix == "msgpack":
+        saved = serialization.msgpack_restore(path.read_bytes())
+        assert tuple(saved["stages"]) == names
+    second = made(arrays, algo="fedavg", model=chain, init_from=path)
+    assert jax.tree.all(jax.tree.map(np.array_equal, first.params(0), second.params(0)))
+
+
+def test_two_models_of_one_class(arrays):
+    """The server's is not lost."""
+    small, large = own_net(4), own_net(32)
+    options = SMALL | {"dataset": arrays, "rounds": 1, "proxy_fraction": 0.1}
+    made_of = build.experiment(algo="local", model=large, client_model=small, **options)
+    task = made_of.task
+    assert task.server_model.name != task.client_models[0].name
+    wide = jax.tree.leaves(made_of.serving().variables.params)[0]
+    narrow = jax.tree.leaves(made_of.params(0))[0]
+    assert wide.shape[-1] == 32 and narrow.shape[-1] == 4
+
+
+def own_net(width):
+    return [
+        nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(width)]),
+        nn.Dense(4),
+    ]
+
+
+def test_an_edited_module_is_another_run(arrays, tmp_path):
+    """Not the old results under a new model."""
+    options = {"algo": "fedavg", "workdir": tmp_path / "run", "rounds": 1}
+    made(arrays, model=Act(nn.relu), **options).run(progress=False)
+    edited = made(arrays, model=Act(nn.tanh), **options)
+    with pytest.raises(ValueError, match="holds a run with --own_sha256="):
+        edited.run(progress=False)
+    with pytest.raises(ValueError, match="holds a run with --own_sha256="):
+        build.load(tmp_path / "run", dataset=arrays, model=Act(nn.tanh))
+    with pytest.raises(ValueError, match="--model=own_Act was a module of your own"):
+        build.load(tmp_path / "run", dataset=arrays)
+    same = build.load(tmp_path / "run", dataset=arrays, model=Act(nn.relu))
+    assert same.round == 1
+
+
+def test_an_algorithm_with_a_name_of_ours(arrays, tmp_path):
+    """It is known as one's own, and asked for when the folder is opened."""
+
+    def make(hparams, task):
+        return fedavg.make(hparams, task)
+
+    mine = SimpleNamespace(HParams=fedavg.HParams, make=make, __name__="fedavg")
+    options = {"algo": mine, "model": "mlp", "workdir": tmp_path / "run", "rounds": 1}
+    made(arrays, **options).run(progress=False)
+    with pytest.raises(ValueError, match="--algo=own_fedavg was an algorithm of"):
+        build.load(tmp_path / "run", dataset=arrays)
+    assert build.load(tmp_path / "run", dataset=arrays, algo=mine).round == 1
+
+
+def test_a_finished_folder_stays_as_it_is(arrays, tmp_path, monkeypatch, capsys):
+    """Opened and run again: nothing is written; without a checkpoint it is refused."""
+    folder = tmp_path / "run"
+    made(arrays, workdir=folder).run(progress=False)
+    before = {
+        path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()
+    }
+    monkeypatch.setattr("platform.python_version", lambda: "9.9")
+    rows = tmp_path / "rows.npz"
+    again = build.load(folder, dataset=arrays, model=MODULES)
+    again.run()
+    again.run(progress=False)
+    assert "holds this run, finished" in capsys.readouterr().out
+    after = {
+        path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()
+    }
+    assert before == after and not rows.exists()
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(ValueError, match="has no checkpoint"):
+        build.load(folder, dataset=arrays, model=MODULES)
+    with pytest.raises(ValueError, match="has no checkpoint"):
+        made(arrays, workdir=folder).run(progress=False)
+
+
+def test_a_folder_does_not_export_again(arrays, tmp_path):
+    """The file of its rows may have been edited since."""
+    rows = tmp_path / "rows.npz"
+    made(arrays, workdir=tmp_path / "run", export_partition=rows).run(progress=False)
+    rows.unlink()
+    build.load(tmp_path / "run", dataset=arrays, model=MODULES)
+    assert not rows.exists()
+    with pytest.raises(OSError, match="--export_partition=.* cannot be written"):
+        made(arrays, export_partition=tmp_path)
+
+
+def test_files_wanted_later(arrays, tmp_path):
+    """TensorBoard's of a run that is finished already."""
+    made(arrays, workdir=tmp_path / "run").run(progress=False)
+    options = {"dataset": arrays, "model": MODULES, "tensorboard": True, "csv": True}
+    build.load(tmp_path / "run", **options).run(progress=False)
+    found = [path.name for path in (tmp_path / "run").rglob("*")]
+    assert "metrics.csv" in found and any(name.startswith("events") for name in found)
+
+
+@pytest.mark.parametrize("algo", ["splitmix", "majority"])
+def test_what_serves_may_be_no_single_model(blobs, tmp_path, algo):
+    """It predicts, but is not written."""
+    options = {"dataset": blobs, "model": "mlp", "num_clients": 4, "rounds": 1}
+    made_of = build.experiment(algo=algo, test_split="client_share", **options)
+    client = 0 if algo == "majority" else None
+    image = np.asarray(made_of.data.image[:3])
+    assert made_of.predict(client, image).shape == (3, 4)
+    with pytest.raises(ValueError, match="which is no single model"):
+        made_of.save_model(tmp_path / "model.npz", client)
+    assert not (tmp_path / "model.npz").exists()
+
+
+def test_ragged_arrays(arrays):
+    """As Keras returns them: train and test pairs."""
+    x, y = arrays
+    with pytest.raises(ValueError, match="x and y must be one array each"):
+        build.experiment(algo="fedavg", dataset=((x, y), (x[:9], y[:9])))
+
+
+def test_a_name_is_no_list():
+    """Of one algorithm."""
+    with pytest.raises(ValueError, match="expected a list of algorithms, got 'fedavg'"):
+        build.compare("fedavg")
