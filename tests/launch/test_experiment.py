@@ -552,13 +552,12 @@ class Act(nn.Module):
 
 
 class Sown(nn.Module):
-    """Makes a collection in train mode alone."""
+    """Adds to a collection at every call."""
 
     @nn.compact
-    def __call__(self, x, train):
+    def __call__(self, x):
         x = x.reshape(len(x), -1)
-        if train:
-            self.sow("losses", "size", x.sum())
+        self.sow("losses", "size", x.sum())
         return nn.Dense(4)(x)
 
 
@@ -572,7 +571,7 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "module, part", [(Sown(), "makes collections that init"), (Noisy(), "noise")]
+    "module, part", [(Sown(), "collections grow in train mode"), (Noisy(), "noise")]
 )
 def test_modules_that_do_not_train(arrays, module, part):
     """Found before a run, in one line."""
