@@ -93,8 +93,15 @@ def labels(runs: Sequence[Run]) -> list[str]:
         values = [f"{n}={run.flags.get(n, 'unset')}" for n in names]
         done = run.records[-1]["round"] if run.records else 0
         note = [] if run.clients else [f"(round {done} of {run.flags['rounds']})"]
-        out.append(" ".join([run.flags["algo"], *values, *note]))
+        # A dollar would begin a formula.
+        words = " ".join([run.flags["algo"], *values, *note])
+        out.append(words.replace("$", r"\$"))
     return out
+
+
+def has_clients(run: Run) -> bool:
+    """Whether the accuracy of any client by itself is known."""
+    return bool(np.isfinite(run.clients["accuracy"]).any())
 
 
 def picture(kind: str, runs: Sequence[Run], metric: str = "") -> Figure:
@@ -117,6 +124,11 @@ def picture(kind: str, runs: Sequence[Run], metric: str = "") -> Figure:
                 f"--kind={kind}: {run.path} is not finished; leave it away, or give "
                 "--kind=curves"
             )
+    if kind == "fairness" and not all(map(has_clients, runs)):
+        raise ValueError(
+            "--kind=fairness: a run measured no client by itself; leave it away, or "
+            "give --kind=curves,bubbles"
+        )
     if kind == "curves":
         return curves(runs, names, metrics_of(runs, metric))
     return (fairness if kind == "fairness" else bubbles)(runs, names)
@@ -292,7 +304,7 @@ def _data(runs: Sequence[Run]) -> str:
                 words.append(str(value))
             elif all("dirichlet" in run.flags["partition"] for run in runs):
                 words.append(f"alpha {value}")
-    return ", ".join(words)
+    return ", ".join(words).replace("$", r"\$")
 
 
 def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Any]]:
@@ -345,7 +357,9 @@ def _command(argv: Sequence[str]) -> None:
                 f"--format={values.format}: expected one of {', '.join(FORMATS)}"
             )
         runs = [read(pathlib.Path(folder)) for folder in folders]
-        all_kinds = KINDS if all(run.clients for run in runs) else KINDS[:1]
+        all_kinds = ["curves"]
+        if all(run.clients for run in runs):
+            all_kinds += ["fairness"] * all(map(has_clients, runs)) + ["bubbles"]
         kinds = values.kind.split(",") if values.kind else all_kinds
         figures = {kind: picture(kind, runs, values.metric) for kind in kinds}
     except (ValueError, absl_flags.Error) as error:

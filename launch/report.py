@@ -67,7 +67,7 @@ def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Ent
     for folder, summary in zip(folders, summaries, strict=True):
         if summary is None:
             raise ValueError(f"{folder} holds no finished run")
-    names = names or plot.labels(runs)
+    names = names or [name.replace(r"\$", "$") for name in plot.labels(runs)]
     return [
         Entry(name, COLORS[number % len(COLORS)], run, summary)
         for number, (name, run, summary) in enumerate(
@@ -228,7 +228,7 @@ def _against(entry: Entry, base: Entry, metric: str) -> Cell:
     if gap is None:
         return Cell("–")
     std = f" ± {gap.std(ddof=1):.1f}" if len(gap) > 1 else ""
-    kind = "up" if gap.mean() > 0 else "down"
+    kind = "up" if gap.mean() > 0 else "down" if gap.mean() < 0 else ""
     return Cell(f"{gap.mean():+.1f}{std}", kind=kind)
 
 

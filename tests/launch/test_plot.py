@@ -73,6 +73,26 @@ def test_runs_that_are_not_finished(runs, tmp_path, capsys):
     assert "half is not finished; leave it away" in capsys.readouterr().err
 
 
+def test_runs_without_clients(runs, tmp_path):
+    """No empty panel: the picture is left out, or refused where it was asked for."""
+    alone = tmp_path / "alone"
+    shutil.copytree(runs[1], alone)
+    found = plot.read(alone)
+    unknown = np.full_like(found.clients["accuracy"], np.nan)
+    bare = found._replace(clients=found.clients | {"accuracy": unknown})
+    assert plot.has_clients(found) and not plot.has_clients(bare)
+    with pytest.raises(ValueError, match="measured no client by itself"):
+        plot.picture("fairness", [found, bare])
+
+
+def test_a_dollar_is_no_formula(runs):
+    """In a path, for instance."""
+    found = plot.read(runs[1])
+    odd = found._replace(flags=found.flags | {"dataset": "npz:$x_{$"})
+    figure = plot.picture("curves", [odd, found], "client_accuracy")
+    figure.canvas.draw()
+
+
 def test_how_many_seeds_a_curve_has(runs, tmp_path):
     """Said where they differ."""
     found, names = read(runs[:2])
