@@ -99,6 +99,10 @@ def read(name: str, num_rows: int) -> Rows:
             f"{where} names row {twice[0]} twice; give each row once, or add "
             "may_repeat=1 to the file"
         )
+    if not len(arrays["test_row"]) + len(official):
+        raise ValueError(
+            f"{where} names no test row; add some as test_row or official_test_row"
+        )
     train, test = (
         parts.Parts(arrays[f"{kind}_row"], arrays[f"{kind}_count"])
         for kind in ("train", "test")
@@ -109,6 +113,8 @@ def read(name: str, num_rows: int) -> Rows:
 def _arrays(name: str) -> dict[str, np.ndarray]:
     """The arrays of a file as int64, checked as far as they can be alone."""
     where = f"--partition={name}"
+    if name == PREFIX:
+        raise ValueError(f"{where} names no file; write --partition={PREFIX}PATH")
     path = pathlib.Path(name.removeprefix(PREFIX)).expanduser()
     try:
         arrays = npz.read(path, REQUIRED, OPTIONAL)

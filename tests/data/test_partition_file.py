@@ -74,6 +74,7 @@ GOOD = {
         ({"train_count": np.array([9, -1, 0, 0])}, "train_count adds up to 8"),
         ({"test_count": np.array([4])}, "train_count has 4 clients, test_count 1"),
         ({"train_row": np.arange(8.0)}, "train_row must be integers .* float64"),
+        ({"test_row": np.arange(0), "test_count": np.zeros(4, int)}, "no test row"),
         ({"train_count": np.array([1, 3, 2, 2])}, "gives client 0 1 train examples"),
     ],
 )
@@ -103,6 +104,12 @@ def test_rows_that_may_repeat(source, tmp_path):
     np.savez(path, **GOOD | {"test_row": np.arange(4), "may_repeat": 1})
     split = partitions.split(source, spec(f"file:{path}"), seed=0)
     np.testing.assert_array_equal(split.test.row, np.arange(4))
+
+
+def test_no_name(source):
+    """A line of its own."""
+    with pytest.raises(ValueError, match="--partition=file: names no file"):
+        partitions.split(source, spec("file:"), seed=0)
 
 
 @pytest.mark.parametrize("name", ["nix.npz", ".", "text.npz"])
