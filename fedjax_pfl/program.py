@@ -7,6 +7,7 @@ structure are the same objects, so that a second experiment compiles nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -36,21 +37,22 @@ class Compiled:
         """What was compiled so far."""
         return list(self._by_shape.values())
 
-    def knows(self, *args: Any) -> bool:
-        """Whether it is compiled for such arguments."""
-        return self._key(args) in self._by_shape
+    def ahead(
+        self, *args: Any, while_compiling: Callable[[], Any] = contextlib.nullcontext
+    ) -> tuple[Callable, float]:
+        """(executable for such arguments, seconds that compiling it took now).
 
-    def _key(self, args: tuple) -> Any:
+        Args:
+            *args: Of the function.
+            while_compiling: Gives what is entered while it is compiled.
+        """
         leaves, structure = jax.tree.flatten(args)
-        return structure, tuple(jax.typeof(leaf) for leaf in leaves)
-
-    def ahead(self, *args: Any) -> tuple[Callable, float]:
-        """(executable for such arguments, seconds that compiling it took now)."""
-        key = self._key(args)
+        key = structure, tuple(jax.typeof(leaf) for leaf in leaves)
         if key in self._by_shape:
             return self._by_shape[key], 0.0
         begin = time.perf_counter()
-        executable = self.jitted.lower(*args).compile()
+        with while_compiling():
+            executable = self.jitted.lower(*args).compile()
         self._by_shape[key] = executable
         return executable, time.perf_counter() - begin
 

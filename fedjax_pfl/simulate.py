@@ -144,6 +144,7 @@ class Simulation:
     """A run that is advanced and evaluated: its state, round and counters.
 
     Attributes:
+        rounds: In all; a caller may raise it.
         totals: The counters so far.
         compile_seconds: Spent on compiling, and on the initial state.
         while_compiling: Gives what is entered while something is compiled, so that a
@@ -271,10 +272,6 @@ class Simulation:
             }
             lane.pending = None
 
-    def extend(self, rounds: int) -> None:
-        """Makes it a run of `rounds` rounds, at least as many as are done."""
-        self.rounds = rounds
-
     def advance_to(self, stop: int) -> None:
         """Runs until `stop` rounds are done; does nothing if they are already."""
         while self.round < stop:
@@ -374,10 +371,7 @@ class Simulation:
         self, function: program_lib.Compiled, args: tuple
     ) -> tuple[Callable, float]:
         """`function.ahead`, and the caller knows where it takes time."""
-        if function.knows(*args):
-            return function.ahead(*args)
-        with self.while_compiling():
-            return function.ahead(*args)
+        return function.ahead(*args, while_compiling=self.while_compiling)
 
     def _settle(self, lane: Lane) -> None:
         """Waits for a lane's last call and counts it, once."""

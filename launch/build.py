@@ -24,32 +24,19 @@ from launch.experiment import Experiment
 from models import own, stages
 
 
-def fitting_model(
-    flag: str,
-    name: str,
-    num_classes: int,
-    width: float,
-    shape: tuple[int, ...],
-    own: Mapping[str, types.Model] | None = None,
-) -> types.Model:
-    """A model that fits the examples.
+def check_fit(flag: str, model: types.Model, shape: tuple[int, ...]) -> None:
+    """Refuses a model of the registry that cannot take the examples.
 
     Args:
         flag: What names it, for the error.
-        name: A key of `models.MODELS`, or of `own`.
-        num_classes: Y.
-        width: `--model_width`.
+        model: Of any number of classes.
         shape: Of one example.
-        own: Models that are not in the registry.
 
     Raises:
         ValueError: it does not fit.
     """
-    if own and name in own:
-        return _fitting_own(flag, own[name], num_classes, width, shape)
-    made = models.make(name, num_classes, width)
     try:
-        shapes.variables(made, shape)
+        shapes.variables(model, shape)
     except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
         # Of others only jax and flax understand the words.
         cause, cure = "", "take another model, for instance mlp"
@@ -58,20 +45,19 @@ def fitting_model(
             if len(shape) == 3:
                 cure = "change --image_size, or take another model"
         raise ValueError(
-            f"--{flag}={name} does not fit examples of shape {list(shape)}{cause}; "
-            f"{cure}"
+            f"--{flag}={model.name} does not fit examples of shape {list(shape)}"
+            f"{cause}; {cure}"
         ) from error
-    return made
 
 
-def _fitting_own(
+def _check_own(
     flag: str,
     model: types.Model,
     num_classes: int,
     width: float,
     shape: tuple[int, ...],
-) -> types.Model:
-    """A model of a user's own modules, if it gives logits of all classes.
+) -> None:
+    """Refuses a model of a user's own modules that gives no logits of all classes.
 
     Raises:
         ValueError: one line: it does not take the examples, or gives something else.
@@ -88,9 +74,7 @@ def _fitting_own(
         found = tuple(logits.shape), logits.dtype
         train = functools.partial(model.forward, train=True)
         key = jax.eval_shape(lambda: jax.random.key(0))
-        _, moved = jax.eval_shape(
-            lambda p, s, x, key: train(p, s, x, key=key), *variables, example, key
-        )
+        _, moved = jax.eval_shape(train, *variables, example, key=key)
         if jax.tree.structure(moved) != jax.tree.structure(variables.stats):
             raise ValueError("its collections grow in train mode; sow nothing")
     except Exception as error:  # whatever a module of a user's raises
@@ -105,7 +89,6 @@ def _fitting_own(
             f"expected logits float32[2, {num_classes}], one for each class; change "
             "its last module"
         )
-    return model
 
 
 def _partition_spec(config: config_lib.Config, seed: int) -> partitions.PartitionSpec:
@@ -149,11 +132,7 @@ def experiment(**given: Any) -> Experiment:
         ValueError: one line: what came, what was expected, which option to change.
     """
     given = {name: value for name, value in given.items() if value is not None}
-    written = {
-        name: given[name]
-        for name in ("model", "client_model", "algo")
-        if not isinstance(given.get(name, ""), str)
-    }
+    own_sha256 = _own_sha256(given)
     given, source, own_models = _named(given)
     config, hparams = settings.configure(given)
     if source is None:
@@ -179,7 +158,7 @@ def experiment(**given: Any) -> Experiment:
         public=public,
         algo=given.get("algo"),
         own_models=own_models,
-        own_sha256=_own_sha256(written),
+        own_sha256=own_sha256,
     )
 
 
@@ -254,33 +233,31 @@ def load(path: Any, **given: Any) -> Experiment:
             raise ValueError(
                 f"{told_by}: --{name}={text} is no {kind.__name__}; the file is damaged"
             ) from error
+    if options.get("client_model") == options.get("model"):
+        # The default, also of another model that is given.
+        options.pop("client_model", None)
     for name in ("model", "client_model"):
         if options.get(name, "").startswith("own_") and name not in given:
-            if name == "model" or options[name] != options["model"]:
-                raise ValueError(
-                    f"{path}: --{name}={options[name]} was a module of your own; give "
-                    f"it: {name}=..."
-                )
-            del options[name]
+            raise ValueError(
+                f"{path}: --{name}={options[name]} was a module of your own; give it: "
+                f"{name}=..."
+            )
     given = given | {"algo": algo, "workdir": str(path), "resume": True}
-    if "model" in given and options.get("client_model") == options.get("model"):
-        options.pop("client_model", None)
     made = experiment(**options | given)
     workdir.Workdir(made).reopen()
     return made
 
 
-def _own_sha256(written: Mapping[str, Any]) -> str:
+def _own_sha256(given: Mapping[str, Any]) -> str:
     """Of the source of modules and of an algorithm; "" if there are none."""
-    if not written:
-        return ""
     texts = {
-        name: own.source(getattr(thing, "make", thing))
-        if name == "algo"
-        else own.fingerprint(thing)
-        for name, thing in written.items()
+        name: own.fingerprint(given[name])
+        for name in ("model", "client_model")
+        if not isinstance(given.get(name, ""), str)
     }
-    return hashlib.sha256(repr(texts).encode()).hexdigest()
+    if not isinstance(given.get("algo", ""), str):
+        texts["algo"] = own.source(getattr(given["algo"], "make", given["algo"]))
+    return hashlib.sha256(repr(texts).encode()).hexdigest() if texts else ""
 
 
 def _named(
@@ -288,8 +265,8 @@ def _named(
 ) -> tuple[dict[str, Any], dataset.Dataset | None, dict[str, types.Model]]:
     """Options with a name for each data set and model, and what these names mean."""
     given, source, own_models = dict(given), None, {}
-    arrays = given.get("dataset")
-    if arrays is not None and not isinstance(arrays, str):
+    arrays = given.get("dataset", "")
+    if not isinstance(arrays, str):
         if not isinstance(arrays, (tuple, list)) or len(arrays) not in (2, 3):
             raise ValueError(
                 "dataset: expected a name, or arrays (x, y) or (x, y, client), got a "
@@ -298,8 +275,8 @@ def _named(
         source = loaders.from_arrays(*arrays)
         given["dataset"] = loaders.ARRAYS
     for flag in ("model", "client_model"):
-        modules = given.get(flag)
-        if modules is not None and not isinstance(modules, str):
+        modules = given.get(flag, "")
+        if not isinstance(modules, str):
             made = own.chain(modules)
             if own_models.get(made.name, made) is not made:
                 made = made._replace(name=f"{made.name}_2")
@@ -365,23 +342,30 @@ def assemble(
         "jax_default_matmul_precision", devices.PRECISIONS[config.precision]
     )
     entry = settings.algorithm(config.algo if algo is None else algo)
-    made = [
-        own_models[name] if name in (own_models or ()) else models.make(name, 2)
-        for name in (config.model, *config.client_model.split(","))
+    shape, num_classes = source.image.shape[1:], source.num_classes
+    own_models = own_models or {}
+
+    def model_of(name: str) -> types.Model:
+        width = config.model_width
+        return own_models.get(name) or models.make(name, num_classes, width)
+
+    server_model = model_of(config.model)
+    client_models = tuple(map(model_of, config.client_model.split(",")))
+    flagged = [
+        ("model", server_model),
+        *(("client_model", model) for model in client_models),
     ]
-    with_exits = [model.name for model in made if model.has_exits]
+    with_exits = [model.name for _, model in flagged if model.has_exits]
     if with_exits and not getattr(entry, "exits", False):
         raise ValueError(
             f"--model={with_exits[0]} has an exit at every stage: --algo="
             f"{config.algo} has no use for them; take another model, or {_who('exits')}"
         )
-    shape = source.image.shape[1:]
-    fitting = (source.num_classes, config.model_width, shape, own_models)
-    server_model = fitting_model("model", config.model, *fitting)
-    client_models = tuple(
-        fitting_model("client_model", name, *fitting)
-        for name in config.client_model.split(",")
-    )
+    for flag, model in flagged:
+        if model.name in own_models:
+            _check_own(flag, model, num_classes, config.model_width, shape)
+        else:
+            check_fit(flag, model, shape)
     if config.init_from:
         server_model, client_models = _started(
             config, server_model, client_models, shape
@@ -418,7 +402,7 @@ def assemble(
         client_models=client_models,
         group_of_client=group,
         num_clients=config.num_clients,
-        num_classes=source.num_classes,
+        num_classes=num_classes,
         num_proxy=data.partition.proxy.shape[1],
         num_eligible=config.num_clients if eligible is None else int(eligible.sum()),
         num_examples=shapes.rounded_up(int(num_rows.max())),

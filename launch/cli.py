@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
+
+from launch import hints
 
 COMMANDS = {
     "run": ("launch.main", "main", "run one algorithm"),
@@ -35,10 +36,9 @@ def main() -> None:
         print("\nfedjax-pfl COMMAND --help lists a command's options.")
         return
     if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
         print(
-            f"error: fedjax-pfl {name}: expected one of {', '.join(COMMANDS)}{hint}",
+            f"error: fedjax-pfl {name}: expected one of {', '.join(COMMANDS)}"
+            f"{hints.nearest(name, COMMANDS)}",
             file=sys.stderr,
         )
         raise SystemExit(2)

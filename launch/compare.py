@@ -85,8 +85,7 @@ class Comparison(Mapping):
         return "\n\n".join(console.described(one) for one in self.values())
 
     def _repr_html_(self) -> str:
-        done = [experiment for experiment in self.values() if experiment.metrics]
-        if len(done) == len(self):
+        if all(experiment.metrics for experiment in self.values()):
             return self.summary().to_html(float_format="{:.4g}".format)
         return f"<pre>{html_lib.escape(repr(self))}</pre>"
 

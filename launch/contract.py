@@ -50,12 +50,14 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
     watched = SimpleNamespace(**{**_members(entry), "make": make})
     watched.__name__ = settings.algorithm_name(algo)
 
+    options = {"rounds": rounds, "eval_every": rounds, "devices": 1} | options
+    options["algo"] = watched
+    if "clients_per_round" not in options:
+        num_clients = build.experiment(**options).config.num_clients
+        options["clients_per_round"] = max(1, num_clients // 2)
+
     def fresh(**more: Any) -> Experiment:
-        given = {"rounds": rounds, "eval_every": rounds, "devices": 1} | options | more
-        if "clients_per_round" not in given:
-            known = build.experiment(**given | {"algo": watched}).config
-            given["clients_per_round"] = max(1, known.num_clients // 2)
-        return build.experiment(**given | {"algo": watched})
+        return build.experiment(**options | more)
 
     first = fresh(client_chunk=1)
     first.run(progress=False)

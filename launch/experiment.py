@@ -208,7 +208,7 @@ class Experiment:
         self.config = dataclasses.replace(self.config, rounds=rounds)
         self.client_accuracies = np.full_like(self.client_accuracies, np.nan)
         self._keep_accuracies(*old)
-        self.simulation.extend(rounds)
+        self.simulation.rounds = rounds
         return self
 
     def _passed(self, window: Sequence[int]) -> set[int]:

@@ -37,11 +37,8 @@ def _command(argv: Sequence[str]) -> None:
     absl_flags.DEFINE_string(
         "data_dir", "", "folder of the data set, if it moved", flag_values=values
     )
-    if {"--help", "-help", "-h"} & set(argv[1:]):
-        print(f"{__doc__}\n{values.get_help()}")
-        return
     try:
-        folders = values(flags.expand(argv))[1:]
+        folders = flags.beside(argv, values, __doc__)
         if len(folders) != 1:
             raise ValueError("give the folder of one run")
         moved = {"data_dir": values.data_dir} if values.data_dir else {}

@@ -8,7 +8,6 @@ after it.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import pathlib
 import re
@@ -19,9 +18,10 @@ from typing import Any, NoReturn
 from absl import flags
 
 from data import files
-from launch import limits, settings
+from launch import hints, limits, settings
 
 FLAGFILES = pathlib.Path(__file__).parent / "flagfiles"
+HELP = {"--help", "-help", "-h"}
 LINE_LIMIT = 800
 FILE_LIMIT = 2**20
 ARGUMENT_LIMIT = 10_000
@@ -161,8 +161,7 @@ def _lines_of(value: str, inside: tuple[str, ...]) -> list[str]:
         text = _text(path)
     except FileNotFoundError as error:
         names = [one.stem for one in sorted(FLAGFILES.glob("*.flags"))]
-        close = difflib.get_close_matches(path.name.removesuffix(".flags"), names, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = hints.nearest(path.name.removesuffix(".flags"), names)
         raise UsageError(f"{where}: there is no such file{hint}") from error
     except OSError as error:
         raise UsageError(f"{where} cannot be read: {error.strerror}") from error
@@ -193,6 +192,24 @@ def _last(arguments: Sequence[str], flag: str) -> str:
     """The value of the last `--flag=value`, "" if there is none."""
     found = [a.partition("=")[2] for a in arguments if a.startswith(f"--{flag}=")]
     return found[-1] if found else ""
+
+
+def beside(argv: Sequence[str], values: flags.FlagValues, about: str) -> list[str]:
+    """What a command line holds beside its flags; `--help` is answered here.
+
+    Args:
+        argv: As `sys.argv`.
+        values: The flags that the command has.
+        about: Stands above their help.
+
+    Raises:
+        ValueError, flags.Error: one line about a flag.
+        SystemExit: 0 after the help.
+    """
+    if HELP & set(argv[1:]):
+        print(f"{about}\n{values.get_help()}")
+        raise SystemExit(0)
+    return values(expand(argv))[1:]
 
 
 def define(values: flags.FlagValues, name: str, field: Any, kind: type) -> None:
@@ -239,7 +256,7 @@ def parse(
         SystemExit: after `--help`.
     """
     arguments = expand(argv)
-    if any(a in ("--help", "-help", "-h", "--helpfull") for a in arguments[1:]):
+    if (HELP | {"--helpfull"}) & set(arguments[1:]):
         help_for(_algorithm(arguments), extra, _last(arguments, "dataset"))
     try:
         algo = _algorithm(arguments[1:])

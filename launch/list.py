@@ -100,16 +100,13 @@ def _parse(argv: Sequence[str]) -> tuple[Asked, tuple[int, ...]] | None:
     values = absl_flags.FlagValues()
     for field in dataclasses.fields(Asked):
         flags.define(values, field.name, field, KINDS[field.name])
-    if {"--help", "-help", "-h"} & set(argv[1:]):
-        print(f"{__doc__}\n{values.get_help()}")
-        raise SystemExit(0)
     try:
-        rest = values(flags.expand(argv))
+        rest = flags.beside(argv, values, __doc__)
     except absl_flags.IllegalFlagValueError as error:
         raise ValueError(flags.illegal(error, KINDS)) from error
-    if len(rest) > 1:
+    if rest:
         raise ValueError(
-            f"{limits.told(rest[1])} is not a flag; options are written --name=value"
+            f"{limits.told(rest[0])} is not a flag; options are written --name=value"
         )
     given = {name: values[name].value for name in KINDS if values[name].present}
     asked = Asked(**{n: limits.checked(n, v, KINDS[n]) for n, v in given.items()})
@@ -172,9 +169,8 @@ def _command(argv: Sequence[str]) -> None:
             main()
             return
         asked, shape = found
-        model = build.fitting_model(
-            "model", asked.model, asked.num_classes, asked.model_width, shape
-        )
+        model = models.make(asked.model, asked.num_classes, asked.model_width)
+        build.check_fit("model", model, shape)
     except (ValueError, absl_flags.Error) as error:
         flags.fail(error)
     print(

@@ -11,7 +11,7 @@ import io
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -40,15 +40,17 @@ class Figure(figure_lib.Figure):
 
 
 class Run(NamedTuple):
-    """One run: its flags, records and per-client arrays.
+    """One run: its flags, records, per-client arrays and summary.
 
-    `clients` is empty where the run is not finished.
+    `clients` is empty where the run is not finished, `summary` None where there is none
+    in a folder.
     """
 
     path: pathlib.Path
     flags: dict[str, str]
     records: list[dict[str, Any]]
     clients: dict[str, np.ndarray]
+    summary: dict[str, Any] | None = None
 
 
 def read(path: pathlib.Path) -> Run:
@@ -58,17 +60,17 @@ def read(path: pathlib.Path) -> Run:
         ValueError: there is no run in it that measured anything, or a damaged one.
     """
     # Only files that are what the run wrote go on from here.
-    is_finished = finished.read(path) is not None
+    summary = finished.read(path)
     metrics = path / finished.METRICS
-    if not is_finished and not (metrics.is_file() and metrics.stat().st_size):
+    if summary is None and not (metrics.is_file() and metrics.stat().st_size):
         raise ValueError(f"{path} holds no run that has measured anything")
     told = flags.read(path / finished.RUN_FLAGS)
     records, clients = metrics.read_text().splitlines(), {}
-    if is_finished:
+    if summary is not None:
         with np.load(path / finished.CLIENTS) as file:
             clients = {name: file[name] for name in file.files}
     rows = [json.loads(line) for line in records]
-    return Run(path, told, rows, clients)
+    return Run(path, told, rows, clients, summary)
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
@@ -93,15 +95,50 @@ def labels(runs: Sequence[Run]) -> list[str]:
         values = [f"{n}={run.flags.get(n, 'unset')}" for n in names]
         done = run.records[-1]["round"] if run.records else 0
         note = [] if run.clients else [f"(round {done} of {run.flags['rounds']})"]
-        # A dollar would begin a formula.
-        words = " ".join([run.flags["algo"], *values, *note])
-        out.append(words.replace("$", r"\$"))
+        out.append(" ".join([run.flags["algo"], *values, *note]))
     return out
+
+
+def _unformatted(text: str) -> str:
+    """The text as matplotlib shows it as it is: a dollar would begin a formula."""
+    return text.replace("$", r"\$")
 
 
 def has_clients(run: Run) -> bool:
     """Whether the accuracy of any client by itself is known."""
     return bool(np.isfinite(run.clients["accuracy"]).any())
+
+
+def accuracies(run: Run) -> np.ndarray:
+    """Each client's accuracy, mean over the summary's rounds; f64[seeds, K]."""
+    accuracy = run.clients["accuracy"]
+    known = np.isfinite(accuracy)
+    total, count = np.where(known, accuracy, 0).sum(1), known.sum(1)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def over_seeds(
+    run: Run,
+    metric: str,
+    scale: float,
+    place: Callable[[Mapping[str, Any]], float] = lambda row: row["round"],
+) -> tuple[list[float], np.ndarray, np.ndarray]:
+    """A metric by evaluated round: (where, mean, standard deviation) over seeds.
+
+    Args:
+        run: Records without the metric do not count.
+        metric: Its name.
+        scale: Factor.
+        place: Where a record stands; the seeds' mean counts.
+    """
+    rows = [row for row in run.records if row.get(metric) is not None]
+    rounds = sorted({row["round"] for row in rows})
+    groups = [[row for row in rows if row["round"] == one] for one in rounds]
+    where = [float(np.mean([place(row) for row in group])) for group in groups]
+    values = [[scale * row[metric] for row in group] for group in groups]
+    mean = np.array([np.mean(one) for one in values])
+    spread = np.array([np.std(one, ddof=len(one) > 1) for one in values])
+    return where, mean, spread
 
 
 def picture(kind: str, runs: Sequence[Run], metric: str = "") -> Figure:
@@ -117,7 +154,7 @@ def picture(kind: str, runs: Sequence[Run], metric: str = "") -> Figure:
     """
     if kind not in KINDS:
         raise ValueError(f"--kind={kind}: expected one of {', '.join(KINDS)}")
-    names = labels(runs)
+    names = [_unformatted(name) for name in labels(runs)]
     for run in runs if kind != "curves" else ():
         if not run.clients:
             raise ValueError(
@@ -173,22 +210,16 @@ def curves(runs: Sequence[Run], names: Sequence[str], metrics: Sequence[str]) ->
     is_share = _is_share(metrics[0])
     scale, form = (100, ".1f") if is_share else (1, ".3g")
     for number, (run, metric, label) in enumerate(series):
-        records = [row for row in run.records if row.get(metric) is not None]
-        if not records:
+        rounds, mean, spread = over_seeds(run, metric, scale)
+        if not rounds:
             continue
-        rounds = sorted({row["round"] for row in records})
-        values = [
-            [scale * row[metric] for row in records if row["round"] == one]
-            for one in rounds
-        ]
-        mean = np.array([np.mean(one) for one in values])
-        spread = np.array([np.std(one, ddof=len(one) > 1) for one in values])
         style = {"color": colors[number % 10], "ls": ("-", "--", ":")[number // 10 % 3]}
         (line,) = axes.plot(rounds, mean, label=label, lw=1.6, **style)
         axes.fill_between(
             rounds, mean - spread, mean + spread, color=style["color"], alpha=0.15, lw=0
         )
-        drawn.append((mean[-1], line, len({row["seed"] for row in records})))
+        having = [row for row in run.records if row.get(metric) is not None]
+        drawn.append((mean[-1], line, len({row["seed"] for row in having})))
     drawn.sort(key=lambda one: -one[0])
     is_same = len({count for *_, count in drawn}) == 1
     figure.legend(
@@ -227,7 +258,7 @@ def fairness(runs: Sequence[Run], names: Sequence[str]) -> Figure:
     edges = np.arange(0, 101, 10)
     for axes, run, name in zip(panels, runs, names, strict=True):
         # Rounded: the mean of ten times 0.6 must not fall below the edge at 60.
-        accuracy = np.round(100 * np.nanmean(run.clients["accuracy"], axis=1), 6)
+        accuracy = np.round(100 * accuracies(run), 6)
         accuracy = accuracy[np.isfinite(accuracy)]
         seeds = len(run.clients["seeds"])
         # The last bin is closed: a client with 100 % belongs to it.
@@ -304,7 +335,7 @@ def _data(runs: Sequence[Run]) -> str:
                 words.append(str(value))
             elif all("dirichlet" in run.flags["partition"] for run in runs):
                 words.append(f"alpha {value}")
-    return ", ".join(words).replace("$", r"\$")
+    return _unformatted(", ".join(words))
 
 
 def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Any]]:
@@ -345,11 +376,8 @@ def _command(argv: Sequence[str]) -> None:
         ("format", "png", "png, pdf or svg"),
     ):
         absl_flags.DEFINE_string(name, default, text, flag_values=values)
-    if {"--help", "-help", "-h"} & set(argv[1:]):
-        print(f"{__doc__}\n{values.get_help()}")
-        return
     try:
-        folders = values(flags.expand(argv))[1:]
+        folders = flags.beside(argv, values, __doc__)
         if not folders:
             raise ValueError("give the folders of one or more runs")
         if values.format not in FORMATS:

@@ -41,7 +41,11 @@ class Entry(NamedTuple):
     name: str
     color: str
     run: plot.Run
-    summary: Mapping[str, Any]
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """As the run left it."""
+        return self.run.summary
 
 
 class Cell(NamedTuple):
@@ -63,15 +67,13 @@ def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Ent
         ValueError: one holds no finished run, or a damaged one.
     """
     runs = [plot.read(folder) for folder in folders]
-    summaries = [finished.read(folder) for folder in folders]
-    for folder, summary in zip(folders, summaries, strict=True):
-        if summary is None:
-            raise ValueError(f"{folder} holds no finished run")
-    names = names or [name.replace(r"\$", "$") for name in plot.labels(runs)]
+    for run in runs:
+        if run.summary is None:
+            raise ValueError(f"{run.path} holds no finished run")
     return [
-        Entry(name, COLORS[number % len(COLORS)], run, summary)
-        for number, (name, run, summary) in enumerate(
-            zip(names, runs, summaries, strict=True)
+        Entry(name, COLORS[number % len(COLORS)], run)
+        for number, (name, run) in enumerate(
+            zip(names or plot.labels(runs), runs, strict=True)
         )
     ]
 
@@ -104,7 +106,7 @@ def page(
     names = dict.fromkeys(n for entry in entries for n in entry.run.flags)
     told = [entry.run.flags for entry in entries]
     same = [n for n in names if len({flag.get(n) for flag in told}) == 1]
-    silent = (*config_lib.EXECUTION_FIELDS,)
+    silent = config_lib.EXECUTION_FIELDS
     seeds = max(len(entry.run.clients["seeds"]) for entry in entries)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -308,14 +310,14 @@ def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
             "Over seconds of training on this machine, without compilation.",
         ),
     )
+    rows = [row for entry in entries for row in entry.run.records]
     curves = []
     for key, place, label, caption in by_x:
+        if key == "bytes" and not any(row.get("bytes_up") for row in rows):
+            continue
         figure, axes = _figure(label, f"{title}, %")
         for entry in entries:
             _curve(axes, entry, metric, place, scale=100)
-        if key == "bytes" and not any(r.get("bytes_up") for e in entries for r in
-                                      e.run.records):  # fmt: skip
-            continue
         curves.append({"svg": _svg(figure), "caption": caption})
     sections = [{"title": title, "figures": curves, "note": "", "has_legend": True}]
     sections.append(_clients(entries))
@@ -342,9 +344,9 @@ def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
 def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
     """How accuracies spread over clients, and what each gains over its own model."""
     figure, axes = _figure("accuracy, %", "clients with at least that, %")
-    known = [entry for entry in entries if np.isfinite(_accuracy(entry)).any()]
+    known = [entry for entry in entries if plot.has_clients(entry.run)]
     for entry in known:
-        values = np.sort(100 * _accuracy(entry).ravel())
+        values = np.sort(100 * plot.accuracies(entry.run).ravel())
         values = values[np.isfinite(values)]
         if len(values) > MAX_POINTS:
             values = np.quantile(values, np.linspace(0, 1, MAX_POINTS))
@@ -365,7 +367,7 @@ def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
         figure, axes = _figure("alone (local), %", "with the method, %")
         axes.plot([0, 100], [0, 100], color=INK, lw=0.8, alpha=0.5)
         for entry, alone in pairs:
-            sides = [100 * _accuracy(one).ravel() for one in (alone, entry)]
+            sides = [100 * plot.accuracies(one.run).ravel() for one in (alone, entry)]
             step = -(-len(sides[0]) // MAX_POINTS)
             axes.scatter(
                 sides[0][::step],
@@ -389,15 +391,6 @@ def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
             "show what each client gains."
         )
     return {"title": "Clients", "figures": figures, "note": note, "has_legend": True}
-
-
-def _accuracy(entry: Entry) -> np.ndarray:
-    """Mean over the summary's rounds, f64[seeds, K]."""
-    accuracy = entry.run.clients["accuracy"]
-    known = np.isfinite(accuracy)
-    total = np.where(known, accuracy, 0).sum(1)
-    count = known.sum(1)
-    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
 def _is_same(one: Entry, other: Entry) -> bool:
@@ -467,13 +460,7 @@ def _curve(
     scale: float,
 ) -> None:
     """A metric's mean over seeds, with its standard deviation as a band."""
-    rows = [row for row in entry.run.records if row.get(metric) is not None]
-    rounds = sorted({row["round"] for row in rows})
-    groups = [[row for row in rows if row["round"] == one] for one in rounds]
-    x = [np.mean([place(row) for row in group]) for group in groups]
-    values = [[scale * row[metric] for row in group] for group in groups]
-    mean = np.array([np.mean(one) for one in values])
-    spread = np.array([np.std(one, ddof=len(one) > 1) for one in values])
+    x, mean, spread = plot.over_seeds(entry.run, metric, scale, place)
     axes.plot(x, mean, color=entry.color, lw=1.6)
     if spread.any():
         axes.fill_between(
@@ -545,7 +532,8 @@ def of_markdown(text: str) -> dict[str, Any]:
             else:
                 part["grids"][-1]["rows"].append(cells)
         elif line:
-            (part["notes"].append(title) if title else None)
+            if title:
+                part["notes"].append(title)
             title = line.replace("**", "").replace("`", "")
         elif title is None:
             title = ""
@@ -566,11 +554,8 @@ def _command(argv: Sequence[str]) -> None:
         ("title", "", "the page's title"),
     ):
         absl_flags.DEFINE_string(name, default, text, flag_values=values)
-    if {"--help", "-help", "-h"} & set(argv[1:]):
-        print(f"{__doc__}\n{values.get_help()}")
-        return
     try:
-        folders = values(flags.expand(argv))[1:]
+        folders = flags.beside(argv, values, __doc__)
         if not folders:
             raise ValueError("give the folders of one or more finished runs")
         entries = read([pathlib.Path(folder) for folder in folders])

@@ -120,7 +120,7 @@ OWN_FLAGS = ("scenario", "row", "workdir", "output", "report", "dry_run")
 def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Table name, this command's own flags, and the options given for every cell."""
     names = [a for a in argv[1:] if not a.startswith("-")]
-    wants_help = bool({"--help", "-help", "-h"} & set(argv[1:]))
+    wants_help = bool(flags.HELP & set(argv[1:]))
     if len(names) != 1 and not wants_help:
         raise ValueError(
             "give one table, for instance cdkt.table1, and options as --name=value; "

@@ -6,7 +6,6 @@ Everything a user types passes through here once; nothing later asks again.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import typing
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -19,7 +18,7 @@ from data import dataset, loaders
 from data.partitions import classes, file, pathological
 from fedjax_pfl import local_training, options
 from launch import config as config_lib
-from launch import limits, presets
+from launch import hints, limits, presets
 
 KINDS = (int, float, str, bool)
 
@@ -54,11 +53,9 @@ def algorithm(algo: Any) -> Any:
     """
     if isinstance(algo, str):
         if algo not in algorithms.ALGORITHMS:
-            close = difflib.get_close_matches(algo.lower(), algorithms.ALGORITHMS, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(
                 f"--algo={algo}: expected one of {', '.join(algorithms.ALGORITHMS)}"
-                f"{hint}"
+                f"{hints.nearest(algo.lower(), algorithms.ALGORITHMS)}"
             )
         return algorithms.ALGORITHMS[algo]
     if not dataclasses.is_dataclass(getattr(algo, "HParams", None)) or not callable(
@@ -175,9 +172,8 @@ def unknown_option(name: str, algo: Any) -> str:
     shown = f"--algo={algorithm_name(algo)}"
     if owners:
         return f"--{name} belongs to {', '.join(owners)}; {shown} has no such flag"
-    close = [_ELSEWHERE[name]] if _ELSEWHERE.get(name) in fields_of(algo) else []
-    close = close or difflib.get_close_matches(name, fields_of(algo), n=1)
-    hint = f"; did you mean --{close[0]}?" if close else ""
+    known, meant = fields_of(algo), _ELSEWHERE.get(name)
+    hint = hints.nearest(meant if meant in known else name, known, "--")
     return f"--{name} is not a flag of {shown}{hint}"
 
 

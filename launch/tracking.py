@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import io
 import math
 import pathlib
 import shutil
@@ -69,12 +70,11 @@ class TensorBoard:
         return self._writers[seed]
 
 
-def write_csv(folder: pathlib.Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """The records as `metrics.csv`; empty where a record does not have a metric."""
+def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
+    """The records as a table; empty where a record does not have a metric."""
     names = list(dict.fromkeys(name for record in records for name in record))
-    temporary = folder / f"{CSV}.partial"
-    with open(temporary, "w", newline="") as file:
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(records)
-    temporary.rename(folder / CSV)
+    file = io.StringIO()
+    writer = csv.DictWriter(file, names)
+    writer.writeheader()
+    writer.writerows(records)
+    return file.getvalue()

@@ -151,10 +151,11 @@ class Workdir:
         """`finish`, unless the folder has it already; files that were asked for."""
         if not self._is_done:
             self.finish(summary())
-        elif self.experiment.config.tensorboard and self._events is None:
-            self._events = tracking.TensorBoard(self.path, self.records)
+            self._is_done = True
+            return
         self._write_csv()
-        self._is_done = True
+        if self.experiment.config.tensorboard and self._events is None:
+            self._events = tracking.TensorBoard(self.path, self.records)
 
     def reopen(self) -> None:
         """Brings the experiment to where the folder stands; changes nothing there.
@@ -333,7 +334,7 @@ class Workdir:
 
     def _write_csv(self) -> None:
         if self.experiment.config.csv:
-            tracking.write_csv(self.path, self.records)
+            self._write(tracking.CSV, tracking.csv_text(self.records))
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Writes clients.npz and then summary.json, which marks the run as done."""
