@@ -163,7 +163,6 @@ class Experiment:
         for name in ("tensorboard", "csv"):
             if getattr(self.config, name) and not self.config.workdir:
                 raise ValueError(f"{name}=True writes files; give a workdir, too")
-        shown = console.Progress(self) if progress else console.Silent()
         with contextlib.ExitStack() as entered:
             folder = None
             if self.config.workdir:
@@ -171,7 +170,9 @@ class Experiment:
                 if entered.enter_context(folder).go_on() and progress:
                     print(f"{folder.path} holds this run, finished", flush=True)
             stop = entered.enter_context(stop_lib.Stop(twice_interrupts=False))
-            entered.enter_context(shown)
+            # After the folder: what it restored is no progress of this call.
+            kind = console.Progress(self) if progress else console.Silent()
+            shown = entered.enter_context(kind)
             running.run(self, stop, shown, folder, until, on_record)
             if folder is not None and self.round == rounds:
                 folder.finish_once(self.summary)

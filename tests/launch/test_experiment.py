@@ -15,7 +15,7 @@ from flax import serialization, traverse_util
 
 from algorithms import fedavg
 from fedjax_pfl import types
-from launch import build, export, main
+from launch import build, console, export, main
 from tests import conftest, synthetic
 
 SMALL = {
@@ -84,6 +84,21 @@ def test_arrays_with_owners(arrays):
         "natural",
         3,
     )
+
+
+def test_progress_of_a_resumed_run(arrays, tmp_path, monkeypatch):
+    """Begins where the folder stands, not at round 0."""
+    made(arrays, workdir=tmp_path / "run", rounds=3).run(until=2, progress=False)
+    begun = []
+    original = console.Progress.__init__
+
+    def noted(self, experiment):
+        begun.append(experiment.round)
+        original(self, experiment)
+
+    monkeypatch.setattr(console.Progress, "__init__", noted)
+    made(arrays, workdir=tmp_path / "run", rounds=3, resume=True).run()
+    assert begun == [2]
 
 
 def test_progress_and_records(arrays, capsys):
@@ -341,6 +356,7 @@ def test_a_folder_keeps_it(arrays, tmp_path):
     with pytest.raises(ValueError, match="was changed since this run left it"):
         first.run(progress=False)
     longer = build.load(folder, dataset=arrays, model=MODULES, rounds=4)
+    assert longer.round == 3
     assert longer.run(progress=False)["metrics"] == whole["metrics"]
     same = made(arrays, rounds=4, workdir=folder)
     assert same.run(progress=False)["metrics"] == whole["metrics"]
