@@ -150,7 +150,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     if not task.num_proxy:
         raise ValueError(
             "--proxy_fraction=0 leaves no proxy set, cdkt learns through one; "
-            "raise it, for instance to 0.07"
+            "raise it, for instance to 0.07, or add proxy_row to a partition's file"
         )
     width = shapes.common_width(task)
     size = task.num_proxy * traffic.FLOAT_BYTES

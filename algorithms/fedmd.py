@@ -111,8 +111,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     if not task.num_proxy:
         raise ValueError(
             "fedmd has no public images; name a data set of the same image shape "
-            f"{list(task.example_shape)} (--public_set) or set a share of this one "
-            "aside (--proxy_fraction=0.1)"
+            f"{list(task.example_shape)} (--public_set), set a share of this one "
+            "aside (--proxy_fraction=0.1), or add proxy_row to a partition's file"
         )
     num_public = min(hparams.public_examples, task.num_proxy)
     members = [task.members(group) for group in range(len(task.client_models))]

@@ -47,9 +47,19 @@ _HEADER_ERRORS = (
 
 
 def read(
-    path: pathlib.Path, required: Sequence[str], optional: Sequence[str] = ()
+    path: pathlib.Path,
+    required: Sequence[str],
+    optional: Sequence[str] = (),
+    *,
+    others: bool = True,
 ) -> dict[str, np.ndarray]:
     """The arrays of an npz file by name; other members are not looked at.
+
+    Args:
+        path: The file.
+        required: Arrays that must be there.
+        optional: Arrays that may be there.
+        others: Whether there may be others.
 
     Raises:
         ValueError: one phrase without the path: what is wrong with the file.
@@ -65,6 +75,11 @@ def read(
                 raise ValueError(
                     f"has the arrays {_names(archive)}; {' and '.join(required)} are "
                     "needed"
+                )
+            if not others and len(archive.namelist()) > len(members):
+                raise ValueError(
+                    f"has the arrays {_names(archive)}; known are "
+                    f"{', '.join((*required, *optional))}"
                 )
             promised = sum(
                 _promised(archive, info, name) for name, info in members.items()

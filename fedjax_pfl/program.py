@@ -178,17 +178,19 @@ def _jitted(of: _Structure) -> Program:
         def one(state, cohorts, partition):
             tables = data.replace(partition=partition)
             window = jax.tree.leaves(cohorts)[0].shape[0]
+            # Jitted so that it is traced once, for its shapes and in the loop.
+            round = jax.jit(method.round, inline=True)
 
             def step(index, carry):
                 state, _, counts = carry
                 cohort = jax.tree.map(lambda leaf: leaf[index], cohorts)
-                state, metrics, sent = method.round(state, cohort, tables)
+                state, metrics, sent = round(state, cohort, tables)
                 sent = traffic.counted(sent, method.messages, cohort.row_mask)
                 return state, metrics, counts.at[index].set(sent)
 
             # The loop's carry needs the metrics' shapes before the first round.
             cohort = jax.tree.map(lambda leaf: leaf[0], cohorts)
-            shapes = jax.eval_shape(method.round, state, cohort, tables)[1]
+            shapes = jax.eval_shape(round, state, cohort, tables)[1]
             metrics = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             counts = jnp.zeros((window, len(method.messages)), jnp.int32)
             carry = (state, metrics, counts)

@@ -544,10 +544,10 @@ def _scoring(config: config_lib.Config, data: types.Data) -> evaluate.Scoring:
         is_all = config.eval_clients == "all"
         num_scored = config.num_clients if is_all else config.clients_per_round
     sampled = config.eval_sample if config.eval_sample < config.num_clients else 0
-    test = data.partition.test
+    test, rows = data.partition.test, devices.evaluation_rows()
     return evaluate.Scoring(
-        batch_size=int(min(256, test.row.shape[1])),
-        own_batch_size=min(256, shapes.rounded_up(int(test.count.max()))),
+        batch_size=int(min(rows, test.row.shape[1])),
+        own_batch_size=min(rows, shapes.rounded_up(int(test.count.max()))),
         num_scored=num_scored,
         scored=config.eval_clients,
         num_sampled=sampled,

@@ -163,6 +163,11 @@ def execution(
     return types.Execution(chunk=min(chunk, per_device), mesh=mesh)
 
 
+def evaluation_rows() -> int:
+    """Examples of one forward pass that measures: on a CPU what its caches hold."""
+    return 64 if jax.default_backend() == "cpu" else 256
+
+
 def peak_memory_bytes() -> int:
     """Peak bytes of the first device, or of the process on a CPU."""
     stats = jax.devices()[0].memory_stats()

@@ -20,21 +20,35 @@ class Stage:
     """A linen module behind the calls that `stages.chain` makes.
 
     Collections other than `params`, such as `batch_stats`, are its statistics.
-    `sample_mask` and `train` are passed to a `__call__` that names them.
+    `sample_mask` and `train` are passed to a `__call__` that names them; so is what
+    linen's own modules and others call the mode: `training`, `deterministic` and
+    `use_running_average`.
     """
 
     def __init__(self, module: nn.Module):
         self._module = module
-        self._takes = inspect.signature(type(module).__call__).parameters
+        # flax refuses what the constructor was given already.
+        self._takes = {
+            name
+            for name in inspect.signature(type(module).__call__).parameters
+            if getattr(module, name, None) is None
+        }
 
-    def _modes(self, **modes: Any) -> dict[str, Any]:
+    def _modes(self, sample_mask: jax.Array | None, train: bool) -> dict[str, Any]:
+        modes = {
+            "sample_mask": sample_mask,
+            "train": train,
+            "training": train,
+            "deterministic": not train,
+            "use_running_average": not train,
+        }
         return {name: value for name, value in modes.items() if name in self._takes}
 
     def init_with_output(self, key: jax.Array, x: jax.Array) -> tuple[jax.Array, dict]:
         """Output and variables {"params", "stats"}, the latter if there are any."""
         keys = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         out, variables = self._module.init_with_output(
-            keys, x, **self._modes(sample_mask=None, train=False)
+            keys, x, **self._modes(None, False)
         )
         params, stats = variables.get("params", {}), dict(variables)
         stats.pop("params", None)
@@ -55,7 +69,7 @@ class Stage:
         out, new = self._module.apply(
             {"params": variables["params"], **stats},
             x,
-            **self._modes(sample_mask=sample_mask, train=train),
+            **self._modes(sample_mask, train),
             rngs=rngs,
             mutable=list(stats) if train else [],
         )

@@ -117,7 +117,7 @@ def _arrays(name: str) -> dict[str, np.ndarray]:
         raise ValueError(f"{where} names no file; write --partition={PREFIX}PATH")
     path = pathlib.Path(name.removeprefix(PREFIX)).expanduser()
     try:
-        arrays = npz.read(path, REQUIRED, OPTIONAL)
+        arrays = npz.read(path, REQUIRED, OPTIONAL, others=False)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     for key, array in arrays.items():

@@ -65,6 +65,20 @@ def test_what_a_module_names_it_gets():
     assert not out[1].any() and out[0].any()
 
 
+@pytest.mark.parametrize(
+    "module", [nn.Dropout(0.5), nn.BatchNorm(), nn.BatchNorm(use_running_average=True)]
+)
+def test_modes_of_other_names(module):
+    """linen's own layers as stages, told once, by the constructor or by us."""
+    model = own.chain([module, nn.Dense(2)])
+    x = jax.random.normal(jax.random.key(1), (3, 4))
+    variables = model.init(jax.random.key(0), x)
+    first, _ = model.forward(*variables, x)
+    out, _ = model.forward(*variables, x, train=True, key=jax.random.key(2))
+    is_fixed = getattr(module, "use_running_average", None) is True
+    assert np.array_equal(first, out) == is_fixed
+
+
 def test_equal_modules_are_one_model():
     """So that programs are shared; a module that holds a list has no hash."""
     assert own.chain(nn.Dense(3)) is own.chain(nn.Dense(3))
