@@ -27,6 +27,30 @@ class Cell(NamedTuple):
     paper: list[Number] | None
 
 
+class Grid(NamedTuple):
+    """Texts in rows and columns.
+
+    Attributes:
+        scenario: Which one it is about, empty = all or told by `title`.
+        title: What it shows.
+        heads: Of the columns.
+        rows: (name, a text for every column).
+    """
+
+    scenario: str
+    title: str
+    heads: list[str]
+    rows: list[tuple[str, list[str]]]
+
+
+class Sheet(NamedTuple):
+    """A paper's table beside our numbers, as texts."""
+
+    title: str
+    notes: list[str]
+    grids: list[Grid]
+
+
 def tables() -> dict[str, dict[str, Any]]:
     """Every table by the name `<paper>.<table>`."""
     return {
@@ -145,18 +169,25 @@ def _text(done: Mapping[str, Any] | None, metric: str, number: Number | None) ->
     return f"{paper} / {ours} / {difference(mean, pair[0], digits)}" if paper else ours
 
 
-def _grid(head: Sequence[str], body: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    lines = ["| | " + " | ".join(head) + " |", "|---|" + "---|" * len(head)]
-    return lines + [f"| {row} | " + " | ".join(texts) + " |" for row, texts in body]
+def markdown(sheet: Sheet) -> str:
+    """A sheet as Markdown."""
+    lines = [f"### {sheet.title}", "", *sheet.notes]
+    for grid in sheet.grids:
+        subject = f"**{grid.scenario}**, " if grid.scenario else ""
+        lines += ["", f"{subject}{grid.title}", ""]
+        lines.append("| | " + " | ".join(grid.heads) + " |")
+        lines.append("|---|" + "---|" * len(grid.heads))
+        lines += [f"| {name} | " + " | ".join(row) + " |" for name, row in grid.rows]
+    return "\n".join(lines) + "\n"
 
 
-def markdown(
+def sheet(
     table: Mapping[str, Any],
     dataset: str,
     results: Sequence[tuple[Cell, Mapping[str, Any] | None]],
     given: Mapping[str, Any] | None = None,
-) -> str:
-    """Markdown: paper | ours mean +- std | difference.
+) -> Sheet:
+    """Of every cell: paper / ours mean +- std / difference.
 
     A table of several metrics has one part per scenario, with the metrics as columns; a
     table of one metric has the scenarios as columns. After each part come, for each of
@@ -164,12 +195,12 @@ def markdown(
     `traffic`, the bytes of every kind of message follow, one part per scenario.
     """
     metrics = table["metrics"]
-    lines = [f"### {table['title']}", "", f"Data set: `{dataset}`."]
+    notes, grids = [f"Data set: `{dataset}`."], []
     if given:
         options = " ".join(f"--{name}={value}" for name, value in given.items())
-        lines.append(f"With `{options}`.")
+        notes.append(f"With `{options}`.")
     if dataset in table["notes"]:
-        lines.append(table["notes"][dataset])
+        notes.append(table["notes"][dataset])
     seeds = max(
         (
             len(next(iter(done["metrics"].values()))["per_seed"])
@@ -194,22 +225,22 @@ def markdown(
             (row, [*(texts.get((s, row), ["-"])[0] for s in scenarios)]) for row in rows
         ]
         title = f"{console.title(metrics[0])}, {table.get('columns', 'percent')}"
-        lines += ["", f"{title}, {legend}", "", *_grid(scenarios, body)]
+        grids.append(Grid("", f"{title}, {legend}", scenarios, body))
         columns = [(scenario, scenario, metrics[0]) for scenario in scenarios]
         for control in table.get("controls", ()):
-            lines += _against(control, results, columns)
+            grids += _against(control, results, columns)
     else:
         for scenario in scenarios:
             body = [(r, texts[scenario, r]) for r in rows if (scenario, r) in texts]
-            lines += ["", f"**{scenario}**, {legend}", ""]
-            lines += _grid([console.title(metric) for metric in metrics], body)
+            heads = [console.title(metric) for metric in metrics]
+            grids.append(Grid(scenario, legend, heads, body))
             columns = [(console.title(metric), scenario, metric) for metric in metrics]
             for control in table.get("controls", ()):
-                lines += _against(control, results, columns)
+                grids += _against(control, results, columns)
     if table.get("traffic"):
         for scenario in scenarios:
-            lines += _traffic(scenario, results)
-    return "\n".join(lines) + "\n"
+            grids.append(_traffic(scenario, results))
+    return Sheet(table["title"], notes, grids)
 
 
 def _paired(
@@ -229,11 +260,11 @@ def _against(
     control: str,
     results: Sequence[tuple[Cell, Mapping[str, Any] | None]],
     columns: Sequence[tuple[str, str, str]],
-) -> list[str]:
-    """A grid of every row's difference to one row, seed by seed.
+) -> list[Grid]:
+    """A grid of every row's difference to one row, seed by seed; none without that row.
 
     Args:
-        control: That row; nothing is shown without it.
+        control: That row.
         results: All cells.
         columns: (title, scenario, metric) of each.
     """
@@ -260,13 +291,13 @@ def _against(
     )
     unit = "" if is_number else " points,"
     heads = [title for title, _, _ in columns]
-    return ["", f"Minus {control},{unit} paired by seed", "", *_grid(heads, body)]
+    return [Grid("", f"Minus {control},{unit} paired by seed", heads, body)]
 
 
 def _traffic(
     scenario: str, results: Sequence[tuple[Cell, Mapping[str, Any] | None]]
-) -> list[str]:
-    """A grid of the bytes that each row of a scenario sent, by kind of message."""
+) -> Grid:
+    """The bytes that each row of a scenario sent, by kind of message."""
     runs = {cell.row: done for cell, done in results if cell.scenario == scenario}
     sent = {row: (done or {}).get("traffic") for row, done in runs.items()}
     kinds = list(dict.fromkeys(kind for one in sent.values() for kind in one or ()))
@@ -279,8 +310,8 @@ def _traffic(
         return [f"{sum(size.values()):,.3f}", *shown]
 
     body = [(row, texts(one)) for row, one in sent.items()]
-    title = f"**{scenario}**, MB by kind of message, all clients and rounds, mean"
-    return ["", f"{title} over seeds", "", *_grid(["in all", *kinds], body)]
+    title = "MB by kind of message, all clients and rounds, mean over seeds"
+    return Grid(scenario, title, ["in all", *kinds], body)
 
 
 def slug(text: str) -> str:

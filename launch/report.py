@@ -23,7 +23,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from launch import config as config_lib
-from launch import console, ending, finished, flags, plot
+from launch import console, ending, finished, flags, papers, plot
 
 TEMPLATES = pathlib.Path(__file__).parent / "templates"
 COLORS = (
@@ -81,7 +81,7 @@ def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Ent
 def page(
     entries: Sequence[Entry],
     control: str = "",
-    tables: Sequence[Mapping[str, Any]] = (),
+    tables: Sequence[papers.Sheet] = (),
     title: str = "",
 ) -> str:
     """The page as HTML.
@@ -90,7 +90,7 @@ def page(
         entries: The runs.
         control: Algorithm (or name of a run) that the others are compared with; empty =
             the first run.
-        tables: Further tables: dicts with `title`, `notes` and `grids`.
+        tables: Of papers.
         title: Empty = made of the runs.
 
     Raises:
@@ -513,31 +513,6 @@ def write(path: str, text: str) -> None:
     target = pathlib.Path(path).expanduser()
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")
-
-
-def of_markdown(text: str) -> dict[str, Any]:
-    """`papers.markdown`'s text as a table of `page`."""
-    part: dict[str, Any] = {"title": "", "notes": [], "grids": []}
-    title = ""
-    for line in text.splitlines():
-        if line.startswith("### "):
-            part["title"] = line[4:]
-        elif line.startswith("|---"):
-            continue
-        elif line.startswith("| "):
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            if title is not None:
-                part["grids"].append({"title": title, "head": cells, "rows": []})
-                title = None
-            else:
-                part["grids"][-1]["rows"].append(cells)
-        elif line:
-            if title:
-                part["notes"].append(title)
-            title = line.replace("**", "").replace("`", "")
-        elif title is None:
-            title = ""
-    return part
 
 
 def command(argv: Sequence[str] | None = None) -> None:

@@ -158,7 +158,7 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
 
 def _report(
     path: str,
-    text: str,
+    sheet: papers.Sheet,
     results: Sequence[tuple[papers.Cell, Mapping[str, Any] | None]],
     folders: Sequence[pathlib.Path],
 ) -> None:
@@ -172,10 +172,9 @@ def _report(
     ]
     if not done:
         flags.fail(f"--report={path}: no cell is done yet")
-    part = report.of_markdown(text)
     entries = report.read(*zip(*done, strict=True))
     try:
-        report.write(path, report.page(entries, tables=[part], title=part["title"]))
+        report.write(path, report.page(entries, tables=[sheet], title=sheet.title))
     except OSError as error:
         flags.fail(f"--report={path}: {error}", 1)
     print(path)
@@ -210,9 +209,12 @@ def _command(argv: Sequence[str]) -> None:
     results: list[tuple[papers.Cell, Mapping[str, Any] | None]] = []
     folders: list[pathlib.Path] = []
 
-    def show() -> None:
+    def sheet() -> papers.Sheet:
         pending = [(cell, None) for cell in wanted[len(results) :]]
-        text = papers.markdown(table, dataset, [*results, *pending], given)
+        return papers.sheet(table, dataset, [*results, *pending], given)
+
+    def show() -> None:
+        text = papers.markdown(sheet())
         if own["output"]:
             try:
                 pathlib.Path(own["output"]).write_text(text)
@@ -235,8 +237,7 @@ def _command(argv: Sequence[str]) -> None:
         if own["dry_run"]:
             show()
         if own["report"]:
-            text = papers.markdown(table, dataset, results, given)
-            _report(own["report"], text, results, folders)
+            _report(own["report"], sheet(), results, folders)
     except KeyboardInterrupt:
         flags.fail("interrupted; the same command goes on", 130)
 

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from launch import build, report, reproduce
+from launch import build, papers, report, reproduce
 from tests import synthetic
 
 OPTIONS = {
@@ -114,18 +114,24 @@ def test_names_are_text(folders):
     assert "would show what each client gains" in text
 
 
-def test_a_table_of_a_paper():
-    """Markdown's grids come back with their titles and notes."""
-    text = "### T\n\nData set: `d`.\nA note.\n\n**IID**, 1 seed(s)\n\n"
-    text += (
-        "| | A | B |\n|---|---|---|\n| x | 1 | 2 |\n\nMinus x\n\n| | A |\n|---|---|\n"
-    )
-    part = report.of_markdown(text + "| y | 3 |\n")
-    assert part["title"] == "T" and part["notes"] == ["Data set: d.", "A note."]
-    assert part["grids"] == [
-        {"title": "IID, 1 seed(s)", "head": ["", "A", "B"], "rows": [["x", "1", "2"]]},
-        {"title": "Minus x", "head": ["", "A"], "rows": [["y", "3"]]},
+def test_a_table_of_a_paper(folders):
+    """Its notes, titles and numbers, as they are in Markdown."""
+    grids = [
+        papers.Grid("IID", "1 seed(s)", ["A", "B"], [("x", ["1.25", "2"])]),
+        papers.Grid("", "Minus x", ["A"], [("y", ["3 ± 1"])]),
     ]
+    sheet = papers.Sheet("T", ["Data set: `d`.", "A note."], grids)
+    page = Page(report.page(report.read(folders[:1]), tables=[sheet]))
+    for text in ("Data set: d.", "A note.", "IID, 1 seed(s)", "Minus x"):
+        assert text in page.text
+    at = page.rows.index(["", "A", "B"])
+    assert page.rows[at + 1] == ["x", "1.25", "2"]
+    assert page.rows[at + 2 : at + 4] == [["", "A"], ["y", "3 ± 1"]]
+    assert papers.markdown(sheet) == (
+        "### T\n\nData set: `d`.\nA note.\n\n**IID**, 1 seed(s)\n\n| | A | B |\n"
+        "|---|---|---|\n| x | 1.25 | 2 |\n\nMinus x\n\n| | A |\n|---|---|\n"
+        "| y | 3 ± 1 |\n"
+    )
 
 
 def test_the_command(folders, tmp_path, capsys):
@@ -156,8 +162,8 @@ def test_of_a_reproduced_table(folders, tmp_path, monkeypatch, capsys):
         reproduce.command([*argv, "--dry_run", "--report=page.html"])
     assert "no cell is done yet" in capsys.readouterr().err
     entries = report.read(folders[:2], ["one, IID", "two, IID"])
-    grid = "| | A |\n|---|---|\n| x | 99.5 / 98.0 / -1.5 |\n"
-    part = report.of_markdown(f"### T\n\n{grid}")
-    page = Page(report.page(entries, tables=[part], title=part["title"]))
+    grid = papers.Grid("", "1 seed(s)", ["A"], [("x", ["99.5 / 98.0 / -1.5"])])
+    sheet = papers.Sheet("T", [], [grid])
+    page = Page(report.page(entries, tables=[sheet], title=sheet.title))
     assert "99.5 / 98.0 / -1.5" in page.text
     assert [row[0] for row in page.rows[1:3]] == ["one, IID", "two, IID"]

@@ -131,11 +131,12 @@ def test_numbers_are_no_percent(sweep):
         "metrics": {"divergence_0_1": done(0.5873, 0.02), "dropped": done(0.25, 0.1)},
         "numbers": ["divergence_0_1"],
     }
-    text = papers.markdown(table, sweep, [(cell, summary)])
+    text = papers.markdown(papers.sheet(table, sweep, [(cell, summary)]))
     assert "0.61 / 0.587 ± 0.020 / -0.023 |" in text
     assert "30.00 / 25.0 ± 10.0 / -5.0 |" in text
     # Runs of earlier versions call nothing a number.
-    old = papers.markdown(table, sweep, [(cell, {"metrics": summary["metrics"]})])
+    del summary["numbers"]
+    old = papers.markdown(papers.sheet(table, sweep, [(cell, summary)]))
     assert "0.61 / 58.7 ± 2.0 / +58.1 |" in old
 
 
@@ -173,7 +174,7 @@ def shown(table, runs):
     """The Markdown of runs: (column, row) -> summary."""
     defaults = {"title": "T", "notes": {}, "datasets": {}}
     cells = [(papers.Cell(*names, {}, None), done) for names, done in runs.items()]
-    return papers.markdown(defaults | table, "blobs", cells)
+    return papers.markdown(papers.sheet(defaults | table, "blobs", cells))
 
 
 def test_differences_of_numbers_are_no_points():
