@@ -26,7 +26,9 @@ Differs from the paper: the distillation's weight grows as exp(-5 (1 - t/R)^2), 
 only Table 13 and the author's code have; no 1e-7 is added inside the KL. h is a mean
 over all clients (those who may be drawn), as in the code; `--h_denominator=capable`:
 over those who hold the level. A stage that nobody in the round holds stays as it is,
-its h too. Running statistics are averaged over the holders, without h.
+its h too. Running statistics are averaged over the holders, without h. Where N/K is no
+integer, the first clients of `--partition=iid` get one example more; the code drops
+them.
 """
 
 from __future__ import annotations
