@@ -189,8 +189,9 @@ def _jitted(of: _Structure) -> Program:
         def one(state, cohorts, partition):
             tables = data.replace(partition=partition)
             window = jax.tree.leaves(cohorts)[0].shape[0]
-            # Jitted so that it is traced once, for its shapes and in the loop.
-            round = jax.jit(method.round, inline=True)
+            # Jitted so that it is traced once, for its shapes and in the loop; a
+            # function of its own: what a user's object keeps is traced anew.
+            round = jax.jit(lambda *given: method.round(*given), inline=True)
 
             def step(index, carry):
                 state, _, counts = carry
