@@ -73,13 +73,14 @@ def read(
             missing = [name for name in required if name not in members]
             if missing:
                 raise ValueError(
-                    f"has the arrays {_names(archive)}; {' and '.join(required)} are "
-                    "needed"
+                    f"has the arrays {_listed(_names(archive))}; "
+                    f"{' and '.join(required)} are needed"
                 )
-            if not others and len(archive.namelist()) > len(members):
+            unknown = _names(archive, besides=(*required, *optional))
+            if not others and unknown:
                 raise ValueError(
-                    f"has the arrays {_names(archive)}; known are "
-                    f"{', '.join((*required, *optional))}"
+                    f"holds {_listed(unknown)}, which nobody reads; leave it away, or "
+                    f"name it one of {', '.join((*required, *optional))}"
                 )
             promised = sum(
                 _promised(archive, info, name) for name, info in members.items()
@@ -113,9 +114,16 @@ def _check_file(path: pathlib.Path) -> None:
         raise ValueError(f"cannot be read: {error.strerror}") from error
 
 
-def _names(archive: zipfile.ZipFile) -> str:
-    names = sorted({name.removesuffix(".npy")[:40] for name in archive.namelist()})
-    return f"{names[:8]}" + (" and others" if len(names) > 8 else "")
+def _names(archive: zipfile.ZipFile, besides: Sequence[str] = ()) -> list[str]:
+    """The members' names, sorted; without those of `besides`."""
+    names = {name.removesuffix(".npy") for name in archive.namelist()}
+    return sorted(names - set(besides))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Some names in few characters."""
+    shown = [name[:40] for name in names[:8]]
+    return f"{shown}" + (" and others" if len(names) > 8 else "")
 
 
 def _members(

@@ -15,6 +15,8 @@ from flax import linen as nn
 from fedjax_pfl import types
 from models import stages
 
+MERGED = ("training", "deterministic", "use_running_average")
+
 
 class Stage:
     """A linen module behind the calls that `stages.chain` makes.
@@ -27,11 +29,16 @@ class Stage:
 
     def __init__(self, module: nn.Module):
         self._module = module
-        # flax refuses what the constructor was given already.
+        takes = inspect.signature(type(module).__call__).parameters
+        told = {field.name for field in dataclasses.fields(module)}
         self._takes = {
             name
-            for name in inspect.signature(type(module).__call__).parameters
-            if getattr(module, name, None) is None
+            for name, parameter in takes.items()
+            # `nn.merge_param` refuses what the constructor was given already.
+            if name not in MERGED
+            or parameter.default is not None
+            or name not in told
+            or getattr(module, name) is None
         }
 
     def _modes(self, sample_mask: jax.Array | None, train: bool) -> dict[str, Any]:

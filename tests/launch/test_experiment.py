@@ -660,6 +660,32 @@ def test_an_algorithm_with_a_name_of_ours(arrays, tmp_path):
     assert build.load(tmp_path / "run", dataset=arrays, algo=mine).round == 1
 
 
+@dataclasses.dataclass  # and so without a hash
+class Kept:
+    """An algorithm that keeps its options on itself, and is its own round."""
+
+    HParams = fedavg.HParams
+    made: Any = None
+    weight: Any = 0.0
+
+    def make(self, hparams, task):
+        self.made, self.weight = fedavg.make(hparams, task), hparams.client_lr
+        return self.made._replace(round=self)
+
+    def __call__(self, state, cohort, data):
+        state, metrics, sent = self.made.round(state, cohort, data)
+        return state, metrics | {"weight": (self.weight, 1)}, sent
+
+
+def test_options_that_an_object_keeps(arrays):
+    """Each experiment has its own, whatever was traced before."""
+    algo = Kept()
+    for epochs, rate in ((1, 0.25), (1, 0.5), (2, 0.5)):
+        options = {"model": "mlp", "local_epochs": epochs, "client_lr": rate}
+        run = made(arrays, algo=algo, rounds=1, **options)
+        assert run.run(progress=False)["metrics"]["weight"]["mean"] == rate
+
+
 def test_a_finished_folder_stays_as_it_is(arrays, tmp_path, monkeypatch, capsys):
     """Opened and run again: nothing is written; without a checkpoint it is refused."""
     folder = tmp_path / "run"

@@ -79,6 +79,30 @@ def test_modes_of_other_names(module):
     assert np.array_equal(first, out) == is_fixed
 
 
+class Fields(nn.Module):
+    """A field and a method of a mode's name are no answer of the constructor's."""
+
+    train: bool = True
+    deterministic: bool = True
+
+    def training(self):
+        """Something else."""
+
+    @nn.compact
+    def __call__(self, x, deterministic, training, train=None):
+        assert deterministic == (not training) and training == train
+        return nn.Dense(2)(x)
+
+
+def test_fields_of_a_modes_name():
+    """What `__call__` names is passed."""
+    model = own.chain(Fields())
+    x = jnp.ones((3, 4))
+    variables = model.init(jax.random.key(0), x)
+    for train in (False, True):
+        model.forward(*variables, x, train=train, key=jax.random.key(2))
+
+
 def test_equal_modules_are_one_model():
     """So that programs are shared; a module that holds a list has no hash."""
     assert own.chain(nn.Dense(3)) is own.chain(nn.Dense(3))
