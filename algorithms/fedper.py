@@ -96,7 +96,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """FedPer and FedRep as pure functions.
 
     Raises:
-        ValueError: no such boundary, or no epoch is left for the shared stages.
+        ValueError: no such boundary, nothing behind it, or no epoch is left for the
+            shared stages.
     """
     model, schedule = task.model, _schedule(hparams, task)
     num_stages, lowest = len(model.stage_names), schedule.last
@@ -164,7 +165,11 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
 
 def _schedule(hparams: HParams, task: types.Task) -> boundary.Schedule:
-    """Which stages a client shares; those up to the last boundary are nobody's own."""
+    """Which stages a client shares; those up to the last boundary are nobody's own.
+
+    Raises:
+        ValueError: no such boundary, nothing behind it, or no epoch is left.
+    """
     if hparams.head_epochs >= hparams.local_epochs:
         raise ValueError(
             f"--head_epochs={hparams.head_epochs} leaves none of "
@@ -175,7 +180,18 @@ def _schedule(hparams: HParams, task: types.Task) -> boundary.Schedule:
         of_dropping = ("first_layer", "min_layer")
         options.refuse(hparams, of_dropping, "without --layer_dropping")
         cut = boundary.first_personal(hparams.personal_from, model, shape)
+        if cut == len(model.stage_names) and not hparams.personal_from:
+            raise ValueError(
+                f"--model={model.name} has no stage after its last convolution "
+                f"({', '.join(model.stage_names)}), so nothing would be personal; take "
+                "a model that has one, or name a stage with --personal_from"
+            )
         return boundary.fixed(cut, model)
+    if len(model.stage_names) == 1:
+        raise ValueError(
+            f"--model={model.name} has one stage, so no boundary can move; take a "
+            "model of several stages"
+        )
     if hparams.personal_from:
         raise ValueError(
             f"--personal_from={hparams.personal_from} fixes the boundary, "

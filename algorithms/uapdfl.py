@@ -241,10 +241,11 @@ def _cut(hparams: HParams, task: types.Task) -> int:
     model, name = task.client_model, hparams.personal_from
     cut = boundary.first_personal(name, model, task.example_shape)
     if not 0 < cut < len(model.stage_names):
+        later = ", ".join(model.stage_names[1:])
         raise ValueError(
             f"--personal_from={name} leaves --model={model.name} without "
-            f"{'a classifier' if cut else 'an extractor'}; take one of "
-            f"{', '.join(model.stage_names[1:])}"
+            f"{'a classifier' if cut else 'an extractor'}; take "
+            f"{f'one of {later}' if later else 'a model of several stages'}"
         )
     return cut
 

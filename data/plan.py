@@ -19,6 +19,8 @@ from fedjax_pfl import rng, shapes, types
 
 # Examples in one step of a chunk that keep an accelerator busy.
 STEP_EXAMPLES = 4096
+# A batch that no client fills is padded to a multiple of these.
+BATCH_ROWS = 8
 
 
 def max_steps(num_rows: np.ndarray, spec: types.PlanSpec) -> int:
@@ -134,8 +136,12 @@ class Planner:
         for group in np.unique(self._group):
             members = np.flatnonzero(self._group == group)
             self._slot[members] = np.arange(len(members))
-        self._clients_per_round, self._specs = clients_per_round, tuple(specs)
-        self._execution = execution
+        self._clients_per_round, self._execution = clients_per_round, execution
+        # A larger batch than the largest client's rows would be padding alone.
+        most = -(-max(int(self._num_rows.max()), 1) // BATCH_ROWS) * BATCH_ROWS
+        self._specs = tuple(
+            spec._replace(batch_size=min(spec.batch_size, most)) for spec in specs
+        )
         self.graph = topology.make(peers, num_clients) if peers else None
         self._candidates = None
         if eligible is not None and not np.all(eligible):

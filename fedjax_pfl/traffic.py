@@ -50,7 +50,16 @@ def counted(
         sent: Messages by the kind's name: int32[C], or one number for every row.
         kinds: Kinds of the algorithm; others in `sent` are not counted.
         row_mask: bool[C].
+
+    Raises:
+        ValueError: `sent` lacks a kind.
     """
+    missing = [kind.name for kind in kinds if kind.name not in sent]
+    if missing:
+        raise ValueError(
+            f"a round counts no {' and no '.join(missing)}, which the algorithm's "
+            "messages declare; return 0 for what is not sent"
+        )
     counts = [jnp.asarray(sent[kind.name], jnp.int32) for kind in kinds]
     total = [jnp.where(row_mask, count, 0).sum() for count in counts]
     return jnp.stack(total) if total else jnp.zeros(0, jnp.int32)

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from launch import console, frames, settings
-from launch import presets as presets_lib
 
 if TYPE_CHECKING:
     import pandas
@@ -48,9 +47,6 @@ class Comparison(Mapping):
         Raises:
             KeyboardInterrupt: as `Experiment.run`; `run()` goes on.
         """
-        if progress:
-            preset = next(iter(self.values())).config.preset
-            print(presets_lib.sentence(preset), flush=True)
         for name, experiment in self.items():
             if progress:
                 print(f"{name}:", flush=True)

@@ -11,7 +11,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tqdm
+
+from launch import presets, settings
 
 if TYPE_CHECKING:
     from launch.experiment import Experiment
@@ -83,7 +86,7 @@ class Progress(Silent):
         self._experiment, self._begin = experiment, time.perf_counter()
         self._start, self._trained = experiment.round, experiment.totals.seconds
         self._bar = None
-        self._has_shown = self._has_told = False
+        self._has_shown = self._has_told = self._has_warned = False
         kind = _bar_kind()
         if kind is not None:
             self._bar = kind(
@@ -130,6 +133,7 @@ class Progress(Silent):
 
     def update(self, records: Sequence[dict[str, Any]]) -> None:
         """After a call: what was measured, if anything was."""
+        self._warn()
         done, rounds = self._experiment.round, self._experiment.config.rounds
         shown = headline(records) if records else self._loss()
         if self._bar is not None:
@@ -148,10 +152,24 @@ class Progress(Silent):
 
     def _loss(self) -> dict[str, str]:
         """The loss of the last round."""
-        total, count = self._experiment.simulation.metrics.get(
-            "train_loss", ((0.0,), (0.0,))
-        )
+        total, count = self._losses()
         return {"loss": f"{sum(total) / sum(count):.3f}"} if sum(count) else {}
+
+    def _losses(self) -> tuple[Sequence[float], Sequence[float]]:
+        """(sums, counts) of the last round's loss, one of each for every seed."""
+        metrics = self._experiment.simulation.metrics
+        return metrics.get("train_loss", ((0.0,), (0.0,)))
+
+    def _warn(self) -> None:
+        """Says once that training has diverged."""
+        if self._has_warned or np.isfinite(self._losses()[0]).all():
+            return
+        self._has_warned = True
+        tqdm.tqdm.write(
+            f"round {self._experiment.round}: the training loss is no finite number; "
+            "a smaller --client_lr may help",
+            file=sys.stderr,
+        )
 
     def _left(self, done: int) -> str:
         """How long the rounds that are left take, as the ones before did."""
@@ -175,6 +193,13 @@ def _bar_kind() -> Callable[..., Any] | None:
     return tqdm.tqdm if sys.stderr.isatty() else None
 
 
+def rules(experiment: Experiment) -> str:
+    """Whose rules a run follows, and what is worth knowing of its options."""
+    config = experiment.config
+    notes = settings.notes(config, experiment.hparams)
+    return "\n".join((presets.sentence(config.preset), *notes))
+
+
 def described(experiment: Experiment) -> str:
     """An experiment in a line, and its numbers so far if there are any."""
     config = experiment.config
@@ -182,7 +207,7 @@ def described(experiment: Experiment) -> str:
     line = (
         f"{config.algo} on {config.dataset} ({config.partition}): {config.num_clients} "
         f"clients, {config.clients_per_round} a round, {config.model}, round "
-        f"{experiment.round} of {config.rounds}{seeds}"
+        f"{experiment.round} of {config.rounds}{seeds}, rules: {config.preset}"
     )
     if not experiment.metrics:
         return line

@@ -169,6 +169,8 @@ class Experiment:
                 folder = self._folder = self._folder or workdir.Workdir(self)
                 if entered.enter_context(folder).go_on() and progress:
                     print(f"{folder.path} holds this run, finished", flush=True)
+            if progress and not self.round:
+                print(console.rules(self), flush=True)
             stop = entered.enter_context(stop_lib.Stop(twice_interrupts=False))
             # After the folder: what it restored is no progress of this call.
             kind = console.Progress(self) if progress else console.Silent()

@@ -37,11 +37,15 @@ def _command(argv: Sequence[str]) -> None:
     absl_flags.DEFINE_string(
         "data_dir", "", "folder of the data set, if it moved", flag_values=values
     )
+    absl_flags.DEFINE_string(
+        "dataset", "", "npz:PATH of the data, if the file moved", flag_values=values
+    )
     try:
         folders = flags.beside(argv, values, __doc__)
         if len(folders) != 1:
             raise ValueError("give the folder of one run")
-        moved = {"data_dir": values.data_dir} if values.data_dir else {}
+        told = {"data_dir": values.data_dir, "dataset": values.dataset}
+        moved = {name: value for name, value in told.items() if value}
         experiment = build.load(pathlib.Path(folders[0]), **moved)
         if not experiment.round:
             raise ValueError(f"{folders[0]} has no checkpoint yet")

@@ -63,14 +63,18 @@ def _run(experiment: Experiment) -> Any:
 
 
 def summaries(experiments: dict[str, Experiment]) -> pandas.DataFrame:
-    """One line for each experiment: its metrics, mean over the seeds (and std)."""
+    """One line for each experiment: its metrics, mean over the seeds (and std).
+
+    By the rule that stands in the column `summary`, such as `mean_last10`.
+    """
     import pandas
 
-    lines: dict[str, dict[str, float]] = {}
+    lines: dict[str, dict[str, Any]] = {}
     for name, experiment in experiments.items():
-        lines[name] = line = {"rounds": experiment.round}
-        metrics = experiment.summary()["metrics"] if experiment.metrics else {}
-        for metric, entry in metrics.items():
+        done = experiment.summary() if experiment.metrics else {}
+        rule = done.get("summary", experiment.config.summary)
+        lines[name] = line = {"rounds": experiment.round, "summary": rule}
+        for metric, entry in done.get("metrics", {}).items():
             line[metric] = entry["mean"]
             if len(experiment.seeds) > 1:
                 line[f"{metric} std"] = entry["std"]

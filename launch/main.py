@@ -13,7 +13,7 @@ from typing import Any
 
 from absl import logging as absl_logging
 
-from launch import build, console, ending, flags, presets, running, settings
+from launch import build, console, ending, flags, running
 from launch import workdir as workdir_lib
 from launch.experiment import Experiment
 from launch.stop import Stop
@@ -39,6 +39,7 @@ def execute(given: dict[str, Any]) -> dict[str, Any]:
 
 def _execute(experiment: Experiment, folder: workdir_lib.Workdir) -> dict[str, Any]:
     """`execute` while the folder is ours."""
+    is_new = not (folder.path / workdir_lib.RUN_FLAGS).exists()
     try:
         done = folder.prepare()
     except ValueError as error:
@@ -48,17 +49,15 @@ def _execute(experiment: Experiment, folder: workdir_lib.Workdir) -> dict[str, A
         print(console.table(done))
         return done
     config = experiment.config
-    for line in (
-        presets.sentence(config.preset),
-        *settings.notes(config, experiment.hparams),
-    ):
-        print(line, flush=True)
+    print(console.rules(experiment))
     print(
         f"{config.algo} on {config.dataset}: {config.num_clients} clients, "
         f"{config.clients_per_round} a round, {config.rounds} rounds, "
         f"{config.num_seeds} seed(s) -> {folder.path}",
         flush=True,
     )
+    if config.resume and is_new:
+        print(f"--resume: {folder.path} holds no run yet, this is its start")
     if experiment.round:
         print(f"resumed after round {experiment.round}", flush=True)
     with Stop() as stop, console.Progress(experiment) as progress:

@@ -171,14 +171,19 @@ def picture(kind: str, runs: Sequence[Run], metric: str = "") -> Figure:
     return (fairness if kind == "fairness" else bubbles)(runs, names)
 
 
-def metrics_of(runs: Sequence[Run], wanted: str) -> list[str]:
+def metrics_of(runs: Sequence[Run], wanted: str | Sequence[str]) -> list[str]:
     """The metrics to draw: those asked for, or the first one that all runs have.
+
+    Args:
+        runs: Whose.
+        wanted: Names, or one text of them separated by commas; empty = choose.
 
     Raises:
         ValueError: a run does not have one, or percent would stand beside numbers.
     """
     # What rounds measure is not in the record before the first of them.
     shared = set.intersection(*(set().union(*run.records) for run in runs))
+    wanted = wanted if isinstance(wanted, str) else ",".join(wanted)
     names = wanted.split(",") if wanted else [n for n in PREFERRED if n in shared][:1]
     if len({_is_share(name) for name in names}) > 1:
         raise ValueError(f"--metric={wanted}: percent and numbers need a picture each")

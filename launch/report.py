@@ -22,6 +22,7 @@ from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from data import loaders
 from launch import config as config_lib
 from launch import console, ending, finished, flags, papers, plot
 
@@ -142,11 +143,7 @@ def page(
             if name not in same and name not in silent
         ],
         same=[f"--{n}={told[0][n]}" for n in sorted(same) if n not in silent],
-        commands=[
-            "python -m launch.main --flagfile="
-            + shlex.quote(str(entry.run.path / finished.RUN_FLAGS))
-            for entry in entries
-        ],
+        commands=[_command_of(entry.run) for entry in entries],
     )
 
 
@@ -214,9 +211,12 @@ def _percent(one: Mapping[str, Any]) -> str:
 
 
 def _gap(entry: Entry, base: Entry, metric: str) -> np.ndarray | None:
-    """Points over the control by seed; of the means where the seeds differ."""
+    """Points over the control by seed; of the means where the seeds differ.
+
+    None where one has no such metric, or where their data sets differ.
+    """
     pair = [one.summary["metrics"].get(metric) for one in (entry, base)]
-    if None in pair:
+    if None in pair or entry.run.flags["dataset"] != base.run.flags["dataset"]:
         return None
     sides = [np.asarray(one["per_seed"]) for one in pair]
     seeds = [one.run.clients["seeds"] for one in (entry, base)]
@@ -254,7 +254,10 @@ def _setting(entries: Sequence[Entry]) -> str:
     words += f"{told('rounds')} rounds, partition {told('partition')}"
     if "dirichlet" in told("partition"):
         words += f" (alpha {told('partition_alpha')})"
-    return f"{words}, model {told('model')}."
+    words = f"{words}, model {told('model')}."
+    if " or " in told("summary"):
+        words += f" The runs' summaries differ: {told('summary')} (--summary)."
+    return words
 
 
 def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
@@ -272,11 +275,21 @@ def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
         return f"{words}."
     other = base if best is not base else ranked[1]
     gap = _gap(best, other, metric)
+    if gap is None:
+        return f"{words}; {other.name} is of another data set."
     spread = f" ± {gap.std(ddof=1):.1f}" if len(gap) > 1 else ""
     words += f", {gap.mean():+.1f}{spread} points against {other.name}"
     if len(gap) > 1:
         words += f", ahead in {(gap > 0).sum()} of {len(gap)} seeds"
     return f"{words}."
+
+
+def _command_of(run: plot.Run) -> str:
+    """What runs it again."""
+    if run.flags["dataset"] == loaders.ARRAYS or run.flags["algo"].startswith("own_"):
+        return f"build.load({str(run.path)!r}, dataset=(x, y), ...).run()  # in Python"
+    path = shlex.quote(str(run.path / finished.RUN_FLAGS))
+    return f"python -m launch.main --flagfile={path}"
 
 
 def _speed(summary: Mapping[str, Any]) -> list[str]:

@@ -377,6 +377,9 @@ def _different(before: Mapping[str, str], lines: Sequence[str]) -> list[str]:
     """
     now = dict(line.removeprefix("#")[2:].split("=", 1) for line in lines)
     names = before.keys() | now.keys()
+    if before.get("data_sha256") == now.get("data_sha256"):
+        # The same data under another name: a file that moved, or its arrays.
+        names -= {"dataset"}
     return [
         f"--{name}={before.get(name, 'unset')}, not {now.get(name, 'unset')}"
         for name in sorted(names - set(config_lib.EXECUTION_FIELDS))

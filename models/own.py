@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 
 from fedjax_pfl import types
@@ -22,9 +23,10 @@ class Stage:
     """A linen module behind the calls that `stages.chain` makes.
 
     Collections other than `params`, such as `batch_stats`, are its statistics.
-    `sample_mask` and `train` are passed to a `__call__` that names them; so is what
-    linen's own modules and others call the mode: `training`, `deterministic` and
-    `use_running_average`.
+    `sample_mask` bool[B], the real samples, and `train` are passed to a `__call__` that
+    names them; so is what linen's own modules and others call the mode: `training`,
+    `deterministic` and `use_running_average`. A linen `BatchNorm` inside takes its
+    statistics over the real samples, unless it is given a mask.
     """
 
     def __init__(self, module: nn.Module):
@@ -41,7 +43,7 @@ class Stage:
             or getattr(module, name) is None
         }
 
-    def _modes(self, sample_mask: jax.Array | None, train: bool) -> dict[str, Any]:
+    def _modes(self, sample_mask: jax.Array, train: bool) -> dict[str, Any]:
         modes = {
             "sample_mask": sample_mask,
             "train": train,
@@ -55,7 +57,7 @@ class Stage:
         """Output and variables {"params", "stats"}, the latter if there are any."""
         keys = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         out, variables = self._module.init_with_output(
-            keys, x, **self._modes(None, False)
+            keys, x, **self._modes(jnp.ones(len(x), bool), False)
         )
         params, stats = variables.get("params", {}), dict(variables)
         stats.pop("params", None)
@@ -73,14 +75,36 @@ class Stage:
     ) -> tuple[jax.Array, dict]:
         """Output and the new statistics; in eval mode they stay as they are."""
         stats = variables.get("stats", {})
-        out, new = self._module.apply(
-            {"params": variables["params"], **stats},
-            x,
-            **self._modes(sample_mask, train),
-            rngs=rngs,
-            mutable=list(stats) if train else [],
-        )
+        mask = jnp.ones(len(x), bool)
+        if sample_mask is not None:
+            # Where no sample is real all count: nobody keeps what they give.
+            mask = sample_mask | ~sample_mask.any()
+        with nn.intercept_methods(functools.partial(_over_real_samples, mask)):
+            out, new = self._module.apply(
+                {"params": variables["params"], **stats},
+                x,
+                **self._modes(mask, train),
+                rngs=rngs,
+                mutable=list(stats) if train else [],
+            )
         return out, ({"stats": {**stats, **new}} if stats else {})
+
+
+def _over_real_samples(
+    sample_mask: jax.Array,
+    call: Any,
+    args: tuple,
+    kwargs: dict[str, Any],
+    context: nn.module.InterceptorContext,
+) -> Any:
+    """Gives a linen BatchNorm the mask of the real samples: it would count padding."""
+    is_norm = isinstance(context.module, nn.BatchNorm)
+    if is_norm and context.method_name == "__call__" and kwargs.get("mask") is None:
+        x = args[0] if args else kwargs["x"]
+        if x.ndim > 1 and len(x) == len(sample_mask):
+            mask = sample_mask.reshape(-1, *[1] * (x.ndim - 1))
+            kwargs = {**kwargs, "mask": jnp.broadcast_to(mask, x.shape)}
+    return call(*args, **kwargs)
 
 
 def chain(given: Any) -> types.Model:

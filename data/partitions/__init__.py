@@ -143,6 +143,8 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
     if spec.partition.startswith(file.PREFIX):
         return _from_file(source, spec)
     gen = rng.generator(seed, rng.Tag.PARTITION)
+    if spec.partition == "natural":
+        _refuse_examples_per_client(spec)
     official = spec.test_split == "official"
     if official and source.num_train == len(source.label):
         raise ValueError(
@@ -163,7 +165,7 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
         classes.check(spec.client_classes, source.num_classes)
         # Before `examples_per_client` counts them: others are nobody's.
         pool = pool[classes.named(source.label[pool], spec.client_classes)]
-    if spec.examples_per_client and spec.partition != "natural":
+    if spec.examples_per_client:
         wanted = spec.examples_per_client * spec.num_clients
         if wanted > len(pool):
             raise ValueError(
@@ -189,13 +191,17 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
 def _from_file(source: dataset.Dataset, spec: PartitionSpec) -> Split:
     """The split that a file holds, whatever the seed."""
     rows = file.read(spec.partition, len(source.label))
+    _refuse_examples_per_client(spec)
+    _check_sizes(rows.train.count, spec)
+    return Split(*rows)
+
+
+def _refuse_examples_per_client(spec: PartitionSpec) -> None:
     if spec.examples_per_client:
         raise ValueError(
             f"--examples_per_client={spec.examples_per_client} has no effect with "
             f"--partition={spec.partition}; leave it away"
         )
-    _check_sizes(rows.train.count, spec)
-    return Split(*rows)
 
 
 def export(split: Split, path: str) -> None:

@@ -9,11 +9,13 @@ import chex
 import jax
 import numpy as np
 import pytest
+from flax import linen as nn
 
 import algorithms
 import models
 from algorithms import fedper
 from fedjax_pfl import types
+from models import own as own_lib
 from tests.algorithms import plain
 
 MOVING = {"drop_every": 2, "min_layer": 1}
@@ -430,6 +432,15 @@ def test_cuts_of_the_papers_model(algo, options, lowest, problem):
     size = np.array([224, 1168, 4640, 16416, 528, 170]) * 4
     assert [kind.num_bytes for kind in made.messages] == [*size, *size]
     assert [kind.direction for kind in made.messages] == ["down"] * 6 + ["up"] * 6
+
+
+@pytest.mark.parametrize("algo", ["fedper", "fedrep", "fedper_plus"])
+def test_nothing_would_be_personal(algo, problem):
+    """A model of one stage: one line, not FedAvg under another name."""
+    net = own_lib.chain(nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(3)]))
+    task = problem.task_of()._replace(server_model=net, client_models=(net,))
+    with pytest.raises(ValueError, match="--model=own_Sequential has "):
+        make(algo, problem, task)
 
 
 def test_everyone_starts_from_one_model(problem):

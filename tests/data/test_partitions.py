@@ -293,6 +293,14 @@ def test_natural_keeps_the_owners():
         np.testing.assert_array_equal(np.sort(rows), np.flatnonzero(client == k))
 
 
+def test_natural_gives_all_that_an_owner_has():
+    """Half of it would be another data set: one line."""
+    client = np.repeat(np.arange(5), 20).astype(np.int32)
+    one = spec("natural", 5, examples_per_client=10)
+    with pytest.raises(ValueError, match="--examples_per_client=10 has no effect with"):
+        partitions.split(make_table([50, 50], client=client), one, 0)
+
+
 def test_natural_takes_the_first_clients():
     """Fewer clients than owners: the first ones, unchanged."""
     client = np.repeat(np.arange(5), 20).astype(np.int32)

@@ -137,6 +137,14 @@ def test_max_steps(batch_size, steps):
     assert plan.max_steps(SIZES, types.PlanSpec("local", 2, batch_size)) == steps
 
 
+def test_a_batch_is_no_larger_than_the_largest_client():
+    """Whole-batch training: 40 rows at most here, a multiple of 8; the same batches."""
+    huge = make(specs=(types.PlanSpec("local", 2, 10**6),))
+    fits = make(specs=(types.PlanSpec("local", 2, 40),))
+    equal(huge.cohort(1, 0), fits.cohort(1, 0))
+    assert huge.cohort(0, 3).plans["local"].position.shape == (4, 2, 40)
+
+
 def test_batches_of_a_short_client():
     """Three rows, batches of two, one epoch, padded to four steps."""
     spec = types.PlanSpec("local", 1, 2)

@@ -63,7 +63,7 @@ def test_no_kinds_no_messages():
 
 def test_a_kind_that_is_never_sent_is_an_error():
     """Its bytes would be missing without a word."""
-    with pytest.raises(KeyError, match="b"):
+    with pytest.raises(ValueError, match="counts no b, which"):
         traffic.counted({"a": 1}, KINDS, jnp.ones(3, bool))
 
 

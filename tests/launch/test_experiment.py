@@ -107,7 +107,8 @@ def test_progress_and_records(arrays, capsys):
     experiment = made(arrays)
     experiment.run(on_record=records.append)
     assert records == experiment.metrics and len(records) == 3
-    lines = capsys.readouterr().out.splitlines()
+    rules, *lines = capsys.readouterr().out.splitlines()
+    assert rules.startswith("rules: --preset=fedd2s (")
     assert [line.split("  ")[0] for line in lines] == [f"round {r}/2" for r in range(3)]
     made(arrays).run(progress=False, until=1)
     assert capsys.readouterr().out == ""
@@ -382,6 +383,25 @@ def test_a_folder_of_other_data(arrays, tmp_path, change, part):
         build.load(tmp_path / "nix")
 
 
+def test_a_folder_whose_data_moved(arrays, tmp_path, capsys):
+    """Another name for the same data opens it; its bits decide."""
+    old, new = tmp_path / "old.npz", tmp_path / "new.npz"
+    np.savez(old, x=arrays[0], y=arrays[1])
+    options = {"algo": "fedavg", "model": "mlp", "workdir": tmp_path / "run"}
+    first = made(f"npz:{old}", rounds=1, **options)
+    first.run(progress=False)
+    old.rename(new)
+    with pytest.raises(ValueError, match="there is no such file"):
+        build.load(tmp_path / "run")
+    for dataset in (f"npz:{new}", arrays):
+        assert build.load(tmp_path / "run", dataset=dataset).metrics == first.metrics
+    export.command(
+        ["export", str(tmp_path / "run"), f"--dataset=npz:{new}"]
+        + [f"--output={tmp_path / 'model.npz'}"]
+    )
+    assert capsys.readouterr().out.split() == [str(tmp_path / "model.npz")]
+
+
 def test_an_algorithm_of_ones_own_in_a_folder(arrays, tmp_path):
     """It is asked for."""
     options = {"model": "mlp", "workdir": str(tmp_path / "run"), "rounds": 1}
@@ -441,6 +461,7 @@ def test_comparison(arrays, capsys):
         entry = compared[name].summary()["metrics"]["client_accuracy"]
         assert summary.loc[name, "client_accuracy"] == entry["mean"]
         assert summary.loc[name, "client_accuracy std"] == entry["std"]
+        assert summary.loc[name, "summary"] == compared[name].config.summary
     assert "fedper:" in capsys.readouterr().out
     assert compared.plot()._repr_png_() and "<table" in compared._repr_html_()
     assert len(compared) == 2 and "fedavg on arrays" in repr(compared)

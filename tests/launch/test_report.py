@@ -103,7 +103,8 @@ def test_it_is_whole(folders):
     assert text.count("<svg") == 7
     assert report.INK not in text and "prefers-color-scheme: dark" in text
     assert "gains over its own local model" in page.text
-    assert "--algo" in page.text and "run.flags" in page.text
+    # Of arrays in memory: only Python can run it again.
+    assert "--algo" in page.text and "build.load(" in page.text
     assert len(text) < 3_000_000
 
 
@@ -112,6 +113,16 @@ def test_names_are_text(folders):
     text = report.page(report.read(folders[:1]), title="<b>&</b>")
     assert "&lt;b&gt;&amp;&lt;/b&gt;" in text
     assert "would show what each client gains" in text
+
+
+def test_runs_of_two_data_sets(folders):
+    """No difference between their accuracies is told; differing rules are."""
+    entries = report.read(folders[:2])
+    entries[1].run.flags.update(dataset="mnist_5k", summary="mean_last10")
+    page = Page(report.page(entries))
+    assert "is of another data set." in page.text and "points against" not in page.text
+    assert "summaries differ: last or mean_last10 (--summary)" in page.text
+    assert f"--flagfile={folders[1]}/run.flags" in page.text
 
 
 def test_a_table_of_a_paper(folders):

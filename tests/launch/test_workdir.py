@@ -528,6 +528,15 @@ def test_resume_alone_means_the_rounds_of_the_run(whole, blobs, capsys):
     assert "run.flags has no number of rounds" in capsys.readouterr().err
 
 
+def test_resume_where_nothing_is(blobs, tmp_path, capsys):
+    """A job's script may always say so; a misspelt folder is told."""
+    folder = tmp_path / "nix"
+    run(blobs, folder, "--resume", rounds=1)
+    assert f"--resume: {folder} holds no run yet" in capsys.readouterr().out
+    run(blobs, folder, "--resume", rounds=2)
+    assert "holds no run yet" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("left", [[], ["run.flags.partial"], [lock.NAME]])
 def test_a_kill_as_the_folder_appears(blobs, tmp_path, left, resume):

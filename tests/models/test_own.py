@@ -1,5 +1,7 @@
 """A user's own linen modules as a model."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,6 +79,34 @@ def test_modes_of_other_names(module):
     out, _ = model.forward(*variables, x, train=True, key=jax.random.key(2))
     is_fixed = getattr(module, "use_running_average", None) is True
     assert np.array_equal(first, out) == is_fixed
+
+
+class Normed(nn.Module):
+    """Batch norm as flax has it, of vectors and of maps, one of them masked by hand."""
+
+    @nn.compact
+    def __call__(self, x, train, sample_mask):
+        norm = {"use_running_average": not train, "momentum": 0.5}
+        h = nn.BatchNorm(**norm)(nn.Conv(3, (2, 2))(x))
+        h = nn.Dense(5)(h.reshape(len(h), -1))
+        h = nn.BatchNorm(**norm)(h, mask=sample_mask[:, None])
+        return nn.Dense(2)(nn.BatchNorm(**norm)(h))
+
+
+def test_batch_norm_counts_real_samples():
+    """Padding moves neither what real samples get nor the running statistics."""
+    model = own.chain(Normed())
+    x = jax.random.normal(jax.random.key(1), (5, 4, 4, 1))
+    variables = model.init(jax.random.key(0), x)
+    train = functools.partial(model.forward, *variables, train=True)
+    out, stats = train(x, key=jax.random.key(2))
+    padded = jnp.concatenate([x, 100 * x[:3]])
+    more, same = train(padded, sample_mask=jnp.arange(8) < 5, key=jax.random.key(2))
+    np.testing.assert_allclose(more[:5], out, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(stats), jax.tree.leaves(same), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    nobody, _ = train(padded, sample_mask=jnp.zeros(8, bool), key=jax.random.key(2))
+    assert np.isfinite(nobody).all()
 
 
 class Fields(nn.Module):
