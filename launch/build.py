@@ -163,7 +163,7 @@ def experiment(**given: Any) -> Experiment:
 
 
 def compare(
-    algos: Sequence[Any],
+    algos: Sequence[Any] | Mapping[str, Mapping[str, Any]],
     *,
     seeds: int = 1,
     run: bool = True,
@@ -178,7 +178,8 @@ def compare(
     done; `run()` of what it returned goes on.
 
     Args:
-        algos: Names, or algorithms of your own.
+        algos: Names, or algorithms of your own; or each run's options by a name:
+            `{"weak": {"algo": "fedprox", "proximal_weight": 0.01}, "strong": ...}`.
         seeds: `--num_seeds`.
         run: Whether to run them now.
         progress: Whether to show how far it is.

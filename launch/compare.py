@@ -87,48 +87,77 @@ class Comparison(Mapping):
 
 
 def build(
-    make: Callable[..., Experiment], algos: Sequence[Any], options: Mapping[str, Any]
+    make: Callable[..., Experiment],
+    algos: Sequence[Any] | Mapping[str, Mapping[str, Any]],
+    options: Mapping[str, Any],
 ) -> Comparison:
     """Builds the experiments of `algos`.
 
     Args:
         make: `build.experiment`.
-        algos: Names, or algorithms of one's own.
+        algos: Names, or algorithms of one's own; or options by the name of a run.
         options: Those of every run, and some that only some of them have.
 
     Raises:
         ValueError: no algorithm, one twice, an option that none of them has, or other
             clients for one than for another.
     """
-    if isinstance(algos, str):
-        raise ValueError(f"compare: expected a list of algorithms, got {algos!r}")
-    names = [settings.algorithm_name(algo) for algo in algos]
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"compare: expected different algorithms, got {names}")
-    fields = [settings.fields_of(algo) for algo in algos]
+    runs = _runs(algos)
+    fields = [settings.fields_of(own["algo"]) for own in runs.values()]
     for option in options:
-        if not any(option in own for own in fields):
+        if not any(option in known for known in fields):
             raise ValueError(
-                f"--{option} is a flag of none of {', '.join(names)}; leave it away"
+                f"--{option} is a flag of none of {', '.join(runs)}; leave it away"
             )
     presets = [options.get("preset")]
     if presets == [None]:
         # One paper's clients for all: those of the first whose rules suit all of them.
-        own_presets = dict.fromkeys(settings.default_preset(algo) for algo in algos)
+        own_presets = dict.fromkeys(
+            settings.default_preset(own["algo"]) for own in runs.values()
+        )
         presets = [one for one in own_presets if one != "none"] or ["none"]
     refused = None
     for preset in presets:
         try:
-            return _built(make, algos, fields, {**options, "preset": preset})
+            return _built(make, runs, {**options, "preset": preset})
         except ValueError as error:
             refused = refused or error
     raise refused
 
 
+def _runs(algos: Any) -> dict[str, Mapping[str, Any]]:
+    """The runs' own options by name, each with its `algo`.
+
+    Raises:
+        ValueError: there is none, or one twice, or one without an algorithm.
+    """
+    if isinstance(algos, Mapping):
+        for name, own in algos.items():
+            if not (isinstance(own, Mapping) and "algo" in own) or "/" in str(name):
+                raise ValueError(
+                    f"compare: expected options with an algo for {name!r}, a name "
+                    f"without a slash; got {own!r}"
+                )
+        runs = {str(name): own for name, own in algos.items()}
+    elif isinstance(algos, str):
+        raise ValueError(f"compare: expected a list of algorithms, got {algos!r}")
+    else:
+        names = [settings.algorithm_name(algo) for algo in algos]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"compare: expected different algorithms, got {names}; name the runs: "
+                "{'mine': {'algo': ..., ...}, ...}"
+            )
+        pairs = zip(names, algos, strict=True)
+        runs = {name: {"algo": algo} for name, algo in pairs}
+    if not runs:
+        raise ValueError("compare: expected different algorithms, got none")
+    return runs
+
+
 def _built(
     make: Callable[..., Experiment],
-    algos: Sequence[Any],
-    fields: Sequence[Mapping[str, Any]],
+    runs: Mapping[str, Mapping[str, Any]],
     options: Mapping[str, Any],
 ) -> Comparison:
     """The experiments under one preset.
@@ -137,16 +166,16 @@ def _built(
         ValueError: one of them cannot be, or would have other clients than the first.
     """
     made: dict[str, Experiment] = {}
-    for algo, own in zip(algos, fields, strict=True):
-        name = settings.algorithm_name(algo)
-        given = {option: value for option, value in options.items() if option in own}
+    for name, own in runs.items():
+        known = settings.fields_of(own["algo"])
+        given = {option: value for option, value in options.items() if option in known}
         if given.get("workdir"):
             given["workdir"] = f"{given['workdir']}/{name}"
-        made[name] = make(**given | {"algo": algo})
-        first = next(iter(made.values()))
-        if not _is_same_split(first, made[name]):
+        made[name] = make(**given | own)
+        first = next(iter(made))
+        if not _is_same_split(made[first], made[name]):
             raise ValueError(
-                f"compare: {name} would have other clients than {first.config.algo}; "
+                f"compare: {name} would have other clients than {first}; "
                 "give partition, test_split and proxy_fraction, or another preset than "
                 f"{options['preset']}"
             )

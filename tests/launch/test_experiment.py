@@ -467,6 +467,23 @@ def test_comparison(arrays, capsys):
     assert len(compared) == 2 and "fedavg on arrays" in repr(compared)
 
 
+def test_settings_of_one_method(arrays, tmp_path):
+    """Runs by a name, each with options of its own."""
+    rates = {"slow": 0.01, "fast": 0.1}
+    compared = build.compare(
+        {name: {"algo": "fedavg", "client_lr": rate} for name, rate in rates.items()},
+        dataset=arrays,
+        model="mlp",
+        rounds=1,
+        progress=False,
+        workdir=str(tmp_path),
+        **SMALL,
+    )
+    assert {name: one.hparams.client_lr for name, one in compared.items()} == rates
+    assert list(compared.summary().index) == ["slow", "fast"]
+    assert {path.name for path in tmp_path.iterdir()} == {"slow", "fast"}
+
+
 def test_a_comparison_takes_the_preset_that_suits_all():
     """FedPer's paper has no proxy set, which CDKT cannot do without."""
     compared = build.compare(["fedavg", "fedper", "cdkt"], run=False)
@@ -481,6 +498,9 @@ def test_a_comparison_takes_the_preset_that_suits_all():
         (["fedavg", "local"], {"personal_from": "last"}, "is a flag of none of fedavg"),
         (["fedavg", "cdkt"], {"preset": "none"}, "leaves no proxy set"),
         (["fedavg", "nix"], {}, "--algo=nix: expected one of"),
+        ({"a": {"client_lr": 0.1}}, {}, "expected options with an algo for 'a'"),
+        ({"a/b": {"algo": "local"}}, {}, "a name without a slash"),
+        ({"a": {"algo": "fedavg", "nix": 1}}, {}, "nix"),
     ],
 )
 def test_what_cannot_be_compared(algos, more, part):
