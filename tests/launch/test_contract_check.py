@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 
 from algorithms import fedper
 from launch import contract
@@ -37,6 +38,13 @@ def test_what_keeps_it(options):
     """Every rule, a sentence each."""
     rules = contract.check("fedper", **options)
     assert len(rules) == 5 and all(rule.endswith(".") for rule in rules)
+
+
+def test_rounding_errors_break_nothing(options):
+    """A bias before a norm has no other gradient; Adam makes whole steps of it."""
+    net = nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(8)])
+    options |= {"model": [net, nn.BatchNorm(momentum=0.5), nn.Dense(3)]}
+    assert len(contract.check("fedper", preset="fedd2s", **options)) == 5
 
 
 def test_what_could_not_be_tested_is_not_claimed(options):
