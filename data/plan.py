@@ -23,6 +23,12 @@ STEP_EXAMPLES = 4096
 BATCH_ROWS = 8
 
 
+def capped(batch_size: int, num_rows: np.ndarray) -> int:
+    """A batch size; more than the largest client's rows would be padding alone."""
+    most = -(-max(int(np.max(num_rows)), 1) // BATCH_ROWS) * BATCH_ROWS
+    return min(batch_size, most)
+
+
 def max_steps(num_rows: np.ndarray, spec: types.PlanSpec) -> int:
     """S: the steps of the largest client."""
     return spec.epochs * -(-int(np.max(num_rows)) // spec.batch_size)
@@ -137,10 +143,9 @@ class Planner:
             members = np.flatnonzero(self._group == group)
             self._slot[members] = np.arange(len(members))
         self._clients_per_round, self._execution = clients_per_round, execution
-        # A larger batch than the largest client's rows would be padding alone.
-        most = -(-max(int(self._num_rows.max()), 1) // BATCH_ROWS) * BATCH_ROWS
         self._specs = tuple(
-            spec._replace(batch_size=min(spec.batch_size, most)) for spec in specs
+            spec._replace(batch_size=capped(spec.batch_size, self._num_rows))
+            for spec in specs
         )
         self.graph = topology.make(peers, num_clients) if peers else None
         self._candidates = None

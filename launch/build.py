@@ -387,7 +387,7 @@ def assemble(
     if level_of is None:
         num_stages = [len(model.stage_names) for model in client_models]
         level_of = np.array(num_stages, np.int32)[group]
-    batch_size = getattr(hparams, "batch_size", 1)
+    batch_size = plan.capped(getattr(hparams, "batch_size", 1), num_rows)
     how = devices.execution(
         config.client_chunk,
         config.devices,
@@ -439,8 +439,12 @@ def assemble(
         digest.update(pathlib.Path(config.init_from).expanduser().read_bytes())
     if planner.graph is not None and planner.graph.table is not None:
         digest.update(planner.graph.table.data)
+    split = hashlib.sha256()
+    for leaf in jax.tree.leaves(data.partition):
+        split.update(np.ascontiguousarray(leaf).data)
     made = Experiment(
         data_sha256=digest.hexdigest(),
+        split_sha256=split.hexdigest(),
         own_sha256=own_sha256,
         config=config,
         hparams=hparams,

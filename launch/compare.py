@@ -75,10 +75,12 @@ class Comparison(Mapping):
 
     def plot(self, kind: str = "curves", metric: str = "") -> Any:
         """A picture of `launch.plot` with all of them; see `Experiment.plot`."""
-        return frames.plot(list(self.values()), kind, metric)
+        return frames.plot(list(self.values()), kind, metric, list(self))
 
     def __repr__(self) -> str:
-        return "\n\n".join(console.described(one) for one in self.values())
+        return "\n\n".join(
+            f"{name}: {console.described(one)}" for name, one in self.items()
+        )
 
     def _repr_html_(self) -> str:
         if all(experiment.metrics for experiment in self.values()):
@@ -133,12 +135,15 @@ def _runs(algos: Any) -> dict[str, Mapping[str, Any]]:
     """
     if isinstance(algos, Mapping):
         for name, own in algos.items():
-            if not (isinstance(own, Mapping) and "algo" in own) or "/" in str(name):
+            if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
                 raise ValueError(
-                    f"compare: expected options with an algo for {name!r}, a name "
-                    f"without a slash; got {own!r}"
+                    f"compare: expected names that can be a folder's, got {name!r}"
                 )
-        runs = {str(name): own for name, own in algos.items()}
+            if not isinstance(own, Mapping) or "algo" not in own:
+                raise ValueError(
+                    f"compare: expected options with an algo for {name!r}, got {own!r}"
+                )
+        runs = dict(algos)
     elif isinstance(algos, str):
         raise ValueError(f"compare: expected a list of algorithms, got {algos!r}")
     else:

@@ -45,12 +45,14 @@ class Experiment:
         seeds: list[int],
         window: tuple[int, ...],
         data_sha256: str,
+        split_sha256: str,
         own_sha256: str = "",
     ):
         self.config, self.hparams, self.task = config, hparams, task
         self.program, self.data, self.planner = program, data, planner
         self.seeds, self.window = seeds, window
-        self.data_sha256, self.own_sha256 = data_sha256, own_sha256
+        self.data_sha256, self.split_sha256 = data_sha256, split_sha256
+        self.own_sha256 = own_sha256
         self.metrics: list[dict[str, Any]] = []
         self._folder: workdir.Workdir | None = None
         # Shape fixed by the rule, not by `rounds`, so that a longer run can resume.

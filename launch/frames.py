@@ -33,8 +33,13 @@ def partition_counts(experiment: Experiment, seed: int | None) -> pandas.DataFra
     return frame.rename_axis(index="client", columns="class")
 
 
-def plot(experiments: Sequence[Experiment], kind: str, metric: str) -> Any:
-    """A picture of `launch.plot` of experiments in memory.
+def plot(
+    experiments: Sequence[Experiment],
+    kind: str,
+    metric: str,
+    names: Sequence[str] = (),
+) -> Any:
+    """A picture of `launch.plot` of experiments in memory, with names if they have any.
 
     Raises:
         ValueError: no such picture or metric, or nothing is measured yet.
@@ -42,7 +47,7 @@ def plot(experiments: Sequence[Experiment], kind: str, metric: str) -> Any:
     from launch import plot as plot_lib
 
     runs = [_run(experiment) for experiment in experiments]
-    return plot_lib.picture(kind, runs, metric)
+    return plot_lib.picture(kind, runs, metric, names)
 
 
 def _run(experiment: Experiment) -> Any:

@@ -141,20 +141,23 @@ def over_seeds(
     return where, mean, spread
 
 
-def picture(kind: str, runs: Sequence[Run], metric: str = "") -> Figure:
+def picture(
+    kind: str, runs: Sequence[Run], metric: str = "", names: Sequence[str] = ()
+) -> Figure:
     """One of the pictures.
 
     Args:
         kind: One of `KINDS`.
         runs: What to draw.
         metric: Of the curves, separated by commas; empty = `metrics_of` chooses.
+        names: Of the runs; empty = by what tells them apart.
 
     Raises:
         ValueError: no such picture or metric, or one that needs finished runs.
     """
     if kind not in KINDS:
         raise ValueError(f"--kind={kind}: expected one of {', '.join(KINDS)}")
-    names = [_unformatted(name) for name in labels(runs)]
+    names = [_unformatted(name) for name in names or labels(runs)]
     for run in runs if kind != "curves" else ():
         if not run.clients:
             raise ValueError(

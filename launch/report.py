@@ -22,6 +22,7 @@ from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import algorithms
 from data import loaders
 from launch import config as config_lib
 from launch import console, ending, finished, flags, papers, plot
@@ -216,13 +217,19 @@ def _gap(entry: Entry, base: Entry, metric: str) -> np.ndarray | None:
     None where one has no such metric, or where their data sets differ.
     """
     pair = [one.summary["metrics"].get(metric) for one in (entry, base)]
-    if None in pair or entry.run.flags["dataset"] != base.run.flags["dataset"]:
+    if None in pair or _data(entry.run) != _data(base.run):
         return None
     sides = [np.asarray(one["per_seed"]) for one in pair]
     seeds = [one.run.clients["seeds"] for one in (entry, base)]
     if not np.array_equal(*seeds):
         sides = [side.mean(keepdims=True) for side in sides]
     return 100 * (sides[0] - sides[1])
+
+
+def _data(run: plot.Run) -> str:
+    """What names the examples of a run, whatever their file was called."""
+    told = flags.read(run.path / finished.RUN_FLAGS, noted=True)
+    return told.get("data_sha256", told["dataset"])
 
 
 def _against(entry: Entry, base: Entry, metric: str) -> Cell:
@@ -273,7 +280,7 @@ def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
     )
     if len(ranked) == 1:
         return f"{words}."
-    other = base if best is not base else ranked[1]
+    other = base if base in ranked and best is not base else ranked[1]
     gap = _gap(best, other, metric)
     if gap is None:
         return f"{words}; {other.name} is of another data set."
@@ -286,8 +293,15 @@ def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
 
 def _command_of(run: plot.Run) -> str:
     """What runs it again."""
-    if run.flags["dataset"] == loaders.ARRAYS or run.flags["algo"].startswith("own_"):
-        return f"build.load({str(run.path)!r}, dataset=(x, y), ...).run()  # in Python"
+    given = {
+        "algo": run.flags["algo"] not in algorithms.ALGORITHMS,
+        "dataset": run.flags["dataset"] == loaders.ARRAYS,
+        "model": run.flags.get("model", "").startswith("own_"),
+        "client_model": run.flags.get("client_model", "").startswith("own_"),
+    }
+    if any(given.values()):
+        told = ", ".join(f"{name}=..." for name, is_own in given.items() if is_own)
+        return f"build.load({str(run.path)!r}, {told}).run()  # in Python"
     path = shlex.quote(str(run.path / finished.RUN_FLAGS))
     return f"python -m launch.main --flagfile={path}"
 

@@ -77,7 +77,10 @@ class Workdir:
         experiment = self.experiment
         lines = flags.lines(experiment.config, experiment.hparams, skip=UNTOLD)
         # A comment to absl, but part of the identity: other data are another run.
-        noted = {"data_sha256": experiment.data_sha256}
+        noted = {
+            "data_sha256": experiment.data_sha256,
+            "split_sha256": experiment.split_sha256,
+        }
         # Modules and an algorithm of the user's own: edited ones are another run too.
         noted |= {"own_sha256": experiment.own_sha256} if experiment.own_sha256 else {}
         return [*lines, *(f"#--{name}={value}" for name, value in noted.items())]
@@ -377,8 +380,11 @@ def _different(before: Mapping[str, str], lines: Sequence[str]) -> list[str]:
     """
     now = dict(line.removeprefix("#")[2:].split("=", 1) for line in lines)
     names = before.keys() | now.keys()
-    if before.get("data_sha256") == now.get("data_sha256"):
-        # The same data under another name: a file that moved, or its arrays.
+    digests = ("data_sha256", "split_sha256")
+    if "split_sha256" not in before:  # of an earlier version
+        names -= {"split_sha256"}
+    elif all(before.get(name) == now.get(name) for name in digests):
+        # The same clients under another name: a file that moved, or its arrays.
         names -= {"dataset"}
     return [
         f"--{name}={before.get(name, 'unset')}, not {now.get(name, 'unset')}"

@@ -26,7 +26,8 @@ class Stage:
     `sample_mask` bool[B], the real samples, and `train` are passed to a `__call__` that
     names them; so is what linen's own modules and others call the mode: `training`,
     `deterministic` and `use_running_average`. A linen `BatchNorm` inside takes its
-    statistics over the real samples, unless it is given a mask.
+    statistics over the real samples, unless it is given a mask; its input's first axis
+    must be the batch, or a multiple of it, as `x.reshape(B * T, ...)` makes it.
     """
 
     def __init__(self, module: nn.Module):
@@ -101,8 +102,10 @@ def _over_real_samples(
     is_norm = isinstance(context.module, nn.BatchNorm)
     if is_norm and context.method_name == "__call__" and kwargs.get("mask") is None:
         x = args[0] if args else kwargs["x"]
-        if x.ndim > 1 and len(x) == len(sample_mask):
-            mask = sample_mask.reshape(-1, *[1] * (x.ndim - 1))
+        takes = inspect.signature(type(context.module).__call__).parameters
+        if "mask" in takes and x.ndim > 1 and len(x) % len(sample_mask) == 0:
+            mask = jnp.repeat(sample_mask, len(x) // len(sample_mask))
+            mask = mask.reshape(-1, *[1] * (x.ndim - 1))
             kwargs = {**kwargs, "mask": jnp.broadcast_to(mask, x.shape)}
     return call(*args, **kwargs)
 

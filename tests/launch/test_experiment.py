@@ -402,6 +402,20 @@ def test_a_folder_whose_data_moved(arrays, tmp_path, capsys):
     assert capsys.readouterr().out.split() == [str(tmp_path / "model.npz")]
 
 
+def test_other_owners_are_other_data(arrays, tmp_path):
+    """The same examples of other clients are another run, also in another file."""
+    owner, options = np.arange(240) % 4, {"algo": "fedavg", "model": "mlp"}
+    options |= {"partition": "natural", "workdir": tmp_path / "run", "rounds": 1}
+    for name, client in (("a", owner), ("b", np.sort(owner))):
+        np.savez(tmp_path / f"{name}.npz", x=arrays[0], y=arrays[1], client=client)
+    made(f"npz:{tmp_path / 'a.npz'}", **options).run(progress=False)
+    with pytest.raises(ValueError, match="holds a run with --dataset="):
+        build.load(tmp_path / "run", dataset=f"npz:{tmp_path / 'b.npz'}")
+    with pytest.raises(ValueError, match="holds a run with --dataset="):
+        build.load(tmp_path / "run", dataset=(*arrays, np.sort(owner)))
+    assert build.load(tmp_path / "run", dataset=(*arrays, owner)).round == 1
+
+
 def test_an_algorithm_of_ones_own_in_a_folder(arrays, tmp_path):
     """It is asked for."""
     options = {"model": "mlp", "workdir": str(tmp_path / "run"), "rounds": 1}
@@ -481,6 +495,10 @@ def test_settings_of_one_method(arrays, tmp_path):
     )
     assert {name: one.hparams.client_lr for name, one in compared.items()} == rates
     assert list(compared.summary().index) == ["slow", "fast"]
+    assert repr(compared).startswith("slow: fedavg on arrays")
+    (legend,) = compared.plot().legends
+    shown = {text.get_text().split()[0] for text in legend.texts}
+    assert shown == {"slow", "fast"}
     assert {path.name for path in tmp_path.iterdir()} == {"slow", "fast"}
 
 
@@ -499,7 +517,7 @@ def test_a_comparison_takes_the_preset_that_suits_all():
         (["fedavg", "cdkt"], {"preset": "none"}, "leaves no proxy set"),
         (["fedavg", "nix"], {}, "--algo=nix: expected one of"),
         ({"a": {"client_lr": 0.1}}, {}, "expected options with an algo for 'a'"),
-        ({"a/b": {"algo": "local"}}, {}, "a name without a slash"),
+        ({"a/b": {"algo": "local"}}, {}, "names that can be a folder's, got 'a/b'"),
         ({"a": {"algo": "fedavg", "nix": 1}}, {}, "nix"),
     ],
 )

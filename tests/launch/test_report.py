@@ -115,14 +115,18 @@ def test_names_are_text(folders):
     assert "would show what each client gains" in text
 
 
-def test_runs_of_two_data_sets(folders):
+def test_runs_of_two_data_sets(folders, tmp_path):
     """No difference between their accuracies is told; differing rules are."""
-    entries = report.read(folders[:2])
-    entries[1].run.flags.update(dataset="mnist_5k", summary="mean_last10")
-    page = Page(report.page(entries))
+    source = synthetic.blobs(240, (8, 8, 1), 4)
+    np.savez(tmp_path / "other.npz", x=source.image[::-1], y=source.label)
+    options = OPTIONS | {"summary": "mean_last10", "workdir": str(tmp_path / "run")}
+    options["dataset"] = f"npz:{tmp_path / 'other.npz'}"
+    build.experiment(algo="fedavg", preset="none", **options).run(progress=False)
+    page = Page(report.page(report.read([folders[0], tmp_path / "run"])))
     assert "is of another data set." in page.text and "points against" not in page.text
     assert "summaries differ: last or mean_last10 (--summary)" in page.text
-    assert f"--flagfile={folders[1]}/run.flags" in page.text
+    assert f"--flagfile={tmp_path}/run/run.flags" in page.text
+    assert f"build.load('{folders[0]}', dataset=...).run()" in page.text
 
 
 def test_a_table_of_a_paper(folders):

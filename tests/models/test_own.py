@@ -81,13 +81,22 @@ def test_modes_of_other_names(module):
     assert np.array_equal(first, out) == is_fixed
 
 
+class Kept(nn.BatchNorm):
+    """A batch norm of one's own, whose calls are left as they are."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        return x + self.param("shift", nn.initializers.ones, x.shape[-1:])
+
+
 class Normed(nn.Module):
     """Batch norm as flax has it, of vectors and of maps, one of them masked by hand."""
 
     @nn.compact
     def __call__(self, x, train, sample_mask):
         norm = {"use_running_average": not train, "momentum": 0.5}
-        h = nn.BatchNorm(**norm)(nn.Conv(3, (2, 2))(x))
+        rows = nn.BatchNorm(**norm)(x.reshape(-1, *x.shape[2:]))
+        h = Kept()(nn.BatchNorm(**norm)(nn.Conv(3, (2, 2))(rows.reshape(x.shape))))
         h = nn.Dense(5)(h.reshape(len(h), -1))
         h = nn.BatchNorm(**norm)(h, mask=sample_mask[:, None])
         return nn.Dense(2)(nn.BatchNorm(**norm)(h))
