@@ -78,9 +78,11 @@ class Comparison(Mapping):
         return frames.plot(list(self.values()), kind, metric, list(self))
 
     def __repr__(self) -> str:
-        return "\n\n".join(
-            f"{name}: {console.described(one)}" for name, one in self.items()
-        )
+        def told(name: str, one: Experiment) -> str:
+            prefix = f"{name}: " * (name != one.config.algo)
+            return prefix + console.described(one)
+
+        return "\n\n".join(told(*pair) for pair in self.items())
 
     def _repr_html_(self) -> str:
         if all(experiment.metrics for experiment in self.values()):
