@@ -19,14 +19,6 @@ from fedjax_pfl import rng, shapes, types
 
 # Examples in one step of a chunk that keep an accelerator busy.
 STEP_EXAMPLES = 4096
-# A batch that no client fills is padded to a multiple of these.
-BATCH_ROWS = 8
-
-
-def capped(batch_size: int, num_rows: np.ndarray) -> int:
-    """A batch size; more than the largest client's rows would be padding alone."""
-    most = -(-max(int(np.max(num_rows)), 1) // BATCH_ROWS) * BATCH_ROWS
-    return min(batch_size, most)
 
 
 def max_steps(num_rows: np.ndarray, spec: types.PlanSpec) -> int:
@@ -143,8 +135,9 @@ class Planner:
             members = np.flatnonzero(self._group == group)
             self._slot[members] = np.arange(len(members))
         self._clients_per_round, self._execution = clients_per_round, execution
+        most = int(self._num_rows.max())
         self._specs = tuple(
-            spec._replace(batch_size=capped(spec.batch_size, self._num_rows))
+            spec._replace(batch_size=shapes.capped(spec.batch_size, most))
             for spec in specs
         )
         self.graph = topology.make(peers, num_clients) if peers else None

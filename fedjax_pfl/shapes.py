@@ -10,6 +10,8 @@ import numpy as np
 
 from fedjax_pfl import types
 
+BATCH_ROWS = 8
+
 
 def rounded_up(number: int) -> int:
     """The next power of two: tables of similar lengths are of one shape.
@@ -17,6 +19,14 @@ def rounded_up(number: int) -> int:
     What is compiled for one partition then serves those of other seeds too.
     """
     return 1 << max(number - 1, 0).bit_length()
+
+
+def capped(batch_size: int, max_rows: int) -> int:
+    """A batch size; more than the largest client's rows would be padding alone.
+
+    What no client fills is padded to a multiple of `BATCH_ROWS`.
+    """
+    return min(batch_size, -(-max(max_rows, 1) // BATCH_ROWS) * BATCH_ROWS)
 
 
 def tree_bytes(tree: Any) -> int:

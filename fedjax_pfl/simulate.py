@@ -124,7 +124,7 @@ def window_rounds(
     size = sum(np.asarray(leaf).nbytes for leaf in leaves)
     for spec in specs:
         steps = shapes.rounded_up(spec.epochs * -(-max_rows // spec.batch_size))
-        rows = min(spec.batch_size, shapes.rounded_up(max_rows))
+        rows = shapes.capped(spec.batch_size, max_rows)
         size += 4 * len(cohort.row) * (steps * (rows + 1) + 1)
     fits = int(np.clip(WINDOW_BYTES // max(size, 1), 1, MAX_WINDOW_ROUNDS))
     return 1 << (fits.bit_length() - 1)

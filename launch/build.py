@@ -387,7 +387,7 @@ def assemble(
     if level_of is None:
         num_stages = [len(model.stage_names) for model in client_models]
         level_of = np.array(num_stages, np.int32)[group]
-    batch_size = plan.capped(getattr(hparams, "batch_size", 1), num_rows)
+    batch_size = shapes.capped(getattr(hparams, "batch_size", 1), int(num_rows.max()))
     how = devices.execution(
         config.client_chunk,
         config.devices,

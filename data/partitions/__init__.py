@@ -140,11 +140,15 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
     Raises:
         ValueError: a client would be left with too few examples.
     """
-    if spec.partition.startswith(file.PREFIX):
+    is_file = spec.partition.startswith(file.PREFIX)
+    if spec.examples_per_client and (is_file or spec.partition == "natural"):
+        raise ValueError(
+            f"--examples_per_client={spec.examples_per_client} has no effect with "
+            f"--partition={spec.partition}; leave it away"
+        )
+    if is_file:
         return _from_file(source, spec)
     gen = rng.generator(seed, rng.Tag.PARTITION)
-    if spec.partition == "natural":
-        _refuse_examples_per_client(spec)
     official = spec.test_split == "official"
     if official and source.num_train == len(source.label):
         raise ValueError(
@@ -191,17 +195,8 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
 def _from_file(source: dataset.Dataset, spec: PartitionSpec) -> Split:
     """The split that a file holds, whatever the seed."""
     rows = file.read(spec.partition, len(source.label))
-    _refuse_examples_per_client(spec)
     _check_sizes(rows.train.count, spec)
     return Split(*rows)
-
-
-def _refuse_examples_per_client(spec: PartitionSpec) -> None:
-    if spec.examples_per_client:
-        raise ValueError(
-            f"--examples_per_client={spec.examples_per_client} has no effect with "
-            f"--partition={spec.partition}; leave it away"
-        )
 
 
 def export(split: Split, path: str) -> None:
