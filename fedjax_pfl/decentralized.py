@@ -216,8 +216,14 @@ def make(
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         """Those of the next round after mixing, the others with what they have."""
         pulled = mixed(state, cohort, data).model
-        own = stacked.put(state.clients["own"], cohort.row, pulled)
-        return (types.Served.each(model, own),)
+        # Two groups: a put into a state that is not donated copies the population.
+        rest = jnp.ones(task.num_clients, bool).at[cohort.row].set(False, mode="drop")
+        return (
+            types.Served.each(model, state.clients["own"], mask=rest),
+            types.Served.each(
+                model, pulled, client_id=cohort.client_id, mask=cohort.row_mask
+            ),
+        )
 
     return types.Algorithm(
         plans=(local_training.plan(hparams),),

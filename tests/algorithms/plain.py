@@ -384,6 +384,33 @@ def mean(trees, weight):
     ]
 
 
+def assert_equal_steps(found, expected, before, share=1e-3):
+    """Two 32-bit results of one round agree, measured by how far the round moved.
+
+    Rounding is of the size of the numbers in the sums, whatever their result, and
+    differs from processor to processor; a step that is missing, doubled or masked
+    wrongly is of the size of the movement itself.
+
+    Args:
+        found, expected: Pytrees of equal structure.
+        before: What both moved from.
+        share: The largest difference in a leaf, as a fraction of the leaf's largest
+            movement; a thousandth of it, of the largest movement of all leaves, is
+            allowed everywhere, also where nothing should move.
+    """
+
+    def gaps(one, other):
+        pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+        return np.array(
+            [np.abs(np.float64(a) - np.float64(b)).max(initial=0) for a, b in pairs]
+        )
+
+    moved = gaps(expected, before)
+    assert moved.any()
+    bound = share * moved + 1e-3 * share * moved.max()
+    assert (gaps(found, expected) <= bound).all(), gaps(found, expected) / bound
+
+
 # Cohorts.
 
 

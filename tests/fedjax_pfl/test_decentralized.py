@@ -11,6 +11,7 @@ import pytest
 from data import topology
 from fedjax_pfl import (
     decentralized,
+    evaluate,
     execution,
     local_training,
     losses,
@@ -18,6 +19,9 @@ from fedjax_pfl import (
     stacked,
     types,
 )
+from launch import build
+from tests import synthetic
+from tests.algorithms import plain
 from tests.fedjax_pfl import small
 
 MIX = jax.jit(decentralized.mix, static_argnums=2)
@@ -156,15 +160,78 @@ def test_a_replaced_model_is_a_copy(pulled, tables):
 def test_served_after_mixing_and_before_training(method, pulled, tables):
     """Those of the next round are served what they have pulled, the others their own.
 
-    Everybody is served, whoever takes part.
+    Everybody is served once, whoever takes part.
     """
     data, cohort = tables
     state, _ = pulled
-    (served,) = method.serving(state, cohort, data)
-    np.testing.assert_array_equal(served.client_id, np.arange(4))
-    assert bool(served.mask.all())
-    found = served.own.params[0]["w"]
-    np.testing.assert_allclose(found, expected_models(state), rtol=1e-5, atol=1e-6)
+    groups = method.serving(state, cohort, data)
+    expected = expected_models(state)
+    served = []
+    for group in groups:
+        for entry in np.flatnonzero(group.mask):
+            number = int(group.client_id[entry])
+            served.append(number)
+            found = group.own.params[0]["w"][entry]
+            np.testing.assert_allclose(found, expected[number], rtol=1e-5, atol=1e-6)
+    assert sorted(served) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["dfedavg", "uapdfl", "dispfl"])
+def test_evaluation_copies_no_population(name):
+    """The same counts as from one population with the mixed rows put into it.
+
+    That would be a copy of it: here what an evaluation needs beside the state is a
+    fraction of the state.
+    """
+    source = synthetic.blobs(2400, (6, 6, 1), 4)
+    experiment = build.experiment(
+        algo=name,
+        preset="none",
+        dataset=(source.image, source.label),
+        model="mlp",
+        partition="iid",
+        test_split="client_share",
+        num_clients=300,
+        clients_per_round=6,
+        num_peers=3,
+        rounds=2,
+        local_epochs=1,
+        c_gen=True,
+        eval_clients="all",
+    )
+    simulation, task = experiment.simulation, experiment.task
+    simulation.advance_to(2)
+    found = simulation.evaluate()
+    (executable,) = experiment.program.evaluate.executables
+    size = shapes.tree_bytes(experiment.state.clients["own"])
+    assert executable.memory_analysis().temp_size_in_bytes < size / 4
+
+    algorithm = experiment.program.algorithm
+
+    def put(state, cohort, data):
+        rest, mixed = algorithm.serving(state, cohort, data)
+        own = stacked.put(rest.own, cohort.row, mixed.own)
+        return (types.Served.each(task.client_model, own),)
+
+    one = algorithm._replace(serving=put)
+    state, data = plain.at(experiment.state.replace(key=()), 0), experiment.data
+    state = state.replace(key=experiment.state.key[0])
+    scoring = evaluate.Scoring(64, 8, num_scored=300, scored="all")
+    counts = jax.jit(
+        lambda *given: evaluate.count_correct(one, *given, scoring, task.execution)
+    )(
+        state,
+        experiment.planner.drawn(0, 2),
+        data.replace(partition=plain.at(data.partition, 0)),
+    )
+    test = plain.at(data.partition.test, 0)
+    expected, accuracies = evaluate.metrics(
+        plain.host(counts), test.count, int((test.row >= 0).sum())
+    )
+    ((metrics, own),) = found
+    assert {"client_accuracy", "c_gen"} <= expected.keys()
+    assert metrics.items() >= expected.items()
+    np.testing.assert_array_equal(own, accuracies)
 
 
 def test_clients_start_alike_and_may_keep_nothing_else(tables):
