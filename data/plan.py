@@ -8,7 +8,7 @@ a client draws is named by (seed, round, client), never by its place among other
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -19,42 +19,37 @@ from fedjax_pfl import rng, shapes, types
 
 # Examples in one step of a chunk that keep an accelerator busy.
 STEP_EXAMPLES = 4096
+# Rounds whose sizes tell how much room a window's plans need.
+SEEN_ROUNDS = 16
 
 
-def max_steps(num_rows: np.ndarray, spec: types.PlanSpec) -> int:
-    """S: the steps of the largest client."""
-    return spec.epochs * -(-int(np.max(num_rows)) // spec.batch_size)
-
-
-def batches(
+def orders(
     seed: int,
     round: int | np.ndarray,
     client: np.ndarray,
     num_rows: np.ndarray,
     spec: types.PlanSpec,
-    steps: int,
-) -> types.Plan:
-    """Shuffled epochs of many clients; the last short batch of an epoch is kept.
+) -> np.ndarray:
+    """The shuffled epochs of many clients, one after another.
 
     Args:
         seed: The run's.
-        round: int or int[C].
-        client: int[C].
-        num_rows: int[C], train rows of each; 0 = a row without any step.
-        spec: Epochs, batch size, and the name that tells its shuffles from others'.
-        steps: S, at least the steps of the largest client.
+        round: int or int[M].
+        client: int[M].
+        num_rows: int[M], train rows of each; 0 = a row without any step.
+        spec: Epochs, and the name that tells its shuffles from others'.
 
     Returns:
-        position int32[C, S, B], epoch int32[C, S] and num_steps int32[C].
+        int32[sum(epochs * num_rows)]: of each client in turn, epoch after epoch, the
+        positions of its rows.
     """
-    epochs, size = spec.epochs, spec.batch_size
+    epochs, num_rows = spec.epochs, np.asarray(num_rows, np.int64)
     round = np.broadcast_to(round, client.shape)
-    per_epoch = -(-num_rows // size)
-    num_steps = epochs * per_epoch
-    position = np.full((len(client), steps, size), -1, np.int32)
+    length = epochs * num_rows
+    first = np.cumsum(length) - length
+    out = np.zeros(int(length.sum()), np.int32)
     name = zlib.crc32(spec.name.encode())
     for part in shuffle.alike(num_rows, epochs):
-        longest = int(num_rows[part].max())
         words = rng.hashed(
             seed,
             rng.Tag.BATCHES,
@@ -62,34 +57,24 @@ def batches(
             client[part, None, None],
             name,
             np.arange(epochs)[:, None],
-            np.arange(longest),
+            np.arange(int(num_rows[part].max())),
         )
-        # [clients, epochs, batches, B]; a client's own epochs may have fewer batches.
-        width = -(-longest // size)
-        order = np.full((len(part), epochs, width * size), -1, np.int32)
-        order[..., :longest] = shuffle.positions(words, num_rows[part, None])
-        order = order.reshape(len(part), epochs * width, size)
-        # Then a client's epochs follow one another without a gap.
-        step = np.arange(epochs * width)
-        own = np.maximum(per_epoch[part, None], 1)
-        source = np.minimum(step // own, epochs - 1) * width + step % own
-        real = step < num_steps[part, None]
-        order = np.take_along_axis(order, source[..., None], axis=1)
-        position[part, : epochs * width] = np.where(real[..., None], order, -1)[
-            :, :steps
-        ]
-    step = np.arange(steps)
-    epoch = np.where(
-        step < num_steps[:, None], step // np.maximum(per_epoch, 1)[:, None], 0
-    )
-    return types.Plan(position, epoch.astype(np.int32), num_steps.astype(np.int32))
+        order = shuffle.positions(words, num_rows[part, None])
+        out[_ranges(first[part], length[part])] = order[order >= 0]
+    return out
+
+
+def _ranges(first: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """The numbers first..first + length - 1 of each pair, one after another."""
+    before = np.cumsum(length) - length
+    return np.repeat(first - before, length) + np.arange(int(length.sum()))
 
 
 class Planner:
     """Cohorts as numpy arrays, one or many rounds at a time.
 
     Attributes:
-        longest: S of each plan for the largest client of all seeds, by name.
+        num_clients: K.
         graph: The graph of peers, None where the algorithm has none.
     """
 
@@ -127,7 +112,7 @@ class Planner:
                 of peers.
         """
         self._seeds, self._num_rows = list(seeds), np.asarray(num_rows)
-        self._num_clients = num_clients = self._num_rows.shape[1]
+        self.num_clients = num_clients = self._num_rows.shape[1]
         self._group, self._level_of = np.asarray(client_group), level_of
         # Private rows are stacked by group: a client's slot is its place among them.
         self._slot = np.zeros(num_clients, np.int32)
@@ -135,6 +120,7 @@ class Planner:
             members = np.flatnonzero(self._group == group)
             self._slot[members] = np.arange(len(members))
         self._clients_per_round, self._execution = clients_per_round, execution
+        self._devices = execution.mesh.size if execution.mesh else 1
         most = int(self._num_rows.max())
         self._specs = tuple(
             spec._replace(batch_size=shapes.capped(spec.batch_size, most))
@@ -144,7 +130,6 @@ class Planner:
         self._candidates = None
         if eligible is not None and not np.all(eligible):
             self._candidates = np.flatnonzero(eligible)
-        self.longest = {spec.name: max_steps(num_rows, spec) for spec in self._specs}
         present = num_clients if self._candidates is None else len(self._candidates)
         if clients_per_round > present:
             raise ValueError(
@@ -153,25 +138,36 @@ class Planner:
             )
 
     def cohort(self, seed_index: int, round: int) -> types.Cohort:
-        """One round with its plans, whose shapes are those of every round.
+        """One round with its plans.
 
         Args:
             seed_index: Position among the seeds.
             round: 0, 1, ...
         """
-        one = self.drawn(seed_index, round)
-        return one.replace(
-            plans={
-                spec.name: self._plan(
-                    seed_index, round, one, spec, self.longest[spec.name]
-                )
-                for spec in self._specs
-            }
-        )
+        window = self.window(seed_index, round, 1, 1, 0)
+        one = window.of_round(0, self._num_rows[seed_index])
+        return jax.tree.map(np.asarray, one)
 
     def drawn(self, seed_index: int, round: int) -> types.Cohort:
         """One round without plans: who takes part, where, at which level."""
-        seed, num_clients = self._seeds[seed_index], self._num_clients
+        seed = self._seeds[seed_index]
+        client, real, level = self._placed(seed_index, round)
+        peers, peer_mask = self._draw_peers(seed, round, client, real)
+        return types.Cohort(
+            client_id=client,
+            row=np.where(real, self._slot[np.where(real, client, 0)], len(self._slot)),
+            row_mask=real,
+            depth=level,
+            peers=peers,
+            peer_mask=peer_mask,
+            plans={},
+        )
+
+    def _placed(
+        self, seed_index: int, round: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(client int32[C], whether it is one bool[C], level int32[C]) of each row."""
+        seed, num_clients = self._seeds[seed_index], self.num_clients
         chosen = self._choose(seed, round)
         levels = self._levels(seed, round, chosen)
         owned = self._num_rows[seed_index, chosen]
@@ -181,26 +177,44 @@ class Planner:
         index = np.full(size, -1)
         index[size - len(chosen) :] = order
         # Like cards, one row to each device in turn: all get large and small clients.
-        devices = self._execution.mesh.size if self._execution.mesh else 1
-        index = index.reshape(-1, devices).T.reshape(-1)
+        index = index.reshape(-1, self._devices).T.reshape(-1)
         real = index >= 0
         client = np.where(real, chosen[index], num_clients).astype(np.int32)
         # The largest level of a chunk decides what is run: padding must not raise it.
-        chunk = min(self._execution.chunk, size // devices)
+        chunk = min(self._execution.chunk, size // self._devices)
         smallest = real.reshape(-1, chunk).argmax(1) + np.arange(0, size, chunk)
         like = np.where(real, np.arange(size), np.repeat(smallest, chunk))
         # A chunk of padding alone takes the smallest client of all.
         level = levels[np.where(real[like], index[like], order[0])]
-        peers, peer_mask = self._draw_peers(seed, round, client, real)
-        return types.Cohort(
-            client_id=client,
-            row=np.where(real, self._slot[np.where(real, client, 0)], num_clients),
-            row_mask=real,
-            depth=level.astype(np.int32),
-            peers=peers,
-            peer_mask=peer_mask,
-            plans={},
-        )
+        return client, real, level.astype(np.int32)
+
+    @property
+    def round_examples(self) -> float:
+        """Train rows of all clients of a round, on average, of the largest seed."""
+        rows = self._num_rows
+        if self._candidates is not None:
+            rows = rows[:, self._candidates]
+        return float(rows.mean(1).max() * self._clients_per_round)
+
+    def examples(self, seed_index: int, round: int) -> np.ndarray:
+        """int[D]: train rows of all clients of a round, by device."""
+        client, _, _ = self._placed(seed_index, round)
+        return self.owned(seed_index, client).reshape(self._devices, -1).sum(1)
+
+    def capacity(self, num_rounds: int) -> int:
+        """Room for the examples of a device in so many rounds, whatever their seed.
+
+        What rounds have on average, since a window takes as many as fit, and at least
+        the largest of the first rounds.
+        """
+        seen = [
+            [self.examples(index, round) for round in range(SEEN_ROUNDS)]
+            for index in range(len(self._seeds))
+        ]
+        by_device = np.asarray(seen)  # [seeds, rounds, D]
+        share = by_device.sum((0, 1)).max() / max(by_device.sum(), 1)
+        average = int(np.ceil(self.round_examples * num_rounds * share))
+        return shapes.rounded_up_finely(max(average, int(by_device.max()), 1))
 
     def window(
         self,
@@ -208,32 +222,48 @@ class Planner:
         first_round: int,
         num_rounds: int,
         length: int,
-        min_steps: Mapping[str, int] | None = None,
+        capacity: int,
     ) -> types.Cohort:
         """Several rounds with their plans, padded to `length` rounds.
 
         Args:
             seed_index: Position among the seeds.
             first_round, num_rounds: The rounds `first_round, ...`, at least one.
-            length: Leading axis of all leaves; later rounds are zero, without a client.
-            min_steps: At least this S by name of the plan (so that windows of several
-                seeds, or one after another, have one shape).
+            length: Leading axis of all leaves but the plans' positions; later rounds
+                are zero, without a client.
+            capacity: Examples of a device, in all of these rounds, for which there is
+                room in an epoch; where they have more, the room that they need.
 
         Returns:
-            A cohort of leaves [length, ...]. S is that of the window's largest client,
-            rounded up to a power of two.
+            A cohort of leaves [length, ...], with each plan as a `types.WindowPlan`.
         """
         drawn = [
             self.drawn(seed_index, first_round + index) for index in range(num_rounds)
         ]
         many = jax.tree.map(lambda *leaves: np.stack(leaves), *drawn)
-        round = first_round + np.arange(num_rounds)[:, None]
-        owned = self._owned(seed_index, many.client_id)
+        # The rows of one device in all rounds, then those of the next.
+        place = np.arange(many.client_id.size).reshape(num_rounds, self._devices, -1)
+        place = place.swapaxes(0, 1).reshape(self._devices, -1)
+        client = many.client_id.reshape(-1)[place]
+        owned = self.owned(seed_index, client)
+        round = first_round + place // many.client_id.shape[1]
+        capacity = max(capacity, int(owned.sum(1).max()), 1)
         plans = {}
         for spec in self._specs:
-            steps = shapes.rounded_up(max_steps(owned, spec))
-            steps = max(steps, (min_steps or {}).get(spec.name, 0))
-            plans[spec.name] = self._plan(seed_index, round, many, spec, steps)
+            seed, count = self._seeds[seed_index], spec.epochs * owned
+            flat = orders(seed, round.ravel(), client.ravel(), owned.ravel(), spec)
+            position = np.zeros((self._devices, spec.epochs * capacity), np.int32)
+            ends = np.cumsum(count.sum(1))[:-1]
+            for line, part in zip(position, np.split(flat, ends), strict=True):
+                line[: len(part)] = part
+            first = np.zeros(many.client_id.size, np.int32)
+            first[place] = np.cumsum(count, 1) - count
+            plans[spec.name] = types.WindowPlan(
+                position,
+                first.reshape(many.client_id.shape),
+                spec.epochs,
+                spec.batch_size,
+            )
 
         def pad(leaf: np.ndarray) -> np.ndarray:
             if length == num_rounds:
@@ -242,16 +272,22 @@ class Planner:
             out[:num_rounds] = leaf
             return out
 
-        return jax.tree.map(pad, many.replace(plans=plans))
+        padded = jax.tree.map(pad, many)
+        return padded.replace(
+            plans={
+                name: plan.replace(first=pad(plan.first))
+                for name, plan in plans.items()
+            }
+        )
 
     def _choose(self, seed: int, round: int) -> np.ndarray:
         """int[C], without padding."""
         wanted = self._clients_per_round
         gen = rng.generator(seed, rng.Tag.COHORT, round)
         if self._candidates is None:
-            if wanted == self._num_clients:
+            if wanted == self.num_clients:
                 return np.arange(wanted)
-            return gen.choice(self._num_clients, wanted, replace=False)
+            return gen.choice(self.num_clients, wanted, replace=False)
         return self._candidates[gen.choice(len(self._candidates), wanted, False)]
 
     def _levels(self, seed: int, round: int, client: np.ndarray) -> np.ndarray:
@@ -271,40 +307,26 @@ class Planner:
             mask[real] = found_mask
             peers[real] = np.where(found_mask, found, 0)
             # A gather on the device would take the nearest slot without a word.
-            if peers.min() < 0 or peers.max() >= self._num_clients:
+            if peers.min() < 0 or peers.max() >= self.num_clients:
                 raise ValueError(
                     f"PeerSpec.draw gave peers {peers.min()}..{peers.max()}; expected "
-                    f"slots 0..{self._num_clients - 1}"
+                    f"slots 0..{self.num_clients - 1}"
                 )
         return peers, mask
 
-    def _owned(self, seed_index: int, client: np.ndarray) -> np.ndarray:
-        """int[...]: train rows, 0 on padding rows."""
+    def owned(self, seed_index: int, client: np.ndarray) -> np.ndarray:
+        """int[...]: train rows of clients int[...], 0 on padding rows."""
         owned = self._num_rows[seed_index]
         real = client < len(owned)
         return np.where(real, owned[np.where(real, client, 0)], 0)
 
-    def _plan(
-        self,
-        seed_index: int,
-        round: int | np.ndarray,
-        cohort: types.Cohort,
-        spec: types.PlanSpec,
-        steps: int,
-    ) -> types.Plan:
-        """The plan of one round, or of several (`round` int[R, 1], leaves [R, C])."""
-        client = cohort.client_id
-        plan = batches(
-            self._seeds[seed_index],
-            np.broadcast_to(round, client.shape).reshape(-1),
-            client.reshape(-1),
-            self._owned(seed_index, client).reshape(-1),
-            spec,
-            steps,
-        )
-        return jax.tree.map(
-            lambda leaf: leaf.reshape(*client.shape, *leaf.shape[1:]), plan
-        )
+    def num_steps(self, seed_index: int, client: np.ndarray) -> dict[str, np.ndarray]:
+        """Steps int[...] of clients int[...] in each plan, by its name."""
+        owned = self.owned(seed_index, client)
+        return {
+            spec.name: spec.epochs * -(-owned // spec.batch_size)
+            for spec in self._specs
+        }
 
 
 def choose_chunk(

@@ -24,7 +24,7 @@ class Client:
         depth: int32[], the largest level that it holds.
         own: Its row of what `update` was given.
         opt_state: Its kept optimizer state, () if none is kept.
-        plan: Its steps, a row of a `types.Plan`.
+        plan: Its steps, a `types.Plan` of one client.
         bound: int32[], steps to run: the most of its chunk. Not batched, so that a
             `fori_loop` up to it stops early.
         data: The tables.
@@ -90,15 +90,23 @@ def update(
             such. `fn` then returns `(kept, given)` and `update` returns `(kept, sum)`
             with leaves [C, ...] and [...].
     """
-    steps = cohort.plans[plan]
+    steps, positions = cohort.plans[plan].split()
     if opt_state is None:
         opt_state = stacked.take(state.opt_state, cohort.row)
 
-    def one(row: Any, given: Any, bound: jax.Array, **level: int) -> Any:
+    def one(row: Any, given: Any, bound: jax.Array, local: Any, **level: int) -> Any:
         client_id, depth, own, opt_state, steps = row
         data, shared, key, round = given
         client = Client(
-            client_id, depth, own, opt_state, steps, bound, data, key, round
+            id=client_id,
+            depth=depth,
+            own=own,
+            opt_state=opt_state,
+            plan=steps.joined(local),
+            bound=bound,
+            data=data,
+            key=key,
+            round=round,
         )
         return fn(client, shared, **level)
 
@@ -111,6 +119,7 @@ def update(
         steps.num_steps,
         cohort.depth if is_bucketed else None,
         reduce,
+        positions,
     )
 
 
@@ -125,31 +134,40 @@ def over_clients(
     communication (a sum over clients needs one, at its end).
 
     Args:
-        fns: `(row, shared, bound) -> out`, one for each level, or just one. `row` is
-            one row of `rows`; `bound` int32[] is the largest number of steps in the
-            row's chunk and stays unbatched, so that a `fori_loop` up to it stops early.
+        fns: `(row, shared, bound, local) -> out`, one for each level, or just one.
+            `row` is one row of `rows`; `bound` int32[] is the largest number of steps
+            in the row's chunk and stays unbatched, so that a `fori_loop` up to it stops
+            early; `local` is what only the row's device has.
         how: Chunk size and mesh. The number of rows must be a multiple of
             chunk x devices (`execution.padded_size`).
 
     Returns:
-        `(rows, shared, num_steps, level=None, reduce=None) -> out` with `rows` leaves
-        [C, ...], `num_steps` and `level` int32[C], `reduce` f32[C] or a prefix pytree
-        of such, and `out` leaves [C, ...]; with `reduce`, `fns` return `(kept, given)`
-        and so does this, `given` summed over the rows with these weights.
+        `(rows, shared, num_steps, level=None, reduce=None, local=()) -> out` with
+        `rows` leaves [C, ...], `num_steps` and `level` int32[C], `reduce` f32[C] or a
+        prefix pytree of such, `local` leaves [devices, ...], and `out` leaves [C, ...];
+        with `reduce`, `fns` return `(kept, given)` and so does this, `given` summed
+        over the rows with these weights.
     """
 
     def on_device(
-        rows: Any, shared: Any, num_steps: jax.Array, level: Any, reduce: Any
+        rows: Any,
+        shared: Any,
+        num_steps: jax.Array,
+        level: Any,
+        reduce: Any,
+        local: Any,
     ) -> Any:
         num_rows = num_steps.shape[0]
         chunk = min(how.chunk, num_rows)
+        local = jax.tree.map(lambda leaf: leaf[0], local)
 
         def of_level(fn: Callable, rows: Any, num_steps: jax.Array) -> Any:
             bound = num_steps.max()
             if chunk == 1:
                 one = jax.tree.map(lambda leaf: leaf[0], rows)
-                return jax.tree.map(lambda leaf: leaf[None], fn(one, shared, bound))
-            return jax.vmap(lambda row: fn(row, shared, bound))(rows)
+                out = fn(one, shared, bound, local)
+                return jax.tree.map(lambda leaf: leaf[None], out)
+            return jax.vmap(lambda row: fn(row, shared, bound, local))(rows)
 
         def on_chunk(part: tuple) -> Any:
             rows, num_steps, level, reduce = part
@@ -183,6 +201,7 @@ def over_clients(
         num_steps: jax.Array,
         level: jax.Array | None = None,
         reduce: Any = None,
+        local: Any = (),
     ) -> Any:
         chex.assert_equal_shape_prefix([num_steps, *jax.tree.leaves(rows)], 1)
         if num_steps.shape[0] != execution.padded_size(num_steps.shape[0], how):
@@ -191,15 +210,15 @@ def over_clients(
                 "pad the cohort to execution.padded_size"
             )
         if how.mesh is None:
-            return on_device(rows, shared, num_steps, level, reduce)
+            return on_device(rows, shared, num_steps, level, reduce, local)
         by_row, everywhere = PartitionSpec("clients"), PartitionSpec()
         return jax.shard_map(
             on_device,
             mesh=how.mesh,
-            in_specs=(by_row, everywhere, by_row, by_row, by_row),
+            in_specs=(by_row, everywhere, by_row, by_row, by_row, by_row),
             out_specs=by_row if reduce is None else (by_row, everywhere),
             check_vma=False,
-        )(rows, shared, num_steps, level, reduce)
+        )(rows, shared, num_steps, level, reduce, local)
 
     return run
 

@@ -223,7 +223,7 @@ def _each_entry(
     short = execution.padded_size(size, how) - size
     rows = tuple(jnp.pad(leaf, (0, short)) for leaf in (entries, starts, counts))
 
-    def one(row: Any, given: Any, bound: jax.Array) -> jax.Array:
+    def one(row: Any, given: Any, bound: jax.Array, _: Any) -> jax.Array:
         entry, start, count = row
         data, own, shared = given
         # Only here is the model made: never all of them at once.

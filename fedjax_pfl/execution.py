@@ -54,3 +54,10 @@ def replicated(execution: Execution) -> jax.sharding.Sharding:
     if execution.mesh is None:
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.sharding.NamedSharding(execution.mesh, PartitionSpec())
+
+
+def by_device(execution: Execution) -> jax.sharding.Sharding:
+    """Where leaves [seeds, devices, ...] live: on each device its own part."""
+    if execution.mesh is None:
+        return replicated(execution)
+    return jax.sharding.NamedSharding(execution.mesh, PartitionSpec(None, "clients"))

@@ -319,7 +319,7 @@ def train(
     """
     if callable(objectives):
         objectives = (Objective(objectives),)
-    data, plan = client.data, client.plan
+    data = client.data
     tx = optimizer(hparams, learning_rate(hparams, client.round))
     given = client.opt_state if opt_state is None else opt_state
     is_kept = not (isinstance(given, tuple) and given == ())
@@ -328,8 +328,8 @@ def train(
     row_at = data.partition.train.of(client.id)
 
     def step(index: jax.Array, carry: Trained) -> Trained:
-        position = plan.position[index]
-        mask = (position >= 0) & (index < plan.num_steps)
+        position, epoch = client.plan.step(index)
+        mask = position >= 0
         image, label = data.gather(row_at(jnp.maximum(position, 0)))
         batch = Batch(
             image=image,
@@ -337,7 +337,7 @@ def train(
             mask=mask,
             position=position,
             step=index,
-            epoch=plan.epoch[index],
+            epoch=epoch,
             key=jax.random.fold_in(key, index),
         )
         params, stats, opt_state = carry.params, carry.stats, carry.opt_state

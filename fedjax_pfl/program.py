@@ -188,22 +188,23 @@ def _jitted(of: _Structure) -> Program:
 
         def one(state, cohorts, partition):
             tables = data.replace(partition=partition)
-            window = jax.tree.leaves(cohorts)[0].shape[0]
+            num_examples = partition.train.count
             # Jitted so that it is traced once, for its shapes and in the loop; a
             # function of its own: what a user's object keeps is traced anew.
             round = jax.jit(lambda *given: method.round(*given), inline=True)
 
             def step(index, carry):
                 state, _, counts = carry
-                cohort = jax.tree.map(lambda leaf: leaf[index], cohorts)
+                cohort = cohorts.of_round(index, num_examples)
                 state, metrics, sent = round(state, cohort, tables)
                 sent = traffic.counted(sent, method.messages, cohort.row_mask)
                 return state, metrics, counts.at[index].set(sent)
 
             # The loop's carry needs the metrics' shapes before the first round.
-            cohort = jax.tree.map(lambda leaf: leaf[0], cohorts)
+            cohort = cohorts.of_round(0, num_examples)
             shapes = jax.eval_shape(round, state, cohort, tables)[1]
             metrics = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            window = len(cohorts.client_id)
             counts = jnp.zeros((window, len(method.messages)), jnp.int32)
             carry = (state, metrics, counts)
             return jax.lax.fori_loop(first, first + num_rounds, step, carry)

@@ -21,6 +21,12 @@ def rounded_up(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
+def rounded_up_finely(number: int) -> int:
+    """The next of 16 sizes between two powers of two: at most a sixteenth more."""
+    step = max(rounded_up(number) // 32, 1)
+    return -(-number // step) * step
+
+
 def capped(batch_size: int, max_rows: int) -> int:
     """A batch size; more than the largest client's rows would be padding alone.
 

@@ -32,27 +32,42 @@ class Planner(Protocol):
     def drawn(self, seed_index: int, round: int) -> types.Cohort:
         """The cohort of a round, without plans."""
 
+    def examples(self, seed_index: int, round: int) -> np.ndarray:
+        """int[D]: train rows of all clients of a round, by device."""
+
+    def capacity(self, num_rounds: int) -> int:
+        """Room for the examples of a device in so many rounds, whatever their seed."""
+
     def window(
         self,
         seed_index: int,
         first_round: int,
         num_rounds: int,
         length: int,
-        min_steps: Mapping[str, int],
+        capacity: int,
     ) -> types.Cohort:
         """Cohorts of `num_rounds` rounds, leaves [length, ...], zeros behind them.
 
-        The steps of a plan are as many as these rounds need, a power of two and at
-        least `min_steps[name]`.
+        Their plans have room for `capacity` examples of a device.
         """
+
+    def num_steps(self, seed_index: int, client: np.ndarray) -> dict[str, np.ndarray]:
+        """Steps int[...] of clients int[...] in each plan, by its name."""
+
+    def owned(self, seed_index: int, client: np.ndarray) -> np.ndarray:
+        """int[...]: train rows of clients int[...], 0 on padding rows."""
+
+    @property
+    def round_examples(self) -> float:
+        """Train rows of all clients of a round, on average."""
 
 
 @dataclasses.dataclass
 class Totals:
     """The host's counters; survive a resume through the checkpoint.
 
-    `messages` int64[seeds, kinds]; `seconds` of training so far; `samples` those of the
-    plans, `executed` with padding.
+    `messages` int64[seeds, kinds]; `seconds` of training so far; `samples` and local
+    `steps` of the plans, `executed` samples and `executed_steps` with padding.
     """
 
     messages: np.ndarray
@@ -60,14 +75,28 @@ class Totals:
     client_updates: int = 0
     samples: int = 0
     executed: int = 0
+    steps: int = 0
+    executed_steps: int = 0
+
+    @property
+    def padding_efficiency(self) -> float:
+        """Real samples over executed ones: short batches and idle steps cost."""
+        return self.samples / max(self.executed, 1)
+
+    @property
+    def step_efficiency(self) -> float:
+        """Real local steps over executed ones: a chunk runs to its longest client."""
+        return self.steps / max(self.executed_steps, 1)
 
 
 class Work(NamedTuple):
-    """What rounds cost, int64[rounds] each."""
+    """What rounds cost, int64[rounds] each; names as in `Totals`."""
 
     client_updates: np.ndarray
     samples: np.ndarray
     executed: np.ndarray
+    steps: np.ndarray
+    executed_steps: np.ndarray
 
 
 class Window(NamedTuple):
@@ -108,37 +137,46 @@ class Lane:
 
 
 def window_rounds(
-    cohort: types.Cohort, specs: Sequence[types.PlanSpec], max_rows: int
+    cohort: types.Cohort, specs: Sequence[types.PlanSpec], num_examples: float
 ) -> int:
-    """Length T of every window: a power of two, bounded by its bytes for one seed.
+    """Length T of every window, bounded by its bytes for one seed.
 
-    From the plans' largest shapes alone, never from the rounds of a run, so that runs
-    of any length are one program.
+    From what a round has on average, never from the rounds of a run, so that runs of
+    any length are one program; in steps of a sixteenth, so that similar clients share
+    it too.
 
     Args:
         cohort: Any round's; its plans are not looked at.
         specs: The algorithm's plans.
-        max_rows: Train rows of the largest client.
+        num_examples: Train examples of a round's clients, on average.
     """
     leaves = jax.tree.leaves(cohort.replace(plans={}))
     size = sum(np.asarray(leaf).nbytes for leaf in leaves)
     for spec in specs:
-        steps = shapes.rounded_up(spec.epochs * -(-max_rows // spec.batch_size))
-        rows = shapes.capped(spec.batch_size, max_rows)
-        size += 4 * len(cohort.row) * (steps * (rows + 1) + 1)
+        size += 4 * (len(cohort.row) + spec.epochs * num_examples)
     fits = int(np.clip(WINDOW_BYTES // max(size, 1), 1, MAX_WINDOW_ROUNDS))
-    return 1 << (fits.bit_length() - 1)
+    return fits - fits % max(shapes.rounded_up(fits) // 32, 1)
 
 
-def work_of(cohorts: types.Cohort, execution: types.Execution) -> Work:
-    """What each round of a window costs; leaves [seeds, T, ...], summed over seeds."""
-    updates = cohorts.row_mask.sum((0, 2))
-    samples, executed = np.zeros_like(updates), np.zeros_like(updates)
-    for plan in cohorts.plans.values():
-        samples += (plan.position >= 0).sum((0, 2, 3, 4))
-        steps = execution_lib.executed_steps(plan.num_steps, execution)
-        executed += steps.sum(0) * plan.position.shape[-1]
-    return Work(updates, samples, executed)
+def work_of(
+    planner: Planner,
+    seed_index: int,
+    cohorts: types.Cohort,
+    execution: types.Execution,
+) -> Work:
+    """What each round of a window costs; leaves [T, ...], of one seed."""
+    updates = cohorts.row_mask.sum(1)
+    samples, executed, steps, executed_steps = np.zeros((4, len(updates)), np.int64)
+    owned = planner.owned(seed_index, cohorts.client_id)
+    num_steps = planner.num_steps(seed_index, cohorts.client_id)
+    for name, plan in cohorts.plans.items():
+        taken = np.where(cohorts.row_mask, num_steps[name], 0)
+        run = execution_lib.executed_steps(taken, execution)
+        samples += plan.epochs * np.where(cohorts.row_mask, owned, 0).sum(1)
+        executed += run * plan.batch_size
+        steps += taken.sum(1)
+        executed_steps += run
+    return Work(updates, samples, executed, steps, executed_steps)
 
 
 class Simulation:
@@ -188,13 +226,12 @@ class Simulation:
             lane.partition = self._place(lane.of(data.partition))
             self.lanes.append(lane)
         self._length = window_rounds(
-            planner.drawn(0, 0),
-            program.algorithm.plans,
-            int(np.max(data.partition.train.count)),
+            planner.drawn(0, 0), program.algorithm.plans, planner.round_examples
         )
         self._window: Window | None = None
-        # Only grows: plans with another number of steps are another program.
-        self._steps: dict[str, int] = {}
+        # Of a few rounds less than there may be, so that it is full before these are
+        # reached. Only grows: plans of another size are another program.
+        self._capacity = planner.capacity(self._length - self._length // 8)
         self._rounds_per_call = 1
 
     @property
@@ -386,38 +423,60 @@ class Simulation:
             for name, pair in metrics.items()
         }
         self.totals.messages[lane.seeds.start : lane.seeds.stop] += sent
-        self.totals.client_updates += int(work.client_updates.sum())
-        self.totals.samples += int(work.samples.sum())
-        self.totals.executed += int(work.executed.sum())
+        for name, counts in work._asdict().items():
+            total = getattr(self.totals, name) + int(counts.sum())
+            setattr(self.totals, name, total)
         lane.pending = None
 
     def _plan(self, first: int, stop: int) -> Window:
-        """The window that begins with round `first`, on the device."""
-        end = min(first + self._length, max(self.rounds, stop))
+        """The window that begins with round `first`, on the device.
 
-        def plan(seed_index: int) -> types.Cohort:
-            cohort = self.planner.window(
-                seed_index, first, end - first, self._length, self._steps
+        As many rounds as there is room for; a round that needs more makes room.
+        """
+        every = range(len(self.seeds))
+        most = min(self._length, max(self.rounds, stop) - first)
+        needed, count = 0, 0
+        while count < most:
+            needed = needed + np.stack(
+                [self.planner.examples(index, first + count) for index in every]
             )
-            for name, one in cohort.plans.items():
-                steps = one.position.shape[2]
-                self._steps[name] = max(steps, self._steps.get(name, 0))
-            return cohort
-
-        def fits(cohort: types.Cohort) -> bool:
-            return all(
-                one.position.shape[2] == self._steps[name]
-                for name, one in cohort.plans.items()
-            )
-
-        planned = [plan(index) for index in range(len(self.seeds))]
-        # A later seed may have needed more steps; the draws stay what they are.
+            if needed.max() > self._capacity:
+                break
+            count += 1
+        if not count:
+            count, self._capacity = 1, shapes.rounded_up_finely(int(needed.max()))
         planned = [
-            one if fits(one) else plan(index) for index, one in enumerate(planned)
+            self.planner.window(index, first, count, self._length, self._capacity)
+            for index in every
+        ]
+        costs = [
+            work_of(self.planner, index, one, self.execution)
+            for index, one in enumerate(planned)
         ]
         cohorts = [_stack([planned[s] for s in lane.seeds]) for lane in self.lanes]
-        work = [work_of(one, self.execution) for one in cohorts]
-        return Window(first, end, [self._place(one) for one in cohorts], work)
+        work = [
+            Work(*map(sum, zip(*(costs[s] for s in lane.seeds), strict=True)))
+            for lane in self.lanes
+        ]
+        placed = [self._place_window(one) for one in cohorts]
+        return Window(first, first + count, placed, work)
+
+    def _place_window(self, cohorts: types.Cohort) -> types.Cohort:
+        """As `_place`, but each device gets the plans of its own rows alone."""
+        by_device = execution_lib.by_device(self.execution)
+        positions = {
+            name: jax.device_put(plan.position, by_device)
+            for name, plan in cohorts.plans.items()
+        }
+        plans = {
+            name: plan.replace(position=()) for name, plan in cohorts.plans.items()
+        }
+        placed = self._place(cohorts.replace(plans=plans))
+        plans = {
+            name: plan.replace(position=positions[name])
+            for name, plan in placed.plans.items()
+        }
+        return placed.replace(plans=plans)
 
     def _place(self, tree: Any) -> Any:
         """Where tables and states live; every call sees the same types then."""

@@ -243,15 +243,78 @@ class PlanSpec(NamedTuple):
 
 @struct.dataclass
 class Plan:
-    """Which samples in which step: small integers made on the host.
+    """Which samples in which step, for the clients of a cohort.
 
-    `position` int32[C, S, B] indexes the client's own rows, -1 = padding; real
-    steps come first. `epoch` int32[C, S]. `num_steps` int32[C].
+    A client goes through its rows in shuffled order, epoch after epoch; the last batch
+    of an epoch may be short.
+
+    Attributes:
+        position: int32[D, R], for each of D devices the positions (indices of a
+            client's own rows) in all epochs of all clients that it computes, one after
+            another and nothing between them. Of one client: int32[R].
+        first: int32[C], where a row's positions begin in its device's.
+        num_rows: int32[C], positions of one epoch; 0 on padding rows.
+        num_steps: int32[C], steps to take, at most those of all epochs.
+        batch_size: B, static.
     """
 
     position: jax.Array
-    epoch: jax.Array
+    first: jax.Array
+    num_rows: jax.Array
     num_steps: jax.Array
+    batch_size: int = struct.field(pytree_node=False)
+
+    def split(self) -> tuple[Plan, jax.Array]:
+        """(leaves [C, ...], leaves [D, ...]): what goes with rows and with devices."""
+        return self.replace(position=()), self.position
+
+    def joined(self, position: jax.Array) -> Plan:
+        """One client's plan: a row of `split`'s first, and its device's of the second.
+
+        A plan with leaves [C], with the positions of one device, is that of its rows.
+        """
+        return self.replace(position=position)
+
+    def of_row(self, row: jax.Array) -> Plan:
+        """The plan of one row int32[] of the cohort, wherever it is computed."""
+        rows, position = self.split()
+        device = row // (self.first.shape[0] // position.shape[0])
+        one = jax.tree.map(lambda leaf: jnp.take(leaf, row, mode="clip"), rows)
+        return one.joined(jnp.take(position, device, axis=0, mode="clip"))
+
+    def step(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(positions int32[B], epoch int32[]) of one client's step.
+
+        -1 where a batch is short, and in all of a step behind the client's last.
+        """
+        per_epoch = jnp.maximum(-(-self.num_rows // self.batch_size), 1)
+        epoch = index // per_epoch
+        place = index % per_epoch * self.batch_size + jnp.arange(self.batch_size)
+        is_real = (place < self.num_rows) & (index < self.num_steps)
+        place = self.first + epoch * self.num_rows + place
+        position = jnp.take(self.position, place, mode="clip")
+        return jnp.where(is_real, position, -1), epoch
+
+
+@struct.dataclass
+class WindowPlan:
+    """The plans of several rounds as the host sends them: costs what its rows cost.
+
+    `position` int32[D, R] as in `Plan`, of all rounds one after another; `first`
+    int32[T, C]; `epochs` and `batch_size` are static.
+    """
+
+    position: jax.Array
+    first: jax.Array
+    epochs: int = struct.field(pytree_node=False)
+    batch_size: int = struct.field(pytree_node=False)
+
+    def of_round(self, index: Any, num_rows: jax.Array) -> Plan:
+        """The plan of one round of the window, for clients with `num_rows` int32[C]."""
+        num_steps = self.epochs * -(-num_rows // self.batch_size)
+        return Plan(
+            self.position, self.first[index], num_rows, num_steps, self.batch_size
+        )
 
 
 class PeerSpec(NamedTuple):
@@ -287,6 +350,9 @@ class Cohort:
     private rows of its group (K on padding rows, past the end of any); `row_mask`
     bool[C]; `depth` int32[C], the largest level that a client holds; `peers` int32[C,
     P], slots as `row`, where `peer_mask` bool[C, P]; `plans` by name.
+
+    A window of cohorts has leaves [T, ...], and each plan of T rounds as a
+    `WindowPlan`.
     """
 
     client_id: jax.Array
@@ -295,7 +361,20 @@ class Cohort:
     depth: jax.Array
     peers: jax.Array
     peer_mask: jax.Array
-    plans: Mapping[str, Plan]
+    plans: Mapping[str, Any]
+
+    def of_round(self, index: Any, num_examples: jax.Array) -> Cohort:
+        """One round of a window, with its plans.
+
+        Args:
+            index: int[], among the rounds of the window.
+            num_examples: int32[K], train examples of each client.
+        """
+        one = jax.tree.map(lambda leaf: leaf[index], self.replace(plans={}))
+        owned = jnp.take(num_examples, one.client_id, mode="clip")
+        owned = jnp.where(one.row_mask, owned, 0).astype(jnp.int32)
+        plans = {name: plan.of_round(index, owned) for name, plan in self.plans.items()}
+        return one.replace(plans=plans)
 
 
 @struct.dataclass

@@ -245,10 +245,13 @@ def table(summary: dict[str, Any]) -> str:
         if name in summary["metrics"]:
             value = summary["metrics"][name]["mean"] / 1e6
             lines.append(f"{'MB ' + name[6:]:<18} {value:,.1f}")
+    # Runs of earlier versions did not count steps.
+    steps = summary.get("step_efficiency")
+    of_steps = "" if steps is None else f"of steps {steps:.2f}, "
     lines.append(
         f"{summary['samples_per_second']:,.0f} samples/s, "
         f"{summary['client_updates_per_second']:.1f} client updates/s, compiled in "
-        f"{summary['compile_seconds']:.0f} s, padding efficiency "
+        f"{summary['compile_seconds']:.0f} s, efficiency {of_steps}of padding "
         f"{summary['padding_efficiency']:.2f}, on {summary['device']}"
     )
     return "\n".join(lines)

@@ -48,8 +48,8 @@ def _print(out: dict[str, Any], only_json: bool) -> None:
         print(
             f"{out['work']} {out['algo']}: {out['seconds_per_round']:.3f} s a round, "
             f"{out['samples_per_second']:,.0f} samples/s, "
-            f"{100 * out['padding_efficiency']:.0f} % of the executed samples are real "
-            f"({100 * out['predicted_padding_efficiency']:.0f} % of the planned steps)"
+            f"{100 * out['step_efficiency']:.0f} % of the executed steps and "
+            f"{100 * out['padding_efficiency']:.0f} % of the executed samples are real"
         )
         if "gflops" in out:
             print(

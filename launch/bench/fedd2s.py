@@ -44,11 +44,12 @@ def reference(experiment: Experiment) -> Callable[[int], float] | None:
         owned = data.partition.train
 
         def client(row):
-            client_id, position, num_steps = row
+            client_id, steps = row
+            steps = steps.joined(position)
             begin = owned.start[client_id]
 
             def step(index, carry):
-                at = position[index]
+                at, _ = steps.step(index)
                 mask = at >= 0
                 image, label = data.gather(owned.row[begin + jnp.maximum(at, 0)])
                 target, count = teacher[at], jnp.maximum(mask.sum(), 1)
@@ -75,9 +76,11 @@ def reference(experiment: Experiment) -> Callable[[int], float] | None:
                 return deep, opt_state
 
             deep = start[first:]
-            return jax.lax.fori_loop(0, num_steps, step, (deep, tx.init(deep)))[0]
+            first_carry = (deep, tx.init(deep))
+            return jax.lax.fori_loop(0, steps.num_steps, step, first_carry)[0]
 
-        return jax.lax.map(client, (cohort.client_id, plan.position, plan.num_steps))
+        rows, (position,) = plan.split()
+        return jax.lax.map(client, (cohort.client_id, rows))
 
     @jax.jit
     def steps(cohort, data, start, teacher):

@@ -8,12 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_pfl import execution
 from launch import build, devices
 from launch.bench import machine, masking, mixing, references
-from launch.experiment import Experiment
-
-PREDICTED_ROUNDS = 4
 
 
 def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
@@ -50,8 +46,8 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
         "seconds_per_round": _median(seconds),
         "client_updates_per_second": totals.client_updates / sum(seconds),
         "samples_per_second": rate,
-        "padding_efficiency": totals.samples / max(totals.executed, 1),
-        "predicted_padding_efficiency": _predicted(experiment),
+        "step_efficiency": totals.step_efficiency,
+        "padding_efficiency": totals.padding_efficiency,
         "compile_seconds": experiment.compile_seconds,
         "peak_memory_bytes": devices.peak_memory_bytes(),
         "accuracy": record.get("global_accuracy"),
@@ -85,14 +81,3 @@ def _median(values: Sequence[float]) -> float:
 def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
     """Median over the rounds, each of which is timed in both ways in turn."""
     return _median([a / b for a, b in zip(above, below, strict=True)])
-
-
-def _predicted(experiment: Experiment) -> float:
-    """Real over executed local steps, as the plans of a few rounds foretell."""
-    real = executed = 0
-    for round in range(PREDICTED_ROUNDS):
-        for one in experiment.planner.cohort(0, round).plans.values():
-            real += int(one.num_steps.sum())
-            how = experiment.task.execution
-            executed += int(execution.executed_steps(one.num_steps, how))
-    return real / max(executed, 1)

@@ -12,6 +12,7 @@ import algorithms
 from fedjax_pfl import options, shapes, types
 from launch import build
 from models import stages
+from tests import padded
 
 WIDTHS = (8, 6)
 
@@ -94,7 +95,7 @@ def problem(unequal):
     return namespace.SimpleNamespace(
         task_of=task_of,
         data=made.data.replace(partition=first_seed(made.data.partition)),
-        cohort=lambda round: made.planner.cohort(0, round),
+        cohort=lambda round: padded.cohort(made.planner, 0, round),
         execution=types.Execution(3),
     )
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from data import plan
 from fedjax_pfl import traffic, types
+from tests import padded
 
 # Pytrees and states.
 
@@ -430,7 +431,7 @@ def planner(data, specs, clients_per_round=3, group=None):
         specs=specs,
         execution=types.Execution(clients_per_round),
     )
-    return lambda round: cohorts.cohort(0, round)
+    return lambda round: padded.cohort(cohorts, 0, round)
 
 
 def permuted(cohort, order):
@@ -443,7 +444,7 @@ def without(cohort, row, num_clients):
     real = np.arange(len(cohort.row)) != row
 
     def emptied(one):
-        return types.Plan(
+        return padded.Plan(
             np.where(real[:, None, None], one.position, -1),
             np.where(real[:, None], one.epoch, 0),
             np.where(real, one.num_steps, 0),

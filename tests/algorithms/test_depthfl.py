@@ -18,6 +18,7 @@ from algorithms import depthfl
 from data import plan
 from fedjax_pfl import levels, local_training, options, shapes, types
 from launch import build
+from tests import padded
 from tests.algorithms import conftest, exits, plain
 from tests.fedjax_pfl import small
 from tests.toys import model as toy_model
@@ -112,7 +113,7 @@ def cohort_at(problem):
             specs=[types.PlanSpec("local", 2, 5)],
             execution=types.Execution(chunk),
         )
-        return planner.cohort(0, round)
+        return padded.cohort(planner, 0, round)
 
     return cohort
 

@@ -172,14 +172,15 @@ def everybody(problem):
 def test_all_peers_make_all_alike(name, given, problem, everybody):
     """Test 6: after mixing, sum n_j w_j / sum n_j; but each has its own last layer."""
     made, state = make(name, problem.task_of()), given()
-    (served,) = jax.jit(made.serving)(state, everybody, problem.data)
+    jitted = made._replace(serving=jax.jit(made.serving))
+    served = plain.served(jitted, state, everybody, problem.data)
     own = [plain.own_layers(state, number) for number in range(5)]
     table = plain.Table(problem.data)
     weight = [1] * 5 if name == "dfedavgm" else table.train.count
     expected = plain.mean(own, weight)
     cut = NUM_STAGES - (name == "dfedper")
     for number in range(5):
-        found = plain.layers(plain.at(served.own, number).params)
+        found = plain.layers(served[number].params)
         chex.assert_trees_all_close(found[:cut], expected[:cut], atol=1e-6)
         chex.assert_trees_all_equal(found[cut:], own[number][cut:])
 

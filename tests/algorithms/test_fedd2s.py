@@ -18,6 +18,7 @@ from algorithms import fedd2s
 from data import plan
 from fedjax_pfl import boundary, local_training, options, shapes, types
 from models import stages
+from tests import padded
 from tests.algorithms import plain
 
 SIZES = (17, 12, 9, 6, 3)
@@ -143,9 +144,12 @@ def cohort_of(*ids, seed=0):
     plans = {}
     for name, epochs in EPOCHS.items():
         spec = types.PlanSpec(name, epochs, BATCH)
-        steps = plan.max_steps(np.array(SIZES), spec) + 1
-        size = np.array([*SIZES, 0])[ids]
-        plans[name] = plan.batches(seed, 0, ids, size, spec, steps)
+        size = np.array([*SIZES, 0], np.int32)[ids]
+        order = plan.orders(seed, 0, ids, size, spec)
+        first = np.cumsum(epochs * size) - epochs * size
+        window = types.WindowPlan(order[None], first[None], epochs, BATCH)
+        steps = 1 + epochs * -(-max(SIZES) // BATCH)
+        plans[name] = padded.table(window.of_round(0, size), steps)
     ids = ids.astype(np.int32)
     return types.Cohort(
         client_id=ids,

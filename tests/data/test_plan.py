@@ -6,7 +6,8 @@ import pytest
 
 from data import plan
 from fedjax_pfl import execution as execution_lib
-from fedjax_pfl import types
+from fedjax_pfl import shapes, types
+from tests import padded
 
 SIZES = np.array([[7, 12, 30, 5, 19, 8, 23], [11, 3, 9, 40, 6, 14, 21]])
 
@@ -68,20 +69,14 @@ def test_seeds_and_rounds_differ():
     assert len(chosen) > 3
     full = make(clients_per_round=7, sizes=np.stack([SIZES[0]] * 2))
     base = full.cohort(0, 0).plans["local"].position
-    assert not np.array_equal(base, full.cohort(0, 1).plans["local"].position)
-    assert not np.array_equal(base, full.cohort(1, 0).plans["local"].position)
+    for other in full.cohort(0, 1), full.cohort(1, 0):
+        assert not np.array_equal(base, other.plans["local"].position)
 
 
 def test_seed_counts_not_its_index():
     """Seed 4 as the second of two equals seed 4 alone."""
     alone = make(seeds=(4,), sizes=SIZES[1:])
-    steps = alone.cohort(0, 2).plans["local"].position.shape[1]
-    both = make().cohort(1, 2)
-    np.testing.assert_array_equal(alone.cohort(0, 2).client_id, both.client_id)
-    np.testing.assert_array_equal(
-        alone.cohort(0, 2).plans["local"].position,
-        both.plans["local"].position[:, :steps],
-    )
+    equal(alone.cohort(0, 2), make().cohort(1, 2))
 
 
 def test_clients_are_drawn_without_replacement_and_fairly():
@@ -98,7 +93,7 @@ def test_clients_are_drawn_without_replacement_and_fairly():
 
 def test_every_row_once_per_epoch_and_the_last_short_batch_kept():
     """Each epoch is a permutation of the client's rows in batches of five."""
-    cohort = make(clients_per_round=7).cohort(0, 0)
+    cohort = padded.cohort(make(clients_per_round=7), 0, 0)
     steps = cohort.plans["local"]
     for index, client in enumerate(cohort.client_id):
         rows = int(SIZES[0, client])
@@ -119,73 +114,90 @@ def test_every_row_once_per_epoch_and_the_last_short_batch_kept():
         assert (steps.position[index, 2 * per_epoch :] == -1).all()
 
 
-def test_shapes_do_not_depend_on_the_round():
-    """Padded to the largest client of all seeds: one compilation."""
-    cohorts = make()
-    shapes = {
-        tuple(leaf.shape for leaf in jax.tree.leaves(cohorts.cohort(seed, r)))
-        for seed in (0, 1)
-        for r in range(6)
-    }
-    assert len(shapes) == 1
-    assert cohorts.cohort(0, 0).plans["local"].position.shape == (4, 2 * 8, 5)
-
-
-@pytest.mark.parametrize("batch_size, steps", [(5, 16), (40, 2), (64, 2), (1, 80)])
-def test_max_steps(batch_size, steps):
-    """Epochs times the batches of the largest client, 40 rows."""
-    assert plan.max_steps(SIZES, types.PlanSpec("local", 2, batch_size)) == steps
-
-
 def test_a_batch_is_no_larger_than_the_largest_client():
     """Whole-batch training: 40 rows at most here, a multiple of 8; the same batches."""
     huge = make(specs=(types.PlanSpec("local", 2, 10**6),))
     fits = make(specs=(types.PlanSpec("local", 2, 40),))
     equal(huge.cohort(1, 0), fits.cohort(1, 0))
-    assert huge.cohort(0, 3).plans["local"].position.shape == (4, 2, 40)
+    assert huge.cohort(0, 3).plans["local"].batch_size == 40
 
 
-def test_batches_of_a_short_client():
-    """Three rows, batches of two, one epoch, padded to four steps."""
-    spec = types.PlanSpec("local", 1, 2)
-    one = plan.batches(0, 0, np.array([5]), np.array([3]), spec, 4)
-    assert one.num_steps.tolist() == [2]
-    assert one.position.shape == (1, 4, 2)
-    assert sorted(one.position[0, :2].ravel().tolist()) == [-1, 0, 1, 2]
-    assert one.position[0, 1, 1] == -1
-    assert (one.position[0, 2:] == -1).all()
-    assert (one.epoch == 0).all()
+def test_steps_of_a_short_client():
+    """Three rows, batches of two, two epochs; behind its last step nothing is real."""
+    spec = types.PlanSpec("local", 2, 2)
+    order = plan.orders(0, 0, np.array([5]), np.array([3]), spec)
+    assert order.dtype == np.int32 and order.shape == (6,)
+    window = types.WindowPlan(order[None], np.zeros((1, 1), np.int32), 2, 2)
+    one = padded.table(window.of_round(0, np.array([3])), 6)
+    assert one.num_steps.tolist() == [4]
+    assert one.epoch[0, :4].tolist() == [0, 0, 1, 1]
+    for first in (0, 2):
+        batches = one.position[0, first : first + 2]
+        assert sorted(batches.ravel().tolist()) == [-1, 0, 1, 2]
+        assert batches[1, 1] == -1
+    assert (one.position[0, 4:] == -1).all()
+
+
+def test_a_step_of_the_engine_is_a_step_of_the_table():
+    """Positions and epochs of every client and step, computed on the device."""
+    execution = types.Execution(2, four_devices())
+    cohort = make(clients_per_round=7, execution=execution).cohort(0, 1)
+    flat = cohort.plans["local"]
+    assert flat.position.shape[0] == 4
+    table = padded.table(flat, 20)
+    real = np.arange(20) < table.num_steps[:, None]
+    run = jax.jit(jax.vmap(lambda one, step: one.step(step), (None, 0)))
+    for row in range(len(cohort.row)):
+        position, epoch = run(flat.of_row(row), np.arange(20))
+        np.testing.assert_array_equal(position, table.position[row])
+        np.testing.assert_array_equal(
+            np.where(real[row], epoch, 0), np.where(real[row], table.epoch[row], 0)
+        )
+        # As a device sees it: rows of its own, its own positions.
+        rows, positions = flat.split()
+        own = jax.tree.map(lambda leaf, r=row: leaf[r], rows).joined(
+            positions[row // 2]
+        )
+        np.testing.assert_array_equal(run(own, np.arange(20))[0], position)
+    # Fewer steps than epochs have: those behind are empty.
+    short = flat.replace(num_steps=np.minimum(flat.num_steps, 3))
+    position, _ = run(short.of_row(len(cohort.row) - 1), np.arange(20))
+    assert (np.asarray(position[:3]) >= 0).any(1).all()
+    assert (np.asarray(position[3:]) == -1).all()
 
 
 def test_every_order_is_equally_likely():
     """The 24 orders of four rows over 2,400 rounds: 100 each, five deviations."""
     spec, rounds = types.PlanSpec("local", 1, 4), np.arange(2400)
     client, size = np.full(2400, 6), np.full(2400, 4)
-    made = plan.batches(1, rounds, client, size, spec, 1).position[:, 0]
+    made = plan.orders(1, rounds, client, size, spec).reshape(2400, 4)
     _, count = np.unique(made, axis=0, return_counts=True)
     assert len(count) == 24
     assert np.abs(count - 100).max() < 5 * np.sqrt(100 * 23 / 24)
 
 
-@pytest.mark.parametrize("epochs, batch_size", [(1, 7), (3, 4), (2, 100)])
-def test_draws_are_named_by_seed_round_and_client(epochs, batch_size):
-    """Alone, beside others, in any order and size of call: the same batches."""
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_draws_are_named_by_seed_round_and_client(epochs):
+    """Alone, beside others, in any order and size of call: the same orders."""
     gen = np.random.default_rng(0)
     client = gen.permutation(300)[:40]
     round, size = gen.integers(0, 50, 40), gen.integers(0, 90, 40)
-    spec = types.PlanSpec("local", epochs, batch_size)
-    steps = plan.max_steps(size, spec) + 2
-    together = plan.batches(9, round, client, size, spec, steps)
-    for index in range(40):
-        alone = plan.batches(
-            9, int(round[index]), client[[index]], size[[index]], spec, steps
-        )
-        equal(jax.tree.map(lambda leaf, i=index: leaf[[i]], together), alone)
-        for number in range(epochs):
-            own = together.position[index][together.epoch[index] == number]
-            np.testing.assert_array_equal(
-                np.sort(own[own >= 0]), np.arange(size[index])
-            )
+    spec = types.PlanSpec("local", epochs, 7)
+    together = np.split(
+        plan.orders(9, round, client, size, spec), np.cumsum(epochs * size)[:-1]
+    )
+    for index, order in enumerate(together):
+        alone = plan.orders(9, int(round[index]), client[[index]], size[[index]], spec)
+        np.testing.assert_array_equal(order, alone)
+        for one in order.reshape(epochs, size[index]):
+            np.testing.assert_array_equal(np.sort(one), np.arange(size[index]))
+
+
+def test_orders_are_those_of_earlier_versions():
+    """Draws are part of a run's identity."""
+    spec = types.PlanSpec("local", 2, 4)
+    found = plan.orders(3, 5, np.array([2, 7]), np.array([5, 3]), spec)
+    assert found.tolist() == [0, 4, 3, 1, 2, 2, 0, 1, 3, 4, 2, 1, 0, 1, 2, 0]
 
 
 def test_rows_are_sorted_by_level_then_size():
@@ -261,48 +273,64 @@ def test_drawn_is_the_cohort_without_plans():
     equal(cohorts.drawn(1, 3), cohorts.cohort(1, 3).replace(plans={}))
 
 
-def test_a_window_holds_the_cohorts_of_its_rounds():
-    """Round by round what `cohort` gives, but for trailing empty steps; then zeros."""
+@pytest.mark.parametrize("use_mesh", [False, True])
+def test_a_window_holds_the_cohorts_of_its_rounds(use_mesh):
+    """Round by round what `cohort` gives; then zeros."""
     server = types.PlanSpec("server", 1, 4)
-    cohorts = make(
-        5, specs=(LOCAL, server), peers=2, execution=types.Execution(3), seeds=(8, 9)
-    )
-    window = cohorts.window(1, 4, 3, 5)
+    execution = types.Execution(3, four_devices() if use_mesh else None)
+    cohorts = make(5, specs=(LOCAL, server), peers=2, execution=execution, seeds=(8, 9))
+    window = cohorts.window(1, 4, 3, 5, 0)
+    devices = 4 if use_mesh else 1
     for index in range(3):
         one = cohorts.cohort(1, 4 + index)
-        ours = jax.tree.map(lambda leaf, i=index: leaf[i], window)
+        ours = window.of_round(index, SIZES[1])
         equal(one.replace(plans={}), ours.replace(plans={}))
         for name in ("local", "server"):
-            whole, padded = one.plans[name], ours.plans[name]
-            steps = whole.num_steps.max()
-            assert steps <= padded.position.shape[1]
-            np.testing.assert_array_equal(whole.num_steps, padded.num_steps)
-            for leaf in ("position", "epoch"):
-                a, b = getattr(whole, leaf), getattr(padded, leaf)
-                np.testing.assert_array_equal(a[:, :steps], b[:, :steps])
-            assert (padded.position[:, steps:] == -1).all()
-    for leaf in jax.tree.leaves(window):
+            whole, part = one.plans[name], ours.plans[name]
+            assert whole.position.shape[0] == part.position.shape[0] == devices
+            equal(padded.table(whole), padded.table(part))
+    rows = window.replace(
+        plans={name: one.replace(position=()) for name, one in window.plans.items()}
+    )
+    for leaf in jax.tree.leaves(rows):
         assert len(leaf) == 5 and not leaf[3:].any()
 
 
-def test_the_steps_of_a_window_follow_its_largest_client():
-    """A power of two, at least what is asked for."""
-    sizes = np.array([[3, 9, 4, 160]])
-    spec = types.PlanSpec("local", 1, 2)
-    cohorts = make(1, specs=(spec,), seeds=(0,), sizes=sizes)
-    seen = set()
-    for round in range(12):
-        longest = -(-int(sizes[0, cohorts.drawn(0, round).client_id[0]]) // 2)
-        rounded = {2: 2, 5: 8, 80: 128}[longest]
-        for least in (0, 4, 32, 256):
-            window = cohorts.window(0, round, 1, 2, {"local": least})
-            steps = window.plans["local"].position.shape[2]
-            assert steps == max(rounded, least)
-        seen.add(longest)
-    assert seen == {2, 5, 80}
-    assert cohorts.longest == {"local": 80}
-    both = cohorts.window(0, 0, 12, 12).plans["local"].position
-    assert both.shape == (12, 1, 128, 2)
+def test_a_window_has_nothing_between_its_clients():
+    """All positions of all rounds, and zeros to the room that is wanted."""
+    cohorts = make()
+    owned = sum(int(cohorts.examples(0, round).sum()) for round in range(3))
+    tight, wide = cohorts.window(0, 0, 3, 3, 0), cohorts.window(0, 0, 3, 3, owned + 9)
+    assert tight.plans["local"].position.shape == (1, 2 * owned)
+    assert wide.plans["local"].position.shape == (1, 2 * (owned + 9))
+    equal(wide.plans["local"].position[:, : 2 * owned], tight.plans["local"].position)
+    assert not wide.plans["local"].position[:, 2 * owned :].any()
+    first = tight.plans["local"].first.ravel()
+    sizes = cohorts.owned(0, tight.client_id).ravel()
+    np.testing.assert_array_equal(np.diff([*first, 2 * owned]), 2 * sizes)
+
+
+@pytest.mark.parametrize("use_mesh", [False, True])
+def test_room_is_what_rounds_have_on_average(use_mesh):
+    """Of any seed; at least a sixteenth finer than a power of two."""
+    execution = types.Execution(1, four_devices() if use_mesh else None)
+    cohorts = make(execution=execution)
+    expected = 4 * SIZES.mean(1).max()
+    assert cohorts.round_examples == expected
+    by_device = np.array(
+        [[cohorts.examples(seed, round) for round in range(16)] for seed in range(2)]
+    )
+    assert by_device.shape == (2, 16, 4 if use_mesh else 1)
+    for index in range(2):
+        one = cohorts.cohort(index, 5)
+        assert by_device[index, 5].sum() == SIZES[index, one.client_id].sum()
+    share = by_device.sum((0, 1)).max() / by_device.sum()
+    for rounds in (20, 50):
+        wanted = expected * rounds * share
+        assert wanted <= cohorts.capacity(rounds) <= wanted * 17 / 16 + 1
+    assert cohorts.capacity(1) == shapes.rounded_up_finely(int(by_device.max()))
+    few = make(2, eligible=np.arange(7) < 2)
+    assert few.round_examples == 2 * 9.5
 
 
 def test_padding_rows_stand_first_and_are_masked():
@@ -314,7 +342,7 @@ def test_padding_rows_stand_first_and_are_masked():
     np.testing.assert_array_equal(cohort.client_id[:3], [7] * 3)
     np.testing.assert_array_equal(cohort.row, cohort.client_id)
     steps = cohort.plans["local"]
-    assert (steps.position[:3] == -1).all()
+    assert (steps.num_rows[:3] == 0).all()
     assert (steps.num_steps[:3] == 0).all()
     assert (steps.num_steps[3:] > 0).all()
     assert cohort.depth.min() >= 1
@@ -337,7 +365,7 @@ def test_draws_do_not_depend_on_the_execution(chunk, use_mesh):
     """The same clients with the same batches and peers on any devices."""
     execution = types.Execution(chunk, four_devices() if use_mesh else None)
     plain, other = (
-        make(peers=3, clients_per_round=5, execution=e).cohort(0, 4)
+        padded.cohort(make(peers=3, clients_per_round=5, execution=e), 0, 4)
         for e in (types.Execution(), execution)
     )
     assert other.row_mask.sum() == 5
@@ -353,13 +381,16 @@ def test_draws_do_not_depend_on_the_execution(chunk, use_mesh):
 def test_batches_do_not_depend_on_the_cohort():
     """A client shuffles alike in a cohort of seven and in one of three."""
     large, small = (
-        make(clients_per_round=7).cohort(0, 5),
-        make(clients_per_round=3).cohort(0, 5),
+        padded.cohort(make(clients_per_round=7), 0, 5),
+        padded.cohort(make(clients_per_round=3), 0, 5),
     )
     for index, client in enumerate(small.client_id):
         (same,) = np.flatnonzero(large.client_id == client)
+        ours, theirs = small.plans["local"], large.plans["local"]
+        steps = ours.num_steps[index]
+        assert steps == theirs.num_steps[same]
         np.testing.assert_array_equal(
-            large.plans["local"].position[same], small.plans["local"].position[index]
+            theirs.position[same, :steps], ours.position[index, :steps]
         )
 
 

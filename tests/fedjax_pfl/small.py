@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl import each_client, losses, types
+from tests import padded
 
 WIDTH, NUM_CLASSES = 3, 4
 
@@ -55,7 +56,7 @@ def plan(sizes, epochs=2, batch_size=2):
             epoch[client, step], number = divmod(step, -(-size // batch_size))
             rows = np.arange(number * batch_size, size)[:batch_size]
             position[client, step, : len(rows)] = rows
-    return types.Plan(*map(jnp.asarray, (position, epoch, np.int32(num_steps))))
+    return padded.Plan(*map(jnp.asarray, (position, epoch, np.int32(num_steps))))
 
 
 def cohort(client_id, num_clients, plans=(), depth=None):

@@ -42,7 +42,7 @@ def in_chunk(values, how):
 def test_bound_is_the_longest_of_the_chunk(name):
     """Every row sees its chunk's bound and its own data."""
 
-    def fn(row, shared, bound):
+    def fn(row, shared, bound, _):
         return {"sum": row + shared, "bound": bound}
 
     out = jax.jit(each_client.over_clients([fn], HOW[name]))(
@@ -55,7 +55,7 @@ def test_bound_is_the_longest_of_the_chunk(name):
 def test_the_bound_is_one_number_for_a_chunk():
     """It is not batched: a loop up to it is a loop over one number."""
 
-    def fn(row, shared, bound):
+    def fn(row, shared, bound, _):
         return jax.lax.fori_loop(0, bound, lambda _, x: x + row, jnp.zeros(()))
 
     run = each_client.over_clients([fn], HOW["all"])
@@ -70,12 +70,12 @@ def test_the_bound_is_one_number_for_a_chunk():
 @pytest.mark.parametrize("name", ["two", "sharded"])
 def test_rows_that_do_not_fill_chunks_are_refused(name):
     """The planner pads; a caller that forgot gets told."""
-    run = each_client.over_clients([lambda row, shared, bound: row], HOW[name])
+    run = each_client.over_clients([lambda row, shared, bound, _: row], HOW[name])
     with pytest.raises(ValueError, match="3 rows do not fill chunks of 2.*padded_size"):
         run(jnp.arange(3), (), jnp.ones(3, jnp.int32))
 
 
-def of_levels(row, shared, bound, level):
+def of_levels(row, shared, bound, _, level):
     """What tells the level, the bound and the row that a branch was run with."""
     return {"level": jnp.int32(level), "bound": bound, "row": row * shared}
 
@@ -130,7 +130,7 @@ def test_sums_while_chunks_run_equal_the_stacked_mean(name, levels, weight, give
     """To 1e-6, with weights of each part, nan where the weight is 0, and levels."""
     weight = shares(1) if weight == "common" else {"a": shares(1), "b": shares(2)}
 
-    def fn(row, shared, bound, level=1):
+    def fn(row, shared, bound, _, level=1):
         return {"kept": row["b"] * shared}, row
 
     fns = [functools.partial(fn, level=n) for n in (1, 2, 3)] if levels else [fn]
@@ -151,7 +151,7 @@ def test_sums_while_chunks_run_equal_the_stacked_mean(name, levels, weight, give
 def test_a_sum_keeps_no_row():
     """No array of all rows' models: memory is that of a chunk."""
 
-    def fn(row, shared, bound):
+    def fn(row, shared, bound, _):
         return row, shared * row
 
     weight = jnp.full(8, 1 / 8)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import algorithms
+from data import plan
 from fedjax_pfl import checkpoint, evaluate, program, simulate, types
 from launch import build
 
@@ -55,13 +56,15 @@ class Watched:
 
     def __init__(self, simulation, tell):
         self.planner, self.tell = simulation.planner, tell
-        self.drawn = self.planner.drawn
         simulation.planner = self
 
-    def window(self, seed_index, first_round, num_rounds, length, min_steps):
+    def __getattr__(self, name):
+        return getattr(self.planner, name)
+
+    def window(self, seed_index, first_round, num_rounds, length, capacity):
         self.tell(first_round, num_rounds, length)
         return self.planner.window(
-            seed_index, first_round, num_rounds, length, min_steps
+            seed_index, first_round, num_rounds, length, capacity
         )
 
 
@@ -93,15 +96,18 @@ def cohort(num_rows):
 
 
 def test_length_of_a_window_is_bounded_by_its_bytes():
-    """A power of two that falls with the plans' size; at least one round."""
+    """It falls with the examples of a round, whatever the batches; at least one."""
     small = types.PlanSpec("local", 1, 10)
     large = types.PlanSpec("local", 4, 100)
     assert simulate.window_rounds(cohort(2), (small,), 40) == 64
-    # 10 rows x 64 steps (4 epochs of 13 batches) x (100 + 1) numbers of 4 bytes.
-    per_round = 10 * (13 + 4 * (64 * 101 + 1))
+    # Four epochs of 100,000 examples, and 17 bytes of each of 10 rows.
+    per_round = 4 * 4 * 100_000 + 10 * 17
     fits = simulate.WINDOW_BYTES // per_round
-    assert fits // 2 < simulate.window_rounds(cohort(10), (large,), 1300) <= fits
-    assert simulate.window_rounds(cohort(100_000), (large,), 1300) == 1
+    assert fits == 10
+    assert simulate.window_rounds(cohort(10), (large,), 100_000) == fits
+    assert simulate.window_rounds(cohort(10), (large,), 10**7) == 1
+    # Of 47 the next multiple of two.
+    assert simulate.window_rounds(cohort(10), (small,), 89_000) == 46
 
 
 def test_length_does_not_depend_on_rounds(unequal):
@@ -112,22 +118,123 @@ def test_length_does_not_depend_on_rounds(unequal):
         tell = lambda first, count, length: lengths.append((count, length))  # noqa: E731
         Watched(experiment.simulation, tell)
         experiment.simulation.advance(1)
-    assert lengths == [(1, 64), (3, 64), (64, 64)]
+    assert lengths[:2] == [(1, 64), (3, 64)]
+    assert 48 <= lengths[2][0] <= lengths[2][1] == 64
 
 
 def test_work_counts_padding_by_chunk():
     """Each chunk costs its longest row; numbers by hand."""
-    position = np.full((1, 2, 4, 3, 5), -1, np.int32)
-    position[0, 0, 0, :2] = 0
-    position[0, 1, 3, :3] = 0
-    steps = np.array([[[2, 0, 0, 0], [0, 0, 1, 3]]], np.int32)
-    plan = types.Plan(position, np.zeros((1, 2, 4, 3), np.int32), steps)
-    mask = np.array([[[True, False, False, False], [True, True, False, False]]])
-    window = dataclasses.replace(cohort(4), row_mask=mask, plans={"local": plan})
-    work = simulate.work_of(window, types.Execution(chunk=2))
-    assert work.client_updates.tolist() == [1, 2]
-    assert work.samples.tolist() == [10, 15]
-    assert work.executed.tolist() == [2 * 2 * 5, 3 * 2 * 5]
+    execution = types.Execution(chunk=2)
+    planner = plan.Planner(
+        seeds=[0],
+        num_rows=np.array([[7, 3, 11, 4]]),
+        client_group=np.zeros(4, int),
+        level_of=np.ones(4, int),
+        clients_per_round=3,
+        specs=[types.PlanSpec("local", 2, 5)],
+        execution=execution,
+    )
+    window = planner.window(0, 0, 2, 3, 0)
+    work = simulate.work_of(planner, 0, window, execution)
+    assert work.client_updates.tolist() == [3, 3, 0]
+    for round in range(2):
+        # Ascending, with a padding row before them: chunks of 1 and 2 real rows.
+        sizes = planner.owned(0, window.client_id[round])
+        assert sizes[0] == 0 and (np.diff(sizes) >= 0).all()
+        first, second, third = (2 * -(-size // 5) for size in sizes[1:])
+        assert work.steps[round] == first + second + third
+        assert work.executed_steps[round] == 2 * first + 2 * third
+        assert work.executed[round] == 5 * work.executed_steps[round]
+        assert work.samples[round] == 2 * sizes.sum()
+    for counts in work:
+        assert counts[2] == 0
+
+
+def lognormal(seed=0, num_clients=400):
+    """`--dataset` arrays of clients of quite unequal sizes."""
+    gen = np.random.default_rng(seed)
+    sizes = np.clip(np.exp(gen.normal(2.5, 1.5, num_clients)), 5, 2000).astype(int)
+    x = gen.normal(size=(sizes.sum(), 4)).astype(np.float32)
+    return x, (x[:, 0] > 0).astype(int), np.repeat(np.arange(num_clients), sizes)
+
+
+@pytest.mark.parametrize("num_seeds, devices", [(1, 1), (2, 1), (1, 4)])
+def test_plans_cost_what_clients_have(num_seeds, devices):
+    """Bytes of a window's plans: four for each index, and at most 15 % of padding.
+
+    With every window as full as it can be; on a mesh each device has its own rows'.
+    """
+    experiment = make(
+        lognormal(),
+        partition="natural",
+        model="mlp",
+        num_clients=None,
+        clients_per_round=20,
+        num_seeds=num_seeds,
+        partition_seed=0,
+        devices=devices,
+        rounds=10**6,
+    )
+    simulation, first = experiment.simulation, 0
+    for _ in range(4):
+        window = simulation._plan(first, 0)
+        assert window.end - window.first >= 48
+        for cohorts, work in zip(window.cohorts, window.work, strict=True):
+            (one,) = cohorts.plans.values()
+            real = 4 * int(work.samples.sum())
+            # Windows of several seeds end together, with the fullest.
+            most = 1.15 if num_seeds == 1 else 1.25
+            if devices == 1:
+                assert real <= one.position.nbytes <= most * real
+            assert one.position.shape[1] == devices
+            local = [part.data.shape for part in one.position.addressable_shards]
+            assert local == [(1, 1, one.position.shape[2])] * devices
+        # The next round would not have fitted, or there is no place for one.
+        room = one.position.shape[2] // one.epochs
+        if window.end - window.first < simulation._length:
+            needed = [
+                sum(
+                    experiment.planner.examples(seed, round)
+                    for round in range(window.first, window.end + 1)
+                ).max()
+                for seed in range(num_seeds)
+            ]
+            assert max(needed) > room
+        first = window.end
+    assert simulation._capacity == room
+
+
+def test_a_round_that_needs_more_makes_room(monkeypatch):
+    """One client of fifty has nearly all examples: its rounds are alone in a window."""
+    gen = np.random.default_rng(0)
+    sizes = np.array([2000] + [4] * 49)
+    x = gen.normal(size=(sizes.sum(), 4)).astype(np.float32)
+    source = x, (x[:, 0] > 0).astype(int), np.repeat(np.arange(50), sizes)
+    monkeypatch.setattr(plan, "SEEN_ROUNDS", 1)
+    monkeypatch.setattr(simulate, "MAX_WINDOW_ROUNDS", 4)
+    experiment = make(
+        source,
+        partition="natural",
+        test_split="pool",
+        model="mlp",
+        num_clients=None,
+        clients_per_round=2,
+        rounds=200,
+    )
+    simulation, first, alone = experiment.simulation, 0, 0
+    while first < 200:
+        before = simulation._capacity
+        window = simulation._plan(first, 0)
+        largest = experiment.planner.examples(0, first).max()
+        if largest > before:
+            alone += 1
+            assert window.end == first + 1
+            assert largest <= simulation._capacity <= 17 / 16 * largest
+        else:
+            assert simulation._capacity == before
+        assert first < window.end <= 200
+        first = window.end
+    assert alone == 1
 
 
 def test_stops_do_not_matter(whole, unequal):
@@ -155,7 +262,13 @@ def test_windows_do_not_matter_and_are_made_ahead(whole, unequal, short_windows)
 
     Watched(simulation, tell)
     experiment.run()
-    assert told == [(0, 2, 2, False), (2, 2, 2, True), (4, 1, 2, True)]
+    # As many rounds as there is room for, one after another, each planned once.
+    assert [first for first, *_ in told] == [
+        sum(count for _, count, *_ in told[:index]) for index in range(len(told))
+    ]
+    assert sum(count for _, count, *_ in told) == ROUNDS and len(told) > 2
+    assert {length for _, _, length, _ in told} == {2}
+    assert [ahead for *_, ahead in told] == [False] + [True] * (len(told) - 1)
     assert digest(experiment) == digest(whole)
     assert counters(experiment) == counters(whole)
 

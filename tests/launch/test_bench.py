@@ -17,13 +17,14 @@ def test_bench_prints_one_json_object_last(blobs, capsys):
         "seconds_per_round",
         "client_updates_per_second",
         "samples_per_second",
+        "step_efficiency",
         "padding_efficiency",
         "compile_seconds",
         "peak_memory_bytes",
         "accuracy",
     ):
         assert out[name] > 0
-    assert out["padding_efficiency"] <= 1
+    assert out["padding_efficiency"] <= out["step_efficiency"] <= 1
     assert out["backend"] == "cpu"
 
 
