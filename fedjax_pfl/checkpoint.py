@@ -2,7 +2,8 @@
 
 Beside orbax's files stands `manifest.json`: the SHA-256 of every one of them, the shape
 and dtype of every array, and what the host must remember. Orbax restores flipped bits
-without a word, so files are checked before orbax is asked.
+without a word, so files are checked before orbax is asked. It copies what it writes, so
+it is given a state in pieces.
 """
 
 from __future__ import annotations
@@ -13,58 +14,124 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import pathlib
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 KEEP = 2
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
+# Of format 2 every array is a single piece, all of them in one group.
+READABLE = (2, FORMAT)
+# What is copied at once: a leaf may be most of a state, and a state most of the memory.
+PIECE_BYTES = 64 << 20
 
 
-def _plain(state: Any) -> dict[str, np.ndarray]:
-    """Leaves by path as numpy; typed keys become their key data."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(state)
-    out = {}
-    for path, leaf in flat:
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        out[jax.tree_util.keystr(path)] = np.asarray(jax.device_get(leaf))
-    return out
+class Joined:
+    """Arrays joined along their leading axis, as a leaf that is never made.
+
+    `shape` and `dtype` are those of the whole.
+    """
+
+    def __init__(self, parts: Sequence[jax.Array]):
+        self.parts, self.dtype = tuple(parts), parts[0].dtype
+        self.shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _shapes(state: Any) -> dict[str, list[Any]]:
-    """[dtype, shape] of every leaf by path, as `_plain` would hold it."""
+    """[dtype, shape] of every leaf by path, as they are written: keys as key data."""
     flat, _ = jax.tree_util.tree_flatten_with_path(state)
     out = {}
     for path, leaf in flat:
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.eval_shape(jax.random.key_data, leaf)
-        out[jax.tree_util.keystr(path)] = [str(leaf.dtype), list(leaf.shape)]
+        shape = tuple(leaf.shape)
+        if _is_key(leaf):
+            one = jax.eval_shape(
+                lambda like=leaf: jax.random.key_data(jnp.zeros((), like.dtype))
+            )
+            leaf, shape = one, shape + one.shape
+        out[jax.tree_util.keystr(path)] = [str(leaf.dtype), list(shape)]
     return out
+
+
+def _pieces(leaf: Any) -> Iterator[np.ndarray]:
+    """A leaf's numbers in order, flat, at most `PIECE_BYTES` at once."""
+    for array in leaf.parts if isinstance(leaf, Joined) else (leaf,):
+        if _is_key(array):
+            array = jax.random.key_data(array)
+        if array.nbytes <= PIECE_BYTES:
+            if array.size:
+                yield np.ascontiguousarray(jax.device_get(array)).reshape(-1)
+            continue
+        # Cut along the first axis whose rows are small enough.
+        inner = [
+            array.dtype.itemsize * math.prod(array.shape[i:])
+            for i in range(1, array.ndim)
+        ]
+        axis = next(
+            (i for i, n in enumerate(inner) if n <= PIECE_BYTES), array.ndim - 1
+        )
+        size = (*inner, array.dtype.itemsize)[axis]
+        rows, behind = max(PIECE_BYTES // size, 1), array.shape[axis + 1 :]
+        for before in np.ndindex(array.shape[:axis]):
+            for at in range(0, array.shape[axis], rows):
+                count = min(rows, array.shape[axis] - at)
+                start = (*before, at, *(0 for _ in behind))
+                many = (*(1 for _ in before), count, *behind)
+                yield np.asarray(_cut(array, start, many)).reshape(-1)
+
+
+def _cut(array: Any, start: tuple[int, ...], size: tuple[int, ...]) -> Any:
+    """A part of an array; of the host's a view, as it may have 64 bits."""
+    if isinstance(array, np.ndarray):
+        return array[tuple(slice(i, i + n) for i, n in zip(start, size, strict=True))]
+    # With its place as an argument: one program for all of one size.
+    return jax.lax.dynamic_slice(array, start, size)
 
 
 def digest(state: Any) -> str:
     """One SHA-256 over the names, shapes, dtypes and bits of all leaves of a pytree."""
 
-    def of_bits(array: np.ndarray) -> str:
-        return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
+    def of_bits(leaf: Any) -> str:
+        bits = hashlib.sha256()
+        for piece in _pieces(leaf):
+            bits.update(piece.data)
+        return bits.hexdigest()
 
-    arrays = _plain(state)
     total = hashlib.sha256()
     # Threads: hashing leaves Python's lock, and a large population is gigabytes.
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        bits = pool.map(of_bits, arrays.values())
-    for (name, array), one in zip(arrays.items(), bits, strict=True):
-        total.update(f"{name} {array.shape} {array.dtype} {one}\n".encode())
+        found = pool.map(of_bits, jax.tree.leaves(state))
+        for (name, (dtype, shape)), bits in zip(
+            _shapes(state).items(), found, strict=True
+        ):
+            total.update(f"{name} {tuple(shape)} {dtype} {bits}\n".encode())
     return total.hexdigest()
+
+
+def _groups(state: Any) -> Iterator[list[np.ndarray]]:
+    """The pieces of all leaves in order, together as many as make a piece's bytes."""
+    group: list[np.ndarray] = []
+    for leaf in jax.tree.leaves(state):
+        for piece in _pieces(leaf):
+            if group and sum(one.nbytes for one in (*group, piece)) > PIECE_BYTES:
+                yield group
+                group = []
+            group.append(piece)
+    if group:
+        yield group
 
 
 def _file_digests(folder: pathlib.Path) -> dict[str, str]:
@@ -149,15 +216,17 @@ def _write(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
     """Writes one checkpoint, the manifest last."""
     import orbax.checkpoint as ocp  # takes a second to import: only runs pay it
 
-    # Orbax refuses arrays without elements; their shape stands in the manifest.
-    arrays = [array for array in _plain(state).values() if array.size]
+    groups = []
     with _one_error(folder), ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(folder / "state", arrays)
+        for number, group in enumerate(_groups(state)):
+            checkpointer.save(folder / "state" / f"{number:05d}", group)
+            groups.append([[str(piece.dtype), piece.size] for piece in group])
     body = {
         "format": FORMAT,
         "round": round,
         "host": host,
         "arrays": _shapes(state),
+        "groups": groups,
         "files": _file_digests(folder),
     }
     text = json.dumps(body)
@@ -179,7 +248,7 @@ def _read_manifest(path: pathlib.Path) -> dict:
     if not intact:
         raise ValueError(f"{path / MANIFEST} is missing or damaged")
     manifest = json.loads(text)
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in READABLE:
         raise ValueError(f"{path} is of another version of this program")
     present = _file_digests(path)
     for name, expected in manifest["files"].items():
@@ -192,7 +261,6 @@ def _read_manifest(path: pathlib.Path) -> dict:
 
 def _restore_one(path: pathlib.Path, template: Any) -> tuple[int, Any, dict]:
     """(rounds done, state, host) of one checkpoint."""
-    import orbax.checkpoint as ocp
 
     manifest = _read_manifest(path)
     wanted, found = _shapes(template), manifest["arrays"]
@@ -205,23 +273,41 @@ def _restore_one(path: pathlib.Path, template: Any) -> tuple[int, Any, dict]:
             raise ValueError(
                 f"{path}: {name} is {before}, this configuration has {dtype}{shape}"
             )
-    arrays = [np.zeros(shape, dtype) for dtype, shape in found.values()]
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        stored = iter(
-            checkpointer.restore(
-                path / "state", item=[array for array in arrays if array.size]
-            )
-        )
+    stored = _stored(path, manifest)
     leaves, treedef = jax.tree_util.tree_flatten(template)
 
-    def restored(array: np.ndarray, leaf: Any) -> Any:
-        array = np.asarray(next(stored)) if array.size else array
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(array)
-        return array
+    def restored(leaf: Any, kind: list[Any]) -> Any:
+        dtype, shape = kind
+        array = np.empty(math.prod(shape), dtype)
+        done = 0
+        while done < array.size:
+            piece = next(stored)
+            array[done : done + piece.size] = piece
+            done += piece.size
+        array = array.reshape(shape)
+        return jax.random.wrap_key_data(array) if _is_key(leaf) else array
 
-    state = treedef.unflatten(map(restored, arrays, leaves))
+    state = treedef.unflatten(map(restored, leaves, found.values()))
     return manifest["round"], state, manifest["host"]
+
+
+def _stored(path: pathlib.Path, manifest: dict) -> Iterator[np.ndarray]:
+    """The pieces of a checkpoint in order, flat, read group by group."""
+    import orbax.checkpoint as ocp
+
+    if manifest["format"] == FORMAT:
+        groups = {
+            path / "state" / f"{number:05d}": [np.zeros(n, dtype) for dtype, n in group]
+            for number, group in enumerate(manifest["groups"])
+        }
+    else:
+        whole = [np.zeros(shape, dtype) for dtype, shape in manifest["arrays"].values()]
+        # Orbax refuses arrays without elements.
+        groups = {path / "state": [array for array in whole if array.size]}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        for folder, like in groups.items():
+            for piece in checkpointer.restore(folder, item=like):
+                yield np.asarray(piece).reshape(-1)
 
 
 def restore(folder: pathlib.Path, template: Any) -> tuple[int, Any, dict] | None:

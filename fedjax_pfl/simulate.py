@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import evaluate, shapes, traffic, types
+from fedjax_pfl import checkpoint, evaluate, shapes, traffic, types
 from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import program as program_lib
 
@@ -251,6 +251,14 @@ class Simulation:
         if len(states) == 1 or states[0] is None:
             return states[0]
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *states)
+
+    @property
+    def joined(self) -> Any:
+        """`state` as what is saved and hashed: seeds are joined without a copy."""
+        for lane in self.lanes:
+            self._settle(lane)
+        states = [lane.state for lane in self.lanes]
+        return jax.tree.map(lambda *leaves: checkpoint.Joined(leaves), *states)
 
     @property
     def metrics(self) -> dict[str, tuple[list[float], list[float]]]:

@@ -235,7 +235,7 @@ class Experiment:
     def saved(self) -> tuple[Any, dict[str, Any]]:
         """(arrays, host counters): everything that a checkpoint holds."""
         simulation = self.simulation
-        arrays = {"state": self.state, "accuracies": self.client_accuracies}
+        arrays = {"state": simulation.joined, "accuracies": self.client_accuracies}
         host = dataclasses.asdict(simulation.totals) | {
             "messages": simulation.totals.messages.tolist(),
             "compile_seconds": simulation.compile_seconds,
@@ -386,6 +386,7 @@ class Experiment:
         ended = (self.round,)
         last = summaries.summarize(self.metrics, self.seeds, ended, "last", self.round)
         totals, seconds = self.totals, max(self.totals.seconds, 1e-9)
+        state = self.simulation.joined
         return {
             "metrics": metrics,
             "last_round": last,
@@ -400,9 +401,7 @@ class Experiment:
             "compile_seconds": self.compile_seconds,
             "peak_memory_bytes": devices.peak_memory_bytes(),
             "setup_bytes_down": self.setup_bytes(),
-            "parameters_sha256": checkpoint.digest(
-                (self.state.server, self.state.clients)
-            ),
+            "parameters_sha256": checkpoint.digest((state.server, state.clients)),
             "versions": {
                 "python": platform.python_version(),
                 "jax": jax.__version__,

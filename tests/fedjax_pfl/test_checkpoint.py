@@ -10,6 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from fedjax_pfl import checkpoint
@@ -146,3 +147,51 @@ def test_digest():
         total.update(f"{name} {array.shape} {array.dtype} {bits}\n".encode())
     assert checkpoint.digest(tree) == total.hexdigest()
     assert checkpoint.digest({"a": tree["a"].T, "b": tree["b"]}) != total.hexdigest()
+
+
+@pytest.mark.parametrize("limit", [600, 120, 10_000])
+def test_in_pieces(tmp_path, monkeypatch, limit):
+    """Whatever is copied at once: the same bits, the same hash, no more than that."""
+    wanted, whole = checkpoint.digest(state(3)), state(3)
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", limit)
+    assert checkpoint.digest(whole) == wanted
+    for leaf in jax.tree.leaves(whole):
+        sizes = [piece.nbytes for piece in checkpoint._pieces(leaf)]
+        assert max(sizes, default=0) <= limit
+    checkpoint.save(tmp_path, 3, whole, {})
+    groups = list((tmp_path / "round_00000003" / "state").iterdir())
+    assert -(-4900 // limit) <= len(groups) <= {600: 11, 120: 62, 10_000: 1}[limit]
+    _, found, _ = checkpoint.restore(tmp_path, template())
+    chex.assert_trees_all_equal_dtypes(plain(found), plain(whole))
+    chex.assert_trees_all_equal(plain(found), plain(whole))
+
+
+def test_joined_leaves_are_their_concatenation(tmp_path, monkeypatch):
+    """Of arrays and of keys; the whole is never made."""
+    parts = [state(seed) for seed in range(3)]
+    parts = [jax.tree.map(lambda x: jnp.asarray(x)[None], one) for one in parts]
+    whole = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+    joined = jax.tree.map(lambda *leaves: checkpoint.Joined(leaves), *parts)
+    assert checkpoint.digest(joined) == checkpoint.digest(whole)
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 1000)
+    assert checkpoint.digest(joined) == checkpoint.digest(whole)
+    checkpoint.save(tmp_path, 3, joined, {})
+    _, found, _ = checkpoint.restore(tmp_path, jax.eval_shape(lambda: whole))
+    chex.assert_trees_all_equal(plain(found), plain(whole))
+
+
+def test_a_checkpoint_of_an_earlier_version(folder):
+    """Format 2: whole arrays in one piece."""
+    path = folder / "round_00000002"
+    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(plain(state(2)))]
+    shutil.rmtree(path / "state")
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path / "state", [array for array in arrays if array.size])
+    body = json.loads(json.loads((path / "manifest.json").read_text())["body"])
+    del body["groups"]
+    body |= {"format": 2, "files": checkpoint._file_digests(path)}
+    text = json.dumps(body)
+    seal = hashlib.sha256(text.encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps({"sha256": seal, "body": text}))
+    _, found, _ = checkpoint.restore(folder, template())
+    chex.assert_trees_all_equal(plain(found), plain(state(2)))
