@@ -17,8 +17,6 @@ from data import shuffle, topology
 from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import rng, shapes, types
 
-# Examples in one step of a chunk that keep an accelerator busy.
-STEP_EXAMPLES = 4096
 # Rounds whose sizes tell how much room a window's plans need.
 SEEN_ROUNDS = 16
 
@@ -332,23 +330,25 @@ class Planner:
 def choose_chunk(
     num_steps: np.ndarray, *, batch_size: int, min_chunk: int = 0, devices: int = 1
 ) -> tuple[int, float]:
-    """The chunk that computes the fewest steps for cohorts like these.
+    """The chunk that an accelerator computes fastest for cohorts like these.
+
+    A wide chunk makes a client's step cheaper (`execution.step_cost`), and executes
+    more of them, as all of its clients run as long as its longest.
 
     Args:
         num_steps: int[T, C], steps of the clients of T typical cohorts, without padding
             rows; taken as sorted by steps alone.
         batch_size: Examples of a client's step.
-        min_chunk: The least chunk; 0 = what makes about `STEP_EXAMPLES` a step.
+        min_chunk: The least chunk, 0 = any.
         devices: Devices that share the rows.
 
     Returns:
         (chunk, predicted share of the executed steps that are real); of chunks that
-        compute equally much, the largest.
+        cost equally much, the largest.
     """
     steps = np.sort(num_steps, axis=-1)
     num_rows = steps.shape[-1]
     per_device = -(-num_rows // devices)
-    least = min_chunk or max(1, round(STEP_EXAMPLES / batch_size))
 
     def executed(chunk: int) -> int:
         num_chunks = -(-per_device // chunk)
@@ -357,6 +357,17 @@ def choose_chunk(
         index = last + np.arange(devices) - (num_chunks * chunk * devices - num_rows)
         return int(steps[..., index[index >= 0]].sum()) * chunk
 
-    candidates = range(min(least, per_device), per_device + 1)
-    best = min(candidates, key=lambda chunk: (executed(chunk), -chunk))
+    def cost(chunk: int) -> float:
+        return executed(chunk) * execution_lib.step_cost(chunk, batch_size)
+
+    # All small ones, and of the large ones those of a sixteenth more than the last and
+    # those that cut the rows evenly.
+    candidates = set(range(1, min(per_device, 256) + 1))
+    candidates |= {-(-per_device // number) for number in range(1, 257)}
+    size = 256
+    while size < per_device:
+        size = shapes.rounded_up_finely(size + 1)
+        candidates.add(min(size, per_device))
+    candidates = {n for n in candidates if n >= min(min_chunk, per_device)}
+    best = min(candidates, key=lambda chunk: (cost(chunk), -chunk))
     return best, float(steps.sum() / max(executed(best), 1))

@@ -170,7 +170,7 @@ def _jitted(of: _Structure) -> Program:
     # lax.map over seeds copies the state in every round on a CPU, vmap runs all
     # clients as long as the slowest seed's, and makes a branch by level compute all.
     by_level = task.num_levels > 1 and task.execution.is_bucketed
-    one_seed = jax.default_backend() == "cpu" or by_level
+    one_seed = not task.execution.vmaps_runs or by_level
 
     def algorithm(values: dict[str, Any]) -> types.Algorithm:
         return of.make(dataclasses.replace(of.structure, **values), task)

@@ -397,6 +397,7 @@ def assemble(
         config.min_chunk,
         _typical_steps(config, num_rows[0], batch_size),
         num_levels,
+        config.emulate,
     )._replace(is_bucketed=config.bucketed)
     task = types.Task(
         server_model=server_model,

@@ -147,8 +147,7 @@ class Config:
     )
     min_chunk: int = option(
         0,
-        "fewest clients vmapped together on an accelerator, 0 = what makes about 4,096 "
-        "examples a step",
+        "fewest clients vmapped together on an accelerator, 0 = what costs least",
         minimum=0,
     )
     bucketed: bool = option(
@@ -156,6 +155,11 @@ class Config:
         "clients that hold a part of a model compute that part, or all of it, masked",
     )
     devices: int = option(0, "devices that share the clients, 0 = all", minimum=0)
+    emulate: str = option(
+        "",
+        "choose chunks, and what is vmapped, as on an accelerator; for tests on a CPU",
+        choices=("", "accelerator"),
+    )
     precision: str = option(
         "f32", "precision of matrix products", choices=tuple(launch.devices.PRECISIONS)
     )
@@ -175,6 +179,7 @@ EXECUTION_FIELDS = (
     "min_chunk",
     "bucketed",
     "devices",
+    "emulate",
     "data_dir",
     "checkpoint_every",
     "compile_cache",
@@ -183,7 +188,8 @@ EXECUTION_FIELDS = (
     "csv",
 )
 
-# Options by what they are about, for --help; the others are the algorithm's.
+# Options by what they are about, for --help; the others are the algorithm's, but for
+# --emulate, which is for tests.
 GROUPS = {
     "run": (
         "algo", "preset", "rounds", "seed", "num_seeds", "workdir", "resume",

@@ -114,20 +114,22 @@ def execution(
     min_chunk: int,
     num_steps: np.ndarray,
     num_levels: int = 1,
+    emulate: str = "",
 ) -> types.Execution:
     """The mesh and the number of clients that are vmapped together.
 
     Args:
         client_chunk: A user's choice, 0 = by backend: on a CPU one client at a time, or
             for tiny models as many as make about 80 examples a step; elsewhere what
-            computes the fewest padding steps.
+            costs least (`plan.choose_chunk`).
         num_devices: 0 = all.
         clients_per_round: Clients of a cohort.
         model_bytes: Size of one client's parameters.
         batch_size: Examples of one client's step.
-        min_chunk: The least chunk elsewhere than on a CPU, 0 = by the batch size.
+        min_chunk: The least chunk elsewhere than on a CPU.
         num_steps: int[T, C], steps of the clients of a few typical cohorts.
         num_levels: Levels at which clients compute: a chunk should be of one of them.
+        emulate: `accelerator` = choose as on one, whatever the backend.
 
     Raises:
         ValueError: more devices than there are.
@@ -140,7 +142,8 @@ def execution(
     count = num_devices or present
     per_device = -(-clients_per_round // count)
     chunk = client_chunk
-    if not chunk and jax.default_backend() != "cpu":
+    is_accelerator = jax.default_backend() != "cpu" or emulate == "accelerator"
+    if not chunk and is_accelerator:
         chunk, _ = plan.choose_chunk(
             num_steps, batch_size=batch_size, min_chunk=min_chunk, devices=count
         )
@@ -160,7 +163,9 @@ def execution(
             axis_types=(jax.sharding.AxisType.Auto,),
             devices=jax.devices()[:count],
         )
-    return types.Execution(chunk=min(chunk, per_device), mesh=mesh)
+    return types.Execution(
+        chunk=min(chunk, per_device), mesh=mesh, vmaps_runs=is_accelerator
+    )
 
 
 def evaluation_rows() -> int:

@@ -17,7 +17,7 @@ from launch import finished, flags, lock, settings, tracking
 if TYPE_CHECKING:
     from launch.experiment import Experiment
 
-UNTOLD = ("workdir", "resume", "export_partition")
+UNTOLD = ("workdir", "resume", "export_partition", "emulate")
 RUN_FLAGS, METRICS = finished.RUN_FLAGS, finished.METRICS
 PARTIAL = ".partial"
 

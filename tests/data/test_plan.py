@@ -490,21 +490,20 @@ def test_executed_steps_by_hand():
     [
         # Two large clients: a chunk of their own. 2 x (1 + 1 + 9) of 22.
         ([1, 1, 1, 1, 9, 9], 2, 1, (2, 1.0)),
-        # Alone they run best; ties go to the larger chunk.
-        ([2, 2, 2, 2], 1, 1, (4, 1.0)),
+        # Of chunks that cost the same the largest.
+        ([2, 2, 2, 2], 0, 1, (4, 1.0)),
         # Chunks of three need 3 x (1 + 9); six need 54.
         ([1, 1, 1, 1, 9, 9], 3, 1, (3, 22 / 30)),
         # A least chunk beyond the cohort is the cohort.
         ([1, 1, 1, 1, 9, 9], 99, 1, (6, 22 / 54)),
         # Two devices get 1, 1, 9 each: one by one, or all three at once.
-        ([1, 1, 1, 1, 9, 9], 1, 2, (1, 1.0)),
+        ([1, 1, 1, 1, 9, 9], 0, 2, (1, 1.0)),
         ([1, 1, 1, 1, 9, 9], 2, 2, (2, 22 / 40)),
-        # About 4,096 examples a step: 41 clients are too few to be cut.
-        ([1] * 20 + [50] * 20, 0, 1, (40, 0.51)),
     ],
 )
-def test_choose_chunk(steps, min_chunk, devices, expected):
-    """The chunk of the least executed steps, by hand."""
+def test_choose_chunk(steps, min_chunk, devices, expected, monkeypatch):
+    """Where all steps cost the same, the chunk of the fewest executed ones, by hand."""
+    monkeypatch.setattr(execution_lib, "STEP_COSTS", {100: 1.0})
     found = plan.choose_chunk(
         np.array([steps, steps]), batch_size=100, min_chunk=min_chunk, devices=devices
     )
@@ -512,9 +511,32 @@ def test_choose_chunk(steps, min_chunk, devices, expected):
     np.testing.assert_allclose(found[1], expected[1])
 
 
+def test_a_chunk_is_as_wide_as_it_pays():
+    """Equal clients: the width at which a step costs least; unequal ones: narrower."""
+    equal = np.full((2, 100), 7)
+    assert plan.choose_chunk(equal, batch_size=20) == (100, 1.0)
+    # Steps of half a chunk cost .14 / .20 more: less than the padding that they save.
+    assert execution_lib.step_cost(100, 20) == pytest.approx(0.14)
+    assert execution_lib.step_cost(10**6, 20) == pytest.approx(0.14)
+    assert execution_lib.step_cost(16, 40) == pytest.approx(0.28)
+    assert 0.14 < execution_lib.step_cost(50, 20) < 0.28
+    halves = np.array([[1] * 50 + [90] * 50])
+    assert plan.choose_chunk(halves, batch_size=20) == (50, 1.0)
+    sizes = np.random.default_rng(0).lognormal(2.5, 1.5, (8, 100))
+    steps = -(-np.clip(sizes, 5, 10_000).astype(int) // 20)
+    chunk, efficiency = plan.choose_chunk(steps, batch_size=20)
+    assert chunk < 50 and efficiency > 0.2
+
+
+def test_many_clients_have_few_candidates():
+    """Chunks of ten thousand clients are chosen in a moment, the widest among them."""
+    assert plan.choose_chunk(np.full((1, 10_007), 3), batch_size=1) == (10_007, 1.0)
+
+
 @pytest.mark.parametrize("use_mesh", [False, True])
-def test_choose_chunk_predicts_what_the_planner_makes(use_mesh):
+def test_choose_chunk_predicts_what_the_planner_makes(use_mesh, monkeypatch):
     """Of all chunks the best one, counted in real cohorts of lognormal sizes."""
+    monkeypatch.setattr(execution_lib, "STEP_COSTS", {1: 1.0})
     sizes = np.random.default_rng(0).lognormal(3, 1.5, (1, 40)).astype(int) + 1
     mesh = four_devices() if use_mesh else None
     spec = types.PlanSpec("local", 1, 4)
