@@ -69,6 +69,9 @@ def _shapes(state: Any) -> dict[str, list[Any]]:
 def _pieces(leaf: Any) -> Iterator[np.ndarray]:
     """A leaf's numbers in order, flat, at most `PIECE_BYTES` at once."""
     for array in leaf.parts if isinstance(leaf, Joined) else (leaf,):
+        if isinstance(array, jax.Array):
+            # A copy of its own: what is computed with it concerns no other process.
+            array = array.addressable_data(0)
         if _is_key(array):
             array = jax.random.key_data(array)
         if array.nbytes <= PIECE_BYTES:
@@ -214,10 +217,8 @@ def save(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
 
 def _write(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
     """Writes one checkpoint, the manifest last."""
-    import orbax.checkpoint as ocp  # takes a second to import: only runs pay it
-
     groups = []
-    with _one_error(folder), ocp.PyTreeCheckpointer() as checkpointer:
+    with _one_error(folder), _checkpointer() as checkpointer:
         for number, group in enumerate(_groups(state)):
             checkpointer.save(folder / "state" / f"{number:05d}", group)
             groups.append([[str(piece.dtype), piece.size] for piece in group])
@@ -235,6 +236,24 @@ def _write(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
         file.write(json.dumps({"sha256": seal, "body": text}))
         file.flush()
         os.fsync(file.fileno())
+
+
+def _checkpointer() -> Any:
+    """Orbax's, of this process alone: it waits for no other."""
+    import orbax.checkpoint as ocp  # takes a second to import: only runs pay it
+
+    if jax.process_count() == 1:
+        return ocp.PyTreeCheckpointer()
+    own = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=own,
+        active_processes={own},
+        barrier_sync_key_prefix=f"process{own}",
+    )
+    return ocp.Checkpointer(
+        ocp.PyTreeCheckpointHandler(multiprocessing_options=alone),
+        multiprocessing_options=alone,
+    )
 
 
 def _read_manifest(path: pathlib.Path) -> dict:
@@ -293,8 +312,6 @@ def _restore_one(path: pathlib.Path, template: Any) -> tuple[int, Any, dict]:
 
 def _stored(path: pathlib.Path, manifest: dict) -> Iterator[np.ndarray]:
     """The pieces of a checkpoint in order, flat, read group by group."""
-    import orbax.checkpoint as ocp
-
     if manifest["format"] == FORMAT:
         groups = {
             path / "state" / f"{number:05d}": [np.zeros(n, dtype) for dtype, n in group]
@@ -304,7 +321,7 @@ def _stored(path: pathlib.Path, manifest: dict) -> Iterator[np.ndarray]:
         whole = [np.zeros(shape, dtype) for dtype, shape in manifest["arrays"].values()]
         # Orbax refuses arrays without elements.
         groups = {path / "state": [array for array in whole if array.size]}
-    with ocp.PyTreeCheckpointer() as checkpointer:
+    with _checkpointer() as checkpointer:
         for folder, like in groups.items():
             for piece in checkpointer.restore(folder, item=like):
                 yield np.asarray(piece).reshape(-1)

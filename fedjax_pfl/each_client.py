@@ -191,9 +191,13 @@ def over_clients(
                 lambda leaf: leaf.reshape(-1, chunk, *leaf.shape[1:]), whole
             )
             out = _in_turn(on_chunk, parts, is_summed=reduce is not None)
-        if reduce is None or how.mesh is None:
+        if how.mesh is None:
             return out
-        return out[0], jax.lax.psum(out[1], "clients")
+        # What follows is computed by every device alike: a sum over clients would else
+        # be cut by devices, and rounded by who has which.
+        kept = out if reduce is None else out[0]
+        kept = jax.lax.all_gather(kept, "clients", tiled=True)
+        return kept if reduce is None else (kept, _summed(out[1], how.mesh))
 
     def run(
         rows: Any,
@@ -216,11 +220,22 @@ def over_clients(
             on_device,
             mesh=how.mesh,
             in_specs=(by_row, everywhere, by_row, by_row, by_row, by_row),
-            out_specs=by_row if reduce is None else (by_row, everywhere),
+            out_specs=everywhere,
             check_vma=False,
         )(rows, shared, num_steps, level, reduce, local)
 
     return run
+
+
+def _summed(parts: Any, mesh: jax.sharding.Mesh) -> Any:
+    """The sum over devices; on CPUs in their order, whatever processes have them.
+
+    There the order of `psum` depends on how processes are connected.
+    """
+    if mesh.devices.flat[0].platform != "cpu":
+        return jax.lax.psum(parts, "clients")
+    every = jax.lax.all_gather(parts, "clients")
+    return jax.tree.map(lambda leaf: leaf.sum(0), every)
 
 
 def _in_turn(on_chunk: Callable[[Any], Any], parts: Any, *, is_summed: bool) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
 
@@ -66,6 +67,31 @@ def step_cost(width: int, batch_size: int) -> float:
     """
     known = np.log(list(STEP_COSTS)), np.log(list(STEP_COSTS.values()))
     return float(np.exp(np.interp(np.log(width * batch_size), *known)))
+
+
+def place(tree: Any, where: jax.sharding.Sharding) -> Any:
+    """Arrays of the host, equal in all processes, as arrays on their devices."""
+    if jax.process_count() == 1:
+        return jax.device_put(tree, where)
+
+    # device_put would first compare every byte between the processes.
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == where.device_set:
+            return leaf
+        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        host = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+        out = jax.make_array_from_callback(host.shape, where, lambda at: host[at])
+        return jax.random.wrap_key_data(out) if is_key else out
+
+    return jax.tree.map(one, tree)
+
+
+def agreed(seconds: float) -> float:
+    """The clock of the first process, in all of them."""
+    if jax.process_count() == 1:
+        return seconds
+    told = multihost_utils.broadcast_one_to_all(np.float32(seconds))
+    return float(told)
 
 
 def replicated(execution: Execution) -> jax.sharding.Sharding:

@@ -230,7 +230,9 @@ def _jitted(of: _Structure) -> Program:
     return Program(
         init=Compiled(jax.jit(init, out_shardings=everywhere, compiler_options=seldom)),
         rounds=Compiled(jax.jit(rounds, donate_argnums=1, out_shardings=everywhere)),
-        evaluate=Compiled(jax.jit(count, compiler_options=seldom)),
+        evaluate=Compiled(
+            jax.jit(count, out_shardings=everywhere, compiler_options=seldom)
+        ),
         one_seed=one_seed,
         floats={},
         algorithm=None,

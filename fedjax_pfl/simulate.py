@@ -365,6 +365,8 @@ class Simulation:
             finally:
                 self._settle(lane)
             seconds += time.perf_counter() - started
+        # All must run calls of one length.
+        seconds = execution_lib.agreed(seconds)
         self.totals.seconds += seconds
         self._window = ahead or window
         per_round = max(seconds, 1e-3) / (until - begin)
@@ -473,7 +475,7 @@ class Simulation:
         """As `_place`, but each device gets the plans of its own rows alone."""
         by_device = execution_lib.by_device(self.execution)
         positions = {
-            name: jax.device_put(plan.position, by_device)
+            name: execution_lib.place(plan.position, by_device)
             for name, plan in cohorts.plans.items()
         }
         plans = {
@@ -488,7 +490,7 @@ class Simulation:
 
     def _place(self, tree: Any) -> Any:
         """Where tables and states live; every call sees the same types then."""
-        return jax.device_put(tree, execution_lib.replicated(self.execution))
+        return execution_lib.place(tree, execution_lib.replicated(self.execution))
 
     def _init_args(self, lane: Lane) -> tuple[Any, ...]:
         seeds = np.asarray([self.seeds[index] for index in lane.seeds], np.uint32)

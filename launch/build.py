@@ -19,7 +19,16 @@ from fedjax_pfl import evaluate, execution, levels, rng, shapes, types
 from fedjax_pfl import program as program_lib
 from launch import compare as compare_lib
 from launch import config as config_lib
-from launch import devices, flags, limits, model_files, settings, summaries, workdir
+from launch import (
+    devices,
+    flags,
+    limits,
+    model_files,
+    processes,
+    settings,
+    summaries,
+    workdir,
+)
 from launch.experiment import Experiment
 from models import own, stages
 
@@ -132,6 +141,8 @@ def experiment(**given: Any) -> Experiment:
         ValueError: one line: what came, what was expected, which option to change.
     """
     given = {name: value for name, value in given.items() if value is not None}
+    devices.begin(given.get("distributed", ""))
+    _check_alike(given)
     own_sha256 = _own_sha256(given)
     given, source, own_models = _named(given)
     config, hparams = settings.configure(given)
@@ -215,10 +226,10 @@ def load(path: Any, **given: Any) -> Experiment:
     Raises:
         ValueError: one line: there is no run, or it is of other data or options.
     """
+    devices.begin(given.get("distributed") or "")
+    processes.meet("load")
     told_by = pathlib.Path(path) / workdir.RUN_FLAGS
-    if not told_by.is_file():
-        raise ValueError(f"{path} holds no run: there is no {workdir.RUN_FLAGS} in it")
-    told = flags.read(told_by)
+    told = processes.on_first(lambda: _told(told_by))
     algo = given.get("algo", told["algo"])
     if isinstance(algo, str) and algo not in algorithms.ALGORITHMS:
         raise ValueError(
@@ -247,6 +258,37 @@ def load(path: Any, **given: Any) -> Experiment:
     made = experiment(**options | given)
     workdir.Workdir(made).reopen()
     return made
+
+
+def _told(path: pathlib.Path) -> dict[str, str]:
+    """The flags in a run's folder.
+
+    Raises:
+        ValueError: there is no run, or its file is damaged.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path.parent} holds no run: there is no {path.name} in it")
+    return flags.read(path)
+
+
+# Of one process: where it is, and what it has on its own disk.
+_OF_ONE_PROCESS = ("distributed", "data_dir", "compile_cache", "workdir")
+
+
+def _check_alike(given: Mapping[str, Any]) -> None:
+    """Refuses processes of one run that were given different options.
+
+    Raises:
+        ValueError: one line.
+    """
+    # The processes that there are, without which of them this one is.
+    together = given.get("distributed", "").rpartition(",")[0]
+    named = {"distributed": together} | {
+        name: value if isinstance(value, (str, int, float)) else type(value).__name__
+        for name, value in given.items()
+        if name not in _OF_ONE_PROCESS
+    }
+    processes.check_equal(named, "give all processes the same options")
 
 
 def _own_sha256(given: Mapping[str, Any]) -> str:
@@ -337,7 +379,6 @@ def assemble(
         own_models: Models that are not in the registry, by name.
         own_sha256: Of what a user wrote: an edited model is another run.
     """
-    devices.prefer_wide_vectors()
     devices.keep_compiled(config.compile_cache)
     jax.config.update(
         "jax_default_matmul_precision", devices.PRECISIONS[config.precision]
@@ -443,6 +484,10 @@ def assemble(
     split = hashlib.sha256()
     for leaf in jax.tree.leaves(data.partition):
         split.update(np.ascontiguousarray(leaf).data)
+    processes.check_equal(
+        {"dataset": digest.hexdigest(), "partition": split.hexdigest()},
+        "by the SHA-256 of what it holds; give all processes the same data",
+    )
     made = Experiment(
         data_sha256=digest.hexdigest(),
         split_sha256=split.hexdigest(),
@@ -451,7 +496,7 @@ def assemble(
         hparams=hparams,
         task=task,
         program=program,
-        data=jax.device_put(data, execution.replicated(how)),
+        data=execution.place(data, execution.replicated(how)),
         planner=planner,
         seeds=seeds,
         window=summaries.window(config.summary, config.rounds),

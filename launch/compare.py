@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from launch import console, frames, settings
+from launch import console, frames, processes, settings
 
 if TYPE_CHECKING:
     import pandas
@@ -49,7 +49,7 @@ class Comparison(Mapping):
         """
         for name, experiment in self.items():
             if progress:
-                print(f"{name}:", flush=True)
+                processes.say(f"{name}:", flush=True)
 
             def named(record: dict[str, Any], name: str = name) -> None:
                 on_record({"algo": name, **record})

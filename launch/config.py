@@ -155,6 +155,11 @@ class Config:
         "clients that hold a part of a model compute that part, or all of it, masked",
     )
     devices: int = option(0, "devices that share the clients, 0 = all", minimum=0)
+    distributed: str = option(
+        "",
+        "several processes as one run: auto where a cluster tells (TPU pods, SLURM), "
+        "or HOST:PORT,COUNT,INDEX, the address being that of process 0",
+    )
     emulate: str = option(
         "",
         "choose chunks, and what is vmapped, as on an accelerator; for tests on a CPU",
@@ -179,6 +184,7 @@ EXECUTION_FIELDS = (
     "min_chunk",
     "bucketed",
     "devices",
+    "distributed",
     "emulate",
     "data_dir",
     "checkpoint_every",
@@ -206,7 +212,7 @@ GROUPS = {
     "training": ("clients_per_round",),
     "evaluation": ("eval_every", "eval_clients", "eval_sample", "c_gen", "summary"),
     "machine": (
-        "client_chunk", "min_chunk", "bucketed", "devices", "precision",
-        "compile_cache",
+        "client_chunk", "min_chunk", "bucketed", "devices", "distributed",
+        "precision", "compile_cache",
     ),
 }  # fmt: skip

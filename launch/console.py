@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tqdm
 
-from launch import presets, settings
+from launch import presets, processes, settings
 
 if TYPE_CHECKING:
     from launch.experiment import Experiment
@@ -178,6 +178,11 @@ class Progress(Silent):
         if done <= self._start or done >= rounds:
             return ""
         return f", {spent / (done - self._start) * (rounds - done):.0f} s left"
+
+
+def shown(experiment: Experiment) -> Silent:
+    """The progress of a run, in the first of several processes."""
+    return Progress(experiment) if processes.is_first() else Silent()
 
 
 def _bar_kind() -> Callable[..., Any] | None:

@@ -16,11 +16,25 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from data import plan
 from fedjax_pfl import types
+from launch import processes
 
 PRECISIONS = {"f32": "highest", "tf32": "tensorfloat32", "bf16": "bfloat16"}
 SMALL_MODEL_BYTES = 400_000
 CACHE_BYTES = 4 << 30
 CACHE_MIN_SECONDS = 0.2
+
+
+def begin(distributed: str) -> None:
+    """What must happen before the first computation, in every command.
+
+    Args:
+        distributed: `--distributed`, see `processes.start`.
+
+    Raises:
+        ValueError: one line about that.
+    """
+    prefer_wide_vectors()
+    processes.start(distributed)
 
 
 def prefer_wide_vectors() -> None:
@@ -140,6 +154,11 @@ def execution(
             f"--devices={num_devices}: {present} present ({jax.default_backend()})"
         )
     count = num_devices or present
+    if count < present and jax.process_count() > 1:
+        raise ValueError(
+            f"--devices={num_devices}: all {present} devices of {jax.process_count()} "
+            "processes take part; leave it away"
+        )
     per_device = -(-clients_per_round // count)
     chunk = client_chunk
     is_accelerator = jax.default_backend() != "cpu" or emulate == "accelerator"
@@ -175,7 +194,7 @@ def evaluation_rows() -> int:
 
 def peak_memory_bytes() -> int:
     """Peak bytes of the first device, or of the process on a CPU."""
-    stats = jax.devices()[0].memory_stats()
+    stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import jax
 
 import launch
-from launch import flags
+from launch import flags, processes
 
 
 @contextlib.contextmanager
@@ -21,15 +21,25 @@ def reported() -> Iterator[None]:
     Ctrl-C is 130. A reader that goes away (`... | head`) is not worth a line.
     """
     launch.imported()
+    with processes.ended(), _reported():
+        yield
+
+
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    """`reported`, by SystemExit."""
     try:
         try:
-            yield
+            with processes.reaching():
+                yield
         finally:
             # What is still buffered fails here or, with a traceback, at exit.
             if sys.stdout is not None and not sys.stdout.closed:
                 sys.stdout.flush()
     except flags.UsageError as error:
         flags.fail(error)
+    except processes.Lost as error:
+        flags.fail(error, 1)
     except KeyboardInterrupt:
         flags.fail("interrupted; what was saved stays (--resume goes on)", 130)
     except BrokenPipeError:

@@ -16,7 +16,16 @@ import numpy as np
 from data import plan
 from fedjax_pfl import checkpoint, simulate, traffic, types
 from fedjax_pfl import program as program_lib
-from launch import console, devices, frames, running, serving, summaries, workdir
+from launch import (
+    console,
+    devices,
+    frames,
+    processes,
+    running,
+    serving,
+    summaries,
+    workdir,
+)
 from launch import stop as stop_lib
 
 if TYPE_CHECKING:
@@ -170,12 +179,12 @@ class Experiment:
             if self.config.workdir:
                 folder = self._folder = self._folder or workdir.Workdir(self)
                 if entered.enter_context(folder).go_on() and progress:
-                    print(f"{folder.path} holds this run, finished", flush=True)
+                    processes.say(f"{folder.path} holds this run, finished", flush=True)
             if progress and not self.round:
-                print(console.rules(self), flush=True)
+                processes.say(console.rules(self), flush=True)
             stop = entered.enter_context(stop_lib.Stop(twice_interrupts=False))
             # After the folder: what it restored is no progress of this call.
-            kind = console.Progress(self) if progress else console.Silent()
+            kind = console.shown(self) if progress else console.Silent()
             shown = entered.enter_context(kind)
             running.run(self, stop, shown, folder, until, on_record)
             if folder is not None and self.round == rounds:

@@ -227,7 +227,7 @@ def _size(count: int) -> str:
 
 def free_bytes() -> dict[bool, int | None]:
     """Free bytes on the devices (True; None where they use the host's) and the host."""
-    return {True: _device_bytes(jax.devices()), False: memory.available_bytes()}
+    return {True: _device_bytes(jax.local_devices()), False: memory.available_bytes()}
 
 
 def _device_bytes(devices: Iterable[Any]) -> int | None:

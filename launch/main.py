@@ -13,7 +13,7 @@ from typing import Any
 
 from absl import logging as absl_logging
 
-from launch import build, console, ending, flags, running
+from launch import build, console, devices, ending, flags, processes, running
 from launch import workdir as workdir_lib
 from launch.experiment import Experiment
 from launch.stop import Stop
@@ -27,6 +27,7 @@ def execute(given: dict[str, Any]) -> dict[str, Any]:
             written, 130 or 143 when stopped by a signal.
     """
     try:
+        devices.begin(given.get("distributed") or "")
         given = workdir_lib.with_stored_rounds(given)
         experiment = build.experiment(**given)
     except ValueError as error:
@@ -39,31 +40,31 @@ def execute(given: dict[str, Any]) -> dict[str, Any]:
 
 def _execute(experiment: Experiment, folder: workdir_lib.Workdir) -> dict[str, Any]:
     """`execute` while the folder is ours."""
-    is_new = not (folder.path / workdir_lib.RUN_FLAGS).exists()
+    is_new, say = not (folder.path / workdir_lib.RUN_FLAGS).exists(), processes.say
     try:
         done = folder.prepare()
     except ValueError as error:
         flags.fail(error)
     if done is not None:
-        print(f"{folder.path} holds this run, finished:")
-        print(console.table(done))
+        say(f"{folder.path} holds this run, finished:")
+        say(console.table(done))
         return done
     config = experiment.config
-    print(console.rules(experiment))
-    print(
+    say(console.rules(experiment))
+    say(
         f"{config.algo} on {config.dataset}: {config.num_clients} clients, "
         f"{config.clients_per_round} a round, {config.rounds} rounds, "
         f"{config.num_seeds} seed(s) -> {folder.path}",
         flush=True,
     )
     if config.resume and is_new:
-        print(f"--resume: {folder.path} holds no run yet, this is its start")
+        say(f"--resume: {folder.path} holds no run yet, this is its start")
     if experiment.round:
-        print(f"resumed after round {experiment.round}", flush=True)
-    with Stop() as stop, console.Progress(experiment) as progress:
+        say(f"resumed after round {experiment.round}", flush=True)
+    with Stop() as stop, console.shown(experiment) as progress:
         finished = running.run(experiment, stop, progress, folder)
     if not finished:
-        print(
+        say(
             f"stopped after round {experiment.round}; go on with: "
             f"{_command_name()} "
             f"--flagfile={folder.path / 'run.flags'} --workdir={folder.path} --resume",
@@ -71,8 +72,8 @@ def _execute(experiment: Experiment, folder: workdir_lib.Workdir) -> dict[str, A
         )
         raise SystemExit(128 + stop.signal)
     summary = folder.finish(experiment.summary())
-    print(console.table(summary))
-    print(f"results in {folder.path}", flush=True)
+    say(console.table(summary))
+    say(f"results in {folder.path}", flush=True)
     if stop.signal is not None:
         # It came in the last chunk: the run is whole, but a loop over runs must end.
         raise SystemExit(128 + stop.signal)

@@ -18,7 +18,18 @@ from absl import flags as absl_flags
 
 from data import loaders
 from fedjax_pfl import levels
-from launch import config, ending, finished, flags, main, papers, presets, settings
+from launch import (
+    config,
+    devices,
+    ending,
+    finished,
+    flags,
+    main,
+    papers,
+    presets,
+    processes,
+    settings,
+)
 
 
 def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
@@ -64,7 +75,7 @@ def _run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
     options = {
         **options,
         "workdir": str(folder),
-        "resume": (folder / finished.RUN_FLAGS).exists(),
+        "resume": processes.on_first((folder / finished.RUN_FLAGS).exists),
     }
     known = settings.fields_of(options["algo"])
     return main.execute({k: v for k, v in options.items() if k in known})
@@ -104,7 +115,7 @@ def available(dataset: str, data_dir: str) -> str:
         try:
             loaders.load(dataset, data_dir)
         except ValueError as error:
-            print(f"{error}\nusing the embedded mnist_5k instead", flush=True)
+            processes.say(f"{error}\nusing the embedded mnist_5k instead", flush=True)
             return "mnist_5k"
     return dataset
 
@@ -195,6 +206,7 @@ def _command(argv: Sequence[str]) -> None:
         dataset = available(dataset, given.get("data_dir", ""))
         # Where and what, not how: not worth a word above the table.
         execution = {key: given.pop(key) for key in EXECUTION if key in given}
+        devices.begin(execution.get("distributed") or "")
         seeds = {"seed": given.pop("seed", 0), "num_seeds": given.pop("num_seeds", 1)}
         wanted = papers.cells(table, dataset, own["scenario"], own["row"], given)
         for cell in wanted:
@@ -215,12 +227,12 @@ def _command(argv: Sequence[str]) -> None:
 
     def show() -> None:
         text = papers.markdown(sheet())
-        if own["output"]:
+        if own["output"] and processes.is_first():
             try:
                 pathlib.Path(own["output"]).write_text(text)
             except OSError as error:
                 flags.fail(f"--output={own['output']}: {error}", 1)
-        print(text, flush=True)
+        processes.say(text, flush=True)
 
     try:
         for cell in wanted:
@@ -231,12 +243,12 @@ def _command(argv: Sequence[str]) -> None:
             if own["dry_run"]:
                 results.append((cell, _stored(folder, options)))
                 continue
-            print(f"{cell.scenario}, {cell.row} -> {folder}", flush=True)
+            processes.say(f"{cell.scenario}, {cell.row} -> {folder}", flush=True)
             results.append((cell, _run(folder, options | execution)))
             show()
         if own["dry_run"]:
             show()
-        if own["report"]:
+        if own["report"] and processes.is_first():
             _report(own["report"], sheet(), results, folders)
     except KeyboardInterrupt:
         flags.fail("interrupted; the same command goes on", 130)

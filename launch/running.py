@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from launch import processes
+
 if TYPE_CHECKING:
     from launch.console import Silent
     from launch.experiment import Experiment
@@ -31,7 +33,7 @@ def run(
         progress: Told after every call.
         folder: Gets records and checkpoints; None = they stay in memory.
         until: Rounds done in the end; None = all.
-        on_record: Called with every record.
+        on_record: Called with every record, in the first of several processes.
     """
     config, saved_time = experiment.config, time.monotonic()
     until = config.rounds if until is None else until
@@ -41,16 +43,18 @@ def run(
     ):
         # One call of about ten seconds, ended early by an evaluation or a checkpoint.
         experiment.simulation.advance(min(experiment.next_stop(every), until))
+        stop.agree()
         records = experiment.measure()
         if folder is not None:
             folder.append(records)
         progress.update(records)
-        for record in records if on_record is not None else ():
+        tells = on_record is not None and processes.is_first()
+        for record in records if tells else ():
             on_record(dict(record))
         if folder is None:
             continue
         done = experiment.round
-        due = time.monotonic() - saved_time > SAVE_SECONDS
+        due = processes.of_first(time.monotonic() - saved_time > SAVE_SECONDS)
         if every:
             due = done > 0 and done % every == 0
         if due or stop or done >= until:

@@ -13,7 +13,7 @@ import numpy as np
 
 from data import dataset
 from fedjax_pfl import evaluate, shapes, types
-from launch import model_files
+from launch import model_files, processes
 
 if TYPE_CHECKING:
     from launch.experiment import Experiment
@@ -135,6 +135,7 @@ def find(
     Raises:
         ValueError: there is no such client, seed or model.
     """
+    processes.meet("a client's or the server's model")
     index, config = experiment.seed_index(seed), experiment.config
     if client_id is not None and client_id not in range(config.num_clients):
         raise ValueError(f"client_id={client_id}: expected 0..{config.num_clients - 1}")

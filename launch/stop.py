@@ -6,6 +6,8 @@ import signal
 import sys
 import threading
 
+from launch import processes
+
 
 class Stop:
     """Remembers SIGINT and SIGTERM while it is entered.
@@ -22,6 +24,7 @@ class Stop:
                 where the process ends with it.
         """
         self.signal: int | None = None
+        self._noted = 0
         self.twice_interrupts = twice_interrupts
 
     def __enter__(self) -> Stop:
@@ -36,12 +39,19 @@ class Stop:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
+    def agree(self) -> None:
+        """With several processes: a signal that one of them got is everybody's now."""
+        self.signal = processes.any_signal(self._noted) or None
+
     def __bool__(self) -> bool:
         return self.signal is not None
 
     def _note(self, number: int, _: object) -> None:
-        again = self.signal is not None and number == signal.SIGINT
+        again = self._noted and number == signal.SIGINT
         if again and self.twice_interrupts:
             raise KeyboardInterrupt
-        self.signal = number
+        self._noted = number
+        # One of several stops when all have heard of it: `agree`.
+        if not processes.several():
+            self.signal = number
         print("\nstopping after this call ...", file=sys.stderr, flush=True)

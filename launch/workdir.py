@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fedjax_pfl import checkpoint
 from launch import config as config_lib
-from launch import finished, flags, lock, settings, tracking
+from launch import finished, flags, lock, processes, settings, tracking
 
 if TYPE_CHECKING:
     from launch.experiment import Experiment
 
-UNTOLD = ("workdir", "resume", "export_partition", "emulate")
+UNTOLD = ("workdir", "resume", "export_partition", "distributed", "emulate")
 RUN_FLAGS, METRICS = finished.RUN_FLAGS, finished.METRICS
 PARTIAL = ".partial"
 
@@ -46,9 +46,13 @@ def with_stored_rounds(given: Mapping[str, Any]) -> dict[str, Any]:
         return given
     config, _ = settings.configure(given)
     told = pathlib.Path(config.workdir or default_name(config)) / RUN_FLAGS
-    if not told.is_file():
+
+    def stored() -> str | None:
+        return flags.read(told).get("rounds", "") if told.is_file() else None
+
+    rounds = processes.on_first(stored)
+    if rounds is None:
         return given
-    rounds = flags.read(told).get("rounds", "")
     if not rounds.isdecimal():
         raise ValueError(f"{told} has no number of rounds; give --rounds")
     return given | {"rounds": int(rounds)}
@@ -59,7 +63,14 @@ class Workdir:
 
     `with Workdir(experiment) as folder:` keeps other processes out from `prepare` to
     the end of the block, and names the folder where something cannot be written.
+
+    Of several processes of one run only the first touches it; what it finds there, and
+    what it refuses, is everybody's.
     """
+
+    def __new__(cls, experiment: Experiment) -> Workdir:
+        """The folder; in other processes than the first one that writes nothing."""
+        return object.__new__(cls if processes.is_first() else _Follower)
 
     def __init__(self, experiment: Experiment):
         self.experiment = experiment
@@ -70,6 +81,7 @@ class Workdir:
         self._lock = lock.Lock(self.path)
         self._has_begun = self._is_done = False
         self._events: tracking.TensorBoard | None = None
+        self._restored: tuple[int, Any, dict] | None = None
 
     @property
     def _flags(self) -> list[str]:
@@ -109,6 +121,27 @@ class Workdir:
             ValueError: the folder belongs to another configuration or process, an
                 unfinished run is not asked to resume, or what is there is damaged.
         """
+        return self._shared(self._prepare)
+
+    def _shared(self, find: Callable[[], Any]) -> Any:
+        """What the first process finds in the folder; all load what it restored."""
+
+        def told() -> list[Any]:
+            found = find()
+            return [found, self._restored and self._restored[::2]]
+
+        processes.meet("what reads a run's folder")
+        found, restored = processes.on_first(told)
+        if restored:
+            round, host = restored
+            arrays = processes.arrays_of_first(
+                self._restored and self._restored[1], self.experiment.saved_template()
+            )
+            self._restored, self.records = None, list(host["records"])
+            self.experiment.load(round, arrays, host["experiment"], list(self.records))
+        return found
+
+    def _prepare(self) -> dict[str, Any] | None:
         tracking.check(self.experiment.config.tensorboard)
         done = self._finished()
         if done is not None:
@@ -135,6 +168,13 @@ class Workdir:
                 self.reopen()
             self._has_begun = True
             return self._is_done
+        self._is_done &= self.experiment.round == self.experiment.config.rounds
+        processes.meet("going on with a run's folder")
+        processes.on_first(self._take_again)
+        return self._is_done
+
+    def _take_again(self) -> None:
+        """Takes the folder as this process left it."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()
         found = self.path / METRICS
@@ -143,12 +183,10 @@ class Workdir:
                 f"{found} was changed since this run left it; open the run anew: "
                 f"build.load({str(self.path)!r})"
             )
-        self._is_done &= self.experiment.round == self.experiment.config.rounds
         if not self._is_done:
             for name in (finished.SUMMARY, finished.CLIENTS):
                 (self.path / name).unlink(missing_ok=True)
             self._write(RUN_FLAGS, "\n".join(self._flags) + "\n")
-        return self._is_done
 
     def finish_once(self, summary: Callable[[], dict[str, Any]]) -> None:
         """`finish`, unless the folder has it already; files that were asked for."""
@@ -157,7 +195,8 @@ class Workdir:
             self._is_done = True
             return
         self._write_csv()
-        if self.experiment.config.tensorboard and self._events is None:
+        wanted = self.experiment.config.tensorboard and processes.is_first()
+        if wanted and self._events is None:
             self._events = tracking.TensorBoard(self.path, self.records)
 
     def reopen(self) -> None:
@@ -166,6 +205,9 @@ class Workdir:
         Raises:
             ValueError: the folder holds another run, or a damaged one.
         """
+        self._shared(self._reopen)
+
+    def _reopen(self) -> None:
         done = self._finished()
         restored = checkpoint.restore(
             self.checkpoints, self.experiment.saved_template()
@@ -173,10 +215,9 @@ class Workdir:
         if restored is None and (done is not None or (self.path / METRICS).exists()):
             raise ValueError(f"{self.path} has no checkpoint, the state is not there")
         if restored is not None:
-            round, arrays, host = restored
+            round, _, host = restored
             self._refuse_passed(round, host["rounds"], host["window"])
-            self.records = host["records"]
-            self.experiment.load(round, arrays, host["experiment"], list(self.records))
+            self._restored = restored
 
     def _finished(self) -> dict[str, Any] | None:
         """The summary, if all rounds are done and all files are as they were written.
@@ -237,9 +278,9 @@ class Workdir:
                     f"{damage or self.path}: there is no checkpoint to go on from; "
                     "choose another --workdir"
                 )
-            round, arrays, host = 0, None, {"records": []}
+            round, host = 0, {"records": []}
         else:
-            round, arrays, host = restored
+            round, _, host = restored
             self._refuse_passed(round, host["rounds"], host["window"])
         # All that could be refused has been: from here on the folder changes. An old
         # summary goes first, so that it never stands beside files of a longer run.
@@ -250,8 +291,7 @@ class Workdir:
             _note(f"{damage}; it is written again from round {round}")
         self.records = host["records"]
         self._restore_metrics(round)
-        if restored is not None:
-            experiment.load(round, arrays, host["experiment"], list(self.records))
+        self._restored = restored
 
     def _refuse_fewer(self, round: int) -> NoReturn:
         raise ValueError(
@@ -341,6 +381,9 @@ class Workdir:
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Writes clients.npz and then summary.json, which marks the run as done."""
+        return processes.on_first(lambda: self._finish(summary))
+
+    def _finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         finished.write_clients(self.path, self.experiment)
         # What is sealed is what was measured, whatever became of the file meanwhile.
         self._write(METRICS, _text(self.records))
@@ -359,6 +402,19 @@ class Workdir:
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
+
+
+class _Follower(Workdir):
+    """The folder for other processes than the first: it is not touched."""
+
+    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
+        self.records += map(dict, records)
+
+    def save(self) -> None:
+        pass
+
+    def _write_csv(self) -> None:
+        pass
 
 
 def _note(text: str) -> None:

@@ -221,7 +221,7 @@ def test_free_memory_of_devices(monkeypatch):
 
     def devices(*stats):
         made = [types.SimpleNamespace(memory_stats=lambda s=s: s) for s in stats]
-        monkeypatch.setattr(jax, "devices", lambda: made)
+        monkeypatch.setattr(jax, "local_devices", lambda: made)
         return limits.free_bytes()[True]
 
     card = {"bytes_limit": 10 * GIB, "bytes_in_use": GIB}

@@ -1,0 +1,387 @@
+"""Several processes as one run: jax.distributed, who writes, what all agree on.
+
+Every process runs the same program on the same plans, XLA's collectives move the data,
+and process 0 alone touches the run's folder and prints. What a clock, a signal or a
+disk decides is decided in process 0, or by all together, and told to all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+# Seconds in which all processes must be there; in which one that ended is noticed; in
+# which all must end; and in which all must call what only all together can do.
+START_SECONDS = 30
+HEARTBEAT_SECONDS = 20
+END_SECONDS = 10
+MEET_SECONDS = 120
+
+# jax's runtime ends a process in C++ when another is gone, and says so on stderr. This
+# stands between its stderr and ours, and says our line first.
+_FIRST_LINE = """
+import os, sys
+held, is_fatal = b"", False
+while True:
+    got = os.read(0, 65536)
+    held += got
+    if not is_fatal and b"Terminating process because the JAX" in held:
+        is_fatal = True
+        os.write(2, sys.argv[1].encode() + b"\\n")
+    if not got or is_fatal or b"oordination" not in held:
+        os.write(2, held)
+        held = b""
+    if not got:
+        break
+"""
+
+
+class Lost(Exception):
+    """Another process of the run has ended, or cannot be reached."""
+
+
+def several() -> bool:
+    """Whether this process is one of several."""
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def is_first() -> bool:
+    """Whether this process writes and prints."""
+    return not several() or jax.process_index() == 0
+
+
+def say(*args: Any, **options: Any) -> None:
+    """`print`, in process 0."""
+    if is_first():
+        print(*args, **options)
+
+
+def start(told: str) -> None:
+    """Joins the processes of a run, before anything is computed; once.
+
+    Args:
+        told: `--distributed`: empty = alone; `auto` = as the cluster says (TPU pods,
+            SLURM, Open MPI, ...); `HOST:PORT,COUNT,INDEX` = by hand.
+
+    Raises:
+        ValueError: one line: it is neither, or nothing answers there.
+    """
+    if not told or jax.distributed.is_initialized():
+        return
+    flag = f"--distributed={told}"
+    arguments: dict[str, Any] = {}
+    if told != "auto":
+        host, port, count, index = _parsed(told)
+        arguments = {
+            "coordinator_address": f"{host}:{port}",
+            "num_processes": count,
+            "process_id": index,
+        }
+        if count == 1:
+            return
+        _probe(flag, host, port, index)
+        _as_many_threads(count)
+    # Its handler of SIGTERM would take the signal from ours.
+    jax.config.update("jax_enable_preemption_service", False)
+    missing = (
+        f"error: {flag}: the processes did not come together within {START_SECONDS} s; "
+        "start each once, with its own INDEX, and let all reach process 0"
+    )
+    with _first_line(missing) as watch:
+        try:
+            jax.distributed.initialize(
+                **arguments,
+                initialization_timeout=START_SECONDS,
+                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+                shutdown_timeout_seconds=END_SECONDS,
+            )
+        except (RuntimeError, ValueError, TypeError) as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            hint = "give HOST:PORT,COUNT,INDEX" if told == "auto" else "start it anew"
+            raise ValueError(f"{flag}: {reason[0][:200]}; {hint}") from error
+        watch(f"error: {_lost()}")
+
+
+def _parsed(told: str) -> tuple[str, int, int, int]:
+    """(host, port, count, index) of `--distributed`."""
+    address, *numbers = told.split(",")
+    host, _, port = address.rpartition(":")
+    texts = (port, *numbers)
+    if not host or len(numbers) != 2 or not all(t.isdecimal() for t in texts):
+        raise ValueError(
+            f"--distributed={told}: expected auto, or HOST:PORT,COUNT,INDEX, such as "
+            "10.0.0.1:1234,2,0 for the first of two processes"
+        )
+    port, count, index = map(int, texts)
+    if not 0 < port < 65536 or not 0 <= index < count:
+        raise ValueError(
+            f"--distributed={told}: expected a port below 65536 and an INDEX of "
+            f"0..{max(count - 1, 0)}"
+        )
+    return host, port, count, index
+
+
+def _as_many_threads(count: int) -> None:
+    """Gives a process with several CPU devices the threads that one with all has.
+
+    XLA compiles loops for as many threads as there are, at least one a device, and
+    rounds otherwise with another number. A user's choice stands.
+    """
+    flag = r"--xla_force_host_platform_device_count=(\d+)"
+    found = re.search(flag, os.environ.get("XLA_FLAGS", ""))
+    if found:
+        threads = max(os.cpu_count() or 1, count * int(found[1]))
+        os.environ.setdefault("NPROC", str(threads))
+
+
+def _probe(flag: str, host: str, port: int, index: int) -> None:
+    """Whether process 0 can listen there, or does; else its runtime waits in vain.
+
+    Raises:
+        ValueError: one line.
+    """
+    if index == 0:
+        try:
+            with socket.create_server(("", port)):
+                return
+        except OSError as error:
+            raise ValueError(
+                f"{flag}: port {port} cannot be used here ({error.strerror}); take "
+                "another"
+            ) from error
+    until, reason = time.monotonic() + START_SECONDS, ""
+    while time.monotonic() < until:
+        try:
+            socket.create_connection((host.strip("[]"), port), timeout=5).close()
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+            time.sleep(0.2)
+    raise ValueError(
+        f"{flag}: process 0 does not answer at {host}:{port} within {START_SECONDS} s "
+        f"({reason}); is it started, with the same HOST:PORT?"
+    )
+
+
+@contextlib.contextmanager
+def _first_line(line: str) -> Iterator[Callable[[str], None]]:
+    """Says `line` before what jax's runtime says when it ends this process.
+
+    Gives a function that replaces the line and stays in force.
+    """
+    ours = os.dup(2)
+    if sys.stderr is not None and _descriptor(sys.stderr) == 2:
+        sys.stderr = os.fdopen(os.dup(ours), "w", buffering=1)
+
+    def watch(line: str) -> None:
+        read, write = os.pipe()
+        command = [sys.executable, "-S", "-c", _FIRST_LINE, line]
+        # Of a session of its own: Ctrl-C is not for it.
+        subprocess.Popen(command, stdin=read, stderr=ours, start_new_session=True)
+        os.dup2(write, 2)
+        for one in (read, write):
+            os.close(one)
+
+    watch(line)
+    try:
+        yield watch
+    except BaseException:
+        os.dup2(ours, 2)
+        raise
+
+
+def _descriptor(file: Any) -> int:
+    try:
+        return file.fileno()
+    except (OSError, ValueError, AttributeError):
+        return -1
+
+
+def _lost(reason: str = "") -> str:
+    """The line about a process that is gone."""
+    reason = f" ({reason})" if reason else ""
+    return (
+        f"another process of this run has ended, or cannot be reached{reason}; what "
+        "was saved stays (--resume goes on)"
+    )
+
+
+@contextlib.contextmanager
+def ended() -> Iterator[None]:
+    """Ends a process of several with one line and its exit code, whatever happens.
+
+    Where all end alike they wait for one another, but never longer than
+    `END_SECONDS`; a process that was interrupted, or lost another, waits for nobody.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        if not jax.distributed.is_initialized():
+            raise
+        code = error.code if isinstance(error.code, int) else 1
+        _leave(code, waits=not isinstance(error.__context__, (Lost, KeyboardInterrupt)))
+    if jax.distributed.is_initialized():
+        _leave(0, waits=True)
+
+
+def _leave(code: int, waits: bool) -> NoReturn:
+    """Ends the process without what runs at exit, which would wait for the others."""
+    for file in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            file.flush()
+    if waits:
+        with contextlib.suppress(Exception):  # whoever else is gone: so are we
+            jax.distributed.shutdown()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def reaching() -> Iterator[None]:
+    """Turns what XLA raises when a process is gone into `Lost`.
+
+    Raises:
+        Lost: with one line.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not jax.distributed.is_initialized() or "RESOURCE_EXH" in str(error):
+            raise
+        reason = str(error).strip().splitlines()[0][:150]
+        raise Lost(_lost(reason)) from error
+
+
+def meet(what: str) -> None:
+    """Waits until all processes are here.
+
+    Args:
+        what: What only all together can do, for the error.
+
+    Raises:
+        ValueError: the others did not come within `MEET_SECONDS`.
+    """
+    if not several():
+        return
+    from orbax.checkpoint import multihost  # a second, which only several pay
+
+    wait = multihost.get_barrier_sync_fn()
+    try:
+        wait(key=f"fedjax_pfl {what}", timeout_ms=1000 * MEET_SECONDS)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"{what} is for all {jax.process_count()} processes together: the others "
+            f"did not call it within {MEET_SECONDS} s; let all of them do"
+        ) from error
+
+
+def gathered(value: Any) -> list[Any]:
+    """A JSON-able value of each process, in all of them."""
+    if not several():
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(len(text)))
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(text)] = text
+    texts = multihost_utils.process_allgather(padded)
+    return [
+        json.loads(one[:size].tobytes()) for one, size in zip(texts, sizes, strict=True)
+    ]
+
+
+def of_first(value: Any) -> Any:
+    """A JSON-able value of process 0, in all of them."""
+    return gathered(value if is_first() else None)[0] if several() else value
+
+
+def on_first(act: Callable[[], Any]) -> Any:
+    """What process 0 finds or does, or its error, in all of them.
+
+    Args:
+        act: Returns something JSON-able; run in process 0 alone.
+
+    Raises:
+        ValueError, OSError: as `act` raised it.
+    """
+    if not several():
+        return act()
+    out: dict[str, Any] = {}
+    if is_first():
+        try:
+            out["done"] = act()
+        except (ValueError, OSError) as error:
+            out["error"] = isinstance(error, ValueError), str(error)
+    out = of_first(out)
+    if "error" in out:
+        is_value, text = out["error"]
+        raise (ValueError if is_value else OSError)(text)
+    return out["done"]
+
+
+def arrays_of_first(arrays: Any, template: Any) -> Any:
+    """A pytree of arrays of process 0, in all of them, on the host; leaf by leaf.
+
+    Args:
+        arrays: In process 0; others give None.
+        template: Shapes of it.
+    """
+    if not several():
+        return arrays
+    like, structure = jax.tree.flatten(template)
+    sent = jax.tree.leaves(arrays) if is_first() else [None] * len(like)
+
+    def one(leaf: Any, like: Any) -> Any:
+        is_key = jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key)
+        if is_key:
+            leaf = None if leaf is None else jax.random.key_data(leaf)
+            like = jax.eval_shape(
+                jax.random.key_data, jax.ShapeDtypeStruct(like.shape, like.dtype)
+            )
+        if leaf is None:
+            leaf = np.zeros(like.shape, like.dtype)
+        # As bits, so that 64-bit numbers pass where jax has none.
+        bits = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+        got = np.asarray(multihost_utils.broadcast_one_to_all(bits))
+        array = got.view(like.dtype).reshape(like.shape)
+        return jax.random.wrap_key_data(array) if is_key else array
+
+    return structure.unflatten(map(one, sent, like))
+
+
+def any_signal(number: int) -> int:
+    """The largest of all processes' numbers."""
+    return max(gathered(number)) if several() else number
+
+
+def check_equal(values: Mapping[str, Any], hint: str) -> None:
+    """Refuses processes of one run that were given different things.
+
+    Args:
+        values: Texts by name.
+        hint: What to do about it.
+
+    Raises:
+        ValueError: one line, the same in all processes.
+    """
+    if not several():
+        return
+    every = gathered({name: str(value) for name, value in values.items()})
+    for index, other in enumerate(every):
+        for name in sorted(other.keys() | every[0].keys()):
+            first, mine = every[0].get(name, "unset"), other.get(name, "unset")
+            if first != mine:
+                raise ValueError(
+                    f"--{name} is {mine[:80]} in process {index}, {first[:80]} in "
+                    f"process 0; {hint}"
+                )
