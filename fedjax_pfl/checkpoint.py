@@ -37,14 +37,17 @@ PIECE_BYTES = 64 << 20
 
 
 class Joined:
-    """Arrays joined along their leading axis, as a leaf that is never made.
+    """Arrays joined along their leading axis, as a leaf that is not made.
 
-    `shape` and `dtype` are those of the whole.
+    `shape` and `dtype` are those of the whole, and so is what an index gives.
     """
 
     def __init__(self, parts: Sequence[jax.Array]):
         self.parts, self.dtype = tuple(parts), parts[0].dtype
         self.shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return jnp.concatenate(self.parts)[index]
 
 
 def _is_key(leaf: Any) -> bool:

@@ -59,36 +59,47 @@ class Compiled:
 
 
 class Program(NamedTuple):
-    """Three jitted functions over stacked seeds (leading axis of state, partition).
+    """Three jitted functions over stacked variants: seeds, or points of a sweep.
 
     `init(floats, data, partition, seeds) -> state`;
     `rounds(floats, state, cohorts, first, num_rounds, data, partition)
-        -> (state, metrics of the last round, counts int32[seeds, T, kinds])`: runs
+        -> (state, metrics of the last round, counts int32[variants, T, kinds])`: runs
     `cohorts[first : first + num_rounds]` of a window of T rounds;
     `evaluate(floats, state, cohort, data, partition) -> counts`.
 
-    `one_seed`: the leading axis must be 1, several seeds are several calls. Else all
-    seeds are one vmapped call.
+    All arguments but `first`, `num_rounds` and `data` have a leading axis of variants,
+    or of 1 where they share it. `vmaps_seeds`, `vmaps_points`: whether several seeds,
+    or the points of one, may be one vmapped call; else each is a call of its own.
     """
 
     init: Compiled
     rounds: Compiled
     evaluate: Compiled
-    one_seed: bool
+    vmaps_seeds: bool
+    vmaps_points: bool
     floats: dict[str, float]
     algorithm: types.Algorithm
 
 
-def _over_seeds(fn: Callable, one_seed: bool) -> Callable:
-    """One more leading axis; where it is 1 no loop, so that updates stay in place."""
-    if not one_seed:
-        return jax.vmap(fn)
+def _over_variants(fn: Callable, *args: Any) -> Any:
+    """`fn` over one more leading axis; an argument whose axis is 1 is shared.
 
-    def alone(*args: Any) -> Any:
-        out = fn(*jax.tree.map(lambda leaf: leaf[0], args))
-        return jax.tree.map(lambda leaf: leaf[None], out)
+    So points of a sweep share their seed's plans, and bounds and branches that depend
+    on these stay unbatched. Where all axes are 1 there is no loop, and updates stay in
+    place.
+    """
 
-    return alone
+    def length(arg: Any) -> int:
+        return max((leaf.shape[0] for leaf in jax.tree.leaves(arg)), default=1)
+
+    shared = [length(arg) == 1 for arg in args]
+    args = [
+        jax.tree.map(lambda leaf: leaf[0], arg) if is_shared else arg
+        for arg, is_shared in zip(args, shared, strict=True)
+    ]
+    if all(shared):
+        return jax.tree.map(lambda leaf: leaf[None], fn(*args))
+    return jax.vmap(fn, tuple(None if one else 0 for one in shared))(*args)
 
 
 def _fingerprint(value: Any) -> Any:
@@ -167,26 +178,36 @@ def forget() -> None:
 def _jitted(of: _Structure) -> Program:
     """The jitted functions; floats and algorithm are filled in by `build`."""
     task, scoring = of.task, of.scoring
-    # lax.map over seeds copies the state in every round on a CPU, vmap runs all
-    # clients as long as the slowest seed's, and makes a branch by level compute all.
+    # lax.map over seeds copies the state in every round on a CPU; vmap runs all clients
+    # as long as the slowest seed's, and makes a branch by level compute all.
     by_level = task.num_levels > 1 and task.execution.is_bucketed
-    one_seed = not task.execution.vmaps_runs or by_level
 
     def algorithm(values: dict[str, Any]) -> types.Algorithm:
         return of.make(dataclasses.replace(of.structure, **values), task)
 
     def init(values, data, partition, seeds):
-        def one(partition, seed):
+        def one(values, partition, seed):
             return algorithm(values).init(
                 data.replace(partition=partition), jax.random.key(seed)
             )
 
-        return _over_seeds(one, one_seed)(partition, seeds)
+        return _over_variants(one, values, partition, seeds)
+
+    everywhere, seldom = execution.replicated(task.execution), _soon_compiled()
+
+    def known_everywhere(cohort: types.Cohort) -> types.Cohort:
+        """So that XLA does not cut sums over clients by devices: each rounds alike."""
+        if task.execution.mesh is None:
+            return cohort
+        parts = {name: plan.split() for name, plan in cohort.plans.items()}
+        rows = cohort.replace(plans={name: one[0] for name, one in parts.items()})
+        rows = jax.lax.with_sharding_constraint(rows, everywhere)
+        plans = {name: rows.plans[name].joined(one[1]) for name, one in parts.items()}
+        return rows.replace(plans=plans)
 
     def rounds(values, state, cohorts, first, num_rounds, data, partition):
-        method = algorithm(values)
-
-        def one(state, cohorts, partition):
+        def one(values, state, cohorts, partition):
+            method = algorithm(values)
             tables = data.replace(partition=partition)
             num_examples = partition.train.count
             # Jitted so that it is traced once, for its shapes and in the loop; a
@@ -195,7 +216,7 @@ def _jitted(of: _Structure) -> Program:
 
             def step(index, carry):
                 state, _, counts = carry
-                cohort = cohorts.of_round(index, num_examples)
+                cohort = known_everywhere(cohorts.of_round(index, num_examples))
                 state, metrics, sent = round(state, cohort, tables)
                 sent = traffic.counted(sent, method.messages, cohort.row_mask)
                 return state, metrics, counts.at[index].set(sent)
@@ -209,12 +230,11 @@ def _jitted(of: _Structure) -> Program:
             carry = (state, metrics, counts)
             return jax.lax.fori_loop(first, first + num_rounds, step, carry)
 
-        return _over_seeds(one, one_seed)(state, cohorts, partition)
+        return _over_variants(one, values, state, cohorts, partition)
 
     def count(values, state, cohort, data, partition):
-        method = algorithm(values)
-
-        def one(state, cohort, partition):
+        def one(values, state, cohort, partition):
+            method = algorithm(values)
             return evaluate.count_correct(
                 method,
                 state,
@@ -224,16 +244,16 @@ def _jitted(of: _Structure) -> Program:
                 task.execution,
             )
 
-        return _over_seeds(one, one_seed)(state, cohort, partition)
+        return _over_variants(one, values, state, cohort, partition)
 
-    everywhere, seldom = execution.replicated(task.execution), _soon_compiled()
     return Program(
         init=Compiled(jax.jit(init, out_shardings=everywhere, compiler_options=seldom)),
         rounds=Compiled(jax.jit(rounds, donate_argnums=1, out_shardings=everywhere)),
         evaluate=Compiled(
             jax.jit(count, out_shardings=everywhere, compiler_options=seldom)
         ),
-        one_seed=one_seed,
+        vmaps_seeds=task.execution.vmaps_runs and not by_level,
+        vmaps_points=task.execution.vmaps_runs,
         floats={},
         algorithm=None,
     )

@@ -100,7 +100,7 @@ class Work(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Plans of the rounds `first..end - 1`, by lane: leaves [seeds, T, ...]."""
+    """Plans of the rounds `first..end - 1`, by call: leaves [seeds, T, ...]."""
 
     first: int
     end: int
@@ -109,19 +109,25 @@ class Window(NamedTuple):
 
 
 @dataclasses.dataclass
-class Lane:
-    """The seeds that one call of the program runs.
+class Call:
+    """The variants that one call of the program runs.
+
+    A variant is a seed at a point of a sweep; without one, a seed.
 
     Attributes:
-        seeds: Indices into the run's seeds, in order.
-        partition: Of these seeds, as leading axis.
+        variants: Indices into the run's variants, in order: of each seed all points.
+        seeds: Indices of their seeds, each once.
+        floats: Their numbers by name, f64[variants], or [1] where they share them.
+        partition: Of their seeds, as leading axis.
         state: Stacked RoundState, None before the start.
         round: Rounds done.
         pending: (metrics, messages, work) of a call not yet accounted for.
-        metrics: (sums, counts) of the last round by name, a float for each seed.
+        metrics: (sums, counts) of the last round by name, a float for each variant.
     """
 
-    seeds: range
+    variants: range
+    seeds: tuple[int, ...]
+    floats: dict[str, np.ndarray]
     partition: types.Partition
     state: types.RoundState | None = None
     round: int = 0
@@ -130,10 +136,10 @@ class Lane:
         default_factory=dict
     )
 
-    def of(self, stacked: Any) -> Any:
-        """The part of leaves [all seeds, ...] that belongs to this lane."""
-        own = slice(self.seeds.start, self.seeds.stop)
-        return jax.tree.map(lambda leaf: leaf[own], stacked)
+    @property
+    def rows(self) -> slice:
+        """Where its variants stand among all."""
+        return slice(self.variants.start, self.variants.stop)
 
 
 def window_rounds(
@@ -188,9 +194,10 @@ class Simulation:
         compile_seconds: Spent on compiling, and on the initial state.
         while_compiling: Gives what is entered while something is compiled, so that a
             caller can say so.
-        lanes: The seeds, by call of the program: all of them in one on accelerators,
-            one by one on a CPU, where a loop over seeds inside the program would copy
-            the state in every round.
+        calls: The variants, by call of the program: on accelerators all seeds in one,
+            or of a sweep all points of a seed, which share its plans; on a CPU one by
+            one, where a loop over them inside the program would copy the state in every
+            round.
     """
 
     def __init__(
@@ -201,6 +208,7 @@ class Simulation:
         seeds: Sequence[int],
         execution: types.Execution,
         rounds: int,
+        points: Sequence[Mapping[str, float]] = ({},),
     ):
         """Prepares a run; computes nothing yet.
 
@@ -211,6 +219,7 @@ class Simulation:
             seeds: The seeds.
             execution: For the account of padding, and where arrays live.
             rounds: Rounds in all; nothing is planned for later ones.
+            points: Of a sweep, the numbers that each has instead of the program's own.
         """
         self.program, self.planner, self.execution = program, planner, execution
         self.seeds, self.rounds = list(seeds), rounds
@@ -218,13 +227,29 @@ class Simulation:
         self.compile_seconds = 0.0
         self.while_compiling: Callable[[], Any] = contextlib.nullcontext
         kinds = len(program.algorithm.messages)
-        self.totals = Totals(np.zeros((len(self.seeds), kinds), np.int64))
-        per_lane = 1 if program.one_seed else len(self.seeds)
-        self.lanes = []
-        for first in range(0, len(self.seeds), per_lane):
-            lane = Lane(range(first, first + per_lane), None)
-            lane.partition = self._place(lane.of(data.partition))
-            self.lanes.append(lane)
+        num_variants = len(self.seeds) * len(points)
+        self.totals = Totals(np.zeros((num_variants, kinds), np.int64))
+        together = 1
+        if len(points) > 1 and program.vmaps_points:
+            together = len(points)
+        elif len(points) == 1 and program.vmaps_seeds:
+            together = len(self.seeds)
+        self.calls, placed = [], {}
+        for first in range(0, num_variants, together):
+            own = range(first, first + together)
+            seeds_of = tuple(dict.fromkeys(index // len(points) for index in own))
+            if seeds_of not in placed:
+                part = jax.tree.map(
+                    lambda leaf, s=seeds_of: leaf[np.array(s)], data.partition
+                )
+                placed[seeds_of] = self._place(part)
+            values = [program.floats | dict(points[i % len(points)]) for i in own]
+            # Seeds that are vmapped share them.
+            values = values if len(points) > 1 else values[:1]
+            floats = {
+                name: np.array([one[name] for one in values]) for name in program.floats
+            }
+            self.calls.append(Call(own, seeds_of, floats, placed[seeds_of]))
         self._length = window_rounds(
             planner.drawn(0, 0), program.algorithm.plans, planner.round_examples
         )
@@ -237,17 +262,17 @@ class Simulation:
     @property
     def round(self) -> int:
         """Rounds done."""
-        return min(lane.round for lane in self.lanes)
+        return min(call.round for call in self.calls)
 
     @property
     def state(self) -> types.RoundState | None:
-        """The stacked RoundState (leading axis: seeds); None before `start`.
+        """The stacked RoundState (leading axis: variants); None before `start`.
 
         The next call takes its buffers: copy what is to be kept.
         """
-        for lane in self.lanes:
-            self._settle(lane)
-        states = [lane.state for lane in self.lanes]
+        for call in self.calls:
+            self._settle(call)
+        states = [call.state for call in self.calls]
         if len(states) == 1 or states[0] is None:
             return states[0]
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *states)
@@ -255,18 +280,18 @@ class Simulation:
     @property
     def joined(self) -> Any:
         """`state` as what is saved and hashed: seeds are joined without a copy."""
-        for lane in self.lanes:
-            self._settle(lane)
-        states = [lane.state for lane in self.lanes]
+        for call in self.calls:
+            self._settle(call)
+        states = [call.state for call in self.calls]
         return jax.tree.map(lambda *leaves: checkpoint.Joined(leaves), *states)
 
     @property
     def metrics(self) -> dict[str, tuple[list[float], list[float]]]:
         """(sums, counts) of the last round by name, lists over all seeds."""
-        names = self.lanes[0].metrics
+        names = self.calls[0].metrics
         return {
             name: tuple(
-                [value for lane in self.lanes for value in lane.metrics[name][part]]
+                [value for call in self.calls for value in call.metrics[name][part]]
                 for part in (0, 1)
             )
             for name in names
@@ -276,18 +301,20 @@ class Simulation:
         """Shapes of `state`, without computing anything."""
         init = self.program.init.jitted
         return jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct((len(self.seeds), *s.shape[1:]), s.dtype),
-            jax.eval_shape(init, *self._init_args(self.lanes[0])),
+            lambda s: jax.ShapeDtypeStruct(
+                (len(self.totals.messages), *s.shape[1:]), s.dtype
+            ),
+            jax.eval_shape(init, *self._init_args(self.calls[0])),
         )
 
     def start(self) -> None:
         """Makes the state before the first round, once."""
         begin = time.perf_counter()
-        for lane in self.lanes:
-            if lane.state is None:
-                args = self._init_args(lane)
+        for call in self.calls:
+            if call.state is None:
+                args = self._init_args(call)
                 executable, _ = self._compiled(self.program.init, args)
-                lane.state = jax.block_until_ready(executable(*args))
+                call.state = jax.block_until_ready(executable(*args))
                 self.compile_seconds += time.perf_counter() - begin
                 begin = time.perf_counter()
 
@@ -309,14 +336,14 @@ class Simulation:
             metrics: As `metrics` was.
         """
         self.totals, self.compile_seconds = totals, compile_seconds
-        for lane in self.lanes:
-            own = slice(lane.seeds.start, lane.seeds.stop)
-            lane.state, lane.round = self._place(lane.of(state)), round
-            lane.metrics = {
-                name: (sums[own], counts[own])
+        for call in self.calls:
+            own = jax.tree.map(lambda leaf, c=call: leaf[c.rows], state)
+            call.state, call.round = self._place(own), round
+            call.metrics = {
+                name: (sums[call.rows], counts[call.rows])
                 for name, (sums, counts) in metrics.items()
             }
-            lane.pending = None
+            call.pending = None
 
     def advance_to(self, stop: int) -> None:
         """Runs until `stop` rounds are done; does nothing if they are already."""
@@ -330,26 +357,26 @@ class Simulation:
         and go on later. Plans of the next window are made while the device computes.
         """
         self.start()
-        for lane in self.lanes:
-            self._settle(lane)
+        for call in self.calls:
+            self._settle(call)
         begin = self.round
         if begin >= stop:
             return
         window, ahead, seconds = self._current_window(begin, stop), None, 0.0
         until = min(begin + self._rounds_per_call, stop, window.end)
-        for index, lane in enumerate(self.lanes):
-            # A lane is ahead where an exception came between two of them.
-            if lane.round >= until:
+        for index, call in enumerate(self.calls):
+            # A call is ahead where an exception came between two of them.
+            if call.round >= until:
                 continue
-            first, count = lane.round - window.first, until - lane.round
+            first, count = call.round - window.first, until - call.round
             args = (
-                self.program.floats,
-                lane.state,
+                call.floats,
+                call.state,
                 window.cohorts[index],
                 np.int32(first),
                 np.int32(count),
                 self.data,
-                lane.partition,
+                call.partition,
             )
             executable, compiling = self._compiled(self.program.rounds, args)
             self.compile_seconds += compiling
@@ -358,12 +385,12 @@ class Simulation:
             # The call takes the old state's buffers: no function may be called before
             # the new state is stored, or an interrupt could lose both.
             state, metrics, sent = executable(*args)
-            lane.state, lane.round, lane.pending = state, until, (metrics, sent, work)
+            call.state, call.round, call.pending = state, until, (metrics, sent, work)
             try:
                 if ahead is None and until == window.end < max(self.rounds, stop):
                     ahead = self._plan(until, stop)
             finally:
-                self._settle(lane)
+                self._settle(call)
             seconds += time.perf_counter() - started
         # All must run calls of one length.
         seconds = execution_lib.agreed(seconds)
@@ -379,7 +406,7 @@ class Simulation:
         return self._window
 
     def evaluate(self) -> list[tuple[dict[str, float], np.ndarray | None]]:
-        """Metrics of the state as it is, one (metrics, accuracies) pair per seed.
+        """Metrics of the state as it is, one (metrics, accuracies) pair per variant.
 
         Returns:
             Fractions 0..1 by name with the last round's own metrics and the bytes so
@@ -387,27 +414,28 @@ class Simulation:
         """
         self.start()
         out = []
-        for lane in self.lanes:
-            self._settle(lane)
-            drawn = [self.planner.drawn(index, lane.round) for index in lane.seeds]
+        for call in self.calls:
+            self._settle(call)
+            drawn = [self.planner.drawn(index, call.round) for index in call.seeds]
             args = (
-                self.program.floats,
-                lane.state,
+                call.floats,
+                call.state,
                 _stack(drawn),
                 self.data,
-                lane.partition,
+                call.partition,
             )
             executable, seconds = self._compiled(self.program.evaluate, args)
             self.compile_seconds += seconds
             counts = jax.tree.map(np.asarray, jax.device_get(executable(*args)))
-            test = jax.tree.map(np.asarray, lane.partition.test)
-            for slot, index in enumerate(lane.seeds):
+            test = jax.tree.map(np.asarray, call.partition.test)
+            for slot, index in enumerate(call.variants):
+                own = slot % len(call.seeds)
                 values, accuracies = evaluate.metrics(
                     jax.tree.map(lambda leaf, s=slot: leaf[s], counts),
-                    test.count[slot],
-                    (test.row[slot] >= 0).sum(),
+                    test.count[own],
+                    (test.row[own] >= 0).sum(),
                 )
-                for name, (total, count) in lane.metrics.items():
+                for name, (total, count) in call.metrics.items():
                     values[name] = total[slot] / max(count[slot], 1.0)
                 values |= traffic.cumulative(
                     self.totals.messages[index], self.program.algorithm.messages
@@ -421,22 +449,22 @@ class Simulation:
         """`function.ahead`, and the caller knows where it takes time."""
         return function.ahead(*args, while_compiling=self.while_compiling)
 
-    def _settle(self, lane: Lane) -> None:
-        """Waits for a lane's last call and counts it, once."""
-        if lane.pending is None:
+    def _settle(self, call: Call) -> None:
+        """Waits for a call's last call and counts it, once."""
+        if call.pending is None:
             return
-        jax.block_until_ready(lane.state)
-        metrics, sent, work = lane.pending
+        jax.block_until_ready(call.state)
+        metrics, sent, work = call.pending
         sent = np.asarray(sent, np.int64).sum(1)
-        lane.metrics = {
+        call.metrics = {
             name: tuple(np.asarray(part, np.float64).tolist() for part in pair)
             for name, pair in metrics.items()
         }
-        self.totals.messages[lane.seeds.start : lane.seeds.stop] += sent
+        self.totals.messages[call.rows] += sent
         for name, counts in work._asdict().items():
             total = getattr(self.totals, name) + int(counts.sum())
             setattr(self.totals, name, total)
-        lane.pending = None
+        call.pending = None
 
     def _plan(self, first: int, stop: int) -> Window:
         """The window that begins with round `first`, on the device.
@@ -463,10 +491,10 @@ class Simulation:
             work_of(self.planner, index, one, self.execution)
             for index, one in enumerate(planned)
         ]
-        cohorts = [_stack([planned[s] for s in lane.seeds]) for lane in self.lanes]
+        cohorts = [_stack([planned[s] for s in call.seeds]) for call in self.calls]
         work = [
-            Work(*map(sum, zip(*(costs[s] for s in lane.seeds), strict=True)))
-            for lane in self.lanes
+            Work(*map(sum, zip(*(costs[s] for s in call.seeds), strict=True)))
+            for call in self.calls
         ]
         placed = [self._place_window(one) for one in cohorts]
         return Window(first, first + count, placed, work)
@@ -492,9 +520,9 @@ class Simulation:
         """Where tables and states live; every call sees the same types then."""
         return execution_lib.place(tree, execution_lib.replicated(self.execution))
 
-    def _init_args(self, lane: Lane) -> tuple[Any, ...]:
-        seeds = np.asarray([self.seeds[index] for index in lane.seeds], np.uint32)
-        return self.program.floats, self.data, lane.partition, seeds
+    def _init_args(self, call: Call) -> tuple[Any, ...]:
+        seeds = np.asarray([self.seeds[index] for index in call.seeds], np.uint32)
+        return call.floats, self.data, call.partition, seeds
 
 
 def _stack(cohorts: Sequence[types.Cohort]) -> types.Cohort:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import pathlib
@@ -27,6 +28,7 @@ from launch import (
     processes,
     settings,
     summaries,
+    sweep,
     workdir,
 )
 from launch.experiment import Experiment
@@ -125,14 +127,17 @@ def experiment(**given: Any) -> Experiment:
     """Builds an experiment from option names and values, as the command line does.
 
     `experiment(algo="fedavg", rounds=5).run()`. Names are those of the flags; None
-    means the default. Three of them may be more than names:
+    means the default. Four of them may be more than names:
 
     * `algo`: an algorithm of your own, a module or any object with a dataclass
       `HParams` and a function `make`;
     * `dataset`: arrays `(x, y)` or `(x, y, client)`, as `loaders.from_arrays` takes
       them;
     * `model`, `client_model`: a linen module (one stage), or a list of modules (its
-      stages, for methods that treat layers differently).
+      stages, for methods that treat layers differently);
+    * `sweep`: `{"client_lr": [0.01, 0.1]}`, values of the algorithm's numbers: a run
+      for every point, all in one program. Nothing here chooses the best of them: that
+      takes rows of validation, which there are not yet.
 
     Returns:
         An `Experiment`: `run()`, `to_frame()`, `plot()`, `predict(client_id, images)`.
@@ -308,6 +313,8 @@ def _named(
 ) -> tuple[dict[str, Any], dataset.Dataset | None, dict[str, types.Model]]:
     """Options with a name for each data set and model, and what these names mean."""
     given, source, own_models = dict(given), None, {}
+    if "sweep" in given:
+        given["sweep"] = sweep.text(given["sweep"])
     arrays = given.get("dataset", "")
     if not isinstance(arrays, str):
         if not isinstance(arrays, (tuple, list)) or len(arrays) not in (2, 3):
@@ -458,7 +465,10 @@ def assemble(
             f"--client_model={config.client_model}: --algo={config.algo} gives all "
             f"clients one architecture; name one, or take {_who('several_models')}"
         )
-    program = program_lib.build(entry.make, hparams, task, _scoring(config, data))
+    points = sweep.of(config.sweep, hparams, tuple(vars(config)))
+    # What is compiled has the points' numbers as arguments.
+    first = dataclasses.replace(hparams, **points[0])
+    program = program_lib.build(entry.make, first, task, _scoring(config, data))
     if public is not None and program.algorithm.ships_proxy != "unlabelled":
         raise ValueError(
             f"--public_set={config.public_set}: --algo={config.algo} has no use for "
@@ -500,6 +510,7 @@ def assemble(
         planner=planner,
         seeds=seeds,
         window=summaries.window(config.summary, config.rounds),
+        points=points,
     )
     limits.check_state(chosen, made.saved_template())
     return made

@@ -120,6 +120,12 @@ class Config:
     num_seeds: int = option(
         1, "run seeds seed, seed + 1, ... in one program", minimum=1
     )
+    sweep: str = option(
+        "",
+        "one run for all values of numbers of the algorithm, such as "
+        "'client_lr=0.01,0.1;proximal_weight=0.1,1' for all four pairs; which is best "
+        "is for rows of validation to say, which there are not yet",
+    )
     eval_every: int | None = option(None, "rounds between evaluations", minimum=1)
     eval_clients: str | None = option(
         None, "clients behind c_spec, c_gen, c_per", choices=("selected", "all")
@@ -198,7 +204,7 @@ EXECUTION_FIELDS = (
 # --emulate, which is for tests.
 GROUPS = {
     "run": (
-        "algo", "preset", "rounds", "seed", "num_seeds", "workdir", "resume",
+        "algo", "preset", "rounds", "seed", "num_seeds", "sweep", "workdir", "resume",
         "checkpoint_every", "tensorboard", "csv",
     ),
     "data": (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tqdm
 
-from launch import presets, processes, settings
+from launch import presets, processes, settings, sweep
 
 if TYPE_CHECKING:
     from launch.experiment import Experiment
@@ -47,8 +47,23 @@ def is_number(summary: Mapping[str, Any], name: str) -> bool:
     return name in summary.get("numbers", ())
 
 
-def headline(records: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """The few metrics worth a line, as percent, mean over the seeds."""
+def headline(
+    records: Sequence[dict[str, Any]], points: Sequence[sweep.Point] = ({},)
+) -> dict[str, str]:
+    """The few metrics worth a line, as percent, mean over the seeds.
+
+    Of a sweep the smallest and the largest of its points' means.
+    """
+    if len(points) > 1:
+        lines = [
+            headline([one for one in records if sweep.matches(one, point)])
+            for point in points
+        ]
+        every = {name: [line[name] for line in lines] for name in lines[0]}
+        return {
+            name: " to ".join(dict.fromkeys((min(v, key=float), max(v, key=float))))
+            for name, v in every.items()
+        }
     shared = set.intersection(*(set(record) for record in records))
     names = [n for n in HEADLINES if n in shared]
     if "c_gen" not in names and "client_accuracy" in shared:
@@ -135,7 +150,8 @@ class Progress(Silent):
         """After a call: what was measured, if anything was."""
         self._warn()
         done, rounds = self._experiment.round, self._experiment.config.rounds
-        shown = headline(records) if records else self._loss()
+        points = self._experiment.points
+        shown = headline(records, points) if records else self._loss()
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
             if shown and (records or not self._has_shown):
@@ -222,8 +238,49 @@ def described(experiment: Experiment) -> str:
 def table(summary: dict[str, Any]) -> str:
     """The final table: shares in percent, then numbers; mean and std over the seeds.
 
-    Beside the value by the summary rule stands that of the last round.
+    Beside the value by the summary rule stands that of the last round. A sweep has a
+    line for each point.
     """
+    lines = _sweep_lines(summary) if "sweep" in summary else _lines(summary)
+    # Runs of earlier versions did not count steps.
+    steps = summary.get("step_efficiency")
+    of_steps = "" if steps is None else f"of steps {steps:.2f}, "
+    lines.append(
+        f"{summary['samples_per_second']:,.0f} samples/s, "
+        f"{summary['client_updates_per_second']:.1f} client updates/s, compiled in "
+        f"{summary['compile_seconds']:.0f} s, efficiency {of_steps}of padding "
+        f"{summary['padding_efficiency']:.2f}, on {summary['device']}"
+    )
+    return "\n".join(lines)
+
+
+def _sweep_lines(summary: dict[str, Any]) -> list[str]:
+    """A line for each point of a sweep, with the shares that head a table."""
+    parts = summary["sweep"]
+    names = [n for n in (*HEADLINES, "client_accuracy") if n in parts[0]["metrics"]]
+    names = list(dict.fromkeys(names))
+    labels = [sweep.label(part["point"]) for part in parts]
+    width = max(map(len, labels))
+    seeds = len(parts[0]["metrics"][names[0]]["per_seed"]) if names else 1
+    spread = f" +- std over {seeds} seeds" if seeds > 1 else ""
+    titles = "  ".join(f"{title(name):>16}" for name in names)
+    lines = [f"{'point':<{width}}  {titles}  percent{spread} ({summary['summary']})"]
+    for label, part in zip(labels, parts, strict=True):
+        cells = []
+        for name in names:
+            one = part["metrics"][name]
+            std = f" +- {100 * one['std']:.2f}" if seeds > 1 else ""
+            cells.append(f"{100 * one['mean']:.2f}{std}")
+        lines.append(f"{label:<{width}}  " + "  ".join(f"{c:>16}" for c in cells))
+    lines.append(
+        "of test rows: to choose a point by these would be to train on them (rows of "
+        "validation come later)"
+    )
+    return lines
+
+
+def _lines(summary: dict[str, Any]) -> list[str]:
+    """The metrics of a run without a sweep."""
     seeds = len(next(iter(summary["metrics"].values()))["per_seed"])
     spread = f" +- std over {seeds} seeds" if seeds > 1 else ""
     shown = [n for n in summary["metrics"] if not n.startswith("bytes")]
@@ -250,13 +307,4 @@ def table(summary: dict[str, Any]) -> str:
         if name in summary["metrics"]:
             value = summary["metrics"][name]["mean"] / 1e6
             lines.append(f"{'MB ' + name[6:]:<18} {value:,.1f}")
-    # Runs of earlier versions did not count steps.
-    steps = summary.get("step_efficiency")
-    of_steps = "" if steps is None else f"of steps {steps:.2f}, "
-    lines.append(
-        f"{summary['samples_per_second']:,.0f} samples/s, "
-        f"{summary['client_updates_per_second']:.1f} client updates/s, compiled in "
-        f"{summary['compile_seconds']:.0f} s, efficiency {of_steps}of padding "
-        f"{summary['padding_efficiency']:.2f}, on {summary['device']}"
-    )
-    return "\n".join(lines)
+    return lines

@@ -7,7 +7,7 @@ import dataclasses
 import numbers
 import pathlib
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,6 +24,7 @@ from launch import (
     running,
     serving,
     summaries,
+    sweep,
     workdir,
 )
 from launch import stop as stop_lib
@@ -38,8 +39,11 @@ class Experiment:
     Attributes:
         config, hparams: The resolved options.
         simulation: State, round and counters; what advances and evaluates them.
-        metrics: A list of dicts, one per evaluated round and seed.
-        client_accuracies: f64[seeds, window, K], nan where not evaluated.
+        points: Of a sweep: the numbers by name that each has; [{}] without one.
+        metrics: A list of dicts, one per evaluated round and variant: a seed, at a
+            point of the sweep if there is one.
+        client_accuracies: f64[variants, window, K], nan where not evaluated; of the
+            first seed all points, then of the second, ...
     """
 
     def __init__(
@@ -56,20 +60,21 @@ class Experiment:
         data_sha256: str,
         split_sha256: str,
         own_sha256: str = "",
+        points: Sequence[sweep.Point] = ({},),
     ):
         self.config, self.hparams, self.task = config, hparams, task
         self.program, self.data, self.planner = program, data, planner
         self.seeds, self.window = seeds, window
         self.data_sha256, self.split_sha256 = data_sha256, split_sha256
-        self.own_sha256 = own_sha256
+        self.own_sha256, self.points = own_sha256, [dict(point) for point in points]
         self.metrics: list[dict[str, Any]] = []
         self._folder: workdir.Workdir | None = None
         # Shape fixed by the rule, not by `rounds`, so that a longer run can resume.
         self.client_accuracies = np.full(
-            (len(seeds), max(len(window), 10), config.num_clients), np.nan
+            (len(seeds) * len(points), max(len(window), 10), config.num_clients), np.nan
         )
         self.simulation = simulate.Simulation(
-            program, data, planner, seeds, task.execution, config.rounds
+            program, data, planner, seeds, task.execution, config.rounds, points
         )
 
     @property
@@ -79,7 +84,7 @@ class Experiment:
 
     @property
     def state(self) -> types.RoundState | None:
-        """The stacked RoundState (leading axis: seeds), None before the start."""
+        """The stacked RoundState (leading axis: variants), None before the start."""
         return self.simulation.state
 
     @property
@@ -130,7 +135,9 @@ class Experiment:
         results = self.simulation.evaluate()
         for index, (values, accuracies) in enumerate(results):
             values = values | self._by_architecture(accuracies)
-            record = {"round": self.round, "seed": self.seeds[index], **values}
+            seed, point = divmod(index, len(self.points))
+            record = {"round": self.round, "seed": self.seeds[seed]}
+            record |= {**self.points[point], **values}
             records.append(record | {"seconds": round(self.totals.seconds, 3)})
             if accuracies is not None and self.round in self.window:
                 self.client_accuracies[index, self.window.index(self.round)] = (
@@ -281,31 +288,45 @@ class Experiment:
                 new = self.window.index(done)
                 self.client_accuracies[:, new] = accuracies[:, slot]
 
-    def params(self, client_id: int, seed: int | None = None) -> types.Params:
+    def params(
+        self,
+        client_id: int,
+        seed: int | None = None,
+        point: Mapping[str, float] | None = None,
+    ) -> types.Params:
         """The parameters that serve a client right now, as a tuple of stages.
 
         Args:
             client_id: 0..K-1.
             seed: One of `seeds`; None = the first.
+            point: One of `points`; None = the first.
         """
-        return self.serving(client_id, seed).variables.params
+        return self.serving(client_id, seed, point).variables.params
 
     def serving(
-        self, client_id: int | None = None, seed: int | None = None
+        self,
+        client_id: int | None = None,
+        seed: int | None = None,
+        point: Mapping[str, float] | None = None,
     ) -> serving.Serving:
         """The model that serves a client right now, with its statistics.
 
         Args:
             client_id: 0..K-1; None = the server's first model.
             seed: One of `seeds`; None = the first.
+            point: One of `points`; None = the first.
 
         Raises:
-            ValueError: there is no such client, seed or model.
+            ValueError: there is no such client, seed, point or model.
         """
-        return serving.find(self, client_id, seed)
+        return serving.find(self, client_id, seed, point)
 
     def predict(
-        self, client_id: int | None, images: Any, seed: int | None = None
+        self,
+        client_id: int | None,
+        images: Any,
+        seed: int | None = None,
+        point: Mapping[str, float] | None = None,
     ) -> np.ndarray:
         """Probabilities f32[N, Y] of the classes, by the model that serves a client.
 
@@ -314,11 +335,17 @@ class Experiment:
             images: As the data set has them, [N, ...]: they are fitted and normalised
                 as in training.
             seed: One of `seeds`; None = the first.
+            point: One of `points`; None = the first.
         """
-        return self.serving(client_id, seed).predict(images)
+        return self.serving(client_id, seed, point).predict(images)
 
     def evaluate(
-        self, x: Any, y: Any, client_id: int | None = None, seed: int | None = None
+        self,
+        x: Any,
+        y: Any,
+        client_id: int | None = None,
+        seed: int | None = None,
+        point: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
         """Accuracy (0..1) and mean cross-entropy of a model on examples of your own.
 
@@ -327,11 +354,16 @@ class Experiment:
             y: Labels, integers [N].
             client_id: Whose model; None = the server's.
             seed: One of `seeds`; None = the first.
+            point: One of `points`; None = the first.
         """
-        return self.serving(client_id, seed).evaluate(x, y)
+        return self.serving(client_id, seed, point).evaluate(x, y)
 
     def save_model(
-        self, path: Any, client_id: int | None = None, seed: int | None = None
+        self,
+        path: Any,
+        client_id: int | None = None,
+        seed: int | None = None,
+        point: Mapping[str, float] | None = None,
     ) -> pathlib.Path:
         """Writes the model that serves a client; see `model_files`.
 
@@ -339,11 +371,16 @@ class Experiment:
             path: Ends in `.msgpack` (flax.serialization) or `.npz` (numpy).
             client_id: 0..K-1; None = the server's model.
             seed: One of `seeds`; None = the first.
+            point: One of `points`; None = the first.
         """
-        return self.serving(client_id, seed).save(path)
+        return self.serving(client_id, seed, point).save(path)
 
     def to_frame(self) -> pandas.DataFrame:
-        """`metrics` as a table: one line for every evaluated round and seed."""
+        """`metrics` as a table: one line for every evaluated round, seed and point.
+
+        The accuracies of a sweep are of test rows: choosing a point by them would be
+        training on them.
+        """
         return frames.of(self.metrics)
 
     def partition_counts(self, seed: int | None = None) -> pandas.DataFrame:
@@ -370,6 +407,20 @@ class Experiment:
     def _repr_html_(self) -> str:
         return frames.html(self)
 
+    def variant(self, seed: int | None, point: Mapping[str, float] | None) -> int:
+        """Where a seed stands at a point of the sweep; the first where None is given.
+
+        Raises:
+            ValueError: there is no such seed or point.
+        """
+        number = 0
+        if point is not None:
+            if dict(point) not in self.points:
+                known = ", ".join(map(str, self.points[:4]))
+                raise ValueError(f"point={point}: expected one of {known}, ...")
+            number = self.points.index(dict(point))
+        return self.seed_index(seed) * len(self.points) + number
+
     def seed_index(self, seed: int | None) -> int:
         """Where a seed stands; the first where None is given.
 
@@ -389,18 +440,12 @@ class Experiment:
         window, rule = self.window, self.config.summary
         if self.round < self.config.rounds and self.metrics:
             window, rule = (self.metrics[-1]["round"],), "last"
-        metrics = summaries.summarize(
-            self.metrics, self.seeds, window, rule, self.round
-        )
-        ended = (self.round,)
-        last = summaries.summarize(self.metrics, self.seeds, ended, "last", self.round)
+        parts = [self._numbers_of(point, window, rule) for point in self.points]
         totals, seconds = self.totals, max(self.totals.seconds, 1e-9)
         state = self.simulation.joined
         return {
-            "metrics": metrics,
-            "last_round": last,
-            "numbers": sorted(self._numbers() & metrics.keys()),
-            "traffic": self._traffic(),
+            # Of a sweep its points by themselves: no mean over them says anything.
+            **(parts[0] if not self.config.sweep else {"metrics": {}, "sweep": parts}),
             "rounds": self.round,
             "summary": rule,
             "client_updates_per_second": totals.client_updates / seconds,
@@ -424,14 +469,33 @@ class Experiment:
             "client_chunk": self.task.execution.chunk,
         }
 
-    def _numbers(self) -> set[str]:
-        """Metrics that are no shares: what rounds measure, unless declared as such."""
-        return self.simulation.metrics.keys() - set(self.program.algorithm.shares)
+    def _numbers_of(
+        self, point: sweep.Point, window: Sequence[int], rule: str
+    ) -> dict[str, Any]:
+        """What a summary says of one point of a sweep, or of a run without one."""
+        records = [
+            sweep.without(record, point)
+            for record in self.metrics
+            if sweep.matches(record, point)
+        ]
+        metrics = summaries.summarize(records, self.seeds, window, rule, self.round)
+        ended = (self.round,)
+        last = summaries.summarize(records, self.seeds, ended, "last", self.round)
+        # What rounds measure are numbers, unless declared as shares.
+        measured = self.simulation.metrics.keys() - set(self.program.algorithm.shares)
+        out = {
+            "metrics": metrics,
+            "last_round": last,
+            "numbers": sorted(measured & metrics.keys()),
+            "traffic": self._traffic(self.points.index(point)),
+        }
+        return {"point": point, **out} if point else out
 
-    def _traffic(self) -> dict[str, dict[str, Any]]:
+    def _traffic(self, point: int) -> dict[str, dict[str, Any]]:
         """Messages and their bytes so far: {kind: {direction, messages, bytes}}."""
         kinds = self.program.algorithm.messages
-        seeds = [traffic.by_kind(counts, kinds) for counts in self.totals.messages]
+        counts = self.totals.messages[point :: len(self.points)]
+        seeds = [traffic.by_kind(one, kinds) for one in counts]
         return {
             kind.name: {
                 "direction": kind.direction,

@@ -32,9 +32,17 @@ def write_clients(folder: pathlib.Path, experiment: Experiment) -> None:
 
 
 def clients(experiment: Experiment) -> dict[str, np.ndarray]:
-    """Accuracies [seed, round, client], test sizes, class counts."""
-    return {
-        "accuracy": experiment.client_accuracies[:, : len(experiment.window)],
+    """Accuracies [seed, round, client], test sizes, class counts.
+
+    Of a sweep they are [seed, point, round, client], with the points' numbers by name.
+    """
+    accuracy = experiment.client_accuracies[:, : len(experiment.window)]
+    points, seeds = experiment.points, len(experiment.seeds)
+    if experiment.config.sweep:
+        accuracy = accuracy.reshape(seeds, len(points), *accuracy.shape[1:])
+    swept = {name: np.array([one[name] for one in points]) for name in points[0]}
+    return swept | {
+        "accuracy": accuracy,
         "rounds": np.asarray(experiment.window),
         "seeds": np.asarray(experiment.seeds),
         "test_size": np.asarray(experiment.data.partition.test.count),

@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from launch import sweep
+
 if TYPE_CHECKING:
     import pandas
 
@@ -46,11 +48,17 @@ def plot(
     """
     from launch import plot as plot_lib
 
-    runs = [_run(experiment) for experiment in experiments]
+    every = [_runs(experiment) for experiment in experiments]
+    runs = [run for one in every for run in one]
+    names = [
+        " ".join([name, *([sweep.label(run.point)] if run.point else [])])
+        for name, one in zip(names, every, strict=bool(names))
+        for run in one
+    ]
     return plot_lib.picture(kind, runs, metric, names)
 
 
-def _run(experiment: Experiment) -> Any:
+def _runs(experiment: Experiment) -> list[Any]:
     """An experiment in memory as `launch.plot` reads finished ones."""
     from launch import finished, flags
     from launch import plot as plot_lib
@@ -59,16 +67,20 @@ def _run(experiment: Experiment) -> Any:
         raise ValueError("nothing is measured yet; run() first")
     lines = flags.lines(experiment.config, experiment.hparams)
     told = dict(line.removeprefix("--").split("=", 1) for line in lines)
-    return plot_lib.Run(
-        pathlib.Path(experiment.config.workdir),
-        told,
-        experiment.metrics,
-        finished.clients(experiment),
+    return plot_lib.by_point(
+        plot_lib.Run(
+            pathlib.Path(experiment.config.workdir),
+            told,
+            experiment.metrics,
+            finished.clients(experiment),
+        )
     )
 
 
 def summaries(experiments: dict[str, Experiment]) -> pandas.DataFrame:
     """One line for each experiment: its metrics, mean over the seeds (and std).
+
+    Of a sweep one for each point.
 
     By the rule that stands in the column `summary`, such as `mean_last10`.
     """
@@ -78,11 +90,13 @@ def summaries(experiments: dict[str, Experiment]) -> pandas.DataFrame:
     for name, experiment in experiments.items():
         done = experiment.summary() if experiment.metrics else {}
         rule = done.get("summary", experiment.config.summary)
-        lines[name] = line = {"rounds": experiment.round, "summary": rule}
-        for metric, entry in done.get("metrics", {}).items():
-            line[metric] = entry["mean"]
-            if len(experiment.seeds) > 1:
-                line[f"{metric} std"] = entry["std"]
+        for part in done.get("sweep", [done]):
+            label = " ".join(filter(None, [name, sweep.label(part.get("point", {}))]))
+            lines[label] = line = {"rounds": experiment.round, "summary": rule}
+            for metric, entry in part.get("metrics", {}).items():
+                line[metric] = entry["mean"]
+                if len(experiment.seeds) > 1:
+                    line[f"{metric} std"] = entry["std"]
     return pandas.DataFrame.from_dict(lines, orient="index").rename_axis("algo")
 
 

@@ -21,9 +21,9 @@ from matplotlib import figure as figure_lib
 from matplotlib import ticker
 
 from launch import config as config_lib
-from launch import console, ending, finished, flags
+from launch import console, ending, finished, flags, sweep
 
-KINDS = ("curves", "fairness", "bubbles")
+KINDS = ("curves", "fairness", "bubbles", "heatmap")
 FORMATS = ("png", "pdf", "svg")
 SILENT = (*config_lib.EXECUTION_FIELDS, "algo", "seed", "num_seeds", "eval_every")
 SETTING = ("dataset", "partition", "partition_alpha", "num_clients")
@@ -43,7 +43,8 @@ class Run(NamedTuple):
     """One run: its flags, records, per-client arrays and summary.
 
     `clients` is empty where the run is not finished, `summary` None where there is none
-    in a folder.
+    in a folder. Of a sweep each point is a run, whose numbers are in `point` and in its
+    flags.
     """
 
     path: pathlib.Path
@@ -51,10 +52,34 @@ class Run(NamedTuple):
     records: list[dict[str, Any]]
     clients: dict[str, np.ndarray]
     summary: dict[str, Any] | None = None
+    point: Mapping[str, float] = {}
 
 
-def read(path: pathlib.Path) -> Run:
-    """Reads a run's folder, finished or not.
+def by_point(run: Run) -> list[Run]:
+    """The points of a sweep as runs; just the run, where there is none."""
+    points = sweep.points(run.flags.get("sweep", ""))
+    if not points[0]:
+        return [run]
+    told = {name: text for name, text in run.flags.items() if name != "sweep"}
+    out = []
+    for index, point in enumerate(points):
+        clients, summary = dict(run.clients), run.summary
+        if clients:
+            clients["accuracy"] = clients["accuracy"][:, index]
+        if summary is not None:
+            summary = summary | summary["sweep"][index]
+        records = [
+            sweep.without(record, point)
+            for record in run.records
+            if sweep.matches(record, point)
+        ]
+        flags_of = told | {name: f"{value:g}" for name, value in point.items()}
+        out.append(Run(run.path, flags_of, records, clients, summary, point))
+    return out
+
+
+def read(path: pathlib.Path) -> list[Run]:
+    """Reads a run's folder, finished or not; of a sweep its points.
 
     Raises:
         ValueError: there is no run in it that measured anything, or a damaged one.
@@ -70,7 +95,7 @@ def read(path: pathlib.Path) -> Run:
         with np.load(path / finished.CLIENTS) as file:
             clients = {name: file[name] for name in file.files}
     rows = [json.loads(line) for line in records]
-    return Run(path, told, rows, clients, summary)
+    return by_point(Run(path, told, rows, clients, summary))
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
@@ -158,7 +183,7 @@ def picture(
     if kind not in KINDS:
         raise ValueError(f"--kind={kind}: expected one of {', '.join(KINDS)}")
     names = [_unformatted(name) for name in names or labels(runs)]
-    for run in runs if kind != "curves" else ():
+    for run in runs if kind in ("fairness", "bubbles") else ():
         if not run.clients:
             raise ValueError(
                 f"--kind={kind}: {run.path} is not finished; leave it away, or give "
@@ -171,6 +196,12 @@ def picture(
         )
     if kind == "curves":
         return curves(runs, names, metrics_of(runs, metric))
+    if kind == "heatmap":
+        if not has_two_names(runs):
+            raise ValueError(
+                "--kind=heatmap: expected one sweep of two names; give --kind=curves"
+            )
+        return heatmap(runs, metrics_of(runs, metric)[0])
     return (fairness if kind == "fairness" else bubbles)(runs, names)
 
 
@@ -332,6 +363,49 @@ def bubbles(runs: Sequence[Run], names: Sequence[str]) -> Figure:
     return figure
 
 
+def has_two_names(runs: Sequence[Run]) -> bool:
+    """Whether the runs are the points of one sweep of two names, as a grid."""
+    swept = {tuple(run.point) for run in runs}
+    sides = [{run.point.get(n) for run in runs} for n in next(iter(swept))]
+    is_one = len(swept) == 1 and len({run.path for run in runs}) == 1
+    return is_one and len(sides) == 2 and len(sides[0]) * len(sides[1]) == len(runs)
+
+
+def heatmap(runs: Sequence[Run], metric: str) -> Figure:
+    """A metric's summary, mean over seeds, at each point of a sweep of two names."""
+    figure = Figure(layout="constrained")
+    draw_heatmap(figure.subplots(), runs, metric)
+    figure.suptitle(f"{_data(runs)}, {console.title(metric)}", fontsize=10)
+    return figure
+
+
+def draw_heatmap(axes: Any, runs: Sequence[Run], metric: str) -> None:
+    """Draws `heatmap` into axes: a cell for each pair, with its value."""
+    across, down = runs[0].point
+    columns, rows = (
+        sorted({run.point[name] for run in runs}) for name in (across, down)
+    )
+    scale, form = (100, ".1f") if _is_share(metric) else (1, ".3g")
+    values = np.full((len(rows), len(columns)), np.nan)
+    for run in runs:
+        place = rows.index(run.point[down]), columns.index(run.point[across])
+        if run.summary is not None:
+            values[place] = scale * run.summary["metrics"][metric]["mean"]
+        else:
+            _, mean, _ = over_seeds(run, metric, scale)
+            values[place] = mean[-1] if len(mean) else np.nan
+    image = axes.imshow(values, cmap="viridis", origin="lower", aspect="auto")
+    middle = np.nanmean([np.nanmin(values), np.nanmax(values)])
+    for (row, column), value in np.ndenumerate(values):
+        text = "" if np.isnan(value) else f"{value:{form}}"
+        color = "white" if value < middle else "black"
+        axes.text(column, row, text, ha="center", va="center", color=color, fontsize=9)
+    axes.set_xticks(range(len(columns)), [f"{one:g}" for one in columns])
+    axes.set_yticks(range(len(rows)), [f"{one:g}" for one in rows])
+    axes.set(xlabel=across, ylabel=down)
+    axes.figure.colorbar(image, ax=axes, label="%" if _is_share(metric) else "")
+
+
 def _data(runs: Sequence[Run]) -> str:
     """The data set, and the partition where all runs share it."""
     words = []
@@ -392,10 +466,11 @@ def _command(argv: Sequence[str]) -> None:
             raise ValueError(
                 f"--format={values.format}: expected one of {', '.join(FORMATS)}"
             )
-        runs = [read(pathlib.Path(folder)) for folder in folders]
+        runs = [run for folder in folders for run in read(pathlib.Path(folder))]
         all_kinds = ["curves"]
         if all(run.clients for run in runs):
             all_kinds += ["fairness"] * all(map(has_clients, runs)) + ["bubbles"]
+        all_kinds += ["heatmap"] * has_two_names(runs)
         kinds = values.kind.split(",") if values.kind else all_kinds
         figures = {kind: picture(kind, runs, values.metric) for kind in kinds}
     except (ValueError, absl_flags.Error) as error:

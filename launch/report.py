@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 import algorithms
 from data import loaders
 from launch import config as config_lib
-from launch import console, ending, finished, flags, papers, plot
+from launch import console, ending, finished, flags, papers, plot, sweep
 
 TEMPLATES = pathlib.Path(__file__).parent / "templates"
 COLORS = (
@@ -68,7 +68,14 @@ def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Ent
     Raises:
         ValueError: one holds no finished run, or a damaged one.
     """
-    runs = [plot.read(folder) for folder in folders]
+    found = [plot.read(folder) for folder in folders]
+    # A name of a folder is that of all of its points.
+    names = [
+        " ".join(filter(None, [name, sweep.label(run.point)]))
+        for name, points in zip(names, found, strict=bool(names))
+        for run in points
+    ]
+    runs = [run for points in found for run in points]
     for run in runs:
         if run.summary is None:
             raise ValueError(f"{run.path} holds no finished run")
@@ -144,7 +151,7 @@ def page(
             if name not in same and name not in silent
         ],
         same=[f"--{n}={told[0][n]}" for n in sorted(same) if n not in silent],
-        commands=[_command_of(entry.run) for entry in entries],
+        commands=list(dict.fromkeys(_command_of(entry.run) for entry in entries)),
     )
 
 
@@ -347,6 +354,19 @@ def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
             _curve(axes, entry, metric, place, scale=100)
         curves.append({"svg": _svg(figure), "caption": caption})
     sections = [{"title": title, "figures": curves, "note": "", "has_legend": True}]
+    runs = [entry.run for entry in entries]
+    if plot.has_two_names(runs):
+        figure, axes = _figure("", "")
+        axes.grid(False)
+        plot.draw_heatmap(axes, runs, metric)
+        shown = [{"svg": _svg(figure), "caption": f"{title}, %, by the summary rule."}]
+        note = (
+            "Of test rows: to choose a point by these would be to train on them; rows "
+            "of validation come later."
+        )
+        sections.insert(
+            0, {"title": "Sweep", "figures": shown, "note": note, "has_legend": False}
+        )
     sections.append(_clients(entries))
     moving = _moving(entries)
     if moving:

@@ -157,7 +157,7 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
     for algo in dict.fromkeys(row["algo"] for row in table["rows"].values()):
         kinds = settings.option_types(algo)
         for name, field in settings.fields_of(algo).items():
-            if name not in (*options, *OWN_FLAGS, "algo", "resume"):
+            if name not in (*options, *OWN_FLAGS, "algo", "resume", "sweep"):
                 options[name] = field
                 flags.define(values, name, field, kinds[name])
     rest = values([a for a in flags.expand(argv) if a not in names])

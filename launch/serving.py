@@ -128,19 +128,23 @@ class Serving(NamedTuple):
 
 
 def find(
-    experiment: Experiment, client_id: int | None, seed: int | None = None
+    experiment: Experiment,
+    client_id: int | None,
+    seed: int | None = None,
+    point: Mapping[str, float] | None = None,
 ) -> Serving:
     """The model that serves a client right now, or the server's first one.
 
     Raises:
-        ValueError: there is no such client, seed or model.
+        ValueError: there is no such client, seed, point or model.
     """
     processes.meet("a client's or the server's model")
     index, config = experiment.seed_index(seed), experiment.config
     if client_id is not None and client_id not in range(config.num_clients):
         raise ValueError(f"client_id={client_id}: expected 0..{config.num_clients - 1}")
     experiment.start()
-    state = jax.tree.map(lambda leaf: leaf[index], experiment.state)
+    row = experiment.variant(seed, point)
+    state = jax.tree.map(lambda leaf: leaf[row], experiment.state)
     part = jax.tree.map(lambda leaf: leaf[index], experiment.data.partition)
     data = experiment.data.replace(partition=part)
     model, variables = _found(experiment, client_id, state, data, index)

@@ -28,27 +28,35 @@ def check(wanted: bool) -> None:
 
 
 class TensorBoard:
-    """Scalars by the metric vocabulary, one run for each seed."""
+    """Scalars by the metric vocabulary, one run for each seed and point of a sweep."""
 
-    def __init__(self, folder: pathlib.Path, records: Sequence[Mapping[str, Any]]):
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        records: Sequence[Mapping[str, Any]],
+        swept: Sequence[str] = (),
+    ):
         """Begins anew with what was recorded so far.
 
         Args:
             folder: The run's.
             records: So far: a resumed run may have written later ones before.
+            swept: Names in a record that say its point.
         """
+        self._swept = tuple(swept)
         self._folder = folder / FOLDER
-        self._writers: dict[int, Any] = {}
+        self._writers: dict[str, Any] = {}
         shutil.rmtree(self._folder, ignore_errors=True)
         self.add(records)
 
     def add(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Writes records; they are on disk when this returns."""
         for record in records:
-            writer = self._writer(record["seed"])
+            point = {name: record[name] for name in self._swept}
+            writer = self._writer(" ".join([f"seed{record['seed']}", *_words(point)]))
             for name, value in record.items():
                 known = isinstance(value, (int, float)) and math.isfinite(value)
-                if known and name not in ("round", "seed"):
+                if known and name not in ("round", "seed", *self._swept):
                     # One name a tag: a hyphen or a blank would be changed.
                     writer.add_scalar(name, value, record["round"])
         for writer in self._writers.values():
@@ -59,15 +67,18 @@ class TensorBoard:
         for writer in self._writers.values():
             writer.close()
 
-    def _writer(self, seed: int) -> Any:
+    def _writer(self, name: str) -> Any:
         import tensorboardX  # only its users pay
 
-        if seed not in self._writers:
-            folder = str(self._folder / f"seed{seed}")
-            self._writers[seed] = tensorboardX.SummaryWriter(
-                folder, write_to_disk=True, max_queue=1
+        if name not in self._writers:
+            self._writers[name] = tensorboardX.SummaryWriter(
+                str(self._folder / name), write_to_disk=True, max_queue=1
             )
-        return self._writers[seed]
+        return self._writers[name]
+
+
+def _words(point: Mapping[str, float]) -> list[str]:
+    return [f"{name}={value:g}" for name, value in point.items()]
 
 
 def csv_text(records: Sequence[Mapping[str, Any]]) -> str:

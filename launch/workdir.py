@@ -197,7 +197,7 @@ class Workdir:
         self._write_csv()
         wanted = self.experiment.config.tensorboard and processes.is_first()
         if wanted and self._events is None:
-            self._events = tracking.TensorBoard(self.path, self.records)
+            self._events = self._tensorboard()
 
     def reopen(self) -> None:
         """Brings the experiment to where the folder stands; changes nothing there.
@@ -358,9 +358,13 @@ class Workdir:
         if not self.experiment.config.tensorboard:
             return
         if self._events is None:
-            self._events = tracking.TensorBoard(self.path, self.records)
+            self._events = self._tensorboard()
         else:
             self._events.add(records)
+
+    def _tensorboard(self) -> tracking.TensorBoard:
+        swept = tuple(self.experiment.points[0])
+        return tracking.TensorBoard(self.path, self.records, swept)
 
     def save(self) -> None:
         """Writes a checkpoint of the experiment as it is now."""

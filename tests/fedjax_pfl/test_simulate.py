@@ -258,7 +258,7 @@ def test_windows_do_not_matter_and_are_made_ahead(whole, unequal, short_windows)
     told = []
 
     def tell(first, count, length):
-        told.append((first, count, length, simulation.lanes[0].pending is not None))
+        told.append((first, count, length, simulation.calls[0].pending is not None))
 
     Watched(simulation, tell)
     experiment.run()
@@ -303,8 +303,8 @@ def test_seeds_are_updated_in_place(blobs):
     simulation.advance_to(1)
     (executable,) = simulation.program.rounds.executables
     memory = executable.memory_analysis()
-    lane = simulation.lanes[0].state.clients
-    own = sum(leaf.nbytes for leaf in jax.tree.leaves(lane))
+    call = simulation.calls[0].state.clients
+    own = sum(leaf.nbytes for leaf in jax.tree.leaves(call))
     assert memory.alias_size_in_bytes >= own
     assert memory.temp_size_in_bytes < own
 
@@ -343,7 +343,7 @@ def test_interrupted_run_goes_on(whole, unequal, short_windows, times):
     before = signal.getsignal(signal.SIGINT)
 
     def tell(first, count, length):
-        if first != 2 or simulation.lanes[0].pending is None:
+        if first != 2 or simulation.calls[0].pending is None:
             return
         for _ in range(times):
             thread = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT))
@@ -376,7 +376,7 @@ def test_exception_while_planning_ahead_loses_nothing(whole, unequal, short_wind
     Watched(experiment.simulation, tell)
     with pytest.raises(KeyboardInterrupt):
         experiment.simulation.advance_to(ROUNDS)
-    assert [lane.round for lane in experiment.simulation.lanes] == [2, 1]
+    assert [lane.round for lane in experiment.simulation.calls] == [2, 1]
     experiment.run()
     assert digest(experiment) == digest(both)
     assert counters(experiment) == counters(both)

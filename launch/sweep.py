@@ -1,0 +1,147 @@
+"""Sweeps: `--sweep='client_lr=0.01,0.03;proximal_weight=0.1,1'`, one run of all points.
+
+A point is a value for each name; a sweep is the product of its names' values. Which of
+them is best is not said anywhere: the rows that are left for it are test rows, and
+choosing by these would be training on them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedjax_pfl import options
+
+Point = dict[str, float]
+
+
+def text(given: Any) -> str:
+    """A sweep as one line: a mapping of names to values, or such a line, as it is.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"sweep={given!r}: expected names and values, such as "
+            '{"client_lr": [0.01, 0.1]}'
+        )
+    try:
+        return ";".join(
+            f"{name}={','.join(str(value) for value in values)}"
+            for name, values in given.items()
+        )
+    except TypeError as error:
+        raise ValueError(
+            f"sweep={given!r}: expected a list of values for each name"
+        ) from error
+
+
+def points(line: str) -> list[Point]:
+    """The points of a sweep, the last name's values in turn; [{}] without one.
+
+    Raises:
+        ValueError: one line.
+    """
+    if not line:
+        return [{}]
+    values: dict[str, list[float]] = {}
+    for part in line.split(";"):
+        name, equals, listed = part.strip().partition("=")
+        name = name.removeprefix("--")
+        if not (equals and name.isidentifier()):
+            raise ValueError(
+                f"--sweep={line}: expected NAME=VALUE,VALUE,... with a semicolon "
+                "between names"
+            )
+        if name in values:
+            raise ValueError(f"--sweep={line} names {name} twice")
+        try:
+            values[name] = [float(value) for value in listed.split(",")]
+        except ValueError as error:
+            raise ValueError(
+                f"--sweep={line}: {name} has a value that is not a number"
+            ) from error
+        if len(set(values[name])) < len(values[name]):
+            raise ValueError(f"--sweep={line}: {name} has a value twice")
+    product = itertools.product(*values.values())
+    return [dict(zip(values, point, strict=True)) for point in product]
+
+
+def of(line: str, hparams: Any, other_names: Sequence[str] = ()) -> list[Point]:
+    """The points of a sweep of one algorithm's numbers; [{}] without one.
+
+    Args:
+        line: `--sweep`.
+        hparams: The algorithm's options as they are without it.
+        other_names: Options that are not the algorithm's own.
+
+    Raises:
+        ValueError: one line: a name that no program takes as a number, or values that
+            belong to several programs.
+    """
+    found = points(line)
+    known = {field.name: field for field in dataclasses.fields(hparams)}
+    for name in found[0]:
+        why = _why_not(name, known, hparams, other_names)
+        if why:
+            raise ValueError(
+                f"--sweep={line}: {name} {why}; from Python build.compare({{...}}) "
+                "runs any settings side by side"
+            )
+    structures = []
+    for point in found:
+        here = dataclasses.replace(hparams, **point)
+        options.validate(here)
+        structure, floats = options.split_floats(here)
+        off = sorted(point.keys() - floats.keys())
+        if off:
+            raise ValueError(
+                f"--sweep={line}: 0 takes {off[0]} out of the program; leave it out of "
+                f"the sweep and run --{off[0]}=0 by itself"
+            )
+        structures.append(structure)
+    if any(one != structures[0] for one in structures):
+        raise ValueError(f"--sweep={line}: its points are several programs")
+    return found
+
+
+def _why_not(
+    name: str, known: Mapping[str, Any], hparams: Any, other_names: Sequence[str]
+) -> str:
+    """Why an option cannot be swept; empty if it can."""
+    if name in other_names:
+        return "shapes the data, the models or the run"
+    if name not in known:
+        return "is not an option of this algorithm"
+    value = getattr(hparams, name)
+    if isinstance(value, (bool, str)):
+        return "is a choice, each a program of its own"
+    if isinstance(value, int):
+        return "is an integer, each a program of its own"
+    if known[name].metadata.get("is_static"):
+        return "decides sizes, each a program of its own"
+    return "" if isinstance(value, float) else "is not a number"
+
+
+def label(point: Mapping[str, float]) -> str:
+    """A point in words: `client_lr=0.1 proximal_weight=1`."""
+    return " ".join(f"{name}={value:g}" for name, value in point.items())
+
+
+def matches(record: Mapping[str, Any], point: Mapping[str, float]) -> bool:
+    """Whether a record is of a point; every record is, where there is no sweep."""
+    return all(
+        math.isclose(record.get(name, math.nan), value, rel_tol=1e-12)
+        for name, value in point.items()
+    )
+
+
+def without(record: Mapping[str, Any], point: Mapping[str, float]) -> dict[str, Any]:
+    """A record without the names of its point."""
+    return {name: value for name, value in record.items() if name not in point}

@@ -1,0 +1,235 @@
+"""Sweeps: every point is the run that it would be alone, in one program."""
+
+import json
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import models
+from launch import build, console, flags, plot, report, sweep
+from launch import main as main_lib
+from tests.toys import model
+
+RATES, WEIGHTS = (0.02, 0.1), (0.1, 1.0, 5.0)
+SWEEP = {"client_lr": list(RATES), "proximal_weight": list(WEIGHTS)}
+LINE = "client_lr=0.02,0.1;proximal_weight=0.1,1.0,5.0"
+
+
+def make(blobs, algo="fedprox", **given):
+    """Six small clients, three a round."""
+    options = {
+        "algo": algo,
+        "preset": "none",
+        "dataset": blobs,
+        "model": "mlp",
+        "partition": "iid",
+        "test_split": "client_share",
+        "num_clients": 6,
+        "clients_per_round": 3,
+        "local_epochs": 1,
+        "batch_size": 8,
+        "rounds": 2,
+        "eval_every": 1,
+        "devices": 1,
+    }
+    return build.experiment(**options | given)
+
+
+def arrays(experiment, rows=slice(None)):
+    """What is compared of a state."""
+    state = experiment.simulation.state
+    return jax.tree.map(
+        lambda leaf: np.asarray(leaf)[rows], (state.server, state.clients)
+    )
+
+
+def untimed(records, leave=()):
+    """Records without times and some names."""
+    return [
+        {k: v for k, v in one.items() if k not in ("seconds", *leave)}
+        for one in records
+    ]
+
+
+@pytest.fixture(scope="module")
+def swept(blobs, tmp_path_factory):
+    """Two seeds at six points, in a folder; nobody changes it."""
+    folder = tmp_path_factory.mktemp("swept") / "run"
+    experiment = make(
+        blobs, sweep=SWEEP, num_seeds=2, workdir=str(folder), tensorboard=True, csv=True
+    )
+    experiment.run(progress=False)
+    return experiment, folder
+
+
+def test_every_point_is_its_own_run(swept, blobs):
+    """Bit for bit, its records too; all by one program."""
+    experiment, _ = swept
+    rounds = experiment.program.rounds
+    assert len(rounds.executables) == 1 and len(experiment.simulation.calls) == 12
+    for seed, rate, weight in ((0, 0.02, 1.0), (1, 0.1, 0.1)):
+        point = {"client_lr": rate, "proximal_weight": weight}
+        alone = make(blobs, seed=seed, **point)
+        assert alone.program.rounds is rounds
+        alone.run(progress=False)
+        row = experiment.variant(seed, point)
+        assert row == 6 * seed + experiment.points.index(point)
+        chex.assert_trees_all_equal(arrays(experiment, row), arrays(alone, 0))
+        mine = [
+            one
+            for one in experiment.metrics
+            if one["seed"] == seed and sweep.matches(one, point)
+        ]
+        assert untimed(mine, point) == untimed(alone.metrics)
+        assert list(mine[0])[:4] == ["round", "seed", "client_lr", "proximal_weight"]
+        found = experiment.summary()["sweep"][experiment.points.index(point)]
+        wanted = alone.summary()
+        assert found["point"] == point
+        name = "client_accuracy"
+        per_seed = found["metrics"][name]["per_seed"]
+        assert [per_seed[seed]] == wanted["metrics"][name]["per_seed"]
+        assert (
+            found["traffic"]["model up"]["bytes"]["mean"]
+            == (wanted["traffic"]["model up"]["bytes"]["mean"])
+        )
+        np.testing.assert_array_equal(
+            experiment.predict(2, np.zeros((1, 8, 8, 1), np.uint8), seed, point),
+            alone.predict(2, np.zeros((1, 8, 8, 1), np.uint8)),
+        )
+    assert len(rounds.executables) == 1
+
+
+@pytest.mark.parametrize("algo", ["fedavg", "fedper", "depthfl"])
+def test_points_as_a_vmapped_axis(algo, blobs, monkeypatch):
+    """As on accelerators: a call for each seed, with its plans once for all points.
+
+    So a branch by level stays one branch for all of them.
+    """
+    monkeypatch.setitem(models.MODELS, "with_exits", model.with_exits)
+    more = {"algo": algo, "sweep": {"client_lr": [0.02, 0.1, 0.3]}, "num_seeds": 2}
+    if algo == "depthfl":
+        more |= {"level_mix": "1:1:1", "model": "with_exits"}
+    one, other = (
+        make(blobs, **more, emulate=kind, client_chunk=1)
+        for kind in ("", "accelerator")
+    )
+    for experiment in (one, other):
+        experiment.run(progress=False)
+    calls = other.simulation.calls
+    assert [(len(one.variants), len(one.seeds)) for one in calls] == [(3, 1)] * 2
+    window = other.simulation._plan(0, 2)
+    assert window.cohorts[0].client_id.shape[0] == 1
+    assert len(other.program.rounds.executables) == 1
+    chex.assert_trees_all_close(arrays(one), arrays(other), rtol=0, atol=1e-6)
+    assert [r["client_lr"] for r in other.metrics[:3]] == [0.02, 0.1, 0.3]
+
+
+def test_a_folder_knows_its_points(swept, blobs):
+    """Records, clients, event files, tables and pictures have a point beside a seed."""
+    experiment, folder = swept
+    lines = [json.loads(one) for one in (folder / "metrics.jsonl").open()]
+    assert len(lines) == 3 * 12
+    pairs = [(one["client_lr"], one["proximal_weight"]) for one in lines[:6]]
+    assert pairs == [(rate, weight) for rate in RATES for weight in WEIGHTS]
+    assert f"--sweep={LINE}" in (folder / "run.flags").read_text().splitlines()
+    with np.load(folder / "clients.npz") as file:
+        assert file["accuracy"].shape[:2] == (2, 6)
+        assert file["client_lr"].tolist() == [0.02] * 3 + [0.1] * 3
+    names = {path.name for path in (folder / "tensorboard").iterdir()}
+    assert len(names) == 12 and "seed1 client_lr=0.1 proximal_weight=5" in names
+    head = (folder / "metrics.csv").read_text().splitlines()[0]
+    assert head.startswith("round,seed,client_lr,proximal_weight,")
+    frame = experiment.to_frame()
+    assert list(frame)[:4] == ["round", "seed", "client_lr", "proximal_weight"]
+
+    runs = plot.read(folder)
+    assert len(runs) == 6 and all(len(run.records) == 6 for run in runs)
+    assert runs[4].flags["client_lr"] == "0.1" and runs[4].point == {
+        "client_lr": 0.1,
+        "proximal_weight": 1.0,
+    }
+    assert plot.labels(runs)[4] == "fedprox client_lr=0.1 proximal_weight=1"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["metrics"] == {}
+    mean = summary["sweep"][4]["metrics"]["client_accuracy"]["mean"]
+    assert runs[4].summary["metrics"]["client_accuracy"]["mean"] == mean
+    np.testing.assert_allclose(np.nanmean(plot.accuracies(runs[4])), mean)
+    curves = plot.picture("curves", runs)
+    assert len(curves.axes[0].lines) == 6
+    heat = plot.picture("heatmap", runs).axes[0]
+    assert (heat.get_xlabel(), heat.get_ylabel()) == ("client_lr", "proximal_weight")
+    texts = {one.get_text() for one in heat.texts}
+    assert len(heat.texts) == 6 and f"{100 * mean:.1f}" in texts
+    assert len(experiment.plot("curves").axes[0].lines) == 6
+    page = report.page(report.read([folder]))
+    assert page.count("<h2>Sweep") == 1 or "Sweep" in page
+    table = console.table(summary).splitlines()
+    assert (
+        table[0].startswith("point") and "client_lr=0.1 proximal_weight=1 " in table[5]
+    )
+    assert "train on them" in table[7]
+
+
+def test_resumed_it_is_the_same(swept, blobs, tmp_path):
+    """Stopped after a round and opened again: the bits of the whole."""
+    whole, _ = swept
+    folder = str(tmp_path / "run")
+    first = make(blobs, sweep=LINE, num_seeds=2, workdir=folder)
+    first.run(until=1, progress=False)
+    again = build.load(folder)
+    assert (again.round, again.points) == (1, whole.points)
+    again.run(progress=False)
+    chex.assert_trees_all_equal(arrays(again), arrays(whole))
+    assert untimed(again.metrics) == untimed(whole.metrics)
+    assert (
+        again.summary()["parameters_sha256"] == (whole.summary()["parameters_sha256"])
+    )
+    with pytest.raises(ValueError, match="choose another"):
+        make(
+            blobs, sweep="client_lr=0.02,0.3", num_seeds=2, workdir=folder, resume=True
+        ).run(progress=False)
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("client_lr", "expected NAME=VALUE"),
+        ("client_lr=0.1,x", "a value that is not a number"),
+        ("client_lr=0.1,0.1", "client_lr has a value twice"),
+        ("client_lr=0.1;client_lr=0.2", "names client_lr twice"),
+        ("client_lr=-1,0.1", "--client_lr=-1.0: expected at least 0"),
+        ("local_epochs=1,2", "local_epochs is an integer.*compare"),
+        ("aggregation=1,2", "aggregation is a choice.*compare"),
+        ("partition_alpha=0.1,1", "partition_alpha shapes the data.*compare"),
+        ("model_width=0.5,1", "model_width shapes the data.*compare"),
+        ("density=0.1,0.5", "density is not an option of this algorithm"),
+        ("weight_decay=0,0.1", "0 takes weight_decay out of the program"),
+    ],
+)
+def test_refused(line, expected, blobs):
+    """One line that names the way."""
+    with pytest.raises(ValueError, match=expected):
+        make(blobs, sweep=line)
+
+
+def test_numbers_that_decide_sizes_are_refused(blobs):
+    """DisPFL's density; and what is not a mapping."""
+    with pytest.raises(ValueError, match="density decides sizes"):
+        make(blobs, algo="dispfl", num_peers=2, sweep={"density": [0.2, 0.5]})
+    with pytest.raises(ValueError, match="expected names and values"):
+        make(blobs, sweep=[0.1])
+    with pytest.raises(ValueError, match="a list of values"):
+        make(blobs, sweep={"client_lr": 0.1})
+
+
+def test_the_command_says_ranges_while_it_runs(blobs, tmp_path, capsys):
+    """Of all points the smallest and the largest, then a line for each."""
+    argv = ["main", "--algo=fedavg", f"--dataset={blobs}", "--model=mlp", "--rounds=1"]
+    argv += ["--num_clients=6", "--preset=none", "--test_split=client_share"]
+    argv += ["--sweep=client_lr=0.001,0.5", f"--workdir={tmp_path / 'run'}"]
+    main_lib.execute(flags.parse(argv))
+    out = capsys.readouterr().out
+    assert " to " in out.split("round 1/1")[1].splitlines()[0]
+    assert "client_lr=0.001" in out and "client_lr=0.5 " in out
