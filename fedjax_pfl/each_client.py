@@ -131,7 +131,9 @@ def over_clients(
 
     Rows are cut into chunks; a chunk is vmapped, chunks run one after another, and
     devices share the rows by `shard_map`, so that the clients' computation needs no
-    communication (a sum over clients needs one, at its end).
+    communication but for its end, where results come together. Before and behind it
+    every device computes the same: were rows sharded there too, XLA would cut sums over
+    clients by devices, and they would be rounded by who has which.
 
     Args:
         fns: `(row, shared, bound, local) -> out`, one for each level, or just one.
@@ -157,6 +159,10 @@ def over_clients(
         reduce: Any,
         local: Any,
     ) -> Any:
+        if how.mesh is not None:
+            rows, num_steps, level, reduce = _part_of_device(
+                (rows, num_steps, level, reduce), how.mesh
+            )
         num_rows = num_steps.shape[0]
         chunk = min(how.chunk, num_rows)
         local = jax.tree.map(lambda leaf: leaf[0], local)
@@ -193,8 +199,6 @@ def over_clients(
             out = _in_turn(on_chunk, parts, is_summed=reduce is not None)
         if how.mesh is None:
             return out
-        # What follows is computed by every device alike: a sum over clients would else
-        # be cut by devices, and rounded by who has which.
         kept = out if reduce is None else out[0]
         kept = jax.lax.all_gather(kept, "clients", tiled=True)
         return kept if reduce is None else (kept, _summed(out[1], how.mesh))
@@ -215,16 +219,27 @@ def over_clients(
             )
         if how.mesh is None:
             return on_device(rows, shared, num_steps, level, reduce, local)
-        by_row, everywhere = PartitionSpec("clients"), PartitionSpec()
+        by_device, everywhere = PartitionSpec("clients"), PartitionSpec()
         return jax.shard_map(
             on_device,
             mesh=how.mesh,
-            in_specs=(by_row, everywhere, by_row, by_row, by_row, by_row),
+            in_specs=(*[everywhere] * 5, by_device),
             out_specs=everywhere,
             check_vma=False,
         )(rows, shared, num_steps, level, reduce, local)
 
     return run
+
+
+def _part_of_device(rows: Any, mesh: jax.sharding.Mesh) -> Any:
+    """This device's rows of leaves [C, ...]."""
+    index = jax.lax.axis_index("clients")
+
+    def part(leaf: jax.Array) -> jax.Array:
+        size = leaf.shape[0] // mesh.size
+        return jax.lax.dynamic_slice_in_dim(leaf, index * size, size)
+
+    return jax.tree.map(part, rows)
 
 
 def _summed(parts: Any, mesh: jax.sharding.Mesh) -> Any:

@@ -193,18 +193,6 @@ def _jitted(of: _Structure) -> Program:
 
         return _over_variants(one, values, partition, seeds)
 
-    everywhere, seldom = execution.replicated(task.execution), _soon_compiled()
-
-    def known_everywhere(cohort: types.Cohort) -> types.Cohort:
-        """So that XLA does not cut sums over clients by devices: each rounds alike."""
-        if task.execution.mesh is None:
-            return cohort
-        parts = {name: plan.split() for name, plan in cohort.plans.items()}
-        rows = cohort.replace(plans={name: one[0] for name, one in parts.items()})
-        rows = jax.lax.with_sharding_constraint(rows, everywhere)
-        plans = {name: rows.plans[name].joined(one[1]) for name, one in parts.items()}
-        return rows.replace(plans=plans)
-
     def rounds(values, state, cohorts, first, num_rounds, data, partition):
         def one(values, state, cohorts, partition):
             method = algorithm(values)
@@ -216,7 +204,7 @@ def _jitted(of: _Structure) -> Program:
 
             def step(index, carry):
                 state, _, counts = carry
-                cohort = known_everywhere(cohorts.of_round(index, num_examples))
+                cohort = cohorts.of_round(index, num_examples)
                 state, metrics, sent = round(state, cohort, tables)
                 sent = traffic.counted(sent, method.messages, cohort.row_mask)
                 return state, metrics, counts.at[index].set(sent)
@@ -246,6 +234,7 @@ def _jitted(of: _Structure) -> Program:
 
         return _over_variants(one, values, state, cohort, partition)
 
+    everywhere, seldom = execution.replicated(task.execution), _soon_compiled()
     return Program(
         init=Compiled(jax.jit(init, out_shardings=everywhere, compiler_options=seldom)),
         rounds=Compiled(jax.jit(rounds, donate_argnums=1, out_shardings=everywhere)),

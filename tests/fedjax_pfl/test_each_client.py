@@ -268,7 +268,6 @@ def test_devices_communicate_at_the_end_alone(reduce, problem):
     """
     task, state, cohort, data = problem
     how = execution.Execution(2, small.mesh_of(4))
-    sharded = jax.NamedSharding(how.mesh, jax.P("clients"))
     everywhere = execution.replicated(how)
     hparams = local_training.LocalTraining(client_momentum=0.9)
     start = small.at_zero()
@@ -293,7 +292,7 @@ def test_devices_communicate_at_the_end_alone(reduce, problem):
     text = (
         jax.jit(
             update,
-            in_shardings=(sharded, everywhere, everywhere, sharded),
+            in_shardings=everywhere,
             out_shardings=everywhere,
         )
         .lower(cohort, data, start, jnp.full(8, 1 / 8))
