@@ -472,17 +472,9 @@ class Simulation:
         As many rounds as there is room for; a round that needs more makes room.
         """
         every = range(len(self.seeds))
-        most = min(self._length, max(self.rounds, stop) - first)
-        needed, count = 0, 0
-        while count < most:
-            needed = needed + np.stack(
-                [self.planner.examples(index, first + count) for index in every]
-            )
-            if needed.max() > self._capacity:
-                break
-            count += 1
+        count, needed = self._fitting(first, max(self.rounds, stop) - first)
         if not count:
-            count, self._capacity = 1, shapes.rounded_up_finely(int(needed.max()))
+            count, self._capacity = 1, shapes.rounded_up_finely(needed)
         planned = [
             self.planner.window(index, first, count, self._length, self._capacity)
             for index in every
@@ -498,6 +490,27 @@ class Simulation:
         ]
         placed = [self._place_window(one) for one in cohorts]
         return Window(first, first + count, placed, work)
+
+    def _fitting(self, first: int, most: int) -> tuple[int, int]:
+        """(rounds from `first` on for which there is room, examples of one more)."""
+        needed = np.zeros(1, np.int64)
+        for count in range(min(self._length, most)):
+            needed = needed + np.stack(
+                [
+                    self.planner.examples(index, first + count)
+                    for index in range(len(self.seeds))
+                ]
+            )
+            if needed.max() > self._capacity:
+                return count, int(needed.max())
+        return min(self._length, most), 0
+
+    def plan_bytes(self) -> float:
+        """Bytes of plans a round for one seed, in a window as full as it can be."""
+        count, _ = self._fitting(0, self._length)
+        count = max(count, 1)
+        window = self.planner.window(0, 0, count, self._length, self._capacity)
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(window.plans)) / count
 
     def _place_window(self, cohorts: types.Cohort) -> types.Cohort:
         """As `_place`, but each device gets the plans of its own rows alone."""

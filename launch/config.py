@@ -200,8 +200,7 @@ EXECUTION_FIELDS = (
     "csv",
 )
 
-# Options by what they are about, for --help; the others are the algorithm's, but for
-# --emulate, which is for tests.
+# Options by what they are about, for --help; the others are the algorithm's.
 GROUPS = {
     "run": (
         "algo", "preset", "rounds", "seed", "num_seeds", "sweep", "workdir", "resume",
@@ -219,6 +218,6 @@ GROUPS = {
     "evaluation": ("eval_every", "eval_clients", "eval_sample", "c_gen", "summary"),
     "machine": (
         "client_chunk", "min_chunk", "bucketed", "devices", "distributed",
-        "precision", "compile_cache",
+        "emulate", "precision", "compile_cache",
     ),
 }  # fmt: skip

@@ -20,6 +20,8 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
         rounds: How many; the first one warms up, unless it is alone.
     """
     given = given | {"rounds": rounds, "eval_every": rounds}
+    if callable(given["dataset"]):
+        given["dataset"] = given["dataset"]()
     experiment = build.experiment(**given)
     seconds = []
     config = experiment.config
@@ -48,6 +50,7 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
         "samples_per_second": rate,
         "step_efficiency": totals.step_efficiency,
         "padding_efficiency": totals.padding_efficiency,
+        "plan_bytes_per_round": experiment.simulation.plan_bytes(),
         "compile_seconds": experiment.compile_seconds,
         "peak_memory_bytes": devices.peak_memory_bytes(),
         "accuracy": record.get("global_accuracy"),
