@@ -86,6 +86,12 @@ def place(tree: Any, where: jax.sharding.Sharding) -> Any:
     return jax.tree.map(one, tree)
 
 
+def wait_for_all(what: str) -> None:
+    """Waits until all processes are here, however long that takes."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
+
+
 def agreed(seconds: float) -> float:
     """The clock of the first process, in all of them."""
     if jax.process_count() == 1:

@@ -447,7 +447,12 @@ class Simulation:
         self, function: program_lib.Compiled, args: tuple
     ) -> tuple[Callable, float]:
         """`function.ahead`, and the caller knows where it takes time."""
-        return function.ahead(*args, while_compiling=self.while_compiling)
+        found = function.ahead(*args, while_compiling=self.while_compiling)
+        if found[1]:
+            # Processes compile for themselves; a program's first collective waits half
+            # a minute for the others, this as long as it takes.
+            execution_lib.wait_for_all("compiled")
+        return found
 
     def _settle(self, call: Call) -> None:
         """Waits for a call's last call and counts it, once."""
