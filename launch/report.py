@@ -201,7 +201,8 @@ def _rows(
             if one is None:
                 cells.append(Cell("–"))
             else:
-                is_best = len(entries) > 1 and one["mean"] == best[name]
+                is_best = one["mean"] == best[name]
+                is_best &= len(entries) > 1 and not _is_sweep(entries)
                 cells.append(Cell(_percent(one), is_best))
             if name == metric and len(entries) > 1:
                 cells.append(_against(entry, base, metric))
@@ -248,12 +249,22 @@ def _against(entry: Entry, base: Entry, metric: str) -> Cell:
     return Cell(f"{gap.mean():+.1f}{std}", kind=kind)
 
 
+def _is_sweep(entries: Sequence[Entry]) -> bool:
+    """Whether the runs are the points of one sweep: none of them is then the best.
+
+    Their accuracies are of test rows, by which no point may be chosen.
+    """
+    return bool(entries[0].run.point) and len({e.run.path for e in entries}) == 1
+
+
 def _title(entries: Sequence[Entry]) -> str:
     algos = list(dict.fromkeys(entry.run.flags["algo"] for entry in entries))
     told = ", ".join(algos[:4]) + (" and others" if len(algos) > 4 else "")
     data = ", ".join(dict.fromkeys(e.run.flags["dataset"] for e in entries))
     if len(entries) == 1:
         return f"{told} on {data}"
+    if _is_sweep(entries):
+        return f"{told} on {data}: a sweep of {' and '.join(entries[0].run.point)}"
     return f"Which of {len(entries)} runs answers best on {data}? ({told})"
 
 
@@ -280,6 +291,15 @@ def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
         (entry for entry in entries if metric in entry.summary["metrics"]),
         key=lambda entry: -entry.summary["metrics"][metric]["mean"],
     )
+    if _is_sweep(entries):
+        means = [
+            _percent(e.summary["metrics"][metric]) for e in (ranked[-1], ranked[0])
+        ]
+        return (
+            f"Its {len(entries)} points have {means[0]} to {means[1]} % "
+            f"({console.title(metric)}) on test rows. To choose a point by these would "
+            "be to train on them; rows of validation come later."
+        )
     best = ranked[0]
     words = (
         f"{best.name} reaches {_percent(best.summary['metrics'][metric])} % "
@@ -360,12 +380,8 @@ def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
         axes.grid(False)
         plot.draw_heatmap(axes, runs, metric)
         shown = [{"svg": _svg(figure), "caption": f"{title}, %, by the summary rule."}]
-        note = (
-            "Of test rows: to choose a point by these would be to train on them; rows "
-            "of validation come later."
-        )
         sections.insert(
-            0, {"title": "Sweep", "figures": shown, "note": note, "has_legend": False}
+            0, {"title": "Sweep", "figures": shown, "note": "", "has_legend": False}
         )
     sections.append(_clients(entries))
     moving = _moving(entries)

@@ -164,7 +164,8 @@ def test_a_folder_knows_its_points(swept, blobs):
     assert len(heat.texts) == 6 and f"{100 * mean:.1f}" in texts
     assert len(experiment.plot("curves").axes[0].lines) == 6
     page = report.page(report.read([folder]))
-    assert page.count("<h2>Sweep") == 1 or "Sweep" in page
+    assert "a sweep of client_lr and proximal_weight" in page and ">Sweep<" in page
+    assert "Its 6 points have" in page and "answers best" not in page
     table = console.table(summary).splitlines()
     assert (
         table[0].startswith("point") and "client_lr=0.1 proximal_weight=1 " in table[5]
