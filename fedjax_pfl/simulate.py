@@ -490,11 +490,16 @@ class Simulation:
         ]
         cohorts = [_stack([planned[s] for s in call.seeds]) for call in self.calls]
         work = [
-            Work(*map(sum, zip(*(costs[s] for s in call.seeds), strict=True)))
+            Work(*map(sum, zip(*(costs[s] for s in self._seeds_of(call)), strict=True)))
             for call in self.calls
         ]
         placed = [self._place_window(one) for one in cohorts]
         return Window(first, first + count, placed, work)
+
+    def _seeds_of(self, call: Call) -> list[int]:
+        """The seed of each of a call's variants, as an index."""
+        points = len(self.totals.messages) // len(self.seeds)
+        return [variant // points for variant in call.variants]
 
     def _fitting(self, first: int, most: int) -> tuple[int, int]:
         """(rounds from `first` on for which there is room, examples of one more)."""

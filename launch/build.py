@@ -147,9 +147,9 @@ def experiment(**given: Any) -> Experiment:
     """
     given = {name: value for name, value in given.items() if value is not None}
     devices.begin(given.get("distributed", ""))
-    _check_alike(given)
     own_sha256 = _own_sha256(given)
     given, source, own_models = _named(given)
+    check_alike(given | {"own_sha256": own_sha256})
     config, hparams = settings.configure(given)
     if source is None:
         source = loaders.load(config.dataset, config.data_dir)
@@ -214,7 +214,7 @@ def compare(
         try:
             made.run(progress=progress, on_record=on_record)
         except KeyboardInterrupt as stopped:
-            print(f"{stopped}; of a comparison too", flush=True)
+            processes.say(f"{stopped}; of a comparison too", flush=True)
     return made
 
 
@@ -280,15 +280,16 @@ def _told(path: pathlib.Path) -> dict[str, str]:
 _OF_ONE_PROCESS = ("distributed", "data_dir", "compile_cache", "workdir")
 
 
-def _check_alike(given: Mapping[str, Any]) -> None:
+def check_alike(given: Mapping[str, Any]) -> None:
     """Refuses processes of one run that were given different options.
 
     Raises:
         ValueError: one line.
     """
     # The processes that there are, without which of them this one is.
-    together = given.get("distributed", "").rpartition(",")[0]
-    named = {"distributed": together} | {
+    together = (given.get("distributed") or "").rpartition(",")[0]
+    has_folder = "given" if given.get("workdir") else "unset"
+    named = {"distributed": together, "workdir": has_folder} | {
         name: value if isinstance(value, (str, int, float)) else type(value).__name__
         for name, value in given.items()
         if name not in _OF_ONE_PROCESS
@@ -466,6 +467,7 @@ def assemble(
             f"clients one architecture; name one, or take {_who('several_models')}"
         )
     points = sweep.of(config.sweep, hparams, tuple(vars(config)))
+    _check_points(config.sweep, entry, hparams, points, task)
     # What is compiled has the points' numbers as arguments.
     first = dataclasses.replace(hparams, **points[0])
     program = program_lib.build(entry.make, first, task, _scoring(config, data))
@@ -516,6 +518,25 @@ def assemble(
     return made
 
 
+def _check_points(
+    line: str, entry: Any, hparams: Any, points: list[sweep.Point], task: types.Task
+) -> None:
+    """Refuses a sweep whose points differ in more than numbers of one program.
+
+    Raises:
+        ValueError: one line, also what the algorithm refuses of a point.
+    """
+    facts = []
+    for point in points if line else ():
+        made = entry.make(dataclasses.replace(hparams, **point), task)
+        facts.append((made.plans, made.peers, made.messages))
+    if any(one != facts[0] for one in facts):
+        raise ValueError(
+            f"--sweep={line}: its points have other plans, peers or messages; from "
+            "Python build.compare({...}) runs any settings side by side"
+        )
+
+
 def _started(
     config: config_lib.Config,
     server_model: types.Model,
@@ -564,7 +585,9 @@ def _data(
                 "--num_seeds=1 or a --partition_seed"
             )
         try:
-            partitions.export(splits[0], config.export_partition)
+            processes.on_first(
+                lambda: partitions.export(splits[0], config.export_partition)
+            )
         except OSError as error:
             raise OSError(
                 f"--export_partition={config.export_partition} cannot be written: "

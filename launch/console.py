@@ -60,10 +60,12 @@ def headline(
             for point in points
         ]
         every = {name: [line[name] for line in lines] for name in lines[0]}
-        return {
-            name: " to ".join(dict.fromkeys((min(v, key=float), max(v, key=float))))
+        # A point that is no number any more is the largest.
+        ends = [
+            (name, sorted(v, key=lambda text: (text == "nan", float(text))))
             for name, v in every.items()
-        }
+        ]
+        return {name: " to ".join(dict.fromkeys((v[0], v[-1]))) for name, v in ends}
     shared = set.intersection(*(set(record) for record in records))
     names = [n for n in HEADLINES if n in shared]
     if "c_gen" not in names and "client_accuracy" in shared:

@@ -127,7 +127,7 @@ def _resumed(fresh: Callable[[], Experiment], rounds: int) -> Experiment:
     before.run(rounds // 2, progress=False)
     arrays, host = before.saved()
     arrays = jax.tree.map(
-        lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else np.array(leaf),
+        lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf[:].copy(),
         arrays,
     )
     after.load(before.round, arrays, host, before.metrics)

@@ -395,7 +395,8 @@ class Experiment:
         """A picture of `launch.plot`, a matplotlib figure that notebooks show.
 
         Args:
-            kind: `curves`, `fairness` or `bubbles`.
+            kind: `curves`, `fairness` or `bubbles`; of a sweep of two names also
+                `heatmap`.
             metric: Of the curves, several separated by commas; empty = the first of the
                 usual ones.
         """

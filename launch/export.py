@@ -49,6 +49,11 @@ def _command(argv: Sequence[str]) -> None:
         experiment = build.load(pathlib.Path(folders[0]), **moved)
         if not experiment.round:
             raise ValueError(f"{folders[0]} has no checkpoint yet")
+        if experiment.config.sweep:
+            raise ValueError(
+                f"{folders[0]} holds a sweep; from Python: build.load(...).save_model("
+                "path, client_id, point={...})"
+            )
         client = None if values.client == -1 else values.client
         seed = None if values.seed == -1 else values.seed
         print(experiment.save_model(values.output, client, seed))

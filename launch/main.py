@@ -28,6 +28,7 @@ def execute(given: dict[str, Any]) -> dict[str, Any]:
     """
     try:
         devices.begin(given.get("distributed") or "")
+        build.check_alike(given)
         given = workdir_lib.with_stored_rounds(given)
         experiment = build.experiment(**given)
     except ValueError as error:

@@ -23,7 +23,7 @@ from matplotlib import ticker
 from launch import config as config_lib
 from launch import console, ending, finished, flags, sweep
 
-KINDS = ("curves", "fairness", "bubbles", "heatmap")
+KINDS = ("curves", "fairness", "bubbles")
 FORMATS = ("png", "pdf", "svg")
 SILENT = (*config_lib.EXECUTION_FIELDS, "algo", "seed", "num_seeds", "eval_every")
 SETTING = ("dataset", "partition", "partition_alpha", "num_clients")
@@ -60,7 +60,7 @@ def by_point(run: Run) -> list[Run]:
     points = sweep.points(run.flags.get("sweep", ""))
     if not points[0]:
         return [run]
-    told = {name: text for name, text in run.flags.items() if name != "sweep"}
+    told = run.flags | {"sweep": ""}
     out = []
     for index, point in enumerate(points):
         clients, summary = dict(run.clients), run.summary
@@ -73,13 +73,13 @@ def by_point(run: Run) -> list[Run]:
             for record in run.records
             if sweep.matches(record, point)
         ]
-        flags_of = told | {name: f"{value:g}" for name, value in point.items()}
+        flags_of = told | {name: str(value) for name, value in point.items()}
         out.append(Run(run.path, flags_of, records, clients, summary, point))
     return out
 
 
-def read(path: pathlib.Path) -> list[Run]:
-    """Reads a run's folder, finished or not; of a sweep its points.
+def read(path: pathlib.Path) -> Run:
+    """Reads a run's folder, finished or not.
 
     Raises:
         ValueError: there is no run in it that measured anything, or a damaged one.
@@ -95,7 +95,7 @@ def read(path: pathlib.Path) -> list[Run]:
         with np.load(path / finished.CLIENTS) as file:
             clients = {name: file[name] for name in file.files}
     rows = [json.loads(line) for line in records]
-    return by_point(Run(path, told, rows, clients, summary))
+    return Run(path, told, rows, clients, summary)
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
@@ -172,7 +172,7 @@ def picture(
     """One of the pictures.
 
     Args:
-        kind: One of `KINDS`.
+        kind: One of `KINDS`, or `heatmap`.
         runs: What to draw.
         metric: Of the curves, separated by commas; empty = `metrics_of` chooses.
         names: Of the runs; empty = by what tells them apart.
@@ -180,8 +180,8 @@ def picture(
     Raises:
         ValueError: no such picture or metric, or one that needs finished runs.
     """
-    if kind not in KINDS:
-        raise ValueError(f"--kind={kind}: expected one of {', '.join(KINDS)}")
+    if kind not in (*KINDS, "heatmap"):
+        raise ValueError(f"--kind={kind}: expected one of {', '.join(KINDS)}, heatmap")
     names = [_unformatted(name) for name in names or labels(runs)]
     for run in runs if kind in ("fairness", "bubbles") else ():
         if not run.clients:
@@ -389,8 +389,9 @@ def draw_heatmap(axes: Any, runs: Sequence[Run], metric: str) -> None:
     values = np.full((len(rows), len(columns)), np.nan)
     for run in runs:
         place = rows.index(run.point[down]), columns.index(run.point[across])
-        if run.summary is not None:
-            values[place] = scale * run.summary["metrics"][metric]["mean"]
+        known = (run.summary or {}).get("metrics", {}).get(metric)
+        if known is not None:
+            values[place] = scale * known["mean"]
         else:
             _, mean, _ = over_seeds(run, metric, scale)
             values[place] = mean[-1] if len(mean) else np.nan
@@ -400,8 +401,8 @@ def draw_heatmap(axes: Any, runs: Sequence[Run], metric: str) -> None:
         text = "" if np.isnan(value) else f"{value:{form}}"
         color = "white" if value < middle else "black"
         axes.text(column, row, text, ha="center", va="center", color=color, fontsize=9)
-    axes.set_xticks(range(len(columns)), [f"{one:g}" for one in columns])
-    axes.set_yticks(range(len(rows)), [f"{one:g}" for one in rows])
+    axes.set_xticks(range(len(columns)), [str(one) for one in columns])
+    axes.set_yticks(range(len(rows)), [str(one) for one in rows])
     axes.set(xlabel=across, ylabel=down)
     axes.figure.colorbar(image, ax=axes, label="%" if _is_share(metric) else "")
 
@@ -453,7 +454,7 @@ def _command(argv: Sequence[str]) -> None:
             "kind",
             "",
             f"pictures to draw, separated by commas; default {','.join(KINDS)}, of "
-            "runs that are not finished curves",
+            "runs that are not finished curves; of a sweep of two names also heatmap",
         ),
         ("format", "png", "png, pdf or svg"),
     ):
@@ -466,7 +467,7 @@ def _command(argv: Sequence[str]) -> None:
             raise ValueError(
                 f"--format={values.format}: expected one of {', '.join(FORMATS)}"
             )
-        runs = [run for folder in folders for run in read(pathlib.Path(folder))]
+        runs = [run for name in folders for run in by_point(read(pathlib.Path(name)))]
         all_kinds = ["curves"]
         if all(run.clients for run in runs):
             all_kinds += ["fairness"] * all(map(has_clients, runs)) + ["bubbles"]

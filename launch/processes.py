@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -32,9 +33,12 @@ MEET_SECONDS = 120
 # jax's runtime ends a process in C++ when another is gone, and says so on stderr. This
 # stands between its stderr and ours, and says our line first.
 _FIRST_LINE = """
-import os, sys
+import os, select, sys
 held, is_fatal = b"", False
 while True:
+    if held and not select.select([0], [], [], 1.0)[0]:
+        os.write(2, held)
+        held = b""
     got = os.read(0, 65536)
     held += got
     if not is_fatal and b"Terminating process because the JAX" in held:
@@ -220,10 +224,11 @@ def _lost(reason: str = "") -> str:
 
 @contextlib.contextmanager
 def ended() -> Iterator[None]:
-    """Ends a process of several with one line and its exit code, whatever happens.
+    """Ends a process of several with its exit code.
 
-    Where all end alike they wait for one another, but never longer than
-    `END_SECONDS`; a process that was interrupted, or lost another, waits for nobody.
+    Where all have done what they should they wait for one another; a process that
+    refuses something waits `END_SECONDS` for others that do, one that was interrupted,
+    or lost another, for nobody.
     """
     try:
         yield
@@ -243,6 +248,9 @@ def _leave(code: int, waits: bool) -> NoReturn:
             file.flush()
     if waits:
         with contextlib.suppress(Exception):  # whoever else is gone: so are we
+            if code in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+                # One may still work alone, such as at a report.
+                gathered(code)
             jax.distributed.shutdown()
     os._exit(code)
 

@@ -68,7 +68,7 @@ def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Ent
     Raises:
         ValueError: one holds no finished run, or a damaged one.
     """
-    found = [plot.read(folder) for folder in folders]
+    found = [plot.by_point(plot.read(folder)) for folder in folders]
     # A name of a folder is that of all of its points.
     names = [
         " ".join(filter(None, [name, sweep.label(run.point)]))

@@ -202,11 +202,11 @@ def _command(argv: Sequence[str]) -> None:
     try:
         name, own, given = _parse(argv)
         table = papers.load_table(name)
+        devices.begin(given.get("distributed") or "")
         dataset = given.pop("dataset", None) or table.get("dataset", "fashion_mnist")
         dataset = available(dataset, given.get("data_dir", ""))
         # Where and what, not how: not worth a word above the table.
         execution = {key: given.pop(key) for key in EXECUTION if key in given}
-        devices.begin(execution.get("distributed") or "")
         seeds = {"seed": given.pop("seed", 0), "num_seeds": given.pop("num_seeds", 1)}
         wanted = papers.cells(table, dataset, own["scenario"], own["row"], given)
         for cell in wanted:

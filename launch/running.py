@@ -60,4 +60,5 @@ def run(
         if due or stop or done >= until:
             folder.save()
             saved_time = time.monotonic()
+    stop.agree()
     return experiment.round >= until

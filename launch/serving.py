@@ -88,7 +88,11 @@ class Serving(NamedTuple):
                 "cannot be written"
             )
         normal = {"mean": self.data.mean, "scale": self.data.scale}
-        return model_files.write(path, self.model, self.variables, normal)
+
+        def write() -> str:
+            return str(model_files.write(path, self.model, self.variables, normal))
+
+        return pathlib.Path(processes.on_first(write))
 
     def _logits(self, images: Any) -> np.ndarray:
         """The served logits f32[N, Y] of raw images."""

@@ -19,23 +19,32 @@ Point = dict[str, float]
 
 
 def text(given: Any) -> str:
-    """A sweep as one line: a mapping of names to values, or such a line, as it is.
+    """A sweep as one line, written alike for equal points; empty for an empty one.
+
+    Args:
+        given: A mapping of names to values, or such a line.
 
     Raises:
         ValueError: it is neither.
     """
     if isinstance(given, str):
-        return given
+        found = points(given)
+        values = {name: [point[name] for point in found] for name in found[0]}
+        return ";".join(
+            f"{name}={','.join(map(str, dict.fromkeys(every)))}"
+            for name, every in values.items()
+        )
     if not isinstance(given, Mapping):
         raise ValueError(
             f"sweep={given!r}: expected names and values, such as "
             '{"client_lr": [0.01, 0.1]}'
         )
     try:
-        return ";".join(
+        line = ";".join(
             f"{name}={','.join(str(value) for value in values)}"
             for name, values in given.items()
         )
+        return text(line)
     except TypeError as error:
         raise ValueError(
             f"sweep={given!r}: expected a list of values for each name"
@@ -119,19 +128,20 @@ def _why_not(
         return "shapes the data, the models or the run"
     if name not in known:
         return "is not an option of this algorithm"
-    value = getattr(hparams, name)
+    value, kind = getattr(hparams, name), str(known[name].type)
+    if kind.startswith("float") or known[name].type is float:
+        is_static = known[name].metadata.get("is_static")
+        return "decides sizes, each a program of its own" if is_static else ""
     if isinstance(value, (bool, str)):
         return "is a choice, each a program of its own"
     if isinstance(value, int):
         return "is an integer, each a program of its own"
-    if known[name].metadata.get("is_static"):
-        return "decides sizes, each a program of its own"
-    return "" if isinstance(value, float) else "is not a number"
+    return "is not a number"
 
 
 def label(point: Mapping[str, float]) -> str:
-    """A point in words: `client_lr=0.1 proximal_weight=1`."""
-    return " ".join(f"{name}={value:g}" for name, value in point.items())
+    """A point in words: `client_lr=0.1 proximal_weight=1.0`."""
+    return " ".join(f"{name}={value}" for name, value in point.items())
 
 
 def matches(record: Mapping[str, Any], point: Mapping[str, float]) -> bool:

@@ -11,6 +11,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from launch import sweep
+
 FOLDER, CSV = "tensorboard", "metrics.csv"
 
 
@@ -53,7 +55,8 @@ class TensorBoard:
         """Writes records; they are on disk when this returns."""
         for record in records:
             point = {name: record[name] for name in self._swept}
-            writer = self._writer(" ".join([f"seed{record['seed']}", *_words(point)]))
+            name = " ".join(filter(None, [f"seed{record['seed']}", sweep.label(point)]))
+            writer = self._writer(name)
             for name, value in record.items():
                 known = isinstance(value, (int, float)) and math.isfinite(value)
                 if known and name not in ("round", "seed", *self._swept):
@@ -75,10 +78,6 @@ class TensorBoard:
                 str(self._folder / name), write_to_disk=True, max_queue=1
             )
         return self._writers[name]
-
-
-def _words(point: Mapping[str, float]) -> list[str]:
-    return [f"{name}={value:g}" for name, value in point.items()]
 
 
 def csv_text(records: Sequence[Mapping[str, Any]]) -> str:

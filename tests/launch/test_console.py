@@ -70,7 +70,7 @@ class Run:
 
     def __init__(self, rounds):
         self.round, self.config = 0, SimpleNamespace(rounds=rounds, algo="mine")
-        self.totals = SimpleNamespace(seconds=0.0)
+        self.totals, self.points = SimpleNamespace(seconds=0.0), [{}]
         self.simulation = SimpleNamespace(metrics={}, while_compiling=None)
 
     def advance(self, rounds, seconds, loss):

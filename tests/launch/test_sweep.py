@@ -123,6 +123,10 @@ def test_points_as_a_vmapped_axis(algo, blobs, monkeypatch):
     assert window.cohorts[0].client_id.shape[0] == 1
     assert len(other.program.rounds.executables) == 1
     chex.assert_trees_all_close(arrays(one), arrays(other), rtol=0, atol=1e-6)
+    # Each point's work counts, however many are computed at once.
+    mine, theirs = one.totals, other.totals
+    assert mine.samples == theirs.samples > 0 and mine.steps == theirs.steps
+    assert mine.client_updates == theirs.client_updates
     assert [r["client_lr"] for r in other.metrics[:3]] == [0.02, 0.1, 0.3]
 
 
@@ -138,19 +142,19 @@ def test_a_folder_knows_its_points(swept, blobs):
         assert file["accuracy"].shape[:2] == (2, 6)
         assert file["client_lr"].tolist() == [0.02] * 3 + [0.1] * 3
     names = {path.name for path in (folder / "tensorboard").iterdir()}
-    assert len(names) == 12 and "seed1 client_lr=0.1 proximal_weight=5" in names
+    assert len(names) == 12 and "seed1 client_lr=0.1 proximal_weight=5.0" in names
     head = (folder / "metrics.csv").read_text().splitlines()[0]
     assert head.startswith("round,seed,client_lr,proximal_weight,")
     frame = experiment.to_frame()
     assert list(frame)[:4] == ["round", "seed", "client_lr", "proximal_weight"]
 
-    runs = plot.read(folder)
+    runs = plot.by_point(plot.read(folder))
     assert len(runs) == 6 and all(len(run.records) == 6 for run in runs)
     assert runs[4].flags["client_lr"] == "0.1" and runs[4].point == {
         "client_lr": 0.1,
         "proximal_weight": 1.0,
     }
-    assert plot.labels(runs)[4] == "fedprox client_lr=0.1 proximal_weight=1"
+    assert plot.labels(runs)[4] == "fedprox client_lr=0.1 proximal_weight=1.0"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["metrics"] == {}
     mean = summary["sweep"][4]["metrics"]["client_accuracy"]["mean"]
@@ -168,7 +172,8 @@ def test_a_folder_knows_its_points(swept, blobs):
     assert "Its 6 points have" in page and "answers best" not in page
     table = console.table(summary).splitlines()
     assert (
-        table[0].startswith("point") and "client_lr=0.1 proximal_weight=1 " in table[5]
+        table[0].startswith("point")
+        and "client_lr=0.1 proximal_weight=1.0 " in table[5]
     )
     assert "train on them" in table[7]
 
@@ -213,6 +218,27 @@ def test_refused(line, expected, blobs):
     """One line that names the way."""
     with pytest.raises(ValueError, match=expected):
         make(blobs, sweep=line)
+
+
+def test_points_that_differ_in_more_than_numbers(blobs):
+    """Another graph, and what the algorithm refuses of a point alone."""
+    peers = {"algo": "dfedavg", "topology": "erdos_renyi"}
+    with pytest.raises(ValueError, match="other plans, peers or messages.*compare"):
+        make(blobs, **peers, sweep={"edge_probability": [0.2, 0.9]})
+    with pytest.raises(ValueError, match="--edge_probability=0.9 has no effect"):
+        make(blobs, algo="dfedavg", num_peers=2, sweep="edge_probability=0.2,0.9")
+
+
+def test_points_that_are_nearly_equal_stay_apart(blobs, tmp_path):
+    """In names, records and pictures; equal sweeps are written alike."""
+    near = {"client_lr": [0.1, 0.10000001, 1]}
+    experiment = make(blobs, sweep=near)
+    assert experiment.config.sweep == "client_lr=0.1,0.10000001,1.0"
+    assert sweep.text(" client_lr=0.10,.10000001 , 1") == experiment.config.sweep
+    experiment.run(progress=False)
+    assert len(experiment.plot().axes[0].lines) == 3
+    table = console.table(experiment.summary())
+    assert "client_lr=0.10000001 " in table and "client_lr=1.0 " in table
 
 
 def test_numbers_that_decide_sizes_are_refused(blobs):
