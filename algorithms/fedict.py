@@ -189,11 +189,12 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         rate = local_training.learning_rate(hparams, state.round)
         tx = local_training.optimizer(hparams, rate)
         rows = (cohort.client_id, cohort.depth, own)
+        steps = cohort.plans["server"].known_everywhere(task.execution)
 
         def step(index: jax.Array, carry: Any) -> Any:
             server, opt_state = carry
             number, depth, own = stacked.take(rows, order[index])
-            plan = cohort.plans["server"].of_row(order[index])
+            plan = steps.of_row(order[index])
             bound = jnp.where(cohort.row_mask[order[index]], plan.num_steps, 0)
             client = each_client.Client(
                 number, depth, own, (), plan, bound, data, state.key, state.round

@@ -327,24 +327,6 @@ class Planner:
         }
 
 
-def executed(num_steps: np.ndarray, chunk: int, devices: int = 1) -> int:
-    """Local steps that cohorts would execute in chunks of a size, padding included.
-
-    Args:
-        num_steps: int[T, C], steps of the clients of T cohorts, without padding rows;
-            taken as sorted by steps alone.
-        chunk: Rows of a chunk.
-        devices: Devices that share the rows.
-    """
-    steps = np.sort(num_steps, axis=-1)
-    num_rows = steps.shape[-1]
-    num_chunks = -(-num_rows // (devices * chunk))
-    # Ends of chunks, dealt to the devices, padding rows first: as `Planner.drawn`.
-    last = (np.arange(1, num_chunks + 1) * chunk - 1)[:, None] * devices
-    index = last + np.arange(devices) - (num_chunks * chunk * devices - num_rows)
-    return int(steps[..., index[index >= 0]].sum()) * chunk
-
-
 def choose_chunk(
     num_steps: np.ndarray, *, batch_size: int, min_chunk: int = 0, devices: int = 1
 ) -> tuple[int, float]:
@@ -354,8 +336,8 @@ def choose_chunk(
     more of them, as all of its clients run as long as its longest.
 
     Args:
-        num_steps: int[T, C], steps of the clients of T typical cohorts, as in
-            `executed`.
+        num_steps: int[T, C], steps of the clients of T typical cohorts, without padding
+            rows; taken as sorted by steps alone.
         batch_size: Examples of a client's step.
         min_chunk: The least chunk, 0 = any.
         devices: Devices that share the rows.
@@ -365,11 +347,18 @@ def choose_chunk(
         cost equally much, the largest.
     """
     steps = np.sort(num_steps, axis=-1)
-    per_device = -(-steps.shape[-1] // devices)
+    num_rows = steps.shape[-1]
+    per_device = -(-num_rows // devices)
+
+    def executed(chunk: int) -> int:
+        num_chunks = -(-per_device // chunk)
+        # Ends of chunks, dealt to the devices, padding rows first: as `Planner.drawn`.
+        last = (np.arange(1, num_chunks + 1) * chunk - 1)[:, None] * devices
+        index = last + np.arange(devices) - (num_chunks * chunk * devices - num_rows)
+        return int(steps[..., index[index >= 0]].sum()) * chunk
 
     def cost(chunk: int) -> float:
-        step_cost = execution_lib.step_cost(chunk, batch_size)
-        return executed(steps, chunk, devices) * step_cost
+        return executed(chunk) * execution_lib.step_cost(chunk, batch_size)
 
     # All small ones, and of the large ones those of a sixteenth more than the last and
     # those that cut the rows evenly.
@@ -381,4 +370,4 @@ def choose_chunk(
         candidates.add(min(size, per_device))
     candidates = {n for n in candidates if n >= min(min_chunk, per_device)}
     best = min(candidates, key=lambda chunk: (cost(chunk), -chunk))
-    return best, float(steps.sum() / max(executed(steps, best, devices), 1))
+    return best, float(steps.sum() / max(executed(best), 1))

@@ -117,8 +117,9 @@ def digest(state: Any) -> str:
         return bits.hexdigest()
 
     total = hashlib.sha256()
-    # Threads: hashing leaves Python's lock, and a large population is gigabytes.
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    # Threads: hashing leaves Python's lock, and a large population is gigabytes. Few of
+    # them, as each holds a piece.
+    with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         found = pool.map(of_bits, jax.tree.leaves(state))
         for (name, (dtype, shape)), bits in zip(
             _shapes(state).items(), found, strict=True

@@ -22,7 +22,7 @@ from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import program as program_lib
 
 CALL_SECONDS = 10.0
-WINDOW_BYTES = 16 << 20
+WINDOW_BYTES = 64 << 20
 MAX_WINDOW_ROUNDS = 64
 
 
@@ -85,7 +85,11 @@ class Totals:
 
     @property
     def step_efficiency(self) -> float:
-        """Real local steps over executed ones: a chunk runs to its longest client."""
+        """Real local steps over executed ones: a chunk runs to its longest client.
+
+        All plans count as if run in chunks, also FedICT's on the server. A run that
+        began in an earlier version counts from where it was resumed.
+        """
         return self.steps / max(self.executed_steps, 1)
 
 
@@ -149,7 +153,7 @@ def window_rounds(
 
     From what a round has on average, never from the rounds of a run, so that runs of
     any length are one program; in steps of a sixteenth, so that similar clients share
-    it too.
+    it too. Rounds so large that few fit leave more than a sixth of the room empty.
 
     Args:
         cohort: Any round's; its plans are not looked at.

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from fedjax_pfl import rng
+from fedjax_pfl import execution, rng
 from fedjax_pfl.execution import Execution
 
 # In train mode running statistics move by this share towards those of the batch.
@@ -281,6 +281,13 @@ class Plan:
         device = row // (self.first.shape[0] // position.shape[0])
         one = jax.tree.map(lambda leaf: jnp.take(leaf, row, mode="clip"), rows)
         return one.joined(jnp.take(position, device, axis=0, mode="clip"))
+
+    def known_everywhere(self, how: Execution) -> Plan:
+        """The same with all positions on every device: before a loop over `of_row`."""
+        if how.mesh is None:
+            return self
+        here = execution.replicated(how)
+        return self.joined(jax.lax.with_sharding_constraint(self.position, here))
 
     def step(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(positions int32[B], epoch int32[]) of one client's step.

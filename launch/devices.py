@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from data import plan
-from fedjax_pfl import shapes, types
+from fedjax_pfl import types
 from launch import processes
 
 PRECISIONS = {"f32": "highest", "tf32": "tensorfloat32", "bf16": "bfloat16"}
@@ -162,16 +162,19 @@ def execution(
         )
     per_device = -(-clients_per_round // count)
     is_accelerator = jax.default_backend() != "cpu" or emulate == "accelerator"
-    chunk = client_chunk or default_chunk(
-        clients_per_round,
-        count,
-        model_bytes,
-        batch_size,
-        min_chunk,
-        num_steps,
-        num_levels,
-        is_accelerator,
-    )
+    chunk = client_chunk
+    if not chunk and is_accelerator:
+        chunk, _ = plan.choose_chunk(
+            num_steps, batch_size=batch_size, min_chunk=min_chunk, devices=count
+        )
+        chunk = min(chunk, -(-per_device // num_levels))
+    if not chunk:
+        chunk = 1
+        if model_bytes < SMALL_MODEL_BYTES:
+            wanted = max(1, round(80 / batch_size))
+            # A divisor near to it: no padding rows.
+            divisors = [d for d in range(1, 2 * wanted + 1) if per_device % d == 0]
+            chunk = min(divisors, key=lambda d: (abs(d - wanted), d))
     mesh = None
     if count > 1:
         mesh = jax.make_mesh(
@@ -185,66 +188,27 @@ def execution(
     )
 
 
-def default_chunk(
-    clients_per_round: int,
-    num_devices: int,
-    model_bytes: int,
-    batch_size: int,
-    min_chunk: int,
-    num_steps: np.ndarray,
-    num_levels: int,
-    is_accelerator: bool,
-) -> int:
-    """The clients that are vmapped together where the user does not say; see above."""
-    per_device = -(-clients_per_round // num_devices)
-    if is_accelerator:
-        chunk, _ = plan.choose_chunk(
-            num_steps, batch_size=batch_size, min_chunk=min_chunk, devices=num_devices
-        )
-        return min(chunk, -(-per_device // num_levels))
-    if model_bytes >= SMALL_MODEL_BYTES:
-        return 1
-    wanted = max(1, round(80 / batch_size))
-    # A divisor near to it: no padding rows.
-    divisors = [d for d in range(1, 2 * wanted + 1) if per_device % d == 0]
-    return min(divisors, key=lambda d: (abs(d - wanted), d))
-
-
 def advice(experiment: Any) -> str:
     """A line for a run most of whose steps were padding, where an option cures that.
 
-    Empty elsewhere: the chunk that is chosen where none is given costs least, also
-    where it pads.
+    Empty elsewhere: on an accelerator the chunk that is chosen where none is given
+    costs least, also where it pads.
     """
     config, totals = experiment.config, experiment.totals
     how, found = experiment.task.execution, totals.step_efficiency
     given = "client_chunk" if config.client_chunk else "min_chunk"
-    if not totals.steps or found >= 0.5 or not getattr(config, given):
+    if not totals.steps or found >= 0.5 or how.chunk == 1:
         return ""
-    drawn = [experiment.planner.drawn(0, round) for round in range(8)]
-    clients = np.stack([one.client_id[one.row_mask] for one in drawn])
-    steps = next(iter(experiment.planner.num_steps(0, clients).values()))
-    num_devices = how.mesh.size if how.mesh else 1
-    without = default_chunk(
-        clients.shape[1],
-        num_devices,
-        max(
-            shapes.model_bytes(m, experiment.task.example_shape)
-            for m in experiment.task.client_models
-        ),
-        experiment.hparams.batch_size,
-        0,
-        steps,
-        experiment.task.num_levels,
-        how.vmaps_runs,
-    )
-    other = steps.sum() / plan.executed(steps, without, num_devices)
-    if other < 1.25 * found:
+    if not how.vmaps_runs:
+        cure = "with --client_chunk=1 all would be"
+    elif getattr(config, given):
+        flag = f"--{given}={getattr(config, given)}"
+        cure = f"without {flag} the chunk is chosen that costs least"
+    else:
         return ""
     return (
-        f"note: {found:.0%} of the executed local steps were real, since a chunk runs "
-        f"as long as its longest client; without --{given}={getattr(config, given)} "
-        f"chunks would be of {without} and {other:.0%} of the steps real"
+        f"note: {found:.0%} of the executed local steps were real, since a chunk of "
+        f"{how.chunk} runs as long as its longest client; {cure}"
     )
 
 

@@ -74,8 +74,8 @@ def _execute(experiment: Experiment, folder: workdir_lib.Workdir) -> dict[str, A
         raise SystemExit(128 + stop.signal)
     summary = folder.finish(experiment.summary())
     say(console.table(summary))
-    if devices.advice(experiment):
-        say(devices.advice(experiment), file=sys.stderr)
+    if note := devices.advice(experiment):
+        say(note, file=sys.stderr)
     say(f"results in {folder.path}", flush=True)
     if stop.signal is not None:
         # It came in the last chunk: the run is whole, but a loop over runs must end.

@@ -100,14 +100,14 @@ def test_length_of_a_window_is_bounded_by_its_bytes():
     small = types.PlanSpec("local", 1, 10)
     large = types.PlanSpec("local", 4, 100)
     assert simulate.window_rounds(cohort(2), (small,), 40) == 64
-    # Four epochs of 100,000 examples, and 17 bytes of each of 10 rows.
-    per_round = 4 * 4 * 100_000 + 10 * 17
+    # Four epochs of 400,000 examples, and 17 bytes of each of 10 rows.
+    per_round = 4 * 4 * 400_000 + 10 * 17
     fits = simulate.WINDOW_BYTES // per_round
     assert fits == 10
-    assert simulate.window_rounds(cohort(10), (large,), 100_000) == fits
-    assert simulate.window_rounds(cohort(10), (large,), 10**7) == 1
+    assert simulate.window_rounds(cohort(10), (large,), 400_000) == fits
+    assert simulate.window_rounds(cohort(10), (large,), 4 * 10**7) == 1
     # Of 47 the next multiple of two.
-    assert simulate.window_rounds(cohort(10), (small,), 89_000) == 46
+    assert simulate.window_rounds(cohort(10), (small,), 356_000) == 46
 
 
 def test_length_does_not_depend_on_rounds(unequal):
@@ -162,7 +162,8 @@ def lognormal(seed=0, num_clients=400):
 def test_plans_cost_what_clients_have(num_seeds, devices):
     """Bytes of a window's plans: four for each index, and at most 15 % of padding.
 
-    With every window as full as it can be; on a mesh each device has its own rows'.
+    With every window as full as it can be. On a mesh each device has its own rows', and
+    as much room as the one with the longest clients.
     """
     experiment = make(
         lognormal(),
@@ -184,8 +185,8 @@ def test_plans_cost_what_clients_have(num_seeds, devices):
             real = 4 * int(work.samples.sum())
             # Windows of several seeds end together, with the fullest.
             most = 1.15 if num_seeds == 1 else 1.25
-            if devices == 1:
-                assert real <= one.position.nbytes <= most * real
+            most = most if devices == 1 else 2.5
+            assert real <= one.position.nbytes <= most * real
             assert one.position.shape[1] == devices
             local = [part.data.shape for part in one.position.addressable_shards]
             assert local == [(1, 1, one.position.shape[2])] * devices
@@ -376,7 +377,7 @@ def test_exception_while_planning_ahead_loses_nothing(whole, unequal, short_wind
     Watched(experiment.simulation, tell)
     with pytest.raises(KeyboardInterrupt):
         experiment.simulation.advance_to(ROUNDS)
-    assert [lane.round for lane in experiment.simulation.calls] == [2, 1]
+    assert [call.round for call in experiment.simulation.calls] == [2, 1]
     experiment.run()
     assert digest(experiment) == digest(both)
     assert counters(experiment) == counters(both)
