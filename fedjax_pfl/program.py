@@ -68,8 +68,9 @@ class Program(NamedTuple):
     `evaluate(floats, state, cohort, data, partition) -> counts`.
 
     All arguments but `first`, `num_rounds` and `data` have a leading axis of variants,
-    or of 1 where they share it. `vmaps_seeds`, `vmaps_points`: whether several seeds,
-    or the points of one, may be one vmapped call; else each is a call of its own.
+    or of 1 where they share it; floats that they share are scalars. `vmaps_seeds`,
+    `vmaps_points`: whether several seeds, or the points of one, may be one vmapped
+    call; else each is a call of its own.
     """
 
     init: Compiled
@@ -82,20 +83,23 @@ class Program(NamedTuple):
 
 
 def _over_variants(fn: Callable, *args: Any) -> Any:
-    """`fn` over one more leading axis; an argument whose axis is 1 is shared.
+    """`fn` over one more leading axis; arguments whose axis is 1 are shared.
 
-    So points of a sweep share their seed's plans, and bounds and branches that depend
+    Scalars are, too. So points of a sweep share their seed's plans, and bounds and branches that depend
     on these stay unbatched. Where all axes are 1 there is no loop, and updates stay in
     place.
     """
 
-    def length(arg: Any) -> int:
-        return max((leaf.shape[0] for leaf in jax.tree.leaves(arg)), default=1)
+    def is_shared(arg: Any) -> bool:
+        return all(leaf.shape[:1] in ((), (1,)) for leaf in jax.tree.leaves(arg))
 
-    shared = [length(arg) == 1 for arg in args]
+    def one(leaf: jax.Array) -> jax.Array:
+        return leaf[0] if leaf.ndim else leaf
+
+    shared = [is_shared(arg) for arg in args]
     args = [
-        jax.tree.map(lambda leaf: leaf[0], arg) if is_shared else arg
-        for arg, is_shared in zip(args, shared, strict=True)
+        jax.tree.map(one, arg) if alone else arg
+        for arg, alone in zip(args, shared, strict=True)
     ]
     if all(shared):
         return jax.tree.map(lambda leaf: leaf[None], fn(*args))

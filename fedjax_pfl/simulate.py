@@ -121,7 +121,7 @@ class Call:
     Attributes:
         variants: Indices into the run's variants, in order: of each seed all points.
         seeds: Indices of their seeds, each once.
-        floats: Their numbers by name, f64[variants], or [1] where they share them.
+        floats: Their numbers by name, each f64[variants], or one that they share.
         partition: Of their seeds, as leading axis.
         state: Stacked RoundState, None before the start.
         round: Rounds done.
@@ -131,7 +131,7 @@ class Call:
 
     variants: range
     seeds: tuple[int, ...]
-    floats: dict[str, np.ndarray]
+    floats: dict[str, float | np.ndarray]
     partition: types.Partition
     state: types.RoundState | None = None
     round: int = 0
@@ -248,11 +248,11 @@ class Simulation:
                 )
                 placed[seeds_of] = self._place(part)
             values = [program.floats | dict(points[i % len(points)]) for i in own]
-            # Seeds that are vmapped share them.
-            values = values if len(points) > 1 else values[:1]
-            floats = {
-                name: np.array([one[name] for one in values]) for name in program.floats
-            }
+            floats = values[0]  # also of seeds that are vmapped
+            if len(own) > 1 and len(points) > 1:
+                floats = {
+                    name: np.array([one[name] for one in values]) for name in floats
+                }
             self.calls.append(Call(own, seeds_of, floats, placed[seeds_of]))
         self._length = window_rounds(
             planner.drawn(0, 0), program.algorithm.plans, planner.round_examples
