@@ -85,9 +85,9 @@ class Program(NamedTuple):
 def _over_variants(fn: Callable, *args: Any) -> Any:
     """`fn` over one more leading axis; arguments whose axis is 1 are shared.
 
-    Scalars are, too. So points of a sweep share their seed's plans, and bounds and branches that depend
-    on these stay unbatched. Where all axes are 1 there is no loop, and updates stay in
-    place.
+    Scalars are, too. So points of a sweep share their seed's plans, and bounds and
+    branches that depend on these stay unbatched. Where all axes are 1 there is no loop,
+    and updates stay in place.
     """
 
     def is_shared(arg: Any) -> bool:
