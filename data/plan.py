@@ -360,14 +360,48 @@ def choose_chunk(
     def cost(chunk: int) -> float:
         return executed(chunk) * execution_lib.step_cost(chunk, batch_size)
 
-    # All small ones, and of the large ones those of a sixteenth more than the last and
-    # those that cut the rows evenly.
-    candidates = set(range(1, min(per_device, 256) + 1))
-    candidates |= {-(-per_device // number) for number in range(1, 257)}
-    size = 256
-    while size < per_device:
-        size = shapes.rounded_up_finely(size + 1)
-        candidates.add(min(size, per_device))
-    candidates = {n for n in candidates if n >= min(min_chunk, per_device)}
+    candidates = {n for n in _widths(per_device) if n >= min(min_chunk, per_device)}
     best = min(candidates, key=lambda chunk: (cost(chunk), -chunk))
     return best, float(steps.sum() / max(executed(best), 1))
+
+
+def choose_lanes(num_steps: np.ndarray, *, batch_size: int, devices: int = 1) -> int:
+    """The lanes of a device that cost an accelerator less than any chunk; 0 = none do.
+
+    Lanes end with the longest client of a device, or when each has had its share of the
+    steps. What a client's first and last step cost beside the steps is not counted.
+
+    Args:
+        num_steps: As for `choose_chunk`.
+        batch_size: Examples of a client's step.
+        devices: Devices that share the rows.
+    """
+    steps = np.maximum(num_steps, 1).astype(np.int64)
+    chunk, real = choose_chunk(num_steps, batch_size=batch_size, devices=devices)
+    in_chunks = num_steps.sum() / real * execution_lib.step_cost(chunk, batch_size)
+    share, longest = -(-steps.sum(-1) // devices), steps.max(-1)
+
+    def cost(width: int) -> float:
+        moments = np.maximum(longest, -(-share // width)).sum()
+        each = execution_lib.step_cost(width, batch_size)
+        return float(moments * width * devices * each)
+
+    # One lane is a chunk of one.
+    candidates = _widths(-(-num_steps.shape[-1] // devices)) - {1}
+    best = min(candidates, key=cost, default=0)
+    return best if best and cost(best) < in_chunks else 0
+
+
+def _widths(most: int) -> set[int]:
+    """Widths worth trying for so many rows.
+
+    All small ones, and of the large ones those of a sixteenth more than the last and
+    those that cut the rows evenly.
+    """
+    found = set(range(1, min(most, 256) + 1))
+    found |= {-(-most // number) for number in range(1, 257)}
+    size = 256
+    while size < most:
+        size = shapes.rounded_up_finely(size + 1)
+        found.add(min(size, most))
+    return found

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from fedjax_pfl import aggregate, execution, rng, stacked, types
+from fedjax_pfl import aggregate, execution, lanes, rng, stacked, types
 
 
 @struct.dataclass
@@ -25,11 +25,11 @@ class Client:
         own: Its row of what `update` was given.
         opt_state: Its kept optimizer state, () if none is kept.
         plan: Its steps, a `types.Plan` of one client.
-        bound: int32[], steps to run: the most of its chunk. Not batched, so that a
-            `fori_loop` up to it stops early.
+        longest: int32[], the most steps of its chunk; None in a lane.
         data: The tables.
         key: The run's root key.
         round: int32[], zero-based.
+        loop: In a lane, what `run` gives its steps to.
     """
 
     id: jax.Array
@@ -37,10 +37,32 @@ class Client:
     own: Any
     opt_state: Any
     plan: types.Plan
-    bound: jax.Array
+    longest: jax.Array | None
     data: types.Data
     key: jax.Array
     round: jax.Array
+    loop: Callable[..., Any] | None = struct.field(pytree_node=False, default=None)
+
+    @property
+    def bound(self) -> jax.Array:
+        """int32[], steps to run: not batched, so that a `fori_loop` to it stops early.
+
+        Raises:
+            lanes.UnfitError: in a lane, where no loop over a client's examples can be
+                but that of `run`.
+        """
+        if self.longest is None:
+            raise lanes.UnfitError("a client's round has a loop besides its training")
+        return self.longest
+
+    def run(self, step: Callable[[jax.Array, Any], Any], first: Any) -> Any:
+        """The carry after all its steps: `step(index, carry) -> carry`, from `first`.
+
+        Steps behind the client's own, up to `bound`, must change nothing.
+        """
+        if self.loop is not None:
+            return self.loop(self.plan.num_steps, step, first)
+        return jax.lax.fori_loop(0, self.bound, step, first)
 
     def stream(self, tag: rng.Tag) -> jax.Array:
         """A key of this client's own in this round."""
@@ -49,7 +71,9 @@ class Client:
     def at_most(self, num_steps: int) -> Client:
         """The same client with a plan of at most `num_steps` steps."""
         plan = self.plan.replace(num_steps=jnp.minimum(self.plan.num_steps, num_steps))
-        return self.replace(plan=plan, bound=jnp.minimum(self.bound, num_steps))
+        if self.longest is None:
+            return self.replace(plan=plan)
+        return self.replace(plan=plan, longest=jnp.minimum(self.longest, num_steps))
 
     def fresh(self) -> Client:
         """The same client without its kept optimizer state."""
@@ -89,12 +113,18 @@ def update(
             that memory is a chunk's: f32[C], 0 on padding rows, or a prefix pytree of
             such. `fn` then returns `(kept, given)` and `update` returns `(kept, sum)`
             with leaves [C, ...] and [...].
+
+    Raises:
+        lanes.UnfitError: `task.execution.lanes`, and a client is more than one
+            `local_training.train`.
     """
     steps, positions = cohort.plans[plan].split()
     if opt_state is None:
         opt_state = stacked.take(state.opt_state, cohort.row)
 
-    def one(row: Any, given: Any, bound: jax.Array, local: Any, **level: int) -> Any:
+    def one(
+        row: Any, given: Any, bound: Any, local: Any, loop: Any = None, **level: int
+    ) -> Any:
         client_id, depth, own, opt_state, steps = row
         data, shared, key, round = given
         client = Client(
@@ -103,19 +133,26 @@ def update(
             own=own,
             opt_state=opt_state,
             plan=steps.joined(local),
-            bound=bound,
+            longest=bound,
             data=data,
             key=key,
             round=round,
+            loop=loop,
         )
         return fn(client, shared, **level)
 
+    rows = (cohort.client_id, cohort.depth, own, opt_state, steps)
+    given = (data, shared, state.key, state.round)
+    if task.execution.lanes:
+        if levels:
+            raise lanes.UnfitError("clients hold parts of a model")
+        return _in_lanes(one, task.execution)(rows, given, reduce, positions)
     is_bucketed = task.execution.is_bucketed and levels > 0
     first = 1 if is_bucketed else levels
     by_level = [functools.partial(one, level=n) for n in range(first, levels + 1)]
     return over_clients(by_level if levels else [one], task.execution)(
-        (cohort.client_id, cohort.depth, own, opt_state, steps),
-        (data, shared, state.key, state.round),
+        rows,
+        given,
         steps.num_steps,
         cohort.depth if is_bucketed else None,
         reduce,
@@ -151,21 +188,10 @@ def over_clients(
         over the rows with these weights.
     """
 
-    def on_device(
-        rows: Any,
-        shared: Any,
-        num_steps: jax.Array,
-        level: Any,
-        reduce: Any,
-        local: Any,
-    ) -> Any:
-        if how.mesh is not None:
-            rows, num_steps, level, reduce = _part_of_device(
-                (rows, num_steps, level, reduce), how.mesh
-            )
+    def on_device(mine: Any, shared: Any, local: Any) -> Any:
+        rows, num_steps, level, reduce = mine
         num_rows = num_steps.shape[0]
         chunk = min(how.chunk, num_rows)
-        local = jax.tree.map(lambda leaf: leaf[0], local)
 
         def of_level(fn: Callable, rows: Any, num_steps: jax.Array) -> Any:
             bound = num_steps.max()
@@ -189,19 +215,12 @@ def over_clients(
             kept, given = out
             return kept, aggregate.weighted_mean(given, reduce)
 
-        whole = (rows, num_steps, level, reduce)
         if chunk == num_rows:
-            out = on_chunk(whole)
-        else:
-            parts = jax.tree.map(
-                lambda leaf: leaf.reshape(-1, chunk, *leaf.shape[1:]), whole
-            )
-            out = _in_turn(on_chunk, parts, is_summed=reduce is not None)
-        if how.mesh is None:
-            return out
-        kept = out if reduce is None else out[0]
-        kept = jax.lax.all_gather(kept, "clients", tiled=True)
-        return kept if reduce is None else (kept, _summed(out[1], how.mesh))
+            return on_chunk(mine)
+        parts = jax.tree.map(
+            lambda leaf: leaf.reshape(-1, chunk, *leaf.shape[1:]), mine
+        )
+        return _in_turn(on_chunk, parts, is_summed=reduce is not None)
 
     def run(
         rows: Any,
@@ -217,18 +236,74 @@ def over_clients(
                 f"{num_steps.shape[0]} rows do not fill chunks of {how.chunk}; "
                 "pad the cohort to execution.padded_size"
             )
-        if how.mesh is None:
-            return on_device(rows, shared, num_steps, level, reduce, local)
-        by_device, everywhere = PartitionSpec("clients"), PartitionSpec()
-        return jax.shard_map(
-            on_device,
-            mesh=how.mesh,
-            in_specs=(*[everywhere] * 5, by_device),
-            out_specs=everywhere,
-            check_vma=False,
-        )(rows, shared, num_steps, level, reduce, local)
+        mine = (rows, num_steps, level, reduce)
+        over = _over_devices(on_device, how.mesh, is_summed=reduce is not None)
+        return over(mine, shared, local)
 
     return run
+
+
+def _in_lanes(fn: Callable[..., Any], how: execution.Execution) -> Callable[..., Any]:
+    """As `over_clients`, but each device computes its rows in lanes.
+
+    `fn` takes a loop besides, and None in place of the bound;
+    `(rows, shared, reduce, local) -> out`.
+    """
+
+    def one(row: Any, shared: Any, local: Any, loop: Callable[..., Any]) -> Any:
+        return fn(row, shared, None, local, loop)
+
+    every = lanes.one_after_another(one, how.lanes)
+
+    def run(rows: Any, shared: Any, reduce: Any, local: Any) -> Any:
+        def on_device(mine: Any, shared: Any, local: Any) -> Any:
+            rows, reduce = mine
+            return every(rows, shared, reduce, local)
+
+        over = _over_devices(on_device, how.mesh, is_summed=reduce is not None)
+        return over((rows, reduce), shared, local)
+
+    return run
+
+
+def _over_devices(
+    on_device: Callable[[Any, Any, Any], Any],
+    mesh: jax.sharding.Mesh | None,
+    *,
+    is_summed: bool,
+) -> Callable[[Any, Any, Any], Any]:
+    """Maps a function of a device's rows over all devices.
+
+    Args:
+        on_device: `(mine, shared, local) -> out`, leaves [C / D, ...], of `local`
+            [...].
+        mesh: D devices, None = one.
+        is_summed: Whether `out` is `(kept, part of a sum)`.
+
+    Returns:
+        `(every, shared, local) -> out` with `every` and `out` leaves [C, ...] (a sum
+        [...]) and `local` [D, ...].
+    """
+
+    def one(every: Any, shared: Any, local: Any) -> Any:
+        mine = every if mesh is None else _part_of_device(every, mesh)
+        local = jax.tree.map(lambda leaf: leaf[0], local)
+        out = on_device(mine, shared, local)
+        if mesh is None:
+            return out
+        kept = jax.lax.all_gather(out[0] if is_summed else out, "clients", tiled=True)
+        return (kept, _summed(out[1], mesh)) if is_summed else kept
+
+    if mesh is None:
+        return one
+    by_device, everywhere = PartitionSpec("clients"), PartitionSpec()
+    return jax.shard_map(
+        one,
+        mesh=mesh,
+        in_specs=(everywhere, everywhere, by_device),
+        out_specs=everywhere,
+        check_vma=False,
+    )
 
 
 def _part_of_device(rows: Any, mesh: jax.sharding.Mesh) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from typing import Any, NamedTuple
 
 import jax
@@ -20,12 +21,20 @@ class Execution(NamedTuple):
             largest of them only; else the whole model, masked.
         vmaps_runs: Whether seeds are one more vmapped axis, as accelerators like it;
             else each is a call of its own.
+        lanes: Clients that train side by side on one device, in each lane one after
+            another; 0 = rounds are computed in chunks.
     """
 
     chunk: int = 1
     mesh: jax.sharding.Mesh | None = None
     is_bucketed: bool = True
     vmaps_runs: bool = False
+    lanes: int = 0
+
+    @property
+    def without_lanes(self) -> Execution:
+        """Chunks of as many, for what is no training."""
+        return self._replace(chunk=self.lanes or self.chunk, lanes=0)
 
 
 def padded_size(num_rows: int, execution: Execution) -> int:
@@ -37,7 +46,9 @@ def padded_size(num_rows: int, execution: Execution) -> int:
 
 
 def executed_steps(num_steps: np.ndarray, execution: Execution) -> np.ndarray:
-    """Local steps computed for cohorts, padding included: a chunk runs to its longest.
+    """Local steps computed for cohorts, padding and idle lanes included.
+
+    A chunk runs to its longest client, lanes until the last of them is done.
 
     Args:
         num_steps: int[..., C], of rows in their order in the cohort.
@@ -48,9 +59,25 @@ def executed_steps(num_steps: np.ndarray, execution: Execution) -> np.ndarray:
     """
     num_steps = np.asarray(num_steps).astype(np.int64)
     devices = execution.mesh.size if execution.mesh else 1
+    if execution.lanes:
+        by_device = num_steps.reshape(-1, num_steps.shape[-1] // devices)
+        run = np.array([_in_lanes(rows, execution.lanes) for rows in by_device])
+        return run.reshape(*num_steps.shape[:-1], devices).sum(-1)
     chunk = min(execution.chunk, num_steps.shape[-1] // devices)
     bounds = num_steps.reshape(*num_steps.shape[:-1], -1, chunk).max(-1)
     return bounds.sum(-1) * chunk
+
+
+def _in_lanes(num_steps: np.ndarray, width: int) -> int:
+    """Steps that the lanes of a device compute for its rows, the last one first.
+
+    As `lanes.one_after_another` deals them: to the lane that is free first.
+    """
+    busy = [0] * min(width, len(num_steps))
+    for steps in num_steps[::-1].tolist():
+        # A row without steps takes one that changes nothing.
+        heapq.heapreplace(busy, busy[0] + max(steps, 1))
+    return max(busy) * len(busy)
 
 
 # Cost of one client's local step on an accelerator, by the examples that a step of its

@@ -372,7 +372,7 @@ def train(
         loss=(jnp.zeros(()), jnp.zeros((), jnp.int32)),
         measured=tuple(_nothing(objective, start.params) for objective in objectives),
     )
-    trained = jax.lax.fori_loop(0, client.bound, step, first)
+    trained = client.run(step, first)
     return trained if is_kept else trained.replace(opt_state=())
 
 

@@ -183,8 +183,10 @@ def _jitted(of: _Structure) -> Program:
     """The jitted functions; floats and algorithm are filled in by `build`."""
     task, scoring = of.task, of.scoring
     # lax.map over seeds copies the state in every round on a CPU; vmap runs all clients
-    # as long as the slowest seed's, and makes a branch by level compute all.
-    by_level = task.num_levels > 1 and task.execution.is_bucketed
+    # as long as the slowest seed's, and makes a branch by level, or by which lane has
+    # ended, compute all.
+    how = task.execution
+    has_branches = how.lanes > 0 or (task.num_levels > 1 and how.is_bucketed)
 
     def algorithm(values: dict[str, Any]) -> types.Algorithm:
         return of.make(dataclasses.replace(of.structure, **values), task)
@@ -233,20 +235,20 @@ def _jitted(of: _Structure) -> Program:
                 cohort,
                 data.replace(partition=partition),
                 scoring,
-                task.execution,
+                task.execution.without_lanes,
             )
 
         return _over_variants(one, values, state, cohort, partition)
 
-    everywhere, seldom = execution.replicated(task.execution), _soon_compiled()
+    everywhere, seldom = execution.replicated(how), _soon_compiled()
     return Program(
         init=Compiled(jax.jit(init, out_shardings=everywhere, compiler_options=seldom)),
         rounds=Compiled(jax.jit(rounds, donate_argnums=1, out_shardings=everywhere)),
         evaluate=Compiled(
             jax.jit(count, out_shardings=everywhere, compiler_options=seldom)
         ),
-        vmaps_seeds=task.execution.vmaps_runs and not by_level,
-        vmaps_points=task.execution.vmaps_runs,
+        vmaps_seeds=how.vmaps_runs and not has_branches,
+        vmaps_points=how.vmaps_runs,
         floats={},
         algorithm=None,
     )

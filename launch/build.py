@@ -16,7 +16,7 @@ import algorithms
 import models
 from data import dataset, loaders, partitions, plan
 from data.partitions import cdkt
-from fedjax_pfl import evaluate, execution, levels, rng, shapes, types
+from fedjax_pfl import evaluate, execution, lanes, levels, rng, shapes, types
 from fedjax_pfl import program as program_lib
 from launch import compare as compare_lib
 from launch import config as config_lib
@@ -316,6 +316,8 @@ def _named(
     given, source, own_models = dict(given), None, {}
     if "sweep" in given:
         given["sweep"] = sweep.text(given["sweep"])
+    if "lanes" in given:
+        given["lanes"] = str(given["lanes"])
     arrays = given.get("dataset", "")
     if not isinstance(arrays, str):
         if not isinstance(arrays, (tuple, list)) or len(arrays) not in (2, 3):
@@ -437,17 +439,34 @@ def assemble(
         num_stages = [len(model.stage_names) for model in client_models]
         level_of = np.array(num_stages, np.int32)[group]
     batch_size = shapes.capped(getattr(hparams, "batch_size", 1), int(num_rows.max()))
-    how = devices.execution(
-        config.client_chunk,
-        config.devices,
-        config.clients_per_round,
-        model_bytes,
-        batch_size,
-        config.min_chunk,
-        _typical_steps(config, num_rows[0], batch_size),
-        num_levels,
-        config.emulate,
-    )._replace(is_bucketed=config.bucketed)
+
+    def execution_with(lanes: str) -> types.Execution:
+        return devices.execution(
+            config.client_chunk,
+            config.devices,
+            config.clients_per_round,
+            model_bytes,
+            batch_size,
+            config.min_chunk,
+            _typical_steps(config, num_rows[0], batch_size),
+            num_levels,
+            config.emulate,
+            lanes,
+        )._replace(is_bucketed=config.bucketed)
+
+    def planner_of(algorithm: types.Algorithm, how: types.Execution) -> plan.Planner:
+        return plan.Planner(
+            seeds=seeds,
+            num_rows=num_rows,
+            level_of=level_of,
+            client_group=group,
+            clients_per_round=config.clients_per_round,
+            specs=algorithm.plans,
+            execution=how,
+            eligible=eligible,
+            peers=algorithm.peers,
+        )
+
     task = types.Task(
         server_model=server_model,
         client_models=client_models,
@@ -458,7 +477,7 @@ def assemble(
         num_eligible=config.num_clients if eligible is None else int(eligible.sum()),
         num_examples=shapes.rounded_up(int(num_rows.max())),
         example_shape=shape,
-        execution=how,
+        execution=execution_with(config.lanes),
         num_levels=num_levels,
     )
     if len(client_models) > 1 and not getattr(entry, "several_models", False):
@@ -470,23 +489,24 @@ def assemble(
     _check_points(config.sweep, entry, hparams, points, task)
     # What is compiled has the points' numbers as arguments.
     first = dataclasses.replace(hparams, **points[0])
+    if task.execution.lanes:
+        made = entry.make(first, task)
+        reason = _unfit_for_lanes(made, planner_of(made, task.execution), data)
+        if reason and config.lanes != "auto":
+            raise ValueError(
+                f"--lanes={config.lanes}: lanes take the steps of one training apart, "
+                f"and with --algo={config.algo} {reason}; leave it away"
+            )
+        if reason:
+            task = task._replace(execution=execution_with("0"))
+    how = task.execution
     program = program_lib.build(entry.make, first, task, _scoring(config, data))
     if public is not None and program.algorithm.ships_proxy != "unlabelled":
         raise ValueError(
             f"--public_set={config.public_set}: --algo={config.algo} has no use for "
             f"images without labels; leave it away, or take {_who('public_images')}"
         )
-    planner = plan.Planner(
-        seeds=seeds,
-        num_rows=num_rows,
-        level_of=level_of,
-        client_group=group,
-        clients_per_round=config.clients_per_round,
-        specs=program.algorithm.plans,
-        execution=how,
-        eligible=eligible,
-        peers=program.algorithm.peers,
-    )
+    planner = planner_of(program.algorithm, how)
     digest = hashlib.sha256(np.ascontiguousarray(data.image).data)
     digest.update(np.ascontiguousarray(data.label).data)
     if config.init_from:
@@ -516,6 +536,21 @@ def assemble(
     )
     limits.check_state(chosen, made.saved_template())
     return made
+
+
+def _unfit_for_lanes(
+    algorithm: types.Algorithm, planner: plan.Planner, data: types.Data
+) -> str:
+    """Why an algorithm's rounds cannot run in lanes, "" if they can."""
+    tables = data.replace(partition=jax.tree.map(lambda x: x[0], data.partition))
+    try:
+        state = jax.eval_shape(algorithm.init, tables, jax.random.key(0))
+        jax.eval_shape(algorithm.round, state, planner.cohort(0, 0), tables)
+    except lanes.UnfitError as error:
+        return str(error)
+    except jax.errors.UnexpectedTracerError:
+        return "a client's training is inside of another loop"
+    return ""
 
 
 def _check_points(

@@ -156,6 +156,12 @@ class Config:
         "fewest clients vmapped together on an accelerator, 0 = what costs least",
         minimum=0,
     )
+    lanes: str = option(
+        "0",
+        "clients that train side by side on each device, in each lane one after "
+        "another: for clients of unequal sizes; auto = as many as cost least, 0 = "
+        "clients train in chunks",
+    )
     bucketed: bool = option(
         True,
         "clients that hold a part of a model compute that part, or all of it, masked",
@@ -188,6 +194,7 @@ EXECUTION_FIELDS = (
     "resume",
     "client_chunk",
     "min_chunk",
+    "lanes",
     "bucketed",
     "devices",
     "distributed",
@@ -217,7 +224,7 @@ GROUPS = {
     "training": ("clients_per_round",),
     "evaluation": ("eval_every", "eval_clients", "eval_sample", "c_gen", "summary"),
     "machine": (
-        "client_chunk", "min_chunk", "bucketed", "devices", "distributed",
+        "client_chunk", "min_chunk", "lanes", "bucketed", "devices", "distributed",
         "emulate", "precision", "compile_cache",
     ),
 }  # fmt: skip

@@ -130,8 +130,9 @@ def execution(
     num_steps: np.ndarray,
     num_levels: int = 1,
     emulate: str = "",
+    lanes: str = "0",
 ) -> types.Execution:
-    """The mesh and the number of clients that are vmapped together.
+    """The mesh, and how many clients train together, in chunks or in lanes.
 
     Args:
         client_chunk: A user's choice, 0 = by backend: on a CPU one client at a time, or
@@ -145,6 +146,8 @@ def execution(
         num_steps: int[T, C], steps of the clients of a few typical cohorts.
         num_levels: Levels at which clients compute: a chunk should be of one of them.
         emulate: `accelerator` = choose as on one, whatever the backend.
+        lanes: Clients in lanes on each device, `0` = none; `auto` = elsewhere than on a
+            CPU as many as cost less than any chunk (`plan.choose_lanes`).
 
     Raises:
         ValueError: more devices than there are.
@@ -183,8 +186,17 @@ def execution(
             axis_types=(jax.sharding.AxisType.Auto,),
             devices=jax.devices()[:count],
         )
+    if lanes != "auto":
+        width = int(lanes)
+    elif is_accelerator and num_levels == 1:
+        width = plan.choose_lanes(num_steps, batch_size=batch_size, devices=count)
+    else:
+        width = 0
     return types.Execution(
-        chunk=min(chunk, per_device), mesh=mesh, vmaps_runs=is_accelerator
+        chunk=1 if width else min(chunk, per_device),
+        mesh=mesh,
+        vmaps_runs=is_accelerator,
+        lanes=min(width, per_device),
     )
 
 
@@ -197,8 +209,15 @@ def advice(experiment: Any) -> str:
     config, totals = experiment.config, experiment.totals
     how, found = experiment.task.execution, totals.step_efficiency
     given = "client_chunk" if config.client_chunk else "min_chunk"
-    if not totals.steps or found >= 0.5 or how.chunk == 1:
+    is_alone = how.chunk == 1 and not how.lanes
+    if not totals.steps or found >= 0.5 or is_alone:
         return ""
+    if how.lanes:
+        return (
+            f"note: {found:.0%} of the executed local steps were real, since the "
+            f"longest client trains on while others of the {how.lanes} lanes are idle; "
+            "with fewer --lanes more would be"
+        )
     if not how.vmaps_runs:
         cure = "with --client_chunk=1 all would be"
     elif getattr(config, given):

@@ -468,6 +468,7 @@ class Experiment:
             if self.task.execution.mesh
             else 1,
             "client_chunk": self.task.execution.chunk,
+            "lanes": self.task.execution.lanes,
         }
 
     def _numbers_of(

@@ -143,7 +143,10 @@ def needs(
     evaluations = options["rounds"] // options["eval_every"] + 1
     # Most of a model's weights lie between two hidden layers.
     size = {"model": 1, "model_width": options["model_width"] ** 2}
-    chunk = min(options["client_chunk"] or 1, cohort)
+    flag = "client_chunk"
+    if options["lanes"] not in ("0", "auto"):
+        flag = "lanes"
+    chunk = min(int(options[flag]) or 1, cohort)
     out = [
         Need(
             "the models of all seeds",
@@ -152,9 +155,9 @@ def needs(
             True,
         ),
         Need(
-            "the models of a chunk of clients",
+            "the models of the clients that train together",
             3 * chunk * model_bytes,
-            size | {"client_chunk": chunk},
+            size | {flag: chunk},
             True,
         ),
         Need(

@@ -368,6 +368,22 @@ def client_classes(config: config_lib.Config) -> tuple[tuple[int, ...], ...]:
     return found
 
 
+def _check_lanes(config: config_lib.Config) -> None:
+    """Refuses what is no number of lanes, and chunks beside them."""
+    given = config.lanes
+    is_number = given.isascii() and given.isdigit() and len(given) < 10
+    if given != "auto" and not (is_number and int(given) != 1):
+        raise ValueError(
+            f"--lanes={given}: expected auto, 0 or at least 2 clients side by side"
+        )
+    for flag in ("client_chunk", "min_chunk"):
+        if given != "0" and getattr(config, flag):
+            raise ValueError(
+                f"--lanes={given} and --{flag}={getattr(config, flag)} both say how "
+                "many clients train together; give one of them"
+            )
+
+
 def check(config: config_lib.Config, own: Collection[str] = ()) -> None:
     """Relations between the options of a resolved configuration.
 
@@ -390,6 +406,7 @@ def check(config: config_lib.Config, own: Collection[str] = ()) -> None:
             f"--num_clients={config.num_clients}; lower it"
         )
     client_classes(config)
+    _check_lanes(config)
     draw = config.partition_draw
     if config.partition == "pathological" and draw not in pathological.DRAWS:
         raise ValueError(

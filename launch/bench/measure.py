@@ -56,6 +56,7 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
         "accuracy": record.get("global_accuracy"),
         "client_accuracy": record.get("client_accuracy"),
         "client_chunk": experiment.task.execution.chunk,
+        "lanes": experiment.task.execution.lanes,
         "backend": jax.default_backend(),
         "device": devices.name(),
     }
