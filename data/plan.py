@@ -388,7 +388,7 @@ def choose_lanes(num_steps: np.ndarray, *, batch_size: int, devices: int = 1) ->
 
     # One lane is a chunk of one.
     candidates = _widths(-(-num_steps.shape[-1] // devices)) - {1}
-    best = min(candidates, key=cost, default=0)
+    best = min(candidates, key=lambda width: (cost(width), -width), default=0)
     return best if best and cost(best) < in_chunks else 0
 
 

@@ -542,6 +542,8 @@ def _unfit_for_lanes(
     algorithm: types.Algorithm, planner: plan.Planner, data: types.Data
 ) -> str:
     """Why an algorithm's rounds cannot run in lanes, "" if they can."""
+    if not algorithm.plans:
+        return "nobody trains"
     tables = data.replace(partition=jax.tree.map(lambda x: x[0], data.partition))
     try:
         state = jax.eval_shape(algorithm.init, tables, jax.random.key(0))

@@ -528,6 +528,36 @@ def test_a_chunk_is_as_wide_as_it_pays():
     assert chunk < 50 and efficiency > 0.2
 
 
+@pytest.mark.parametrize(
+    "steps, devices, expected",
+    [
+        # Two lanes share 20 steps: 2 x 10 x .5, the best chunks cost 2 x 14 x .5.
+        ([1, 2, 2, 3, 3, 9], 1, 2),
+        # Of widths that cost the same the largest: 3 x 6 x .5; four wait for the 5.
+        ([1, 2, 3, 3, 4, 5], 1, 3),
+        # Equal clients: a chunk does as well.
+        ([4, 4, 4, 4], 1, 0),
+        # Two devices have nine steps each, in lanes of five.
+        ([1, 2, 3, 3, 4, 5], 2, 2),
+    ],
+)
+def test_choose_lanes(steps, devices, expected, monkeypatch):
+    """Where a step costs half from two clients on, by hand."""
+    monkeypatch.setattr(execution_lib, "STEP_COSTS", {100: 1.0, 101: 0.5})
+    found = plan.choose_lanes(np.array([steps, steps]), batch_size=100, devices=devices)
+    assert found == expected
+
+
+def test_lanes_for_unequal_clients():
+    """By the table: for many of them; few wait for the longest, equal ones for none."""
+    sizes = np.random.default_rng(0).lognormal(2.5, 1.5, (8, 1000))
+    steps = -(-np.clip(sizes, 5, 10_000).astype(int) // 20)
+    assert plan.choose_lanes(steps, batch_size=20) > 16
+    assert plan.choose_lanes(steps[:, :100], batch_size=20) == 0
+    assert plan.choose_lanes(np.full((2, 1000), 7), batch_size=20) == 0
+    assert plan.choose_lanes(np.full((2, 1), 7), batch_size=20) == 0
+
+
 def test_many_clients_have_few_candidates():
     """Chunks of ten thousand clients are chosen in a moment, the widest among them."""
     assert plan.choose_chunk(np.full((1, 10_007), 3), batch_size=1) == (10_007, 1.0)
