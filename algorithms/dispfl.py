@@ -218,7 +218,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         new = jax.tree.map(
             lambda *leaves: exchanged(*leaves, now), mask, trained.params, score, count
         )
-        return trained, {"held": mask, "mask": new}
+        # Where a round is several chunks it is written once its readers are done; else
+        # XLA copies the masks of all clients.
+        held, _ = jax.lax.optimization_barrier((mask, trained.params))
+        return trained, {"held": held, "mask": new}
 
     made = decentralized.make(
         hparams,
