@@ -15,7 +15,7 @@ https://arxiv.org/abs/2412.11674.
 
 | paper | here |
 |---|---|
-| w_k, m_k | `state.clients["own"]`; `held` (trained with) and `mask` (the next) |
+| w_k, m_k | `state.clients["own"]`; `["private"]`: `packed`, trained with and next |
 | sparsity, ERK | 1 - `--density`, `allotted` |
 | pruning rate, annealed by a cosine | `rate`: `--prune_rate`, `--prune_rounds` |
 | neighbours | `--num_peers`, `--topology` |
@@ -126,6 +126,26 @@ def allotted(params: types.Params, density: float) -> types.Params:
     return jax.tree.unflatten(structure, count.tolist())
 
 
+def packed(held: types.Params, mask: types.Params) -> types.Params:
+    """Two masks as uint8: bit 0 the one that was trained with, bit 1 the next.
+
+    One array, so that a round writes it once its readers, the peers, are done: where
+    each mask has its own, XLA copies the first for all clients.
+    """
+    bits = jnp.uint8
+    return jax.tree.map(lambda h, m: h.astype(bits) + 2 * m.astype(bits), held, mask)
+
+
+def was_held(masks: jax.Array) -> jax.Array:
+    """bool[...]: the mask that was trained with, of a leaf of `packed`."""
+    return masks % 2 == 1
+
+
+def is_next(masks: jax.Array) -> jax.Array:
+    """bool[...]: the mask that is trained with next, of a leaf of `packed`."""
+    return masks > 1
+
+
 def rate(hparams: HParams, round: jax.Array) -> jax.Array:
     """prune_rate / 2 (1 + cos(pi r / prune_rounds)), f32[]; 0 from there on."""
     passed = jnp.minimum(round / hparams.prune_rounds, 1)
@@ -192,9 +212,11 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         """w_i <- m_i * sum_j m_j w_j / sum_j m_j over itself and its peers."""
         own, masks = state.clients["own"], state.clients["private"]
         weight = decentralized.weights("uniform", cohort, data)
-        total, holders = aggregate.sum_held(own.params, masks["held"], cohort, weight)
+        total, holders = aggregate.sum_held(
+            own.params, masks, cohort, weight, as_mask=was_held
+        )
         mean = jax.tree.map(lambda t, n: t / jnp.maximum(n, 1), total, holders)
-        mask = stacked.take(masks["mask"], cohort.row)
+        mask = jax.tree.map(is_next, stacked.take(masks, cohort.row))
         stats = aggregate.mix_peers(own.stats, cohort, weight)
         number = cohort.peer_mask.sum(1)
         return decentralized.Mixed(
@@ -218,10 +240,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         new = jax.tree.map(
             lambda *leaves: exchanged(*leaves, now), mask, trained.params, score, count
         )
-        # Where a round is several chunks it is written once its readers are done; else
-        # XLA copies the masks of all clients.
-        held, _ = jax.lax.optimization_barrier((mask, trained.params))
-        return trained, {"held": held, "mask": new}
+        return trained, packed(mask, new)
 
     made = decentralized.make(
         hparams,
@@ -240,8 +259,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         mask = jax.lax.map(lambda k: first_mask(rng.stream(key, rng.Tag.MASK, k)), ids)
         own = state.clients["own"]
         own = own._replace(params=sparse.only(mask, own.params))
-        private = {"held": mask, "mask": jax.tree.map(jnp.copy, mask)}
-        return state.replace(clients={"own": own, "private": private})
+        return state.replace(clients={"own": own, "private": packed(mask, mask)})
 
     return made._replace(init=init)
 

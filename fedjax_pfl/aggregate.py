@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -138,15 +139,21 @@ def mix_peers(rows: Any, cohort: types.Cohort, weight: Any) -> Any:
 
 
 def sum_held(
-    rows: Any, held: Any, cohort: types.Cohort, weight: jax.Array
+    rows: Any,
+    held: Any,
+    cohort: types.Cohort,
+    weight: jax.Array,
+    *,
+    as_mask: Callable[[jax.Array], jax.Array] = lambda leaf: leaf,
 ) -> tuple[Any, Any]:
     """Sums of each row and its peers over those that hold an entry, leaves [C, ...].
 
     Args:
         rows: Leaves [K, ...], the private rows.
-        held: Who holds what, bool leaves of the same shapes.
+        held: Who holds what, leaves of the same shapes.
         cohort: As in `mix_peers`.
         weight: f32[C, 1 + P] for the row itself and its peers, of any scale.
+        as_mask: From a leaf of `held` to bool, of taken rows alone.
 
     Returns:
         (sum of weight times value, sum of weight), both 0 where nobody holds an entry.
@@ -158,7 +165,8 @@ def sum_held(
     def add(index: jax.Array, sums: tuple[Any, Any]) -> tuple[Any, Any]:
         one, mask = stacked.take((rows, held), source[:, index])
         factor = jax.tree.map(
-            lambda m: jnp.where(m, stacked.column(share[:, index], m), 0), mask
+            lambda m: jnp.where(as_mask(m), stacked.column(share[:, index], m), 0),
+            mask,
         )
         values = jax.tree.map(lambda f, x: jnp.where(f > 0, f * x, 0), factor, one)
         return jax.tree.map(jnp.add, sums, (values, factor))

@@ -62,7 +62,7 @@ def given(start):
         params = jax.tree.map(np.multiply, own.params, held)
         clients = {
             "own": own._replace(params=params),
-            "private": {"held": held, "mask": mask},
+            "private": dispfl.packed(held, mask),
         }
         return start(round=0).replace(server=(), clients=clients)
 
@@ -97,9 +97,15 @@ def as_rows(number):
     return np.full(5, number)
 
 
+def unpacked(private, name):
+    """All clients' masks, bool leaves [5, ...]."""
+    bit = {"held": 1, "mask": 2}[name]
+    return jax.tree.map(lambda leaf: np.asarray(leaf) & bit > 0, private)
+
+
 def masks_of(state, name):
     """A mask of each client as layers of 0 and 1."""
-    rows = state.clients["private"][name]
+    rows = unpacked(state.clients["private"], name)
     return [plain.layers(plain.at(rows, number)) for number in range(5)]
 
 
@@ -179,7 +185,7 @@ def test_random_regrowth_is_drawn(compiled, given, cohort_at):
     chex.assert_trees_all_equal(*(one["own"] for one in found))
     for one in found:
         for name in ("held", "mask"):
-            sizes = jax.tree.map(size_of_rows, one["private"][name])
+            sizes = jax.tree.map(size_of_rows, unpacked(one["private"], name))
             chex.assert_trees_all_equal(sizes, jax.tree.map(as_rows, count))
     for number in plain.members(cohort):
         first, second = (
@@ -207,18 +213,17 @@ def test_all_held_is_gossip(compiled, given, start, cohort_at):
         mine, _, _ = run(mine, cohort_at(round), **rates)
         theirs, _, _ = other(theirs, cohort_at(round), **rates)
         chex.assert_trees_all_close(plain.own(mine), plain.own(theirs), atol=1e-6)
-    assert all(leaf.all() for leaf in jax.tree.leaves(mine.clients["private"]))
+    assert all((leaf == 3).all() for leaf in jax.tree.leaves(mine.clients["private"]))
 
 
 def test_equal_masks_are_those_of_the_mean(given, problem, cohort_at):
     """Test 17: where all hold the same, the plain mean of what they hold."""
     state, cohort = given(), cohort_at(3)
-    same = jax.tree.map(
-        lambda m: np.stack([m[0]] * 5), state.clients["private"]["held"]
-    )
+    held = unpacked(state.clients["private"], "held")
+    same = jax.tree.map(lambda m: np.stack([m[0]] * 5), held)
     own = state.clients["own"]
     own = own._replace(params=jax.tree.map(np.multiply, own.params, same))
-    clients = {"own": own, "private": {"held": same, "mask": same}}
+    clients = {"own": own, "private": dispfl.packed(same, same)}
     made = make(problem.task_of(), **STRUCTURE)
     jitted = made._replace(serving=jax.jit(made.serving))
     state = state.replace(clients=clients)
@@ -240,12 +245,12 @@ def test_who_starts_with_what(problem):
         plain.host(init(problem.data, jax.random.key(seed)).clients) for seed in (0, 1)
     )
     count = dispfl.allotted(SHAPE.params, STRUCTURE["density"])
-    masks = first["private"]["mask"]
-    chex.assert_trees_all_equal(masks, first["private"]["held"])
+    masks = unpacked(first["private"], "mask")
+    chex.assert_trees_all_equal(masks, unpacked(first["private"], "held"))
     sizes = jax.tree.map(size_of_rows, masks)
     chex.assert_trees_all_equal(sizes, jax.tree.map(as_rows, count))
     rows = [plain.layers(plain.at(masks, number)) for number in range(5)]
-    others = plain.at(second["private"]["mask"], 0)
+    others = plain.at(unpacked(second["private"], "mask"), 0)
     assert plain.differs(rows[0], plain.layers(others))
     assert all(plain.differs(rows[0], other) for other in rows[1:])
     start = plain.host(

@@ -194,7 +194,6 @@ def test_nothing_copies_the_population(name):
         num_clients=300,
         clients_per_round=6,
         num_peers=3,
-        client_chunk=2,
         rounds=2,
         local_epochs=1,
         c_gen=True,
