@@ -284,7 +284,6 @@ def _read_manifest(path: pathlib.Path) -> dict:
 
 def _restore_one(path: pathlib.Path, template: Any) -> tuple[int, Any, dict]:
     """(rounds done, state, host) of one checkpoint."""
-
     manifest = _read_manifest(path)
     wanted, found = _shapes(template), manifest["arrays"]
     if list(wanted) != list(found):

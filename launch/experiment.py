@@ -475,11 +475,7 @@ class Experiment:
         self, point: sweep.Point, window: Sequence[int], rule: str
     ) -> dict[str, Any]:
         """What a summary says of one point of a sweep, or of a run without one."""
-        records = [
-            sweep.without(record, point)
-            for record in self.metrics
-            if sweep.matches(record, point)
-        ]
+        records = sweep.of_point(self.metrics, point)
         metrics = summaries.summarize(records, self.seeds, window, rule, self.round)
         ended = (self.round,)
         last = summaries.summarize(records, self.seeds, ended, "last", self.round)

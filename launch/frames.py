@@ -51,7 +51,7 @@ def plot(
     every = [_runs(experiment) for experiment in experiments]
     runs = [run for one in every for run in one]
     names = [
-        " ".join([name, *([sweep.label(run.point)] if run.point else [])])
+        sweep.label(run.point, name)
         for name, one in zip(names, every, strict=bool(names))
         for run in one
     ]
@@ -91,7 +91,7 @@ def summaries(experiments: dict[str, Experiment]) -> pandas.DataFrame:
         done = experiment.summary() if experiment.metrics else {}
         rule = done.get("summary", experiment.config.summary)
         for part in done.get("sweep", [done]):
-            label = " ".join(filter(None, [name, sweep.label(part.get("point", {}))]))
+            label = sweep.label(part.get("point", {}), name)
             lines[label] = line = {"rounds": experiment.round, "summary": rule}
             for metric, entry in part.get("metrics", {}).items():
                 line[metric] = entry["mean"]

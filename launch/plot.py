@@ -68,11 +68,7 @@ def by_point(run: Run) -> list[Run]:
             clients["accuracy"] = clients["accuracy"][:, index]
         if summary is not None:
             summary = summary | summary["sweep"][index]
-        records = [
-            sweep.without(record, point)
-            for record in run.records
-            if sweep.matches(record, point)
-        ]
+        records = sweep.of_point(run.records, point)
         flags_of = told | {name: str(value) for name, value in point.items()}
         out.append(Run(run.path, flags_of, records, clients, summary, point))
     return out

@@ -71,7 +71,7 @@ def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Ent
     found = [plot.by_point(plot.read(folder)) for folder in folders]
     # A name of a folder is that of all of its points.
     names = [
-        " ".join(filter(None, [name, sweep.label(run.point)]))
+        sweep.label(run.point, name)
         for name, points in zip(names, found, strict=bool(names))
         for run in points
     ]

@@ -139,9 +139,10 @@ def _why_not(
     return "is not a number"
 
 
-def label(point: Mapping[str, float]) -> str:
-    """A point in words: `client_lr=0.1 proximal_weight=1.0`."""
-    return " ".join(f"{name}={value}" for name, value in point.items())
+def label(point: Mapping[str, float], name: str = "") -> str:
+    """A point in words, behind a name: `mine client_lr=0.1 proximal_weight=1.0`."""
+    words = [f"{option}={value}" for option, value in point.items()]
+    return " ".join(filter(None, [name, *words]))
 
 
 def matches(record: Mapping[str, Any], point: Mapping[str, float]) -> bool:
@@ -152,6 +153,12 @@ def matches(record: Mapping[str, Any], point: Mapping[str, float]) -> bool:
     )
 
 
-def without(record: Mapping[str, Any], point: Mapping[str, float]) -> dict[str, Any]:
-    """A record without the names of its point."""
-    return {name: value for name, value in record.items() if name not in point}
+def of_point(
+    records: Sequence[Mapping[str, Any]], point: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """The records of a point, without its names."""
+    return [
+        {name: value for name, value in record.items() if name not in point}
+        for record in records
+        if matches(record, point)
+    ]

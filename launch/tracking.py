@@ -55,8 +55,7 @@ class TensorBoard:
         """Writes records; they are on disk when this returns."""
         for record in records:
             point = {name: record[name] for name in self._swept}
-            name = " ".join(filter(None, [f"seed{record['seed']}", sweep.label(point)]))
-            writer = self._writer(name)
+            writer = self._writer(sweep.label(point, f"seed{record['seed']}"))
             for name, value in record.items():
                 known = isinstance(value, (int, float)) and math.isfinite(value)
                 if known and name not in ("round", "seed", *self._swept):
