@@ -71,4 +71,5 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         round=round,
         server=global_model if has_server else None,
         serving=serving,
+        trained=serving,
     )

@@ -4,6 +4,11 @@ A client of the round pulls what its peers had at the end of the last round, mix
 with what it has, trains, and keeps the result, from which others pull in the next.
 Rounds are synchronous: nobody sees a neighbour's present round. An algorithm of the
 family says how a client mixes and how it trains.
+
+A client is measured at two moments. `client_accuracy` is that of the model which a
+client of the next round has mixed and not yet trained, as UA-PDFL's released code tests
+it (the other clients do not mix); `trained_accuracy` that of what its own last training
+left, which Algorithm 2 of that paper returns. They may differ by more than methods do.
 """
 
 from __future__ import annotations
@@ -225,12 +230,17 @@ def make(
             ),
         )
 
+    def trained(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        """What each client has had since its last training."""
+        return (types.Served.each(model, state.clients["own"]),)
+
     return types.Algorithm(
         plans=(local_training.plan(hparams),),
         messages=messages,
         init=init,
         round=round,
         serving=serving,
+        trained=trained,
         peers=peers,
         shares=shares,
     )

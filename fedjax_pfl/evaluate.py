@@ -123,7 +123,8 @@ def count_correct(
         `server` {name: int32[J]}, the server's models on the union (absent without
         one), as `_predictions`; `scored` int32[num_scored], the ids of the scored
         clients (K = none), and `cross` int32[num_scored], their served models on the
-        union.
+        union; `trained` int32[K], as `own` of the models as training left them (absent
+        where the algorithm does not tell them).
     """
     test = data.partition.test
     num_clients = test.start.shape[0]
@@ -152,50 +153,66 @@ def count_correct(
         if scoring.scored == "selected":
             scored = jnp.where(cohort.row_mask, cohort.client_id, num_clients)
         hit = jnp.take(is_sampled, scored, mode="fill", fill_value=False)
-        out["scored"] = scored = jnp.where(hit, scored, num_clients)
-        out["cross"] = jnp.zeros(scored.shape, jnp.int32)
+        out["scored"] = jnp.where(hit, scored, num_clients)
 
-    own = jnp.zeros(num_clients, jnp.int32)
-    known = jnp.zeros(num_clients, bool)
-    for group in algorithm.served(state, cohort, data, num_clients):
-        served_id = jnp.where(group.mask, group.client_id, num_clients)
-        serves = jnp.zeros(num_clients, bool).at[served_id].set(True, mode="drop")
-        measured = serves & is_sampled
-        known = known | measured
-        if group.own is None:
-            right = answers_of(group.model, group.shared)[-1]
-            per_client = jax.ops.segment_sum(
-                right.astype(jnp.int32), test.owner(), num_clients
+    def counted(groups: tuple[types.Served, ...], scored: jax.Array) -> Any:
+        """(`own`, `known`, `cross`) of who serves whom, `cross` of these clients."""
+        own = jnp.zeros(num_clients, jnp.int32)
+        known = jnp.zeros(num_clients, bool)
+        cross = jnp.zeros(scored.shape, jnp.int32)
+        for group in groups:
+            served_id = jnp.where(group.mask, group.client_id, num_clients)
+            serves = jnp.zeros(num_clients, bool).at[served_id].set(True, mode="drop")
+            measured = serves & is_sampled
+            known = known | measured
+            if group.own is None:
+                right = answers_of(group.model, group.shared)[-1]
+                per_client = jax.ops.segment_sum(
+                    right.astype(jnp.int32), test.owner(), num_clients
+                )
+                own = own + jnp.where(measured, per_client, 0)
+                if scored.size:
+                    hit = jnp.take(serves, scored, mode="fill", fill_value=False)
+                    cross += jnp.where(hit, right.sum(), 0)
+                continue
+
+            # The entry of each client in this group; one past the end for who has none,
+            # also for the id K, which stands for nobody.
+            end = served_id.shape[0]
+            entry_of = jnp.full(num_clients + 1, end)
+            entry_of = entry_of.at[served_id].set(jnp.arange(end))
+            entry_of = entry_of.at[num_clients].set(end)
+            size = min(scoring.num_sampled or num_clients, end)
+            (ids,) = jnp.nonzero(measured, size=size, fill_value=num_clients)
+            right = _each_entry(
+                group,
+                entry_of[ids],
+                jnp.take(test.start, ids, mode="clip"),
+                jnp.take(test.count, ids, mode="fill", fill_value=0),
+                data,
+                scoring.own_batch_size,
+                how,
             )
-            own = own + jnp.where(measured, per_client, 0)
-            if scoring.num_scored:
-                hit = jnp.take(serves, scored, mode="fill", fill_value=False)
-                out["cross"] += jnp.where(hit, right.sum(), 0)
-            continue
+            own = own.at[ids].add(right, mode="drop")
+            if scored.size:
+                entries = entry_of[scored]
+                counts = jnp.where(entries < end, union, 0)
+                starts = jnp.zeros_like(counts)
+                cross += _each_entry(
+                    group, entries, starts, counts, data, scoring.batch_size, how
+                )
+        return own, known, cross
 
-        # The entry of each client in this group; one past the end for who has none,
-        # also for the id K, which stands for nobody.
-        end = served_id.shape[0]
-        entry_of = jnp.full(num_clients + 1, end).at[served_id].set(jnp.arange(end))
-        entry_of = entry_of.at[num_clients].set(end)
-        size = min(scoring.num_sampled or num_clients, end)
-        (ids,) = jnp.nonzero(measured, size=size, fill_value=num_clients)
-        right = _each_entry(
-            group,
-            entry_of[ids],
-            jnp.take(test.start, ids, mode="clip"),
-            jnp.take(test.count, ids, mode="fill", fill_value=0),
-            data,
-            scoring.own_batch_size,
-            how,
-        )
-        own = own.at[ids].add(right, mode="drop")
-        if scoring.num_scored:
-            entries = entry_of[scored]
-            counts = jnp.where(entries < end, union, 0)
-            starts = jnp.zeros_like(counts)
-            out["cross"] += _each_entry(
-                group, entries, starts, counts, data, scoring.batch_size, how
+    nobody = jnp.zeros(0, jnp.int32)
+    served = algorithm.served(state, cohort, data, num_clients)
+    own, known, cross = counted(served, out.get("scored", nobody))
+    if scoring.num_scored:
+        out["cross"] = cross
+    if algorithm.trained is not None:
+        out["trained"] = own
+        if algorithm.trained is not algorithm.serving:
+            out["trained"], _, _ = counted(
+                algorithm.trained(state, cohort, data), nobody
             )
     return {**out, "own": own, "known": known}
 
@@ -270,6 +287,9 @@ def metrics(
         out["client_accuracy_pooled"] = float(own.sum() / test_count[tested].sum())
         out["worst_decile_accuracy"] = float(worst.mean())
         out["client_accuracy_std"] = float(accuracy[tested].std())
+        if "trained" in counts:
+            trained = counts["trained"].astype(np.int64)[tested] / test_count[tested]
+            out["trained_accuracy"] = float(trained.mean())
         if not counts["known"].all():
             out["clients_evaluated"] = int(tested.sum())
     if "scored" in counts:

@@ -486,6 +486,9 @@ class Algorithm(NamedTuple):
             gives the metric `<name>_accuracy`. None = there is none.
         serving: `(state, cohort, data) -> tuple[Served, ...]`; `cohort` is the next
             round's, without plans. None = the server's first model serves everybody.
+        trained: As `serving`, the models as each client's last training left them: the
+            metric `trained_accuracy`. Of methods whose clients keep models that differ
+            from those that serve, or that are compared with such.
         peers: The peers drawn for each row of a cohort (decentralised methods).
         ships_proxy: Whether every client gets the proxy set, once: empty = no,
             `labelled` or `unlabelled`.
@@ -501,6 +504,7 @@ class Algorithm(NamedTuple):
         None
     )
     serving: Callable[[RoundState, Cohort, Data], tuple[Served, ...]] | None = None
+    trained: Callable[[RoundState, Cohort, Data], tuple[Served, ...]] | None = None
     peers: PeerSpec | None = None
     ships_proxy: str = ""
     shares: tuple[str, ...] = ()

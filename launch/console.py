@@ -25,6 +25,7 @@ TITLES = {
     "c_gen": "C-Gen",
     "c_per": "C-Per",
     "client_accuracy": "Client (UA)",
+    "trained_accuracy": "Trained",
     "client_accuracy_pooled": "Client, pooled",
     "worst_decile_accuracy": "Worst decile",
     "client_accuracy_std": "Std over clients",
@@ -70,6 +71,7 @@ def headline(
     names = [n for n in HEADLINES if n in shared]
     if "c_gen" not in names and "client_accuracy" in shared:
         names.append("client_accuracy")
+    names += [n for n in ("trained_accuracy",) if n in shared]
     out = {
         title(n): f"{100 * sum(r[n] for r in records) / len(records):.1f}"
         for n in names
@@ -259,8 +261,8 @@ def table(summary: dict[str, Any]) -> str:
 def _sweep_lines(summary: dict[str, Any]) -> list[str]:
     """A line for each point of a sweep, with the shares that head a table."""
     parts = summary["sweep"]
-    names = [n for n in (*HEADLINES, "client_accuracy") if n in parts[0]["metrics"]]
-    names = list(dict.fromkeys(names))
+    wanted = (*HEADLINES, "client_accuracy", "trained_accuracy")
+    names = [n for n in wanted if n in parts[0]["metrics"]]
     labels = [sweep.label(part["point"]) for part in parts]
     width = max(map(len, labels))
     seeds = len(parts[0]["metrics"][names[0]]["per_seed"]) if names else 1

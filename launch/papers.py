@@ -189,10 +189,12 @@ def sheet(
 ) -> Sheet:
     """Of every cell: paper / ours mean +- std / difference.
 
-    A table of several metrics has one part per scenario, with the metrics as columns; a
-    table of one metric has the scenarios as columns. After each part come, for each of
-    the table's `controls`, the differences of the other rows to that one. Where it says
-    `traffic`, the bytes of every kind of message follow, one part per scenario.
+    A table that says what its `columns` are has one part per metric, with the scenarios
+    as columns, any other one part per scenario, with the metrics as columns. After each
+    part come, for each of the table's `controls`, the differences of the other rows to
+    that one. Where it says `traffic`, the bytes of every kind of message follow, one
+    part per scenario. A cell with one number of the paper has it beside every metric:
+    the paper does not tell at which moment it measured.
     """
     metrics = table["metrics"]
     notes, grids = [f"Data set: `{dataset}`."], []
@@ -214,21 +216,31 @@ def sheet(
     scenarios = list(dict.fromkeys(cell.scenario for cell, _ in results))
     texts = {
         (cell.scenario, cell.row): [
-            _text(done, metric, cell.paper[index] if cell.paper else None)
-            for index, metric in enumerate(metrics)
+            _text(done, metric, number)
+            for metric, number in zip(
+                metrics, _numbers(cell, len(metrics)), strict=True
+            )
         ]
         for cell, done in results
     }
     rows = list(dict.fromkeys(cell.row for cell, _ in results))
-    if len(metrics) == 1:
-        body = [
-            (row, [*(texts.get((s, row), ["-"])[0] for s in scenarios)]) for row in rows
-        ]
-        title = f"{console.title(metrics[0])}, {table.get('columns', 'percent')}"
-        grids.append(Grid("", f"{title}, {legend}", scenarios, body))
-        columns = [(scenario, scenario, metrics[0]) for scenario in scenarios]
-        for control in table.get("controls", ()):
-            grids += _against(control, results, columns)
+    if "columns" in table or len(metrics) == 1:
+        for index, metric in enumerate(metrics):
+            body = [
+                (
+                    row,
+                    [
+                        texts[s, row][index] if (s, row) in texts else "-"
+                        for s in scenarios
+                    ],
+                )
+                for row in rows
+            ]
+            title = f"{console.title(metric)}, {table.get('columns', 'percent')}"
+            grids.append(Grid("", f"{title}, {legend}", scenarios, body))
+            columns = [(scenario, scenario, metric) for scenario in scenarios]
+            for control in table.get("controls", ()):
+                grids += _against(control, results, columns)
     else:
         for scenario in scenarios:
             body = [(r, texts[scenario, r]) for r in rows if (scenario, r) in texts]
@@ -241,6 +253,13 @@ def sheet(
         for scenario in scenarios:
             grids.append(_traffic(scenario, results))
     return Sheet(table["title"], notes, grids)
+
+
+def _numbers(cell: Cell, count: int) -> Sequence[Number | None]:
+    """The paper's number beside each of so many metrics."""
+    if not cell.paper:
+        return [None] * count
+    return cell.paper if len(cell.paper) == count else cell.paper * count
 
 
 def _paired(

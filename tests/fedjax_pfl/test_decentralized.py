@@ -382,3 +382,51 @@ def test_statistics_follow_the_extractor(tables):
         np.testing.assert_array_equal(
             apart[np.asarray(cohort.row_mask)], has_peers[np.asarray(cohort.row_mask)]
         )
+
+
+@pytest.mark.parametrize("name", ["dfedavg", "uapdfl", "criticalfl", "dispfl"])
+def test_a_client_is_measured_at_two_moments(name, blobs):
+    """Mixed and not yet trained (Client, UA), and as its last training left it."""
+    experiment = build.experiment(
+        algo=name,
+        preset="none",
+        dataset=blobs,
+        model="mlp",
+        partition="pathological",
+        test_split="client_share",
+        num_clients=8,
+        clients_per_round=4,
+        num_peers=3,
+        rounds=3,
+        local_epochs=2,
+        client_lr=0.1,
+        **({"divergence_threshold": 10.0} if name == "uapdfl" else {}),
+    )
+    experiment.run(progress=False)
+    state, data = experiment.state, experiment.data
+    test = plain.at(data.partition.test, 0)
+    model = experiment.task.client_model
+
+    def accuracy(models):
+        """Mean over clients of that of their rows in `models`, on their own tests."""
+        found = []
+        for number in range(8):
+            rows = test.row[test.start[number] :][: test.count[number]]
+            image, label = data.gather(rows)
+            logits, _ = model.forward(*plain.at(models, number), image)
+            found.append(float((logits.argmax(-1) == label).mean()))
+        return np.mean(found)
+
+    own = jax.tree.map(lambda leaf: leaf[0], state.clients["own"])
+    cohort = experiment.planner.drawn(0, 3)
+    one = plain.at(state.replace(key=()), 0).replace(key=state.key[0])
+    tables = data.replace(partition=plain.at(data.partition, 0))
+    mixed = experiment.program.algorithm.serving(one, cohort, tables)[1].own
+    record = experiment.metrics[-1]
+    np.testing.assert_allclose(record["trained_accuracy"], accuracy(own), atol=1e-6)
+    served = stacked.put(own, cohort.row, mixed)
+    np.testing.assert_allclose(record["client_accuracy"], accuracy(served), atol=1e-6)
+    assert abs(record["trained_accuracy"] - record["client_accuracy"]) > 0.01
+    assert experiment.summary()["metrics"]["trained_accuracy"]["per_seed"] == [
+        record["trained_accuracy"]
+    ]
