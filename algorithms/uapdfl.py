@@ -27,13 +27,19 @@ the symmetric KL of Eqs. 6 and 7 (`--divergence=symkl`). The proximal term follo
 released code: mean squares between the extractor's output on the batch and the peers'
 mean, weighted by examples; `--proximal=unit --anchor=with_own` is Eq. 12, of which the
 auxiliary representation on the left is recomputed in every step, since the stored one
-has no gradient. A peer is alike below the threshold in both branches. The extractor is
-all but the last layer, as the paper's counts of layers have it, not its convolutions.
-The threshold, mu and the local epochs are not in the paper. Without layer-wise
-personalization all layers are averaged with all peers and mu counts as 0. Rounds are
-synchronous, all clients start from one model (`--noshared_init`: each from its own),
-statistics of batch norm follow the extractor. A client without peers keeps its model
-and is its own anchor.
+has no gradient; mu then weighs a sum over all features, and wants to be smaller by
+their number. A peer is alike below the threshold in both branches. sigma, which the
+paper does not define, is softmax. The extractor is all but the last layer, as in the
+released code; the paper's text has its convolutions (`--personal_from=`), which are the
+two layers that it counts in its CNN. The threshold, mu and the local epochs are not in
+the paper. Without layer-wise personalization all layers are averaged with all peers and
+mu counts as 0. Rounds are synchronous, all clients start from one model
+(`--noshared_init`: each from its own), statistics of batch norm follow the extractor. A
+client without peers keeps its model and is its own anchor. A client that copies a
+peer's model keeps its own momentum, as in the released code. Clients are measured at
+two moments (`decentralized`): `client_accuracy` after mixing and before training, as
+the code tests, `trained_accuracy` after training, which Algorithm 2 returns; the paper
+does not say which of them its tables have.
 """
 
 from __future__ import annotations

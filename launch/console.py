@@ -26,6 +26,8 @@ TITLES = {
     "c_per": "C-Per",
     "client_accuracy": "Client (UA)",
     "trained_accuracy": "Trained",
+    "dropped_later": "Dropped after round 0",
+    "mb_later": "MB after round 0",
     "client_accuracy_pooled": "Client, pooled",
     "worst_decile_accuracy": "Worst decile",
     "client_accuracy_std": "Std over clients",

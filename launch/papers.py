@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from launch import console, settings
+from launch import console, curves, settings
 
 PAPERS = pathlib.Path(__file__).parent / "papers"
 Number = float | list[float]
@@ -193,10 +193,15 @@ def sheet(
     as columns, any other one part per scenario, with the metrics as columns. After each
     part come, for each of the table's `controls`, the differences of the other rows to
     that one. Where it says `traffic`, the bytes of every kind of message follow, one
-    part per scenario. A cell with one number of the paper has it beside every metric:
-    the paper does not tell at which moment it measured.
+    part per scenario; where it says `until`, the bytes to a share of a row's last
+    accuracy. A row of `ablated` that shows nothing is warned about. A cell with one
+    number of the paper has it beside every metric: the paper does not tell at which
+    moment it measured.
     """
     metrics = table["metrics"]
+    results = [
+        (cell, done and curves.with_later(done, metrics)) for cell, done in results
+    ]
     notes, grids = [f"Data set: `{dataset}`."], []
     if given:
         options = " ".join(f"--{name}={value}" for name, value in given.items())
@@ -252,7 +257,73 @@ def sheet(
     if table.get("traffic"):
         for scenario in scenarios:
             grids.append(_traffic(scenario, results))
+    if "until" in table:
+        for scenario in scenarios:
+            grids.append(_until(table["until"], scenario, results))
+    notes += _shown_by_nothing(table.get("ablated", {}), results)
     return Sheet(table["title"], notes, grids)
+
+
+def _shown_by_nothing(
+    ablated: Mapping[str, str],
+    results: Sequence[tuple[Cell, Mapping[str, Any] | None]],
+) -> list[str]:
+    """Warnings of rows in which what an ablation takes away never happens.
+
+    Args:
+        ablated: Option -> the metric that says how often what it switches happens.
+        results: All cells.
+    """
+    out = []
+    for option, metric in ablated.items():
+        for cell, done in results:
+            entry = (done or {}).get("metrics", {}).get(metric)
+            if entry and cell.options.get(option, True) and not entry["mean"]:
+                out.append(
+                    f"warning: {cell.scenario}, {cell.row}: {console.title(metric)} "
+                    f"is 0, so that a row without --{option} shows nothing there."
+                )
+    return out
+
+
+def _until(
+    told: Mapping[str, Any],
+    scenario: str,
+    results: Sequence[tuple[Cell, Mapping[str, Any] | None]],
+) -> Grid:
+    """Megabytes of each row until a share of one row's last accuracy, by metric.
+
+    Args:
+        told: `row`, `share` of its last accuracy, and `metrics`.
+        scenario: Of which cells.
+        results: All cells.
+    """
+    runs = {cell.row: done for cell, done in results if cell.scenario == scenario}
+    control = runs.get(told["row"])
+
+    def text(done: Mapping[str, Any] | None, metric: str) -> str:
+        if not (done and control and "records" in done and "records" in control):
+            return "missing"
+        ends = [curve[-1][metric] for curve in curves.of_seeds(control["records"])]
+        goals = [told["share"] * end for end in ends]
+        found = np.array(curves.until(done["records"], metric, goals))
+        there = found[~np.isnan(found)]
+        if not len(there):
+            return "never"
+        std = f" ± {there.std(ddof=1):,.0f}" if len(there) > 1 else ""
+        some = (
+            f" ({len(there)} of {len(found)} seeds)" if len(there) < len(found) else ""
+        )
+        return f"{there.mean():,.0f}{std}{some}"
+
+    body = [
+        (row, [text(done, m) for m in told["metrics"]]) for row, done in runs.items()
+    ]
+    title = (
+        f"MB until {100 * told['share']:.0f} % of {told['row']}'s last accuracy, mean "
+        "over seeds"
+    )
+    return Grid(scenario, title, [console.title(m) for m in told["metrics"]], body)
 
 
 def _numbers(cell: Cell, count: int) -> Sequence[Number | None]:

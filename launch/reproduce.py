@@ -9,6 +9,7 @@ tables are data: `launch/papers/<paper>.json`.
 
 from __future__ import annotations
 
+import json
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from data import loaders
 from fedjax_pfl import levels
 from launch import (
     config,
+    curves,
     devices,
     ending,
     finished,
@@ -59,12 +61,21 @@ def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
     )
 
 
+def _with_records(folder: pathlib.Path, done: Mapping[str, Any]) -> dict[str, Any]:
+    """A cell's summary and its records."""
+    lines = (folder / finished.METRICS).read_text().splitlines()
+    return {**done, "records": [json.loads(line) for line in lines]}
+
+
 def _stored(
     folder: pathlib.Path, options: Mapping[str, Any]
 ) -> Mapping[str, Any] | None:
-    """The summary of a finished cell that was made with these options."""
+    """A finished cell that was made with these options."""
     try:
-        return finished.read(folder) if _holds(folder, options) else None
+        if not _holds(folder, options):
+            return None
+        done = finished.read(folder)
+        return done and _with_records(folder, done)
     except ValueError as error:
         print(f"note: {error}", file=sys.stderr, flush=True)
         return None
@@ -78,7 +89,8 @@ def _run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
         "resume": processes.on_first((folder / finished.RUN_FLAGS).exists),
     }
     known = settings.fields_of(options["algo"])
-    return main.execute({k: v for k, v in options.items() if k in known})
+    done = main.execute({k: v for k, v in options.items() if k in known})
+    return processes.on_first(lambda: _with_records(folder, done))
 
 
 def _check(cell: papers.Cell) -> None:
@@ -125,7 +137,7 @@ EXECUTION = tuple(
     for name in config.EXECUTION_FIELDS
     if name not in ("rounds", "workdir", "resume")
 )
-OWN_FLAGS = ("scenario", "row", "workdir", "output", "report", "dry_run")
+OWN_FLAGS = ("scenario", "row", "workdir", "output", "report", "cells", "dry_run")
 
 
 def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
@@ -144,6 +156,7 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
         ("workdir", "runs/reproduce", "folder of the runs"),
         ("output", "", "also write the Markdown table to this file"),
         ("report", "", "also write an HTML page about the runs to this file"),
+        ("cells", "", "JSON file of finished cells: those in it do not run again"),
     ):
         absl_flags.DEFINE_string(name, default, text, flag_values=values)
     absl_flags.DEFINE_boolean(
@@ -167,6 +180,46 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
     return names[0], {name: values[name].value for name in OWN_FLAGS}, given
 
 
+class Cells:
+    """A file of finished cells, by which a table outlives the folders of its runs."""
+
+    def __init__(self, path: str, table: Mapping[str, Any]):
+        """Reads it, if there is one.
+
+        Raises:
+            ValueError: it is no such file.
+        """
+        self._path, self._table = pathlib.Path(path) if path else None, table
+        self._done: dict[str, Any] = {}
+        if self._path is not None and self._path.exists():
+            try:
+                self._done = dict(json.loads(self._path.read_text()))
+            except (ValueError, TypeError, OSError) as error:
+                raise ValueError(
+                    f"--cells={path} is no file of cells: {error}"
+                ) from error
+
+    def get(self, name: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """A cell that was made with these options."""
+        found = self._done.get(name)
+        is_it = found is not None and found.get("options") == dict(options)
+        return found if is_it else None
+
+    def put(
+        self, name: str, options: Mapping[str, Any], done: Mapping[str, Any]
+    ) -> None:
+        """Keeps a cell; without the parts of a curve that its table does not take."""
+        if self._path is None or not processes.is_first():
+            return
+        records = curves.kept(done.get("records", ()), self._table)
+        self._done[name] = {**done, "options": dict(options), "records": records}
+        text = json.dumps(self._done, indent=1, sort_keys=True)
+        try:
+            self._path.write_text(text + "\n")
+        except OSError as error:
+            flags.fail(f"--cells={self._path}: {error}", 1)
+
+
 def _report(
     path: str,
     sheet: papers.Sheet,
@@ -179,10 +232,10 @@ def _report(
     done = [
         (folder, f"{cell.row}, {cell.scenario}")
         for (cell, one), folder in zip(results, folders, strict=True)
-        if one is not None
+        if one is not None and (folder / finished.SUMMARY).is_file()
     ]
     if not done:
-        flags.fail(f"--report={path}: no cell is done yet")
+        flags.fail(f"--report={path}: there is no folder of a finished cell")
     entries = report.read(*zip(*done, strict=True))
     try:
         report.write(path, report.page(entries, tables=[sheet], title=sheet.title))
@@ -211,8 +264,10 @@ def _command(argv: Sequence[str]) -> None:
         wanted = papers.cells(table, dataset, own["scenario"], own["row"], given)
         for cell in wanted:
             _check(cell)
-        if own["output"] and not pathlib.Path(own["output"]).parent.is_dir():
-            raise ValueError(f"--output={own['output']}: there is no such folder")
+        for flag in ("output", "cells"):
+            if own[flag] and not pathlib.Path(own[flag]).parent.is_dir():
+                raise ValueError(f"--{flag}={own[flag]}: there is no such folder")
+        kept = Cells(own["cells"], table)
     except (ValueError, absl_flags.Error) as error:
         flags.fail(error)
 
@@ -234,19 +289,27 @@ def _command(argv: Sequence[str]) -> None:
                 flags.fail(f"--output={own['output']}: {error}", 1)
         processes.say(text, flush=True)
 
+    is_shown = False
     try:
         for cell in wanted:
             label = f"{papers.slug(cell.scenario)}-{papers.slug(cell.row)}"
             folder = root / f"{label}-seed{seeds['seed']}-{last}"
             folders.append(folder)
             options = cell.options | seeds
-            if own["dry_run"]:
-                results.append((cell, _stored(folder, options)))
+            found = kept.get(folder.name, options)
+            if found is None and own["dry_run"]:
+                found = _stored(folder, options)
+            if found is not None or own["dry_run"]:
+                results.append((cell, found))
+                is_shown = False
                 continue
             processes.say(f"{cell.scenario}, {cell.row} -> {folder}", flush=True)
-            results.append((cell, _run(folder, options | execution)))
+            found = _run(folder, options | execution)
+            kept.put(folder.name, options, found)
+            results.append((cell, found))
             show()
-        if own["dry_run"]:
+            is_shown = True
+        if not is_shown:
             show()
         if own["report"] and processes.is_first():
             _report(own["report"], sheet(), results, folders)

@@ -1,0 +1,94 @@
+"""What a table takes from a run's whole curve: after round 0, or until an accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+LATER = "_later"
+
+
+def of_seeds(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """The records of each seed in turn, by round."""
+    seeds = sorted({record["seed"] for record in records})
+    return [
+        sorted((r for r in records if r["seed"] == seed), key=lambda r: r["round"])
+        for seed in seeds
+    ]
+
+
+def _megabytes(record: Mapping[str, Any]) -> float:
+    return (record["bytes_up"] + record["bytes_down"]) / 1e6
+
+
+def later(records: Sequence[Mapping[str, Any]], name: str) -> list[float] | None:
+    """A metric after round 0, for each seed: its mean, or with `mb` what was sent.
+
+    Of round 0 a decentralised method tells nothing: its clients start from one model.
+
+    Args:
+        records: Of all rounds and seeds.
+        name: Of the metric.
+
+    Returns:
+        None where a round was not evaluated, or has no such metric.
+    """
+    out = []
+    for curve in of_seeds(records):
+        done = [record for record in curve if record["round"] > 0]
+        is_whole = [record["round"] for record in done] == [*range(1, len(done) + 1)]
+        if not is_whole or len(done) < 2:
+            return None
+        if name == "mb":
+            out.append(_megabytes(done[-1]) - _megabytes(done[0]))
+        elif all(name in record for record in done[1:]):
+            out.append(float(np.mean([record[name] for record in done[1:]])))
+        else:
+            return None
+    return out or None
+
+
+def kept(
+    records: Sequence[Mapping[str, Any]], table: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Of a cell's records what its table takes from curves; [] if it takes nothing."""
+    later = {n.removesuffix(LATER) for n in table["metrics"] if n.endswith(LATER)}
+    wanted = later | {*table.get("until", {}).get("metrics", ())}
+    if not wanted:
+        return []
+    names = ("seed", "round", "bytes_up", "bytes_down", *sorted(wanted - {"mb"}))
+    return [{n: record[n] for n in names if n in record} for record in records]
+
+
+def with_later(done: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """A cell's summary with those metrics `<name>_later` that its records tell."""
+    metrics, numbers = dict(done["metrics"]), list(done.get("numbers", ()))
+    for name in names:
+        base = name.removesuffix(LATER)
+        found = later(done.get("records", ()), base) if name != base else None
+        if found is None:
+            continue
+        std = float(np.std(found, ddof=1)) if len(found) > 1 else 0.0
+        metrics[name] = {"mean": float(np.mean(found)), "std": std, "per_seed": found}
+        if base == "mb" or base in numbers:
+            numbers.append(name)
+    return {**done, "metrics": metrics, "numbers": numbers}
+
+
+def until(
+    records: Sequence[Mapping[str, Any]], metric: str, goals: Sequence[float]
+) -> list[float]:
+    """Megabytes sent when a metric first is at its goal, of each seed; nan = never.
+
+    Args:
+        records: Of all seeds.
+        metric: Name.
+        goals: One for each seed, in their order.
+    """
+    out = []
+    for curve, goal in zip(of_seeds(records), goals, strict=True):
+        there = [_megabytes(r) for r in curve if r.get(metric, -1.0) >= goal]
+        out.append(there[0] if there else float("nan"))
+    return out
