@@ -24,6 +24,7 @@ class Scoring(NamedTuple):
         scored: `selected` (the next round's cohort) or `all`.
         num_sampled: Clients whose own accuracy is measured, drawn once by the seed; 0 =
             all.
+        has_train: Whether the server's model is measured on the clients' train rows.
     """
 
     batch_size: int
@@ -31,6 +32,7 @@ class Scoring(NamedTuple):
     num_scored: int = 0
     scored: str = "selected"
     num_sampled: int = 0
+    has_train: bool = False
 
 
 def served(model: types.Model, out: Any) -> jax.Array:
@@ -76,26 +78,42 @@ def _correct_from(
     return jax.lax.fori_loop(0, bound, step, jnp.zeros((), jnp.int32))
 
 
-def _correct_rows(
-    model: types.Model, variables: types.Variables, data: types.Data, batch_size: int
-) -> jax.Array:
-    """bool[J, U]: whether each test row is answered correctly by one shared model."""
-    test = data.partition.test.row
-    batches = stacked.in_batches(test, batch_size)
+def _answers(
+    model: types.Model,
+    variables: types.Variables,
+    data: types.Data,
+    rows: jax.Array,
+    batch_size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """What one shared model answers on rows int32[U] of the example table.
 
-    def answer(batch: jax.Array) -> jax.Array:
+    Returns:
+        (bool[J, U], whether each row is answered correctly; bool[U], whether exits
+        disagree about it).
+    """
+    batches = stacked.in_batches(rows, batch_size)
+
+    def answer(batch: jax.Array) -> tuple[jax.Array, jax.Array]:
         image, label = data.gather(batch)
-        return (_predictions(model, variables, image) == label) & (batch >= 0)
+        found, is_real = _predictions(model, variables, image), batch >= 0
+        exits = found[:-2] if model.has_exits else found
+        return (found == label) & is_real, (exits != exits[0]).any(0) & is_real
 
-    def step(index: jax.Array, right: jax.Array) -> jax.Array:
-        return right.at[:, index].set(answer(batches[index]))
+    def step(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> Any:
+        right, differ = carry
+        one = answer(batches[index])
+        return right.at[:, index].set(one[0]), differ.at[index].set(one[1])
 
-    num_outputs = jax.eval_shape(answer, batches[0]).shape[0]
-    right = jnp.zeros((num_outputs, *batches.shape), bool)
+    num_outputs = jax.eval_shape(answer, batches[0])[0].shape[0]
+    first = (
+        jnp.zeros((num_outputs, *batches.shape), bool),
+        jnp.zeros_like(batches, bool),
+    )
     # Only real rows: the table's length is rounded up, its end is padding.
-    num_batches = -(-(test >= 0).sum() // batch_size)
-    right = jax.lax.fori_loop(0, num_batches, step, right)
-    return right.reshape(num_outputs, -1)[:, : test.shape[0]]
+    num_batches = -(-(rows >= 0).sum() // batch_size)
+    right, differ = jax.lax.fori_loop(0, num_batches, step, first)
+    size = rows.shape[0]
+    return right.reshape(num_outputs, -1)[:, :size], differ.reshape(-1)[:size]
 
 
 def sampled_clients(key: jax.Array, num_clients: int, num_sampled: int) -> jax.Array:
@@ -121,32 +139,44 @@ def count_correct(
         `own` int32[K], each client's served model on its own test rows, 0 where `known`
         bool[K] is False (not in the sample, or served by nobody);
         `server` {name: int32[J]}, the server's models on the union (absent without
-        one), as `_predictions`; `scored` int32[num_scored], the ids of the scored
-        clients (K = none), and `cross` int32[num_scored], their served models on the
-        union; `trained` int32[K], as `own` of the models as training left them (absent
-        where the algorithm does not tell them).
+        one), as `_predictions`, and `differ` {name: int32[]}, rows on which the exits
+        of those that have some disagree; `train` (int32[], int32[]), correct answers of
+        the first of them on the clients' train rows, and how many these are; `scored`
+        int32[num_scored], the ids of the scored clients (K = none), and `cross`
+        int32[num_scored], their served models on the union; `trained` int32[K], as
+        `own` of the models as training left them (absent where the algorithm does not
+        tell them).
     """
     test = data.partition.test
     num_clients = test.start.shape[0]
     union = (test.row >= 0).sum()
-    remembered: dict[Any, tuple[types.Variables, jax.Array]] = {}
+    remembered: dict[Any, tuple[types.Variables, Any]] = {}
 
-    def answers_of(model: types.Model, variables: types.Variables) -> jax.Array:
+    def answers_of(model: types.Model, variables: types.Variables) -> Any:
         # A shared served model is usually the server's: answer once. The identity of
         # tracers tells, since both are the very same leaves of the state.
         name = model, tuple(id(leaf) for leaf in jax.tree.leaves(variables))
         if name not in remembered:
-            right = _correct_rows(model, variables, data, scoring.batch_size)
+            found = _answers(model, variables, data, test.row, scoring.batch_size)
             # Beside their variables: an identity may go to another leaf once one dies.
-            remembered[name] = variables, right
+            remembered[name] = variables, found
         return remembered[name][1]
 
     out: dict[str, Any] = {}
     if algorithm.server is not None:
+        models = algorithm.server(state, data)
         out["server"] = {
-            name: answers_of(*one).sum(1)
-            for name, one in algorithm.server(state, data).items()
+            name: answers_of(*one)[0].sum(1) for name, one in models.items()
         }
+        out["differ"] = {
+            name: answers_of(*one)[1].sum()
+            for name, one in models.items()
+            if one[0].has_exits
+        }
+        if scoring.has_train:
+            first, rows = next(iter(models.values())), data.partition.train.row
+            right, _ = _answers(*first, data, rows, scoring.batch_size)
+            out["train"] = right[-1].sum(), (rows >= 0).sum()
     is_sampled = sampled_clients(state.key, num_clients, scoring.num_sampled)
     if scoring.num_scored:
         scored = jnp.arange(num_clients)
@@ -166,7 +196,7 @@ def count_correct(
             measured = serves & is_sampled
             known = known | measured
             if group.own is None:
-                right = answers_of(group.model, group.shared)[-1]
+                right = answers_of(group.model, group.shared)[0][-1]
                 per_client = jax.ops.segment_sum(
                     right.astype(jnp.int32), test.owner(), num_clients
                 )
@@ -277,6 +307,11 @@ def metrics(
         for number, value in enumerate(exits, start=1):
             out[f"{prefix}exit{number}_accuracy"] = value
         out[f"{prefix}ensemble_accuracy"] = ensemble
+        if len(exits) > 1:
+            out[f"{prefix}exits_disagree"] = float(counts["differ"][name] / union)
+    if "train" in counts:
+        right, count = counts["train"]
+        out["train_accuracy"] = float(right / count)
     own = counts["own"].astype(np.int64)
     tested = (test_count > 0) & counts["known"]
     accuracy = np.full(len(own), np.nan)

@@ -673,4 +673,5 @@ def _scoring(config: config_lib.Config, data: types.Data) -> evaluate.Scoring:
         num_scored=num_scored,
         scored=config.eval_clients,
         num_sampled=sampled,
+        has_train=config.eval_train,
     )

@@ -135,6 +135,9 @@ class Config:
         "evaluate the models of this many clients only, drawn once by seed, 0 = all",
         minimum=0,
     )
+    eval_train: bool = option(
+        False, "also measure the server's model on the clients' train rows"
+    )
     c_gen: bool | None = option(
         None, "also measure clients' models on all clients' test rows"
     )
@@ -222,7 +225,9 @@ GROUPS = {
     ),
     "model": ("model", "client_model", "model_width", "init_from"),
     "training": ("clients_per_round",),
-    "evaluation": ("eval_every", "eval_clients", "eval_sample", "c_gen", "summary"),
+    "evaluation": (
+        "eval_every", "eval_clients", "eval_sample", "eval_train", "c_gen", "summary",
+    ),
     "machine": (
         "client_chunk", "min_chunk", "lanes", "bucketed", "devices", "distributed",
         "emulate", "precision", "compile_cache",

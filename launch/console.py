@@ -26,6 +26,8 @@ TITLES = {
     "c_per": "C-Per",
     "client_accuracy": "Client (UA)",
     "trained_accuracy": "Trained",
+    "train_accuracy": "Global, train rows",
+    "exits_disagree": "Exits disagree",
     "dropped_later": "Dropped after round 0",
     "mb_later": "MB after round 0",
     "client_accuracy_pooled": "Client, pooled",
