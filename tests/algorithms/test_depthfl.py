@@ -883,7 +883,7 @@ def test_exclusive_learning(toy):
     chex.assert_trees_all_close(state.server["h"], ledger, rtol=0, atol=1e-6)
     assert plain.differs(ledger, jax.tree.map(np.zeros_like, ledger), 1e-3)
     scores = {name for name in summary["metrics"] if name.startswith("exit")}
-    assert scores == {"exit1_accuracy", "exit2_accuracy"}
+    assert scores == {"exit1_accuracy", "exit2_accuracy", "exits_disagree"}
     sizes = [4 * (64 * 12 + 12 + 12 * 4 + 4 + 64), 4 * (12 * 12 + 12 + 12 * 4 + 4 + 12)]
     kinds = [f"s{i} {way}" for i in (0, 1) for way in ("down", "up")]
     assert set(summary["traffic"]) == set(kinds)

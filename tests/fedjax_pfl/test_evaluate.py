@@ -352,6 +352,9 @@ def test_exits_and_their_ensemble(data):
     model = small.linear("exits", num_exits=3)
     last = model._replace(answer="last")
     first, second = (random_variables(seed=s, num_stages=3) for s in (0, 1))
+    # The first two exits of one of them agree.
+    params = second.params
+    second = second._replace(params=(params[0], params[0], params[2]))
 
     def server(state, data):
         return {"global": (model, first), "other": (last, second)}
@@ -370,6 +373,31 @@ def test_exits_and_their_ensemble(data):
     assert values["other_accuracy"] == values["other_exit3_accuracy"]
     alone = types.Variables(second.params[2:], ())
     assert counts["own"][0] == answers(data, alone)[own_rows(0)].sum()
+    rows = np.asarray(data.partition.test.row)[: sum(TEST)]
+    for prefix, one in (("", first), ("other_", second)):
+        labels = [
+            (np.asarray(data.image)[rows] @ np.asarray(stage["w"])).argmax(1)
+            for stage in one.params
+        ]
+        share = (np.ptp(labels, axis=0) > 0).mean()
+        assert values[f"{prefix}exits_disagree"] == pytest.approx(share)
+    assert 0 < values["other_exits_disagree"] < values["exits_disagree"]
+
+
+def test_train_rows(data):
+    """Asked for, the first server model also on all train rows."""
+    shared = random_variables()
+    other = random_variables(seed=1)
+    method = algorithm(
+        [types.Served.one(MODEL, shared, jnp.ones(K, bool))],
+        lambda state, data: {"global": (MODEL, shared), "other": (MODEL, other)},
+    )
+    values, _ = metrics(count(data, method, has_train=True))
+    rows = np.asarray(data.partition.train.row)
+    logits = np.asarray(data.image)[rows] @ np.asarray(shared.params[0]["w"])
+    expected = (logits.argmax(1) == np.asarray(data.label)[rows]).mean()
+    assert values["train_accuracy"] == pytest.approx(expected)
+    assert "train_accuracy" not in metrics(count(data, method))[0]
 
 
 def test_the_ensemble_is_of_logits():
