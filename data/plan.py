@@ -19,6 +19,8 @@ from fedjax_pfl import rng, shapes, types
 
 # Rounds whose sizes tell how much room a window's plans need.
 SEEN_ROUNDS = 16
+# At most so many rows of typical cohorts are dealt to lanes to see what these cost.
+DEALT_ROWS = 20_000
 
 
 def orders(
@@ -368,28 +370,37 @@ def choose_chunk(
 def choose_lanes(num_steps: np.ndarray, *, batch_size: int, devices: int = 1) -> int:
     """The lanes of a device that cost an accelerator less than any chunk; 0 = none do.
 
-    Lanes end with the longest client of a device, or when each has had its share of the
-    steps. What a client's first and last step cost beside the steps is not counted.
+    What a client's first and last step cost beside its steps is not counted.
 
     Args:
         num_steps: As for `choose_chunk`.
         batch_size: Examples of a client's step.
         devices: Devices that share the rows.
     """
-    steps = np.maximum(num_steps, 1).astype(np.int64)
+    num_rows = num_steps.shape[-1]
+    num_steps = num_steps[: max(1, DEALT_ROWS // num_rows)]
     chunk, real = choose_chunk(num_steps, batch_size=batch_size, devices=devices)
-    in_chunks = num_steps.sum() / real * execution_lib.step_cost(chunk, batch_size)
-    share, longest = -(-steps.sum(-1) // devices), steps.max(-1)
+    least = num_steps.sum() / real * execution_lib.step_cost(chunk, batch_size)
+    # Rows of each device as `Planner.drawn` has them, padding rows first.
+    rows = np.sort(np.pad(num_steps, ((0, 0), (-num_rows % devices, 0))), axis=-1)
+    steps = np.maximum(rows, 1).reshape(len(rows), -1, devices).swapaxes(1, 2)
 
-    def cost(width: int) -> float:
-        moments = np.maximum(longest, -(-share // width)).sum()
-        each = execution_lib.step_cost(width, batch_size)
-        return float(moments * width * devices * each)
+    def at_least(width: int) -> float:
+        """No lanes do better than without any idle one."""
+        moments = np.maximum(steps.max(-1), -(-steps.sum(-1) // width)).sum()
+        return float(moments * width * execution_lib.step_cost(width, batch_size))
 
+    best, how = 0, execution_lib.Execution()
     # One lane is a chunk of one.
-    candidates = _widths(-(-num_steps.shape[-1] // devices)) - {1}
-    best = min(candidates, key=lambda width: (cost(width), -width), default=0)
-    return best if best and cost(best) < in_chunks else 0
+    widths = _widths(steps.shape[-1]) - {1}
+    for width in sorted(widths, key=lambda width: (at_least(width), -width)):
+        if at_least(width) >= least:
+            break
+        executed = execution_lib.executed_steps(steps, how._replace(lanes=width)).sum()
+        cost = float(executed * execution_lib.step_cost(width, batch_size))
+        if cost < least:
+            best, least = width, cost
+    return best
 
 
 def _widths(most: int) -> set[int]:

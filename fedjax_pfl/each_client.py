@@ -97,7 +97,8 @@ def update(
     """Runs `fn(client, shared)` for every row of a cohort; leaves [C, ...].
 
     Args:
-        fn: One client's update.
+        fn: One client's update. In lanes what it computes before its training is
+            computed again in every step that needs it.
         task: What the algorithm may know.
         state: The state that the round began with.
         cohort: The round's clients.
@@ -115,8 +116,8 @@ def update(
             with leaves [C, ...] and [...].
 
     Raises:
-        lanes.UnfitError: `task.execution.lanes`, and a client is more than one
-            `local_training.train`.
+        lanes.UnfitError: `task.execution.lanes`, and a client's round is more than
+            one loop over its examples, that of `local_training.train`.
     """
     steps, positions = cohort.plans[plan].split()
     if opt_state is None:

@@ -61,14 +61,14 @@ def executed_steps(num_steps: np.ndarray, execution: Execution) -> np.ndarray:
     devices = execution.mesh.size if execution.mesh else 1
     if execution.lanes:
         by_device = num_steps.reshape(-1, num_steps.shape[-1] // devices)
-        run = np.array([_in_lanes(rows, execution.lanes) for rows in by_device])
+        run = np.array([_dealt(rows, execution.lanes) for rows in by_device])
         return run.reshape(*num_steps.shape[:-1], devices).sum(-1)
     chunk = min(execution.chunk, num_steps.shape[-1] // devices)
     bounds = num_steps.reshape(*num_steps.shape[:-1], -1, chunk).max(-1)
     return bounds.sum(-1) * chunk
 
 
-def _in_lanes(num_steps: np.ndarray, width: int) -> int:
+def _dealt(num_steps: np.ndarray, width: int) -> int:
     """Steps that the lanes of a device compute for its rows, the last one first.
 
     As `lanes.one_after_another` deals them: to the lane that is free first.

@@ -87,8 +87,9 @@ class Totals:
     def step_efficiency(self) -> float:
         """Real local steps over executed ones: a chunk runs to its longest client.
 
-        All plans count as if run in chunks, also FedICT's on the server. A run that
-        began in an earlier version counts from where it was resumed.
+        All plans count whole, in the chunks or lanes of the run: also FedICT's on the
+        server, and CDKT's where the proxy set truncates them. A run that began in an
+        earlier version counts from where it was resumed.
         """
         return self.steps / max(self.executed_steps, 1)
 

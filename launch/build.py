@@ -259,6 +259,11 @@ def load(path: Any, **given: Any) -> Experiment:
                 f"{path}: --{name}={options[name]} was a module of your own; give it: "
                 f"{name}=..."
             )
+    # Of ways to train clients together the one that is given.
+    ways = {"lanes"}, {"client_chunk", "min_chunk"}
+    for mine, others in (ways, ways[::-1]):
+        if mine & given.keys():
+            options = {k: v for k, v in options.items() if k not in others}
     given = given | {"algo": algo, "workdir": str(path), "resume": True}
     made = experiment(**options | given)
     workdir.Workdir(made).reopen()
@@ -441,6 +446,9 @@ def assemble(
     batch_size = shapes.capped(getattr(hparams, "batch_size", 1), int(num_rows.max()))
 
     def execution_with(lanes: str) -> types.Execution:
+        if lanes == "auto" and config.num_seeds > 1 and not config.sweep:
+            # Seeds are vmapped in chunks alone, which is worth more.
+            lanes = "0"
         return devices.execution(
             config.client_chunk,
             config.devices,
@@ -551,7 +559,7 @@ def _unfit_for_lanes(
     except lanes.UnfitError as error:
         return str(error)
     except jax.errors.UnexpectedTracerError:
-        return "a client's training is inside of another loop"
+        return "a client's training is inside jax.jit, a loop or a branch"
     return ""
 
 

@@ -372,7 +372,7 @@ def _check_lanes(config: config_lib.Config) -> None:
     """Refuses what is no number of lanes, and chunks beside them."""
     given = config.lanes
     is_number = given.isascii() and given.isdigit() and len(given) < 10
-    if given != "auto" and not (is_number and int(given) != 1):
+    if given != "auto" and not (is_number and str(int(given)) == given != "1"):
         raise ValueError(
             f"--lanes={given}: expected auto, 0 or at least 2 clients side by side"
         )

@@ -548,6 +548,29 @@ def test_choose_lanes(steps, devices, expected, monkeypatch):
     assert found == expected
 
 
+def test_lanes_are_priced_as_they_are_dealt(monkeypatch):
+    """Nearly equal clients: the last of 18 lanes would have a second client each."""
+    steps = np.array([[9, 10, 10, 11, 11, 12, 12, 12, 12, 13] * 2])
+    assert plan.choose_lanes(steps, batch_size=50) == 0
+    gen = np.random.default_rng(1)
+    monkeypatch.setattr(execution_lib, "STEP_COSTS", {20: 1.0, 2000: 0.2})
+    for devices in (1, 3):
+        for sigma in (0.1, 0.5, 1.0):
+            sizes = np.exp(gen.normal(2, sigma, (3, 31))).astype(int) + 1
+            width = plan.choose_lanes(sizes, batch_size=20, devices=devices)
+            chunk, real = plan.choose_chunk(sizes, batch_size=20, devices=devices)
+            costs = {0: sizes.sum() / real * execution_lib.step_cost(chunk, 20)}
+            for lanes in range(2, 32 // devices):
+                dealt = np.sort(np.pad(sizes, ((0, 0), (-31 % devices, 0))), axis=1)
+                parts = [dealt[:, first::devices] for first in range(devices)]
+                how = types.Execution(lanes=lanes)
+                executed = sum(
+                    execution_lib.executed_steps(p, how).sum() for p in parts
+                )
+                costs[lanes] = executed * execution_lib.step_cost(lanes, 20)
+            assert costs[width] == pytest.approx(min(costs.values()))
+
+
 def test_lanes_for_unequal_clients():
     """By the table: for many of them; few wait for the longest, equal ones for none."""
     sizes = np.random.default_rng(0).lognormal(2.5, 1.5, (8, 1000))

@@ -1,7 +1,5 @@
 """Clients in lanes: the same numbers as in chunks, and as few steps as lanes can do."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -136,7 +134,7 @@ def with_a_loop(client, server):
         (twice, {}, "has 2 trainings, not one"),
         (never, {}, "has 0 trainings, not one"),
         (with_a_loop, {}, "has a loop besides its training"),
-        (functools.partial(train), {"levels": 2}, "clients hold parts of a model"),
+        (train, {"levels": 2}, "clients hold parts of a model"),
     ],
 )
 def test_what_is_not_one_training_is_refused(fn, given, words, problem):

@@ -9,7 +9,8 @@ import algorithms
 from fedjax_pfl import execution as execution_lib
 from launch import build, devices
 
-# Of the others a client's round is more than one training, or of parts of a model.
+# Of the others a client's round is more than one loop over its examples, or of parts of
+# a model.
 FIT = {
     *("fedavg", "fedprox", "scaffold", "pfedsd", "feddyn"),
     *("fedper", "fedrep", "fedper_plus", "fedrep_plus"),
