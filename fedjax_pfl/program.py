@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import evaluate, execution, options, traffic, types
+from fedjax_pfl import evaluate, execution, options, stacked, traffic, types
 
 KEPT_PROGRAMS = 8
 
@@ -63,8 +63,10 @@ class Program(NamedTuple):
 
     `init(floats, data, partition, seeds) -> state`;
     `rounds(floats, state, cohorts, first, num_rounds, data, partition)
-        -> (state, metrics of the last round, counts int32[variants, T, kinds])`: runs
-    `cohorts[first : first + num_rounds]` of a window of T rounds;
+        -> (state, metrics of the last round, counts int32[variants, T, kinds],
+            diverged int32[variants])`: runs `cohorts[first : first + num_rounds]` of a
+    window of T rounds; `diverged` is the first of them, counted from 1, after which a
+    metric or a parameter is not finite, 0 = none;
     `evaluate(floats, state, cohort, data, partition) -> counts`.
 
     All arguments but `first`, `num_rounds` and `data` have a leading axis of variants,
@@ -104,6 +106,19 @@ def _over_variants(fn: Callable, *args: Any) -> Any:
     if all(shared):
         return jax.tree.map(lambda leaf: leaf[None], fn(*args))
     return jax.vmap(fn, tuple(None if one else 0 for one in shared))(*args)
+
+
+def _is_finite(
+    state: types.RoundState, metrics: Any, cohort: types.Cohort
+) -> jax.Array:
+    """bool[]: whether all is a number that a round has measured or written."""
+    written = state.server, stacked.take(state.clients, cohort.row)
+    parts = [
+        jnp.isfinite(leaf).all()
+        for leaf in jax.tree.leaves((metrics, written))
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    return jnp.stack(parts).all() if parts else jnp.ones((), bool)
 
 
 def _fingerprint(value: Any) -> Any:
@@ -209,11 +224,13 @@ def _jitted(of: _Structure) -> Program:
             round = jax.jit(lambda *given: method.round(*given), inline=True)
 
             def step(index, carry):
-                state, _, counts = carry
+                state, _, counts, diverged = carry
                 cohort = cohorts.of_round(index, num_examples)
                 state, metrics, sent = round(state, cohort, tables)
                 sent = traffic.counted(sent, method.messages, cohort.row_mask)
-                return state, metrics, counts.at[index].set(sent)
+                is_new = (diverged == 0) & ~_is_finite(state, metrics, cohort)
+                diverged = jnp.where(is_new, state.round, diverged)
+                return state, metrics, counts.at[index].set(sent), diverged
 
             # The loop's carry needs the metrics' shapes before the first round.
             cohort = cohorts.of_round(0, num_examples)
@@ -221,7 +238,7 @@ def _jitted(of: _Structure) -> Program:
             metrics = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             window = len(cohorts.client_id)
             counts = jnp.zeros((window, len(method.messages)), jnp.int32)
-            carry = (state, metrics, counts)
+            carry = (state, metrics, counts, jnp.zeros((), jnp.int32))
             return jax.lax.fori_loop(first, first + num_rounds, step, carry)
 
         return _over_variants(one, values, state, cohorts, partition)

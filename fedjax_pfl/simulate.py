@@ -66,11 +66,14 @@ class Planner(Protocol):
 class Totals:
     """The host's counters; survive a resume through the checkpoint.
 
-    `messages` int64[seeds, kinds]; `seconds` of training so far; `samples` and local
-    `steps` of the plans, `executed` samples and `executed_steps` with padding.
+    `messages` int64[variants, kinds]; `diverged` int64[variants], the first round,
+    counted from 1, after which a metric or a parameter was not finite, 0 = none;
+    `seconds` of training so far; `samples` and local `steps` of the plans, `executed`
+    samples and `executed_steps` with padding.
     """
 
     messages: np.ndarray
+    diverged: np.ndarray
     seconds: float = 0.0
     client_updates: int = 0
     samples: int = 0
@@ -126,7 +129,7 @@ class Call:
         partition: Of their seeds, as leading axis.
         state: Stacked RoundState, None before the start.
         round: Rounds done.
-        pending: (metrics, messages, work) of a call not yet accounted for.
+        pending: (metrics, messages, diverged, work) of a call not yet accounted for.
         metrics: (sums, counts) of the last round by name, a float for each variant.
     """
 
@@ -136,7 +139,7 @@ class Call:
     partition: types.Partition
     state: types.RoundState | None = None
     round: int = 0
-    pending: tuple[Any, jax.Array, Work] | None = None
+    pending: tuple[Any, jax.Array, jax.Array, Work] | None = None
     metrics: dict[str, tuple[list[float], list[float]]] = dataclasses.field(
         default_factory=dict
     )
@@ -233,7 +236,9 @@ class Simulation:
         self.while_compiling: Callable[[], Any] = contextlib.nullcontext
         kinds = len(program.algorithm.messages)
         num_variants = len(self.seeds) * len(points)
-        self.totals = Totals(np.zeros((num_variants, kinds), np.int64))
+        self.totals = Totals(
+            np.zeros((num_variants, kinds), np.int64), np.zeros(num_variants, np.int64)
+        )
         together = 1
         if len(points) > 1 and program.vmaps_points:
             together = len(points)
@@ -389,8 +394,8 @@ class Simulation:
             started = time.perf_counter()
             # The call takes the old state's buffers: no function may be called before
             # the new state is stored, or an interrupt could lose both.
-            state, metrics, sent = executable(*args)
-            call.state, call.round, call.pending = state, until, (metrics, sent, work)
+            state, *told = executable(*args)
+            call.state, call.round, call.pending = state, until, (*told, work)
             try:
                 if ahead is None and until == window.end < max(self.rounds, stop):
                     ahead = self._plan(until, stop)
@@ -464,13 +469,15 @@ class Simulation:
         if call.pending is None:
             return
         jax.block_until_ready(call.state)
-        metrics, sent, work = call.pending
+        metrics, sent, diverged, work = call.pending
         sent = np.asarray(sent, np.int64).sum(1)
         call.metrics = {
             name: tuple(np.asarray(part, np.float64).tolist() for part in pair)
             for name, pair in metrics.items()
         }
         self.totals.messages[call.rows] += sent
+        known = self.totals.diverged[call.rows]
+        self.totals.diverged[call.rows] = np.where(known, known, np.asarray(diverged))
         for name, counts in work._asdict().items():
             total = getattr(self.totals, name) + int(counts.sum())
             setattr(self.totals, name, total)

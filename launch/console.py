@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import tqdm
 
 from launch import presets, processes, settings, sweep
@@ -109,7 +108,7 @@ class Progress(Silent):
         self._experiment, self._begin = experiment, time.perf_counter()
         self._start, self._trained = experiment.round, experiment.totals.seconds
         self._bar = None
-        self._has_shown = self._has_told = self._has_warned = False
+        self._has_shown = self._has_told = False
         kind = _bar_kind()
         if kind is not None:
             self._bar = kind(
@@ -156,7 +155,6 @@ class Progress(Silent):
 
     def update(self, records: Sequence[dict[str, Any]]) -> None:
         """After a call: what was measured, if anything was."""
-        self._warn()
         done, rounds = self._experiment.round, self._experiment.config.rounds
         points = self._experiment.points
         shown = headline(records, points) if records else self._loss()
@@ -176,24 +174,9 @@ class Progress(Silent):
 
     def _loss(self) -> dict[str, str]:
         """The loss of the last round."""
-        total, count = self._losses()
-        return {"loss": f"{sum(total) / sum(count):.3f}"} if sum(count) else {}
-
-    def _losses(self) -> tuple[Sequence[float], Sequence[float]]:
-        """(sums, counts) of the last round's loss, one of each for every seed."""
         metrics = self._experiment.simulation.metrics
-        return metrics.get("train_loss", ((0.0,), (0.0,)))
-
-    def _warn(self) -> None:
-        """Says once that training has diverged."""
-        if self._has_warned or np.isfinite(self._losses()[0]).all():
-            return
-        self._has_warned = True
-        tqdm.tqdm.write(
-            f"round {self._experiment.round}: the training loss is no finite number; "
-            "a smaller --client_lr may help",
-            file=sys.stderr,
-        )
+        total, count = metrics.get("train_loss", ((0.0,), (0.0,)))
+        return {"loss": f"{sum(total) / sum(count):.3f}"} if sum(count) else {}
 
     def _left(self, done: int) -> str:
         """How long the rounds that are left take, as the ones before did."""
@@ -202,6 +185,21 @@ class Progress(Silent):
         if done <= self._start or done >= rounds:
             return ""
         return f", {spent / (done - self._start) * (rounds - done):.0f} s left"
+
+
+def warn_diverged(experiment: Experiment) -> None:
+    """Says that training has diverged, also where no progress is shown."""
+    if processes.is_first():
+        tqdm.tqdm.write(
+            f"round {experiment.diverged()}: a loss or a parameter is no finite "
+            "number; a smaller --client_lr may help",
+            file=sys.stderr,
+        )
+
+
+def diverged(round: int | None) -> str:
+    """Words for a run whose numbers are none from a round on; "" for any other."""
+    return f"diverged in round {round}" if round else ""
 
 
 def shown(experiment: Experiment) -> Silent:
@@ -250,6 +248,11 @@ def table(summary: dict[str, Any]) -> str:
     line for each point.
     """
     lines = _sweep_lines(summary) if "sweep" in summary else _lines(summary)
+    if summary.get("diverged"):
+        lines.append(
+            f"{diverged(summary['diverged'])}: losses or parameters are no finite "
+            "numbers, and the accuracies say nothing"
+        )
     # Runs of earlier versions did not count steps.
     steps = summary.get("step_efficiency")
     of_steps = "" if steps is None else f"of steps {steps:.2f}, "
@@ -279,7 +282,8 @@ def _sweep_lines(summary: dict[str, Any]) -> list[str]:
             one = part["metrics"][name]
             std = f" +- {100 * one['std']:.2f}" if seeds > 1 else ""
             cells.append(f"{100 * one['mean']:.2f}{std}")
-        lines.append(f"{label:<{width}}  " + "  ".join(f"{c:>16}" for c in cells))
+        told = [f"{c:>16}" for c in cells] + [diverged(part.get("diverged"))]
+        lines.append(f"{label:<{width}}  " + "  ".join(filter(None, told)))
     lines.append(
         "of test rows: to choose a point by these would be to train on them (rows of "
         "validation come later)"

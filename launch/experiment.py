@@ -138,6 +138,8 @@ class Experiment:
             seed, point = divmod(index, len(self.points))
             record = {"round": self.round, "seed": self.seeds[seed]}
             record |= {**self.points[point], **values}
+            if self.totals.diverged[index]:
+                record["diverged"] = int(self.totals.diverged[index])
             records.append(record | {"seconds": round(self.totals.seconds, 3)})
             if accuracies is not None and self.round in self.window:
                 self.client_accuracies[index, self.window.index(self.round)] = (
@@ -254,6 +256,7 @@ class Experiment:
         arrays = {"state": simulation.joined, "accuracies": self.client_accuracies}
         host = dataclasses.asdict(simulation.totals) | {
             "messages": simulation.totals.messages.tolist(),
+            "diverged": simulation.totals.diverged.tolist(),
             "compile_seconds": simulation.compile_seconds,
             "window": list(self.window),
             "last_round": simulation.metrics,
@@ -276,8 +279,12 @@ class Experiment:
         self._keep_accuracies(host.pop("window"), arrays["accuracies"])
         messages = np.asarray(host.pop("messages"), np.int64)
         compile_seconds, last = host.pop("compile_seconds"), host.pop("last_round")
+        # An earlier version did not look.
+        diverged = np.asarray(host.pop("diverged", self.totals.diverged), np.int64)
         totals = simulate.Totals(
-            messages=messages.reshape(self.totals.messages.shape), **host
+            messages=messages.reshape(self.totals.messages.shape),
+            diverged=diverged,
+            **host,
         )
         self.simulation.load(round, arrays["state"], totals, compile_seconds, last)
 
@@ -447,6 +454,7 @@ class Experiment:
         return {
             # Of a sweep its points by themselves: no mean over them says anything.
             **(parts[0] if not self.config.sweep else {"metrics": {}, "sweep": parts}),
+            "diverged": self.diverged(),
             "rounds": self.round,
             "summary": rule,
             "client_updates_per_second": totals.client_updates / seconds,
@@ -483,11 +491,26 @@ class Experiment:
         measured = self.simulation.metrics.keys() - set(self.program.algorithm.shares)
         out = {
             "metrics": metrics,
+            "diverged": self.diverged(point),
             "last_round": last,
             "numbers": sorted(measured & metrics.keys()),
             "traffic": self._traffic(self.points.index(point)),
         }
         return {"point": point, **out} if point else out
+
+    def diverged(self, point: Mapping[str, float] | None = None) -> int | None:
+        """The first round, counted from 1, whose losses or parameters are not finite.
+
+        None = all of them were. Accuracies behind it are of the class that the argmax
+        of nan gives.
+
+        Args:
+            point: Of a sweep; None = any of them.
+        """
+        rounds = self.totals.diverged
+        if point is not None:
+            rounds = rounds[self.points.index(dict(point)) :: len(self.points)]
+        return int(rounds[rounds > 0].min()) if rounds.any() else None
 
     def _traffic(self, point: int) -> dict[str, dict[str, Any]]:
         """Messages and their bytes so far: {kind: {direction, messages, bytes}}."""

@@ -93,6 +93,8 @@ def summaries(experiments: dict[str, Experiment]) -> pandas.DataFrame:
         for part in done.get("sweep", [done]):
             label = sweep.label(part.get("point", {}), name)
             lines[label] = line = {"rounds": experiment.round, "summary": rule}
+            if part.get("diverged"):
+                line["diverged"] = part["diverged"]
             for metric, entry in part.get("metrics", {}).items():
                 line[metric] = entry["mean"]
                 if len(experiment.seeds) > 1:

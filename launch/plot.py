@@ -74,6 +74,12 @@ def by_point(run: Run) -> list[Run]:
     return out
 
 
+def named(run: Run, name: str) -> str:
+    """A run's name, and whether its numbers are none from some round on."""
+    rounds = [record["diverged"] for record in run.records if "diverged" in record]
+    return f"{name} ({console.diverged(min(rounds))})" if rounds else name
+
+
 def read(path: pathlib.Path) -> Run:
     """Reads a run's folder, finished or not.
 
@@ -178,7 +184,8 @@ def picture(
     """
     if kind not in (*KINDS, "heatmap"):
         raise ValueError(f"--kind={kind}: expected one of {', '.join(KINDS)}, heatmap")
-    names = [_unformatted(name) for name in names or labels(runs)]
+    pairs = zip(runs, names or labels(runs), strict=True)
+    names = [_unformatted(named(*pair)) for pair in pairs]
     for run in runs if kind in ("fairness", "bubbles") else ():
         if not run.clients:
             raise ValueError(

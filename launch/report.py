@@ -127,11 +127,11 @@ def page(
     return environment.get_template("report.html").render(
         title=title or _title(entries),
         setting=_setting(entries),
-        answer=_answer(entries, metric, base),
+        answer=" ".join([_answer(entries, metric, base), *_diverged(entries)]),
         heads=heads,
         runs=[
             {
-                "name": entry.name,
+                "name": plot.named(entry.run, entry.name),
                 "color": entry.color,
                 "cells": cells,
                 "speed": _speed(entry.summary),
@@ -189,9 +189,11 @@ def _rows(
     for name in metrics:
         means = [
             entry.summary["metrics"][name]["mean"]
-            for entry in entries
+            for entry in _sound(entries)
             if name in entry.summary["metrics"]
         ]
+        if not means:
+            continue
         best[name] = (min if name in SMALLER_IS_BETTER else max)(means)
     out = []
     for entry in entries:
@@ -201,7 +203,8 @@ def _rows(
             if one is None:
                 cells.append(Cell("–"))
             else:
-                is_best = one["mean"] == best[name]
+                is_best = one["mean"] == best.get(name)
+                is_best &= entry in _sound(entries)
                 is_best &= len(entries) > 1 and not _is_sweep(entries)
                 cells.append(Cell(_percent(one), is_best))
             if name == metric and len(entries) > 1:
@@ -288,7 +291,7 @@ def _setting(entries: Sequence[Entry]) -> str:
 def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
     """The result in a sentence."""
     ranked = sorted(
-        (entry for entry in entries if metric in entry.summary["metrics"]),
+        (entry for entry in _sound(entries) if metric in entry.summary["metrics"]),
         key=lambda entry: -entry.summary["metrics"][metric]["mean"],
     )
     if _is_sweep(entries):
@@ -316,6 +319,22 @@ def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
     if len(gap) > 1:
         words += f", ahead in {(gap > 0).sum()} of {len(gap)} seeds"
     return f"{words}."
+
+
+def _sound(entries: Sequence[Entry]) -> list[Entry]:
+    """The runs that did not diverge; all, if every one did."""
+    return [e for e in entries if plot.named(e.run, e.name) == e.name] or list(entries)
+
+
+def _diverged(entries: Sequence[Entry]) -> list[str]:
+    """A sentence about the runs whose numbers are none."""
+    names = [
+        plot.named(entry.run, entry.name)
+        for entry in entries
+        if plot.named(entry.run, entry.name) != entry.name
+    ]
+    told = f"{', '.join(names)}: losses or parameters are no finite numbers from there "
+    return [f"{told}on, and the accuracies say nothing."] if names else []
 
 
 def _command_of(run: plot.Run) -> str:

@@ -235,7 +235,7 @@ def _report(
         if one is not None and (folder / finished.SUMMARY).is_file()
     ]
     if not done:
-        flags.fail(f"--report={path}: there is no folder of a finished cell")
+        flags.fail(f"--report={path}: no cell is done yet, or none has a folder here")
     entries = report.read(*zip(*done, strict=True))
     try:
         report.write(path, report.page(entries, tables=[sheet], title=sheet.title))

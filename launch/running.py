@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from launch import processes
+from launch import console, processes
 
 if TYPE_CHECKING:
     from launch.console import Silent
@@ -36,6 +36,7 @@ def run(
         on_record: Called with every record, in the first of several processes.
     """
     config, saved_time = experiment.config, time.monotonic()
+    has_warned = False
     until = config.rounds if until is None else until
     every = config.checkpoint_every if folder is not None else 0
     while not stop and (
@@ -44,6 +45,9 @@ def run(
         # One call of about ten seconds, ended early by an evaluation or a checkpoint.
         experiment.simulation.advance(min(experiment.next_stop(every), until))
         stop.agree()
+        if experiment.diverged() is not None and not has_warned:
+            has_warned = True
+            console.warn_diverged(experiment)
         records = experiment.measure()
         if folder is not None:
             folder.append(records)

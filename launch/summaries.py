@@ -14,6 +14,7 @@ COUNTERS = (
     "bytes_down",
     "seconds",
     "clients_evaluated",
+    "diverged",
 )
 
 

@@ -47,7 +47,8 @@ def digest(experiment):
 def counters(experiment):
     """What was counted, without times."""
     totals = dataclasses.asdict(experiment.totals)
-    totals["messages"] = totals["messages"].tolist()
+    for name in ("messages", "diverged"):
+        totals[name] = totals[name].tolist()
     return {name: value for name, value in totals.items() if name != "seconds"}
 
 

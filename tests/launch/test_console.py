@@ -101,17 +101,6 @@ def test_lines_of_progress(capsys):
     assert lines[1].endswith(", 18 s left)") and "left" not in lines[2]
 
 
-def test_a_loss_that_is_no_number(capsys):
-    """One line, once."""
-    run = Run(3)
-    with console.Progress(run) as progress:
-        for loss in (1.0, float("nan"), float("inf")):
-            run.advance(1, 1.0, loss)
-            progress.update([])
-    told = capsys.readouterr().err
-    assert told.count("--client_lr") == 1 and told.startswith("round 2: the training")
-
-
 @pytest.mark.parametrize("seconds, is_told", [(0.0, True), (60.0, False)])
 def test_compiling_is_told_once(capsys, monkeypatch, seconds, is_told):
     """If it takes long enough for somebody to wonder."""

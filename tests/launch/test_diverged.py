@@ -1,0 +1,113 @@
+"""A run whose numbers are none says so, wherever its numbers are shown."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import program, types
+from launch import build, console, plot, report
+from tests.fedjax_pfl import small
+
+
+def options(blobs, **more):
+    """Six small clients, three a round."""
+    return {
+        "preset": "none",
+        "dataset": blobs,
+        "model": "mlp",
+        "num_clients": 6,
+        "clients_per_round": 3,
+        "local_epochs": 1,
+        "batch_size": 8,
+        "rounds": 3,
+        "devices": 1,
+    } | more
+
+
+@pytest.fixture(scope="module")
+def both(blobs, tmp_path_factory):
+    """(a comparison of a run that diverges and one that does not, its folder)."""
+    folder = tmp_path_factory.mktemp("diverged")
+    runs = {
+        "bad": {"algo": "fedavg", "client_lr": 1e6},
+        "good": {"algo": "fedavg", "client_lr": 0.05},
+    }
+    made = build.compare(
+        runs, **options(blobs, workdir=str(folder), eval_every=1), progress=False
+    )
+    return made, folder
+
+
+def test_summary_and_records_name_the_round(both):
+    """The first one, counted from 1; null where there is none."""
+    _, folder = both
+    summary = json.loads((folder / "bad" / "summary.json").read_text())
+    assert summary["diverged"] == 1
+    lines = (folder / "bad" / "metrics.jsonl").read_text().splitlines()
+    told = [json.loads(line).get("diverged") for line in lines]
+    assert told == [None, 1, 1, 1]
+    summary = json.loads((folder / "good" / "summary.json").read_text())
+    assert summary["diverged"] is None
+    assert "diverged" not in (folder / "good" / "metrics.jsonl").read_text()
+
+
+def test_it_is_said_where_numbers_are_shown(both):
+    """Final table, comparison, pictures and report, which also ranks without it."""
+    made, folder = both
+    assert "diverged in round 1" in console.table(made["bad"].summary())
+    assert "diverged" not in console.table(made["good"].summary())
+    frame = made.summary()
+    assert frame["diverged"]["bad"] == 1 and np.isnan(frame["diverged"]["good"])
+    (legend,) = made.plot().legends
+    told = [text.get_text() for text in legend.get_texts()]
+    assert [("diverged in round 1" in text) for text in told].count(True) == 1
+    page = report.page(report.read([folder / "bad", folder / "good"], ["bad", "good"]))
+    assert "bad (diverged in round 1)" in page
+    assert 'class="answer">good reaches' in page
+    assert "good (diverged" not in page
+
+
+def test_it_is_warned_about_without_a_progress_bar(blobs, capsys):
+    """Once, on stderr; a sweep tells it of its points, a resumed run remembers."""
+    given = {"algo": "fedavg", "sweep": {"client_lr": [0.05, 1e6]}, "eval_every": 1}
+    experiment = build.experiment(**options(blobs), **given)
+    experiment.run(2, progress=False)
+    assert capsys.readouterr().err.count("no finite number") == 1
+    summary = experiment.summary()
+    assert [part["diverged"] for part in summary["sweep"]] == [None, 1]
+    assert summary["diverged"] == 1
+    table = console.table(summary).splitlines()
+    assert "diverged in round 1" in next(line for line in table if "1000000.0" in line)
+    assert "diverged" not in next(line for line in table if "=0.05" in line)
+    other = build.experiment(**options(blobs), **given)
+    other.load(2, *experiment.saved(), experiment.metrics)
+    assert other.diverged() == 1 and other.diverged({"client_lr": 0.05}) is None
+    (first, second) = plot.by_point(plot_run(other, blobs))
+    assert plot.named(first, "a") == "a" and "diverged" in plot.named(second, "b")
+
+
+def plot_run(experiment, blobs):
+    """An experiment in memory as pictures read it."""
+    told = {"sweep": experiment.config.sweep, "dataset": blobs}
+    return plot.Run(None, told, experiment.metrics, {})
+
+
+@pytest.mark.parametrize("where", ["metrics", "server", "clients", "absent", "count"])
+def test_what_is_looked_at(where):
+    """Metrics, the server's state and the rows of the round, floats alone."""
+    state = types.RoundState.first(
+        {"w": jnp.ones(3)}, {"w": jnp.ones((4, 2)), "n": jnp.ones(4, jnp.int32)}, None
+    )
+    cohort = small.cohort([1, 2, 4], 4)
+    metrics = {"train_loss": (jnp.float32(1), jnp.int32(3))}
+    if where == "metrics":
+        metrics = {"train_loss": (jnp.float32(np.inf), jnp.int32(3))}
+    if where == "server":
+        state = state.replace(server={"w": jnp.array([1, np.nan, 1])})
+    if where in ("clients", "absent"):
+        row = 2 if where == "clients" else 0
+        state.clients["w"] = state.clients["w"].at[row, 1].set(np.nan)
+    found = bool(program._is_finite(state, metrics, cohort))
+    assert found == (where in ("absent", "count"))
