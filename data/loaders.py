@@ -287,6 +287,11 @@ def from_arrays(
             f"{where}: x must be uint8 or float of shape [N, H, W, C] or [N, D], got "
             f"{x.dtype} {list(x.shape)}"
         )
+    if x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[1] < x.shape[2] == x.shape[3]:
+        raise ValueError(
+            f"{where}: x {list(x.shape)} looks like [N, C, H, W]; give [N, H, W, C], "
+            "that is x.transpose(0, 2, 3, 1)"
+        )
     if y.ndim != 1 or len(x) != len(y) or not np.issubdtype(y.dtype, np.integer):
         raise ValueError(
             f"{where}: y must be integers [{len(x)}], got {y.dtype} {list(y.shape)}"

@@ -100,6 +100,13 @@ def _check_own(
             f"expected logits float32[2, {num_classes}], one for each class; change "
             "its last module"
         )
+    reason = own.depends_on_neighbours(model, shape)
+    if reason:
+        raise ValueError(
+            f"{flag}: {model.name} {reason}; a module that stays in train mode does "
+            "that: name `train`, `deterministic` or `use_running_average` in its "
+            "__call__, or take linen modules"
+        )
 
 
 def _partition_spec(config: config_lib.Config, seed: int) -> partitions.PartitionSpec:
@@ -153,6 +160,8 @@ def experiment(**given: Any) -> Experiment:
     config, hparams = settings.configure(given)
     if source is None:
         source = loaders.load(config.dataset, config.data_dir)
+    examples = hashlib.sha256(np.ascontiguousarray(source.image).data)
+    examples.update(np.ascontiguousarray(source.label).data)
     if config.rotate_classes > 1:
         source = dataset.rotated(source, config.rotate_classes)
     config = settings.resolve(config, source, given)
@@ -175,13 +184,14 @@ def experiment(**given: Any) -> Experiment:
         algo=given.get("algo"),
         own_models=own_models,
         own_sha256=own_sha256,
+        examples_sha256=examples.hexdigest(),
     )
 
 
 def compare(
     algos: Sequence[Any] | Mapping[str, Mapping[str, Any]],
     *,
-    seeds: int = 1,
+    seeds: int | None = None,
     run: bool = True,
     progress: bool = True,
     on_record: Callable[[dict[str, Any]], None] | None = None,
@@ -196,7 +206,7 @@ def compare(
     Args:
         algos: Names, or algorithms of your own; or each run's options by a name:
             `{"weak": {"algo": "fedprox", "proximal_weight": 0.01}, "strong": ...}`.
-        seeds: `--num_seeds`.
+        seeds: `--num_seeds`, 1 by default; give one of the two names.
         run: Whether to run them now.
         progress: Whether to show how far it is.
         on_record: Called with every record, which has the name under `algo`.
@@ -208,7 +218,13 @@ def compare(
     Raises:
         ValueError: one line: what came, what was expected, which option to change.
     """
-    options = {"num_seeds": seeds, **options}
+    if seeds is not None and "num_seeds" in options:
+        raise ValueError(
+            f"compare: seeds={seeds} and num_seeds={options['num_seeds']} are two "
+            "names of one option; give one of them"
+        )
+    if seeds is not None:
+        options["num_seeds"] = seeds
     made = compare_lib.build(experiment, algos, options)
     if run:
         try:
@@ -379,6 +395,7 @@ def assemble(
     algo: Any = None,
     own_models: Mapping[str, types.Model] | None = None,
     own_sha256: str = "",
+    examples_sha256: str = "",
 ) -> Experiment:
     """Puts data, models and algorithm of a resolved configuration together.
 
@@ -393,6 +410,7 @@ def assemble(
         algo: An algorithm that is not in the registry; None or a name = `config.algo`.
         own_models: Models that are not in the registry, by name.
         own_sha256: Of what a user wrote: an edited model is another run.
+        examples_sha256: Of the data set before its images were fitted.
     """
     devices.keep_compiled(config.compile_cache)
     jax.config.update(
@@ -424,8 +442,9 @@ def assemble(
         else:
             check_fit(flag, model, shape)
     if config.init_from:
+        normal = dataset.normalization(source.image, config.normalization)
         server_model, client_models = _started(
-            config, server_model, client_models, shape
+            config, server_model, client_models, shape, normal
         )
     chosen = vars(config) | vars(hparams)
     model_bytes = max(shapes.model_bytes(model, shape) for model in client_models)
@@ -532,6 +551,7 @@ def assemble(
         data_sha256=digest.hexdigest(),
         split_sha256=split.hexdigest(),
         own_sha256=own_sha256,
+        examples_sha256=examples_sha256,
         config=config,
         hparams=hparams,
         task=task,
@@ -587,8 +607,11 @@ def _started(
     server_model: types.Model,
     client_models: tuple[types.Model, ...],
     shape: tuple[int, ...],
+    normal: tuple[np.ndarray, np.ndarray],
 ) -> tuple[types.Model, tuple[types.Model, ...]]:
     """The models as they are when they start from `--init_from`.
+
+    `normal` are the mean and the scale of this run's images.
 
     Raises:
         ValueError: one line: there are several models, or the file is of another.
@@ -599,7 +622,7 @@ def _started(
             f"and --client_model={config.client_model} are several; name one"
         )
     path = config.init_from
-    started = model_files.starting(path, server_model, shape)
+    started = model_files.starting(path, server_model, shape, normal)
     return started, (started,)
 
 

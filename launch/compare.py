@@ -180,6 +180,12 @@ def _built(
             given["workdir"] = f"{given['workdir']}/{name}"
         made[name] = make(**given | own)
         first = next(iter(made))
+        if made[first].examples_sha256 != made[name].examples_sha256:
+            raise ValueError(
+                f"compare: {name} has other examples (--dataset="
+                f"{made[name].config.dataset}) than {first} (--dataset="
+                f"{made[first].config.dataset}); give all of them one data set"
+            )
         if not _is_same_split(made[first], made[name]):
             raise ValueError(
                 f"compare: {name} would have other clients than {first}; "

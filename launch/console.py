@@ -265,6 +265,11 @@ def table(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _rule(summary: Mapping[str, Any]) -> str:
+    """What a summary's numbers are of; earlier versions told the rule's name alone."""
+    return summary.get("summary_of", summary["summary"])
+
+
 def _sweep_lines(summary: dict[str, Any]) -> list[str]:
     """A line for each point of a sweep, with the shares that head a table."""
     parts = summary["sweep"]
@@ -275,7 +280,7 @@ def _sweep_lines(summary: dict[str, Any]) -> list[str]:
     seeds = len(parts[0]["metrics"][names[0]]["per_seed"]) if names else 1
     spread = f" +- std over {seeds} seeds" if seeds > 1 else ""
     titles = "  ".join(f"{title(name):>16}" for name in names)
-    lines = [f"{'point':<{width}}  {titles}  percent{spread} ({summary['summary']})"]
+    lines = [f"{'point':<{width}}  {titles}  percent{spread} ({_rule(summary)})"]
     for label, part in zip(labels, parts, strict=True):
         cells = []
         for name in names:
@@ -305,7 +310,7 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         ("number", numbers, 1, 3),
     ):
         if names:
-            head = f"{'metric':<18} {unit}{spread}  ({summary['summary']})"
+            head = f"{'metric':<18} {unit}{spread}  ({_rule(summary)})"
             lines.append(f"{head}  last round" if last else head)
         for name in names:
             entry = summary["metrics"][name]

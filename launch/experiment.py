@@ -60,13 +60,15 @@ class Experiment:
         data_sha256: str,
         split_sha256: str,
         own_sha256: str = "",
+        examples_sha256: str = "",
         points: Sequence[sweep.Point] = ({},),
     ):
         self.config, self.hparams, self.task = config, hparams, task
         self.program, self.data, self.planner = program, data, planner
         self.seeds, self.window = seeds, window
         self.data_sha256, self.split_sha256 = data_sha256, split_sha256
-        self.own_sha256, self.points = own_sha256, [dict(point) for point in points]
+        self.own_sha256, self.examples_sha256 = own_sha256, examples_sha256
+        self.points = [dict(point) for point in points]
         self.metrics: list[dict[str, Any]] = []
         self._folder: workdir.Workdir | None = None
         # Shape fixed by the rule, not by `rounds`, so that a longer run can resume.
@@ -457,6 +459,7 @@ class Experiment:
             "diverged": self.diverged(),
             "rounds": self.round,
             "summary": rule,
+            "summary_of": summaries.told(rule, window),
             "client_updates_per_second": totals.client_updates / seconds,
             "samples_per_second": totals.samples / seconds,
             "step_efficiency": totals.step_efficiency,

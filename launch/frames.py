@@ -82,7 +82,8 @@ def summaries(experiments: dict[str, Experiment]) -> pandas.DataFrame:
 
     Of a sweep one for each point.
 
-    By the rule that stands in the column `summary`, such as `mean_last10`.
+    By the rule that stands in the column `summary`, such as `mean of rounds 91 to 100`;
+    the last round beside it, where that is another number.
     """
     import pandas
 
@@ -92,13 +93,16 @@ def summaries(experiments: dict[str, Experiment]) -> pandas.DataFrame:
         rule = done.get("summary", experiment.config.summary)
         for part in done.get("sweep", [done]):
             label = sweep.label(part.get("point", {}), name)
-            lines[label] = line = {"rounds": experiment.round, "summary": rule}
+            told = done.get("summary_of", rule)
+            lines[label] = line = {"rounds": experiment.round, "summary": told}
             if part.get("diverged"):
                 line["diverged"] = part["diverged"]
             for metric, entry in part.get("metrics", {}).items():
                 line[metric] = entry["mean"]
                 if len(experiment.seeds) > 1:
                     line[f"{metric} std"] = entry["std"]
+                if rule != "last" and metric in part.get("last_round", {}):
+                    line[f"{metric} last round"] = part["last_round"][metric]["mean"]
     return pandas.DataFrame.from_dict(lines, orient="index").rename_axis("algo")
 
 

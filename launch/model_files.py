@@ -4,7 +4,8 @@ A file holds a nested dictionary of arrays that needs none of this package to be
 
 * `stages`: by name, in the order of the chain, each with `params` and, where it has
   any, `stats` (running statistics); under `trunk` and `exit` where it has an exit;
-* `input`: `mean` and `scale`; the first stage sees `(image - mean) * scale`.
+* `input`: `mean` and `scale`; the first stage sees `(image - mean) * scale`;
+* `sha256`: of all these arrays, hexadecimal (`digest`).
 
 `.msgpack` is flax.serialization's format; the keys of an `.npz` are paths such as
 `stages/conv1/params/kernel`.
@@ -12,6 +13,7 @@ A file holds a nested dictionary of arrays that needs none of this package to be
 
 from __future__ import annotations
 
+import hashlib
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -49,6 +51,7 @@ def write(
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give the name of a file")
     tree = _arrays({"stages": _stages(model, variables), "input": dict(normal)})
+    tree["sha256"] = np.asarray(digest(tree)) if path.suffix == ".npz" else digest(tree)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.stem}.partial{path.suffix}")
     if path.suffix == ".npz":
@@ -76,6 +79,8 @@ def read(path: Any) -> dict[str, Any]:
             tree = serialization.msgpack_restore(path.read_bytes())
         if not isinstance(tree, dict) or not isinstance(tree.get("stages"), dict):
             raise ValueError("it has no stages")
+        if str(tree.pop("sha256", digest(tree))) != digest(tree):
+            raise ValueError("its arrays are not those that its checksum is of")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from error
     except Exception as error:  # msgpack, zipfile and numpy have errors of their own
@@ -84,7 +89,23 @@ def read(path: Any) -> dict[str, Any]:
     return tree
 
 
-def starting(path: str, model: types.Model, shape: tuple[int, ...]) -> types.Model:
+def digest(tree: Mapping[str, Any]) -> str:
+    """SHA-256 of the paths, types, shapes and bytes of a nested dictionary's arrays."""
+    found = hashlib.sha256()
+    flat = traverse_util.flatten_dict(dict(tree), sep="/")
+    for name in sorted(name for name in flat if name != "sha256"):
+        array = np.asarray(flat[name])
+        found.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()
+
+
+def starting(
+    path: str,
+    model: types.Model,
+    shape: tuple[int, ...],
+    normal: tuple[np.ndarray, np.ndarray],
+) -> types.Model:
     """The same model, whose initial variables are those of a file.
 
     Its narrower forms start from leading slices of them.
@@ -93,17 +114,34 @@ def starting(path: str, model: types.Model, shape: tuple[int, ...]) -> types.Mod
         path: `--init_from`.
         model: As it would be without.
         shape: Of one example.
+        normal: Mean and scale of the run's images.
 
     Raises:
-        ValueError: one line: the file is none, or of another model.
+        ValueError: one line: the file is none, or of another model or normalisation,
+            or holds what is no finite float.
     """
-    stages = read(path)["stages"]
+    tree = read(path)
+    stages = tree["stages"]
+    _check_input(path, tree.get("input", {}), normal)
     wanted = _stages(model, shapes.variables(model, shape))
     odd = _difference(wanted, stages)
     if odd:
         raise ValueError(
             f"--init_from={path} is of another model than --model={model.name}: {odd}"
         )
+    kinds = traverse_util.flatten_dict(wanted, sep="/")
+    for name, leaf in traverse_util.flatten_dict(stages, sep="/").items():
+        leaf, kind = np.asarray(leaf), kinds[name].dtype
+        is_float = jax.numpy.issubdtype(kind, np.floating)
+        if not (jax.numpy.issubdtype(leaf.dtype, np.floating) or leaf.dtype == kind):
+            raise ValueError(
+                f"--init_from={path}: stages/{name} is {leaf.dtype}, expected {kind}"
+            )
+        if is_float and not np.isfinite(leaf.astype(np.float32)).all():
+            raise ValueError(
+                f"--init_from={path}: stages/{name} holds nan or infinity; take a file "
+                "of a run that did not diverge"
+            )
     # An npz file has no empty dictionaries: a stage without parameters is not in it.
     parts = [_parts(stages.get(name, {})) for name in model.stage_names]
     saved = types.Variables(
@@ -117,6 +155,34 @@ def starting(path: str, model: types.Model, shape: tuple[int, ...]) -> types.Mod
         ),
     )
     return _from(saved, model)
+
+
+def _check_input(
+    path: str, told: Mapping[str, Any], normal: tuple[np.ndarray, np.ndarray]
+) -> None:
+    """Refuses a model that saw images otherwise normalised than this run's are.
+
+    By more than a tenth of what a pixel spreads; constants of a part of a data set
+    differ by less.
+
+    Raises:
+        ValueError: one line.
+    """
+    if not {"mean", "scale"} <= told.keys():
+        return
+    mean, scale = (np.asarray(one, np.float64) for one in normal)
+    try:
+        before = np.asarray(told["mean"], np.float64), np.asarray(told["scale"])
+        gap = np.abs((mean - before[0]) * scale).max()
+        is_like = gap <= 0.1 and np.allclose(before[1], scale, rtol=0.1)
+    except (ValueError, TypeError):
+        is_like = False
+    if not is_like:
+        raise ValueError(
+            f"--init_from={path}: its model saw images otherwise normalised than this "
+            "run's; give the --normalization, --image_size and --dataset that it was "
+            "trained with"
+        )
 
 
 def _from(saved: types.Variables, model: types.Model) -> types.Model:

@@ -110,6 +110,8 @@ def page(
     metrics = _metrics(entries)
     rows = _rows(entries, metrics, metric, base)
     heads = [console.title(name) for name in metrics] + ["MB in all"]
+    if _has_last(entries, metric):
+        heads.insert(metrics.index(metric) + 1, "in the last round")
     if len(entries) > 1:
         heads.insert(metrics.index(metric) + 1, f"against {base.name}")
     names = dict.fromkeys(n for entry in entries for n in entry.run.flags)
@@ -139,9 +141,9 @@ def page(
             for entry, cells in zip(entries, rows, strict=True)
         ],
         legend=(
-            f"Percent{f', mean ± standard deviation of {seeds} seeds' * (seeds > 1)}; "
-            "the best of a column in bold. Of all clients' bytes both ways, on average "
-            "over seeds."
+            f"Percent{f', mean ± standard deviation of {seeds} seeds' * (seeds > 1)}"
+            f"{_rules(entries)}; the best of a column in bold. Of all clients' bytes "
+            "both ways, on average over seeds."
         ),
         tables=tables,
         sections=_sections(entries, metric),
@@ -209,12 +211,24 @@ def _rows(
                 cells.append(Cell(_percent(one), is_best))
             if name == metric and len(entries) > 1:
                 cells.append(_against(entry, base, metric))
+            if name == metric and _has_last(entries, metric):
+                last = entry.summary.get("last_round", {}).get(metric)
+                cells.append(Cell(_percent(last) if last else "–"))
         sent = sum(
             entry.summary["metrics"].get(f"bytes_{way}", {"mean": 0})["mean"]
             for way in ("up", "down")
         )
         out.append([*cells, Cell(f"{sent / 1e6:,.1f}")])
     return out
+
+
+def _has_last(entries: Sequence[Entry], metric: str) -> bool:
+    """Whether a metric's last round is another number than its summary."""
+    return any(
+        entry.summary["summary"] != "last"
+        and metric in entry.summary.get("last_round", {})
+        for entry in entries
+    )
 
 
 def _percent(one: Mapping[str, Any]) -> str:
@@ -241,6 +255,24 @@ def _data(run: plot.Run) -> str:
     """What names the examples of a run, whatever their file was called."""
     told = flags.read(run.path / finished.RUN_FLAGS, noted=True)
     return told.get("data_sha256", told["dataset"])
+
+
+def _rules(entries: Sequence[Entry]) -> str:
+    """What the numbers are of, and which runs have fewer seeds than others."""
+    rules = dict.fromkeys(
+        entry.summary.get("summary_of", entry.summary["summary"]) for entry in entries
+    )
+    counts = {entry.name: len(entry.run.clients["seeds"]) for entry in entries}
+    fewer = [
+        f"{n} {count}" for n, count in counts.items() if count < max(counts.values())
+    ]
+    words = f", {' or '.join(rules)}"
+    if fewer:
+        words += (
+            f"; of fewer seeds: {', '.join(fewer)}, so that a difference to these is "
+            "one of means of other seeds"
+        )
+    return words
 
 
 def _against(entry: Entry, base: Entry, metric: str) -> Cell:

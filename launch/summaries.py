@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,27 @@ COUNTERS = (
 
 
 def window(rule_name: str, rounds: int) -> tuple[int, ...]:
-    """Evaluation indices (rounds done) behind the summary."""
+    """Evaluation indices (rounds done) behind the summary.
+
+    Ten, or of short runs a quarter of the rounds: more would be a mean of the curve.
+    """
     if rule_name == "last":
         return (rounds,)
+    count = max(1, min(10, rounds // 4))
     if rule_name == "mean_last10":
-        return tuple(range(max(1, rounds - 9), rounds + 1))
+        return tuple(range(rounds - count + 1, rounds + 1))
     # Indices 90..99 of 100: the states that rounds begin with.
-    return tuple(range(max(1, rounds - 10), rounds)) or (rounds,)
+    return tuple(range(max(1, rounds - count), rounds)) or (rounds,)
+
+
+def told(rule_name: str, window: Sequence[int]) -> str:
+    """A rule in words: `mean of rounds 91 to 100`, or `last`."""
+    if rule_name == "last":
+        return rule_name
+    kind = "median" if rule_name.startswith("median") else "mean"
+    if len(window) == 1:
+        return f"{kind} of round {window[0]}"
+    return f"{kind} of rounds {window[0]} to {window[-1]}"
 
 
 def summarize(

@@ -110,6 +110,33 @@ def _over_real_samples(
     return call(*args, **kwargs)
 
 
+def depends_on_neighbours(model: types.Model, shape: tuple[int, ...]) -> str:
+    """What is wrong with a model whose answer depends on more than the example.
+
+    In eval mode, with its first variables and random examples.
+
+    Args:
+        model: From `chain`.
+        shape: Of one example.
+
+    Returns:
+        "" where an example alone gets the answer that it gets among others.
+    """
+    key = jax.random.key(0)
+    x = 3 * jax.random.normal(key, (4, *shape)) + 1
+    variables = jax.jit(model.init)(key, x[:1])
+
+    def answers(x: jax.Array) -> jax.Array:
+        return jax.jit(model.forward)(*variables, x)[0]
+
+    # As many examples, since other shapes are rounded otherwise; dropout is by place.
+    alone, among = answers(jnp.repeat(x[:1], 4, 0)), answers(x)[:1]
+    size = jnp.maximum(jnp.abs(among).max(), 1.0)
+    if bool(jnp.abs(alone - among).max() <= 1e-3 * size):
+        return ""
+    return "answers about an example in eval mode by where in which batch it is"
+
+
 def chain(given: Any) -> types.Model:
     """The model of a linen module (one stage), or of a list of them (its stages).
 

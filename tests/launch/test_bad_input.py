@@ -354,7 +354,10 @@ def test_options_that_do_not_fit_the_data(refused, blobs, arguments, parts):
         ("--num_seeds=1000000000", "models of all seeds.*lower it"),
         ("--num_clients=2000000000", "partitions of all seeds.*lower it"),
         ("--local_epochs=2000000000", "batches of a round.*lower it"),
-        ("--model_width=1000", "the models of a chunk of clients.*lower it"),
+        (
+            "--model_width=1000",
+            "the models of the clients that train together.*lower it",
+        ),
     ],
 )
 def test_numbers_without_bounds(refused, monkeypatch, blobs, argument, reason):

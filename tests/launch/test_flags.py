@@ -408,15 +408,21 @@ def test_workdir_names(blobs):
     "summary, rounds, window",
     [
         ("last", 30, (30,)),
-        ("mean_last10", 30, tuple(range(21, 31))),
-        ("mean_last10", 4, (1, 2, 3, 4)),
+        ("mean_last10", 40, tuple(range(31, 41))),
+        ("mean_last10", 30, tuple(range(24, 31))),
+        ("mean_last10", 12, (10, 11, 12)),
+        ("mean_last10", 3, (3,)),
         ("median_last10", 100, tuple(range(90, 100))),
-        ("median_last10", 3, (1, 2)),
+        ("median_last10", 12, (9, 10, 11)),
+        ("median_last10", 3, (2,)),
         ("median_last10", 1, (1,)),
     ],
 )
 def test_summary_window(summary, rounds, window):
-    """Indices 90..99 of 100 for the median: the states that rounds begin with."""
+    """Indices 90..99 of 100 for the median: the states that rounds begin with.
+
+    Of short runs a quarter: ten of twelve rounds would be nearly the whole curve.
+    """
     assert summaries.window(summary, rounds) == window
 
 

@@ -104,6 +104,7 @@ NUMBERS = {
     "rounds": 20,
     "eval_every": 5,
     "client_chunk": 0,
+    "lanes": "0",
     "model_width": 1.0,
     "examples_per_client": 0,
     "proxy_fraction": 0.0,
@@ -130,7 +131,7 @@ def test_estimates_by_hand():
     """Each term, computed in one's head."""
     assert needs(num_seeds=3, client_chunk=99) == {
         "the models of all seeds": 3 * 8_000,
-        "the models of a chunk of clients": 3 * 10 * 8_000,
+        "the models of the clients that train together": 3 * 10 * 8_000,
         "the examples of one step": 2 * 4 * 20 * 784,
         "the partitions of all seeds": 3 * (12 * 60_000 + 250 * 100),
         "the accuracies of all clients": 3 * 100 * 10 * 8,
@@ -139,6 +140,9 @@ def test_estimates_by_hand():
         "the batches of local": 10 * 2 * 300 * 4,
         "the batches of server": 3 * 300 * 4,
     }
+    together = "the models of the clients that train together"
+    assert needs(lanes="4")[together] == 3 * 4 * 8_000
+    assert needs(lanes="auto")[together] == 3 * 8_000
     # 40 examples a client, half of which are 20, none of them in the proxy set.
     few = needs(examples_per_client=40, batch_size=64)
     assert few["the batches of local"] == 10 * 2 * 64 * 4

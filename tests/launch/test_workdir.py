@@ -491,12 +491,12 @@ def test_fewer_rounds_than_begun_are_refused(blobs, tmp_path, monkeypatch, capsy
     """Their summary would take rounds whose accuracies were not kept."""
     flags = ["--summary=mean_last10", "--checkpoint_every=1"]
     with monkeypatch.context() as patch:
-        kill_at(patch, 3)
+        kill_at(patch, 11)
         with pytest.raises(KilledError):
-            run(blobs, tmp_path / "run", *flags, rounds=12)
-    refusal(blobs, tmp_path / "run", *flags, "--resume")
+            run(blobs, tmp_path / "run", *flags, rounds=40)
+    refusal(blobs, tmp_path / "run", *flags, "--resume", rounds=12)
     told = capsys.readouterr().err
-    assert "--rounds=4 " in told and "--rounds=12 or more" in told
+    assert "--rounds=12 " in told and "--rounds=40 or more" in told
     assert told.count("\n") == 1
 
 
