@@ -286,23 +286,28 @@ class Scaled(nn.Module):
 
     width: int
     scaler: Any
+    has_norm: bool = True
 
     @nn.compact
     def __call__(self, h, *, sample_mask=None, train=False):
         h = nn.Dense(self.width, use_bias=False)(h.reshape(len(h), -1))
         h = h / self.scaler if train else h
+        if not self.has_norm:
+            return nn.relu(h)
         return nn.relu(stages.Norm()(h, sample_mask=sample_mask, train=train))
 
 
-def divided(rate=1.0, scaler=1.0):
+def divided(rate=1.0, scaler=1.0, has_norm=True):
     """A small net with a Scaler that has narrower forms."""
     layers = [
-        ("first", Scaled(round(8 * rate), scaler)),
+        ("first", Scaled(round(8 * rate), scaler, has_norm)),
         ("last", stages.Dense(4, False)),
     ]
-    return stages.chain(
-        "divided", layers, at_width=lambda r, scaler=1.0: divided(rate * r, scaler)
-    )
+
+    def at_width(share, scaler=1.0):
+        return divided(rate * share, scaler, has_norm)
+
+    return stages.chain("divided", layers, at_width=at_width)
 
 
 @pytest.mark.parametrize("algo", ["heterofl", "sheterofl"])
@@ -322,6 +327,52 @@ def test_chunks_do_not_matter_with_a_scaler(algo, problem):
         found.append(jax.jit(made.round)(state, cohort, problem.data)[0].server)
     for other in found[1:]:
         chex.assert_trees_all_close(found[0], other, rtol=1e-4, atol=3e-5)
+
+
+def test_each_width_is_divided_by_its_own_share(problem):
+    """SHeteroFL's sum of losses: width n/4 divides by n/4, also in a wider client.
+
+    Without a norm behind, which would take any factor out again.
+    """
+    model = divided(has_norm=False)
+    hparams = algorithms.ALGORITHMS["sheterofl"].HParams(batch_size=5, client_lr=0.1)
+    task = problem.task_of()._replace(
+        server_model=model, client_models=(model,), num_levels=4
+    )
+    made = heterofl.make(hparams, task)
+    state = made.init(problem.data, jax.random.key(1))
+    cohort, table = at_levels(problem.cohort(0), [4, 4, 4]), plain.Table(problem.data)
+    plan = cohort.plans["local"]
+    plan = plan.replace(num_steps=np.minimum(plan.num_steps, 1))
+    cohort = cohort.replace(plans={"local": plan})
+    after = jax.jit(made.round)(state, cohort, problem.data)[0].server
+
+    def loss(params, image, label, own_share):
+        total = 0.0
+        for number in range(1, 5):
+            net = divided(number / 4, number / 4 if own_share else 1.0, False)
+            like = shapes.variables(net, SHAPE)
+            own = heterofl.narrowed(types.Variables(params, state.server.stats), like)
+            logits, _ = net.forward(*own, image, train=True, key=jax.random.key(0))
+            log = jax.nn.log_softmax(logits)
+            total -= jnp.take_along_axis(log, label[:, None], 1).mean()
+        return total
+
+    def trained(own_share):
+        """The mean of the clients after one step on all that each owns."""
+        out = []
+        for number, row in plain.members(cohort).items():
+            _, rows, _ = next(table.steps(plain.at(plan, row), number))
+            image, label = problem.data.gather(jnp.asarray(rows))
+            grads = jax.grad(loss)(state.server.params, image, label, own_share)
+            step = jax.tree.map(lambda p, g: p - 0.1 * g, state.server.params, grads)
+            out.append(step)
+        return jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *out)
+
+    expected, other = trained(True), trained(False)
+    chex.assert_trees_all_close(after.params, expected, rtol=1e-4, atol=1e-6)
+    gap = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), expected, other)
+    assert max(jax.tree.leaves(gap)) > 1e-3
 
 
 def test_static_norm_of_exclusive_learning(problem):

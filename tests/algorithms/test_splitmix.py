@@ -44,6 +44,15 @@ def rounds(compiled, problem):
     return made, seen
 
 
+def test_bases_start_apart(problem):
+    """Each from its own key: equal ones would answer as one."""
+    state = make(problem).init(problem.data, jax.random.key(3))
+    bases = [plain.layers(plain.at(state.server.params, n)) for n in range(4)]
+    for first, one in enumerate(bases):
+        for other in bases[first + 1 :]:
+            assert plain.differs(one[0], other[0], 1e-3)
+
+
 def picks(state, cohort):
     """The bases of each client, recomputed in the order of the clients' ids."""
     ids = sorted(plain.members(cohort))
