@@ -23,7 +23,9 @@ FedDyn: Acar et al., ICLR 2021, https://arxiv.org/abs/2111.04263.
 | exclusive learning | `--max_level=s --exclusive` |
 
 Differs from the paper: the distillation's weight grows as exp(-5 (1 - t/R)^2), which
-only Table 13 and the author's code have; no 1e-7 is added inside the KL. h is a mean
+only Table 13 and the author's code have; no 1e-7 is added inside the KL. An exit that
+teaches gets no gradient from it, as in the code; the paper does not say. Images are not
+cropped or flipped. h is a mean
 over all clients (those who may be drawn), as in the code; `--h_denominator=capable`:
 over those who hold the level. A stage that nobody in the round holds stays as it is,
 its h too. Running statistics are averaged over the holders, without h. Where N/K is no

@@ -77,8 +77,10 @@ def hparams_of(name, **more):
 def state_of(made, data):
     """A state whose models are all the same random one, masks True, the rest 0."""
     state = jax.eval_shape(made.init, data, jax.random.key(0))
+    # Masks may be two bits.
+    true = {np.dtype(bool): True, np.dtype(np.uint8): 3}
     state = jax.tree.map(
-        lambda leaf: jnp.full(leaf.shape, leaf.dtype == bool, leaf.dtype),
+        lambda leaf: jnp.full(leaf.shape, true.get(leaf.dtype, 0), leaf.dtype),
         state.replace(key=()),
     ).replace(key=jax.random.key(0))
     start = conftest.random_params(conftest.NETWORKS["tiny"], 0)
