@@ -59,7 +59,11 @@ def kept(
     if not wanted:
         return []
     names = ("seed", "round", "bytes_up", "bytes_down", *sorted(wanted - {"mb"}))
-    return [{n: record[n] for n in names if n in record} for record in records]
+
+    def short(value: Any) -> Any:
+        return round(value, 6) if isinstance(value, float) else value
+
+    return [{n: short(record[n]) for n in names if n in record} for record in records]
 
 
 def with_later(done: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

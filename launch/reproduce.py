@@ -213,9 +213,13 @@ class Cells:
             return
         records = curves.kept(done.get("records", ()), self._table)
         self._done[name] = {**done, "options": dict(options), "records": records}
-        text = json.dumps(self._done, indent=1, sort_keys=True)
+        lines = [
+            f"{json.dumps(name)}: {json.dumps(self._done[name], sort_keys=True)}"
+            for name in sorted(self._done)
+        ]
         try:
-            self._path.write_text(text + "\n")
+            # A line for each cell.
+            self._path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         except OSError as error:
             flags.fail(f"--cells={self._path}: {error}", 1)
 
