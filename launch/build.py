@@ -66,13 +66,16 @@ def _check_own(
     model: types.Model,
     num_classes: int,
     width: float,
-    shape: tuple[int, ...],
+    examples: np.ndarray,
 ) -> None:
     """Refuses a model of a user's own modules that gives no logits of all classes.
+
+    `examples` are a few of the data set's, normalised.
 
     Raises:
         ValueError: one line: it does not take the examples, or gives something else.
     """
+    shape = examples.shape[1:]
     if width != 1:
         raise ValueError(
             f"--model_width={width:g} has no effect on a model of your own; leave it "
@@ -100,7 +103,7 @@ def _check_own(
             f"expected logits float32[2, {num_classes}], one for each class; change "
             "its last module"
         )
-    reason = own.depends_on_neighbours(model, shape)
+    reason = own.depends_on_neighbours(model, examples)
     if reason:
         raise ValueError(
             f"{flag}: {model.name} {reason}; a module that stays in train mode does "
@@ -160,10 +163,10 @@ def experiment(**given: Any) -> Experiment:
     config, hparams = settings.configure(given)
     if source is None:
         source = loaders.load(config.dataset, config.data_dir)
-    examples = hashlib.sha256(np.ascontiguousarray(source.image).data)
-    examples.update(np.ascontiguousarray(source.label).data)
     if config.rotate_classes > 1:
         source = dataset.rotated(source, config.rotate_classes)
+    examples = hashlib.sha256(np.ascontiguousarray(source.image).data)
+    examples.update(np.ascontiguousarray(source.label).data)
     config = settings.resolve(config, source, given)
     settings.check(config, own_models)
     limits.check_images(vars(config), source.image)
@@ -438,7 +441,10 @@ def assemble(
         )
     for flag, model in flagged:
         if model.name in own_models:
-            _check_own(flag, model, num_classes, config.model_width, shape)
+            mean, scale = dataset.normalization(source.image, config.normalization)
+            few = source.image[:4].astype(np.float32)
+            few = np.asarray((few - mean) * scale, np.float32)
+            _check_own(flag, model, num_classes, config.model_width, few)
         else:
             check_fit(flag, model, shape)
     if config.init_from:

@@ -50,20 +50,26 @@ def later(records: Sequence[Mapping[str, Any]], name: str) -> list[float] | None
     return out or None
 
 
+def wanted(table: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a table takes from the records of its cells; () if nothing."""
+    later = {n.removesuffix(LATER) for n in table["metrics"] if n.endswith(LATER)}
+    names = later | {*table.get("until", {}).get("metrics", ())}
+    if not names:
+        return ()
+    return ("seed", "round", "bytes_up", "bytes_down", *sorted(names - {"mb"}))
+
+
 def kept(
     records: Sequence[Mapping[str, Any]], table: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Of a cell's records what its table takes from curves; [] if it takes nothing."""
-    later = {n.removesuffix(LATER) for n in table["metrics"] if n.endswith(LATER)}
-    wanted = later | {*table.get("until", {}).get("metrics", ())}
-    if not wanted:
-        return []
-    names = ("seed", "round", "bytes_up", "bytes_down", *sorted(wanted - {"mb"}))
+    names = wanted(table)
 
     def short(value: Any) -> Any:
         return round(value, 6) if isinstance(value, float) else value
 
-    return [{n: short(record[n]) for n in names if n in record} for record in records]
+    found = [{n: short(record[n]) for n in names if n in record} for record in records]
+    return found if names else []
 
 
 def with_later(done: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -166,6 +166,8 @@ def _text(done: Mapping[str, Any] | None, metric: str, number: Number | None) ->
     ours = f"{mean:.{digits}f}"
     if len(entry["per_seed"]) > 1:
         ours += f" ± {std:.{digits}f}"
+    if done.get("diverged"):
+        ours += f" ({console.diverged(done['diverged'])})"
     return f"{paper} / {ours} / {difference(mean, pair[0], digits)}" if paper else ours
 
 

@@ -206,7 +206,7 @@ def _rows(
                 cells.append(Cell("–"))
             else:
                 is_best = one["mean"] == best.get(name)
-                is_best &= entry in _sound(entries)
+                is_best &= any(entry is one for one in _sound(entries))
                 is_best &= len(entries) > 1 and not _is_sweep(entries)
                 cells.append(Cell(_percent(one), is_best))
             if name == metric and len(entries) > 1:

@@ -190,20 +190,25 @@ class Cells:
             ValueError: it is no such file.
         """
         self._path, self._table = pathlib.Path(path) if path else None, table
-        self._done: dict[str, Any] = {}
-        if self._path is not None and self._path.exists():
-            try:
-                self._done = dict(json.loads(self._path.read_text()))
-            except (ValueError, TypeError, OSError) as error:
-                raise ValueError(
-                    f"--cells={path} is no file of cells: {error}"
-                ) from error
+        self._done = self._read()
+
+    def _read(self) -> dict[str, Any]:
+        if self._path is None or not self._path.exists():
+            return {}
+        try:
+            return dict(json.loads(self._path.read_text()))
+        except (ValueError, TypeError, OSError) as error:
+            raise ValueError(
+                f"--cells={self._path} is no file of cells: {error}"
+            ) from error
 
     def get(self, name: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """A cell that was made with these options."""
+        """A cell that was made with these options, with all that its table takes."""
         found = self._done.get(name)
-        is_it = found is not None and found.get("options") == dict(options)
-        return found if is_it else None
+        if found is None or found.get("options") != dict(options):
+            return None
+        is_short = curves.wanted(self._table) and not found.get("records")
+        return None if is_short else found
 
     def put(
         self, name: str, options: Mapping[str, Any], done: Mapping[str, Any]
@@ -212,6 +217,8 @@ class Cells:
         if self._path is None or not processes.is_first():
             return
         records = curves.kept(done.get("records", ()), self._table)
+        # Another command may have written meanwhile.
+        self._done = self._read()
         self._done[name] = {**done, "options": dict(options), "records": records}
         lines = [
             f"{json.dumps(name)}: {json.dumps(self._done[name], sort_keys=True)}"
@@ -219,7 +226,9 @@ class Cells:
         ]
         try:
             # A line for each cell.
-            self._path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+            temporary = self._path.with_name(f"{self._path.name}.partial")
+            temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+            temporary.replace(self._path)
         except OSError as error:
             flags.fail(f"--cells={self._path}: {error}", 1)
 

@@ -173,7 +173,15 @@ class OverBatch(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = x.reshape(len(x), -1)
-        return nn.Dense(4)(x - x.mean(0))
+        return nn.Dense(4, kernel_init=nn.initializers.zeros)(x - x.mean(0))
+
+
+class Logs(nn.Module):
+    """Has no number for what is below -1."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(jnp.log1p(2 * x.reshape(len(x), -1)))
 
 
 class Drops(nn.Module):
@@ -202,7 +210,9 @@ def test_an_own_model_answers_for_itself():
         with pytest.raises(ValueError, match="by where in which batch it is") as told:
             build.experiment(algo="fedavg", **options(model=module))
         assert "\n" not in str(told.value)
-    assert own.depends_on_neighbours(own.chain(Fine()), (8, 8, 1)) == ""
+    for module in (Fine(), Logs()):
+        x = np.random.default_rng(0).uniform(-1, 1, (4, 8, 8, 1)).astype(np.float32)
+        assert own.depends_on_neighbours(own.chain(module), x) == ""
     build.experiment(algo="fedavg", **options(model=Fine()))
 
 
