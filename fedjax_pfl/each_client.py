@@ -147,7 +147,15 @@ def update(
     if task.execution.lanes:
         if levels:
             raise lanes.UnfitError("clients hold parts of a model")
-        return _in_lanes(one, task.execution)(rows, given, reduce, positions)
+
+        def in_lane(row: Any, given: Any, local: Any, loop: Callable[..., Any]) -> Any:
+            return one(row, given, None, local, loop)
+
+        on_device = lanes.one_after_another(in_lane, task.execution.lanes)
+        over = _over_devices(
+            on_device, task.execution.mesh, is_summed=reduce is not None
+        )
+        return over((rows, reduce), given, positions)
     is_bucketed = task.execution.is_bucketed and levels > 0
     first = 1 if is_bucketed else levels
     by_level = [functools.partial(one, level=n) for n in range(first, levels + 1)]
@@ -240,29 +248,6 @@ def over_clients(
         mine = (rows, num_steps, level, reduce)
         over = _over_devices(on_device, how.mesh, is_summed=reduce is not None)
         return over(mine, shared, local)
-
-    return run
-
-
-def _in_lanes(fn: Callable[..., Any], how: execution.Execution) -> Callable[..., Any]:
-    """As `over_clients`, but each device computes its rows in lanes.
-
-    `fn` takes a loop besides, and None in place of the bound;
-    `(rows, shared, reduce, local) -> out`.
-    """
-
-    def one(row: Any, shared: Any, local: Any, loop: Callable[..., Any]) -> Any:
-        return fn(row, shared, None, local, loop)
-
-    every = lanes.one_after_another(one, how.lanes)
-
-    def run(rows: Any, shared: Any, reduce: Any, local: Any) -> Any:
-        def on_device(mine: Any, shared: Any, local: Any) -> Any:
-            rows, reduce = mine
-            return every(rows, shared, reduce, local)
-
-        over = _over_devices(on_device, how.mesh, is_summed=reduce is not None)
-        return over((rows, reduce), shared, local)
 
     return run
 

@@ -53,14 +53,16 @@ def one_after_another(fn: Callable[..., Any], width: int) -> Callable[..., Any]:
         width: W, of lanes.
 
     Returns:
-        `(rows, shared, reduce, local) -> out` as of `each_client.over_clients`, for
-        rows in the order of their steps: the longest client is the last.
+        `((rows, reduce), shared, local) -> out`, what one device has of
+        `each_client.over_clients`, for rows in the order of their steps: the longest
+        client is the last.
 
     Raises:
         UnfitError: while it is traced, `fn` calls `loop` more than once, or never.
     """
 
-    def run(rows: Any, shared: Any, reduce: Any, local: Any) -> Any:
+    def run(mine: Any, shared: Any, local: Any) -> Any:
+        rows, reduce = mine
         num_rows = jax.tree.leaves(rows)[0].shape[0]
         num_lanes = min(width, num_rows)
 
@@ -111,13 +113,15 @@ def one_after_another(fn: Callable[..., Any], width: int) -> Callable[..., Any]:
             lanes = jax.tree.map(lambda leaf, one: leaf.at[lane].set(one), lanes, taken)
             return lanes, jnp.maximum(waiting - 1, -1), kept, total
 
+        def any_ended(now: tuple[_Lanes, jax.Array, Any, Any]) -> jax.Array:
+            return now[0].has_ended.any()
+
         def moment(now: tuple[_Lanes, jax.Array, Any, Any]) -> Any:
             """One step in every lane."""
             lanes, *rest = now
             row = jnp.maximum(lanes.row, 0)
             carry = jax.vmap(forward)(row, lanes.index, lanes.carry)
             lanes = lanes._replace(index=lanes.index + 1, carry=carry)
-            any_ended = lambda now: now[0].has_ended.any()  # noqa: E731
             return jax.lax.while_loop(any_ended, settle, (lanes, *rest))
 
         row = num_rows - 1 - jnp.arange(num_lanes, dtype=jnp.int32)

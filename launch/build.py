@@ -433,22 +433,26 @@ def assemble(
         ("model", server_model),
         *(("client_model", model) for model in client_models),
     ]
+    normal = dataset.normalization(source.image, config.normalization)
     with_exits = [model.name for _, model in flagged if model.has_exits]
     if with_exits and not getattr(entry, "exits", False):
         raise ValueError(
             f"--model={with_exits[0]} has an exit at every stage: --algo="
             f"{config.algo} has no use for them; take another model, or {_who('exits')}"
         )
+    checked: set[str] = set()
     for flag, model in flagged:
+        if model.name in checked:
+            continue
+        checked.add(model.name)
         if model.name in own_models:
-            mean, scale = dataset.normalization(source.image, config.normalization)
+            mean, scale = normal
             few = source.image[:4].astype(np.float32)
             few = np.asarray((few - mean) * scale, np.float32)
             _check_own(flag, model, num_classes, config.model_width, few)
         else:
             check_fit(flag, model, shape)
     if config.init_from:
-        normal = dataset.normalization(source.image, config.normalization)
         server_model, client_models = _started(
             config, server_model, client_models, shape, normal
         )
@@ -457,7 +461,7 @@ def assemble(
     limits.check(chosen, source.image, model_bytes)
 
     seeds = [config.seed + i for i in range(config.num_seeds)]
-    data = _data(config, source, seeds, public)
+    data = _data(config, source, seeds, public, normal)
     num_rows = np.asarray(data.partition.train.count)
     group = np.arange(config.num_clients, dtype=np.int32) % len(client_models)
     num_levels = 1
@@ -643,6 +647,7 @@ def _data(
     source: dataset.Dataset,
     seeds: Sequence[int],
     public: np.ndarray | None,
+    normal: tuple[np.ndarray, np.ndarray],
 ) -> types.Data:
     """The tables as numpy arrays; the partition has a leading axis of seeds."""
     splits = []
@@ -667,7 +672,7 @@ def _data(
                 f"--export_partition={config.export_partition} cannot be written: "
                 f"{error.strerror or error}"
             ) from error
-    mean, scale = dataset.normalization(source.image, config.normalization)
+    mean, scale = normal
     image, label = source.image, source.label
     if public is not None:
         # Rows behind the table's own; nobody reads their labels.

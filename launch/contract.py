@@ -68,14 +68,12 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
     first = fresh(client_chunk=1)
     first.run(progress=False)
 
-    def on_all_devices() -> dict[str, Any]:
+    def on_all_devices() -> Experiment:
         """In lanes, if a client's round is one training."""
-        lanes = {"lanes": 2, "devices": 0}
         try:
-            fresh(**lanes)
+            return fresh(lanes=2, devices=0)
         except ValueError:
-            return {"client_chunk": 1, "devices": 0}
-        return lanes
+            return fresh(client_chunk=1, devices=0)
 
     rules: list[tuple[str, Callable[[], bool], str]] = [
         (
@@ -91,8 +89,8 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
         (
             "How many clients are computed together, and where, does not matter.",
             lambda: all(
-                _equal(first, _ran(fresh(**how)), 1e-3)
-                for how in ({"client_chunk": 3}, on_all_devices())
+                _equal(first, _ran(made()), 1e-3)
+                for made in (lambda: fresh(client_chunk=3), on_all_devices)
             ),
             "a client's function may look at its own row alone, and means take "
             "cohort.row_mask into account",

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from launch import summaries
+
 LATER = "_later"
 
 
@@ -80,8 +82,7 @@ def with_later(done: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
         found = later(done.get("records", ()), base) if name != base else None
         if found is None:
             continue
-        std = float(np.std(found, ddof=1)) if len(found) > 1 else 0.0
-        metrics[name] = {"mean": float(np.mean(found)), "std": std, "per_seed": found}
+        metrics[name] = summaries.spread(found)
         if base == "mb" or base in numbers:
             numbers.append(name)
     return {**done, "metrics": metrics, "numbers": numbers}

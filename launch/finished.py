@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from launch.experiment import Experiment
 
 RUN_FLAGS, METRICS, CLIENTS = "run.flags", "metrics.jsonl", "clients.npz"
-SUMMARY = "summary.json"
+SUMMARY, PARTIAL = "summary.json", ".partial"
 
 
 def write_clients(folder: pathlib.Path, experiment: Experiment) -> None:
@@ -90,6 +90,22 @@ def count_classes(
     cell = client * num_classes + label[row[place]]
     counts = np.bincount(cell, minlength=num_clients * num_classes)
     return counts.reshape(num_clients, num_classes).astype(np.int32)
+
+
+def records(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """The records of a run, finished or not, by round."""
+    lines = (folder / METRICS).read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Replaces a file at once: a kill leaves the old one or the new one."""
+    temporary = path.with_name(path.name + PARTIAL)
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
 
 
 def seal(folder: pathlib.Path, summary: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ which accuracy) and `bubbles.png` (train examples of each client and class).
 from __future__ import annotations
 
 import io
-import json
 import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -74,10 +73,16 @@ def by_point(run: Run) -> list[Run]:
     return out
 
 
+def diverged(run: Run) -> int | None:
+    """The first round, of any seed, after which a run's numbers are none."""
+    rounds = [record["diverged"] for record in run.records if "diverged" in record]
+    return min(rounds, default=None)
+
+
 def named(run: Run, name: str) -> str:
     """A run's name, and whether its numbers are none from some round on."""
-    rounds = [record["diverged"] for record in run.records if "diverged" in record]
-    return f"{name} ({console.diverged(min(rounds))})" if rounds else name
+    since = diverged(run)
+    return name if since is None else f"{name} ({console.diverged(since)})"
 
 
 def read(path: pathlib.Path) -> Run:
@@ -92,12 +97,11 @@ def read(path: pathlib.Path) -> Run:
     if summary is None and not (metrics.is_file() and metrics.stat().st_size):
         raise ValueError(f"{path} holds no run that has measured anything")
     told = flags.read(path / finished.RUN_FLAGS)
-    records, clients = metrics.read_text().splitlines(), {}
+    clients = {}
     if summary is not None:
         with np.load(path / finished.CLIENTS) as file:
             clients = {name: file[name] for name in file.files}
-    rows = [json.loads(line) for line in records]
-    return Run(path, told, rows, clients, summary)
+    return Run(path, told, finished.records(path), clients, summary)
 
 
 def labels(runs: Sequence[Run]) -> list[str]:

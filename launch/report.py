@@ -108,9 +108,10 @@ def page(
     (metric,) = plot.metrics_of([entry.run for entry in entries], "")
     base = _control(entries, control)
     metrics = _metrics(entries)
-    rows = _rows(entries, metrics, metric, base)
+    has_last = _has_last(entries, metric)
+    rows = _rows(entries, metrics, metric, base, has_last)
     heads = [console.title(name) for name in metrics] + ["MB in all"]
-    if _has_last(entries, metric):
+    if has_last:
         heads.insert(metrics.index(metric) + 1, "in the last round")
     if len(entries) > 1:
         heads.insert(metrics.index(metric) + 1, f"against {base.name}")
@@ -184,14 +185,20 @@ def _metrics(entries: Sequence[Entry]) -> list[str]:
 
 
 def _rows(
-    entries: Sequence[Entry], metrics: Sequence[str], metric: str, base: Entry
+    entries: Sequence[Entry],
+    metrics: Sequence[str],
+    metric: str,
+    base: Entry,
+    has_last: bool,
 ) -> list[list[Cell]]:
-    """The table's cells, by run."""
-    best = {}
+    """The table's cells, by run; with `has_last` the metric's last round too."""
+    sound, best = _sound(entries), {}
+    # Of a sweep's points none is the best, and of one run neither.
+    are_ranked = len(entries) > 1 and not _is_sweep(entries)
     for name in metrics:
         means = [
             entry.summary["metrics"][name]["mean"]
-            for entry in _sound(entries)
+            for entry in sound
             if name in entry.summary["metrics"]
         ]
         if not means:
@@ -205,13 +212,12 @@ def _rows(
             if one is None:
                 cells.append(Cell("–"))
             else:
-                is_best = one["mean"] == best.get(name)
-                is_best &= any(entry is one for one in _sound(entries))
-                is_best &= len(entries) > 1 and not _is_sweep(entries)
-                cells.append(Cell(_percent(one), is_best))
+                is_best = are_ranked and one["mean"] == best.get(name)
+                is_sound = any(entry is other for other in sound)
+                cells.append(Cell(_percent(one), is_best and is_sound))
             if name == metric and len(entries) > 1:
                 cells.append(_against(entry, base, metric))
-            if name == metric and _has_last(entries, metric):
+            if name == metric and has_last:
                 last = entry.summary.get("last_round", {}).get(metric)
                 cells.append(Cell(_percent(last) if last else "–"))
         sent = sum(
@@ -262,9 +268,11 @@ def _rules(entries: Sequence[Entry]) -> str:
     rules = dict.fromkeys(
         entry.summary.get("summary_of", entry.summary["summary"]) for entry in entries
     )
-    counts = {entry.name: len(entry.run.clients["seeds"]) for entry in entries}
+    counts = [len(entry.run.clients["seeds"]) for entry in entries]
     fewer = [
-        f"{n} {count}" for n, count in counts.items() if count < max(counts.values())
+        f"{entry.name} {count}"
+        for entry, count in zip(entries, counts, strict=True)
+        if count < max(counts)
     ]
     words = f", {' or '.join(rules)}"
     if fewer:
@@ -355,7 +363,7 @@ def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
 
 def _sound(entries: Sequence[Entry]) -> list[Entry]:
     """The runs that did not diverge; all, if every one did."""
-    return [e for e in entries if plot.named(e.run, e.name) == e.name] or list(entries)
+    return [e for e in entries if plot.diverged(e.run) is None] or list(entries)
 
 
 def _diverged(entries: Sequence[Entry]) -> list[str]:
@@ -363,7 +371,7 @@ def _diverged(entries: Sequence[Entry]) -> list[str]:
     names = [
         plot.named(entry.run, entry.name)
         for entry in entries
-        if plot.named(entry.run, entry.name) != entry.name
+        if plot.diverged(entry.run) is not None
     ]
     told = f"{', '.join(names)}: losses or parameters are no finite numbers from there "
     return [f"{told}on, and the accuracies say nothing."] if names else []

@@ -63,8 +63,7 @@ def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
 
 def _with_records(folder: pathlib.Path, done: Mapping[str, Any]) -> dict[str, Any]:
     """A cell's summary and its records."""
-    lines = (folder / finished.METRICS).read_text().splitlines()
-    return {**done, "records": [json.loads(line) for line in lines]}
+    return {**done, "records": finished.records(folder)}
 
 
 def _stored(
@@ -226,9 +225,7 @@ class Cells:
         ]
         try:
             # A line for each cell.
-            temporary = self._path.with_name(f"{self._path.name}.partial")
-            temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-            temporary.replace(self._path)
+            finished.write_text(self._path, "{\n" + ",\n".join(lines) + "\n}\n")
         except OSError as error:
             flags.fail(f"--cells={self._path}: {error}", 1)
 

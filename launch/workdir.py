@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 UNTOLD = ("workdir", "resume", "export_partition", "distributed", "emulate")
 RUN_FLAGS, METRICS = finished.RUN_FLAGS, finished.METRICS
-PARTIAL = ".partial"
 
 
 def default_name(config: Any) -> str:
@@ -228,7 +227,7 @@ class Workdir:
         told = self.path / RUN_FLAGS
         if not told.exists():
             # A kill may leave these two; anything else is not ours.
-            ours = {lock.NAME, RUN_FLAGS + PARTIAL}
+            ours = {lock.NAME, RUN_FLAGS + finished.PARTIAL}
             found = self.path.iterdir() if self.path.is_dir() else ()
             if {path.name for path in found} - ours:
                 raise ValueError(
@@ -398,14 +397,7 @@ class Workdir:
         return summary
 
     def _write(self, name: str, text: str) -> None:
-        """Replaces a file at once: a kill leaves the old one or the new one."""
-        path = self.path / name
-        temporary = path.with_name(name + PARTIAL)
-        with open(temporary, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
+        finished.write_text(self.path / name, text)
 
 
 class _Follower(Workdir):

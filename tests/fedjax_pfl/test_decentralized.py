@@ -176,6 +176,19 @@ def test_served_after_mixing_and_before_training(method, pulled, tables):
     assert sorted(served) == [0, 1, 2, 3]
 
 
+def peers_of_three(name, arrays, **options):
+    """A decentralised method, whose clients ask three peers."""
+    return build.experiment(
+        algo=name,
+        preset="none",
+        dataset=arrays,
+        model="mlp",
+        test_split="client_share",
+        num_peers=3,
+        **options,
+    )
+
+
 @pytest.mark.parametrize("name", ["dfedavg", "uapdfl", "dispfl"])
 def test_nothing_copies_the_population(name):
     """The same counts as from one population with the mixed rows put into it.
@@ -184,16 +197,12 @@ def test_nothing_copies_the_population(name):
     state is a fraction of the state.
     """
     source = synthetic.blobs(2400, (6, 6, 1), 4)
-    experiment = build.experiment(
-        algo=name,
-        preset="none",
-        dataset=(source.image, source.label),
-        model="mlp",
+    experiment = peers_of_three(
+        name,
+        (source.image, source.label),
         partition="iid",
-        test_split="client_share",
         num_clients=300,
         clients_per_round=6,
-        num_peers=3,
         rounds=2,
         local_epochs=1,
         c_gen=True,
@@ -387,16 +396,12 @@ def test_statistics_follow_the_extractor(tables):
 @pytest.mark.parametrize("name", ["dfedavg", "uapdfl", "criticalfl", "dispfl"])
 def test_a_client_is_measured_at_two_moments(name, blobs):
     """Mixed and not yet trained (Client, UA), and as its last training left it."""
-    experiment = build.experiment(
-        algo=name,
-        preset="none",
-        dataset=blobs,
-        model="mlp",
+    experiment = peers_of_three(
+        name,
+        blobs,
         partition="pathological",
-        test_split="client_share",
         num_clients=8,
         clients_per_round=4,
-        num_peers=3,
         rounds=3,
         local_epochs=2,
         client_lr=0.1,

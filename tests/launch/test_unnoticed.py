@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pfl import checkpoint
 from launch import build, console, model_files, report, summaries
 from models import own
 from tests import synthetic
@@ -220,6 +221,6 @@ def test_a_file_s_checksum_is_of_its_arrays(saved):
     """Not of their order; a name, a type or a shape is part of it."""
     folder, _ = saved
     tree = model_files.read(folder / "one.msgpack")
-    assert model_files.digest(tree) == model_files.digest(dict(reversed(tree.items())))
+    assert checkpoint.digest(tree) == checkpoint.digest(dict(reversed(tree.items())))
     other = dict(tree, more=np.zeros(1))
-    assert model_files.digest(other) != model_files.digest(tree)
+    assert checkpoint.digest(other) != checkpoint.digest(tree)
