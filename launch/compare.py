@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from launch import console, frames, processes, settings
+from launch import frames, processes, settings
+from launch.show import words
 
 if TYPE_CHECKING:
     import pandas
@@ -80,7 +81,7 @@ class Comparison(Mapping):
     def __repr__(self) -> str:
         def told(name: str, one: Experiment) -> str:
             prefix = f"{name}: " * (name != one.config.algo)
-            return prefix + console.described(one)
+            return prefix + words.described(one)
 
         return "\n\n".join(told(*pair) for pair in self.items())
 

@@ -3,86 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tqdm
 
-from launch import presets, processes, settings, sweep
+from launch import processes
+from launch.show import words
 
 if TYPE_CHECKING:
     from launch.experiment import Experiment
 
-TITLES = {
-    "global_accuracy": "Global",
-    "c_spec": "C-Spec",
-    "c_gen": "C-Gen",
-    "c_per": "C-Per",
-    "client_accuracy": "Client (UA)",
-    "trained_accuracy": "Trained",
-    "train_accuracy": "Global, train rows",
-    "exits_disagree": "Exits disagree",
-    "dropped_later": "Dropped after round 0",
-    "mb_later": "MB after round 0",
-    "client_accuracy_pooled": "Client, pooled",
-    "worst_decile_accuracy": "Worst decile",
-    "client_accuracy_std": "Std over clients",
-    "ensemble_accuracy": "Ensemble",
-}
 QUIET_SECONDS = 3.0  # of compiling, before a line says so
-HEADLINES = ("global_accuracy", "c_spec", "c_gen", "c_per")
-
-
-def title(name: str) -> str:
-    """A metric's name for people."""
-    exit = re.fullmatch(r"exit(\d+)_accuracy", name)
-    if exit:
-        return f"Exit {exit[1]}"
-    return TITLES.get(name, name.replace("_", " "))
-
-
-def is_number(summary: Mapping[str, Any], name: str) -> bool:
-    """Whether a metric of a run's summary is no share, and so not shown in percent."""
-    return name in summary.get("numbers", ())
-
-
-def headline(
-    records: Sequence[dict[str, Any]], points: Sequence[sweep.Point] = ({},)
-) -> dict[str, str]:
-    """The few metrics worth a line, as percent, mean over the seeds.
-
-    Of a sweep the smallest and the largest of its points' means.
-    """
-    if len(points) > 1:
-        lines = [
-            headline([one for one in records if sweep.matches(one, point)])
-            for point in points
-        ]
-        every = {name: [line[name] for line in lines] for name in lines[0]}
-        # A point that is no number any more is the largest.
-        ends = [
-            (name, sorted(v, key=lambda text: (text == "nan", float(text))))
-            for name, v in every.items()
-        ]
-        return {name: " to ".join(dict.fromkeys((v[0], v[-1]))) for name, v in ends}
-    shared = set.intersection(*(set(record) for record in records))
-    names = [n for n in HEADLINES if n in shared]
-    if "c_gen" not in names and "client_accuracy" in shared:
-        names.append("client_accuracy")
-    names += [n for n in ("trained_accuracy",) if n in shared]
-    out = {
-        title(n): f"{100 * sum(r[n] for r in records) / len(records):.1f}"
-        for n in names
-    }
-    if "train_loss" in shared:
-        loss = sum(r["train_loss"] for r in records) / len(records)
-        out["loss"] = f"{loss:.3f}"
-    return out
 
 
 class Silent:
@@ -128,7 +64,7 @@ class Progress(Silent):
     def _compiling(self) -> Iterator[None]:
         """Says so while something is compiled: a running clock, or once a line."""
         done, begin = threading.Event(), time.perf_counter()
-        words = (
+        text = (
             f"compiling {self._experiment.config.algo} (first time; cached afterwards)"
         )
 
@@ -136,10 +72,10 @@ class Progress(Silent):
             while not done.wait(0.5):
                 spent = time.perf_counter() - begin
                 if self._bar is not None:
-                    self._bar.set_description_str(f"{words} {spent:.0f} s")
+                    self._bar.set_description_str(f"{text} {spent:.0f} s")
                 elif spent > QUIET_SECONDS and not self._has_told:
                     self._has_told = True
-                    print(f"{words} ...", flush=True)
+                    print(f"{text} ...", flush=True)
 
         clock = threading.Thread(target=tick, daemon=True)
         clock.start()
@@ -157,17 +93,17 @@ class Progress(Silent):
         """After a call: what was measured, if anything was."""
         done, rounds = self._experiment.round, self._experiment.config.rounds
         points = self._experiment.points
-        shown = headline(records, points) if records else self._loss()
+        shown = words.headline(records, points) if records else self._loss()
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
             if shown and (records or not self._has_shown):
                 self._bar.set_postfix(shown)
         # Not every call: one line after the first round, then where it was evaluated.
         elif shown and (records or not self._has_shown):
-            words = "  ".join(f"{name} {value}" for name, value in shown.items())
+            text = "  ".join(f"{name} {value}" for name, value in shown.items())
             now = time.perf_counter() - self._begin
             print(
-                f"round {done}/{rounds}  {words}  ({now:.0f} s{self._left(done)})",
+                f"round {done}/{rounds}  {text}  ({now:.0f} s{self._left(done)})",
                 flush=True,
             )
         self._has_shown = self._has_shown or done > self._start
@@ -197,11 +133,6 @@ def warn_diverged(experiment: Experiment) -> None:
         )
 
 
-def diverged(round: int | None) -> str:
-    """Words for a run whose numbers are none from a round on; "" for any other."""
-    return f"diverged in round {round}" if round else ""
-
-
 def shown(experiment: Experiment) -> Silent:
     """The progress of a run, in the first of several processes."""
     return Progress(experiment) if processes.is_first() else Silent()
@@ -218,110 +149,3 @@ def _bar_kind() -> Callable[..., Any] | None:
 
         return bar
     return tqdm.tqdm if sys.stderr.isatty() else None
-
-
-def rules(experiment: Experiment) -> str:
-    """Whose rules a run follows, and what is worth knowing of its options."""
-    config = experiment.config
-    notes = settings.notes(config, experiment.hparams)
-    return "\n".join((presets.sentence(config.preset), *notes))
-
-
-def described(experiment: Experiment) -> str:
-    """An experiment in a line, and its numbers so far if there are any."""
-    config = experiment.config
-    seeds = f", {len(experiment.seeds)} seeds" if len(experiment.seeds) > 1 else ""
-    line = (
-        f"{config.algo} on {config.dataset} ({config.partition}): {config.num_clients} "
-        f"clients, {config.clients_per_round} a round, {config.model}, round "
-        f"{experiment.round} of {config.rounds}{seeds}, rules: {config.preset}"
-    )
-    if not experiment.metrics:
-        return line
-    return f"{line}\n{table(experiment.summary())}"
-
-
-def table(summary: dict[str, Any]) -> str:
-    """The final table: shares in percent, then numbers; mean and std over the seeds.
-
-    Beside the value by the summary rule stands that of the last round. A sweep has a
-    line for each point.
-    """
-    lines = _sweep_lines(summary) if "sweep" in summary else _lines(summary)
-    if summary.get("diverged"):
-        lines.append(
-            f"{diverged(summary['diverged'])}: losses or parameters are no finite "
-            "numbers, and the accuracies say nothing"
-        )
-    # Runs of earlier versions did not count steps.
-    steps = summary.get("step_efficiency")
-    of_steps = "" if steps is None else f"of steps {steps:.2f}, "
-    lines.append(
-        f"{summary['samples_per_second']:,.0f} samples/s, "
-        f"{summary['client_updates_per_second']:.1f} client updates/s, compiled in "
-        f"{summary['compile_seconds']:.0f} s, efficiency {of_steps}of padding "
-        f"{summary['padding_efficiency']:.2f}, on {summary['device']}"
-    )
-    return "\n".join(lines)
-
-
-def _rule(summary: Mapping[str, Any]) -> str:
-    """What a summary's numbers are of; earlier versions told the rule's name alone."""
-    return summary.get("summary_of", summary["summary"])
-
-
-def _sweep_lines(summary: dict[str, Any]) -> list[str]:
-    """A line for each point of a sweep, with the shares that head a table."""
-    parts = summary["sweep"]
-    wanted = (*HEADLINES, "client_accuracy", "trained_accuracy")
-    names = [n for n in wanted if n in parts[0]["metrics"]]
-    labels = [sweep.label(part["point"]) for part in parts]
-    width = max(map(len, labels))
-    seeds = len(parts[0]["metrics"][names[0]]["per_seed"]) if names else 1
-    spread = f" +- std over {seeds} seeds" if seeds > 1 else ""
-    titles = "  ".join(f"{title(name):>16}" for name in names)
-    lines = [f"{'point':<{width}}  {titles}  percent{spread} ({_rule(summary)})"]
-    for label, part in zip(labels, parts, strict=True):
-        cells = []
-        for name in names:
-            one = part["metrics"][name]
-            std = f" +- {100 * one['std']:.2f}" if seeds > 1 else ""
-            cells.append(f"{100 * one['mean']:.2f}{std}")
-        told = [f"{c:>16}" for c in cells] + [diverged(part.get("diverged"))]
-        lines.append(f"{label:<{width}}  " + "  ".join(filter(None, told)))
-    lines.append(
-        "of test rows: to choose a point by these would be to train on them (rows of "
-        "validation come later)"
-    )
-    return lines
-
-
-def _lines(summary: dict[str, Any]) -> list[str]:
-    """The metrics of a run without a sweep."""
-    seeds = len(next(iter(summary["metrics"].values()))["per_seed"])
-    spread = f" +- std over {seeds} seeds" if seeds > 1 else ""
-    shown = [n for n in summary["metrics"] if not n.startswith("bytes")]
-    numbers = [n for n in shown if is_number(summary, n)]
-    shares = [n for n in shown if n not in numbers]
-    last = summary.get("last_round", {}) if summary["summary"] != "last" else {}
-    lines = []
-    for unit, names, scale, digits in (
-        ("percent", shares, 100, 2),
-        ("number", numbers, 1, 3),
-    ):
-        if names:
-            head = f"{'metric':<18} {unit}{spread}  ({_rule(summary)})"
-            lines.append(f"{head}  last round" if last else head)
-        for name in names:
-            entry = summary["metrics"][name]
-            std = f" +- {scale * entry['std']:.{digits}f}" if seeds > 1 else ""
-            line = f"{title(name):<18} {scale * entry['mean']:6.{digits}f}{std}"
-            if name in last:
-                value = f"{scale * last[name]['mean']:.{digits}f}"
-                line = f"{line:<{len(head)}}  {value:>10}"
-            lines.append(line)
-    for name in ("bytes_up", "bytes_down"):
-        if name in summary["metrics"]:
-            value = summary["metrics"][name]["mean"] / 1e6
-            lines.append(f"{'MB ' + name[6:]:<18} {value:,.1f}")
-    return lines

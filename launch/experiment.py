@@ -28,6 +28,7 @@ from launch import (
     workdir,
 )
 from launch import stop as stop_lib
+from launch.show import words
 
 if TYPE_CHECKING:
     import pandas
@@ -93,6 +94,12 @@ class Experiment:
     def totals(self) -> simulate.Totals:
         """The counters so far."""
         return self.simulation.totals
+
+    @property
+    def fractions(self) -> dict[str, bool]:
+        """Whether what rounds measure is a fraction of one; else it is a number."""
+        declared = self.program.algorithm.shares
+        return {name: name in declared for name in self.simulation.metrics}
 
     @property
     def compile_seconds(self) -> float:
@@ -192,7 +199,7 @@ class Experiment:
                 if entered.enter_context(folder).go_on() and progress:
                     processes.say(f"{folder.path} holds this run, finished", flush=True)
             if progress and not self.round:
-                processes.say(console.rules(self), flush=True)
+                processes.say(words.rules(self), flush=True)
             stop = entered.enter_context(stop_lib.Stop(twice_interrupts=False))
             # After the folder: what it restored is no progress of this call.
             kind = console.shown(self) if progress else console.Silent()
@@ -412,7 +419,7 @@ class Experiment:
         return frames.plot([self], kind, metric)
 
     def __repr__(self) -> str:
-        return console.described(self)
+        return words.described(self)
 
     def _repr_html_(self) -> str:
         return frames.html(self)
@@ -490,13 +497,12 @@ class Experiment:
         metrics = summaries.summarize(records, self.seeds, window, rule, self.round)
         ended = (self.round,)
         last = summaries.summarize(records, self.seeds, ended, "last", self.round)
-        # What rounds measure are numbers, unless declared as shares.
-        measured = self.simulation.metrics.keys() - set(self.program.algorithm.shares)
+        numbers = {name for name, is_one in self.fractions.items() if not is_one}
         out = {
             "metrics": metrics,
             "diverged": self.diverged(point),
             "last_round": last,
-            "numbers": sorted(measured & metrics.keys()),
+            "numbers": sorted(numbers & metrics.keys()),
             "traffic": self._traffic(self.points.index(point)),
         }
         return {"point": point, **out} if point else out

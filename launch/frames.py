@@ -73,6 +73,7 @@ def _runs(experiment: Experiment) -> list[Any]:
             told,
             experiment.metrics,
             finished.clients(experiment),
+            fractions=experiment.fractions,
         )
     )
 

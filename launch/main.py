@@ -16,6 +16,7 @@ from absl import logging as absl_logging
 from launch import build, console, devices, ending, flags, processes, running
 from launch import workdir as workdir_lib
 from launch.experiment import Experiment
+from launch.show import words
 from launch.stop import Stop
 
 
@@ -48,10 +49,10 @@ def _execute(experiment: Experiment, folder: workdir_lib.Workdir) -> dict[str, A
         flags.fail(error)
     if done is not None:
         say(f"{folder.path} holds this run, finished:")
-        say(console.table(done))
+        say(words.table(done))
         return done
     config = experiment.config
-    say(console.rules(experiment))
+    say(words.rules(experiment))
     say(
         f"{config.algo} on {config.dataset}: {config.num_clients} clients, "
         f"{config.clients_per_round} a round, {config.rounds} rounds, "
@@ -73,7 +74,7 @@ def _execute(experiment: Experiment, folder: workdir_lib.Workdir) -> dict[str, A
         )
         raise SystemExit(128 + stop.signal)
     summary = folder.finish(experiment.summary())
-    say(console.table(summary))
+    say(words.table(summary))
     if note := devices.advice(experiment):
         say(note, file=sys.stderr)
     say(f"results in {folder.path}", flush=True)

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from launch import console, curves, settings
+from launch import curves, settings
+from launch.show import words
 
 PAPERS = pathlib.Path(__file__).parent / "papers"
 Number = float | list[float]
@@ -149,7 +150,7 @@ def difference(ours: float, paper: float, digits: int = 1) -> str:
 
 def _unit(done: Mapping[str, Any], metric: str) -> tuple[int, int]:
     """(factor, digits) of a metric: shares in percent, numbers as they are."""
-    return (1, 3) if console.is_number(done, metric) else (100, 1)
+    return (1, 3) if words.is_number(done, metric) else (100, 1)
 
 
 def _text(done: Mapping[str, Any] | None, metric: str, number: Number | None) -> str:
@@ -167,7 +168,7 @@ def _text(done: Mapping[str, Any] | None, metric: str, number: Number | None) ->
     if len(entry["per_seed"]) > 1:
         ours += f" ± {std:.{digits}f}"
     if done.get("diverged"):
-        ours += f" ({console.diverged(done['diverged'])})"
+        ours += f" ({words.diverged(done['diverged'])})"
     return f"{paper} / {ours} / {difference(mean, pair[0], digits)}" if paper else ours
 
 
@@ -243,7 +244,7 @@ def sheet(
                 )
                 for row in rows
             ]
-            title = f"{console.title(metric)}, {table.get('columns', 'percent')}"
+            title = f"{words.title(metric)}, {table.get('columns', 'percent')}"
             grids.append(Grid("", f"{title}, {legend}", scenarios, body))
             columns = [(scenario, scenario, metric) for scenario in scenarios]
             for control in table.get("controls", ()):
@@ -251,9 +252,9 @@ def sheet(
     else:
         for scenario in scenarios:
             body = [(r, texts[scenario, r]) for r in rows if (scenario, r) in texts]
-            heads = [console.title(metric) for metric in metrics]
+            heads = [words.title(metric) for metric in metrics]
             grids.append(Grid(scenario, legend, heads, body))
-            columns = [(console.title(metric), scenario, metric) for metric in metrics]
+            columns = [(words.title(metric), scenario, metric) for metric in metrics]
             for control in table.get("controls", ()):
                 grids += _against(control, results, columns)
     if table.get("traffic"):
@@ -282,7 +283,7 @@ def _shown_by_nothing(
             entry = (done or {}).get("metrics", {}).get(metric)
             if entry and cell.options.get(option, True) and not entry["mean"]:
                 out.append(
-                    f"warning: {cell.scenario}, {cell.row}: {console.title(metric)} "
+                    f"warning: {cell.scenario}, {cell.row}: {words.title(metric)} "
                     f"is 0, so that a row without --{option} shows nothing there."
                 )
     return out
@@ -325,7 +326,7 @@ def _until(
         f"MB until {100 * told['share']:.0f} % of {told['row']}'s last accuracy, mean "
         "over seeds"
     )
-    return Grid(scenario, title, [console.title(m) for m in told["metrics"]], body)
+    return Grid(scenario, title, [words.title(m) for m in told["metrics"]], body)
 
 
 def _numbers(cell: Cell, count: int) -> Sequence[Number | None]:
@@ -377,9 +378,7 @@ def _against(
     if control not in rows or not body:
         return []
     is_number = any(
-        one and console.is_number(one, m)
-        for one in done.values()
-        for _, _, m in columns
+        one and words.is_number(one, m) for one in done.values() for _, _, m in columns
     )
     unit = "" if is_number else " points,"
     heads = [title for title, _, _ in columns]

@@ -7,6 +7,7 @@ which accuracy) and `bubbles.png` (train examples of each client and class).
 
 from __future__ import annotations
 
+import collections
 import io
 import pathlib
 import sys
@@ -20,7 +21,8 @@ from matplotlib import figure as figure_lib
 from matplotlib import ticker
 
 from launch import config as config_lib
-from launch import console, ending, finished, flags, sweep
+from launch import ending, finished, flags, sweep
+from launch.show import words
 
 KINDS = ("curves", "fairness", "bubbles")
 FORMATS = ("png", "pdf", "svg")
@@ -43,7 +45,7 @@ class Run(NamedTuple):
 
     `clients` is empty where the run is not finished, `summary` None where there is none
     in a folder. Of a sweep each point is a run, whose numbers are in `point` and in its
-    flags.
+    flags. `fractions`: whether each metric is a fraction, as far as the run says so.
     """
 
     path: pathlib.Path
@@ -52,6 +54,7 @@ class Run(NamedTuple):
     clients: dict[str, np.ndarray]
     summary: dict[str, Any] | None = None
     point: Mapping[str, float] = {}
+    fractions: Mapping[str, bool] = {}
 
 
 def by_point(run: Run) -> list[Run]:
@@ -62,14 +65,15 @@ def by_point(run: Run) -> list[Run]:
     told = run.flags | {"sweep": ""}
     out = []
     for index, point in enumerate(points):
-        clients, summary = dict(run.clients), run.summary
+        clients, summary, known = dict(run.clients), run.summary, run.fractions
         if clients:
             clients["accuracy"] = clients["accuracy"][:, index]
         if summary is not None:
             summary = summary | summary["sweep"][index]
+            known = words.fractions(summary)
         records = sweep.of_point(run.records, point)
         flags_of = told | {name: str(value) for name, value in point.items()}
-        out.append(Run(run.path, flags_of, records, clients, summary, point))
+        out.append(Run(run.path, flags_of, records, clients, summary, point, known))
     return out
 
 
@@ -82,7 +86,7 @@ def diverged(run: Run) -> int | None:
 def named(run: Run, name: str) -> str:
     """A run's name, and whether its numbers are none from some round on."""
     since = diverged(run)
-    return name if since is None else f"{name} ({console.diverged(since)})"
+    return name if since is None else f"{name} ({words.diverged(since)})"
 
 
 def read(path: pathlib.Path) -> Run:
@@ -97,11 +101,13 @@ def read(path: pathlib.Path) -> Run:
     if summary is None and not (metrics.is_file() and metrics.stat().st_size):
         raise ValueError(f"{path} holds no run that has measured anything")
     told = flags.read(path / finished.RUN_FLAGS)
-    clients = {}
+    clients, known = {}, {}
     if summary is not None:
         with np.load(path / finished.CLIENTS) as file:
             clients = {name: file[name] for name in file.files}
-    return Run(path, told, finished.records(path), clients, summary)
+        known = words.fractions(summary)
+    records = finished.records(path)
+    return Run(path, told, records, clients, summary, fractions=known)
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
@@ -226,7 +232,7 @@ def metrics_of(runs: Sequence[Run], wanted: str | Sequence[str]) -> list[str]:
     shared = set.intersection(*(set().union(*run.records) for run in runs))
     wanted = wanted if isinstance(wanted, str) else ",".join(wanted)
     names = wanted.split(",") if wanted else [n for n in PREFERRED if n in shared][:1]
-    if len({_is_share(name) for name in names}) > 1:
+    if len({_is_fraction(name, runs) for name in names}) > 1:
         raise ValueError(f"--metric={wanted}: percent and numbers need a picture each")
     if names and shared.issuperset(names):
         return names
@@ -236,15 +242,15 @@ def metrics_of(runs: Sequence[Run], wanted: str | Sequence[str]) -> list[str]:
     )
 
 
-def _is_share(metric: str) -> bool:
+def _is_fraction(metric: str, runs: Sequence[Run]) -> bool:
     """Whether a metric's curve is drawn in percent."""
-    return "accuracy" in metric or metric.startswith("c_")
+    return words.is_fraction(metric, collections.ChainMap(*(r.fractions for r in runs)))
 
 
 def curves(runs: Sequence[Run], names: Sequence[str], metrics: Sequence[str]) -> Figure:
     """Metrics of one unit over rounds: mean and standard deviation over seeds."""
     series = [
-        (run, metric, f"{name} {console.title(metric)}" if len(metrics) > 1 else name)
+        (run, metric, f"{name} {words.title(metric)}" if len(metrics) > 1 else name)
         for run, name in zip(runs, names, strict=True)
         for metric in metrics
     ]
@@ -253,7 +259,7 @@ def curves(runs: Sequence[Run], names: Sequence[str], metrics: Sequence[str]) ->
     axes = figure.subplots()
     colors = matplotlib.color_sequences["tab10"]
     drawn = []
-    is_share = _is_share(metrics[0])
+    is_share = _is_fraction(metrics[0], runs)
     scale, form = (100, ".1f") if is_share else (1, ".3g")
     for number, (run, metric, label) in enumerate(series):
         rounds, mean, spread = over_seeds(run, metric, scale)
@@ -282,10 +288,10 @@ def curves(runs: Sequence[Run], names: Sequence[str], metrics: Sequence[str]) ->
     seeds = max(len({row["seed"] for row in run.records}) for run in runs)
     band = f", mean ± std of {seeds} seeds" if seeds > 1 else ""
     # Several metrics have their names in the legend.
-    words = [console.title(metric) for metric in metrics if len(metrics) == 1]
+    told = [words.title(metric) for metric in metrics if len(metrics) == 1]
     axes.set(
         xlabel="rounds done",
-        ylabel=", ".join([*words, *(["%"] if is_share else [])]),
+        ylabel=", ".join([*told, *(["%"] if is_share else [])]),
         xlim=(0, None),
     )
     axes.set_title(f"{_data(runs)}{band}", fontsize=10)
@@ -382,7 +388,7 @@ def heatmap(runs: Sequence[Run], metric: str) -> Figure:
     """A metric's summary, mean over seeds, at each point of a sweep of two names."""
     figure = Figure(layout="constrained")
     draw_heatmap(figure.subplots(), runs, metric)
-    figure.suptitle(f"{_data(runs)}, {console.title(metric)}", fontsize=10)
+    figure.suptitle(f"{_data(runs)}, {words.title(metric)}", fontsize=10)
     return figure
 
 
@@ -392,7 +398,8 @@ def draw_heatmap(axes: Any, runs: Sequence[Run], metric: str) -> None:
     columns, rows = (
         sorted({run.point[name] for run in runs}) for name in (across, down)
     )
-    scale, form = (100, ".1f") if _is_share(metric) else (1, ".3g")
+    is_fraction = _is_fraction(metric, runs)
+    scale, form = (100, ".1f") if is_fraction else (1, ".3g")
     values = np.full((len(rows), len(columns)), np.nan)
     for run in runs:
         place = rows.index(run.point[down]), columns.index(run.point[across])
@@ -411,21 +418,21 @@ def draw_heatmap(axes: Any, runs: Sequence[Run], metric: str) -> None:
     axes.set_xticks(range(len(columns)), [str(one) for one in columns])
     axes.set_yticks(range(len(rows)), [str(one) for one in rows])
     axes.set(xlabel=across, ylabel=down)
-    axes.figure.colorbar(image, ax=axes, label="%" if _is_share(metric) else "")
+    axes.figure.colorbar(image, ax=axes, label="%" if is_fraction else "")
 
 
 def _data(runs: Sequence[Run]) -> str:
     """The data set, and the partition where all runs share it."""
-    words = []
+    parts = []
     for name in ("dataset", "partition", "partition_alpha"):
         values = {run.flags.get(name) for run in runs}
         if len(values) == 1:
             value = values.pop()
             if name != "partition_alpha":
-                words.append(str(value))
+                parts.append(str(value))
             elif all("dirichlet" in run.flags["partition"] for run in runs):
-                words.append(f"alpha {value}")
-    return _unformatted(", ".join(words))
+                parts.append(f"alpha {value}")
+    return _unformatted(", ".join(parts))
 
 
 def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Any]]:

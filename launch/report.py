@@ -25,7 +25,8 @@ from matplotlib.figure import Figure
 import algorithms
 from data import loaders
 from launch import config as config_lib
-from launch import console, ending, finished, flags, papers, plot, sweep
+from launch import ending, finished, flags, papers, plot, sweep
+from launch.show import words
 
 TEMPLATES = pathlib.Path(__file__).parent / "templates"
 COLORS = (
@@ -34,7 +35,6 @@ COLORS = (
 )  # fmt: skip
 INK = "#010203"  # stands for the page's own colour, light or dark
 MAX_POINTS, MAX_BUBBLES = 1500, 60
-SMALLER_IS_BETTER = ("client_accuracy_std",)
 
 
 class Entry(NamedTuple):
@@ -110,7 +110,7 @@ def page(
     metrics = _metrics(entries)
     has_last = _has_last(entries, metric)
     rows = _rows(entries, metrics, metric, base, has_last)
-    heads = [console.title(name) for name in metrics] + ["MB in all"]
+    heads = [words.title(name) for name in metrics] + ["MB in all"]
     if has_last:
         heads.insert(metrics.index(metric) + 1, "in the last round")
     if len(entries) > 1:
@@ -175,10 +175,10 @@ def _metrics(entries: Sequence[Entry]) -> list[str]:
         for entry in entries
         for name in entry.summary["metrics"]
         if not name.startswith("bytes")
-        and not console.is_number(entry.summary, name)
+        and not words.is_number(entry.summary, name)
         and name != "client_accuracy_pooled"
     )
-    order = list(console.TITLES)
+    order = list(words.METRICS)
     return sorted(
         found, key=lambda name: order.index(name) if name in order else len(order)
     )
@@ -201,9 +201,9 @@ def _rows(
             for entry in sound
             if name in entry.summary["metrics"]
         ]
-        if not means:
-            continue
-        best[name] = (min if name in SMALLER_IS_BETTER else max)(means)
+        better = words.metric(name).better
+        if means and better:
+            best[name] = (min if better == "lower" else max)(means)
     out = []
     for entry in entries:
         cells = []
@@ -274,13 +274,13 @@ def _rules(entries: Sequence[Entry]) -> str:
         for entry, count in zip(entries, counts, strict=True)
         if count < max(counts)
     ]
-    words = f", {' or '.join(rules)}"
+    text = f", {' or '.join(rules)}"
     if fewer:
-        words += (
+        text += (
             f"; of fewer seeds: {', '.join(fewer)}, so that a difference to these is "
             "one of means of other seeds"
         )
-    return words
+    return text
 
 
 def _against(entry: Entry, base: Entry, metric: str) -> Cell:
@@ -318,14 +318,14 @@ def _setting(entries: Sequence[Entry]) -> str:
         values = dict.fromkeys(e.run.flags.get(name, "unset") for e in entries)
         return " or ".join(values)
 
-    words = f"{told('num_clients')} clients, {told('clients_per_round')} a round, "
-    words += f"{told('rounds')} rounds, partition {told('partition')}"
+    text = f"{told('num_clients')} clients, {told('clients_per_round')} a round, "
+    text += f"{told('rounds')} rounds, partition {told('partition')}"
     if "dirichlet" in told("partition"):
-        words += f" (alpha {told('partition_alpha')})"
-    words = f"{words}, model {told('model')}."
+        text += f" (alpha {told('partition_alpha')})"
+    text = f"{text}, model {told('model')}."
     if " or " in told("summary"):
-        words += f" The runs' summaries differ: {told('summary')} (--summary)."
-    return words
+        text += f" The runs' summaries differ: {told('summary')} (--summary)."
+    return text
 
 
 def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
@@ -340,25 +340,25 @@ def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
         ]
         return (
             f"Its {len(entries)} points have {means[0]} to {means[1]} % "
-            f"({console.title(metric)}) on test rows. To choose a point by these would "
+            f"({words.title(metric)}) on test rows. To choose a point by these would "
             "be to train on them; rows of validation come later."
         )
     best = ranked[0]
-    words = (
+    text = (
         f"{best.name} reaches {_percent(best.summary['metrics'][metric])} % "
-        f"({console.title(metric)})"
+        f"({words.title(metric)})"
     )
     if len(ranked) == 1:
-        return f"{words}."
+        return f"{text}."
     other = base if base in ranked and best is not base else ranked[1]
     gap = _gap(best, other, metric)
     if gap is None:
-        return f"{words}; {other.name} is of another data set."
+        return f"{text}; {other.name} is of another data set."
     spread = f" ± {gap.std(ddof=1):.1f}" if len(gap) > 1 else ""
-    words += f", {gap.mean():+.1f}{spread} points against {other.name}"
+    text += f", {gap.mean():+.1f}{spread} points against {other.name}"
     if len(gap) > 1:
-        words += f", ahead in {(gap > 0).sum()} of {len(gap)} seeds"
-    return f"{words}."
+        text += f", ahead in {(gap > 0).sum()} of {len(gap)} seeds"
+    return f"{text}."
 
 
 def _sound(entries: Sequence[Entry]) -> list[Entry]:
@@ -407,7 +407,7 @@ def _speed(summary: Mapping[str, Any]) -> list[str]:
 
 def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
     """The page's pictures."""
-    title = console.title(metric)
+    title = words.title(metric)
     by_x = (
         ("round", lambda row: row["round"], "rounds done", "Over rounds."),
         (
@@ -533,7 +533,7 @@ def _moving(entries: Sequence[Entry]) -> list[dict[str, str]]:
         having = [e for e in entries if any(name in row for row in e.run.records)]
         if not having:
             continue
-        figure, axes = _figure("rounds done", console.title(name))
+        figure, axes = _figure("rounds done", words.title(name))
         for entry in having:
             _curve(axes, entry, name, lambda row: row["round"], scale=1)
         out.append({"svg": _svg(figure), "caption": f"{_capital(name)}."})
@@ -542,7 +542,7 @@ def _moving(entries: Sequence[Entry]) -> list[dict[str, str]]:
 
 def _capital(metric: str) -> str:
     """A metric's name at the beginning of a sentence."""
-    name = console.title(metric)
+    name = words.title(metric)
     return name[:1].upper() + name[1:]
 
 

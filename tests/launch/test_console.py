@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from launch import console
+from launch.show import words
 
 
 def summary(num_seeds, **more):
@@ -32,7 +33,7 @@ def summary(num_seeds, **more):
 )
 def test_numbers_are_no_percent(num_seeds, spread):
     """They stand below the shares, under a head of their own."""
-    lines = console.table(summary(num_seeds, numbers=["mean_layer"])).splitlines()
+    lines = words.table(summary(num_seeds, numbers=["mean_layer"])).splitlines()
     heads = [line.split()[:2] for line in lines[:4:2]]
     assert heads == [["metric", "percent"], ["metric", "number"]]
     assert lines[1].removeprefix("Client (UA)").strip() == f"50.00{spread[0]}"
@@ -42,7 +43,7 @@ def test_numbers_are_no_percent(num_seeds, spread):
 
 def test_tables_of_earlier_versions():
     """They call nothing a number: everything is shown as it was."""
-    lines = console.table(summary(1)).splitlines()
+    lines = words.table(summary(1)).splitlines()
     assert lines[1].split() == ["mean", "layer", "325.00"]
     assert "number" not in "".join(lines)
 
@@ -50,7 +51,7 @@ def test_tables_of_earlier_versions():
 def test_names_for_people():
     """Known ones, exits by number, any other as it is called."""
     names = ("global_accuracy", "exit12_accuracy", "exit_accuracy", "mean_layer")
-    found = [console.title(name) for name in names]
+    found = [words.title(name) for name in names]
     assert found == ["Global", "Exit 12", "exit accuracy", "mean layer"]
 
 
@@ -58,10 +59,10 @@ def test_the_last_round_stands_beside_the_rule():
     """Where the summary is another number."""
     entry = {"mean": 0.75, "std": 0.0, "per_seed": [0.75]}
     more = {"summary": "mean_last10", "last_round": {"client_accuracy": entry}}
-    lines = console.table(summary(1, numbers=["mean_layer"], **more)).splitlines()
+    lines = words.table(summary(1, numbers=["mean_layer"], **more)).splitlines()
     assert lines[0].endswith("percent  (mean_last10)  last round")
     assert lines[1].split() == ["Client", "(UA)", "50.00", "75.00"]
-    same = console.table(summary(1, last_round={"client_accuracy": entry}))
+    same = words.table(summary(1, last_round={"client_accuracy": entry}))
     assert "last round" not in same
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import program, types
-from launch import build, console, plot, report
+from launch import build, plot, report
+from launch.show import words
 from tests.fedjax_pfl import small
 
 
@@ -56,8 +57,8 @@ def test_summary_and_records_name_the_round(both):
 def test_it_is_said_where_numbers_are_shown(both):
     """Final table, comparison, pictures and report, which also ranks without it."""
     made, folder = both
-    assert "diverged in round 1" in console.table(made["bad"].summary())
-    assert "diverged" not in console.table(made["good"].summary())
+    assert "diverged in round 1" in words.table(made["bad"].summary())
+    assert "diverged" not in words.table(made["good"].summary())
     frame = made.summary()
     assert frame["diverged"]["bad"] == 1 and np.isnan(frame["diverged"]["good"])
     (legend,) = made.plot().legends
@@ -78,7 +79,7 @@ def test_it_is_warned_about_without_a_progress_bar(blobs, capsys):
     summary = experiment.summary()
     assert [part["diverged"] for part in summary["sweep"]] == [None, 1]
     assert summary["diverged"] == 1
-    table = console.table(summary).splitlines()
+    table = words.table(summary).splitlines()
     assert "diverged in round 1" in next(line for line in table if "1000000.0" in line)
     assert "diverged" not in next(line for line in table if "=0.05" in line)
     other = build.experiment(**options(blobs), **given)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import models
-from launch import build, console, flags, plot, report, sweep
+from launch import build, flags, plot, report, sweep
 from launch import main as main_lib
+from launch.show import words
 from tests.toys import model
 
 RATES, WEIGHTS = (0.02, 0.1), (0.1, 1.0, 5.0)
@@ -170,7 +171,7 @@ def test_a_folder_knows_its_points(swept, blobs):
     page = report.page(report.read([folder]))
     assert "a sweep of client_lr and proximal_weight" in page and ">Sweep<" in page
     assert "Its 6 points have" in page and "answers best" not in page
-    table = console.table(summary).splitlines()
+    table = words.table(summary).splitlines()
     assert (
         table[0].startswith("point")
         and "client_lr=0.1 proximal_weight=1.0 " in table[5]
@@ -237,7 +238,7 @@ def test_points_that_are_nearly_equal_stay_apart(blobs, tmp_path):
     assert sweep.text(" client_lr=0.10,.10000001 , 1") == experiment.config.sweep
     experiment.run(progress=False)
     assert len(experiment.plot().axes[0].lines) == 3
-    table = console.table(experiment.summary())
+    table = words.table(experiment.summary())
     assert "client_lr=0.10000001 " in table and "client_lr=1.0 " in table
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import checkpoint
-from launch import build, console, model_files, report, summaries
+from launch import build, model_files, report, summaries
+from launch.show import words
 from models import own
 from tests import synthetic
 
@@ -74,7 +75,7 @@ def test_short_runs_have_short_windows():
     )
     experiment.run(progress=False)
     assert experiment.window == (7, 8)
-    assert "(mean of rounds 7 to 8)  last round" in console.table(experiment.summary())
+    assert "(mean of rounds 7 to 8)  last round" in words.table(experiment.summary())
     curve = [record["client_accuracy"] for record in experiment.metrics]
     frame = build.compare_lib.Comparison({"a": experiment}).summary()
     assert frame["client_accuracy"]["a"] == pytest.approx(np.mean(curve[-2:]))

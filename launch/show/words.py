@@ -1,0 +1,235 @@
+"""Metrics in words: what each is called, its unit, and the tables made of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from launch import presets, settings, sweep
+
+if TYPE_CHECKING:
+    from launch.experiment import Experiment
+
+
+class Metric(NamedTuple):
+    """What a metric is.
+
+    Attributes:
+        title: Its name for people.
+        is_fraction: Whether it is a fraction of one, shown in percent; else a number,
+            shown as it is.
+        better: `higher`, `lower`, or "" where neither is.
+        is_headline: Whether it heads a table and a line of progress.
+    """
+
+    title: str
+    is_fraction: bool = True
+    better: str = "higher"
+    is_headline: bool = False
+
+
+# In the order of tables. What an algorithm's rounds measure besides is described by
+# `types.Algorithm.shares`.
+METRICS = {
+    "global_accuracy": Metric("Global", is_headline=True),
+    "c_spec": Metric("C-Spec", is_headline=True),
+    "c_gen": Metric("C-Gen", is_headline=True),
+    "c_per": Metric("C-Per", is_headline=True),
+    "client_accuracy": Metric("Client (UA)", is_headline=True),
+    "trained_accuracy": Metric("Trained", is_headline=True),
+    "train_accuracy": Metric("Global, train rows"),
+    "exits_disagree": Metric("Exits disagree", better=""),
+    "dropped_later": Metric("Dropped after round 0", better=""),
+    "mb_later": Metric("MB after round 0", is_fraction=False, better="lower"),
+    "client_accuracy_pooled": Metric("Client, pooled"),
+    "worst_decile_accuracy": Metric("Worst decile"),
+    "client_accuracy_std": Metric("Std over clients", better="lower"),
+    "ensemble_accuracy": Metric("Ensemble"),
+    "train_loss": Metric("train loss", is_fraction=False, better="lower"),
+    "dropped": Metric("dropped", better=""),
+    "critical": Metric("critical", better=""),
+}
+HEADLINES = tuple(name for name, metric in METRICS.items() if metric.is_headline)
+
+
+def metric(name: str) -> Metric:
+    """What is known of a metric; of any other its name, and that of an accuracy."""
+    if name in METRICS:
+        return METRICS[name]
+    exit = re.fullmatch(r"exit(\d+)_accuracy", name)
+    title = f"Exit {exit[1]}" if exit else name.replace("_", " ")
+    return Metric(title, is_fraction="accuracy" in name)
+
+
+def title(name: str) -> str:
+    """A metric's name for people."""
+    return metric(name).title
+
+
+def fractions(summary: Mapping[str, Any]) -> dict[str, bool]:
+    """Whether each metric of a run's summary is a fraction; see `is_fraction`."""
+    return {
+        name: not is_number(summary, name)
+        for name in summary["metrics"]
+        if not name.startswith("bytes")
+    }
+
+
+def is_fraction(name: str, known: Mapping[str, bool]) -> bool:
+    """Whether a metric is shown in percent.
+
+    Args:
+        name: Its name.
+        known: Of those that the run itself describes; for the others `METRICS` answers.
+    """
+    return known.get(name, metric(name).is_fraction)
+
+
+def is_number(summary: Mapping[str, Any], name: str) -> bool:
+    """Whether a metric of a run's summary is no share, and so not shown in percent."""
+    return name in summary.get("numbers", ())
+
+
+def headline(
+    records: Sequence[dict[str, Any]], points: Sequence[sweep.Point] = ({},)
+) -> dict[str, str]:
+    """The few metrics worth a line, as percent, mean over the seeds.
+
+    Of a sweep the smallest and the largest of its points' means.
+    """
+    if len(points) > 1:
+        lines = [
+            headline([one for one in records if sweep.matches(one, point)])
+            for point in points
+        ]
+        every = {name: [line[name] for line in lines] for name in lines[0]}
+        # A point that is no number any more is the largest.
+        ends = [
+            (name, sorted(v, key=lambda text: (text == "nan", float(text))))
+            for name, v in every.items()
+        ]
+        return {name: " to ".join(dict.fromkeys((v[0], v[-1]))) for name, v in ends}
+    shared = set.intersection(*(set(record) for record in records))
+    # With C-Gen and C-Per a fourth accuracy of the clients would be one too many.
+    hidden = {"client_accuracy"} if "c_gen" in shared else set()
+    names = [n for n in HEADLINES if n in shared - hidden]
+    out = {
+        title(n): f"{100 * sum(r[n] for r in records) / len(records):.1f}"
+        for n in names
+    }
+    if "train_loss" in shared:
+        loss = sum(r["train_loss"] for r in records) / len(records)
+        out["loss"] = f"{loss:.3f}"
+    return out
+
+
+def diverged(round: int | None) -> str:
+    """Words for a run whose numbers are none from a round on; "" for any other."""
+    return f"diverged in round {round}" if round else ""
+
+
+def rules(experiment: Experiment) -> str:
+    """Whose rules a run follows, and what is worth knowing of its options."""
+    config = experiment.config
+    notes = settings.notes(config, experiment.hparams)
+    return "\n".join((presets.sentence(config.preset), *notes))
+
+
+def described(experiment: Experiment) -> str:
+    """An experiment in a line, and its numbers so far if there are any."""
+    config = experiment.config
+    seeds = f", {len(experiment.seeds)} seeds" if len(experiment.seeds) > 1 else ""
+    line = (
+        f"{config.algo} on {config.dataset} ({config.partition}): {config.num_clients} "
+        f"clients, {config.clients_per_round} a round, {config.model}, round "
+        f"{experiment.round} of {config.rounds}{seeds}, rules: {config.preset}"
+    )
+    if not experiment.metrics:
+        return line
+    return f"{line}\n{table(experiment.summary())}"
+
+
+def table(summary: dict[str, Any]) -> str:
+    """The final table: shares in percent, then numbers; mean and std over the seeds.
+
+    Beside the value by the summary rule stands that of the last round. A sweep has a
+    line for each point.
+    """
+    lines = _sweep_lines(summary) if "sweep" in summary else _lines(summary)
+    if summary.get("diverged"):
+        lines.append(
+            f"{diverged(summary['diverged'])}: losses or parameters are no finite "
+            "numbers, and the accuracies say nothing"
+        )
+    # Runs of earlier versions did not count steps.
+    steps = summary.get("step_efficiency")
+    of_steps = "" if steps is None else f"of steps {steps:.2f}, "
+    lines.append(
+        f"{summary['samples_per_second']:,.0f} samples/s, "
+        f"{summary['client_updates_per_second']:.1f} client updates/s, compiled in "
+        f"{summary['compile_seconds']:.0f} s, efficiency {of_steps}of padding "
+        f"{summary['padding_efficiency']:.2f}, on {summary['device']}"
+    )
+    return "\n".join(lines)
+
+
+def _rule(summary: Mapping[str, Any]) -> str:
+    """What a summary's numbers are of; earlier versions told the rule's name alone."""
+    return summary.get("summary_of", summary["summary"])
+
+
+def _sweep_lines(summary: dict[str, Any]) -> list[str]:
+    """A line for each point of a sweep, with the shares that head a table."""
+    parts = summary["sweep"]
+    names = [n for n in HEADLINES if n in parts[0]["metrics"]]
+    labels = [sweep.label(part["point"]) for part in parts]
+    width = max(map(len, labels))
+    seeds = len(parts[0]["metrics"][names[0]]["per_seed"]) if names else 1
+    spread = f" +- std over {seeds} seeds" if seeds > 1 else ""
+    titles = "  ".join(f"{title(name):>16}" for name in names)
+    lines = [f"{'point':<{width}}  {titles}  percent{spread} ({_rule(summary)})"]
+    for label, part in zip(labels, parts, strict=True):
+        cells = []
+        for name in names:
+            one = part["metrics"][name]
+            std = f" +- {100 * one['std']:.2f}" if seeds > 1 else ""
+            cells.append(f"{100 * one['mean']:.2f}{std}")
+        told = [f"{c:>16}" for c in cells] + [diverged(part.get("diverged"))]
+        lines.append(f"{label:<{width}}  " + "  ".join(filter(None, told)))
+    lines.append(
+        "of test rows: to choose a point by these would be to train on them (rows of "
+        "validation come later)"
+    )
+    return lines
+
+
+def _lines(summary: dict[str, Any]) -> list[str]:
+    """The metrics of a run without a sweep."""
+    seeds = len(next(iter(summary["metrics"].values()))["per_seed"])
+    spread = f" +- std over {seeds} seeds" if seeds > 1 else ""
+    shown = [n for n in summary["metrics"] if not n.startswith("bytes")]
+    numbers = [n for n in shown if is_number(summary, n)]
+    shares = [n for n in shown if n not in numbers]
+    last = summary.get("last_round", {}) if summary["summary"] != "last" else {}
+    lines = []
+    for unit, names, scale, digits in (
+        ("percent", shares, 100, 2),
+        ("number", numbers, 1, 3),
+    ):
+        if names:
+            head = f"{'metric':<18} {unit}{spread}  ({_rule(summary)})"
+            lines.append(f"{head}  last round" if last else head)
+        for name in names:
+            entry = summary["metrics"][name]
+            std = f" +- {scale * entry['std']:.{digits}f}" if seeds > 1 else ""
+            line = f"{title(name):<18} {scale * entry['mean']:6.{digits}f}{std}"
+            if name in last:
+                value = f"{scale * last[name]['mean']:.{digits}f}"
+                line = f"{line:<{len(head)}}  {value:>10}"
+            lines.append(line)
+    for name in ("bytes_up", "bytes_down"):
+        if name in summary["metrics"]:
+            value = summary["metrics"][name]["mean"] / 1e6
+            lines.append(f"{'MB ' + name[6:]:<18} {value:,.1f}")
+    return lines

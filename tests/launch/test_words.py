@@ -1,0 +1,81 @@
+"""What a metric is decides how it is shown: percent or a number, and what is best."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from launch import plot, report
+from launch.show import words
+
+
+def run(metrics, numbers=(), **more):
+    """A run that measured these metrics after one round."""
+    entry = {
+        name: {"mean": value, "std": 0.0, "per_seed": [value]}
+        for name, value in metrics.items()
+    }
+    summary = {"metrics": entry, "numbers": list(numbers), "summary": "last"}
+    return plot.Run(
+        pathlib.Path("run"),
+        {"algo": "mine", "dataset": "d", "partition": "iid"},
+        [{"round": 1, "seed": 0, **metrics}],
+        {"seeds": np.zeros(1)},
+        summary,
+        fractions=words.fractions(summary),
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    "metric, numbers, title, value",
+    [
+        ("dropped", (), "last round, %", "25.0"),
+        ("critical", (), "last round, %", "25.0"),
+        ("share_of_mine", (), "last round, %", "25.0"),
+        ("dropped", ("dropped",), "last round", "0.25"),
+        ("mean_layer", ("mean_layer",), "last round", "0.25"),
+    ],
+)
+def test_a_fraction_is_percent_in_curves_as_in_tables(metric, numbers, title, value):
+    """Whoever declared it: the run's own word counts before the table of metrics."""
+    (legend,) = plot.picture("curves", [run({metric: 0.25}, numbers)], metric).legends
+    assert legend.get_title().get_text() == title
+    assert [text.get_text().split()[-1] for text in legend.get_texts()] == [value]
+
+
+def test_of_an_unfinished_run_the_table_of_metrics_tells():
+    """There is no summary that could."""
+    known = {"dropped", "critical", "exits_disagree", "client_accuracy", "c_gen"}
+    for name in (*known, "exit3_accuracy", "client_accuracy_mlp"):
+        assert words.is_fraction(name, {}), name
+    for name in ("train_loss", "mean_layer", "mb_later"):
+        assert not words.is_fraction(name, {}), name
+
+
+def test_only_what_is_better_is_bold():
+    """The most clients dropped are not the best; the least spread is."""
+    values = {
+        "client_accuracy": (0.9, 0.8),
+        "client_accuracy_std": (0.2, 0.1),
+        "dropped": (0.1, 0.4),
+    }
+    entries = [
+        report.Entry(name, "", run({key: pair[i] for key, pair in values.items()}))
+        for i, name in enumerate(("one", "other"))
+    ]
+    rows = report._rows(entries, list(values), "c_per", entries[0], has_last=False)
+    bold = [[cell.is_best for cell in row[:3]] for row in rows]
+    assert bold == [[True, False, False], [False, True, False]]
+
+
+def test_headlines_are_few():
+    """C-Per says of the clients what their accuracy would."""
+    record = {"c_gen": 0.5, "c_per": 0.6, "client_accuracy": 0.7, "global_accuracy": 1}
+    assert words.headline([record]) == {
+        "Global": "100.0",
+        "C-Gen": "50.0",
+        "C-Per": "60.0",
+    }
+    del record["c_gen"]
+    assert list(words.headline([record])) == ["Global", "C-Per", "Client (UA)"]
