@@ -21,10 +21,10 @@ Differs from the paper: a sample of the clients takes part in a round; there is 
 transfer phase on public labels before the first round (public sets here have other
 classes), instead clients in their first round are left out of the consensus unless all
 are new; optimizers start fresh in each digest and revisit, and the subset is not
-stratified. Public sets by data set are in `launch/rules/none.toml`; mnist_5k has 4,000
-images to give, and a run on mnist_5k itself sets a tenth of its images aside, so that
-its clients are not those of other methods. With `--optimizer_state=persist` a client's
-revisits share an optimizer state, its digests do not. The order of
+stratified. Public sets by data set are in `launch/config/rules/none.toml`; mnist_5k has
+4,000 images to give, and a run on mnist_5k itself sets a tenth of its images aside, so
+that its clients are not those of other methods. With `--optimizer_state=persist` a
+client's revisits share an optimizer state, its digests do not. The order of
 the FedD2S paper's description (private training first) is left out.
 """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from launch import hints
+from launch.config import limits
 
 COMMANDS = {
     "run": ("launch.main", "main", "run one algorithm"),
@@ -38,7 +38,7 @@ def main() -> None:
     if name not in COMMANDS:
         print(
             f"error: fedjax-pfl {name}: expected one of {', '.join(COMMANDS)}"
-            f"{hints.nearest(name, COMMANDS)}",
+            f"{limits.nearest(name, COMMANDS)}",
             file=sys.stderr,
         )
         raise SystemExit(2)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from launch import frames, processes, settings
-from launch.show import words
+from launch.config import registry
+from launch.experiment import Experiment, experiment
+from launch.run import processes
+from launch.show import frames, words
 
 if TYPE_CHECKING:
     import pandas
-
-    from launch.experiment import Experiment
 
 
 class Comparison(Mapping):
@@ -48,16 +48,14 @@ class Comparison(Mapping):
         Raises:
             KeyboardInterrupt: as `Experiment.run`; `run()` goes on.
         """
-        for name, experiment in self.items():
+        for name, one in self.items():
             if progress:
                 processes.say(f"{name}:", flush=True)
 
             def named(record: dict[str, Any], name: str = name) -> None:
                 on_record({"algo": name, **record})
 
-            experiment.run(
-                progress=progress, on_record=None if on_record is None else named
-            )
+            one.run(progress=progress, on_record=None if on_record is None else named)
         return self
 
     def to_frame(self) -> pandas.DataFrame:
@@ -65,8 +63,8 @@ class Comparison(Mapping):
         return frames.of(
             [
                 {"algo": name, **record}
-                for name, experiment in self.items()
-                for record in experiment.metrics
+                for name, one in self.items()
+                for record in one.metrics
             ]
         )
 
@@ -86,20 +84,64 @@ class Comparison(Mapping):
         return "\n\n".join(told(*pair) for pair in self.items())
 
     def _repr_html_(self) -> str:
-        if all(experiment.metrics for experiment in self.values()):
+        if all(one.metrics for one in self.values()):
             return self.summary().to_html(float_format="{:.4g}".format)
         return f"<pre>{html_lib.escape(repr(self))}</pre>"
 
 
-def build(
-    make: Callable[..., Experiment],
+def compare(
+    algos: Sequence[Any] | Mapping[str, Mapping[str, Any]],
+    *,
+    seeds: int | None = None,
+    run: bool = True,
+    progress: bool = True,
+    on_record: Callable[[dict[str, Any]], None] | None = None,
+    **options: Any,
+) -> Comparison:
+    """Runs several algorithms on the same clients: `compare(["fedavg", "cdkt"])`.
+
+    An option that only some of them have reaches those. Without a `preset` all take
+    that of the first algorithm that has a paper's. An interrupt ends it with what is
+    done; `run()` of what it returned goes on.
+
+    Args:
+        algos: Names, or algorithms of your own; or each run's options by a name:
+            `{"weak": {"algo": "fedprox", "proximal_weight": 0.01}, "strong": ...}`.
+        seeds: `--num_seeds`, 1 by default; give one of the two names.
+        run: Whether to run them now.
+        progress: Whether to show how far it is.
+        on_record: Called with every record, which has the name under `algo`.
+        **options: As `experiment` takes them; a `workdir` gets a folder for each.
+
+    Returns:
+        Experiments by name, with `to_frame()`, `summary()`, `plot()` and `run()`.
+
+    Raises:
+        ValueError: one line: what came, what was expected, which option to change.
+    """
+    if seeds is not None and "num_seeds" in options:
+        raise ValueError(
+            f"compare: seeds={seeds} and num_seeds={options['num_seeds']} are two "
+            "names of one option; give one of them"
+        )
+    if seeds is not None:
+        options["num_seeds"] = seeds
+    made = _compared(algos, options)
+    if run:
+        try:
+            made.run(progress=progress, on_record=on_record)
+        except KeyboardInterrupt as stopped:
+            processes.say(f"{stopped}; of a comparison too", flush=True)
+    return made
+
+
+def _compared(
     algos: Sequence[Any] | Mapping[str, Mapping[str, Any]],
     options: Mapping[str, Any],
 ) -> Comparison:
     """Builds the experiments of `algos`.
 
     Args:
-        make: `build.experiment`.
         algos: Names, or algorithms of one's own; or options by the name of a run.
         options: Those of every run, and some that only some of them have.
 
@@ -108,7 +150,7 @@ def build(
             clients for one than for another.
     """
     runs = _runs(algos)
-    fields = [settings.fields_of(own["algo"]) for own in runs.values()]
+    fields = [registry.fields_of(own["algo"]) for own in runs.values()]
     for option in options:
         if not any(option in known for known in fields):
             raise ValueError(
@@ -118,13 +160,13 @@ def build(
     if presets == [None]:
         # One paper's clients for all: those of the first whose rules suit all of them.
         own_presets = dict.fromkeys(
-            settings.default_preset(own["algo"]) for own in runs.values()
+            registry.default_preset(own["algo"]) for own in runs.values()
         )
         presets = [one for one in own_presets if one != "none"] or ["none"]
     refused = None
     for preset in presets:
         try:
-            return _built(make, runs, {**options, "preset": preset})
+            return _built(runs, {**options, "preset": preset})
         except ValueError as error:
             refused = refused or error
     raise refused
@@ -150,7 +192,7 @@ def _runs(algos: Any) -> dict[str, Mapping[str, Any]]:
     elif isinstance(algos, str):
         raise ValueError(f"compare: expected a list of algorithms, got {algos!r}")
     else:
-        names = [settings.algorithm_name(algo) for algo in algos]
+        names = [registry.algorithm_name(algo) for algo in algos]
         if len(set(names)) < len(names):
             raise ValueError(
                 f"compare: expected different algorithms, got {names}; name the runs: "
@@ -164,7 +206,6 @@ def _runs(algos: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def _built(
-    make: Callable[..., Experiment],
     runs: Mapping[str, Mapping[str, Any]],
     options: Mapping[str, Any],
 ) -> Comparison:
@@ -175,11 +216,11 @@ def _built(
     """
     made: dict[str, Experiment] = {}
     for name, own in runs.items():
-        known = settings.fields_of(own["algo"])
+        known = registry.fields_of(own["algo"])
         given = {option: value for option, value in options.items() if option in known}
         if given.get("workdir"):
             given["workdir"] = f"{given['workdir']}/{name}"
-        made[name] = make(**given | own)
+        made[name] = experiment(**given | own)
         first = next(iter(made))
         if made[first].examples_sha256 != made[name].examples_sha256:
             raise ValueError(

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from launch import build, settings
+from launch import build
+from launch.config import registry
 from launch.experiment import Experiment
 
 
@@ -35,7 +36,7 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
     """
     if rounds < 2:
         raise ValueError(f"rounds={rounds}: expected at least 2")
-    entry, undeclared = settings.algorithm(algo), set()
+    entry, undeclared = registry.algorithm(algo), set()
 
     def make(hparams: Any, task: Any) -> Any:
         made = entry.make(hparams, task)
@@ -49,12 +50,12 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
         return made._replace(round=round)
 
     watched = SimpleNamespace(**{**_members(entry), "make": make})
-    watched.__name__ = settings.algorithm_name(algo)
+    watched.__name__ = registry.algorithm_name(algo)
 
     options = {"rounds": rounds, "eval_every": rounds, "devices": 1} | options
     for name in ("client_chunk", "min_chunk", "lanes"):
         options.pop(name, None)  # What is varied here.
-    if "client_optimizer" in settings.fields_of(watched):
+    if "client_optimizer" in registry.fields_of(watched):
         # Adam makes steps of rounding errors, for instance of a bias before a norm.
         options.setdefault("client_optimizer", "sgd")
     options["algo"] = watched

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import jax
 
 import launch
-from launch import flags, processes
+from launch.config import flagfile, flags
+from launch.run import processes
 
 
 @contextlib.contextmanager
@@ -36,7 +37,7 @@ def _reported() -> Iterator[None]:
             # What is still buffered fails here or, with a traceback, at exit.
             if sys.stdout is not None and not sys.stdout.closed:
                 sys.stdout.flush()
-    except flags.UsageError as error:
+    except flagfile.UsageError as error:
         flags.fail(error)
     except processes.Lost as error:
         flags.fail(error, 1)

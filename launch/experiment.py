@@ -1,161 +1,33 @@
-"""An experiment in memory: what notebooks hold and `main` wraps."""
+"""An experiment in memory: a run with what notebooks ask of it; `main` wraps it."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import numbers
 import pathlib
-import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
-from data import plan
-from fedjax_pfl import checkpoint, simulate, traffic, types
-from fedjax_pfl import program as program_lib
-from launch import (
-    console,
-    devices,
-    frames,
-    processes,
-    running,
-    serving,
-    summaries,
-    sweep,
-    workdir,
-)
-from launch import stop as stop_lib
-from launch.show import words
+import algorithms
+from fedjax_pfl import types
+from launch.config import flagfile
+from launch.folder import workdir
+from launch.run import assemble, devices, loop, processes, serving
+from launch.run import given as given_lib
+from launch.run import progress as progress_lib
+from launch.run import stop as stop_lib
+from launch.run.run import Run
+from launch.show import frames, words
 
 if TYPE_CHECKING:
     import pandas
 
 
-class Experiment:
-    """One configuration, ready to run.
-
-    Attributes:
-        config, hparams: The resolved options.
-        simulation: State, round and counters; what advances and evaluates them.
-        points: Of a sweep: the numbers by name that each has; [{}] without one.
-        metrics: A list of dicts, one per evaluated round and variant: a seed, at a
-            point of the sweep if there is one.
-        client_accuracies: f64[variants, window, K], nan where not evaluated; of the
-            first seed all points, then of the second, ...
-    """
-
-    def __init__(
-        self,
-        *,
-        config: Any,
-        hparams: Any,
-        task: types.Task,
-        program: program_lib.Program,
-        data: types.Data,
-        planner: plan.Planner,
-        seeds: list[int],
-        window: tuple[int, ...],
-        data_sha256: str,
-        split_sha256: str,
-        own_sha256: str = "",
-        examples_sha256: str = "",
-        points: Sequence[sweep.Point] = ({},),
-    ):
-        self.config, self.hparams, self.task = config, hparams, task
-        self.program, self.data, self.planner = program, data, planner
-        self.seeds, self.window = seeds, window
-        self.data_sha256, self.split_sha256 = data_sha256, split_sha256
-        self.own_sha256, self.examples_sha256 = own_sha256, examples_sha256
-        self.points = [dict(point) for point in points]
-        self.metrics: list[dict[str, Any]] = []
-        self._folder: workdir.Workdir | None = None
-        # Shape fixed by the rule, not by `rounds`, so that a longer run can resume.
-        self.client_accuracies = np.full(
-            (len(seeds) * len(points), max(len(window), 10), config.num_clients), np.nan
-        )
-        self.simulation = simulate.Simulation(
-            program, data, planner, seeds, task.execution, config.rounds, points
-        )
-
-    @property
-    def round(self) -> int:
-        """Rounds done."""
-        return self.simulation.round
-
-    @property
-    def state(self) -> types.RoundState | None:
-        """The stacked RoundState (leading axis: variants), None before the start."""
-        return self.simulation.state
-
-    @property
-    def totals(self) -> simulate.Totals:
-        """The counters so far."""
-        return self.simulation.totals
-
-    @property
-    def fractions(self) -> dict[str, bool]:
-        """Whether what rounds measure is a fraction of one; else it is a number."""
-        declared = self.program.algorithm.shares
-        return {name: name in declared for name in self.simulation.metrics}
-
-    @property
-    def compile_seconds(self) -> float:
-        """Seconds spent on compiling so far."""
-        return self.simulation.compile_seconds
-
-    def start(self) -> None:
-        """Makes the state before the first round, once."""
-        self.simulation.start()
-
-    def is_due(self, round: int) -> bool:
-        """Whether the state after `round` rounds is to be evaluated and is not yet.
-
-        The summary window is forced whatever `eval_every` says.
-        """
-        if self.metrics and self.metrics[-1]["round"] >= round:
-            return False
-        regular = round % self.config.eval_every == 0
-        return regular or round in self.window or round == self.config.rounds
-
-    def next_stop(self, every: int = 0) -> int:
-        """The next round after which to evaluate or save.
-
-        The present one as long as its evaluation is due.
-
-        Args:
-            every: Rounds between checkpoints, 0 = none of their own.
-        """
-        if self.is_due(self.round):
-            return self.round
-        now = self.round
-        steps = [step for step in (self.config.eval_every, every) if step]
-        wanted = [(now // step + 1) * step for step in steps]
-        wanted += [later for later in self.window if later > now]
-        return min(*wanted, self.config.rounds)
-
-    def measure(self) -> list[dict[str, Any]]:
-        """Evaluates the present state if that is due; the new entries of `metrics`."""
-        if not self.is_due(self.round):
-            return []
-        records = []
-        results = self.simulation.evaluate()
-        for index, (values, accuracies) in enumerate(results):
-            values = values | self._by_architecture(accuracies)
-            seed, point = divmod(index, len(self.points))
-            record = {"round": self.round, "seed": self.seeds[seed]}
-            record |= {**self.points[point], **values}
-            if self.totals.diverged[index]:
-                record["diverged"] = int(self.totals.diverged[index])
-            records.append(record | {"seconds": round(self.totals.seconds, 3)})
-            if accuracies is not None and self.round in self.window:
-                self.client_accuracies[index, self.window.index(self.round)] = (
-                    accuracies
-                )
-        self.metrics += records
-        return records
+class Experiment(Run):
+    """One configuration, ready to run; see `Run` for its attributes."""
 
     def run(
         self,
@@ -195,114 +67,45 @@ class Experiment:
         with contextlib.ExitStack() as entered:
             folder = None
             if self.config.workdir:
-                folder = self._folder = self._folder or workdir.Workdir(self)
-                if entered.enter_context(folder).go_on() and progress:
-                    processes.say(f"{folder.path} holds this run, finished", flush=True)
+                folder = entered.enter_context(self.folder)
+                if folder.open() is not None:
+                    if not self.round:
+                        folder.reopen()
+                    if progress:
+                        path = folder.path
+                        processes.say(f"{path} holds this run, finished", flush=True)
             if progress and not self.round:
                 processes.say(words.rules(self), flush=True)
             stop = entered.enter_context(stop_lib.Stop(twice_interrupts=False))
-            # After the folder: what it restored is no progress of this call.
-            kind = console.shown(self) if progress else console.Silent()
-            shown = entered.enter_context(kind)
-            running.run(self, stop, shown, folder, until, on_record)
+            shown = self.listeners(folder, progress, on_record)
+            loop.run(self, shown, stop, until)
             if folder is not None and self.round == rounds:
-                folder.finish_once(self.summary)
+                folder.finish(self.summary)
         if stop:
             raise KeyboardInterrupt(f"stopped after round {self.round}; run() goes on")
         return self.summary()
 
-    def extend(self, rounds: int) -> Experiment:
-        """Makes it an experiment of more rounds, with what was done kept.
+    @functools.cached_property
+    def folder(self) -> workdir.Workdir:
+        """The folder of the run; see `workdir.Workdir`."""
+        return workdir.Workdir(self)
+
+    def listeners(
+        self,
+        folder: workdir.Workdir | None,
+        progress: bool = True,
+        on_record: Callable[[dict[str, Any]], None] | None = None,
+    ) -> list[loop.Listener]:
+        """Who listens to the run: a folder first, and again when all others know.
 
         Args:
-            rounds: In all, at least as many as before.
-
-        Returns:
-            Itself: `experiment.extend(200).run()`.
-
-        Raises:
-            ValueError: fewer, or the longer run's summary would need an evaluation of
-                a round that has passed.
+            folder: Gets records and checkpoints; None = they stay in memory.
+            progress, on_record: As `run` takes them.
         """
-        before = self.config.rounds
-        if not isinstance(rounds, int) or rounds < max(before, 1):
-            raise ValueError(f"rounds={rounds!r}: expected {before} or more")
-        window = summaries.window(self.config.summary, rounds)
-        if self._passed(window):
-            enough = rounds
-            while self._passed(summaries.window(self.config.summary, enough)):
-                enough += 1
-            raise ValueError(
-                f"rounds={rounds} takes its summary from round {min(window)} on, and "
-                f"what is done kept no accuracies of its clients; give {enough} or more"
-            )
-        old, self.window = (self.window, self.client_accuracies), window
-        self.config = dataclasses.replace(self.config, rounds=rounds)
-        self.client_accuracies = np.full_like(self.client_accuracies, np.nan)
-        self._keep_accuracies(*old)
-        self.simulation.rounds = rounds
-        return self
-
-    def _passed(self, window: Sequence[int]) -> set[int]:
-        """Rounds of a window that are done and not in the present one."""
-        return {r for r in window if r <= self.round} - set(self.window)
-
-    def _by_architecture(self, accuracies: np.ndarray | None) -> dict[str, float]:
-        """`client_accuracy_<model>` where the clients have several models."""
-        models = self.task.client_models
-        if len(models) == 1 or accuracies is None:
-            return {}
-        group = np.asarray(self.task.group_of_client)
-        return {
-            f"client_accuracy_{model.name}": float(np.nanmean(accuracies[group == g]))
-            for g, model in enumerate(models)
-            if np.isfinite(accuracies[group == g]).any()
-        }
-
-    def saved(self) -> tuple[Any, dict[str, Any]]:
-        """(arrays, host counters): everything that a checkpoint holds."""
-        simulation = self.simulation
-        arrays = {"state": simulation.joined, "accuracies": self.client_accuracies}
-        host = dataclasses.asdict(simulation.totals) | {
-            "messages": simulation.totals.messages.tolist(),
-            "diverged": simulation.totals.diverged.tolist(),
-            "compile_seconds": simulation.compile_seconds,
-            "window": list(self.window),
-            "last_round": simulation.metrics,
-        }
-        return arrays, host
-
-    def saved_template(self) -> Any:
-        """Shapes of the arrays of `saved`."""
-        return {
-            "state": self.simulation.template(),
-            "accuracies": self.client_accuracies,
-        }
-
-    def load(
-        self, round: int, arrays: Any, host: dict[str, Any], metrics: list[dict]
-    ) -> None:
-        """Continues from what `saved` returned after `round` rounds."""
-        host = dict(host)
-        self.metrics = list(metrics)
-        self._keep_accuracies(host.pop("window"), arrays["accuracies"])
-        messages = np.asarray(host.pop("messages"), np.int64)
-        compile_seconds, last = host.pop("compile_seconds"), host.pop("last_round")
-        # An earlier version did not look.
-        diverged = np.asarray(host.pop("diverged", self.totals.diverged), np.int64)
-        totals = simulate.Totals(
-            messages=messages.reshape(self.totals.messages.shape),
-            diverged=diverged,
-            **host,
-        )
-        self.simulation.load(round, arrays["state"], totals, compile_seconds, last)
-
-    def _keep_accuracies(self, window: Sequence[int], accuracies: np.ndarray) -> None:
-        """Takes over those of rounds that are in `window` and in the present one."""
-        for slot, done in enumerate(window):
-            if done in self.window:
-                new = self.window.index(done)
-                self.client_accuracies[:, new] = accuracies[:, slot]
+        out: list[loop.Listener] = [folder] if folder is not None else []
+        out += progress_lib.shown(words.headline if progress else None)
+        out += [loop.OnRecord(on_record)] if on_record is not None else []
+        return out + ([workdir.Checkpoints(folder)] if folder is not None else [])
 
     def params(
         self,
@@ -424,122 +227,84 @@ class Experiment:
     def _repr_html_(self) -> str:
         return frames.html(self)
 
-    def variant(self, seed: int | None, point: Mapping[str, float] | None) -> int:
-        """Where a seed stands at a point of the sweep; the first where None is given.
 
-        Raises:
-            ValueError: there is no such seed or point.
-        """
-        number = 0
-        if point is not None:
-            if dict(point) not in self.points:
-                known = ", ".join(map(str, self.points[:4]))
-                raise ValueError(f"point={point}: expected one of {known}, ...")
-            number = self.points.index(dict(point))
-        return self.seed_index(seed) * len(self.points) + number
+def experiment(**given: Any) -> Experiment:
+    """Builds an experiment from option names and values, as the command line does.
 
-    def seed_index(self, seed: int | None) -> int:
-        """Where a seed stands; the first where None is given.
+    `experiment(algo="fedavg", rounds=5).run()`. Names are those of the flags; None
+    means the default. Four of them may be more than names:
 
-        Raises:
-            ValueError: it is not one of `seeds`.
-        """
-        if seed is not None and seed not in self.seeds:
-            raise ValueError(f"seed={seed}: expected one of {self.seeds}")
-        return 0 if seed is None else self.seeds.index(seed)
+    * `algo`: an algorithm of your own, a module or any object with a dataclass
+      `HParams` and a function `make`;
+    * `dataset`: arrays `(x, y)` or `(x, y, client)`, as `loaders.from_arrays` takes
+      them;
+    * `model`, `client_model`: a linen module (one stage), or a list of modules (its
+      stages, for methods that treat layers differently);
+    * `sweep`: `{"client_lr": [0.01, 0.1]}`, values of the algorithm's numbers: a run
+      for every point, all in one program. Nothing here chooses the best of them: that
+      takes rows of validation, which there are not yet.
 
-    def summary(self) -> dict[str, Any]:
-        """The run as numbers: metrics by the summary rule, then speed and versions.
+    Returns:
+        An `Experiment`: `run()`, `to_frame()`, `plot()`, `predict(client_id, images)`.
 
-        Before the last round the metrics are those of the last evaluation.
-        """
-        self.start()
-        window, rule = self.window, self.config.summary
-        if self.round < self.config.rounds and self.metrics:
-            window, rule = (self.metrics[-1]["round"],), "last"
-        parts = [self._numbers_of(point, window, rule) for point in self.points]
-        totals, seconds = self.totals, max(self.totals.seconds, 1e-9)
-        state = self.simulation.joined
-        return {
-            # Of a sweep its points by themselves: no mean over them says anything.
-            **(parts[0] if not self.config.sweep else {"metrics": {}, "sweep": parts}),
-            "diverged": self.diverged(),
-            "rounds": self.round,
-            "summary": rule,
-            "summary_of": summaries.told(rule, window),
-            "client_updates_per_second": totals.client_updates / seconds,
-            "samples_per_second": totals.samples / seconds,
-            "step_efficiency": totals.step_efficiency,
-            "padding_efficiency": totals.padding_efficiency,
-            "compile_seconds": self.compile_seconds,
-            "peak_memory_bytes": devices.peak_memory_bytes(),
-            "setup_bytes_down": self.setup_bytes(),
-            "parameters_sha256": checkpoint.digest((state.server, state.clients)),
-            "versions": {
-                "python": platform.python_version(),
-                "jax": jax.__version__,
-                "numpy": np.__version__,
-            },
-            "backend": jax.default_backend(),
-            "device": devices.name(),
-            "num_devices": self.task.execution.mesh.size
-            if self.task.execution.mesh
-            else 1,
-            "client_chunk": self.task.execution.chunk,
-            "lanes": self.task.execution.lanes,
-        }
+    Raises:
+        ValueError: one line: what came, what was expected, which option to change.
+    """
+    return assemble.assemble(given_lib.settled(**given), kind=Experiment)
 
-    def _numbers_of(
-        self, point: sweep.Point, window: Sequence[int], rule: str
-    ) -> dict[str, Any]:
-        """What a summary says of one point of a sweep, or of a run without one."""
-        records = sweep.of_point(self.metrics, point)
-        metrics = summaries.summarize(records, self.seeds, window, rule, self.round)
-        ended = (self.round,)
-        last = summaries.summarize(records, self.seeds, ended, "last", self.round)
-        numbers = {name for name, is_one in self.fractions.items() if not is_one}
-        out = {
-            "metrics": metrics,
-            "diverged": self.diverged(point),
-            "last_round": last,
-            "numbers": sorted(numbers & metrics.keys()),
-            "traffic": self._traffic(self.points.index(point)),
-        }
-        return {"point": point, **out} if point else out
 
-    def diverged(self, point: Mapping[str, float] | None = None) -> int | None:
-        """The first round, counted from 1, whose losses or parameters are not finite.
+def load(path: Any, **given: Any) -> Experiment:
+    """Opens the folder of a run, finished or stopped, as it stands there.
 
-        None = all of them were. Accuracies behind it are of the class that the argmax
-        of nan gives.
+    `load("runs/mine", rounds=200).run()` goes on from its last checkpoint.
 
-        Args:
-            point: Of a sweep; None = any of them.
-        """
-        rounds = self.totals.diverged
-        if point is not None:
-            rounds = rounds[self.points.index(dict(point)) :: len(self.points)]
-        return int(rounds[rounds > 0].min()) if rounds.any() else None
+    Args:
+        path: The folder, as `--workdir` named it.
+        **given: Options that replace the run's own, such as a larger `rounds`; and what
+            a folder does not hold: `dataset`, `model` or `algo` of your own.
 
-    def _traffic(self, point: int) -> dict[str, dict[str, Any]]:
-        """Messages and their bytes so far: {kind: {direction, messages, bytes}}."""
-        kinds = self.program.algorithm.messages
-        counts = self.totals.messages[point :: len(self.points)]
-        seeds = [traffic.by_kind(one, kinds) for one in counts]
-        return {
-            kind.name: {
-                "direction": kind.direction,
-                "messages": summaries.spread([one[kind.name][0] for one in seeds]),
-                "bytes": summaries.spread([one[kind.name][1] for one in seeds]),
-            }
-            for kind in kinds
-        }
+    Raises:
+        ValueError: one line: there is no run, or it is of other data or options.
+    """
+    devices.begin(given.get("distributed") or "")
+    processes.meet("load")
+    told_by = pathlib.Path(path) / workdir.RUN_FLAGS
+    told = processes.on_first(lambda: _told(told_by))
+    algo = given.get("algo", told["algo"])
+    if isinstance(algo, str) and algo not in algorithms.ALGORITHMS:
+        raise ValueError(
+            f"{path}: --algo={algo} was an algorithm of your own; give it: algo=..."
+        )
+    try:
+        options = flagfile.RunFlags(told).typed(algo)
+    except ValueError as error:
+        raise ValueError(f"{told_by}: {error}") from error
+    if options.get("client_model") == options.get("model"):
+        # The default, also of another model that is given.
+        options.pop("client_model", None)
+    for name in ("model", "client_model"):
+        if options.get(name, "").startswith("own_") and name not in given:
+            raise ValueError(
+                f"{path}: --{name}={options[name]} was a module of your own; give it: "
+                f"{name}=..."
+            )
+    # Of ways to train clients together the one that is given.
+    ways = {"lanes"}, {"client_chunk", "min_chunk"}
+    for mine, others in (ways, ways[::-1]):
+        if mine & given.keys():
+            options = {k: v for k, v in options.items() if k not in others}
+    given = given | {"algo": algo, "workdir": str(path), "resume": True}
+    made = experiment(**options | given)
+    made.folder.reopen()
+    return made
 
-    def setup_bytes(self) -> int:
-        """One-off bytes of shipping the proxy set to all; a label has one byte."""
-        ships = self.program.algorithm.ships_proxy
-        if not ships:
-            return 0
-        example = np.prod(self.task.example_shape) * self.data.image.dtype.itemsize
-        example += ships == "labelled"
-        return int(self.task.num_proxy * example * self.config.num_clients)
+
+def _told(path: pathlib.Path) -> dict[str, str]:
+    """The flags in a run's folder.
+
+    Raises:
+        ValueError: there is no run, or its file is damaged.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path.parent} holds no run: there is no {path.name} in it")
+    return flagfile.RunFlags.read(path).options

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from absl import flags as absl_flags
 
-from launch import build, ending, flags, main
+from launch import build, ending, main
+from launch.config import flags
 
 
 def command(argv: Sequence[str] | None = None) -> None:

@@ -20,7 +20,10 @@ import algorithms
 import models
 from data import loaders, partitions
 from fedjax_pfl import options, types
-from launch import build, ending, flags, limits, papers, presets, settings
+from launch import ending
+from launch.config import flags, limits, presets, registry
+from launch.papers import tables
+from launch.run import fit
 from models import counts
 
 option = options.option
@@ -47,7 +50,7 @@ def main() -> None:
     """Prints algorithms, presets, data sets, models, partitions and papers' tables."""
     sections = {
         "algorithms (--algo), with the preset that holds where none is given": {
-            name: f"{settings.default_preset(name):<7} {algorithms.describe(name)}"
+            name: f"{registry.default_preset(name):<7} {algorithms.describe(name)}"
             for name in algorithms.ALGORITHMS
         },
         "presets (--preset), the options that they set where none is given": {
@@ -62,7 +65,7 @@ def main() -> None:
         },
         "partitions (--partition)": partitions.PARTITIONS,
         "tables of the papers (python -m launch.reproduce NAME)": {
-            name: table["title"] for name, table in papers.tables().items()
+            name: table["title"] for name, table in tables.tables().items()
         },
     }
     for section, entries in sections.items():
@@ -170,7 +173,7 @@ def _command(argv: Sequence[str]) -> None:
             return
         asked, shape = found
         model = models.make(asked.model, asked.num_classes, asked.model_width)
-        build.check_fit("model", model, shape)
+        fit.check_model("model", model, shape)
     except (ValueError, absl_flags.Error) as error:
         flags.fail(error)
     print(

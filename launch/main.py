@@ -13,11 +13,13 @@ from typing import Any
 
 from absl import logging as absl_logging
 
-from launch import build, console, devices, ending, flags, processes, running
-from launch import workdir as workdir_lib
-from launch.experiment import Experiment
+from launch import build, ending
+from launch.config import flags
+from launch.folder import workdir
+from launch.run import devices, loop, processes
+from launch.run import given as given_lib
+from launch.run.stop import Stop
 from launch.show import words
-from launch.stop import Stop
 
 
 def execute(given: dict[str, Any]) -> dict[str, Any]:
@@ -29,22 +31,21 @@ def execute(given: dict[str, Any]) -> dict[str, Any]:
     """
     try:
         devices.begin(given.get("distributed") or "")
-        build.check_alike(given)
-        given = workdir_lib.with_stored_rounds(given)
-        experiment = build.experiment(**given)
+        given_lib.check_alike(given)
+        experiment = build.experiment(**workdir.with_stored_rounds(given))
     except ValueError as error:
         flags.fail(error)
     except OSError as error:
         flags.fail(error, 1)
-    with workdir_lib.Workdir(experiment) as folder:
+    with experiment.folder as folder:
         return _execute(experiment, folder)
 
 
-def _execute(experiment: Experiment, folder: workdir_lib.Workdir) -> dict[str, Any]:
+def _execute(experiment: build.Experiment, folder: workdir.Workdir) -> dict[str, Any]:
     """`execute` while the folder is ours."""
-    is_new, say = not (folder.path / workdir_lib.RUN_FLAGS).exists(), processes.say
+    is_new, say = not (folder.path / workdir.RUN_FLAGS).exists(), processes.say
     try:
-        done = folder.prepare()
+        done = folder.open()
     except ValueError as error:
         flags.fail(error)
     if done is not None:
@@ -63,9 +64,9 @@ def _execute(experiment: Experiment, folder: workdir_lib.Workdir) -> dict[str, A
         say(f"--resume: {folder.path} holds no run yet, this is its start")
     if experiment.round:
         say(f"resumed after round {experiment.round}", flush=True)
-    with Stop() as stop, console.shown(experiment) as progress:
-        finished = running.run(experiment, stop, progress, folder)
-    if not finished:
+    with Stop() as stop:
+        is_whole = loop.run(experiment, experiment.listeners(folder), stop)
+    if not is_whole:
         say(
             f"stopped after round {experiment.round}; go on with: "
             f"{_command_name()} "
@@ -73,7 +74,7 @@ def _execute(experiment: Experiment, folder: workdir_lib.Workdir) -> dict[str, A
             file=sys.stderr,
         )
         raise SystemExit(128 + stop.signal)
-    summary = folder.finish(experiment.summary())
+    summary = folder.finish(experiment.summary)
     say(words.table(summary))
     if note := devices.advice(experiment):
         say(note, file=sys.stderr)

@@ -19,19 +19,12 @@ from absl import flags as absl_flags
 
 from data import loaders
 from fedjax_pfl import levels
-from launch import (
-    config,
-    curves,
-    devices,
-    ending,
-    finished,
-    flags,
-    main,
-    papers,
-    presets,
-    processes,
-    settings,
-)
+from launch import ending, main
+from launch.config import flagfile, flags, presets, registry, resolve, schema
+from launch.folder import finished
+from launch.papers import tables
+from launch.run import devices, processes
+from launch.show import curves, sheets
 
 
 def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
@@ -43,21 +36,14 @@ def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
     path = folder / finished.RUN_FLAGS
     if not path.is_file():
         return False
-    told = flags.read(path)
-
-    def equal(text: str | None, value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return text == (str(value).lower() if isinstance(value, bool) else value)
-        return text is not None and float(text) == value
-
-    known = settings.fields_of(options["algo"])
+    known = registry.fields_of(options["algo"])
     given = {k: v for k, v in options.items() if k in known}
     # The algorithm's own options also where the cell leaves them to the preset.
-    _, hparams = settings.configure(given)
-    # A flag that was not there yet had its default.
-    told = {k: flags.text(known[k].default) for k in vars(hparams)} | told
-    return told.keys() <= known.keys() and all(
-        equal(told.get(k), v) for k, v in (vars(hparams) | given).items()
+    _, hparams = resolve.configure(given)
+    stored = flagfile.RunFlags.read(path).completed(hparams)
+    typed = stored.typed(options["algo"])
+    return stored.options.keys() <= known.keys() and all(
+        typed.get(k) == v for k, v in (vars(hparams) | given).items()
     )
 
 
@@ -87,21 +73,21 @@ def _run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
         "workdir": str(folder),
         "resume": processes.on_first((folder / finished.RUN_FLAGS).exists),
     }
-    known = settings.fields_of(options["algo"])
+    known = registry.fields_of(options["algo"])
     done = main.execute({k: v for k, v in options.items() if k in known})
     return processes.on_first(lambda: _with_records(folder, done))
 
 
-def _check(cell: papers.Cell) -> None:
+def _check(cell: sheets.Cell) -> None:
     """Refuses a cell that could not run, before the first one does.
 
     Raises:
         ValueError: one line that names it.
     """
-    known = settings.fields_of(cell.options["algo"])
+    known = registry.fields_of(cell.options["algo"])
     given = {name: value for name, value in cell.options.items() if name in known}
     try:
-        config, hparams = settings.configure(given)
+        config, hparams = resolve.configure(given)
         if isinstance(hparams, levels.Levels):
             facts = {"algo": config.algo, "dataset": config.dataset}
             ruled = presets.values(config.preset, facts)["num_clients"]
@@ -131,11 +117,6 @@ def available(dataset: str, data_dir: str) -> str:
     return dataset
 
 
-EXECUTION = tuple(
-    name
-    for name in config.EXECUTION_FIELDS
-    if name not in ("rounds", "workdir", "resume")
-)
 OWN_FLAGS = ("scenario", "row", "workdir", "output", "report", "cells", "dry_run")
 
 
@@ -146,7 +127,7 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
     if len(names) != 1 and not wants_help:
         raise ValueError(
             "give one table, for instance cdkt.table1, and options as --name=value; "
-            f"tables: {', '.join(papers.tables())}"
+            f"tables: {', '.join(tables.tables())}"
         )
     values = absl_flags.FlagValues()
     for name, default, text in (
@@ -164,15 +145,15 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
     if wants_help:
         print(f"{__doc__}\n{values.get_help()}")
         raise SystemExit(0)
-    table = papers.load_table(names[0])
+    table = tables.load_table(names[0])
     options: dict[str, Any] = {}
     for algo in dict.fromkeys(row["algo"] for row in table["rows"].values()):
-        kinds = settings.option_types(algo)
-        for name, field in settings.fields_of(algo).items():
+        kinds = registry.option_types(algo)
+        for name, field in registry.fields_of(algo).items():
             if name not in (*options, *OWN_FLAGS, "algo", "resume", "sweep"):
                 options[name] = field
                 flags.define(values, name, field, kinds[name])
-    rest = values([a for a in flags.expand(argv) if a not in names])
+    rest = values([a for a in flagfile.expand(argv) if a not in names])
     if len(rest) > 1:
         raise ValueError(f"{rest[1]} is not a flag; options are written --name=value")
     given = {name: values[name].value for name in options if values[name].present}
@@ -232,12 +213,12 @@ class Cells:
 
 def _report(
     path: str,
-    sheet: papers.Sheet,
-    results: Sequence[tuple[papers.Cell, Mapping[str, Any] | None]],
+    sheet: sheets.Sheet,
+    results: Sequence[tuple[sheets.Cell, Mapping[str, Any] | None]],
     folders: Sequence[pathlib.Path],
 ) -> None:
     """Writes a page about the cells that are done, with the paper's numbers."""
-    from launch import report  # jinja2 and matplotlib: only its users pay
+    from launch import report
 
     done = [
         (folder, f"{cell.row}, {cell.scenario}")
@@ -264,14 +245,15 @@ def command(argv: Sequence[str] | None = None) -> None:
 def _command(argv: Sequence[str]) -> None:
     try:
         name, own, given = _parse(argv)
-        table = papers.load_table(name)
+        table = tables.load_table(name)
         devices.begin(given.get("distributed") or "")
         dataset = given.pop("dataset", None) or table.get("dataset", "fashion_mnist")
         dataset = available(dataset, given.get("data_dir", ""))
         # Where and what, not how: not worth a word above the table.
-        execution = {key: given.pop(key) for key in EXECUTION if key in given}
+        how = schema.names(schema.EXECUTION) - {"rounds"}
+        execution = {key: given.pop(key) for key in how & given.keys()}
         seeds = {"seed": given.pop("seed", 0), "num_seeds": given.pop("num_seeds", 1)}
-        wanted = papers.cells(table, dataset, own["scenario"], own["row"], given)
+        wanted = tables.cells(table, dataset, own["scenario"], own["row"], given)
         for cell in wanted:
             _check(cell)
         for flag in ("output", "cells"):
@@ -283,15 +265,15 @@ def _command(argv: Sequence[str]) -> None:
 
     root = pathlib.Path(own["workdir"]) / name / dataset
     last = seeds["seed"] + seeds["num_seeds"] - 1
-    results: list[tuple[papers.Cell, Mapping[str, Any] | None]] = []
+    results: list[tuple[sheets.Cell, Mapping[str, Any] | None]] = []
     folders: list[pathlib.Path] = []
 
-    def sheet() -> papers.Sheet:
+    def sheet() -> sheets.Sheet:
         pending = [(cell, None) for cell in wanted[len(results) :]]
-        return papers.sheet(table, dataset, [*results, *pending], given)
+        return sheets.sheet(table, dataset, [*results, *pending], given)
 
     def show() -> None:
-        text = papers.markdown(sheet())
+        text = sheets.markdown(sheet())
         if own["output"] and processes.is_first():
             try:
                 pathlib.Path(own["output"]).write_text(text)
@@ -302,7 +284,7 @@ def _command(argv: Sequence[str]) -> None:
     is_shown = False
     try:
         for cell in wanted:
-            label = f"{papers.slug(cell.scenario)}-{papers.slug(cell.row)}"
+            label = f"{tables.slug(cell.scenario)}-{tables.slug(cell.row)}"
             folder = root / f"{label}-seed{seeds['seed']}-{last}"
             folders.append(folder)
             options = cell.options | seeds

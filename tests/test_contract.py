@@ -21,7 +21,10 @@ import algorithms
 import models
 from data import loaders
 from fedjax_pfl import checkpoint, levels, program, shapes
-from launch import build, flags, settings
+from launch import build
+from launch.config import flags, registry, resolve
+from launch.run import assemble
+from launch.run.given import Settings
 from tests.toys import frozen, gossip, ledger, model, sparse, spliced, widths
 
 TOYS = {
@@ -132,13 +135,14 @@ def _toys(monkeypatch):
 def build_experiment(name, dataset, **given):
     """Seven unequal clients, five a round, on one device unless told otherwise."""
     options = COMMON | OWN_OPTIONS.get(name, {}) | given
-    known = settings.fields_of(name)
+    known = registry.fields_of(name)
     options = {key: value for key, value in options.items() if key in known}
-    config, hparams = settings.configure({"algo": name, "dataset": dataset, **options})
+    config, hparams = resolve.configure({"algo": name, "dataset": dataset, **options})
     source = loaders.load(dataset, "")
-    config = settings.resolve(config, source, options)
+    config = resolve.resolve(config, source, options)
     level_of = 1 + np.arange(config.num_clients, dtype=np.int32) % 3
-    return build.assemble(config, hparams, source, level_of=level_of)
+    settings = Settings(registry.algorithm(name), config, hparams, source)
+    return assemble.assemble(settings, kind=build.Experiment, level_of=level_of)
 
 
 def arrays_of(experiment):

@@ -9,8 +9,9 @@ from typing import Any
 
 from absl import flags as absl_flags
 
-from launch import ending, flags, main
+from launch import ending, main
 from launch.bench import measure, works
+from launch.config import flags
 
 
 def command(argv: Sequence[str] | None = None) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from launch import build, devices
+from launch import build
 from launch.bench import machine, masking, mixing, references
+from launch.run import devices
 
 
 def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import time
 import jax
 import numpy as np
 
-from launch import settings
+from launch.config import registry
 from launch.experiment import Experiment
 
 REPEATS = 5
@@ -22,7 +22,7 @@ def seconds(experiment: Experiment) -> float | None:
     Returns:
         None for algorithms without peers, and for several seeds.
     """
-    algorithm = settings.algorithm(experiment.config.algo).make(
+    algorithm = registry.algorithm(experiment.config.algo).make(
         experiment.hparams, experiment.task
     )
     if algorithm.peers is None or experiment.config.num_seeds > 1:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from launch import presets, settings, sweep
-
-if TYPE_CHECKING:
-    from launch.experiment import Experiment
+from launch.config import presets, resolve, sweep
+from launch.run import summaries
+from launch.run.run import Run
 
 
 class Metric(NamedTuple):
@@ -67,15 +66,6 @@ def title(name: str) -> str:
     return metric(name).title
 
 
-def fractions(summary: Mapping[str, Any]) -> dict[str, bool]:
-    """Whether each metric of a run's summary is a fraction; see `is_fraction`."""
-    return {
-        name: not is_number(summary, name)
-        for name in summary["metrics"]
-        if not name.startswith("bytes")
-    }
-
-
 def is_fraction(name: str, known: Mapping[str, bool]) -> bool:
     """Whether a metric is shown in percent.
 
@@ -84,11 +74,6 @@ def is_fraction(name: str, known: Mapping[str, bool]) -> bool:
         known: Of those that the run itself describes; for the others `METRICS` answers.
     """
     return known.get(name, metric(name).is_fraction)
-
-
-def is_number(summary: Mapping[str, Any], name: str) -> bool:
-    """Whether a metric of a run's summary is no share, and so not shown in percent."""
-    return name in summary.get("numbers", ())
 
 
 def headline(
@@ -129,25 +114,25 @@ def diverged(round: int | None) -> str:
     return f"diverged in round {round}" if round else ""
 
 
-def rules(experiment: Experiment) -> str:
+def rules(run: Run) -> str:
     """Whose rules a run follows, and what is worth knowing of its options."""
-    config = experiment.config
-    notes = settings.notes(config, experiment.hparams)
+    config = run.config
+    notes = resolve.notes(config, run.hparams)
     return "\n".join((presets.sentence(config.preset), *notes))
 
 
-def described(experiment: Experiment) -> str:
+def described(run: Run) -> str:
     """An experiment in a line, and its numbers so far if there are any."""
-    config = experiment.config
-    seeds = f", {len(experiment.seeds)} seeds" if len(experiment.seeds) > 1 else ""
+    config = run.config
+    seeds = f", {len(run.seeds)} seeds" if len(run.seeds) > 1 else ""
     line = (
         f"{config.algo} on {config.dataset} ({config.partition}): {config.num_clients} "
         f"clients, {config.clients_per_round} a round, {config.model}, round "
-        f"{experiment.round} of {config.rounds}{seeds}, rules: {config.preset}"
+        f"{run.round} of {config.rounds}{seeds}, rules: {config.preset}"
     )
-    if not experiment.metrics:
+    if not run.metrics:
         return line
-    return f"{line}\n{table(experiment.summary())}"
+    return f"{line}\n{table(run.summary())}"
 
 
 def table(summary: dict[str, Any]) -> str:
@@ -209,7 +194,7 @@ def _lines(summary: dict[str, Any]) -> list[str]:
     seeds = len(next(iter(summary["metrics"].values()))["per_seed"])
     spread = f" +- std over {seeds} seeds" if seeds > 1 else ""
     shown = [n for n in summary["metrics"] if not n.startswith("bytes")]
-    numbers = [n for n in shown if is_number(summary, n)]
+    numbers = [n for n in shown if summaries.is_number(summary, n)]
     shares = [n for n in shown if n not in numbers]
     last = summary.get("last_round", {}) if summary["summary"] != "last" else {}
     lines = []

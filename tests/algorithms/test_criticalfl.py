@@ -11,7 +11,8 @@ import pytest
 from algorithms import criticalfl
 from data import topology
 from fedjax_pfl import local_training
-from launch import build, settings
+from launch import build
+from launch.config import resolve
 from tests.algorithms import plain
 
 STRUCTURE = {"num_peers": 1, "client_momentum": 0.5}
@@ -294,7 +295,7 @@ def test_refused(given, words, problem):
 
 def test_the_plan_draws_three_quarters_of_the_others(problem):
     """21 of 29, of a graph that may be drawn once; five of them under the preset."""
-    _, hparams = settings.configure({"algo": "criticalfl"})
+    _, hparams = resolve.configure({"algo": "criticalfl"})
     assert (hparams.num_peers, hparams.critical_threshold) == (5, 0.01)
     assert not hparams.sparsify and hparams.optimizer_state == "persist"
     task = problem.task_of()._replace(num_clients=30)

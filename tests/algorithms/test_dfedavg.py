@@ -10,7 +10,8 @@ import algorithms
 from algorithms import dfedavg
 from data import topology
 from fedjax_pfl import local_training, shapes, types
-from launch import build, settings
+from launch import build
+from launch.config import resolve
 from tests.algorithms import conftest, plain
 from tests.fedjax_pfl import small
 
@@ -209,7 +210,7 @@ def test_momentum_is_heavy_ball():
 def test_schedule_of_the_paper():
     """Test 13: .05 x .95^r with the preset's numbers; 2.398e-5 in round 149."""
     for name in STRUCTURES:
-        _, hparams = settings.configure({"algo": name})
+        _, hparams = resolve.configure({"algo": name})
         for round, rate in ((0, 0.05), (1, 0.0475), (149, 2.398e-5)):
             found = local_training.learning_rate(hparams, jnp.int32(round))
             np.testing.assert_allclose(found, rate, rtol=1e-3)
@@ -225,7 +226,7 @@ def test_schedule_of_the_paper():
 )
 def test_names_and_their_preset(name, kept, weights, epochs, cut):
     """All clients in each round, five peers; DFedAvgM has twice the epochs."""
-    config, hparams = settings.configure({"algo": name, "num_clients": 7})
+    config, hparams = resolve.configure({"algo": name, "num_clients": 7})
     assert (hparams.num_peers, hparams.batch_size) == (5, 50)
     assert (hparams.client_momentum, hparams.local_epochs) == (0.5, epochs)
     assert (hparams.optimizer_state, hparams.aggregation) == (kept, weights)

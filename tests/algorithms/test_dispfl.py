@@ -11,7 +11,8 @@ import pytest
 from algorithms import dispfl
 from data import topology
 from fedjax_pfl import shapes, types
-from launch import build, settings
+from launch import build
+from launch.config import resolve
 from tests.algorithms import conftest, plain
 
 # By chance, so that somebody is alone now and then.
@@ -319,7 +320,7 @@ def test_traffic_of_a_run(blobs):
 
 def test_the_preset():
     """Gradients clipped at 10, momentum begun anew, masks at rest after the run."""
-    config, hparams = settings.configure({"algo": "dispfl"})
+    config, hparams = resolve.configure({"algo": "dispfl"})
     assert (hparams.density, hparams.regrow) == (0.5, "gradient")
     assert (hparams.clip_norm, hparams.optimizer_state) == (10, "reset")
     assert config.preset == "uapdfl" and hparams.num_peers == 5
@@ -337,7 +338,7 @@ def test_the_preset():
 def test_refused(given, words):
     """One line with the flag, what came and what is allowed."""
     with pytest.raises(ValueError, match=words):
-        settings.configure({"algo": "dispfl"} | given)
+        resolve.configure({"algo": "dispfl"} | given)
 
 
 def test_a_density_that_leaves_nothing_is_refused(problem):

@@ -7,7 +7,7 @@ import pytest
 
 from algorithms import cdkt, fedavg
 from fedjax_pfl import evaluate, shapes
-from launch import summaries
+from launch.run import summaries
 from tests.algorithms import plain
 
 SCORING = evaluate.Scoring(batch_size=8, own_batch_size=4, num_scored=3)

@@ -7,7 +7,7 @@ import pytest
 
 from algorithms import majority, pfedsd
 from fedjax_pfl import evaluate, types
-from launch import summaries
+from launch.run import summaries
 from tests.algorithms import conftest, plain
 
 # Labels of the train and of the test rows of three clients.

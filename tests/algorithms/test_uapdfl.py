@@ -11,7 +11,8 @@ import pytest
 from algorithms import uapdfl
 from data import topology
 from fedjax_pfl import distances, local_training, options, rng, shapes, types
-from launch import build, settings
+from launch import build
+from launch.config import resolve
 from tests.algorithms import conftest, plain
 
 GRAPH = types.PeerSpec(5, "erdos_renyi", edge_probability=0.4)
@@ -500,7 +501,7 @@ def test_refused(given, words, problem):
 def test_presets():
     """Section 7: the defaults, the released code's and the paper's readings."""
     found = {
-        name: settings.configure({"algo": "uapdfl", "preset": name})[1]
+        name: resolve.configure({"algo": "uapdfl", "preset": name})[1]
         for name in ("uapdfl", "uapdfl_code", "uapdfl_paper")
     }
     default = found["uapdfl"]

@@ -12,7 +12,8 @@ import pytest
 
 import models
 from data import loaders
-from launch import limits, main
+from launch import main
+from launch.run import memory
 from tests.conftest import write_npz
 from tests.toys import model as toy_model
 
@@ -362,7 +363,7 @@ def test_options_that_do_not_fit_the_data(refused, blobs, arguments, parts):
 )
 def test_numbers_without_bounds(refused, monkeypatch, blobs, argument, reason):
     """By the limit of an int, or by an estimate; nothing is allocated or written."""
-    monkeypatch.setattr(limits, "free_bytes", lambda: {True: None, False: 2**34})
+    monkeypatch.setattr(memory, "free_bytes", lambda: {True: None, False: 2**34})
     line = refused(*SMALL, f"--dataset={blobs}", argument)
     assert line.startswith(f"error: {argument}")
     assert re.search(reason, line)
@@ -371,7 +372,7 @@ def test_numbers_without_bounds(refused, monkeypatch, blobs, argument, reason):
 
 def test_more_than_the_clients_can_keep(refused, monkeypatch, blobs):
     """The state that an algorithm has in truth: here a model for every client."""
-    monkeypatch.setattr(limits, "free_bytes", lambda: {True: None, False: 10**6})
+    monkeypatch.setattr(memory, "free_bytes", lambda: {True: None, False: 10**6})
     arguments = ["--model=mlp", "--devices=1", "--rounds=1", f"--dataset={blobs}"]
     line = refused("--algo=local", "--preset=none", "--num_clients=40", *arguments)
     assert "--num_clients=40 needs" in line and "what clients keep" in line
@@ -380,7 +381,7 @@ def test_more_than_the_clients_can_keep(refused, monkeypatch, blobs):
 @pytest.mark.parametrize("flag", ["--image_size=4096", "--image_channels=64"])
 def test_images_that_no_memory_can_hold(refused, monkeypatch, blobs, flag):
     """Told before any of them is made larger."""
-    monkeypatch.setattr(limits, "free_bytes", lambda: {True: None, False: 9 * 10**5})
+    monkeypatch.setattr(memory, "free_bytes", lambda: {True: None, False: 9 * 10**5})
     monkeypatch.setattr(np, "pad", None)
     monkeypatch.setattr(np, "repeat", None)
     line = refused(*SMALL, f"--dataset={blobs}", flag)
@@ -507,7 +508,7 @@ def test_workdir_of_another_configuration(
 
     flags = ["--model=mlp", "--devices=1", f"--dataset={blobs}", "--workdir=mine"]
     flags += ["--rounds=2", "--clients_per_round=2"]
-    monkeypatch.setattr("launch.running.run", killed)
+    monkeypatch.setattr("launch.run.loop.run", killed)
     with pytest.raises(InterruptedRun):
         main.main(["main", "--algo=fedavg", "--num_clients=4", *flags])
     before = (tmp_path / "mine" / "run.flags").read_bytes()

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from launch import cli, flags
+from launch import cli
+from launch.config import flagfile, flags
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -44,11 +45,11 @@ def test_flagfiles_by_name(tmp_path, monkeypatch, capsys):
     """From any folder; a file of that name there comes first."""
     monkeypatch.chdir(tmp_path)
     argv = ["main", "--flagfile=cdkt.fashion_mnist"]
-    whole = flags.FLAGFILES / "cdkt.fashion_mnist.flags"
+    whole = flagfile.FLAGFILES / "cdkt.fashion_mnist.flags"
     assert flags.parse(argv) == flags.parse(["main", f"--flagfile={whole}"])
     (tmp_path / "cdkt.fashion_mnist").write_text("--algo=local\n")
     assert flags.parse(argv) == {"algo": "local"}
-    with pytest.raises(flags.UsageError, match="did you mean uapdfl.fashion_mnist?"):
+    with pytest.raises(flagfile.UsageError, match="did you mean uapdfl.fashion_mnist?"):
         flags.parse(["main", "--flagfile=uapdfl.fashionmnist"])
 
 
@@ -77,11 +78,11 @@ def test_a_file_that_hides_a_package(tmp_path, name, argv, exit_code):
 )
 def test_flags_of_neighbours(given, meant):
     """What other frameworks call it."""
-    with pytest.raises(flags.UsageError, match=f"did you mean --{meant}\\?"):
+    with pytest.raises(flagfile.UsageError, match=f"did you mean --{meant}\\?"):
         flags.parse(["main", "--algo=fedavg", f"--{given}=1"])
 
 
 def test_an_algorithm_that_is_nearly_one():
     """The nearest name."""
-    with pytest.raises(flags.UsageError, match="; did you mean fedper\\?"):
+    with pytest.raises(flagfile.UsageError, match="; did you mean fedper\\?"):
         flags.parse(["main", "--algo=FedPr"])

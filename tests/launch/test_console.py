@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch import console
+from launch.run import progress
 from launch.show import words
 
 
@@ -72,7 +72,7 @@ class Run:
     def __init__(self, rounds):
         self.round, self.config = 0, SimpleNamespace(rounds=rounds, algo="mine")
         self.totals, self.points = SimpleNamespace(seconds=0.0), [{}]
-        self.simulation = SimpleNamespace(metrics={}, while_compiling=None)
+        self.simulation = SimpleNamespace(metrics={})
 
     def advance(self, rounds, seconds, loss):
         self.round += rounds
@@ -82,17 +82,17 @@ class Run:
 
 def test_lines_of_progress(capsys):
     """The first round's loss at once, then what was measured."""
-    run = Run(10)
-    with console.Progress(run) as progress:
-        progress.update([{"round": 0, "seed": 0, "global_accuracy": 0.1}])
-        run.advance(1, 2.0, 1.25)
-        progress.update([])
-        run.advance(1, 2.0, 1.0)
-        progress.update([])
-        run.advance(8, 16.0, 0.5)
-        progress.update(
-            [{"round": 10, "seed": 0, "global_accuracy": 0.9, "train_loss": 0.5}]
-        )
+    run, shown = Run(10), progress.Progress(words.headline)
+    shown.on_start(run)
+    shown.on_call(run, [{"round": 0, "seed": 0, "global_accuracy": 0.1}])
+    run.advance(1, 2.0, 1.25)
+    shown.on_call(run, [])
+    run.advance(1, 2.0, 1.0)
+    shown.on_call(run, [])
+    run.advance(8, 16.0, 0.5)
+    last = {"round": 10, "seed": 0, "global_accuracy": 0.9, "train_loss": 0.5}
+    shown.on_call(run, [last])
+    shown.on_end(run)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  (")[0] for line in lines] == [
         "round 0/10  Global 10.0",
@@ -105,16 +105,14 @@ def test_lines_of_progress(capsys):
 @pytest.mark.parametrize("seconds, is_told", [(0.0, True), (60.0, False)])
 def test_compiling_is_told_once(capsys, monkeypatch, seconds, is_told):
     """If it takes long enough for somebody to wonder."""
-    monkeypatch.setattr(console, "QUIET_SECONDS", seconds)
-    run = Run(3)
-    with console.Progress(run):
-        for _ in range(2):
-            with run.simulation.while_compiling():
-                time.sleep(0.7)
+    monkeypatch.setattr(progress, "QUIET_SECONDS", seconds)
+    run, shown = Run(3), progress.Progress(words.headline)
+    shown.on_start(run)
+    for _ in range(2):
+        with shown.on_compile(run):
+            time.sleep(0.7)
     told = "compiling mine (first time; cached afterwards) ...\n"
     assert capsys.readouterr().out == told * is_told
-    with run.simulation.while_compiling():
-        pass
 
 
 def test_a_bar_has_a_clock(monkeypatch):
@@ -130,13 +128,14 @@ def test_a_bar_has_a_clock(monkeypatch):
         def __getattr__(self, name):
             return lambda *given: calls.append((name, *given))
 
-    monkeypatch.setattr(console, "_bar_kind", lambda: Bar)
-    run = Run(3)
-    with console.Progress(run) as progress:
-        with run.simulation.while_compiling():
-            time.sleep(0.7)
-        run.advance(1, 1.0, 0.5)
-        progress.update([])
+    monkeypatch.setattr(progress, "_bar_kind", lambda: Bar)
+    run, shown = Run(3), progress.Progress(words.headline)
+    shown.on_start(run)
+    with shown.on_compile(run):
+        time.sleep(0.7)
+    run.advance(1, 1.0, 0.5)
+    shown.on_call(run, [])
+    shown.on_end(run)
     names = [call[0] for call in calls]
     assert names == [
         "made",

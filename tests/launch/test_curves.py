@@ -5,7 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from launch import curves, papers, reproduce
+from launch import reproduce
+from launch.papers import tables
+from launch.show import curves, sheets
 
 
 def records(seed, accuracy, dropped, size=1e6):
@@ -49,7 +51,7 @@ def cell(row, found=TWO, **options):
     """A cell and what it left."""
     metrics = {"client_accuracy": {"mean": 0.8, "std": 0.1, "per_seed": [0.7, 0.9]}}
     done = {"metrics": metrics, "records": found}
-    return papers.Cell("beta=5", row, {"algo": "uapdfl"} | options, None), done
+    return sheets.Cell("beta=5", row, {"algo": "uapdfl"} | options, None), done
 
 
 TABLE = {
@@ -64,8 +66,8 @@ TABLE = {
 def test_a_sheet_tells_curves():
     """Metrics after round 0 as others, and bytes to a share of a row's end."""
     never = records(0, [0.1] * 4, [0] * 4) + records(1, [0.1] * 4, [0] * 4)
-    text = papers.markdown(
-        papers.sheet(TABLE, "d", [cell("A"), cell("B", never, client_dropout=False)])
+    text = sheets.markdown(
+        sheets.sheet(TABLE, "d", [cell("A"), cell("B", never, client_dropout=False)])
     )
     assert "| | Client (UA) | Dropped after round 0 | MB after round 0 |" in text
     assert "| A | 80.0 ± 10.0 | 25.0 ± 0.0 | 3.000 ± 1.414 |" in text
@@ -78,12 +80,12 @@ def test_a_sheet_tells_curves():
 def test_an_ablation_that_shows_nothing_is_warned_about():
     """Where nobody drops after round 0, unless dropout was switched off."""
     none = records(0, [0.1, 0.5, 0.6], [0, 1.0, 0.0])
-    sheet = papers.sheet(
+    sheet = sheets.sheet(
         TABLE, "d", [cell("A", none), cell("B", none, client_dropout=False)]
     )
     (warning,) = [note for note in sheet.notes if note.startswith("warning")]
     assert "beta=5, A: Dropped after round 0 is 0" in warning
-    assert warning in papers.markdown(sheet)
+    assert warning in sheets.markdown(sheet)
 
 
 def test_cells_outlive_their_folders(tmp_path, monkeypatch, capsys, blobs):
@@ -98,7 +100,7 @@ def test_cells_outlive_their_folders(tmp_path, monkeypatch, capsys, blobs):
         "notes": {},
     }
     (tmp_path / "tiny.json").write_text(json.dumps({"one": table}))
-    monkeypatch.setattr(papers, "PAPERS", tmp_path)
+    monkeypatch.setattr(tables, "PAPERS", tmp_path)
     monkeypatch.chdir(tmp_path)
 
     def shown(*more):

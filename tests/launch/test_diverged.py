@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import program, types
-from launch import build, plot, report
-from launch.show import words
+from launch import build
+from launch.folder import record
+from launch.show import figures, words
+from launch.show import page as page_lib
 from tests.fedjax_pfl import small
 
 
@@ -64,7 +66,9 @@ def test_it_is_said_where_numbers_are_shown(both):
     (legend,) = made.plot().legends
     told = [text.get_text() for text in legend.get_texts()]
     assert [("diverged in round 1" in text) for text in told].count(True) == 1
-    page = report.page(report.read([folder / "bad", folder / "good"], ["bad", "good"]))
+    page = page_lib.page(
+        page_lib.read([folder / "bad", folder / "good"], ["bad", "good"])
+    )
     assert "bad (diverged in round 1)" in page
     assert 'class="answer">good reaches' in page
     assert "good (diverged" not in page
@@ -85,14 +89,14 @@ def test_it_is_warned_about_without_a_progress_bar(blobs, capsys):
     other = build.experiment(**options(blobs), **given)
     other.load(2, *experiment.saved(), experiment.metrics)
     assert other.diverged() == 1 and other.diverged({"client_lr": 0.05}) is None
-    (first, second) = plot.by_point(plot_run(other, blobs))
-    assert plot.named(first, "a") == "a" and "diverged" in plot.named(second, "b")
+    (first, second) = record.by_point(plot_run(other, blobs))
+    assert figures.named(first, "a") == "a" and "diverged" in figures.named(second, "b")
 
 
 def plot_run(experiment, blobs):
     """An experiment in memory as pictures read it."""
     told = {"sweep": experiment.config.sweep, "dataset": blobs}
-    return plot.Run(None, told, experiment.metrics, {})
+    return record.Record(None, told, experiment.metrics, {})
 
 
 @pytest.mark.parametrize("where", ["metrics", "server", "clients", "absent", "count"])

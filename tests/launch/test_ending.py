@@ -7,7 +7,8 @@ import sys
 import jax
 import pytest
 
-from launch import ending, flags
+from launch import ending
+from launch.config import flagfile
 
 EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
 
@@ -15,7 +16,7 @@ EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory alloca
 @pytest.mark.parametrize(
     "error, code, line",
     [
-        (flags.UsageError("--x=1: expected 2"), 2, "error: --x=1: expected 2\n"),
+        (flagfile.UsageError("--x=1: expected 2"), 2, "error: --x=1: expected 2\n"),
         (OSError(28, "No space left"), 1, "error: [Errno 28] No space left\n"),
         (KeyboardInterrupt(), 130, "error: interrupted; what was saved stays"),
         (MemoryError(), 1, "error: out of memory; lower --batch_size"),

@@ -15,7 +15,8 @@ from flax import serialization, traverse_util
 
 from algorithms import fedavg
 from fedjax_pfl import types
-from launch import build, console, export, main
+from launch import build, export, main
+from launch.run import progress
 from tests import conftest, synthetic
 
 SMALL = {
@@ -90,13 +91,13 @@ def test_progress_of_a_resumed_run(arrays, tmp_path, monkeypatch):
     """Begins where the folder stands, not at round 0."""
     made(arrays, workdir=tmp_path / "run", rounds=3).run(until=2, progress=False)
     begun = []
-    original = console.Progress.__init__
+    original = progress.Progress.on_start
 
-    def noted(self, experiment):
-        begun.append(experiment.round)
-        original(self, experiment)
+    def noted(self, run):
+        begun.append(run.round)
+        original(self, run)
 
-    monkeypatch.setattr(console.Progress, "__init__", noted)
+    monkeypatch.setattr(progress.Progress, "on_start", noted)
     made(arrays, workdir=tmp_path / "run", rounds=3, resume=True).run()
     assert begun == [2]
 
@@ -535,7 +536,7 @@ def test_others_clients_are_no_comparison(arrays, monkeypatch):
     def other(**given):
         return original(**given | {"partition_seed": next(seeds)})
 
-    monkeypatch.setattr(build, "experiment", other)
+    monkeypatch.setattr("launch.compare.experiment", other)
     with pytest.raises(ValueError, match="local would have other clients than fedavg"):
         build.compare(["fedavg", "local"], run=False, dataset=arrays, **SMALL)
 

@@ -11,7 +11,10 @@ import pytest
 
 import algorithms
 from data import partitions
-from launch import build, config, flags, main, settings, summaries, workdir
+from launch import build, main
+from launch.config import flagfile, flags, registry, resolve, schema
+from launch.folder import workdir
+from launch.run import summaries
 
 
 def parse(*arguments):
@@ -20,7 +23,7 @@ def parse(*arguments):
 
 
 @pytest.fixture
-def flagfile(tmp_path):
+def in_file(tmp_path):
     """A function that writes a flagfile and returns its argument."""
 
     def write(*lines, name="some.flags"):
@@ -34,7 +37,7 @@ def test_every_shipped_flagfile_is_a_configuration():
     """It parses, its options exist, and its first lines name the command."""
     folder = pathlib.Path(main.__file__).parent / "flagfiles"
     for path in folder.glob("*.flags"):
-        config, _ = settings.configure(parse(f"--flagfile={path}"))
+        config, _ = resolve.configure(parse(f"--flagfile={path}"))
         assert path.name.startswith(f"{config.algo}.")
         assert f"--flagfile=launch/flagfiles/{path.name}" in path.read_text()
 
@@ -74,9 +77,9 @@ def test_default_algorithm():
     assert parse() == {"algo": "cdkt"}
 
 
-def test_command_line_after_the_flagfile_wins(flagfile):
+def test_command_line_after_the_flagfile_wins(in_file):
     """The later one counts, whichever it is."""
-    file = flagfile("--algo=fedavg", "--rounds=5", "--client_lr=0.5")
+    file = in_file("--algo=fedavg", "--rounds=5", "--client_lr=0.5")
     assert parse(file, "--rounds=9") == {
         "algo": "fedavg",
         "rounds": 9,
@@ -85,17 +88,17 @@ def test_command_line_after_the_flagfile_wins(flagfile):
     assert parse("--rounds=9", file)["rounds"] == 5
 
 
-def test_later_flagfile_wins(flagfile):
+def test_later_flagfile_wins(in_file):
     """Two flagfiles: the second overrides."""
-    first = flagfile("--rounds=1", "--seed=4", name="a.flags")
-    second = flagfile("--rounds=2", name="b.flags")
+    first = in_file("--rounds=1", "--seed=4", name="a.flags")
+    second = in_file("--rounds=2", name="b.flags")
     assert parse(first, second) == {"algo": "cdkt", "rounds": 2, "seed": 4}
 
 
-def test_flagfile_comments_and_nesting(flagfile):
+def test_flagfile_comments_and_nesting(in_file):
     """# and empty lines are skipped; a flagfile may name another."""
-    inner = flagfile("--algo=local", "--seed=3", name="inner.flags")
-    outer = flagfile("# expected: 97.5 %", "", inner, "--rounds=2", name="outer.flags")
+    inner = in_file("--algo=local", "--seed=3", name="inner.flags")
+    outer = in_file("# expected: 97.5 %", "", inner, "--rounds=2", name="outer.flags")
     assert parse(outer) == {"algo": "local", "seed": 3, "rounds": 2}
 
 
@@ -115,7 +118,7 @@ def test_flagfile_in_every_spelling(tmp_path, monkeypatch):
         ["--flagfile=~/some.flags"],
     ):
         assert parse(*spelling) == {"algo": "local", "rounds": 2}
-    assert flags.expand(["main", "--", f"--flagfile={path}"])[2].endswith(f"{path}")
+    assert flagfile.expand(["main", "--", f"--flagfile={path}"])[2].endswith(f"{path}")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +141,7 @@ def test_flagfile_that_is_refused(tmp_path, monkeypatch, raw, reason):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, raw)
     write(tmp_path, b"--flagfile=some.flags\n", "other.flags")
-    with pytest.raises(flags.UsageError, match=reason) as error:
+    with pytest.raises(flagfile.UsageError, match=reason) as error:
         parse("--flagfile=some.flags")
     assert "\n" not in str(error.value)
 
@@ -152,7 +155,7 @@ def test_flagfile_that_is_no_file(tmp_path):
         (tmp_path / "nowhere", "there is no such file"),
         ("x" * 5000, "cannot be read: File name too long"),
     ):
-        with pytest.raises(flags.UsageError, match=reason):
+        with pytest.raises(flagfile.UsageError, match=reason):
             parse(f"--flagfile={path}")
 
 
@@ -163,22 +166,26 @@ def test_flagfiles_that_multiply(tmp_path, monkeypatch):
         text = f"--flagfile={number + 1}.flags\n" * 10
         write(tmp_path, text.encode(), f"{number}.flags")
     write(tmp_path, b"--rounds=1\n", "12.flags")
-    with pytest.raises(flags.UsageError, match="more than 10000 flags"):
+    with pytest.raises(flagfile.UsageError, match="more than 10000 flags"):
         parse("--flagfile=0.flags")
 
 
 def test_read_returns_what_lines_wrote(tmp_path):
     """Texts by name, also those with spaces, equal signs and odd separators."""
-    options = config.Config(
-        dataset="npz:a b=c#.npz", workdir="naïve \u3000x", c_gen=True, rounds=3
+    options = schema.Config(
+        dataset="npz:a b=c#.npz", init_from="naïve \u3000x", c_gen=True, rounds=3
     )
-    told = flags.lines(options, settings.configure({})[1], skip=("resume",))
-    path = write(tmp_path, "\n".join([*told, "#--data_sha256=12", ""]).encode())
-    got = flags.read(path)
-    assert got["dataset"] == options.dataset and got["workdir"] == options.workdir
+    hparams, hashes = resolve.configure({})[1], {"data_sha256": "12"}
+    told = flagfile.RunFlags.of(options, hparams, hashes=hashes)
+    path = write(tmp_path, "\n".join([*told.lines(), ""]).encode())
+    found = flagfile.RunFlags.read(path)
+    assert found == told and found.hashes == hashes
+    got = found.options
+    assert got["dataset"] == options.dataset and got["init_from"] == options.init_from
     assert (got["c_gen"], got["rounds"], got["algo"]) == ("true", "3", "cdkt")
-    assert got.keys() == {line[2:].partition("=")[0] for line in told}
-    assert flags.read(path, noted=True) == got | {"data_sha256": "12"}
+    assert "resume" not in got and "workdir" not in got
+    typed = found.typed("cdkt")
+    assert (typed["c_gen"], typed["rounds"], typed["partition_alpha"]) == (True, 3, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -197,24 +204,24 @@ def test_read_returns_what_lines_wrote(tmp_path):
 def test_read_names_a_damaged_file(tmp_path, raw, reason):
     """Its name, the line, and what stands there."""
     with pytest.raises(ValueError, match=f"some.flags.*{reason}") as error:
-        flags.read(write(tmp_path, raw))
+        flagfile.RunFlags.read(write(tmp_path, raw))
     assert "\n" not in str(error.value)
 
 
 def test_read_of_a_file_that_is_not_there(tmp_path):
     """An OSError: callers may ask whether there is a run at all."""
     with pytest.raises(FileNotFoundError):
-        flags.read(tmp_path / "run.flags")
+        flagfile.RunFlags.read(tmp_path / "run.flags")
 
 
 @pytest.mark.parametrize("text", ["a\n--seed=7", "a\rb", "a\0b", "a\x85b", "a\u2028b"])
 def test_a_value_cannot_write_a_second_flag(text):
     """Neither through the Python entry nor past it."""
     with pytest.raises(ValueError, match="--data_dir=.* holds the character"):
-        settings.configure({"algo": "fedavg", "data_dir": text})
-    options = config.Config(data_dir=text)
+        resolve.configure({"algo": "fedavg", "data_dir": text})
+    options = schema.Config(data_dir=text)
     with pytest.raises(ValueError, match="--data_dir=.* holds the character"):
-        flags.lines(options, options)
+        flagfile.RunFlags.of(options)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +240,7 @@ def test_a_value_cannot_write_a_second_flag(text):
 )
 def test_values_in_plain_words(argument, line):
     """What came and what was expected, without Python's own words."""
-    with pytest.raises(flags.UsageError) as error:
+    with pytest.raises(flagfile.UsageError) as error:
         parse("--algo=fedavg", argument)
     assert str(error.value).startswith(line)
 
@@ -270,9 +277,9 @@ def test_interrupt_during_imports(before, after, expected):
     assert ("Traceback" in done.stderr) == (expected[0] < 0)
 
 
-def test_same_algo_twice_is_fine(flagfile):
+def test_same_algo_twice_is_fine(in_file):
     """Only two different ones are refused."""
-    assert parse(flagfile("--algo=local"), "--algo=local")["algo"] == "local"
+    assert parse(in_file("--algo=local"), "--algo=local")["algo"] == "local"
 
 
 @pytest.mark.parametrize("algo", list(algorithms.ALGORITHMS))
@@ -282,7 +289,7 @@ def test_help_shows_every_field(algo, capsys):
         main.main(["main", f"--algo={algo}", "--help"])
     assert stop.value.code in (0, None)
     text = capsys.readouterr().out
-    fields = settings.fields_of(algo)
+    fields = registry.fields_of(algo)
     own = {f.name for f in dataclasses.fields(algorithms.ALGORITHMS[algo].HParams)}
     assert own <= fields.keys()
     for name, field in fields.items():
@@ -290,13 +297,13 @@ def test_help_shows_every_field(algo, capsys):
         assert field.metadata["help"] and field.metadata["help"] in text
 
 
-def test_help_of_the_default_and_in_any_place(capsys, flagfile):
+def test_help_of_the_default_and_in_any_place(capsys, in_file):
     """`--help` alone is CDKT's; --algo may stand in a flagfile."""
     with pytest.raises(SystemExit):
         main.main(["main", "--help"])
     assert "--label_mix=" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main.main(["main", "--help", flagfile("--algo=fedavg")])
+        main.main(["main", "--help", in_file("--algo=fedavg")])
     assert "--label_mix=" not in capsys.readouterr().out
 
 
@@ -309,12 +316,12 @@ def test_contract_names_exist():
         eval_every checkpoint_every workdir resume client_chunk devices
         precision""".split()
     for algo in set(algorithms.ALGORITHMS) - {"majority"}:  # which trains nothing
-        assert set(common) <= settings.fields_of(algo).keys(), algo
-    assert "optimizer_state" in settings.fields_of("fedd2s")
-    assert "personal_from" in settings.fields_of("fedper")
+        assert set(common) <= registry.fields_of(algo).keys(), algo
+    assert "optimizer_state" in registry.fields_of("fedd2s")
+    assert "personal_from" in registry.fields_of("fedper")
     cdkt = """client_distill_weight server_distill_weight label_mix temperature
         server_lr server_epochs transfer server_distance client_distance""".split()
-    assert set(cdkt) <= settings.fields_of("cdkt").keys()
+    assert set(cdkt) <= registry.fields_of("cdkt").keys()
 
 
 def test_experiment_refuses_unknown_keywords():
@@ -375,7 +382,7 @@ def test_natural_partition_is_chosen_where_data_have_owners(unequal):
 
 
 def test_lines_replay_a_configuration(blobs):
-    """flags.lines -> parse -> the same resolved options."""
+    """RunFlags.lines -> parse -> the same resolved options."""
     made = build.experiment(
         algo="cdkt",
         dataset=blobs,
@@ -386,7 +393,8 @@ def test_lines_replay_a_configuration(blobs):
         clients_per_round=2,
         label_mix=0.1 + 0.2,
     )
-    again = build.experiment(**parse(*flags.lines(made.config, made.hparams)))
+    told = flagfile.RunFlags.of(made.config, made.hparams)
+    again = build.experiment(**parse(*told.lines()))
     assert again.config == made.config
     assert again.hparams == made.hparams
 
@@ -395,7 +403,7 @@ def test_workdir_names(blobs):
     """runs/<algo>-<dataset>-seed<seed>[-<last seed>]."""
 
     def name(**values):
-        return workdir.default_name(config.Config(**values))
+        return workdir.default_name(schema.Config(**values))
 
     assert name(algo="local", dataset="mnist_5k") == "runs/local-mnist_5k-seed0"
     assert name(algo="cdkt", dataset="emnist/byclass", seed=2, num_seeds=3) == (
@@ -428,5 +436,5 @@ def test_summary_window(summary, rounds, window):
 
 def test_every_choice_has_help():
     """Choices of --partition are the partitions there are."""
-    field = settings.fields_of("fedavg")["partition"]
+    field = registry.fields_of("fedavg")["partition"]
     assert set(field.metadata["choices"]) == set(partitions.PARTITIONS)

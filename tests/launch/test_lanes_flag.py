@@ -7,7 +7,8 @@ import pytest
 
 import algorithms
 from fedjax_pfl import execution as execution_lib
-from launch import build, devices
+from launch import build
+from launch.run import devices
 
 # Of the others a client's round is more than one loop over its examples, or of parts of
 # a model.

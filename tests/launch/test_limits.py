@@ -6,7 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from launch import build, limits
+from launch import build
+from launch.config import limits
+from launch.run import memory
 
 GIB = 2**30
 
@@ -116,7 +118,7 @@ NUMBERS = {
 
 def needs(**changed):
     """Words -> bytes, for 60,000 examples of 784 numbers and a model of 8,000 bytes."""
-    numbers = limits.needs(
+    numbers = memory.needs(
         NUMBERS | changed, num_rows=60_000, row_numbers=784, model_bytes=8_000
     )
     return {one.what: one.bytes for one in numbers[:-2]} | {
@@ -167,57 +169,57 @@ def test_the_flag_that_dominates_is_named(changed, flag):
     for shared in (True, False):
         free = {True: None if shared else 16 * GIB, False: 16 * GIB}
         sizes = {"num_rows": 60_000, "row_numbers": 784, "model_bytes": 80_000}
-        limits.refuse(limits.needs(NUMBERS, **sizes), NUMBERS, free)
+        memory.refuse(memory.needs(NUMBERS, **sizes), NUMBERS, free)
         options = NUMBERS | changed
         with pytest.raises(ValueError, match=f"^--{flag}={options[flag]} .*16.0 GiB"):
-            limits.refuse(limits.needs(options, **sizes), options, free)
+            memory.refuse(memory.needs(options, **sizes), options, free)
 
 
 @pytest.mark.parametrize("width, flag", [(1.0, "model=m"), (100.0, "model_width=100")])
 def test_a_model_that_is_too_large(width, flag):
     """The model is named, or its width where that made it large."""
     options = NUMBERS | {"model": "m", "model_width": width}
-    needed = limits.needs(options, num_rows=600, row_numbers=7, model_bytes=8 * GIB)
+    needed = memory.needs(options, num_rows=600, row_numbers=7, model_bytes=8 * GIB)
     with pytest.raises(ValueError, match=f"^--{flag}.* needs 32.0 GiB .*16.0 GiB"):
-        limits.refuse(needed, options, {True: None, False: 16 * GIB})
+        memory.refuse(needed, options, {True: None, False: 16 * GIB})
 
 
 def test_memory_of_a_device_and_of_the_host_are_apart():
     """What lies on the host may be larger than a device, and the other way round."""
-    on_device = limits.Need("models", 5 * GIB, {"num_seeds": 2}, True)
-    on_host = limits.Need("records", 5 * GIB, {"rounds": 2})
+    on_device = memory.Need("models", 5 * GIB, {"num_seeds": 2}, True)
+    on_host = memory.Need("records", 5 * GIB, {"rounds": 2})
     options = {"num_seeds": 2, "rounds": 7}
     both = [on_device, on_host]
-    limits.refuse(both, options, {True: 6 * GIB, False: 6 * GIB})
-    limits.refuse(both, options, {True: None, False: None})
+    memory.refuse(both, options, {True: 6 * GIB, False: 6 * GIB})
+    memory.refuse(both, options, {True: None, False: None})
     with pytest.raises(ValueError, match="--num_seeds=2 needs 10.0 GiB"):
-        limits.refuse(both, options, {True: None, False: 6 * GIB})
+        memory.refuse(both, options, {True: None, False: 6 * GIB})
     with pytest.raises(ValueError, match="--num_seeds=2 needs 5.0 GiB.*4.0 GiB"):
-        limits.refuse(both, options, {True: 4 * GIB, False: 6 * GIB})
+        memory.refuse(both, options, {True: 4 * GIB, False: 6 * GIB})
     with pytest.raises(ValueError, match="--rounds=7.*records.*raise --eval_every"):
-        limits.refuse(both, options, {True: 6 * GIB, False: 4 * GIB})
+        memory.refuse(both, options, {True: 6 * GIB, False: 4 * GIB})
 
 
 def test_large_populations_of_small_models_are_let_through():
     """A million clients of 16 floats, of which FedAvg keeps nothing: under 4 GB."""
     options = NUMBERS | {"num_clients": 10**6, "clients_per_round": 100}
-    numbers = limits.needs(
+    numbers = memory.needs(
         options, num_rows=10**7, row_numbers=16, model_bytes=4 * 11_000
     )
-    limits.refuse(numbers, options, {True: None, False: 4 * 10**9})
+    memory.refuse(numbers, options, {True: None, False: 4 * 10**9})
 
 
 def test_state_that_clients_keep(monkeypatch):
     """Shapes alone: 10,000 clients of 10 MB each, and a key."""
-    monkeypatch.setattr(limits, "free_bytes", lambda: {True: None, False: 16 * GIB})
+    monkeypatch.setattr(memory, "free_bytes", lambda: {True: None, False: 16 * GIB})
     options = {"num_seeds": 1, "num_clients": 10_000}
     state = {
         "clients": jax.ShapeDtypeStruct((1, 10_000, 2_500_000), np.float32),
         "key": jax.eval_shape(jax.random.key, 0),
     }
     with pytest.raises(ValueError, match="--num_clients=10000 needs 93.1 GiB"):
-        limits.check_state(options, state)
-    limits.check_state(options, {"key": state["key"]})
+        memory.check_state(options, state)
+    memory.check_state(options, {"key": state["key"]})
 
 
 def test_free_memory_of_devices(monkeypatch):
@@ -226,7 +228,7 @@ def test_free_memory_of_devices(monkeypatch):
     def devices(*stats):
         made = [types.SimpleNamespace(memory_stats=lambda s=s: s) for s in stats]
         monkeypatch.setattr(jax, "local_devices", lambda: made)
-        return limits.free_bytes()[True]
+        return memory.free_bytes()[True]
 
     card = {"bytes_limit": 10 * GIB, "bytes_in_use": GIB}
     assert devices(card, {"bytes_limit": 5 * GIB}) == 14 * GIB

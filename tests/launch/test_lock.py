@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from launch import lock
+from launch.folder import lock
 
 HOLD = """
 import os, pathlib, signal, sys

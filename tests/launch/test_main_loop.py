@@ -9,7 +9,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from fedjax_pfl import program
-from launch import console, devices, main
+from launch import main
+from launch.run import devices, progress
 
 
 def run(dataset, folder, *more):
@@ -38,11 +39,11 @@ def told(monkeypatch):
     """(rounds done, rounds of the records) of every report of progress."""
     calls = []
 
-    def update(self, records):
-        done = self._experiment.round
+    def on_call(self, run, records):
+        done = run.round
         calls.append((done, [record["round"] for record in records]))
 
-    monkeypatch.setattr(console.Progress, "update", update)
+    monkeypatch.setattr(progress.Progress, "on_call", on_call)
     return calls
 
 

@@ -6,7 +6,10 @@ import shutil
 import numpy as np
 import pytest
 
-from launch import main, plot, settings
+from launch import main, plot
+from launch.config import registry
+from launch.folder import record
+from launch.show import figures
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +30,15 @@ def runs(tmp_path_factory, blobs):
         "high": {"algo": "fedavg", "client_lr": 0.2},
     }.items():
         given = common | own | {"workdir": str(root / name)}
-        known = settings.fields_of(own["algo"])
+        known = registry.fields_of(own["algo"])
         main.execute({key: value for key, value in given.items() if key in known})
     return [root / name for name in ("majority", "low", "high")]
 
 
 def read(folders):
     """Runs and labels, as the command makes them."""
-    found = [plot.read(folder) for folder in folders]
-    return found, plot.labels(found)
+    found = [record.read(folder) for folder in folders]
+    return found, record.labels(found)
 
 
 def test_command_writes_three_pictures(runs, tmp_path, capsys):
@@ -43,7 +46,7 @@ def test_command_writes_three_pictures(runs, tmp_path, capsys):
     out = tmp_path / "pictures"
     plot.command(["plot", *map(str, runs), f"--output={out}"])
     assert len(capsys.readouterr().out.splitlines()) == 3
-    for kind in plot.KINDS:
+    for kind in figures.KINDS:
         assert (out / f"{kind}.png").read_bytes()[1:4] == b"PNG"
 
 
@@ -52,7 +55,7 @@ def test_other_formats(runs, tmp_path, kind, head):
     """For papers."""
     argv = ["plot", str(runs[0]), f"--output={tmp_path}", f"--format={kind}"]
     plot.command(argv)
-    for name in plot.KINDS:
+    for name in figures.KINDS:
         assert (tmp_path / f"{name}.{kind}").read_bytes().startswith(head)
 
 
@@ -77,19 +80,19 @@ def test_runs_without_clients(runs, tmp_path):
     """No empty panel: the picture is left out, or refused where it was asked for."""
     alone = tmp_path / "alone"
     shutil.copytree(runs[1], alone)
-    found = plot.read(alone)
+    found = record.read(alone)
     unknown = np.full_like(found.clients["accuracy"], np.nan)
     bare = found._replace(clients=found.clients | {"accuracy": unknown})
-    assert plot.has_clients(found) and not plot.has_clients(bare)
+    assert record.has_clients(found) and not record.has_clients(bare)
     with pytest.raises(ValueError, match="measured no client by itself"):
-        plot.picture("fairness", [found, bare])
+        figures.picture("fairness", [found, bare])
 
 
 def test_a_dollar_is_no_formula(runs):
     """In a path, for instance."""
-    found = plot.read(runs[1])
+    found = record.read(runs[1])
     odd = found._replace(flags=found.flags | {"dataset": "npz:$x_{$"})
-    figure = plot.picture("curves", [odd, found], "client_accuracy")
+    figure = figures.picture("curves", [odd, found], "client_accuracy")
     figure.canvas.draw()
 
 
@@ -98,7 +101,7 @@ def test_how_many_seeds_a_curve_has(runs, tmp_path):
     found, names = read(runs[:2])
     few = found[0]._replace(records=[r for r in found[0].records if r["seed"] == 0])
     texts = [
-        [text.get_text() for text in plot.curves(some, names, ["client_accuracy"])
+        [text.get_text() for text in figures.curves(some, names, ["client_accuracy"])
          .legends[0].get_texts()]
         for some in (found, [few, found[1]])
     ]  # fmt: skip
@@ -118,7 +121,7 @@ def test_labels_tell_runs_apart(runs):
 def test_curves_show_means_over_seeds(runs):
     """Each line is the mean of the seeds in percent, by round; the axes are named."""
     found, names = read(runs)
-    axes = plot.curves(found, names, ["client_accuracy"]).axes[0]
+    axes = figures.curves(found, names, ["client_accuracy"]).axes[0]
     for folder, name in zip(runs, names, strict=True):
         records = [json.loads(r) for r in open(folder / "metrics.jsonl")]
         line = next(one for one in axes.lines if one.get_label() == name)
@@ -135,8 +138,8 @@ def test_curves_show_means_over_seeds(runs):
 def test_curves_of_several_metrics(runs):
     """A line for each run and metric, named by both; shares in percent."""
     found, names = read(runs)
-    wanted = plot.metrics_of(found, "client_accuracy,worst_decile_accuracy")
-    figure = plot.curves(found, names, wanted)
+    wanted = figures.metrics_of(found, "client_accuracy,worst_decile_accuracy")
+    figure = figures.curves(found, names, wanted)
     labels = [line.get_label() for line in figure.axes[0].lines]
     assert labels == [
         f"{name} {title}" for name in names for title in ("Client (UA)", "Worst decile")
@@ -150,8 +153,8 @@ def test_curves_of_several_metrics(runs):
 def test_numbers_are_drawn_as_they_are(runs):
     """Not in percent; what rounds measure begins with the first round."""
     found, names = read(runs[1:])
-    wanted = plot.metrics_of(found, "train_loss")
-    (axes,) = plot.curves(found, names, wanted).axes
+    wanted = figures.metrics_of(found, "train_loss")
+    (axes,) = figures.curves(found, names, wanted).axes
     line, records = axes.lines[0], found[0].records
     losses = [r["train_loss"] for r in records if r["round"] == 1]
     assert list(line.get_xdata()) == [1, 2]
@@ -166,7 +169,7 @@ def test_fairness_counts_clients(runs):
     accuracy[:] = [0.0, 0.05, 0.55, 1.0, 1.0]
     made = found[0].clients | {"accuracy": accuracy}
     run = found[0]._replace(clients=made)
-    axes = plot.fairness([run], names[:1]).axes[0]
+    axes = figures.fairness([run], names[:1]).axes[0]
     heights = [bar.get_height() for bar in axes.patches]
     assert heights == [2, 0, 0, 0, 0, 1, 0, 0, 0, 2]
     assert "2.0 clients reach 80 %" in axes.get_title()
@@ -175,7 +178,7 @@ def test_fairness_counts_clients(runs):
 def test_bubbles_are_class_counts(runs):
     """One panel, as the runs share a partition; areas are proportional to counts."""
     found, names = read(runs)
-    figure = plot.bubbles(found, names)
+    figure = figures.bubbles(found, names)
     assert len(figure.axes) == 1
     counts = found[0].clients["class_counts"][0]
     drawn = figure.axes[0].collections[0]

@@ -3,7 +3,8 @@
 import pytest
 
 import models
-from launch import build, presets
+from launch import build
+from launch.config import presets
 from tests.toys import model
 
 SMALL = {"num_clients": 4, "clients_per_round": 4, "rounds": 3, "devices": 1}

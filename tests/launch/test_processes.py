@@ -11,7 +11,8 @@ import time
 import chex
 import pytest
 
-from launch import build, processes
+from launch import build
+from launch.run import processes
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 OPTIONS = {

@@ -7,7 +7,9 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from launch import build, papers, report, reproduce
+from launch import build, report, reproduce
+from launch.show import page as page_lib
+from launch.show import sheets
 from tests import synthetic
 
 OPTIONS = {
@@ -69,7 +71,7 @@ class Page(HTMLParser):
 
 def test_numbers_are_the_summaries(folders):
     """Means, spreads, differences to the control, bytes; the best in bold."""
-    text = report.page(report.read(folders))
+    text = page_lib.page(page_lib.read(folders))
     page = Page(text)
     head = page.rows[0]
     rows = {row[0]: dict(zip(head, row, strict=True)) for row in page.rows[1:4]}
@@ -95,13 +97,13 @@ def test_numbers_are_the_summaries(folders):
 
 def test_it_is_whole(folders):
     """Pictures inside, both schemes, nothing from the network."""
-    text = report.page(report.read(folders))
+    text = page_lib.page(page_lib.read(folders))
     page = Page(text)
     assert all(part.startswith("#") for part in page.loads)
     assert not re.search(r"@import|url\((?!#)|<script|<link", text)
     # Rounds, messages, seconds; fairness, gain; the loss; the partition.
     assert text.count("<svg") == 7
-    assert report.INK not in text and "prefers-color-scheme: dark" in text
+    assert page_lib.INK not in text and "prefers-color-scheme: dark" in text
     assert "gains over its own local model" in page.text
     # Of arrays in memory: only Python can run it again.
     assert "--algo" in page.text and "build.load(" in page.text
@@ -110,7 +112,7 @@ def test_it_is_whole(folders):
 
 def test_names_are_text(folders):
     """Whatever a title holds."""
-    text = report.page(report.read(folders[:1]), title="<b>&</b>")
+    text = page_lib.page(page_lib.read(folders[:1]), title="<b>&</b>")
     assert "&lt;b&gt;&amp;&lt;/b&gt;" in text
     assert "would show what each client gains" in text
 
@@ -122,7 +124,7 @@ def test_runs_of_two_data_sets(folders, tmp_path):
     options = OPTIONS | {"summary": "mean_last10", "workdir": str(tmp_path / "run")}
     options["dataset"] = f"npz:{tmp_path / 'other.npz'}"
     build.experiment(algo="fedavg", preset="none", **options).run(progress=False)
-    page = Page(report.page(report.read([folders[0], tmp_path / "run"])))
+    page = Page(page_lib.page(page_lib.read([folders[0], tmp_path / "run"])))
     assert "is of another data set." in page.text and "points against" not in page.text
     assert "summaries differ: last or mean_last10 (--summary)" in page.text
     assert f"--flagfile={tmp_path}/run/run.flags" in page.text
@@ -132,17 +134,17 @@ def test_runs_of_two_data_sets(folders, tmp_path):
 def test_a_table_of_a_paper(folders):
     """Its notes, titles and numbers, as they are in Markdown."""
     grids = [
-        papers.Grid("IID", "1 seed(s)", ["A", "B"], [("x", ["1.25", "2"])]),
-        papers.Grid("", "Minus x", ["A"], [("y", ["3 ± 1"])]),
+        sheets.Grid("IID", "1 seed(s)", ["A", "B"], [("x", ["1.25", "2"])]),
+        sheets.Grid("", "Minus x", ["A"], [("y", ["3 ± 1"])]),
     ]
-    sheet = papers.Sheet("T", ["Data set: `d`.", "A note."], grids)
-    page = Page(report.page(report.read(folders[:1]), tables=[sheet]))
+    sheet = sheets.Sheet("T", ["Data set: `d`.", "A note."], grids)
+    page = Page(page_lib.page(page_lib.read(folders[:1]), tables=[sheet]))
     for text in ("Data set: d.", "A note.", "IID, 1 seed(s)", "Minus x"):
         assert text in page.text
     at = page.rows.index(["", "A", "B"])
     assert page.rows[at + 1] == ["x", "1.25", "2"]
     assert page.rows[at + 2 : at + 4] == [["", "A"], ["y", "3 ± 1"]]
-    assert papers.markdown(sheet) == (
+    assert sheets.markdown(sheet) == (
         "### T\n\nData set: `d`.\nA note.\n\n**IID**, 1 seed(s)\n\n| | A | B |\n"
         "|---|---|---|\n| x | 1.25 | 2 |\n\nMinus x\n\n| | A |\n|---|---|\n"
         "| y | 3 ± 1 |\n"
@@ -176,9 +178,9 @@ def test_of_a_reproduced_table(folders, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         reproduce.command([*argv, "--dry_run", "--report=page.html"])
     assert "no cell is done yet" in capsys.readouterr().err
-    entries = report.read(folders[:2], ["one, IID", "two, IID"])
-    grid = papers.Grid("", "1 seed(s)", ["A"], [("x", ["99.5 / 98.0 / -1.5"])])
-    sheet = papers.Sheet("T", [], [grid])
-    page = Page(report.page(entries, tables=[sheet], title=sheet.title))
+    entries = page_lib.read(folders[:2], ["one, IID", "two, IID"])
+    grid = sheets.Grid("", "1 seed(s)", ["A"], [("x", ["99.5 / 98.0 / -1.5"])])
+    sheet = sheets.Sheet("T", [], [grid])
+    page = Page(page_lib.page(entries, tables=[sheet], title=sheet.title))
     assert "99.5 / 98.0 / -1.5" in page.text
     assert [row[0] for row in page.rows[1:3]] == ["one, IID", "two, IID"]

@@ -9,7 +9,11 @@ import pytest
 
 import models
 from fedjax_pfl import boundary
-from launch import console, flags, main, papers, reproduce, settings
+from launch import main, reproduce
+from launch.config import flags, registry, resolve
+from launch.papers import tables
+from launch.run import progress
+from launch.show import sheets
 
 
 @pytest.fixture
@@ -35,7 +39,7 @@ def tiny(tmp_path, monkeypatch, blobs):
         "notes": {},
     }
     (tmp_path / "tiny.json").write_text(json.dumps({"table1": table}))
-    monkeypatch.setattr(papers, "PAPERS", tmp_path)
+    monkeypatch.setattr(tables, "PAPERS", tmp_path)
     monkeypatch.chdir(tmp_path)
     return blobs
 
@@ -76,7 +80,7 @@ def sweep(tmp_path, monkeypatch, blobs):
         "notes": {},
     }
     (tmp_path / "swept.json").write_text(json.dumps({"fig1": table}))
-    monkeypatch.setattr(papers, "PAPERS", tmp_path)
+    monkeypatch.setattr(tables, "PAPERS", tmp_path)
     monkeypatch.chdir(tmp_path)
     return blobs
 
@@ -125,18 +129,18 @@ def test_numbers_are_no_percent(sweep):
     def done(mean, std):
         return {"mean": mean, "std": std, "per_seed": [mean, mean]}
 
-    cell = papers.Cell("alpha=1", "FedAvg", {}, [0.61, 30.0])
-    table = papers.load_table("swept.fig1") | {"metrics": ["divergence_0_1", "dropped"]}
+    cell = sheets.Cell("alpha=1", "FedAvg", {}, [0.61, 30.0])
+    table = tables.load_table("swept.fig1") | {"metrics": ["divergence_0_1", "dropped"]}
     summary = {
         "metrics": {"divergence_0_1": done(0.5873, 0.02), "dropped": done(0.25, 0.1)},
         "numbers": ["divergence_0_1"],
     }
-    text = papers.markdown(papers.sheet(table, sweep, [(cell, summary)]))
+    text = sheets.markdown(sheets.sheet(table, sweep, [(cell, summary)]))
     assert "0.61 / 0.587 ± 0.020 / -0.023 |" in text
     assert "30.00 / 25.0 ± 10.0 / -5.0 |" in text
     # Runs of earlier versions call nothing a number.
     del summary["numbers"]
-    old = papers.markdown(papers.sheet(table, sweep, [(cell, summary)]))
+    old = sheets.markdown(sheets.sheet(table, sweep, [(cell, summary)]))
     assert "0.61 / 58.7 ± 2.0 / +58.1 |" in old
 
 
@@ -173,8 +177,8 @@ def entry(*per_seed):
 def shown(table, runs):
     """The Markdown of runs: (column, row) -> summary."""
     defaults = {"title": "T", "notes": {}, "datasets": {}}
-    cells = [(papers.Cell(*names, {}, None), done) for names, done in runs.items()]
-    return papers.markdown(papers.sheet(defaults | table, "blobs", cells))
+    cells = [(sheets.Cell(*names, {}, None), done) for names, done in runs.items()]
+    return sheets.markdown(sheets.sheet(defaults | table, "blobs", cells))
 
 
 def test_differences_of_numbers_are_no_points():
@@ -232,16 +236,16 @@ def test_traffic_by_kind_of_message():
 
 def test_every_cell_of_every_table_is_a_configuration():
     """Rows, columns and data sets of the shipped tables name options that exist."""
-    for name, table in papers.tables().items():
+    for name, table in tables.tables().items():
         for dataset in [*table["datasets"], table.get("dataset", "fashion_mnist")]:
-            for cell in papers.cells(table, dataset):
-                known = settings.fields_of(cell.options["algo"])
+            for cell in tables.cells(table, dataset):
+                known = registry.fields_of(cell.options["algo"])
                 ignored = {k for k in cell.options if k not in known}
                 # What a row does not know is an option of other rows of its table.
                 rows = table["rows"].values()
-                others = set().union(*(settings.fields_of(row["algo"]) for row in rows))
+                others = set().union(*(registry.fields_of(row["algo"]) for row in rows))
                 assert ignored <= others, name
-                _, hparams = settings.configure(
+                _, hparams = resolve.configure(
                     {k: v for k, v in cell.options.items() if k in known}
                 )
                 if isinstance(hparams, boundary.LayerDropping):
@@ -250,22 +254,22 @@ def test_every_cell_of_every_table_is_a_configuration():
 
 def test_every_row_can_be_chosen():
     """No row or column has a comma in its name, and paths hold plain letters."""
-    for table in papers.tables().values():
+    for table in tables.tables().values():
         dataset = next(iter(table["datasets"]), "cifar10")
         for name in table["rows"]:
-            cells = papers.cells(table, dataset, row=name)
+            cells = tables.cells(table, dataset, row=name)
             assert {cell.row for cell in cells} == {name}
-            assert not set(papers.slug(name)) & set(",*() ")
-        assert len({papers.slug(name) for name in table["rows"]}) == len(table["rows"])
+            assert not set(tables.slug(name)) & set(",*() ")
+        assert len({tables.slug(name) for name in table["rows"]}) == len(table["rows"])
         for name in table["scenarios"]:
-            assert papers.cells(table, dataset, scenario=name)
+            assert tables.cells(table, dataset, scenario=name)
 
 
 def test_uapdfl_s_five_peers_are_its_first_tables():
     """The paper's Tables 3 and 4 repeat Tables 1 and 2 where there are five peers."""
-    tables = papers.tables()
+    known = tables.tables()
     for swept, first in (("table3", "table1"), ("table4", "table2")):
-        swept, first = tables[f"uapdfl.{swept}"], tables[f"uapdfl.{first}"]
+        swept, first = known[f"uapdfl.{swept}"], known[f"uapdfl.{first}"]
         for dataset, columns in first["datasets"].items():
             assert swept["datasets"][dataset]["peers=5"] == {
                 model: rows["UA-PDFL"] for model, rows in columns.items()
@@ -274,22 +278,22 @@ def test_uapdfl_s_five_peers_are_its_first_tables():
 
 def test_uapdfl_s_flagfile_is_a_cell():
     """The flagfile on Fashion-MNIST replays a cell of the table for CPUs."""
-    path = pathlib.Path(papers.__file__).parent / "flagfiles/uapdfl.fashion_mnist.flags"
-    table = papers.load_table("uapdfl.small")
-    (cell,) = papers.cells(table, "fashion_mnist", "beta=0.5", "UA-PDFL")
+    path = pathlib.Path(main.__file__).parent / "flagfiles/uapdfl.fashion_mnist.flags"
+    table = tables.load_table("uapdfl.small")
+    (cell,) = tables.cells(table, "fashion_mnist", "beta=0.5", "UA-PDFL")
     assert flags.parse(["main", f"--flagfile={path}"]) == cell.options
 
 
 def test_given_values_pick_rows_and_columns():
     """A row or a column that stands for another value is left out."""
-    table = papers.load_table("fedd2s.fig7")
-    cells = papers.cells(table, "cifar100", given={"partition_alpha": 0.5})
+    table = tables.load_table("fedd2s.fig7")
+    cells = tables.cells(table, "cifar100", given={"partition_alpha": 0.5})
     assert {cell.row for cell in cells} == {"alpha=0.5"}
-    table = papers.load_table("fedd2s.fig6")
-    rows = {cell.row for cell in papers.cells(table, "cifar10", given={"min_layer": 3})}
+    table = tables.load_table("fedd2s.fig6")
+    rows = {cell.row for cell in tables.cells(table, "cifar10", given={"min_layer": 3})}
     assert rows == {"L3", "layer 3 for ever"}
     with pytest.raises(ValueError, match="--head_epochs=1: no row has this option"):
-        papers.cells(table, "cifar10", given={"head_epochs": 1})
+        tables.cells(table, "cifar10", given={"head_epochs": 1})
 
 
 def test_dry_run_hides_runs_of_other_settings(sweep, tmp_path, capsys):
@@ -345,14 +349,14 @@ def test_a_signal_in_a_cell_s_last_chunk_ends_the_table(
 ):
     """The next cell is not begun; the same command goes on with it."""
 
-    def update(self, records):
-        if self._experiment.round == 1:
+    def on_call(self, run, records):
+        if run.round == 1:
             signal.raise_signal(number)
 
     argv = ["reproduce", "swept.fig1", f"--dataset={sweep}", "--workdir=out"]
     argv += ["--row=Majority", "--rounds=1"]
     with monkeypatch.context() as patch:
-        patch.setattr(console.Progress, "update", update)
+        patch.setattr(progress.Progress, "on_call", on_call)
         with pytest.raises(SystemExit) as stop:
             reproduce.command(argv)
     assert stop.value.code == code

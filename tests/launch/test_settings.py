@@ -14,8 +14,9 @@ from algorithms import fedavg
 from data import dataset, loaders, partitions
 from data.partitions import cdkt
 from fedjax_pfl import options
-from launch import build, config, limits, presets, settings
+from launch import build
 from launch import list as listing
+from launch.config import limits, presets, registry, resolve, schema
 
 
 def source(num_rows=60, shape=(28, 28, 1), clients=0):
@@ -32,9 +33,9 @@ def source(num_rows=60, shape=(28, 28, 1), clients=0):
 
 def resolved(data=None, **given):
     """(common options, the algorithm's own) for a data set that need not be here."""
-    made, hparams = settings.configure(given)
+    made, hparams = resolve.configure(given)
     data = source(6000) if data is None else data
-    return settings.resolve(made, data, given), hparams
+    return resolve.resolve(made, data, given), hparams
 
 
 @pytest.mark.parametrize(
@@ -129,14 +130,14 @@ def test_exceptions_of_single_algorithms():
     """A rule for one algorithm stands behind its preset's general one."""
 
     def own(algo):
-        return settings.configure({"algo": algo})[1]
+        return resolve.configure({"algo": algo})[1]
 
     assert own("pfedsd").local_epochs == own("fedd2s").local_epochs == 4
     assert own("fedict").local_epochs == own("fedict").server_epochs == 2
     assert (own("fedmd").digest_epochs, own("fedmd").local_epochs) == (1, 4)
     assert own("fedper").aggregation == "examples"
     assert own("fedrep").aggregation == "uniform"
-    code = settings.configure({"algo": "cdkt", "preset": "cdkt_code"})[1]
+    code = resolve.configure({"algo": "cdkt", "preset": "cdkt_code"})[1]
     assert (code.ensemble, code.js_form, code.batch_size) == (
         "code_last",
         "reversed",
@@ -175,17 +176,17 @@ def test_classes_named_for_each_client():
     given = {"algo": "fedavg", "partition": "classes", "client_classes": "0,1/0,1/2,3"}
     made, _ = resolved(**given)
     assert (made.num_clients, made.clients_per_round) == (3, 3)
-    assert settings.client_classes(made) == ((0, 1), (0, 1), (2, 3))
+    assert resolve.client_classes(made) == ((0, 1), (0, 1), (2, 3))
     with pytest.raises(
         ValueError, match="--client_classes=.* of 3 clients, --num_clie"
     ):
-        settings.check(resolved(**given, num_clients=4)[0])
+        resolve.check(resolved(**given, num_clients=4)[0])
     with pytest.raises(ValueError, match="--partition=classes needs --client_classes"):
-        settings.check(resolved(algo="fedavg", partition="classes")[0])
+        resolve.check(resolved(algo="fedavg", partition="classes")[0])
     with pytest.raises(
         ValueError, match="--client_classes=0,1/0,1/2,3 has no effect wi"
     ):
-        settings.check(resolved(**given | {"partition": "iid"})[0])
+        resolve.check(resolved(**given | {"partition": "iid"})[0])
 
 
 @pytest.mark.parametrize("draw", partitions.DRAWS)
@@ -194,9 +195,9 @@ def test_draws_of_pathological(draw):
     given = {"algo": "fedavg", "partition": "pathological", "partition_draw": draw}
     made, _ = resolved(**given)
     if draw in ("ipf", "overlap"):
-        return settings.check(made)
+        return resolve.check(made)
     with pytest.raises(ValueError, match=f"--partition_draw={draw}.*ipf, overlap"):
-        settings.check(made)
+        resolve.check(made)
 
 
 @pytest.mark.parametrize(
@@ -221,11 +222,11 @@ def test_images_are_shared_once(given, expected):
 
 def test_rules_name_what_exists():
     """Options, conditions and values of the shipped rules are real ones."""
-    owners = {name: settings.option_types(name) for name in algorithms.ALGORITHMS}
+    owners = {name: registry.option_types(name) for name in algorithms.ALGORITHMS}
     kinds = {}
     for types_of in owners.values():
         kinds |= types_of
-    common = settings.field_types(config.Config)
+    common = registry.field_types(schema.Config)
     datasets = {*loaders.DATASETS}
     for preset in presets.PRESETS:
         for _, rule in presets.rules(preset):
@@ -249,7 +250,7 @@ def test_rules_name_what_exists():
             for name in datasets:
                 made, _ = resolved(algo=algo, preset=preset, dataset=name)
                 options.validate(made)
-                settings.check(made)
+                resolve.check(made)
 
 
 def test_classes_of_the_papers_users():
@@ -271,8 +272,8 @@ def test_classes_of_the_papers_users():
 def test_registry(algo):
     """Default presets exist, and no algorithm claims an option of every run."""
     own = {f.name for f in dataclasses.fields(algorithms.ALGORITHMS[algo].HParams)}
-    assert not own & {f.name for f in dataclasses.fields(config.Config)}
-    assert settings.default_preset(algo) in presets.PRESETS
+    assert not own & {f.name for f in dataclasses.fields(schema.Config)}
+    assert registry.default_preset(algo) in presets.PRESETS
     assert algorithms.describe(algo)
 
 
@@ -319,7 +320,7 @@ def test_variants_keep_their_base():
     )
     assert (one.preset, one.make, one.__doc__) == ("cdkt", fedavg.make, "Mine.")
     assert one.HParams().local_epochs == 9
-    assert settings.field_types(one.HParams) == settings.field_types(fedavg.HParams)
+    assert registry.field_types(one.HParams) == registry.field_types(fedavg.HParams)
 
 
 def test_types_of_fields():
@@ -334,7 +335,7 @@ def test_types_of_fields():
         e: "float"
 
     expected = {"a": int, "b": float, "c": str, "d": bool, "e": float}
-    assert settings.field_types(Plain) == expected
+    assert registry.field_types(Plain) == expected
 
 
 @pytest.mark.parametrize("annotation", [list, int | str, "Missing"])
@@ -342,7 +343,7 @@ def test_types_that_no_flag_can_have(annotation):
     """One line that names the field or the annotation."""
     made = dataclasses.make_dataclass("HParams", [("width", annotation)])
     with pytest.raises(ValueError, match="width|Missing"):
-        settings.field_types(made)
+        registry.field_types(made)
 
 
 def test_clash_with_a_common_option():
@@ -390,8 +391,8 @@ def test_an_option_without_a_default():
     made = dataclasses.make_dataclass("HParams", [("width", int)])
     mine = types.SimpleNamespace(HParams=made, make=fedavg.make)
     with pytest.raises(ValueError, match="--width has no default"):
-        settings.configure({"algo": mine})
-    made, hparams = settings.configure({"algo": mine, "width": 3})
+        resolve.configure({"algo": mine})
+    made, hparams = resolve.configure({"algo": mine, "width": 3})
     assert (made.algo, hparams.width) == ("custom", 3)
 
 
@@ -411,7 +412,7 @@ def test_an_option_without_a_default():
 )
 def test_help_says_where_a_default_comes_from(algo, option, text):
     """The value without further options, and the preset that sets it."""
-    assert settings.default_text(algo, option) == text
+    assert registry.default_text(algo, option) == text
 
 
 def test_list_shows_what_there_is(capsys):
@@ -496,26 +497,26 @@ def test_rotated_classes_reach_the_run(blobs):
 
 def test_every_option_has_a_group():
     """--help shows each of them once."""
-    common = {field.name for field in dataclasses.fields(config.Config)}
-    grouped = [name for names in config.GROUPS.values() for name in names]
+    common = {field.name for field in dataclasses.fields(schema.Config)}
+    grouped = [name for names in schema.groups().values() for name in names]
     assert sorted(grouped) == sorted(common)
     for algo in algorithms.ALGORITHMS:
-        shown = [name for names in settings.groups_of(algo).values() for name in names]
-        assert sorted(shown) == sorted(settings.fields_of(algo))
+        shown = [name for names in registry.groups_of(algo).values() for name in names]
+        assert sorted(shown) == sorted(registry.fields_of(algo))
 
 
 def test_what_is_probably_not_meant():
     """A ramp that ends behind the last round."""
     made, hparams = resolved(algo="depthfl", dataset="fashion_mnist", rounds=60)
-    (line,) = settings.notes(made, hparams)
+    (line,) = resolve.notes(made, hparams)
     assert line.startswith("note: --ramp_rounds=300 is more than --rounds=60: ")
-    assert settings.notes(*resolved(algo="depthfl", rounds=60)) == []
+    assert resolve.notes(*resolved(algo="depthfl", rounds=60)) == []
 
 
 def test_defaults_that_differ_by_data_set():
     """Help tells the default that holds where no rule does, or that of a data set."""
-    found = settings.default_text("depthfl", "ramp_rounds")
+    found = registry.default_text("depthfl", "ramp_rounds")
     assert found == "300 (differs with --dataset)"
-    found = settings.default_text("depthfl", "ramp_rounds", "mnist_5k")
+    found = registry.default_text("depthfl", "ramp_rounds", "mnist_5k")
     assert found == "5 (--preset=depthfl)"
-    assert settings.default_text("fedavg", "client_model") == "that of --model"
+    assert registry.default_text("fedavg", "client_model") == "that of --model"

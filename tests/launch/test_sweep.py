@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 import models
-from launch import build, flags, plot, report, sweep
+from launch import build
 from launch import main as main_lib
-from launch.show import words
+from launch.config import flags, sweep
+from launch.folder import record
+from launch.show import figures, words
+from launch.show import page as page_lib
 from tests.toys import model
 
 RATES, WEIGHTS = (0.02, 0.1), (0.1, 1.0, 5.0)
@@ -149,26 +152,26 @@ def test_a_folder_knows_its_points(swept, blobs):
     frame = experiment.to_frame()
     assert list(frame)[:4] == ["round", "seed", "client_lr", "proximal_weight"]
 
-    runs = plot.by_point(plot.read(folder))
+    runs = record.by_point(record.read(folder))
     assert len(runs) == 6 and all(len(run.records) == 6 for run in runs)
     assert runs[4].flags["client_lr"] == "0.1" and runs[4].point == {
         "client_lr": 0.1,
         "proximal_weight": 1.0,
     }
-    assert plot.labels(runs)[4] == "fedprox client_lr=0.1 proximal_weight=1.0"
+    assert record.labels(runs)[4] == "fedprox client_lr=0.1 proximal_weight=1.0"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["metrics"] == {}
     mean = summary["sweep"][4]["metrics"]["client_accuracy"]["mean"]
     assert runs[4].summary["metrics"]["client_accuracy"]["mean"] == mean
-    np.testing.assert_allclose(np.nanmean(plot.accuracies(runs[4])), mean)
-    curves = plot.picture("curves", runs)
+    np.testing.assert_allclose(np.nanmean(record.accuracies(runs[4])), mean)
+    curves = figures.picture("curves", runs)
     assert len(curves.axes[0].lines) == 6
-    heat = plot.picture("heatmap", runs).axes[0]
+    heat = figures.picture("heatmap", runs).axes[0]
     assert (heat.get_xlabel(), heat.get_ylabel()) == ("client_lr", "proximal_weight")
     texts = {one.get_text() for one in heat.texts}
     assert len(heat.texts) == 6 and f"{100 * mean:.1f}" in texts
     assert len(experiment.plot("curves").axes[0].lines) == 6
-    page = report.page(report.read([folder]))
+    page = page_lib.page(page_lib.read([folder]))
     assert "a sweep of client_lr and proximal_weight" in page and ">Sweep<" in page
     assert "Its 6 points have" in page and "answers best" not in page
     table = words.table(summary).splitlines()

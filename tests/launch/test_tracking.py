@@ -6,7 +6,9 @@ import json
 import pytest
 from tensorboard.backend.event_processing import event_accumulator
 
-from launch import build, console, main, tracking
+from launch import build, main
+from launch.folder import tracking
+from launch.run import progress
 
 
 def arguments(blobs, folder, *more):
@@ -68,13 +70,13 @@ def test_the_same_numbers(blobs, tmp_path, monkeypatch):
     class KilledError(Exception):
         """Stands for a kill."""
 
-    def update(self, records):
-        if self._experiment.round == 2:
+    def on_call(self, run, records):
+        if run.round == 2:
             raise KilledError
 
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr(console.Progress, "update", update)
+        patch.setattr(progress.Progress, "on_call", on_call)
         with pytest.raises(KilledError):
             main.main(arguments(blobs, folder, "--checkpoint_every=1"))
     main.main(arguments(blobs, folder, "--resume"))

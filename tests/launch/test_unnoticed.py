@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import checkpoint
-from launch import build, model_files, report, summaries
+from launch import build
+from launch.run import model_files, summaries
+from launch.show import page as page_lib
 from launch.show import words
 from models import own
 from tests import synthetic
@@ -61,11 +63,11 @@ def test_a_report_tells_of_fewer_seeds(tmp_path):
             workdir=str(tmp_path / name),
             **options(num_seeds=seeds, summary="mean_last10", rounds=8),
         ).run(progress=False)
-    entries = report.read([tmp_path / "a", tmp_path / "b"], ["a", "b"])
-    page = report.page(entries)
+    entries = page_lib.read([tmp_path / "a", tmp_path / "b"], ["a", "b"])
+    page = page_lib.page(entries)
     assert "of fewer seeds: b 1, so that" in page
     assert "mean of rounds 7 to 8" in page and "in the last round" in page
-    assert "of fewer seeds" not in report.page(entries[:1])
+    assert "of fewer seeds" not in page_lib.page(entries[:1])
 
 
 def test_short_runs_have_short_windows():

@@ -5,8 +5,10 @@ import pathlib
 import numpy as np
 import pytest
 
-from launch import plot, report
-from launch.show import words
+from launch.folder import record
+from launch.run import summaries
+from launch.show import figures, words
+from launch.show import page as page_lib
 
 
 def run(metrics, numbers=(), **more):
@@ -16,13 +18,13 @@ def run(metrics, numbers=(), **more):
         for name, value in metrics.items()
     }
     summary = {"metrics": entry, "numbers": list(numbers), "summary": "last"}
-    return plot.Run(
+    return record.Record(
         pathlib.Path("run"),
         {"algo": "mine", "dataset": "d", "partition": "iid"},
         [{"round": 1, "seed": 0, **metrics}],
         {"seeds": np.zeros(1)},
         summary,
-        fractions=words.fractions(summary),
+        fractions=summaries.fractions(summary),
         **more,
     )
 
@@ -39,7 +41,9 @@ def run(metrics, numbers=(), **more):
 )
 def test_a_fraction_is_percent_in_curves_as_in_tables(metric, numbers, title, value):
     """Whoever declared it: the run's own word counts before the table of metrics."""
-    (legend,) = plot.picture("curves", [run({metric: 0.25}, numbers)], metric).legends
+    (legend,) = figures.picture(
+        "curves", [run({metric: 0.25}, numbers)], metric
+    ).legends
     assert legend.get_title().get_text() == title
     assert [text.get_text().split()[-1] for text in legend.get_texts()] == [value]
 
@@ -61,10 +65,10 @@ def test_only_what_is_better_is_bold():
         "dropped": (0.1, 0.4),
     }
     entries = [
-        report.Entry(name, "", run({key: pair[i] for key, pair in values.items()}))
+        page_lib.Entry(name, "", run({key: pair[i] for key, pair in values.items()}))
         for i, name in enumerate(("one", "other"))
     ]
-    rows = report._rows(entries, list(values), "c_per", entries[0], has_last=False)
+    rows = page_lib._rows(entries, list(values), "c_per", entries[0], has_last=False)
     bold = [[cell.is_best for cell in row[:3]] for row in rows]
     assert bold == [[True, False, False], [False, True, False]]
 

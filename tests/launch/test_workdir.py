@@ -12,8 +12,10 @@ import sys
 import numpy as np
 import pytest
 
-from launch import build, console, lock, main, workdir
-from launch import finished as finished_lib
+from launch import build, main
+from launch.folder import finished as finished_lib
+from launch.folder import lock, workdir
+from launch.run import progress
 
 ROUNDS = 4
 MODEL_BYTES = 4 * (64 * 128 + 128 + 128 * 64 + 64 + 64 * 4 + 4)
@@ -82,11 +84,11 @@ def assert_same_run(folder, reference):
 def kill_at(monkeypatch, round):
     """Raises from the progress callback once `round` rounds are done."""
 
-    def update(self, records):
-        if self._experiment.round == round:
+    def on_call(self, run, records):
+        if run.round == round:
             raise KilledError
 
-    monkeypatch.setattr(console.Progress, "update", update)
+    monkeypatch.setattr(progress.Progress, "on_call", on_call)
 
 
 def signal_at(monkeypatch, round, number):
@@ -100,12 +102,12 @@ def signal_at(monkeypatch, round, number):
             super().__init__()
             made.append(self)
 
-    def update(self, records):
-        if self._experiment.round == round:
+    def on_call(self, run, records):
+        if run.round == round:
             made[-1]._note(number, None)
 
     monkeypatch.setattr(main, "Stop", Stop)
-    monkeypatch.setattr(console.Progress, "update", update)
+    monkeypatch.setattr(progress.Progress, "on_call", on_call)
 
 
 @pytest.fixture(scope="module")
@@ -547,7 +549,7 @@ def test_a_kill_as_the_folder_appears(blobs, tmp_path, left, resume):
         algo="fedavg", dataset=blobs, model="mlp", workdir=str(tmp_path), resume=resume
     )
     with workdir.Workdir(experiment) as folder:
-        assert folder.prepare() is None
+        assert folder.open() is None
     assert [path.name for path in tmp_path.iterdir()] == ["run.flags"]
 
 
@@ -609,15 +611,16 @@ def test_classes_are_counted_by_client():
 
 def test_the_commit_is_the_project_s_own(tmp_path, monkeypatch):
     """Not that of a repository in which the package is installed."""
-    folder = tmp_path / "venv" / "launch"
+    folder = tmp_path / "venv" / "launch" / "folder"
     folder.mkdir(parents=True)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a", "-C", str(tmp_path)]
     for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
         finished_lib.subprocess.run([*git, *words], check=True)
     monkeypatch.setattr(finished_lib, "__file__", str(folder / "finished.py"))
     assert finished_lib.git_commit() == {}
-    (tmp_path / "launch").mkdir()
-    monkeypatch.setattr(finished_lib, "__file__", str(tmp_path / "launch" / "x.py"))
+    folder = tmp_path / "launch" / "folder"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(finished_lib, "__file__", str(folder / "finished.py"))
     assert re.fullmatch("[0-9a-f]{40}", finished_lib.git_commit()["git_commit"])
 
 

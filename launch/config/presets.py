@@ -1,6 +1,6 @@
 """The papers' rules: what an option is where nobody gave it.
 
-The rules are data, `launch/rules/<paper>.toml`. A preset is a list of them, and every
+The rules are data, `rules/<paper>.toml`. A preset is a list of them, and every
 preset begins with those of `none`. Nothing else in `launch` knows what a paper wants.
 """
 

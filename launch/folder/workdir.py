@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import pathlib
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from fedjax_pfl import checkpoint
-from launch import config as config_lib
-from launch import finished, flags, lock, processes, settings, tracking
+from launch.config import flagfile, resolve
+from launch.folder import finished, lock, tracking
+from launch.run import loop, processes
+from launch.run.run import Run
 
-if TYPE_CHECKING:
-    from launch.experiment import Experiment
-
-UNTOLD = ("workdir", "resume", "export_partition", "distributed", "emulate")
+SAVE_SECONDS = 60.0
 RUN_FLAGS, METRICS = finished.RUN_FLAGS, finished.METRICS
 
 
@@ -43,11 +42,15 @@ def with_stored_rounds(given: Mapping[str, Any]) -> dict[str, Any]:
     given = dict(given)
     if not given.get("resume") or given.get("rounds") is not None:
         return given
-    config, _ = settings.configure(given)
+    config, _ = resolve.configure(given)
     told = pathlib.Path(config.workdir or default_name(config)) / RUN_FLAGS
 
     def stored() -> str | None:
-        return flags.read(told).get("rounds", "") if told.is_file() else None
+        return (
+            flagfile.RunFlags.read(told).options.get("rounds", "")
+            if told.is_file()
+            else None
+        )
 
     rounds = processes.on_first(stored)
     if rounds is None:
@@ -57,52 +60,48 @@ def with_stored_rounds(given: Mapping[str, Any]) -> dict[str, Any]:
     return given | {"rounds": int(rounds)}
 
 
-class Workdir:
+class Workdir(loop.Listener):
     """The folder of one run: run.flags, metrics.jsonl, summary.json, clients.npz.
 
-    `with Workdir(experiment) as folder:` keeps other processes out from `prepare` to
-    the end of the block, and names the folder where something cannot be written.
+    `with Workdir(run) as folder:` keeps other processes out from `open` to the end of
+    the block, and names the folder where something cannot be written. It listens: what
+    is measured is on disk before anybody else is told; `Checkpoints` come last.
 
     Of several processes of one run only the first touches it; what it finds there, and
     what it refuses, is everybody's.
     """
 
-    def __new__(cls, experiment: Experiment) -> Workdir:
+    def __new__(cls, run: Run) -> Workdir:
         """The folder; in other processes than the first one that writes nothing."""
         return object.__new__(cls if processes.is_first() else _Follower)
 
-    def __init__(self, experiment: Experiment):
-        self.experiment = experiment
-        config = experiment.config
-        self.path = pathlib.Path(config.workdir or default_name(config))
+    def __init__(self, run: Run):
+        self.run = run
+        self.path = pathlib.Path(run.config.workdir or default_name(run.config))
         self.checkpoints = self.path / "checkpoints"
         self.records: list[dict[str, Any]] = []
         self._lock = lock.Lock(self.path)
-        self._has_begun = self._is_done = False
+        self._has_begun = False
+        self._done: dict[str, Any] | None = None  # the summary of a finished run
         self._events: tracking.TensorBoard | None = None
         self._restored: tuple[int, Any, dict] | None = None
 
     @property
-    def _flags(self) -> list[str]:
-        """The lines of run.flags as it would be written now."""
-        experiment = self.experiment
-        lines = flags.lines(experiment.config, experiment.hparams, skip=UNTOLD)
-        # A comment to absl, but part of the identity: other data are another run.
-        noted = {
-            "data_sha256": experiment.data_sha256,
-            "split_sha256": experiment.split_sha256,
-        }
+    def _flags(self) -> flagfile.RunFlags:
+        """What run.flags would hold if it were written now."""
+        run = self.run
+        hashes = {"data_sha256": run.data_sha256, "split_sha256": run.split_sha256}
         # Modules and an algorithm of the user's own: edited ones are another run too.
-        noted |= {"own_sha256": experiment.own_sha256} if experiment.own_sha256 else {}
-        return [*lines, *(f"#--{name}={value}" for name, value in noted.items())]
+        hashes |= {"own_sha256": run.own_sha256} if run.own_sha256 else {}
+        return flagfile.RunFlags.of(run.config, run.hparams, hashes=hashes)
+
+    def _write_flags(self) -> None:
+        self._write(RUN_FLAGS, "\n".join(self._flags.lines()) + "\n")
 
     def __enter__(self) -> Workdir:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if self._events is not None:
-            self._events.close()
-            self._events = None
         self._lock.release()
         # A reader that went away is none of the folder's business.
         if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
@@ -110,17 +109,27 @@ class Workdir:
                 f"results cannot be written to {self.path}: {error}"
             ) from error
 
-    def prepare(self) -> dict[str, Any] | None:
-        """Takes the folder, restores a checkpoint if one is wanted.
+    def open(self) -> dict[str, Any] | None:
+        """Takes the folder; goes on with the run in it, or with what it left there.
 
         Returns:
-            The summary of an identical run that is already finished, else None.
+            The summary, where the run is finished in the folder: nothing is taken or
+            restored then, so that it may be read-only (`reopen` restores). Else None.
 
         Raises:
             ValueError: the folder belongs to another configuration or process, an
-                unfinished run is not asked to resume, or what is there is damaged.
+                unfinished run is not asked to resume, or what is there is damaged, or
+                has changed since this run left it.
         """
-        return self._shared(self._prepare)
+        if not self._has_begun:
+            self._done = self._shared(self._prepare)
+            self._has_begun = True
+            return self._done
+        if self.run.round < self.run.config.rounds:
+            self._done = None  # it was made longer
+        processes.meet("going on with a run's folder")
+        processes.on_first(self._take_again)
+        return self._done
 
     def _shared(self, find: Callable[[], Any]) -> Any:
         """What the first process finds in the folder; all load what it restored."""
@@ -134,14 +143,14 @@ class Workdir:
         if restored:
             round, host = restored
             arrays = processes.arrays_of_first(
-                self._restored and self._restored[1], self.experiment.saved_template()
+                self._restored and self._restored[1], self.run.saved_template()
             )
             self._restored, self.records = None, list(host["records"])
-            self.experiment.load(round, arrays, host["experiment"], list(self.records))
+            self.run.load(round, arrays, host["experiment"], list(self.records))
         return found
 
     def _prepare(self) -> dict[str, Any] | None:
-        tracking.check(self.experiment.config.tensorboard)
+        tracking.check(self.run.config.tensorboard)
         done = self._finished()
         if done is not None:
             # Nothing is written, so that a folder may be read-only by now.
@@ -150,27 +159,6 @@ class Workdir:
         self._lock.acquire()
         # Its former owner may have finished the run a moment ago.
         return self._finished() or self._take()
-
-    def go_on(self) -> bool:
-        """`prepare`, the first time; later it takes the folder again as it was left.
-
-        Returns:
-            Whether the run is finished in the folder; the experiment is then brought
-            to its end.
-
-        Raises:
-            ValueError: as `prepare`, or the folder was changed in the meantime.
-        """
-        if not self._has_begun:
-            self._is_done = self.prepare() is not None
-            if self._is_done:
-                self.reopen()
-            self._has_begun = True
-            return self._is_done
-        self._is_done &= self.experiment.round == self.experiment.config.rounds
-        processes.meet("going on with a run's folder")
-        processes.on_first(self._take_again)
-        return self._is_done
 
     def _take_again(self) -> None:
         """Takes the folder as this process left it."""
@@ -182,24 +170,13 @@ class Workdir:
                 f"{found} was changed since this run left it; open the run anew: "
                 f"build.load({str(self.path)!r})"
             )
-        if not self._is_done:
+        if self._done is None:
             for name in (finished.SUMMARY, finished.CLIENTS):
                 (self.path / name).unlink(missing_ok=True)
-            self._write(RUN_FLAGS, "\n".join(self._flags) + "\n")
-
-    def finish_once(self, summary: Callable[[], dict[str, Any]]) -> None:
-        """`finish`, unless the folder has it already; files that were asked for."""
-        if not self._is_done:
-            self.finish(summary())
-            self._is_done = True
-            return
-        self._write_csv()
-        wanted = self.experiment.config.tensorboard and processes.is_first()
-        if wanted and self._events is None:
-            self._events = self._tensorboard()
+            self._write_flags()
 
     def reopen(self) -> None:
-        """Brings the experiment to where the folder stands; changes nothing there.
+        """Brings the run to where the folder stands; changes nothing there.
 
         Raises:
             ValueError: the folder holds another run, or a damaged one.
@@ -208,9 +185,7 @@ class Workdir:
 
     def _reopen(self) -> None:
         done = self._finished()
-        restored = checkpoint.restore(
-            self.checkpoints, self.experiment.saved_template()
-        )
+        restored = checkpoint.restore(self.checkpoints, self.run.saved_template())
         if restored is None and (done is not None or (self.path / METRICS).exists()):
             raise ValueError(f"{self.path} has no checkpoint, the state is not there")
         if restored is not None:
@@ -234,15 +209,9 @@ class Workdir:
                     f"--workdir={self.path} holds files but no run; choose another"
                 )
             return None
-        own = (self.experiment.config, self.experiment.hparams)
-        # A flag that was not there yet had its default.
-        defaults = {
-            field.name: flags.text(field.default)
-            for values in own
-            for field in dataclasses.fields(values)
-            if field.default is not None
-        }
-        odd = _different(defaults | flags.read(told, noted=True), self._flags)
+        stored = flagfile.RunFlags.read(told)
+        stored = stored.completed(self.run.config, self.run.hparams)
+        odd = stored.differences(self._flags)
         if odd:
             raise ValueError(
                 f"--workdir={self.path} holds a run with {'; '.join(odd[:4])}; "
@@ -252,25 +221,25 @@ class Workdir:
             done = finished.read(self.path)
         except ValueError:
             return None
-        complete = done is not None and done["rounds"] == self.experiment.config.rounds
+        complete = done is not None and done["rounds"] == self.run.config.rounds
         return done if complete else None
 
     def _take(self) -> None:
         """Begins a run in an empty folder, or goes on with the one that is there."""
-        experiment = self.experiment
+        run = self.run
         if not (self.path / RUN_FLAGS).exists():
-            self._write(RUN_FLAGS, "\n".join(self._flags) + "\n")
+            self._write_flags()
             return
         done, damage = None, ""
         try:
             done = finished.read(self.path)
         except ValueError as error:
             damage = str(error)
-        if done is not None and done["rounds"] > experiment.config.rounds:
+        if done is not None and done["rounds"] > run.config.rounds:
             self._refuse_fewer(done["rounds"])
-        if not experiment.config.resume:
+        if not run.config.resume:
             self._refuse_unasked(damage)
-        restored = checkpoint.restore(self.checkpoints, experiment.saved_template())
+        restored = checkpoint.restore(self.checkpoints, run.saved_template())
         if restored is None:
             if done is not None or damage:
                 raise ValueError(
@@ -285,7 +254,7 @@ class Workdir:
         # summary goes first, so that it never stands beside files of a longer run.
         for name in (finished.SUMMARY, finished.CLIENTS):
             (self.path / name).unlink(missing_ok=True)
-        self._write(RUN_FLAGS, "\n".join(self._flags) + "\n")
+        self._write_flags()
         if damage and str(self.path / METRICS) not in damage:
             _note(f"{damage}; it is written again from round {round}")
         self.records = host["records"]
@@ -295,7 +264,7 @@ class Workdir:
     def _refuse_fewer(self, round: int) -> NoReturn:
         raise ValueError(
             f"--workdir={self.path} already has {round} rounds, "
-            f"--rounds={self.experiment.config.rounds} would be fewer; choose another "
+            f"--rounds={self.run.config.rounds} would be fewer; choose another "
             "--workdir"
         )
 
@@ -305,12 +274,12 @@ class Workdir:
             raise ValueError(f"{damage}; --resume writes it again from a checkpoint")
         found = checkpoint.saved(self.checkpoints)
         done = int(found[-1].name[6:]) if found else 0
-        if done > self.experiment.config.rounds:
+        if done > self.run.config.rounds:
             self._refuse_fewer(done)
         state = f"stopped after {done}" if found else "unfinished"
         raise ValueError(
             f"--workdir={self.path} holds this run, {state} of "
-            f"{self.experiment.config.rounds} rounds; add --resume, or choose another "
+            f"{self.run.config.rounds} rounds; add --resume, or choose another "
             "--workdir"
         )
 
@@ -323,10 +292,10 @@ class Workdir:
             window: Rounds behind the summary then: of these, and of no others, the
                 accuracies of all clients are kept.
         """
-        wanted = self.experiment.config.rounds
+        wanted = self.run.config.rounds
         if round > wanted:
             self._refuse_fewer(round)
-        passed = {r for r in self.experiment.window if r <= round} - set(window)
+        passed = {r for r in self.run.window if r <= round} - set(window)
         if passed:
             raise ValueError(
                 f"--rounds={wanted} takes its summary from round {min(passed)} on, but "
@@ -347,47 +316,70 @@ class Workdir:
             )
         self._write(METRICS, expected.decode())
 
-    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def on_call(self, run: Run, records: loop.Records) -> None:
         """Adds lines to metrics.jsonl; they are on disk when this returns."""
         self.records += map(dict, records)
         with open(self.path / METRICS, "a") as file:
             file.write(_text(records))
             file.flush()
             os.fsync(file.fileno())
-        if not self.experiment.config.tensorboard:
+        if not run.config.tensorboard:
             return
         if self._events is None:
             self._events = self._tensorboard()
         else:
             self._events.add(records)
 
+    def on_end(self, run: Run) -> None:
+        """Closes TensorBoard's files."""
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
     def _tensorboard(self) -> tracking.TensorBoard:
-        swept = tuple(self.experiment.points[0])
+        swept = tuple(self.run.points[0])
         return tracking.TensorBoard(self.path, self.records, swept)
 
     def save(self) -> None:
-        """Writes a checkpoint of the experiment as it is now."""
-        arrays, host = self.experiment.saved()
+        """Writes a checkpoint of the run as it is now."""
+        arrays, host = self.run.saved()
         # The records too, so that metrics.jsonl can be checked and written again.
         kept = {
             "experiment": host,
             "records": self.records,
-            "rounds": self.experiment.config.rounds,
-            "window": list(self.experiment.window),
+            "rounds": self.run.config.rounds,
+            "window": list(self.run.window),
         }
-        checkpoint.save(self.checkpoints, self.experiment.round, arrays, kept)
+        checkpoint.save(self.checkpoints, self.run.round, arrays, kept)
         self._write_csv()
 
     def _write_csv(self) -> None:
-        if self.experiment.config.csv:
+        if self.run.config.csv:
             self._write(tracking.CSV, tracking.csv_text(self.records))
 
-    def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Writes clients.npz and then summary.json, which marks the run as done."""
-        return processes.on_first(lambda: self._finish(summary))
+    def finish(self, summary: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Ends the run, unless the folder has it already.
+
+        Writes clients.npz and then summary.json, which marks the run as done; of a run
+        that was done, the files that are asked for now.
+
+        Args:
+            summary: Gives the run's.
+
+        Returns:
+            The summary as it is in the folder.
+        """
+        if self._done is None:
+            numbers = summary()
+            self._done = processes.on_first(lambda: self._finish(numbers))
+        else:
+            self._write_csv()
+            if self.run.config.tensorboard and processes.is_first():
+                self._tensorboard().close()
+        return self._done
 
     def _finish(self, summary: dict[str, Any]) -> dict[str, Any]:
-        finished.write_clients(self.path, self.experiment)
+        finished.write_clients(self.path, self.run)
         # What is sealed is what was measured, whatever became of the file meanwhile.
         self._write(METRICS, _text(self.records))
         self._write_csv()
@@ -403,7 +395,7 @@ class Workdir:
 class _Follower(Workdir):
     """The folder for other processes than the first: it is not touched."""
 
-    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def on_call(self, run: Run, records: loop.Records) -> None:
         self.records += map(dict, records)
 
     def save(self) -> None:
@@ -411,6 +403,28 @@ class _Follower(Workdir):
 
     def _write_csv(self) -> None:
         pass
+
+
+class Checkpoints(loop.Listener):
+    """Saves a folder's run now and then, and in the end."""
+
+    def __init__(self, folder: Workdir):
+        self._folder, self._time, self._is_saved = folder, time.monotonic(), True
+
+    def on_call(self, run: Run, records: loop.Records) -> None:
+        self._is_saved = False
+        every = run.config.checkpoint_every
+        is_due = processes.of_first(time.monotonic() - self._time > SAVE_SECONDS)
+        if (run.round > 0 and run.round % every == 0) if every else is_due:
+            self._save()
+
+    def on_done(self, run: Run) -> None:
+        if not self._is_saved:
+            self._save()
+
+    def _save(self) -> None:
+        self._folder.save()
+        self._time, self._is_saved = time.monotonic(), True
 
 
 def _note(text: str) -> None:
@@ -421,25 +435,3 @@ def _note(text: str) -> None:
 def _text(records: Sequence[Mapping[str, Any]]) -> str:
     """The lines of metrics.jsonl."""
     return "".join(json.dumps(finished.finite(record)) + "\n" for record in records)
-
-
-def _different(before: Mapping[str, str], lines: Sequence[str]) -> list[str]:
-    """The flags of a run's identity that differ, as readable pairs.
-
-    Args:
-        before: Names and values of the run in the folder.
-        lines: run.flags as it would be written now.
-    """
-    now = dict(line.removeprefix("#")[2:].split("=", 1) for line in lines)
-    names = before.keys() | now.keys()
-    digests = ("data_sha256", "split_sha256")
-    if "split_sha256" not in before:  # of an earlier version
-        names -= {"split_sha256"}
-    elif all(before.get(name) == now.get(name) for name in digests):
-        # The same clients under another name: a file that moved, or its arrays.
-        names -= {"dataset"}
-    return [
-        f"--{name}={before.get(name, 'unset')}, not {now.get(name, 'unset')}"
-        for name in sorted(names - set(config_lib.EXECUTION_FIELDS))
-        if before.get(name) != now.get(name)
-    ]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import html as html_lib
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from launch import sweep
+from launch.config import flagfile, sweep
+from launch.folder import finished, record
+from launch.run.run import Run
 
 if TYPE_CHECKING:
     import pandas
-
-    from launch.experiment import Experiment
 
 
 def of(records: Sequence[dict[str, Any]]) -> pandas.DataFrame:
@@ -24,19 +24,17 @@ def of(records: Sequence[dict[str, Any]]) -> pandas.DataFrame:
     return frame[first + [name for name in frame if name not in first]]
 
 
-def partition_counts(experiment: Experiment, seed: int | None) -> pandas.DataFrame:
+def partition_counts(run: Run, seed: int | None) -> pandas.DataFrame:
     """Train examples of each client (lines) and class (columns)."""
     import pandas
 
-    from launch import finished
-
-    counts = finished.class_counts(experiment)[experiment.seed_index(seed)]
+    counts = finished.class_counts(run)[run.seed_index(seed)]
     frame = pandas.DataFrame(counts)
     return frame.rename_axis(index="client", columns="class")
 
 
 def plot(
-    experiments: Sequence[Experiment],
+    experiments: Sequence[Run],
     kind: str,
     metric: str,
     names: Sequence[str] = (),
@@ -46,7 +44,7 @@ def plot(
     Raises:
         ValueError: no such picture or metric, or nothing is measured yet.
     """
-    from launch import plot as plot_lib
+    from launch.show import figures  # matplotlib: only its users pay
 
     every = [_runs(experiment) for experiment in experiments]
     runs = [run for one in every for run in one]
@@ -55,30 +53,24 @@ def plot(
         for name, one in zip(names, every, strict=bool(names))
         for run in one
     ]
-    return plot_lib.picture(kind, runs, metric, names)
+    return figures.picture(kind, runs, metric, names)
 
 
-def _runs(experiment: Experiment) -> list[Any]:
-    """An experiment in memory as `launch.plot` reads finished ones."""
-    from launch import finished, flags
-    from launch import plot as plot_lib
-
-    if not experiment.metrics:
+def _runs(run: Run) -> list[record.Record]:
+    """A run in memory as that of a folder is read."""
+    if not run.metrics:
         raise ValueError("nothing is measured yet; run() first")
-    lines = flags.lines(experiment.config, experiment.hparams)
-    told = dict(line.removeprefix("--").split("=", 1) for line in lines)
-    return plot_lib.by_point(
-        plot_lib.Run(
-            pathlib.Path(experiment.config.workdir),
-            told,
-            experiment.metrics,
-            finished.clients(experiment),
-            fractions=experiment.fractions,
-        )
+    found = record.Record(
+        pathlib.Path(run.config.workdir),
+        flagfile.RunFlags.of(run.config, run.hparams).options,
+        run.metrics,
+        finished.clients(run),
+        fractions=run.fractions,
     )
+    return record.by_point(found)
 
 
-def summaries(experiments: dict[str, Experiment]) -> pandas.DataFrame:
+def summaries(experiments: Mapping[str, Run]) -> pandas.DataFrame:
     """One line for each experiment: its metrics, mean over the seeds (and std).
 
     Of a sweep one for each point.
@@ -107,8 +99,8 @@ def summaries(experiments: dict[str, Experiment]) -> pandas.DataFrame:
     return pandas.DataFrame.from_dict(lines, orient="index").rename_axis("algo")
 
 
-def html(experiment: Experiment) -> str:
+def html(run: Run) -> str:
     """What a notebook shows of an experiment: a line, and its numbers if there are."""
-    head, *rest = repr(experiment).split("\n")
+    head, *rest = repr(run).split("\n")
     body = f"<pre>{html_lib.escape(chr(10).join(rest))}</pre>" if rest else ""
     return f"<b>{html_lib.escape(head)}</b>{body}"

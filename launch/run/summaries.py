@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,3 +87,17 @@ def spread(values: list[float]) -> dict[str, Any]:
     """Mean and sample standard deviation (ddof=1) over seeds."""
     std = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
     return {"mean": float(np.mean(values)), "std": std, "per_seed": list(values)}
+
+
+def is_number(summary: Mapping[str, Any], name: str) -> bool:
+    """Whether a metric of a run's summary is no share, and so not shown in percent."""
+    return name in summary.get("numbers", ())
+
+
+def fractions(summary: Mapping[str, Any]) -> dict[str, bool]:
+    """Whether each metric of a run's summary is a fraction of one."""
+    return {
+        name: not is_number(summary, name)
+        for name in summary["metrics"]
+        if not name.startswith("bytes")
+    }

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch import sweep
+from launch.config import sweep
 
 FOLDER, CSV = "tensorboard", "metrics.csv"
 

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 
-from launch import processes
+from launch.run import processes
 
 
 class Stop:

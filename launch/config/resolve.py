@@ -6,182 +6,23 @@ Everything a user types passes through here once; nothing later asks again.
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
-import algorithms
 import models
 from data import dataset, loaders
 from data.partitions import classes, file, pathological
-from fedjax_pfl import local_training, options
-from launch import config as config_lib
-from launch import hints, limits, presets
-
-KINDS = (int, float, str, bool)
-
-# What other frameworks call our options.
-_ELSEWHERE = {
-    "lr": "client_lr", "learning_rate": "client_lr", "local_lr": "client_lr",
-    "local_learning_rate": "client_lr", "lr_decay": "client_lr_decay",
-    "epochs": "local_epochs", "num_epochs": "local_epochs", "local_ep": "local_epochs",
-    "local_steps": "local_epochs", "batch": "batch_size", "bs": "batch_size",
-    "momentum": "client_momentum", "wd": "weight_decay", "l2": "weight_decay",
-    "optimizer": "client_optimizer", "opt": "client_optimizer",
-    "clients": "num_clients", "n_clients": "num_clients", "num_users": "num_clients",
-    "n_parties": "num_clients", "join_ratio": "clients_per_round",
-    "frac": "clients_per_round", "fraction": "clients_per_round",
-    "fraction_fit": "clients_per_round", "sample_ratio": "clients_per_round",
-    "num_rounds": "rounds", "global_rounds": "rounds", "comm_round": "rounds",
-    "alpha": "partition_alpha", "beta": "partition_alpha",
-    "dir_alpha": "partition_alpha", "dirichlet_alpha": "partition_alpha",
-    "mu": "proximal_weight", "data": "dataset", "algorithm": "algo", "method": "algo",
-    "times": "num_seeds", "seeds": "num_seeds", "eval_gap": "eval_every",
-    "output": "workdir", "output_dir": "workdir", "logdir": "workdir",
-    "save_dir": "workdir", "gpu": "devices", "width": "model_width",
-    "net": "model", "arch": "model", "network": "model",
-}  # fmt: skip
-
-
-def algorithm(algo: Any) -> Any:
-    """The registry's entry of a name; an algorithm itself is returned as it is.
-
-    Raises:
-        ValueError: no such name, or an object without `HParams` and `make`.
-    """
-    if isinstance(algo, str):
-        if algo not in algorithms.ALGORITHMS:
-            raise ValueError(
-                f"--algo={algo}: expected one of {', '.join(algorithms.ALGORITHMS)}"
-                f"{hints.nearest(algo.lower(), algorithms.ALGORITHMS)}"
-            )
-        return algorithms.ALGORITHMS[algo]
-    if not dataclasses.is_dataclass(getattr(algo, "HParams", None)) or not callable(
-        getattr(algo, "make", None)
-    ):
-        raise ValueError(
-            f"algo: expected a name, or an object with a dataclass HParams and a "
-            f"function make, got a {type(algo).__name__}"
-        )
-    return algo
-
-
-def algorithm_name(algo: Any) -> str:
-    """The name under which a run of `algo` is known."""
-    if isinstance(algo, str):
-        return algo
-    name = getattr(algo, "__name__", "custom").rpartition(".")[2].strip("_")
-    ours = algorithms.ALGORITHMS.get(name)
-    is_other = ours is not None and ours.make is not getattr(algo, "make", None)
-    return f"own_{name}" if is_other else name
-
-
-def default_preset(algo: Any) -> str:
-    """The preset of a run that names none."""
-    return getattr(algorithm(algo), "preset", presets.BASE)
-
-
-def field_types(dataclass: Any) -> dict[str, type]:
-    """Field name -> int, float, str or bool, whatever optionality is written.
-
-    Annotations may be types, `X | None`, `Optional[X]`, or any of them as text.
-
-    Raises:
-        ValueError: a field of another type.
-    """
-    try:
-        hints = typing.get_type_hints(dataclass)
-    except NameError as error:
-        raise ValueError(f"{dataclass.__name__}: {error} in an annotation") from error
-    out = {}
-    for field in dataclasses.fields(dataclass):
-        hint = hints[field.name]
-        kinds = [k for k in typing.get_args(hint) if k is not type(None)] or [hint]
-        if len(kinds) > 1 or kinds[0] not in KINDS:
-            raise ValueError(
-                f"{dataclass.__name__}.{field.name} is annotated {field.type}: an "
-                "option is an int, float, str or bool, or one of them | None"
-            )
-        out[field.name] = kinds[0]
-    return out
-
-
-def fields_of(algo: Any) -> dict[str, dataclasses.Field]:
-    """Every option of an algorithm's run: the common ones and its own.
-
-    Raises:
-        ValueError: no such algorithm, or it claims an option of every run.
-    """
-    common = {f.name: f for f in dataclasses.fields(config_lib.Config)}
-    own = {f.name: f for f in dataclasses.fields(algorithm(algo).HParams)}
-    both = sorted(common.keys() & own.keys())
-    if both:
-        raise ValueError(
-            f"--algo={algorithm_name(algo)}: --{both[0]} is an option of every run; "
-            "give the algorithm's own another name"
-        )
-    return common | own
-
-
-def option_types(algo: Any) -> dict[str, type]:
-    """Type of every option of an algorithm's run."""
-    return field_types(config_lib.Config) | field_types(algorithm(algo).HParams)
-
-
-def groups_of(algo: Any) -> dict[str, list[str]]:
-    """The names of an algorithm's options by what they are about; its own come last."""
-    training = {f.name for f in dataclasses.fields(local_training.LocalTraining)}
-    groups = {group: list(names) for group, names in config_lib.GROUPS.items()}
-    own = [f.name for f in dataclasses.fields(algorithm(algo).HParams)]
-    groups["training"] += [name for name in own if name in training]
-    groups[algorithm_name(algo)] = [name for name in own if name not in training]
-    return {group: names for group, names in groups.items() if names}
-
-
-def default_text(algo: Any, name: str, dataset: str = "") -> str:
-    """What `--help` says of an option's default and of where it comes from.
-
-    Args:
-        algo: The algorithm.
-        name: The option.
-        dataset: The data set, if one was named beside `--help`.
-    """
-    preset = default_preset(algo)
-    if name == "preset":
-        return repr(preset)
-    facts = {
-        "algo": algorithm_name(algo),
-        "public_images": getattr(algorithm(algo), "public_images", False),
-    } | ({"dataset": dataset} if dataset else {})
-    if name == "client_model":
-        return "that of --model"
-    default = fields_of(algo)[name].default
-    own = "automatic" if default is None else repr(default)
-    return presets.default_text(name, own, preset, facts)
-
-
-def unknown_option(name: str, algo: Any) -> str:
-    """The line that explains an option that `algo` does not have."""
-    owners = [
-        other
-        for other, entry in algorithms.ALGORITHMS.items()
-        if name in {f.name for f in dataclasses.fields(entry.HParams)}
-    ]
-    shown = f"--algo={algorithm_name(algo)}"
-    if owners:
-        return f"--{name} belongs to {', '.join(owners)}; {shown} has no such flag"
-    known, meant = fields_of(algo), _ELSEWHERE.get(name)
-    hint = hints.nearest(meant if meant in known else name, known, "--")
-    return f"--{name} is not a flag of {shown}{hint}"
+from fedjax_pfl import options
+from launch.config import limits, presets, registry, schema
 
 
 def _made(dataclass: Any, values: Mapping[str, Any]) -> Any:
     """A checked instance; values that the dataclass has no field for are skipped."""
     chosen = {
         name: limits.checked(name, values[name], kind)
-        for name, kind in field_types(dataclass).items()
+        for name, kind in registry.field_types(dataclass).items()
         if name in values
     }
     for field in dataclasses.fields(dataclass):
@@ -193,7 +34,7 @@ def _made(dataclass: Any, values: Mapping[str, Any]) -> Any:
     return made
 
 
-def configure(given: Mapping[str, Any]) -> tuple[config_lib.Config, Any]:
+def configure(given: Mapping[str, Any]) -> tuple[schema.Config, Any]:
     """The common options as given, and the algorithm's with its preset's rules.
 
     What was not given of the former waits for the data: `resolve`.
@@ -205,27 +46,27 @@ def configure(given: Mapping[str, Any]) -> tuple[config_lib.Config, Any]:
     Raises:
         ValueError: one line: what came, what was expected, which flag to change.
     """
-    algo = given.get("algo", config_lib.Config.algo)
-    known = fields_of(algo)
+    algo = given.get("algo", schema.Config.algo)
+    known = registry.fields_of(algo)
     for name in given:
         if name not in known:
-            raise ValueError(unknown_option(name, algo))
+            raise ValueError(registry.unknown_option(name, algo))
     given = {name: value for name, value in given.items() if value is not None}
-    given["algo"] = algorithm_name(algo)
-    given.setdefault("preset", default_preset(algo))
-    config = _made(config_lib.Config, given)
+    given["algo"] = registry.algorithm_name(algo)
+    given.setdefault("preset", registry.default_preset(algo))
+    config = _made(schema.Config, given)
     if config.preset not in presets.PRESETS:
         raise ValueError(
             f"--preset={config.preset}: expected one of {', '.join(presets.PRESETS)}"
         )
     facts = {"algo": config.algo, "dataset": config.dataset}
     rules = presets.values(config.preset, facts)
-    return config, _made(algorithm(algo).HParams, rules | given)
+    return config, _made(registry.algorithm(algo).HParams, rules | given)
 
 
 def resolve(
-    config: config_lib.Config, source: dataset.Dataset, given: Mapping[str, Any]
-) -> config_lib.Config:
+    config: schema.Config, source: dataset.Dataset, given: Mapping[str, Any]
+) -> schema.Config:
     """Sets every common option that was not given, by the preset and the data.
 
     Args:
@@ -238,7 +79,7 @@ def resolve(
     """
     name = config.dataset
     told = {option for option, value in given.items() if value is not None}
-    entry = algorithm(given.get("algo", config.algo))
+    entry = registry.algorithm(given.get("algo", config.algo))
     wants_images = getattr(entry, "public_images", False)
     facts = {
         "algo": config.algo,
@@ -282,7 +123,7 @@ def resolve(
     return dataclasses.replace(config, clients_per_round=everybody)
 
 
-def _of_file(config: config_lib.Config, partition: str) -> dict[str, Any]:
+def _of_file(config: schema.Config, partition: str) -> dict[str, Any]:
     """The options that a partition's file settles.
 
     Raises:
@@ -303,7 +144,7 @@ def _of_file(config: config_lib.Config, partition: str) -> dict[str, Any]:
     return settled
 
 
-def _owners(config: config_lib.Config, source: dataset.Dataset) -> int:
+def _owners(config: schema.Config, source: dataset.Dataset) -> int:
     """How many owners the data name; refuses a partition by owners without enough."""
     if source.client is None:
         raise ValueError(
@@ -328,7 +169,7 @@ def _model(name: str, image: np.ndarray, wanted: str | None) -> str:
     return wanted or "fedavg_cnn"
 
 
-def notes(config: config_lib.Config, hparams: Any) -> list[str]:
+def notes(config: schema.Config, hparams: Any) -> list[str]:
     """What is allowed and probably not meant, a line each."""
     return [
         f"note: --{field.name}={getattr(hparams, field.name)} is more than --rounds="
@@ -339,7 +180,7 @@ def notes(config: config_lib.Config, hparams: Any) -> list[str]:
     ]
 
 
-def client_classes(config: config_lib.Config) -> tuple[tuple[int, ...], ...]:
+def client_classes(config: schema.Config) -> tuple[tuple[int, ...], ...]:
     """The classes of each client, () if the partition names none.
 
     Raises:
@@ -368,7 +209,7 @@ def client_classes(config: config_lib.Config) -> tuple[tuple[int, ...], ...]:
     return found
 
 
-def _check_lanes(config: config_lib.Config) -> None:
+def _check_lanes(config: schema.Config) -> None:
     """Refuses what is no number of lanes, and chunks beside them."""
     given = config.lanes
     is_number = given.isascii() and given.isdigit() and len(given) < 10
@@ -384,7 +225,7 @@ def _check_lanes(config: config_lib.Config) -> None:
             )
 
 
-def check(config: config_lib.Config, own: Collection[str] = ()) -> None:
+def check(config: schema.Config, own: Collection[str] = ()) -> None:
     """Relations between the options of a resolved configuration.
 
     Args:

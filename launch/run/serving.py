@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pathlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,8 @@ import numpy as np
 
 from data import dataset
 from fedjax_pfl import evaluate, shapes, types
-from launch import model_files, processes
-
-if TYPE_CHECKING:
-    from launch.experiment import Experiment
+from launch.run import model_files, processes
+from launch.run.run import Run
 
 BATCH = 256
 
@@ -132,7 +130,7 @@ class Serving(NamedTuple):
 
 
 def find(
-    experiment: Experiment,
+    run: Run,
     client_id: int | None,
     seed: int | None = None,
     point: Mapping[str, float] | None = None,
@@ -143,34 +141,34 @@ def find(
         ValueError: there is no such client, seed, point or model.
     """
     processes.meet("a client's or the server's model")
-    index, config = experiment.seed_index(seed), experiment.config
+    index, config = run.seed_index(seed), run.config
     if client_id is not None and client_id not in range(config.num_clients):
         raise ValueError(f"client_id={client_id}: expected 0..{config.num_clients - 1}")
-    experiment.start()
-    row = experiment.variant(seed, point)
-    state = jax.tree.map(lambda leaf: leaf[row], experiment.state)
-    part = jax.tree.map(lambda leaf: leaf[index], experiment.data.partition)
-    data = experiment.data.replace(partition=part)
-    model, variables = _found(experiment, client_id, state, data, index)
+    run.start()
+    row = run.variant(seed, point)
+    state = jax.tree.map(lambda leaf: leaf[row], run.state)
+    part = jax.tree.map(lambda leaf: leaf[index], run.data.partition)
+    data = run.data.replace(partition=part)
+    model, variables = _found(run, client_id, state, data, index)
     # Copies: the next round takes the state's buffers.
     variables = jax.tree.map(jnp.copy, variables)
     return Serving(model, variables, data, config.image_size, config.image_channels)
 
 
 def _found(
-    experiment: Experiment,
+    run: Run,
     client_id: int | None,
     state: types.RoundState,
     data: types.Data,
     index: int,
 ) -> tuple[types.Model, types.Variables]:
-    algorithm, name = experiment.program.algorithm, experiment.config.algo
+    algorithm, name = run.program.algorithm, run.config.algo
     if client_id is None:
         if algorithm.server is None:
             raise ValueError(f"--algo={name} has no server's model; give a client_id")
         return next(iter(algorithm.server(state, data).values()))
-    cohort = experiment.planner.drawn(index, experiment.round)
-    num_clients = experiment.config.num_clients
+    cohort = run.planner.drawn(index, run.round)
+    num_clients = run.config.num_clients
     for group in algorithm.served(state, cohort, data, num_clients):
         served = np.asarray(group.mask) & (np.asarray(group.client_id) == client_id)
         if served.any():

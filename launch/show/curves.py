@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from launch import summaries
+from launch.run import summaries
 
 LATER = "_later"
 

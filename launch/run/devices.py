@@ -17,9 +17,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from data import plan
 from fedjax_pfl import types
-from launch import processes
+from launch.run import processes
 
-PRECISIONS = {"f32": "highest", "tf32": "tensorfloat32", "bf16": "bfloat16"}
 SMALL_MODEL_BYTES = 400_000
 CACHE_BYTES = 4 << 30
 CACHE_MIN_SECONDS = 0.2

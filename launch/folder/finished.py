@@ -13,54 +13,53 @@ import os
 import pathlib
 import subprocess
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from launch.experiment import Experiment
+from launch.run.run import Run
 
 RUN_FLAGS, METRICS, CLIENTS = "run.flags", "metrics.jsonl", "clients.npz"
 SUMMARY, PARTIAL = "summary.json", ".partial"
 
 
-def write_clients(folder: pathlib.Path, experiment: Experiment) -> None:
+def write_clients(folder: pathlib.Path, run: Run) -> None:
     """clients.npz: what `clients` has."""
     temporary = folder / "clients.partial.npz"
-    np.savez_compressed(temporary, **clients(experiment))
+    np.savez_compressed(temporary, **clients(run))
     temporary.rename(folder / CLIENTS)
 
 
-def clients(experiment: Experiment) -> dict[str, np.ndarray]:
+def clients(run: Run) -> dict[str, np.ndarray]:
     """Accuracies [seed, round, client], test sizes, class counts.
 
     Of a sweep they are [seed, point, round, client], with the points' numbers by name.
     """
-    accuracy = experiment.client_accuracies[:, : len(experiment.window)]
-    points, seeds = experiment.points, len(experiment.seeds)
-    if experiment.config.sweep:
+    accuracy = run.client_accuracies[:, : len(run.window)]
+    points, seeds = run.points, len(run.seeds)
+    if run.config.sweep:
         accuracy = accuracy.reshape(seeds, len(points), *accuracy.shape[1:])
     swept = {name: np.array([one[name] for one in points]) for name in points[0]}
     return swept | {
         "accuracy": accuracy,
-        "rounds": np.asarray(experiment.window),
-        "seeds": np.asarray(experiment.seeds),
-        "test_size": np.asarray(experiment.data.partition.test.count),
-        "class_counts": class_counts(experiment),
+        "rounds": np.asarray(run.window),
+        "seeds": np.asarray(run.seeds),
+        "test_size": np.asarray(run.data.partition.test.count),
+        "class_counts": class_counts(run),
     }
 
 
-def class_counts(experiment: Experiment) -> np.ndarray:
+def class_counts(run: Run) -> np.ndarray:
     """Train examples of each client and class, int32[seeds, K, Y]."""
-    part, label = experiment.data.partition, np.asarray(experiment.data.label)
+    part, label = run.data.partition, np.asarray(run.data.label)
     row, start, count = (
         np.asarray(one) for one in (part.train.row, part.train.start, part.train.count)
     )
-    num_classes = experiment.task.num_classes
+    num_classes = run.task.num_classes
     return np.stack(
         [
             count_classes(label, row[s], start[s], count[s], num_classes)
-            for s in range(len(experiment.seeds))
+            for s in range(len(run.seeds))
         ]
     )
 
@@ -174,7 +173,7 @@ def finite(value: Any) -> Any:
 
 def git_commit() -> dict[str, str]:
     """{"git_commit": ...} of the checkout that this file is part of, or nothing."""
-    root = pathlib.Path(__file__).resolve().parent.parent
+    root = pathlib.Path(__file__).resolve().parents[2]
     # Git's own variables, set inside its hooks, would point it to another repository.
     clean = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     try:

@@ -1,0 +1,248 @@
+"""Files of flags: those that a command names, and the `run.flags` of a run's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from data import files
+from launch.config import limits, registry, schema
+
+FLAGFILES = pathlib.Path(__file__).parent.parent / "flagfiles"
+
+
+FILE_LIMIT = 2**20
+
+
+ARGUMENT_LIMIT = 10_000
+
+
+class UsageError(ValueError):
+    """Bad input: one line for the user, exit code 2."""
+
+
+def _text(path: pathlib.Path) -> str:
+    """The text of a flagfile.
+
+    Raises:
+        ValueError: a phrase without the path: no file, too large, not UTF-8.
+        OSError: it is not there or cannot be read.
+    """
+    files.check(path, "a flagfile")
+    size = path.stat().st_size
+    if size > FILE_LIMIT:
+        raise ValueError(f"has {size} bytes, a flagfile has at most {FILE_LIMIT}")
+    try:
+        # Some editors begin a file with a mark of its encoding.
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"is not UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start}); "
+            "save it as UTF-8"
+        ) from error
+
+
+def text(value: Any) -> str:
+    """An option's value as a flagfile has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFlags:
+    """What `run.flags` holds: all that makes a run, as texts.
+
+    Attributes:
+        options: Option -> text.
+        hashes: Name -> SHA-256 of what no flag can hold, such as the data; a comment
+            to absl (`#--name=value`), but other data are another run.
+    """
+
+    options: dict[str, str]
+    hashes: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, *values: Any, hashes: Mapping[str, str] | None = None) -> RunFlags:
+        """Those of a resolved configuration.
+
+        Args:
+            *values: Dataclass instances; what is None, or is recorded nowhere, is left
+                out.
+            hashes: As above.
+
+        Raises:
+            ValueError: a value that a line cannot hold, such as a line break.
+        """
+        found = {
+            field.name: text(getattr(one, field.name))
+            for one in values
+            for field in dataclasses.fields(one)
+            if getattr(one, field.name) is not None
+        }
+        unrecorded = schema.names(schema.NOWHERE)
+        found = {n: value for n, value in found.items() if n not in unrecorded}
+        for name, value in found.items():
+            limits.check_text(name, value)
+        return cls(found, dict(hashes or {}))
+
+    @classmethod
+    def read(cls, path: pathlib.Path) -> RunFlags:
+        """Those of a run's folder.
+
+        Raises:
+            ValueError: one line that names the file and the line that is no flag.
+            OSError: the file is not there or cannot be read.
+        """
+        try:
+            content = _text(path)
+        except ValueError as error:
+            raise ValueError(f"{path} {error}") from error
+        out = cls({})
+        # Not `splitlines`, which also breaks at characters that a value may hold.
+        for number, line in enumerate(content.split("\n"), start=1):
+            line = line.removesuffix("\r")
+            kind, flag = out.options, line
+            if line.startswith("#--"):
+                kind, flag = out.hashes, line[1:]
+            elif not line.strip() or line.startswith(("#", "//")):
+                continue
+            name, equals, value = flag.removeprefix("--").partition("=")
+            if not (equals and flag.startswith("--") and name.isidentifier()):
+                raise ValueError(
+                    f"{path} line {number}: {limits.told(line)} is no --name=value; "
+                    "the file is damaged"
+                )
+            if kind.setdefault(name, value) != value:
+                raise ValueError(f"{path} line {number}: --{name} has two values")
+        if "algo" not in out.options:
+            raise ValueError(f"{path} names no --algo; the file is damaged")
+        return out
+
+    def lines(self) -> list[str]:
+        """The file's lines: they replay the run."""
+        pairs = [("--", self.options), ("#--", self.hashes)]
+        return [f"{sign}{n}={v}" for sign, kind in pairs for n, v in kind.items()]
+
+    def typed(self, algo: Any) -> dict[str, Any]:
+        """The values of an algorithm's options, as far as they are recorded.
+
+        Raises:
+            ValueError: a value that is none of its option's type.
+        """
+        out = {}
+        for name, kind in registry.option_types(algo).items():
+            value = self.options.get(name)
+            if value is None:
+                continue
+            try:
+                out[name] = value == "true" if kind is bool else kind(value)
+            except ValueError as error:
+                raise ValueError(
+                    f"--{name}={value} is no {kind.__name__}; the file is damaged"
+                ) from error
+        return out
+
+    def completed(self, *values: Any) -> RunFlags:
+        """The same with the defaults of flags that were not there yet."""
+        defaults = {
+            field.name: text(field.default)
+            for one in values
+            for field in dataclasses.fields(one)
+            if field.default is not None
+        }
+        return RunFlags(defaults | self.options, self.hashes)
+
+    def differences(self, now: RunFlags) -> list[str]:
+        """The parts of a run's identity that are others now, as readable pairs."""
+        before, after = self.options | self.hashes, now.options | now.hashes
+        names = (before.keys() | after.keys()) - schema.names(schema.EXECUTION)
+        digests = ("data_sha256", "split_sha256")
+        if "split_sha256" not in before:  # of an earlier version
+            names -= {"split_sha256"}
+        elif all(before.get(name) == after.get(name) for name in digests):
+            # The same clients under another name: a file that moved, or its arrays.
+            names -= {"dataset"}
+        return [
+            f"--{name}={before.get(name, 'unset')}, not {after.get(name, 'unset')}"
+            for name in sorted(names)
+            if before.get(name) != after.get(name)
+        ]
+
+
+def expand(argv: Sequence[str]) -> list[str]:
+    """A command line with every --flagfile replaced by its lines.
+
+    absl's own reading waits for pipes, skips a file that includes itself, and lets
+    misspelt flags pass that `--undefok` names.
+
+    Args:
+        argv: As `sys.argv`.
+
+    Raises:
+        UsageError: one line that names the flagfile.
+    """
+    out = [argv[0], *_expanded(argv[1:])]
+    if any(one.partition("=")[0] in ("--undefok", "-undefok") for one in out):
+        raise UsageError("--undefok is not a flag; take out what it should excuse")
+    return out
+
+
+def _expanded(arguments: Sequence[str], inside: tuple[str, ...] = ()) -> list[str]:
+    """The arguments with every --flagfile replaced by its lines.
+
+    Args:
+        arguments: Of a command line, or lines of a flagfile.
+        inside: The flagfiles that these lines are in.
+    """
+    out: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        name, equals, value = argument.partition("=")
+        if name not in ("--flagfile", "-flagfile"):
+            out.append(argument)
+            if argument == "--" and not inside:
+                return out + rest
+            continue
+        if not equals and not inside and rest:
+            value = rest.pop(0)
+        out += _lines_of(value.strip(), inside)
+        if len(out) > ARGUMENT_LIMIT:
+            raise UsageError(
+                f"--flagfile={value}: more than {ARGUMENT_LIMIT} flags; is a file "
+                "included again and again?"
+            )
+    return out
+
+
+def _flagfile(value: str) -> pathlib.Path:
+    """The file that `--flagfile` means: a path, or the name of one of ours."""
+    path = pathlib.Path(os.path.expanduser(value))
+    ours = FLAGFILES / f"{value.removesuffix('.flags')}.flags"
+    return ours if not path.exists() and ours.is_file() else path
+
+
+def _lines_of(value: str, inside: tuple[str, ...]) -> list[str]:
+    """The flags in a flagfile and in those that it includes."""
+    if not value:
+        raise UsageError("--flagfile= names no file")
+    where = f"--flagfile={value}"
+    try:
+        path = _flagfile(value)
+        identity = os.path.realpath(path)
+        text = _text(path)
+    except FileNotFoundError as error:
+        names = [one.stem for one in sorted(FLAGFILES.glob("*.flags"))]
+        hint = limits.nearest(path.name.removesuffix(".flags"), names)
+        raise UsageError(f"{where}: there is no such file{hint}") from error
+    except OSError as error:
+        raise UsageError(f"{where} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{where} {error}") from error
+    if identity in inside:
+        raise UsageError(f"{where} includes itself; take that line out")
+    lines = [line.strip() for line in text.split("\n")]
+    lines = [line for line in lines if line and not line.startswith(("#", "//"))]
+    return _expanded(lines, (*inside, identity))

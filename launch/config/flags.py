@@ -1,0 +1,185 @@
+"""From a command line to names and values: a two-pass parse with absl.
+
+The first pass finds `--algo` (also inside flagfiles), the second knows that
+algorithm's options and no others. A command line overrides a flagfile when it stands
+after it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from absl import flags
+
+from launch.config import flagfile, limits, registry
+
+HELP = {"--help", "-help", "-h"}
+LINE_LIMIT = 800
+
+
+def fail(message: object, code: int = 2) -> NoReturn:
+    """Prints one line on stderr, cut where it is longer than a page, and leaves."""
+    line = " ".join(str(message).split())
+    if len(line) > LINE_LIMIT:
+        line = f"{line[: LINE_LIMIT // 2]} ... {line[-LINE_LIMIT // 4 :]}"
+    print(f"error: {line}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def _algorithm(arguments: Sequence[str]) -> str:
+    chosen: list[str] = []
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name.lstrip("-") != "algo" or not name.startswith("-"):
+            continue
+        if not equals:
+            value = arguments[index + 1] if index + 1 < len(arguments) else ""
+        chosen.append(value)
+    if len(set(chosen)) > 1:
+        raise flagfile.UsageError(
+            f"two different --algo in one command: {', '.join(chosen)}"
+        )
+    return chosen[0] if chosen else "cdkt"
+
+
+def _last(arguments: Sequence[str], flag: str) -> str:
+    """The value of the last `--flag=value`, "" if there is none."""
+    found = [a.partition("=")[2] for a in arguments if a.startswith(f"--{flag}=")]
+    return found[-1] if found else ""
+
+
+def beside(argv: Sequence[str], values: flags.FlagValues, about: str) -> list[str]:
+    """What a command line holds beside its flags; `--help` is answered here.
+
+    Args:
+        argv: As `sys.argv`.
+        values: The flags that the command has.
+        about: Stands above their help.
+
+    Raises:
+        ValueError, flags.Error: one line about a flag.
+        SystemExit: 0 after the help.
+    """
+    if HELP & set(argv[1:]):
+        print(f"{about}\n{values.get_help()}")
+        raise SystemExit(0)
+    return values(flagfile.expand(argv))[1:]
+
+
+def define(values: flags.FlagValues, name: str, field: Any, kind: type) -> None:
+    """Defines one absl flag for one dataclass field."""
+    text = field.metadata["help"]
+    default = field.default
+    if field.metadata["choices"]:
+        text = f"<{'|'.join(field.metadata['choices'])}>: {text}"
+    definers = {
+        int: flags.DEFINE_integer,
+        float: flags.DEFINE_float,
+        bool: flags.DEFINE_boolean,
+        str: flags.DEFINE_string,
+    }
+    definers[kind](name, default, text, flag_values=values)
+
+
+def illegal(error: flags.IllegalFlagValueError, kinds: dict[str, type]) -> str:
+    """absl's error about a value, without the words of Python's converters."""
+    # `flag --NAME=VALUE: REASON`, where all of them may hold colons.
+    pattern = r"flag --(\w+)=(.*?): (?:invalid literal|could not|Exceeds|\('Non-bool)"
+    found = re.match(pattern, str(error), re.DOTALL)
+    if found is None:
+        return str(error)
+    name, text = found.groups()
+    expected = {int: "an integer", float: "a number", bool: "true or false"}
+    return (
+        f"--{name}={limits.told(text)}: expected "
+        f"{expected.get(kinds.get(name, bool), 'another value')}"
+    )
+
+
+def parse(
+    argv: Sequence[str], extra: Callable[[flags.FlagValues], None] | None = None
+) -> dict[str, Any]:
+    """Names and values of every flag that was given on the command line.
+
+    Args:
+        argv: As `sys.argv`.
+        extra: Defines further flags of the calling program.
+
+    Raises:
+        flagfile.UsageError: one line that names the flag.
+        SystemExit: after `--help`.
+    """
+    arguments = flagfile.expand(argv)
+    if (HELP | {"--helpfull"}) & set(arguments[1:]):
+        help_for(_algorithm(arguments), extra, _last(arguments, "dataset"))
+    try:
+        algo = _algorithm(arguments[1:])
+        fields = registry.fields_of(algo)
+    except ValueError as error:
+        raise flagfile.UsageError(error) from error
+    kinds = registry.option_types(algo)
+    values = flags.FlagValues()
+    for name, field in fields.items():
+        define(values, name, field, kinds[name])
+    if extra is not None:
+        extra(values)
+    try:
+        rest = values(arguments)
+    except flags.UnrecognizedFlagError as error:
+        name = error.flagname
+        bare = name.removeprefix("no")
+        if bare in fields:
+            raise flagfile.UsageError(
+                f"--{name}: --{bare} is no switch; write --{bare}=value"
+            ) from error
+        raise flagfile.UsageError(registry.unknown_option(name, algo)) from error
+    except flags.IllegalFlagValueError as error:
+        raise flagfile.UsageError(illegal(error, kinds)) from error
+    except (flags.Error, ValueError) as error:  # ValueError: --noflag=value
+        raise flagfile.UsageError(error) from error
+    if len(rest) > 1:
+        raise flagfile.UsageError(
+            f"{limits.told(rest[1])} is not a flag; options are written --name=value "
+            f"(--algo={algo} --help lists them)"
+        )
+    given = {name: values[name].value for name in values if values[name].present}
+    try:
+        for name in given.keys() & kinds.keys():
+            limits.checked(name, given[name], kinds[name])
+    except ValueError as error:
+        raise flagfile.UsageError(error) from error
+    return given | {"algo": algo}
+
+
+def help_for(
+    algo: str, extra: Callable[[flags.FlagValues], None] | None, dataset: str = ""
+) -> NoReturn:
+    """Prints every option of an algorithm with its help text, by group, and leaves.
+
+    Args:
+        algo: Its name.
+        extra: Defines further flags of the calling program.
+        dataset: Named beside it: some defaults depend on it.
+    """
+    try:
+        groups, kinds = registry.groups_of(algo), registry.option_types(algo)
+        known = registry.fields_of(algo)
+    except ValueError as error:
+        raise flagfile.UsageError(error) from error
+    print(f"Options of --algo={algo} (also in a file: --flagfile=PATH)")
+    for group, names in groups.items():
+        print(f"\n{group}:")
+        for name in names:
+            meta = known[name].metadata
+            choices = "|".join(meta["choices"]) or kinds[name].__name__
+            default = registry.default_text(algo, name, dataset)
+            print(f"  --{name}=<{choices}>\n      {meta['help']}; {default}")
+    if extra is not None:
+        values = flags.FlagValues()
+        extra(values)
+        for name in values:
+            print(f"  --{name}\n      {values[name].help}; {values[name].default!r}")
+    raise SystemExit(0)

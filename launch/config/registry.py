@@ -1,0 +1,168 @@
+"""The options of an algorithm's run: names, types, groups and defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+import algorithms
+from fedjax_pfl import local_training
+from launch.config import limits, presets, schema
+
+KINDS = (int, float, str, bool)
+
+
+# What other frameworks call our options.
+_ELSEWHERE = {
+    "lr": "client_lr", "learning_rate": "client_lr", "local_lr": "client_lr",
+    "local_learning_rate": "client_lr", "lr_decay": "client_lr_decay",
+    "epochs": "local_epochs", "num_epochs": "local_epochs", "local_ep": "local_epochs",
+    "local_steps": "local_epochs", "batch": "batch_size", "bs": "batch_size",
+    "momentum": "client_momentum", "wd": "weight_decay", "l2": "weight_decay",
+    "optimizer": "client_optimizer", "opt": "client_optimizer",
+    "clients": "num_clients", "n_clients": "num_clients", "num_users": "num_clients",
+    "n_parties": "num_clients", "join_ratio": "clients_per_round",
+    "frac": "clients_per_round", "fraction": "clients_per_round",
+    "fraction_fit": "clients_per_round", "sample_ratio": "clients_per_round",
+    "num_rounds": "rounds", "global_rounds": "rounds", "comm_round": "rounds",
+    "alpha": "partition_alpha", "beta": "partition_alpha",
+    "dir_alpha": "partition_alpha", "dirichlet_alpha": "partition_alpha",
+    "mu": "proximal_weight", "data": "dataset", "algorithm": "algo", "method": "algo",
+    "times": "num_seeds", "seeds": "num_seeds", "eval_gap": "eval_every",
+    "output": "workdir", "output_dir": "workdir", "logdir": "workdir",
+    "save_dir": "workdir", "gpu": "devices", "width": "model_width",
+    "net": "model", "arch": "model", "network": "model",
+}  # fmt: skip
+
+
+def algorithm(algo: Any) -> Any:
+    """The registry's entry of a name; an algorithm itself is returned as it is.
+
+    Raises:
+        ValueError: no such name, or an object without `HParams` and `make`.
+    """
+    if isinstance(algo, str):
+        if algo not in algorithms.ALGORITHMS:
+            raise ValueError(
+                f"--algo={algo}: expected one of {', '.join(algorithms.ALGORITHMS)}"
+                f"{limits.nearest(algo.lower(), algorithms.ALGORITHMS)}"
+            )
+        return algorithms.ALGORITHMS[algo]
+    if not dataclasses.is_dataclass(getattr(algo, "HParams", None)) or not callable(
+        getattr(algo, "make", None)
+    ):
+        raise ValueError(
+            f"algo: expected a name, or an object with a dataclass HParams and a "
+            f"function make, got a {type(algo).__name__}"
+        )
+    return algo
+
+
+def algorithm_name(algo: Any) -> str:
+    """The name under which a run of `algo` is known."""
+    if isinstance(algo, str):
+        return algo
+    name = getattr(algo, "__name__", "custom").rpartition(".")[2].strip("_")
+    ours = algorithms.ALGORITHMS.get(name)
+    is_other = ours is not None and ours.make is not getattr(algo, "make", None)
+    return f"own_{name}" if is_other else name
+
+
+def default_preset(algo: Any) -> str:
+    """The preset of a run that names none."""
+    return getattr(algorithm(algo), "preset", presets.BASE)
+
+
+def field_types(dataclass: Any) -> dict[str, type]:
+    """Field name -> int, float, str or bool, whatever optionality is written.
+
+    Annotations may be types, `X | None`, `Optional[X]`, or any of them as text.
+
+    Raises:
+        ValueError: a field of another type.
+    """
+    try:
+        hints = typing.get_type_hints(dataclass)
+    except NameError as error:
+        raise ValueError(f"{dataclass.__name__}: {error} in an annotation") from error
+    out = {}
+    for field in dataclasses.fields(dataclass):
+        hint = hints[field.name]
+        kinds = [k for k in typing.get_args(hint) if k is not type(None)] or [hint]
+        if len(kinds) > 1 or kinds[0] not in KINDS:
+            raise ValueError(
+                f"{dataclass.__name__}.{field.name} is annotated {field.type}: an "
+                "option is an int, float, str or bool, or one of them | None"
+            )
+        out[field.name] = kinds[0]
+    return out
+
+
+def fields_of(algo: Any) -> dict[str, dataclasses.Field]:
+    """Every option of an algorithm's run: the common ones and its own.
+
+    Raises:
+        ValueError: no such algorithm, or it claims an option of every run.
+    """
+    common = {f.name: f for f in dataclasses.fields(schema.Config)}
+    own = {f.name: f for f in dataclasses.fields(algorithm(algo).HParams)}
+    both = sorted(common.keys() & own.keys())
+    if both:
+        raise ValueError(
+            f"--algo={algorithm_name(algo)}: --{both[0]} is an option of every run; "
+            "give the algorithm's own another name"
+        )
+    return common | own
+
+
+def option_types(algo: Any) -> dict[str, type]:
+    """Type of every option of an algorithm's run."""
+    return field_types(schema.Config) | field_types(algorithm(algo).HParams)
+
+
+def groups_of(algo: Any) -> dict[str, list[str]]:
+    """The names of an algorithm's options by what they are about; its own come last."""
+    training = {f.name for f in dataclasses.fields(local_training.LocalTraining)}
+    groups = schema.groups()
+    own = [f.name for f in dataclasses.fields(algorithm(algo).HParams)]
+    groups["training"] += [name for name in own if name in training]
+    groups[algorithm_name(algo)] = [name for name in own if name not in training]
+    return {group: names for group, names in groups.items() if names}
+
+
+def default_text(algo: Any, name: str, dataset: str = "") -> str:
+    """What `--help` says of an option's default and of where it comes from.
+
+    Args:
+        algo: The algorithm.
+        name: The option.
+        dataset: The data set, if one was named beside `--help`.
+    """
+    preset = default_preset(algo)
+    if name == "preset":
+        return repr(preset)
+    facts = {
+        "algo": algorithm_name(algo),
+        "public_images": getattr(algorithm(algo), "public_images", False),
+    } | ({"dataset": dataset} if dataset else {})
+    if name == "client_model":
+        return "that of --model"
+    default = fields_of(algo)[name].default
+    own = "automatic" if default is None else repr(default)
+    return presets.default_text(name, own, preset, facts)
+
+
+def unknown_option(name: str, algo: Any) -> str:
+    """The line that explains an option that `algo` does not have."""
+    owners = [
+        other
+        for other, entry in algorithms.ALGORITHMS.items()
+        if name in {f.name for f in dataclasses.fields(entry.HParams)}
+    ]
+    shown = f"--algo={algorithm_name(algo)}"
+    if owners:
+        return f"--{name} belongs to {', '.join(owners)}; {shown} has no such flag"
+    known, meant = fields_of(algo), _ELSEWHERE.get(name)
+    hint = limits.nearest(meant if meant in known else name, known, "--")
+    return f"--{name} is not a flag of {shown}{hint}"

@@ -1,0 +1,142 @@
+"""A run's folder as others read it: flags, records, arrays and summary."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from launch.config import flagfile, schema, sweep
+from launch.folder import finished
+from launch.run import summaries
+
+
+class Record(NamedTuple):
+    """One run: its flags, records, per-client arrays and summary.
+
+    `clients` is empty where the run is not finished, `summary` None where there is none
+    in a folder. Of a sweep each point is a run, whose numbers are in `point` and in its
+    flags. `fractions`: whether each metric is a fraction, as far as the run says so.
+    """
+
+    path: pathlib.Path
+    flags: dict[str, str]
+    records: list[dict[str, Any]]
+    clients: dict[str, np.ndarray]
+    summary: dict[str, Any] | None = None
+    point: Mapping[str, float] = {}
+    fractions: Mapping[str, bool] = {}
+
+
+def by_point(run: Record) -> list[Record]:
+    """The points of a sweep as runs; just the run, where there is none."""
+    points = sweep.points(run.flags.get("sweep", ""))
+    if not points[0]:
+        return [run]
+    told = run.flags | {"sweep": ""}
+    out = []
+    for index, point in enumerate(points):
+        clients, summary, known = dict(run.clients), run.summary, run.fractions
+        if clients:
+            clients["accuracy"] = clients["accuracy"][:, index]
+        if summary is not None:
+            summary = summary | summary["sweep"][index]
+            known = summaries.fractions(summary)
+        records = sweep.of_point(run.records, point)
+        flags_of = told | {name: str(value) for name, value in point.items()}
+        out.append(Record(run.path, flags_of, records, clients, summary, point, known))
+    return out
+
+
+def read(path: pathlib.Path) -> Record:
+    """Reads a run's folder, finished or not.
+
+    Raises:
+        ValueError: there is no run in it that measured anything, or a damaged one.
+    """
+    # Only files that are what the run wrote go on from here.
+    summary = finished.read(path)
+    metrics = path / finished.METRICS
+    if summary is None and not (metrics.is_file() and metrics.stat().st_size):
+        raise ValueError(f"{path} holds no run that has measured anything")
+    told = flagfile.RunFlags.read(path / finished.RUN_FLAGS).options
+    clients, known = {}, {}
+    if summary is not None:
+        with np.load(path / finished.CLIENTS) as file:
+            clients = {name: file[name] for name in file.files}
+        known = summaries.fractions(summary)
+    records = finished.records(path)
+    return Record(path, told, records, clients, summary, fractions=known)
+
+
+def diverged(run: Record) -> int | None:
+    """The first round, of any seed, after which a run's numbers are none."""
+    rounds = [record["diverged"] for record in run.records if "diverged" in record]
+    return min(rounds, default=None)
+
+
+def labels(runs: Sequence[Record]) -> list[str]:
+    """The algorithm of each run, and the flags that tell it from others.
+
+    Those are the data and the partition wherever runs differ in them, and any option
+    in which two runs of one algorithm differ; the seeds only if nothing else does.
+    """
+
+    def differing(others: Sequence[Record], names: Sequence[str]) -> list[str]:
+        return [n for n in names if len({other.flags.get(n) for other in others}) > 1]
+
+    silent = schema.names(schema.EXECUTION).union(schema.labelled("never"))
+    setting = schema.labelled("always")
+    out = []
+    for run in runs:
+        same = [other for other in runs if other.flags["algo"] == run.flags["algo"]]
+        every = sorted({n for other in same for n in other.flags if n not in silent})
+        names = differing(same, every)
+        told = [tuple(other.flags.get(n) for n in names) for other in same]
+        if len(set(told)) < len(same):
+            names += differing(same, ("seed", "num_seeds"))
+        names += [n for n in differing(runs, setting) if n not in names]
+        values = [f"{n}={run.flags.get(n, 'unset')}" for n in names]
+        done = run.records[-1]["round"] if run.records else 0
+        note = [] if run.clients else [f"(round {done} of {run.flags['rounds']})"]
+        out.append(" ".join([run.flags["algo"], *values, *note]))
+    return out
+
+
+def has_clients(run: Record) -> bool:
+    """Whether the accuracy of any client by itself is known."""
+    return bool(np.isfinite(run.clients["accuracy"]).any())
+
+
+def accuracies(run: Record) -> np.ndarray:
+    """Each client's accuracy, mean over the summary's rounds; f64[seeds, K]."""
+    accuracy = run.clients["accuracy"]
+    known = np.isfinite(accuracy)
+    total, count = np.where(known, accuracy, 0).sum(1), known.sum(1)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def over_seeds(
+    run: Record,
+    metric: str,
+    scale: float,
+    place: Callable[[Mapping[str, Any]], float] = lambda row: row["round"],
+) -> tuple[list[float], np.ndarray, np.ndarray]:
+    """A metric by evaluated round: (where, mean, standard deviation) over seeds.
+
+    Args:
+        run: Records without the metric do not count.
+        metric: Its name.
+        scale: Factor.
+        place: Where a record stands; the seeds' mean counts.
+    """
+    rows = [row for row in run.records if row.get(metric) is not None]
+    rounds = sorted({row["round"] for row in rows})
+    groups = [[row for row in rows if row["round"] == one] for one in rounds]
+    where = [float(np.mean([place(row) for row in group])) for group in groups]
+    values = [[scale * row[metric] for row in group] for group in groups]
+    mean = np.array([np.mean(one) for one in values])
+    spread = np.array([np.std(one, ddof=len(one) > 1) for one in values])
+    return where, mean, spread

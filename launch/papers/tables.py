@@ -1,0 +1,109 @@
+"""A paper's tables as data: `launch/papers/<paper>.json`, and their cells."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from launch.config import registry
+from launch.show.sheets import Cell
+
+PAPERS = pathlib.Path(__file__).parent
+
+
+def tables() -> dict[str, dict[str, Any]]:
+    """Every table by the name `<paper>.<table>`."""
+    return {
+        f"{path.stem}.{key}": value
+        for path in sorted(PAPERS.glob("*.json"))
+        for key, value in json.loads(path.read_text()).items()
+    }
+
+
+def load_table(name: str) -> dict[str, Any]:
+    """The table `<paper>.<table>`.
+
+    Raises:
+        ValueError: there is no such table; lists those there are.
+    """
+    known = tables()
+    if name not in known:
+        raise ValueError(f"no table {name}: expected one of {', '.join(known)}")
+    return known[name]
+
+
+def _chosen(flag: str, wanted: str, known: Sequence[str]) -> list[str]:
+    """The names of a comma-separated flag, all if it is empty."""
+    names = wanted.split(",") if wanted else list(known)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--{flag}={name}: expected one of {', '.join(known)}")
+    return names
+
+
+def _of_value(
+    parts: Mapping[str, Mapping[str, Any]], names: list[str], flag: str, value: Any
+) -> list[str]:
+    """The rows or columns that stand for `value` of a flag, or for no value of it.
+
+    Raises:
+        ValueError: none is left; lists the values there are.
+    """
+    left = [n for n in names if parts[n].get(flag) in (None, value)]
+    if not left:
+        known = ", ".join(dict.fromkeys(str(parts[n][flag]) for n in names))
+        raise ValueError(
+            f"--{flag}={value}: this table has {known} for it; leave it away"
+        )
+    return left
+
+
+def cells(
+    table: Mapping[str, Any],
+    dataset: str,
+    scenario: str = "",
+    row: str = "",
+    given: Mapping[str, Any] | None = None,
+) -> list[Cell]:
+    """Every cell asked for.
+
+    Args:
+        table: From `load_table`.
+        dataset: `mnist_5k` takes the numbers and settings of `mnist`.
+        scenario, row: Names separated by commas, empty = all.
+        given: Options that hold in every cell.
+    """
+    given = dict(given or {})
+    known = "mnist" if dataset == "mnist_5k" else dataset
+    if known not in table["datasets"] and not table.get("any_dataset"):
+        raise ValueError(
+            f"--dataset={dataset}: this table has {', '.join(table['datasets'])}"
+        )
+    names = _chosen("scenario", scenario, table["scenarios"])
+    rows = _chosen("row", row, table["rows"])
+    for flag, value in given.items():
+        names = _of_value(table["scenarios"], names, flag, value)
+        rows = _of_value(table["rows"], rows, flag, value)
+        if not any(flag in registry.fields_of(table["rows"][r]["algo"]) for r in rows):
+            raise ValueError(f"--{flag}={value}: no row has this option")
+    out = []
+    for name in names:
+        entries = table["datasets"].get(known, {}).get(name, {})
+        for one in rows:
+            entry = entries.get(one, {})
+            options = (
+                table["common"]
+                | table["scenarios"][name]
+                | table["rows"][one]
+                | entry.get("flags", {})
+            )
+            options |= given | {"dataset": dataset}
+            out.append(Cell(name, one, options, entry.get("paper")))
+    return out
+
+
+def slug(text: str) -> str:
+    """A row's name as part of a path."""
+    return "".join(c for c in text.lower().replace(" ", "_") if c not in "=,:*()")

@@ -1,0 +1,324 @@
+"""A run of settings: data, models and algorithm put together."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import models
+from data import dataset, partitions, plan
+from data.partitions import cdkt
+from fedjax_pfl import evaluate, execution, levels, rng, shapes, types
+from fedjax_pfl import program as program_lib
+from launch.config import resolve, schema, sweep
+from launch.run import devices, fit, memory, model_files, processes, summaries
+from launch.run.given import Settings
+from launch.run.run import Run
+
+
+def assemble(
+    settings: Settings,
+    *,
+    kind: type[Run] = Run,
+    level_of: Any = None,
+    eligible: np.ndarray | None = None,
+) -> Run:
+    """Puts data, models and algorithm of resolved settings together.
+
+    Args:
+        settings: What decides the run.
+        kind: What is made.
+        level_of: int[K], the largest level that each client holds, or a function as
+            `plan.Planner` takes it; None = all stages.
+        eligible: bool[K], clients that may be drawn; None = everybody.
+
+    Raises:
+        ValueError: one line: what came, what was expected, which option to change.
+    """
+    entry, config, hparams, source, public, own_models, *_ = settings
+    devices.keep_compiled(config.compile_cache)
+    jax.config.update(
+        "jax_default_matmul_precision", schema.PRECISIONS[config.precision]
+    )
+    shape, num_classes = source.image.shape[1:], source.num_classes
+
+    def model_of(name: str) -> types.Model:
+        width = config.model_width
+        return own_models.get(name) or models.make(name, num_classes, width)
+
+    server_model = model_of(config.model)
+    client_models = tuple(map(model_of, config.client_model.split(",")))
+    flagged = [
+        ("model", server_model),
+        *(("client_model", model) for model in client_models),
+    ]
+    normal = dataset.normalization(source.image, config.normalization)
+    with_exits = [model.name for _, model in flagged if model.has_exits]
+    if with_exits and not getattr(entry, "exits", False):
+        raise ValueError(
+            f"--model={with_exits[0]} has an exit at every stage: --algo="
+            f"{config.algo} has no use for them; take another model, or "
+            f"{fit.able('exits')}"
+        )
+    checked: set[str] = set()
+    for flag, model in flagged:
+        if model.name in checked:
+            continue
+        checked.add(model.name)
+        if model.name in own_models:
+            mean, scale = normal
+            few = source.image[:4].astype(np.float32)
+            few = np.asarray((few - mean) * scale, np.float32)
+            fit.check_own(flag, model, num_classes, config.model_width, few)
+        else:
+            fit.check_model(flag, model, shape)
+    if config.init_from:
+        server_model, client_models = _started(
+            config, server_model, client_models, shape, normal
+        )
+    chosen = vars(config) | vars(hparams)
+    model_bytes = max(shapes.model_bytes(model, shape) for model in client_models)
+    memory.check(chosen, source.image, model_bytes)
+
+    seeds = [config.seed + i for i in range(config.num_seeds)]
+    data = _data(config, source, seeds, public, normal)
+    num_rows = np.asarray(data.partition.train.count)
+    group = np.arange(config.num_clients, dtype=np.int32) % len(client_models)
+    num_levels = 1
+    if isinstance(hparams, levels.Levels):
+        num_levels = levels.top(hparams)
+        if level_of is None:
+            level_of, eligible = levels.assigned(hparams, config.num_clients)
+    if level_of is None:
+        num_stages = [len(model.stage_names) for model in client_models]
+        level_of = np.array(num_stages, np.int32)[group]
+    batch_size = shapes.capped(getattr(hparams, "batch_size", 1), int(num_rows.max()))
+
+    def execution_with(lanes: str) -> types.Execution:
+        if lanes == "auto" and config.num_seeds > 1 and not config.sweep:
+            # Seeds are vmapped in chunks alone, which is worth more.
+            lanes = "0"
+        return devices.execution(
+            config.client_chunk,
+            config.devices,
+            config.clients_per_round,
+            model_bytes,
+            batch_size,
+            config.min_chunk,
+            _typical_steps(config, num_rows[0], batch_size),
+            num_levels,
+            config.emulate,
+            lanes,
+        )._replace(is_bucketed=config.bucketed)
+
+    def planner_of(algorithm: types.Algorithm, how: types.Execution) -> plan.Planner:
+        return plan.Planner(
+            seeds=seeds,
+            num_rows=num_rows,
+            level_of=level_of,
+            client_group=group,
+            clients_per_round=config.clients_per_round,
+            specs=algorithm.plans,
+            execution=how,
+            eligible=eligible,
+            peers=algorithm.peers,
+        )
+
+    task = types.Task(
+        server_model=server_model,
+        client_models=client_models,
+        group_of_client=group,
+        num_clients=config.num_clients,
+        num_classes=num_classes,
+        num_proxy=data.partition.proxy.shape[1],
+        num_eligible=config.num_clients if eligible is None else int(eligible.sum()),
+        num_examples=shapes.rounded_up(int(num_rows.max())),
+        example_shape=shape,
+        execution=execution_with(config.lanes),
+        num_levels=num_levels,
+    )
+    if len(client_models) > 1 and not getattr(entry, "several_models", False):
+        raise ValueError(
+            f"--client_model={config.client_model}: --algo={config.algo} gives all "
+            f"clients one architecture; name one, or take {fit.able('several_models')}"
+        )
+    points = sweep.of(config.sweep, hparams, tuple(vars(config)))
+    fit.check_points(config.sweep, entry, hparams, points, task)
+    # What is compiled has the points' numbers as arguments.
+    first = dataclasses.replace(hparams, **points[0])
+    if task.execution.lanes:
+        made = entry.make(first, task)
+        reason = fit.unfit_for_lanes(made, planner_of(made, task.execution), data)
+        if reason and config.lanes != "auto":
+            raise ValueError(
+                f"--lanes={config.lanes}: lanes take the steps of one training apart, "
+                f"and with --algo={config.algo} {reason}; leave it away"
+            )
+        if reason:
+            task = task._replace(execution=execution_with("0"))
+    how = task.execution
+    program = program_lib.build(entry.make, first, task, _scoring(config, data))
+    if public is not None and program.algorithm.ships_proxy != "unlabelled":
+        raise ValueError(
+            f"--public_set={config.public_set}: --algo={config.algo} has no use for "
+            f"images without labels; leave it away, or take {fit.able('public_images')}"
+        )
+    planner = planner_of(program.algorithm, how)
+    digest = hashlib.sha256(np.ascontiguousarray(data.image).data)
+    digest.update(np.ascontiguousarray(data.label).data)
+    if config.init_from:
+        digest.update(pathlib.Path(config.init_from).expanduser().read_bytes())
+    if planner.graph is not None and planner.graph.table is not None:
+        digest.update(planner.graph.table.data)
+    split = hashlib.sha256()
+    for leaf in jax.tree.leaves(data.partition):
+        split.update(np.ascontiguousarray(leaf).data)
+    processes.check_equal(
+        {"dataset": digest.hexdigest(), "partition": split.hexdigest()},
+        "by the SHA-256 of what it holds; give all processes the same data",
+    )
+    made = kind(
+        data_sha256=digest.hexdigest(),
+        split_sha256=split.hexdigest(),
+        own_sha256=settings.own_sha256,
+        examples_sha256=settings.examples_sha256,
+        config=config,
+        hparams=hparams,
+        task=task,
+        program=program,
+        data=execution.place(data, execution.replicated(how)),
+        planner=planner,
+        seeds=seeds,
+        window=summaries.window(config.summary, config.rounds),
+        points=points,
+    )
+    memory.check_state(chosen, made.saved_template())
+    return made
+
+
+def _partition_spec(config: schema.Config, seed: int) -> partitions.PartitionSpec:
+    protocol = cdkt.PROTOCOLS.get(config.dataset, cdkt.Protocol())
+    return partitions.PartitionSpec(
+        partition=config.partition,
+        num_clients=config.num_clients,
+        partition_alpha=config.partition_alpha,
+        partition_draw=config.partition_draw,
+        classes_per_client=config.classes_per_client,
+        client_classes=resolve.client_classes(config),
+        min_examples=config.min_examples,
+        examples_per_client=config.examples_per_client,
+        test_split=config.test_split,
+        proxy_fraction=config.proxy_fraction,
+        cdkt=protocol._replace(
+            seed=seed,
+            labels_per_user=config.classes_per_client,
+            random_labels=config.partition == "cdkt_paper",
+        ),
+    )
+
+
+def _started(
+    config: schema.Config,
+    server_model: types.Model,
+    client_models: tuple[types.Model, ...],
+    shape: tuple[int, ...],
+    normal: tuple[np.ndarray, np.ndarray],
+) -> tuple[types.Model, tuple[types.Model, ...]]:
+    """The models as they are when they start from `--init_from`.
+
+    `normal` are the mean and the scale of this run's images.
+
+    Raises:
+        ValueError: one line: there are several models, or the file is of another.
+    """
+    if {model.name for model in client_models} != {server_model.name}:
+        raise ValueError(
+            f"--init_from={config.init_from} holds one model: --model={config.model} "
+            f"and --client_model={config.client_model} are several; name one"
+        )
+    path = config.init_from
+    started = model_files.starting(path, server_model, shape, normal)
+    return started, (started,)
+
+
+def _data(
+    config: schema.Config,
+    source: dataset.Dataset,
+    seeds: Sequence[int],
+    public: np.ndarray | None,
+    normal: tuple[np.ndarray, np.ndarray],
+) -> types.Data:
+    """The tables as numpy arrays; the partition has a leading axis of seeds."""
+    splits = []
+    for seed in seeds:
+        own_seed = config.partition_seed if config.partition_seed >= 0 else seed
+        splits.append(
+            partitions.split(source, _partition_spec(config, own_seed), own_seed)
+        )
+    if config.export_partition:
+        if len({one.train.row.tobytes() for one in splits}) > 1:
+            raise ValueError(
+                f"--export_partition={config.export_partition}: --num_seeds="
+                f"{config.num_seeds} has as many partitions, a file holds one; give "
+                "--num_seeds=1 or a --partition_seed"
+            )
+        try:
+            processes.on_first(
+                lambda: partitions.export(splits[0], config.export_partition)
+            )
+        except OSError as error:
+            raise OSError(
+                f"--export_partition={config.export_partition} cannot be written: "
+                f"{error.strerror or error}"
+            ) from error
+    mean, scale = normal
+    image, label = source.image, source.label
+    if public is not None:
+        # Rows behind the table's own; nobody reads their labels.
+        row = np.arange(len(label), len(label) + len(public))
+        splits = [split._replace(proxy=row) for split in splits]
+        image = np.concatenate([image, public])
+        label = np.concatenate([label, np.zeros(len(public), label.dtype)])
+    stacked = partitions.stack(splits)
+    if not (stacked.test.row >= 0).any(1).all():
+        raise ValueError(
+            f"--test_split={config.test_split} leaves no test row, clients are too "
+            "small; lower --num_clients or take pool"
+        )
+    return types.Data(
+        image=image, label=label, mean=mean, scale=scale, partition=stacked
+    )
+
+
+def _typical_steps(
+    config: schema.Config, num_rows: np.ndarray, batch_size: int
+) -> np.ndarray:
+    """int[T, C]: steps of an epoch of the clients of a few cohorts."""
+    gen = rng.generator(config.seed, rng.Tag.COHORT)
+    steps = -(-num_rows // batch_size)
+    size = config.clients_per_round
+    drawn = [gen.choice(len(steps), size, replace=False) for _ in range(16)]
+    return steps[np.stack(drawn)]
+
+
+def _scoring(config: schema.Config, data: types.Data) -> evaluate.Scoring:
+    num_scored = 0
+    if config.c_gen:
+        is_all = config.eval_clients == "all"
+        num_scored = config.num_clients if is_all else config.clients_per_round
+    sampled = config.eval_sample if config.eval_sample < config.num_clients else 0
+    test, rows = data.partition.test, devices.evaluation_rows()
+    return evaluate.Scoring(
+        batch_size=int(min(rows, test.row.shape[1])),
+        own_batch_size=min(rows, shapes.rounded_up(int(test.count.max()))),
+        num_scored=num_scored,
+        scored=config.eval_clients,
+        num_sampled=sampled,
+        has_train=config.eval_train,
+    )

@@ -1,0 +1,135 @@
+"""Whether models, lanes and points of a sweep fit the run that they are given to."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+import algorithms
+from data import plan
+from fedjax_pfl import lanes, shapes, types
+from launch.config import sweep
+from models import own, stages
+
+
+def check_model(flag: str, model: types.Model, shape: tuple[int, ...]) -> None:
+    """Refuses a model of the registry that cannot take the examples.
+
+    Args:
+        flag: What names it, for the error.
+        model: Of any number of classes.
+        shape: Of one example.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    try:
+        shapes.variables(model, shape)
+    except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
+        # Of others only jax and flax understand the words.
+        cause, cure = "", "take another model, for instance mlp"
+        if isinstance(error, stages.UnfitError):
+            cause = f" ({str(error).splitlines()[0]})"
+            if len(shape) == 3:
+                cure = "change --image_size, or take another model"
+        raise ValueError(
+            f"--{flag}={model.name} does not fit examples of shape {list(shape)}"
+            f"{cause}; {cure}"
+        ) from error
+
+
+def check_own(
+    flag: str,
+    model: types.Model,
+    num_classes: int,
+    width: float,
+    examples: np.ndarray,
+) -> None:
+    """Refuses a model of a user's own modules that gives no logits of all classes.
+
+    `examples` are a few of the data set's, normalised.
+
+    Raises:
+        ValueError: one line: it does not take the examples, or gives something else.
+    """
+    shape = examples.shape[1:]
+    if width != 1:
+        raise ValueError(
+            f"--model_width={width:g} has no effect on a model of your own; leave it "
+            "away"
+        )
+    try:
+        variables = shapes.variables(model, shape)
+        example = jax.ShapeDtypeStruct((2, *shape), np.float32)
+        logits, _ = jax.eval_shape(model.forward, *variables, example)
+        found = tuple(logits.shape), logits.dtype
+        train = functools.partial(model.forward, train=True)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        _, moved = jax.eval_shape(train, *variables, example, key=key)
+        if jax.tree.structure(moved) != jax.tree.structure(variables.stats):
+            raise ValueError("its collections grow in train mode; sow nothing")
+    except Exception as error:  # whatever a module of a user's raises
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"{flag}: {model.name} cannot take examples f32[2, "
+            f"{', '.join(map(str, shape))}] ({reason[0][:200]}); change its modules"
+        ) from error
+    if found != ((2, num_classes), np.float32):
+        raise ValueError(
+            f"{flag}: {model.name} gives {found[1]}{list(found[0])} for 2 examples, "
+            f"expected logits float32[2, {num_classes}], one for each class; change "
+            "its last module"
+        )
+    reason = own.depends_on_neighbours(model, examples)
+    if reason:
+        raise ValueError(
+            f"{flag}: {model.name} {reason}; a module that stays in train mode does "
+            "that: name `train`, `deterministic` or `use_running_average` in its "
+            "__call__, or take linen modules"
+        )
+
+
+def unfit_for_lanes(
+    algorithm: types.Algorithm, planner: plan.Planner, data: types.Data
+) -> str:
+    """Why an algorithm's rounds cannot run in lanes, "" if they can."""
+    if not algorithm.plans:
+        return "nobody trains"
+    tables = data.replace(partition=jax.tree.map(lambda x: x[0], data.partition))
+    try:
+        state = jax.eval_shape(algorithm.init, tables, jax.random.key(0))
+        jax.eval_shape(algorithm.round, state, planner.cohort(0, 0), tables)
+    except lanes.UnfitError as error:
+        return str(error)
+    except jax.errors.UnexpectedTracerError:
+        return "a client's training is inside jax.jit, a loop or a branch"
+    return ""
+
+
+def check_points(
+    line: str, entry: Any, hparams: Any, points: list[sweep.Point], task: types.Task
+) -> None:
+    """Refuses a sweep whose points differ in more than numbers of one program.
+
+    Raises:
+        ValueError: one line, also what the algorithm refuses of a point.
+    """
+    facts = []
+    for point in points if line else ():
+        made = entry.make(dataclasses.replace(hparams, **point), task)
+        facts.append((made.plans, made.peers, made.messages))
+    if any(one != facts[0] for one in facts):
+        raise ValueError(
+            f"--sweep={line}: its points have other plans, peers or messages; from "
+            "Python build.compare({...}) runs any settings side by side"
+        )
+
+
+def able(need: str) -> str:
+    """The algorithms whose registry entry has a need."""
+    entries = algorithms.ALGORITHMS.items()
+    return " or ".join(name for name, one in entries if getattr(one, need, False))

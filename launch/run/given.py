@@ -1,0 +1,168 @@
+"""What a user gave, made a configuration: names resolved, data loaded, all checked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data import dataset, loaders
+from fedjax_pfl import types
+from launch.config import registry, resolve, schema, sweep
+from launch.run import devices, memory, processes
+from models import own
+
+
+class Settings(NamedTuple):
+    """All that decides a run.
+
+    Attributes:
+        entry: The algorithm.
+        config: Every field set.
+        hparams: The algorithm's options.
+        source: The data set.
+        public: Images that all clients share without labels, or None.
+        own_models: Models that are not in the registry, by name.
+        own_sha256: Of what a user wrote: an edited model is another run.
+        examples_sha256: Of the data set before its images were fitted.
+    """
+
+    entry: Any
+    config: schema.Config
+    hparams: Any
+    source: dataset.Dataset
+    public: np.ndarray | None = None
+    own_models: Mapping[str, types.Model] = {}
+    own_sha256: str = ""
+    examples_sha256: str = ""
+
+
+def settled(**given: Any) -> Settings:
+    """The settings of option names and values; see `experiment.experiment`.
+
+    Raises:
+        ValueError: one line: what came, what was expected, which option to change.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    devices.begin(given.get("distributed", ""))
+    own_sha256 = _own_sha256(given)
+    given, source, own_models = _named(given)
+    check_alike(given | {"own_sha256": own_sha256})
+    config, hparams = resolve.configure(given)
+    if source is None:
+        source = loaders.load(config.dataset, config.data_dir)
+    if config.rotate_classes > 1:
+        source = dataset.rotated(source, config.rotate_classes)
+    examples = hashlib.sha256(np.ascontiguousarray(source.image).data)
+    examples.update(np.ascontiguousarray(source.label).data)
+    config = resolve.resolve(config, source, given)
+    resolve.check(config, own_models)
+    memory.check_images(vars(config), source.image)
+    source = dataset.fitted(source, config.image_size, config.image_channels)
+    if config.rotate_classes > 1 and config.partition in ("cdkt", "cdkt_paper"):
+        raise ValueError(
+            f"--rotate_classes={config.rotate_classes}: --partition={config.partition} "
+            "gives users of the data's own classes; take another partition"
+        )
+    public = None
+    if config.public_set != "none":
+        public = _public_images(config, source)
+    return Settings(
+        registry.algorithm(given.get("algo", config.algo)),
+        config,
+        hparams,
+        source,
+        public,
+        own_models,
+        own_sha256,
+        examples.hexdigest(),
+    )
+
+
+# Of one process: where it is, and what it has on its own disk.
+_OF_ONE_PROCESS = ("distributed", "data_dir", "compile_cache", "workdir")
+
+
+def check_alike(given: Mapping[str, Any]) -> None:
+    """Refuses processes of one run that were given different options.
+
+    Raises:
+        ValueError: one line.
+    """
+    # The processes that there are, without which of them this one is.
+    together = (given.get("distributed") or "").rpartition(",")[0]
+    has_folder = "given" if given.get("workdir") else "unset"
+    named = {"distributed": together, "workdir": has_folder} | {
+        name: value if isinstance(value, (str, int, float)) else type(value).__name__
+        for name, value in given.items()
+        if name not in _OF_ONE_PROCESS
+    }
+    processes.check_equal(named, "give all processes the same options")
+
+
+def _own_sha256(given: Mapping[str, Any]) -> str:
+    """Of the source of modules and of an algorithm; "" if there are none."""
+    texts = {
+        name: own.fingerprint(given[name])
+        for name in ("model", "client_model")
+        if not isinstance(given.get(name, ""), str)
+    }
+    if not isinstance(given.get("algo", ""), str):
+        texts["algo"] = own.source(getattr(given["algo"], "make", given["algo"]))
+    return hashlib.sha256(repr(texts).encode()).hexdigest() if texts else ""
+
+
+def _named(
+    given: Mapping[str, Any],
+) -> tuple[dict[str, Any], dataset.Dataset | None, dict[str, types.Model]]:
+    """Options with a name for each data set and model, and what these names mean."""
+    given, source, own_models = dict(given), None, {}
+    if "sweep" in given:
+        given["sweep"] = sweep.text(given["sweep"])
+    if "lanes" in given:
+        given["lanes"] = str(given["lanes"])
+    arrays = given.get("dataset", "")
+    if not isinstance(arrays, str):
+        if not isinstance(arrays, (tuple, list)) or len(arrays) not in (2, 3):
+            raise ValueError(
+                "dataset: expected a name, or arrays (x, y) or (x, y, client), got a "
+                f"{type(arrays).__name__}"
+            )
+        source = loaders.from_arrays(*arrays)
+        given["dataset"] = loaders.ARRAYS
+    for flag in ("model", "client_model"):
+        modules = given.get(flag, "")
+        if not isinstance(modules, str):
+            made = own.chain(modules)
+            if own_models.get(made.name, made) is not made:
+                made = made._replace(name=f"{made.name}_2")
+            own_models[made.name] = made
+            given[flag] = made.name
+    return given, source, own_models
+
+
+def _public_images(config: schema.Config, source: dataset.Dataset) -> np.ndarray:
+    """Train images of `--public_set`, of the shape and type of the data set's."""
+    if config.proxy_fraction:
+        raise ValueError(
+            f"--public_set={config.public_set} and --proxy_fraction="
+            f"{config.proxy_fraction:g} both name shared images; give one of them"
+        )
+    if config.public_set.removesuffix("_5k") == config.dataset.removesuffix("_5k"):
+        raise ValueError(
+            f"--public_set={config.public_set} holds images of the clients' own "
+            f"--dataset={config.dataset}; take another, or set a share aside with "
+            "--proxy_fraction"
+        )
+    public = loaders.load(config.public_set, config.data_dir, flag="public_set")
+    public = dataset.fitted(public, config.image_size, config.image_channels)
+    image = public.image[: public.num_train]
+    if image.shape[1:] != source.image.shape[1:] or image.dtype != source.image.dtype:
+        raise ValueError(
+            f"--public_set={config.public_set} has {image.dtype} images of shape "
+            f"{list(image.shape[1:])}, --dataset={config.dataset} "
+            f"{source.image.dtype} of {list(source.image.shape[1:])}; they must agree"
+        )
+    return image

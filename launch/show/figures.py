@@ -1,0 +1,313 @@
+"""Pictures of runs: curves, fairness, class bubbles, heat maps of sweeps."""
+
+from __future__ import annotations
+
+import collections
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib import figure as figure_lib
+from matplotlib import ticker
+
+from launch.folder import record
+from launch.folder.record import Record
+from launch.show import words
+
+KINDS = ("curves", "fairness", "bubbles")
+FORMATS = ("png", "pdf", "svg")
+PREFERRED = ("client_accuracy", "c_per", "global_accuracy")
+
+
+class Figure(figure_lib.Figure):
+    """A figure that notebooks show by itself."""
+
+    def _repr_png_(self) -> bytes:
+        file = io.BytesIO()
+        self.savefig(file, format="png", dpi=110)
+        return file.getvalue()
+
+
+def named(run: Record, name: str) -> str:
+    """A run's name, and whether its numbers are none from some round on."""
+    since = record.diverged(run)
+    return name if since is None else f"{name} ({words.diverged(since)})"
+
+
+def _unformatted(text: str) -> str:
+    """The text as matplotlib shows it as it is: a dollar would begin a formula."""
+    return text.replace("$", r"\$")
+
+
+def picture(
+    kind: str, runs: Sequence[Record], metric: str = "", names: Sequence[str] = ()
+) -> Figure:
+    """One of the pictures.
+
+    Args:
+        kind: One of `KINDS`, or `heatmap`.
+        runs: What to draw.
+        metric: Of the curves, separated by commas; empty = `metrics_of` chooses.
+        names: Of the runs; empty = by what tells them apart.
+
+    Raises:
+        ValueError: no such picture or metric, or one that needs finished runs.
+    """
+    if kind not in (*KINDS, "heatmap"):
+        raise ValueError(f"--kind={kind}: expected one of {', '.join(KINDS)}, heatmap")
+    pairs = zip(runs, names or record.labels(runs), strict=True)
+    names = [_unformatted(named(*pair)) for pair in pairs]
+    for run in runs if kind in ("fairness", "bubbles") else ():
+        if not run.clients:
+            raise ValueError(
+                f"--kind={kind}: {run.path} is not finished; leave it away, or give "
+                "--kind=curves"
+            )
+    if kind == "fairness" and not all(map(record.has_clients, runs)):
+        raise ValueError(
+            "--kind=fairness: a run measured no client by itself; leave it away, or "
+            "give --kind=curves,bubbles"
+        )
+    if kind == "curves":
+        return curves(runs, names, metrics_of(runs, metric))
+    if kind == "heatmap":
+        if not has_two_names(runs):
+            raise ValueError(
+                "--kind=heatmap: expected one sweep of two names; give --kind=curves"
+            )
+        return heatmap(runs, metrics_of(runs, metric)[0])
+    return (fairness if kind == "fairness" else bubbles)(runs, names)
+
+
+def metrics_of(runs: Sequence[Record], wanted: str | Sequence[str]) -> list[str]:
+    """The metrics to draw: those asked for, or the first one that all runs have.
+
+    Args:
+        runs: Whose.
+        wanted: Names, or one text of them separated by commas; empty = choose.
+
+    Raises:
+        ValueError: a run does not have one, or percent would stand beside numbers.
+    """
+    # What rounds measure is not in the record before the first of them.
+    shared = set.intersection(*(set().union(*run.records) for run in runs))
+    wanted = wanted if isinstance(wanted, str) else ",".join(wanted)
+    names = wanted.split(",") if wanted else [n for n in PREFERRED if n in shared][:1]
+    if len({_is_fraction(name, runs) for name in names}) > 1:
+        raise ValueError(f"--metric={wanted}: percent and numbers need a picture each")
+    if names and shared.issuperset(names):
+        return names
+    raise ValueError(
+        f"--metric={wanted or '|'.join(PREFERRED)}: the runs share "
+        f"{', '.join(sorted(shared - {'round', 'seed'}))}"
+    )
+
+
+def _is_fraction(metric: str, runs: Sequence[Record]) -> bool:
+    """Whether a metric's curve is drawn in percent."""
+    return words.is_fraction(metric, collections.ChainMap(*(r.fractions for r in runs)))
+
+
+def curves(
+    runs: Sequence[Record], names: Sequence[str], metrics: Sequence[str]
+) -> Figure:
+    """Metrics of one unit over rounds: mean and standard deviation over seeds."""
+    series = [
+        (run, metric, f"{name} {words.title(metric)}" if len(metrics) > 1 else name)
+        for run, name in zip(runs, names, strict=True)
+        for metric in metrics
+    ]
+    width = 7 + 0.075 * max(len(label) for *_, label in series)
+    figure = Figure(figsize=(width, 4.8), layout="constrained")
+    axes = figure.subplots()
+    colors = matplotlib.color_sequences["tab10"]
+    drawn = []
+    is_share = _is_fraction(metrics[0], runs)
+    scale, form = (100, ".1f") if is_share else (1, ".3g")
+    for number, (run, metric, label) in enumerate(series):
+        rounds, mean, spread = record.over_seeds(run, metric, scale)
+        if not rounds:
+            continue
+        style = {"color": colors[number % 10], "ls": ("-", "--", ":")[number // 10 % 3]}
+        (line,) = axes.plot(rounds, mean, label=label, lw=1.6, **style)
+        axes.fill_between(
+            rounds, mean - spread, mean + spread, color=style["color"], alpha=0.15, lw=0
+        )
+        having = [row for row in run.records if row.get(metric) is not None]
+        drawn.append((mean[-1], line, len({row["seed"] for row in having})))
+    drawn.sort(key=lambda one: -one[0])
+    is_same = len({count for *_, count in drawn}) == 1
+    figure.legend(
+        [line for _, line, _ in drawn],
+        [
+            f"{line.get_label()}  {last:{form}}{'' if is_same else f', n={count}'}"
+            for last, line, count in drawn
+        ],
+        loc="outside right upper",
+        title="last round, %" if is_share else "last round",
+        frameon=False,
+        fontsize=9,
+    )
+    seeds = max(len({row["seed"] for row in run.records}) for run in runs)
+    band = f", mean ± std of {seeds} seeds" if seeds > 1 else ""
+    # Several metrics have their names in the legend.
+    told = [words.title(metric) for metric in metrics if len(metrics) == 1]
+    axes.set(
+        xlabel="rounds done",
+        ylabel=", ".join([*told, *(["%"] if is_share else [])]),
+        xlim=(0, None),
+    )
+    axes.set_title(f"{_data(runs)}{band}", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=(1, 2, 5, 10)))
+    return figure
+
+
+def fairness(runs: Sequence[Record], names: Sequence[str]) -> Figure:
+    """Clients by accuracy in bins of ten points: one panel for each run.
+
+    A client's accuracy is its mean over the summary window; counts are means over
+    seeds.
+    """
+    figure, panels = _panels(len(runs), width=2.9, height=2.2)
+    edges = np.arange(0, 101, 10)
+    for axes, run, name in zip(panels, runs, names, strict=True):
+        # Rounded: the mean of ten times 0.6 must not fall below the edge at 60.
+        accuracy = np.round(100 * record.accuracies(run), 6)
+        accuracy = accuracy[np.isfinite(accuracy)]
+        seeds = len(run.clients["seeds"])
+        # The last bin is closed: a client with 100 % belongs to it.
+        counts = np.histogram(accuracy, edges)[0] / seeds
+        axes.bar(edges[:-1], counts, width=9, align="edge", color="tab:blue")
+        axes.axvline(accuracy.mean(), color="tab:red", lw=1.2)
+        good = (accuracy >= 80).sum() / seeds
+        axes.set_title(f"{name}\n{good:.1f} clients reach 80 %", fontsize=9)
+        axes.set_xticks(edges[::2])
+        axes.tick_params(labelbottom=True)
+    figure.supxlabel("accuracy of a client, % (red line: mean)")
+    figure.supylabel("clients")
+    figure.suptitle(f"{_data(runs)}, summary rounds, mean over seeds", fontsize=10)
+    return figure
+
+
+def bubbles(runs: Sequence[Record], names: Sequence[str]) -> Figure:
+    """Train examples per client and class, first seed: one panel for each partition."""
+    shown: list[tuple[Record, str, np.ndarray]] = []
+    for run, name in zip(runs, names, strict=True):
+        counts = run.clients["class_counts"][0]
+        if not any(np.array_equal(counts, other) for *_, other in shown):
+            shown.append((run, name, counts))
+    longest = max(len(counts) for *_, counts in shown)
+    figure, panels = _panels(len(shown), width=max(3.6, 0.14 * longest), height=3.2)
+    largest = max(int(counts.max()) for *_, counts in shown)
+    scale = 160 / largest
+
+    for axes, (run, name, counts) in zip(panels, shown, strict=True):
+        client, label = np.nonzero(counts)
+        axes.scatter(
+            client, label, s=scale * counts[client, label], alpha=0.7, linewidths=0
+        )
+        alphas = {other.flags.get("partition_alpha") for other, *_ in shown}
+        if len(alphas) > 1:
+            name = f"alpha {run.flags.get('partition_alpha')}"
+        if len(shown) > 1:
+            axes.set_title(name, fontsize=9)
+        axes.margins(0.04)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(ticker.MaxNLocator(integer=True))
+    nice = [step * 10**power for power in range(7) for step in (1, 2, 5)]
+    steps = [step for step in nice if step <= largest][-1:-7:-3][::-1]
+    handles = [
+        panels[0].scatter(
+            [], [], s=scale * step, color="tab:blue", alpha=0.7, linewidths=0
+        )
+        for step in steps
+    ]
+    figure.legend(
+        handles,
+        [f"{step}" for step in steps],
+        title="examples",
+        loc="outside right upper",
+        frameon=False,
+    )
+    figure.supxlabel("client")
+    figure.supylabel("class")
+    seeds = sorted({int(run.clients["seeds"][0]) for run, *_ in shown})
+    figure.suptitle(
+        f"{_data(runs)}: train examples, seed {', '.join(map(str, seeds))}", fontsize=10
+    )
+    return figure
+
+
+def has_two_names(runs: Sequence[Record]) -> bool:
+    """Whether the runs are the points of one sweep of two names, as a grid."""
+    swept = {tuple(run.point) for run in runs}
+    sides = [{run.point.get(n) for run in runs} for n in next(iter(swept))]
+    is_one = len(swept) == 1 and len({run.path for run in runs}) == 1
+    return is_one and len(sides) == 2 and len(sides[0]) * len(sides[1]) == len(runs)
+
+
+def heatmap(runs: Sequence[Record], metric: str) -> Figure:
+    """A metric's summary, mean over seeds, at each point of a sweep of two names."""
+    figure = Figure(layout="constrained")
+    draw_heatmap(figure.subplots(), runs, metric)
+    figure.suptitle(f"{_data(runs)}, {words.title(metric)}", fontsize=10)
+    return figure
+
+
+def draw_heatmap(axes: Any, runs: Sequence[Record], metric: str) -> None:
+    """Draws `heatmap` into axes: a cell for each pair, with its value."""
+    across, down = runs[0].point
+    columns, rows = (
+        sorted({run.point[name] for run in runs}) for name in (across, down)
+    )
+    is_fraction = _is_fraction(metric, runs)
+    scale, form = (100, ".1f") if is_fraction else (1, ".3g")
+    values = np.full((len(rows), len(columns)), np.nan)
+    for run in runs:
+        place = rows.index(run.point[down]), columns.index(run.point[across])
+        known = (run.summary or {}).get("metrics", {}).get(metric)
+        if known is not None:
+            values[place] = scale * known["mean"]
+        else:
+            _, mean, _ = record.over_seeds(run, metric, scale)
+            values[place] = mean[-1] if len(mean) else np.nan
+    image = axes.imshow(values, cmap="viridis", origin="lower", aspect="auto")
+    middle = np.nanmean([np.nanmin(values), np.nanmax(values)])
+    for (row, column), value in np.ndenumerate(values):
+        text = "" if np.isnan(value) else f"{value:{form}}"
+        color = "white" if value < middle else "black"
+        axes.text(column, row, text, ha="center", va="center", color=color, fontsize=9)
+    axes.set_xticks(range(len(columns)), [str(one) for one in columns])
+    axes.set_yticks(range(len(rows)), [str(one) for one in rows])
+    axes.set(xlabel=across, ylabel=down)
+    axes.figure.colorbar(image, ax=axes, label="%" if is_fraction else "")
+
+
+def _data(runs: Sequence[Record]) -> str:
+    """The data set, and the partition where all runs share it."""
+    parts = []
+    for name in ("dataset", "partition", "partition_alpha"):
+        values = {run.flags.get(name) for run in runs}
+        if len(values) == 1:
+            value = values.pop()
+            if name != "partition_alpha":
+                parts.append(str(value))
+            elif all("dirichlet" in run.flags["partition"] for run in runs):
+                parts.append(f"alpha {value}")
+    return _unformatted(", ".join(parts))
+
+
+def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Any]]:
+    """A figure of `count` panels with shared axes, at most four in a row."""
+    columns = min(4, count)
+    rows = -(-count // columns)
+    figure = Figure(
+        figsize=(width * columns + 1, height * rows + 0.6), layout="constrained"
+    )
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for axes in grid.flat[count:]:
+        axes.set_visible(False)
+    return figure, list(grid.flat[:count])
