@@ -100,14 +100,15 @@ PLAIN_WORDS = {"local", "majority"}
 # has its paper's name.
 MAY_NAME = {
     "cdkt": {
-        "launch/build.py",
-        "launch/config.py",
-        "launch/flags.py",
+        "launch/config/flags.py",
+        "launch/config/schema.py",
+        "launch/run/assemble.py",
+        "launch/run/given.py",
         "launch/reproduce.py",
     },
     "fedavg": {"launch/bench/works.py"},
     # What each client gains over its own model.
-    "local": {"launch/report.py"},
+    "local": {"launch/show/page.py"},
 }
 # The benchmark's plain implementations, each of one algorithm.
 REFERENCES = {"launch/bench/fedd2s.py", "launch/bench/references.py"}

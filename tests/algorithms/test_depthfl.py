@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import models
 from algorithms import depthfl
 from data import plan
 from fedjax_pfl import levels, local_training, options, shapes, types
 from launch import build
+from launch.config import registry
 from tests import padded
 from tests.algorithms import conftest, exits, plain
 from tests.fedjax_pfl import small
@@ -341,7 +343,7 @@ def test_every_option_matters_to_the_reference(changed, of_levels, problem):
 
 def test_feddyn_equals_plain_feddyn(problem, start):
     """One exit: Acar et al., Algorithm 1, with weight decay and M = all clients."""
-    entry = build.settings.algorithm("feddyn")
+    entry = registry.algorithm("feddyn")
     given = FLOATS | {"batch_size": 5, "self_distill_weight": 0.0}
     hparams, alpha = entry.HParams(**given), FLOATS["feddyn_alpha"]
     assert hparams.level_mix == "1" and entry.HParams().self_distill_weight == 0
@@ -852,7 +854,7 @@ COMMON = {
 @pytest.fixture
 def toy(monkeypatch, blobs):
     """Builds experiments of the toy with exits."""
-    monkeypatch.setitem(build.models.MODELS, "with_exits", toy_model.with_exits)
+    monkeypatch.setitem(models.MODELS, "with_exits", toy_model.with_exits)
 
     def made(**given):
         return build.experiment(**COMMON | {"dataset": blobs} | given)

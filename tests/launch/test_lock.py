@@ -12,7 +12,7 @@ from launch.folder import lock
 
 HOLD = """
 import os, pathlib, signal, sys
-from launch import lock
+from launch.folder import lock
 held = lock.Lock(pathlib.Path(sys.argv[1]))
 held.acquire()
 print(os.getpid(), flush=True)

@@ -79,7 +79,7 @@ def test_short_runs_have_short_windows():
     assert experiment.window == (7, 8)
     assert "(mean of rounds 7 to 8)  last round" in words.table(experiment.summary())
     curve = [record["client_accuracy"] for record in experiment.metrics]
-    frame = build.compare_lib.Comparison({"a": experiment}).summary()
+    frame = build.Comparison({"a": experiment}).summary()
     assert frame["client_accuracy"]["a"] == pytest.approx(np.mean(curve[-2:]))
     assert frame["client_accuracy last round"]["a"] == pytest.approx(curve[-1])
     assert frame["summary"]["a"] == "mean of rounds 7 to 8"
