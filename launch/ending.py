@@ -3,15 +3,53 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
+from absl import flags as absl_flags
+from absl import logging as absl_logging
 
 import launch
 from launch.config import flagfile, flags
 from launch.run import processes
+
+
+def command(
+    body: Callable[[list[str]], None],
+) -> Callable[[Sequence[str] | None], None]:
+    """Makes a command of a function of an argv, by default `sys.argv`."""
+
+    @functools.wraps(body)
+    def run(argv: Sequence[str] | None = None) -> None:
+        # The libraries' own messages would stand in the way of ours.
+        absl_logging.set_verbosity(absl_logging.ERROR)
+        logging.getLogger("orbax").setLevel(logging.ERROR)
+        with reported():
+            body(list(sys.argv if argv is None else argv))
+
+    return run
+
+
+@contextlib.contextmanager
+def refused() -> Iterator[None]:
+    """Ends a command with one line where what was asked for cannot be."""
+    try:
+        yield
+    except (ValueError, absl_flags.Error) as error:
+        flags.fail(error)
+
+
+@contextlib.contextmanager
+def writing(flag: str, path: object) -> Iterator[None]:
+    """Ends a command with one line where the file of a flag cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        flags.fail(f"--{flag}={path}: {error}", 1)
 
 
 @contextlib.contextmanager

@@ -7,45 +7,33 @@ from it. The folder is left as it is.
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
-import sys
-from collections.abc import Sequence
 
-from absl import flags as absl_flags
-
-from launch import build, ending, main
+from fedjax_pfl.options import option
+from launch import build, ending
 from launch.config import flags
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """The command."""
-    main.quiet()
-    with ending.reported():
-        _command(list(sys.argv if argv is None else argv))
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of this command."""
+
+    output: str = option("model.msgpack", "file to write, .msgpack or .npz")
+    client: int = option(-1, "whose model, -1 = the server's")
+    seed: int = option(-1, "one of the run's seeds, -1 = its first")
+    data_dir: str = option("", "folder of the data set, if it moved")
+    dataset: str = option("", "npz:PATH of the data, if the file moved")
 
 
-def _command(argv: Sequence[str]) -> None:
-    values = absl_flags.FlagValues()
-    absl_flags.DEFINE_string(
-        "output", "model.msgpack", "file to write, .msgpack or .npz", flag_values=values
-    )
-    absl_flags.DEFINE_integer(
-        "client", -1, "whose model, -1 = the server's", flag_values=values
-    )
-    absl_flags.DEFINE_integer(
-        "seed", -1, "one of the run's seeds, -1 = its first", flag_values=values
-    )
-    absl_flags.DEFINE_string(
-        "data_dir", "", "folder of the data set, if it moved", flag_values=values
-    )
-    absl_flags.DEFINE_string(
-        "dataset", "", "npz:PATH of the data, if the file moved", flag_values=values
-    )
-    try:
-        folders = flags.beside(argv, values, __doc__)
+@ending.command
+def command(argv: list[str]) -> None:
+    """Writes a run's model to a file."""
+    with ending.refused():
+        asked, folders, _ = flags.asked(argv, Options, __doc__)
         if len(folders) != 1:
             raise ValueError("give the folder of one run")
-        told = {"data_dir": values.data_dir, "dataset": values.dataset}
+        told = {"data_dir": asked.data_dir, "dataset": asked.dataset}
         moved = {name: value for name, value in told.items() if value}
         experiment = build.load(pathlib.Path(folders[0]), **moved)
         if not experiment.round:
@@ -55,11 +43,9 @@ def _command(argv: Sequence[str]) -> None:
                 f"{folders[0]} holds a sweep; from Python: build.load(...).save_model("
                 "path, client_id, point={...})"
             )
-        client = None if values.client == -1 else values.client
-        seed = None if values.seed == -1 else values.seed
-        print(experiment.save_model(values.output, client, seed))
-    except (ValueError, absl_flags.Error) as error:
-        flags.fail(error)
+        client = None if asked.client == -1 else asked.client
+        seed = None if asked.seed == -1 else asked.seed
+        print(experiment.save_model(asked.output, client, seed))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
-
-from absl import flags as absl_flags
 
 import algorithms
 import models
@@ -41,9 +38,6 @@ class Asked:
     model_width: float = option(
         1.0, "factor on its hidden channels and widths", above=0, maximum=1000
     )
-
-
-KINDS = {"model": str, "num_classes": int, "example_shape": str, "model_width": float}
 
 
 def main() -> None:
@@ -100,20 +94,11 @@ def _parse(argv: Sequence[str]) -> tuple[Asked, tuple[int, ...]] | None:
     Raises:
         ValueError, absl_flags.Error: one line that names the flag.
     """
-    values = absl_flags.FlagValues()
-    for field in dataclasses.fields(Asked):
-        flags.define(values, field.name, field, KINDS[field.name])
-    try:
-        rest = flags.beside(argv, values, __doc__)
-    except absl_flags.IllegalFlagValueError as error:
-        raise ValueError(flags.illegal(error, KINDS)) from error
+    asked, rest, given = flags.asked(argv, Asked, __doc__)
     if rest:
         raise ValueError(
             f"{limits.told(rest[0])} is not a flag; options are written --name=value"
         )
-    given = {name: values[name].value for name in KINDS if values[name].present}
-    asked = Asked(**{n: limits.checked(n, v, KINDS[n]) for n, v in given.items()})
-    options.validate(asked)
     if "model" not in given:
         if given:
             raise ValueError(f"--{min(given)} has no effect without --model=NAME")
@@ -159,14 +144,10 @@ def _print_counts(model: types.Model, shape: tuple[int, ...]) -> None:
     _print_table(["models of width 1/2"], rows)
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """The command."""
-    with ending.reported():
-        _command(list(sys.argv if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> None:
-    try:
+@ending.command
+def command(argv: list[str]) -> None:
+    """Lists all names, or counts a model."""
+    with ending.refused():
         found = _parse(argv)
         if found is None:
             main()
@@ -174,8 +155,6 @@ def _command(argv: Sequence[str]) -> None:
         asked, shape = found
         model = models.make(asked.model, asked.num_classes, asked.model_width)
         fit.check_model("model", model, shape)
-    except (ValueError, absl_flags.Error) as error:
-        flags.fail(error)
     print(
         f"{asked.model}, {asked.num_classes} classes, examples of "
         f"{'x'.join(map(str, shape))}, width {asked.model_width:g}"

@@ -6,12 +6,8 @@ after the current call (about 10 seconds of work), saves, and says how to go on.
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Sequence
 from typing import Any
-
-from absl import logging as absl_logging
 
 from launch import build, ending
 from launch.config import flags
@@ -91,17 +87,10 @@ def _command_name() -> str:
     return "fedjax-pfl run" if is_script else "python -m launch.main"
 
 
-def quiet() -> None:
-    """Keeps the libraries' own messages out of the way of ours."""
-    absl_logging.set_verbosity(absl_logging.ERROR)
-    logging.getLogger("orbax").setLevel(logging.ERROR)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command."""
-    quiet()
-    with ending.reported():
-        execute(flags.parse(sys.argv if argv is None else argv))
+@ending.command
+def main(argv: list[str]) -> None:
+    """Runs one algorithm."""
+    execute(flags.parse(argv))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,10 @@ which accuracy) and `bubbles.png` (train examples of each client and class).
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
-import sys
-from collections.abc import Sequence
 
-from absl import flags as absl_flags
-
+from fedjax_pfl.options import option
 from launch import ending
 from launch.config import flags
 from launch.folder import record
@@ -22,40 +20,35 @@ from launch.show.figures import Figure
 __all__ = ["Figure", "command"]
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """The command."""
-    with ending.reported():
-        _command(list(sys.argv if argv is None else argv))
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of this command."""
+
+    output: str = option("plots", "folder of the pictures")
+    metric: str = option(
+        "",
+        "metrics of the curves, separated by commas; default "
+        f"{' or '.join(figures.PREFERRED)}",
+    )
+    kind: str = option(
+        "",
+        f"pictures to draw, separated by commas; default {','.join(figures.KINDS)}, "
+        "of runs that are not finished curves; of a sweep of two names also heatmap",
+    )
+    format: str = option("png", "png, pdf or svg")
 
 
-def _command(argv: Sequence[str]) -> None:
-    values = absl_flags.FlagValues()
-    for name, default, text in (
-        ("output", "plots", "folder of the pictures"),
-        (
-            "metric",
-            "",
-            "metrics of the curves, separated by commas; default "
-            f"{' or '.join(figures.PREFERRED)}",
-        ),
-        (
-            "kind",
-            "",
-            "pictures to draw, separated by commas; default "
-            f"{','.join(figures.KINDS)}, of "
-            "runs that are not finished curves; of a sweep of two names also heatmap",
-        ),
-        ("format", "png", "png, pdf or svg"),
-    ):
-        absl_flags.DEFINE_string(name, default, text, flag_values=values)
-    try:
-        folders = flags.beside(argv, values, __doc__)
+@ending.command
+def command(argv: list[str]) -> None:
+    """Draws runs."""
+    with ending.refused():
+        asked, folders, _ = flags.asked(argv, Options, __doc__)
         if not folders:
             raise ValueError("give the folders of one or more runs")
         formats = figures.FORMATS
-        if values.format not in formats:
+        if asked.format not in formats:
             raise ValueError(
-                f"--format={values.format}: expected one of {', '.join(formats)}"
+                f"--format={asked.format}: expected one of {', '.join(formats)}"
             )
         found = [record.read(pathlib.Path(name)) for name in folders]
         runs = [run for one in found for run in record.by_point(one)]
@@ -63,21 +56,15 @@ def _command(argv: Sequence[str]) -> None:
         if all(run.clients for run in runs):
             all_kinds += ["fairness"] * all(map(record.has_clients, runs)) + ["bubbles"]
         all_kinds += ["heatmap"] * figures.has_two_names(runs)
-        kinds = values.kind.split(",") if values.kind else all_kinds
-        drawn = {kind: figures.picture(kind, runs, values.metric) for kind in kinds}
-    except (ValueError, absl_flags.Error) as error:
-        flags.fail(error)
-    except OSError as error:
-        flags.fail(error, 1)
-    folder = pathlib.Path(values.output)
-    try:
+        kinds = asked.kind.split(",") if asked.kind else all_kinds
+        drawn = {kind: figures.picture(kind, runs, asked.metric) for kind in kinds}
+    folder = pathlib.Path(asked.output)
+    with ending.writing("output", folder):
         folder.mkdir(parents=True, exist_ok=True)
         for kind, figure in drawn.items():
-            path = folder / f"{kind}.{values.format}"
+            path = folder / f"{kind}.{asked.format}"
             figure.savefig(path, dpi=130)
             print(path)
-    except OSError as error:
-        flags.fail(f"--output={folder}: {error}", 1)
 
 
 if __name__ == "__main__":

@@ -7,44 +7,38 @@ that differ, and the commands. It loads nothing from anywhere.
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
-import sys
-from collections.abc import Sequence
 
-from absl import flags as absl_flags
-
+from fedjax_pfl.options import option
 from launch import ending
 from launch.config import flags
 from launch.show import page
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """The command."""
-    with ending.reported():
-        _command(list(sys.argv if argv is None else argv))
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of this command."""
+
+    output: str = option("report.html", "file of the page")
+    control: str = option(
+        "", "run or algorithm that others are compared with; the first"
+    )
+    title: str = option("", "the page's title")
 
 
-def _command(argv: Sequence[str]) -> None:
-    values = absl_flags.FlagValues()
-    for name, default, text in (
-        ("output", "report.html", "file of the page"),
-        ("control", "", "run or algorithm that others are compared with; the first"),
-        ("title", "", "the page's title"),
-    ):
-        absl_flags.DEFINE_string(name, default, text, flag_values=values)
-    try:
-        folders = flags.beside(argv, values, __doc__)
+@ending.command
+def command(argv: list[str]) -> None:
+    """Writes a page about runs."""
+    with ending.refused():
+        asked, folders, _ = flags.asked(argv, Options, __doc__)
         if not folders:
             raise ValueError("give the folders of one or more finished runs")
         entries = page.read([pathlib.Path(folder) for folder in folders])
-        text = page.page(entries, values.control, title=values.title)
-    except (ValueError, absl_flags.Error) as error:
-        flags.fail(error)
-    try:
-        page.write(values.output, text)
-    except OSError as error:
-        flags.fail(f"--output={values.output}: {error}", 1)
-    print(values.output)
+        text = page.page(entries, asked.control, title=asked.title)
+    with ending.writing("output", asked.output):
+        page.write(asked.output, text)
+    print(asked.output)
 
 
 if __name__ == "__main__":

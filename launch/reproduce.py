@@ -9,6 +9,7 @@ tables are data: `launch/papers/<paper>.json`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -19,6 +20,7 @@ from absl import flags as absl_flags
 
 from data import loaders
 from fedjax_pfl import levels
+from fedjax_pfl.options import option
 from launch import ending, main
 from launch.config import flagfile, flags, presets, registry, resolve, schema
 from launch.folder import finished
@@ -117,47 +119,47 @@ def available(dataset: str, data_dir: str) -> str:
     return dataset
 
 
-OWN_FLAGS = ("scenario", "row", "workdir", "output", "report", "cells", "dry_run")
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of this command; those of the cells' runs stand beside them."""
+
+    scenario: str = option("", "scenarios (columns), separated by commas; default all")
+    row: str = option("", "rows, separated by commas; default all")
+    workdir: str = option("runs/reproduce", "folder of the runs")
+    output: str = option("", "also write the Markdown table to this file")
+    report: str = option("", "also write an HTML page about the runs to this file")
+    cells: str = option("", "JSON file of finished cells: those in it do not run again")
+    dry_run: bool = option(False, "print what is there, run nothing")
 
 
-def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Table name, this command's own flags, and the options given for every cell."""
+def _parse(argv: Sequence[str]) -> tuple[str, Options, dict[str, Any]]:
+    """Table name, this command's own options, and those given for every cell."""
     names = [a for a in argv[1:] if not a.startswith("-")]
-    wants_help = bool(flags.HELP & set(argv[1:]))
-    if len(names) != 1 and not wants_help:
+    if flags.HELP & set(argv[1:]):
+        flags.asked(argv, Options, __doc__)
+    if len(names) != 1:
         raise ValueError(
             "give one table, for instance cdkt.table1, and options as --name=value; "
             f"tables: {', '.join(tables.tables())}"
         )
-    values = absl_flags.FlagValues()
-    for name, default, text in (
-        ("scenario", "", "scenarios (columns), separated by commas; default all"),
-        ("row", "", "rows, separated by commas; default all"),
-        ("workdir", "runs/reproduce", "folder of the runs"),
-        ("output", "", "also write the Markdown table to this file"),
-        ("report", "", "also write an HTML page about the runs to this file"),
-        ("cells", "", "JSON file of finished cells: those in it do not run again"),
-    ):
-        absl_flags.DEFINE_string(name, default, text, flag_values=values)
-    absl_flags.DEFINE_boolean(
-        "dry_run", False, "print what is there, run nothing", flag_values=values
-    )
-    if wants_help:
-        print(f"{__doc__}\n{values.get_help()}")
-        raise SystemExit(0)
     table = tables.load_table(names[0])
-    options: dict[str, Any] = {}
+    own = {field.name: field for field in dataclasses.fields(Options)}
+    known, kinds = dict(own), registry.field_types(Options)
     for algo in dict.fromkeys(row["algo"] for row in table["rows"].values()):
-        kinds = registry.option_types(algo)
-        for name, field in registry.fields_of(algo).items():
-            if name not in (*options, *OWN_FLAGS, "algo", "resume", "sweep"):
-                options[name] = field
-                flags.define(values, name, field, kinds[name])
+        fields = registry.fields_of(algo)
+        skipped = (*known, "algo", "resume", "sweep")
+        known |= {name: f for name, f in fields.items() if name not in skipped}
+        kinds = registry.option_types(algo) | kinds
+    values = absl_flags.FlagValues()
+    for name, field in known.items():
+        flags.define(values, name, field, kinds[name])
     rest = values([a for a in flagfile.expand(argv) if a not in names])
     if len(rest) > 1:
         raise ValueError(f"{rest[1]} is not a flag; options are written --name=value")
-    given = {name: values[name].value for name in options if values[name].present}
-    return names[0], {name: values[name].value for name in OWN_FLAGS}, given
+    given = {name: values[name].value for name in known if values[name].present}
+    cells = {name: value for name, value in given.items() if name not in own}
+    mine = {name: value for name, value in given.items() if name in own}
+    return names[0], Options(**mine), cells
 
 
 class Cells:
@@ -204,11 +206,9 @@ class Cells:
             f"{json.dumps(name)}: {json.dumps(self._done[name], sort_keys=True)}"
             for name in sorted(self._done)
         ]
-        try:
-            # A line for each cell.
+        # A line for each cell.
+        with ending.writing("cells", self._path):
             finished.write_text(self._path, "{\n" + ",\n".join(lines) + "\n}\n")
-        except OSError as error:
-            flags.fail(f"--cells={self._path}: {error}", 1)
 
 
 def _report(
@@ -218,7 +218,7 @@ def _report(
     folders: Sequence[pathlib.Path],
 ) -> None:
     """Writes a page about the cells that are done, with the paper's numbers."""
-    from launch import report
+    from launch.show import page  # jinja2 and matplotlib: only its users pay
 
     done = [
         (folder, f"{cell.row}, {cell.scenario}")
@@ -227,23 +227,16 @@ def _report(
     ]
     if not done:
         flags.fail(f"--report={path}: no cell is done yet, or none has a folder here")
-    entries = report.read(*zip(*done, strict=True))
-    try:
-        report.write(path, report.page(entries, tables=[sheet], title=sheet.title))
-    except OSError as error:
-        flags.fail(f"--report={path}: {error}", 1)
+    entries = page.read(*zip(*done, strict=True))
+    with ending.writing("report", path):
+        page.write(path, page.page(entries, tables=[sheet], title=sheet.title))
     print(path)
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """The command."""
-    main.quiet()
-    with ending.reported():
-        _command(list(sys.argv if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> None:
-    try:
+@ending.command
+def command(argv: list[str]) -> None:
+    """Runs the cells of a table that are missing, and prints it."""
+    with ending.refused():
         name, own, given = _parse(argv)
         table = tables.load_table(name)
         devices.begin(given.get("distributed") or "")
@@ -253,17 +246,15 @@ def _command(argv: Sequence[str]) -> None:
         how = schema.names(schema.EXECUTION) - {"rounds"}
         execution = {key: given.pop(key) for key in how & given.keys()}
         seeds = {"seed": given.pop("seed", 0), "num_seeds": given.pop("num_seeds", 1)}
-        wanted = tables.cells(table, dataset, own["scenario"], own["row"], given)
+        wanted = tables.cells(table, dataset, own.scenario, own.row, given)
         for cell in wanted:
             _check(cell)
-        for flag in ("output", "cells"):
-            if own[flag] and not pathlib.Path(own[flag]).parent.is_dir():
-                raise ValueError(f"--{flag}={own[flag]}: there is no such folder")
-        kept = Cells(own["cells"], table)
-    except (ValueError, absl_flags.Error) as error:
-        flags.fail(error)
+        for flag, path in (("output", own.output), ("cells", own.cells)):
+            if path and not pathlib.Path(path).parent.is_dir():
+                raise ValueError(f"--{flag}={path}: there is no such folder")
+        kept = Cells(own.cells, table)
 
-    root = pathlib.Path(own["workdir"]) / name / dataset
+    root = pathlib.Path(own.workdir) / name / dataset
     last = seeds["seed"] + seeds["num_seeds"] - 1
     results: list[tuple[sheets.Cell, Mapping[str, Any] | None]] = []
     folders: list[pathlib.Path] = []
@@ -274,11 +265,9 @@ def _command(argv: Sequence[str]) -> None:
 
     def show() -> None:
         text = sheets.markdown(sheet())
-        if own["output"] and processes.is_first():
-            try:
-                pathlib.Path(own["output"]).write_text(text)
-            except OSError as error:
-                flags.fail(f"--output={own['output']}: {error}", 1)
+        if own.output and processes.is_first():
+            with ending.writing("output", own.output):
+                pathlib.Path(own.output).write_text(text)
         processes.say(text, flush=True)
 
     is_shown = False
@@ -289,9 +278,9 @@ def _command(argv: Sequence[str]) -> None:
             folders.append(folder)
             options = cell.options | seeds
             found = kept.get(folder.name, options)
-            if found is None and own["dry_run"]:
+            if found is None and own.dry_run:
                 found = _stored(folder, options)
-            if found is not None or own["dry_run"]:
+            if found is not None or own.dry_run:
                 results.append((cell, found))
                 is_shown = False
                 continue
@@ -303,8 +292,8 @@ def _command(argv: Sequence[str]) -> None:
             is_shown = True
         if not is_shown:
             show()
-        if own["report"] and processes.is_first():
-            _report(own["report"], sheet(), results, folders)
+        if own.report and processes.is_first():
+            _report(own.report, sheet(), results, folders)
     except KeyboardInterrupt:
         flags.fail("interrupted; the same command goes on", 130)
 

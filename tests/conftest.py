@@ -16,27 +16,35 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
+from fedjax_pfl import program
+from launch.run import devices
 from tests import synthetic
 
 
 @pytest.fixture(scope="session")
-def _cache_folder(tmp_path_factory, worker_id):
-    """Of all workers; also for programs that tests start as a user would."""
-    folder = tmp_path_factory.getbasetemp()
-    if worker_id != "master":
-        folder = folder.parent
+def _cache_folder(request, tmp_path_factory):
+    """Of all workers and of the next run; also for programs that tests start.
+
+    It is pytest's own: `pytest --cache-clear` empties it.
+    """
+    kept = getattr(request.config, "cache", None)  # none with -p no:cacheprovider
+    folder = kept.mkdir("compiled") if kept else tmp_path_factory.getbasetemp().parent
     os.environ["XDG_CACHE_HOME"] = str(folder)
-    return str(folder / "compiled")
+    return str(devices.user_cache())
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compilation_cache(_cache_folder):
-    """Equal programs are compiled once, whatever folder another file's tests chose."""
-    jax.config.update("jax_compilation_cache_dir", _cache_folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    compilation_cache.reset_cache()
+    """Equal programs are compiled once, whatever folder another file's tests chose.
+
+    In memory a file's programs are forgotten: a worker would hold gigabytes of them.
+    """
+    devices.keep_compiled(_cache_folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    yield
+    program.forget()
+    jax.clear_caches()
 
 
 def write_npz(path, num_rows=240, shape=(8, 8, 1), num_classes=4, clients=None, seed=0):

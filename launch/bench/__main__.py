@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 from absl import flags as absl_flags
 
-from launch import ending, main
+from launch import ending
 from launch.bench import measure, works
 from launch.config import flags
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """The command."""
-    main.quiet()
+@ending.command
+def command(argv: list[str]) -> None:
+    """Measures rounds."""
 
     def extra(values: absl_flags.FlagValues) -> None:
         absl_flags.DEFINE_string(
@@ -26,22 +24,18 @@ def command(argv: Sequence[str] | None = None) -> None:
             "json", False, "print the JSON object only", flag_values=values
         )
 
-    argv = list(sys.argv if argv is None else argv)
     if not any(a.partition("=")[0].lstrip("-") == "algo" for a in argv):
         argv.append(f"--algo={works.ALGORITHM}")
-    with ending.reported():
-        try:
-            given = flags.parse(argv, extra)
-            work, only_json = given.pop("work", "w1"), given.pop("json", False)
-            if work not in works.WORKS:
-                known = ", ".join(works.WORKS)
-                raise ValueError(f"--work={work}: expected one of {known}")
-            rounds = given.pop("rounds", 20)
-            options = works.COMMON | works.WORKS[work] | given
-            out = {"work": work} | measure.bench(options, rounds)
-        except ValueError as error:
-            flags.fail(error)
-        _print(out, only_json)
+    with ending.refused():
+        given = flags.parse(argv, extra)
+        work, only_json = given.pop("work", "w1"), given.pop("json", False)
+        if work not in works.WORKS:
+            known = ", ".join(works.WORKS)
+            raise ValueError(f"--work={work}: expected one of {known}")
+        rounds = given.pop("rounds", 20)
+        options = works.COMMON | works.WORKS[work] | given
+        out = {"work": work} | measure.bench(options, rounds)
+    _print(out, only_json)
 
 
 def _print(out: dict[str, Any], only_json: bool) -> None:

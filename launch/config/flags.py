@@ -7,6 +7,7 @@ after it.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,11 @@ from typing import Any, NoReturn
 
 from absl import flags
 
+from fedjax_pfl import options
 from launch.config import flagfile, limits, registry
+
+# A flag belongs to the command that asks for it, in the words of absl's help.
+flags.disclaim_key_flags()
 
 HELP = {"--help", "-help", "-h"}
 LINE_LIMIT = 800
@@ -51,22 +56,37 @@ def _last(arguments: Sequence[str], flag: str) -> str:
     return found[-1] if found else ""
 
 
-def beside(argv: Sequence[str], values: flags.FlagValues, about: str) -> list[str]:
-    """What a command line holds beside its flags; `--help` is answered here.
+def asked(
+    argv: Sequence[str], kind: type, about: str
+) -> tuple[Any, list[str], set[str]]:
+    """The options of a command that runs no algorithm; `--help` is answered here.
 
     Args:
         argv: As `sys.argv`.
-        values: The flags that the command has.
+        kind: Dataclass of `options.option`.
         about: Stands above their help.
+
+    Returns:
+        (an instance, the words beside the flags, the names of those that were given).
 
     Raises:
         ValueError, flags.Error: one line about a flag.
         SystemExit: 0 after the help.
     """
+    kinds, values = registry.field_types(kind), flags.FlagValues()
+    for field in dataclasses.fields(kind):
+        define(values, field.name, field, kinds[field.name])
     if HELP & set(argv[1:]):
         print(f"{about}\n{values.get_help()}")
         raise SystemExit(0)
-    return values(flagfile.expand(argv))[1:]
+    try:
+        words = values(flagfile.expand(argv))[1:]
+    except flags.IllegalFlagValueError as error:
+        raise ValueError(illegal(error, kinds)) from error
+    found = {n: limits.checked(n, values[n].value, one) for n, one in kinds.items()}
+    made = kind(**found)
+    options.validate(made)
+    return made, words, {name for name in kinds if values[name].present}
 
 
 def define(values: flags.FlagValues, name: str, field: Any, kind: type) -> None:
