@@ -131,10 +131,7 @@ def curves(
         if not rounds:
             continue
         style = {"color": colors[number % 10], "ls": ("-", "--", ":")[number // 10 % 3]}
-        (line,) = axes.plot(rounds, mean, label=label, lw=1.6, **style)
-        axes.fill_between(
-            rounds, mean - spread, mean + spread, color=style["color"], alpha=0.15, lw=0
-        )
+        line = draw_curve(axes, (rounds, mean, spread), 0.15, label=label, **style)
         having = [row for row in run.records if row.get(metric) is not None]
         drawn.append((mean[-1], line, len({row["seed"] for row in having})))
     drawn.sort(key=lambda one: -one[0])
@@ -163,6 +160,44 @@ def curves(
     axes.grid(alpha=0.3)
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=(1, 2, 5, 10)))
     return figure
+
+
+def draw_curve(
+    axes: Any,
+    curve: tuple[Sequence[float], np.ndarray, np.ndarray],
+    alpha: float,
+    **style: Any,
+) -> Any:
+    """Draws (where, mean, standard deviation) as a line with a band; the line."""
+    where, mean, spread = curve
+    (line,) = axes.plot(where, mean, lw=1.6, **style)
+    if spread.any():
+        color = line.get_color()
+        band = mean - spread, mean + spread
+        axes.fill_between(where, *band, color=color, alpha=alpha, lw=0)
+    return line
+
+
+def partitions(runs: Sequence[Record]) -> list[tuple[list[int], np.ndarray]]:
+    """Train examples [client, class] of the first seed, and which runs have them."""
+    out: list[tuple[list[int], np.ndarray]] = []
+    for number, run in enumerate(runs):
+        counts = run.clients["class_counts"][0]
+        same = [numbers for numbers, other in out if np.array_equal(counts, other)]
+        if same:
+            same[0].append(number)
+        else:
+            out.append(([number], counts))
+    return out
+
+
+def draw_bubbles(axes: Any, counts: np.ndarray, scale: float, **style: Any) -> None:
+    """Draws how many examples [client, class] there are, as areas."""
+    client, label = np.nonzero(counts)
+    size = scale * counts[client, label]
+    axes.scatter(client, label, s=size, alpha=0.7, linewidths=0, **style)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(ticker.MaxNLocator(integer=True))
 
 
 def fairness(runs: Sequence[Record], names: Sequence[str]) -> Figure:
@@ -194,29 +229,20 @@ def fairness(runs: Sequence[Record], names: Sequence[str]) -> Figure:
 
 def bubbles(runs: Sequence[Record], names: Sequence[str]) -> Figure:
     """Train examples per client and class, first seed: one panel for each partition."""
-    shown: list[tuple[Record, str, np.ndarray]] = []
-    for run, name in zip(runs, names, strict=True):
-        counts = run.clients["class_counts"][0]
-        if not any(np.array_equal(counts, other) for *_, other in shown):
-            shown.append((run, name, counts))
+    shown = [(runs[n[0]], names[n[0]], counts) for n, counts in partitions(runs)]
     longest = max(len(counts) for *_, counts in shown)
     figure, panels = _panels(len(shown), width=max(3.6, 0.14 * longest), height=3.2)
     largest = max(int(counts.max()) for *_, counts in shown)
     scale = 160 / largest
 
     for axes, (run, name, counts) in zip(panels, shown, strict=True):
-        client, label = np.nonzero(counts)
-        axes.scatter(
-            client, label, s=scale * counts[client, label], alpha=0.7, linewidths=0
-        )
+        draw_bubbles(axes, counts, scale)
         alphas = {other.flags.get("partition_alpha") for other, *_ in shown}
         if len(alphas) > 1:
             name = f"alpha {run.flags.get('partition_alpha')}"
         if len(shown) > 1:
             axes.set_title(name, fontsize=9)
         axes.margins(0.04)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(ticker.MaxNLocator(integer=True))
     nice = [step * 10**power for power in range(7) for step in (1, 2, 5)]
     steps = [step for step in nice if step <= largest][-1:-7:-3][::-1]
     handles = [

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jinja2
 import matplotlib
 import numpy as np
-from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -208,12 +207,12 @@ def _rows(
             else:
                 is_best = are_ranked and one["mean"] == best.get(name)
                 is_sound = any(entry is other for other in sound)
-                cells.append(Cell(_percent(one), is_best and is_sound))
+                cells.append(Cell(words.mean_and_std(one), is_best and is_sound))
             if name == metric and len(entries) > 1:
                 cells.append(_against(entry, base, metric))
             if name == metric and has_last:
                 last = entry.summary.get("last_round", {}).get(metric)
-                cells.append(Cell(_percent(last) if last else "–"))
+                cells.append(Cell(words.mean_and_std(last) if last else "–"))
         sent = sum(
             entry.summary["metrics"].get(f"bytes_{way}", {"mean": 0})["mean"]
             for way in ("up", "down")
@@ -229,11 +228,6 @@ def _has_last(entries: Sequence[Entry], metric: str) -> bool:
         and metric in entry.summary.get("last_round", {})
         for entry in entries
     )
-
-
-def _percent(one: Mapping[str, Any]) -> str:
-    std = f" ± {100 * one['std']:.1f}" if len(one["per_seed"]) > 1 else ""
-    return f"{100 * one['mean']:.1f}{std}"
 
 
 def _gap(entry: Entry, base: Entry, metric: str) -> np.ndarray | None:
@@ -281,9 +275,8 @@ def _against(entry: Entry, base: Entry, metric: str) -> Cell:
     gap = None if entry is base else _gap(entry, base, metric)
     if gap is None:
         return Cell("–")
-    std = f" ± {gap.std(ddof=1):.1f}" if len(gap) > 1 else ""
     kind = "up" if gap.mean() > 0 else "down" if gap.mean() < 0 else ""
-    return Cell(f"{gap.mean():+.1f}{std}", kind=kind)
+    return Cell(words.paired(gap), kind=kind)
 
 
 def _is_sweep(entries: Sequence[Entry]) -> bool:
@@ -330,7 +323,8 @@ def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
     )
     if _is_sweep(entries):
         means = [
-            _percent(e.summary["metrics"][metric]) for e in (ranked[-1], ranked[0])
+            words.mean_and_std(e.summary["metrics"][metric])
+            for e in (ranked[-1], ranked[0])
         ]
         return (
             f"Its {len(entries)} points have {means[0]} to {means[1]} % "
@@ -339,7 +333,7 @@ def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
         )
     best = ranked[0]
     text = (
-        f"{best.name} reaches {_percent(best.summary['metrics'][metric])} % "
+        f"{best.name} reaches {words.mean_and_std(best.summary['metrics'][metric])} % "
         f"({words.title(metric)})"
     )
     if len(ranked) == 1:
@@ -348,8 +342,7 @@ def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
     gap = _gap(best, other, metric)
     if gap is None:
         return f"{text}; {other.name} is of another data set."
-    spread = f" ± {gap.std(ddof=1):.1f}" if len(gap) > 1 else ""
-    text += f", {gap.mean():+.1f}{spread} points against {other.name}"
+    text += f", {words.paired(gap)} points against {other.name}"
     if len(gap) > 1:
         text += f", ahead in {(gap > 0).sum()} of {len(gap)} seeds"
     return f"{text}."
@@ -542,24 +535,13 @@ def _capital(metric: str) -> str:
 
 def _bubbles(entries: Sequence[Entry]) -> list[dict[str, str]]:
     """A picture of each partition."""
-    kinds: list[tuple[list[str], np.ndarray]] = []
-    for entry in entries:
-        counts = entry.run.clients["class_counts"][0]
-        for names, other in kinds:
-            if np.array_equal(counts, other):
-                names.append(entry.name)
-                break
-        else:
-            kinds.append(([entry.name], counts))
+    kinds = figures.partitions([entry.run for entry in entries])
     out = []
-    for names, counts in kinds[:6]:
+    for numbers, counts in kinds[:6]:
         shown = counts[:MAX_BUBBLES]
         figure, axes = _figure("client", "class")
-        client, label = np.nonzero(shown)
-        size = 90 * shown[client, label] / shown.max()
-        axes.scatter(client, label, s=size, color=COLORS[0], alpha=0.7, linewidths=0)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(ticker.MaxNLocator(integer=True))
+        figures.draw_bubbles(axes, shown, 90 / shown.max(), color=COLORS[0])
+        names = [entries[number].name for number in numbers]
         more = len(counts) - len(shown)
         caption = f"{', '.join(names)}. " if len(kinds) > 1 else ""
         caption += f"The largest bubble is {shown.max()} examples."
@@ -576,12 +558,8 @@ def _curve(
     scale: float,
 ) -> None:
     """A metric's mean over seeds, with its standard deviation as a band."""
-    x, mean, spread = record.over_seeds(entry.run, metric, scale, place)
-    axes.plot(x, mean, color=entry.color, lw=1.6)
-    if spread.any():
-        axes.fill_between(
-            x, mean - spread, mean + spread, color=entry.color, alpha=0.18, lw=0
-        )
+    curve = record.over_seeds(entry.run, metric, scale, place)
+    figures.draw_curve(axes, curve, 0.18, color=entry.color)
 
 
 def _figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:

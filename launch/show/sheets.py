@@ -69,10 +69,8 @@ def _text(done: Mapping[str, Any] | None, metric: str, number: Number | None) ->
         return f"{paper} / -" if paper else "-"
     entry = done["metrics"][metric]
     scale, digits = _unit(done, metric)
-    mean, std = scale * entry["mean"], scale * entry["std"]
-    ours = f"{mean:.{digits}f}"
-    if len(entry["per_seed"]) > 1:
-        ours += f" ± {std:.{digits}f}"
+    mean = scale * entry["mean"]
+    ours = words.mean_and_std(entry, scale, digits)
     if done.get("diverged"):
         ours += f" ({words.diverged(done['diverged'])})"
     return f"{paper} / {ours} / {difference(mean, pair[0], digits)}" if paper else ours
@@ -250,9 +248,7 @@ def _paired(
         return "missing"
     sides = [np.array(one["metrics"][metric]["per_seed"]) for one in (done, control)]
     scale, digits = _unit(done, metric)
-    gap = scale * (sides[0] - sides[1])
-    std = f" ± {gap.std(ddof=1):.{digits}f}" if len(gap) > 1 else ""
-    return f"{gap.mean():+.{digits}f}{std}"
+    return words.paired(scale * (sides[0] - sides[1]), digits)
 
 
 def _against(

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from launch.config import presets, resolve, sweep
 from launch.run import summaries
 from launch.run.run import Run
@@ -74,6 +76,29 @@ def is_fraction(name: str, known: Mapping[str, bool]) -> bool:
         known: Of those that the run itself describes; for the others `METRICS` answers.
     """
     return known.get(name, metric(name).is_fraction)
+
+
+def mean_and_std(
+    entry: Mapping[str, Any], scale: float = 100, digits: int = 1, sign: str = "±"
+) -> str:
+    """A metric's mean over seeds, and its standard deviation where there are several.
+
+    Args:
+        entry: `mean`, `std`, `per_seed`.
+        scale: Factor; 100 for percent.
+        digits: Behind the point.
+        sign: Stands between both.
+    """
+    text = f"{scale * entry['mean']:.{digits}f}"
+    if len(entry["per_seed"]) < 2:
+        return text
+    return f"{text} {sign} {scale * entry['std']:.{digits}f}"
+
+
+def paired(gap: np.ndarray, digits: int = 1) -> str:
+    """Mean and standard deviation of differences by seed, such as `+1.3 ± 0.4`."""
+    std = f" ± {gap.std(ddof=1):.{digits}f}" if len(gap) > 1 else ""
+    return f"{gap.mean():+.{digits}f}{std}"
 
 
 def headline(
@@ -177,9 +202,7 @@ def _sweep_lines(summary: dict[str, Any]) -> list[str]:
     for label, part in zip(labels, parts, strict=True):
         cells = []
         for name in names:
-            one = part["metrics"][name]
-            std = f" +- {100 * one['std']:.2f}" if seeds > 1 else ""
-            cells.append(f"{100 * one['mean']:.2f}{std}")
+            cells.append(mean_and_std(part["metrics"][name], digits=2, sign="+-"))
         told = [f"{c:>16}" for c in cells] + [diverged(part.get("diverged"))]
         lines.append(f"{label:<{width}}  " + "  ".join(filter(None, told)))
     lines.append(
