@@ -39,6 +39,7 @@ client's optimizer starts fresh in each of its two phases, or, with
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -139,8 +140,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         )
         return trained, logits
 
-    def server_update(client, server, everyone, opt_state):
+    def server_update(everyone: jax.Array, client: each_client.Client, carry: Any):
         """(iii): the server's layers learn from one client's features and logits."""
+        server, opt_state = carry
 
         def loss_fn(params, stats, batch):
             h = extract(client.own["own"], batch.image)
@@ -151,7 +153,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             hard = losses.cross_entropy(z, batch.label, batch.mask)
             return gap + hparams.distill_weight * hard, stats
 
-        return local_training.train(
+        trained = local_training.train(
             hparams,
             (local_training.Objective(loss_fn, deep),),
             server,
@@ -159,6 +161,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             opt_state=opt_state,
             tag=rng.Tag.SERVER,
         )
+        return trained.variables, trained.opt_state
 
     def distil_update(client: each_client.Client, server: types.Variables):
         """(iv) and (v): the server's logits come back, the client distils them."""
@@ -179,32 +182,6 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         return local_training.train(hparams, loss_fn, own, client, tag=rng.Tag.TEACHER)
 
-    def server_pass(state, cohort, data, own):
-        """One server model, client after client in an order drawn by client."""
-        server, everyone = state.server["model"], state.server["frequency"]
-        key = rng.stream(state.key, rng.Tag.ORDER, state.round)
-        draws = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(key, k)))
-        # Named by client, not by place in the cohort; padding rows (2.0) come last.
-        order = jnp.argsort(jnp.where(cohort.row_mask, draws(cohort.client_id), 2.0))
-        rate = local_training.learning_rate(hparams, state.round)
-        tx = local_training.optimizer(hparams, rate)
-        rows = (cohort.client_id, cohort.depth, own)
-        steps = cohort.plans["server"].known_everywhere(task.execution)
-
-        def step(index: jax.Array, carry: Any) -> Any:
-            server, opt_state = carry
-            number, depth, own = stacked.take(rows, order[index])
-            plan = steps.of_row(order[index])
-            bound = jnp.where(cohort.row_mask[order[index]], plan.num_steps, 0)
-            client = each_client.Client(
-                number, depth, own, (), plan, bound, data, state.key, state.round
-            )
-            trained = server_update(client, server, everyone, opt_state)
-            return trained.variables, trained.opt_state
-
-        start = (server, local_training.init_optimizer(tx, server.params))
-        return jax.lax.fori_loop(0, order.shape[0], step, start)[0]
-
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         start, counts = task.init(model, key), data.label_counts(task.num_classes)
         clients = {
@@ -223,7 +200,12 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         trained, logits = each_client.update(local_update, *here, own=own)
         own |= {"own": trained.variables, "logits": logits}
 
-        server = server_pass(state, cohort, data, own)
+        fn = functools.partial(server_update, state.server["frequency"])
+        start = state.server["model"]
+        fresh = local_training.fresh_optimizer(hparams, start.params)
+        server, _ = each_client.in_turn(
+            fn, *here, start=(start, fresh), own=own, plan="server"
+        )
 
         given = {"own": own, "opt_state": trained.opt_state, "plan": "distill"}
         trained = each_client.update(distil_update, *here, **given, shared=server)

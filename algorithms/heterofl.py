@@ -153,9 +153,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         """Local training of a slice; what is not the client's stays as it came."""
         kept, own = client.opt_state, ()
         if kept != ():
-            tx = local_training.optimizer(hparams, hparams.client_lr)
             like = jax.eval_shape(
-                lambda: local_training.init_optimizer(tx, start.params)
+                lambda: local_training.fresh_optimizer(hparams, start.params)
             )
             own = narrowed(kept, like)
         trained = local_training.train(

@@ -37,9 +37,9 @@ mu counts as 0. Rounds are synchronous, all clients start from one model
 (`--noshared_init`: each from its own), statistics of batch norm follow the extractor. A
 client without peers keeps its model and is its own anchor. A client that copies a
 peer's model keeps its own momentum, as in the released code. Clients are measured at
-two moments (`decentralized`): `client_accuracy` after mixing and before training, as
-the code tests, `trained_accuracy` after training, which Algorithm 2 returns; the paper
-does not say which of them its tables have.
+two moments (`decentralized`): `trained_accuracy` after a round's training, which
+Algorithm 2 returns, and `client_accuracy` after the next round's mixing, which the code
+tests; the paper does not say which of them its tables have.
 """
 
 from __future__ import annotations

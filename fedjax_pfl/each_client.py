@@ -64,7 +64,7 @@ class Client:
             return self.loop(self.plan.num_steps, step, first)
         return jax.lax.fori_loop(0, self.bound, step, first)
 
-    def stream(self, tag: rng.Tag) -> jax.Array:
+    def stream(self, tag: rng.Tag | str) -> jax.Array:
         """A key of this client's own in this round."""
         return rng.stream(self.key, tag, self.round, self.id)
 
@@ -167,6 +167,58 @@ def update(
         reduce,
         positions,
     )
+
+
+def in_turn(
+    fn: Callable[[Client, Any], Any],
+    task: types.Task,
+    state: types.RoundState,
+    cohort: types.Cohort,
+    data: types.Data,
+    *,
+    start: Any,
+    own: Any = (),
+    plan: str = "local",
+) -> Any:
+    """Runs `carry = fn(client, carry)` for one client after another.
+
+    In an order that is drawn by client, whatever its place in the cohort; padding rows
+    come last and take no step. Every device computes it.
+
+    Args:
+        fn: What the server does with one client.
+        task, state, cohort, data: As of `update`.
+        start: The first carry.
+        own: Leaves [C, ...], what each client brings: `client.own`.
+        plan: Name of the step plan.
+
+    Returns:
+        The last carry.
+    """
+    key = rng.stream(state.key, rng.Tag.ORDER, state.round)
+    draws = jax.vmap(lambda number: jax.random.uniform(jax.random.fold_in(key, number)))
+    order = jnp.argsort(jnp.where(cohort.row_mask, draws(cohort.client_id), 2.0))
+    rows = (cohort.client_id, cohort.depth, own)
+    plans = cohort.plans[plan].known_everywhere(task.execution)
+
+    def step(index: jax.Array, carry: Any) -> Any:
+        row = order[index]
+        client_id, depth, own = stacked.take(rows, row)
+        steps = plans.of_row(row)
+        client = Client(
+            id=client_id,
+            depth=depth,
+            own=own,
+            opt_state=(),
+            plan=steps,
+            longest=jnp.where(cohort.row_mask[row], steps.num_steps, 0),
+            data=data,
+            key=state.key,
+            round=state.round,
+        )
+        return fn(client, carry)
+
+    return jax.lax.fori_loop(0, order.shape[0], step, start)
 
 
 def over_clients(

@@ -196,12 +196,16 @@ def init_optimizer(tx: optax.GradientTransformation, params: types.Params) -> tu
     return tuple(tx.init(stage) for stage in params)
 
 
+def fresh_optimizer(hparams: LocalTraining, params: types.Params) -> tuple:
+    """The optimizer state of one client before its first step."""
+    return init_optimizer(optimizer(hparams, hparams.client_lr), params)
+
+
 def kept_optimizer(hparams: LocalTraining, params: types.Params, count: int) -> Any:
     """Optimizer states of `count` clients before the first round, () if not kept."""
     if hparams.optimizer_state == "reset":
         return ()
-    tx = optimizer(hparams, hparams.client_lr)
-    return stacked.repeat(init_optimizer(tx, params), count)
+    return stacked.repeat(fresh_optimizer(hparams, params), count)
 
 
 def apply_gradients(

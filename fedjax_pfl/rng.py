@@ -1,13 +1,17 @@
 """Keys named by what they are for and by ids, never by position in a batch."""
 
 import enum
+import zlib
 
 import jax
 import numpy as np
 
 
 class Tag(enum.IntEnum):
-    """Purpose of a stream. Values are part of a run's identity: append only."""
+    """Purposes of streams of this project; an algorithm's own may be any name.
+
+    Values are part of a run's identity.
+    """
 
     INIT = 0
     COHORT = 1
@@ -33,17 +37,29 @@ class Tag(enum.IntEnum):
     BASES = 21
 
 
-def stream(key: jax.Array, tag: Tag, *ids: int | jax.Array) -> jax.Array:
-    """Folds `tag` and then each id into `key`; ids are non-negative integers."""
-    key = jax.random.fold_in(key, int(tag))
+def _number(tag: Tag | str) -> int:
+    """A tag as 32 bits; a name's are its CRC, far above those of any `Tag`."""
+    return zlib.crc32(tag.encode()) | 1 << 31 if isinstance(tag, str) else int(tag)
+
+
+def stream(key: jax.Array, tag: Tag | str, *ids: int | jax.Array) -> jax.Array:
+    """Folds `tag` and then each id into `key`.
+
+    Args:
+        key: The run's root key.
+        tag: What is drawn: a name of an algorithm's own, such as `mine.noise`, or one
+            of `Tag`.
+        *ids: Non-negative integers.
+    """
+    key = jax.random.fold_in(key, _number(tag))
     for number in ids:
         key = jax.random.fold_in(key, number)
     return key
 
 
-def generator(seed: int, tag: Tag, *ids: int) -> np.random.Generator:
+def generator(seed: int, tag: Tag | str, *ids: int) -> np.random.Generator:
     """The host's twin of `stream`: a Philox generator named by (seed, tag, ids)."""
-    sequence = np.random.SeedSequence([seed, int(tag), *ids])
+    sequence = np.random.SeedSequence([seed, _number(tag), *ids])
     return np.random.Generator(np.random.Philox(sequence))
 
 
@@ -54,7 +70,7 @@ def _mixed(words: np.ndarray) -> np.ndarray:
     return words ^ (words >> np.uint64(31))
 
 
-def hashed(seed: int, tag: Tag, *ids: int | np.ndarray) -> np.ndarray:
+def hashed(seed: int, tag: Tag | str, *ids: int | np.ndarray) -> np.ndarray:
     """Random uint64 words, one for each tuple of ids: many draws named in one call.
 
     Args:
@@ -68,7 +84,7 @@ def hashed(seed: int, tag: Tag, *ids: int | np.ndarray) -> np.ndarray:
     odd = np.uint64(0x9E3779B97F4A7C15)
     words = np.atleast_1d(np.asarray(seed, np.uint64))
     with np.errstate(over="ignore"):
-        for number in (int(tag), *ids):
+        for number in (_number(tag), *ids):
             step = np.asarray(number).astype(np.uint64) + np.uint64(1)
             words = _mixed(words * odd + step)
     return words

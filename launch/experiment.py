@@ -13,7 +13,7 @@ import numpy as np
 
 import algorithms
 from fedjax_pfl import types
-from launch.config import flagfile
+from launch.config import flagfile, registry
 from launch.folder import workdir
 from launch.run import assemble, devices, loop, processes, serving
 from launch.run import given as given_lib
@@ -68,12 +68,9 @@ class Experiment(Run):
             folder = None
             if self.config.workdir:
                 folder = entered.enter_context(self.folder)
-                if folder.open() is not None:
-                    if not self.round:
-                        folder.reopen()
-                    if progress:
-                        path = folder.path
-                        processes.say(f"{path} holds this run, finished", flush=True)
+                if folder.open(restores=True) is not None and progress:
+                    path = folder.path
+                    processes.say(f"{path} holds this run, finished", flush=True)
             if progress and not self.round:
                 processes.say(words.rules(self), flush=True)
             stop = entered.enter_context(stop_lib.Stop(twice_interrupts=False))
@@ -275,6 +272,7 @@ def load(path: Any, **given: Any) -> Experiment:
         raise ValueError(
             f"{path}: --algo={algo} was an algorithm of your own; give it: algo=..."
         )
+    registry.algorithm(algo)
     try:
         options = flagfile.RunFlags(told).typed(algo)
     except ValueError as error:

@@ -103,18 +103,21 @@ class RunFlags:
         # Not `splitlines`, which also breaks at characters that a value may hold.
         for number, line in enumerate(content.split("\n"), start=1):
             line = line.removesuffix("\r")
-            kind, flag = out.options, line
-            if line.startswith("#--"):
-                kind, flag = out.hashes, line[1:]
-            elif not line.strip() or line.startswith(("#", "//")):
-                continue
+            is_hash = line.startswith("#--")
+            flag = line[1:] if is_hash else line
             name, equals, value = flag.removeprefix("--").partition("=")
-            if not (equals and flag.startswith("--") and name.isidentifier()):
+            is_flag = equals and flag.startswith("--") and name.isidentifier()
+            if not is_flag and (not line.strip() or line.startswith(("#", "//"))):
+                continue
+            if not is_flag:
                 raise ValueError(
                     f"{path} line {number}: {limits.told(line)} is no --name=value; "
                     "the file is damaged"
                 )
-            if kind.setdefault(name, value) != value:
+            kind, other = out.options, out.hashes
+            if is_hash:
+                kind, other = other, kind
+            if kind.setdefault(name, value) != value or other.get(name, value) != value:
                 raise ValueError(f"{path} line {number}: --{name} has two values")
         if "algo" not in out.options:
             raise ValueError(f"{path} names no --algo; the file is damaged")

@@ -83,7 +83,10 @@ def asked(
         words = values(flagfile.expand(argv))[1:]
     except flags.IllegalFlagValueError as error:
         raise ValueError(illegal(error, kinds)) from error
-    found = {n: limits.checked(n, values[n].value, one) for n, one in kinds.items()}
+    found = {name: values[name].value for name in kinds}
+    for name in kinds:
+        if kinds[name] is not str:
+            limits.checked(name, found[name], kinds[name])
     made = kind(**found)
     options.validate(made)
     return made, words, {name for name in kinds if values[name].present}

@@ -109,12 +109,15 @@ class Workdir(loop.Listener):
                 f"results cannot be written to {self.path}: {error}"
             ) from error
 
-    def open(self) -> dict[str, Any] | None:
+    def open(self, restores: bool = False) -> dict[str, Any] | None:
         """Takes the folder; goes on with the run in it, or with what it left there.
 
+        Args:
+            restores: Whether to bring the run to its end where the folder has it.
+
         Returns:
-            The summary, where the run is finished in the folder: nothing is taken or
-            restored then, so that it may be read-only (`reopen` restores). Else None.
+            The summary, where the run is finished in the folder: nothing is taken then,
+            so that it may be read-only. Else None.
 
         Raises:
             ValueError: the folder belongs to another configuration or process, an
@@ -122,9 +125,11 @@ class Workdir(loop.Listener):
                 has changed since this run left it.
         """
         if not self._has_begun:
-            self._done = self._shared(self._prepare)
-            self._has_begun = True
-            return self._done
+            done = self._shared(self._prepare)
+            if done is not None and restores:
+                self.reopen()
+            self._done, self._has_begun = done, True
+            return done
         if self.run.round < self.run.config.rounds:
             self._done = None  # it was made longer
         processes.meet("going on with a run's folder")
@@ -410,10 +415,11 @@ class Checkpoints(loop.Listener):
 
     def __init__(self, folder: Workdir):
         self._folder, self._time, self._is_saved = folder, time.monotonic(), True
+        self.every = folder.run.config.checkpoint_every
 
     def on_call(self, run: Run, records: loop.Records) -> None:
         self._is_saved = False
-        every = run.config.checkpoint_every
+        every = self.every
         is_due = processes.of_first(time.monotonic() - self._time > SAVE_SECONDS)
         if (run.round > 0 and run.round % every == 0) if every else is_due:
             self._save()

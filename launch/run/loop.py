@@ -26,7 +26,12 @@ class Listener:
     """Listens to a run, and does nothing; others do one thing of their own.
 
     Of several processes each has its own listeners.
+
+    Attributes:
+        every: Rounds between the calls that it wants to end, 0 = it does not care.
     """
+
+    every = 0
 
     def on_start(self, run: Run) -> None:
         """Before the first call."""
@@ -74,6 +79,7 @@ def run(
     """
     config = run.config
     until = config.rounds if until is None else until
+    every = max((one.every for one in listeners), default=0)
 
     @contextlib.contextmanager
     def compiling() -> Iterator[None]:
@@ -88,7 +94,7 @@ def run(
             one.on_start(run)
         while not stop and (run.round < until or run.is_due(run.round)):
             # A call is ended early by an evaluation or a checkpoint.
-            run.simulation.advance(min(run.next_stop(config.checkpoint_every), until))
+            run.simulation.advance(min(run.next_stop(every), until))
             stop.agree()
             records = run.measure()
             for one in listeners:

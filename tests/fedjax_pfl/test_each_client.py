@@ -234,6 +234,35 @@ def test_a_client_sees_its_own(name, problem):
     np.testing.assert_array_equal(other["position"], cohort.plans["other"].position)
 
 
+def test_one_after_another_in_an_order_by_client(problem):
+    """A client's place is its own draw's, not its row's; padding rows take no step."""
+    task, state, cohort, data = problem
+
+    def order(cohort):
+        def fn(client, carry):
+            index, found = carry
+            row = jnp.stack([client.id, client.own, client.bound])
+            return index + 1, found.at[index].set(row)
+
+        start = (0, jnp.zeros((8, 3), jnp.int32))
+        own = cohort.client_id * 10
+        given = (fn, task, state, cohort, data)
+        count, found = each_client.in_turn(*given, start=start, own=own)
+        return np.asarray(found)
+
+    found = order(cohort)
+    real = int(cohort.row_mask.sum())
+    ids = np.asarray(cohort.client_id[cohort.row_mask])
+    key = rng.stream(state.key, rng.Tag.ORDER, 4)
+    draws = [jax.random.uniform(jax.random.fold_in(key, int(n))) for n in ids]
+    np.testing.assert_array_equal(found[:real, 0], ids[np.argsort(draws)])
+    np.testing.assert_array_equal(found[:real, 1], found[:real, 0] * 10)
+    num_steps = np.asarray(cohort.plans["local"].num_steps[cohort.row_mask])
+    steps = dict(zip(ids, num_steps, strict=True))
+    assert [steps[n] for n in found[:real, 0]] == list(found[:real, 2])
+    assert (found[real:, 2] == 0).all()
+
+
 def test_levels_are_python_numbers(problem):
     """`fn` is traced with 1, 2, 3, which may decide shapes; depth says which runs."""
     task, state, cohort, data = problem

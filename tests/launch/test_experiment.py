@@ -16,6 +16,7 @@ from flax import serialization, traverse_util
 from algorithms import fedavg
 from fedjax_pfl import types
 from launch import build, export, main
+from launch.folder import record
 from launch.run import progress
 from tests import conftest, synthetic
 
@@ -768,6 +769,33 @@ def test_a_finished_folder_stays_as_it_is(arrays, tmp_path, monkeypatch, capsys)
         build.load(folder, dataset=arrays, model=MODULES)
     with pytest.raises(ValueError, match="has no checkpoint"):
         made(arrays, workdir=folder).run(progress=False)
+
+
+def test_a_folder_that_another_has_finished_since(arrays, tmp_path):
+    """What was loaded before takes over its end, and changes nothing."""
+    folder = tmp_path / "run"
+    made(arrays, workdir=folder, rounds=3).run(until=1, progress=False)
+    given = {"dataset": arrays, "model": MODULES}
+    early = build.load(folder, **given)
+    done = build.load(folder, **given).run(progress=False)
+    before = (folder / "metrics.jsonl").read_bytes()
+    found = early.run(progress=False)
+    assert early.round == 3 and found["parameters_sha256"] == done["parameters_sha256"]
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    assert record.read(folder).summary["rounds"] == 3
+
+
+def test_a_restore_that_failed_can_be_tried_again(arrays, tmp_path):
+    """The reason is the same each time, and the run's once it is gone."""
+    folder = tmp_path / "run"
+    made(arrays, workdir=folder, rounds=2).run(progress=False)
+    (folder / "checkpoints").rename(tmp_path / "away")
+    again = made(arrays, workdir=folder, rounds=2)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="has no checkpoint"):
+            again.run(progress=False)
+    (tmp_path / "away").rename(folder / "checkpoints")
+    assert again.run(progress=False)["rounds"] == 2
 
 
 def test_a_folder_does_not_export_again(arrays, tmp_path):

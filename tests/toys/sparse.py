@@ -28,7 +28,7 @@ def make(hparams, task):
     def init(data, key):
         server = task.init(model, key)
         leaves, treedef = jax.tree.flatten(server.params)
-        key = jax.random.split(rng.stream(key, rng.Tag.ORDER), len(leaves))
+        key = jax.random.split(rng.stream(key, "sparse.mask"), len(leaves))
         masks = [
             jax.random.bernoulli(k, 0.7, (task.num_clients, *leaf.shape))
             for k, leaf in zip(key, leaves, strict=True)
