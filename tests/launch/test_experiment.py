@@ -448,7 +448,7 @@ def test_exported_by_the_command(blobs, tmp_path, capsys):
         ([str(tmp_path)], "holds no run"),
         ([str(folder), "--client=4"], "client_id=4: expected 0..3"),
         ([str(folder), "--output=x.pt"], "ends in .msgpack or .npz"),
-        ([str(folder), "--client=a"], "--client=a"),
+        ([str(folder), "--client=a"], "--client='a': expected an integer"),
     ):
         with pytest.raises(SystemExit) as stop:
             export.command(["export", *argv])
