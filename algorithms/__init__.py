@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from algorithms import (
+    apfl,
     cdkt,
     criticalfl,
     depthfl,
@@ -96,6 +97,7 @@ ALGORITHMS = {
     "fedprox": entry(fedprox),
     "scaffold": entry(scaffold),
     "ditto": entry(ditto),
+    "apfl": entry(apfl),
     "cdkt": entry(cdkt, preset="cdkt"),
     "fedd2s": entry(fedd2s, preset="fedd2s"),
     "fedper": _FEDPER,

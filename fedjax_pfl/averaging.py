@@ -39,6 +39,7 @@ def make(
     *,
     own: Callable[[types.Variables], Any] | None = None,
     serving: Callable[..., tuple[types.Served, ...]] | None = None,
+    trains: Callable[[types.Variables], types.Params] | None = None,
 ) -> types.Algorithm:
     """An algorithm of the family as pure functions; `state.server` is its model.
 
@@ -50,13 +51,16 @@ def make(
         own: The first model to the private row of each client before round 0, which
             arrives as `client.own`. None = clients keep nothing.
         serving: As in `types.Algorithm`; None = the server's model serves everybody.
+        trains: The first model to the parameters that a client's one training is of,
+            whose optimizer states are kept; None = the model's own.
     """
     model = task.model
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         server = task.init(model, key)
         rows = () if own is None else stacked.repeat(own(server), task.num_clients)
-        kept = local_training.kept_optimizer(hparams, server.params, task.num_clients)
+        params = server.params if trains is None else trains(server)
+        kept = local_training.kept_optimizer(hparams, params, task.num_clients)
         return types.RoundState.first(server, rows, key, kept)
 
     def update(client: each_client.Client, server: types.Variables):

@@ -1,0 +1,122 @@
+"""APFL: each client mixes the server's model with one of its own, and learns how much.
+
+Deng, Kamani, Mahdavi: "Adaptive Personalized Federated Learning",
+https://arxiv.org/abs/2003.13461 (Algorithm 1).
+
+* The server's model is FedAvg's.
+* In each step a client also takes one along the loss of the mixture of its own model
+  with its copy of the server's; the own model alone moves, and the share of it.
+* The mixture with the server's model serves the client.
+
+| paper | here |
+|---|---|
+| w, v_i | `state.server`, the rows `own` of `state.clients` |
+| vbar_i = alpha_i v_i + (1 - alpha_i) w | `mixed` |
+| alpha_i | `own_weight`; in round 0 `--own_weight`, 0..1 |
+| eta_t | `--client_lr`, `--client_lr_decay` |
+
+Differs from the paper: the mean is weighted by examples by default; momentum, weight
+decay and clipping, where they are given, act on the share too. Where the paper is
+silent: the share takes one step in each round, on the round's first batch (Section 4.2;
+`--nolearn_weight` keeps it), and stays within 0..1; a client is measured with the
+server's model as it is now; running statistics of the mixture are v_i's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import averaging, each_client, local_training, options, types
+
+
+@dataclasses.dataclass(frozen=True)
+class HParams(averaging.Averaging):
+    """APFL's options."""
+
+    own_weight: float = options.option(
+        0.5, "share of a client's own model [alpha]", minimum=0, maximum=1
+    )
+    learn_weight: bool = options.option(
+        True, "whether each client learns its share, one step in each round"
+    )
+
+
+def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+    """APFL as pure functions."""
+    model = task.model
+    supervised = local_training.cross_entropy_loss(model)
+    # What a client trains: the stages of w, those of v, and alpha.
+    size = len(model.stage_names)
+    stage = jnp.arange(2 * size + 1)
+
+    def mixed(alpha: jax.Array, own: types.Params, server: types.Params):
+        return jax.tree.map(lambda v, w: alpha * v + (1 - alpha) * w, own, server)
+
+    def joined(server: types.Variables, row: Any) -> types.Variables:
+        own, alpha = row["own"], {"trunk": {"alpha": row["own_weight"]}}
+        return types.Variables(
+            (*server.params, *own.params, alpha), (*server.stats, *own.stats, {})
+        )
+
+    def parted(params: tuple, stats: tuple) -> tuple[types.Variables, Any]:
+        server = types.Variables(params[:size], stats[:size])
+        own = types.Variables(params[size:-1], stats[size:-1])
+        return server, {"own": own, "own_weight": params[-1]["trunk"]["alpha"]}
+
+    def mixture_loss(params, stats, batch):
+        """f_i(vbar_i)."""
+        server, row = parted(params, stats)
+        mix = mixed(row["own_weight"], row["own"].params, server.params)
+        loss, moved = supervised(mix, row["own"].stats, batch)
+        return loss, (*server.stats, *moved, {})
+
+    def server_loss(params, stats, batch):
+        """f_i(w)."""
+        loss, moved = supervised(params[:size], stats[:size], batch)
+        return loss, (*moved, *stats[size:])
+
+    def personal(batch: local_training.Batch) -> jax.Array:
+        """v in each step, alpha in the first."""
+        learns = hparams.learn_weight & (batch.step == 0)
+        return (stage >= size) & ((stage < 2 * size) | learns)
+
+    def within(params: tuple) -> tuple:
+        *rest, last = params
+        return (*rest, jax.tree.map(lambda alpha: jnp.clip(alpha, 0, 1), last))
+
+    def client_update(client: each_client.Client, server: types.Variables):
+        """v and alpha along f_i(vbar), at w before its step; then w along f_i(w)."""
+        objective = local_training.Objective
+        steps = (
+            objective(mixture_loss, personal, held=stage >= size, project=within),
+            objective(server_loss, stage < size),
+        )
+        start = joined(server, client.own)
+        trained = local_training.train(hparams, steps, start, client)
+        server, row = parted(trained.params, trained.stats)
+        return trained.replace(params=server.params, stats=server.stats), row
+
+    def first(start: types.Variables) -> Any:
+        return {"own": start, "own_weight": jnp.float32(hparams.own_weight)}
+
+    def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        def build(server: types.Variables, row: Any) -> types.Variables:
+            own = row["own"]
+            mix = mixed(row["own_weight"], own.params, server.params)
+            return types.Variables(mix, own.stats)
+
+        rows = state.clients
+        return (types.Served.each(model, rows, shared=state.server, build=build),)
+
+    return averaging.make(
+        hparams,
+        task,
+        client_update,
+        own=first,
+        serving=serving,
+        trains=lambda start: joined(start, first(start)).params,
+    )

@@ -1,0 +1,127 @@
+"""APFL against numpy, and at the ends of its share: FedAvg and a model of one's own."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from algorithms import apfl
+from tests.algorithms import plain
+
+FLOATS = {"client_lr": 0.1, "client_lr_decay": 0.5}
+WEIGHTS = np.float32([0.1, 0.3, 0.5, 0.7, 0.9])
+
+
+def state_of(start, weights=WEIGHTS):
+    """Clients with models and shares of their own."""
+    state = start()
+    rows = {"own": state.clients, "own_weight": jnp.asarray(weights)}
+    return state.replace(clients=rows)
+
+
+def inner(first, second):
+    """The sum of products of all numbers of two lists of layers."""
+    pairs = zip(first, second, strict=True)
+    return sum(
+        (a * b).sum() for one, two in pairs for a, b in zip(one, two, strict=True)
+    )
+
+
+def mixture(alpha, own, server):
+    return plain.total(plain.scaled(alpha, own), plain.scaled(1 - alpha, server))
+
+
+def reference(state, cohort, table, values, learns=True):
+    """(the server's layers, {client: (v, alpha)}) of a round of Algorithm 1."""
+    tx = plain.Sgd(values["client_lr"] * values["client_lr_decay"] ** int(state.round))
+    rate, shared, personal = tx.rate, {}, {}
+    for number, row in plain.members(cohort).items():
+        w, v = plain.server_layers(state), plain.own_layers(state, number)
+        alpha = float(state.clients["own_weight"][number])
+        steps = table.steps(plain.at(cohort.plans["local"], row), number)
+        for step, (_, rows, _) in enumerate(steps):
+            x, of_logits = table.images(rows), plain.cross_entropy(table.label[rows])
+            slope = plain.gradients(mixture(alpha, v, w), x, of_logits)
+            gap = plain.total(v, plain.scaled(-1.0, w))
+            v = plain.total(v, plain.scaled(-rate * alpha, slope))
+            w = tx.step(w, plain.gradients(w, x, of_logits))
+            if learns and step == 0:
+                alpha = np.clip(alpha - rate * inner(gap, slope), 0, 1)
+        shared[number], personal[number] = w, (v, alpha)
+    size = table.train.count[list(shared)]
+    return plain.mean(list(shared.values()), size), personal
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_rounds_equal_a_numpy_reference(learns, compiled, start, problem):
+    """v and alpha step along f(vbar) at w before its own step; alpha once a round."""
+    table, state = plain.Table(problem.data), state_of(start)
+    run = compiled("apfl", learn_weight=learns)
+    for round in (1, 2):
+        cohort = problem.cohort(round)
+        server, personal = reference(state, cohort, table, FLOATS, learns)
+        after, *_ = run(state, cohort, **FLOATS)
+        found = plain.server_layers(after)
+        chex.assert_trees_all_close(found, server, rtol=1e-3, atol=1e-5)
+        for number in range(5):
+            if number in personal:
+                own, alpha = personal[number]
+                got = plain.own_layers(after, number)
+                chex.assert_trees_all_close(got, own, rtol=1e-3, atol=1e-5)
+                share = after.clients["own_weight"][number]
+                np.testing.assert_allclose(share, alpha, atol=1e-5)
+            else:
+                pair = (plain.at(one.clients, number) for one in (after, state))
+                chex.assert_trees_all_equal(*pair)
+        state = after
+    assert plain.differs(state.clients["own_weight"], WEIGHTS) == learns
+
+
+@pytest.mark.parametrize("option", FLOATS)
+def test_every_option_matters_to_the_reference(option, start, problem):
+    """Guards the test above: an option that did nothing would fail it."""
+    state, cohort, table = state_of(start), problem.cohort(1), plain.Table(problem.data)
+    before = reference(state, cohort, table, FLOATS)
+    after = reference(state, cohort, table, FLOATS | {option: 0.3})
+    assert plain.differs(before[0], after[0])
+
+
+def test_the_server_is_fedavg_s(compiled, start):
+    """Whatever the shares: w never sees v."""
+    state = state_of(start)
+    after, *_ = compiled("apfl")(state, **FLOATS)
+    average, *_ = compiled("fedavg")(state.replace(clients=()), **FLOATS)
+    chex.assert_trees_all_close(after.server, average.server, atol=1e-6)
+
+
+def test_with_a_share_of_one_the_own_model_is_trained_alone(compiled, start):
+    """And with none it does not move."""
+    fixed = compiled("apfl", learn_weight=False)
+    after, *_ = fixed(state_of(start, np.ones(5, np.float32)), **FLOATS)
+    alone, *_ = compiled("local")(start(), **FLOATS)
+    chex.assert_trees_all_close(after.clients["own"], alone.clients, atol=1e-6)
+    state = state_of(start, np.zeros(5, np.float32))
+    after, *_ = fixed(state, **FLOATS)
+    chex.assert_trees_all_equal(plain.host(after.clients), plain.host(state.clients))
+
+
+def test_the_mixture_serves(start, problem):
+    """With the server's model as it is now; every client, also one never drawn."""
+    made = apfl.make(apfl.HParams(), problem.task_of())
+    state = state_of(start)
+    for number, one in enumerate(plain.served(made, state)):
+        alpha = WEIGHTS[number]
+        expected = jax.tree.map(
+            lambda v, w, a=alpha: a * v + (1 - a) * w,
+            plain.own(state, number).params,
+            state.server.params,
+        )
+        chex.assert_trees_all_close(one.params, expected, atol=1e-6)
+
+
+def test_shares_stay_between_zero_and_one(compiled, start):
+    """However large the step."""
+    after, *_ = compiled("apfl")(state_of(start), client_lr=50.0, client_lr_decay=1.0)
+    shares = np.asarray(after.clients["own_weight"])
+    assert ((shares >= 0) & (shares <= 1)).all() and set(shares) & {0.0, 1.0}
