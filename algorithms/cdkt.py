@@ -42,6 +42,7 @@ from fedjax_pfl import (
     each_client,
     local_training,
     losses,
+    optimizer,
     options,
     proxy,
     rng,
@@ -163,7 +164,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         start = task.init(client_model, key)
         clients = stacked.repeat(start, task.num_clients)
-        kept = local_training.kept_optimizer(hparams, start.params, task.num_clients)
+        kept = optimizer.kept(hparams, start.params, task.num_clients)
         server = task.init(server_model, key)
         return types.RoundState.first(server, clients, key, kept)
 

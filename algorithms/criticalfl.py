@@ -50,6 +50,7 @@ from fedjax_pfl import (
     each_client,
     local_training,
     losses,
+    optimizer,
     options,
     shapes,
     sparse,
@@ -207,7 +208,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             loss_fn, measure=lambda grads: optax.global_norm(grads) ** 2
         )
         trained = local_training.train(hparams, (objective,), start, client)
-        rate = local_training.learning_rate(hparams, client.round)
+        rate = optimizer.learning_rate(hparams, client.round)
         norm = rate * trained.measured[0] / hparams.local_epochs
         changed = ()
         if hparams.sparsify:

@@ -48,6 +48,7 @@ from fedjax_pfl import (
     levels,
     local_training,
     losses,
+    optimizer,
     options,
     stacked,
     traffic,
@@ -158,7 +159,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         server = levels.first(task.init(task.model, key), num_stages)
-        kept = local_training.kept_optimizer(hparams, server.params, task.num_clients)
+        kept = optimizer.kept(hparams, server.params, task.num_clients)
         if not is_dyn:
             return types.RoundState.first({"model": server}, (), key, kept)
         zeros = jax.tree.map(jnp.zeros_like, server.params)

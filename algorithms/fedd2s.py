@@ -53,6 +53,7 @@ from fedjax_pfl import (
     each_client,
     local_training,
     losses,
+    optimizer,
     options,
     proxy,
     rng,
@@ -215,7 +216,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             "own": stacked.repeat(server, task.num_clients),
             "participations": jnp.zeros(task.num_clients, jnp.int32),
         }
-        kept = local_training.kept_optimizer(hparams, server.params, task.num_clients)
+        kept = optimizer.kept(hparams, server.params, task.num_clients)
         return types.RoundState.first(server, clients, key, kept)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):

@@ -49,6 +49,7 @@ from fedjax_pfl import (
     each_client,
     local_training,
     losses,
+    optimizer,
     options,
     proxy,
     rng,
@@ -191,7 +192,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         }
         everyone = counts.sum(0) / jnp.maximum(counts.sum(), 1)
         server = {"model": start, "frequency": everyone}
-        kept = local_training.kept_optimizer(hparams, start.params, task.num_clients)
+        kept = optimizer.kept(hparams, start.params, task.num_clients)
         return types.RoundState.first(server, clients, key, kept)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
@@ -202,7 +203,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         fn = functools.partial(server_update, state.server["frequency"])
         start = state.server["model"]
-        fresh = local_training.fresh_optimizer(hparams, start.params)
+        fresh = optimizer.fresh(hparams, start.params)
         server, _ = each_client.in_turn(
             fn, *here, start=(start, fresh), own=own, plan="server"
         )

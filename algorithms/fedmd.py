@@ -42,6 +42,7 @@ from fedjax_pfl import (
     each_client,
     local_training,
     losses,
+    optimizer,
     options,
     proxy,
     rng,
@@ -151,10 +152,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             gap = consensus_gap(hparams.public_loss, logits, target, batch.mask)
             return gap, stats
 
-        rate = local_training.learning_rate(hparams, client.round)
+        rate = optimizer.learning_rate(hparams, client.round)
         digested = proxy.fit(
             loss_fn,
-            local_training.optimizer(hparams, rate),
+            optimizer.make(hparams, rate),
             client.own,
             data=client.data,
             batches=public,
@@ -172,7 +173,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             never = jnp.zeros(count, jnp.int32)
             own = stacked.repeat(start, count)
             clients.append({"own": own, "participations": never})
-            kept.append(local_training.kept_optimizer(hparams, start.params, count))
+            kept.append(optimizer.kept(hparams, start.params, count))
         return types.RoundState.first((), tuple(clients), key, tuple(kept))
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):

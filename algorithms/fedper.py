@@ -46,6 +46,7 @@ from fedjax_pfl import (
     each_client,
     local_training,
     losses,
+    optimizer,
     options,
     stacked,
     traffic,
@@ -112,7 +113,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             "own": stacked.repeat(last_stages(server), task.num_clients),
             "participations": jnp.zeros(task.num_clients, jnp.int32),
         }
-        kept = local_training.kept_optimizer(hparams, server.params, task.num_clients)
+        kept = optimizer.kept(hparams, server.params, task.num_clients)
         return types.RoundState.first(server, clients, key, kept)
 
     def client_update(client: each_client.Client, server: types.Variables):

@@ -44,6 +44,7 @@ from fedjax_pfl import (
     levels,
     local_training,
     losses,
+    optimizer,
     options,
     shapes,
     stacked,
@@ -153,9 +154,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         """Local training of a slice; what is not the client's stays as it came."""
         kept, own = client.opt_state, ()
         if kept != ():
-            like = jax.eval_shape(
-                lambda: local_training.fresh_optimizer(hparams, start.params)
-            )
+            like = jax.eval_shape(lambda: optimizer.fresh(hparams, start.params))
             own = narrowed(kept, like)
         trained = local_training.train(
             hparams, (objective,), start, client.replace(opt_state=own)
@@ -169,7 +168,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         server = task.init(model, key)
-        kept = local_training.kept_optimizer(hparams, server.params, task.num_clients)
+        kept = optimizer.kept(hparams, server.params, task.num_clients)
         return types.RoundState.first(server, (), key, kept)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):

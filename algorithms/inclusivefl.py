@@ -40,6 +40,7 @@ from fedjax_pfl import (
     levels,
     local_training,
     losses,
+    optimizer,
     options,
     shapes,
     stacked,
@@ -99,7 +100,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         server = levels.first(task.init(task.model, key), num_stages)
-        kept = local_training.kept_optimizer(hparams, server.params, task.num_clients)
+        kept = optimizer.kept(hparams, server.params, task.num_clients)
         moved = ()
         if distils:
             trunks = [stage["trunk"] for stage in server.params[:-1]]

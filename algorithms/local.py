@@ -23,7 +23,7 @@ import dataclasses
 
 import jax
 
-from fedjax_pfl import each_client, local_training, proxy, stacked, types
+from fedjax_pfl import each_client, local_training, optimizer, proxy, stacked, types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         start = task.init(client_model, key)
         clients = stacked.repeat(start, task.num_clients)
-        kept = local_training.kept_optimizer(hparams, start.params, task.num_clients)
+        kept = optimizer.kept(hparams, start.params, task.num_clients)
         server = task.init(server_model, key) if has_server else ()
         return types.RoundState.first(server, clients, key, kept)
 

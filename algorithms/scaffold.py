@@ -33,6 +33,7 @@ from fedjax_pfl import (
     averaging,
     each_client,
     local_training,
+    optimizer,
     options,
     shapes,
     stacked,
@@ -98,7 +99,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         objective = local_training.Objective(loss_fn, adjust=corrected)
         trained = local_training.train(hparams, (objective,), start, client)
-        rate = local_training.learning_rate(hparams, client.round)
+        rate = optimizer.learning_rate(hparams, client.round)
         distance = client.plan.num_steps * rate
         new = new_control(own, control, start.params, trained.params, distance)
         rest, variables = trained.split()

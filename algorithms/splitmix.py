@@ -35,6 +35,7 @@ from fedjax_pfl import (
     each_client,
     levels,
     local_training,
+    optimizer,
     options,
     rng,
     shapes,
@@ -118,7 +119,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             for number in range(num_bases)
         ]
         server = jax.tree.map(lambda *leaves: jnp.stack(leaves), *one)
-        kept = local_training.kept_optimizer(hparams, one[0].params, num_bases)
+        kept = optimizer.kept(hparams, one[0].params, num_bases)
         kept = stacked.repeat(kept, task.num_clients)
         return types.RoundState.first(server, (), key, kept)
 

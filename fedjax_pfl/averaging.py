@@ -16,6 +16,7 @@ from fedjax_pfl import (
     aggregate,
     each_client,
     local_training,
+    optimizer,
     options,
     stacked,
     traffic,
@@ -60,7 +61,7 @@ def make(
         server = task.init(model, key)
         rows = () if own is None else stacked.repeat(own(server), task.num_clients)
         params = server.params if trains is None else trains(server)
-        kept = local_training.kept_optimizer(hparams, params, task.num_clients)
+        kept = optimizer.kept(hparams, params, task.num_clients)
         return types.RoundState.first(server, rows, key, kept)
 
     def update(client: each_client.Client, server: types.Variables):

@@ -26,6 +26,7 @@ from fedjax_pfl import (
     each_client,
     local_training,
     losses,
+    optimizer,
     options,
     rng,
     shapes,
@@ -197,9 +198,7 @@ def make(
             ids = jnp.arange(task.num_clients)
             own_key = functools.partial(rng.stream, key, rng.Tag.OWN_INIT)
             rows = jax.lax.map(lambda number: first(own_key(number)), ids)
-        kept = local_training.kept_optimizer(
-            hparams, one["own"].params, task.num_clients
-        )
+        kept = optimizer.kept(hparams, one["own"].params, task.num_clients)
         return types.RoundState.first((), rows, key, kept)
 
     def update(client: each_client.Client, _: Any):

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import struct
 
 from fedjax_pfl import (
     boundary,
     each_client,
     losses,
+    optimizer,
     options,
     rng,
     stacked,
@@ -172,108 +171,6 @@ def plan(
     return types.PlanSpec(name, epochs or hparams.local_epochs, hparams.batch_size)
 
 
-def optimizer(
-    hparams: LocalTraining, learning_rate: float | jax.Array
-) -> optax.GradientTransformation:
-    """The clients' optimizer; weight decay is L2 on the gradient, as in PyTorch."""
-    steps = []
-    if not options.is_off(hparams.weight_decay):
-        steps.append(optax.add_decayed_weights(hparams.weight_decay))
-    if hparams.client_optimizer == "adam":
-        steps.append(optax.scale_by_adam())
-    elif not options.is_off(hparams.client_momentum):
-        steps.append(optax.trace(decay=hparams.client_momentum))
-    return optax.chain(*steps, optax.scale_by_learning_rate(learning_rate))
-
-
-def learning_rate(hparams: LocalTraining, round: jax.Array) -> jax.Array:
-    """client_lr * client_lr_decay ** round, f32[]; zero-based, constant in a round."""
-    return hparams.client_lr * hparams.client_lr_decay ** round.astype(jnp.float32)
-
-
-def init_optimizer(tx: optax.GradientTransformation, params: types.Params) -> tuple:
-    """One independent optimizer state per stage, so that masks can freeze a stage."""
-    return tuple(tx.init(stage) for stage in params)
-
-
-def fresh_optimizer(hparams: LocalTraining, params: types.Params) -> tuple:
-    """The optimizer state of one client before its first step."""
-    return init_optimizer(optimizer(hparams, hparams.client_lr), params)
-
-
-def kept_optimizer(hparams: LocalTraining, params: types.Params, count: int) -> Any:
-    """Optimizer states of `count` clients before the first round, () if not kept."""
-    if hparams.optimizer_state == "reset":
-        return ()
-    return stacked.repeat(fresh_optimizer(hparams, params), count)
-
-
-def apply_gradients(
-    tx: optax.GradientTransformation,
-    grads: types.Params,
-    opt_state: tuple,
-    params: types.Params,
-    mask: Any,
-) -> tuple[types.Params, tuple]:
-    """One optimizer step where `mask` is True; elsewhere bitwise the old.
-
-    Moments and counts are selected with the parameters: with momentum a zero
-    gradient would still move a weight.
-
-    Args:
-        tx: The optimizer.
-        grads: Gradients.
-        opt_state: One state per stage: a count must stand still with its stage.
-        params: Parameters.
-        mask: Prefix pytree of `params` with one entry per stage.
-    """
-    new_params, new_state = [], []
-    for grad, state, stage, part in zip(grads, opt_state, params, mask, strict=True):
-        update, moved = tx.update(grad, state, stage)
-        moved_stage = optax.apply_updates(stage, update)
-        new_params.append(boundary.select(part, moved_stage, stage))
-        state_mask = _of_state(tx, part, stage, state)
-        new_state.append(boundary.select(state_mask, moved, state))
-    return tuple(new_params), tuple(new_state)
-
-
-def _of_state(tx: Any, mask: Any, stage: Any, state: Any) -> Any:
-    """The mask of a stage's optimizer state: moments as parameters, counts if any."""
-    if isinstance(mask, jax.Array) and not mask.ndim:
-        return mask
-
-    def spread(mask: jax.Array, part: Any) -> Any:
-        return jax.tree.map(lambda leaf: jnp.broadcast_to(mask, leaf.shape), part)
-
-    entries = jax.tree.map(spread, mask, stage)
-    moves = any_of(mask)
-    return optax.tree_utils.tree_map_params(
-        tx,
-        lambda _, entry: entry,
-        state,
-        entries,
-        transform_non_params=lambda _: moves,
-    )
-
-
-def any_of(mask: Any) -> jax.Array:
-    """bool[]: whether any entry of a mask is True."""
-    parts = (m.any() if m.ndim else m for m in jax.tree.leaves(mask))
-    return functools.reduce(jnp.logical_or, parts, jnp.zeros((), bool))
-
-
-def clip(grads: types.Params, norm: float | jax.Array, mask: Any) -> types.Params:
-    """Scales gradients to global norm `norm` where they exceed it; 0 (static) = no.
-
-    The norm is that of the entries in `mask`.
-    """
-    if options.is_off(norm):
-        return grads
-    grads = boundary.select(mask, grads, jax.tree.map(jnp.zeros_like, grads))
-    size = jnp.maximum(optax.global_norm(grads), 1e-12)
-    return jax.tree.map(lambda leaf: leaf * jnp.minimum(1, norm / size), grads)
-
-
 def _masks(
     objective: Objective, batch: Batch, real: jax.Array, num_stages: int
 ) -> tuple[Any, Any]:
@@ -293,7 +190,7 @@ def _masks(
     mask = as_prefix(jnp.ones(num_stages, bool) if mask is None else mask)
     if objective.held is not None:
         return mask, as_prefix(objective.held)
-    return mask, tuple(any_of(part) for part in mask)
+    return mask, tuple(optimizer.any_of(part) for part in mask)
 
 
 def train(
@@ -324,7 +221,7 @@ def train(
     if callable(objectives):
         objectives = (Objective(objectives),)
     data = client.data
-    tx = optimizer(hparams, learning_rate(hparams, client.round))
+    tx = optimizer.make(hparams, optimizer.learning_rate(hparams, client.round))
     given = client.opt_state if opt_state is None else opt_state
     is_kept = not (isinstance(given, tuple) and given == ())
     num_stages = len(start.params)
@@ -354,8 +251,10 @@ def train(
             if objective.adjust is not None:
                 grads = objective.adjust(params, grads)
             trainable, held = _masks(objective, batch, real, num_stages)
-            grads = clip(grads, hparams.clip_norm, trainable)
-            params, opt_state = apply_gradients(tx, grads, opt_state, params, trainable)
+            grads = optimizer.clip(grads, hparams.clip_norm, trainable)
+            params, opt_state = optimizer.apply_gradients(
+                tx, grads, opt_state, params, trainable
+            )
             if objective.project is not None:
                 params = boundary.select(real, objective.project(params), params)
             stats = boundary.select(held, new_stats, stats)
@@ -372,7 +271,7 @@ def train(
     first = Trained(
         params=start.params,
         stats=start.stats,
-        opt_state=given if is_kept else init_optimizer(tx, start.params),
+        opt_state=given if is_kept else optimizer.init(tx, start.params),
         loss=(jnp.zeros(()), jnp.zeros((), jnp.int32)),
         measured=tuple(_nothing(objective, start.params) for objective in objectives),
     )

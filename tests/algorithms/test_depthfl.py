@@ -17,7 +17,7 @@ import pytest
 import models
 from algorithms import depthfl
 from data import plan
-from fedjax_pfl import levels, local_training, options, shapes, types
+from fedjax_pfl import levels, optimizer, options, shapes, types
 from launch import build
 from launch.config import registry
 from tests import padded
@@ -156,7 +156,7 @@ def given(name="depthfl", round=0, seed=0):
         )
         server["h"] = ledger_of(clients, [5] * top)
         params = jax.tree.map(jnp.asarray, server["model"].params)
-        kept = normal(local_training.kept_optimizer(hparams_of(name), params, 5), 0.1)
+        kept = normal(optimizer.kept(hparams_of(name), params, 5), 0.1)
     return types.RoundState(server, clients, jax.random.key(3), np.int32(round), kept)
 
 

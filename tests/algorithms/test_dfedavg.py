@@ -9,7 +9,7 @@ import pytest
 import algorithms
 from algorithms import dfedavg
 from data import topology
-from fedjax_pfl import local_training, shapes, types
+from fedjax_pfl import local_training, optimizer, shapes, types
 from launch import build
 from launch.config import resolve
 from tests.algorithms import conftest, plain
@@ -60,7 +60,7 @@ def given(start):
     def make(name="dfedavg"):
         state = start(round=0)
         hparams = hparams_of(name, **STRUCTURES.get(name, {}))
-        kept = local_training.kept_optimizer(hparams, state.server.params, 5)
+        kept = optimizer.kept(hparams, state.server.params, 5)
         clients = {"own": state.clients, "private": ()}
         return state.replace(server=(), clients=clients, opt_state=kept)
 
@@ -212,7 +212,7 @@ def test_schedule_of_the_paper():
     for name in STRUCTURES:
         _, hparams = resolve.configure({"algo": name})
         for round, rate in ((0, 0.05), (1, 0.0475), (149, 2.398e-5)):
-            found = local_training.learning_rate(hparams, jnp.int32(round))
+            found = optimizer.learning_rate(hparams, jnp.int32(round))
             np.testing.assert_allclose(found, rate, rtol=1e-3)
 
 

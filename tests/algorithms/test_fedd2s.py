@@ -16,7 +16,7 @@ import pytest
 import models
 from algorithms import fedd2s
 from data import plan
-from fedjax_pfl import boundary, local_training, options, shapes, types
+from fedjax_pfl import boundary, optimizer, options, shapes, types
 from models import stages
 from tests import padded
 from tests.algorithms import plain
@@ -172,7 +172,7 @@ def start(layers=(6,) * NUM_CLIENTS, structure="default", seed=0, round=2):
     own = [random_params(LADDER, SHAPE, seed + 1 + k) for k in range(NUM_CLIENTS)]
     server = random_params(LADDER, SHAPE, seed)
     taken = [(L - layer) * hparams.drop_every for layer in layers]
-    kept = local_training.kept_optimizer(hparams, server.params, NUM_CLIENTS)
+    kept = optimizer.kept(hparams, server.params, NUM_CLIENTS)
     return types.RoundState(
         server,
         {"own": plain.stack(own), "participations": np.array(taken, np.int32)},

@@ -10,7 +10,7 @@ import pytest
 
 from algorithms import uapdfl
 from data import topology
-from fedjax_pfl import distances, local_training, options, rng, shapes, types
+from fedjax_pfl import distances, optimizer, options, rng, shapes, types
 from launch import build
 from launch.config import resolve
 from tests.algorithms import conftest, plain
@@ -83,7 +83,7 @@ def given(start):
     def make(name="code", equal=False):
         state = start(round=0, equal=equal)
         hparams = uapdfl.HParams(**STRUCTURES[name])
-        kept = local_training.kept_optimizer(hparams, state.server.params, 5)
+        kept = optimizer.kept(hparams, state.server.params, 5)
         alone = state.replace(clients={"own": state.clients})
         found = [represent(plain.own_layers(alone, k), cut_of(name)) for k in range(5)]
         answer, features = (

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import each_client, execution, lanes, local_training, types
+from fedjax_pfl import each_client, execution, lanes, local_training, optimizer, types
 from tests.fedjax_pfl import small
 
 # In the order of a planner: by steps; client 3 has no example, id 8 is a padding row.
@@ -25,7 +25,7 @@ HPARAMS = local_training.LocalTraining(client_momentum=0.9, optimizer_state="per
 def problem():
     """(task, state with kept optimizer states, cohort, tables)."""
     data, model = small.tables(SIZES), small.linear()
-    kept = local_training.kept_optimizer(HPARAMS, small.at_zero().params, 8)
+    kept = optimizer.kept(HPARAMS, small.at_zero().params, 8)
     state = types.RoundState.first((), (), jax.random.key(3), kept)
     ids = jnp.array(ORDER)
     plans = {"local": small.plan([*SIZES, 0])}

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from data import plan
-from fedjax_pfl import boundary, levels, local_training, losses, options, rng, types
+from fedjax_pfl import (
+    boundary,
+    levels,
+    local_training,
+    losses,
+    optimizer,
+    options,
+    rng,
+    types,
+)
 from tests.fedjax_pfl import small
 
 
@@ -311,7 +320,7 @@ def test_training_of_the_first_stages(level, depth):
     params = model.init(jax.random.key(0), jnp.zeros((1, small.WIDTH)))[0]
     stats = tuple({"seen": jnp.float32(i)} for i in range(3))
     start = types.Variables(params, stats)
-    state = local_training.kept_optimizer(hparams, params, 1)
+    state = optimizer.kept(hparams, params, 1)
     state = jax.tree.map(lambda leaf: leaf[0] + 0.25, state)
     client = small.client(data, small.plan(SIZES), opt_state=state)
     client = client.replace(depth=jnp.int32(depth))

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from fedjax_pfl import boundary, local_training, rng, types
+from fedjax_pfl import boundary, local_training, optimizer, rng, types
 from tests.fedjax_pfl import small
 
 SIZES = [5, 2, 3]
@@ -135,7 +135,7 @@ def test_steps_behind_a_clients_own_change_nothing(kind, data):
     plan = small.plan(SIZES)
     state = jax.tree.map(
         lambda leaf: leaf[0],
-        local_training.kept_optimizer(hparams, small.at_zero().params, 1),
+        optimizer.kept(hparams, small.at_zero().params, 1),
     )
 
     def run(bound):
@@ -218,11 +218,11 @@ def full_mask(mask, like):
 def test_masks_hold_weights_moments_and_counts(name, kind):
     """Bitwise, whatever the gradient there is; the rest moves as without a mask."""
     hparams = options(client_optimizer=kind, client_momentum=0.9, weight_decay=0.1)
-    tx = local_training.optimizer(hparams, 0.1)
+    tx = optimizer.make(hparams, 0.1)
     mask, everything = MASKS[name], (TRUE, TRUE)
-    state = local_training.init_optimizer(tx, parts(1.0))
+    state = optimizer.init(tx, parts(1.0))
     step = jax.jit(
-        lambda grads, state, params, mask: local_training.apply_gradients(
+        lambda grads, state, params, mask: optimizer.apply_gradients(
             tx, grads, state, params, mask
         )
     )
@@ -391,7 +391,7 @@ def test_objectives_take_turns_and_share_the_optimizer(data):
 def test_a_kept_optimizer_goes_on(data):
     """Two rounds of one epoch = one of two epochs; reset ones begin anew."""
     keeps = options(optimizer_state="persist", client_optimizer="adam")
-    kept = local_training.kept_optimizer(keeps, small.at_zero().params, 3)
+    kept = optimizer.kept(keeps, small.at_zero().params, 3)
     assert {leaf.shape[0] for leaf in jax.tree.leaves(kept)} == {3}
     state = types.RoundState.first((), (), jax.random.key(0), kept)
     cohort = small.cohort([0], 3)
@@ -423,21 +423,21 @@ def test_a_kept_optimizer_goes_on(data):
 
 def test_nothing_is_kept_by_default():
     """`--optimizer_state=reset` costs no memory."""
-    assert local_training.kept_optimizer(options(), small.at_zero().params, 3) == ()
+    assert optimizer.kept(options(), small.at_zero().params, 3) == ()
 
 
 def test_clip_leaves_frozen_entries_out_of_the_norm():
     """What trains gets the whole norm; what does not may hold anything."""
     mask = (TRUE, jnp.array([True, False]))
     grads = jnp.full(2, 10.0), jnp.array([10.0, jnp.nan])
-    clipped = local_training.clip(grads, 1.0, mask)
+    clipped = optimizer.clip(grads, 1.0, mask)
     expected = np.full(2, 3**-0.5)
     np.testing.assert_allclose(clipped[0], expected, rtol=1e-6)
     np.testing.assert_allclose(clipped[1][0], expected[0], rtol=1e-6)
-    assert local_training.clip(grads, 0.0, mask) is grads
+    assert optimizer.clip(grads, 0.0, mask) is grads
     small_ones = jnp.full(2, 0.01), jnp.full(2, 0.02)
     chex.assert_trees_all_equal(
-        local_training.clip(small_ones, jnp.float32(1), boundary.by_stage(mask[1])),
+        optimizer.clip(small_ones, jnp.float32(1), boundary.by_stage(mask[1])),
         (small_ones[0], jnp.zeros(2)),
     )
 
@@ -446,7 +446,7 @@ def test_learning_rate_decays_per_round_zero_based():
     """lr * decay ** round: .05 * .95^149 = 2.398e-5."""
     hparams = local_training.LocalTraining(client_lr=0.05, client_lr_decay=0.95)
     for round, rate in ((0, 0.05), (149, 2.398e-5)):
-        found = local_training.learning_rate(hparams, jnp.array(round))
+        found = optimizer.learning_rate(hparams, jnp.array(round))
         np.testing.assert_allclose(found, rate, rtol=1e-3)
 
 

@@ -9,6 +9,7 @@ from fedjax_pfl import (
     boundary,
     each_client,
     local_training,
+    optimizer,
     stacked,
     types,
 )
@@ -31,7 +32,7 @@ def make(hparams, task):
     def init(data, key):
         server = task.init(model, key)
         clients = stacked.repeat(server, task.num_clients)
-        kept = local_training.kept_optimizer(hparams, server.params, task.num_clients)
+        kept = optimizer.kept(hparams, server.params, task.num_clients)
         return types.RoundState.first(server, clients, key, kept)
 
     def client_update(client, server):
