@@ -16,9 +16,9 @@ https://arxiv.org/abs/2003.13461 (Algorithm 1).
 | eta_t | `--client_lr`, `--client_lr_decay` |
 
 Differs from the paper: the mean is weighted by examples by default; momentum, weight
-decay and clipping, where they are given, act on the share too. Where the paper is
-silent: the share takes one step in each round, on the round's first batch (Section 4.2;
-`--nolearn_weight` keeps it), and stays within 0..1; a client is measured with the
+decay and clipping, where they are given, act on the share too. What we chose: the
+share takes its gradient step once in a round, on the round's first batch
+(`--nolearn_weight` keeps it), and stays within 0..1; a client is measured with the
 server's model as it is now; running statistics of the mixture are v_i's own.
 """
 
