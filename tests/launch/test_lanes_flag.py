@@ -13,7 +13,7 @@ from launch.run import devices
 # Of the others a client's round is more than one loop over its examples, or of parts of
 # a model.
 FIT = {
-    *("fedavg", "fedprox", "scaffold", "pfedsd", "feddyn"),
+    *("apfl", "fedavg", "fedprox", "scaffold", "pfedsd", "feddyn"),
     *("fedper", "fedrep", "fedper_plus", "fedrep_plus"),
     *("dfedavg", "dfedper", "dfedavgm", "uapdfl", "criticalfl", "dispfl"),
     *("local", "cdkt"),
