@@ -16,8 +16,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absl import flags as absl_flags
-
 from data import loaders
 from fedjax_pfl import levels
 from fedjax_pfl.options import option
@@ -150,9 +148,7 @@ def _parse(argv: Sequence[str]) -> tuple[str, Options, dict[str, Any]]:
         skipped = (*known, "algo", "resume", "sweep")
         known |= {name: f for name, f in fields.items() if name not in skipped}
         kinds = registry.option_types(algo) | kinds
-    values = absl_flags.FlagValues()
-    for name, field in known.items():
-        flags.define(values, name, field, kinds[name])
+    values = flags.defined(known, kinds)
     rest = values([a for a in flagfile.expand(argv) if a not in names])
     if len(rest) > 1:
         raise ValueError(f"{rest[1]} is not a flag; options are written --name=value")

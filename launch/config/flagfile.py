@@ -12,11 +12,7 @@ from data import files
 from launch.config import limits, registry, schema
 
 FLAGFILES = pathlib.Path(__file__).parent.parent / "flagfiles"
-
-
 FILE_LIMIT = 2**20
-
-
 ARGUMENT_LIMIT = 10_000
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from absl import flags
@@ -73,9 +73,8 @@ def asked(
         ValueError, flags.Error: one line about a flag.
         SystemExit: 0 after the help.
     """
-    kinds, values = registry.field_types(kind), flags.FlagValues()
-    for field in dataclasses.fields(kind):
-        define(values, field.name, field, kinds[field.name])
+    kinds = registry.field_types(kind)
+    values = defined({field.name: field for field in dataclasses.fields(kind)}, kinds)
     if HELP & set(argv[1:]):
         print(f"{about}\n{values.get_help()}")
         raise SystemExit(0)
@@ -92,7 +91,15 @@ def asked(
     return made, words, {name for name in kinds if values[name].present}
 
 
-def define(values: flags.FlagValues, name: str, field: Any, kind: type) -> None:
+def defined(fields: Mapping[str, Any], kinds: Mapping[str, type]) -> flags.FlagValues:
+    """One absl flag for each dataclass field, of its type."""
+    values = flags.FlagValues()
+    for name, field in fields.items():
+        _define(values, name, field, kinds[name])
+    return values
+
+
+def _define(values: flags.FlagValues, name: str, field: Any, kind: type) -> None:
     """Defines one absl flag for one dataclass field."""
     text = field.metadata["help"]
     default = field.default
@@ -144,9 +151,7 @@ def parse(
     except ValueError as error:
         raise flagfile.UsageError(error) from error
     kinds = registry.option_types(algo)
-    values = flags.FlagValues()
-    for name, field in fields.items():
-        define(values, name, field, kinds[name])
+    values = defined(fields, kinds)
     if extra is not None:
         extra(values)
     try:

@@ -11,17 +11,9 @@ from typing import Any
 import numpy as np
 
 INT_LIMIT = 2**31 - 1
-
-
 SEED_LIMIT = 2**32 - 1
-
-
 FLOAT_LIMIT = float(np.finfo(np.float32).max)
-
-
 TEXT_LIMIT = 4096
-
-
 # Control characters, line and paragraph separators, halves of surrogate pairs.
 _UNWRITABLE = ("Cc", "Zl", "Zp", "Cs")
 

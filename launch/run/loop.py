@@ -77,8 +77,7 @@ def run(
         stop: Asked after every call.
         until: Rounds done in the end; None = all.
     """
-    config = run.config
-    until = config.rounds if until is None else until
+    until = run.config.rounds if until is None else until
     every = max((one.every for one in listeners), default=0)
 
     @contextlib.contextmanager

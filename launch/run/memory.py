@@ -1,4 +1,4 @@
-"""What a value may be, and what a run may need: both known before anything is built.
+"""What memory a run may need: known before anything is built.
 
 The estimate of memory is a lower bound from numbers alone: what it refuses would not
 have run, what it lets through may still be too much.

@@ -1,4 +1,4 @@
-"""A paper's tables as data: `launch/papers/<paper>.json`, its cells, and Markdown."""
+"""A paper's table beside our numbers: its cells, grids of texts, and Markdown."""
 
 from __future__ import annotations
 
