@@ -30,7 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import averaging, each_client, local_training, options, types
+from fedjax_pfl import averaging, each_client, local_training, options, shapes, types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,11 +112,12 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         rows = state.clients
         return (types.Served.each(model, rows, shared=state.server, build=build),)
 
+    start = shapes.variables(model, task.example_shape)
     return averaging.make(
         hparams,
         task,
         client_update,
         own=first,
         serving=serving,
-        trains=lambda start: joined(start, first(start)).params,
+        trains=joined(start, first(start)).params,
     )

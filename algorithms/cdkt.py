@@ -42,7 +42,6 @@ from fedjax_pfl import (
     each_client,
     local_training,
     losses,
-    optimizer,
     options,
     proxy,
     rng,
@@ -164,9 +163,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         start = task.init(client_model, key)
         clients = stacked.repeat(start, task.num_clients)
-        kept = optimizer.kept(hparams, start.params, task.num_clients)
-        server = task.init(server_model, key)
-        return types.RoundState.first(server, clients, key, kept)
+        return types.RoundState.first(task.init(server_model, key), clients, key)
 
     def client_update(client: each_client.Client, shared: Any):
         """Lines 3 to 7: train the client's own model, then answer on the proxy set."""
@@ -223,16 +220,13 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         batches = proxy.batches(data, hparams.batch_size)
         knowledge = proxy.outputs(server_model, state.server, data, batches)
-        own, here = stacked.take(state.clients, cohort.row), (task, state, cohort, data)
-        trained, answers = each_client.update(
-            client_update, *here, own=own, shared=(batches, knowledge)
+        sent_down = batches, knowledge
+        (trained, answers), state = each_client.update(
+            client_update, task, state, cohort, data, shared=sent_down
         )
         teachers = teacher(answers, cohort, hparams.ensemble, task.num_clients)
-        state = state.after(
-            server=proxy.train_server(hparams, server_loss(teachers), state, data),
-            clients=stacked.put(state.clients, cohort.row, trained.variables),
-            opt_state=trained.kept(state, cohort),
-        )
+        server = proxy.train_server(hparams, server_loss(teachers), state, data)
+        state = state.after(cohort, trained.variables, server=server)
         sent = {
             "server logits": 1,
             "server embeddings": use_rep,
@@ -240,9 +234,6 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             "client embeddings": use_rep,
         }
         return state, trained.metrics(cohort), sent
-
-    def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        return (types.Served.each(client_model, state.clients),)
 
     return types.Algorithm(
         plans=(local_training.plan(hparams),),
@@ -254,6 +245,6 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         init=init,
         round=round,
         server=lambda state, data: {"global": (server_model, state.server)},
-        serving=serving,
+        serving=lambda state, *_: (types.Served.each(client_model, state.clients),),
         ships_proxy="labelled",
     )

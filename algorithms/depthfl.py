@@ -16,7 +16,7 @@ FedDyn: Acar et al., ICLR 2021, https://arxiv.org/abs/2111.04263.
 | paper | here |
 |---|---|
 | W, L_k: model, classifiers | stages and exits of `--model` |
-| d_k: local depth | `cohort.depth` (`--levels`, `--level_mix`, `--max_level`) |
+| d_k: local depth | `cohort.level` (`--levels`, `--level_mix`, `--max_level`) |
 | alpha of FedDyn, g_k, h | `--feddyn_alpha`, private rows, `state.server["h"]` |
 | R: rounds until the full weight (Table 13) | `--ramp_rounds` |
 | DepthFL (FedAvg) | `--feddyn_alpha=0 --self_distill_weight=0` |
@@ -41,17 +41,14 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import (
-    aggregate,
     boundary,
     distances,
     each_client,
     levels,
     local_training,
     losses,
-    optimizer,
     options,
     stacked,
-    traffic,
     types,
 )
 
@@ -112,7 +109,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         ValueError: other levels than the model has, or options without effect.
     """
     model = levels.truncated(hparams, task.model)
-    num_stages, alpha = len(model.stage_names), hparams.feddyn_alpha
+    alpha = hparams.feddyn_alpha
     distils = model.has_exits and not options.is_off(hparams.self_distill_weight)
     is_dyn = not options.is_off(alpha)
     if not model.has_exits:
@@ -123,11 +120,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     if hparams.h_denominator == "capable":
         sharers = levels.num_capable(hparams, task.num_clients)
 
-    def client_update(
-        client: each_client.Client, server: types.Variables, level: int = num_stages
-    ):
+    def client_update(client: each_client.Client, server: types.Variables, level: int):
         """Algorithm 1, client: the stages 1..level; those it does not hold stay."""
-        held = levels.held(client.depth, model)[:level]
+        held = levels.held(client.level, model)[:level]
         reached = held if model.has_exits else held[-1:]
 
         def loss_fn(params, stats, batch):
@@ -150,48 +145,23 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             """Adds the gradient of -<g, theta> + alpha / 2 ||theta - theta^t||^2."""
             return jax.tree.map(
                 lambda d, g, new, old: d - g + alpha * (new - old),
-                *(grads, client.own[:level], params, server.params[:level]),
+                *(grads, client.own[:level], params, server.params),
             )
 
         adjust = feddyn_pull if is_dyn else None
         objective = local_training.Objective(loss_fn, held, adjust=adjust)
-        return levels.train(hparams, objective, server, client, level)
+        return local_training.train(hparams, (objective,), server, client)
 
-    def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        server = levels.first(task.init(task.model, key), num_stages)
-        kept = optimizer.kept(hparams, server.params, task.num_clients)
+    def zeros(start: types.Variables) -> types.Params:
+        return jax.tree.map(jnp.zeros_like, start.params) if is_dyn else ()
+
+    def server_update(server, trained, own, cohort, mean):
+        """The mean of what is held, and FedDyn's sums of drifts."""
+        new, held = mean(trained.variables), levels.holders(cohort, model)
         if not is_dyn:
-            return types.RoundState.first({"model": server}, (), key, kept)
-        zeros = jax.tree.map(jnp.zeros_like, server.params)
-        drifts = stacked.repeat(zeros, task.num_clients)
-        return types.RoundState.first({"model": server, "h": zeros}, drifts, key, kept)
-
-    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        old = state.server["model"]
-        own = stacked.take(state.clients, cohort.row)
-        trained = each_client.update(
-            client_update,
-            task,
-            state,
-            cohort,
-            data,
-            own=own,
-            shared=old,
-            levels=num_stages if model.has_exits else 0,
-        )
-        held = levels.held(cohort.depth, model) & cohort.row_mask[:, None]
-        weight = aggregate.cohort_weights("uniform", cohort, data)
-        server = {"model": aggregate.stage_means(trained.variables, weight, held, old)}
-        clients = state.clients
-        if is_dyn:
-            server = feddyn_server(state.server, server["model"], held)
-            drift = feddyn_client(own, trained.params, old.params, held)
-            clients = stacked.put(clients, cohort.row, drift)
-        state = state.after(
-            server=server, clients=clients, opt_state=trained.kept(state, cohort)
-        )
-        sent = traffic.stages_sent(model, held, held)
-        return state, trained.metrics(cohort), sent
+            return {"model": new}, None
+        drift = feddyn_client(own, trained.params, server["model"].params, held)
+        return feddyn_server(server, new, held), drift
 
     def feddyn_client(own, params, old, held):
         """g_k - alpha (theta_k - theta^t); what was not trained keeps its g."""
@@ -211,10 +181,13 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         params = boundary.select(is_held, ahead, old)
         return {"model": types.Variables(params, mean.stats), "h": h}
 
-    return types.Algorithm(
-        plans=(local_training.plan(hparams),),
-        messages=traffic.stages_both_ways(task, model),
-        init=init,
-        round=round,
-        server=lambda state, data: {"global": (model, state.server["model"])},
+    return levels.make(
+        hparams,
+        task,
+        model,
+        levels.first_stages(task, model),
+        client_update,
+        private=zeros,
+        beside=lambda start: {"h": zeros(start)} if is_dyn else {},
+        server_update=server_update,
     )

@@ -185,13 +185,11 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def noise(key: jax.Array) -> types.Params:
         """Random scores f32 in [0, 1) of all parameters."""
-        leaves, structure = jax.tree.flatten(shape.params)
-        keys = jax.random.split(key, len(leaves))
-        draws = [
-            jax.random.uniform(k, leaf.shape)
-            for k, leaf in zip(keys, leaves, strict=True)
-        ]
-        return jax.tree.unflatten(structure, draws)
+        structure = jax.tree.structure(shape.params)
+        keys = jax.random.split(key, structure.num_leaves)
+        keys = jax.tree.unflatten(structure, list(keys))
+        draw = jax.random.uniform
+        return jax.tree.map(lambda k, leaf: draw(k, leaf.shape), keys, shape.params)
 
     def first_mask(key: jax.Array) -> types.Params:
         return jax.tree.map(sparse.largest, noise(key), count)

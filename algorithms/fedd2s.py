@@ -38,7 +38,6 @@ says the same).
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,7 +52,6 @@ from fedjax_pfl import (
     each_client,
     local_training,
     losses,
-    optimizer,
     options,
     proxy,
     rng,
@@ -79,15 +77,6 @@ class HParams(boundary.LayerDropping, local_training.LocalTraining):
         choices=("head", "mse"),
     )
     temperature: float = option(1.0, "temperature of kl [tau]", above=0)
-
-
-def output_gap(
-    student: jax.Array, target: jax.Array, mask: jax.Array, temperature: Any
-) -> jax.Array:
-    """J of `--transfer=head`: KL between logits f32[B, Y]; the target is fixed."""
-    log_target = jax.nn.log_softmax(jax.lax.stop_gradient(target) / temperature)
-    gap = distances.kl(log_target, jax.nn.log_softmax(student / temperature))
-    return temperature**2 * losses.masked_mean(gap, mask)
 
 
 def feature_gap(
@@ -132,50 +121,65 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         ValueError: the model does not have the boundary asked for.
     """
     model, schedule = task.model, _schedule(hparams, task)
-    num_stages = len(model.stage_names)
-    by_head = hparams.transfer == "head"
-    deep = np.arange(num_stages) > 0
+    deep = np.arange(len(model.stage_names)) > 0
+    has_heads = hparams.transfer == "head"
     may_serve = range(max(schedule.last - 1, 1), schedule.first)
-    gap_at = functools.partial(feature_gap, may_serve)
 
-    def uploaded(own: types.Variables, image: jax.Array) -> jax.Array:
+    def uploaded(client: each_client.Client, image: jax.Array) -> jax.Array:
         """H_1, as the client uploads it."""
-        return model.forward(*own, image, stop=1)[0]
+        return model.forward(*client.own["own"], image, stop=1)[0]
 
-    def table(forward: Any, client: each_client.Client, epochs: int) -> jax.Array:
-        """p or t: logits on a client's examples, aligned by sample."""
-        return proxy.own_outputs(forward, client, task, hparams.batch_size, epochs)
+    def by_head(client: each_client.Client, teacher: types.Variables, epochs: int):
+        """J towards a table of the teacher's logits on the client's examples: p, t."""
+
+        def logits(image: jax.Array) -> jax.Array:
+            return model.forward(*teacher, uploaded(client, image), start=1)[0]
+
+        table = proxy.own_outputs(logits, client, task, hparams.batch_size, epochs)
+
+        def gap(side: types.Variables, h: jax.Array, start: int, batch: Any):
+            z, stats = model.forward(*side, h, start=start, **batch.mode)
+            target, tau = table[batch.position], hparams.temperature
+            kl = distances.distance("kl", z, target, batch.mask, temperature=tau)
+            return kl, stats
+
+        return gap
+
+    def by_features(client: each_client.Client, teacher: types.Variables, _: int):
+        """J towards the outputs of the teacher's layer l, batch by batch."""
+
+        def gap(side: types.Variables, h: jax.Array, start: int, batch: Any):
+            student, stats = features(model, side, h, start, **batch.mode)
+            target, _ = features(model, teacher, uploaded(client, batch.image), 1)
+            pair = student, target
+            return feature_gap(may_serve, *pair, client.own["kept"], batch.mask), stats
+
+        return gap
+
+    distance = by_head if has_heads else by_features
+
+    def with_head(own: types.Variables, server: types.Variables, kept: jax.Array):
+        """A client's layers 1..l, and behind them the server's where it sends them."""
+        return boundary.splice(own, server, kept) if has_heads else own
 
     def client_to_server(client: each_client.Client, server: types.Variables):
         """phi^n: a copy of the server's model learns from one client (Eqs. 8 to 10)."""
         own, kept = client.own["own"], client.own["kept"]
-        if by_head:
-            source = boundary.splice(own, server, kept)
-            p = table(
-                lambda x: model.forward(*source, x)[0], client, hparams.server_epochs
-            )
+        teacher = with_head(own, server, kept)
+        gap = distance(client, teacher, hparams.server_epochs)
 
         def distil(params, stats, batch):
-            h = uploaded(own, batch.image)
-            if not by_head:
-                side = types.Variables(params, stats)
-                student, stats = features(model, side, h, 1, **batch.mode)
-                target, _ = features(model, own, h, 1)
-                return gap_at(student, target, kept, batch.mask), stats
-            z, stats = model.forward(params, stats, h, start=1, **batch.mode)
-            target = p[batch.position]
-            return output_gap(z, target, batch.mask, hparams.temperature), stats
+            side = types.Variables(params, stats)
+            return gap(side, uploaded(client, batch.image), 1, batch)
 
         def supervised(params, stats, batch):
-            h = uploaded(own, batch.image)
+            h = uploaded(client, batch.image)
             z, stats = model.forward(params, stats, h, start=1, **batch.mode)
             return losses.cross_entropy(z, batch.label, batch.mask), stats
 
-        by_distance = deep & kept[1]  # l = 1: no J
-        if not by_head:
-            by_distance &= kept
         objectives = (
-            local_training.Objective(distil, by_distance),
+            # l = 1: no J.
+            local_training.Objective(distil, deep & kept[1] & (has_heads | kept)),
             local_training.Objective(supervised, deep),
         )
         trained = local_training.train(
@@ -186,23 +190,11 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def server_to_client(client: each_client.Client, server: types.Variables):
         """theta^n learns from the averaged server (Eqs. 12 and 13)."""
         own, kept = client.own["own"], client.own["kept"]
-        if by_head:
-            t = table(
-                lambda x: model.forward(*server, uploaded(own, x), start=1)[0],
-                client,
-                hparams.local_epochs,
-            )
+        gap = distance(client, server, hparams.local_epochs)
 
         def distil(params, stats, batch):
-            side = types.Variables(params, stats)
-            if not by_head:
-                student, stats = features(model, side, batch.image, 0, **batch.mode)
-                target, _ = features(model, server, uploaded(own, batch.image), 1)
-                return gap_at(student, target, kept, batch.mask), stats
-            through = boundary.splice(side, server, kept)
-            z, stats = model.forward(*through, batch.image, **batch.mode)
-            target = t[batch.position]
-            return output_gap(z, target, batch.mask, hparams.temperature), stats
+            through = with_head(types.Variables(params, stats), server, kept)
+            return gap(through, batch.image, 0, batch)
 
         objectives = (
             local_training.Objective(distil, kept & kept[1]),  # l = 1: no J
@@ -212,76 +204,64 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         server = task.init(model, key)
-        clients = {
-            "own": stacked.repeat(server, task.num_clients),
-            "participations": jnp.zeros(task.num_clients, jnp.int32),
-        }
-        kept = optimizer.kept(hparams, server.params, task.num_clients)
-        return types.RoundState.first(server, clients, key, kept)
+        row = {"own": server, "participations": jnp.int32(0)}
+        clients = stacked.repeat(row, task.num_clients)
+        return types.RoundState.first(server, clients, key)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         own = stacked.take(state.clients, cohort.row)
         participations = own.pop("participations") + 1
         own["kept"] = kept = schedule.kept(participations)
-        here = (task, state, cohort, data)
-
         weight = aggregate.cohort_weights("uniform", cohort, data)
         used = jnp.broadcast_to(deep, kept.shape)
         share, is_held = aggregate.stage_weights(weight, used)
-        given = {"own": own, "shared": state.server, "plan": "server"}
-        _, mean = each_client.update(client_to_server, *here, **given, reduce=share)
-        server = boundary.select(is_held, mean, state.server)
 
-        trained = each_client.update(server_to_client, *here, own=own, shared=server)
+        here, update = (cohort, data), each_client.update
+        given = {"own": own, "shared": state.server, "plan": "server", "reduce": share}
+        _, mean, state = update(client_to_server, task, state, *here, **given)
+        server = boundary.select(is_held, mean, state.server)
+        given = {"own": own, "shared": server}
+        trained, state = update(server_to_client, task, state, *here, **given)
+
         new = {"own": trained.variables, "participations": participations}
-        state = state.after(
-            server=server,
-            clients=stacked.put(state.clients, cohort.row, new),
-            opt_state=trained.kept(state, cohort),
-        )
         layer = losses.masked_sum(kept.sum(1), cohort.row_mask)
-        num_examples = stacked.take(data.partition.train.count, cohort.client_id)
         metrics = trained.metrics(cohort) | {"mean_layer": layer}
+        num_examples = stacked.take(data.partition.train.count, cohort.client_id)
+        state = state.after(cohort, new, server=server)
         return state, metrics, sent(kept, num_examples)
 
     def sent(kept: jax.Array, num_examples: jax.Array) -> dict[str, jax.Array]:
         """Messages of each client; features and targets count one an example."""
-        # The last stage kept is the boundary: kept, and the next one is not.
-        at_boundary = kept & ~jnp.roll(kept, -1, 1).at[:, -1].set(False)
+        layer = kept.sum(1)
         out = {"labels": num_examples, "soft targets": num_examples}
-        for stage, name in enumerate(model.stage_names):
-            is_here = at_boundary[:, stage]
-            out[f"features {name}"] = num_examples * (is_here | (stage == 0))
+        for number, name in enumerate(model.stage_names, start=1):
+            is_here = layer == number
+            out[f"features {name}"] = num_examples * (is_here | (number == 1))
             out[f"targets {name}"] = num_examples * is_here
-            out[f"head {name}"] = ~kept[:, stage]
+            out[f"head {name}"] = layer < number
         return out
-
-    def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        return (types.Served.each(model, state.clients["own"]),)
 
     return types.Algorithm(
         plans=(
             local_training.plan(hparams, "server", hparams.server_epochs),
             local_training.plan(hparams),
         ),
-        messages=_messages(task, by_head),
+        messages=_messages(task, has_heads),
         init=init,
         round=round,
-        serving=serving,
+        serving=lambda state, *_: (types.Served.each(model, state.clients["own"]),),
         # Its first layer is never trained: the server has no model of its own.
     )
 
 
-def _messages(task: types.Task, by_head: bool) -> tuple[types.MessageKind, ...]:
+def _messages(task: types.Task, has_heads: bool) -> tuple[types.MessageKind, ...]:
     """Features and labels up; head and soft targets, or targets, down."""
-    model, kind = task.model, types.MessageKind
-    outputs = shapes.output_bytes(model, task.example_shape)
-    features = dict(zip(model.stage_names, outputs, strict=True))
-    up = [kind(f"features {name}", "up", size) for name, size in features.items()]
-    down = [kind(f"targets {name}", "down", size) for name, size in features.items()]
-    if by_head:
-        stages = shapes.stage_bytes(model, task.example_shape)
-        heads = zip(model.stage_names, stages, strict=True)
+    names, shape, kind = task.model.stage_names, task.example_shape, types.MessageKind
+    outputs = list(zip(names, shapes.output_bytes(task.model, shape), strict=True))
+    up = [kind(f"features {name}", "up", size) for name, size in outputs]
+    down = [kind(f"targets {name}", "down", size) for name, size in outputs]
+    if has_heads:
+        heads = zip(names, shapes.stage_bytes(task.model, shape), strict=True)
         down = [kind(f"head {name}", "down", size) for name, size in heads]
         logit_bytes = task.num_classes * traffic.FLOAT_BYTES
         down.append(kind("soft targets", "down", logit_bytes))

@@ -192,44 +192,30 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         }
         everyone = counts.sum(0) / jnp.maximum(counts.sum(), 1)
         server = {"model": start, "frequency": everyone}
-        kept = optimizer.kept(hparams, start.params, task.num_clients)
-        return types.RoundState.first(server, clients, key, kept)
+        return types.RoundState.first(server, clients, key)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        own = stacked.take(state.clients, cohort.row)
-        here = (task, state, cohort, data)
-        trained, logits = each_client.update(local_update, *here, own=own)
-        own |= {"own": trained.variables, "logits": logits}
+        own, here = stacked.take(state.clients, cohort.row), (cohort, data)
+        (trained, logits), state = each_client.update(local_update, task, state, *here)
+        uploaded = own | {"own": trained.variables, "logits": logits}
 
         fn = functools.partial(server_update, state.server["frequency"])
         start = state.server["model"]
-        fresh = optimizer.fresh(hparams, start.params)
-        server, _ = each_client.in_turn(
-            fn, *here, start=(start, fresh), own=own, plan="server"
-        )
+        carry = start, optimizer.fresh(hparams, start.params)
+        given = {"own": uploaded, "plan": "server"}
+        server, _ = each_client.in_turn(fn, task, state, *here, start=carry, **given)
 
-        given = {"own": own, "opt_state": trained.opt_state, "plan": "distill"}
-        trained = each_client.update(distil_update, *here, **given, shared=server)
-        new = {
-            "own": trained.variables,
-            "frequency": own["frequency"],
-            "has_joined": jnp.ones_like(own["has_joined"]),
-        }
+        given = {"own": uploaded, "shared": server, "plan": "distill"}
+        trained, state = each_client.update(distil_update, task, state, *here, **given)
         num_examples = stacked.take(data.partition.train.count, cohort.client_id)
         sent = {
             "features, logits and label": num_examples,
             "label frequencies": ~own["has_joined"],
             "server logits": num_examples,
         }
-        state = state.after(
-            server=state.server | {"model": server},
-            clients=stacked.put(state.clients, cohort.row, new),
-            opt_state=trained.kept(state, cohort),
-        )
+        own |= {"own": trained.variables, "has_joined": jnp.ones_like(cohort.row_mask)}
+        state = state.after(cohort, own, server=state.server | {"model": server})
         return state, trained.metrics(cohort), sent
-
-    def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        return (types.Served.each(model, state.clients["own"]),)
 
     logit_bytes = task.num_classes * traffic.FLOAT_BYTES
     features = shapes.output_bytes(model, task.example_shape)[UPLOADED - 1]
@@ -247,6 +233,6 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         ),
         init=init,
         round=round,
-        serving=serving,
+        serving=lambda state, *_: (types.Served.each(model, state.clients["own"]),),
         # Its first layers are the clients': the server has no model of its own.
     )

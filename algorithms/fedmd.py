@@ -52,7 +52,6 @@ from fedjax_pfl import (
 )
 
 option = options.option
-NOWHERE = 2**31 - 1  # past the end of any group's private rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,17 +91,6 @@ def speaking(cohort: types.Cohort, participations: jax.Array) -> jax.Array:
     return heard / jnp.maximum(heard.sum(), 1)
 
 
-def of_group(cohort: types.Cohort, is_member: jax.Array) -> types.Cohort:
-    """The cohort with the other groups' rows idle: a chunk of them costs nothing."""
-    plan = cohort.plans["local"]
-    steps = plan.replace(num_steps=jnp.where(is_member, plan.num_steps, 0))
-    return cohort.replace(
-        row=jnp.where(is_member, cohort.row, NOWHERE),
-        row_mask=is_member,
-        plans={"local": steps},
-    )
-
-
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """FedMD as pure functions; one stacked group for each architecture.
 
@@ -123,7 +111,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         chosen = jax.random.permutation(key, data.partition.proxy)[:num_public]
         return stacked.in_batches(chosen, hparams.batch_size)
 
-    def answer(model: types.Model, client: each_client.Client, public: jax.Array):
+    def answer(client: each_client.Client, public: jax.Array, model: types.Model):
         """Logits on the public images, f32[>= A, Y]; probabilities for kl."""
         flat = public.reshape(-1)
 
@@ -142,7 +130,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         )
         return (), answers
 
-    def update(model: types.Model, client: each_client.Client, shared: Any):
+    def client_update(client: each_client.Client, shared: Any, model: types.Model):
         """Digest: the public images towards the consensus. Revisit: the own ones."""
         public, consensus = shared
 
@@ -167,64 +155,51 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return local_training.train(hparams, supervised, digested, client)
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        clients, kept = [], []
-        for model, ids in zip(task.client_models, members, strict=True):
-            start, count = task.init(model, key), len(ids)
-            never = jnp.zeros(count, jnp.int32)
-            own = stacked.repeat(start, count)
-            clients.append({"own": own, "participations": never})
-            kept.append(optimizer.kept(hparams, start.params, count))
-        return types.RoundState.first((), tuple(clients), key, tuple(kept))
+        def first(model: types.Model, count: int) -> dict[str, Any]:
+            own = stacked.repeat(task.init(model, key), count)
+            return {"own": own, "participations": jnp.zeros(count, jnp.int32)}
+
+        groups = zip(task.client_models, members, strict=True)
+        clients = tuple(first(model, len(ids)) for model, ids in groups)
+        return types.RoundState.first((), clients, key)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        key = rng.stream(state.key, rng.Tag.PUBLIC, state.round)
-        public = public_batches(data, key)
-        group = stacked.take(jnp.asarray(task.group_of_client), cohort.client_id)
-        participations = jnp.zeros_like(cohort.row)
-        passes = []
-        for number, model in enumerate(task.client_models):
-            mine = of_group(cohort, cohort.row_mask & (group == number))
-            private = stacked.take(state.clients[number], mine.row)
-            own, count = private["own"], private["participations"] + 1
-            participations = jnp.where(mine.row_mask, count, participations)
-            passes.append((number, model, mine, own))
+        here = cohort, data
+        public = public_batches(
+            data, rng.stream(state.key, rng.Tag.PUBLIC, state.round)
+        )
+        groups = each_client.by_architecture(task, cohort)
+        private = list(map(taken, state.clients, groups))
+        own = tuple(rows["own"] for rows in private)
+        participations = sum(rows["participations"] for rows in private)
 
+        update = each_client.update_by_architecture
         weight = speaking(cohort, participations)
-        consensus = jnp.zeros(())
-        for _, model, mine, own in passes:
-            _, part = each_client.update(
-                functools.partial(answer, model),
-                *(task, state, mine, data),
-                own=own,
-                shared=public,
-                opt_state=(),
-                reduce=jnp.where(mine.row_mask, weight, 0),
-            )
-            consensus += part
+        given = {"own": own, "shared": public, "reduce": weight}
+        _, consensus, state = update(answer, task, state, *here, **given)
+        given = {"own": own, "shared": (public, consensus)}
+        trained, state = update(client_update, task, state, *here, **given)
 
-        clients, kept = list(state.clients), list(state.opt_state)
-        total, count = jnp.zeros(()), jnp.zeros((), jnp.int32)
-        for number, model, mine, own in passes:
-            trained = each_client.update(
-                functools.partial(update, model),
-                *(task, state, mine, data),
-                own=own,
-                shared=(public, consensus),
-                opt_state=stacked.take(kept[number], mine.row),
-            )
-            new = {"own": trained.variables, "participations": participations}
-            clients[number] = stacked.put(clients[number], mine.row, new)
-            kept[number] = stacked.put(kept[number], mine.row, trained.opt_state)
-            part = trained.metrics(mine)["train_loss"]
-            total, count = total + part[0], count + part[1]
-        state = state.after(clients=tuple(clients), opt_state=tuple(kept))
-        return state, {"train_loss": (total, count)}, {"answers": 1, "consensus": 1}
+        def put(rows: Any, mine: types.Cohort, one: each_client.Trained) -> Any:
+            new = {"own": one.variables, "participations": participations}
+            return stacked.put(rows, mine.row, new)
+
+        clients = tuple(map(put, state.clients, groups, trained))
+        parts = (one.metrics(mine) for one, mine in zip(trained, groups, strict=True))
+        metrics = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), parts)
+        return state.after(clients=clients), metrics, {"answers": 1, "consensus": 1}
+
+    def taken(rows: Any, mine: types.Cohort) -> dict[str, Any]:
+        """The rows of one architecture's clients; the present participation counts."""
+        rows = stacked.take(rows, mine.row)
+        count = jnp.where(mine.row_mask, rows["participations"] + 1, 0)
+        return rows | {"participations": count}
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        groups = zip(state.clients, members, task.client_models, strict=True)
+        groups = zip(task.client_models, state.clients, members, strict=True)
         return tuple(
             types.Served.each(model, rows["own"], client_id=ids)
-            for rows, ids, model in groups
+            for model, rows, ids in groups
         )
 
     size = num_public * task.num_classes * traffic.FLOAT_BYTES
@@ -238,4 +213,5 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         round=round,
         serving=serving,
         ships_proxy="unlabelled",
+        by_architecture=True,
     )

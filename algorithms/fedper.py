@@ -46,7 +46,6 @@ from fedjax_pfl import (
     each_client,
     local_training,
     losses,
-    optimizer,
     options,
     stacked,
     traffic,
@@ -109,12 +108,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         server = task.init(model, key)
-        clients = {
-            "own": stacked.repeat(last_stages(server), task.num_clients),
-            "participations": jnp.zeros(task.num_clients, jnp.int32),
-        }
-        kept = optimizer.kept(hparams, server.params, task.num_clients)
-        return types.RoundState.first(server, clients, key, kept)
+        row = {"own": last_stages(server), "participations": jnp.int32(0)}
+        clients = stacked.repeat(row, task.num_clients)
+        return types.RoundState.first(server, clients, key)
 
     def client_update(client: each_client.Client, server: types.Variables):
         own, is_shared = client.own
@@ -133,15 +129,12 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         weight = aggregate.cohort_weights(hparams.aggregation, cohort, data)
         share, is_held = aggregate.stage_weights(weight, is_shared)
         own, here = (private["own"], is_shared), (task, state, cohort, data)
-        (trained, own), mean = each_client.update(
+        (trained, own), mean, state = each_client.update(
             client_update, *here, own=own, shared=state.server, reduce=share
         )
+        server = boundary.select(is_held, mean, state.server)
         new = {"own": own, "participations": participations}
-        state = state.after(
-            server=boundary.select(is_held, mean, state.server),
-            clients=stacked.put(state.clients, cohort.row, new),
-            opt_state=trained.kept(state, cohort),
-        )
+        state = state.after(cohort, new, server=server)
         metrics = trained.metrics(cohort)
         if hparams.layer_dropping:
             metrics["mean_layer"] = losses.masked_sum(is_shared.sum(1), cohort.row_mask)

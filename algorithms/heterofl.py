@@ -14,7 +14,7 @@ the settings of DepthFL's authors (https://openreview.net/forum?id=pf8RIZTMU58).
 
 | paper | here |
 |---|---|
-| r: width | `cohort.depth` of as many levels as `--level_mix` has parts |
+| r: width | `cohort.level` of as many levels as `--level_mix` has parts |
 | W_g: global model | `state.server`, of width `--max_level` |
 | Scaler | `--scaler` |
 | masked cross-entropy | `--masked_cross_entropy` |
@@ -38,7 +38,6 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import (
-    aggregate,
     boundary,
     each_client,
     levels,
@@ -48,6 +47,7 @@ from fedjax_pfl import (
     options,
     shapes,
     stacked,
+    traffic,
     types,
 )
 
@@ -123,13 +123,47 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     params_at = [one.params for one in shape_at]
     model, num_levels = nets[-1], len(nets)
 
-    def client_update(client: each_client.Client, server: types.Variables, level: int):
-        """Trains the slice of the client's level; a chunk's larger slice, 0 beyond."""
-        mine = covered(params_at, client.depth)
-        mask, like = narrowed(mine, params_at[level - 1]), shape_at[level - 1]
-        start = narrowed(server, like)
-        zeros = jax.tree.map(jnp.zeros_like, start.params)
-        start = start._replace(params=boundary.select(mask, start.params, zeros))
+    def part_at(level: int) -> tuple:
+        """Shapes of a level's parameters, statistics and persistent optimizer state."""
+        params, stats = shape_at[level - 1]
+        if hparams.optimizer_state == "reset":
+            return params, stats, ()
+        return params, stats, jax.eval_shape(lambda: optimizer.fresh(hparams, params))
+
+    def own_entries(client: each_client.Client, level: int) -> types.Params:
+        """Of the slice that a chunk of clients runs, the entries of this client's."""
+        return narrowed(covered(params_at, client.level), params_at[level - 1])
+
+    def cut(whole: tuple, client: each_client.Client, level: int) -> tuple:
+        """The slice of the chunk's level, 0 beyond the client's own."""
+        params, *rest = narrowed(whole, part_at(level))
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return boundary.select(own_entries(client, level), params, zeros), *rest
+
+    def paste(part: tuple, whole: tuple, client: each_client.Client, level: int):
+        return widened(part, whole)
+
+    def held(cohort: types.Cohort, present: jax.Array) -> types.Variables:
+        """The entries of each client's slice; statistics are not averaged."""
+        mask = jax.vmap(functools.partial(covered, params_at))(cohort.level)
+        if hparams.masked_cross_entropy:
+            last = jax.tree.map(lambda m: of_classes(m, present), mask[-1])
+            mask = (*mask[:-1], last)
+        none = jnp.zeros_like(cohort.row_mask)
+        return types.Variables(mask, (none,) * len(mask))
+
+    def of_classes(mask: jax.Array, present: jax.Array) -> jax.Array:
+        """The entries of the last layer, [C, ..., Y], whose class a client has."""
+        middle = (1,) * (mask.ndim - 2)
+        return mask & present.reshape(len(present), *middle, -1)
+
+    def classes(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        """bool[C, Y]: the classes that each client has."""
+        present = data.label_counts(task.num_classes) > 0
+        return stacked.take(present, cohort.client_id)
+
+    def client_update(client: each_client.Client, start: types.Variables, level: int):
+        """Trains the slice of the client's level, or every width that it holds."""
 
         def loss_of(number: int, width, params, stats, batch):
             own = narrowed(types.Variables(params, stats), shape_at[number - 1])
@@ -142,74 +176,14 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         def loss_fn(params, stats, batch):
             if not hparams.all_widths:
                 # A chunk may run a larger slice than the client's own.
-                return loss_of(level, client.depth, params, stats, batch), stats
+                return loss_of(level, client.level, params, stats, batch), stats
             each = [loss_of(n, n, params, stats, batch) for n in range(1, level + 1)]
-            reached = jnp.arange(1, level + 1) <= client.depth
+            reached = jnp.arange(1, level + 1) <= client.level
             return jnp.where(reached, jnp.stack(each), 0).sum(), stats
 
-        objective = local_training.Objective(loss_fn, mask, held=False)
-        return trained_slice(objective, start, client, server, mine)
-
-    def trained_slice(objective, start, client, server, mine):
-        """Local training of a slice; what is not the client's stays as it came."""
-        kept, own = client.opt_state, ()
-        if kept != ():
-            like = jax.eval_shape(lambda: optimizer.fresh(hparams, start.params))
-            own = narrowed(kept, like)
-        trained = local_training.train(
-            hparams, (objective,), start, client.replace(opt_state=own)
-        )
-        wide = boundary.select(
-            mine, widened(trained.params, server.params), server.params
-        )
-        return trained.replace(
-            params=wide, stats=server.stats, opt_state=widened(trained.opt_state, kept)
-        )
-
-    def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        server = task.init(model, key)
-        kept = optimizer.kept(hparams, server.params, task.num_clients)
-        return types.RoundState.first(server, (), key, kept)
-
-    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        present = stacked.take(
-            data.label_counts(task.num_classes) > 0, cohort.client_id
-        )
-        trained = each_client.update(
-            client_update,
-            task,
-            state,
-            cohort,
-            data,
-            own=present,
-            shared=state.server,
-            levels=num_levels,
-        )
-        mask = jax.vmap(lambda depth: covered(params_at, depth))(cohort.depth)
-        if hparams.masked_cross_entropy:
-            mask = (
-                *mask[:-1],
-                jax.tree.map(lambda m: of_classes(m, present), mask[-1]),
-            )
-        weight = aggregate.cohort_weights("uniform", cohort, data)
-        params = aggregate.masked_mean(
-            trained.params, weight, mask, state.server.params
-        )
-        state = state.after(
-            server=state.server._replace(params=params),
-            opt_state=trained.kept(state, cohort),
-        )
-        sent = {
-            f"{name} {way}": cohort.depth == number
-            for number, name in enumerate(_names(hparams), start=1)
-            for way in ("down", "up")
-        }
-        return state, trained.metrics(cohort), sent
-
-    def of_classes(mask, present):
-        """The entries of the last layer, [C, ..., Y], whose class a client has."""
-        middle = (1,) * (mask.ndim - 2)
-        return mask & present.reshape(len(present), *middle, -1)
+        mine = own_entries(client, level)
+        objective = local_training.Objective(loss_fn, mine, held=False)
+        return local_training.train(hparams, (objective,), start, client)
 
     def server(state: types.RoundState, data: types.Data):
         """Every width with its statistics, the widest first."""
@@ -248,16 +222,18 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         first = nothing if is_average else own.stats
         return jax.lax.fori_loop(0, count, step, first)
 
-    return types.Algorithm(
-        plans=(local_training.plan(hparams),),
-        messages=tuple(
-            types.MessageKind(f"{name} {way}", way, shapes.tree_bytes(params))
-            for name, params in zip(_names(hparams), params_at, strict=True)
-            for way in ("down", "up")
-        ),
-        init=init,
-        round=round,
-        server=server,
+    kinds = tuple(
+        kind
+        for name, params in zip(_names(hparams), params_at, strict=True)
+        for kind in traffic.both_ways(name, shapes.tree_bytes(params))
+    )
+
+    def sent(cohort: types.Cohort) -> dict[str, jax.Array]:
+        return {kind.name: cohort.level == n // 2 + 1 for n, kind in enumerate(kinds)}
+
+    part = levels.Submodel(cut, paste, held, kinds, sent, num_levels)
+    return levels.make(
+        hparams, task, model, part, client_update, own=classes, server=server
     )
 
 

@@ -13,7 +13,7 @@ compare with it (Table 3 and Appendix A.3 of https://openreview.net/forum?id=pf8
 
 | paper | here |
 |---|---|
-| M_i: model of type i | the first i stages, `cohort.depth` |
+| M_i: model of type i | the first i stages, `cohort.level` |
 | its classifier | the exit of stage i |
 | beta | `--momentum_distill_weight` |
 
@@ -29,6 +29,7 @@ last exit.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +41,9 @@ from fedjax_pfl import (
     levels,
     local_training,
     losses,
-    optimizer,
     options,
     shapes,
     stacked,
-    traffic,
     types,
 )
 
@@ -83,8 +82,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def client_update(client: each_client.Client, server: types.Variables, level: int):
         """The stages up to the client's own; of their exits the last is trained."""
-        held = levels.held(client.depth, model)[:level]
-        is_last = jnp.arange(1, level + 1) == client.depth
+        held = levels.held(client.level, model)[:level]
+        is_last = jnp.arange(1, level + 1) == client.level
 
         def loss_fn(params, stats, batch):
             exits, stats = model.forward(
@@ -93,83 +92,69 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             own = jnp.where(is_last[:, None, None], jnp.stack(exits), 0).sum(0)
             return losses.cross_entropy(own, batch.label, batch.mask), stats
 
-        objective = local_training.Objective(
-            loss_fn, trainable=_parts(held, is_last), held=held
-        )
-        return levels.train(hparams, objective, server, client, level)
+        objective = local_training.Objective(loss_fn, _parts(held, is_last), held)
+        return local_training.train(hparams, (objective,), server, client)
 
-    def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        server = levels.first(task.init(task.model, key), num_stages)
-        kept = optimizer.kept(hparams, server.params, task.num_clients)
-        moved = ()
+    def is_last(cohort: types.Cohort) -> jax.Array:
+        """bool[C, L]: the stage whose exit a client trains."""
+        own = cohort.level[:, None] == jnp.arange(1, num_stages + 1)
+        return levels.holders(cohort, model) & own
+
+    def held(cohort: types.Cohort, _: Any) -> types.Variables:
+        """Stages that clients hold, with the exits that count for the mean."""
+        stages = levels.holders(cohort, model)
+        heads = stages if hparams.head_count == "holders" else is_last(cohort)
+        return types.Variables(_parts(stages, heads), boundary.by_stage(stages))
+
+    def nothing_moved(start: types.Variables) -> dict[str, tuple]:
+        trunks = [stage["trunk"] for stage in start.params[:-1]] if distils else ()
+        return {"moved": tuple(jax.tree.map(jnp.zeros_like, one) for one in trunks)}
+
+    def server_update(server, trained, own, cohort, mean):
+        """The mean; before it momentum distillation, with what moved last time."""
+        variables, moved = trained.variables, server["moved"]
         if distils:
-            trunks = [stage["trunk"] for stage in server.params[:-1]]
-            moved = tuple(jax.tree.map(jnp.zeros_like, trunk) for trunk in trunks)
-        return types.RoundState.first({"model": server, "moved": moved}, (), key, kept)
+            both, last = (trained.params, server["model"].params), is_last(cohort)
+            variables = variables._replace(params=distilled(*both, moved, last))
+            moved = movement(*both, moved, last)
+        return {"model": mean(variables), "moved": moved}, None
 
-    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        old = state.server["model"]
-        trained = each_client.update(
-            client_update, task, state, cohort, data, shared=old, levels=num_stages
-        )
-        held = levels.held(cohort.depth, model) & cohort.row_mask[:, None]
-        is_last = held & (cohort.depth[:, None] == jnp.arange(1, num_stages + 1))
-        params, moved = trained.params, state.server["moved"]
-        if distils:
-            params = distilled(params, old.params, moved, is_last)
-            moved = movement(trained.params, old.params, moved, is_last)
-        heads = held if hparams.head_count == "holders" else is_last
-        weight = aggregate.cohort_weights("uniform", cohort, data)
-        mask = types.Variables(_parts(held, heads), boundary.by_stage(held))
-        copies = types.Variables(params, trained.stats)
-        mean = aggregate.masked_mean(copies, weight, mask, old)
-        state = state.after(
-            server={"model": mean, "moved": moved},
-            opt_state=trained.kept(state, cohort),
-        )
-        sent = traffic.stages_sent(model, held, held)
-        return state, trained.metrics(cohort), sent
+    def mixed(new: jax.Array, before: jax.Array, drift: jax.Array) -> jax.Array:
+        return (1 - beta) * new + beta * (before + drift)
 
-    def distilled(params, old, moved, is_last):
+    def distilled(params, old, moved, last):
         """(1 - beta) of a client's movement of its last stage, beta of the next's."""
+        stages = list(params)
+        for n, drift in enumerate(moved):
+            trunk = params[n]["trunk"]
+            mix = jax.tree.map(mixed, trunk, old[n]["trunk"], drift)
+            stages[n] = params[n] | {"trunk": stacked.where(last[:, n], mix, trunk)}
+        return tuple(stages)
 
-        def mixed(new, before, given, rows):
-            own = (1 - beta) * new + beta * (before + given)
-            return jnp.where(stacked.column(rows, new), own, new)
+    def movement(params, old, moved, last):
+        """What level n + 1 did with its last two stages on average, if it was there."""
 
-        below = [
-            stage | {"trunk": jax.tree.map(
-                lambda n, o, m, s=number: mixed(n, o, m, is_last[:, s]),
-                stage["trunk"], old[number]["trunk"], moved[number],
-            )}
-            for number, stage in enumerate(params[:-1])
-        ]  # fmt: skip
-        return (*below, params[-1])
-
-    def movement(params, old, moved, is_last):
-        """What level i + 1 did with its last two stages on average, if it was there."""
-
-        def mean_of(stage, rows):
+        def drift(stage, rows):
             share, _ = aggregate.masked_weights(jnp.ones(len(rows)), rows)
-            drift = jax.tree.map(
-                lambda n, o: n - o, params[stage]["trunk"], old[stage]["trunk"]
-            )
-            return aggregate.weighted_mean(drift, share)
+            pair = params[stage]["trunk"], old[stage]["trunk"]
+            return aggregate.weighted_mean(jax.tree.map(jnp.subtract, *pair), share)
 
-        found = []
-        for number, before in enumerate(moved):
-            rows = is_last[:, number + 1]
-            pair = mean_of(number, rows), mean_of(number + 1, rows)
+        def mean(n, before):
+            rows = last[:, n + 1]
+            pair = drift(n, rows), drift(n + 1, rows)
             new = jax.tree.map(lambda a, b: (a + b) / 2, *pair)
-            found.append(boundary.select(rows.any(), new, before))
-        return tuple(found)
+            return boundary.select(rows.any(), new, before)
 
-    return types.Algorithm(
-        plans=(local_training.plan(hparams),),
-        messages=traffic.stages_both_ways(task, model),
-        init=init,
-        round=round,
-        server=lambda state, data: {"global": (model, state.server["model"])},
+        return tuple(mean(n, before) for n, before in enumerate(moved))
+
+    return levels.make(
+        hparams,
+        task,
+        model,
+        levels.first_stages(task, model)._replace(held=held),
+        client_update,
+        beside=nothing_moved,
+        server_update=server_update,
     )
 
 

@@ -23,7 +23,7 @@ import dataclasses
 
 import jax
 
-from fedjax_pfl import each_client, local_training, optimizer, proxy, stacked, types
+from fedjax_pfl import each_client, local_training, proxy, stacked, types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,23 +40,19 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         start = task.init(client_model, key)
         clients = stacked.repeat(start, task.num_clients)
-        kept = optimizer.kept(hparams, start.params, task.num_clients)
         server = task.init(server_model, key) if has_server else ()
-        return types.RoundState.first(server, clients, key, kept)
+        return types.RoundState.first(server, clients, key)
 
-    def client_update(client: each_client.Client, _) -> local_training.Trained:
+    def client_update(client: each_client.Client, _) -> each_client.Trained:
         return local_training.train(hparams, loss_fn, client.own, client)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        own = stacked.take(state.clients, cohort.row)
-        trained = each_client.update(client_update, task, state, cohort, data, own=own)
+        trained, state = each_client.update(client_update, task, state, cohort, data)
         server = ()
         if has_server:
             supervised = local_training.cross_entropy_loss(server_model)
             server = proxy.train_server(hparams, supervised, state, data)
-        clients = stacked.put(state.clients, cohort.row, trained.variables)
-        kept = trained.kept(state, cohort)
-        state = state.after(server=server, clients=clients, opt_state=kept)
+        state = state.after(cohort, trained.variables, server=server)
         return state, trained.metrics(cohort), {}
 
     def global_model(state: types.RoundState, data: types.Data):

@@ -108,15 +108,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         server = state.server
-        (trained, own), mean = each_client.update(
-            client_update,
-            task,
-            state,
-            cohort,
-            data,
-            own=stacked.take(state.clients, cohort.row),
-            shared=server,
-            reduce=aggregate.cohort_weights(hparams.aggregation, cohort, data),
+        weight = aggregate.cohort_weights(hparams.aggregation, cohort, data)
+        (trained, own), mean, state = each_client.update(
+            client_update, task, state, cohort, data, shared=server, reduce=weight
         )
         share = cohort.row_mask.sum() / task.num_eligible
         params = jax.tree.map(
@@ -127,20 +121,14 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         control = jax.tree.map(
             lambda c, change: c + share * change, server["control"], mean["control"]
         )
-        model_now = types.Variables(params, mean["model"].stats)
-        clients = stacked.put(state.clients, cohort.row, own)
-        state = state.after(
-            server={"model": model_now, "control": control}, clients=clients
-        )
+        server = {"model": types.Variables(params, mean["model"].stats)}
+        state = state.after(cohort, own, server=server | {"control": control})
         sent = {kind.name: 1 for kind in messages}
         return state, trained.metrics(cohort), sent
 
     parameters = shapes.tree_bytes(shapes.variables(model, task.example_shape).params)
-    messages = (
-        *traffic.model_both_ways(task, model),
-        types.MessageKind("control down", "down", parameters),
-        types.MessageKind("control up", "up", parameters),
-    )
+    control = traffic.both_ways("control", parameters)
+    messages = (*traffic.model_both_ways(task, model), *control)
     return types.Algorithm(
         plans=(local_training.plan(hparams),),
         messages=messages,

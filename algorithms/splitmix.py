@@ -14,7 +14,7 @@ with it (Appendix A.2 of https://openreview.net/forum?id=pf8RIZTMU58).
 | paper | here |
 |---|---|
 | base networks | `state.server`, leaves [N, ...], N = `--num_bases` |
-| budget of a client | `cohort.depth` (`--levels`, `--level_mix`) |
+| budget of a client | `cohort.level` (`--levels`, `--level_mix`) |
 | r: width of a base | N^-1/2, so that N bases have the whole model's weights |
 
 Differs from the paper: means are without weights; outputs of convolutions are not
@@ -26,20 +26,20 @@ also where `--max_level` lets clients train fewer.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import (
-    aggregate,
     each_client,
     levels,
     local_training,
-    optimizer,
     options,
     rng,
     shapes,
     stacked,
+    traffic,
     types,
 )
 
@@ -69,12 +69,13 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     Raises:
         ValueError: a model that has no narrower form, or other levels than bases.
     """
-    num_bases, top = hparams.num_bases, levels.top(hparams)
     _check(hparams, task)
+    num_bases = hparams.num_bases
     base = task.model.at_width(num_bases**-0.5)
+    shape = shapes.variables(base, task.example_shape)
     loss_fn = local_training.cross_entropy_loss(base)
 
-    def picked(state: types.RoundState, cohort: types.Cohort) -> jax.Array:
+    def picked(state: types.RoundState, cohort: types.Cohort, _: Any) -> jax.Array:
         """The bases of each client in the order of its training, int32[C, N]."""
         # Places in the queue are the clients' by id: no padding and no order counts.
         is_before = cohort.client_id < cohort.client_id[:, None]
@@ -90,61 +91,38 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         return jax.vmap(order)(cohort.client_id, first)
 
-    def client_update(client: each_client.Client, server: types.Variables, level: int):
-        """Trains the first `level` of its bases, one after another."""
-        pick = client.own[:level]
+    def cut(whole: tuple, client: each_client.Client, level: int) -> tuple:
+        return stacked.take(whole, client.own[:level])
 
-        def one(number: jax.Array) -> local_training.Trained:
-            start, kept = stacked.take((server, client.opt_state), number)
-            own = client.replace(opt_state=kept)
+    def paste(part: tuple, whole: tuple, client: each_client.Client, level: int):
+        return stacked.put(whole, client.own[:level], part)
+
+    def held(cohort: types.Cohort, pick: jax.Array) -> types.Variables:
+        """The bases that each client trains, for every leaf [N, ...]."""
+        rank = jnp.argsort(pick)
+        has = (rank < cohort.level[:, None]) & cohort.row_mask[:, None]
+        return jax.tree.map(
+            lambda leaf: has.reshape(*has.shape, *(1,) * leaf.ndim), shape
+        )
+
+    def client_update(client: each_client.Client, start: types.Variables, level: int):
+        """Trains the first `level` of its bases, one after another."""
+
+        def one(base: tuple[types.Variables, tuple]) -> each_client.Trained:
+            start, opt_state = base
+            own = client.replace(opt_state=opt_state)
             return local_training.train(hparams, loss_fn, start, own)
 
-        trained = jax.lax.map(one, pick)
-        is_own = jnp.arange(level) < client.depth
-        total, count = (jnp.where(is_own, part, 0).sum() for part in trained.loss)
-        params, stats = stacked.put(server, pick, trained.variables)
-        kept = stacked.where(
-            is_own, trained.opt_state, stacked.take(client.opt_state, pick)
-        )
-        return trained.replace(
-            params=params,
-            stats=stats,
-            opt_state=stacked.put(client.opt_state, pick, kept),
-            loss=(total, count),
-        )
+        trained = jax.lax.map(one, (start, client.opt_state))
+        is_own = jnp.arange(level) < client.level
+        kept = stacked.where(is_own, trained.opt_state, client.opt_state)
+        loss = tuple(jnp.where(is_own, part, 0).sum() for part in trained.loss)
+        return trained.replace(opt_state=kept, loss=loss)
 
-    def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        one = [
-            task.init(base, rng.stream(key, rng.Tag.BASES, number))
-            for number in range(num_bases)
-        ]
-        server = jax.tree.map(lambda *leaves: jnp.stack(leaves), *one)
-        kept = optimizer.kept(hparams, one[0].params, num_bases)
-        kept = stacked.repeat(kept, task.num_clients)
-        return types.RoundState.first(server, (), key, kept)
-
-    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        pick = picked(state, cohort)
-        trained = each_client.update(
-            client_update,
-            task,
-            state,
-            cohort,
-            data,
-            own=pick,
-            shared=state.server,
-            levels=top,
-        )
-        rank = jnp.argsort(pick)
-        has = (rank < cohort.depth[:, None]) & cohort.row_mask[:, None]
-        mask = jax.tree.map(
-            lambda leaf: has.reshape(*has.shape, *(1,) * (leaf.ndim - 1)), state.server
-        )
-        weight = aggregate.cohort_weights("uniform", cohort, data)
-        server = aggregate.masked_mean(trained.variables, weight, mask, state.server)
-        state = state.after(server=server, opt_state=trained.kept(state, cohort))
-        sent = {"base down": cohort.depth, "base up": cohort.depth}
-        return state, trained.metrics(cohort), sent
+    def init(key: jax.Array) -> types.Variables:
+        keys = [rng.stream(key, rng.Tag.BASES, number) for number in range(num_bases)]
+        bases = [task.init(base, own) for own in keys]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *bases)
 
     def budget(count: int) -> types.Model:
         """The first `count` bases as one model: the mean of their logits."""
@@ -155,29 +133,22 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         return base._replace(name=f"{count} x {base.name}", forward=forward)
 
-    budgets = [budget(count) for count in range(1, num_bases + 1)]
-
     def server(state: types.RoundState, data: types.Data):
         """Every budget, the largest first."""
-        found = {
-            f"exit{count}": (
-                budgets[count - 1],
-                jax.tree.map(lambda leaf, n=count: leaf[:n], state.server),
-            )
-            for count in range(1, num_bases + 1)
-        }
+
+        def of(count: int) -> tuple[types.Model, types.Variables]:
+            return budget(count), jax.tree.map(lambda leaf: leaf[:count], state.server)
+
+        found = {f"exit{count}": of(count) for count in range(1, num_bases + 1)}
         return {"global": found[f"exit{num_bases}"]} | found
 
-    size = shapes.model_bytes(base, task.example_shape)
-    return types.Algorithm(
-        plans=(local_training.plan(hparams),),
-        messages=tuple(
-            types.MessageKind(f"base {way}", way, size) for way in ("down", "up")
-        ),
-        init=init,
-        round=round,
-        server=server,
-    )
+    def sent(cohort: types.Cohort) -> dict[str, jax.Array]:
+        return {kind.name: cohort.level for kind in kinds}
+
+    kinds = traffic.both_ways("base", shapes.tree_bytes(shape))
+    part = levels.Submodel(cut, paste, held, kinds, sent, levels.top(hparams))
+    own = {"init": init, "own": picked, "server": server}
+    return levels.make(hparams, task, base, part, client_update, **own)
 
 
 def _check(hparams: HParams, task: types.Task) -> None:

@@ -97,7 +97,7 @@ class Planner:
             seeds: The seeds of the run.
             num_rows: int[seeds, K], train examples of each client.
             client_group: int[K], clients of one architecture.
-            level_of: int[K], the largest depth that each client holds; or a function
+            level_of: int[K], the largest level that each client holds; or a function
                 `(seed, round, client int[C]) -> int[C]` where it changes.
             clients_per_round: Clients drawn without replacement.
             specs: The algorithm's plans.
@@ -157,7 +157,7 @@ class Planner:
             client_id=client,
             row=np.where(real, self._slot[np.where(real, client, 0)], len(self._slot)),
             row_mask=real,
-            depth=level,
+            level=level,
             peers=peers,
             peer_mask=peer_mask,
             plans={},

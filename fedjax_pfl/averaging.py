@@ -16,7 +16,6 @@ from fedjax_pfl import (
     aggregate,
     each_client,
     local_training,
-    optimizer,
     options,
     stacked,
     traffic,
@@ -40,7 +39,7 @@ def make(
     *,
     own: Callable[[types.Variables], Any] | None = None,
     serving: Callable[..., tuple[types.Served, ...]] | None = None,
-    trains: Callable[[types.Variables], types.Params] | None = None,
+    trains: types.Params | None = None,
 ) -> types.Algorithm:
     """An algorithm of the family as pure functions; `state.server` is its model.
 
@@ -52,17 +51,14 @@ def make(
         own: The first model to the private row of each client before round 0, which
             arrives as `client.own`. None = clients keep nothing.
         serving: As in `types.Algorithm`; None = the server's model serves everybody.
-        trains: The first model to the parameters that a client's one training is of,
-            whose optimizer states are kept; None = the model's own.
+        trains: As in `types.Algorithm`.
     """
     model = task.model
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         server = task.init(model, key)
         rows = () if own is None else stacked.repeat(own(server), task.num_clients)
-        params = server.params if trains is None else trains(server)
-        kept = optimizer.kept(hparams, params, task.num_clients)
-        return types.RoundState.first(server, rows, key, kept)
+        return types.RoundState.first(server, rows, key)
 
     def update(client: each_client.Client, server: types.Variables):
         out = client_update(client, server)
@@ -71,21 +67,11 @@ def make(
         return (rest, row), variables
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        (trained, rows), mean = each_client.update(
-            update,
-            task,
-            state,
-            cohort,
-            data,
-            own=stacked.take(state.clients, cohort.row),
-            shared=state.server,
-            reduce=aggregate.cohort_weights(hparams.aggregation, cohort, data),
+        weight = aggregate.cohort_weights(hparams.aggregation, cohort, data)
+        (trained, rows), mean, state = each_client.update(
+            update, task, state, cohort, data, shared=state.server, reduce=weight
         )
-        state = state.after(
-            server=mean,
-            clients=stacked.put(state.clients, cohort.row, rows),
-            opt_state=trained.kept(state, cohort),
-        )
+        state = state.after(cohort, rows, server=mean)
         return state, trained.metrics(cohort), {"model down": 1, "model up": 1}
 
     return types.Algorithm(
@@ -95,4 +81,5 @@ def make(
         round=round,
         server=lambda state, data: {"global": (model, state.server)},
         serving=serving,
+        trains=trains,
     )

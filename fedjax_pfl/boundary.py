@@ -71,9 +71,9 @@ def fixed(layer: int, model: types.Model) -> Schedule:
     return Schedule(layer, layer, 1, len(model.stage_names))
 
 
-def held(depth: jax.Array, num_stages: int) -> jax.Array:
-    """bool[..., L]: the stages that a client of `depth` int32[...] holds."""
-    return jnp.arange(num_stages) < depth[..., None]
+def held(layer: jax.Array, num_stages: int) -> jax.Array:
+    """bool[..., L]: the stages 1..l below a boundary l int32[...]."""
+    return jnp.arange(num_stages) < layer[..., None]
 
 
 def by_stage(mask: jax.Array) -> tuple[jax.Array, ...]:

@@ -26,7 +26,6 @@ from fedjax_pfl import (
     each_client,
     local_training,
     losses,
-    optimizer,
     options,
     rng,
     shapes,
@@ -198,8 +197,7 @@ def make(
             ids = jnp.arange(task.num_clients)
             own_key = functools.partial(rng.stream, key, rng.Tag.OWN_INIT)
             rows = jax.lax.map(lambda number: first(own_key(number)), ids)
-        kept = optimizer.kept(hparams, one["own"].params, task.num_clients)
-        return types.RoundState.first((), rows, key, kept)
+        return types.RoundState.first((), rows, key)
 
     def update(client: each_client.Client, _: Any):
         start, given = client.own
@@ -209,12 +207,11 @@ def make(
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         pulled = mixed(state, cohort, data)
         own = (pulled.model, pulled.given)
-        trained, row = each_client.update(update, task, state, cohort, data, own=own)
-        rows = {"own": trained.variables, "private": row}
-        state = state.after(
-            clients=stacked.put(state.clients, cohort.row, rows),
-            opt_state=trained.kept(state, cohort),
+        (trained, row), state = each_client.update(
+            update, task, state, cohort, data, own=own
         )
+        rows = {"own": trained.variables, "private": row}
+        state = state.after(cohort, rows)
         return state, trained.metrics(cohort) | dict(pulled.metrics), dict(pulled.sent)
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):

@@ -1,4 +1,8 @@
-"""One function of one client, computed for every client of a round."""
+"""One function of one client, computed for every client of a round.
+
+Where clients keep an optimizer state between rounds, it is handed to each and stored
+here: an algorithm returns what its training returned, `Trained`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from fedjax_pfl import aggregate, execution, lanes, rng, stacked, types
+from fedjax_pfl import aggregate, execution, lanes, losses, rng, stacked, types
 
 
 @struct.dataclass
@@ -21,7 +25,7 @@ class Client:
 
     Attributes:
         id: int32[].
-        depth: int32[], the largest level that it holds.
+        level: int32[], the largest level that it holds.
         own: Its row of what `update` was given.
         opt_state: Its kept optimizer state, () if none is kept.
         plan: Its steps, a `types.Plan` of one client.
@@ -33,7 +37,7 @@ class Client:
     """
 
     id: jax.Array
-    depth: jax.Array
+    level: jax.Array
     own: Any
     opt_state: Any
     plan: types.Plan
@@ -76,8 +80,101 @@ class Client:
         return self.replace(plan=plan, longest=jnp.minimum(self.longest, num_steps))
 
     def fresh(self) -> Client:
-        """The same client without its kept optimizer state."""
+        """The same client without its persistent optimizer state."""
         return self.replace(opt_state=())
+
+
+@struct.dataclass
+class Trained:
+    """Result of a client's local training.
+
+    `opt_state` is that of the optimizer where it persists, else (); `loss` is a (sum
+    over examples, examples) pair of the last objective; `measured` has what each
+    objective's `measure` gave, summed over the real steps.
+    """
+
+    params: types.Params
+    stats: types.Stats
+    opt_state: Any
+    loss: losses.Pair
+    measured: tuple = ()
+
+    @property
+    def variables(self) -> types.Variables:
+        """The trained model."""
+        return types.Variables(self.params, self.stats)
+
+    def split(self) -> tuple[Trained, types.Variables]:
+        """(what stays of each client, the model to sum): for `update(reduce=)`."""
+        return self.replace(params=(), stats=()), self.variables
+
+    def metrics(self, cohort: types.Cohort) -> dict[str, losses.Pair]:
+        """{"train_loss": (sum, count)} over the real rows of a cohort."""
+        total, count = (jnp.where(cohort.row_mask, part, 0).sum() for part in self.loss)
+        return {"train_loss": (total, count)}
+
+
+def by_architecture(task: types.Task, cohort: types.Cohort) -> tuple:
+    """The cohort as each architecture has it: rows of the others are idle padding.
+
+    A chunk of idle rows costs nothing.
+    """
+    group = stacked.take(jnp.asarray(task.group_of_client), cohort.client_id)
+
+    def of(number: int) -> types.Cohort:
+        is_member = cohort.row_mask & (group == number)
+        plans = {
+            name: plan.replace(num_steps=jnp.where(is_member, plan.num_steps, 0))
+            for name, plan in cohort.plans.items()
+        }
+        row = jnp.where(is_member, cohort.row, task.num_clients)
+        return cohort.replace(row=row, row_mask=is_member, plans=plans)
+
+    return tuple(of(number) for number in range(len(task.client_models)))
+
+
+def update_by_architecture(
+    fn: Callable[..., Any],
+    task: types.Task,
+    state: types.RoundState,
+    cohort: types.Cohort,
+    data: types.Data,
+    *,
+    own: tuple,
+    reduce: jax.Array | None = None,
+    **given: Any,
+) -> tuple[Any, ...]:
+    """`update` of clients that differ in architecture: `fn(client, shared, model)`.
+
+    Args:
+        fn: One client's update, traced once for each architecture.
+        task, state, cohort, data: As of `update`; the state's private rows and
+            optimizer states are tuples by architecture.
+        own: A tuple by architecture of leaves [C, ...].
+        reduce: As of `update`; sums of all architectures are added.
+        **given: As of `update`.
+
+    Returns:
+        As of `update`, but (kept) a tuple by architecture; only those rows mean
+        something that its clients have.
+    """
+    every, total, states = [], (), list(state.opt_state)
+    for number, mine in enumerate(by_architecture(task, cohort)):
+        kept, *part, after = update(
+            functools.partial(fn, model=task.client_models[number]),
+            task,
+            state.replace(opt_state=states[number] if states else ()),
+            mine,
+            data,
+            own=own[number],
+            reduce=None if reduce is None else jnp.where(mine.row_mask, reduce, 0),
+            **given,
+        )
+        every.append(kept)
+        total = jax.tree.map(jnp.add, total, tuple(part)) if number else tuple(part)
+        if states:
+            states[number] = after.opt_state
+    return tuple(every), *total, state.replace(opt_state=tuple(states))
 
 
 def update(
@@ -87,14 +184,13 @@ def update(
     cohort: types.Cohort,
     data: types.Data,
     *,
-    own: Any = (),
+    own: Any = None,
     shared: Any = (),
-    opt_state: Any = None,
     plan: str = "local",
     levels: int = 0,
     reduce: Any = None,
-) -> Any:
-    """Runs `fn(client, shared)` for every row of a cohort; leaves [C, ...].
+) -> tuple[Any, ...]:
+    """Runs `fn(client, shared)` for every row of a cohort.
 
     Args:
         fn: One client's update. In lanes what it computes before its training is
@@ -103,34 +199,40 @@ def update(
         state: The state that the round began with.
         cohort: The round's clients.
         data: The tables.
-        own: Leaves [C, ...], what each client brings: `client.own`.
+        own: Leaves [C, ...], what each client brings: `client.own`; None = its private
+            row, of `state.clients`.
         shared: The same for all: what the server sends.
-        opt_state: Leaves [C, ...]; None = rows `cohort.row` of `state.opt_state`.
         plan: Name of the step plan.
         levels: With L > 0 `fn(client, shared, level)` is traced once for each level
             1..L (a Python int), and a chunk of clients runs its largest one; or always
             L, where `task.execution.is_bucketed` is False.
         reduce: Weights of sums over the clients that are taken while chunks run, so
             that memory is a chunk's: f32[C], 0 on padding rows, or a prefix pytree of
-            such. `fn` then returns `(kept, given)` and `update` returns `(kept, sum)`
-            with leaves [C, ...] and [...].
+            such. `fn` then returns `(kept, given)`, and `given` is summed.
+
+    Returns:
+        (what `fn` returned with leaves [C, ...], the state); with `reduce` (kept with
+        leaves [C, ...], the sum with leaves [...], the state). In the state the
+        persistent optimizer states are those of the training that `fn` returned.
 
     Raises:
+        ValueError: optimizer states persist, and `fn` returns two trainings.
         lanes.UnfitError: `task.execution.lanes`, and a client's round is more than
             one loop over its examples, that of `local_training.train`.
     """
     steps, positions = cohort.plans[plan].split()
-    if opt_state is None:
-        opt_state = stacked.take(state.opt_state, cohort.row)
+    if own is None:
+        own = stacked.take(state.clients, cohort.row)
+    opt_state = stacked.take(state.opt_state, cohort.row)
 
     def one(
         row: Any, given: Any, bound: Any, local: Any, loop: Any = None, **level: int
     ) -> Any:
-        client_id, depth, own, opt_state, steps = row
+        client_id, own_level, own, opt_state, steps = row
         data, shared, key, round = given
         client = Client(
             id=client_id,
-            depth=depth,
+            level=own_level,
             own=own,
             opt_state=opt_state,
             plan=steps.joined(local),
@@ -142,7 +244,7 @@ def update(
         )
         return fn(client, shared, **level)
 
-    rows = (cohort.client_id, cohort.depth, own, opt_state, steps)
+    rows = (cohort.client_id, cohort.level, own, opt_state, steps)
     given = (data, shared, state.key, state.round)
     if task.execution.lanes:
         if levels:
@@ -155,18 +257,41 @@ def update(
         over = _over_devices(
             on_device, task.execution.mesh, is_summed=reduce is not None
         )
-        return over((rows, reduce), given, positions)
-    is_bucketed = task.execution.is_bucketed and levels > 0
-    first = 1 if is_bucketed else levels
-    by_level = [functools.partial(one, level=n) for n in range(first, levels + 1)]
-    return over_clients(by_level if levels else [one], task.execution)(
-        rows,
-        given,
-        steps.num_steps,
-        cohort.depth if is_bucketed else None,
-        reduce,
-        positions,
-    )
+        out = over((rows, reduce), given, positions)
+    else:
+        is_bucketed = task.execution.is_bucketed and levels > 0
+        first = 1 if is_bucketed else levels
+        by_level = [functools.partial(one, level=n) for n in range(first, levels + 1)]
+        out = over_clients(by_level if levels else [one], task.execution)(
+            rows,
+            given,
+            steps.num_steps,
+            cohort.level if is_bucketed else None,
+            reduce,
+            positions,
+        )
+    kept, *total = out if reduce is not None else (out,)
+    return kept, *total, _with_opt_states(state, cohort, kept)
+
+
+def _with_opt_states(
+    state: types.RoundState, cohort: types.Cohort, out: Any
+) -> types.RoundState:
+    """The state with the optimizer states that a training in `out` ended with."""
+
+    def is_training(node: Any) -> bool:
+        return isinstance(node, Trained)
+
+    nodes = filter(is_training, jax.tree.leaves(out, is_leaf=is_training))
+    found = [node.opt_state for node in nodes if jax.tree.leaves(node.opt_state)]
+    if len(found) > 1:
+        raise ValueError(
+            "a client's update returns two trainings with a persistent optimizer "
+            "state; train one of them with client.fresh()"
+        )
+    for new in found:
+        state = state.replace(opt_state=stacked.put(state.opt_state, cohort.row, new))
+    return state
 
 
 def in_turn(
@@ -198,16 +323,16 @@ def in_turn(
     key = rng.stream(state.key, rng.Tag.ORDER, state.round)
     draws = jax.vmap(lambda number: jax.random.uniform(jax.random.fold_in(key, number)))
     order = jnp.argsort(jnp.where(cohort.row_mask, draws(cohort.client_id), 2.0))
-    rows = (cohort.client_id, cohort.depth, own)
+    rows = (cohort.client_id, cohort.level, own)
     plans = cohort.plans[plan].known_everywhere(task.execution)
 
     def step(index: jax.Array, carry: Any) -> Any:
         row = order[index]
-        client_id, depth, own = stacked.take(rows, row)
+        client_id, own_level, own = stacked.take(rows, row)
         steps = plans.of_row(row)
         client = Client(
             id=client_id,
-            depth=depth,
+            level=own_level,
             own=own,
             opt_state=(),
             plan=steps,

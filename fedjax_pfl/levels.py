@@ -8,12 +8,25 @@ see the same clients at the same levels.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import boundary, each_client, local_training, options, rng, types
+from fedjax_pfl import (
+    aggregate,
+    boundary,
+    each_client,
+    local_training,
+    options,
+    rng,
+    stacked,
+    traffic,
+    types,
+)
 
 option = options.option
 
@@ -192,43 +205,153 @@ def truncated(hparams: Levels, model: types.Model) -> types.Model:
     return types.truncated(model, top(hparams)) if model.has_exits else model
 
 
-def held(depth: jax.Array, model: types.Model) -> jax.Array:
+def held(level: jax.Array, model: types.Model) -> jax.Array:
     """bool[..., L]: the stages that clients of a level int32[...] hold.
 
     All of them, where the model has one exit.
     """
     count = len(model.stage_names)
     if not model.has_exits:
-        return jnp.ones((*depth.shape, count), bool)
-    return boundary.held(depth, count)
+        return jnp.ones((*level.shape, count), bool)
+    return boundary.held(level, count)
 
 
-def first(variables: types.Variables, level: int) -> types.Variables:
-    """The first `level` stages."""
-    params, stats = variables
-    return types.Variables(params[:level], stats[:level])
+class Submodel(NamedTuple):
+    """The part of the server's model that a client holds.
+
+    A whole is (parameters, statistics, optimizer state), each a tuple by stage.
+
+    Attributes:
+        cut: `(whole, client, level) -> part`, for a level of at least the client's.
+        paste: `(part, whole, client, level) -> whole` with the part in its place.
+        held: `(cohort, own) -> mask`, what each client trains: a prefix pytree of
+            `types.Variables`, bool[C, ...].
+        messages: The kinds of messages that it travels in, down and up.
+        sent: `cohort -> ` how many of each, as `Algorithm.round` returns them.
+        num_levels: L, of the global model; 0 = all clients hold all of it.
+    """
+
+    cut: Callable[[tuple, each_client.Client, int], tuple]
+    paste: Callable[[tuple, tuple, each_client.Client, int], tuple]
+    held: Callable[[types.Cohort, Any], types.Variables]
+    messages: tuple[types.MessageKind, ...]
+    sent: Callable[[types.Cohort], dict[str, Any]]
+    num_levels: int
 
 
-def train(
+def holders(cohort: types.Cohort, model: types.Model) -> jax.Array:
+    """bool[C, L]: which real rows hold which stage."""
+    return held(cohort.level, model) & cohort.row_mask[:, None]
+
+
+def first_stages(task: types.Task, model: types.Model) -> Submodel:
+    """The first `level` stages of a model with exits; all of a model with one."""
+
+    def cut(whole: tuple, client: each_client.Client, level: int) -> tuple:
+        return tuple(stages[:level] for stages in whole)
+
+    def paste(part: tuple, whole: tuple, client: each_client.Client, level: int):
+        pairs = zip(part, whole, strict=True)
+        return tuple((*new, *stages[level:]) for new, stages in pairs)
+
+    def mask(cohort: types.Cohort, own: Any) -> types.Variables:
+        by_stage = boundary.by_stage(holders(cohort, model))
+        return types.Variables(by_stage, by_stage)
+
+    def sent(cohort: types.Cohort) -> dict[str, jax.Array]:
+        stages = holders(cohort, model)
+        return traffic.stages_sent(model, stages, stages)
+
+    kinds = traffic.stages_both_ways(task, model)
+    count = len(model.stage_names) if model.has_exits else 0
+    return Submodel(cut, paste, mask, kinds, sent, count)
+
+
+def make(
     hparams: local_training.LocalTraining,
-    objective: local_training.Objective,
-    start: types.Variables,
-    client: each_client.Client,
-    level: int,
-) -> local_training.Trained:
-    """Local training of the first `level` stages; the others stay as they came.
+    task: types.Task,
+    model: types.Model,
+    submodel: Submodel,
+    client_update: Callable[..., each_client.Trained],
+    *,
+    init: Callable[[jax.Array], types.Variables] | None = None,
+    own: Callable[..., Any] | None = None,
+    private: Callable[[types.Variables], Any] | None = None,
+    beside: Callable[[types.Variables], dict[str, Any]] | None = None,
+    server_update: Callable[..., tuple[Any, Any]] | None = None,
+    server: Callable[..., dict] | None = None,
+) -> types.Algorithm:
+    """An algorithm whose clients train parts of the server's model.
+
+    The server takes, part by part, the plain mean over the clients of the round that
+    hold it; what none of them holds stays as it is.
 
     Args:
-        hparams: As in `local_training.train`.
-        objective: Sees the first `level` stages alone.
-        start: All stages.
-        client: With the kept optimizer state of all stages, if one is kept.
-        level: Static, 1..L.
+        hparams: The algorithm's options.
+        task: What the algorithm may know.
+        model: The global model.
+        submodel: What a client holds.
+        client_update: `(client, start, level) -> Trained` of the submodel.
+        init: From the run's root key to the server's first variables; None = the
+            common initialisation of `model`.
+        own: `(state, cohort, data) -> leaves [C, ...]`, as `client.own`; None = the
+            private rows.
+        private: The first model to the private row of each client before round 0.
+        beside: The first model to what else the server keeps: `state.server` is then
+            {"model": its model, **beside}, else its model alone.
+        server_update: `(server, trained, own, cohort, mean) -> (server, rows)`, with
+            `mean` the server's from the clients' variables, rows None = unchanged;
+            None = the mean of what they trained.
+        server: As in `types.Algorithm`; None = the global model.
     """
-    own = client.replace(opt_state=client.opt_state[:level])
-    trained = local_training.train(hparams, (objective,), first(start, level), own)
-    return trained.replace(
-        params=(*trained.params, *start.params[level:]),
-        stats=(*trained.stats, *start.stats[level:]),
-        opt_state=(*trained.opt_state, *client.opt_state[level:]),
+    begin = init or functools.partial(task.init, model)
+
+    def first(data: types.Data, key: jax.Array) -> types.RoundState:
+        start = begin(key)
+        state = start if beside is None else {"model": start, **beside(start)}
+        row = () if private is None else private(start)
+        return types.RoundState.first(state, stacked.repeat(row, task.num_clients), key)
+
+    def update(client: each_client.Client, server: types.Variables, level: int = 0):
+        level = level or len(server.params)
+        whole = (*server, client.opt_state)
+        *start, opt_state = submodel.cut(whole, client, level)
+        own = client.replace(opt_state=opt_state)
+        trained = client_update(own, types.Variables(*start), level)
+        part = (trained.params, trained.stats, trained.opt_state)
+        params, stats, opt_state = submodel.paste(part, whole, client, level)
+        return trained.replace(params=params, stats=stats, opt_state=opt_state)
+
+    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        old, rows = variables_of(state), stacked.take(state.clients, cohort.row)
+        brought = rows if own is None else own(state, cohort, data)
+        given = {"own": brought, "shared": old, "levels": submodel.num_levels}
+        trained, state = each_client.update(update, task, state, cohort, data, **given)
+
+        weight = aggregate.cohort_weights("uniform", cohort, data)
+        mask = submodel.held(cohort, brought)
+
+        def mean(variables: types.Variables) -> types.Variables:
+            return aggregate.masked_mean(variables, weight, mask, old)
+
+        if server_update is None:
+            new, rows = mean(trained.variables), None
+        else:
+            new, rows = server_update(state.server, trained, brought, cohort, mean)
+        state = state.after(cohort, rows, server=new)
+        return state, trained.metrics(cohort), submodel.sent(cohort)
+
+    def variables_of(state: types.RoundState) -> types.Variables:
+        return state.server if beside is None else state.server["model"]
+
+    def global_model(state: types.RoundState, data: types.Data) -> dict:
+        return {"global": (model, variables_of(state))}
+
+    return types.Algorithm(
+        plans=(local_training.plan(hparams),),
+        messages=submodel.messages,
+        init=first,
+        round=round,
+        server=server or global_model,
+        trains=jax.eval_shape(begin, jax.random.key(0)).params,
     )

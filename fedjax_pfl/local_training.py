@@ -17,7 +17,6 @@ from fedjax_pfl import (
     optimizer,
     options,
     rng,
-    stacked,
     types,
 )
 
@@ -77,40 +76,6 @@ class Batch:
     def mode(self) -> dict[str, Any]:
         """Arguments of a model's forward pass in this step."""
         return {"sample_mask": self.mask, "train": True, "key": self.key}
-
-
-@struct.dataclass
-class Trained:
-    """Result of local training.
-
-    `opt_state` is that of the optimizer where it is kept, else (); `loss` is a (sum
-    over examples, examples) pair of the last objective; `measured` has what each
-    objective's `measure` gave, summed over the real steps.
-    """
-
-    params: types.Params
-    stats: types.Stats
-    opt_state: Any
-    loss: losses.Pair
-    measured: tuple = ()
-
-    @property
-    def variables(self) -> types.Variables:
-        """The trained model."""
-        return types.Variables(self.params, self.stats)
-
-    def split(self) -> tuple[Trained, types.Variables]:
-        """(what stays of each client, the model to sum): for `update(reduce=)`."""
-        return self.replace(params=(), stats=()), self.variables
-
-    def kept(self, state: types.RoundState, cohort: types.Cohort) -> Any:
-        """All clients' kept optimizer states, those of the cohort as trained."""
-        return stacked.put(state.opt_state, cohort.row, self.opt_state)
-
-    def metrics(self, cohort: types.Cohort) -> dict[str, losses.Pair]:
-        """{"train_loss": (sum, count)} over the real rows of a cohort."""
-        total, count = (jnp.where(cohort.row_mask, part, 0).sum() for part in self.loss)
-        return {"train_loss": (total, count)}
 
 
 LossFn = Callable[[types.Params, types.Stats, Batch], tuple[jax.Array, types.Stats]]
@@ -201,7 +166,7 @@ def train(
     *,
     opt_state: tuple | None = None,
     tag: rng.Tag = rng.Tag.LOCAL,
-) -> Trained:
+) -> each_client.Trained:
     """Trains a model on a client's examples for the steps of its plan.
 
     Args:
@@ -216,7 +181,7 @@ def train(
         tag: Stream of the steps' keys.
 
     Returns:
-        `Trained`.
+        `each_client.Trained`.
     """
     if callable(objectives):
         objectives = (Objective(objectives),)
@@ -228,7 +193,7 @@ def train(
     key = client.stream(tag)
     row_at = data.partition.train.of(client.id)
 
-    def step(index: jax.Array, carry: Trained) -> Trained:
+    def step(index: jax.Array, carry: each_client.Trained) -> each_client.Trained:
         position, epoch = client.plan.step(index)
         mask = position >= 0
         image, label = data.gather(row_at(jnp.maximum(position, 0)))
@@ -260,7 +225,7 @@ def train(
             stats = boundary.select(held, new_stats, stats)
         examples = mask.sum(dtype=jnp.int32)
         total, count = carry.loss
-        return Trained(
+        return each_client.Trained(
             params=params,
             stats=stats,
             opt_state=opt_state,
@@ -268,7 +233,7 @@ def train(
             measured=tuple(measured),
         )
 
-    first = Trained(
+    first = each_client.Trained(
         params=start.params,
         stats=start.stats,
         opt_state=given if is_kept else optimizer.init(tx, start.params),

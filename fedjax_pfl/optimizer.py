@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl import boundary, options, stacked, types
+from fedjax_pfl import boundary, options, shapes, stacked, types
 
 
 def make(
@@ -44,11 +44,33 @@ def fresh(hparams: Any, params: types.Params) -> tuple:
     return init(make(hparams, hparams.client_lr), params)
 
 
-def kept(hparams: Any, params: types.Params, count: int) -> Any:
-    """Optimizer states of `count` clients before the first round, () if not kept."""
-    if hparams.optimizer_state == "reset":
+def persistent(hparams: Any, task: types.Task, algorithm: types.Algorithm) -> Any:
+    """All clients' optimizer states before the first round, () where none persists.
+
+    Args:
+        hparams: The algorithm's options; without `optimizer_state` none persists.
+        task: The clients and their models.
+        algorithm: Says what a client trains.
+
+    Returns:
+        Leaves [K, ...]; with `Algorithm.by_architecture` a tuple of such.
+    """
+    if getattr(hparams, "optimizer_state", "reset") == "reset":
         return ()
-    return stacked.repeat(fresh(hparams, params), count)
+
+    def states(params: types.Params, count: int) -> tuple:
+        # Shapes are all that the first state of these optimizers depends on.
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
+        return stacked.repeat(fresh(hparams, zeros), count)
+
+    def of(model: types.Model) -> types.Params:
+        return shapes.variables(model, task.example_shape).params
+
+    if algorithm.by_architecture:
+        groups = enumerate(task.client_models)
+        return tuple(states(of(one), len(task.members(n))) for n, one in groups)
+    trains = of(task.client_model) if algorithm.trains is None else algorithm.trains
+    return states(trains, task.num_clients)
 
 
 def apply_gradients(

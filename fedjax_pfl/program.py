@@ -21,7 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import evaluate, execution, options, stacked, traffic, types
+from fedjax_pfl import (
+    evaluate,
+    execution,
+    optimizer,
+    options,
+    stacked,
+    traffic,
+    types,
+)
 
 KEPT_PROGRAMS = 8
 
@@ -145,6 +153,19 @@ class _Structure:
     scoring: evaluate.Scoring = dataclasses.field(compare=False)
 
 
+def first_state(
+    algorithm: types.Algorithm,
+    hparams: Any,
+    task: types.Task,
+    data: types.Data,
+    key: jax.Array,
+) -> types.RoundState:
+    """The state before round 0, with the optimizer states that clients keep."""
+    state = algorithm.init(data, key)
+    kept = optimizer.persistent(hparams, task, algorithm)
+    return state.replace(opt_state=kept)
+
+
 def build(
     make: Callable[[Any, types.Task], types.Algorithm],
     hparams: Any,
@@ -203,14 +224,17 @@ def _jitted(of: _Structure) -> Program:
     how = task.execution
     has_branches = how.lanes > 0 or (task.num_levels > 1 and how.is_bucketed)
 
+    def options_of(values: dict[str, Any]) -> Any:
+        return dataclasses.replace(of.structure, **values)
+
     def algorithm(values: dict[str, Any]) -> types.Algorithm:
-        return of.make(dataclasses.replace(of.structure, **values), task)
+        return of.make(options_of(values), task)
 
     def init(values, data, partition, seeds):
         def one(values, partition, seed):
-            return algorithm(values).init(
-                data.replace(partition=partition), jax.random.key(seed)
-            )
+            tables, key = data.replace(partition=partition), jax.random.key(seed)
+            given = options_of(values)
+            return first_state(of.make(given, task), given, task, tables, key)
 
         return _over_variants(one, values, partition, seeds)
 

@@ -14,10 +14,15 @@ from fedjax_pfl import shapes, types
 FLOAT_BYTES = 4
 
 
+def both_ways(name: str, size: int) -> tuple[types.MessageKind, types.MessageKind]:
+    """Kinds `<name> down` and `<name> up` of `size` bytes."""
+    kind = types.MessageKind
+    return kind(f"{name} down", "down", size), kind(f"{name} up", "up", size)
+
+
 def model_both_ways(task: types.Task, model: types.Model) -> tuple:
     """Kinds `model down` and `model up`: a whole model."""
-    size = shapes.model_bytes(model, task.example_shape)
-    return tuple(types.MessageKind(f"model {way}", way, size) for way in ("down", "up"))
+    return both_ways("model", shapes.model_bytes(model, task.example_shape))
 
 
 def stages_both_ways(task: types.Task, model: types.Model) -> tuple:

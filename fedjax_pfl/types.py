@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from fedjax_pfl import execution, rng
+from fedjax_pfl import execution, rng, stacked
 from fedjax_pfl.execution import Execution
 
 # In train mode running statistics move by this share towards those of the batch.
@@ -355,7 +355,7 @@ class Cohort:
 
     `client_id` int32[C] (K on padding rows); `row` int32[C], the client's slot in the
     private rows of its group (K on padding rows, past the end of any); `row_mask`
-    bool[C]; `depth` int32[C], the largest level that a client holds; `peers` int32[C,
+    bool[C]; `level` int32[C], the largest level that a client holds; `peers` int32[C,
     P], slots as `row`, where `peer_mask` bool[C, P]; `plans` by name.
 
     A window of cohorts has leaves [T, ...], and each plan of T rounds as a
@@ -365,7 +365,7 @@ class Cohort:
     client_id: jax.Array
     row: jax.Array
     row_mask: jax.Array
-    depth: jax.Array
+    level: jax.Array
     peers: jax.Array
     peer_mask: jax.Array
     plans: Mapping[str, Any]
@@ -391,7 +391,8 @@ class RoundState:
     `server` is any pytree; `clients` has leaves [K, ...] (one such tree per group,
     where there are several architectures) and holds only what stays private between
     rounds; `key` is the root key; `round` int32[] counts rounds done; `opt_state` are
-    the clients' kept optimizer states, stacked as `clients`, or ().
+    the clients' persistent optimizer states, stacked as `clients`, or (). The engine
+    makes and keeps these; no algorithm needs to mention them.
     """
 
     server: Any
@@ -401,14 +402,23 @@ class RoundState:
     opt_state: Any = ()
 
     @classmethod
-    def first(
-        cls, server: Any, clients: Any, key: jax.Array, opt_state: Any = ()
-    ) -> RoundState:
+    def first(cls, server: Any, clients: Any, key: jax.Array) -> RoundState:
         """The state before round 0; no array in it twice, since it is donated."""
-        return cls(server, clients, key, jnp.zeros((), jnp.int32), opt_state)
+        return cls(server, clients, key, jnp.zeros((), jnp.int32))
 
-    def after(self, **changed: Any) -> RoundState:
-        """The state one round later: `server=`, `clients=`, ... where they changed."""
+    def after(
+        self, cohort: Cohort | None = None, rows: Any = None, **changed: Any
+    ) -> RoundState:
+        """The state one round later.
+
+        Args:
+            cohort: The round's clients.
+            rows: Their private rows as they are now, leaves [C, ...] of `clients`;
+                None = no client's row has changed.
+            **changed: What else has changed: `server=`, or all of `clients=`.
+        """
+        if rows is not None:
+            changed["clients"] = stacked.put(self.clients, cohort.row, rows)
         return self.replace(round=self.round + 1, **changed)
 
 
@@ -494,6 +504,10 @@ class Algorithm(NamedTuple):
             `labelled` or `unlabelled`.
         shares: Which metrics of `round` are shares, shown in percent as accuracies are;
             the others are numbers.
+        trains: Shapes of the parameters that a client trains, for the optimizer states
+            that persist; None = those of its model.
+        by_architecture: Whether private rows and optimizer states are tuples by
+            architecture (`each_client.update_by_architecture`).
     """
 
     plans: tuple[PlanSpec, ...]
@@ -508,6 +522,8 @@ class Algorithm(NamedTuple):
     peers: PeerSpec | None = None
     ships_proxy: str = ""
     shares: tuple[str, ...] = ()
+    trains: Params | None = None
+    by_architecture: bool = False
 
     def served(self, state: RoundState, cohort: Cohort, data: Data, num_clients: int):
         """Who serves whom: `serving`, or the server's first model for all."""

@@ -289,7 +289,7 @@ def test_stages_travel_to_who_holds_them(name, reference):
     """Messages of a run: a stage as often as one that holds it took part, each way."""
     experiment = reference.experiment
     drawn = [experiment.planner.drawn(0, round) for round in range(4)]
-    depth = np.concatenate([one.depth[one.row_mask] for one in drawn])
+    depth = np.concatenate([one.level[one.row_mask] for one in drawn])
     counts = [int((depth > stage).sum()) for stage in range(3)]
     assert counts[0] == 20 > counts[1] > counts[2] > 0
     sizes = shapes.stage_bytes(experiment.task.model, (8, 8, 1))

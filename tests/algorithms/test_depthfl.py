@@ -17,7 +17,7 @@ import pytest
 import models
 from algorithms import depthfl
 from data import plan
-from fedjax_pfl import levels, optimizer, options, shapes, types
+from fedjax_pfl import levels, options, shapes, types
 from launch import build
 from launch.config import registry
 from tests import padded
@@ -156,7 +156,7 @@ def given(name="depthfl", round=0, seed=0):
         )
         server["h"] = ledger_of(clients, [5] * top)
         params = jax.tree.map(jnp.asarray, server["model"].params)
-        kept = normal(optimizer.kept(hparams_of(name), params, 5), 0.1)
+        kept = normal(small.opt_states(hparams_of(name), params, 5), 0.1)
     return types.RoundState(server, clients, jax.random.key(3), np.int32(round), kept)
 
 
@@ -269,7 +269,7 @@ def reference(state, cohort, table, o):
     drifts = [plain.at(state.clients, k) if o.alpha else zeros for k in range(5)]
     trained, total = [], 0.0
     for number, row in plain.members(cohort).items():
-        one, level = plain.at(cohort.plans["local"], row), int(cohort.depth[row])
+        one, level = plain.at(cohort.plans["local"], row), int(cohort.level[row])
         params, stats, g, loss = of_client(
             table, model, drifts[number], one, number, level, round, o
         )
@@ -303,7 +303,7 @@ def test_rounds_equal_a_plain_loop(name, run_of, of_levels, problem):
         if name == "fedavg":
             cohort = plain.cut(cohort, 2)
         model, h, drifts, total = reference(state, cohort, table, o)
-        seen |= {int(level) for level in cohort.depth[cohort.row_mask]}
+        seen |= {int(level) for level in cohort.level[cohort.row_mask]}
         before = state
         state, metrics, _ = run(state, cohort)
         chex.assert_trees_all_close(state.server["model"], model, rtol=0, atol=1e-6)
@@ -437,8 +437,8 @@ def test_order_and_padding_do_not_matter(run_of, of_levels):
         (first.server, first.clients), (second.server, second.clients), atol=1e-9
     )
     # The level of an empty row says nothing.
-    other = cohort.replace(depth=np.where(real, cohort.depth, 3))
-    assert (other.depth != cohort.depth).any()
+    other = cohort.replace(level=np.where(real, cohort.level, 3))
+    assert (other.level != cohort.level).any()
     third, _, _ = run(state, other)
     chex.assert_trees_all_close(
         (first.server, first.clients), (third.server, third.clients), atol=1e-9
@@ -473,7 +473,7 @@ def test_what_a_client_does_not_hold_stays(way, run_of, of_levels):
     cohort = of_levels(0, (1, 2, 3), way[0])
     after, _, _ = run_of("depthfl", *way)(state, cohort)
     level_of = dict.fromkeys(range(5), 0)
-    level_of |= {k: int(cohort.depth[row]) for k, row in plain.members(cohort).items()}
+    level_of |= {k: int(cohort.level[row]) for k, row in plain.members(cohort).items()}
     assert sorted(level_of.values()) == [0, 0, 1, 2, 3]
     for number, level in level_of.items():
         for i in range(3):
@@ -513,7 +513,7 @@ def test_what_is_not_held_may_hold_anything(way, run_of, of_levels):
     good, found = (run(one, cohort)[0] for one in (state, bad))
     for number, row in plain.members(cohort).items():
         pair = [plain.at(one.clients[:2], number) for one in (found, good)]
-        if cohort.depth[row] < 3:
+        if cohort.level[row] < 3:
             chex.assert_trees_all_equal(*pair)
         else:
             assert any(np.isnan(leaf).any() for leaf in jax.tree.leaves(pair[0]))
@@ -569,7 +569,7 @@ def test_bytes_of_a_level(problem, run_of, of_levels):
     _, _, sent = run_of("depthfl", *BUCKETED)(given(), cohort)
     assert cohort.row_mask.sum() == 3
     for row, found in enumerate(plain.sent_bytes(made, sent, 4)):
-        size = expected[cohort.depth[row] if cohort.row_mask[row] else 0]
+        size = expected[cohort.level[row] if cohort.row_mask[row] else 0]
         assert found == {"bytes_up": size, "bytes_down": size}
 
 
@@ -767,7 +767,7 @@ def test_fedavg_does_not(convex):
 def test_a_level_that_no_client_can_hold(convex):
     """Nothing is divided by their number, 0: all stays finite."""
     data, cohort, *rest = convex
-    cohort = cohort.replace(depth=jnp.minimum(cohort.depth, 2))
+    cohort = cohort.replace(level=jnp.minimum(cohort.level, 2))
     mix = {"level_mix": "1:3:0", "h_denominator": "capable"}
     before, after = settled((data, cohort, *rest), 1, **mix)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.server))
@@ -820,7 +820,7 @@ def test_exclusive_of_equal_clients_is_maximum(convex):
     np.testing.assert_array_equal(first[0], second[0])
     assert first[1].all() and second[1] is None
     data, cohort, *rest = convex
-    full = data, cohort.replace(depth=jnp.full(4, 3)), *rest
+    full = data, cohort.replace(level=jnp.full(4, 3)), *rest
     found = [settled(full, 1, **one)[-1] for one in (exclusive, maximum)]
     chex.assert_trees_all_equal(*((one.server, one.clients) for one in found))
 

@@ -60,7 +60,7 @@ def given(start):
     def make(name="dfedavg"):
         state = start(round=0)
         hparams = hparams_of(name, **STRUCTURES.get(name, {}))
-        kept = optimizer.kept(hparams, state.server.params, 5)
+        kept = small.opt_states(hparams, state.server.params, 5)
         clients = {"own": state.clients, "private": ()}
         return state.replace(server=(), clients=clients, opt_state=kept)
 

@@ -16,10 +16,11 @@ import pytest
 import models
 from algorithms import fedd2s
 from data import plan
-from fedjax_pfl import boundary, optimizer, options, shapes, types
+from fedjax_pfl import boundary, options, shapes, types
 from models import stages
 from tests import padded
 from tests.algorithms import plain
+from tests.fedjax_pfl import small
 
 SIZES = (17, 12, 9, 6, 3)
 NUM_CLIENTS = len(SIZES)
@@ -155,7 +156,7 @@ def cohort_of(*ids, seed=0):
         client_id=ids,
         row=ids,
         row_mask=ids < NUM_CLIENTS,
-        depth=np.full(len(ids), L, np.int32),
+        level=np.full(len(ids), L, np.int32),
         peers=np.zeros((len(ids), 0), np.int32),
         peer_mask=np.zeros((len(ids), 0), bool),
         plans=plans,
@@ -172,7 +173,7 @@ def start(layers=(6,) * NUM_CLIENTS, structure="default", seed=0, round=2):
     own = [random_params(LADDER, SHAPE, seed + 1 + k) for k in range(NUM_CLIENTS)]
     server = random_params(LADDER, SHAPE, seed)
     taken = [(L - layer) * hparams.drop_every for layer in layers]
-    kept = optimizer.kept(hparams, server.params, NUM_CLIENTS)
+    kept = small.opt_states(hparams, server.params, NUM_CLIENTS)
     return types.RoundState(
         server,
         {"own": plain.stack(own), "participations": np.array(taken, np.int32)},
@@ -413,39 +414,6 @@ def test_schedule_options(hparams, layers):
     schedule = boundary.schedule(fedd2s.HParams(**hparams), LADDER, SHAPE)
     found = schedule.kept(taken)
     np.testing.assert_array_equal(found, np.arange(L) < np.array(layers)[:, None])
-
-
-@pytest.mark.parametrize("tau", [1.0, 3.0])
-def test_output_gap(tau):
-    """Property 22: tau^2 KL, its gradient tau (softmax(z / tau) - t), no padding.
-
-    The gradient sums to 0 over the classes, and none flows to the target.
-    """
-    z, target = np.random.default_rng(0).normal(size=(2, 4, 3))
-    mask = np.arange(5) < 4
-
-    def gap(z, target):
-        pad = jnp.full((1, 3), jnp.nan)
-        z, target = (jnp.concatenate([one, pad]) for one in (z, target))
-        return fedd2s.output_gap(z, target, mask, tau)
-
-    given = jnp.float32(z), jnp.float32(target)
-    value, (slope, to_target) = jax.value_and_grad(gap, (0, 1))(*given)
-    np.testing.assert_allclose(value, plain.divergence(z, target, tau), rtol=1e-5)
-    expected = plain.of_divergence(z, target, tau)
-    np.testing.assert_allclose(slope, expected, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(slope.sum(-1), 0, atol=1e-6)
-    assert not np.asarray(to_target).any()
-
-
-def test_output_gap_vanishes_only_where_both_agree():
-    """Property 22: 0 with no slope for equal logits; finite for a certain teacher."""
-    z = jnp.float32(np.random.default_rng(0).normal(size=(4, 3)))
-    mask = np.ones(4, bool)
-    value, slope = jax.value_and_grad(fedd2s.output_gap)(z, z, mask, 2.0)
-    assert abs(value) < 1e-6 and np.abs(slope).max() < 1e-6
-    value, slope = jax.value_and_grad(fedd2s.output_gap)(z, 1e4 * z, mask, 2.0)
-    assert value > 0.1 and np.isfinite(value) and np.isfinite(slope).all()
 
 
 @pytest.mark.parametrize("layer", range(1, 5))

@@ -13,9 +13,10 @@ import pytest
 
 import models
 from algorithms import fedmd
-from fedjax_pfl import optimizer, options, rng, types
+from fedjax_pfl import options, rng, types
 from launch import build
 from tests.algorithms import conftest, plain
+from tests.fedjax_pfl import small
 from tests.toys import model as toys
 
 GROUPS = ("tiny", "deeper")
@@ -91,7 +92,7 @@ def given():
             each = [conftest.random_params(model, s) for s in seeds]
             taken = np.asarray(participations, np.int32)[ids]
             clients.append({"own": plain.stack(each), "participations": taken})
-            zeros = optimizer.kept(hparams, each[0].params, len(ids))
+            zeros = small.opt_states(hparams, each[0].params, len(ids))
             kept.append(plain.host(zeros))
         return types.RoundState(
             (), tuple(clients), jax.random.key(3), np.int32(round), tuple(kept)

@@ -40,7 +40,7 @@ def make(problem, algo="heterofl", model=None, **given):
 
 
 def at_levels(cohort, depth):
-    return cohort.replace(depth=np.asarray(depth, np.int32))
+    return cohort.replace(level=np.asarray(depth, np.int32))
 
 
 def slice_of(layers, level):

@@ -25,7 +25,7 @@ def make(problem, model=None, **given):
 
 
 def at_levels(cohort, depth):
-    return cohort.replace(depth=np.asarray(depth, np.int32))
+    return cohort.replace(level=np.asarray(depth, np.int32))
 
 
 def parts(params):

@@ -4,6 +4,7 @@ Distillation is switched off, so that every algorithm's client update is minibat
 descent on cross-entropy and one numpy reference serves all of them.
 """
 
+import functools
 from typing import NamedTuple
 
 import chex
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import algorithms
-from fedjax_pfl import local_training, shapes, types
+from fedjax_pfl import local_training, program, shapes, types
 from tests.algorithms import conftest, plain
 
 FLOATS = {"client_lr": 0.1, "client_lr_decay": 0.5}
@@ -74,9 +75,14 @@ def hparams_of(name, **more):
     return algorithms.ALGORITHMS[name].HParams(**common | more)
 
 
-def state_of(made, data):
+def first_shapes(made, hparams, task, data):
+    """Shapes of the state before the first round."""
+    first = functools.partial(program.first_state, made, hparams, task)
+    return jax.eval_shape(first, data, jax.random.key(0))
+
+
+def state_of(state):
     """A state whose models are all the same random one, masks True, the rest 0."""
-    state = jax.eval_shape(made.init, data, jax.random.key(0))
     # Masks may be two bits.
     true = {np.dtype(bool): True, np.dtype(np.uint8): 3}
     state = jax.tree.map(
@@ -122,14 +128,15 @@ def test_kept_momentum_equals_a_numpy_reference(name, problem):
     """Three rounds with a momentum that each client keeps; a reset one is another."""
     case, persist = CASES[name], {"optimizer_state": "persist"}
     hparams = hparams_of(name, **case.options, **FLOATS, **persist)
-    made = algorithms.ALGORITHMS[name].make(hparams, problem.task_of())
+    task = problem.task_of()
+    made = algorithms.ALGORITHMS[name].make(hparams, task)
     cohort_at = plain.planner(problem.data, made.plans)
     cohorts = [cohort_at(round) for round in range(3)]
     ids = [number for cohort in cohorts for number in plain.members(cohort)]
     often = {number for number in ids if ids.count(number) > 1}
     assert len(often) > 1
 
-    state, start = state_of(made, problem.data)
+    state, start = state_of(first_shapes(made, hparams, task, problem.data))
     run = jax.jit(made.round)
     for cohort in cohorts:
         before, (state, _, _) = state, run(state, cohort, problem.data)
@@ -175,7 +182,7 @@ def test_states_are_kept_for_every_client(name, problem):
         hparams = hparams_of(name, optimizer_state=kept, **own)
         task = problem.task_of(network, network)
         made = algorithms.ALGORITHMS[name].make(hparams, task)
-        state = jax.eval_shape(made.init, problem.data, jax.random.key(0))
+        state = first_shapes(made, hparams, task, problem.data)
         found[kept] = {leaf.shape for leaf in jax.tree.leaves(state.opt_state)}
     model, clients = conftest.NETWORKS[network], (5,)
     if name == "splitmix":

@@ -19,7 +19,7 @@ def make(problem, model=None, **given):
 
 
 def at_levels(cohort, depth):
-    return cohort.replace(depth=np.asarray(depth, np.int32))
+    return cohort.replace(level=np.asarray(depth, np.int32))
 
 
 def test_the_queue_visits_every_base_equally_often():
@@ -81,7 +81,7 @@ def test_rounds_equal_a_numpy_reference(rounds, problem):
         chosen = picks(state, cohort)
         for number, row in plain.members(cohort).items():
             one = plain.at(cohort.plans["local"], row)
-            for base in chosen[number][: cohort.depth[row]]:
+            for base in chosen[number][: cohort.level[row]]:
                 tx = plain.Sgd(0.1)
                 copies[base].append(plain.train(table, start[base], one, number, tx))
                 losses.append(sum(len(rows) for _, rows, _ in table.steps(one, number)))

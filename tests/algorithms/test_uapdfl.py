@@ -10,10 +10,11 @@ import pytest
 
 from algorithms import uapdfl
 from data import topology
-from fedjax_pfl import distances, optimizer, options, rng, shapes, types
+from fedjax_pfl import distances, options, rng, shapes, types
 from launch import build
 from launch.config import resolve
 from tests.algorithms import conftest, plain
+from tests.fedjax_pfl import small
 
 GRAPH = types.PeerSpec(5, "erdos_renyi", edge_probability=0.4)
 SHARED = {"client_momentum": 0.5, "optimizer_state": "persist"}
@@ -83,7 +84,7 @@ def given(start):
     def make(name="code", equal=False):
         state = start(round=0, equal=equal)
         hparams = uapdfl.HParams(**STRUCTURES[name])
-        kept = optimizer.kept(hparams, state.server.params, 5)
+        kept = small.opt_states(hparams, state.server.params, 5)
         alone = state.replace(clients={"own": state.clients})
         found = [represent(plain.own_layers(alone, k), cut_of(name)) for k in range(5)]
         answer, features = (

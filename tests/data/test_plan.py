@@ -206,7 +206,7 @@ def test_rows_are_sorted_by_level_then_size():
     cohort = make(clients_per_round=7, level=level).cohort(0, 1)
     keys = [(level[c], SIZES[0, c]) for c in cohort.client_id]
     assert keys == sorted(keys)
-    np.testing.assert_array_equal(cohort.depth, level[cohort.client_id])
+    np.testing.assert_array_equal(cohort.level, level[cohort.client_id])
 
 
 def test_levels_that_change_from_round_to_round():
@@ -222,9 +222,9 @@ def test_levels_that_change_from_round_to_round():
         for round in (0, 7):
             cohort = cohorts.cohort(seed, round)
             np.testing.assert_array_equal(
-                cohort.depth, 1 + (number + round + cohort.client_id) % 4
+                cohort.level, 1 + (number + round + cohort.client_id) % 4
             )
-            assert (np.diff(cohort.depth) >= 0).all()
+            assert (np.diff(cohort.level) >= 0).all()
     assert {len(client) for client in asked} == {4}
 
 
@@ -242,12 +242,12 @@ def test_padding_rows_do_not_raise_the_level_of_their_chunk(chunk, use_mesh):
     for round in range(30):
         cohort = cohorts.drawn(0, round)
         real = cohort.row_mask
-        np.testing.assert_array_equal(cohort.depth[real], level[cohort.client_id[real]])
+        np.testing.assert_array_equal(cohort.level[real], level[cohort.client_id[real]])
         for part in np.split(np.arange(8), 8 // chunk):
-            own = cohort.depth[part][real[part]]
+            own = cohort.level[part][real[part]]
             had_padding_alone |= len(own) == 0
-            smallest = own.min() if len(own) else cohort.depth[real].min()
-            assert (cohort.depth[part][~real[part]] == smallest).all()
+            smallest = own.min() if len(own) else cohort.level[real].min()
+            assert (cohort.level[part][~real[part]] == smallest).all()
     assert had_padding_alone == (chunk == 1)
 
 
@@ -345,7 +345,7 @@ def test_padding_rows_stand_first_and_are_masked():
     assert (steps.num_rows[:3] == 0).all()
     assert (steps.num_steps[:3] == 0).all()
     assert (steps.num_steps[3:] > 0).all()
-    assert cohort.depth.min() >= 1
+    assert cohort.level.min() >= 1
 
 
 def test_rows_are_dealt_over_devices():

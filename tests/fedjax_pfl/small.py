@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import each_client, losses, types
+from fedjax_pfl import each_client, losses, optimizer, stacked, types
 from tests import padded
 
 WIDTH, NUM_CLASSES = 3, 4
@@ -59,14 +59,14 @@ def plan(sizes, epochs=2, batch_size=2):
     return padded.Plan(*map(jnp.asarray, (position, epoch, np.int32(num_steps))))
 
 
-def cohort(client_id, num_clients, plans=(), depth=None):
+def cohort(client_id, num_clients, plans=(), level=None):
     """Clients in this order; the id K is a padding row."""
     ids = jnp.asarray(client_id, jnp.int32)
     return types.Cohort(
         client_id=ids,
         row=ids,
         row_mask=ids < num_clients,
-        depth=jnp.ones_like(ids) if depth is None else jnp.asarray(depth, jnp.int32),
+        level=jnp.ones_like(ids) if level is None else jnp.asarray(level, jnp.int32),
         peers=jnp.zeros((len(ids), 0), jnp.int32),
         peer_mask=jnp.zeros((len(ids), 0), bool),
         plans=dict(plans),
@@ -78,7 +78,7 @@ def client(data, plan, number=0, *, bound=None, own=(), opt_state=(), round=0, s
     row = jax.tree.map(lambda leaf: leaf[number], plan)
     return each_client.Client(
         id=jnp.int32(number),
-        depth=jnp.int32(1),
+        level=jnp.int32(1),
         own=own,
         opt_state=opt_state,
         plan=row,
@@ -87,6 +87,13 @@ def client(data, plan, number=0, *, bound=None, own=(), opt_state=(), round=0, s
         key=jax.random.key(seed),
         round=jnp.int32(round),
     )
+
+
+def opt_states(hparams, params, count):
+    """Optimizer states of `count` clients before their first round, () if reset."""
+    if hparams.optimizer_state == "reset":
+        return ()
+    return stacked.repeat(optimizer.fresh(hparams, params), count)
 
 
 def regression(params, stats, batch):

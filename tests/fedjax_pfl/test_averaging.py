@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import averaging, execution, local_training, shapes, types
+from fedjax_pfl import averaging, each_client, execution, program, shapes, types
 from tests.fedjax_pfl import small
 
 SIZES = [4, 1, 3, 2]
@@ -21,7 +21,7 @@ def task(chunk):
 def trained(variables, opt_state, loss):
     """What local training would have returned."""
     loss = (jnp.float32(loss), jnp.int32(1))
-    return local_training.Trained(*variables, opt_state, loss)
+    return each_client.Trained(*variables, opt_state, loss)
 
 
 def moved(variables, by):
@@ -60,10 +60,9 @@ def test_a_round(tables, kind, expected, chunk):
     hparams = averaging.Averaging(
         aggregation=kind, client_momentum=0.9, optimizer_state="persist"
     )
-    method = averaging.make(
-        hparams, task(chunk), client_update, own=lambda server: jnp.zeros(())
-    )
-    state = method.init(data, jax.random.key(0))
+    given = hparams, task(chunk)
+    method = averaging.make(*given, client_update, own=lambda server: jnp.zeros(()))
+    state = program.first_state(method, *given, data, jax.random.key(0))
     np.testing.assert_array_equal(state.clients, np.zeros(4))
     after, metrics, sent = jax.jit(method.round)(state, cohort, data)
     ((name, (model, server)),) = method.server(after, data).items()

@@ -11,10 +11,12 @@ import pytest
 from data import topology
 from fedjax_pfl import (
     decentralized,
+    each_client,
     evaluate,
     execution,
     local_training,
     losses,
+    program,
     shapes,
     stacked,
     types,
@@ -80,22 +82,24 @@ class HParams(decentralized.Peers, local_training.LocalTraining):
     """What the frame wants."""
 
 
+PERSISTENT = HParams(client_momentum=0.9, optimizer_state="persist")
+
+
 def client_update(client, start):
     """The model moves by the client's id, its private row is what it was given + 1."""
     by = client.id.astype(jnp.float32)
     moved = jax.tree.map(lambda leaf: leaf + by, start)
     kept = jax.tree.map(lambda leaf: leaf + 10 * by, client.opt_state)
     pair = (by, jnp.int32(1))
-    return local_training.Trained(*moved, kept, pair), client.own + 1
+    return each_client.Trained(*moved, kept, pair), client.own + 1
 
 
 @pytest.fixture(scope="module", params=[1, 4])
 def method(request):
     """All hooks used; client by client and all at once."""
-    hparams = HParams(client_momentum=0.9, optimizer_state="persist")
     kinds = (types.MessageKind("model", "down", 48), types.MessageKind("age", "up", 4))
     return decentralized.make(
-        hparams,
+        PERSISTENT,
         task(chunk=request.param),
         mixed,
         client_update,
@@ -109,7 +113,8 @@ def method(request):
 def pulled(method, tables):
     """A state in round 5 with different models and ages, and its next round."""
     data, cohort = tables
-    state = method.init(data, jax.random.key(0))
+    given = method, PERSISTENT, task(), data
+    state = program.first_state(*given, jax.random.key(0))
     clients = {"own": everybody(MODEL), "private": jnp.array([10.0, 20, 30, 40])}
     state = state.replace(clients=clients, round=jnp.int32(5))
     return state, jax.jit(method.round)(state, cohort, data)

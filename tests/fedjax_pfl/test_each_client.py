@@ -169,12 +169,13 @@ def problem():
     """(task, state with kept optimizer states, cohort in another order, tables)."""
     data = small.tables(SIZES)
     model = small.linear()
-    state = types.RoundState.first((), (), jax.random.key(3), jnp.arange(8.0) * 100)
+    state = types.RoundState.first((), (), jax.random.key(3))
+    state = state.replace(opt_state=jnp.arange(8.0) * 100)
     ids = jnp.array([5, 0, 8, 3, 7, 1, 2, 6])
     plans = {"local": small.plan(SIZES), "other": small.plan(SIZES, epochs=1)}
     rows = jnp.minimum(ids, 7)
     plans = jax.tree.map(lambda leaf: leaf[rows], plans)
-    cohort = small.cohort(ids, 8, plans, depth=[1, 1, 1, 2, 2, 2, 3, 3])
+    cohort = small.cohort(ids, 8, plans, level=[1, 1, 1, 2, 2, 2, 3, 3])
     task = types.Task(model, (model,), np.zeros(8), 8, 4, 0, 8, 6, (3,))
     state = state.replace(round=jnp.int32(4))
     return task, state, cohort, data
@@ -182,13 +183,13 @@ def problem():
 
 @pytest.mark.parametrize("name", ["one", "two", "sharded"])
 def test_a_client_sees_its_own(name, problem):
-    """Id, depth, plan, what it brings, its optimizer state and its key; not others'."""
+    """Id, level, plan, what it brings, its optimizer state and its key; not others'."""
     task, state, cohort, data = problem
 
     def fn(client, shared):
         return {
             "id": client.id,
-            "depth": client.depth,
+            "level": client.level,
             "own": client.own + shared,
             "opt_state": client.opt_state,
             "position": client.plan.position,
@@ -198,7 +199,7 @@ def test_a_client_sees_its_own(name, problem):
             "rows": client.data.partition.train.of(client.id)(jnp.arange(1)),
         }
 
-    def update(plan, opt_state=None):
+    def update(plan):
         return each_client.update(
             fn,
             task._replace(execution=HOW[name]),
@@ -208,13 +209,13 @@ def test_a_client_sees_its_own(name, problem):
             own=jnp.arange(8) * 10,
             shared=7,
             plan=plan,
-            opt_state=opt_state,
         )
 
-    out = jax.jit(functools.partial(update, "local"))()
+    out, after = jax.jit(functools.partial(update, "local"))()
+    np.testing.assert_array_equal(after.opt_state, state.opt_state)
     real = np.flatnonzero(cohort.row_mask)
     np.testing.assert_array_equal(out["id"], cohort.client_id)
-    np.testing.assert_array_equal(out["depth"], cohort.depth)
+    np.testing.assert_array_equal(out["level"], cohort.level)
     np.testing.assert_array_equal(out["own"], np.arange(8) * 10 + 7)
     np.testing.assert_array_equal(
         out["opt_state"][real], cohort.client_id[real] * 100.0
@@ -229,9 +230,62 @@ def test_a_client_sees_its_own(name, problem):
         np.testing.assert_array_equal(out["key"][row], jax.random.key_data(key))
         first = data.partition.train.row[np.cumsum([0, *SIZES])[cohort.client_id[row]]]
         assert out["rows"][row, 0] == first
-    other = jax.jit(functools.partial(update, "other"))(opt_state=jnp.arange(8.0))
-    np.testing.assert_array_equal(other["opt_state"], np.arange(8.0))
+    other, _ = jax.jit(functools.partial(update, "other"))()
     np.testing.assert_array_equal(other["position"], cohort.plans["other"].position)
+
+
+@pytest.mark.parametrize("name", ["one", "two", "sharded"])
+@pytest.mark.parametrize("reduce", [False, True])
+def test_optimizer_states_are_kept(reduce, name, problem):
+    """What a client's training ended with, beside whatever else its update returns.
+
+    Rows of absent clients stay; a training without a state writes nothing.
+    """
+    task, state, cohort, data = problem
+    how, weight = task._replace(execution=HOW[name]), jnp.full(8, 1 / 8)
+
+    def trained(client, opt_state):
+        nothing = jnp.zeros(()), jnp.zeros((), jnp.int32)
+        return each_client.Trained(client.own, (), opt_state, nothing)
+
+    def fn(client, shared):
+        first = trained(client, client.opt_state + client.id)
+        out = {"second": trained(client, ()), "first": first}
+        return (out, client.own) if reduce else out
+
+    given = {"own": jnp.arange(8.0), "reduce": weight if reduce else None}
+    out, *total, after = jax.jit(
+        lambda: each_client.update(fn, how, state, cohort, data, **given)
+    )()
+    ids = np.asarray(cohort.client_id[cohort.row_mask])
+    expected = np.arange(8) * 100
+    expected[ids] += ids
+    np.testing.assert_array_equal(after.opt_state, expected)
+    assert int(after.round) == 4 and out["second"].opt_state == ()
+    np.testing.assert_allclose(total, [3.5] if reduce else [])
+
+
+def test_two_trainings_cannot_both_keep_a_state(problem):
+    """One line says which of them to change, and how."""
+    task, state, cohort, data = problem
+
+    def fn(client, shared):
+        nothing = jnp.zeros(()), jnp.zeros((), jnp.int32)
+        return (each_client.Trained((), (), client.opt_state, nothing),) * 2
+
+    how = task._replace(execution=HOW["one"])
+    with pytest.raises(ValueError, match=r"two trainings .* client.fresh\(\)"):
+        each_client.update(fn, how, state, cohort, data)
+
+
+def test_private_rows_are_what_a_client_brings(problem):
+    """Unless an update is given other rows."""
+    task, state, cohort, data = problem
+    how = task._replace(execution=HOW["two"])
+    state = state.replace(clients=jnp.arange(8) * 3)
+    out, _ = each_client.update(lambda c, _: c.own, how, state, cohort, data)
+    real = np.asarray(cohort.row_mask)
+    np.testing.assert_array_equal(out[real], cohort.client_id[real] * 3)
 
 
 def test_one_after_another_in_an_order_by_client(problem):
@@ -264,15 +318,50 @@ def test_one_after_another_in_an_order_by_client(problem):
 
 
 def test_levels_are_python_numbers(problem):
-    """`fn` is traced with 1, 2, 3, which may decide shapes; depth says which runs."""
+    """`fn` is traced with 1, 2, 3, which may decide shapes; a level says which runs."""
     task, state, cohort, data = problem
 
     def fn(client, shared, level):
         return jnp.ones(level).sum()
 
     how = task._replace(execution=HOW["two"])
-    out = each_client.update(fn, how, state, cohort, data, levels=3)
+    out, _ = each_client.update(fn, how, state, cohort, data, levels=3)
     np.testing.assert_array_equal(out, [1, 1, 2, 2, 2, 2, 3, 3])
+
+
+def test_each_architecture_runs_its_own_clients(problem):
+    """`fn` is traced with each model; sums are of all, rows and states by group."""
+    task, state, cohort, data = problem
+    models = small.linear("first"), small.linear("second")
+    group = np.arange(8) % 2
+    how = task._replace(client_models=models, group_of_client=group)
+    how = how._replace(execution=HOW["two"])
+    state = state.replace(opt_state=(jnp.arange(4.0), jnp.arange(4.0) * 10))
+    slot = jnp.where(cohort.row_mask, cohort.client_id // 2, 8)
+    cohort = cohort.replace(row=slot)
+    nothing = jnp.zeros(()), jnp.zeros((), jnp.int32)
+    seen = []
+
+    def fn(client, shared, model):
+        seen.append(model.name)
+        one = each_client.Trained((), (), client.opt_state + 1, nothing)
+        return (one, client.own), jnp.stack([client.own, client.bound > 0]) * 1.0
+
+    own = jnp.arange(8) + 1, jnp.arange(8) + 101
+    given = {"own": own, "reduce": cohort.row_mask * 1.0}
+    out, total, after = each_client.update_by_architecture(
+        fn, how, state, cohort, data, **given
+    )
+    assert set(seen) == {"first", "second"}
+    members = np.asarray(cohort.row_mask) & (group[cohort.client_id % 8] == 1)
+    others = np.asarray(cohort.row_mask) & ~members
+    expected = own[0][others].sum() + own[1][members].sum()
+    np.testing.assert_allclose(total, [expected, members.sum() + others.sum()])
+    for number, (mine, scale) in enumerate(((others, 1), (members, 10))):
+        np.testing.assert_array_equal(out[number][1][mine], own[number][mine])
+        found = np.arange(4.0) * scale
+        found[np.asarray(slot)[mine]] += 1
+        np.testing.assert_array_equal(after.opt_state[number], found)
 
 
 def test_at_most_and_fresh(problem):

@@ -14,7 +14,6 @@ from fedjax_pfl import (
     levels,
     local_training,
     losses,
-    optimizer,
     options,
     rng,
     types,
@@ -205,7 +204,7 @@ def test_draws_of_a_cohort():
         one, other = (planner(x).cohort(seed, round) for x in (draw, fixed))
         real = one.row_mask
         expected = draw(seed, round, one.client_id[real])
-        np.testing.assert_array_equal(one.depth[real], expected)
+        np.testing.assert_array_equal(one.level[real], expected)
         chosen = {*one.client_id[real].tolist()}
         assert chosen == {*other.client_id[other.row_mask].tolist()}
         forced = planner(lambda seed, round, client: fixed[client])
@@ -216,7 +215,7 @@ def test_who_cannot_hold_it_is_not_drawn():
     """Clients 6 and 7 alone hold level 4; three cannot be drawn."""
     given = levels.assigned(of(exclusive=True), 8)
     one = planner(*given, clients_per_round=2).cohort(0, 0)
-    assert sorted(one.client_id.tolist()) == [6, 7] and one.depth.tolist() == [4, 4]
+    assert sorted(one.client_id.tolist()) == [6, 7] and one.level.tolist() == [4, 4]
     with pytest.raises(ValueError, match="--clients_per_round=3: 2 of 8 clients"):
         planner(*given, clients_per_round=3)
 
@@ -319,12 +318,11 @@ def test_training_of_the_first_stages(level, depth):
     )
     params = model.init(jax.random.key(0), jnp.zeros((1, small.WIDTH)))[0]
     stats = tuple({"seen": jnp.float32(i)} for i in range(3))
-    start = types.Variables(params, stats)
-    state = optimizer.kept(hparams, params, 1)
+    state = small.opt_states(hparams, params, 1)
     state = jax.tree.map(lambda leaf: leaf[0] + 0.25, state)
     client = small.client(data, small.plan(SIZES), opt_state=state)
-    client = client.replace(depth=jnp.int32(depth))
-    held = levels.held(client.depth, model)[:level]
+    client = client.replace(level=jnp.int32(depth))
+    held = levels.held(client.level, model)[:level]
 
     def loss_fn(params, stats, batch):
         assert len(params) == len(stats) == level
@@ -337,13 +335,18 @@ def test_training_of_the_first_stages(level, depth):
         return jax.tree.map(lambda g: g + 0.3, grads)
 
     objective = local_training.Objective(loss_fn, held, adjust=pulled)
-    trained = levels.train(hparams, objective, start, client, level)
-    pairs = ((trained.params, params), (trained.stats, stats))
+    task = types.Task(model, (model,), np.zeros(2), 2, 4, 0, 2, 5, (small.WIDTH,))
+    part, whole = levels.first_stages(task, model), (params, stats, state)
+    *cut, opt_state = part.cut(whole, client, level)
+    own = client.replace(opt_state=opt_state)
+    trained = local_training.train(hparams, (objective,), types.Variables(*cut), own)
+    new = (trained.params, trained.stats, trained.opt_state)
+    pairs = list(zip(part.paste(new, whole, client, level), whole, strict=True))
     for i in range(3):
-        for new, old in (*pairs, (trained.opt_state, state)):
+        for new, old in pairs:
             if i >= depth:
                 chex.assert_trees_all_equal(new[i], old[i])
             else:
                 gaps = jax.tree.map(lambda a, b: np.abs(a - b).max(), new[i], old[i])
                 assert min(jax.tree.leaves(gaps)) > 1e-3
-    assert boundary.held(client.depth, level).sum() == depth
+    assert boundary.held(client.level, level).sum() == depth

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from fedjax_pfl import boundary, local_training, optimizer, rng, types
+from fedjax_pfl import boundary, each_client, local_training, optimizer, rng, types
 from tests.fedjax_pfl import small
 
 SIZES = [5, 2, 3]
@@ -135,7 +135,7 @@ def test_steps_behind_a_clients_own_change_nothing(kind, data):
     plan = small.plan(SIZES)
     state = jax.tree.map(
         lambda leaf: leaf[0],
-        optimizer.kept(hparams, small.at_zero().params, 1),
+        small.opt_states(hparams, small.at_zero().params, 1),
     )
 
     def run(bound):
@@ -391,39 +391,21 @@ def test_objectives_take_turns_and_share_the_optimizer(data):
 def test_a_kept_optimizer_goes_on(data):
     """Two rounds of one epoch = one of two epochs; reset ones begin anew."""
     keeps = options(optimizer_state="persist", client_optimizer="adam")
-    kept = optimizer.kept(keeps, small.at_zero().params, 3)
-    assert {leaf.shape[0] for leaf in jax.tree.leaves(kept)} == {3}
-    state = types.RoundState.first((), (), jax.random.key(0), kept)
-    cohort = small.cohort([0], 3)
+    kept = optimizer.fresh(keeps, small.at_zero().params)
     once, plan = small.plan(SIZES, epochs=1), small.plan(SIZES)
-
-    def of(state):
-        return jax.tree.map(lambda leaf: leaf[0], state.opt_state)
-
-    first = train(data, small.client(data, once, opt_state=of(state)), keeps)
-    batched = jax.tree.map(lambda leaf: leaf[None], first)
-    state = state.after(opt_state=batched.kept(state, cohort))
-    chex.assert_trees_all_equal(of(state), first.opt_state)
-    untouched = jax.tree.map(lambda leaf: leaf[1:], (state.opt_state, kept))
-    chex.assert_trees_all_equal(*untouched)
-    second = small.client(data, once, opt_state=of(state))
+    first = train(data, small.client(data, once, opt_state=kept), keeps)
+    second = small.client(data, once, opt_state=first.opt_state)
     twice = train(data, second, keeps, start=first.variables)
     whole = train(data, small.client(data, plan), options(client_optimizer="adam"))
     chex.assert_trees_all_close(twice.params, whole.params, rtol=1e-5)
     chex.assert_trees_all_equal(twice.stats, whole.stats)
     assert whole.opt_state == ()
     # A given state comes before the client's own.
-    given_state = of(types.RoundState.first((), (), 0, kept))
-    anew = train(data, second, keeps, start=first.variables, opt_state=given_state)
+    anew = train(data, second, keeps, start=first.variables, opt_state=kept)
     fresh = train(data, second.fresh(), keeps, start=first.variables)
     chex.assert_trees_all_equal(anew.params, fresh.params)
     assert jax.tree.leaves(anew.opt_state) and fresh.opt_state == ()
     assert abs(numbers(anew.params)[0] - numbers(twice.params)[0]).max() > 1e-3
-
-
-def test_nothing_is_kept_by_default():
-    """`--optimizer_state=reset` costs no memory."""
-    assert optimizer.kept(options(), small.at_zero().params, 3) == ()
 
 
 def test_clip_leaves_frozen_entries_out_of_the_norm():
@@ -512,7 +494,7 @@ def test_a_batch_is_what_the_plan_says(data):
 
 def test_metrics_and_split():
     """The loss of real rows; what stays of a client has no model in it."""
-    trained = local_training.Trained(
+    trained = each_client.Trained(
         params=jnp.ones(3),
         stats=jnp.zeros(3),
         opt_state=(),

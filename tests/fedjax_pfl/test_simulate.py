@@ -87,7 +87,7 @@ def cohort(num_rows):
     """A cohort without plans."""
     zeros = np.zeros(num_rows, np.int32)
     peers = np.zeros((num_rows, 0), np.int32)
-    fields = {"client_id": zeros, "row": zeros, "row_mask": zeros > 0, "depth": zeros}
+    fields = {"client_id": zeros, "row": zeros, "row_mask": zeros > 0, "level": zeros}
     absent = {
         field.name: peers
         for field in dataclasses.fields(types.Cohort)

@@ -81,12 +81,16 @@ def test_label_counts():
 
 def test_states_follow_one_another():
     """A round later; what did not change is what it was."""
-    state = types.RoundState.first(1, 2, jax.random.key(0), 3)
+    state = types.RoundState.first(1, 2, jax.random.key(0)).replace(opt_state=3)
     assert int(state.round) == 0 and state.opt_state == 3
     later = state.after(server=9).after(clients=8)
     assert int(later.round) == 2 and int(state.round) == 0
     assert (later.server, later.clients, later.opt_state) == (9, 8, 3)
     assert later.key is state.key
+    cohort = small.cohort([2, 5, 0], 5)
+    written = state.replace(clients=jnp.zeros(5)).after(cohort, jnp.arange(1.0, 4.0))
+    np.testing.assert_array_equal(written.clients, [3, 0, 1, 0, 0])
+    assert int(written.round) == 1
     with pytest.raises(TypeError):
         state.after(sever=9)
 

@@ -41,14 +41,8 @@ def make(hparams, task):
 
     def round(state, cohort, data):
         weight = aggregate.cohort_weights("examples", cohort, data)
-        trained, server = each_client.update(
-            client_update,
-            task,
-            state,
-            cohort,
-            data,
-            shared=state.server,
-            reduce=weight,
+        trained, server, state = each_client.update(
+            client_update, task, state, cohort, data, shared=state.server, reduce=weight
         )
         return state.after(server=server), trained.metrics(cohort), {}
 

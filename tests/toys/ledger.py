@@ -36,7 +36,7 @@ def make(hparams, task):
         return types.RoundState.first(server, ledger, key)
 
     def client_update(client, server, level):
-        reached = boundary.held(client.depth, level)
+        reached = boundary.held(client.level, level)
 
         def loss_fn(params, stats, batch):
             exits, stats = model.forward(
@@ -45,22 +45,17 @@ def make(hparams, task):
             gaps = [losses.cross_entropy(z, batch.label, batch.mask) for z in exits]
             return jnp.where(reached, jnp.stack(gaps), 0).sum(), stats
 
-        held = boundary.held(client.depth, num_stages)
+        held = boundary.held(client.level, num_stages)
         objective = local_training.Objective(loss_fn, held)
         return local_training.train(hparams, (objective,), server, client)
 
     def round(state, cohort, data):
-        trained = each_client.update(
-            client_update,
-            task,
-            state,
-            cohort,
-            data,
-            shared=state.server,
-            levels=num_stages,
+        given = {"shared": state.server, "levels": num_stages}
+        trained, state = each_client.update(
+            client_update, task, state, cohort, data, **given
         )
         weight = aggregate.cohort_weights("uniform", cohort, data)
-        held = boundary.held(cohort.depth, num_stages)
+        held = boundary.held(cohort.level, num_stages)
         server = aggregate.stage_means(trained.variables, weight, held, state.server)
         old = stacked.take(state.clients, cohort.row)
         new = jax.tree.map(

@@ -53,7 +53,7 @@ def make(hparams, task):
 
     def round(state, cohort, data):
         mask = stacked.take(state.clients, cohort.row)
-        trained = each_client.update(
+        trained, state = each_client.update(
             client_update, task, state, cohort, data, own=mask, shared=state.server
         )
         weight = aggregate.cohort_weights("uniform", cohort, data)

@@ -9,7 +9,6 @@ from fedjax_pfl import (
     boundary,
     each_client,
     local_training,
-    optimizer,
     stacked,
     types,
 )
@@ -32,8 +31,7 @@ def make(hparams, task):
     def init(data, key):
         server = task.init(model, key)
         clients = stacked.repeat(server, task.num_clients)
-        kept = optimizer.kept(hparams, server.params, task.num_clients)
-        return types.RoundState.first(server, clients, key, kept)
+        return types.RoundState.first(server, clients, key)
 
     def client_update(client, server):
         keep = keep_mask(client.id, client.round)
@@ -46,16 +44,13 @@ def make(hparams, task):
         return local_training.train(hparams, (objective,), client.own, client)
 
     def round(state, cohort, data):
-        own = stacked.take(state.clients, cohort.row)
-        trained = each_client.update(
-            client_update, task, state, cohort, data, own=own, shared=state.server
+        trained, state = each_client.update(
+            client_update, task, state, cohort, data, shared=state.server
         )
         weight = aggregate.cohort_weights("uniform", cohort, data)
         held = keep_mask(cohort.client_id, state.round)
         server = aggregate.stage_means(trained.variables, weight, held, state.server)
-        clients = stacked.put(state.clients, cohort.row, trained.variables)
-        kept = trained.kept(state, cohort)
-        state = state.after(server=server, clients=clients, opt_state=kept)
+        state = state.after(cohort, trained.variables, server=server)
         return state, trained.metrics(cohort), {"stages up": 1}
 
     def serving(state, cohort, data):

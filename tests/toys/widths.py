@@ -52,7 +52,7 @@ def make(hparams, task):
 
     def client_update(client, server, level):
         # In a chunk of a larger level the other entries are 0 and stay 0.
-        mask = of_client(client.depth)
+        mask = of_client(client.level)
         start = jax.tree.map(lambda m, leaf: jnp.where(m, leaf, 0), mask, server)
         loss_fn = local_training.cross_entropy_loss(nets[level - 1])
         objective = local_training.Objective(loss_fn, narrowed(mask, level).params)
@@ -62,10 +62,10 @@ def make(hparams, task):
         return trained.replace(params=wide.params, stats=wide.stats)
 
     def round(state, cohort, data):
-        trained = each_client.update(
+        trained, state = each_client.update(
             client_update, task, state, cohort, data, shared=state.server, levels=2
         )
-        mask = jax.vmap(of_client)(cohort.depth)
+        mask = jax.vmap(of_client)(cohort.level)
         weight = aggregate.cohort_weights("uniform", cohort, data)
         server = aggregate.masked_mean(trained.variables, weight, mask, state.server)
         return state.after(server=server), trained.metrics(cohort), {}
