@@ -15,6 +15,7 @@ from fedjax_pfl import shapes, types
 from launch import build
 from models import stages
 from tests.algorithms import conftest, plain
+from tests.fedjax_pfl import small
 
 SHAPE = (8, 8, 1)
 FLOATS = {"client_lr": 0.1, "client_lr_decay": 0.8, "weight_decay": 0.02}
@@ -57,8 +58,8 @@ def slice_of(layers, level):
 def put(part, layers):
     """The layers with a leading slice replaced."""
     out = [[np.array(a) for a in layer] for layer in layers]
-    for layer, small in zip(out, part, strict=True):
-        for full, values in zip(layer, small, strict=True):
+    for layer, slices in zip(out, part, strict=True):
+        for full, values in zip(layer, slices, strict=True):
             full[tuple(slice(n) for n in values.shape)] = values
     return out
 
@@ -103,7 +104,9 @@ def test_rounds_equal_a_numpy_reference(name, chunk, compiled, start, problem):
         server = jax.tree.map(np.asarray, heterofl.narrowed(
             types.Variables(*server), shapes.variables(conftest.sliced(0.75), SHAPE)
         ))  # fmt: skip
-    state = state.replace(server=server)
+    hparams = heterofl.HParams(**structure, weight_decay=0.02)
+    kept = small.opt_states(hparams, server.params, 5)
+    state = state.replace(server=server, opt_state=kept)
     table, layers = plain.Table(problem.data), plain.layers(server.params)
     momentum = structure.get("client_momentum", 0.0)
     txs = plain.Optimizers(
