@@ -1,4 +1,4 @@
-"""The rooms of `launch`: who imports whom, drawn in README from the code."""
+"""The rooms of `launch` and their imports, drawn in docs/how_it_is_built.md."""
 
 import ast
 import pathlib
@@ -77,8 +77,8 @@ def test_no_circle():
 
 
 def test_the_drawing_is_of_the_code():
-    """README's is what `python -m tests.test_rooms` prints."""
-    assert drawing() in (ROOT / "README.md").read_text()
+    """The page's is what `python -m tests.test_rooms` prints."""
+    assert drawing() in (ROOT / "docs" / "how_it_is_built.md").read_text()
 
 
 def test_a_room_s_init_is_empty():

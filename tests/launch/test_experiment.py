@@ -212,7 +212,7 @@ def test_what_cannot_be_evaluated(trained, arrays):
 
 @pytest.mark.parametrize("suffix", ["msgpack", "npz"])
 def test_a_saved_model_needs_no_package(trained, arrays, tmp_path, suffix):
-    """The README's lines give the same probabilities."""
+    """The lines in docs/python.md give the same probabilities."""
     path = trained.save_model(tmp_path / "deep" / f"model.{suffix}", client_id=2)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     x = arrays[0][:9]
