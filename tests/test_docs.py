@@ -1,0 +1,76 @@
+"""README and the pages in docs/: their links, and the names that they list."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+import algorithms
+from data import loaders, partitions
+from launch.config import presets
+
+ROOT = pathlib.Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "launch/papers/RESULTS.md", *DOCS.glob("*.md")]
+
+
+def anchors(path):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    """Every relative link names a file that exists, and a heading in it."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith("http"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_is_linked_from_readme():
+    """Nothing in docs/ is hidden."""
+    text = (ROOT / "README.md").read_text()
+    assert not [
+        page.name for page in DOCS.glob("*.md") if f"docs/{page.name}" not in text
+    ]
+
+
+@pytest.mark.parametrize(
+    "page, names",
+    [
+        ("algorithms.md", algorithms.ALGORITHMS),
+        ("algorithms.md", presets.PRESETS),
+        ("data.md", loaders.DATASETS),
+        ("data.md", partitions.PARTITIONS),
+    ],
+    ids=["algorithms", "presets", "data sets", "partitions"],
+)
+def test_every_name_is_listed(page, names):
+    """A page that lists names has all of them."""
+    text = (DOCS / page).read_text()
+    assert not [name for name in names if f"`{name}`" not in text]
+
+
+def definitions(source):
+    """A file's classes and functions, without their docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+            del node.body[0]
+    kinds = ast.ClassDef | ast.FunctionDef
+    return [ast.dump(node) for node in tree.body if isinstance(node, kinds)]
+
+
+def test_the_shown_algorithm_is_fedprox():
+    """The code in docs/adding.md is that of the file."""
+    (shown,) = re.findall(
+        r"```python\n(.*?)```", (DOCS / "adding.md").read_text(), re.S
+    )
+    source = (ROOT / "algorithms" / "fedprox.py").read_text()
+    assert definitions(shown) == definitions(source)
