@@ -8,7 +8,6 @@ window.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -17,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import checkpoint, evaluate, shapes, traffic, types
+from fedjax_pfl import checkpoint, shapes, types
 from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import program as program_lib
+from fedjax_pfl.call import Call, Totals, Work
 
 CALL_SECONDS = 10.0
 WINDOW_BYTES = 64 << 20
@@ -62,51 +62,6 @@ class Planner(Protocol):
         """Train rows of all clients of a round, on average."""
 
 
-@dataclasses.dataclass
-class Totals:
-    """The host's counters; survive a resume through the checkpoint.
-
-    `messages` int64[variants, kinds]; `diverged` int64[variants], the first round,
-    counted from 1, after which a metric or a parameter was not finite, 0 = none;
-    `seconds` of training so far; `samples` and local `steps` of the plans, `executed`
-    samples and `executed_steps` with padding.
-    """
-
-    messages: np.ndarray
-    diverged: np.ndarray
-    seconds: float = 0.0
-    client_updates: int = 0
-    samples: int = 0
-    executed: int = 0
-    steps: int = 0
-    executed_steps: int = 0
-
-    @property
-    def padding_efficiency(self) -> float:
-        """Real samples over executed ones: short batches and idle steps cost."""
-        return self.samples / max(self.executed, 1)
-
-    @property
-    def step_efficiency(self) -> float:
-        """Real local steps over executed ones: a chunk runs to its longest client.
-
-        All plans count whole, in the chunks or lanes of the run: also FedICT's on the
-        server, and CDKT's where the proxy set truncates them. A run that began in an
-        earlier version counts from where it was resumed.
-        """
-        return self.steps / max(self.executed_steps, 1)
-
-
-class Work(NamedTuple):
-    """What rounds cost, int64[rounds] each; names as in `Totals`."""
-
-    client_updates: np.ndarray
-    samples: np.ndarray
-    executed: np.ndarray
-    steps: np.ndarray
-    executed_steps: np.ndarray
-
-
 class Window(NamedTuple):
     """Plans of the rounds `first..end - 1`, by call: leaves [seeds, T, ...]."""
 
@@ -114,40 +69,6 @@ class Window(NamedTuple):
     end: int
     cohorts: list[types.Cohort]
     work: list[Work]
-
-
-@dataclasses.dataclass
-class Call:
-    """The variants that one call of the program runs.
-
-    A variant is a seed at a point of a sweep; without one, a seed.
-
-    Attributes:
-        variants: Indices into the run's variants, in order: of each seed all points.
-        seeds: Indices of their seeds, each once.
-        floats: Their numbers by name, each f64[variants], or one that they share.
-        partition: Of their seeds, as leading axis.
-        state: Stacked RoundState, None before the start.
-        round: Rounds done.
-        pending: (metrics, messages, diverged, work) of a call not yet accounted for.
-        metrics: (sums, counts) of the last round by name, a float for each variant.
-    """
-
-    variants: range
-    seeds: tuple[int, ...]
-    floats: dict[str, float | np.ndarray]
-    partition: types.Partition
-    state: types.RoundState | None = None
-    round: int = 0
-    pending: tuple[Any, jax.Array, jax.Array, Work] | None = None
-    metrics: dict[str, tuple[list[float], list[float]]] = dataclasses.field(
-        default_factory=dict
-    )
-
-    @property
-    def rows(self) -> slice:
-        """Where its variants stand among all."""
-        return slice(self.variants.start, self.variants.stop)
 
 
 def window_rounds(
@@ -259,7 +180,9 @@ class Simulation:
                 floats = {
                     name: np.array([one[name] for one in values]) for name in floats
                 }
-            self.calls.append(Call(own, seeds_of, floats, placed[seeds_of]))
+            chosen = np.asarray([self.seeds[index] for index in seeds_of], np.uint32)
+            call = Call(own, seeds_of, chosen, floats, placed[seeds_of])
+            self.calls.append(call)
         self._length = window_rounds(
             planner.drawn(0, 0), program.algorithm.plans, planner.round_examples
         )
@@ -281,7 +204,7 @@ class Simulation:
         The next call takes its buffers: copy what is to be kept.
         """
         for call in self.calls:
-            self._settle(call)
+            call.settle(self.totals)
         states = [call.state for call in self.calls]
         if len(states) == 1 or states[0] is None:
             return states[0]
@@ -291,7 +214,7 @@ class Simulation:
     def joined(self) -> Any:
         """`state` as what is saved and hashed: seeds are joined without a copy."""
         for call in self.calls:
-            self._settle(call)
+            call.settle(self.totals)
         states = [call.state for call in self.calls]
         return jax.tree.map(lambda *leaves: checkpoint.Joined(leaves), *states)
 
@@ -314,19 +237,18 @@ class Simulation:
             lambda s: jax.ShapeDtypeStruct(
                 (len(self.totals.messages), *s.shape[1:]), s.dtype
             ),
-            jax.eval_shape(init, *self._init_args(self.calls[0])),
+            jax.eval_shape(init, *self.calls[0].init_args(self.data)),
         )
 
     def start(self) -> None:
         """Makes the state before the first round, once."""
         begin = time.perf_counter()
-        for call in self.calls:
-            if call.state is None:
-                args = self._init_args(call)
-                executable, _ = self._compiled(self.program.init, args)
-                call.state = jax.block_until_ready(executable(*args))
-                self.compile_seconds += time.perf_counter() - begin
-                begin = time.perf_counter()
+        if any(call.state is None for call in self.calls):
+            for call in self.calls:
+                call.start(
+                    lambda args: self._compiled(self.program.init, args)[0], self.data
+                )
+            self.compile_seconds += time.perf_counter() - begin
 
     def load(
         self,
@@ -348,12 +270,7 @@ class Simulation:
         self.totals, self.compile_seconds = totals, compile_seconds
         for call in self.calls:
             own = jax.tree.map(lambda leaf, c=call: leaf[c.rows], state)
-            call.state, call.round = self._place(own), round
-            call.metrics = {
-                name: (sums[call.rows], counts[call.rows])
-                for name, (sums, counts) in metrics.items()
-            }
-            call.pending = None
+            call.load(round, self._place(own), metrics)
 
     def advance_to(self, stop: int) -> None:
         """Runs until `stop` rounds are done; does nothing if they are already."""
@@ -368,7 +285,7 @@ class Simulation:
         """
         self.start()
         for call in self.calls:
-            self._settle(call)
+            call.settle(self.totals)
         begin = self.round
         if begin >= stop:
             return
@@ -392,15 +309,12 @@ class Simulation:
             self.compile_seconds += compiling
             work = Work(*(one[first : first + count] for one in window.work[index]))
             started = time.perf_counter()
-            # The call takes the old state's buffers: no function may be called before
-            # the new state is stored, or an interrupt could lose both.
-            state, *told = executable(*args)
-            call.state, call.round, call.pending = state, until, (*told, work)
+            call.advance(executable, args, until, work)
             try:
                 if ahead is None and until == window.end < max(self.rounds, stop):
                     ahead = self._plan(until, stop)
             finally:
-                self._settle(call)
+                call.settle(self.totals)
             seconds += time.perf_counter() - started
         # All must run calls of one length.
         seconds = execution_lib.agreed(seconds)
@@ -425,7 +339,7 @@ class Simulation:
         self.start()
         out = []
         for call in self.calls:
-            self._settle(call)
+            call.settle(self.totals)
             drawn = [self.planner.drawn(index, call.round) for index in call.seeds]
             args = (
                 call.floats,
@@ -437,20 +351,8 @@ class Simulation:
             executable, seconds = self._compiled(self.program.evaluate, args)
             self.compile_seconds += seconds
             counts = jax.tree.map(np.asarray, jax.device_get(executable(*args)))
-            test = jax.tree.map(np.asarray, call.partition.test)
-            for slot, index in enumerate(call.variants):
-                own = slot % len(call.seeds)
-                values, accuracies = evaluate.metrics(
-                    jax.tree.map(lambda leaf, s=slot: leaf[s], counts),
-                    test.count[own],
-                    (test.row[own] >= 0).sum(),
-                )
-                for name, (total, count) in call.metrics.items():
-                    values[name] = total[slot] / max(count[slot], 1.0)
-                values |= traffic.cumulative(
-                    self.totals.messages[index], self.program.algorithm.messages
-                )
-                out.append((values, accuracies))
+            kinds = self.program.algorithm.messages
+            out += call.measured(counts, self.totals, kinds)
         return out
 
     def _compiled(
@@ -463,25 +365,6 @@ class Simulation:
             # a minute for the others, this as long as it takes.
             execution_lib.wait_for_all("compiled")
         return found
-
-    def _settle(self, call: Call) -> None:
-        """Waits for a call's last call and counts it, once."""
-        if call.pending is None:
-            return
-        jax.block_until_ready(call.state)
-        metrics, sent, diverged, work = call.pending
-        sent = np.asarray(sent, np.int64).sum(1)
-        call.metrics = {
-            name: tuple(np.asarray(part, np.float64).tolist() for part in pair)
-            for name, pair in metrics.items()
-        }
-        self.totals.messages[call.rows] += sent
-        known = self.totals.diverged[call.rows]
-        self.totals.diverged[call.rows] = np.where(known, known, np.asarray(diverged))
-        for name, counts in work._asdict().items():
-            total = getattr(self.totals, name) + int(counts.sum())
-            setattr(self.totals, name, total)
-        call.pending = None
 
     def _plan(self, first: int, stop: int) -> Window:
         """The window that begins with round `first`, on the device.
@@ -554,10 +437,6 @@ class Simulation:
     def _place(self, tree: Any) -> Any:
         """Where tables and states live; every call sees the same types then."""
         return execution_lib.place(tree, execution_lib.replicated(self.execution))
-
-    def _init_args(self, call: Call) -> tuple[Any, ...]:
-        seeds = np.asarray([self.seeds[index] for index in call.seeds], np.uint32)
-        return call.floats, self.data, call.partition, seeds
 
 
 def _stack(cohorts: Sequence[types.Cohort]) -> types.Cohort:

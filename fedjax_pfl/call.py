@@ -1,0 +1,166 @@
+"""One call of a program: the variants that it runs, their state and their account.
+
+A variant is a seed at a point of a sweep; without a sweep, a seed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedjax_pfl import evaluate, traffic, types
+
+# (sums, counts) of the last round by name, a float for each variant.
+Metrics = Mapping[str, tuple[list[float], list[float]]]
+
+
+@dataclasses.dataclass
+class Totals:
+    """The host's counters; survive a resume through the checkpoint.
+
+    `messages` int64[variants, kinds]; `diverged` int64[variants], the first round,
+    counted from 1, after which a metric or a parameter was not finite, 0 = none;
+    `seconds` of training so far; `samples` and local `steps` of the plans, `executed`
+    samples and `executed_steps` with padding.
+    """
+
+    messages: np.ndarray
+    diverged: np.ndarray
+    seconds: float = 0.0
+    client_updates: int = 0
+    samples: int = 0
+    executed: int = 0
+    steps: int = 0
+    executed_steps: int = 0
+
+    @property
+    def padding_efficiency(self) -> float:
+        """Real samples over executed ones: short batches and idle steps cost."""
+        return self.samples / max(self.executed, 1)
+
+    @property
+    def step_efficiency(self) -> float:
+        """Real local steps over executed ones: a chunk runs to its longest client.
+
+        All plans count whole, in the chunks or lanes of the run: also FedICT's on the
+        server, and CDKT's where the proxy set truncates them. A run that began in an
+        earlier version counts from where it was resumed.
+        """
+        return self.steps / max(self.executed_steps, 1)
+
+
+class Work(NamedTuple):
+    """What rounds cost, int64[rounds] each; names as in `Totals`."""
+
+    client_updates: np.ndarray
+    samples: np.ndarray
+    executed: np.ndarray
+    steps: np.ndarray
+    executed_steps: np.ndarray
+
+
+@dataclasses.dataclass
+class Call:
+    """The variants that one call of the program runs.
+
+    Attributes:
+        variants: Indices into the run's variants, in order: of each seed all points.
+        seeds: Indices of their seeds, each once.
+        values: Their seeds, uint32[seeds].
+        floats: Their numbers by name, each f64[variants], or one that they share.
+        partition: Of their seeds, as leading axis.
+        state: Stacked RoundState, None before the start.
+        round: Rounds done.
+        pending: (metrics, messages, diverged, work) of a call not yet accounted for.
+        metrics: (sums, counts) of the last round by name, a float for each variant.
+    """
+
+    variants: range
+    seeds: tuple[int, ...]
+    values: np.ndarray
+    floats: dict[str, float | np.ndarray]
+    partition: types.Partition
+    state: types.RoundState | None = None
+    round: int = 0
+    pending: tuple[Any, jax.Array, jax.Array, Work] | None = None
+    metrics: Metrics = dataclasses.field(default_factory=dict)
+
+    @property
+    def rows(self) -> slice:
+        """Where its variants stand among all."""
+        return slice(self.variants.start, self.variants.stop)
+
+    def init_args(self, data: types.Data) -> tuple[Any, ...]:
+        """Arguments of `Program.init`; `data` without its partition."""
+        return self.floats, data, self.partition, self.values
+
+    def start(self, executable: Callable, args: tuple) -> None:
+        """Makes the state before the first round, once; `args` from `init_args`."""
+        if self.state is None:
+            self.state = jax.block_until_ready(executable(*args))
+
+    def load(self, round: int, state: types.RoundState, metrics: Metrics) -> None:
+        """Continues from the variants' state after `round` rounds, of all seeds."""
+        self.state, self.round, self.pending = state, round, None
+        self.metrics = {
+            name: (sums[self.rows], counts[self.rows])
+            for name, (sums, counts) in metrics.items()
+        }
+
+    def advance(
+        self, executable: Callable, args: tuple, until: int, work: Work
+    ) -> None:
+        """Runs up to round `until`; what it measured is pending until `settle`."""
+        # The call takes the old state's buffers: no function may be called before
+        # the new state is stored, or an interrupt could lose both.
+        state, *measured = executable(*args)
+        self.state, self.round, self.pending = state, until, (*measured, work)
+
+    def settle(self, totals: Totals) -> None:
+        """Waits for the last call of the program and adds its counts, once."""
+        if self.pending is None:
+            return
+        jax.block_until_ready(self.state)
+        metrics, sent, diverged, work = self.pending
+        sent = np.asarray(sent, np.int64).sum(1)
+        self.metrics = {
+            name: tuple(np.asarray(part, np.float64).tolist() for part in pair)
+            for name, pair in metrics.items()
+        }
+        totals.messages[self.rows] += sent
+        before = totals.diverged[self.rows]
+        totals.diverged[self.rows] = np.where(before, before, np.asarray(diverged))
+        for name, counts in work._asdict().items():
+            setattr(totals, name, getattr(totals, name) + int(counts.sum()))
+        self.pending = None
+
+    def measured(
+        self, counts: Any, totals: Totals, kinds: Sequence[types.MessageKind]
+    ) -> list[tuple[dict[str, float], np.ndarray | None]]:
+        """The metrics of its variants, from what `Program.evaluate` counted.
+
+        Args:
+            counts: As numpy, leaves [variants, ...].
+            totals: The messages so far.
+            kinds: The algorithm's messages.
+
+        Returns:
+            As `Simulation.evaluate`.
+        """
+        out, test = [], jax.tree.map(np.asarray, self.partition.test)
+        for slot, variant in enumerate(self.variants):
+            seed = slot % len(self.seeds)
+            values, accuracies = evaluate.metrics(
+                jax.tree.map(lambda leaf, s=slot: leaf[s], counts),
+                test.count[seed],
+                (test.row[seed] >= 0).sum(),
+            )
+            for name, (total, count) in self.metrics.items():
+                values[name] = total[slot] / max(count[slot], 1.0)
+            values |= traffic.cumulative(totals.messages[variant], kinds)
+            out.append((values, accuracies))
+        return out
