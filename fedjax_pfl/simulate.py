@@ -245,9 +245,8 @@ class Simulation:
         begin = time.perf_counter()
         if any(call.state is None for call in self.calls):
             for call in self.calls:
-                call.start(
-                    lambda args: self._compiled(self.program.init, args)[0], self.data
-                )
+                args = call.init_args(self.data)
+                call.start(self._compiled(self.program.init, args)[0], args)
             self.compile_seconds += time.perf_counter() - begin
 
     def load(
