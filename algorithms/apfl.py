@@ -110,7 +110,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             return types.Variables(mix, own.stats)
 
         rows = state.clients
-        return (types.Served.each(model, rows, shared=state.server, build=build),)
+        return (types.Serving.each(model, rows, shared=state.server, build=build),)
 
     start = shapes.variables(model, task.example_shape)
     return averaging.make(

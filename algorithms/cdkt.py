@@ -245,6 +245,6 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         init=init,
         round=round,
         server=lambda state, data: {"global": (server_model, state.server)},
-        serving=lambda state, *_: (types.Served.each(client_model, state.clients),),
+        serving=lambda state, *_: (types.Serving.each(client_model, state.clients),),
         ships_proxy="labelled",
     )

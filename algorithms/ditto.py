@@ -54,7 +54,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return trained, personal.variables
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        return (types.Served.each(model, state.clients),)
+        return (types.Serving.each(model, state.clients),)
 
     return averaging.make(
         hparams, task, client_update, own=lambda start: start, serving=serving

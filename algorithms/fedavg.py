@@ -86,8 +86,8 @@ def _served_stale(
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         has_copy = state.clients["round"] == state.round - 1
         return (
-            types.Served.one(model, state.server["before"], ~has_copy),
-            types.Served.each(model, state.clients["copy"], mask=has_copy),
+            types.Serving.one(model, state.server["before"], ~has_copy),
+            types.Serving.each(model, state.clients["copy"], mask=has_copy),
         )
 
     return plain._replace(

@@ -249,7 +249,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         messages=_messages(task, has_heads),
         init=init,
         round=round,
-        serving=lambda state, *_: (types.Served.each(model, state.clients["own"]),),
+        serving=lambda state, *_: (types.Serving.each(model, state.clients["own"]),),
         # Its first layer is never trained: the server has no model of its own.
     )
 

@@ -233,6 +233,6 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         ),
         init=init,
         round=round,
-        serving=lambda state, *_: (types.Served.each(model, state.clients["own"]),),
+        serving=lambda state, *_: (types.Serving.each(model, state.clients["own"]),),
         # Its first layers are the clients': the server has no model of its own.
     )

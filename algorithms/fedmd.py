@@ -198,7 +198,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         groups = zip(task.client_models, state.clients, members, strict=True)
         return tuple(
-            types.Served.each(model, rows["own"], client_id=ids)
+            types.Serving.each(model, rows["own"], client_id=ids)
             for model, rows, ids in groups
         )
 

@@ -145,7 +145,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         rows, server = state.clients, state.server
-        return (types.Served.each(model, rows, shared=server, build=build),)
+        return (types.Serving.each(model, rows, shared=server, build=build),)
 
     is_whole = lowest == num_stages  # else the server has no whole model
     return types.Algorithm(

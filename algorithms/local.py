@@ -59,7 +59,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return {"global": (server_model, state.server)}
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        return (types.Served.each(client_model, state.clients),)
+        return (types.Serving.each(client_model, state.clients),)
 
     return types.Algorithm(
         plans=(local_training.plan(hparams),),

@@ -47,7 +47,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         rows = types.Variables((state.clients,), ({},))
-        return (types.Served.each(model, rows),)
+        return (types.Serving.each(model, rows),)
 
     return types.Algorithm(
         plans=(), init=init, round=round, server=global_model, serving=serving

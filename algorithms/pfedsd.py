@@ -92,8 +92,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         has_own = state.clients["has_own"] & (hparams.eval_model == "own")
         return (
-            types.Served.one(model, state.server, ~has_own),
-            types.Served.each(model, state.clients["own"], mask=has_own),
+            types.Serving.one(model, state.server, ~has_own),
+            types.Serving.each(model, state.clients["own"], mask=has_own),
         )
 
     return averaging.make(hparams, task, client_update, own=first, serving=serving)

@@ -38,7 +38,7 @@ def make(
     client_update: Callable[[each_client.Client, types.Variables], Any],
     *,
     own: Callable[[types.Variables], Any] | None = None,
-    serving: Callable[..., tuple[types.Served, ...]] | None = None,
+    serving: Callable[..., tuple[types.Serving, ...]] | None = None,
     trains: types.Params | None = None,
 ) -> types.Algorithm:
     """An algorithm of the family as pure functions; `state.server` is its model.

@@ -220,15 +220,15 @@ def make(
         # Two groups: a put into a state that is not donated copies the population.
         rest = jnp.ones(task.num_clients, bool).at[cohort.row].set(False, mode="drop")
         return (
-            types.Served.each(model, state.clients["own"], mask=rest),
-            types.Served.each(
+            types.Serving.each(model, state.clients["own"], mask=rest),
+            types.Serving.each(
                 model, pulled, client_id=cohort.client_id, mask=cohort.row_mask
             ),
         )
 
     def trained(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         """What each client has had since its last training."""
-        return (types.Served.each(model, state.clients["own"]),)
+        return (types.Serving.each(model, state.clients["own"]),)
 
     return types.Algorithm(
         plans=(local_training.plan(hparams),),

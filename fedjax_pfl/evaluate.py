@@ -35,7 +35,7 @@ class Scoring(NamedTuple):
     has_train: bool = False
 
 
-def served(model: types.Model, out: Any) -> jax.Array:
+def answer(model: types.Model, out: Any) -> jax.Array:
     """The logits f32[B, Y] that serve, of what `model.forward` gave."""
     if not model.has_exits:
         return out
@@ -53,7 +53,7 @@ def _predictions(
     if not model.has_exits:
         return jnp.argmax(out, -1)[None]
     ensemble = sum(out) / len(out)
-    return jnp.argmax(jnp.stack([*out, ensemble, served(model, out)]), -1)
+    return jnp.argmax(jnp.stack([*out, ensemble, answer(model, out)]), -1)
 
 
 def _correct_from(
@@ -185,7 +185,7 @@ def count_correct(
         hit = jnp.take(is_sampled, scored, mode="fill", fill_value=False)
         out["scored"] = jnp.where(hit, scored, num_clients)
 
-    def counted(groups: tuple[types.Served, ...], scored: jax.Array) -> Any:
+    def counted(groups: tuple[types.Serving, ...], scored: jax.Array) -> Any:
         """(`own`, `known`, `cross`) of who serves whom, `cross` of these clients."""
         own = jnp.zeros(num_clients, jnp.int32)
         known = jnp.zeros(num_clients, bool)
@@ -234,7 +234,7 @@ def count_correct(
         return own, known, cross
 
     nobody = jnp.zeros(0, jnp.int32)
-    served = algorithm.served(state, cohort, data, num_clients)
+    served = algorithm.serving_groups(state, cohort, data, num_clients)
     own, known, cross = counted(served, out.get("scored", nobody))
     if scoring.num_scored:
         out["cross"] = cross
@@ -248,7 +248,7 @@ def count_correct(
 
 
 def _each_entry(
-    group: types.Served,
+    group: types.Serving,
     entries: jax.Array,
     starts: jax.Array,
     counts: jax.Array,

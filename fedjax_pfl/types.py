@@ -423,8 +423,8 @@ class RoundState:
 
 
 @struct.dataclass
-class Served:
-    """One group of served models: who serves whom right now.
+class Serving:
+    """A group of models, and the clients that each of them serves.
 
     Entry m serves client `client_id[m]` (int32[M]) where `mask` bool[M]. Its model is
     row m of `own` (Variables with leaves [M, ...]); or `build(shared, row)`, which is
@@ -451,7 +451,7 @@ class Served:
         mask: Any = None,
         shared: Any = (),
         build: Callable[[Any, Any], Variables] | None = None,
-    ) -> Served:
+    ) -> Serving:
         """Row k of `own` serves client k (or `client_id[k]`), where `mask` bool[K]."""
         count = jax.tree.leaves(own)[0].shape[0]
         ids = jnp.arange(count) if client_id is None else jnp.asarray(client_id)
@@ -459,7 +459,7 @@ class Served:
         return cls(own, shared, ids, mask, model, build)
 
     @classmethod
-    def one(cls, model: Model, variables: Variables, mask: jax.Array) -> Served:
+    def one(cls, model: Model, variables: Variables, mask: jax.Array) -> Serving:
         """One model serves every client of `mask` bool[K]."""
         return cls(None, variables, jnp.arange(len(mask)), mask, model)
 
@@ -494,7 +494,7 @@ class Algorithm(NamedTuple):
         messages: The kinds of messages; others in `sent` are not counted.
         server: `(state, data) -> {name: (model, variables)}`, the server's models; each
             gives the metric `<name>_accuracy`. None = there is none.
-        serving: `(state, cohort, data) -> tuple[Served, ...]`; `cohort` is the next
+        serving: `(state, cohort, data) -> tuple[Serving, ...]`; `cohort` is the next
             round's, without plans. None = the server's first model serves everybody.
         trained: As `serving`, the models as each client's last training left them: the
             metric `trained_accuracy`. Of methods whose clients keep models that differ
@@ -517,17 +517,19 @@ class Algorithm(NamedTuple):
     server: Callable[[RoundState, Data], dict[str, tuple[Model, Variables]]] | None = (
         None
     )
-    serving: Callable[[RoundState, Cohort, Data], tuple[Served, ...]] | None = None
-    trained: Callable[[RoundState, Cohort, Data], tuple[Served, ...]] | None = None
+    serving: Callable[[RoundState, Cohort, Data], tuple[Serving, ...]] | None = None
+    trained: Callable[[RoundState, Cohort, Data], tuple[Serving, ...]] | None = None
     peers: PeerSpec | None = None
     ships_proxy: str = ""
     shares: tuple[str, ...] = ()
     trains: Params | None = None
     by_architecture: bool = False
 
-    def served(self, state: RoundState, cohort: Cohort, data: Data, num_clients: int):
+    def serving_groups(
+        self, state: RoundState, cohort: Cohort, data: Data, num_clients: int
+    ):
         """Who serves whom: `serving`, or the server's first model for all."""
         if self.serving is not None:
             return self.serving(state, cohort, data)
         model, variables = next(iter(self.server(state, data).values()))
-        return (Served.one(model, variables, jnp.ones(num_clients, bool)),)
+        return (Serving.one(model, variables, jnp.ones(num_clients, bool)),)

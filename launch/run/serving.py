@@ -169,7 +169,7 @@ def _found(
         return next(iter(algorithm.server(state, data).values()))
     cohort = run.planner.drawn(index, run.round)
     num_clients = run.config.num_clients
-    for group in algorithm.served(state, cohort, data, num_clients):
+    for group in algorithm.serving_groups(state, cohort, data, num_clients):
         served = np.asarray(group.mask) & (np.asarray(group.client_id) == client_id)
         if served.any():
             slot = int(np.flatnonzero(served)[0])
@@ -187,4 +187,4 @@ def _forward(
     images: jax.Array,
 ) -> jax.Array:
     out, _ = model.forward(*variables, (images.astype(jnp.float32) - mean) * scale)
-    return evaluate.served(model, out)
+    return evaluate.answer(model, out)

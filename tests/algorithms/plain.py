@@ -119,7 +119,7 @@ def own_layers(state, number):
 def served(made, state, cohort=None, data=None, num_clients=5):
     """The Variables that serve each client; nobody is served twice, nobody left out."""
     out = [None] * num_clients
-    for group in made.served(state, cohort, data, num_clients):
+    for group in made.serving_groups(state, cohort, data, num_clients):
         for slot, number in enumerate(np.asarray(group.client_id)):
             if np.asarray(group.mask)[slot]:
                 assert out[number] is None

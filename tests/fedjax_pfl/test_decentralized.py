@@ -227,7 +227,7 @@ def test_nothing_copies_the_population(name):
     def put(state, cohort, data):
         rest, mixed = algorithm.serving(state, cohort, data)
         own = stacked.put(rest.own, cohort.row, mixed.own)
-        return (types.Served.each(task.client_model, own),)
+        return (types.Serving.each(task.client_model, own),)
 
     one = algorithm._replace(serving=put)
     state, data = plain.at(experiment.state.replace(key=()), 0), experiment.data

@@ -87,7 +87,7 @@ def test_one_model_for_all(data, jit):
     shared = random_variables()
     mask = jnp.ones(K, bool)
     method = algorithm(
-        [types.Served.one(MODEL, shared, mask)],
+        [types.Serving.one(MODEL, shared, mask)],
         lambda state, data: {"global": (MODEL, shared)},
     )
     counts = count(data, method, jit=jit)
@@ -103,8 +103,8 @@ def stacked_groups(own, shared):
     """Clients 4, 0, 6 and, unserved, 2 in that order; 1 and 5 share; 3 has nobody."""
     ids, mask = jnp.array([4, 0, 6, 2]), jnp.array([True, True, True, False])
     return [
-        types.Served.each(MODEL, own, client_id=ids, mask=mask),
-        types.Served.one(MODEL, shared, jnp.isin(jnp.arange(K), jnp.array([1, 5]))),
+        types.Serving.each(MODEL, own, client_id=ids, mask=mask),
+        types.Serving.one(MODEL, shared, jnp.isin(jnp.arange(K), jnp.array([1, 5]))),
     ]
 
 
@@ -134,7 +134,7 @@ def built_group(own, shared):
     def build(shared, row):
         return jax.tree.map(jnp.add, shared, row)
 
-    return types.Served.each(MODEL, own, shared=shared, build=build)
+    return types.Serving.each(MODEL, own, shared=shared, build=build)
 
 
 @every_way
@@ -155,7 +155,7 @@ def test_never_all_models_at_once(data):
         params = ({"w": jnp.full((small.WIDTH, wide), row)},)
         return types.Variables(params, ({},))
 
-    group = types.Served.each(MODEL, jnp.arange(7.0), build=build)
+    group = types.Serving.each(MODEL, jnp.arange(7.0), build=build)
     state = types.RoundState.first((), (), jax.random.key(0))
     scoring = evaluate.Scoring(4, 2, num_scored=K, scored="all")
     run = functools.partial(
@@ -193,7 +193,7 @@ def test_a_model_that_is_both_answers_once(data):
             None,
             None,
             server=lambda state, data: {"global": (MODEL, state.server)},
-            serving=lambda state, *_: (types.Served.one(MODEL, pick(state), mask),),
+            serving=lambda state, *_: (types.Serving.one(MODEL, pick(state), mask),),
         )
 
     assert answered(method(lambda state: state.server), data) == 1
@@ -218,7 +218,7 @@ def test_sampled_clients_have_the_accuracies_of_a_whole_evaluation(data, kind):
     own, shared = random_variables(K, seed=3), random_variables(seed=4)
     group = built_group(own, shared)
     if kind == "shared":
-        group = types.Served.one(MODEL, shared, jnp.ones(K, bool))
+        group = types.Serving.one(MODEL, shared, jnp.ones(K, bool))
     method = algorithm([group], lambda state, data: {"global": (MODEL, shared)})
     whole = count(data, method, how="three")
     sample = count(data, method, how="three", num_sampled=4)
@@ -359,7 +359,7 @@ def test_exits_and_their_ensemble(data):
     def server(state, data):
         return {"global": (model, first), "other": (last, second)}
 
-    served = types.Served.each(last, jax.tree.map(lambda leaf: leaf[None], second))
+    served = types.Serving.each(last, jax.tree.map(lambda leaf: leaf[None], second))
     counts = count(data, algorithm([served], server))
     values, _ = metrics(counts)
     for prefix, one in (("", first), ("other_", second)):
@@ -389,7 +389,7 @@ def test_train_rows(data):
     shared = random_variables()
     other = random_variables(seed=1)
     method = algorithm(
-        [types.Served.one(MODEL, shared, jnp.ones(K, bool))],
+        [types.Serving.one(MODEL, shared, jnp.ones(K, bool))],
         lambda state, data: {"global": (MODEL, shared), "other": (MODEL, other)},
     )
     values, _ = metrics(count(data, method, has_train=True))

@@ -98,13 +98,13 @@ def test_states_follow_one_another():
 def test_served_models():
     """One for all, a row for each, or made where it is needed."""
     model, mask = small.linear(), jnp.array([True, False, True])
-    one = types.Served.one(model, "model", mask)
+    one = types.Serving.one(model, "model", mask)
     assert one.variables(None) == "model"
     np.testing.assert_array_equal(one.client_id, [0, 1, 2])
-    each = types.Served.each(model, {"w": jnp.ones((3, 2))}, mask=mask)
+    each = types.Serving.each(model, {"w": jnp.ones((3, 2))}, mask=mask)
     np.testing.assert_array_equal(each.client_id, [0, 1, 2])
     assert each.mask is mask and each.variables("row") == "row"
-    built = types.Served.each(
+    built = types.Serving.each(
         model,
         {"w": jnp.ones((2, 2))},
         client_id=[4, 1],
@@ -124,8 +124,8 @@ def test_who_serves_by_default():
 
     algorithm = types.Algorithm((), None, None, server=server)
     state = types.RoundState.first("model", (), jax.random.key(0))
-    (group,) = algorithm.served(state, None, None, 3)
+    (group,) = algorithm.serving_groups(state, None, None, 3)
     assert group.own is None and group.shared == "model" and group.model is model
     assert group.mask.tolist() == [True] * 3
     other = algorithm._replace(serving=lambda state, cohort, data: ("mine",))
-    assert other.served(state, None, None, 3) == ("mine",)
+    assert other.serving_groups(state, None, None, 3) == ("mine",)

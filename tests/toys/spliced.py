@@ -61,7 +61,7 @@ def make(hparams, task):
             return boundary.splice(row["own"], server, keep_mask(row["id"], round))
 
         shared = (state.server, state.round)
-        return (types.Served.each(model, rows, shared=shared, build=build),)
+        return (types.Serving.each(model, rows, shared=shared, build=build),)
 
     return types.Algorithm(
         plans=(local_training.plan(hparams),),
