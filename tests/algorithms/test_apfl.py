@@ -110,7 +110,7 @@ def test_the_mixture_serves(start, problem):
     """With the server's model as it is now; every client, also one never drawn."""
     made = apfl.make(apfl.HParams(), problem.task_of())
     state = state_of(start)
-    for number, one in enumerate(plain.serving_groups(made, state)):
+    for number, one in enumerate(plain.served(made, state)):
         alpha = WEIGHTS[number]
         expected = jax.tree.map(
             lambda v, w, a=alpha: a * v + (1 - a) * w,

@@ -517,7 +517,7 @@ def test_init_makes_copies_of_one_model(problem):
 def test_everyone_serves_itself(problem, start):
     """Section 1A: w_n serves client n; the server's model is measured too."""
     made, state = cdkt.make(cdkt.HParams(), problem.task_of()), start()
-    for number, one in enumerate(plain.serving_groups(made, state)):
+    for number, one in enumerate(plain.served(made, state)):
         chex.assert_trees_all_equal(one, plain.own(state, number))
     ((name, (model, variables)),) = made.server(state, problem.data).items()
     assert (name, model.name) == ("global", "tiny")

@@ -174,7 +174,7 @@ def test_all_peers_make_all_alike(name, given, problem, everybody):
     """Test 6: after mixing, sum n_j w_j / sum n_j; but each has its own last layer."""
     made, state = make(name, problem.task_of()), given()
     jitted = made._replace(serving=jax.jit(made.serving))
-    served = plain.serving_groups(jitted, state, everybody, problem.data)
+    served = plain.served(jitted, state, everybody, problem.data)
     own = [plain.own_layers(state, number) for number in range(5)]
     table = plain.Table(problem.data)
     weight = [1] * 5 if name == "dfedavgm" else table.train.count

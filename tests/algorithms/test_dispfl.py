@@ -228,7 +228,7 @@ def test_equal_masks_are_those_of_the_mean(given, problem, cohort_at):
     made = make(problem.task_of(), **STRUCTURE)
     jitted = made._replace(serving=jax.jit(made.serving))
     state = state.replace(clients=clients)
-    served = plain.serving_groups(jitted, state, cohort, problem.data)
+    served = plain.served(jitted, state, cohort, problem.data)
     for number, row in plain.members(cohort).items():
         peers = cohort.peers[row][cohort.peer_mask[row]].tolist()
         rows = [plain.layers(plain.at(own, k).params) for k in [number, *peers]]

@@ -73,6 +73,6 @@ def test_personal_models_serve_their_clients(start, problem):
     """Every client is served its own v_k, also one that never took part."""
     made = ditto.make(ditto.HParams(), problem.task_of())
     state = start()
-    for number, one in enumerate(plain.serving_groups(made, state)):
+    for number, one in enumerate(plain.served(made, state)):
         chex.assert_trees_all_equal(one, plain.own(state, number))
     assert np.isfinite(jax.tree.leaves(one)[0]).all()

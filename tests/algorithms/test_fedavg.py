@@ -186,7 +186,7 @@ def test_nobody_is_stale_before_the_first_round(problem):
     """Section 1A, FedAvg: at round 0 all hold the initial broadcast."""
     made = fedavg.make(fedavg.HParams(eval_model="stale"), problem.task_of())
     state = jax.jit(made.init)(problem.data, jax.random.key(0))
-    for one in plain.serving_groups(made, state, problem.cohort(0), problem.data):
+    for one in plain.served(made, state, problem.cohort(0), problem.data):
         chex.assert_trees_all_equal(one, plain.host(plain.server(state)))
     broadcast, copies = made.serving(state, problem.cohort(0), problem.data)
     assert np.asarray(broadcast.mask).all() and not np.asarray(copies.mask).any()

@@ -758,7 +758,7 @@ def test_everybody_starts_equal_and_is_evaluated():
     made = fedd2s.make(hparams_of("persist", server_epochs=3), task_of())
     state = jax.jit(made.init)(DATA, jax.random.key(0))
     server = plain.host(state.server)
-    for number, one in enumerate(plain.serving_groups(made, state)):
+    for number, one in enumerate(plain.served(made, state)):
         chex.assert_trees_all_equal(plain.own(state, number), server)
         chex.assert_trees_all_equal(one, server)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))

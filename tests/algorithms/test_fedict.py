@@ -493,7 +493,7 @@ def test_bytes_of_the_papers_setting(problem):
 def test_everyone_serves_itself(problem, given):
     """Section 1.0: theta^n for all clients; the server alone has no whole model."""
     made, state = make("momentum", problem), given()
-    for number, one in enumerate(plain.serving_groups(made, state)):
+    for number, one in enumerate(plain.served(made, state)):
         chex.assert_trees_all_equal(one, plain.own(state, number))
     assert made.server is None
 

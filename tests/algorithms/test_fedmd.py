@@ -397,7 +397,7 @@ def test_everyone_serves_itself(task, problem, given):
     made, state = fedmd.make(fedmd.HParams(), task), given()
     groups = made.serving(state, None, problem.data)
     assert [group.model.name for group in groups] == list(GROUPS)
-    for number, one in enumerate(plain.serving_groups(made, state)):
+    for number, one in enumerate(plain.served(made, state)):
         chex.assert_trees_all_equal(one, private(state, number)["own"])
 
 

@@ -347,7 +347,7 @@ def make(algo, problem, task=None, **options):
 def served_boundaries(made, state, data):
     """How many leading layers of each client's served model are the server's."""
     lowest, out = 3 - len(plain.own(state).params), []
-    for number, one in enumerate(plain.serving_groups(made, state, None, data)):
+    for number, one in enumerate(plain.served(made, state, None, data)):
         own = plain.own(state, number).params
         found = [
             not plain.differs(stage, theirs, 0)

@@ -207,7 +207,7 @@ def test_teacher_is_what_was_evaluated(compiled, given, problem):
         np.testing.assert_array_equal(
             state.clients["has_own"], np.isin(np.arange(5), list(joined))
         )
-        for number, one in enumerate(plain.serving_groups(made, state)):
+        for number, one in enumerate(plain.served(made, state)):
             if number in joined:
                 chex.assert_trees_all_equal(one, plain.own(state, number))
             else:
@@ -223,7 +223,7 @@ def test_eval_model_server(problem, given):
     """`--eval_model=server`: the server's model serves everybody."""
     made = pfedsd.make(pfedsd.HParams(eval_model="server"), problem.task_of())
     state = given()
-    for one in plain.serving_groups(made, state):
+    for one in plain.served(made, state):
         chex.assert_trees_all_equal(one, state.server)
     ((name, (model, variables)),) = made.server(state, problem.data).items()
     assert (name, model.name) == ("global", "tiny")
