@@ -84,7 +84,8 @@ def assemble(
         )
     chosen = vars(config) | vars(hparams)
     model_bytes = max(shapes.model_bytes(model, shape) for model in client_models)
-    memory.check(chosen, source.image, model_bytes)
+    needed = memory.needs(chosen, num_rows=len(source.label), model_bytes=model_bytes)
+    memory.refuse(needed, chosen)
 
     seeds = [config.seed + i for i in range(config.num_seeds)]
     data = _data(config, source, seeds, public, normal)
@@ -198,7 +199,7 @@ def assemble(
         window=summaries.window(config.summary, config.rounds),
         points=points,
     )
-    memory.check_state(chosen, made.saved_template())
+    memory.refuse([memory.kept(chosen, made.saved_template())], chosen)
     return made
 
 

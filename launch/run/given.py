@@ -11,7 +11,7 @@ import numpy as np
 from data import dataset, loaders
 from fedjax_pfl import types
 from launch.config import registry, resolve, schema, sweep
-from launch.run import devices, memory, processes
+from launch.run import devices, processes
 from models import own
 
 
@@ -59,7 +59,6 @@ def settled(**given: Any) -> Settings:
     examples.update(np.ascontiguousarray(source.label).data)
     config = resolve.resolve(config, source, given)
     resolve.check(config, own_models)
-    memory.check_images(vars(config), source.image)
     source = dataset.fitted(source, config.image_size, config.image_channels)
     if config.rotate_classes > 1 and config.partition in ("cdkt", "cdkt_paper"):
         raise ValueError(

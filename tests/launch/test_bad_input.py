@@ -349,9 +349,7 @@ def test_options_that_do_not_fit_the_data(refused, blobs, arguments, parts):
     "argument, reason",
     [
         ("--batch_size=99999999999", "expected at most 2147483647"),
-        ("--batch_size=2000000000", "GiB of memory at least.*examples of one step"),
-        ("--rounds=100000000000000000000", "expected at most 2147483647"),
-        ("--rounds=2000000000", "records of all evaluations.*raise --eval_every"),
+        ("--batch_size=2000000000", "GiB of memory at least.*batches of a round"),
         ("--num_seeds=1000000000", "models of all seeds.*lower it"),
         ("--num_clients=2000000000", "partitions of all seeds.*lower it"),
         ("--local_epochs=2000000000", "batches of a round.*lower it"),
@@ -363,7 +361,7 @@ def test_options_that_do_not_fit_the_data(refused, blobs, arguments, parts):
 )
 def test_numbers_without_bounds(refused, monkeypatch, blobs, argument, reason):
     """By the limit of an int, or by an estimate; nothing is allocated or written."""
-    monkeypatch.setattr(memory, "free_bytes", lambda: {True: None, False: 2**34})
+    monkeypatch.setattr(memory, "free_bytes", lambda: (None, 2**34))
     line = refused(*SMALL, f"--dataset={blobs}", argument)
     assert line.startswith(f"error: {argument}")
     assert re.search(reason, line)
@@ -372,20 +370,21 @@ def test_numbers_without_bounds(refused, monkeypatch, blobs, argument, reason):
 
 def test_more_than_the_clients_can_keep(refused, monkeypatch, blobs):
     """The state that an algorithm has in truth: here a model for every client."""
-    monkeypatch.setattr(memory, "free_bytes", lambda: {True: None, False: 10**6})
+    monkeypatch.setattr(memory, "free_bytes", lambda: (None, 10**6))
     arguments = ["--model=mlp", "--devices=1", "--rounds=1", f"--dataset={blobs}"]
     line = refused("--algo=local", "--preset=none", "--num_clients=40", *arguments)
     assert "--num_clients=40 needs" in line and "what clients keep" in line
 
 
-@pytest.mark.parametrize("flag", ["--image_size=4096", "--image_channels=64"])
-def test_images_that_no_memory_can_hold(refused, monkeypatch, blobs, flag):
-    """Told before any of them is made larger."""
-    monkeypatch.setattr(memory, "free_bytes", lambda: {True: None, False: 9 * 10**5})
-    monkeypatch.setattr(np, "pad", None)
-    monkeypatch.setattr(np, "repeat", None)
-    line = refused(*SMALL, f"--dataset={blobs}", flag)
-    assert f"{flag} needs" in line and "for the images" in line
+def test_images_that_no_memory_can_hold(refused, monkeypatch, blobs):
+    """A MemoryError, wherever it comes from, is one line."""
+
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(np, "pad", full)
+    line = refused(*SMALL, f"--dataset={blobs}", "--image_size=4096")
+    assert "out of memory" in line and "--image_size" in line
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a\r--seed=3", "caf\udce9", "x" * 5000])
