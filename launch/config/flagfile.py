@@ -12,8 +12,6 @@ from data import files
 from launch.config import limits, registry, schema
 
 FLAGFILES = pathlib.Path(__file__).parent.parent / "flagfiles"
-FILE_LIMIT = 2**20
-ARGUMENT_LIMIT = 10_000
 
 
 class UsageError(ValueError):
@@ -24,13 +22,10 @@ def _text(path: pathlib.Path) -> str:
     """The text of a flagfile.
 
     Raises:
-        ValueError: a phrase without the path: no file, too large, not UTF-8.
+        ValueError: a phrase without the path: no file, not UTF-8.
         OSError: it is not there or cannot be read.
     """
     files.check(path, "a flagfile")
-    size = path.stat().st_size
-    if size > FILE_LIMIT:
-        raise ValueError(f"has {size} bytes, a flagfile has at most {FILE_LIMIT}")
     try:
         # Some editors begin a file with a mark of its encoding.
         return path.read_bytes().decode("utf-8-sig")
@@ -173,8 +168,8 @@ class RunFlags:
 def expand(argv: Sequence[str]) -> list[str]:
     """A command line with every --flagfile replaced by its lines.
 
-    absl's own reading waits for pipes, skips a file that includes itself, and lets
-    misspelt flags pass that `--undefok` names.
+    absl's own reading waits for pipes, skips a file that includes itself, and does not
+    know the names of our flagfiles.
 
     Args:
         argv: As `sys.argv`.
@@ -182,66 +177,43 @@ def expand(argv: Sequence[str]) -> list[str]:
     Raises:
         UsageError: one line that names the flagfile.
     """
-    out = [argv[0], *_expanded(argv[1:])]
-    if any(one.partition("=")[0] in ("--undefok", "-undefok") for one in out):
-        raise UsageError("--undefok is not a flag; take out what it should excuse")
-    return out
+    return [argv[0], *_expanded(argv[1:])]
 
 
 def _expanded(arguments: Sequence[str], inside: tuple[str, ...] = ()) -> list[str]:
-    """The arguments with every --flagfile replaced by its lines.
-
-    Args:
-        arguments: Of a command line, or lines of a flagfile.
-        inside: The flagfiles that these lines are in.
-    """
+    """The arguments; `inside` are the flagfiles that these lines are in."""
     out: list[str] = []
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
+    rest = iter(arguments)
+    for argument in rest:
         name, equals, value = argument.partition("=")
+        if argument == "--" and not inside:
+            return [*out, argument, *rest]
         if name not in ("--flagfile", "-flagfile"):
             out.append(argument)
-            if argument == "--" and not inside:
-                return out + rest
-            continue
-        if not equals and not inside and rest:
-            value = rest.pop(0)
-        out += _lines_of(value.strip(), inside)
-        if len(out) > ARGUMENT_LIMIT:
-            raise UsageError(
-                f"--flagfile={value}: more than {ARGUMENT_LIMIT} flags; is a file "
-                "included again and again?"
-            )
+        else:
+            out += _lines_of((value if equals else next(rest, "")).strip(), inside)
     return out
 
 
-def _flagfile(value: str) -> pathlib.Path:
-    """The file that `--flagfile` means: a path, or the name of one of ours."""
-    path = pathlib.Path(os.path.expanduser(value))
-    ours = FLAGFILES / f"{value.removesuffix('.flags')}.flags"
-    return ours if not path.exists() and ours.is_file() else path
-
-
 def _lines_of(value: str, inside: tuple[str, ...]) -> list[str]:
-    """The flags in a flagfile and in those that it includes."""
+    """The flags in a flagfile, a path or the name of one of ours, and in its own."""
     if not value:
         raise UsageError("--flagfile= names no file")
-    where = f"--flagfile={value}"
+    where, path = f"--flagfile={value}", pathlib.Path(os.path.expanduser(value))
+    name = value.removesuffix(".flags")
+    ours = {one.stem: one for one in sorted(FLAGFILES.glob("*.flags"))}
     try:
-        path = _flagfile(value)
-        identity = os.path.realpath(path)
-        text = _text(path)
+        path = path if path.exists() else ours.get(name, path)
+        lines = _text(path).split("\n")
     except FileNotFoundError as error:
-        names = [one.stem for one in sorted(FLAGFILES.glob("*.flags"))]
-        hint = limits.nearest(path.name.removesuffix(".flags"), names)
+        hint = limits.nearest(path.name.removesuffix(".flags"), ours)
         raise UsageError(f"{where}: there is no such file{hint}") from error
     except OSError as error:
         raise UsageError(f"{where} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(f"{where} {error}") from error
-    if identity in inside:
+    if (identity := os.path.realpath(path)) in inside:
         raise UsageError(f"{where} includes itself; take that line out")
-    lines = [line.strip() for line in text.split("\n")]
-    lines = [line for line in lines if line and not line.startswith(("#", "//"))]
-    return _expanded(lines, (*inside, identity))
+    flags = [line.strip() for line in lines]
+    flags = [flag for flag in flags if flag and not flag.startswith(("#", "//"))]
+    return _expanded(flags, (*inside, identity))
