@@ -186,8 +186,10 @@ def _first_line(line: str) -> Iterator[Callable[[str], None]]:
     Gives a function that replaces the line and stays in force.
     """
     ours = os.dup(2)
-    if sys.stderr is not None and _descriptor(sys.stderr) == 2:
-        sys.stderr = os.fdopen(os.dup(ours), "w", buffering=1)
+    # A notebook's stderr has no descriptor.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if sys.stderr.fileno() == 2:
+            sys.stderr = os.fdopen(os.dup(ours), "w", buffering=1)
 
     def watch(line: str) -> None:
         read, write = os.pipe()
@@ -204,13 +206,6 @@ def _first_line(line: str) -> Iterator[Callable[[str], None]]:
     except BaseException:
         os.dup2(ours, 2)
         raise
-
-
-def _descriptor(file: Any) -> int:
-    try:
-        return file.fileno()
-    except (OSError, ValueError, AttributeError):
-        return -1
 
 
 def _lost(reason: str = "") -> str:
@@ -300,17 +295,16 @@ def gathered(value: Any) -> list[Any]:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(len(text)))
-    padded = np.zeros(int(sizes.max()), np.uint8)
+    # A JSON text may end in blanks.
+    padded = np.full(int(sizes.max()), ord(" "), np.uint8)
     padded[: len(text)] = text
     texts = multihost_utils.process_allgather(padded)
-    return [
-        json.loads(one[:size].tobytes()) for one, size in zip(texts, sizes, strict=True)
-    ]
+    return [json.loads(one.tobytes()) for one in texts]
 
 
 def of_first(value: Any) -> Any:
     """A JSON-able value of process 0, in all of them."""
-    return gathered(value if is_first() else None)[0] if several() else value
+    return gathered(value if is_first() else None)[0]
 
 
 def on_first(act: Callable[[], Any]) -> Any:
@@ -353,9 +347,8 @@ def arrays_of_first(arrays: Any, template: Any) -> Any:
         is_key = jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key)
         if is_key:
             leaf = None if leaf is None else jax.random.key_data(leaf)
-            like = jax.eval_shape(
-                jax.random.key_data, jax.ShapeDtypeStruct(like.shape, like.dtype)
-            )
+            shape = jax.ShapeDtypeStruct(like.shape, like.dtype)
+            like = jax.eval_shape(jax.random.key_data, shape)
         if leaf is None:
             leaf = np.zeros(like.shape, like.dtype)
         # As bits, so that 64-bit numbers pass where jax has none.
@@ -365,11 +358,6 @@ def arrays_of_first(arrays: Any, template: Any) -> Any:
         return jax.random.wrap_key_data(array) if is_key else array
 
     return structure.unflatten(map(one, sent, like))
-
-
-def any_signal(number: int) -> int:
-    """The largest of all processes' numbers."""
-    return max(gathered(number)) if several() else number
 
 
 def check_equal(values: Mapping[str, Any], hint: str) -> None:

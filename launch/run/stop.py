@@ -41,7 +41,7 @@ class Stop:
 
     def agree(self) -> None:
         """With several processes: a signal that one of them got is everybody's now."""
-        self.signal = processes.any_signal(self._noted) or None
+        self.signal = max(processes.gathered(self._noted)) or None
 
     def __bool__(self) -> bool:
         return self.signal is not None
