@@ -33,10 +33,10 @@ class Settings(NamedTuple):
     config: schema.Config
     hparams: Any
     source: dataset.Dataset
-    public: np.ndarray | None = None
-    own_models: Mapping[str, types.Model] = {}
-    own_sha256: str = ""
-    examples_sha256: str = ""
+    public: np.ndarray | None
+    own_models: Mapping[str, types.Model]
+    own_sha256: str
+    examples_sha256: str
 
 
 def settled(**given: Any) -> Settings:
@@ -55,8 +55,7 @@ def settled(**given: Any) -> Settings:
         source = loaders.load(config.dataset, config.data_dir)
     if config.rotate_classes > 1:
         source = dataset.rotated(source, config.rotate_classes)
-    examples = hashlib.sha256(np.ascontiguousarray(source.image).data)
-    examples.update(np.ascontiguousarray(source.label).data)
+    examples = sha256(source.image, source.label)
     config = resolve.resolve(config, source, given)
     resolve.check(config, own_models)
     source = dataset.fitted(source, config.image_size, config.image_channels)
@@ -65,19 +64,25 @@ def settled(**given: Any) -> Settings:
             f"--rotate_classes={config.rotate_classes}: --partition={config.partition} "
             "gives users of the data's own classes; take another partition"
         )
-    public = None
-    if config.public_set != "none":
-        public = _public_images(config, source)
+    wants_public = config.public_set != "none"
     return Settings(
-        registry.algorithm(given.get("algo", config.algo)),
-        config,
-        hparams,
-        source,
-        public,
-        own_models,
-        own_sha256,
-        examples.hexdigest(),
+        entry=registry.algorithm(given.get("algo", config.algo)),
+        config=config,
+        hparams=hparams,
+        source=source,
+        public=_public_images(config, source) if wants_public else None,
+        own_models=own_models,
+        own_sha256=own_sha256,
+        examples_sha256=examples.hexdigest(),
     )
+
+
+def sha256(*arrays: Any) -> Any:
+    """The hash of what arrays hold, one after another; it may be fed more."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    return digest
 
 
 # Of one process: where it is, and what it has on its own disk.
