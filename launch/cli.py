@@ -9,15 +9,11 @@ from __future__ import annotations
 import importlib
 import sys
 
-from launch.config import limits
+from launch.config import flags, limits
 
 COMMANDS = {
     "run": ("launch.main", "main", "run one algorithm"),
-    "list": (
-        "launch.list",
-        "command",
-        "algorithms, presets, data, models, tables",
-    ),
+    "list": ("launch.list", "command", "algorithms, presets, data, models, tables"),
     "reproduce": ("launch.reproduce", "command", "a paper's table, beside its numbers"),
     "plot": ("launch.plot", "command", "curves, fairness and class bubbles of runs"),
     "report": ("launch.report", "command", "one HTML page about runs"),
@@ -36,13 +32,10 @@ def main() -> None:
         print("\nfedjax-pfl COMMAND --help lists a command's options.")
         return
     if name not in COMMANDS:
-        print(
-            f"error: fedjax-pfl {name}: expected one of {', '.join(COMMANDS)}"
-            f"{limits.nearest(name, COMMANDS)}",
-            file=sys.stderr,
+        flags.fail(
+            f"fedjax-pfl {name}: expected one of {', '.join(COMMANDS)}"
+            f"{limits.nearest(name, COMMANDS)}"
         )
-        raise SystemExit(2)
     module, function, _ = COMMANDS[name]
-    argv = [f"fedjax-pfl {name}", *sys.argv[2:]]
-    sys.argv = argv
-    getattr(importlib.import_module(module), function)(argv)
+    sys.argv = [f"fedjax-pfl {name}", *sys.argv[2:]]
+    getattr(importlib.import_module(module), function)(sys.argv)
