@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from launch.config import flags, limits
+from launch.config import limits
 
 COMMANDS = {
     "run": ("launch.main", "main", "run one algorithm"),
@@ -32,10 +32,9 @@ def main() -> None:
         print("\nfedjax-pfl COMMAND --help lists a command's options.")
         return
     if name not in COMMANDS:
-        flags.fail(
-            f"fedjax-pfl {name}: expected one of {', '.join(COMMANDS)}"
-            f"{limits.nearest(name, COMMANDS)}"
-        )
+        known = f"{', '.join(COMMANDS)}{limits.nearest(name, COMMANDS)}"
+        print(f"error: fedjax-pfl {name}: expected one of {known}", file=sys.stderr)
+        raise SystemExit(2)
     module, function, _ = COMMANDS[name]
     sys.argv = [f"fedjax-pfl {name}", *sys.argv[2:]]
     getattr(importlib.import_module(module), function)(sys.argv)
