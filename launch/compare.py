@@ -182,8 +182,7 @@ def _runs(algos: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def _built(
-    runs: Mapping[str, Mapping[str, Any]],
-    options: Mapping[str, Any],
+    runs: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
 ) -> Comparison:
     """The experiments under one preset, all with the first one's clients."""
     made: dict[str, Experiment] = {}

@@ -43,11 +43,7 @@ def check_model(flag: str, model: types.Model, shape: tuple[int, ...]) -> None:
 
 
 def check_own(
-    flag: str,
-    model: types.Model,
-    num_classes: int,
-    width: float,
-    examples: np.ndarray,
+    flag: str, model: types.Model, num_classes: int, width: float, examples: np.ndarray
 ) -> None:
     """Refuses a model of a user's own modules that gives no logits of all classes.
 

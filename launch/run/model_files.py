@@ -28,10 +28,7 @@ SUFFIXES = (".msgpack", ".npz")
 
 
 def write(
-    path: Any,
-    model: types.Model,
-    variables: types.Variables,
-    normal: Mapping[str, Any],
+    path: Any, model: types.Model, variables: types.Variables, normal: Mapping[str, Any]
 ) -> pathlib.Path:
     """Writes a model to a file, at once.
 

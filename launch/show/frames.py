@@ -34,10 +34,7 @@ def partition_counts(run: Run, seed: int | None) -> pandas.DataFrame:
 
 
 def plot(
-    experiments: Sequence[Run],
-    kind: str,
-    metric: str,
-    names: Sequence[str] = (),
+    experiments: Sequence[Run], kind: str, metric: str, names: Sequence[str] = ()
 ) -> Any:
     """A picture of `launch.plot` of experiments in memory, with names if they have any.
 

@@ -161,10 +161,7 @@ def sheet(
     return Sheet(table["title"], notes, grids)
 
 
-def _shown_by_nothing(
-    ablated: Mapping[str, str],
-    results: Results,
-) -> list[str]:
+def _shown_by_nothing(ablated: Mapping[str, str], results: Results) -> list[str]:
     """Warnings of rows in which what an ablation takes away never happens.
 
     Args:
@@ -183,11 +180,7 @@ def _shown_by_nothing(
     return out
 
 
-def _until(
-    told: Mapping[str, Any],
-    scenario: str,
-    results: Results,
-) -> Grid:
+def _until(told: Mapping[str, Any], scenario: str, results: Results) -> Grid:
     """Megabytes of each row until a share of one row's last accuracy, by metric.
 
     Args:
@@ -234,9 +227,7 @@ def _paired(
 
 
 def _against(
-    control: str,
-    results: Results,
-    columns: Sequence[tuple[str, str, str]],
+    control: str, results: Results, columns: Sequence[tuple[str, str, str]]
 ) -> list[Grid]:
     """A grid of every row's difference to one row, seed by seed; none without that row.
 
