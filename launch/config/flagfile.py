@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,14 +67,13 @@ class RunFlags:
         Raises:
             ValueError: a value that a line cannot hold, such as a line break.
         """
-        found = {
-            field.name: text(getattr(one, field.name))
-            for one in values
-            for field in dataclasses.fields(one)
-            if getattr(one, field.name) is not None
-        }
         unrecorded = schema.names(schema.NOWHERE)
-        found = {n: value for n, value in found.items() if n not in unrecorded}
+        pairs = [pair for one in values for pair in vars(one).items()]
+        found = {
+            name: text(value)
+            for name, value in pairs
+            if value is not None and name not in unrecorded
+        }
         for name, value in found.items():
             limits.check_text(name, value)
         return cls(found, dict(hashes or {}))
@@ -93,23 +93,19 @@ class RunFlags:
         out = cls({})
         # Not `splitlines`, which also breaks at characters that a value may hold.
         for number, line in enumerate(content.split("\n"), start=1):
-            line = line.removesuffix("\r")
-            is_hash = line.startswith("#--")
-            flag = line[1:] if is_hash else line
-            name, equals, value = flag.removeprefix("--").partition("=")
-            is_flag = equals and flag.startswith("--") and name.isidentifier()
-            if not is_flag and (not line.strip() or line.startswith(("#", "//"))):
+            found = re.fullmatch(r"(#?)--([^\W\d]\w*)=(.*?)\r?", line, re.DOTALL)
+            if found is None and (not line.strip() or line.startswith(("#", "//"))):
                 continue
-            if not is_flag:
+            if found is None:
                 raise ValueError(
                     f"{path} line {number}: {limits.told(line)} is no --name=value; "
                     "the file is damaged"
                 )
-            kind, other = out.options, out.hashes
-            if is_hash:
-                kind, other = other, kind
-            if kind.setdefault(name, value) != value or other.get(name, value) != value:
+            is_hash, name, value = found.groups()
+            kind = out.hashes if is_hash else out.options
+            if {out.options.get(name, value), out.hashes.get(name, value)} != {value}:
                 raise ValueError(f"{path} line {number}: --{name} has two values")
+            kind[name] = value
         if "algo" not in out.options:
             raise ValueError(f"{path} names no --algo; the file is damaged")
         return out

@@ -8,7 +8,7 @@ import io
 import math
 import pathlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from launch.config import sweep
@@ -36,7 +36,7 @@ class TensorBoard:
         self,
         folder: pathlib.Path,
         records: Sequence[Mapping[str, Any]],
-        swept: Sequence[str] = (),
+        swept: Iterable[str] = (),
     ):
         """Begins anew with what was recorded so far.
 

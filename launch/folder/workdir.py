@@ -198,11 +198,7 @@ class Workdir(loop.Listener):
             raise ValueError(f"{self.path} has no checkpoint, the state is not there")
 
     def _finished(self) -> dict[str, Any] | None:
-        """The summary, if all rounds are done and all files are as they were written.
-
-        Raises:
-            ValueError: the folder holds something else.
-        """
+        """The summary, if all rounds are done and all files are as they were left."""
         told = self.path / RUN_FLAGS
         if not told.exists():
             # A kill may leave these two; anything else is not ours.
@@ -289,11 +285,8 @@ class Workdir(loop.Listener):
     def _refuse_passed(self, round: int, rounds: int, window: Sequence[int]) -> None:
         """Refuses rounds whose summary needs evaluations that were never made.
 
-        Args:
-            round: Rounds done.
-            rounds: Rounds that were wanted when these were done.
-            window: Rounds behind the summary then: of these, and of no others, the
-                accuracies of all clients are kept.
+        After `round` of `rounds` rounds the accuracies of all clients were kept of
+        those in `window` alone.
         """
         wanted = self.run.config.rounds
         if round > wanted:
@@ -338,8 +331,7 @@ class Workdir(loop.Listener):
             self._events = None
 
     def _tensorboard(self) -> tracking.TensorBoard:
-        swept = tuple(self.run.points[0])
-        return tracking.TensorBoard(self.path, self.records, swept)
+        return tracking.TensorBoard(self.path, self.records, self.run.points[0])
 
     def save(self) -> None:
         """Writes a checkpoint of the run as it is now."""

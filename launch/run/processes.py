@@ -144,18 +144,13 @@ def _as_many_threads(count: int) -> None:
     rounds otherwise with another number. A user's choice stands.
     """
     flag = r"--xla_force_host_platform_device_count=(\d+)"
-    found = re.search(flag, os.environ.get("XLA_FLAGS", ""))
-    if found:
+    if found := re.search(flag, os.environ.get("XLA_FLAGS", "")):
         threads = max(os.cpu_count() or 1, count * int(found[1]))
         os.environ.setdefault("NPROC", str(threads))
 
 
 def _probe(flag: str, host: str, port: int, index: int) -> None:
-    """Whether process 0 can listen there, or does; else its runtime waits in vain.
-
-    Raises:
-        ValueError: one line.
-    """
+    """Refuses where process 0 cannot listen, or does not: its runtime would wait."""
     if index == 0:
         try:
             with socket.create_server(("", port)):
@@ -318,17 +313,18 @@ def on_first(act: Callable[[], Any]) -> Any:
     """
     if not several():
         return act()
-    out: dict[str, Any] = {}
-    if is_first():
-        try:
-            out["done"] = act()
-        except (ValueError, OSError) as error:
-            out["error"] = isinstance(error, ValueError), str(error)
-    out = of_first(out)
-    if "error" in out:
-        is_value, text = out["error"]
-        raise (ValueError if is_value else OSError)(text)
-    return out["done"]
+    done, kind, line = None, "", ""
+    try:
+        done = act() if is_first() else None
+    except (ValueError, OSError) as error:
+        kind, line = (
+            "ValueError" if isinstance(error, ValueError) else "OSError",
+            str(error),
+        )
+    done, kind, line = of_first((done, kind, line))
+    if kind:
+        raise {"ValueError": ValueError, "OSError": OSError}[kind](line)
+    return done
 
 
 def arrays_of_first(arrays: Any, template: Any) -> Any:

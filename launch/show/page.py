@@ -233,12 +233,9 @@ def _rules(entries: Sequence[Entry]) -> str:
     rules = dict.fromkeys(
         entry.summary.get("summary_of", entry.summary["summary"]) for entry in entries
     )
-    counts = [len(entry.run.clients["seeds"]) for entry in entries]
-    fewer = [
-        f"{entry.name} {count}"
-        for entry, count in zip(entries, counts, strict=True)
-        if count < max(counts)
-    ]
+    counts = [(entry.name, len(entry.run.clients["seeds"])) for entry in entries]
+    most = max(count for _, count in counts)
+    fewer = [f"{name} {count}" for name, count in counts if count < most]
     text = f", {' or '.join(rules)}"
     if fewer:
         text += (
@@ -286,7 +283,7 @@ def _setting(entries: Sequence[Entry]) -> str:
     text += f"{told('rounds')} rounds, partition {told('partition')}"
     if "dirichlet" in told("partition"):
         text += f" (alpha {told('partition_alpha')})"
-    text = f"{text}, model {told('model')}."
+    text += f", model {told('model')}."
     if " or " in told("summary"):
         text += f" The runs' summaries differ: {told('summary')} (--summary)."
     return text
@@ -298,21 +295,15 @@ def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
         (entry for entry in _sound(entries) if metric in entry.summary["metrics"]),
         key=lambda entry: -entry.summary["metrics"][metric]["mean"],
     )
+    means = [words.mean_and_std(one.summary["metrics"][metric]) for one in ranked]
     if _is_sweep(entries):
-        means = [
-            words.mean_and_std(e.summary["metrics"][metric])
-            for e in (ranked[-1], ranked[0])
-        ]
         return (
-            f"Its {len(entries)} points have {means[0]} to {means[1]} % "
+            f"Its {len(entries)} points have {means[-1]} to {means[0]} % "
             f"({words.title(metric)}) on test rows. To choose a point by these would "
             "be to train on them; rows of validation come later."
         )
     best = ranked[0]
-    text = (
-        f"{best.name} reaches {words.mean_and_std(best.summary['metrics'][metric])} % "
-        f"({words.title(metric)})"
-    )
+    text = f"{best.name} reaches {means[0]} % ({words.title(metric)})"
     if len(ranked) == 1:
         return f"{text}."
     other = base if base in ranked and best is not base else ranked[1]
@@ -332,11 +323,8 @@ def _sound(entries: Sequence[Entry]) -> list[Entry]:
 
 def _diverged(entries: Sequence[Entry]) -> list[str]:
     """A sentence about the runs whose numbers are none."""
-    names = [
-        figures.named(entry.run, entry.name)
-        for entry in entries
-        if record.diverged(entry.run) is not None
-    ]
+    bad = [entry for entry in entries if record.diverged(entry.run) is not None]
+    names = [figures.named(entry.run, entry.name) for entry in bad]
     told = f"{', '.join(names)}: losses or parameters are no finite numbers from there "
     return [f"{told}on, and the accuracies say nothing."] if names else []
 
