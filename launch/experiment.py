@@ -93,12 +93,7 @@ class Experiment(Run):
         progress: bool = True,
         on_record: Callable[[dict[str, Any]], None] | None = None,
     ) -> list[loop.Listener]:
-        """Who listens to the run: a folder first, and again when all others know.
-
-        Args:
-            folder: Gets records and checkpoints; None = they stay in memory.
-            progress, on_record: As `run` takes them.
-        """
+        """Who listens: a folder, if there is one, first, and again when all know."""
         out: list[loop.Listener] = [folder] if folder is not None else []
         out += progress_lib.shown(words.headline if progress else None)
         out += [loop.OnRecord(on_record)] if on_record is not None else []
@@ -188,11 +183,7 @@ class Experiment(Run):
         return frames.of(self.metrics)
 
     def partition_counts(self, seed: int | None = None) -> pandas.DataFrame:
-        """Train examples of each client (lines) and class (columns).
-
-        Args:
-            seed: One of `seeds`; None = the first.
-        """
+        """Train examples of each client (lines) and class; None = the first seed."""
         return frames.partition_counts(self, seed)
 
     def plot(self, kind: str = "curves", metric: str = "") -> Any:

@@ -167,9 +167,6 @@ def expand(argv: Sequence[str]) -> list[str]:
     absl's own reading waits for pipes, skips a file that includes itself, and does not
     know the names of our flagfiles.
 
-    Args:
-        argv: As `sys.argv`.
-
     Raises:
         UsageError: one line that names the flagfile.
     """

@@ -130,10 +130,6 @@ def parse(
 ) -> dict[str, Any]:
     """Names and values of every flag that was given on the command line.
 
-    Args:
-        argv: As `sys.argv`.
-        extra: Defines further flags of the calling program.
-
     Raises:
         flagfile.UsageError: one line that names the flag.
         SystemExit: after `--help`.
@@ -181,13 +177,7 @@ def parse(
 def help_for(
     algo: str, extra: Callable[[flags.FlagValues], None] | None, dataset: str = ""
 ) -> NoReturn:
-    """Prints every option of an algorithm with its help text, by group, and leaves.
-
-    Args:
-        algo: Its name.
-        extra: Defines further flags of the calling program.
-        dataset: Named beside it: some defaults depend on it.
-    """
+    """Prints every option of an algorithm with its help text, by group, and leaves."""
     try:
         groups, kinds = registry.groups_of(algo), registry.option_types(algo)
         known = registry.fields_of(algo)

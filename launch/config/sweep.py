@@ -21,9 +21,6 @@ Point = dict[str, float]
 def text(given: Any) -> str:
     """A sweep as one line, written alike for equal points; empty for an empty one.
 
-    Args:
-        given: A mapping of names to values, or such a line.
-
     Raises:
         ValueError: it is neither.
     """

@@ -124,14 +124,7 @@ def over_seeds(
     scale: float,
     place: Callable[[Mapping[str, Any]], float] = lambda row: row["round"],
 ) -> tuple[list[float], np.ndarray, np.ndarray]:
-    """A metric by evaluated round: (where, mean, standard deviation) over seeds.
-
-    Args:
-        run: Records without the metric do not count.
-        metric: Its name.
-        scale: Factor.
-        place: Where a record stands; the seeds' mean counts.
-    """
+    """A metric by evaluated round: (where, mean, standard deviation) over seeds."""
     rows = [row for row in run.records if row.get(metric) is not None]
     rounds = sorted({row["round"] for row in rows})
     groups = [[row for row in rows if row["round"] == one] for one in rounds]

@@ -38,13 +38,7 @@ class TensorBoard:
         records: Sequence[Mapping[str, Any]],
         swept: Iterable[str] = (),
     ):
-        """Begins anew with what was recorded so far.
-
-        Args:
-            folder: The run's.
-            records: So far: a resumed run may have written later ones before.
-            swept: Names in a record that say its point.
-        """
+        """Begins anew with what was recorded so far."""
         self._swept = tuple(swept)
         self._folder = folder / FOLDER
         self._writers: dict[str, Any] = {}

@@ -33,9 +33,6 @@ def default_name(config: Any) -> str:
 def with_stored_rounds(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a command; `--resume` without `--rounds` means the run's own.
 
-    Args:
-        given: Names and values as the user gave them.
-
     Raises:
         ValueError: the stored number is none.
     """
@@ -66,10 +63,6 @@ class Workdir(loop.Listener):
     Of several processes of one run only the first touches it; what it finds there, and
     what it refuses, is everybody's.
     """
-
-    def __new__(cls, run: Run) -> Workdir:
-        """The folder; in other processes than the first one that writes nothing."""
-        return object.__new__(cls if processes.is_first() else _Follower)
 
     def __init__(self, run: Run):
         self.run = run
@@ -315,6 +308,8 @@ class Workdir(loop.Listener):
     def on_call(self, run: Run, records: loop.Records) -> None:
         """Adds lines to metrics.jsonl; they are on disk when this returns."""
         self.records += map(dict, records)
+        if not processes.is_first():
+            return
         with open(self.path / METRICS, "a") as file:
             file.write(_text(records))
             file.flush()
@@ -335,6 +330,8 @@ class Workdir(loop.Listener):
 
     def save(self) -> None:
         """Writes a checkpoint of the run as it is now."""
+        if not processes.is_first():
+            return
         arrays, host = self.run.saved()
         # The records too, so that metrics.jsonl can be checked and written again.
         kept = {
@@ -347,7 +344,7 @@ class Workdir(loop.Listener):
         self._write_csv()
 
     def _write_csv(self) -> None:
-        if self.run.config.csv:
+        if self.run.config.csv and processes.is_first():
             self._write(tracking.CSV, tracking.csv_text(self.records))
 
     def finish(self, summary: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -355,9 +352,6 @@ class Workdir(loop.Listener):
 
         Writes clients.npz and then summary.json, which marks the run as done; of a run
         that was done, the files that are asked for now.
-
-        Args:
-            summary: Gives the run's.
 
         Returns:
             The summary as it is in the folder.
@@ -383,19 +377,6 @@ class Workdir(loop.Listener):
 
     def _write(self, name: str, text: str) -> None:
         finished.write_text(self.path / name, text)
-
-
-class _Follower(Workdir):
-    """The folder for other processes than the first: it is not touched."""
-
-    def on_call(self, run: Run, records: loop.Records) -> None:
-        self.records += map(dict, records)
-
-    def save(self) -> None:
-        pass
-
-    def _write_csv(self) -> None:
-        pass
 
 
 class Checkpoints(loop.Listener):

@@ -29,9 +29,6 @@ def begin(distributed: str) -> None:
 
     XLA may use 512-bit vectors on CPUs that have them; a user's choice stands.
 
-    Args:
-        distributed: `--distributed`, see `processes.start`.
-
     Raises:
         ValueError: one line about that.
     """

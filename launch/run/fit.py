@@ -19,11 +19,6 @@ from models import own, stages
 def check_model(flag: str, model: types.Model, shape: tuple[int, ...]) -> None:
     """Refuses a model of the registry that cannot take the examples.
 
-    Args:
-        flag: What names it, for the error.
-        model: Of any number of classes.
-        shape: Of one example.
-
     Raises:
         ValueError: it does not fit.
     """

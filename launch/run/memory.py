@@ -35,13 +35,7 @@ class Need(NamedTuple):
 
 
 def needs(options: dict[str, Any], *, num_rows: int, model_bytes: int) -> list[Need]:
-    """What a run needs at least, by numbers alone.
-
-    Args:
-        options: Every option by name, resolved.
-        num_rows: Examples of the data set.
-        model_bytes: Of the largest model's parameters.
-    """
+    """What a run needs at least, by numbers alone; `options` are all, resolved."""
     seeds, clients = options["num_seeds"], options["num_clients"]
     cohort, batch = options["clients_per_round"], options.get("batch_size", 1)
     if options["examples_per_client"]:
@@ -83,12 +77,7 @@ def needs(options: dict[str, Any], *, num_rows: int, model_bytes: int) -> list[N
 
 
 def kept(options: dict[str, Any], shapes: Any) -> Need:
-    """What the models take that clients keep, of all seeds.
-
-    Args:
-        options: Every option by name, resolved.
-        shapes: A state: a pytree of shapes and dtypes.
-    """
+    """What a state of these shapes and dtypes takes: models that clients keep."""
     leaves = jax.tree.leaves(shapes)
     total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     factors = {name: options[name] for name in ("num_seeds", "num_clients")}
@@ -97,10 +86,6 @@ def kept(options: dict[str, Any], shapes: Any) -> Need:
 
 def refuse(needed: Sequence[Need], options: dict[str, Any]) -> None:
     """Refuses a run that needs more than is free.
-
-    Args:
-        needed: From `needs` and `kept`.
-        options: Every option by name.
 
     Raises:
         ValueError: one line with the flag to change and the limit.

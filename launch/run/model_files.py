@@ -32,11 +32,6 @@ def write(
 ) -> pathlib.Path:
     """Writes a model to a file, at once.
 
-    Args:
-        path: Ends in one of `SUFFIXES`.
-        model, variables: The model.
-        normal: `mean` and `scale`.
-
     Raises:
         ValueError: a path with another suffix, or a folder.
         OSError: it cannot be written.

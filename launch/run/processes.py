@@ -264,9 +264,6 @@ def reaching() -> Iterator[None]:
 def meet(what: str) -> None:
     """Waits until all processes are here.
 
-    Args:
-        what: What only all together can do, for the error.
-
     Raises:
         ValueError: the others did not come within `MEET_SECONDS`.
     """
@@ -305,9 +302,6 @@ def of_first(value: Any) -> Any:
 def on_first(act: Callable[[], Any]) -> Any:
     """What process 0 finds or does, or its error, in all of them.
 
-    Args:
-        act: Returns something JSON-able; run in process 0 alone.
-
     Raises:
         ValueError, OSError: as `act` raised it.
     """
@@ -328,12 +322,7 @@ def on_first(act: Callable[[], Any]) -> Any:
 
 
 def arrays_of_first(arrays: Any, template: Any) -> Any:
-    """A pytree of arrays of process 0, in all of them, on the host; leaf by leaf.
-
-    Args:
-        arrays: In process 0; others give None.
-        template: Shapes of it.
-    """
+    """A pytree of arrays of process 0, in all of them, on the host; leaf by leaf."""
     if not several():
         return arrays
     like, structure = jax.tree.flatten(template)
@@ -358,10 +347,6 @@ def arrays_of_first(arrays: Any, template: Any) -> Any:
 
 def check_equal(values: Mapping[str, Any], hint: str) -> None:
     """Refuses processes of one run that were given different things.
-
-    Args:
-        values: Texts by name.
-        hint: What to do about it.
 
     Raises:
         ValueError: one line, the same in all processes.

@@ -121,11 +121,7 @@ class Divergence(Listener):
 
 
 def shown(headline: Callable[..., dict[str, str]] | None) -> list[Listener]:
-    """Progress, and what is warned about: in the first of several processes.
-
-    Args:
-        headline: Of `Progress`; None = only warnings.
-    """
+    """Warnings, and progress if it has headlines: in the first of several processes."""
     if not processes.is_first():
         return []
     return [Divergence(), *([Progress(headline)] if headline is not None else [])]
