@@ -20,12 +20,7 @@ class UsageError(ValueError):
 
 
 def _text(path: pathlib.Path) -> str:
-    """The text of a flagfile.
-
-    Raises:
-        ValueError: a phrase without the path: no file, not UTF-8.
-        OSError: it is not there or cannot be read.
-    """
+    """The text of a flagfile; a ValueError is a phrase without the path."""
     files.check(path, "a flagfile")
     try:
         # Some editors begin a file with a mark of its encoding.
@@ -123,9 +118,9 @@ class RunFlags:
         """
         out = {}
         for name, kind in registry.option_types(algo).items():
-            value = self.options.get(name)
-            if value is None:
+            if name not in self.options:
                 continue
+            value = self.options[name]
             try:
                 out[name] = value == "true" if kind is bool else kind(value)
             except ValueError as error:
@@ -136,13 +131,9 @@ class RunFlags:
 
     def completed(self, *values: Any) -> RunFlags:
         """The same with the defaults of flags that were not there yet."""
-        defaults = {
-            field.name: text(field.default)
-            for one in values
-            for field in dataclasses.fields(one)
-            if field.default is not None
-        }
-        return RunFlags(defaults | self.options, self.hashes)
+        fields = [field for one in values for field in dataclasses.fields(one)]
+        known = {f.name: text(f.default) for f in fields if f.default is not None}
+        return RunFlags(known | self.options, self.hashes)
 
     def differences(self, now: RunFlags) -> list[str]:
         """The parts of a run's identity that are others now, as readable pairs."""

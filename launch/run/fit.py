@@ -109,10 +109,9 @@ def check_points(
     Raises:
         ValueError: one line, also what the algorithm refuses of a point.
     """
-    facts = []
-    for point in points if line else ():
-        made = entry.make(dataclasses.replace(hparams, **point), task)
-        facts.append((made.plans, made.peers, made.messages))
+    each = [dataclasses.replace(hparams, **point) for point in points if line]
+    every = [entry.make(one, task) for one in each]
+    facts = [(made.plans, made.peers, made.messages) for made in every]
     if any(one != facts[0] for one in facts):
         raise ValueError(
             f"--sweep={line}: its points have other plans, peers or messages; from "

@@ -28,8 +28,7 @@ def partition_counts(run: Run, seed: int | None) -> pandas.DataFrame:
     """Train examples of each client (lines) and class (columns)."""
     import pandas
 
-    counts = finished.class_counts(run)[run.seed_index(seed)]
-    frame = pandas.DataFrame(counts)
+    frame = pandas.DataFrame(finished.class_counts(run)[run.seed_index(seed)])
     return frame.rename_axis(index="client", columns="class")
 
 
@@ -57,13 +56,10 @@ def _runs(run: Run) -> list[record.Record]:
     """A run in memory as that of a folder is read."""
     if not run.metrics:
         raise ValueError("nothing is measured yet; run() first")
-    found = record.Record(
-        pathlib.Path(run.config.workdir),
-        flagfile.RunFlags.of(run.config, run.hparams).options,
-        run.metrics,
-        finished.clients(run),
-        fractions=run.fractions,
-    )
+    path = pathlib.Path(run.config.workdir)
+    told = flagfile.RunFlags.of(run.config, run.hparams).options
+    clients = finished.clients(run)
+    found = record.Record(path, told, run.metrics, clients, fractions=run.fractions)
     return record.by_point(found)
 
 

@@ -162,12 +162,7 @@ def sheet(
 
 
 def _shown_by_nothing(ablated: Mapping[str, str], results: Results) -> list[str]:
-    """Warnings of rows in which what an ablation takes away never happens.
-
-    Args:
-        ablated: Option -> the metric that says how often what it switches happens.
-        results: All cells.
-    """
+    """Warnings of rows in which what an ablation takes away never happens."""
     out = []
     for option, metric in ablated.items():
         for cell, done in results:
@@ -181,13 +176,7 @@ def _shown_by_nothing(ablated: Mapping[str, str], results: Results) -> list[str]
 
 
 def _until(told: Mapping[str, Any], scenario: str, results: Results) -> Grid:
-    """Megabytes of each row until a share of one row's last accuracy, by metric.
-
-    Args:
-        told: `row`, `share` of its last accuracy, and `metrics`.
-        scenario: Of which cells.
-        results: All cells.
-    """
+    """Megabytes of each row until a share of one row's last accuracy, by metric."""
     runs = {cell.row: done for cell, done in results if cell.scenario == scenario}
     control = runs.get(told["row"])
 
@@ -229,13 +218,7 @@ def _paired(
 def _against(
     control: str, results: Results, columns: Sequence[tuple[str, str, str]]
 ) -> list[Grid]:
-    """A grid of every row's difference to one row, seed by seed; none without that row.
-
-    Args:
-        control: That row.
-        results: All cells.
-        columns: (title, scenario, metric) of each.
-    """
+    """A grid of every row's difference to one row, seed by seed; none without that row."""
     done = {(cell.scenario, cell.row): one for cell, one in results}
     wanted = {scenario for _, scenario, _ in columns}
     rows = list(dict.fromkeys(row for scenario, row in done if scenario in wanted))

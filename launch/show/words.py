@@ -69,12 +69,7 @@ def title(name: str) -> str:
 
 
 def is_fraction(name: str, known: Mapping[str, bool]) -> bool:
-    """Whether a metric is shown in percent.
-
-    Args:
-        name: Its name.
-        known: Of those that the run itself describes; for the others `METRICS` answers.
-    """
+    """Whether a metric is shown in percent; a run describes what is `known` itself."""
     return known.get(name, metric(name).is_fraction)
 
 
