@@ -51,6 +51,14 @@ def by_point(run: Record) -> list[Record]:
     return out
 
 
+def names_by_point(
+    found: Sequence[Sequence[Record]], names: Sequence[str]
+) -> list[str]:
+    """A name for each run; one of a sweep is that of all of its points."""
+    pairs = zip(names, found, strict=bool(names))
+    return [sweep.label(run.point, name) for name, runs in pairs for run in runs]
+
+
 def read(path: pathlib.Path) -> Record:
     """Reads a run's folder, finished or not.
 

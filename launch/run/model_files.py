@@ -30,7 +30,7 @@ SUFFIXES = (".msgpack", ".npz")
 def write(
     path: Any, model: types.Model, variables: types.Variables, normal: Mapping[str, Any]
 ) -> pathlib.Path:
-    """Writes a model to a file, at once.
+    """Writes a model to a file, at once; `normal` are its `mean` and `scale`.
 
     Raises:
         ValueError: a path with another suffix, or a folder.

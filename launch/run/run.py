@@ -237,13 +237,11 @@ class Run:
         Raises:
             ValueError: there is no such seed or point.
         """
-        number = 0
-        if point is not None:
-            if dict(point) not in self.points:
-                known = ", ".join(map(str, self.points[:4]))
-                raise ValueError(f"point={point}: expected one of {known}, ...")
-            number = self.points.index(dict(point))
-        return self.seed_index(seed) * len(self.points) + number
+        point = self.points[0] if point is None else dict(point)
+        if point not in self.points:
+            known = ", ".join(map(str, self.points[:4]))
+            raise ValueError(f"point={point}: expected one of {known}, ...")
+        return self.seed_index(seed) * len(self.points) + self.points.index(point)
 
     def seed_index(self, seed: int | None) -> int:
         """Where a seed stands; the first where None is given.
@@ -317,8 +315,7 @@ class Run:
         None = all of them were. Accuracies behind it are of the class that the argmax
         of nan gives.
 
-        Args:
-            point: Of a sweep; None = any of them.
+        Of a sweep those of one point, or of any.
         """
         rounds = self.totals.diverged
         if point is not None:

@@ -17,12 +17,7 @@ class Stop:
     """
 
     def __init__(self, twice_interrupts: bool = True) -> None:
-        """Forgets nothing and catches nothing yet.
-
-        Args:
-            twice_interrupts: A second SIGINT raises KeyboardInterrupt at once: right
-                where the process ends with it.
-        """
+        """Where the process ends with it a second SIGINT may interrupt at once."""
         self.signal: int | None = None
         self._noted = 0
         self.twice_interrupts = twice_interrupts

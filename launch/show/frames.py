@@ -44,12 +44,7 @@ def plot(
 
     every = [_runs(experiment) for experiment in experiments]
     runs = [run for one in every for run in one]
-    names = [
-        sweep.label(run.point, name)
-        for name, one in zip(names, every, strict=bool(names))
-        for run in one
-    ]
-    return figures.picture(kind, runs, metric, names)
+    return figures.picture(kind, runs, metric, record.names_by_point(every, names))
 
 
 def _runs(run: Run) -> list[record.Record]:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 import algorithms
 from data import loaders
-from launch.config import flagfile, schema, sweep
+from launch.config import flagfile, schema
 from launch.folder import finished, record
 from launch.run import summaries
 from launch.show import figures, sheets, words
@@ -62,22 +62,13 @@ def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Ent
         ValueError: one holds no finished run, or a damaged one.
     """
     found = [record.by_point(record.read(folder)) for folder in folders]
-    # A name of a folder is that of all of its points.
-    names = [
-        sweep.label(run.point, name)
-        for name, points in zip(names, found, strict=bool(names))
-        for run in points
-    ]
     runs = [run for points in found for run in points]
     for run in runs:
         if run.summary is None:
             raise ValueError(f"{run.path} holds no finished run")
-    return [
-        Entry(name, COLORS[number % len(COLORS)], run)
-        for number, (name, run) in enumerate(
-            zip(names or record.labels(runs), runs, strict=True)
-        )
-    ]
+    names = record.names_by_point(found, names) or record.labels(runs)
+    colors = [COLORS[number % len(COLORS)] for number in range(len(runs))]
+    return [Entry(*one) for one in zip(names, colors, runs, strict=True)]
 
 
 def page(

@@ -218,7 +218,7 @@ def _paired(
 def _against(
     control: str, results: Results, columns: Sequence[tuple[str, str, str]]
 ) -> list[Grid]:
-    """A grid of every row's difference to one row, seed by seed; none without that row."""
+    """A grid of every row's difference to one row by seed; none without that row."""
     done = {(cell.scenario, cell.row): one for cell, one in results}
     wanted = {scenario for _, scenario, _ in columns}
     rows = list(dict.fromkeys(row for scenario, row in done if scenario in wanted))

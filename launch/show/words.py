@@ -212,10 +212,8 @@ def _lines(summary: dict[str, Any]) -> list[str]:
     shares = [n for n in shown if n not in numbers]
     last = summary.get("last_round", {}) if summary["summary"] != "last" else {}
     lines = []
-    for unit, names, scale, digits in (
-        ("percent", shares, 100, 2),
-        ("number", numbers, 1, 3),
-    ):
+    kinds = ("percent", shares, 100, 2), ("number", numbers, 1, 3)
+    for unit, names, scale, digits in kinds:
         if names:
             head = f"{'metric':<18} {unit}{spread}  ({_rule(summary)})"
             lines.append(f"{head}  last round" if last else head)
