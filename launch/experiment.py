@@ -190,10 +190,8 @@ class Experiment(Run):
         """A picture of `launch.plot`, a matplotlib figure that notebooks show.
 
         Args:
-            kind: `curves`, `fairness` or `bubbles`; of a sweep of two names also
-                `heatmap`.
-            metric: Of the curves, several separated by commas; empty = the first of the
-                usual ones.
+            kind: `curves`, `fairness`, `bubbles` or, of a sweep, `heatmap`.
+            metric: Of the curves, separated by commas; empty = a usual one.
         """
         return frames.plot([self], kind, metric)
 

@@ -153,11 +153,7 @@ class Cells:
     """A file of finished cells, by which a table outlives the folders of its runs."""
 
     def __init__(self, path: str, table: Mapping[str, Any]):
-        """Reads it, if there is one.
-
-        Raises:
-            ValueError: it is no such file.
-        """
+        """Reads it, if there is one; a ValueError says that it is no such file."""
         self._path, self._table = pathlib.Path(path) if path else None, table
         self._done = self._read()
 
@@ -201,7 +197,7 @@ class Cells:
 def _report(
     path: str,
     sheet: sheets.Sheet,
-    results: Sequence[tuple[sheets.Cell, Mapping[str, Any] | None]],
+    results: sheets.Results,
     folders: Sequence[pathlib.Path],
 ) -> None:
     """Writes a page about the cells that are done, with the paper's numbers."""
@@ -243,7 +239,7 @@ def command(argv: list[str]) -> None:
 
     root = pathlib.Path(own.workdir) / name / dataset
     last = seeds["seed"] + seeds["num_seeds"] - 1
-    results: list[tuple[sheets.Cell, Mapping[str, Any] | None]] = []
+    results: list[Any] = []
     folders: list[pathlib.Path] = []
 
     def sheet() -> sheets.Sheet:

@@ -127,8 +127,7 @@ def _named(
         given["sweep"] = sweep.text(given["sweep"])
     if "lanes" in given:
         given["lanes"] = str(given["lanes"])
-    arrays = given.get("dataset", "")
-    if not isinstance(arrays, str):
+    if not isinstance(arrays := given.get("dataset", ""), str):
         if not isinstance(arrays, (tuple, list)) or len(arrays) not in (2, 3):
             raise ValueError(
                 "dataset: expected a name, or arrays (x, y) or (x, y, client), got a "

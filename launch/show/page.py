@@ -254,7 +254,7 @@ def _is_sweep(entries: Sequence[Entry]) -> bool:
 
 def _title(entries: Sequence[Entry]) -> str:
     algos = list(dict.fromkeys(entry.run.flags["algo"] for entry in entries))
-    told = ", ".join(algos[:4]) + (" and others" if len(algos) > 4 else "")
+    told = ", ".join(algos[:4]) + " and others" * (len(algos) > 4)
     data = ", ".join(dict.fromkeys(e.run.flags["dataset"] for e in entries))
     if len(entries) == 1:
         return f"{told} on {data}"
