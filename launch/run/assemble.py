@@ -170,7 +170,9 @@ def assemble(
             f"images without labels; leave it away, or take {fit.able('public_images')}"
         )
     planner = planner_of(program.algorithm, how)
-    digest = sha256(data.image, data.label)
+    digest = settings.source_hash.copy()
+    if public is not None:
+        digest = sha256(data.image, data.label)
     if config.init_from:
         digest.update(pathlib.Path(config.init_from).expanduser().read_bytes())
     if planner.graph is not None and planner.graph.table is not None:

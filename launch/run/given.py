@@ -27,6 +27,7 @@ class Settings(NamedTuple):
         own_models: Models that are not in the registry, by name.
         own_sha256: Of what a user wrote: an edited model is another run.
         examples_sha256: Of the data set before its images were fitted.
+        source_hash: Of `source`; a copy may be fed more.
     """
 
     entry: Any
@@ -37,6 +38,7 @@ class Settings(NamedTuple):
     own_models: Mapping[str, types.Model]
     own_sha256: str
     examples_sha256: str
+    source_hash: Any
 
 
 def settled(**given: Any) -> Settings:
@@ -58,7 +60,10 @@ def settled(**given: Any) -> Settings:
     examples = sha256(source.image, source.label)
     config = resolve.resolve(config, source, given)
     resolve.check(config, own_models)
-    source = dataset.fitted(source, config.image_size, config.image_channels)
+    fitted = dataset.fitted(source, config.image_size, config.image_channels)
+    same = fitted is source
+    source_hash = examples if same else sha256(fitted.image, fitted.label)
+    source = fitted
     if config.rotate_classes > 1 and config.partition in ("cdkt", "cdkt_paper"):
         raise ValueError(
             f"--rotate_classes={config.rotate_classes}: --partition={config.partition} "
@@ -74,6 +79,7 @@ def settled(**given: Any) -> Settings:
         own_models=own_models,
         own_sha256=own_sha256,
         examples_sha256=examples.hexdigest(),
+        source_hash=source_hash,
     )
 
 
