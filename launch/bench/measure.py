@@ -12,14 +12,10 @@ import numpy as np
 
 from fedjax_pfl import shapes, types
 from launch import build
-from launch.bench import fedd2s
+from launch.bench import references
 from launch.config import registry
 from launch.run import devices
 
-# `experiment -> (round -> seconds of the plain loop)`, or None where it does not fit.
-PLAIN_LOOPS = {"fedd2s": fedd2s.reference}
-# Its steps are one forward and one backward pass: GFLOP/s can be told.
-PLAIN_STEPS = ("fedavg",)
 REPEATS = 5
 
 
@@ -35,7 +31,7 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
         given["dataset"] = given["dataset"]()
     experiment = build.experiment(**given)
     config = experiment.config
-    plain_loop = PLAIN_LOOPS.get(config.algo)
+    plain_loop = references.PLAIN_LOOPS.get(config.algo)
     timed = {
         "round": _rounds(experiment),
         "reference": plain_loop(experiment) if plain_loop else None,
@@ -69,7 +65,7 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
         "backend": jax.default_backend(),
         "device": devices.name(),
     }
-    if config.algo in PLAIN_STEPS:
+    if config.algo in references.PLAIN_STEPS:
         out["gflops"] = rate * _flops(model, experiment.task.example_shape) / 1e9
         out["matmul_peak_gflops"] = _matmul_peak()
         out["share_of_matmul_peak"] = out["gflops"] / out["matmul_peak_gflops"]
