@@ -13,11 +13,7 @@ from launch.config import limits
 
 COMMANDS = {
     "run": ("launch.main", "main", "run one algorithm"),
-    "list": (
-        "launch.list",
-        "command",
-        "algorithms, presets, data, models, tables",
-    ),
+    "list": ("launch.list", "command", "algorithms, presets, data, models, tables"),
     "reproduce": ("launch.reproduce", "command", "a paper's table, beside its numbers"),
     "plot": ("launch.plot", "command", "curves, fairness and class bubbles of runs"),
     "report": ("launch.report", "command", "one HTML page about runs"),
@@ -36,13 +32,9 @@ def main() -> None:
         print("\nfedjax-pfl COMMAND --help lists a command's options.")
         return
     if name not in COMMANDS:
-        print(
-            f"error: fedjax-pfl {name}: expected one of {', '.join(COMMANDS)}"
-            f"{limits.nearest(name, COMMANDS)}",
-            file=sys.stderr,
-        )
+        known = f"{', '.join(COMMANDS)}{limits.nearest(name, COMMANDS)}"
+        print(f"error: fedjax-pfl {name}: expected one of {known}", file=sys.stderr)
         raise SystemExit(2)
     module, function, _ = COMMANDS[name]
-    argv = [f"fedjax-pfl {name}", *sys.argv[2:]]
-    sys.argv = argv
-    getattr(importlib.import_module(module), function)(argv)
+    sys.argv = [f"fedjax-pfl {name}", *sys.argv[2:]]
+    getattr(importlib.import_module(module), function)(sys.argv)

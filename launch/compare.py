@@ -60,13 +60,8 @@ class Comparison(Mapping):
 
     def to_frame(self) -> pandas.DataFrame:
         """All records: a line for every algorithm, evaluated round and seed."""
-        return frames.of(
-            [
-                {"algo": name, **record}
-                for name, one in self.items()
-                for record in one.metrics
-            ]
-        )
+        pairs = [(name, row) for name, one in self.items() for row in one.metrics]
+        return frames.of([{"algo": name, **row} for name, row in pairs])
 
     def summary(self) -> pandas.DataFrame:
         """A line for each algorithm: its metrics by the summary rule."""
@@ -119,12 +114,12 @@ def compare(
     Raises:
         ValueError: one line: what came, what was expected, which option to change.
     """
-    if seeds is not None and "num_seeds" in options:
-        raise ValueError(
-            f"compare: seeds={seeds} and num_seeds={options['num_seeds']} are two "
-            "names of one option; give one of them"
-        )
     if seeds is not None:
+        if "num_seeds" in options:
+            raise ValueError(
+                f"compare: seeds={seeds} and num_seeds={options['num_seeds']} are two "
+                "names of one option; give one of them"
+            )
         options["num_seeds"] = seeds
     made = _compared(algos, options)
     if run:
@@ -135,20 +130,8 @@ def compare(
     return made
 
 
-def _compared(
-    algos: Sequence[Any] | Mapping[str, Mapping[str, Any]],
-    options: Mapping[str, Any],
-) -> Comparison:
-    """Builds the experiments of `algos`.
-
-    Args:
-        algos: Names, or algorithms of one's own; or options by the name of a run.
-        options: Those of every run, and some that only some of them have.
-
-    Raises:
-        ValueError: no algorithm, one twice, an option that none of them has, or other
-            clients for one than for another.
-    """
+def _compared(algos: Any, options: Mapping[str, Any]) -> Comparison:
+    """Builds the experiments; `options` are those of every run that has them."""
     runs = _runs(algos)
     fields = [registry.fields_of(own["algo"]) for own in runs.values()]
     for option in options:
@@ -156,13 +139,11 @@ def _compared(
             raise ValueError(
                 f"--{option} is a flag of none of {', '.join(runs)}; leave it away"
             )
-    presets = [options.get("preset")]
-    if presets == [None]:
-        # One paper's clients for all: those of the first whose rules suit all of them.
-        own_presets = dict.fromkeys(
-            registry.default_preset(own["algo"]) for own in runs.values()
-        )
-        presets = [one for one in own_presets if one != "none"] or ["none"]
+    # One paper's clients for all: those of the first whose rules suit all of them.
+    presets = [registry.default_preset(own["algo"]) for own in runs.values()]
+    presets = [p for p in dict.fromkeys(presets) if p != "none"] or ["none"]
+    if options.get("preset") is not None:
+        presets = [options["preset"]]
     refused = None
     for preset in presets:
         try:
@@ -173,11 +154,7 @@ def _compared(
 
 
 def _runs(algos: Any) -> dict[str, Mapping[str, Any]]:
-    """The runs' own options by name, each with its `algo`.
-
-    Raises:
-        ValueError: there is none, or one twice, or one without an algorithm.
-    """
+    """The runs' own options by name, each with its `algo`."""
     if isinstance(algos, Mapping):
         for name, own in algos.items():
             if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
@@ -198,30 +175,24 @@ def _runs(algos: Any) -> dict[str, Mapping[str, Any]]:
                 f"compare: expected different algorithms, got {names}; name the runs: "
                 "{'mine': {'algo': ..., ...}, ...}"
             )
-        pairs = zip(names, algos, strict=True)
-        runs = {name: {"algo": algo} for name, algo in pairs}
+        runs = {n: {"algo": algo} for n, algo in zip(names, algos, strict=True)}
     if not runs:
         raise ValueError("compare: expected different algorithms, got none")
     return runs
 
 
 def _built(
-    runs: Mapping[str, Mapping[str, Any]],
-    options: Mapping[str, Any],
+    runs: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
 ) -> Comparison:
-    """The experiments under one preset.
-
-    Raises:
-        ValueError: one of them cannot be, or would have other clients than the first.
-    """
+    """The experiments under one preset, all with the first one's clients."""
     made: dict[str, Experiment] = {}
+    first = next(iter(runs))
     for name, own in runs.items():
         known = registry.fields_of(own["algo"])
         given = {option: value for option, value in options.items() if option in known}
         if given.get("workdir"):
             given["workdir"] = f"{given['workdir']}/{name}"
         made[name] = experiment(**given | own)
-        first = next(iter(made))
         if made[first].examples_sha256 != made[name].examples_sha256:
             raise ValueError(
                 f"compare: {name} has other examples (--dataset="
@@ -239,9 +210,6 @@ def _built(
 
 def _is_same_split(one: Experiment, other: Experiment) -> bool:
     """Whether two experiments give every client the same train and test rows."""
-    pairs = zip(
-        jax.tree.leaves((one.data.partition.train, one.data.partition.test)),
-        jax.tree.leaves((other.data.partition.train, other.data.partition.test)),
-        strict=True,
-    )
-    return all(a.shape == b.shape and np.array_equal(a, b) for a, b in pairs)
+    parts = [made.data.partition for made in (one, other)]
+    sides = [jax.tree.leaves((part.train, part.test)) for part in parts]
+    return all(np.array_equal(*pair) for pair in zip(*sides, strict=True))

@@ -103,11 +103,9 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
         ),
     ]
     config = first.config
+    are_some_absent = config.clients_per_round < config.num_clients
     # Several architectures have a table each, whose slots are not ids.
-    if (
-        config.clients_per_round < config.num_clients
-        and len(first.task.client_models) == 1
-    ):
+    if are_some_absent and len(first.task.client_models) == 1:
         rules.append(
             (
                 "Who is absent keeps its private row.",

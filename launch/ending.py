@@ -91,8 +91,8 @@ def _reported() -> Iterator[None]:
         if not isinstance(error, MemoryError) and "RESOURCE_EXH" not in str(error):
             raise
         flags.fail(
-            "out of memory; lower --batch_size, --client_chunk (or --lanes) or "
-            "--num_clients, or take a smaller --model",
+            "out of memory; lower --batch_size, --client_chunk (or --lanes), "
+            "--num_clients or --image_size, or take a smaller --model",
             1,
         )
 

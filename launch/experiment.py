@@ -93,12 +93,7 @@ class Experiment(Run):
         progress: bool = True,
         on_record: Callable[[dict[str, Any]], None] | None = None,
     ) -> list[loop.Listener]:
-        """Who listens to the run: a folder first, and again when all others know.
-
-        Args:
-            folder: Gets records and checkpoints; None = they stay in memory.
-            progress, on_record: As `run` takes them.
-        """
+        """Who listens: a folder, if there is one, first, and again when all know."""
         out: list[loop.Listener] = [folder] if folder is not None else []
         out += progress_lib.shown(words.headline if progress else None)
         out += [loop.OnRecord(on_record)] if on_record is not None else []
@@ -110,13 +105,7 @@ class Experiment(Run):
         seed: int | None = None,
         point: Mapping[str, float] | None = None,
     ) -> types.Params:
-        """The parameters that serve a client right now, as a tuple of stages.
-
-        Args:
-            client_id: 0..K-1.
-            seed: One of `seeds`; None = the first.
-            point: One of `points`; None = the first.
-        """
+        """The parameters that serve a client right now, a tuple of stages."""
         return self.serving(client_id, seed, point).variables.params
 
     def serving(
@@ -147,11 +136,9 @@ class Experiment(Run):
         """Probabilities f32[N, Y] of the classes, by the model that serves a client.
 
         Args:
-            client_id: 0..K-1; None = the server's model.
+            client_id, seed, point: See `serving`.
             images: As the data set has them, [N, ...]: they are fitted and normalised
                 as in training.
-            seed: One of `seeds`; None = the first.
-            point: One of `points`; None = the first.
         """
         return self.serving(client_id, seed, point).predict(images)
 
@@ -168,9 +155,7 @@ class Experiment(Run):
         Args:
             x: Images as the data set has them, [N, ...].
             y: Labels, integers [N].
-            client_id: Whose model; None = the server's.
-            seed: One of `seeds`; None = the first.
-            point: One of `points`; None = the first.
+            client_id, seed, point: See `serving`.
         """
         return self.serving(client_id, seed, point).evaluate(x, y)
 
@@ -185,9 +170,7 @@ class Experiment(Run):
 
         Args:
             path: Ends in `.msgpack` (flax.serialization) or `.npz` (numpy).
-            client_id: 0..K-1; None = the server's model.
-            seed: One of `seeds`; None = the first.
-            point: One of `points`; None = the first.
+            client_id, seed, point: See `serving`.
         """
         return self.serving(client_id, seed, point).save(path)
 
@@ -200,21 +183,15 @@ class Experiment(Run):
         return frames.of(self.metrics)
 
     def partition_counts(self, seed: int | None = None) -> pandas.DataFrame:
-        """Train examples of each client (lines) and class (columns).
-
-        Args:
-            seed: One of `seeds`; None = the first.
-        """
+        """Train examples of each client (lines) and class; None = the first seed."""
         return frames.partition_counts(self, seed)
 
     def plot(self, kind: str = "curves", metric: str = "") -> Any:
         """A picture of `launch.plot`, a matplotlib figure that notebooks show.
 
         Args:
-            kind: `curves`, `fairness` or `bubbles`; of a sweep of two names also
-                `heatmap`.
-            metric: Of the curves, several separated by commas; empty = the first of the
-                usual ones.
+            kind: `curves`, `fairness`, `bubbles` or, of a sweep, `heatmap`.
+            metric: Of the curves, separated by commas; empty = a usual one.
         """
         return frames.plot([self], kind, metric)
 
@@ -266,7 +243,15 @@ def load(path: Any, **given: Any) -> Experiment:
     devices.begin(given.get("distributed") or "")
     processes.meet("load")
     told_by = pathlib.Path(path) / workdir.RUN_FLAGS
-    told = processes.on_first(lambda: _told(told_by))
+
+    def read() -> dict[str, str]:
+        if not told_by.is_file():
+            raise ValueError(
+                f"{told_by.parent} holds no run: there is no {told_by.name} in it"
+            )
+        return flagfile.RunFlags.read(told_by).options
+
+    told = processes.on_first(read)
     algo = given.get("algo", told["algo"])
     if isinstance(algo, str) and algo not in algorithms.ALGORITHMS:
         raise ValueError(
@@ -295,14 +280,3 @@ def load(path: Any, **given: Any) -> Experiment:
     made = experiment(**options | given)
     made.folder.reopen()
     return made
-
-
-def _told(path: pathlib.Path) -> dict[str, str]:
-    """The flags in a run's folder.
-
-    Raises:
-        ValueError: there is no run, or its file is damaged.
-    """
-    if not path.is_file():
-        raise ValueError(f"{path.parent} holds no run: there is no {path.name} in it")
-    return flagfile.RunFlags.read(path).options

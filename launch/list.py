@@ -16,14 +16,14 @@ from typing import Any
 import algorithms
 import models
 from data import loaders, partitions
-from fedjax_pfl import options, types
+from fedjax_pfl import types
+from fedjax_pfl.options import option
 from launch import ending
 from launch.config import flags, limits, presets, registry
 from launch.papers import tables
 from launch.run import fit
 from models import counts
 
-option = options.option
 WIDTHS = 4
 BASES = 4
 
@@ -69,11 +69,7 @@ def main() -> None:
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    """The shape of an example.
-
-    Raises:
-        ValueError: no list of positive numbers, or one of too many numbers.
-    """
+    """The shape of an example, one to four positive numbers."""
     flag = f"--example_shape={limits.told(text)}"
     if not re.fullmatch(r"[0-9]{1,10}(,[0-9]{1,10}){0,3}", text):
         raise ValueError(
@@ -89,11 +85,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _parse(argv: Sequence[str]) -> tuple[Asked, tuple[int, ...]] | None:
-    """What is asked of a model and the shape of its examples; None = of no model.
-
-    Raises:
-        ValueError, absl_flags.Error: one line that names the flag.
-    """
+    """What is asked of a model and the shape of its examples; None = of no model."""
     asked, rest, given = flags.asked(argv, Asked, __doc__)
     if rest:
         raise ValueError(

@@ -63,9 +63,10 @@ def _execute(experiment: build.Experiment, folder: workdir.Workdir) -> dict[str,
     with Stop() as stop:
         is_whole = loop.run(experiment, experiment.listeners(folder), stop)
     if not is_whole:
+        is_script = sys.argv[:1] == ["fedjax-pfl run"]
         say(
             f"stopped after round {experiment.round}; go on with: "
-            f"{_command_name()} "
+            f"{'fedjax-pfl run' if is_script else 'python -m launch.main'} "
             f"--flagfile={folder.path / 'run.flags'} --workdir={folder.path} --resume",
             file=sys.stderr,
         )
@@ -79,12 +80,6 @@ def _execute(experiment: build.Experiment, folder: workdir.Workdir) -> dict[str,
         # It came in the last chunk: the run is whole, but a loop over runs must end.
         raise SystemExit(128 + stop.signal)
     return summary
-
-
-def _command_name() -> str:
-    """How this command was called."""
-    is_script = sys.argv[:1] == ["fedjax-pfl run"]
-    return "fedjax-pfl run" if is_script else "python -m launch.main"
 
 
 @ending.command

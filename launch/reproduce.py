@@ -28,16 +28,11 @@ from launch.show import curves, sheets
 
 
 def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
-    """Whether a run's folder was made with these options.
-
-    Raises:
-        ValueError: its flags are damaged.
-    """
+    """Whether a run's folder was made with these options."""
     path = folder / finished.RUN_FLAGS
     if not path.is_file():
         return False
-    known = registry.fields_of(options["algo"])
-    given = {k: v for k, v in options.items() if k in known}
+    given, known = _known(options), registry.fields_of(options["algo"])
     # The algorithm's own options also where the cell leaves them to the preset.
     _, hparams = resolve.configure(given)
     stored = flagfile.RunFlags.read(path).completed(hparams)
@@ -45,6 +40,12 @@ def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
     return stored.options.keys() <= known.keys() and all(
         typed.get(k) == v for k, v in (vars(hparams) | given).items()
     )
+
+
+def _known(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a cell's algorithm has: its table may name others."""
+    known = registry.fields_of(options["algo"])
+    return {name: value for name, value in options.items() if name in known}
 
 
 def _with_records(folder: pathlib.Path, done: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,24 +69,14 @@ def _stored(
 
 def _run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """Runs a cell, or goes on with it; a finished one returns at once."""
-    options = {
-        **options,
-        "workdir": str(folder),
-        "resume": processes.on_first((folder / finished.RUN_FLAGS).exists),
-    }
-    known = registry.fields_of(options["algo"])
-    done = main.execute({k: v for k, v in options.items() if k in known})
+    resumes = processes.on_first((folder / finished.RUN_FLAGS).exists)
+    done = main.execute(_known(options) | {"workdir": str(folder), "resume": resumes})
     return processes.on_first(lambda: _with_records(folder, done))
 
 
 def _check(cell: sheets.Cell) -> None:
-    """Refuses a cell that could not run, before the first one does.
-
-    Raises:
-        ValueError: one line that names it.
-    """
-    known = registry.fields_of(cell.options["algo"])
-    given = {name: value for name, value in cell.options.items() if name in known}
+    """Refuses a cell that could not run, before the first one does."""
+    given = _known(cell.options)
     try:
         config, hparams = resolve.configure(given)
         if isinstance(hparams, levels.Levels):
@@ -142,31 +133,27 @@ def _parse(argv: Sequence[str]) -> tuple[str, Options, dict[str, Any]]:
         )
     table = tables.load_table(names[0])
     own = {field.name: field for field in dataclasses.fields(Options)}
-    known, kinds = dict(own), registry.field_types(Options)
+    known, kinds = {}, {}
     for algo in dict.fromkeys(row["algo"] for row in table["rows"].values()):
-        fields = registry.fields_of(algo)
-        skipped = (*known, "algo", "resume", "sweep")
-        known |= {name: f for name, f in fields.items() if name not in skipped}
+        known = registry.fields_of(algo) | known
         kinds = registry.option_types(algo) | kinds
+    for name in ("algo", "resume", "sweep"):
+        del known[name]
+    known, kinds = known | own, kinds | registry.field_types(Options)
     values = flags.defined(known, kinds)
     rest = values([a for a in flagfile.expand(argv) if a not in names])
     if len(rest) > 1:
         raise ValueError(f"{rest[1]} is not a flag; options are written --name=value")
     given = {name: values[name].value for name in known if values[name].present}
-    cells = {name: value for name, value in given.items() if name not in own}
-    mine = {name: value for name, value in given.items() if name in own}
-    return names[0], Options(**mine), cells
+    mine = {name: given.pop(name) for name in own if name in given}
+    return names[0], Options(**mine), given
 
 
 class Cells:
     """A file of finished cells, by which a table outlives the folders of its runs."""
 
     def __init__(self, path: str, table: Mapping[str, Any]):
-        """Reads it, if there is one.
-
-        Raises:
-            ValueError: it is no such file.
-        """
+        """Reads it, if there is one; a ValueError says that it is no such file."""
         self._path, self._table = pathlib.Path(path) if path else None, table
         self._done = self._read()
 
@@ -198,11 +185,11 @@ class Cells:
         # Another command may have written meanwhile.
         self._done = self._read()
         self._done[name] = {**done, "options": dict(options), "records": records}
-        lines = [
-            f"{json.dumps(name)}: {json.dumps(self._done[name], sort_keys=True)}"
-            for name in sorted(self._done)
-        ]
         # A line for each cell.
+        lines = [
+            f"{json.dumps(key)}: {json.dumps(one, sort_keys=True)}"
+            for key, one in sorted(self._done.items())
+        ]
         with ending.writing("cells", self._path):
             finished.write_text(self._path, "{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -210,7 +197,7 @@ class Cells:
 def _report(
     path: str,
     sheet: sheets.Sheet,
-    results: Sequence[tuple[sheets.Cell, Mapping[str, Any] | None]],
+    results: sheets.Results,
     folders: Sequence[pathlib.Path],
 ) -> None:
     """Writes a page about the cells that are done, with the paper's numbers."""
@@ -252,7 +239,7 @@ def command(argv: list[str]) -> None:
 
     root = pathlib.Path(own.workdir) / name / dataset
     last = seeds["seed"] + seeds["num_seeds"] - 1
-    results: list[tuple[sheets.Cell, Mapping[str, Any] | None]] = []
+    results: list[Any] = []
     folders: list[pathlib.Path] = []
 
     def sheet() -> sheets.Sheet:
@@ -266,7 +253,6 @@ def command(argv: list[str]) -> None:
                 pathlib.Path(own.output).write_text(text)
         processes.say(text, flush=True)
 
-    is_shown = False
     try:
         for cell in wanted:
             label = f"{tables.slug(cell.scenario)}-{tables.slug(cell.row)}"
@@ -276,18 +262,14 @@ def command(argv: list[str]) -> None:
             found = kept.get(folder.name, options)
             if found is None and own.dry_run:
                 found = _stored(folder, options)
-            if found is not None or own.dry_run:
-                results.append((cell, found))
-                is_shown = False
-                continue
-            processes.say(f"{cell.scenario}, {cell.row} -> {folder}", flush=True)
-            found = _run(folder, options | execution)
-            kept.put(folder.name, options, found)
+            is_new = found is None and not own.dry_run
+            if is_new:
+                processes.say(f"{cell.scenario}, {cell.row} -> {folder}", flush=True)
+                found = _run(folder, options | execution)
+                kept.put(folder.name, options, found)
             results.append((cell, found))
-            show()
-            is_shown = True
-        if not is_shown:
-            show()
+            if is_new or cell is wanted[-1]:
+                show()
         if own.report and processes.is_first():
             _report(own.report, sheet(), results, folders)
     except KeyboardInterrupt:

@@ -47,9 +47,9 @@ def _print(out: dict[str, Any], only_json: bool) -> None:
             f"{100 * out['padding_efficiency']:.0f} % of the executed samples are real"
         )
         if "gflops" in out:
+            share = 100 * out["share_of_matmul_peak"]
             print(
-                f"{out['gflops']:.0f} GFLOP/s = "
-                f"{100 * out['share_of_matmul_peak']:.0f} % of this machine's matmul "
+                f"{out['gflops']:.0f} GFLOP/s = {share:.0f} % of this machine's matmul "
                 "peak"
             )
         if "mixing_seconds" in out:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pfl import shapes, types
 from launch import build
-from launch.bench import machine, masking, mixing, references
+from launch.bench import references
+from launch.config import registry
 from launch.run import devices
+
+REPEATS = 5
 
 
 def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
@@ -24,23 +30,21 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
     if callable(given["dataset"]):
         given["dataset"] = given["dataset"]()
     experiment = build.experiment(**given)
-    seconds = []
     config = experiment.config
     plain_loop = references.PLAIN_LOOPS.get(config.algo)
-    reference = plain_loop(experiment) if plain_loop else None
-    reference_seconds = []
-    masked, masked_seconds = masking.rounds(experiment, given), []
+    timed = {
+        "round": _rounds(experiment),
+        "reference": plain_loop(experiment) if plain_loop else None,
+        "masked": _masked(experiment, given),
+    }
+    timed = {name: seconds_of for name, seconds_of in timed.items() if seconds_of}
+    taken: dict[str, list[float]] = {name: [] for name in timed}
     experiment.measure()
     for round in range(rounds):
-        before = experiment.totals.seconds
-        experiment.simulation.advance_to(round + 1)
-        seconds.append(experiment.totals.seconds - before)
-        if reference is not None:
-            reference_seconds.append(reference(round))
-        if masked is not None:
-            masked_seconds.append(masked(round))
+        for name, seconds_of in timed.items():
+            taken[name].append(seconds_of(round))
     experiment.measure()
-    record = experiment.metrics[-1]
+    seconds, record = taken["round"], experiment.metrics[-1]
     totals, model = experiment.totals, experiment.task.client_models[0]
     rate = totals.samples / sum(seconds)
     out = {
@@ -62,19 +66,18 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
         "device": devices.name(),
     }
     if config.algo in references.PLAIN_STEPS:
-        flops = machine.train_flops(model, experiment.task.example_shape)
-        out["gflops"] = rate * flops / 1e9
-        out["matmul_peak_gflops"] = machine.matmul_peak()
+        out["gflops"] = rate * _flops(model, experiment.task.example_shape) / 1e9
+        out["matmul_peak_gflops"] = _matmul_peak()
         out["share_of_matmul_peak"] = out["gflops"] / out["matmul_peak_gflops"]
-    out["mixing_seconds"] = mixing.seconds(experiment)
+    out["mixing_seconds"] = _mixing(experiment)
     if out["mixing_seconds"] is not None:
         out["mixing_over_round"] = out["mixing_seconds"] / out["seconds_per_round"]
-    if reference is not None:
-        out["reference_seconds_per_round"] = _median(reference_seconds)
-        out["round_over_reference"] = _ratio(seconds, reference_seconds)
-    if masked is not None:
-        out["masked_seconds_per_round"] = _median(masked_seconds)
-        out["masked_over_bucketed"] = _ratio(masked_seconds, seconds)
+    if "reference" in taken:
+        out["reference_seconds_per_round"] = _median(taken["reference"])
+        out["round_over_reference"] = _ratio(seconds, taken["reference"])
+    if "masked" in taken:
+        out["masked_seconds_per_round"] = _median(taken["masked"])
+        out["masked_over_bucketed"] = _ratio(taken["masked"], seconds)
     return {name: value for name, value in out.items() if value is not None}
 
 
@@ -86,3 +89,81 @@ def _median(values: Sequence[float]) -> float:
 def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
     """Median over the rounds, each of which is timed in both ways in turn."""
     return _median([a / b for a, b in zip(above, below, strict=True)])
+
+
+def _rounds(experiment: build.Experiment) -> Callable[[int], float]:
+    """From a round to its seconds."""
+
+    def seconds(round: int) -> float:
+        before = experiment.totals.seconds
+        experiment.simulation.advance_to(round + 1)
+        return experiment.totals.seconds - before
+
+    return seconds
+
+
+def _masked(
+    experiment: build.Experiment, given: dict[str, Any]
+) -> Callable[[int], float] | None:
+    """The same rounds with every client computing the whole model, masked.
+
+    None where clients hold no levels of a model, or these rounds are masked already.
+    """
+    if experiment.task.num_levels == 1 or not experiment.task.execution.is_bucketed:
+        return None
+    return _rounds(build.experiment(**given, bucketed=False))
+
+
+def _mixing(experiment: build.Experiment) -> float | None:
+    """Median seconds of pulling and mixing one round's models, after a warm-up call.
+
+    That is what serves the clients of a decentralised algorithm: `Algorithm.serving`
+    of the state as it is, with the peers of the next rounds. None for algorithms
+    without peers, and for several seeds.
+    """
+    algorithm = registry.algorithm(experiment.config.algo).make(
+        experiment.hparams, experiment.task
+    )
+    if algorithm.peers is None or experiment.config.num_seeds > 1:
+        return None
+
+    @jax.jit
+    def mixed(state, cohort, data):
+        partition = jax.tree.map(lambda leaf: leaf[0], data.partition)
+        state = jax.tree.map(lambda leaf: leaf[0], state)
+        served = algorithm.serving(state, cohort, data.replace(partition=partition))
+        return [one.own for one in served]
+
+    taken = []
+    for index in range(REPEATS + 1):
+        cohort = experiment.planner.cohort(0, experiment.round + index)
+        cohort = jax.device_put(cohort.replace(plans={}))
+        begin = time.perf_counter()
+        jax.block_until_ready(mixed(experiment.state, cohort, experiment.data))
+        taken.append(time.perf_counter() - begin)
+    return _median(taken)
+
+
+def _matmul_peak(size: int = 2048) -> float:
+    """GFLOP/s of the best of a few f32 matrix products on the default device."""
+    product = jax.jit(lambda a, b: a @ b)
+    a = jnp.ones((size, size))
+    product(a, a).block_until_ready()
+    times = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        product(a, a).block_until_ready()
+        times.append(time.perf_counter() - begin)
+    return 2 * size**3 / min(times) / 1e9
+
+
+def _flops(model: types.Model, example_shape: tuple[int, ...]) -> float:
+    """Floating-point operations of forward and backward for one example, per XLA."""
+    params, stats = shapes.variables(model, example_shape)
+    image = jax.ShapeDtypeStruct((32, *example_shape), jnp.float32)
+
+    def loss(params, stats, image):
+        return model.forward(params, stats, image)[0].sum()
+
+    lowered = jax.jit(jax.grad(loss)).lower(params, stats, image)
+    return float(lowered.cost_analysis()["flops"]) / 32

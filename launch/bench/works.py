@@ -13,6 +13,8 @@ COMMON = {
     "test_split": "official",
     "partition_seed": 0,
     "summary": "last",
+    "local_epochs": 1,
+    "batch_size": 20,
 }
 
 
@@ -39,7 +41,6 @@ WORKS: dict[str, dict[str, Any]] = {
         "local_epochs": 2,
         "client_optimizer": "sgd",
         "client_lr": 0.05,
-        "batch_size": 20,
         "model": "fedavg_cnn",
     },
     # 50 unequal clients, a small net, large batches.
@@ -60,10 +61,8 @@ WORKS: dict[str, dict[str, Any]] = {
         "partition": "client_dirichlet",
         "partition_alpha": 0.5,
         "clients_per_round": 100,
-        "local_epochs": 1,
         "client_optimizer": "adam",
         "client_lr": 0.01,
-        "batch_size": 20,
         "model": "m1",
     },
     # Clients of 60 examples that hold one to four levels of a net with exits.
@@ -74,8 +73,6 @@ WORKS: dict[str, dict[str, Any]] = {
         "examples_per_client": 60,
         "image_size": 32,
         "image_channels": 3,
-        "local_epochs": 1,
-        "batch_size": 20,
         "model": "depth_convnet",
     },
     # A thousand clients of 60 examples, all in each round; five peers where there are.
@@ -85,11 +82,9 @@ WORKS: dict[str, dict[str, Any]] = {
         "partition_alpha": 0.5,
         "clients_per_round": 0,  # all of them
         "examples_per_client": 60,
-        "local_epochs": 1,
         "client_optimizer": "sgd",
         "client_lr": 0.05,
         "client_momentum": 0.0,
-        "batch_size": 20,
         "model": "m1",
     },
     # 2,000 clients of lognormal sizes, a hundred a round.
@@ -98,10 +93,8 @@ WORKS: dict[str, dict[str, Any]] = {
         "partition": "natural",
         "test_split": "client_share",
         "clients_per_round": 100,
-        "local_epochs": 1,
         "client_optimizer": "sgd",
         "client_lr": 0.05,
-        "batch_size": 20,
         "model": "mlp",
     },
 }

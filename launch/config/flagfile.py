@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,8 +13,6 @@ from data import files
 from launch.config import limits, registry, schema
 
 FLAGFILES = pathlib.Path(__file__).parent.parent / "flagfiles"
-FILE_LIMIT = 2**20
-ARGUMENT_LIMIT = 10_000
 
 
 class UsageError(ValueError):
@@ -21,16 +20,8 @@ class UsageError(ValueError):
 
 
 def _text(path: pathlib.Path) -> str:
-    """The text of a flagfile.
-
-    Raises:
-        ValueError: a phrase without the path: no file, too large, not UTF-8.
-        OSError: it is not there or cannot be read.
-    """
+    """The text of a flagfile; a ValueError is a phrase without the path."""
     files.check(path, "a flagfile")
-    size = path.stat().st_size
-    if size > FILE_LIMIT:
-        raise ValueError(f"has {size} bytes, a flagfile has at most {FILE_LIMIT}")
     try:
         # Some editors begin a file with a mark of its encoding.
         return path.read_bytes().decode("utf-8-sig")
@@ -71,14 +62,13 @@ class RunFlags:
         Raises:
             ValueError: a value that a line cannot hold, such as a line break.
         """
-        found = {
-            field.name: text(getattr(one, field.name))
-            for one in values
-            for field in dataclasses.fields(one)
-            if getattr(one, field.name) is not None
-        }
         unrecorded = schema.names(schema.NOWHERE)
-        found = {n: value for n, value in found.items() if n not in unrecorded}
+        pairs = [pair for one in values for pair in vars(one).items()]
+        found = {
+            name: text(value)
+            for name, value in pairs
+            if value is not None and name not in unrecorded
+        }
         for name, value in found.items():
             limits.check_text(name, value)
         return cls(found, dict(hashes or {}))
@@ -98,23 +88,19 @@ class RunFlags:
         out = cls({})
         # Not `splitlines`, which also breaks at characters that a value may hold.
         for number, line in enumerate(content.split("\n"), start=1):
-            line = line.removesuffix("\r")
-            is_hash = line.startswith("#--")
-            flag = line[1:] if is_hash else line
-            name, equals, value = flag.removeprefix("--").partition("=")
-            is_flag = equals and flag.startswith("--") and name.isidentifier()
-            if not is_flag and (not line.strip() or line.startswith(("#", "//"))):
+            found = re.fullmatch(r"(#?)--([^\W\d]\w*)=(.*?)\r?", line, re.DOTALL)
+            if found is None and (not line.strip() or line.startswith(("#", "//"))):
                 continue
-            if not is_flag:
+            if found is None:
                 raise ValueError(
                     f"{path} line {number}: {limits.told(line)} is no --name=value; "
                     "the file is damaged"
                 )
-            kind, other = out.options, out.hashes
-            if is_hash:
-                kind, other = other, kind
-            if kind.setdefault(name, value) != value or other.get(name, value) != value:
+            is_hash, name, value = found.groups()
+            kind = out.hashes if is_hash else out.options
+            if {out.options.get(name, value), out.hashes.get(name, value)} != {value}:
                 raise ValueError(f"{path} line {number}: --{name} has two values")
+            kind[name] = value
         if "algo" not in out.options:
             raise ValueError(f"{path} names no --algo; the file is damaged")
         return out
@@ -132,9 +118,9 @@ class RunFlags:
         """
         out = {}
         for name, kind in registry.option_types(algo).items():
-            value = self.options.get(name)
-            if value is None:
+            if name not in self.options:
                 continue
+            value = self.options[name]
             try:
                 out[name] = value == "true" if kind is bool else kind(value)
             except ValueError as error:
@@ -145,13 +131,9 @@ class RunFlags:
 
     def completed(self, *values: Any) -> RunFlags:
         """The same with the defaults of flags that were not there yet."""
-        defaults = {
-            field.name: text(field.default)
-            for one in values
-            for field in dataclasses.fields(one)
-            if field.default is not None
-        }
-        return RunFlags(defaults | self.options, self.hashes)
+        fields = [field for one in values for field in dataclasses.fields(one)]
+        known = {f.name: text(f.default) for f in fields if f.default is not None}
+        return RunFlags(known | self.options, self.hashes)
 
     def differences(self, now: RunFlags) -> list[str]:
         """The parts of a run's identity that are others now, as readable pairs."""
@@ -173,75 +155,49 @@ class RunFlags:
 def expand(argv: Sequence[str]) -> list[str]:
     """A command line with every --flagfile replaced by its lines.
 
-    absl's own reading waits for pipes, skips a file that includes itself, and lets
-    misspelt flags pass that `--undefok` names.
-
-    Args:
-        argv: As `sys.argv`.
+    absl's own reading waits for pipes, skips a file that includes itself, and does not
+    know the names of our flagfiles.
 
     Raises:
         UsageError: one line that names the flagfile.
     """
-    out = [argv[0], *_expanded(argv[1:])]
-    if any(one.partition("=")[0] in ("--undefok", "-undefok") for one in out):
-        raise UsageError("--undefok is not a flag; take out what it should excuse")
-    return out
+    return [argv[0], *_expanded(argv[1:])]
 
 
 def _expanded(arguments: Sequence[str], inside: tuple[str, ...] = ()) -> list[str]:
-    """The arguments with every --flagfile replaced by its lines.
-
-    Args:
-        arguments: Of a command line, or lines of a flagfile.
-        inside: The flagfiles that these lines are in.
-    """
+    """The arguments; `inside` are the flagfiles that these lines are in."""
     out: list[str] = []
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
+    rest = iter(arguments)
+    for argument in rest:
         name, equals, value = argument.partition("=")
+        if argument == "--" and not inside:
+            return [*out, argument, *rest]
         if name not in ("--flagfile", "-flagfile"):
             out.append(argument)
-            if argument == "--" and not inside:
-                return out + rest
-            continue
-        if not equals and not inside and rest:
-            value = rest.pop(0)
-        out += _lines_of(value.strip(), inside)
-        if len(out) > ARGUMENT_LIMIT:
-            raise UsageError(
-                f"--flagfile={value}: more than {ARGUMENT_LIMIT} flags; is a file "
-                "included again and again?"
-            )
+        else:
+            out += _lines_of((value if equals else next(rest, "")).strip(), inside)
     return out
 
 
-def _flagfile(value: str) -> pathlib.Path:
-    """The file that `--flagfile` means: a path, or the name of one of ours."""
-    path = pathlib.Path(os.path.expanduser(value))
-    ours = FLAGFILES / f"{value.removesuffix('.flags')}.flags"
-    return ours if not path.exists() and ours.is_file() else path
-
-
 def _lines_of(value: str, inside: tuple[str, ...]) -> list[str]:
-    """The flags in a flagfile and in those that it includes."""
+    """The flags in a flagfile, a path or the name of one of ours, and in its own."""
     if not value:
         raise UsageError("--flagfile= names no file")
-    where = f"--flagfile={value}"
+    where, path = f"--flagfile={value}", pathlib.Path(os.path.expanduser(value))
+    name = value.removesuffix(".flags")
+    ours = {one.stem: one for one in sorted(FLAGFILES.glob("*.flags"))}
     try:
-        path = _flagfile(value)
-        identity = os.path.realpath(path)
-        text = _text(path)
+        path = path if path.exists() else ours.get(name, path)
+        lines = _text(path).split("\n")
     except FileNotFoundError as error:
-        names = [one.stem for one in sorted(FLAGFILES.glob("*.flags"))]
-        hint = limits.nearest(path.name.removesuffix(".flags"), names)
+        hint = limits.nearest(path.name.removesuffix(".flags"), ours)
         raise UsageError(f"{where}: there is no such file{hint}") from error
     except OSError as error:
         raise UsageError(f"{where} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(f"{where} {error}") from error
-    if identity in inside:
+    if (identity := os.path.realpath(path)) in inside:
         raise UsageError(f"{where} includes itself; take that line out")
-    lines = [line.strip() for line in text.split("\n")]
-    lines = [line for line in lines if line and not line.startswith(("#", "//"))]
-    return _expanded(lines, (*inside, identity))
+    flags = [line.strip() for line in lines]
+    flags = [flag for flag in flags if flag and not flag.startswith(("#", "//"))]
+    return _expanded(flags, (*inside, identity))

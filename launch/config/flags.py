@@ -91,27 +91,23 @@ def asked(
     return made, words, {name for name in kinds if values[name].present}
 
 
+_DEFINERS = {
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    bool: flags.DEFINE_boolean,
+    str: flags.DEFINE_string,
+}
+
+
 def defined(fields: Mapping[str, Any], kinds: Mapping[str, type]) -> flags.FlagValues:
     """One absl flag for each dataclass field, of its type."""
     values = flags.FlagValues()
     for name, field in fields.items():
-        _define(values, name, field, kinds[name])
+        text = field.metadata["help"]
+        if field.metadata["choices"]:
+            text = f"<{'|'.join(field.metadata['choices'])}>: {text}"
+        _DEFINERS[kinds[name]](name, field.default, text, flag_values=values)
     return values
-
-
-def _define(values: flags.FlagValues, name: str, field: Any, kind: type) -> None:
-    """Defines one absl flag for one dataclass field."""
-    text = field.metadata["help"]
-    default = field.default
-    if field.metadata["choices"]:
-        text = f"<{'|'.join(field.metadata['choices'])}>: {text}"
-    definers = {
-        int: flags.DEFINE_integer,
-        float: flags.DEFINE_float,
-        bool: flags.DEFINE_boolean,
-        str: flags.DEFINE_string,
-    }
-    definers[kind](name, default, text, flag_values=values)
 
 
 def illegal(error: flags.IllegalFlagValueError, kinds: dict[str, type]) -> str:
@@ -133,10 +129,6 @@ def parse(
     argv: Sequence[str], extra: Callable[[flags.FlagValues], None] | None = None
 ) -> dict[str, Any]:
     """Names and values of every flag that was given on the command line.
-
-    Args:
-        argv: As `sys.argv`.
-        extra: Defines further flags of the calling program.
 
     Raises:
         flagfile.UsageError: one line that names the flag.
@@ -185,13 +177,7 @@ def parse(
 def help_for(
     algo: str, extra: Callable[[flags.FlagValues], None] | None, dataset: str = ""
 ) -> NoReturn:
-    """Prints every option of an algorithm with its help text, by group, and leaves.
-
-    Args:
-        algo: Its name.
-        extra: Defines further flags of the calling program.
-        dataset: Named beside it: some defaults depend on it.
-    """
+    """Prints every option of an algorithm with its help text, by group, and leaves."""
     try:
         groups, kinds = registry.groups_of(algo), registry.option_types(algo)
         known = registry.fields_of(algo)

@@ -99,14 +99,7 @@ def values(preset: str, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_text(option: str, own: str, preset: str, facts: Mapping[str, Any]) -> str:
-    """An option's default and where it comes from: `30 (--preset=cdkt)`.
-
-    Args:
-        option: The option's name.
-        own: Its default where no rule holds.
-        preset: The preset that holds where none is given.
-        facts: What is known before any data set is.
-    """
+    """An option's default and where it comes from: `30 (--preset=cdkt)`."""
     owner, value, by_data = BASE, None, False
     for name, rule in rules(preset):
         known = {k: v for k, v in rule.when.items() if k in facts}

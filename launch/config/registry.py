@@ -132,13 +132,7 @@ def groups_of(algo: Any) -> dict[str, list[str]]:
 
 
 def default_text(algo: Any, name: str, dataset: str = "") -> str:
-    """What `--help` says of an option's default and of where it comes from.
-
-    Args:
-        algo: The algorithm.
-        name: The option.
-        dataset: The data set, if one was named beside `--help`.
-    """
+    """What `--help` says of an option's default and of where it comes from."""
     preset = default_preset(algo)
     if name == "preset":
         return repr(preset)

@@ -80,15 +80,13 @@ def resolve(
     name = config.dataset
     told = {option for option, value in given.items() if value is not None}
     entry = registry.algorithm(given.get("algo", config.algo))
-    wants_images = getattr(entry, "public_images", False)
+    has_images = "public_set" in told or config.proxy_fraction
     facts = {
         "algo": config.algo,
         "dataset": name,
         "num_examples": len(source.label),
-        "image_shape": "x".join(str(side) for side in source.image.shape[1:]),
-        "public_images": wants_images
-        and "public_set" not in told
-        and not config.proxy_fraction,
+        "image_shape": "x".join(map(str, source.image.shape[1:])),
+        "public_images": getattr(entry, "public_images", False) and not has_images,
     }
     partition = config.partition or presets.values(config.preset, facts)["partition"]
     is_own = name == loaders.ARRAYS or name.startswith("npz:")
@@ -124,11 +122,7 @@ def resolve(
 
 
 def _of_file(config: schema.Config, partition: str) -> dict[str, Any]:
-    """The options that a partition's file settles.
-
-    Raises:
-        ValueError: the file is none, or something else was given.
-    """
+    """The options that a partition's file settles; nothing else may be given."""
     clients, has_own_tests = file.facts(partition)
     settled = {
         "num_clients": clients,
@@ -187,10 +181,10 @@ def client_classes(config: schema.Config) -> tuple[tuple[int, ...], ...]:
         ValueError: `--client_classes` is missing, of no use, no list of classes, or of
             another number of clients.
     """
-    given, is_wanted = config.client_classes, config.partition == "classes"
-    if not is_wanted and not given:
-        return ()
-    if not is_wanted:
+    given = config.client_classes
+    if config.partition != "classes":
+        if not given:
+            return ()
         raise ValueError(
             f"--client_classes={given} has no effect with --partition="
             f"{config.partition}; leave it away or take --partition=classes"
@@ -248,36 +242,28 @@ def check(config: schema.Config, own: Collection[str] = ()) -> None:
         )
     client_classes(config)
     _check_lanes(config)
-    draw = config.partition_draw
-    if config.partition == "pathological" and draw not in pathological.DRAWS:
-        raise ValueError(
-            f"--partition_draw={draw} has no effect with --partition=pathological; "
-            f"expected one of {', '.join(pathological.DRAWS)}"
-        )
-    if draw == "overlap" and config.partition not in (
-        "client_dirichlet",
-        "pathological",
+    draw, partition = config.partition_draw, config.partition
+    useless = f"--partition_draw={draw} has no effect with --partition={partition}"
+    if partition == "pathological" and draw not in pathological.DRAWS:
+        known = ", ".join(pathological.DRAWS)
+        raise ValueError(f"{useless}; expected one of {known}")
+    if draw == "overlap" and partition not in ("client_dirichlet", "pathological"):
+        raise ValueError(f"{useless}; leave it away")
+    given = config.client_model
+    names = given.split(",")
+    for flag, line, used in (
+        ("model", config.model, [config.model]),
+        ("client_model", given, names),
     ):
+        if not set(used) <= {*models.MODELS, *own}:
+            known = ", ".join(models.MODELS)
+            raise ValueError(f"--{flag}={line}: expected one of {known}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"--client_model={given} names a model twice; once will do")
+    if len(names) > config.num_clients:
         raise ValueError(
-            f"--partition_draw={draw} has no effect with --partition="
-            f"{config.partition}; leave it away"
+            f"--client_model={given}: {len(names)} models for "
+            f"--num_clients={config.num_clients}; name fewer"
         )
-    for flag in ("model", "client_model"):
-        given = getattr(config, flag)
-        names = given.split(",") if flag == "client_model" else [given]
-        for name in names:
-            if name not in models.MODELS and name not in own:
-                raise ValueError(
-                    f"--{flag}={given}: expected one of {', '.join(models.MODELS)}"
-                )
-        if len(set(names)) < len(names):
-            raise ValueError(
-                f"--client_model={given} names a model twice; once will do"
-            )
-        if len(names) > config.num_clients:
-            raise ValueError(
-                f"--client_model={given}: {len(names)} models for "
-                f"--num_clients={config.num_clients}; name fewer"
-            )
     if config.proxy_fraction >= 1:
         raise ValueError("--proxy_fraction=1 leaves nothing for the clients; lower it")

@@ -48,8 +48,7 @@ class Run:
         "cdkt", "the algorithm; `python -m launch.list` shows them", label="never"
     )
     preset: str | None = option(
-        None,
-        f"a paper's rules for options not given: {', '.join(presets.PRESETS)}",
+        None, f"a paper's rules for options not given: {', '.join(presets.PRESETS)}"
     )
     rounds: int | None = option(None, "rounds in all", minimum=1, role=EXECUTION)
     seed: int = option(
@@ -160,8 +159,7 @@ class Data:
         maximum=1,
     )
     public_set: str | None = option(
-        None,
-        "data set whose train images all clients share without labels, or none",
+        None, "data set whose train images all clients share without labels, or none"
     )
     test_split: str | None = option(
         None, "where test rows come from", choices=partitions.TEST_SPLITS
@@ -186,8 +184,7 @@ class Model:
         maximum=1000,
     )
     init_from: str = option(
-        "",
-        "file of a model (launch.export) that server and clients start from",
+        "", "file of a model (launch.export) that server and clients start from"
     )
 
 

@@ -21,34 +21,28 @@ Point = dict[str, float]
 def text(given: Any) -> str:
     """A sweep as one line, written alike for equal points; empty for an empty one.
 
-    Args:
-        given: A mapping of names to values, or such a line.
-
     Raises:
         ValueError: it is neither.
     """
     if isinstance(given, str):
         found = points(given)
-        values = {name: [point[name] for point in found] for name in found[0]}
-        return ";".join(
-            f"{name}={','.join(map(str, dict.fromkeys(every)))}"
-            for name, every in values.items()
-        )
+        every = {name: dict.fromkeys(p[name] for p in found) for name in found[0]}
+        return _line(every)
     if not isinstance(given, Mapping):
         raise ValueError(
             f"sweep={given!r}: expected names and values, such as "
             '{"client_lr": [0.01, 0.1]}'
         )
     try:
-        line = ";".join(
-            f"{name}={','.join(str(value) for value in values)}"
-            for name, values in given.items()
-        )
-        return text(line)
+        return text(_line(given))
     except TypeError as error:
         raise ValueError(
             f"sweep={given!r}: expected a list of values for each name"
         ) from error
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    return ";".join(f"{name}={','.join(map(str, v))}" for name, v in values.items())
 
 
 def points(line: str) -> list[Point]:

@@ -52,16 +52,10 @@ def clients(run: Run) -> dict[str, np.ndarray]:
 def class_counts(run: Run) -> np.ndarray:
     """Train examples of each client and class, int32[seeds, K, Y]."""
     part, label = run.data.partition, np.asarray(run.data.label)
-    row, start, count = (
-        np.asarray(one) for one in (part.train.row, part.train.start, part.train.count)
-    )
-    num_classes = run.task.num_classes
-    return np.stack(
-        [
-            count_classes(label, row[s], start[s], count[s], num_classes)
-            for s in range(len(run.seeds))
-        ]
-    )
+    owned = map(np.asarray, (part.train.row, part.train.start, part.train.count))
+    classes = run.task.num_classes
+    each = zip(*owned, strict=True)
+    return np.stack([count_classes(label, *one, classes) for one in each])
 
 
 def count_classes(
@@ -128,20 +122,19 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
         return None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: it is no JSON") from error
-    if isinstance(summary, dict) and not {"sha256", "files_sha256"} & summary.keys():
-        if "metrics" in summary and "parameters_sha256" in summary:
-            raise ValueError(
-                f"{path} is of an earlier version, which sealed nothing; run it again: "
-                f"--flagfile={folder / RUN_FLAGS} with another --workdir"
-            )
-    if not isinstance(summary, dict) or "sha256" not in summary:
-        raise ValueError(f"{path} is damaged: its sha256 is missing")
-    body = {name: value for name, value in summary.items() if name != "sha256"}
-    if _own_digest(body) != summary["sha256"]:
+    sealed = summary if isinstance(summary, dict) else {}
+    if "parameters_sha256" in sealed and not {"sha256", "files_sha256"} & sealed.keys():
+        raise ValueError(
+            f"{path} is of an earlier version, which sealed nothing; run it again: "
+            f"--flagfile={folder / RUN_FLAGS} with another --workdir"
+        )
+    body = {name: value for name, value in sealed.items() if name != "sha256"}
+    for name in ("sha256", "files_sha256"):
+        if name not in sealed:
+            raise ValueError(f"{path} is damaged: its {name} is missing")
+    if _own_digest(body) != sealed["sha256"]:
         raise ValueError(f"{path} is damaged: its sha256 differs")
-    if not isinstance(summary.get("files_sha256"), dict):
-        raise ValueError(f"{path} is damaged: its files_sha256 is missing")
-    for name, expected in summary["files_sha256"].items():
+    for name, expected in sealed["files_sha256"].items():
         beside = folder / name
         if not beside.is_file():
             raise ValueError(f"{beside} is missing")

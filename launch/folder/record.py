@@ -35,19 +35,28 @@ def by_point(run: Record) -> list[Record]:
     points = sweep.points(run.flags.get("sweep", ""))
     if not points[0]:
         return [run]
-    told = run.flags | {"sweep": ""}
     out = []
     for index, point in enumerate(points):
-        clients, summary, known = dict(run.clients), run.summary, run.fractions
-        if clients:
-            clients["accuracy"] = clients["accuracy"][:, index]
-        if summary is not None:
-            summary = summary | summary["sweep"][index]
-            known = summaries.fractions(summary)
+        values = {name: str(value) for name, value in point.items()}
         records = sweep.of_point(run.records, point)
-        flags_of = told | {name: str(value) for name, value in point.items()}
-        out.append(Record(run.path, flags_of, records, clients, summary, point, known))
+        one = run._replace(flags=run.flags | {"sweep": ""} | values, records=records)
+        if run.clients:
+            accuracy = run.clients["accuracy"][:, index]
+            one = one._replace(clients=run.clients | {"accuracy": accuracy})
+        if run.summary is not None:
+            summary = run.summary | run.summary["sweep"][index]
+            known = summaries.fractions(summary)
+            one = one._replace(summary=summary, fractions=known)
+        out.append(one._replace(point=point))
     return out
+
+
+def names_by_point(
+    found: Sequence[Sequence[Record]], names: Sequence[str]
+) -> list[str]:
+    """A name for each run; one of a sweep is that of all of its points."""
+    pairs = zip(names, found, strict=bool(names))
+    return [sweep.label(run.point, name) for name, runs in pairs for run in runs]
 
 
 def read(path: pathlib.Path) -> Record:
@@ -62,13 +71,12 @@ def read(path: pathlib.Path) -> Record:
     if summary is None and not (metrics.is_file() and metrics.stat().st_size):
         raise ValueError(f"{path} holds no run that has measured anything")
     told = flagfile.RunFlags.read(path / finished.RUN_FLAGS).options
-    clients, known = {}, {}
-    if summary is not None:
-        with np.load(path / finished.CLIENTS) as file:
-            clients = {name: file[name] for name in file.files}
-        known = summaries.fractions(summary)
-    records = finished.records(path)
-    return Record(path, told, records, clients, summary, fractions=known)
+    found = Record(path, told, finished.records(path), {}, summary)
+    if summary is None:
+        return found
+    with np.load(path / finished.CLIENTS) as file:
+        clients = {name: file[name] for name in file.files}
+    return found._replace(clients=clients, fractions=summaries.fractions(summary))
 
 
 def diverged(run: Record) -> int | None:
@@ -124,14 +132,7 @@ def over_seeds(
     scale: float,
     place: Callable[[Mapping[str, Any]], float] = lambda row: row["round"],
 ) -> tuple[list[float], np.ndarray, np.ndarray]:
-    """A metric by evaluated round: (where, mean, standard deviation) over seeds.
-
-    Args:
-        run: Records without the metric do not count.
-        metric: Its name.
-        scale: Factor.
-        place: Where a record stands; the seeds' mean counts.
-    """
+    """A metric by evaluated round: (where, mean, standard deviation) over seeds."""
     rows = [row for row in run.records if row.get(metric) is not None]
     rounds = sorted({row["round"] for row in rows})
     groups = [[row for row in rows if row["round"] == one] for one in rounds]

@@ -8,7 +8,7 @@ import io
 import math
 import pathlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from launch.config import sweep
@@ -36,15 +36,9 @@ class TensorBoard:
         self,
         folder: pathlib.Path,
         records: Sequence[Mapping[str, Any]],
-        swept: Sequence[str] = (),
+        swept: Iterable[str] = (),
     ):
-        """Begins anew with what was recorded so far.
-
-        Args:
-            folder: The run's.
-            records: So far: a resumed run may have written later ones before.
-            swept: Names in a record that say its point.
-        """
+        """Begins anew with what was recorded so far."""
         self._swept = tuple(swept)
         self._folder = folder / FOLDER
         self._writers: dict[str, Any] = {}

@@ -33,9 +33,6 @@ def default_name(config: Any) -> str:
 def with_stored_rounds(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a command; `--resume` without `--rounds` means the run's own.
 
-    Args:
-        given: Names and values as the user gave them.
-
     Raises:
         ValueError: the stored number is none.
     """
@@ -45,19 +42,15 @@ def with_stored_rounds(given: Mapping[str, Any]) -> dict[str, Any]:
     config, _ = resolve.configure(given)
     told = pathlib.Path(config.workdir or default_name(config)) / RUN_FLAGS
 
-    def stored() -> str | None:
-        return (
-            flagfile.RunFlags.read(told).options.get("rounds", "")
-            if told.is_file()
-            else None
-        )
+    def stored() -> int | None:
+        if not told.is_file():
+            return None
+        rounds = flagfile.RunFlags.read(told).options.get("rounds", "")
+        if not rounds.isdecimal():
+            raise ValueError(f"{told} has no number of rounds; give --rounds")
+        return int(rounds)
 
-    rounds = processes.on_first(stored)
-    if rounds is None:
-        return given
-    if not rounds.isdecimal():
-        raise ValueError(f"{told} has no number of rounds; give --rounds")
-    return given | {"rounds": int(rounds)}
+    return given | {"rounds": processes.on_first(stored)}
 
 
 class Workdir(loop.Listener):
@@ -70,10 +63,6 @@ class Workdir(loop.Listener):
     Of several processes of one run only the first touches it; what it finds there, and
     what it refuses, is everybody's.
     """
-
-    def __new__(cls, run: Run) -> Workdir:
-        """The folder; in other processes than the first one that writes nothing."""
-        return object.__new__(cls if processes.is_first() else _Follower)
 
     def __init__(self, run: Run):
         self.run = run
@@ -94,9 +83,6 @@ class Workdir(loop.Listener):
         # Modules and an algorithm of the user's own: edited ones are another run too.
         hashes |= {"own_sha256": run.own_sha256} if run.own_sha256 else {}
         return flagfile.RunFlags.of(run.config, run.hparams, hashes=hashes)
-
-    def _write_flags(self) -> None:
-        self._write(RUN_FLAGS, "\n".join(self._flags.lines()) + "\n")
 
     def __enter__(self) -> Workdir:
         return self
@@ -160,15 +146,13 @@ class Workdir(loop.Listener):
         if done is not None:
             # Nothing is written, so that a folder may be read-only by now.
             return done
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock.acquire()
+        self._acquire()
         # Its former owner may have finished the run a moment ago.
         return self._finished() or self._take()
 
     def _take_again(self) -> None:
         """Takes the folder as this process left it."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock.acquire()
+        self._acquire()
         found = self.path / METRICS
         if not found.exists() or found.read_text() != _text(self.records):
             raise ValueError(
@@ -176,9 +160,20 @@ class Workdir(loop.Listener):
                 f"build.load({str(self.path)!r})"
             )
         if self._done is None:
-            for name in (finished.SUMMARY, finished.CLIENTS):
-                (self.path / name).unlink(missing_ok=True)
-            self._write_flags()
+            self._begin()
+
+    def _acquire(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire()
+
+    def _begin(self) -> None:
+        """Removes what a shorter run left behind, and says which run is here now.
+
+        An old summary goes first, so that it never stands beside files of a longer run.
+        """
+        for name in (finished.SUMMARY, finished.CLIENTS):
+            (self.path / name).unlink(missing_ok=True)
+        self._write(RUN_FLAGS, "\n".join(self._flags.lines()) + "\n")
 
     def reopen(self) -> None:
         """Brings the run to where the folder stands; changes nothing there.
@@ -190,20 +185,13 @@ class Workdir(loop.Listener):
 
     def _reopen(self) -> None:
         done = self._finished()
-        restored = checkpoint.restore(self.checkpoints, self.run.saved_template())
-        if restored is None and (done is not None or (self.path / METRICS).exists()):
+        self._restore()
+        is_begun = done is not None or (self.path / METRICS).exists()
+        if self._restored is None and is_begun:
             raise ValueError(f"{self.path} has no checkpoint, the state is not there")
-        if restored is not None:
-            round, _, host = restored
-            self._refuse_passed(round, host["rounds"], host["window"])
-            self._restored = restored
 
     def _finished(self) -> dict[str, Any] | None:
-        """The summary, if all rounds are done and all files are as they were written.
-
-        Raises:
-            ValueError: the folder holds something else.
-        """
+        """The summary, if all rounds are done and all files are as they were left."""
         told = self.path / RUN_FLAGS
         if not told.exists():
             # A kill may leave these two; anything else is not ours.
@@ -233,7 +221,7 @@ class Workdir(loop.Listener):
         """Begins a run in an empty folder, or goes on with the one that is there."""
         run = self.run
         if not (self.path / RUN_FLAGS).exists():
-            self._write_flags()
+            self._begin()
             return
         done, damage = None, ""
         try:
@@ -244,27 +232,26 @@ class Workdir(loop.Listener):
             self._refuse_fewer(done["rounds"])
         if not run.config.resume:
             self._refuse_unasked(damage)
-        restored = checkpoint.restore(self.checkpoints, run.saved_template())
-        if restored is None:
-            if done is not None or damage:
-                raise ValueError(
-                    f"{damage or self.path}: there is no checkpoint to go on from; "
-                    "choose another --workdir"
-                )
-            round, host = 0, {"records": []}
-        else:
-            round, _, host = restored
-            self._refuse_passed(round, host["rounds"], host["window"])
-        # All that could be refused has been: from here on the folder changes. An old
-        # summary goes first, so that it never stands beside files of a longer run.
-        for name in (finished.SUMMARY, finished.CLIENTS):
-            (self.path / name).unlink(missing_ok=True)
-        self._write_flags()
+        self._restore()
+        if self._restored is None and (done is not None or damage):
+            raise ValueError(
+                f"{damage or self.path}: there is no checkpoint to go on from; "
+                "choose another --workdir"
+            )
+        round, _, host = self._restored or (0, None, {"records": []})
+        # All that could be refused has been: from here on the folder changes.
+        self._begin()
         if damage and str(self.path / METRICS) not in damage:
             _note(f"{damage}; it is written again from round {round}")
         self.records = host["records"]
         self._restore_metrics(round)
-        self._restored = restored
+
+    def _restore(self) -> None:
+        """Reads the last checkpoint, if there is one, and refuses rounds it lacks."""
+        self._restored = checkpoint.restore(self.checkpoints, self.run.saved_template())
+        if self._restored is not None:
+            round, _, host = self._restored
+            self._refuse_passed(round, host["rounds"], host["window"])
 
     def _refuse_fewer(self, round: int) -> NoReturn:
         raise ValueError(
@@ -291,11 +278,8 @@ class Workdir(loop.Listener):
     def _refuse_passed(self, round: int, rounds: int, window: Sequence[int]) -> None:
         """Refuses rounds whose summary needs evaluations that were never made.
 
-        Args:
-            round: Rounds done.
-            rounds: Rounds that were wanted when these were done.
-            window: Rounds behind the summary then: of these, and of no others, the
-                accuracies of all clients are kept.
+        After `round` of `rounds` rounds the accuracies of all clients were kept of
+        those in `window` alone.
         """
         wanted = self.run.config.rounds
         if round > wanted:
@@ -324,16 +308,16 @@ class Workdir(loop.Listener):
     def on_call(self, run: Run, records: loop.Records) -> None:
         """Adds lines to metrics.jsonl; they are on disk when this returns."""
         self.records += map(dict, records)
+        if not processes.is_first():
+            return
         with open(self.path / METRICS, "a") as file:
             file.write(_text(records))
             file.flush()
             os.fsync(file.fileno())
-        if not run.config.tensorboard:
-            return
-        if self._events is None:
-            self._events = self._tensorboard()
-        else:
+        if self._events is not None:
             self._events.add(records)
+        elif run.config.tensorboard:
+            self._events = self._tensorboard()
 
     def on_end(self, run: Run) -> None:
         """Closes TensorBoard's files."""
@@ -342,11 +326,12 @@ class Workdir(loop.Listener):
             self._events = None
 
     def _tensorboard(self) -> tracking.TensorBoard:
-        swept = tuple(self.run.points[0])
-        return tracking.TensorBoard(self.path, self.records, swept)
+        return tracking.TensorBoard(self.path, self.records, self.run.points[0])
 
     def save(self) -> None:
         """Writes a checkpoint of the run as it is now."""
+        if not processes.is_first():
+            return
         arrays, host = self.run.saved()
         # The records too, so that metrics.jsonl can be checked and written again.
         kept = {
@@ -359,7 +344,7 @@ class Workdir(loop.Listener):
         self._write_csv()
 
     def _write_csv(self) -> None:
-        if self.run.config.csv:
+        if self.run.config.csv and processes.is_first():
             self._write(tracking.CSV, tracking.csv_text(self.records))
 
     def finish(self, summary: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -367,9 +352,6 @@ class Workdir(loop.Listener):
 
         Writes clients.npz and then summary.json, which marks the run as done; of a run
         that was done, the files that are asked for now.
-
-        Args:
-            summary: Gives the run's.
 
         Returns:
             The summary as it is in the folder.
@@ -395,19 +377,6 @@ class Workdir(loop.Listener):
 
     def _write(self, name: str, text: str) -> None:
         finished.write_text(self.path / name, text)
-
-
-class _Follower(Workdir):
-    """The folder for other processes than the first: it is not touched."""
-
-    def on_call(self, run: Run, records: loop.Records) -> None:
-        self.records += map(dict, records)
-
-    def save(self) -> None:
-        pass
-
-    def _write_csv(self) -> None:
-        pass
 
 
 class Checkpoints(loop.Listener):

@@ -46,11 +46,7 @@ def _chosen(flag: str, wanted: str, known: Sequence[str]) -> list[str]:
 def _of_value(
     parts: Mapping[str, Mapping[str, Any]], names: list[str], flag: str, value: Any
 ) -> list[str]:
-    """The rows or columns that stand for `value` of a flag, or for no value of it.
-
-    Raises:
-        ValueError: none is left; lists the values there are.
-    """
+    """The rows or columns that stand for `value` of a flag, or for no value of it."""
     left = [n for n in names if parts[n].get(flag) in (None, value)]
     if not left:
         known = ", ".join(dict.fromkeys(str(parts[n][flag]) for n in names))
@@ -93,13 +89,8 @@ def cells(
         entries = table["datasets"].get(known, {}).get(name, {})
         for one in rows:
             entry = entries.get(one, {})
-            options = (
-                table["common"]
-                | table["scenarios"][name]
-                | table["rows"][one]
-                | entry.get("flags", {})
-            )
-            options |= given | {"dataset": dataset}
+            options = table["common"] | table["scenarios"][name] | table["rows"][one]
+            options |= entry.get("flags", {}) | given | {"dataset": dataset}
             out.append(Cell(name, one, options, entry.get("paper")))
     return out
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from fedjax_pfl import evaluate, execution, levels, rng, shapes, types
 from fedjax_pfl import program as program_lib
 from launch.config import resolve, schema, sweep
 from launch.run import devices, fit, memory, model_files, processes, summaries
-from launch.run.given import Settings
+from launch.run.given import Settings, sha256
 from launch.run.run import Run
 
 
@@ -54,37 +53,38 @@ def assemble(
 
     server_model = model_of(config.model)
     client_models = tuple(map(model_of, config.client_model.split(",")))
-    flagged = [
-        ("model", server_model),
-        *(("client_model", model) for model in client_models),
-    ]
-    normal = dataset.normalization(source.image, config.normalization)
-    with_exits = [model.name for _, model in flagged if model.has_exits]
+    by_name = {model.name: model for model in (server_model, *client_models)}
+    mean, scale = normal = dataset.normalization(source.image, config.normalization)
+    with_exits = [name for name, model in by_name.items() if model.has_exits]
     if with_exits and not getattr(entry, "exits", False):
         raise ValueError(
             f"--model={with_exits[0]} has an exit at every stage: --algo="
             f"{config.algo} has no use for them; take another model, or "
             f"{fit.able('exits')}"
         )
-    checked: set[str] = set()
-    for flag, model in flagged:
-        if model.name in checked:
-            continue
-        checked.add(model.name)
-        if model.name in own_models:
-            mean, scale = normal
-            few = source.image[:4].astype(np.float32)
-            few = np.asarray((few - mean) * scale, np.float32)
+    for name, model in by_name.items():
+        flag = "model" if model is server_model else "client_model"
+        if name in own_models:
+            few = (source.image[:4].astype(np.float32) - mean) * scale
+            few = np.asarray(few, np.float32)
             fit.check_own(flag, model, num_classes, config.model_width, few)
         else:
             fit.check_model(flag, model, shape)
     if config.init_from:
-        server_model, client_models = _started(
-            config, server_model, client_models, shape, normal
+        if list(by_name) != [server_model.name]:
+            raise ValueError(
+                f"--init_from={config.init_from} holds one model: --model="
+                f"{config.model} and --client_model={config.client_model} are several; "
+                "name one"
+            )
+        server_model = model_files.starting(
+            config.init_from, server_model, shape, normal
         )
+        client_models = (server_model,)
     chosen = vars(config) | vars(hparams)
     model_bytes = max(shapes.model_bytes(model, shape) for model in client_models)
-    memory.check(chosen, source.image, model_bytes)
+    needed = memory.needs(chosen, num_rows=len(source.label), model_bytes=model_bytes)
+    memory.refuse(needed, chosen)
 
     seeds = [config.seed + i for i in range(config.num_seeds)]
     data = _data(config, source, seeds, public, normal)
@@ -170,22 +170,22 @@ def assemble(
             f"images without labels; leave it away, or take {fit.able('public_images')}"
         )
     planner = planner_of(program.algorithm, how)
-    digest = hashlib.sha256(np.ascontiguousarray(data.image).data)
-    digest.update(np.ascontiguousarray(data.label).data)
+    digest = settings.source_hash.copy()
+    if public is not None:
+        digest = sha256(data.image, data.label)
     if config.init_from:
         digest.update(pathlib.Path(config.init_from).expanduser().read_bytes())
     if planner.graph is not None and planner.graph.table is not None:
         digest.update(planner.graph.table.data)
-    split = hashlib.sha256()
-    for leaf in jax.tree.leaves(data.partition):
-        split.update(np.ascontiguousarray(leaf).data)
+    split = sha256(*jax.tree.leaves(data.partition))
+    hashes = digest.hexdigest(), split.hexdigest()
     processes.check_equal(
-        {"dataset": digest.hexdigest(), "partition": split.hexdigest()},
+        dict(zip(("dataset", "partition"), hashes, strict=True)),
         "by the SHA-256 of what it holds; give all processes the same data",
     )
     made = kind(
-        data_sha256=digest.hexdigest(),
-        split_sha256=split.hexdigest(),
+        data_sha256=hashes[0],
+        split_sha256=hashes[1],
         own_sha256=settings.own_sha256,
         examples_sha256=settings.examples_sha256,
         config=config,
@@ -198,53 +198,22 @@ def assemble(
         window=summaries.window(config.summary, config.rounds),
         points=points,
     )
-    memory.check_state(chosen, made.saved_template())
+    memory.refuse([memory.kept(chosen, made.saved_template())], chosen)
     return made
 
 
 def _partition_spec(config: schema.Config, seed: int) -> partitions.PartitionSpec:
+    """Its fields are options; `seed` is that of the generator of CDKT's users."""
+    named = vars(config).keys() & set(partitions.PartitionSpec._fields)
+    given = {name: getattr(config, name) for name in named}
     protocol = cdkt.PROTOCOLS.get(config.dataset, cdkt.Protocol())
-    return partitions.PartitionSpec(
-        partition=config.partition,
-        num_clients=config.num_clients,
-        partition_alpha=config.partition_alpha,
-        partition_draw=config.partition_draw,
-        classes_per_client=config.classes_per_client,
-        client_classes=resolve.client_classes(config),
-        min_examples=config.min_examples,
-        examples_per_client=config.examples_per_client,
-        test_split=config.test_split,
-        proxy_fraction=config.proxy_fraction,
-        cdkt=protocol._replace(
-            seed=seed,
-            labels_per_user=config.classes_per_client,
-            random_labels=config.partition == "cdkt_paper",
-        ),
+    given["client_classes"] = resolve.client_classes(config)
+    given["cdkt"] = protocol._replace(
+        seed=seed,
+        labels_per_user=config.classes_per_client,
+        random_labels=config.partition == "cdkt_paper",
     )
-
-
-def _started(
-    config: schema.Config,
-    server_model: types.Model,
-    client_models: tuple[types.Model, ...],
-    shape: tuple[int, ...],
-    normal: tuple[np.ndarray, np.ndarray],
-) -> tuple[types.Model, tuple[types.Model, ...]]:
-    """The models as they are when they start from `--init_from`.
-
-    `normal` are the mean and the scale of this run's images.
-
-    Raises:
-        ValueError: one line: there are several models, or the file is of another.
-    """
-    if {model.name for model in client_models} != {server_model.name}:
-        raise ValueError(
-            f"--init_from={config.init_from} holds one model: --model={config.model} "
-            f"and --client_model={config.client_model} are several; name one"
-        )
-    path = config.init_from
-    started = model_files.starting(path, server_model, shape, normal)
-    return started, (started,)
+    return partitions.PartitionSpec(**given)
 
 
 def _data(
@@ -255,12 +224,12 @@ def _data(
     normal: tuple[np.ndarray, np.ndarray],
 ) -> types.Data:
     """The tables as numpy arrays; the partition has a leading axis of seeds."""
-    splits = []
-    for seed in seeds:
-        own_seed = config.partition_seed if config.partition_seed >= 0 else seed
-        splits.append(
-            partitions.split(source, _partition_spec(config, own_seed), own_seed)
-        )
+    fixed = config.partition_seed
+    own_seeds = [fixed if fixed >= 0 else seed for seed in seeds]
+    splits = [
+        partitions.split(source, _partition_spec(config, seed), seed)
+        for seed in own_seeds
+    ]
     if config.export_partition:
         if len({one.train.row.tobytes() for one in splits}) > 1:
             raise ValueError(
@@ -308,16 +277,14 @@ def _typical_steps(
 
 
 def _scoring(config: schema.Config, data: types.Data) -> evaluate.Scoring:
-    num_scored = 0
-    if config.c_gen:
-        is_all = config.eval_clients == "all"
-        num_scored = config.num_clients if is_all else config.clients_per_round
+    is_all = config.eval_clients == "all"
+    num_scored = config.num_clients if is_all else config.clients_per_round
     sampled = config.eval_sample if config.eval_sample < config.num_clients else 0
     test, rows = data.partition.test, devices.evaluation_rows()
     return evaluate.Scoring(
         batch_size=int(min(rows, test.row.shape[1])),
         own_batch_size=min(rows, shapes.rounded_up(int(test.count.max()))),
-        num_scored=num_scored,
+        num_scored=num_scored if config.c_gen else 0,
         scored=config.eval_clients,
         num_sampled=sampled,
         has_train=config.eval_train,

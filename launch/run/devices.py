@@ -27,27 +27,21 @@ CACHE_MIN_SECONDS = 0.2
 def begin(distributed: str) -> None:
     """What must happen before the first computation, in every command.
 
-    Args:
-        distributed: `--distributed`, see `processes.start`.
+    XLA may use 512-bit vectors on CPUs that have them; a user's choice stands.
 
     Raises:
         ValueError: one line about that.
     """
-    prefer_wide_vectors()
+    flag, given = "xla_cpu_prefer_vector_width", os.environ.get("XLA_FLAGS", "")
+    if flag not in given and "avx512f" in _cpuinfo():
+        os.environ["XLA_FLAGS"] = f"{given} --{flag}=512".strip()
     processes.start(distributed)
 
 
-def prefer_wide_vectors() -> None:
-    """Lets XLA use 512-bit vectors on CPUs that have them; a user's choice stands.
-
-    Must run before the first computation.
-    """
-    flag = "xla_cpu_prefer_vector_width"
-    given = os.environ.get("XLA_FLAGS", "")
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    if flag in given or not cpuinfo.is_file() or "avx512f" not in cpuinfo.read_text():
-        return
-    os.environ["XLA_FLAGS"] = f"{given} --{flag}=512".strip()
+def _cpuinfo() -> str:
+    """What Linux says of the processor; "" elsewhere."""
+    path = pathlib.Path("/proc/cpuinfo")
+    return path.read_text() if path.is_file() else ""
 
 
 def user_cache() -> pathlib.Path:
@@ -56,16 +50,12 @@ def user_cache() -> pathlib.Path:
     XLA's programs are for the very processor they were compiled on, and a home folder
     may be shared by several.
     """
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    told = cpuinfo.read_text() if cpuinfo.is_file() else platform.processor()
+    told = _cpuinfo() or platform.processor()
     flags = [line for line in told.splitlines() if line.startswith("flags")][:1]
     kind = hashlib.sha256((flags or [told])[0].encode()).hexdigest()[:8]
-    if sys.platform == "darwin":
-        base = pathlib.Path.home() / "Library" / "Caches"
-    else:
-        base = pathlib.Path.home() / ".cache"
-    base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or base)
-    return base / "fedjax_pfl" / f"{platform.machine()}-{kind}"
+    usual = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / usual
+    return pathlib.Path(base, "fedjax_pfl", f"{platform.machine()}-{kind}")
 
 
 def keep_compiled(choice: str) -> None:
@@ -80,7 +70,7 @@ def keep_compiled(choice: str) -> None:
     before = jax.config.jax_compilation_cache_dir
     if not choice and before:
         return
-    folder = None
+    wanted = None
     if choice != "off":
         try:
             folder = pathlib.Path(choice) if choice else user_cache()
@@ -88,22 +78,16 @@ def keep_compiled(choice: str) -> None:
             # Whoever may write here may have this user run any code.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _shrink(folder)
-            writable = os.access(folder, os.W_OK | os.X_OK)
+            wanted = str(folder) if os.access(folder, os.W_OK | os.X_OK) else None
         except (OSError, RuntimeError):  # RuntimeError: nobody knows the home folder
-            writable = False
-        if not writable:
-            if choice:
-                print(
-                    f"--compile_cache={choice} cannot be written; going on without",
-                    file=sys.stderr,
-                )
-            folder = None
-    wanted = str(folder) if folder else None
+            pass
+        if choice and wanted is None:
+            line = f"--compile_cache={choice} cannot be written; going on without"
+            print(line, file=sys.stderr)
     if wanted != before:
         jax.config.update("jax_compilation_cache_dir", wanted)
-        jax.config.update(
-            "jax_persistent_cache_min_compile_time_secs", CACHE_MIN_SECONDS
-        )
+        least = "jax_persistent_cache_min_compile_time_secs"
+        jax.config.update(least, CACHE_MIN_SECONDS)
         # jax looks at the folder's name only once.
         compilation_cache.reset_cache()
 
@@ -177,20 +161,13 @@ def execution(
             # A divisor near to it: no padding rows.
             divisors = [d for d in range(1, 2 * wanted + 1) if per_device % d == 0]
             chunk = min(divisors, key=lambda d: (abs(d - wanted), d))
-    mesh = None
+    mesh, axis_types = None, (jax.sharding.AxisType.Auto,)
     if count > 1:
-        mesh = jax.make_mesh(
-            (count,),
-            ("clients",),
-            axis_types=(jax.sharding.AxisType.Auto,),
-            devices=jax.devices()[:count],
-        )
-    if lanes != "auto":
-        width = int(lanes)
-    elif is_accelerator and num_levels == 1:
+        chosen = jax.devices()[:count]
+        mesh = jax.make_mesh((count,), ("clients",), axis_types, devices=chosen)
+    width = 0 if lanes == "auto" else int(lanes)
+    if lanes == "auto" and is_accelerator and num_levels == 1:
         width = plan.choose_lanes(num_steps, batch_size=batch_size, devices=count)
-    else:
-        width = 0
     return types.Execution(
         chunk=1 if width else min(chunk, per_device),
         mesh=mesh,

@@ -19,11 +19,6 @@ from models import own, stages
 def check_model(flag: str, model: types.Model, shape: tuple[int, ...]) -> None:
     """Refuses a model of the registry that cannot take the examples.
 
-    Args:
-        flag: What names it, for the error.
-        model: Of any number of classes.
-        shape: Of one example.
-
     Raises:
         ValueError: it does not fit.
     """
@@ -43,11 +38,7 @@ def check_model(flag: str, model: types.Model, shape: tuple[int, ...]) -> None:
 
 
 def check_own(
-    flag: str,
-    model: types.Model,
-    num_classes: int,
-    width: float,
-    examples: np.ndarray,
+    flag: str, model: types.Model, num_classes: int, width: float, examples: np.ndarray
 ) -> None:
     """Refuses a model of a user's own modules that gives no logits of all classes.
 
@@ -118,10 +109,9 @@ def check_points(
     Raises:
         ValueError: one line, also what the algorithm refuses of a point.
     """
-    facts = []
-    for point in points if line else ():
-        made = entry.make(dataclasses.replace(hparams, **point), task)
-        facts.append((made.plans, made.peers, made.messages))
+    each = [dataclasses.replace(hparams, **point) for point in points if line]
+    every = [entry.make(one, task) for one in each]
+    facts = [(made.plans, made.peers, made.messages) for made in every]
     if any(one != facts[0] for one in facts):
         raise ValueError(
             f"--sweep={line}: its points have other plans, peers or messages; from "

@@ -11,7 +11,7 @@ import numpy as np
 from data import dataset, loaders
 from fedjax_pfl import types
 from launch.config import registry, resolve, schema, sweep
-from launch.run import devices, memory, processes
+from launch.run import devices, processes
 from models import own
 
 
@@ -27,16 +27,18 @@ class Settings(NamedTuple):
         own_models: Models that are not in the registry, by name.
         own_sha256: Of what a user wrote: an edited model is another run.
         examples_sha256: Of the data set before its images were fitted.
+        source_hash: Of `source`; a copy may be fed more.
     """
 
     entry: Any
     config: schema.Config
     hparams: Any
     source: dataset.Dataset
-    public: np.ndarray | None = None
-    own_models: Mapping[str, types.Model] = {}
-    own_sha256: str = ""
-    examples_sha256: str = ""
+    public: np.ndarray | None
+    own_models: Mapping[str, types.Model]
+    own_sha256: str
+    examples_sha256: str
+    source_hash: Any
 
 
 def settled(**given: Any) -> Settings:
@@ -55,30 +57,38 @@ def settled(**given: Any) -> Settings:
         source = loaders.load(config.dataset, config.data_dir)
     if config.rotate_classes > 1:
         source = dataset.rotated(source, config.rotate_classes)
-    examples = hashlib.sha256(np.ascontiguousarray(source.image).data)
-    examples.update(np.ascontiguousarray(source.label).data)
+    examples = sha256(source.image, source.label)
     config = resolve.resolve(config, source, given)
     resolve.check(config, own_models)
-    memory.check_images(vars(config), source.image)
-    source = dataset.fitted(source, config.image_size, config.image_channels)
+    fitted = dataset.fitted(source, config.image_size, config.image_channels)
+    same = fitted is source
+    source_hash = examples if same else sha256(fitted.image, fitted.label)
+    source = fitted
     if config.rotate_classes > 1 and config.partition in ("cdkt", "cdkt_paper"):
         raise ValueError(
             f"--rotate_classes={config.rotate_classes}: --partition={config.partition} "
             "gives users of the data's own classes; take another partition"
         )
-    public = None
-    if config.public_set != "none":
-        public = _public_images(config, source)
+    wants_public = config.public_set != "none"
     return Settings(
-        registry.algorithm(given.get("algo", config.algo)),
-        config,
-        hparams,
-        source,
-        public,
-        own_models,
-        own_sha256,
-        examples.hexdigest(),
+        entry=registry.algorithm(given.get("algo", config.algo)),
+        config=config,
+        hparams=hparams,
+        source=source,
+        public=_public_images(config, source) if wants_public else None,
+        own_models=own_models,
+        own_sha256=own_sha256,
+        examples_sha256=examples.hexdigest(),
+        source_hash=source_hash,
     )
+
+
+def sha256(*arrays: Any) -> Any:
+    """The hash of what arrays hold, one after another; it may be fed more."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    return digest
 
 
 # Of one process: where it is, and what it has on its own disk.
@@ -123,8 +133,7 @@ def _named(
         given["sweep"] = sweep.text(given["sweep"])
     if "lanes" in given:
         given["lanes"] = str(given["lanes"])
-    arrays = given.get("dataset", "")
-    if not isinstance(arrays, str):
+    if not isinstance(arrays := given.get("dataset", ""), str):
         if not isinstance(arrays, (tuple, list)) or len(arrays) not in (2, 3):
             raise ValueError(
                 "dataset: expected a name, or arrays (x, y) or (x, y, client), got a "

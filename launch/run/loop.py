@@ -41,12 +41,7 @@ class Listener:
         return contextlib.nullcontext()
 
     def on_call(self, run: Run, records: Records) -> None:
-        """After a call.
-
-        Args:
-            run: As it is now.
-            records: What was measured now; empty where nothing was due.
-        """
+        """After a call; `records` are empty where nothing was due to be measured."""
 
     def on_done(self, run: Run) -> None:
         """After the last call, unless an error ended it."""
@@ -71,11 +66,7 @@ def run(
 ) -> bool:
     """Advances, measures and tells, until a round or a signal; whether it came there.
 
-    Args:
-        run: What is run.
-        listeners: Are told in this order.
-        stop: Asked after every call.
-        until: Rounds done in the end; None = all.
+    Listeners are told in their order, and `stop` is asked after every call.
     """
     until = run.config.rounds if until is None else until
     every = max((one.every for one in listeners), default=0)

@@ -28,17 +28,9 @@ SUFFIXES = (".msgpack", ".npz")
 
 
 def write(
-    path: Any,
-    model: types.Model,
-    variables: types.Variables,
-    normal: Mapping[str, Any],
+    path: Any, model: types.Model, variables: types.Variables, normal: Mapping[str, Any]
 ) -> pathlib.Path:
-    """Writes a model to a file, at once.
-
-    Args:
-        path: Ends in one of `SUFFIXES`.
-        model, variables: The model.
-        normal: `mean` and `scale`.
+    """Writes a model to a file, at once; `normal` are its `mean` and `scale`.
 
     Raises:
         ValueError: a path with another suffix, or a folder.
@@ -133,18 +125,13 @@ def starting(
                 "of a run that did not diverge"
             )
     # An npz file has no empty dictionaries: a stage without parameters is not in it.
-    parts = [_parts(stages.get(name, {})) for name in model.stage_names]
-    saved = types.Variables(
-        tuple(
-            {part: own.get("params", {}) for part, own in stage.items()}
-            for stage in parts
-        ),
-        tuple(
-            {part: own["stats"] for part, own in stage.items() if "stats" in own}
-            for stage in parts
-        ),
-    )
-    return _from(saved, model)
+    held = [stages.get(name, {}) for name in model.stage_names]
+    parts = [stage if "exit" in stage else {"trunk": stage} for stage in held]
+    params = [{n: own.get("params", {}) for n, own in one.items()} for one in parts]
+    stats = [
+        {n: own["stats"] for n, own in one.items() if "stats" in own} for one in parts
+    ]
+    return _from(types.Variables(tuple(params), tuple(stats)), model)
 
 
 def _check_input(
@@ -154,9 +141,6 @@ def _check_input(
 
     By more than .3 of what a number spreads, on average over all numbers that have a
     mean of their own; constants of other rows of the same data differ by less.
-
-    Raises:
-        ValueError: one line.
     """
     if not {"mean", "scale"} <= told.keys():
         return
@@ -214,23 +198,12 @@ def _arrays(tree: Any) -> Any:
     return np.asarray(tree)
 
 
-def _parts(stage: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A stage of a file by part."""
-    return stage if "exit" in stage else {"trunk": stage}
-
-
 def _difference(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     """The first array in which two nested dictionaries differ, "" if in none."""
-    wanted, found = (
-        {
-            path: list(np.shape(leaf))
-            for path, leaf in traverse_util.flatten_dict(tree, sep="/").items()
-        }
-        for tree in (wanted, found)
-    )
+    flat = [traverse_util.flatten_dict(tree, sep="/") for tree in (wanted, found)]
+    wanted, found = ({k: list(np.shape(v)) for k, v in one.items()} for one in flat)
     for path in [*wanted, *found]:
         if wanted.get(path) != found.get(path):
-            return f"{path} is {found.get(path, 'missing')}, expected " + str(
-                wanted.get(path, "nothing of that name")
-            )
+            expected = wanted.get(path, "nothing of that name")
+            return f"{path} is {found.get(path, 'missing')}, expected {expected}"
     return ""

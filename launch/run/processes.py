@@ -144,18 +144,13 @@ def _as_many_threads(count: int) -> None:
     rounds otherwise with another number. A user's choice stands.
     """
     flag = r"--xla_force_host_platform_device_count=(\d+)"
-    found = re.search(flag, os.environ.get("XLA_FLAGS", ""))
-    if found:
+    if found := re.search(flag, os.environ.get("XLA_FLAGS", "")):
         threads = max(os.cpu_count() or 1, count * int(found[1]))
         os.environ.setdefault("NPROC", str(threads))
 
 
 def _probe(flag: str, host: str, port: int, index: int) -> None:
-    """Whether process 0 can listen there, or does; else its runtime waits in vain.
-
-    Raises:
-        ValueError: one line.
-    """
+    """Refuses where process 0 cannot listen, or does not: its runtime would wait."""
     if index == 0:
         try:
             with socket.create_server(("", port)):
@@ -186,8 +181,10 @@ def _first_line(line: str) -> Iterator[Callable[[str], None]]:
     Gives a function that replaces the line and stays in force.
     """
     ours = os.dup(2)
-    if sys.stderr is not None and _descriptor(sys.stderr) == 2:
-        sys.stderr = os.fdopen(os.dup(ours), "w", buffering=1)
+    # A notebook's stderr has no descriptor.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if sys.stderr.fileno() == 2:
+            sys.stderr = os.fdopen(os.dup(ours), "w", buffering=1)
 
     def watch(line: str) -> None:
         read, write = os.pipe()
@@ -204,13 +201,6 @@ def _first_line(line: str) -> Iterator[Callable[[str], None]]:
     except BaseException:
         os.dup2(ours, 2)
         raise
-
-
-def _descriptor(file: Any) -> int:
-    try:
-        return file.fileno()
-    except (OSError, ValueError, AttributeError):
-        return -1
 
 
 def _lost(reason: str = "") -> str:
@@ -274,9 +264,6 @@ def reaching() -> Iterator[None]:
 def meet(what: str) -> None:
     """Waits until all processes are here.
 
-    Args:
-        what: What only all together can do, for the error.
-
     Raises:
         ValueError: the others did not come within `MEET_SECONDS`.
     """
@@ -300,50 +287,42 @@ def gathered(value: Any) -> list[Any]:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(len(text)))
-    padded = np.zeros(int(sizes.max()), np.uint8)
+    # A JSON text may end in blanks.
+    padded = np.full(int(sizes.max()), ord(" "), np.uint8)
     padded[: len(text)] = text
     texts = multihost_utils.process_allgather(padded)
-    return [
-        json.loads(one[:size].tobytes()) for one, size in zip(texts, sizes, strict=True)
-    ]
+    return [json.loads(one.tobytes()) for one in texts]
 
 
 def of_first(value: Any) -> Any:
     """A JSON-able value of process 0, in all of them."""
-    return gathered(value if is_first() else None)[0] if several() else value
+    return gathered(value if is_first() else None)[0]
 
 
 def on_first(act: Callable[[], Any]) -> Any:
     """What process 0 finds or does, or its error, in all of them.
-
-    Args:
-        act: Returns something JSON-able; run in process 0 alone.
 
     Raises:
         ValueError, OSError: as `act` raised it.
     """
     if not several():
         return act()
-    out: dict[str, Any] = {}
-    if is_first():
-        try:
-            out["done"] = act()
-        except (ValueError, OSError) as error:
-            out["error"] = isinstance(error, ValueError), str(error)
-    out = of_first(out)
-    if "error" in out:
-        is_value, text = out["error"]
-        raise (ValueError if is_value else OSError)(text)
-    return out["done"]
+    done, kind, line = None, "", ""
+    try:
+        done = act() if is_first() else None
+    except (ValueError, OSError) as error:
+        kind, line = (
+            "ValueError" if isinstance(error, ValueError) else "OSError",
+            str(error),
+        )
+    done, kind, line = of_first((done, kind, line))
+    if kind:
+        raise {"ValueError": ValueError, "OSError": OSError}[kind](line)
+    return done
 
 
 def arrays_of_first(arrays: Any, template: Any) -> Any:
-    """A pytree of arrays of process 0, in all of them, on the host; leaf by leaf.
-
-    Args:
-        arrays: In process 0; others give None.
-        template: Shapes of it.
-    """
+    """A pytree of arrays of process 0, in all of them, on the host; leaf by leaf."""
     if not several():
         return arrays
     like, structure = jax.tree.flatten(template)
@@ -353,9 +332,8 @@ def arrays_of_first(arrays: Any, template: Any) -> Any:
         is_key = jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key)
         if is_key:
             leaf = None if leaf is None else jax.random.key_data(leaf)
-            like = jax.eval_shape(
-                jax.random.key_data, jax.ShapeDtypeStruct(like.shape, like.dtype)
-            )
+            shape = jax.ShapeDtypeStruct(like.shape, like.dtype)
+            like = jax.eval_shape(jax.random.key_data, shape)
         if leaf is None:
             leaf = np.zeros(like.shape, like.dtype)
         # As bits, so that 64-bit numbers pass where jax has none.
@@ -367,17 +345,8 @@ def arrays_of_first(arrays: Any, template: Any) -> Any:
     return structure.unflatten(map(one, sent, like))
 
 
-def any_signal(number: int) -> int:
-    """The largest of all processes' numbers."""
-    return max(gathered(number)) if several() else number
-
-
 def check_equal(values: Mapping[str, Any], hint: str) -> None:
     """Refuses processes of one run that were given different things.
-
-    Args:
-        values: Texts by name.
-        hint: What to do about it.
 
     Raises:
         ValueError: one line, the same in all processes.

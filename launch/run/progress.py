@@ -69,7 +69,7 @@ class Progress(Listener):
         """What was measured, if anything was; once the loss of the first rounds."""
         shown = self._headline(records, run.points) if records else _loss(run)
         # Not every call: one line after the first round, then where it was evaluated.
-        is_new = bool(shown) and (bool(records) or not self._has_shown)
+        is_new = shown and (records or not self._has_shown)
         if self._bar is not None:
             self._bar.update(run.round - self._bar.n)
             if is_new:
@@ -121,11 +121,7 @@ class Divergence(Listener):
 
 
 def shown(headline: Callable[..., dict[str, str]] | None) -> list[Listener]:
-    """Progress, and what is warned about: in the first of several processes.
-
-    Args:
-        headline: Of `Progress`; None = only warnings.
-    """
+    """Warnings, and progress if it has headlines: in the first of several processes."""
     if not processes.is_first():
         return []
     return [Divergence(), *([Progress(headline)] if headline is not None else [])]

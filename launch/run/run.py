@@ -43,9 +43,9 @@ class Run:
         window: tuple[int, ...],
         data_sha256: str,
         split_sha256: str,
-        own_sha256: str = "",
-        examples_sha256: str = "",
-        points: Sequence[sweep.Point] = ({},),
+        own_sha256: str,
+        examples_sha256: str,
+        points: Sequence[sweep.Point],
     ):
         self.config, self.hparams, self.task = config, hparams, task
         self.program, self.data, self.planner = program, data, planner
@@ -133,9 +133,8 @@ class Run:
                 record["diverged"] = int(self.totals.diverged[index])
             records.append(record | {"seconds": round(self.totals.seconds, 3)})
             if accuracies is not None and self.round in self.window:
-                self.client_accuracies[index, self.window.index(self.round)] = (
-                    accuracies
-                )
+                slot = self.window.index(self.round)
+                self.client_accuracies[index, slot] = accuracies
         self.metrics += records
         return records
 
@@ -238,13 +237,11 @@ class Run:
         Raises:
             ValueError: there is no such seed or point.
         """
-        number = 0
-        if point is not None:
-            if dict(point) not in self.points:
-                known = ", ".join(map(str, self.points[:4]))
-                raise ValueError(f"point={point}: expected one of {known}, ...")
-            number = self.points.index(dict(point))
-        return self.seed_index(seed) * len(self.points) + number
+        point = self.points[0] if point is None else dict(point)
+        if point not in self.points:
+            known = ", ".join(map(str, self.points[:4]))
+            raise ValueError(f"point={point}: expected one of {known}, ...")
+        return self.seed_index(seed) * len(self.points) + self.points.index(point)
 
     def seed_index(self, seed: int | None) -> int:
         """Where a seed stands; the first where None is given.
@@ -267,10 +264,10 @@ class Run:
             window, rule = (self.metrics[-1]["round"],), "last"
         parts = [self._numbers_of(point, window, rule) for point in self.points]
         totals, seconds = self.totals, max(self.totals.seconds, 1e-9)
-        state = self.simulation.joined
+        state, how = self.simulation.joined, self.task.execution
         return {
             # Of a sweep its points by themselves: no mean over them says anything.
-            **(parts[0] if not self.config.sweep else {"metrics": {}, "sweep": parts}),
+            **({"metrics": {}, "sweep": parts} if self.config.sweep else parts[0]),
             "diverged": self.diverged(),
             "rounds": self.round,
             "summary": rule,
@@ -290,21 +287,18 @@ class Run:
             },
             "backend": jax.default_backend(),
             "device": devices.name(),
-            "num_devices": self.task.execution.mesh.size
-            if self.task.execution.mesh
-            else 1,
-            "client_chunk": self.task.execution.chunk,
-            "lanes": self.task.execution.lanes,
+            "num_devices": how.mesh.size if how.mesh else 1,
+            "client_chunk": how.chunk,
+            "lanes": how.lanes,
         }
 
     def _numbers_of(
         self, point: sweep.Point, window: Sequence[int], rule: str
     ) -> dict[str, Any]:
         """What a summary says of one point of a sweep, or of a run without one."""
-        records = sweep.of_point(self.metrics, point)
-        metrics = summaries.summarize(records, self.seeds, window, rule, self.round)
-        ended = (self.round,)
-        last = summaries.summarize(records, self.seeds, ended, "last", self.round)
+        found = sweep.of_point(self.metrics, point), self.seeds
+        metrics = summaries.summarize(*found, window, rule, self.round)
+        last = summaries.summarize(*found, (self.round,), "last", self.round)
         numbers = {name for name, is_one in self.fractions.items() if not is_one}
         out = {
             "metrics": metrics,
@@ -321,8 +315,7 @@ class Run:
         None = all of them were. Accuracies behind it are of the class that the argmax
         of nan gives.
 
-        Args:
-            point: Of a sweep; None = any of them.
+        Of a sweep those of one point, or of any.
         """
         rounds = self.totals.diverged
         if point is not None:

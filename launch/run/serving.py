@@ -95,18 +95,12 @@ class Serving(NamedTuple):
     def _logits(self, images: Any) -> np.ndarray:
         """The served logits f32[N, Y] of raw images."""
         images = self._checked(np.asarray(images))
-        parts = [
-            _forward(self.model, self.variables, self.data.mean, self.data.scale, part)
-            for part in np.split(images, range(BATCH, len(images), BATCH))
-        ]
-        return np.concatenate([np.asarray(part) for part in parts])
+        fixed = self.model, self.variables, self.data.mean, self.data.scale
+        parts = np.split(images, range(BATCH, len(images), BATCH))
+        return np.concatenate([np.asarray(_forward(*fixed, part)) for part in parts])
 
     def _checked(self, images: np.ndarray) -> np.ndarray:
-        """Images as the table has them.
-
-        Raises:
-            ValueError: they cannot be that.
-        """
+        """Images as the table has them."""
         shape, kind = self.data.image.shape[1:], self.data.image.dtype
         if images.shape[1:] != shape and images.ndim == len(shape) + 1:
             raw = dataset.Dataset(images, np.zeros(len(images)), 0, 0)
@@ -162,6 +156,7 @@ def _found(
     data: types.Data,
     index: int,
 ) -> tuple[types.Model, types.Variables]:
+    """The model, in the state of one variant and the data of the seed at `index`."""
     algorithm, name = run.program.algorithm, run.config.algo
     if client_id is None:
         if algorithm.server is None:

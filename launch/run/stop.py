@@ -17,12 +17,7 @@ class Stop:
     """
 
     def __init__(self, twice_interrupts: bool = True) -> None:
-        """Forgets nothing and catches nothing yet.
-
-        Args:
-            twice_interrupts: A second SIGINT raises KeyboardInterrupt at once: right
-                where the process ends with it.
-        """
+        """Where the process ends with it a second SIGINT may interrupt at once."""
         self.signal: int | None = None
         self._noted = 0
         self.twice_interrupts = twice_interrupts
@@ -41,7 +36,7 @@ class Stop:
 
     def agree(self) -> None:
         """With several processes: a signal that one of them got is everybody's now."""
-        self.signal = processes.any_signal(self._noted) or None
+        self.signal = max(processes.gathered(self._noted)) or None
 
     def __bool__(self) -> bool:
         return self.signal is not None

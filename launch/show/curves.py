@@ -30,10 +30,6 @@ def later(records: Sequence[Mapping[str, Any]], name: str) -> list[float] | None
 
     Of round 0 a decentralised method tells nothing: its clients start from one model.
 
-    Args:
-        records: Of all rounds and seeds.
-        name: Of the metric.
-
     Returns:
         None where a round was not evaluated, or has no such metric.
     """
@@ -91,13 +87,7 @@ def with_later(done: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 def until(
     records: Sequence[Mapping[str, Any]], metric: str, goals: Sequence[float]
 ) -> list[float]:
-    """Megabytes sent when a metric first is at its goal, of each seed; nan = never.
-
-    Args:
-        records: Of all seeds.
-        metric: Name.
-        goals: One for each seed, in their order.
-    """
+    """Megabytes sent when a metric first is at its goal, of each seed; nan = never."""
     out = []
     for curve, goal in zip(of_seeds(records), goals, strict=True):
         there = [_megabytes(r) for r in curve if r.get(metric, -1.0) >= goal]

@@ -180,15 +180,12 @@ def draw_curve(
 
 def partitions(runs: Sequence[Record]) -> list[tuple[list[int], np.ndarray]]:
     """Train examples [client, class] of the first seed, and which runs have them."""
-    out: list[tuple[list[int], np.ndarray]] = []
+    found: dict[Any, tuple[list[int], np.ndarray]] = {}
     for number, run in enumerate(runs):
         counts = run.clients["class_counts"][0]
-        same = [numbers for numbers, other in out if np.array_equal(counts, other)]
-        if same:
-            same[0].append(number)
-        else:
-            out.append(([number], counts))
-    return out
+        key = counts.shape, counts.tobytes()
+        found.setdefault(key, ([], counts))[0].append(number)
+    return list(found.values())
 
 
 def draw_bubbles(axes: Any, counts: np.ndarray, scale: float, **style: Any) -> None:
@@ -234,7 +231,6 @@ def bubbles(runs: Sequence[Record], names: Sequence[str]) -> Figure:
     figure, panels = _panels(len(shown), width=max(3.6, 0.14 * longest), height=3.2)
     largest = max(int(counts.max()) for *_, counts in shown)
     scale = 160 / largest
-
     for axes, (run, name, counts) in zip(panels, shown, strict=True):
         draw_bubbles(axes, counts, scale)
         alphas = {other.flags.get("partition_alpha") for other, *_ in shown}
@@ -245,12 +241,8 @@ def bubbles(runs: Sequence[Record], names: Sequence[str]) -> Figure:
         axes.margins(0.04)
     nice = [step * 10**power for power in range(7) for step in (1, 2, 5)]
     steps = [step for step in nice if step <= largest][-1:-7:-3][::-1]
-    handles = [
-        panels[0].scatter(
-            [], [], s=scale * step, color="tab:blue", alpha=0.7, linewidths=0
-        )
-        for step in steps
-    ]
+    style = {"color": "tab:blue", "alpha": 0.7, "linewidths": 0}
+    handles = [panels[0].scatter([], [], s=scale * step, **style) for step in steps]
     figure.legend(
         handles,
         [f"{step}" for step in steps],
@@ -314,15 +306,14 @@ def draw_heatmap(axes: Any, runs: Sequence[Record], metric: str) -> None:
 
 def _data(runs: Sequence[Record]) -> str:
     """The data set, and the partition where all runs share it."""
+    names = ["dataset", "partition"]
+    if all("dirichlet" in run.flags["partition"] for run in runs):
+        names.append("partition_alpha")
     parts = []
-    for name in ("dataset", "partition", "partition_alpha"):
+    for name in names:
         values = {run.flags.get(name) for run in runs}
-        if len(values) == 1:
-            value = values.pop()
-            if name != "partition_alpha":
-                parts.append(str(value))
-            elif all("dirichlet" in run.flags["partition"] for run in runs):
-                parts.append(f"alpha {value}")
+        word = "alpha " * (name == "partition_alpha")
+        parts += [f"{word}{value}" for value in values if len(values) == 1]
     return _unformatted(", ".join(parts))
 
 

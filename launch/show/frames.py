@@ -28,16 +28,12 @@ def partition_counts(run: Run, seed: int | None) -> pandas.DataFrame:
     """Train examples of each client (lines) and class (columns)."""
     import pandas
 
-    counts = finished.class_counts(run)[run.seed_index(seed)]
-    frame = pandas.DataFrame(counts)
+    frame = pandas.DataFrame(finished.class_counts(run)[run.seed_index(seed)])
     return frame.rename_axis(index="client", columns="class")
 
 
 def plot(
-    experiments: Sequence[Run],
-    kind: str,
-    metric: str,
-    names: Sequence[str] = (),
+    experiments: Sequence[Run], kind: str, metric: str, names: Sequence[str] = ()
 ) -> Any:
     """A picture of `launch.plot` of experiments in memory, with names if they have any.
 
@@ -48,25 +44,17 @@ def plot(
 
     every = [_runs(experiment) for experiment in experiments]
     runs = [run for one in every for run in one]
-    names = [
-        sweep.label(run.point, name)
-        for name, one in zip(names, every, strict=bool(names))
-        for run in one
-    ]
-    return figures.picture(kind, runs, metric, names)
+    return figures.picture(kind, runs, metric, record.names_by_point(every, names))
 
 
 def _runs(run: Run) -> list[record.Record]:
     """A run in memory as that of a folder is read."""
     if not run.metrics:
         raise ValueError("nothing is measured yet; run() first")
-    found = record.Record(
-        pathlib.Path(run.config.workdir),
-        flagfile.RunFlags.of(run.config, run.hparams).options,
-        run.metrics,
-        finished.clients(run),
-        fractions=run.fractions,
-    )
+    path = pathlib.Path(run.config.workdir)
+    told = flagfile.RunFlags.of(run.config, run.hparams).options
+    clients = finished.clients(run)
+    found = record.Record(path, told, run.metrics, clients, fractions=run.fractions)
     return record.by_point(found)
 
 

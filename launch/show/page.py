@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 import algorithms
 from data import loaders
-from launch.config import flagfile, schema, sweep
+from launch.config import flagfile, schema
 from launch.folder import finished, record
 from launch.run import summaries
 from launch.show import figures, sheets, words
@@ -62,22 +62,13 @@ def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Ent
         ValueError: one holds no finished run, or a damaged one.
     """
     found = [record.by_point(record.read(folder)) for folder in folders]
-    # A name of a folder is that of all of its points.
-    names = [
-        sweep.label(run.point, name)
-        for name, points in zip(names, found, strict=bool(names))
-        for run in points
-    ]
     runs = [run for points in found for run in points]
     for run in runs:
         if run.summary is None:
             raise ValueError(f"{run.path} holds no finished run")
-    return [
-        Entry(name, COLORS[number % len(COLORS)], run)
-        for number, (name, run) in enumerate(
-            zip(names or record.labels(runs), runs, strict=True)
-        )
-    ]
+    names = record.names_by_point(found, names) or record.labels(runs)
+    colors = [COLORS[number % len(COLORS)] for number in range(len(runs))]
+    return [Entry(*one) for one in zip(names, colors, runs, strict=True)]
 
 
 def page(
@@ -100,18 +91,10 @@ def page(
     """
     (metric,) = figures.metrics_of([entry.run for entry in entries], "")
     base = _control(entries, control)
-    metrics = _metrics(entries)
-    has_last = _has_last(entries, metric)
-    rows = _rows(entries, metrics, metric, base, has_last)
-    heads = [words.title(name) for name in metrics] + ["MB in all"]
-    if has_last:
-        heads.insert(metrics.index(metric) + 1, "in the last round")
-    if len(entries) > 1:
-        heads.insert(metrics.index(metric) + 1, f"against {base.name}")
-    names = dict.fromkeys(n for entry in entries for n in entry.run.flags)
+    columns = _columns(entries, metric, base)
     told = [entry.run.flags for entry in entries]
-    same = [n for n in names if len({flag.get(n) for flag in told}) == 1]
-    silent = schema.names(schema.EXECUTION)
+    names = sorted(set().union(*told) - schema.names(schema.EXECUTION))
+    values = {name: [flag.get(name, "unset") for flag in told] for name in names}
     seeds = max(len(entry.run.clients["seeds"]) for entry in entries)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -124,15 +107,15 @@ def page(
         title=title or _title(entries),
         setting=_setting(entries),
         answer=" ".join([_answer(entries, metric, base), *_diverged(entries)]),
-        heads=heads,
+        heads=[head for head, _ in columns],
         runs=[
             {
                 "name": figures.named(entry.run, entry.name),
                 "color": entry.color,
-                "cells": cells,
+                "cells": [cells[number] for _, cells in columns],
                 "speed": _speed(entry.summary),
             }
-            for entry, cells in zip(entries, rows, strict=True)
+            for number, entry in enumerate(entries)
         ],
         legend=(
             f"Percent{f', mean ± standard deviation of {seeds} seeds' * (seeds > 1)}"
@@ -141,12 +124,8 @@ def page(
         ),
         tables=tables,
         sections=_sections(entries, metric),
-        differing=[
-            (name, [flag.get(name, "unset") for flag in told])
-            for name in sorted(names)
-            if name not in same and name not in silent
-        ],
-        same=[f"--{n}={told[0][n]}" for n in sorted(same) if n not in silent],
+        differing=[(n, every) for n, every in values.items() if len(set(every)) > 1],
+        same=[f"--{n}={v[0]}" for n, v in values.items() if len(set(v)) == 1],
         commands=list(dict.fromkeys(_command_of(entry.run) for entry in entries)),
     )
 
@@ -162,7 +141,7 @@ def _control(entries: Sequence[Entry], wanted: str) -> Entry:
 
 
 def _metrics(entries: Sequence[Entry]) -> list[str]:
-    """The shares that any run has, in the vocabulary's order."""
+    """The fractions that any run has, in the vocabulary's order."""
     found = dict.fromkeys(
         name
         for entry in entries
@@ -171,63 +150,52 @@ def _metrics(entries: Sequence[Entry]) -> list[str]:
         and not summaries.is_number(entry.summary, name)
         and name != "client_accuracy_pooled"
     )
-    order = list(words.METRICS)
-    return sorted(
-        found, key=lambda name: order.index(name) if name in order else len(order)
-    )
+    order = dict.fromkeys([*words.METRICS, *found])
+    return [name for name in order if name in found]
 
 
-def _rows(
-    entries: Sequence[Entry],
-    metrics: Sequence[str],
-    metric: str,
-    base: Entry,
-    has_last: bool,
-) -> list[list[Cell]]:
-    """The table's cells, by run; with `has_last` the metric's last round too."""
-    sound, best = _sound(entries), {}
-    # Of a sweep's points none is the best, and of one run neither.
-    are_ranked = len(entries) > 1 and not _is_sweep(entries)
-    for name in metrics:
-        means = [
-            entry.summary["metrics"][name]["mean"]
-            for entry in sound
-            if name in entry.summary["metrics"]
-        ]
-        better = words.metric(name).better
-        if means and better:
-            best[name] = (min if better == "lower" else max)(means)
+def _columns(
+    entries: Sequence[Entry], metric: str, base: Entry
+) -> list[tuple[str, list[Cell]]]:
+    """The table: each column's head and its cells, one for each run."""
     out = []
-    for entry in entries:
-        cells = []
-        for name in metrics:
-            one = entry.summary["metrics"].get(name)
-            if one is None:
-                cells.append(Cell("–"))
-            else:
-                is_best = are_ranked and one["mean"] == best.get(name)
-                is_sound = any(entry is other for other in sound)
-                cells.append(Cell(words.mean_and_std(one), is_best and is_sound))
-            if name == metric and len(entries) > 1:
-                cells.append(_against(entry, base, metric))
-            if name == metric and has_last:
-                last = entry.summary.get("last_round", {}).get(metric)
-                cells.append(Cell(words.mean_and_std(last) if last else "–"))
-        sent = sum(
-            entry.summary["metrics"].get(f"bytes_{way}", {"mean": 0})["mean"]
-            for way in ("up", "down")
-        )
-        out.append([*cells, Cell(f"{sent / 1e6:,.1f}")])
-    return out
-
-
-def _has_last(entries: Sequence[Entry], metric: str) -> bool:
-    """Whether a metric's last round is another number than its summary."""
-    return any(
-        entry.summary["summary"] != "last"
-        and metric in entry.summary.get("last_round", {})
+    for name in _metrics(entries):
+        out.append((words.title(name), _cells(entries, name)))
+        if name == metric and len(entries) > 1:
+            cells = [_against(entry, base, metric) for entry in entries]
+            out.append((f"against {base.name}", cells))
+        # Where a summary is of the last round alone it says the same.
+        last = [entry.summary.get("last_round", {}).get(metric) for entry in entries]
+        rules = [entry.summary["summary"] for entry in entries]
+        if name == metric and any(
+            one and rule != "last" for one, rule in zip(last, rules, strict=True)
+        ):
+            cells = [Cell(words.mean_and_std(one) if one else "–") for one in last]
+            out.append(("in the last round", cells))
+    bytes_of = [
+        [entry.summary["metrics"].get(f"bytes_{way}") for way in ("up", "down")]
         for entry in entries
-    )
+    ]
+    sent = [sum(one["mean"] for one in both if one) for both in bytes_of]
+    return [*out, ("MB in all", [Cell(f"{one / 1e6:,.1f}") for one in sent])]
+
+
+def _cells(entries: Sequence[Entry], name: str) -> list[Cell]:
+    """A metric of each run; the best of those that did not diverge is marked."""
+    found = [entry.summary["metrics"].get(name) for entry in entries]
+    sound = [one for one in _sound(entries) if name in one.summary["metrics"]]
+    better, best = words.metric(name).better, None
+    # Of a sweep's points none is the best, and of one run neither.
+    if sound and better and len(entries) > 1 and not _is_sweep(entries):
+        means = [one.summary["metrics"][name]["mean"] for one in sound]
+        best = (min if better == "lower" else max)(means)
+    return [
+        Cell(
+            words.mean_and_std(one) if one else "–",
+            bool(one) and one["mean"] == best and any(entry is s for s in sound),
+        )
+        for entry, one in zip(entries, found, strict=True)
+    ]
 
 
 def _gap(entry: Entry, base: Entry, metric: str) -> np.ndarray | None:
@@ -256,12 +224,9 @@ def _rules(entries: Sequence[Entry]) -> str:
     rules = dict.fromkeys(
         entry.summary.get("summary_of", entry.summary["summary"]) for entry in entries
     )
-    counts = [len(entry.run.clients["seeds"]) for entry in entries]
-    fewer = [
-        f"{entry.name} {count}"
-        for entry, count in zip(entries, counts, strict=True)
-        if count < max(counts)
-    ]
+    counts = [(entry.name, len(entry.run.clients["seeds"])) for entry in entries]
+    most = max(count for _, count in counts)
+    fewer = [f"{name} {count}" for name, count in counts if count < most]
     text = f", {' or '.join(rules)}"
     if fewer:
         text += (
@@ -289,7 +254,7 @@ def _is_sweep(entries: Sequence[Entry]) -> bool:
 
 def _title(entries: Sequence[Entry]) -> str:
     algos = list(dict.fromkeys(entry.run.flags["algo"] for entry in entries))
-    told = ", ".join(algos[:4]) + (" and others" if len(algos) > 4 else "")
+    told = ", ".join(algos[:4]) + " and others" * (len(algos) > 4)
     data = ", ".join(dict.fromkeys(e.run.flags["dataset"] for e in entries))
     if len(entries) == 1:
         return f"{told} on {data}"
@@ -309,7 +274,7 @@ def _setting(entries: Sequence[Entry]) -> str:
     text += f"{told('rounds')} rounds, partition {told('partition')}"
     if "dirichlet" in told("partition"):
         text += f" (alpha {told('partition_alpha')})"
-    text = f"{text}, model {told('model')}."
+    text += f", model {told('model')}."
     if " or " in told("summary"):
         text += f" The runs' summaries differ: {told('summary')} (--summary)."
     return text
@@ -321,21 +286,15 @@ def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
         (entry for entry in _sound(entries) if metric in entry.summary["metrics"]),
         key=lambda entry: -entry.summary["metrics"][metric]["mean"],
     )
+    means = [words.mean_and_std(one.summary["metrics"][metric]) for one in ranked]
     if _is_sweep(entries):
-        means = [
-            words.mean_and_std(e.summary["metrics"][metric])
-            for e in (ranked[-1], ranked[0])
-        ]
         return (
-            f"Its {len(entries)} points have {means[0]} to {means[1]} % "
+            f"Its {len(entries)} points have {means[-1]} to {means[0]} % "
             f"({words.title(metric)}) on test rows. To choose a point by these would "
             "be to train on them; rows of validation come later."
         )
     best = ranked[0]
-    text = (
-        f"{best.name} reaches {words.mean_and_std(best.summary['metrics'][metric])} % "
-        f"({words.title(metric)})"
-    )
+    text = f"{best.name} reaches {means[0]} % ({words.title(metric)})"
     if len(ranked) == 1:
         return f"{text}."
     other = base if base in ranked and best is not base else ranked[1]
@@ -355,11 +314,8 @@ def _sound(entries: Sequence[Entry]) -> list[Entry]:
 
 def _diverged(entries: Sequence[Entry]) -> list[str]:
     """A sentence about the runs whose numbers are none."""
-    names = [
-        figures.named(entry.run, entry.name)
-        for entry in entries
-        if record.diverged(entry.run) is not None
-    ]
+    bad = [entry for entry in entries if record.diverged(entry.run) is not None]
+    names = [figures.named(entry.run, entry.name) for entry in bad]
     told = f"{', '.join(names)}: losses or parameters are no finite numbers from there "
     return [f"{told}on, and the accuracies say nothing."] if names else []
 
@@ -392,62 +348,52 @@ def _speed(summary: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _section(
+    title: str, figures: Sequence[Any], note: str = "", has_legend: bool = True
+) -> dict[str, Any]:
+    """A part of the page: pictures under a title, and the runs' colours."""
+    names = ("title", "figures", "note", "has_legend")
+    return dict(zip(names, (title, figures, note, has_legend), strict=True))
+
+
 def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
     """The page's pictures."""
     title = words.title(metric)
-    by_x = (
-        ("round", lambda row: row["round"], "rounds done", "Over rounds."),
+    runs = [entry.run for entry in entries]
+    places = [
+        ("rounds done", lambda row: row["round"], "Over rounds."),
         (
-            "bytes",
-            lambda row: (row["bytes_up"] + row["bytes_down"]) / 1e6,
             "MB sent, both ways",
+            lambda row: (row["bytes_up"] + row["bytes_down"]) / 1e6,
             "Over messages: what accuracy costs in bytes.",
         ),
         (
-            "seconds",
-            lambda row: row["seconds"],
             "seconds of training",
+            lambda row: row["seconds"],
             "Over seconds of training on this machine, without compilation.",
         ),
-    )
-    rows = [row for entry in entries for row in entry.run.records]
-    curves = []
-    for key, place, label, caption in by_x:
-        if key == "bytes" and not any(row.get("bytes_up") for row in rows):
-            continue
-        figure, axes = _figure(label, f"{title}, %")
-        for entry in entries:
-            _curve(axes, entry, metric, place, scale=100)
-        curves.append({"svg": _svg(figure), "caption": caption})
-    sections = [{"title": title, "figures": curves, "note": "", "has_legend": True}]
-    runs = [entry.run for entry in entries]
+    ]
+    if not any(row.get("bytes_up") for run in runs for row in run.records):
+        del places[1]
+    curves = [
+        _curves(entries, metric, place, (label, f"{title}, %"), 100, caption)
+        for label, place, caption in places
+    ]
+    sections = [_section(title, curves), _clients(entries)]
     if figures.has_two_names(runs):
         figure, axes = _figure("", "")
         axes.grid(False)
         figures.draw_heatmap(axes, runs, metric)
-        shown = [{"svg": _svg(figure), "caption": f"{title}, %, by the summary rule."}]
-        sections.insert(
-            0, {"title": "Sweep", "figures": shown, "note": "", "has_legend": False}
-        )
-    sections.append(_clients(entries))
+        shown = _shown(figure, f"{title}, %, by the summary rule.")
+        sections.insert(0, _section("Sweep", [shown], has_legend=False))
     moving = _moving(entries)
     if moving:
-        sections.append(
-            {
-                "title": "What moves over rounds",
-                "figures": moving,
-                "note": "",
-                "has_legend": True,
-            }
-        )
+        sections.append(_section("What moves over rounds", moving))
     shown = _bubbles(entries)
     note = "Train examples of each client and class, first seed."
     if len(shown) > 1:
         note += " The runs have different partitions."
-    sections.append(
-        {"title": "Partition", "figures": shown, "note": note, "has_legend": False}
-    )
-    return sections
+    return [*sections, _section("Partition", shown, note, has_legend=False)]
 
 
 def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
@@ -462,44 +408,29 @@ def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
         share = 100 * (1 - np.arange(len(values)) / len(values))
         axes.plot(values, share, color=entry.color, lw=1.6, drawstyle="steps-pre")
     axes.set(xlim=(0, 100), ylim=(0, 103))
-    figures = [
-        {
-            "svg": _svg(figure),
-            "caption": "Fairness: how many clients reach which accuracy.",
-        }
-    ]
+    shown = [_shown(figure, "Fairness: how many clients reach which accuracy.")]
     local = [entry for entry in known if entry.run.flags["algo"] == "local"]
-    others = [entry for entry in known if entry not in local]
-    note = ""
+    others = [entry for entry in known if entry.run.flags["algo"] != "local"]
     pairs = [(e, local[0]) for e in others if local and _is_same(e, local[0])]
-    if pairs:
-        figure, axes = _figure("alone (local), %", "with the method, %")
-        axes.plot([0, 100], [0, 100], color=INK, lw=0.8, alpha=0.5)
-        for entry, alone in pairs:
-            sides = [100 * record.accuracies(one.run).ravel() for one in (alone, entry)]
-            step = -(-len(sides[0]) // MAX_POINTS)
-            axes.scatter(
-                sides[0][::step],
-                sides[1][::step],
-                s=14,
-                color=entry.color,
-                alpha=0.6,
-                linewidths=0,
-            )
-        axes.set(xlim=(0, 103), ylim=(0, 103))
-        figures.append(
-            {
-                "svg": _svg(figure),
-                "caption": "What each client gains over its own local model: one dot a "
-                "client and seed, above the line it gains.",
-            }
-        )
-    else:
+    if not pairs:
         note = (
             "A run of --algo=local with the same preset and seeds beside these would "
             "show what each client gains."
         )
-    return {"title": "Clients", "figures": figures, "note": note, "has_legend": True}
+        return _section("Clients", shown, note)
+    figure, axes = _figure("alone (local), %", "with the method, %")
+    axes.plot([0, 100], [0, 100], color=INK, lw=0.8, alpha=0.5)
+    for entry, alone in pairs:
+        x, y = (100 * record.accuracies(one.run).ravel() for one in (alone, entry))
+        step = -(-len(x) // MAX_POINTS)
+        style = {"s": 14, "color": entry.color, "alpha": 0.6, "linewidths": 0}
+        axes.scatter(x[::step], y[::step], **style)
+    axes.set(xlim=(0, 103), ylim=(0, 103))
+    caption = (
+        "What each client gains over its own local model: one dot a client and seed, "
+        "above the line it gains."
+    )
+    return _section("Clients", [*shown, _shown(figure, caption)])
 
 
 def _is_same(one: Entry, other: Entry) -> bool:
@@ -518,19 +449,12 @@ def _moving(entries: Sequence[Entry]) -> list[dict[str, str]]:
     out = []
     for name in names:
         having = [e for e in entries if any(name in row for row in e.run.records)]
-        if not having:
-            continue
-        figure, axes = _figure("rounds done", words.title(name))
-        for entry in having:
-            _curve(axes, entry, name, lambda row: row["round"], scale=1)
-        out.append({"svg": _svg(figure), "caption": f"{_capital(name)}."})
+        if having:
+            title = words.title(name)
+            caption = f"{title[:1].upper()}{title[1:]}."
+            labels = ("rounds done", title)
+            out.append(_curves(having, name, lambda r: r["round"], labels, 1, caption))
     return out
-
-
-def _capital(metric: str) -> str:
-    """A metric's name at the beginning of a sentence."""
-    name = words.title(metric)
-    return name[:1].upper() + name[1:]
 
 
 def _bubbles(entries: Sequence[Entry]) -> list[dict[str, str]]:
@@ -538,28 +462,32 @@ def _bubbles(entries: Sequence[Entry]) -> list[dict[str, str]]:
     kinds = figures.partitions([entry.run for entry in entries])
     out = []
     for numbers, counts in kinds[:6]:
-        shown = counts[:MAX_BUBBLES]
+        drawn = counts[:MAX_BUBBLES]
         figure, axes = _figure("client", "class")
-        figures.draw_bubbles(axes, shown, 90 / shown.max(), color=COLORS[0])
+        figures.draw_bubbles(axes, drawn, 90 / drawn.max(), color=COLORS[0])
         names = [entries[number].name for number in numbers]
-        more = len(counts) - len(shown)
+        more = len(counts) - len(drawn)
         caption = f"{', '.join(names)}. " if len(kinds) > 1 else ""
-        caption += f"The largest bubble is {shown.max()} examples."
+        caption += f"The largest bubble is {drawn.max()} examples."
         caption += f" {more} more clients are not shown." if more else ""
-        out.append({"svg": _svg(figure), "caption": caption})
+        out.append(_shown(figure, caption))
     return out
 
 
-def _curve(
-    axes: Axes,
-    entry: Entry,
+def _curves(
+    entries: Sequence[Entry],
     metric: str,
     place: Callable[[Mapping[str, Any]], float],
+    labels: tuple[str, str],
     scale: float,
-) -> None:
-    """A metric's mean over seeds, with its standard deviation as a band."""
-    curve = record.over_seeds(entry.run, metric, scale, place)
-    figures.draw_curve(axes, curve, 0.18, color=entry.color)
+    caption: str,
+) -> dict[str, str]:
+    """A picture of a metric's means over seeds, with their standard deviations."""
+    figure, axes = _figure(*labels)
+    for entry in entries:
+        curve = record.over_seeds(entry.run, metric, scale, place)
+        figures.draw_curve(axes, curve, 0.18, color=entry.color)
+    return _shown(figure, caption)
 
 
 def _figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
@@ -585,7 +513,7 @@ def _figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _svg(figure: Figure) -> str:
+def _shown(figure: Figure, caption: str) -> dict[str, str]:
     """The figure as an element of the page."""
     file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}):
@@ -593,9 +521,9 @@ def _svg(figure: Figure) -> str:
     text = file.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor")
     # Words in the page's own font.
-    return text.replace("'DejaVu Sans'", "system-ui").replace(
-        "DejaVu Sans", "system-ui"
-    )
+    for name in ("'DejaVu Sans'", "DejaVu Sans"):
+        text = text.replace(name, "system-ui")
+    return {"svg": text, "caption": caption}
 
 
 def write(path: str, text: str) -> None:

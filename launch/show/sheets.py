@@ -25,6 +25,10 @@ class Cell(NamedTuple):
     paper: list[Number] | None
 
 
+# Every cell with its summary; None = it did not run yet.
+Results = Sequence[tuple[Cell, Mapping[str, Any] | None]]
+
+
 class Grid(NamedTuple):
     """Texts in rows and columns.
 
@@ -49,11 +53,6 @@ class Sheet(NamedTuple):
     grids: list[Grid]
 
 
-def difference(ours: float, paper: float, digits: int = 1) -> str:
-    """Signed difference, for instance `+1.3` points."""
-    return f"{ours - paper:+.{digits}f}"
-
-
 def _unit(done: Mapping[str, Any], metric: str) -> tuple[int, int]:
     """(factor, digits) of a metric: shares in percent, numbers as they are."""
     return (1, 3) if summaries.is_number(done, metric) else (100, 1)
@@ -73,7 +72,17 @@ def _text(done: Mapping[str, Any] | None, metric: str, number: Number | None) ->
     ours = words.mean_and_std(entry, scale, digits)
     if done.get("diverged"):
         ours += f" ({words.diverged(done['diverged'])})"
-    return f"{paper} / {ours} / {difference(mean, pair[0], digits)}" if paper else ours
+    return f"{paper} / {ours} / {mean - pair[0]:+.{digits}f}" if paper else ours
+
+
+def _texts(
+    cell: Cell, done: Mapping[str, Any] | None, metrics: Sequence[str]
+) -> dict[str, str]:
+    """A cell by metric; one number of the paper stands beside each of them."""
+    paper = cell.paper or [None]
+    numbers = paper if len(paper) == len(metrics) else paper * len(metrics)
+    pairs = zip(metrics, numbers, strict=True)
+    return {metric: _text(done, metric, number) for metric, number in pairs}
 
 
 def markdown(sheet: Sheet) -> str:
@@ -91,7 +100,7 @@ def markdown(sheet: Sheet) -> str:
 def sheet(
     table: Mapping[str, Any],
     dataset: str,
-    results: Sequence[tuple[Cell, Mapping[str, Any] | None]],
+    results: Results,
     given: Mapping[str, Any] | None = None,
 ) -> Sheet:
     """Of every cell: paper / ours mean +- std / difference.
@@ -115,72 +124,45 @@ def sheet(
         notes.append(f"With `{options}`.")
     if dataset in table["notes"]:
         notes.append(table["notes"][dataset])
-    seeds = max(
-        (
-            len(next(iter(done["metrics"].values()))["per_seed"])
-            for _, done in results
-            if done
-        ),
-        default=0,
-    )
+    metrics_of = [done["metrics"] for _, done in results if done]
+    counts = [len(next(iter(one.values()))["per_seed"]) for one in metrics_of]
     has_paper = any(cell.paper for cell, _ in results)
-    legend = f"{seeds} seed(s)" + (": paper / ours / difference" if has_paper else "")
+    legend = f"{max(counts, default=0)} seed(s)" + (
+        ": paper / ours / difference" if has_paper else ""
+    )
     scenarios = list(dict.fromkeys(cell.scenario for cell, _ in results))
     texts = {
-        (cell.scenario, cell.row): [
-            _text(done, metric, number)
-            for metric, number in zip(
-                metrics, _numbers(cell, len(metrics)), strict=True
-            )
-        ]
-        for cell, done in results
+        (cell.scenario, cell.row): _texts(cell, done, metrics) for cell, done in results
     }
     rows = list(dict.fromkeys(cell.row for cell, _ in results))
     if "columns" in table or len(metrics) == 1:
-        for index, metric in enumerate(metrics):
-            body = [
-                (
-                    row,
-                    [
-                        texts[s, row][index] if (s, row) in texts else "-"
-                        for s in scenarios
-                    ],
-                )
-                for row in rows
-            ]
-            title = f"{words.title(metric)}, {table.get('columns', 'percent')}"
-            grids.append(Grid("", f"{title}, {legend}", scenarios, body))
-            columns = [(scenario, scenario, metric) for scenario in scenarios]
-            for control in table.get("controls", ()):
-                grids += _against(control, results, columns)
+        unit = table.get("columns", "percent")
+        parts = [
+            ("", f"{words.title(m)}, {unit}, {legend}", [(s, s, m) for s in scenarios])
+            for m in metrics
+        ]
     else:
-        for scenario in scenarios:
-            body = [(r, texts[scenario, r]) for r in rows if (scenario, r) in texts]
-            heads = [words.title(metric) for metric in metrics]
-            grids.append(Grid(scenario, legend, heads, body))
-            columns = [(words.title(metric), scenario, metric) for metric in metrics]
-            for control in table.get("controls", ()):
-                grids += _against(control, results, columns)
+        heads = [(words.title(metric), metric) for metric in metrics]
+        parts = [(s, legend, [(head, s, m) for head, m in heads]) for s in scenarios]
+    for scenario, title, columns in parts:
+        body = [
+            (row, [texts.get((s, row), {}).get(m, "-") for _, s, m in columns])
+            for row in rows
+            if not scenario or (scenario, row) in texts
+        ]
+        grids.append(Grid(scenario, title, [head for head, *_ in columns], body))
+        for control in table.get("controls", ()):
+            grids += _against(control, results, columns)
     if table.get("traffic"):
-        for scenario in scenarios:
-            grids.append(_traffic(scenario, results))
+        grids += [_traffic(scenario, results) for scenario in scenarios]
     if "until" in table:
-        for scenario in scenarios:
-            grids.append(_until(table["until"], scenario, results))
+        grids += [_until(table["until"], s, results) for s in scenarios]
     notes += _shown_by_nothing(table.get("ablated", {}), results)
     return Sheet(table["title"], notes, grids)
 
 
-def _shown_by_nothing(
-    ablated: Mapping[str, str],
-    results: Sequence[tuple[Cell, Mapping[str, Any] | None]],
-) -> list[str]:
-    """Warnings of rows in which what an ablation takes away never happens.
-
-    Args:
-        ablated: Option -> the metric that says how often what it switches happens.
-        results: All cells.
-    """
+def _shown_by_nothing(ablated: Mapping[str, str], results: Results) -> list[str]:
+    """Warnings of rows in which what an ablation takes away never happens."""
     out = []
     for option, metric in ablated.items():
         for cell, done in results:
@@ -193,18 +175,8 @@ def _shown_by_nothing(
     return out
 
 
-def _until(
-    told: Mapping[str, Any],
-    scenario: str,
-    results: Sequence[tuple[Cell, Mapping[str, Any] | None]],
-) -> Grid:
-    """Megabytes of each row until a share of one row's last accuracy, by metric.
-
-    Args:
-        told: `row`, `share` of its last accuracy, and `metrics`.
-        scenario: Of which cells.
-        results: All cells.
-    """
+def _until(told: Mapping[str, Any], scenario: str, results: Results) -> Grid:
+    """Megabytes of each row until a share of one row's last accuracy, by metric."""
     runs = {cell.row: done for cell, done in results if cell.scenario == scenario}
     control = runs.get(told["row"])
 
@@ -218,26 +190,18 @@ def _until(
         if not len(there):
             return "never"
         std = f" ± {there.std(ddof=1):,.0f}" if len(there) > 1 else ""
-        some = (
-            f" ({len(there)} of {len(found)} seeds)" if len(there) < len(found) else ""
+        all_or_some = (
+            "" if len(there) == len(found) else f" ({len(there)} of {len(found)} seeds)"
         )
-        return f"{there.mean():,.0f}{std}{some}"
+        return f"{there.mean():,.0f}{std}{all_or_some}"
 
-    body = [
-        (row, [text(done, m) for m in told["metrics"]]) for row, done in runs.items()
-    ]
+    names = told["metrics"]
+    body = [(row, [text(done, name) for name in names]) for row, done in runs.items()]
     title = (
         f"MB until {100 * told['share']:.0f} % of {told['row']}'s last accuracy, mean "
         "over seeds"
     )
-    return Grid(scenario, title, [words.title(m) for m in told["metrics"]], body)
-
-
-def _numbers(cell: Cell, count: int) -> Sequence[Number | None]:
-    """The paper's number beside each of so many metrics."""
-    if not cell.paper:
-        return [None] * count
-    return cell.paper if len(cell.paper) == count else cell.paper * count
+    return Grid(scenario, title, [words.title(name) for name in names], body)
 
 
 def _paired(
@@ -252,46 +216,28 @@ def _paired(
 
 
 def _against(
-    control: str,
-    results: Sequence[tuple[Cell, Mapping[str, Any] | None]],
-    columns: Sequence[tuple[str, str, str]],
+    control: str, results: Results, columns: Sequence[tuple[str, str, str]]
 ) -> list[Grid]:
-    """A grid of every row's difference to one row, seed by seed; none without that row.
-
-    Args:
-        control: That row.
-        results: All cells.
-        columns: (title, scenario, metric) of each.
-    """
+    """A grid of every row's difference to one row by seed; none without that row."""
     done = {(cell.scenario, cell.row): one for cell, one in results}
     wanted = {scenario for _, scenario, _ in columns}
     rows = list(dict.fromkeys(row for scenario, row in done if scenario in wanted))
-    body = [
-        (
-            row,
-            [
-                _paired(done.get((s, row)), done.get((s, control)), m)
-                for _, s, m in columns
-            ],
-        )
-        for row in rows
-        if row != control
-    ]
-    if control not in rows or not body:
+
+    def gap(row: str, scenario: str, metric: str) -> str:
+        return _paired(done.get((scenario, row)), done.get((scenario, control)), metric)
+
+    others = [row for row in rows if row != control]
+    if control not in rows or not others:
         return []
-    is_number = any(
-        one and summaries.is_number(one, m)
-        for one in done.values()
-        for _, _, m in columns
-    )
+    body = [(row, [gap(row, s, m) for _, s, m in columns]) for row in others]
+    metrics, cells = {m for *_, m in columns}, [one for one in done.values() if one]
+    is_number = any(summaries.is_number(one, m) for one in cells for m in metrics)
     unit = "" if is_number else " points,"
     heads = [title for title, _, _ in columns]
     return [Grid("", f"Minus {control},{unit} paired by seed", heads, body)]
 
 
-def _traffic(
-    scenario: str, results: Sequence[tuple[Cell, Mapping[str, Any] | None]]
-) -> Grid:
+def _traffic(scenario: str, results: Results) -> Grid:
     """The bytes that each row of a scenario sent, by kind of message."""
     runs = {cell.row: done for cell, done in results if cell.scenario == scenario}
     sent = {row: (done or {}).get("traffic") for row, done in runs.items()}

@@ -69,12 +69,7 @@ def title(name: str) -> str:
 
 
 def is_fraction(name: str, known: Mapping[str, bool]) -> bool:
-    """Whether a metric is shown in percent.
-
-    Args:
-        name: Its name.
-        known: Of those that the run itself describes; for the others `METRICS` answers.
-    """
+    """Whether a metric is shown in percent; a run describes what is `known` itself."""
     return known.get(name, metric(name).is_fraction)
 
 
@@ -109,29 +104,26 @@ def headline(
     Of a sweep the smallest and the largest of its points' means.
     """
     if len(points) > 1:
-        lines = [
-            headline([one for one in records if sweep.matches(one, point)])
-            for point in points
-        ]
-        every = {name: [line[name] for line in lines] for name in lines[0]}
-        # A point that is no number any more is the largest.
-        ends = [
-            (name, sorted(v, key=lambda text: (text == "nan", float(text))))
-            for name, v in every.items()
-        ]
-        return {name: " to ".join(dict.fromkeys((v[0], v[-1]))) for name, v in ends}
+        lines = [headline(sweep.of_point(records, point)) for point in points]
+        out = {}
+        for name in lines[0]:
+            # A point that is no number any more is the largest.
+            texts = [line[name] for line in lines]
+            texts.sort(key=lambda text: (text == "nan", float(text)))
+            out[name] = " to ".join(dict.fromkeys((texts[0], texts[-1])))
+        return out
     shared = set.intersection(*(set(record) for record in records))
     # With C-Gen and C-Per a fourth accuracy of the clients would be one too many.
     hidden = {"client_accuracy"} if "c_gen" in shared else set()
+
+    def mean(name: str) -> float:
+        return sum(record[name] for record in records) / len(records)
+
     names = [n for n in HEADLINES if n in shared - hidden]
-    out = {
-        title(n): f"{100 * sum(r[n] for r in records) / len(records):.1f}"
-        for n in names
-    }
-    if "train_loss" in shared:
-        loss = sum(r["train_loss"] for r in records) / len(records)
-        out["loss"] = f"{loss:.3f}"
-    return out
+    out = {title(name): f"{100 * mean(name):.1f}" for name in names}
+    return out | (
+        {"loss": f"{mean('train_loss'):.3f}"} if "train_loss" in shared else {}
+    )
 
 
 def diverged(round: int | None) -> str:
@@ -200,10 +192,9 @@ def _sweep_lines(summary: dict[str, Any]) -> list[str]:
     titles = "  ".join(f"{title(name):>16}" for name in names)
     lines = [f"{'point':<{width}}  {titles}  percent{spread} ({_rule(summary)})"]
     for label, part in zip(labels, parts, strict=True):
-        cells = []
-        for name in names:
-            cells.append(mean_and_std(part["metrics"][name], digits=2, sign="+-"))
-        told = [f"{c:>16}" for c in cells] + [diverged(part.get("diverged"))]
+        found = [part["metrics"][name] for name in names]
+        cells = [f"{mean_and_std(one, digits=2, sign='+-'):>16}" for one in found]
+        told = [*cells, diverged(part.get("diverged"))]
         lines.append(f"{label:<{width}}  " + "  ".join(filter(None, told)))
     lines.append(
         "of test rows: to choose a point by these would be to train on them (rows of "
@@ -221,10 +212,8 @@ def _lines(summary: dict[str, Any]) -> list[str]:
     shares = [n for n in shown if n not in numbers]
     last = summary.get("last_round", {}) if summary["summary"] != "last" else {}
     lines = []
-    for unit, names, scale, digits in (
-        ("percent", shares, 100, 2),
-        ("number", numbers, 1, 3),
-    ):
+    kinds = ("percent", shares, 100, 2), ("number", numbers, 1, 3)
+    for unit, names, scale, digits in kinds:
         if names:
             head = f"{'metric':<18} {unit}{spread}  ({_rule(summary)})"
             lines.append(f"{head}  last round" if last else head)

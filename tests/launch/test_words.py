@@ -68,9 +68,12 @@ def test_only_what_is_better_is_bold():
         page_lib.Entry(name, "", run({key: pair[i] for key, pair in values.items()}))
         for i, name in enumerate(("one", "other"))
     ]
-    rows = page_lib._rows(entries, list(values), "c_per", entries[0], has_last=False)
-    bold = [[cell.is_best for cell in row[:3]] for row in rows]
-    assert bold == [[True, False, False], [False, True, False]]
+    bold = {n: [cell.is_best for cell in page_lib._cells(entries, n)] for n in values}
+    assert bold == {
+        "client_accuracy": [True, False],
+        "client_accuracy_std": [False, True],
+        "dropped": [False, False],
+    }
 
 
 def test_headlines_are_few():
