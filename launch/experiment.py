@@ -15,7 +15,7 @@ import algorithms
 from fedjax_pfl import types
 from launch.config import flagfile, registry
 from launch.folder import workdir
-from launch.run import assemble, devices, loop, processes, serving
+from launch.run import assemble, client_model, devices, loop, processes
 from launch.run import given as given_lib
 from launch.run import progress as progress_lib
 from launch.run import stop as stop_lib
@@ -106,14 +106,14 @@ class Experiment(Run):
         point: Mapping[str, float] | None = None,
     ) -> types.Params:
         """The parameters that serve a client right now, a tuple of stages."""
-        return self.serving(client_id, seed, point).variables.params
+        return self.client_model(client_id, seed, point).variables.params
 
-    def serving(
+    def client_model(
         self,
         client_id: int | None = None,
         seed: int | None = None,
         point: Mapping[str, float] | None = None,
-    ) -> serving.Serving:
+    ) -> client_model.ClientModel:
         """The model that serves a client right now, with its statistics.
 
         Args:
@@ -124,7 +124,7 @@ class Experiment(Run):
         Raises:
             ValueError: there is no such client, seed, point or model.
         """
-        return serving.find(self, client_id, seed, point)
+        return client_model.find(self, client_id, seed, point)
 
     def predict(
         self,
@@ -136,11 +136,11 @@ class Experiment(Run):
         """Probabilities f32[N, Y] of the classes, by the model that serves a client.
 
         Args:
-            client_id, seed, point: See `serving`.
+            client_id, seed, point: See `client_model`.
             images: As the data set has them, [N, ...]: they are fitted and normalised
                 as in training.
         """
-        return self.serving(client_id, seed, point).predict(images)
+        return self.client_model(client_id, seed, point).predict(images)
 
     def evaluate(
         self,
@@ -155,9 +155,9 @@ class Experiment(Run):
         Args:
             x: Images as the data set has them, [N, ...].
             y: Labels, integers [N].
-            client_id, seed, point: See `serving`.
+            client_id, seed, point: See `client_model`.
         """
-        return self.serving(client_id, seed, point).evaluate(x, y)
+        return self.client_model(client_id, seed, point).evaluate(x, y)
 
     def save_model(
         self,
@@ -170,9 +170,9 @@ class Experiment(Run):
 
         Args:
             path: Ends in `.msgpack` (flax.serialization) or `.npz` (numpy).
-            client_id, seed, point: See `serving`.
+            client_id, seed, point: See `client_model`.
         """
-        return self.serving(client_id, seed, point).save(path)
+        return self.client_model(client_id, seed, point).save(path)
 
     def to_frame(self) -> pandas.DataFrame:
         """`metrics` as a table: one line for every evaluated round, seed and point.

@@ -265,7 +265,7 @@ def test_narrower_models_start_from_slices(blobs, tmp_path):
         second = build.experiment(
             algo=algo, model=model, init_from=str(path), **options
         )
-        wanted, found = first.serving(), second.serving()
+        wanted, found = first.client_model(), second.client_model()
         assert jax.tree.all(
             jax.tree.map(
                 np.array_equal, wanted.variables.params, found.variables.params
@@ -677,7 +677,7 @@ def test_two_models_of_one_class(arrays):
     made_of = build.experiment(algo="local", model=large, client_model=small, **options)
     task = made_of.task
     assert task.server_model.name != task.client_models[0].name
-    wide = jax.tree.leaves(made_of.serving().variables.params)[0]
+    wide = jax.tree.leaves(made_of.client_model().variables.params)[0]
     narrow = jax.tree.leaves(made_of.params(0))[0]
     assert wide.shape[-1] == 32 and narrow.shape[-1] == 4
 

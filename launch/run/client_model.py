@@ -19,7 +19,7 @@ from launch.run.run import Run
 BATCH = 256
 
 
-class Serving(NamedTuple):
+class ClientModel(NamedTuple):
     """A model with what it needs to read raw images.
 
     Attributes:
@@ -128,7 +128,7 @@ def find(
     client_id: int | None,
     seed: int | None = None,
     point: Mapping[str, float] | None = None,
-) -> Serving:
+) -> ClientModel:
     """The model that serves a client right now, or the server's first one.
 
     Raises:
@@ -146,7 +146,7 @@ def find(
     model, variables = _found(run, client_id, state, data, index)
     # Copies: the next round takes the state's buffers.
     variables = jax.tree.map(jnp.copy, variables)
-    return Serving(model, variables, data, config.image_size, config.image_channels)
+    return ClientModel(model, variables, data, config.image_size, config.image_channels)
 
 
 def _found(
