@@ -63,7 +63,7 @@ def assemble(
             f"{fit.able('exits')}"
         )
     for name, model in by_name.items():
-        flag = "model" if model is server_model else "client_model"
+        flag = "model" if name == server_model.name else "client_model"
         if name in own_models:
             few = (source.image[:4].astype(np.float32) - mean) * scale
             few = np.asarray(few, np.float32)
