@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from launch.bench import __main__ as bench
 
 
@@ -28,6 +30,7 @@ def test_bench_prints_one_json_object_last(blobs, capsys):
     assert out["backend"] == "cpu"
 
 
+@pytest.mark.slow
 def test_bench_times_a_reference_for_fedd2s(blobs, capsys):
     """The round and the optimizer steps alone, both timed here."""
     bench.command(
@@ -40,6 +43,7 @@ def test_bench_times_a_reference_for_fedd2s(blobs, capsys):
     assert out["round_over_reference"] > 0
 
 
+@pytest.mark.slow
 def test_bench_times_the_mixing_of_peers(blobs, capsys):
     """Of algorithms with peers alone: a part of the round."""
     argv = ["bench", "--work=w5", f"--dataset={blobs}", "--model=mlp", "--rounds=2"]

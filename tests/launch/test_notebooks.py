@@ -15,6 +15,7 @@ def test_these_are_all():
     assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == sorted(NAMES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_from_top_to_bottom(name, tmp_path):
     """In a folder of its own; an exception in a cell is one here."""

@@ -70,6 +70,7 @@ def together(tmp_path, blobs):
         one.communicate()
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_run(together, tmp_path, blobs):
     """As one process of four devices; a signal to one stops both; others may go on."""
     for index, one in enumerate(together("--rounds=2")):
