@@ -22,8 +22,6 @@ share takes its gradient step once in a round, on the round's first batch
 server's model as it is now; running statistics of the mixture are v_i's own.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

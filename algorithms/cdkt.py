@@ -28,8 +28,6 @@ over the round's clients in eval mode, and proxy batches go round instead of cut
 client's epoch short. `--preset=cdkt_code` switches these back.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -34,8 +34,6 @@ released code; the norm is taken before gradients are clipped. Until the first c
 models come whole. What nobody sends stays as it is (the code sets it to 0).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, NamedTuple

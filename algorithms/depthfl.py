@@ -33,8 +33,6 @@ integer, the first clients of `--partition=iid` get one example more; the code d
 them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

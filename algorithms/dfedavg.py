@@ -30,8 +30,6 @@ from all the same. DFedAvgM's mixing matrix is symmetric with equal rows and col
 which `--topology=regular` has and random peers have not; messages are not quantised.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from fedjax_pfl import (

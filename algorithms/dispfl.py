@@ -34,8 +34,6 @@ are UA-PDFL's. `--prune_rounds` is an option of its own, not the run's number of
 a run that is continued must not change what it did.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -19,8 +19,6 @@ optimizer in each round, also with `--optimizer_state=persist`, which holds for 
 other.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from fedjax_pfl import averaging, each_client, local_training, options, rng, types

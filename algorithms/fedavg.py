@@ -21,8 +21,6 @@ what it has in hand before the next broadcast (the CDKT code): its own trained c
 it took part in the last round, else the global model that round began with.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

@@ -35,8 +35,6 @@ KL on the last layer of the MSE variant, and sets of `removed` layers (`--min_la
 says the same).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

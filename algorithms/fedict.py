@@ -36,8 +36,6 @@ client's optimizer starts fresh in each of its two phases, or, with
 `--optimizer_state=persist`, goes on from one to the other.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -28,8 +28,6 @@ client's revisits share an optimizer state, its digests do not. The order of
 the FedD2S paper's description (private training first) is left out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

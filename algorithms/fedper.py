@@ -32,8 +32,6 @@ is no last round that tunes the heads alone. FedD2S describes FedRep as averagin
 outputs of representations; parameters are averaged here, as Collins et al. do.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -28,8 +28,6 @@ augmented ones (`--static_norm=ema`: a moving average). Width n/L is reported as
 `exit<n>_accuracy`, as DepthFL's exits are.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

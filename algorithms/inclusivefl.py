@@ -26,8 +26,6 @@ it needs stages of equal shapes, as a Transformer has them. The model answers wi
 last exit.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

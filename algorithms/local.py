@@ -17,8 +17,6 @@ Differs from the paper: it does not say what the server of this row is; as in th
 released code it is trained on the proxy set.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -9,8 +9,6 @@ counts say: with class mixes ~ Dir(.1) over 10 classes it scores about 65 %.
 Differs from the paper: there is none.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -18,8 +18,6 @@ defaults to lambda = 1 and tau = 1; ours are .5 and 3, those of a later
 reimplementation.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

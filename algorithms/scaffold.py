@@ -21,8 +21,6 @@ Differs from the paper: clients may have different numbers of steps K_i. Plain S
 with momentum or Adam option II is no mean of gradients.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -23,8 +23,6 @@ n is reported as `exit<n>_accuracy`, as DepthFL's exits are; all N bases are ser
 also where `--max_level` lets clients train fewer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -42,8 +42,6 @@ Algorithm 2 returns, and `client_accuracy` after the next round's mixing, which 
 tests; the paper does not say which of them its tables have.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
