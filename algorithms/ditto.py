@@ -5,7 +5,7 @@ Personalization", ICML 2021, https://arxiv.org/abs/2012.04221 (Algorithm 1).
 
 * The server's model is FedAvg's.
 * Each client of the round also trains its personal model on its examples, pulled
-  towards the server's model as it was sent; the personal model serves it.
+  towards the server's model as it was sent. The personal model serves the client.
 
 | paper | here |
 |---|---|
@@ -13,10 +13,9 @@ Personalization", ICML 2021, https://arxiv.org/abs/2012.04221 (Algorithm 1).
 | lambda | `--proximal_weight` |
 | s | the steps of `--local_epochs`, for both models |
 
-Differs from the paper: the mean is weighted by examples by default; both models see the
-same batches; the personal one starts from the common initialisation with a fresh
-optimizer in each round, also with `--optimizer_state=persist`, which holds for the
-other.
+Differs from the paper: the mean is weighted by examples by default. Both models see the
+same batches. The personal one starts from the common initialisation, and with a fresh
+optimizer in each round, because `--optimizer_state=persist` applies only to the other.
 """
 
 import dataclasses
