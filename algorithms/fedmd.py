@@ -129,7 +129,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return (), answers
 
     def client_update(client: each_client.Client, shared: Any, model: types.Model):
-        """Digest: the public images towards the consensus. Revisit: the own examples."""
+        """Digest: public images towards the consensus. Revisit: its own examples."""
         public, consensus = shared
 
         def loss_fn(params, stats, batch):
@@ -187,7 +187,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return state.after(clients=clients), metrics, {"answers": 1, "consensus": 1}
 
     def taken(rows: Any, mine: types.Cohort) -> dict[str, Any]:
-        """One architecture's private rows, in which the present participation counts."""
+        """One architecture's private rows, with the present participation counted."""
         rows = stacked.take(rows, mine.row)
         count = jnp.where(mine.row_mask, rows["participations"] + 1, 0)
         return rows | {"participations": count}

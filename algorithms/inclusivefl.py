@@ -131,7 +131,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return tuple(stages)
 
     def movement(params, old, moved, last):
-        """The mean movement of level n + 1 in its last two stages, if it was present."""
+        """The mean movement of level n + 1 in its last two stages, if it took part."""
 
         def drift(stage, rows):
             share, _ = aggregate.masked_weights(jnp.ones(len(rows)), rows)
