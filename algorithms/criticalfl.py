@@ -219,15 +219,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         types.MessageKind("sparse model", "down", values),
         types.MessageKind("mask", "down", sparse.bitmap_bytes(size)),
     )
+    kinds = messages if hparams.sparsify else messages[:2]
+    common = hparams, task, mixed, client_update
     return decentralized.make(
-        hparams,
-        task,
-        mixed,
-        client_update,
-        messages=messages if hparams.sparsify else messages[:2],
-        peers=peers,
-        private=private,
-        shares=("critical",),
+        *common, messages=kinds, peers=peers, private=private, shares=("critical",)
     )
 
 

@@ -175,13 +175,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         params = boundary.select(is_held, ahead, old)
         return {"model": types.Variables(params, mean.stats), "h": h}
 
-    return levels.make(
-        hparams,
-        task,
-        model,
-        levels.first_stages(task, model),
-        client_update,
-        private=zeros,
-        beside=lambda start: {"h": zeros(start)} if is_dyn else {},
-        server_update=server_update,
-    )
+    def beside(start: types.Variables) -> dict[str, types.Params]:
+        return {"h": zeros(start)} if is_dyn else {}
+
+    part = levels.first_stages(task, model)
+    given = {"private": zeros, "beside": beside, "server_update": server_update}
+    return levels.make(hparams, task, model, part, client_update, **given)

@@ -94,11 +94,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         """E epochs of minibatches, from the mean."""
         return local_training.train(hparams, loss_fn, start, client)
 
+    peers = decentralized.peer_spec(hparams)
     return decentralized.make(
-        hparams,
-        task,
-        mixed,
-        client_update,
-        messages=(kind,),
-        peers=decentralized.peer_spec(hparams),
+        hparams, task, mixed, client_update, messages=(kind,), peers=peers
     )

@@ -231,14 +231,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         )
         return trained, packed(mask, new)
 
+    peers = decentralized.peer_spec(hparams)
+    common = hparams, task, mixed, client_update
     made = decentralized.make(
-        hparams,
-        task,
-        mixed,
-        client_update,
-        messages=_messages(shape, count),
-        peers=decentralized.peer_spec(hparams),
-        private=lambda start: (),
+        *common, messages=_messages(shape, count), peers=peers, private=lambda _: ()
     )
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:

@@ -41,12 +41,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         """UPDATE_GLOBAL from w^t, then v_k along F_k + lambda / 2 ||v - w^t||^2."""
         trained = local_training.train(hparams, loss_fn, server, client)
         pull = local_training.proximal(hparams.proximal_weight, server.params)
+        objectives = (local_training.Objective(loss_fn, adjust=pull),)
         personal = local_training.train(
-            hparams,
-            (local_training.Objective(loss_fn, adjust=pull),),
-            client.own,
-            client.fresh(),
-            tag=rng.Tag.PERSONAL,
+            hparams, objectives, client.own, client.fresh(), tag=rng.Tag.PERSONAL
         )
         return trained, personal.variables
 

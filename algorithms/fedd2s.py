@@ -66,7 +66,7 @@ class HParams(boundary.LayerDropping, local_training.LocalTraining):
     """FedD2S's options."""
 
     server_epochs: int = option(
-        2, "epochs of the server's copies over a client's examples [E]", minimum=1
+        2, "epochs of each of the server's copies [E]", minimum=1
     )
     transfer: str = option(
         "head",

@@ -132,12 +132,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def local_update(client: each_client.Client, _):
         """(i) and (ii): train on cross-entropy, then compute logits on own examples."""
         trained = local_training.train(hparams, supervised, client.own["own"], client)
-        logits = table(
-            lambda image: model.forward(*trained.variables, image)[0],
-            client,
-            hparams.local_epochs,
-        )
-        return trained, logits
+        own, epochs = trained.variables, hparams.local_epochs
+        return trained, table(lambda x: model.forward(*own, x)[0], client, epochs)
 
     def server_update(overall: jax.Array, client: each_client.Client, carry: Any):
         """(iii): the server's layers learn from one client's features and logits."""
@@ -152,13 +148,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             hard = losses.cross_entropy(z, batch.label, batch.mask)
             return gap + hparams.distill_weight * hard, stats
 
+        objectives, tag = (local_training.Objective(loss_fn, deep),), rng.Tag.SERVER
         trained = local_training.train(
-            hparams,
-            (local_training.Objective(loss_fn, deep),),
-            server,
-            client,
-            opt_state=opt_state,
-            tag=rng.Tag.SERVER,
+            hparams, objectives, server, client, opt_state=opt_state, tag=tag
         )
         return trained.variables, trained.opt_state
 

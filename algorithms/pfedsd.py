@@ -79,7 +79,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return {"own": start, "has_own": jnp.zeros((), bool)}
 
     def client_update(client: each_client.Client, server: types.Variables):
-        """Trains the server's model, taught by the client's last one if there is one."""
+        """Trains the server's model, taught by the client's last one if it exists."""
         weight = jnp.where(client.own["has_own"], hparams.self_distill_weight, 0.0)
         loss_fn = self_distillation(
             model, client.own["own"], weight, hparams.temperature

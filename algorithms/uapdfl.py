@@ -168,7 +168,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return aggregate.mix_peers(known["features"], cohort, weight)
 
     def metrics(answer, gap, drop, cohort):
-        """Clients that dropped, and divergences over the peer pairs and tracked pairs."""
+        """Clients that dropped, and divergences over peer pairs and tracked pairs."""
         known = jnp.where(cohort.peer_mask & cohort.row_mask[:, None], gap, jnp.nan)
         found = {"dropped": losses.masked_sum(drop, cohort.row_mask)}
         for name, share in (("median", 0.5), ("p95", 0.95)):
@@ -209,15 +209,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         features, _ = model.forward(params, stats, unit, stop=cut)
         return ((features.reshape(-1) - anchor) ** 2).sum()
 
+    messages, peers = _messages(task, cut), decentralized.peer_spec(hparams)
+    common = hparams, task, mixed, client_update
     return decentralized.make(
-        hparams,
-        task,
-        mixed,
-        client_update,
-        messages=_messages(task, cut),
-        peers=decentralized.peer_spec(hparams),
-        private=represent,
-        shares=("dropped",),
+        *common, messages=messages, peers=peers, private=represent, shares=("dropped",)
     )
 
 
