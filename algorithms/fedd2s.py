@@ -30,8 +30,7 @@ of v, as Eq. 12 needs it. The KL target is the teacher. J is off at l = 1, where
 sides are equal at the start of a round and Adam would step on rounding noise. The
 server's first layer is never used. Left out as useless: literal Eq. 9 with a gradient
 through its target, means over clients that left, independent initialisations, KL on the
-last layer of the MSE variant, and sets of `removed` layers, which `--min_layer`
-replaces.
+last layer of the MSE variant, and sets of `removed` layers (`--min_layer` does it).
 """
 
 import dataclasses
@@ -40,7 +39,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fedjax_pfl import (
     aggregate,
@@ -65,9 +63,7 @@ option = options.option
 class HParams(boundary.LayerDropping, local_training.LocalTraining):
     """FedD2S's options."""
 
-    server_epochs: int = option(
-        2, "epochs of each of the server's copies [E]", minimum=1
-    )
+    server_epochs: int = option(2, "epochs of each server's copy [E]", minimum=1)
     transfer: str = option(
         "head",
         "distil outputs through the other side's head, or features by squared error",
@@ -116,7 +112,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         ValueError: the model does not have the requested boundary.
     """
     model, schedule = task.model, _schedule(hparams, task)
-    deep = np.arange(len(model.stage_names)) > 0
+    deep = jnp.arange(len(model.stage_names)) > 0
     has_heads = hparams.transfer == "head"
     may_serve = range(max(schedule.last - 1, 1), schedule.first)
 
@@ -208,7 +204,6 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         weight = aggregate.cohort_weights("uniform", cohort, data)
         used = jnp.broadcast_to(deep, kept.shape)
         share, is_held = aggregate.stage_weights(weight, used)
-
         here, update = (cohort, data), each_client.update
         given = {"own": own, "shared": state.server, "plan": "server", "reduce": share}
         _, mean, state = update(client_to_server, task, state, *here, **given)
@@ -263,8 +258,7 @@ def _schedule(hparams: HParams, task: types.Task) -> boundary.Schedule:
     """The layers at which a client distils, by participation."""
     if len(task.model.stage_names) < 2:
         raise ValueError(
-            f"--model={task.model.name} has one layer, fedd2s shares features of the "
-            "first with later layers; take a deeper model"
+            f"--model={task.model.name} has one layer, fedd2s needs two; take another"
         )
     if hparams.transfer == "mse":
         options.refuse(hparams, ("temperature",), "with --transfer=mse")
