@@ -80,7 +80,7 @@ def masked_weights(weight: jax.Array, mask: Any) -> tuple[Any, Any]:
 
 
 def masked_mean(rows: Any, weight: jax.Array, mask: Any, fallback: Any) -> Any:
-    """The weighted mean of each part, stage or single entry, over the rows that hold it.
+    """The weighted mean of each part (stage or entry) over the rows that hold it.
 
     Args:
         rows: Leaves [C, ...].
@@ -111,7 +111,7 @@ def stage_means(
 def stage_weights(
     weight: jax.Array, held: jax.Array
 ) -> tuple[types.Variables, types.Variables]:
-    """The `masked_weights` of each stage, for `update(..., reduce=)`; `held` bool[C, L]."""
+    """The `masked_weights` of stages, for `update(..., reduce=)`; `held` bool[C, L]."""
     mask = boundary.by_stage(held)
     return masked_weights(weight, types.Variables(mask, mask))
 
@@ -198,6 +198,6 @@ def sum_held(
 
 
 def _sources(cohort: types.Cohort) -> tuple[jax.Array, jax.Array]:
-    """The slots of each client and its peers, int32[C, 1 + P], and which of them count."""
+    """The slots int32[C, 1 + P] of clients and their peers, and which of them count."""
     source = jnp.concatenate([cohort.row[:, None], cohort.peers], 1)
     return source, jnp.pad(cohort.peer_mask, ((0, 0), (1, 0)), constant_values=True)

@@ -39,12 +39,12 @@ class Totals:
 
     @property
     def padding_efficiency(self) -> float:
-        """Real samples over executed ones, which include short batches and idle steps."""
+        """Real samples over executed ones, which include padding and idle steps."""
         return self.samples / max(self.executed, 1)
 
     @property
     def step_efficiency(self) -> float:
-        """Real local steps over executed ones, since a chunk runs to its longest client.
+        """Real local steps over executed ones: a chunk runs to its longest client.
 
         All plans count in full, in the chunks or lanes of the run: also FedICT's on the
         server, and CDKT's where the proxy set truncates them. A run that began in an

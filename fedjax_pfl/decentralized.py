@@ -217,7 +217,7 @@ def make(
         return state, trained.metrics(cohort) | dict(pulled.metrics), dict(pulled.sent)
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        """The mixed models of the next round's clients, the kept models of the others."""
+        """The mixed models of the next round's clients, and the others' own models."""
         pulled = mixed(state, cohort, data).model
         # Two groups, since a put into a state that is not donated copies all clients.
         rest = jnp.ones(task.num_clients, bool).at[cohort.row].set(False, mode="drop")

@@ -222,8 +222,8 @@ def update(
 
     Example:
         >>> slot, none = jnp.arange(2), jnp.zeros((2, 0), int)
-        >>> plan = types.Plan(none, slot, slot, slot, batch_size=1)  # 0 and 1 steps
-        >>> cohort = types.Cohort(slot, slot, slot >= 0, slot, none, none, {"local": plan})
+        >>> plans = {"local": types.Plan(none, slot, slot, slot, 1)}  # 0 and 1 steps
+        >>> cohort = types.Cohort(slot, slot, slot >= 0, slot, none, none, plans)
         >>> state = types.RoundState.first((), jnp.array([1.0, 2.0]), jax.random.key(0))
         >>> task = types.Task((), (), slot, 2, 2, 0, 2, 1, (1,))
         >>> def fn(client, shared):

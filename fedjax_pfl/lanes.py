@@ -102,7 +102,7 @@ def one_after_another(fn: Callable[..., Any], width: int) -> Callable[..., Any]:
             return kept, aggregate.weighted_mean(alone, weight)
 
         def settle(now: tuple[_Lanes, jax.Array, Any, Any]) -> Any:
-            """Stores the result of one lane that has ended, and gives it the next row."""
+            """Stores the result of a lane that has ended, and gives it the next row."""
             lanes, waiting, kept, total = now
             lane = lanes.has_ended.argmax()
             row = lanes.row[lane]

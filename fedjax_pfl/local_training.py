@@ -119,7 +119,7 @@ def cross_entropy_loss(model: types.Model) -> LossFn:
 
 
 def proximal(weight: Any, centre: types.Params) -> Callable[..., types.Params]:
-    """An `Objective.adjust` that adds the gradient of weight / 2 ||params - centre||^2."""
+    """An `Objective.adjust`: adds the gradient of weight / 2 ||params - centre||^2."""
 
     def adjust(params: types.Params, grads: types.Params) -> types.Params:
         return jax.tree.map(
@@ -184,8 +184,8 @@ def train(
 
     Example:
         >>> rows = types.ClientRows(jnp.arange(2), jnp.array([0]), jnp.array([2]))
-        >>> tables = types.Partition(rows, rows, ())
-        >>> data = types.Data(jnp.array([1.0, 3.0]), jnp.zeros(2, int), 0.0, 1.0, tables)
+        >>> parts = types.Partition(rows, rows, ())
+        >>> data = types.Data(jnp.array([1.0, 3.0]), jnp.zeros(2, int), 0.0, 1.0, parts)
         >>> zero, one, key = jnp.int32(0), jnp.int32(1), jax.random.key(0)
         >>> plan = types.Plan(jnp.arange(2), zero, jnp.int32(2), one, batch_size=2)
         >>> client = each_client.Client(zero, one, (), (), plan, one, data, key, zero)

@@ -8,7 +8,7 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 def masked_sum(values: jax.Array, mask: jax.Array) -> Pair:
-    """The sum of `values` f32[B] where `mask` bool[B], and the number of True entries."""
+    """The sum of `values` f32[B] where `mask` bool[B], and the count of True."""
     return jnp.where(mask, values, 0).sum(), mask.sum()
 
 

@@ -66,13 +66,13 @@ def stream(key: jax.Array, tag: Tag | str, *ids: int | jax.Array) -> jax.Array:
 
 
 def generator(seed: int, tag: Tag | str, *ids: int) -> np.random.Generator:
-    """The host's counterpart of `stream`: a Philox generator named by (seed, tag, ids)."""
+    """The host's counterpart of `stream`: a Philox generator from (seed, tag, ids)."""
     sequence = np.random.SeedSequence([seed, _number(tag), *ids])
     return np.random.Generator(np.random.Philox(sequence))
 
 
 def _mixed(words: np.ndarray) -> np.ndarray:
-    """A bijection of uint64 in which every bit depends on all (splitmix64's finalizer)."""
+    """A bijection of uint64: every bit depends on all (splitmix64's finalizer)."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

@@ -165,7 +165,7 @@ class Task(NamedTuple):
 
 @struct.dataclass
 class ClientRows:
-    """Rows of the example table in client order, flat, so that memory is that of the rows.
+    """Rows of the example table in client order, flat: memory is that of the rows.
 
     `row` int32[N] (-1 = padding), `start` and `count` int32[K]: client k owns
     `row[start[k] : start[k] + count[k]]`.
@@ -183,7 +183,7 @@ class ClientRows:
         return jnp.where(owned, owner, self.start.shape[0])
 
     def of(self, client_id: jax.Array) -> Callable[[jax.Array], jax.Array]:
-        """A function from positions among a client's rows to rows of the example table."""
+        """The function from positions among a client's rows to rows of the table."""
         start = jnp.take(self.start, client_id, mode="clip")
         return lambda position: jnp.take(self.row, start + position, mode="clip")
 
@@ -265,11 +265,11 @@ class Plan:
     batch_size: int = struct.field(pytree_node=False)
 
     def split(self) -> tuple[Plan, jax.Array]:
-        """(leaves [C, ...], leaves [D, ...]): what is per slot and what is per device."""
+        """(leaves [C, ...], leaves [D, ...]): the parts per slot and per device."""
         return self.replace(position=()), self.position
 
     def joined(self, position: jax.Array) -> Plan:
-        """One client's plan: a row of `split`'s first part with its device's row of the second.
+        """One client's plan: a row of `split`'s first part with its device's positions.
 
         A plan with leaves [C] joined with the positions of one device is that of its
         slots.
@@ -277,14 +277,14 @@ class Plan:
         return self.replace(position=position)
 
     def of_row(self, row: jax.Array) -> Plan:
-        """The plan of one slot int32[] of the cohort, on whichever device it is computed."""
+        """The plan of one slot int32[] of the cohort, whichever device computes it."""
         rows, position = self.split()
         device = row // (self.first.shape[0] // position.shape[0])
         one = jax.tree.map(lambda leaf: jnp.take(leaf, row, mode="clip"), rows)
         return one.joined(jnp.take(position, device, axis=0, mode="clip"))
 
     def known_everywhere(self, how: Execution) -> Plan:
-        """The same plan with all positions on every device, for a loop over `of_row`."""
+        """The same plan with all positions on every device, for loops over `of_row`."""
         if how.mesh is None:
             return self
         here = execution.replicated(how)
@@ -406,7 +406,7 @@ class RoundState:
 
     @classmethod
     def first(cls, server: Any, clients: Any, key: jax.Array) -> RoundState:
-        """The state before round 0. No array may occur in it twice, since it is donated."""
+        """The state before round 0, in which no array may occur twice (donation)."""
         return cls(server, clients, key, jnp.zeros((), jnp.int32))
 
     def after(
