@@ -199,7 +199,7 @@ def truncated(hparams: Levels, model: types.Model) -> types.Model:
         )
     if given != count:
         raise ValueError(
-            f"--level_mix={hparams.level_mix} has {given} levels, but --model={model.name} "
+            f"--level_mix={hparams.level_mix} has {given} levels, --model={model.name} "
             f"has {count}; give as many parts as the model has exits"
         )
     if count == 1 and (hparams.levels == "dynamic" or hparams.exclusive):
