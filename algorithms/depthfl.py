@@ -125,7 +125,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
                 params, stats, batch.image, held=held, **batch.mode
             )
             exits = jnp.stack(out) if model.has_exits else out[None]
-            # Masked before any softmax, since stages that are not held are arbitrary.
+            # Masked before any softmax, since exits that are not held are arbitrary.
             exits = jnp.where(reached[:, None, None], exits, 0)
             hard = [losses.cross_entropy(z, batch.label, batch.mask) for z in exits]
             loss = jnp.where(reached, jnp.stack(hard), 0).sum()

@@ -80,7 +80,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     distils = not options.is_off(beta)
 
     def client_update(client: each_client.Client, server: types.Variables, level: int):
-        """The stages up to the client's level, of whose exits the last is trained."""
+        """Trains the stages up to the client's level, and only the last of their exits."""
         held = levels.held(client.level, model)[:level]
         is_last = jnp.arange(1, level + 1) == client.level
 
@@ -95,7 +95,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return local_training.train(hparams, (objective,), server, client)
 
     def is_last(cohort: types.Cohort) -> jax.Array:
-        """bool[C, L]: the stage whose exit a client trains."""
+        """bool[C, L]: the stage in which a client trains the exit."""
         own = cohort.level[:, None] == jnp.arange(1, num_stages + 1)
         return levels.holders(cohort, model) & own
 

@@ -1,4 +1,4 @@
-"""UA-PDFL: peers whose answers to one unit tensor differ share less of their models.
+"""UA-PDFL: peers with different answers to a unit tensor share less of their models.
 
 Zhu, Fan, Xie: "UA-PDFL: A Personalized Approach for Decentralized Federated Learning",
 https://arxiv.org/abs/2412.11674 (Algorithms 1 and 2); released code Kuludu/UA-PDFL.
@@ -77,7 +77,7 @@ class HParams(decentralized.Peers, local_training.LocalTraining):
         "js", "Jensen-Shannon, or half the sum of both KLs", choices=tuple(DIVERGENCES)
     )
     divergence_threshold: float = option(
-        0.1, "peers whose divergence is below it are alike [th_I]", minimum=0
+        0.1, "peers below this divergence are alike [th_I]", minimum=0
     )
     proximal_weight: float = option(
         0.1, "pull of the extractor to the anchor [mu]", minimum=0, zero_is_off=True

@@ -1,6 +1,6 @@
 """Masks of stages: personalization boundaries and the schedule of layer dropping.
 
-A mask is a prefix pytree of parameters (or of statistics) whose leaves are bool and
+A mask is a prefix pytree of parameters (or of statistics) with bool leaves that
 broadcast: one for a stage, for a part of it, or for every entry. A boundary l counts
 layers from 1: stages 1..l are on one side of the cut and l+1..L on the other, which is
 empty for l = L.

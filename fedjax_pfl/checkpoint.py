@@ -81,7 +81,7 @@ def _pieces(leaf: Any) -> Iterator[np.ndarray]:
             if array.size:
                 yield np.ascontiguousarray(jax.device_get(array)).reshape(-1)
             continue
-        # Cut along the first axis whose rows are small enough.
+        # Cut along the first axis with rows that are small enough.
         inner = [
             array.dtype.itemsize * math.prod(array.shape[i:])
             for i in range(1, array.ndim)

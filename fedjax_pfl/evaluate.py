@@ -117,7 +117,7 @@ def _answers(
 
 
 def sampled_clients(key: jax.Array, num_clients: int, num_sampled: int) -> jax.Array:
-    """bool[K]: the clients whose own accuracy is measured, fixed for the whole run."""
+    """bool[K]: the clients with a measured own accuracy, fixed for the whole run."""
     if not num_sampled:
         return jnp.ones(num_clients, bool)
     key = rng.stream(key, rng.Tag.EVALUATION)

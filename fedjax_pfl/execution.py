@@ -127,7 +127,7 @@ def agreed(seconds: float) -> float:
 
 
 def replicated(execution: Execution) -> jax.sharding.Sharding:
-    """The sharding of tables and states: on every device of the mesh, or the only one."""
+    """The sharding of tables and states: on every device of the mesh, or the one."""
     if execution.mesh is None:
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.sharding.NamedSharding(execution.mesh, PartitionSpec())

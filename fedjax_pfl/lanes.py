@@ -40,7 +40,7 @@ class _Lanes(NamedTuple):
 
     @property
     def has_ended(self) -> jax.Array:
-        """bool[W]: lanes whose client has taken its last step."""
+        """bool[W]: lanes in which the client has taken its last step."""
         return (self.row >= 0) & (self.index >= self.num_steps)
 
 

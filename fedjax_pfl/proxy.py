@@ -153,7 +153,7 @@ def fit(
 ) -> types.Variables:
     """Trains a model for `epochs` over the proxy batches in fixed order.
 
-    `loss_fn` gets a `Batch` whose `step` is the index of the proxy batch. Where
+    `loss_fn` gets a `Batch` with `step`, the index of the proxy batch. Where
     `is_active` bool[] is False nothing is done.
     """
     num_batches = batches.shape[0]

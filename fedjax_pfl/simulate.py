@@ -82,7 +82,7 @@ def window_rounds(
     than a sixth of the room stays empty.
 
     Args:
-        cohort: Any round's cohort, whose plans are not used.
+        cohort: Any round's cohort. Its plans are not used.
         specs: The algorithm's plans.
         num_examples: Train examples of a round's clients, on average.
     """
@@ -144,7 +144,7 @@ class Simulation:
 
         Args:
             program: From `program.build`.
-            data: Tables whose `partition` has a leading axis of seeds.
+            data: Tables with a `partition` that has a leading axis of seeds.
             planner: Cohorts and plans.
             seeds: The seeds.
             execution: For the account of padding, and the placement of arrays.
