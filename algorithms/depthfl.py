@@ -60,7 +60,7 @@ class HParams(levels.Levels, local_training.LocalTraining):
         0.1, "FedDyn's penalty [alpha], 0 = FedAvg", minimum=0, zero_is_off=True
     )
     self_distill_weight: float = option(
-        1.0, "weight of the exits' mutual distillation", minimum=0, zero_is_off=True
+        1.0, "mutual distillation of exits, 0 = none", minimum=0, zero_is_off=True
     )
     ramp_rounds: int = option(
         300,

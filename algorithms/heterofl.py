@@ -152,7 +152,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return types.Variables(mask, (none,) * len(mask))
 
     def of_classes(mask: jax.Array, present: jax.Array) -> jax.Array:
-        """The entries [C, ..., Y] of the last layer for the classes that a client has."""
+        """The last layer's entries [C, ..., Y] of the classes that a client has."""
         middle = (1,) * (mask.ndim - 2)
         return mask & present.reshape(len(present), *middle, -1)
 

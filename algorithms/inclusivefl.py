@@ -80,7 +80,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     distils = not options.is_off(beta)
 
     def client_update(client: each_client.Client, server: types.Variables, level: int):
-        """Trains the stages up to the client's level, and only the last of their exits."""
+        """Trains the stages up to the client's level, with the last of their exits."""
         held = levels.held(client.level, model)[:level]
         is_last = jnp.arange(1, level + 1) == client.level
 

@@ -74,7 +74,9 @@ class HParams(decentralized.Peers, local_training.LocalTraining):
     """UA-PDFL's options."""
 
     divergence: str = option(
-        "js", "Jensen-Shannon, or half the sum of both KLs", choices=tuple(DIVERGENCES)
+        "js",
+        "distance of two unit representations: Jensen-Shannon, or mean of both KLs",
+        choices=tuple(DIVERGENCES),
     )
     divergence_threshold: float = option(
         0.1, "peers below this divergence are alike [th_I]", minimum=0

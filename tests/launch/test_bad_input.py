@@ -185,7 +185,7 @@ def toys(monkeypatch, tmp_path):
             ["--level_mix=1:1"],
             ["--level_mix=1:1 has 2 levels", "--model=with_exits 3", "as many parts"],
         ),
-        (["--level_mix=0:0:0"], ["--level_mix=0:0:0 gives nobody a level"]),
+        (["--level_mix=0:0:0"], ["--level_mix=0:0:0 gives no client a level"]),
         (["--level_mix=1:x:1"], ["--level_mix=1:x:1", "1:1:1:1"]),
         (["--level_mix="], ["--level_mix=", "1:1:1:1"]),
         (["--max_level=9"], ["--max_level=9", "3 levels", "lower it"]),
@@ -220,7 +220,7 @@ def toys(monkeypatch, tmp_path):
             [
                 "--client_model=narrow",
                 "--model=with_exits",
-                "leave --client_model away",
+                "omit --client_model",
             ],
         ),
         (["--algo=fedavg", "--levels=fixed"], ["--levels", "depthfl", "--algo=fedavg"]),
