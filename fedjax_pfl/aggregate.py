@@ -12,12 +12,12 @@ from fedjax_pfl import boundary, stacked, types
 
 
 def weights(kind: str, num_examples: jax.Array, row_mask: jax.Array) -> jax.Array:
-    """Aggregation weights f32[C] that sum to 1 and are 0 on padding slots.
+    """Aggregation weights f32[C] that sum to 1 and are 0 on padding rows.
 
     Args:
         kind: `examples` (proportional to `num_examples` int32[C]) or `uniform`.
-        num_examples: Train examples of each slot's client.
-        row_mask: bool[C], True on real slots.
+        num_examples: Train examples of each row's client.
+        row_mask: bool[C], True on real rows.
     """
     raw = num_examples if kind == "examples" else jnp.ones_like(num_examples)
     raw = jnp.where(row_mask, raw.astype(jnp.float32), 0)
@@ -66,7 +66,7 @@ def masked_weights(weight: jax.Array, mask: Any) -> tuple[Any, Any]:
     """The weights of each part's own mean: where(mask, weight, 0) over their sum.
 
     Args:
-        weight: f32[C], non-negative, 0 on padding slots.
+        weight: f32[C], non-negative, 0 on padding rows.
         mask: Prefix pytree of bool[C], or of bool[C, ...] for single entries.
 
     Returns:
@@ -84,7 +84,7 @@ def masked_mean(rows: Any, weight: jax.Array, mask: Any, fallback: Any) -> Any:
 
     Args:
         rows: Leaves [C, ...].
-        weight: f32[C], non-negative, 0 on padding slots.
+        weight: f32[C], non-negative, 0 on padding rows.
         mask: Prefix pytree of bool[C], or of bool[C, ...] where entries differ:
             HeteroFL's coverage, or sum(m w) / sum(m).
         fallback: Leaves [...], taken for parts that no row holds.
@@ -127,10 +127,10 @@ def mix_peers(rows: Any, cohort: types.Cohort, weight: Any) -> Any:
             client without peers keeps its own.
 
     Example:
-        >>> slot = jnp.arange(3)
+        >>> ids = jnp.arange(3)
         >>> peers = jnp.array([[1], [2], [0]])
         >>> has_peer = jnp.array([[True], [False], [True]])
-        >>> cohort = types.Cohort(slot, slot, slot >= 0, slot, peers, has_peer, {})
+        >>> cohort = types.Cohort(ids, ids, ids >= 0, ids, peers, has_peer, {})
         >>> mix_peers(jnp.array([2.0, 4.0, 8.0]), cohort, jnp.ones((3, 2))).tolist()
         [3.0, 4.0, 5.0]
     """

@@ -109,15 +109,15 @@ class Trained:
         return self.replace(params=(), stats=()), self.variables
 
     def metrics(self, cohort: types.Cohort) -> dict[str, losses.Pair]:
-        """{"train_loss": (sum, count)} over the real slots of a cohort."""
+        """{"train_loss": (sum, count)} over the real rows of a cohort."""
         total, count = (jnp.where(cohort.row_mask, part, 0).sum() for part in self.loss)
         return {"train_loss": (total, count)}
 
 
 def by_architecture(task: types.Task, cohort: types.Cohort) -> tuple:
-    """One cohort per architecture, in which slots of the others are idle padding.
+    """One cohort per architecture, in which rows of the others are idle padding.
 
-    A chunk of idle slots costs nothing.
+    A chunk of idle rows costs nothing.
     """
     group = stacked.take(jnp.asarray(task.group_of_client), cohort.client_id)
 
@@ -190,7 +190,7 @@ def update(
     levels: int = 0,
     reduce: Any = None,
 ) -> tuple[Any, ...]:
-    """Runs `fn(client, shared)` for every slot of a cohort.
+    """Runs `fn(client, shared)` for every row of a cohort.
 
     Args:
         fn: One client's update. In lanes, what it computes before its training is
@@ -207,7 +207,7 @@ def update(
             1..L (a Python int), and a chunk of clients runs its largest one, or always
             L where `task.execution.is_bucketed` is False.
         reduce: Weights of sums over the clients that are taken while chunks run, so
-            that memory is that of a chunk: f32[C], 0 on padding slots, or a prefix
+            that memory is that of a chunk: f32[C], 0 on padding rows, or a prefix
             pytree of such. `fn` then returns `(kept, given)`, and `given` is summed.
 
     Returns:
@@ -221,11 +221,11 @@ def update(
             over its examples in `local_training.train`.
 
     Example:
-        >>> slot, none = jnp.arange(2), jnp.zeros((2, 0), int)
-        >>> plans = {"local": types.Plan(none, slot, slot, slot, 1)}  # 0 and 1 steps
-        >>> cohort = types.Cohort(slot, slot, slot >= 0, slot, none, none, plans)
+        >>> ids, none = jnp.arange(2), jnp.zeros((2, 0), int)
+        >>> plans = {"local": types.Plan(none, ids, ids, ids, 1)}  # 0 and 1 steps
+        >>> cohort = types.Cohort(ids, ids, ids >= 0, ids, none, none, plans)
         >>> state = types.RoundState.first((), jnp.array([1.0, 2.0]), jax.random.key(0))
-        >>> task = types.Task((), (), slot, 2, 2, 0, 2, 1, (1,))
+        >>> task = types.Task((), (), ids, 2, 2, 0, 2, 1, (1,))
         >>> def fn(client, shared):
         ...     return client.own + shared * client.plan.num_steps
         >>> out, state = update(fn, task, state, cohort, data=(), shared=10.0)
@@ -319,8 +319,8 @@ def in_turn(
 ) -> Any:
     """Runs `carry = fn(client, carry)` for one client after another.
 
-    The order is drawn by client id, independently of places in the cohort. Padding
-    slots come last and take no step. Every device computes it.
+    The order is drawn by client id, independently of places in the cohort. Padding rows
+    come last and take no step. Every device computes it.
 
     Args:
         fn: What the server does with one client.
@@ -362,14 +362,14 @@ def over_clients(
     fns: Sequence[Callable[[Any, Any, jax.Array], Any]],
     how: execution.Execution,
 ) -> Callable[..., Any]:
-    """Maps a function of one client over all slots of a cohort.
+    """Maps a function of one client over all rows of a cohort.
 
-    Slots are cut into chunks. A chunk is vmapped, chunks run one after another, and
-    devices share the slots by `shard_map`, so that the computation of the clients needs
+    Rows are cut into chunks. A chunk is vmapped, chunks run one after another, and
+    devices share the rows by `shard_map`, so that the computation of the clients needs
     no communication until its end, where results are gathered. Before and after it
-    every device computes the same: if slots were sharded there too, XLA would cut sums
+    every device computes the same: if rows were sharded there too, XLA would cut sums
     over clients by device, and their rounding would depend on which device has which
-    slot.
+    row.
 
     Args:
         fns: `(row, shared, bound, local) -> out`, one for each level, or just one.

@@ -1,4 +1,4 @@
-"""How client slots are computed: chunks, devices, and the placement of arrays."""
+"""How client rows are computed: chunks, devices, and the placement of arrays."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 
 
 class Execution(NamedTuple):
-    """How client slots are computed, which never changes what is computed.
+    """How client rows are computed, which never changes what is computed.
 
     Attributes:
-        chunk: Slots that are vmapped together on one device; 1 = one by one.
+        chunk: Rows that are vmapped together on one device; 1 = one by one.
         mesh: A mesh with the axis `clients`, or None for a single device.
         is_bucketed: Whether a chunk of clients with submodels computes only the largest
             of these; else it computes the whole model, masked.
@@ -38,7 +38,7 @@ class Execution(NamedTuple):
 
 
 def padded_size(num_rows: int, execution: Execution) -> int:
-    """The slots of a cohort once it fills whole chunks on every device."""
+    """The rows of a cohort once it fills whole chunks on every device."""
     devices = execution.mesh.size if execution.mesh else 1
     per_device = -(-num_rows // devices)
     chunk = min(execution.chunk, per_device)
@@ -51,7 +51,7 @@ def executed_steps(num_steps: np.ndarray, execution: Execution) -> np.ndarray:
     A chunk runs to its longest client, and lanes run until the last of them is done.
 
     Args:
-        num_steps: int[..., C], of slots in their order in the cohort.
+        num_steps: int[..., C], of rows in their order in the cohort.
         execution: Chunks and devices.
 
     Returns:

@@ -246,7 +246,7 @@ class Submodel(NamedTuple):
 
 
 def holders(cohort: types.Cohort, model: types.Model) -> jax.Array:
-    """bool[C, L]: the stages that each real slot's client holds."""
+    """bool[C, L]: the stages that the client of each real row holds."""
     return held(cohort.level, model) & cohort.row_mask[:, None]
 
 

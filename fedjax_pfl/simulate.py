@@ -55,7 +55,7 @@ class Planner(Protocol):
         """Steps int[...] of clients int[...] in each plan, by its name."""
 
     def owned(self, seed_index: int, client: np.ndarray) -> np.ndarray:
-        """int[...]: train rows of clients int[...], 0 on padding slots."""
+        """int[...]: train rows of clients int[...], 0 on padding rows."""
 
     @property
     def round_examples(self) -> float:
@@ -419,7 +419,7 @@ class Simulation:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(window.plans)) / count
 
     def _place_window(self, cohorts: types.Cohort) -> types.Cohort:
-        """Like `_place`, but each device gets only the plans of its own slots."""
+        """Like `_place`, but each device gets only the plans of its own rows."""
         by_device = execution_lib.by_device(self.execution)
         positions = {
             name: execution_lib.place(plan.position, by_device)

@@ -38,7 +38,7 @@ def stages_both_ways(task: types.Task, model: types.Model) -> tuple:
 def stages_sent(
     model: types.Model, down: jax.Array, up: jax.Array
 ) -> dict[str, jax.Array]:
-    """Counts of `stages_both_ways`, from the stages that each slot gets and sends.
+    """Counts of `stages_both_ways`, from the stages that each row gets and sends.
 
     `down` and `up` are bool[C, L].
     """
@@ -52,10 +52,10 @@ def stages_sent(
 def counted(
     sent: Mapping[str, Any], kinds: Sequence[types.MessageKind], row_mask: jax.Array
 ) -> jax.Array:
-    """Messages of all real slots by kind, int32[kinds], in the order of `kinds`.
+    """Messages of all real rows by kind, int32[kinds], in the order of `kinds`.
 
     Args:
-        sent: Messages by the kind's name: int32[C], or one number for every slot.
+        sent: Messages by the kind's name: int32[C], or one number for every row.
         kinds: Kinds of the algorithm. Others in `sent` are not counted.
         row_mask: bool[C].
 

@@ -2,7 +2,7 @@
 
 Dimension letters used in all docstrings:
 
-    K clients           C slots of a cohort (padded)  S local steps    B batch
+    K clients           C rows of a cohort (padded)   S local steps    B batch
     N rows of a table   P proxy rows                  L stages         Y classes
     M served models     U rows of the union of all clients' test rows
     D embedding width
@@ -252,8 +252,8 @@ class Plan:
         position: int32[D, R], for each of D devices the positions (indices among a
             client's own rows) in all epochs of all clients that it computes, one after
             another without padding. For one client: int32[R].
-        first: int32[C], where a slot's positions begin within those of its device.
-        num_rows: int32[C], positions of one epoch; 0 on padding slots.
+        first: int32[C], where a row's positions begin within those of its device.
+        num_rows: int32[C], positions of one epoch; 0 on padding rows.
         num_steps: int32[C], steps to take, at most those of all epochs.
         batch_size: B, static.
     """
@@ -265,19 +265,19 @@ class Plan:
     batch_size: int = struct.field(pytree_node=False)
 
     def split(self) -> tuple[Plan, jax.Array]:
-        """(leaves [C, ...], leaves [D, ...]): the parts per slot and per device."""
+        """(leaves [C, ...], leaves [D, ...]): the parts per row and per device."""
         return self.replace(position=()), self.position
 
     def joined(self, position: jax.Array) -> Plan:
         """One client's plan: a row of `split`'s first part with its device's positions.
 
         A plan with leaves [C] joined with the positions of one device is that of its
-        slots.
+        rows.
         """
         return self.replace(position=position)
 
     def of_row(self, row: jax.Array) -> Plan:
-        """The plan of one slot int32[] of the cohort, whichever device computes it."""
+        """The plan of one row int32[] of the cohort, whichever device computes it."""
         rows, position = self.split()
         device = row // (self.first.shape[0] // position.shape[0])
         one = jax.tree.map(lambda leaf: jnp.take(leaf, row, mode="clip"), rows)
@@ -491,7 +491,7 @@ class Algorithm(NamedTuple):
         plans: The step plans that the algorithm asks for.
         init: `(data, key) -> RoundState`, in which no buffer is used twice (donation).
         round: `(state, cohort, data) -> (state, metrics, sent)`. Metrics are (sum,
-            count) pairs of scalars. `sent` counts the messages that each slot
+            count) pairs of scalars. `sent` counts the messages that each row
             exchanged: {kind's name: int32[C] or one number}. Private rows are read and
             written at `cohort.row` only.
         messages: The kinds of messages. Others in `sent` are not counted.
