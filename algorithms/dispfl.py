@@ -67,14 +67,14 @@ class HParams(decentralized.Peers, local_training.LocalTraining):
         0.5, "fraction of parameters held", above=0, maximum=1, is_static=True
     )
     prune_rate: float = option(
-        0.5, "fraction of entries exchanged in round 0", minimum=0, maximum=1
+        0.5, "fraction of entries that round 0 exchanges", minimum=0, maximum=1
     )
     prune_rounds: int = option(
-        20, "rounds until none is exchanged, give the same as --rounds", minimum=1
+        20, "rounds until none is exchanged, as many as --rounds", minimum=1
     )
     regrow: str = option(
         "gradient",
-        "what is regrown: largest gradients, or random entries",
+        "entries that are regrown: those of the largest gradients, or random ones",
         choices=("gradient", "random"),
     )
 

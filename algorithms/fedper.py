@@ -61,7 +61,7 @@ class HParams(boundary.LayerDropping, local_training.LocalTraining):
     personal_from: str = option(
         "",
         "first personal stage, by name; last = the last one, none = all are shared, "
-        "empty = the first after the last convolution (the last stage without any)",
+        "empty = the first after the last convolution (without any, the last stage)",
     )
     layer_dropping: bool = option(
         False, "move the boundary from deep to shallow, as FedD2S does"

@@ -1,8 +1,8 @@
 """Majority: always answer the client's most frequent class, without any learning.
 
-This control is the line below which a personalized method has learnt less than the
-client's label counts alone. With class mixes ~ Dir(.1) over 10 classes it scores about
-65 %.
+A personalized method that scores below this control has learnt less than the client's
+label counts alone give. With class mixes ~ Dir(.1) over 10 classes it scores about 65
+%.
 
 * A client answers the most frequent label of its train rows.
 * The server answers the most frequent label of all train rows.

@@ -37,7 +37,7 @@ class Levels:
 
     levels: str = option(
         "fixed",
-        "what a client can hold: always the same, drawn in each round, or everything",
+        "what a client can hold: always the same, drawn in each round, or all of it",
         choices=("fixed", "dynamic", "maximum"),
     )
     level_mix: str = option(
