@@ -7,8 +7,8 @@ https://arxiv.org/abs/2412.11674, in rounds without a server.
 
 * A client of the round pulls the models of its first k_i peers and the norms of their
   last round. It averages these models and its own, weighted by examples.
-* In every second round it adds the mean of these norms to its history. The period is
-  critical while the mean of the last 10 rises by more than a threshold.
+* In every second round it adds the mean of these norms and its own to its history. The
+  period is critical while the mean of the last 10 rises by more than a threshold.
 * In a critical period k_i doubles, until it has once been three quarters of the other
   clients. Otherwise it is halved, down to `--num_peers`.
 * It trains for E epochs. The norm of its round is the learning rate times the mean over
@@ -16,7 +16,7 @@ https://arxiv.org/abs/2412.11674, in rounds without a server.
 
 | paper | here |
 |---|---|
-| federated gradient norm | the mean of `norm` over peers; `Period.history` |
+| federated gradient norm | mean `norm` of client and peers; `Period.history` |
 | the threshold | `--critical_threshold` |
 | clients of a round | `Period.num_peers` [k_i], from `--num_peers` to 3/4 (K - 1) |
 | sparse updates in critical periods | `--sparsify` |
