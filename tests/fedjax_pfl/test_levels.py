@@ -276,9 +276,8 @@ def test_levels_of_a_model():
     with pytest.raises(ValueError, match="--model=plain has one exit, --level_mix=1:1"):
         levels.truncated(of(level_mix="1:1"), plain)
     for model, wrong, count in ((deep, "1:1", 3), (deep, "1", 3)):
-        with pytest.raises(
-            ValueError, match=f"--level_mix={wrong} has .*--model={model.name} {count};"
-        ):
+        words = f"--level_mix={wrong} has .*--model={model.name} has {count};"
+        with pytest.raises(ValueError, match=words):
             levels.truncated(of(level_mix=wrong), model)
     for given, flag in (
         ({"exclusive": True}, "--exclusive"),
