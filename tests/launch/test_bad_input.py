@@ -1,17 +1,14 @@
 """Bad input: one line that begins with `error:` and names the flag, no traceback."""
 
-import os
 import pathlib
 import re
 import socket
-import struct
 import time
 
 import numpy as np
 import pytest
 
 import models
-from data import loaders
 from launch import main
 from launch.run import memory
 from tests.conftest import write_npz
@@ -41,32 +38,20 @@ def refused(tmp_path, monkeypatch, capsys):
     [
         (["--algo=fedprophet"], ["--algo=fedprophet", "cdkt", "fedavg"]),
         (["--algo=fedavg", "--clinet_lr=0.1"], ["--clinet_lr", "--client_lr"]),
-        (["--algo=fedavg", "--local_epoch=1"], ["--local_epoch ", "--local_epochs"]),
-        (["--normalisation=none"], ["--normalisation", "--normalization"]),
         (["--algo=fedavg", "--label_mix=0.5"], ["--label_mix", "cdkt", "fedavg"]),
-        (["--algo=fedavg", "--js_form=true"], ["--js_form", "cdkt"]),
         (["--client_distill_weight=-1"], ["--client_distill_weight=-1", "0"]),
         (["--server_distill_weight=-0.5"], ["--server_distill_weight=-0.5"]),
-        (["--client_lr=-0.1"], ["--client_lr=-0.1"]),
-        (["--client_lr=nan"], ["--client_lr=nan"]),
         (["--client_distill_weight=inf"], ["--client_distill_weight=inf"]),
         (["--temperature=0"], ["--temperature=0", "0"]),
         (["--label_mix=1.5"], ["--label_mix=1.5", "1"]),
-        (["--client_lr=fast"], ["--client_lr", "fast"]),
-        (["--rounds=2.5"], ["--rounds", "2.5"]),
         (["--rounds=0"], ["--rounds=0"]),
-        (["--rounds="], ["--rounds"]),
         (["--num_clients=-3"], ["--num_clients=-3"]),
         (["--partition=fair"], ["--partition=fair", "dirichlet"]),
         (["--partition_alpha=0"], ["--partition_alpha=0"]),
         (["--preset=best"], ["--preset=best", "cdkt"]),
         (["--transfer=all"], ["--transfer=all", "repfull"]),
-        (["--c_gen=perhaps"], ["--c_gen", "perhaps"]),
-        (["--algo=local", "--algo=cdkt"], ["--algo", "local", "cdkt"]),
         (["--algo=fedavg", "rounds=3"], ["rounds=3", "--"]),
-        (["cdkt"], ["cdkt"]),
         (["--flagfile=nowhere.flags"], ["--flagfile", "nowhere.flags"]),
-        (["--algo=nothing", "--help"], ["--algo=nothing"]),
         (["--dataset=imagenet"], ["--dataset=imagenet", "mnist_5k"]),
         (["--dataset=npz:nowhere.npz"], ["--dataset=npz:nowhere.npz"]),
         (["--algo=fedavg", "--rounds"], ["--rounds"]),
@@ -91,33 +76,12 @@ def public(tmp_path_factory):
     "arguments, parts",
     [
         (["--algo=fedd2s", "--min_layer=9"], ["--min_layer=9", "6 layers", "C1"]),
-        (["--algo=fedd2s", "--first_layer=7"], ["--first_layer=7", "6 layers"]),
-        (
-            ["--algo=fedd2s", "--first_layer=3", "--min_layer=4"],
-            ["--min_layer=4", "--first_layer=3"],
-        ),
-        (
-            ["--algo=fedd2s", "--drop_every=0", "--min_layer=4"],
-            ["--min_layer=4", "--drop_every=0"],
-        ),
         (["--rotate_classes=5"], ["--rotate_classes=5: expected at most 4"]),
-        (
-            ["--algo=fedd2s", "--transfer=mse", "--temperature=2"],
-            ["--temperature=2", "--transfer=mse"],
-        ),
-        (
-            ["--algo=scaffold", "--client_momentum=0.5"],
-            ["--client_momentum=0.5", "plain SGD"],
-        ),
         (["--algo=fedper", "--personal_from=F9"], ["--personal_from=F9", "F1"]),
         (["--algo=fedper", "--min_layer=2"], ["--min_layer=2", "--layer_dropping"]),
         (
             ["--algo=fedper_plus", "--personal_from=F1"],
             ["--personal_from=F1", "--layer_dropping"],
-        ),
-        (
-            ["--algo=fedrep", "--head_epochs=4", "--local_epochs=4"],
-            ["--head_epochs=4", "--local_epochs=4"],
         ),
         (["--algo=fedmd", "--public_set=none"], ["public images", "--public_set"]),
         (
@@ -130,9 +94,7 @@ def public(tmp_path_factory):
             ["[5, 5, 1]", "[8, 8, 1]", "--public_set"],
         ),
         (["--algo=fedavg", "--client_model=m1,m2"], ["--client_model=m1,m2", "fedmd"]),
-        (["--algo=fedmd", "--client_model=m1,m9"], ["--client_model=m1,m9", "m2"]),
         (["--examples_per_client=100"], ["--examples_per_client=100", "lower"]),
-        (["--algo=fedd2s", "--num_clients=200"], ["--num_clients=200", "lower it"]),
     ],
 )
 def test_boundaries_and_public_sets(refused, blobs, public, arguments, parts):
@@ -149,20 +111,12 @@ def test_boundaries_and_public_sets(refused, blobs, public, arguments, parts):
     "arguments, parts",
     [
         (["--num_peers=9"], ["--num_peers=9", "--num_clients=9", "8 others", "lower"]),
-        (["--topology=regular"], ["--num_peers=5", "--num_clients=9", "even"]),
-        (["--topology=star"], ["--topology=star", "ring", "erdos_renyi"]),
         (["--topology=erdos_renyi", "--edge_probability=0"], ["--edge_probability=0"]),
-        (["--edge_probability=0.1"], ["--edge_probability=0.1", "--topology=random"]),
-        (["--topology=file"], ["--adjacency=PATH"]),
         (["--topology=file", "--adjacency=none.npz"], ["none.npz", "no such file"]),
-        (["--topology=file", "--adjacency=LOOP"], ["its own peer"]),
-        (["--personal_from=dense1"], ["--personal_from=dense1", "first stage"]),
-        (["--personal_from=dense9"], ["--personal_from=dense9", "dense2", "last"]),
     ],
 )
-def test_graphs_and_cuts(refused, blobs, tmp_path, arguments, parts):
-    """Decentralised methods: graphs that cannot be, and nothing to share."""
-    (tmp_path / "LOOP").write_text("1 " * 9 + "\n" + ("1 " * 9 + "\n") * 8)
+def test_graphs(refused, blobs, arguments, parts):
+    """Decentralised methods: graphs that cannot be."""
     given = ["--algo=dfedavg", "--preset=none", "--num_clients=9", "--model=mlp"]
     line = refused(*given, f"--dataset={blobs}", "--devices=1", *arguments)
     for part in parts:
@@ -170,12 +124,10 @@ def test_graphs_and_cuts(refused, blobs, tmp_path, arguments, parts):
 
 
 @pytest.fixture
-def toys(monkeypatch, tmp_path):
-    """Registers the models with and without exits; npz:COLOURS has three channels."""
+def toys(monkeypatch):
+    """Registers the models with and without exits."""
     for make in (toy_model.with_exits, toy_model.narrow):
         monkeypatch.setitem(models.MODELS, make.__name__, make)
-    write_npz(tmp_path / "COLOURS", shape=(8, 8, 3))
-    (tmp_path / "COLOURS.npz").rename(tmp_path / "COLOURS")
 
 
 @pytest.mark.parametrize(
@@ -185,25 +137,10 @@ def toys(monkeypatch, tmp_path):
             ["--level_mix=1:1"],
             ["--level_mix=1:1 has 2 levels", "--model=with_exits 3", "as many parts"],
         ),
-        (["--level_mix=0:0:0"], ["--level_mix=0:0:0 gives no client a level"]),
-        (["--level_mix=1:x:1"], ["--level_mix=1:x:1", "1:1:1:1"]),
-        (["--level_mix="], ["--level_mix=", "1:1:1:1"]),
-        (["--max_level=9"], ["--max_level=9", "3 levels", "lower it"]),
-        (["--max_level=-1"], ["--max_level=-1"]),
-        (["--levels=random"], ["--levels=random", "dynamic", "maximum"]),
         (
             ["--exclusive", "--clients_per_round=3"],
             ["--clients_per_round=3", "2 of 6 clients", "lower it"],
         ),
-        (
-            ["--exclusive", "--max_level=2", "--clients_per_round=5"],
-            ["--clients_per_round=5", "4 of 6 clients", "lower it"],
-        ),
-        (
-            ["--exclusive", "--level_mix=1:1:0"],
-            ["--level_mix=1:1:0", "level 3", "--max_lev"],
-        ),
-        (["--exclusive", "--levels=dynamic"], ["--exclusive", "--levels=fixed"]),
         (
             ["--algo=fedavg"],
             [
@@ -213,8 +150,6 @@ def toys(monkeypatch, tmp_path):
                 "depthfl or",
             ],
         ),
-        (["--algo=feddyn"], ["--level_mix=1 has 1 levels", "--model=with_exits 3"]),
-        (["--model=narrow"], ["--model=narrow has one exit", "--level_mix=1:1:1"]),
         (
             ["--client_model=narrow"],
             [
@@ -223,18 +158,8 @@ def toys(monkeypatch, tmp_path):
                 "omit --client_model",
             ],
         ),
-        (["--algo=fedavg", "--levels=fixed"], ["--levels", "depthfl", "--algo=fedavg"]),
-        (["--algo=local", "--exclusive"], ["--exclusive", "depthfl", "--algo=local"]),
         (["--image_size=7"], ["--image_size=7", "[8, 8, 1]", "at least 8"]),
         (["--image_size=5000"], ["--image_size=5000", "at most 4096"]),
-        (
-            ["--image_channels=4", "--dataset=npz:COLOURS"],
-            ["--image_channels=4", "have 3", "only gray"],
-        ),
-        (
-            ["--image_channels=1", "--dataset=npz:COLOURS"],
-            ["--image_channels=1", "have 3", "only gray"],
-        ),
     ],
 )
 def test_levels_and_sizes_of_images(refused, toys, blobs, arguments, parts):
@@ -261,10 +186,7 @@ def test_public_set_of_the_same_images(refused):
     "line, part",
     [
         ("--clinet_lr=0.1", "--clinet_lr"),
-        ("--label_mix=0.1", "--label_mix"),
-        ("--client_lr=nan", "--client_lr=nan"),
         ("--flagfile=inner.flags", "inner.flags"),
-        ("rounds=3", "rounds=3"),
     ],
 )
 def test_misspelt_in_a_flagfile(refused, tmp_path, line, part):
@@ -290,51 +212,15 @@ SMALL = ["--algo=fedavg", "--model=mlp", "--devices=1", "--rounds=1"]
             ["--num_clients=5", "--clients_per_round=6"],
             ["--clients_per_round=6", "--num_clients=5"],
         ),
-        (
-            ["--partition=dirichlet", "--partition_alpha=0.001", "--num_clients=100"],
-            ["--partition_alpha=0.001", "leaves client"],
-        ),
         (["--num_clients=200"], ["--num_clients=200", "240"]),
-        (
-            ["--partition=pathological", "--classes_per_client=5"],
-            ["--classes_per_client=5", "4 classes"],
-        ),
-        (
-            ["--partition=pathological", "--partition_draw=sequential"],
-            ["--partition_draw=sequential", "pathological", "ipf, overlap"],
-        ),
-        (["--partition=classes"], ["--client_classes", "0,1/0,1/2,3"]),
-        (
-            ["--partition=classes", "--client_classes=0,1/2,4"],
-            ["--client_classes", "client 1 has class 4", "0 to 3"],
-        ),
-        (
-            ["--partition=classes", "--client_classes=0,1/2", "--num_clients=3"],
-            ["--client_classes=0,1/2", "2 clients", "--num_clients=3"],
-        ),
-        (
-            ["--partition=classes", "--client_classes=0,one/2"],
-            ["--client_classes=0,one/2", "client 0 has '0,one'"],
-        ),
-        (
-            ["--partition=iid", "--client_classes=0,1/2"],
-            ["--client_classes=0,1/2", "--partition=iid"],
-        ),
-        (["--partition=natural"], ["--partition=natural", "client"]),
         (["--partition=cdkt"], ["--partition=cdkt"]),
-        (["--test_split=official"], ["--test_split=official"]),
         (["--model=resnet999"], ["--model=resnet999", "mlp"]),
-        (["--client_model=resnet999"], ["--client_model=resnet999", "mlp"]),
         (["--model=fedavg_cnn"], ["--model=fedavg_cnn", "[8, 8, 1]; take another"]),
-        (["--model=depth_convnet"], ["an exit at every stage", "take another model"]),
         (["--devices=99"], ["--devices=99", "4"]),
         (["--proxy_fraction=1"], ["--proxy_fraction=1"]),
         (["--seed=4294967295", "--num_seeds=2"], ["seed"]),
-        (["--seed=4294967296"], ["--seed=4294967296"]),
         (["--client_model=m1"], ["--client_model=m1"]),
         (["--model_width=0"], ["--model_width=0", "more than 0"]),
-        (["--model_width=nan"], ["--model_width=nan"]),
-        (["--model_width=wide"], ["--model_width='wide'", "a number"]),
         (["--model_width=1001"], ["--model_width=1001", "at most 1000"]),
     ],
 )
@@ -348,13 +234,7 @@ def test_options_that_do_not_fit_the_data(refused, blobs, arguments, parts):
 @pytest.mark.parametrize(
     "argument, reason",
     [
-        ("--batch_size=99999999999", "expected at most 2147483647"),
-        ("--batch_size=2000000000", "GiB of memory at least.*examples of one step"),
-        ("--rounds=100000000000000000000", "expected at most 2147483647"),
-        ("--rounds=2000000000", "records of all evaluations.*raise --eval_every"),
-        ("--num_seeds=1000000000", "models of all seeds.*lower it"),
         ("--num_clients=2000000000", "partitions of all seeds.*lower it"),
-        ("--local_epochs=2000000000", "batches of a round.*lower it"),
         (
             "--model_width=1000",
             "the models of the clients that train together.*lower it",
@@ -363,7 +243,7 @@ def test_options_that_do_not_fit_the_data(refused, blobs, arguments, parts):
 )
 def test_numbers_without_bounds(refused, monkeypatch, blobs, argument, reason):
     """By the limit of an int, or by an estimate; nothing is allocated or written."""
-    monkeypatch.setattr(memory, "free_bytes", lambda: {True: None, False: 2**34})
+    monkeypatch.setattr(memory, "free_bytes", lambda: (None, 2**34))
     line = refused(*SMALL, f"--dataset={blobs}", argument)
     assert line.startswith(f"error: {argument}")
     assert re.search(reason, line)
@@ -372,80 +252,29 @@ def test_numbers_without_bounds(refused, monkeypatch, blobs, argument, reason):
 
 def test_more_than_the_clients_can_keep(refused, monkeypatch, blobs):
     """The state that an algorithm has in truth: here a model for every client."""
-    monkeypatch.setattr(memory, "free_bytes", lambda: {True: None, False: 10**6})
+    monkeypatch.setattr(memory, "free_bytes", lambda: (None, 10**6))
     arguments = ["--model=mlp", "--devices=1", "--rounds=1", f"--dataset={blobs}"]
     line = refused("--algo=local", "--preset=none", "--num_clients=40", *arguments)
     assert "--num_clients=40 needs" in line and "what clients keep" in line
 
 
-@pytest.mark.parametrize("flag", ["--image_size=4096", "--image_channels=64"])
-def test_images_that_no_memory_can_hold(refused, monkeypatch, blobs, flag):
-    """Told before any of them is made larger."""
-    monkeypatch.setattr(memory, "free_bytes", lambda: {True: None, False: 9 * 10**5})
-    monkeypatch.setattr(np, "pad", None)
-    monkeypatch.setattr(np, "repeat", None)
-    line = refused(*SMALL, f"--dataset={blobs}", flag)
-    assert f"{flag} needs" in line and "for the images" in line
+def test_images_that_no_memory_can_hold(refused, monkeypatch, blobs):
+    """A MemoryError, wherever it comes from, is one line."""
+
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(np, "pad", full)
+    line = refused(*SMALL, f"--dataset={blobs}", "--image_size=4096")
+    assert "out of memory" in line and "--image_size" in line
 
 
-@pytest.mark.parametrize("name", ["a\nb", "a\r--seed=3", "caf\udce9", "x" * 5000])
+@pytest.mark.parametrize("name", ["a\nb", "x" * 5000])
 def test_names_that_no_file_can_tell(refused, name):
     """Refused before a folder of that name is made."""
     line = refused(*SMALL, f"--workdir={name}")
     assert line.startswith("error: --workdir=")
     assert list(pathlib.Path().iterdir()) == []
-
-
-def test_pipe_in_the_place_of_a_file(refused):
-    """Neither a flagfile nor a data set is waited for."""
-    os.mkfifo("pipe")
-    assert "--flagfile=pipe is a pipe" in refused("--flagfile=pipe")
-    assert "npz:pipe: is a pipe" in refused(*SMALL, "--dataset=npz:pipe")
-
-
-def test_more_clients_than_owners(refused, unequal):
-    """A natural partition has as many clients as the file."""
-    line = refused(*SMALL, f"--dataset={unequal}", "--num_clients=8")
-    assert "--num_clients=8" in line and "7" in line
-
-
-def test_heterogeneous_widths(refused, tmp_path):
-    """CDKT's server and clients must have embeddings of one width."""
-    image = np.zeros((200, 28, 28, 1), np.uint8)
-    np.savez(tmp_path / "own.npz", x=image, y=np.arange(200) % 4)
-    line = refused(
-        "--algo=cdkt",
-        "--dataset=npz:own.npz",
-        "--model=cdkt_mnist",
-        "--client_model=mlp",
-        "--num_clients=4",
-        "--devices=1",
-    )
-    assert "--client_model=mlp" in line and "--model=cdkt_mnist" in line
-    assert "width" in line
-
-
-def test_cdkt_without_a_proxy_set(refused, blobs):
-    """CDKT learns through the proxy set."""
-    line = refused(
-        "--algo=cdkt",
-        "--model=mlp",
-        f"--dataset={blobs}",
-        "--num_clients=4",
-        "--proxy_fraction=0",
-    )
-    assert "--proxy_fraction=0" in line
-
-
-def test_truncated_idx_file(refused, tmp_path):
-    """Through --data_dir; the file is named."""
-    for images, labels in loaders.IDX_FILES:
-        header = b"\x00\x00\x08\x03" + struct.pack(">3I", 10, 28, 28)
-        (tmp_path / images).write_bytes(header + bytes(10 * 28 * 28 - 1))
-        header = b"\x00\x00\x08\x01" + struct.pack(">I", 10)
-        (tmp_path / labels).write_bytes(header + bytes(10))
-    line = refused("--algo=fedavg", "--dataset=mnist", f"--data_dir={tmp_path}")
-    assert "train-images-idx3-ubyte is truncated" in line
 
 
 def test_truncated_npz_file(refused, tmp_path, blobs):
@@ -454,15 +283,6 @@ def test_truncated_npz_file(refused, tmp_path, blobs):
         raw = file.read()
     (tmp_path / "cut.npz").write_bytes(raw[: len(raw) // 2])
     assert "cut.npz" in refused(*SMALL, "--dataset=npz:cut.npz")
-
-
-def test_truncated_pathmnist(refused, tmp_path):
-    """Through --data_dir; the file is named."""
-    path = tmp_path / "pathmnist.npz"
-    np.savez(path, train_images=np.zeros((9, 28, 28, 3), np.uint8))
-    path.write_bytes(path.read_bytes()[:5000])
-    line = refused("--algo=fedavg", "--dataset=pathmnist", f"--data_dir={tmp_path}")
-    assert "pathmnist.npz" in line and "cannot be read" in line
 
 
 @pytest.fixture
@@ -522,15 +342,6 @@ def test_workdir_of_another_configuration(
 
 class InterruptedRun(Exception):
     """Stands for a kill."""
-
-
-def test_workdir_with_other_files(refused, tmp_path, blobs):
-    """A folder with somebody's files is not taken."""
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("precious")
-    line = refused(*SMALL, f"--dataset={blobs}", "--workdir=mine")
-    assert "--workdir=mine" in line
-    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
 
 def test_workdir_that_is_a_file(refused, tmp_path, blobs):
