@@ -135,7 +135,11 @@ def toys(monkeypatch):
     [
         (
             ["--level_mix=1:1"],
-            ["--level_mix=1:1 has 2 levels", "--model=with_exits 3", "as many parts"],
+            [
+                "--level_mix=1:1 has 2 levels",
+                "--model=with_exits has 3",
+                "as many parts",
+            ],
         ),
         (
             ["--exclusive", "--clients_per_round=3"],
