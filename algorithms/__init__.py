@@ -1,8 +1,8 @@
-"""Algorithms: one file each, one line here each.
+"""The registry of algorithms: one file for each, and one line here.
 
-A line names the file's module and what `launch` must know of it: the preset that holds
-where none is given, and whether the algorithm needs public images. A plain module is a
-line too: no preset, no needs.
+A line names the file's module and states what `launch` needs to know of the algorithm:
+its default preset, and whether it uses public images, several architectures or exits. A
+plain module is allowed too: it has no preset and no needs.
 """
 
 import dataclasses
@@ -42,15 +42,15 @@ def entry(
     several_models: bool = False,
     exits: bool = False,
 ) -> Any:
-    """An algorithm as the registry knows it.
+    """An algorithm as an entry of the registry.
 
     Args:
-        module: What has `HParams`, `make` and a docstring.
+        module: Has `HParams`, `make` and a docstring.
         preset: Name of the paper's rules for options that are not given.
-        public_images: It learns from images that all clients share without labels; a
-            set of them is chosen where none is given.
-        several_models: Its clients may have different architectures.
-        exits: It has a use for models with an exit at every stage.
+        public_images: Whether it learns from unlabelled images that all clients share.
+            A default set is chosen where none is given.
+        several_models: Whether its clients may have different architectures.
+        exits: Whether it uses models with an exit at every stage.
     """
     return SimpleNamespace(
         HParams=module.HParams,
@@ -64,7 +64,7 @@ def entry(
 
 
 def variant(base: Any, summary: str, **defaults: Any) -> Any:
-    """A second name for an entry, with other defaults of its options."""
+    """A second name for an entry, with other defaults for some of its options."""
     fields = [
         (
             field.name,
@@ -120,7 +120,7 @@ ALGORITHMS = {
     ),
     "dfedavgm": variant(
         _DFEDAVG,
-        "DFedAvgM: equal weights among peers, momentum that begins anew each round.",
+        "DFedAvgM: equal weights among peers, momentum that restarts in every round.",
         aggregation="uniform",
         optimizer_state="reset",
     ),
@@ -131,13 +131,13 @@ ALGORITHMS = {
     "heterofl": _HETEROFL,
     "sheterofl": variant(
         _HETEROFL,
-        "SHeteroFL: HeteroFL whose clients train every smaller width too.",
+        "SHeteroFL: HeteroFL in which clients train every smaller width too.",
         all_widths=True,
     ),
     "splitmix": entry(splitmix, preset="depthfl"),
     "feddyn": variant(
         _DEPTHFL,
-        "FedDyn: local losses corrected by the drifts of clients, of one whole model.",
+        "FedDyn: local losses corrected by the clients' drifts, on one whole model.",
         level_mix="1",
         self_distill_weight=0.0,
     ),

@@ -5,7 +5,7 @@ https://arxiv.org/abs/2003.13461 (Algorithm 1).
 
 * The server's model is FedAvg's.
 * In each step a client also takes one along the loss of the mixture of its own model
-  with its copy of the server's; the own model alone moves, and the share of it.
+  with its copy of the server's. Only its own model and the weight of it move.
 * The mixture with the server's model serves the client.
 
 | paper | here |
@@ -15,14 +15,12 @@ https://arxiv.org/abs/2003.13461 (Algorithm 1).
 | alpha_i | `own_weight`; in round 0 `--own_weight`, 0..1 |
 | eta_t | `--client_lr`, `--client_lr_decay` |
 
-Differs from the paper: the mean is weighted by examples by default; momentum, weight
-decay and clipping, where they are given, act on the share too. What we chose: the
-share takes its gradient step once in a round, on the round's first batch
-(`--nolearn_weight` keeps it), and stays within 0..1; a client is measured with the
-server's model as it is now; running statistics of the mixture are v_i's own.
+Differs from the paper: the mean is weighted by examples by default. Momentum, weight
+decay and clipping, where they are given, act on the weight alpha_i too. What we chose:
+alpha_i takes its gradient step once in a round, on the round's first batch
+(`--nolearn_weight` keeps it), and stays within 0..1. A client is measured with the
+server's model as it is now. Running statistics of the mixture are v_i's own.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from typing import Any
@@ -38,10 +36,10 @@ class HParams(averaging.Averaging):
     """APFL's options."""
 
     own_weight: float = options.option(
-        0.5, "share of a client's own model [alpha]", minimum=0, maximum=1
+        0.5, "weight of a client's own model [alpha]", minimum=0, maximum=1
     )
     learn_weight: bool = options.option(
-        True, "whether each client learns its share, one step in each round"
+        True, "let each client learn its weight, one step in each round"
     )
 
 

@@ -4,11 +4,11 @@ Nguyen, Tran, Nguyen, Hong: "CDKT-FL: Cross-device knowledge transfer using prox
 dataset in federated learning", https://arxiv.org/abs/2204.01542 (Algorithm 1).
 
 * The server computes its outputs on the proxy set and sends them.
-* Each client of the round trains its own model: cross-entropy on its examples plus
+* Each client of the round trains its own model on cross-entropy over its examples plus
   [alpha] times the distance to the server's outputs on the proxy set (Eq. 8).
-* Clients send their outputs on the proxy set; the server averages them.
-* The server trains its own model on the proxy set: cross-entropy plus [beta] times
-  the distance to the averaged outputs (Eq. 9 to 11).
+* Clients send their outputs on the proxy set, and the server averages them.
+* The server trains its own model on the proxy set: cross-entropy plus [beta] times the
+  distance to the averaged outputs (Eq. 9 to 11).
 
 | paper | here |
 |---|---|
@@ -24,11 +24,9 @@ Differs from the paper, as its released code does: labels are mixed into the tar
 logit space (Eq. 8 means probabilities), norms are one Frobenius norm per batch (section
 5.2 has one for each sample), and in the first round clients train alone
 (`--warm_rounds`). Differs from the code, as the paper says: the teacher is the mean
-over the round's clients in eval mode, and proxy batches go round instead of cutting a
-client's epoch short. `--preset=cdkt_code` switches these back.
+over the round's clients in eval mode, and the proxy batches are cycled instead of
+cutting a client's epoch short. `--preset=cdkt_code` restores the code's behaviour.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -77,7 +75,7 @@ class HParams(proxy.ServerTraining, local_training.LocalTraining):
         0.6, "weight of the server's distillation [beta]", minimum=0
     )
     label_mix: float = option(
-        0.5, "share of the proxy labels in the targets [lambda]", minimum=0, maximum=1
+        0.5, "weight of the proxy labels in the targets [lambda]", minimum=0, maximum=1
     )
     temperature: float = option(3.0, "temperature of kl [tau]", above=0)
     warm_rounds: int = option(
@@ -89,19 +87,15 @@ class HParams(proxy.ServerTraining, local_training.LocalTraining):
         choices=("mean_selected", "code_last"),
     )
     teacher_mode: str = option(
-        "eval",
-        "mode of the clients' forward on the proxy set",
-        choices=("eval", "train"),
+        "eval", "mode of the clients on the proxy set", choices=("eval", "train")
     )
     proxy_pairing: str = option(
         "mod",
-        "proxy batch of local step s: s mod their number, or stop where either ends",
+        "proxy batch of local step s: s mod their number, or stop when either ends",
         choices=("mod", "truncate"),
     )
     js_form: str = option(
-        "true",
-        "Jensen-Shannon, or with both terms reversed",
-        choices=distances.JS_FORMS,
+        "true", "Jensen-Shannon, or both terms reversed", choices=distances.JS_FORMS
     )
 
 
@@ -111,7 +105,7 @@ def mix_labels(
     """The target T(u) of Eq. 8: weight * onehot(label) + (1 - weight) * u.
 
     Args:
-        logits: f32[..., Y]; labels are mixed in before any softmax.
+        logits: f32[..., Y]. Labels are mixed in before any softmax.
         label: int32[...].
         weight: [lambda], 0..1.
     """
@@ -123,8 +117,8 @@ def teacher(answers: Any, cohort: types.Cohort, ensemble: str, num_clients: int)
 
     `mean_selected` is the plain mean over the real rows. `code_last` is what the
     released code computes: every entry of its list is the last selected client's output
-    (here: the one of the highest id) and the sum is divided by all K clients, hence
-    (n / K) * z_last.
+    (here that of the highest id), and the sum is divided by all K clients, hence (n /
+    K) * z_last.
     """
     num_selected = cohort.row_mask.sum()
     weight = cohort.row_mask / jnp.maximum(num_selected, 1)
@@ -144,12 +138,12 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """CDKT as pure functions.
 
     Raises:
-        ValueError: no proxy set, or models whose outputs differ in width.
+        ValueError: there is no proxy set, or the models' embeddings differ in width.
     """
     server_model, client_model = task.server_model, task.client_model
     if not task.num_proxy:
         raise ValueError(
-            "--proxy_fraction=0 leaves no proxy set, cdkt learns through one; "
+            "--proxy_fraction=0 leaves no proxy set, which cdkt needs; "
             "raise it, for instance to 0.07, or add proxy_row to a partition's file"
         )
     width = shapes.common_width(task)
@@ -176,7 +170,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         proxy_key = client.stream(rng.Tag.LOCAL_PROXY)
 
         def loss_fn(params, stats, batch):
-            """Eq. 8 on a batch of the client's own and the next of the proxy set."""
+            """Eq. 8 on a batch of the client's examples and the next proxy batch."""
             z, _, stats = proxy.of_batch(client_model, params, stats, batch)
             private = losses.cross_entropy(z, batch.label, batch.mask)
             key = jax.random.fold_in(proxy_key, batch.step)

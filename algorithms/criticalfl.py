@@ -1,40 +1,39 @@
-"""CriticalFL: a client pulls from more peers while its gradients' norm rises.
+"""CriticalFL: a client pulls from more peers while the norm of its gradients rises.
 
 Yan, Wang, Yuan, Li: "CriticalFL: A Critical Learning Periods Augmented Client Selection
 Framework for Efficient Federated Learning", KDD 2023,
 https://openreview.net/forum?id=PWpShkD87Y; the CriticalFL row of UA-PDFL,
 https://arxiv.org/abs/2412.11674, in rounds without a server.
 
-* A client of the round pulls the models of its first k_i peers, with the norms of their
-  last round, and averages them and its own, weighted by examples.
-* In every second round it adds the mean of these norms to its history. The period is
-  critical while the mean of the last 10 rises by more than a threshold.
-* In a critical period k_i doubles, until it was once three quarters of the others; else
-  it is halved, down to `--num_peers`.
-* It trains for E epochs; the norm of its round is the learning rate times the mean over
+* A client of the round pulls the models of its first k_i peers and the norms of their
+  last round. It averages these models and its own, weighted by examples.
+* In every second round it adds the mean of these norms and its own to its history. The
+  period is critical while the mean of the last 10 rises by more than a threshold.
+* In a critical period k_i doubles, until it has once been three quarters of the other
+  clients. Otherwise it is halved, down to `--num_peers`.
+* It trains for E epochs. The norm of its round is the learning rate times the mean over
   epochs of the sum of squared gradient norms.
 
 | paper | here |
 |---|---|
-| federated gradient norm | the mean of `norm` over peers; `Period.history` |
+| federated gradient norm | mean `norm` of client and peers; `Period.history` |
 | the threshold | `--critical_threshold` |
 | clients of a round | `Period.num_peers` [k_i], from `--num_peers` to 3/4 (K - 1) |
 | sparse updates in critical periods | `--sparsify` |
 
-With `--sparsify` a client in a critical period gets of each peer the fifth of all
-parameters that changed most in the peer's last training: their values (`sparse model`)
-and a bitmap with one bit for each parameter (`mask`). It averages entry by entry over
-those who sent one and itself, which counts in full. Norms are messages of 4 bytes.
+With `--sparsify` a client in a critical period pulls from each peer only the fifth of
+all parameters that changed most in the peer's last training: their values (`sparse
+model`) and a bitmap with one bit for each parameter (`mask`). It averages each entry
+over itself and the peers that sent it. Its own model counts in full. Norms are messages
+of 4 bytes.
 
-Differs from the paper: a server chooses how many clients take part in a round; here
-each client chooses how many peers it pulls from, by its own history, and the choice
-holds from its next round on. Rounds are counted by the client's own. Window, interval,
-the first five checks, which are critical in any case, and the fifth are those of the
-released code; the norm is taken before gradients are clipped. Until the first check
-models come whole. What nobody sends stays as it is (the code sets it to 0).
+Differs from the paper: there a server chooses how many clients take part in a round,
+while here each client chooses by its own history how many peers it pulls from,
+beginning with its next round. Rounds are counted by client. Window, interval, the first
+five checks (critical in any case) and the fifth are those of the released code. The
+norm is taken before gradients are clipped. Until the first check, models are sent
+whole. An entry that no peer sends stays as it is (the code sets it to 0).
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
@@ -64,7 +63,7 @@ option = options.option
 INTERVAL = 2  # rounds from one check to the next
 WINDOW = 10  # checks behind a mean
 ALWAYS_CRITICAL = 5  # first checks
-MOST_PEERS = 0.75  # share of the others
+MOST_PEERS = 0.75  # of the other clients
 SENT_SHARE = 0.2  # of the parameters, with --sparsify
 
 
@@ -73,25 +72,22 @@ class HParams(decentralized.Peers, local_training.LocalTraining):
     """CriticalFL's options."""
 
     critical_threshold: float = option(
-        0.01,
-        "a period is critical if the norm rises by more than this share of it, -1 = "
-        "always",
-        minimum=-1,
+        0.01, "relative rise of the norm that is critical, -1 = always", minimum=-1
     )
     sparsify: bool = option(
-        False, "in critical periods pull only the fifth of a model that changed most"
+        False, "pull only the most changed fifth of a model in critical periods"
     )
 
 
 class Period(NamedTuple):
-    """What a client knows of its training; a private row.
+    """One client's training history, a private row.
 
     Attributes:
         history: f32[WINDOW + 1], the last federated gradient norms.
-        rounds: int32[], rounds of its own so far.
-        num_peers: int32[], whom it pulls from [k_i].
-        was_full: bool[], whether that was ever as large as it may be.
-        critical: bool[], what the last check said.
+        rounds: int32[], rounds that the client has taken part in.
+        num_peers: int32[], how many peers it pulls from [k_i].
+        was_full: bool[], whether `num_peers` has ever reached its maximum.
+        critical: bool[], the result of the last check.
     """
 
     history: jax.Array
@@ -102,7 +98,7 @@ class Period(NamedTuple):
 
 
 def first_period(num_peers: int) -> Period:
-    """Before round 0."""
+    """The history of a client before round 0."""
     return Period(
         history=jnp.zeros(WINDOW + 1),
         rounds=jnp.zeros((), jnp.int32),
@@ -116,9 +112,9 @@ def checked(period: Period, norm: jax.Array, hparams: HParams, most: int) -> Per
     """The period after one more round of the client, checked if a check is due.
 
     Args:
-        period: Before.
+        period: The period before the round.
         norm: f32[], the federated gradient norm.
-        hparams: The threshold and the least number of peers.
+        hparams: Hold the threshold and the least number of peers.
         most: The largest number of peers.
     """
     history = jnp.append(period.history[1:], norm)
@@ -141,7 +137,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """CriticalFL as pure functions.
 
     Raises:
-        ValueError: a graph other than random peers, or too many of them.
+        ValueError: the graph is not one of random peers, or it has too many of them.
     """
     model, peers = task.client_model, _peers(hparams, task)
     most = peers.num_peers
@@ -159,7 +155,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         }
 
     def mixed(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        """The mean over the first k_i peers; then the check by their norms."""
+        """The mean over the first k_i peers, then the check by their norms."""
         models, known = state.clients["own"], state.clients["private"]
         period = stacked.take(known["period"], cohort.row)
         place = jnp.arange(cohort.peers.shape[1])
@@ -192,7 +188,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         )
 
     def sparse_mean(params, changed, cohort, weight):
-        """Entry by entry over oneself and those who sent it."""
+        """The mean of each entry over the client and the peers that sent it."""
         of_peers = weight.at[:, 0].set(0)
         total, sent = aggregate.sum_held(params, changed, cohort, of_peers)
 
@@ -203,7 +199,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return jax.tree.map(mean, total, sent, stacked.take(params, cohort.row))
 
     def client_update(client: each_client.Client, start: types.Variables):
-        """E epochs, over which the round's norm is measured."""
+        """E epochs, during which the round's norm is measured."""
         objective = local_training.Objective(
             loss_fn, measure=lambda grads: optax.global_norm(grads) ** 2
         )
@@ -223,15 +219,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         types.MessageKind("sparse model", "down", values),
         types.MessageKind("mask", "down", sparse.bitmap_bytes(size)),
     )
+    kinds = messages if hparams.sparsify else messages[:2]
+    common = hparams, task, mixed, client_update
     return decentralized.make(
-        hparams,
-        task,
-        mixed,
-        client_update,
-        messages=messages if hparams.sparsify else messages[:2],
-        peers=peers,
-        private=private,
-        shares=("critical",),
+        *common, messages=kinds, peers=peers, private=private, shares=("critical",)
     )
 
 
@@ -239,18 +230,18 @@ def _peers(hparams: HParams, task: types.Task) -> types.PeerSpec:
     """As many random peers as a client ever pulls from.
 
     Raises:
-        ValueError: another graph, or fewer of them than `--num_peers`.
+        ValueError: another graph, or fewer peers than `--num_peers`.
     """
     if hparams.topology != "random":
         raise ValueError(
             f"--topology={hparams.topology}: criticalfl changes how many peers a "
-            "client pulls from, which only random peers allow; leave it away"
+            "client pulls from, which only random peers allow; omit it"
         )
     most = int(MOST_PEERS * (task.num_clients - 1))
     if hparams.num_peers > most:
         raise ValueError(
-            f"--num_peers={hparams.num_peers}: criticalfl starts there and goes up to "
-            f"three quarters of the others, which is {most} of --num_clients="
+            f"--num_peers={hparams.num_peers}: criticalfl starts there and rises to "
+            f"three quarters of the other clients, which is {most} of --num_clients="
             f"{task.num_clients}; {'lower it' if most else 'take more clients'}"
         )
     return decentralized.peer_spec(hparams)._replace(num_peers=most)

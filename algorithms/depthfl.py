@@ -1,17 +1,17 @@
-"""DepthFL: clients hold the first levels of a model, exits distil into one another.
+"""DepthFL: clients hold the first stages of a model, exits distil into one another.
 
 Kim, Yu, Kim, Moon: "DepthFL: Depthwise Federated Learning for Heterogeneous Clients",
 ICLR 2023, https://openreview.net/forum?id=pf8RIZTMU58 (Algorithm 1, Eq. 1), with
 FedDyn: Acar et al., ICLR 2021, https://arxiv.org/abs/2111.04263.
 
 * The server sends each client of the round the first stages of its model, as many as
-  the client can hold; every stage has an exit.
+  the client can hold. Every stage has an exit.
 * A client trains them on the cross-entropy of all its exits, and every exit learns from
-  the others' answers.
-* FedDyn: each client adds up what it has drifted; the gradient of its loss is corrected
-  by that and by a pull to the server's model.
-* The server takes, stage by stage, the mean over those who hold it, and goes on by the
-  sum of all drifts.
+  the outputs of the others.
+* FedDyn: each client accumulates its drift. The gradient of its loss is corrected by
+  this sum and by a pull to the server's model.
+* The server takes, stage by stage, the mean over the clients that hold it, and adds a
+  step along the sum of all drifts.
 
 | paper | here |
 |---|---|
@@ -23,17 +23,14 @@ FedDyn: Acar et al., ICLR 2021, https://arxiv.org/abs/2111.04263.
 | exclusive learning | `--max_level=s --exclusive` |
 
 Differs from the paper: the distillation's weight grows as exp(-5 (1 - t/R)^2), which
-only Table 13 and the author's code have; no 1e-7 is added inside the KL. An exit that
-teaches gets no gradient from it, as in the code; the paper does not say. Images are not
-cropped or flipped. h is a mean
-over all clients (those who may be drawn), as in the code; `--h_denominator=capable`:
-over those who hold the level. A stage that nobody in the round holds stays as it is,
-its h too. Running statistics are averaged over the holders, without h. Where N/K is no
-integer, the first clients of `--partition=iid` get one example more; the code drops
-them.
+only Table 13 and the author's code have. No 1e-7 is added inside the KL. An exit that
+teaches gets no gradient from it, as in the code, since the paper does not say. Images
+are not cropped or flipped. h is a mean over all clients that may be drawn, as in the
+code, or with `--h_denominator=capable` over those that hold the level. A stage that no
+client of the round holds stays as it is, and so does its h. Running statistics are
+averaged over the holders, without h. Where N/K is not an integer, the first clients of
+`--partition=iid` get one example more, while the code drops these examples.
 """
-
-from __future__ import annotations
 
 import dataclasses
 
@@ -63,20 +60,17 @@ class HParams(levels.Levels, local_training.LocalTraining):
         0.1, "FedDyn's penalty [alpha], 0 = FedAvg", minimum=0, zero_is_off=True
     )
     self_distill_weight: float = option(
-        1.0,
-        "weight of what exits learn from one another, 0 = nothing",
-        minimum=0,
-        zero_is_off=True,
+        1.0, "mutual distillation of exits, 0 = none", minimum=0, zero_is_off=True
     )
     ramp_rounds: int = option(
         300,
-        "rounds until that weight is whole, about a third of all [R]",
+        "rounds until this weight is reached, about a third of all [R]",
         minimum=1,
         is_in_rounds=True,
     )
     h_denominator: str = option(
         "all",
-        "FedDyn's h is a mean over all clients, or over the capable of each level",
+        "FedDyn's h is a mean over all clients, or over those that can hold the level",
         choices=("all", "capable"),
     )
 
@@ -106,7 +100,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """DepthFL as pure functions.
 
     Raises:
-        ValueError: other levels than the model has, or options without effect.
+        ValueError: the levels are not the model's, or an option has no effect.
     """
     model = levels.truncated(hparams, task.model)
     alpha = hparams.feddyn_alpha
@@ -121,7 +115,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         sharers = levels.num_capable(hparams, task.num_clients)
 
     def client_update(client: each_client.Client, server: types.Variables, level: int):
-        """Algorithm 1, client: the stages 1..level; those it does not hold stay."""
+        """Algorithm 1, client: the stages 1..level. Those it does not hold stay."""
         held = levels.held(client.level, model)[:level]
         reached = held if model.has_exits else held[-1:]
 
@@ -131,7 +125,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
                 params, stats, batch.image, held=held, **batch.mode
             )
             exits = jnp.stack(out) if model.has_exits else out[None]
-            # Before any softmax: what is not held may hold anything.
+            # Masked before any softmax, since exits that are not held are arbitrary.
             exits = jnp.where(reached[:, None, None], exits, 0)
             hard = [losses.cross_entropy(z, batch.label, batch.mask) for z in exits]
             loss = jnp.where(reached, jnp.stack(hard), 0).sum()
@@ -156,7 +150,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return jax.tree.map(jnp.zeros_like, start.params) if is_dyn else ()
 
     def server_update(server, trained, own, cohort, mean):
-        """The mean of what is held, and FedDyn's sums of drifts."""
+        """The mean of what clients hold, and FedDyn's sums of drifts."""
         new, held = mean(trained.variables), levels.holders(cohort, model)
         if not is_dyn:
             return {"model": new}, None
@@ -164,7 +158,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return feddyn_server(server, new, held), drift
 
     def feddyn_client(own, params, old, held):
-        """g_k - alpha (theta_k - theta^t); what was not trained keeps its g."""
+        """g_k - alpha (theta_k - theta^t). What was not trained keeps its g."""
         drift = jax.tree.map(lambda g, new, o: g - alpha * (new - o), own, params, old)
         return tuple(map(stacked.where, boundary.by_stage(held), drift, own))
 
@@ -181,13 +175,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         params = boundary.select(is_held, ahead, old)
         return {"model": types.Variables(params, mean.stats), "h": h}
 
-    return levels.make(
-        hparams,
-        task,
-        model,
-        levels.first_stages(task, model),
-        client_update,
-        private=zeros,
-        beside=lambda start: {"h": zeros(start)} if is_dyn else {},
-        server_update=server_update,
-    )
+    def beside(start: types.Variables) -> dict[str, types.Params]:
+        return {"h": zeros(start)} if is_dyn else {}
+
+    part = levels.first_stages(task, model)
+    given = {"private": zeros, "beside": beside, "server_update": server_update}
+    return levels.make(hparams, task, model, part, client_update, **given)

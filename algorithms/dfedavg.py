@@ -1,8 +1,8 @@
 """Decentralised FedAvg: each client averages itself and its peers, then trains.
 
 The FedAvg and FedPer rows of Zhu, Fan, Xie: "UA-PDFL: A Personalized Approach for
-Decentralized Federated Learning", https://arxiv.org/abs/2412.11674, in rounds without
-a server.
+Decentralized Federated Learning", https://arxiv.org/abs/2412.11674, in rounds without a
+server.
 
 * Each client of the round pulls the models that its peers had after the last round.
 * It takes the mean of these and its own, weighted by examples.
@@ -11,26 +11,25 @@ a server.
 | paper | here |
 |---|---|
 | w_i | rows of `state.clients["own"]` |
-| N_com | `--num_peers`, drawn anew in each round (`--topology`, `--fixed_graph`) |
+| N_com | `--num_peers`, drawn in each round (`--topology`, `--fixed_graph`) |
 | abs(D_j) | `--aggregation=examples` |
 | g, h: extractor and classifier | stages before and from `--personal_from` on |
 
 `dfedper` keeps the last layer private (`--personal_from=last`). `dfedavgm` is DFedAvgM
 (Sun, Li, Wang: "Decentralized Federated Averaging", IEEE TPAMI 2023,
-https://arxiv.org/abs/2104.11375, Algorithm 1): equal weights and `--client_momentum`
-[theta] that begins anew in each round, which is its heavy ball y_{k+1} = y_k - eta g +
-theta (y_k - y_{k-1}), since the learning rate stands still within a round.
+https://arxiv.org/abs/2104.11375, Algorithm 1): equal weights, and a `--client_momentum`
+[theta] that restarts in each round. Since the learning rate is constant within a round,
+this is its heavy ball y_{k+1} = y_k - eta g + theta (y_k - y_{k-1}).
 
 Differs from the paper: rounds are synchronous, and a round begins with the mean where
-DFedAvgM's ends with it; the same sequence, cut elsewhere. UA-PDFL neither describes nor
-releases its baselines: the weights and FedPer's cut (it only says personal layers) are
-ours. All clients start from one model. Statistics of batch norm are shared, those of
-personal stages too. Clients that a round leaves out keep what they have, and are pulled
-from all the same. DFedAvgM's mixing matrix is symmetric with equal rows and columns,
-which `--topology=regular` has and random peers have not; messages are not quantised.
+DFedAvgM's ends with it, which cuts the same sequence elsewhere. UA-PDFL neither
+describes nor releases its baselines, so the weights and FedPer's cut (it only says
+personal layers) are ours. All clients start from one model. Statistics of batch norm
+are shared, also those of personal stages. Clients that a round leaves out keep what
+they have, and their peers still pull from them. DFedAvgM's mixing matrix is symmetric
+with equal rows and columns, which `--topology=regular` has and random peers have not.
+Messages are not quantised.
 """
-
-from __future__ import annotations
 
 import dataclasses
 
@@ -57,8 +56,8 @@ class HParams(decentralized.Peers, local_training.LocalTraining):
     )
     personal_from: str = option(
         "none",
-        "first stage that is not shared, by name; last = the last one, none = share "
-        "all, empty = the first after the last convolution",
+        "first stage that is not shared, by name; last = the last one, none = all are "
+        "shared, empty = the first after the last convolution",
     )
 
 
@@ -66,7 +65,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """Decentralised FedAvg and FedPer as pure functions.
 
     Raises:
-        ValueError: no such stage or graph, or nothing is shared.
+        ValueError: there is no such stage or graph, or nothing is shared.
     """
     model = task.client_model
     cut = boundary.first_personal(hparams.personal_from, model, task.example_shape)
@@ -83,7 +82,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     )
 
     def mixed(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        """w_i <- sum_j |D_j| w_j / sum_j |D_j| over itself and its peers."""
+        """w_i <- sum_j |D_j| w_j / sum_j |D_j| over the client and its peers."""
         weight = decentralized.weights(hparams.aggregation, cohort, data)
         own = weight[:, :1]
         return decentralized.Mixed(
@@ -95,11 +94,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         """E epochs of minibatches, from the mean."""
         return local_training.train(hparams, loss_fn, start, client)
 
+    peers = decentralized.peer_spec(hparams)
     return decentralized.make(
-        hparams,
-        task,
-        mixed,
-        client_update,
-        messages=(kind,),
-        peers=decentralized.peer_spec(hparams),
+        hparams, task, mixed, client_update, messages=(kind,), peers=peers
     )

@@ -7,9 +7,9 @@ https://arxiv.org/abs/2412.11674.
 
 * A client of the round pulls the sparse models of its peers, with the masks that these
   were trained with.
-* Entry by entry it takes the mean over those, itself included, who hold the entry;
-  then it applies its own mask.
-* It trains for E epochs; after each step its mask is applied again.
+* It takes the mean of each entry over those of them, itself included, that hold the
+  entry. Then it applies its own mask.
+* It trains for E epochs, and its mask is applied again after each step.
 * In each tensor it prunes the smallest weights and regrows as many entries elsewhere:
   those of the largest gradients, or some at random.
 
@@ -21,20 +21,18 @@ https://arxiv.org/abs/2412.11674.
 | neighbours | `--num_peers`, `--topology` |
 | dense gradient of a batch | `--regrow=gradient`: the first batch of the round |
 
-A message has a fixed size, since the entries of each tensor stay as many as they were:
-the values (`whole model`) and a bitmap with one bit for each parameter (`mask`).
+Messages have a fixed size, since each tensor keeps its number of entries: the values
+(`whole model`) and a bitmap with one bit for each parameter (`mask`).
 
-Differs from the paper: biases and other vectors are dense, which ERK makes them nearly
-always; the mean is over the round's graph. As in the released code the gradient's norm
-that is clipped is that of all entries, the gradient that regrows is taken in eval mode,
-and an entry that was just pruned may be regrown. The code draws one mask for all
-clients unless told otherwise; here each draws its own, from its own seed. Under
-`--preset=uapdfl` learning rate, momentum (begun anew in each round), batches and graph
-are UA-PDFL's. `--prune_rounds` is an option of its own, not the run's number of rounds:
-a run that is continued must not change what it did.
+Differs from the paper: biases and other vectors are dense, as ERK makes them nearly
+always. The mean is over the round's graph. As in the released code, gradients are
+clipped by the norm of all entries, the gradient that regrows is taken in eval mode, and
+an entry that was just pruned may be regrown. The code by default draws one mask for all
+clients, while here each client draws its own from its own seed. Under `--preset=uapdfl`
+learning rate, momentum (restarted in each round), batches and graph are UA-PDFL's.
+`--prune_rounds` is separate from the run's number of rounds, because extending a run
+must not change its past.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
@@ -66,43 +64,36 @@ class HParams(decentralized.Peers, local_training.LocalTraining):
     """DisPFL's options."""
 
     density: float = option(
-        0.5,
-        "share of the parameters that a client holds",
-        above=0,
-        maximum=1,
-        is_static=True,
+        0.5, "fraction of parameters held", above=0, maximum=1, is_static=True
     )
     prune_rate: float = option(
-        0.5,
-        "share of its entries that a tensor exchanges in the first round",
-        minimum=0,
-        maximum=1,
+        0.5, "fraction of entries that round 0 exchanges", minimum=0, maximum=1
     )
     prune_rounds: int = option(
         20, "rounds until none is exchanged, as many as --rounds", minimum=1
     )
     regrow: str = option(
         "gradient",
-        "entries that replace the pruned ones: those of the largest gradients, or any",
+        "entries that are regrown: those of the largest gradients, or random ones",
         choices=("gradient", "random"),
     )
 
 
 def allotted(params: types.Params, density: float) -> types.Params:
-    """How many entries of each tensor are held: Erdos-Renyi-Kernel (ERK).
+    """The number of entries of each tensor that are held: Erdos-Renyi-Kernel (ERK).
 
-    A tensor's density is proportional to the sum of its dimensions over their product,
-    those above 1 are cut there, and vectors are dense.
+    A tensor's density is proportional to the sum of its dimensions over their product
+    and at most 1. Vectors are dense.
 
     Args:
         params: Arrays or shape structs.
-        density: Share of all parameters, in (0, 1].
+        density: Fraction of all parameters, in (0, 1].
 
     Returns:
         An int for each leaf, at least 1.
 
     Raises:
-        ValueError: the dense tensors alone are more than that.
+        ValueError: the dense tensors alone exceed the density.
     """
     leaves, structure = jax.tree.flatten(params)
     size = np.array([math.prod(leaf.shape) for leaf in leaves])
@@ -127,10 +118,10 @@ def allotted(params: types.Params, density: float) -> types.Params:
 
 
 def packed(held: types.Params, mask: types.Params) -> types.Params:
-    """Two masks as uint8: bit 0 the one that was trained with, bit 1 the next.
+    """Two masks as uint8: bit 0 is the one that was trained with, bit 1 the next.
 
-    One array, so that a round writes it once its readers, the peers, are done: where
-    each mask has its own, XLA copies the first for all clients.
+    They share one array so that a round writes it after its readers, the peers, are
+    done. If each mask had its own, XLA would copy the first for all clients.
     """
     bits = jnp.uint8
     return jax.tree.map(lambda h, m: h.astype(bits) + 2 * m.astype(bits), held, mask)
@@ -147,7 +138,7 @@ def is_next(masks: jax.Array) -> jax.Array:
 
 
 def rate(hparams: HParams, round: jax.Array) -> jax.Array:
-    """prune_rate / 2 (1 + cos(pi r / prune_rounds)), f32[]; 0 from there on."""
+    """prune_rate / 2 (1 + cos(pi r / prune_rounds)), f32[]; 0 from prune_rounds on."""
     passed = jnp.minimum(round / hparams.prune_rounds, 1)
     return hparams.prune_rate / 2 * (1 + jnp.cos(jnp.pi * passed))
 
@@ -160,10 +151,10 @@ def exchanged(
     Args:
         mask: bool[...], `count` of them True.
         weight: f32[...].
-        score: f32[...], not negative: the largest are regrown, of those not held and
-            those just pruned.
-        count: Entries held.
-        rate: f32[], the share of them that is exchanged.
+        score: f32[...], not negative. The largest are regrown, among the entries that
+            are not held or were just pruned.
+        count: Number of entries held.
+        rate: f32[], the fraction of them that is exchanged.
     """
     if count == mask.size:
         return mask
@@ -176,7 +167,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """DisPFL as pure functions.
 
     Raises:
-        ValueError: a density that leaves nothing, or no such graph.
+        ValueError: the density leaves nothing, or there is no such graph.
     """
     model = task.client_model
     shape = shapes.variables(model, task.example_shape)
@@ -207,7 +198,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return jax.tree.map(jnp.abs, jax.grad(loss)(own.params))
 
     def mixed(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        """w_i <- m_i * sum_j m_j w_j / sum_j m_j over itself and its peers."""
+        """w_i <- m_i * sum_j m_j w_j / sum_j m_j over the client and its peers."""
         own, masks = state.clients["own"], state.clients["private"]
         weight = decentralized.weights("uniform", cohort, data)
         total, holders = aggregate.sum_held(
@@ -240,18 +231,14 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         )
         return trained, packed(mask, new)
 
+    peers = decentralized.peer_spec(hparams)
+    common = hparams, task, mixed, client_update
     made = decentralized.make(
-        hparams,
-        task,
-        mixed,
-        client_update,
-        messages=_messages(shape, count),
-        peers=decentralized.peer_spec(hparams),
-        private=lambda start: (),
+        *common, messages=_messages(shape, count), peers=peers, private=lambda _: ()
     )
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        """The same weights for all, and a mask of each client's own."""
+        """The same weights for all clients, and a mask for each."""
         state = made.init(data, key)
         ids = jnp.arange(task.num_clients)
         mask = jax.lax.map(lambda k: first_mask(rng.stream(key, rng.Tag.MASK, k)), ids)
@@ -262,15 +249,12 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     return made._replace(init=init)
 
 
-def _messages(
-    shape: types.Variables, count: types.Params
-) -> tuple[types.MessageKind, ...]:
-    """What one peer sends: the values that it holds with statistics, and where."""
+def _messages(shape: types.Variables, count: types.Params) -> tuple:
+    """What one peer sends: the values that it holds with statistics, and its mask."""
     values = traffic.FLOAT_BYTES * sum(jax.tree.leaves(count))
     size = sum(leaf.size for leaf in jax.tree.leaves(shape.params))
+    values += shapes.tree_bytes(shape.stats)
     return (
-        types.MessageKind(
-            "whole model", "down", values + shapes.tree_bytes(shape.stats)
-        ),
+        types.MessageKind("whole model", "down", values),
         types.MessageKind("mask", "down", sparse.bitmap_bytes(size)),
     )

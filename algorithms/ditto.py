@@ -5,7 +5,7 @@ Personalization", ICML 2021, https://arxiv.org/abs/2012.04221 (Algorithm 1).
 
 * The server's model is FedAvg's.
 * Each client of the round also trains its personal model on its examples, pulled
-  towards the server's model as it was sent; the personal model serves it.
+  towards the server's model as it was sent. The personal model serves the client.
 
 | paper | here |
 |---|---|
@@ -13,13 +13,10 @@ Personalization", ICML 2021, https://arxiv.org/abs/2012.04221 (Algorithm 1).
 | lambda | `--proximal_weight` |
 | s | the steps of `--local_epochs`, for both models |
 
-Differs from the paper: the mean is weighted by examples by default; both models see the
-same batches; the personal one starts from the common initialisation with a fresh
-optimizer in each round, also with `--optimizer_state=persist`, which holds for the
-other.
+Differs from the paper: the mean is weighted by examples by default. Both models see the
+same batches. The personal one starts from the common initialisation, and with a fresh
+optimizer in each round, because `--optimizer_state=persist` applies only to the other.
 """
-
-from __future__ import annotations
 
 import dataclasses
 
@@ -44,12 +41,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         """UPDATE_GLOBAL from w^t, then v_k along F_k + lambda / 2 ||v - w^t||^2."""
         trained = local_training.train(hparams, loss_fn, server, client)
         pull = local_training.proximal(hparams.proximal_weight, server.params)
+        objectives = (local_training.Objective(loss_fn, adjust=pull),)
         personal = local_training.train(
-            hparams,
-            (local_training.Objective(loss_fn, adjust=pull),),
-            client.own,
-            client.fresh(),
-            tag=rng.Tag.PERSONAL,
+            hparams, objectives, client.own, client.fresh(), tag=rng.Tag.PERSONAL
         )
         return trained, personal.variables
 

@@ -15,13 +15,11 @@ Deep Networks from Decentralized Data", AISTATS 2017, https://arxiv.org/abs/1602
 | E, B, eta | `--local_epochs`, `--batch_size`, `--client_lr` |
 | n_k / n | `aggregate.cohort_weights("examples", ...)` |
 
-Differs from the paper: the mean is over the clients of the round (n is their
-examples), as in every released implementation. `--eval_model=stale` serves each client
-what it has in hand before the next broadcast (the CDKT code): its own trained copy if
-it took part in the last round, else the global model that round began with.
+Differs from the paper: the mean is over the clients of the round (n is their examples),
+as in every released implementation. `--eval_model=stale` serves each client the model
+that it has before the next broadcast, as the CDKT code does: its own trained copy if it
+took part in the last round, else the global model that this round began with.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
@@ -38,7 +36,7 @@ class HParams(averaging.Averaging):
 
     eval_model: str = options.option(
         "server",
-        "model that serves a client: the server's, or what it has in hand (stale)",
+        "model that serves a client: the server's, or the one that it last had (stale)",
         choices=("server", "stale"),
     )
 
@@ -59,7 +57,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 def _served_stale(
     hparams: HParams, task: types.Task, client_update: Callable
 ) -> types.Algorithm:
-    """The same rounds; clients keep their copy and its round, the server two models."""
+    """The same rounds, in which clients keep their copy and the server two models."""
     model = task.model
 
     def and_keep(client: each_client.Client, server: types.Variables):
@@ -67,7 +65,7 @@ def _served_stale(
         return trained, {"copy": trained.variables, "round": client.round}
 
     def first(start: types.Variables) -> dict:
-        # -1 is the round before the first, in which nobody took part.
+        # Not -1, which would mean that it took part in the round before the first.
         return {"copy": start, "round": jnp.full((), -2)}
 
     plain = averaging.make(hparams, task, and_keep, own=first)

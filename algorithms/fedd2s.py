@@ -1,15 +1,14 @@
 """FedD2S: data-free distillation whose layer moves from deep to shallow.
 
-Atapour, Seyedmohammadi, Abouei, Mohammadi, Plataniotis: "FedD2S: Personalized
-Data-Free Federated Knowledge Distillation", https://arxiv.org/abs/2402.10846
-(Algorithm 1).
+Atapour, Seyedmohammadi, Abouei, Mohammadi, Plataniotis: "FedD2S: Personalized Data-Free
+Federated Knowledge Distillation", https://arxiv.org/abs/2402.10846 (Alg. 1).
 
-* A client of the round uploads the outputs of its first layer, of its distillation
+* A client of the round uploads the outputs of its first layer and of its distillation
   layer l, and the labels of its examples. l starts at the last layer (`--first_layer`)
-  and is dropped towards `--min_layer`, one layer every Z0 participations.
-* For each client the server trains a copy of its model on the first layer's outputs:
-  a distillation step towards the client's knowledge, then a supervised one.
-* The copies are averaged; the mean's soft targets go back with its layers after l.
+  and drops towards `--min_layer`, one layer every Z0 participations.
+* For each client the server trains a copy of its model on the first layer's outputs: a
+  distillation step towards the client's knowledge, then a supervised one.
+* The copies are averaged. The mean's soft targets are sent with its layers after l.
 * The client trains: a distillation step on layers 1..l through the server's head, then
   a supervised one on all layers.
 
@@ -17,7 +16,7 @@ Data-Free Federated Knowledge Distillation", https://arxiv.org/abs/2402.10846
 |---|---|
 | theta^n, theta^g, phi^n | `state.clients["own"]`, `state.server`, its copies |
 | l_n, Z, Z0 | the boundary of `kept`, `participations`, `--drop_every` |
-| H_1, H_l | what the stages below a boundary put out; never stored |
+| H_1, H_l | outputs of the stages below a boundary, never stored |
 | p, t | tables of logits, aligned by sample |
 | J, Q (C2S, S2C; Eqs. 9, 10, 12, 13) | `distil` and `supervised` objectives |
 | E | `--local_epochs` and `--server_epochs` |
@@ -25,17 +24,14 @@ Data-Free Federated Knowledge Distillation", https://arxiv.org/abs/2402.10846
 | FedD2S* (Fig. 5) | `--first_layer=3 --min_layer=3` |
 
 Differs from the paper: theta_{+l} is [theta_{l+1}..theta_L], since layer l's output
-cannot enter layer l; the schedule of Eq. 6 stops at `--min_layer`; the mean is over
-the round's clients (Algorithm 1), not over all (Eq. 11); the server's head is sent, as
-Eq. 12 needs it, in place of v; the KL target is the teacher. J is off at l = 1: at the
-start of a round both sides are equal there, and Adam would step on rounding noise. The
-server's first layer is never used. Left out, as serving nobody: literal Eq. 9 with a
-gradient through its target, means over clients that left, independent initialisations,
-KL on the last layer of the MSE variant, and sets of `removed` layers (`--min_layer`
-says the same).
+cannot enter layer l. The schedule of Eq. 6 stops at `--min_layer`. The mean is over the
+round's clients (Algorithm 1), not over all (Eq. 11). The server's head is sent in place
+of v, as Eq. 12 needs it. The KL target is the teacher. J is off at l = 1, where both
+sides are equal at the start of a round and Adam would step on rounding noise. The
+server's first layer is never used. Left out as useless: literal Eq. 9 with a gradient
+through its target, means over clients that left, independent initialisations, KL on the
+last layer of the MSE variant, and sets of `removed` layers (`--min_layer` does it).
 """
-
-from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -43,7 +39,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fedjax_pfl import (
     aggregate,
@@ -68,9 +63,7 @@ option = options.option
 class HParams(boundary.LayerDropping, local_training.LocalTraining):
     """FedD2S's options."""
 
-    server_epochs: int = option(
-        2, "epochs of the server's copies over a client's examples [E]", minimum=1
-    )
+    server_epochs: int = option(2, "epochs of each server's copy [E]", minimum=1)
     transfer: str = option(
         "head",
         "distil outputs through the other side's head, or features by squared error",
@@ -88,11 +81,9 @@ def feature_gap(
 ) -> jax.Array:
     """J of `--transfer=mse`: mean squared error of the outputs of stage l.
 
-    Args:
-        stages: Those that l may be, counted from 0.
-        student, target: Outputs f32[B, ...] by stage.
-        kept: bool[L], the stages 1..l.
-        mask: bool[B].
+    `stages` are the values that l can have, counted from 0. `student` and `target` have
+    outputs f32[B, ...] by stage. `kept` bool[L] are the stages 1..l, and `mask` is
+    bool[B].
     """
     total = jnp.zeros(())
     for stage in stages:
@@ -118,10 +109,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """FedD2S as pure functions.
 
     Raises:
-        ValueError: the model does not have the boundary asked for.
+        ValueError: the model does not have the requested boundary.
     """
     model, schedule = task.model, _schedule(hparams, task)
-    deep = np.arange(len(model.stage_names)) > 0
+    deep = jnp.arange(len(model.stage_names)) > 0
     has_heads = hparams.transfer == "head"
     may_serve = range(max(schedule.last - 1, 1), schedule.first)
 
@@ -159,14 +150,13 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     distance = by_head if has_heads else by_features
 
     def with_head(own: types.Variables, server: types.Variables, kept: jax.Array):
-        """A client's layers 1..l, and behind them the server's where it sends them."""
+        """A client's layers 1..l, followed by the server's where it sends them."""
         return boundary.splice(own, server, kept) if has_heads else own
 
     def client_to_server(client: each_client.Client, server: types.Variables):
         """phi^n: a copy of the server's model learns from one client (Eqs. 8 to 10)."""
         own, kept = client.own["own"], client.own["kept"]
-        teacher = with_head(own, server, kept)
-        gap = distance(client, teacher, hparams.server_epochs)
+        gap = distance(client, with_head(own, server, kept), hparams.server_epochs)
 
         def distil(params, stats, batch):
             side = types.Variables(params, stats)
@@ -182,10 +172,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             local_training.Objective(distil, deep & kept[1] & (has_heads | kept)),
             local_training.Objective(supervised, deep),
         )
-        trained = local_training.train(
+        return local_training.train(
             hparams, objectives, server, client.fresh(), tag=rng.Tag.SERVER
-        )
-        return trained.split()
+        ).split()
 
     def server_to_client(client: each_client.Client, server: types.Variables):
         """theta^n learns from the averaged server (Eqs. 12 and 13)."""
@@ -215,7 +204,6 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         weight = aggregate.cohort_weights("uniform", cohort, data)
         used = jnp.broadcast_to(deep, kept.shape)
         share, is_held = aggregate.stage_weights(weight, used)
-
         here, update = (cohort, data), each_client.update
         given = {"own": own, "shared": state.server, "plan": "server", "reduce": share}
         _, mean, state = update(client_to_server, task, state, *here, **given)
@@ -231,7 +219,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return state, metrics, sent(kept, num_examples)
 
     def sent(kept: jax.Array, num_examples: jax.Array) -> dict[str, jax.Array]:
-        """Messages of each client; features and targets count one an example."""
+        """Each client's messages. Features and targets count once per example."""
         layer = kept.sum(1)
         out = {"labels": num_examples, "soft targets": num_examples}
         for number, name in enumerate(model.stage_names, start=1):
@@ -241,16 +229,14 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             out[f"head {name}"] = layer < number
         return out
 
+    plan = local_training.plan
     return types.Algorithm(
-        plans=(
-            local_training.plan(hparams, "server", hparams.server_epochs),
-            local_training.plan(hparams),
-        ),
+        plans=(plan(hparams, "server", hparams.server_epochs), plan(hparams)),
         messages=_messages(task, has_heads),
         init=init,
         round=round,
         serving=lambda state, *_: (types.Serving.each(model, state.clients["own"]),),
-        # Its first layer is never trained: the server has no model of its own.
+        # No `server`: its first layer is never trained, so it has no model of its own.
     )
 
 
@@ -269,11 +255,10 @@ def _messages(task: types.Task, has_heads: bool) -> tuple[types.MessageKind, ...
 
 
 def _schedule(hparams: HParams, task: types.Task) -> boundary.Schedule:
-    """Which layers may serve for distillation, and when."""
+    """The layers at which a client distils, by participation."""
     if len(task.model.stage_names) < 2:
         raise ValueError(
-            f"--model={task.model.name} has one layer; fedd2s shares features of the "
-            "first with the layers behind it, take a deeper model"
+            f"--model={task.model.name} has one layer, fedd2s needs a deeper model"
         )
     if hparams.transfer == "mse":
         options.refuse(hparams, ("temperature",), "with --transfer=mse")

@@ -1,14 +1,14 @@
 """FedICT: clients and a server behind their first layer distil into each other.
 
 Wu, Sun, Wang, Liu, Xu, Wang, et al.: "FedICT: Federated Multi-task Distillation for
-Multi-access Edge Computing", IEEE TPDS 2023, https://arxiv.org/abs/2301.00389;
-released code wuzhiyuan2000/FedICT.
+Multi-access Edge Computing", IEEE TPDS 2023, https://arxiv.org/abs/2301.00389; released
+code wuzhiyuan2000/FedICT.
 
-* Each client of the round trains on cross-entropy and uploads its features, logits
-  and labels, and once its label frequencies.
+* Each client of the round trains on cross-entropy. It uploads its features, logits and
+  labels, and once its label frequencies.
 * The server trains its deeper layers on the features, one client after another:
   cross-entropy towards labels plus distillation towards the client's logits.
-* Its logits go back; the client trains on cross-entropy plus distillation towards
+* Its logits are sent back. The client trains on cross-entropy plus distillation towards
   them, weighted by its own label frequencies.
 
 | code | here |
@@ -18,25 +18,23 @@ released code wuzhiyuan2000/FedICT.
 | FPKD, T of it | `client_weight`, `--prior_temperature` |
 | LKA, by similarity | `server_weight` |
 
-D(w) below is mean_b T^2 sum_c w_c q_c log(q_c / p_c), q the teacher, p the student.
-The client's D(d^n / T) is least where p is proportional to d^n q: the teacher's answer,
+D(w) below is mean_b T^2 sum_c w_c q_c log(q_c / p_c), q the teacher, p the student. The
+client's D(d^n / T) is least where p is proportional to d^n q: the teacher's output,
 seen through the classes that the client owns.
 
-Differs from the paper: it was not at hand; this follows the released code in the
+Differs from the paper, which was not at hand: this follows the released code in the
 order that the FedD2S paper describes (local training, upload, server, distillation
 back). The code adds to the client's D(d^n / T) a plain KL, whose second softmax turns
-every teacher into a nearly uniform one, so that it penalises confidence; with one
+every teacher into a nearly uniform one, so that it penalises confidence. With one
 softmax it would outweigh the weighted term at least three times. It is left out
 (measured in `launch/papers/RESULTS.md`). In the code teacher and student see different
-samples, since both passes shuffle and the teacher is looked up by batch number; here
-tables are aligned by sample. Its order with the previous round's logits, its other
-label adjustment, uploads from a deeper layer and distillation of the classifier alone
-are left out. The server knows the label frequencies of all clients from the start. A
-client's optimizer starts fresh in each of its two phases, or, with
-`--optimizer_state=persist`, goes on from one to the other.
+samples, since both passes shuffle and the teacher is looked up by batch number, while
+here tables are aligned by sample. The code's order with the previous round's logits,
+its other label adjustment, uploads from a deeper layer and distillation of the
+classifier alone are left out. The server has the label frequencies of all clients from
+the start. A client's optimizer starts fresh in each of its two phases, or with
+`--optimizer_state=persist` continues from one to the other.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -75,7 +73,7 @@ class HParams(local_training.LocalTraining):
     )
     distill_weight: float = option(
         1.5,
-        "weight of distillation at clients, of cross-entropy at the server [alpha]",
+        "weight of distillation (clients), cross-entropy (server) [alpha]",
         minimum=0,
     )
     temperature: float = option(3.0, "temperature of distillation [T]", above=0)
@@ -102,10 +100,10 @@ def client_weight(own: jax.Array, prior_temperature: Any) -> jax.Array:
     return own / prior_temperature
 
 
-def server_weight(own: jax.Array, everyone: jax.Array) -> jax.Array:
+def server_weight(own: jax.Array, overall: jax.Array) -> jax.Array:
     """LKA by similarity: cos(d^g, d^n), f32[]."""
-    size = jnp.linalg.norm(own) * jnp.linalg.norm(everyone)
-    return (own @ everyone) / jnp.maximum(size, 1e-12)
+    size = jnp.linalg.norm(own) * jnp.linalg.norm(overall)
+    return (own @ overall) / jnp.maximum(size, 1e-12)
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
@@ -132,16 +130,12 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return proxy.own_outputs(forward, client, task, hparams.batch_size, epochs)
 
     def local_update(client: each_client.Client, _):
-        """(i) and (ii): train on cross-entropy, then answer on all own examples."""
+        """(i) and (ii): train on cross-entropy, then compute logits on own examples."""
         trained = local_training.train(hparams, supervised, client.own["own"], client)
-        logits = table(
-            lambda image: model.forward(*trained.variables, image)[0],
-            client,
-            hparams.local_epochs,
-        )
-        return trained, logits
+        own, epochs = trained.variables, hparams.local_epochs
+        return trained, table(lambda x: model.forward(*own, x)[0], client, epochs)
 
-    def server_update(everyone: jax.Array, client: each_client.Client, carry: Any):
+    def server_update(overall: jax.Array, client: each_client.Client, carry: Any):
         """(iii): the server's layers learn from one client's features and logits."""
         server, opt_state = carry
 
@@ -149,23 +143,19 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             h = extract(client.own["own"], batch.image)
             z, stats = model.forward(params, stats, h, start=UPLOADED, **batch.mode)
             teacher = client.own["logits"][batch.position]
-            weight = server_weight(client.own["frequency"], everyone)
+            weight = server_weight(client.own["frequency"], overall)
             gap = weighted_gap(z, teacher, batch.mask, weight, hparams.temperature)
             hard = losses.cross_entropy(z, batch.label, batch.mask)
             return gap + hparams.distill_weight * hard, stats
 
+        objectives, tag = (local_training.Objective(loss_fn, deep),), rng.Tag.SERVER
         trained = local_training.train(
-            hparams,
-            (local_training.Objective(loss_fn, deep),),
-            server,
-            client,
-            opt_state=opt_state,
-            tag=rng.Tag.SERVER,
+            hparams, objectives, server, client, opt_state=opt_state, tag=tag
         )
         return trained.variables, trained.opt_state
 
     def distil_update(client: each_client.Client, server: types.Variables):
-        """(iv) and (v): the server's logits come back, the client distils them."""
+        """(iv) and (v): the client distils the server's logits, which come back."""
         own = client.own["own"]
         teacher = table(
             lambda x: model.forward(*server, extract(own, x), start=UPLOADED)[0],
@@ -190,8 +180,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             "frequency": counts / jnp.maximum(counts.sum(1, keepdims=True), 1),
             "has_joined": jnp.zeros(task.num_clients, bool),
         }
-        everyone = counts.sum(0) / jnp.maximum(counts.sum(), 1)
-        server = {"model": start, "frequency": everyone}
+        overall = counts.sum(0) / jnp.maximum(counts.sum(), 1)
+        server = {"model": start, "frequency": overall}
         return types.RoundState.first(server, clients, key)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
@@ -234,5 +224,5 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         init=init,
         round=round,
         serving=lambda state, *_: (types.Serving.each(model, state.clients["own"]),),
-        # Its first layers are the clients': the server has no model of its own.
+        # No `server`: its first layers are the clients', so it has no own model.
     )

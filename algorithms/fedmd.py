@@ -14,21 +14,19 @@ workshop, https://arxiv.org/abs/1910.03581 (Algorithm 1).
 | D_0 | `--public_set` or `--proxy_fraction`; the subset has `--public_examples` |
 | digest, revisit | `--digest_epochs`, `--local_epochs` |
 
-Clients may differ in architecture: `--client_model=m1,m2,...` gives client k the
-k-th name, going round; each architecture is one stacked group.
+Clients may differ in architecture: `--client_model=m1,m2,...` gives client k the k-th
+name, cyclically. Each architecture is one stacked group.
 
-Differs from the paper: a sample of the clients takes part in a round; there is no
-transfer phase on public labels before the first round (public sets here have other
-classes), instead clients in their first round are left out of the consensus unless all
-are new; optimizers start fresh in each digest and revisit, and the subset is not
-stratified. Public sets by data set are in `launch/config/rules/none.toml`; mnist_5k has
+Differs from the paper: a sample of the clients takes part in a round. There is no
+transfer phase on public labels before the first round, because public sets here have
+other classes. Instead clients in their first round are left out of the consensus unless
+all are new. Optimizers start fresh in each digest and revisit, and the subset is not
+stratified. Public sets by data set are in `launch/config/rules/none.toml`. mnist_5k has
 4,000 images to give, and a run on mnist_5k itself sets a tenth of its images aside, so
 that its clients are not those of other methods. With `--optimizer_state=persist` a
-client's revisits share an optimizer state, its digests do not. The order of
-the FedD2S paper's description (private training first) is left out.
+client's revisits share an optimizer state, its digests do not. The order of the FedD2S
+paper's description (private training first) is left out.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -59,7 +57,7 @@ class HParams(local_training.LocalTraining):
     """FedMD's options."""
 
     public_examples: int = option(
-        5000, "public images used in a round, drawn anew each time", minimum=1
+        5000, "public images of a round, drawn again in each round", minimum=1
     )
     digest_epochs: int = option(1, "epochs over the public images per round", minimum=1)
     public_loss: str = option(
@@ -74,7 +72,7 @@ def consensus_gap(
 ) -> jax.Array:
     """f32[]: how far logits f32[B, Y] are from the consensus f32[B, Y].
 
-    For `kl` the consensus are probabilities, for `mae` logits.
+    The consensus consists of probabilities for `kl` and of logits for `mae`.
     """
     if kind == "kl":
         log_target = jnp.log(jnp.maximum(consensus, 1e-30))
@@ -92,15 +90,15 @@ def speaking(cohort: types.Cohort, participations: jax.Array) -> jax.Array:
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
-    """FedMD as pure functions; one stacked group for each architecture.
+    """FedMD as pure functions, with one stacked group for each architecture.
 
     Raises:
-        ValueError: no public images.
+        ValueError: there are no public images.
     """
     if not task.num_proxy:
         raise ValueError(
             "fedmd has no public images; name a data set of the same image shape "
-            f"{list(task.example_shape)} (--public_set), set a share of this one "
+            f"{list(task.example_shape)} (--public_set), set a part of this one "
             "aside (--proxy_fraction=0.1), or add proxy_row to a partition's file"
         )
     num_public = min(hparams.public_examples, task.num_proxy)
@@ -131,7 +129,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return (), answers
 
     def client_update(client: each_client.Client, shared: Any, model: types.Model):
-        """Digest: the public images towards the consensus. Revisit: the own ones."""
+        """Digest: public images towards the consensus. Revisit: its own examples."""
         public, consensus = shared
 
         def loss_fn(params, stats, batch):
@@ -165,9 +163,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         here = cohort, data
-        public = public_batches(
-            data, rng.stream(state.key, rng.Tag.PUBLIC, state.round)
-        )
+        key = rng.stream(state.key, rng.Tag.PUBLIC, state.round)
+        public = public_batches(data, key)
         groups = each_client.by_architecture(task, cohort)
         private = list(map(taken, state.clients, groups))
         own = tuple(rows["own"] for rows in private)
@@ -190,7 +187,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return state.after(clients=clients), metrics, {"answers": 1, "consensus": 1}
 
     def taken(rows: Any, mine: types.Cohort) -> dict[str, Any]:
-        """The rows of one architecture's clients; the present participation counts."""
+        """One architecture's private rows, with the present participation counted."""
         rows = stacked.take(rows, mine.row)
         count = jnp.where(mine.row_mask, rows["participations"] + 1, 0)
         return rows | {"participations": count}

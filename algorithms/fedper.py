@@ -5,7 +5,7 @@ Layers", https://arxiv.org/abs/1912.00818 (Algorithms 1 and 2).
 
 * The server sends the base layers to the clients of the round.
 * Each trains base and its own personal layers together for E epochs.
-* The base layers go back; the server takes their weighted mean.
+* The base layers are sent back, and the server takes their weighted mean.
 
 | paper | here |
 |---|---|
@@ -16,23 +16,22 @@ Layers", https://arxiv.org/abs/1912.00818 (Algorithms 1 and 2).
 `fedrep` is FedRep (Collins, Hassani, Mokhtari, Shakkottai: "Exploiting Shared
 Representations for Personalized Federated Learning", ICML 2021,
 https://arxiv.org/abs/2102.07078, Algorithm 1): the first `--head_epochs` [tau] train
-the personal layers [h_i] alone, the others the base [phi] alone; while no layer is
+the personal layers [h_i] alone, the others the base [phi] alone. While no layer is
 personal, all of them train the base. `fedper_plus` and `fedrep_plus` are FedPer+ and
 FedRep+ of the FedD2S paper (https://arxiv.org/abs/2402.10846): `--layer_dropping` moves
 the boundary from `--first_layer`, the last one by default, to `--min_layer`, one layer
-every `--drop_every` participations; each layer is averaged over those that share it.
+every `--drop_every` participations. Each layer is averaged over the clients that share
+it.
 
-Differs from the paper: a sample of the clients takes part in a round, not all; a client
+Differs from the paper: a sample of the clients takes part in a round, not all. A client
 is served the mean base with its own last layers, never its copy from before the mean.
-FedD2S gives FedPer+ two sentences; the definition is ours (a client that never took
-part is served the server's layers up to the first boundary; a freshly dropped layer
-starts from the client's own values). FedRep: freezing is exact (in the released code
-the head still moves by stale momentum and weight decay in the second phase), and there
-is no last round that tunes the heads alone. FedD2S describes FedRep as averaging
-outputs of representations; parameters are averaged here, as Collins et al. do.
+FedD2S gives FedPer+ two sentences, and the definition is ours: a client that never took
+part is served the server's layers up to the first boundary, and a freshly dropped layer
+starts from the client's own values. FedRep: freezing is exact (in the released code the
+head still moves by stale momentum and weight decay in the second phase), and there is
+no last round that tunes the heads alone. FedD2S describes FedRep as averaging outputs
+of representations, while parameters are averaged here, as Collins et al. do.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from typing import Any
@@ -61,8 +60,8 @@ class HParams(boundary.LayerDropping, local_training.LocalTraining):
 
     personal_from: str = option(
         "",
-        "first personal stage, by name; last = the last one, none = share all, empty = "
-        "the first after the last convolution (the last stage of a model without any)",
+        "first personal stage, by name; last = the last one, none = all are shared, "
+        "empty = the first after the last convolution (without any, the last stage)",
     )
     layer_dropping: bool = option(
         False, "move the boundary from deep to shallow, as FedD2S does"
@@ -84,7 +83,7 @@ def trained_stages(batch: Any, is_shared: jax.Array, head_epochs: int) -> jax.Ar
 
 
 def personal(server: types.Variables, own: types.Variables, is_shared: jax.Array):
-    """The server's stages where shared, else the client's own; those come last."""
+    """The server's stages where shared, else the client's own, which come last."""
     lowest = len(server.params) - len(own.params)
     mask = boundary.by_stage(is_shared)
     pairs = zip(server, own, strict=True)
@@ -96,8 +95,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """FedPer and FedRep as pure functions.
 
     Raises:
-        ValueError: no such boundary, nothing behind it, or no epoch is left for the
-            shared stages.
+        ValueError: there is no such boundary, nothing is behind it, or no epoch is left
+            for the shared stages.
     """
     model, schedule = task.model, _schedule(hparams, task)
     num_stages, lowest = len(model.stage_names), schedule.last
@@ -159,10 +158,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
 
 def _schedule(hparams: HParams, task: types.Task) -> boundary.Schedule:
-    """Which stages a client shares; those up to the last boundary are nobody's own.
+    """The stages that a client shares. Those up to the last boundary are never private.
 
     Raises:
-        ValueError: no such boundary, nothing behind it, or no epoch is left.
+        ValueError: as `make`.
     """
     if hparams.head_epochs >= hparams.local_epochs:
         raise ValueError(
@@ -171,8 +170,8 @@ def _schedule(hparams: HParams, task: types.Task) -> boundary.Schedule:
         )
     model, shape = task.model, task.example_shape
     if not hparams.layer_dropping:
-        of_dropping = ("first_layer", "min_layer")
-        options.refuse(hparams, of_dropping, "without --layer_dropping")
+        others = ("first_layer", "min_layer")
+        options.refuse(hparams, others, "without --layer_dropping")
         cut = boundary.first_personal(hparams.personal_from, model, shape)
         if cut == len(model.stage_names) and not hparams.personal_from:
             raise ValueError(
@@ -189,6 +188,6 @@ def _schedule(hparams: HParams, task: types.Task) -> boundary.Schedule:
     if hparams.personal_from:
         raise ValueError(
             f"--personal_from={hparams.personal_from} fixes the boundary, "
-            "--layer_dropping moves it; leave one away (--min_layer ends the move)"
+            "--layer_dropping moves it; omit one of them (--min_layer ends the move)"
         )
     return boundary.schedule(hparams, model, shape)

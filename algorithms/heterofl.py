@@ -7,9 +7,9 @@ the settings of DepthFL's authors (https://openreview.net/forum?id=pf8RIZTMU58).
 * The server sends each client of the round the first channels of every hidden layer,
   n/L of them to a client of level n.
 * A client trains this narrower model. Norms use their batch's statistics alone.
-* The server takes, entry by entry, the mean over those whose slice has it.
-* Static batch norm: before a test the server finds the statistics of each width on the
-  data of the clients that take part.
+* The server takes the mean of each entry over the clients that hold it.
+* Static batch norm: before a test the server computes the statistics of each width on
+  the data of the clients that take part.
 * SHeteroFL: a client trains every smaller width too, each on the same batch.
 
 | paper | here |
@@ -23,12 +23,10 @@ the settings of DepthFL's authors (https://openreview.net/forum?id=pf8RIZTMU58).
 
 Differs from the paper: entries are averaged without weights, and the optimizer is
 DepthFL's. The norm that follows makes the Scaler's division all but undone. Statistics
-are the mean over batches of train rows as they stand, not DepthFL's moving average over
+are the mean over batches of unaugmented train rows, not DepthFL's moving average over
 augmented ones (`--static_norm=ema`: a moving average). Width n/L is reported as
 `exit<n>_accuracy`, as DepthFL's exits are.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -59,18 +57,19 @@ class HParams(levels.Levels, local_training.LocalTraining):
     """HeteroFL's options."""
 
     all_widths: bool = option(
-        False, "a step is on the sum of the losses of every width that a client holds"
+        False, "train on the sum of the losses of every width that a client holds"
     )
     scaler: bool = option(
-        True, "in training, outputs of convolutions are divided by the width's share"
+        True, "divide outputs of convolutions by the relative width in training"
     )
     masked_cross_entropy: bool = option(
-        False, "clients leave classes that they do not have out of loss and mean"
+        False,
+        "leave classes that a client does not have out of its loss and of the mean",
     )
     static_norm: str = option(
         "average",
-        "the norms' statistics in tests: the mean over batches of the clients' train "
-        "rows, or a moving average",
+        "statistics of norms in tests, over batches of the clients' train rows: their "
+        "mean, or a moving average",
         choices=("average", "ema"),
     )
     static_examples: int = option(
@@ -79,7 +78,7 @@ class HParams(levels.Levels, local_training.LocalTraining):
 
 
 def narrowed(tree: Any, like: Any) -> Any:
-    """The leading slices of leaves that have the shapes of `like`."""
+    """The leading slices of leaves, in the shapes of `like`."""
     return jax.tree.map(
         lambda leaf, s: leaf[tuple(slice(n) for n in s.shape)], tree, like
     )
@@ -93,7 +92,7 @@ def widened(tree: Any, full: Any) -> Any:
 
 
 def covered(params: list[Any], level: jax.Array) -> Any:
-    """Which entries of the widest parameters a client of a level int32[] has, bool.
+    """Which entries of the widest parameters a client of a level int32[] holds, bool.
 
     Args:
         params: Shape structs of every level's parameters, the widest last.
@@ -116,7 +115,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """HeteroFL as pure functions.
 
     Raises:
-        ValueError: a model that has no narrower form, or no such level.
+        ValueError: the model has no narrower form, or there is no such level.
     """
     nets = [_net(hparams, task, n + 1) for n in range(levels.top(hparams))]
     shape_at = [shapes.variables(net, task.example_shape) for net in nets]
@@ -131,7 +130,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return params, stats, jax.eval_shape(lambda: optimizer.fresh(hparams, params))
 
     def own_entries(client: each_client.Client, level: int) -> types.Params:
-        """Of the slice that a chunk of clients runs, the entries of this client's."""
+        """The client's own entries within the slice that its chunk of clients runs."""
         return narrowed(covered(params_at, client.level), params_at[level - 1])
 
     def cut(whole: tuple, client: each_client.Client, level: int) -> tuple:
@@ -144,7 +143,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return widened(part, whole)
 
     def held(cohort: types.Cohort, present: jax.Array) -> types.Variables:
-        """The entries of each client's slice; statistics are not averaged."""
+        """The entries of each client's slice. Statistics are not averaged."""
         mask = jax.vmap(functools.partial(covered, params_at))(cohort.level)
         if hparams.masked_cross_entropy:
             last = jax.tree.map(lambda m: of_classes(m, present), mask[-1])
@@ -153,7 +152,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return types.Variables(mask, (none,) * len(mask))
 
     def of_classes(mask: jax.Array, present: jax.Array) -> jax.Array:
-        """The entries of the last layer, [C, ..., Y], whose class a client has."""
+        """The last layer's entries [C, ..., Y] of the classes that a client has."""
         middle = (1,) * (mask.ndim - 2)
         return mask & present.reshape(len(present), *middle, -1)
 
@@ -198,7 +197,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         """sBN: batch statistics over the clients' train rows, in train mode."""
         rows, size = levels.eligible_rows(hparams, data.partition.train)
         if hparams.static_examples:
-            # Rows are in the clients' order: some of everybody's.
+            # Evenly spread, because rows are in the clients' order.
             wanted = min(hparams.static_examples, len(rows))
             spread = jnp.arange(wanted) * (size / jnp.minimum(size, wanted))
             size = jnp.minimum(size, wanted)
@@ -238,7 +237,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
 
 def _names(hparams: HParams) -> list[str]:
-    """What the levels are called: `width 1/4`, ..."""
+    """The names of the levels in messages: `width 1/4`, ..."""
     count = len(levels.mix(hparams))
     return [f"width {n}/{count}" for n in range(1, levels.top(hparams) + 1)]
 
@@ -246,16 +245,16 @@ def _names(hparams: HParams) -> list[str]:
 def _net(
     hparams: HParams, task: types.Task, number: int, divisor: Any = None
 ) -> types.Model:
-    """The model of a level; in training it divides by the width of another, if given.
+    """The model of a level. In training it divides by the width `divisor`, if given.
 
     Raises:
-        ValueError: it has no such form.
+        ValueError: the model has no narrower form.
     """
     model, count = task.model, len(levels.mix(hparams))
     if model.at_width is None:
         raise ValueError(
-            f"--model={model.name} has no narrower form that is a slice of it (it "
-            "flattens maps or has exits); take convnet, resnet18 or resnet34"
+            f"--model={model.name} flattens maps or has exits, so no narrower form "
+            "is a slice of it; take convnet, resnet18 or resnet34"
         )
     scaler = 1.0 if divisor is None else divisor / count
     return model.at_width(number / count, scaler)

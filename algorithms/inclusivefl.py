@@ -1,15 +1,16 @@
-"""InclusiveFL: clients hold the first levels of a model and train the deepest exit.
+"""InclusiveFL: clients hold the first stages of a model and train the deepest exit.
 
 Liu, Wu, Chen, Wang, Xie: "No One Left Behind: Inclusive Federated Learning over
 Heterogeneous Devices", KDD 2022, https://arxiv.org/abs/2202.08036, as DepthFL's authors
-compare with it (Table 3 and Appendix A.3 of https://openreview.net/forum?id=pf8RIZTMU58).
+compare with it (Table 3 and Appendix A.3 of
+https://openreview.net/forum?id=pf8RIZTMU58).
 
 * The server sends each client of the round the first stages of its model.
-* A client trains them on the cross-entropy of the deepest exit that it holds; the
-  exits before it take part in nothing but their running statistics.
-* The server takes, stage by stage, the mean over those who hold it.
-* Momentum distillation: what the next level's clients did with their last two stages
-  in their last round moves the last stage of a level's clients too.
+* A client trains them on the cross-entropy of the deepest exit that it holds. Of the
+  exits before it only the running statistics move.
+* The server takes, stage by stage, the mean over the clients that hold it.
+* Momentum distillation: the movement of the next level's last two stages in its
+  clients' last round also moves the last stage of a level's clients.
 
 | paper | here |
 |---|---|
@@ -18,15 +19,13 @@ compare with it (Table 3 and Appendix A.3 of https://openreview.net/forum?id=pf8
 | beta | `--momentum_distill_weight` |
 
 Differs from the paper: stages are shared by all levels, also where one is a client's
-last (there it is the level's own), as in DepthFL's code, whose default for the exits
-stands too: exit i is a mean over all who hold it, most of whom return it untouched
-(`--head_count=trainers`: over those who train it). The gradients of momentum
+last (there it is the level's own), as in DepthFL's code. Its default for the exits is
+kept too: exit i is a mean over all clients that hold it, most of which return it
+untouched (`--head_count=trainers`: over those that train it). The gradients of momentum
 distillation are what a round of a level moved, with a server's learning rate of 1, and
 it needs stages of equal shapes, as a Transformer has them. The model answers with its
 last exit.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from typing import Any
@@ -56,12 +55,12 @@ class HParams(levels.Levels, local_training.LocalTraining):
 
     head_count: str = option(
         "holders",
-        "an exit is a mean over all who hold it, or over those who train it",
+        "an exit is a mean over all clients that hold it, or that train it",
         choices=("holders", "trainers"),
     )
     momentum_distill_weight: float = option(
         0.0,
-        "share of the next level's movement in that of a level's last stage [beta]",
+        "weight of the next level's movement in that of a level's last stage [beta]",
         minimum=0,
         maximum=1,
         zero_is_off=True,
@@ -72,8 +71,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """InclusiveFL as pure functions.
 
     Raises:
-        ValueError: a model without an exit at every stage, other levels than it has, or
-            momentum distillation between stages of other shapes.
+        ValueError: the model has no exit at every stage or other levels, or momentum
+            distillation is between stages of different shapes.
     """
     _check(hparams, task)
     model = levels.truncated(hparams, task.model)._replace(answer="last")
@@ -81,7 +80,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     distils = not options.is_off(beta)
 
     def client_update(client: each_client.Client, server: types.Variables, level: int):
-        """The stages up to the client's own; of their exits the last is trained."""
+        """Trains the stages up to the client's level, with the last of their exits."""
         held = levels.held(client.level, model)[:level]
         is_last = jnp.arange(1, level + 1) == client.level
 
@@ -96,7 +95,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return local_training.train(hparams, (objective,), server, client)
 
     def is_last(cohort: types.Cohort) -> jax.Array:
-        """bool[C, L]: the stage whose exit a client trains."""
+        """bool[C, L]: the stage in which a client trains the exit."""
         own = cohort.level[:, None] == jnp.arange(1, num_stages + 1)
         return levels.holders(cohort, model) & own
 
@@ -111,7 +110,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return {"moved": tuple(jax.tree.map(jnp.zeros_like, one) for one in trunks)}
 
     def server_update(server, trained, own, cohort, mean):
-        """The mean; before it momentum distillation, with what moved last time."""
+        """Momentum distillation with the last movement, then the mean."""
         variables, moved = trained.variables, server["moved"]
         if distils:
             both, last = (trained.params, server["model"].params), is_last(cohort)
@@ -132,7 +131,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return tuple(stages)
 
     def movement(params, old, moved, last):
-        """What level n + 1 did with its last two stages on average, if it was there."""
+        """The mean movement of level n + 1 in its last two stages, if it took part."""
 
         def drift(stage, rows):
             share, _ = aggregate.masked_weights(jnp.ones(len(rows)), rows)
@@ -147,15 +146,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         return tuple(mean(n, before) for n, before in enumerate(moved))
 
-    return levels.make(
-        hparams,
-        task,
-        model,
-        levels.first_stages(task, model)._replace(held=held),
-        client_update,
-        beside=nothing_moved,
-        server_update=server_update,
-    )
+    part = levels.first_stages(task, model)._replace(held=held)
+    given = {"beside": nothing_moved, "server_update": server_update}
+    return levels.make(hparams, task, model, part, client_update, **given)
 
 
 def _parts(trunks: jax.Array, exits: jax.Array) -> tuple:
@@ -177,11 +170,9 @@ def _check(hparams: HParams, task: types.Task) -> None:
     if levels.top(hparams) == 1:
         options.refuse(hparams, ("momentum_distill_weight",), "with one level")
     params, _ = shapes.variables(model, task.example_shape)
-    first, *others = (
-        jax.tree.map(lambda leaf: leaf.shape, stage["trunk"]) for stage in params
-    )
-    if any(other != first for other in others):
+    trunks = [jax.tree.map(lambda x: x.shape, stage["trunk"]) for stage in params]
+    if any(trunk != trunks[0] for trunk in trunks):
         raise ValueError(
             f"--momentum_distill_weight={hparams.momentum_distill_weight}: the stages "
-            f"of --model={model.name} have other shapes; leave it away"
+            f"of --model={model.name} differ in shape; omit it"
         )

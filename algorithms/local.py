@@ -1,11 +1,11 @@
 """Local training without any exchange: the control row of every table.
 
-"No Transfer" of Nguyen et al., "CDKT-FL", https://arxiv.org/abs/2204.01542 (Tables 1
-to 3), and the Local row of personalized federated learning.
+"No Transfer" of Nguyen et al., "CDKT-FL", https://arxiv.org/abs/2204.01542 (Tables 1 to
+3), and the Local row of personalized federated learning.
 
 * Each client of the round trains its own model on its own examples.
-* If there is a proxy set, the server trains a model of its own on it, as the CDKT
-  paper's row does; nobody learns from it.
+* If there is a proxy set, the server trains a separate model on it, as in the CDKT
+  paper's row. No client learns from this model.
 
 | paper | here |
 |---|---|
@@ -13,11 +13,9 @@ to 3), and the Local row of personalized federated learning.
 | w_s | `state.server`, only with a proxy set |
 | K, R | `--local_epochs`, `--server_epochs` |
 
-Differs from the paper: it does not say what the server of this row is; as in the
-released code it is trained on the proxy set.
+Differs from the paper: it does not describe this row's server, which here is trained on
+the proxy set, as in the released code.
 """
-
-from __future__ import annotations
 
 import dataclasses
 

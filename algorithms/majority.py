@@ -1,15 +1,14 @@
-"""Majority: always answer the client's biggest class, the control that learns nothing.
+"""Majority: always answer the client's most frequent class, without any learning.
 
-The line below which a personalized method has learnt less than the client's label
-counts say: with class mixes ~ Dir(.1) over 10 classes it scores about 65 %.
+A personalized method that scores below this control has learnt less than the client's
+label counts alone give. With class mixes ~ Dir(.1) over 10 classes it scores about 65
+%.
 
 * A client answers the most frequent label of its train rows.
 * The server answers the most frequent label of all train rows.
 
 Differs from the paper: there is none.
 """
-
-from __future__ import annotations
 
 import dataclasses
 
@@ -21,11 +20,11 @@ from fedjax_pfl import types
 
 @dataclasses.dataclass(frozen=True)
 class HParams:
-    """No options."""
+    """Majority has no options."""
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
-    """Label counts in place of a model; a round changes nothing."""
+    """Label counts in place of a model. A round changes nothing."""
 
     def init_model(key, x):
         return (jnp.zeros(task.num_classes),), ({},)

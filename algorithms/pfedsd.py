@@ -1,24 +1,22 @@
 """pFedSD: clients distil from their own last model while they train the server's.
 
 Jin, Bai, Yao, Dai, Gu, Yu, Sun: "Personalized Edge Intelligence via Federated
-Self-Knowledge Distillation", IEEE TPDS 2023,
-https://doi.org/10.1109/TPDS.2022.3225185; released code CGCL-codes/pFedSD.
+Self-Knowledge Distillation", IEEE TPDS 2023, https://doi.org/10.1109/TPDS.2022.3225185;
+released code CGCL-codes/pFedSD.
 
-* The server sends its model; the client trains it on cross-entropy plus [lambda] times
-  the KL distance to the model it trained at its last participation.
-* The server takes the mean of the models; each client keeps a copy of its own.
+* The server sends its model. The client trains it on cross-entropy plus [lambda] times
+  the KL distance to the model that it trained at its last participation.
+* The server takes the mean of the models. Each client keeps a copy of its own.
 
 | code | here |
 |---|---|
 | lambda, tau | `--self_distill_weight`, `--temperature` |
 | local model, teacher | `state.clients["own"]`, once `"has_own"` |
 
-Differs from the paper: it was not at hand, this follows the released code, which
-defaults to lambda = 1 and tau = 1; ours are .5 and 3, those of a later
+Differs from the paper, which was not at hand: this follows the released code. The code
+defaults to lambda = 1 and tau = 1. Ours are .5 and 3, those of a later
 reimplementation.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from typing import Any
@@ -43,7 +41,7 @@ class HParams(averaging.Averaging):
     """pFedSD's options."""
 
     self_distill_weight: float = option(
-        0.5, "weight of the distance to the own last model [lambda]", minimum=0
+        0.5, "weight of distillation from the own last model [lambda]", minimum=0
     )
     temperature: float = option(3.0, "temperature of kl [tau]", above=0)
     aggregation: str = option(
@@ -81,7 +79,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return {"own": start, "has_own": jnp.zeros((), bool)}
 
     def client_update(client: each_client.Client, server: types.Variables):
-        """Trains the server's model; the own last one, once there is one, teaches."""
+        """Trains the server's model, taught by the client's last one if it exists."""
         weight = jnp.where(client.own["has_own"], hparams.self_distill_weight, 0.0)
         loss_fn = self_distillation(
             model, client.own["own"], weight, hparams.temperature

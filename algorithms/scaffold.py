@@ -5,23 +5,21 @@ Averaging for Federated Learning", ICML 2020, https://arxiv.org/abs/1910.06378
 (Algorithm 1, option II).
 
 * The server sends its model x and its control variate c.
-* A client takes steps along g(y) - c_i + c from x; its new control variate is
-  c_i - c + (x - y) / (K eta_l), the mean of the gradients it took.
-* The server moves x along the mean of y - x, and c by the clients' share of the mean of
-  their changes.
+* A client takes steps along g(y) - c_i + c from x. Its new control variate is c_i - c +
+  (x - y) / (K eta_l), the mean of the gradients that it took.
+* The server moves x along the mean of y - x, and c by |S| / N times the mean of the
+  changes of c_i.
 
 | paper | here |
 |---|---|
 | x, c | `state.server["model"]`, `state.server["control"]` |
 | c_i | rows of `state.clients` |
 | K, eta_l, eta_g | a client's steps, `--client_lr` with its decay, `--server_lr` |
-| \\|S\\| / N | clients of the round over those that may be drawn |
+| abs(S) / N | clients of the round over those that may be drawn |
 
-Differs from the paper: clients may have different numbers of steps K_i. Plain SGD only:
-with momentum or Adam option II is no mean of gradients.
+Differs from the paper: clients may have different numbers of steps K_i. Only plain SGD
+is allowed, because with momentum or Adam option II is not a mean of gradients.
 """
-
-from __future__ import annotations
 
 import dataclasses
 

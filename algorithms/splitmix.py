@@ -5,10 +5,10 @@ In-Situ Customization", ICLR 2022, https://arxiv.org/abs/2203.09747, as DepthFL 
 with it (Appendix A.2 of https://openreview.net/forum?id=pf8RIZTMU58).
 
 * The server has N base models, which together are as large as the whole one.
-* A client of level d gets d of them. The first comes from a shuffled queue over all
-  bases that the clients share, the others are drawn from the rest.
-* It trains each on the same batches, on its own cross-entropy.
-* The server takes the mean of each base over those who trained it.
+* A client of level d gets d of them. The first comes from a shuffled queue of all bases
+  that the clients share, the others are drawn from the rest.
+* It trains each base on the same batches, on the base's own cross-entropy.
+* The server takes the mean of each base over the clients that trained it.
 * A budget of n answers with the mean of the logits of the first n bases.
 
 | paper | here |
@@ -17,13 +17,11 @@ with it (Appendix A.2 of https://openreview.net/forum?id=pf8RIZTMU58).
 | budget of a client | `cohort.level` (`--levels`, `--level_mix`) |
 | r: width of a base | N^-1/2, so that N bases have the whole model's weights |
 
-Differs from the paper: means are without weights; outputs of convolutions are not
-rescaled; norms have running statistics, means over those who trained the base. A budget
-n is reported as `exit<n>_accuracy`, as DepthFL's exits are; all N bases are served,
-also where `--max_level` lets clients train fewer.
+Differs from the paper: means are without weights, and outputs of convolutions are not
+rescaled. Norms have running statistics, averaged over the clients that trained the
+base. A budget n is reported as `exit<n>_accuracy`, as DepthFL's exits are. All N bases
+are served, also where `--max_level` lets clients train fewer.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from typing import Any
@@ -67,7 +65,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """Split-Mix as pure functions.
 
     Raises:
-        ValueError: a model that has no narrower form, or other levels than bases.
+        ValueError: the model has no narrower form, or there are other levels than
+            bases.
     """
     _check(hparams, task)
     num_bases = hparams.num_bases
@@ -77,7 +76,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def picked(state: types.RoundState, cohort: types.Cohort, _: Any) -> jax.Array:
         """The bases of each client in the order of its training, int32[C, N]."""
-        # Places in the queue are the clients' by id: no padding and no order counts.
+        # Places in the queue follow the ids, so that padding and order do not matter.
         is_before = cohort.client_id < cohort.client_id[:, None]
         place = (is_before & cohort.row_mask).sum(1)
         place += state.round * cohort.row_mask.sum()

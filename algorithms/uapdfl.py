@@ -1,16 +1,16 @@
-"""UA-PDFL: peers whose answers to one unit tensor differ share less of their models.
+"""UA-PDFL: peers with different answers to a unit tensor share less of their models.
 
 Zhu, Fan, Xie: "UA-PDFL: A Personalized Approach for Decentralized Federated Learning",
 https://arxiv.org/abs/2412.11674 (Algorithms 1 and 2); released code Kuludu/UA-PDFL.
 
-* Every client answers to the same tensor of ones: its logits on it are its unit
-  representation, its extractor's output on it the auxiliary one.
+* Every client applies its model to the same tensor of ones: the logits are its unit
+  representation, the extractor's output its auxiliary one.
 * A client of the round pulls both from its peers and measures how far apart they are.
 * Client-wise dropout: where all peers are alike it takes the whole model of one.
-* Layer-wise personalization: else it averages extractors with all its peers,
-  classifiers with those alike.
-* It trains on cross-entropy, its extractor drawn to the peers' auxiliary
-  representations, and answers anew.
+* Layer-wise personalization: otherwise it averages extractors with all its peers and
+  classifiers with those that are alike.
+* It trains on cross-entropy with its extractor pulled to the peers' auxiliary
+  representations, and then computes its own representations again.
 
 | paper | here |
 |---|---|
@@ -25,24 +25,22 @@ https://arxiv.org/abs/2412.11674 (Algorithms 1 and 2); released code Kuludu/UA-P
 Differs from the paper: Div is the Jensen-Shannon divergence that the text names, not
 the symmetric KL of Eqs. 6 and 7 (`--divergence=symkl`). The proximal term follows the
 released code: mean squares between the extractor's output on the batch and the peers'
-mean, weighted by examples; `--proximal=unit --anchor=with_own` is Eq. 12, of which the
+mean, weighted by examples. `--proximal=unit --anchor=with_own` is Eq. 12, whose
 auxiliary representation on the left is recomputed in every step, since the stored one
-has no gradient; mu then weighs a sum over all features, and wants to be smaller by
-their number. A peer is alike below the threshold in both branches. sigma, which the
-paper does not define, is softmax. The extractor is all but the last layer, as in the
-released code; the paper's text has its convolutions (`--personal_from=`), which are the
-two layers that it counts in its CNN. The threshold, mu and the local epochs are not in
-the paper. Without layer-wise personalization all layers are averaged with all peers and
-mu counts as 0. Rounds are synchronous, all clients start from one model
-(`--noshared_init`: each from its own), statistics of batch norm follow the extractor. A
-client without peers keeps its model and is its own anchor. A client that copies a
-peer's model keeps its own momentum, as in the released code. Clients are measured at
-two moments (`decentralized`): `trained_accuracy` after a round's training, which
-Algorithm 2 returns, and `client_accuracy` after the next round's mixing, which the code
-tests; the paper does not say which of them its tables have.
+has no gradient. mu then weighs a sum over all features and should be smaller by their
+number. A peer is alike below the threshold in both branches. sigma, which the paper
+does not define, is softmax. The extractor is all but the last layer, as in the released
+code. The paper's text has its convolutions (`--personal_from=`), the two layers that it
+counts in its CNN. The threshold, mu and the local epochs are not in the paper. Without
+layer-wise personalization all layers are averaged with all peers and mu counts as 0.
+Rounds are synchronous, all clients start from one model (`--noshared_init`: each from
+its own), and statistics of batch norm follow the extractor. A client without peers
+keeps its model and is its own anchor. A client that copies a peer's model keeps its own
+momentum, as in the released code. Clients are measured at two moments
+(`decentralized`): `trained_accuracy` after a round's training, which Algorithm 2
+returns, and `client_accuracy` after the next round's mixing, which the code tests. The
+paper does not say which of them its tables have.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -77,17 +75,14 @@ class HParams(decentralized.Peers, local_training.LocalTraining):
 
     divergence: str = option(
         "js",
-        "distance of two unit representations: Jensen-Shannon, or half of both KLs",
+        "distance of two unit representations: Jensen-Shannon, or mean of both KLs",
         choices=tuple(DIVERGENCES),
     )
     divergence_threshold: float = option(
-        0.1, "peers whose divergence is below it are alike [th_I]", minimum=0
+        0.1, "peers below this divergence are alike [th_I]", minimum=0
     )
     proximal_weight: float = option(
-        0.1,
-        "weight of the pull of the extractor to the anchor [mu]",
-        minimum=0,
-        zero_is_off=True,
+        0.1, "pull of the extractor to the anchor [mu]", minimum=0, zero_is_off=True
     )
     proximal: str = option(
         "batch",
@@ -97,7 +92,7 @@ class HParams(decentralized.Peers, local_training.LocalTraining):
     )
     anchor: str = option(
         "peers",
-        "mean of the peers' auxiliary representations by examples, or of theirs and "
+        "mean of the peers' auxiliary representations by examples, or of these and "
         "the own one",
         choices=("peers", "with_own"),
     )
@@ -106,7 +101,7 @@ class HParams(decentralized.Peers, local_training.LocalTraining):
         True, "take a peer's whole model where all peers are alike [CD]"
     )
     layer_personalization: bool = option(
-        True, "average classifiers with peers alike alone [LP]"
+        True, "average classifiers only with peers that are alike [LP]"
     )
     personal_from: str = option(
         "last",
@@ -119,7 +114,7 @@ class HParams(decentralized.Peers, local_training.LocalTraining):
 
 
 def drawn(key: jax.Array, cohort: types.Cohort) -> jax.Array:
-    """Row int32[C] of one peer of each client, each with the same chance."""
+    """Slot int32[C] of one peer of each client, each with the same chance."""
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, cohort.client_id)
     chance = jax.vmap(lambda k: jax.random.uniform(k, cohort.peers.shape[1:]))(keys)
     pick = jnp.where(cohort.peer_mask, chance, 2.0).argmin(1)
@@ -130,8 +125,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """UA-PDFL as pure functions.
 
     Raises:
-        ValueError: no such stage or graph, an option without effect, or pairs that
-            there are not.
+        ValueError: there is no such stage or graph, an option has no effect, or
+            `--track_pairs` exceeds the clients.
     """
     _check(hparams, task)
     model, cut = task.client_model, _cut(hparams, task)
@@ -141,7 +136,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     is_pulled = by_layer and not options.is_off(weight)
 
     def represent(own: types.Variables) -> dict[str, jax.Array]:
-        """I f32[Y] and I^Aux f32[D]: answers to the unit tensor, in eval mode."""
+        """I f32[Y] and I^Aux f32[D]: outputs on the unit tensor, in eval mode."""
         h, _ = model.forward(*own, unit, stop=cut)
         logits, _ = model.forward(*own, h, start=cut)
         return {"answer": logits[0], "features": h.reshape(-1)}
@@ -169,13 +164,13 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         )
 
     def anchor(known, size, cohort):
-        """A_i f32[C, D]: where the extractor is drawn to; its own, if it is alone."""
+        """A_i f32[C, D], to which the extractor is pulled. Without peers, its own."""
         with_own = hparams.anchor == "with_own"
         weight = jnp.ones_like(size) if with_own else size.at[:, 0].set(0)
         return aggregate.mix_peers(known["features"], cohort, weight)
 
     def metrics(answer, gap, drop, cohort):
-        """Who dropped, divergences over the peer pairs and of the pairs tracked."""
+        """Clients that dropped, and divergences over peer pairs and tracked pairs."""
         known = jnp.where(cohort.peer_mask & cohort.row_mask[:, None], gap, jnp.nan)
         found = {"dropped": losses.masked_sum(drop, cohort.row_mask)}
         for name, share in (("median", 0.5), ("p95", 0.95)):
@@ -194,7 +189,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return asked | pulled | {"whole model": drop}
 
     def client_update(client: each_client.Client, start: types.Variables):
-        """Algorithm 2: cross-entropy, and the extractor drawn to the anchor."""
+        """Algorithm 2: cross-entropy, and the extractor pulled to the anchor."""
 
         def loss_fn(params, stats, batch):
             h, stats = model.forward(params, stats, batch.image, stop=cut, **batch.mode)
@@ -216,15 +211,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         features, _ = model.forward(params, stats, unit, stop=cut)
         return ((features.reshape(-1) - anchor) ** 2).sum()
 
+    messages, peers = _messages(task, cut), decentralized.peer_spec(hparams)
+    common = hparams, task, mixed, client_update
     return decentralized.make(
-        hparams,
-        task,
-        mixed,
-        client_update,
-        messages=_messages(task, cut),
-        peers=decentralized.peer_spec(hparams),
-        private=represent,
-        shares=("dropped",),
+        *common, messages=messages, peers=peers, private=represent, shares=("dropped",)
     )
 
 
@@ -257,7 +247,7 @@ def _cut(hparams: HParams, task: types.Task) -> int:
 
 
 def _check(hparams: HParams, task: types.Task) -> None:
-    """Refuses a weight without effect, and pairs that there are not."""
+    """Refuses a weight without effect, and more tracked clients than there are."""
     if not hparams.layer_personalization:
         options.refuse(hparams, ("proximal_weight",), "with --nolayer_personalization")
     pairs, most = hparams.track_pairs, task.num_clients

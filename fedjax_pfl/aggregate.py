@@ -1,4 +1,4 @@
-"""Means over the leading axis of stacked pytrees: of a server, and among peers."""
+"""Means over the leading axis of stacked pytrees, at a server and among peers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fedjax_pfl import boundary, stacked, types
 
 
 def weights(kind: str, num_examples: jax.Array, row_mask: jax.Array) -> jax.Array:
-    """Aggregation weights f32[C] that sum to 1; 0 on padding rows.
+    """Aggregation weights f32[C] that sum to 1 and are 0 on padding rows.
 
     Args:
         kind: `examples` (proportional to `num_examples` int32[C]) or `uniform`.
-        num_examples: Train examples of each row.
+        num_examples: Train examples of each row's client.
         row_mask: bool[C], True on real rows.
     """
     raw = num_examples if kind == "examples" else jnp.ones_like(num_examples)
@@ -25,7 +25,7 @@ def weights(kind: str, num_examples: jax.Array, row_mask: jax.Array) -> jax.Arra
 
 
 def cohort_weights(kind: str, cohort: types.Cohort, data: types.Data) -> jax.Array:
-    """`weights` of a cohort's rows, f32[C]."""
+    """The `weights` f32[C] of a cohort."""
     if kind == "uniform":
         return weights(kind, cohort.row, cohort.row_mask)
     num_examples = stacked.take(data.partition.train.count, cohort.client_id)
@@ -33,17 +33,24 @@ def cohort_weights(kind: str, cohort: types.Cohort, data: types.Data) -> jax.Arr
 
 
 def weighted_mean(rows: Any, weight: Any) -> Any:
-    """sum_c weight[c] * leaf[c] for leaves [C, ...]; rows of weight 0 are ignored.
+    """The sum of weight[c] * leaf[c] over leaves [C, ...], ignoring rows of weight 0.
 
-    `weight` f32[C], or a prefix pytree of such, sums to 1 (or to a chunk's part of it);
-    f32[C, ...] weighs every entry by itself.
+    Args:
+        rows: Leaves [C, ...].
+        weight: f32[C], or a prefix pytree of such, that sums to 1 (or to a chunk's part
+            of it). f32[C, ...] weighs every entry separately.
+
+    Example:
+        >>> rows = {"w": jnp.array([[2.0, 4.0], [6.0, 8.0], [jnp.nan, 0.0]])}
+        >>> weighted_mean(rows, jnp.array([0.5, 0.5, 0.0]))["w"].tolist()
+        [4.0, 6.0]
     """
 
     def average(weight: jax.Array, leaf: jax.Array) -> jax.Array:
         if weight.ndim > 1:
             return jnp.where(weight > 0, weight * leaf, 0).sum(0).astype(leaf.dtype)
-        # A dead row may hold nan: select before multiplying. A product with the
-        # weights, not a sum over the leading axis: 50 times faster on a CPU.
+        # A dead row may hold nan, so select before multiplying. A product with the
+        # weights is 50 times faster on a CPU than a sum over the leading axis.
         safe = jnp.where(stacked.column(weight, leaf) > 0, leaf, 0)
         highest = jax.lax.Precision.HIGHEST
         return jnp.tensordot(weight, safe, 1, precision=highest).astype(leaf.dtype)
@@ -63,8 +70,8 @@ def masked_weights(weight: jax.Array, mask: Any) -> tuple[Any, Any]:
         mask: Prefix pytree of bool[C], or of bool[C, ...] for single entries.
 
     Returns:
-        (weights f32[C, ...] that sum to 1 over the rows or to 0, whether any row holds
-        the part bool[...]), as two such pytrees.
+        (weights f32[C, ...] that sum over the rows to 1, or to 0 where no row holds the
+        part; whether any row holds the part bool[...]), as two such pytrees.
     """
     raw = jax.tree.map(lambda m: jnp.where(m, stacked.column(weight, m), 0), mask)
     total = jax.tree.map(lambda r: r.sum(0), raw)
@@ -73,14 +80,21 @@ def masked_weights(weight: jax.Array, mask: Any) -> tuple[Any, Any]:
 
 
 def masked_mean(rows: Any, weight: jax.Array, mask: Any, fallback: Any) -> Any:
-    """The weighted mean over the rows that hold a part, stage or single entry.
+    """The weighted mean of each part (stage or entry) over the rows that hold it.
 
     Args:
         rows: Leaves [C, ...].
         weight: f32[C], non-negative, 0 on padding rows.
         mask: Prefix pytree of bool[C], or of bool[C, ...] where entries differ:
             HeteroFL's coverage, or sum(m w) / sum(m).
-        fallback: Taken for what no row holds; leaves [...].
+        fallback: Leaves [...], taken for parts that no row holds.
+
+    Example:
+        >>> rows = (jnp.array([2.0, 6.0]), jnp.array([1.0, 3.0]))  # two stages
+        >>> mask = (jnp.array([True, True]), jnp.array([False, False]))
+        >>> mean = masked_mean(rows, jnp.array([0.25, 0.75]), mask, (0.0, 9.0))
+        >>> [float(stage) for stage in mean]
+        [5.0, 9.0]
     """
     share, is_held = masked_weights(weight, mask)
     return boundary.select(is_held, weighted_mean(rows, share), fallback)
@@ -89,7 +103,7 @@ def masked_mean(rows: Any, weight: jax.Array, mask: Any, fallback: Any) -> Any:
 def stage_means(
     copies: types.Variables, weight: jax.Array, held: jax.Array, old: types.Variables
 ) -> types.Variables:
-    """Per stage, the weighted mean over the rows that hold it; `held` bool[C, L]."""
+    """The weighted mean of each stage over the rows that hold it; `held` bool[C, L]."""
     mask = boundary.by_stage(held)
     return masked_mean(copies, weight, types.Variables(mask, mask), old)
 
@@ -97,20 +111,28 @@ def stage_means(
 def stage_weights(
     weight: jax.Array, held: jax.Array
 ) -> tuple[types.Variables, types.Variables]:
-    """`masked_weights` of each stage, for `update(..., reduce=)`; `held` bool[C, L]."""
+    """The `masked_weights` of stages, for `update(..., reduce=)`; `held` bool[C, L]."""
     mask = boundary.by_stage(held)
     return masked_weights(weight, types.Variables(mask, mask))
 
 
 def mix_peers(rows: Any, cohort: types.Cohort, weight: Any) -> Any:
-    """Each row's weighted mean of itself and its peers, leaves [C, ...].
+    """The weighted mean of each client and its peers, leaves [C, ...].
 
     Args:
         rows: Leaves [K, ...], the private rows.
         cohort: `row` int32[C], `peers` int32[C, P] and `peer_mask` bool[C, P].
-        weight: f32[C, 1 + n] for the row itself and its first n peers, n = 0..P, of any
-            scale, or a prefix pytree of such (other stages, other weights). A client
-            without peers keeps its own.
+        weight: f32[C, 1 + n] for the client itself and its first n peers, n = 0..P, of
+            any scale, or a prefix pytree of such (other stages, other weights). A
+            client without peers keeps its own.
+
+    Example:
+        >>> ids = jnp.arange(3)
+        >>> peers = jnp.array([[1], [2], [0]])
+        >>> has_peer = jnp.array([[True], [False], [True]])
+        >>> cohort = types.Cohort(ids, ids, ids >= 0, ids, peers, has_peer, {})
+        >>> mix_peers(jnp.array([2.0, 4.0, 8.0]), cohort, jnp.ones((3, 2))).tolist()
+        [3.0, 4.0, 5.0]
     """
     source, known = _sources(cohort)
 
@@ -118,7 +140,7 @@ def mix_peers(rows: Any, cohort: types.Cohort, weight: Any) -> Any:
         num_sources = weight.shape[1]
         share = jnp.where(known[:, :num_sources], weight, 0)
         total = share.sum(1, keepdims=True)
-        # Also who gives all weight to peers keeps its own where it has none.
+        # A client that gives all weight to peers keeps its own model without any.
         itself = jnp.arange(num_sources) == 0
         share = jnp.where(total > 0, share / jnp.where(total > 0, total, 1), itself)
 
@@ -146,17 +168,17 @@ def sum_held(
     *,
     as_mask: Callable[[jax.Array], jax.Array] = lambda leaf: leaf,
 ) -> tuple[Any, Any]:
-    """Sums of each row and its peers over those that hold an entry, leaves [C, ...].
+    """Sums over each client and those of its peers that hold an entry, leaves [C, ...].
 
     Args:
         rows: Leaves [K, ...], the private rows.
-        held: Who holds what, leaves of the same shapes.
+        held: Which entries each row holds, leaves of the same shapes.
         cohort: As in `mix_peers`.
-        weight: f32[C, 1 + P] for the row itself and its peers, of any scale.
-        as_mask: From a leaf of `held` to bool, of taken rows alone.
+        weight: f32[C, 1 + P] for the client itself and its peers, of any scale.
+        as_mask: From a leaf of `held` to bool, applied to taken rows alone.
 
     Returns:
-        (sum of weight times value, sum of weight), both 0 where nobody holds an entry.
+        (sum of weight times value, sum of weight), both 0 for entries that none holds.
     """
     source, known = _sources(cohort)
     share = jnp.where(known, weight, 0)
@@ -176,6 +198,6 @@ def sum_held(
 
 
 def _sources(cohort: types.Cohort) -> tuple[jax.Array, jax.Array]:
-    """Each row's own slot and its peers', int32[C, 1 + P], and which of them count."""
+    """The slots int32[C, 1 + P] of clients and their peers, and which of them count."""
     source = jnp.concatenate([cohort.row[:, None], cohort.peers], 1)
     return source, jnp.pad(cohort.peer_mask, ((0, 0), (1, 0)), constant_values=True)

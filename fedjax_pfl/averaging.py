@@ -1,7 +1,8 @@
-"""The rounds of FedAvg's family: the server's model goes out, a mean comes back.
+"""The rounds of FedAvg's family: the server's model is sent out and a mean comes back.
 
-Algorithm 1 of McMahan et al. (https://arxiv.org/abs/1602.05629), "Server executes": an
-algorithm of the family says what a client does with the model, and what it keeps.
+This is Algorithm 1 of McMahan et al. (https://arxiv.org/abs/1602.05629), "Server
+executes". An algorithm of the family defines what a client does with the model and what
+it keeps.
 """
 
 from __future__ import annotations
@@ -41,17 +42,34 @@ def make(
     serving: Callable[..., tuple[types.Serving, ...]] | None = None,
     trains: types.Params | None = None,
 ) -> types.Algorithm:
-    """An algorithm of the family as pure functions; `state.server` is its model.
+    """An algorithm of the family as pure functions. `state.server` is its model.
 
     Args:
         hparams: The algorithm's options.
-        task: What the algorithm may know.
-        client_update: `(client, server) -> Trained`, whose model is averaged; with
-            `own`, `-> (Trained, row)`, the client's new private row.
-        own: The first model to the private row of each client before round 0, which
-            arrives as `client.own`. None = clients keep nothing.
-        serving: As in `types.Algorithm`; None = the server's model serves everybody.
+        task: What the algorithm may use.
+        client_update: `(client, server) -> Trained`, whose model is averaged. With
+            `own` it returns `(Trained, row)`, where `row` is the client's new private
+            row.
+        own: From the first model to the private row of each client before round 0,
+            which arrives as `client.own`. None = clients keep nothing.
+        serving: As in `types.Algorithm`; None = the server's model serves all clients.
         trains: As in `types.Algorithm`.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from launch import build
+        >>> def fedavg(hparams, task):
+        ...     loss_fn = local_training.cross_entropy_loss(task.model)
+        ...     def client_update(client, server):
+        ...         return local_training.train(hparams, loss_fn, server, client)
+        ...     return make(hparams, task, client_update)
+        >>> algo = SimpleNamespace(HParams=Averaging, make=fedavg)
+        >>> label = jax.numpy.arange(40) % 2
+        >>> data = jax.nn.one_hot(label, 2), label
+        >>> options = {"algo": algo, "dataset": data, "num_clients": 4, "rounds": 5}
+        >>> experiment = build.experiment(**options, preset="none")
+        >>> experiment.run(progress=False)["metrics"]["global_accuracy"]["mean"]
+        1.0
     """
     model = task.model
 

@@ -1,9 +1,9 @@
-"""Which stages are whose: masks, personalization boundaries, the dropping schedule.
+"""Masks of stages: personalization boundaries and the schedule of layer dropping.
 
-A mask is a prefix pytree of parameters (or of statistics) whose leaves are bool and
+A mask is a prefix pytree of parameters (or of statistics) with bool leaves that
 broadcast: one for a stage, for a part of it, or for every entry. A boundary l counts
-layers from 1: stages 1..l are on one side of the cut, l+1..L on the other; l = L leaves
-the other side empty.
+layers from 1: stages 1..l are on one side of the cut and l+1..L on the other, which is
+empty for l = L.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class LayerDropping:
 
 
 class Schedule(NamedTuple):
-    """Where a client's boundary lies: l = max(last, first - floor((Z - 1) / every)).
+    """The boundary of a client: l = max(last, first - floor((Z - 1) / every)).
 
     Source: FedD2S, Eq. 6, with the floor that it lacks.
 
     Attributes:
-        first, last: Its deepest and its shallowest boundary, 0..L.
+        first, last: The deepest and the shallowest boundary, 0..L.
         every: Z0, at least 1.
         num_stages: L.
     """
@@ -56,7 +56,8 @@ class Schedule(NamedTuple):
     def layer(self, participations: jax.Array) -> jax.Array:
         """l int32[...] of clients that took part Z int32[...] times.
 
-        The present one counts; a client that never took part has the first boundary.
+        The present participation counts. A client that never took part has the first
+        boundary.
         """
         steps = jnp.maximum(participations - 1, 0) // self.every
         return jnp.maximum(self.last, self.first - steps)
@@ -82,7 +83,14 @@ def by_stage(mask: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def select(mask: Any, new: Any, old: Any) -> Any:
-    """`where(mask, new, old)`; `mask` is a prefix pytree, leaves broadcast."""
+    """`where(mask, new, old)`, in which `mask` is a prefix pytree and leaves broadcast.
+
+    Example:
+        >>> mask = by_stage(jnp.array([True, False]))
+        >>> new, old = (jnp.ones(2), jnp.ones(1)), (jnp.zeros(2), jnp.zeros(1))
+        >>> [stage.tolist() for stage in select(mask, new, old)]
+        [[1.0, 1.0], [0.0]]
+    """
     return jax.tree.map(
         lambda m, n, o: jax.tree.map(lambda a, b: jnp.where(m, a, b), n, o),
         mask,
@@ -96,8 +104,16 @@ def splice(
 ) -> types.Variables:
     """`where(keep[i], client[i], stop_gradient(server[i]))`; keep is bool[L].
 
-    One ordinary forward pass through the result runs the client's stages where
-    `keep` is True and the frozen server's elsewhere; gradients are masked for free.
+    One ordinary forward pass through the result runs the client's stages where `keep`
+    is True and the frozen server's elsewhere. Gradients of the frozen stages are zero
+    without a further mask.
+
+    Example:
+        >>> client = types.Variables((jnp.ones(1), jnp.ones(1)), ({}, {}))
+        >>> server = types.Variables((jnp.zeros(1), jnp.zeros(1)), ({}, {}))
+        >>> mixed = splice(client, server, jnp.array([True, False]))
+        >>> [stage.tolist() for stage in mixed.params]
+        [[1.0], [0.0]]
     """
     mask = by_stage(keep)
     return select(
@@ -108,9 +124,9 @@ def splice(
 
 
 def last_convolution(model: types.Model, example_shape: tuple[int, ...]) -> int:
-    """The last stage with a four-dimensional kernel; L - 1 for a model without any.
+    """The last stage with a four-dimensional kernel, or L - 1 for a model without any.
 
-    At least 1, also for a model of one stage.
+    It is at least 1, also for a model of one stage.
     """
     params, _ = shapes.variables(model, example_shape)
     found = [
@@ -128,8 +144,8 @@ def first_personal(
 
     Args:
         name: `--personal_from`: a stage's name, `last` for the last one, `none`, or
-            empty for the first stage after the last convolution (the last stage
-            without any).
+            empty for the first stage after the last convolution (the last stage of a
+            model without any).
         model: The model.
         example_shape: Shape of one example.
 
@@ -157,7 +173,8 @@ def schedule(
     """The schedule of a run's options.
 
     Raises:
-        ValueError: the model has no such layer, or the last one lies above the first.
+        ValueError: the model has no such layer, or `--min_layer` is deeper than the
+            first.
     """
     names = model.stage_names
     for flag in ("first_layer", "min_layer"):

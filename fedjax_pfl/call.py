@@ -1,6 +1,6 @@
-"""One call of a program: the variants that it runs, their state and their account.
+"""One call of a program: the variants that it runs, their state and their counters.
 
-A variant is a seed at a point of a sweep; without a sweep, a seed.
+A variant is a seed at a point of a sweep, or just a seed where there is no sweep.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Metrics = Mapping[str, tuple[list[float], list[float]]]
 
 @dataclasses.dataclass
 class Totals:
-    """The host's counters; survive a resume through the checkpoint.
+    """The host's counters, which survive a resume through the checkpoint.
 
     `messages` int64[variants, kinds]; `diverged` int64[variants], the first round,
     counted from 1, after which a metric or a parameter was not finite, 0 = none;
@@ -39,14 +39,14 @@ class Totals:
 
     @property
     def padding_efficiency(self) -> float:
-        """Real samples over executed ones: short batches and idle steps cost."""
+        """Real samples over executed ones, which include padding and idle steps."""
         return self.samples / max(self.executed, 1)
 
     @property
     def step_efficiency(self) -> float:
         """Real local steps over executed ones: a chunk runs to its longest client.
 
-        All plans count whole, in the chunks or lanes of the run: also FedICT's on the
+        All plans count in full, in the chunks or lanes of the run: also FedICT's on the
         server, and CDKT's where the proxy set truncates them. A run that began in an
         earlier version counts from where it was resumed.
         """
@@ -54,7 +54,7 @@ class Totals:
 
 
 class Work(NamedTuple):
-    """What rounds cost, int64[rounds] each; names as in `Totals`."""
+    """The cost of rounds, int64[rounds] each, with the names of `Totals`."""
 
     client_updates: np.ndarray
     samples: np.ndarray
@@ -68,11 +68,11 @@ class Call:
     """The variants that one call of the program runs.
 
     Attributes:
-        variants: Indices into the run's variants, in order: of each seed all points.
+        variants: Indices into the run's variants, in order: all points of each seed.
         seeds: Indices of their seeds, each once.
         values: Their seeds, uint32[seeds].
         floats: Their numbers by name, each f64[variants], or one that they share.
-        partition: Of their seeds, as leading axis.
+        partition: That of their seeds, which are its leading axis.
         state: Stacked RoundState, None before the start.
         round: Rounds done.
         pending: (metrics, messages, diverged, work) of a call not yet accounted for.
@@ -91,7 +91,7 @@ class Call:
 
     @property
     def rows(self) -> slice:
-        """Where its variants stand among all."""
+        """The position of its variants among all."""
         return slice(self.variants.start, self.variants.stop)
 
     def init_args(self, data: types.Data) -> tuple[Any, ...]:
@@ -104,7 +104,7 @@ class Call:
             self.state = jax.block_until_ready(executable(*args))
 
     def load(self, round: int, state: types.RoundState, metrics: Metrics) -> None:
-        """Continues from the variants' state after `round` rounds, of all seeds."""
+        """Continues from the state of all variants after `round` rounds."""
         self.state, self.round, self.pending = state, round, None
         self.metrics = {
             name: (sums[self.rows], counts[self.rows])
@@ -114,7 +114,7 @@ class Call:
     def advance(
         self, executable: Callable, args: tuple, until: int, work: Work
     ) -> None:
-        """Runs up to round `until`; what it measured is pending until `settle`."""
+        """Runs up to round `until`. Its measurements are pending until `settle`."""
         # The call takes the old state's buffers: no function may be called before
         # the new state is stored, or an interrupt could lose both.
         state, *measured = executable(*args)
@@ -141,7 +141,7 @@ class Call:
     def measured(
         self, counts: Any, totals: Totals, kinds: Sequence[types.MessageKind]
     ) -> list[tuple[dict[str, float], np.ndarray | None]]:
-        """The metrics of its variants, from what `Program.evaluate` counted.
+        """The metrics of its variants, from the counts of `Program.evaluate`.
 
         Args:
             counts: As numpy, leaves [variants, ...].

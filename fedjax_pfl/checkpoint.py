@@ -1,9 +1,9 @@
-"""Save and restore a whole RoundState with orbax, and notice damage.
+"""Saves and restores a whole RoundState with orbax, and detects damage.
 
-Beside orbax's files stands `manifest.json`: the SHA-256 of every one of them, the shape
-and dtype of every array, and what the host must remember. Orbax restores flipped bits
-without a word, so files are checked before orbax is asked. It copies what it writes, so
-it is given a state in pieces.
+Beside orbax's files lies `manifest.json` with the SHA-256 of every one of them, the
+shape and dtype of every array, and the host's counters. Orbax restores flipped bits
+silently, so files are checked before orbax reads them. Orbax copies what it writes, so
+a state is passed to it in pieces.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ import numpy as np
 KEEP = 2
 MANIFEST = "manifest.json"
 FORMAT = 3
-# Of format 2 every array is a single piece, all of them in one group.
+# In format 2 every array is a single piece, and all are in one group.
 READABLE = (2, FORMAT)
-# What is copied at once: a leaf may be most of a state, and a state most of the memory.
+# Bytes copied at once. A leaf may be most of a state, and a state most of the memory.
 PIECE_BYTES = 64 << 20
 
 
 class Joined:
-    """Arrays joined along their leading axis, as a leaf that is not made.
+    """Arrays joined along their leading axis, as a leaf that is never materialised.
 
-    `shape` and `dtype` are those of the whole, and so is what an index gives.
+    `shape` and `dtype` are those of the whole, and so is the result of an index.
     """
 
     def __init__(self, parts: Sequence[jax.Array]):
@@ -73,7 +73,7 @@ def _pieces(leaf: Any) -> Iterator[np.ndarray]:
     """A leaf's numbers in order, flat, at most `PIECE_BYTES` at once."""
     for array in leaf.parts if isinstance(leaf, Joined) else (leaf,):
         if isinstance(array, jax.Array):
-            # A copy of its own: what is computed with it concerns no other process.
+            # This process's copy, so that computing with it involves no other.
             array = array.addressable_data(0)
         if _is_key(array):
             array = jax.random.key_data(array)
@@ -81,7 +81,7 @@ def _pieces(leaf: Any) -> Iterator[np.ndarray]:
             if array.size:
                 yield np.ascontiguousarray(jax.device_get(array)).reshape(-1)
             continue
-        # Cut along the first axis whose rows are small enough.
+        # Cut along the first axis with rows that are small enough.
         inner = [
             array.dtype.itemsize * math.prod(array.shape[i:])
             for i in range(1, array.ndim)
@@ -100,10 +100,10 @@ def _pieces(leaf: Any) -> Iterator[np.ndarray]:
 
 
 def _cut(array: Any, start: tuple[int, ...], size: tuple[int, ...]) -> Any:
-    """A part of an array; of the host's a view, as it may have 64 bits."""
+    """A part of an array. Of a host array it is a view, which may have 64 bits."""
     if isinstance(array, np.ndarray):
         return array[tuple(slice(i, i + n) for i, n in zip(start, size, strict=True))]
-    # With its place as an argument: one program for all of one size.
+    # The start is an argument, so that one program serves all pieces of one size.
     return jax.lax.dynamic_slice(array, start, size)
 
 
@@ -117,8 +117,8 @@ def digest(state: Any) -> str:
         return bits.hexdigest()
 
     total = hashlib.sha256()
-    # Threads: hashing leaves Python's lock, and a large population is gigabytes. Few of
-    # them, as each holds a piece.
+    # Threads, because hashing releases Python's lock and many clients are gigabytes.
+    # Only a few, since each holds a piece.
     with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         found = pool.map(of_bits, jax.tree.leaves(state))
         for (name, (dtype, shape)), bits in zip(
@@ -129,7 +129,7 @@ def digest(state: Any) -> str:
 
 
 def _groups(state: Any) -> Iterator[list[np.ndarray]]:
-    """The pieces of all leaves in order, together as many as make a piece's bytes."""
+    """The pieces of all leaves in order, grouped up to `PIECE_BYTES`."""
     group: list[np.ndarray] = []
     for leaf in jax.tree.leaves(state):
         for piece in _pieces(leaf):
@@ -142,7 +142,7 @@ def _groups(state: Any) -> Iterator[list[np.ndarray]]:
 
 
 def _file_digests(folder: pathlib.Path) -> dict[str, str]:
-    """SHA-256 of every file below `folder` but the manifest, by relative path."""
+    """SHA-256 of every file below `folder` except the manifest, by relative path."""
     out = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != MANIFEST:
@@ -160,11 +160,11 @@ def saved(folder: pathlib.Path) -> list[pathlib.Path]:
 
 @contextlib.contextmanager
 def _one_error(path: pathlib.Path) -> Iterator[None]:
-    """Turns whatever orbax does about a failed write into one OSError.
+    """Turns everything that orbax does about a failed write into one OSError.
 
-    A full disk reaches us as a ValueError. On the way two of orbax's threads print
-    their tracebacks through absl's log, and tensorstore's threads, when writes end
-    that nobody awaits any more, through `sys.unraisablehook`.
+    A full disk arrives as a ValueError. Meanwhile two of orbax's threads print their
+    tracebacks through absl's log, and tensorstore's threads, when writes end that are
+    no longer awaited, through `sys.unraisablehook`.
     """
     log, hook = logging.getLogger("absl"), sys.unraisablehook
 
@@ -182,7 +182,7 @@ def _one_error(path: pathlib.Path) -> Iterator[None]:
         reason = os.strerror(number) if code else str(error).split("\n")[0]
         raise OSError(number, reason, str(path)) from error
     else:
-        # After a failure it stays: the late threads have not ended yet.
+        # After a failure it stays, because the late threads have not ended yet.
         sys.unraisablehook = hook
     finally:
         log.disabled = before
@@ -195,10 +195,10 @@ def save(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
         folder: The run's `checkpoints` folder.
         round: Rounds done.
         state: A RoundState (or a stack of them).
-        host: JSON-able things that the host must remember, such as messages so far.
+        host: The host's counters as JSON-able values, such as messages so far.
 
     Raises:
-        OSError: it cannot be written; those before it stay.
+        OSError: it cannot be written. Older checkpoints stay.
     """
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -209,7 +209,7 @@ def save(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
     try:
         _write(partial, round, state, host)
     except OSError:
-        # What fitted of it would fill the disk for good.
+        # The part that was written would keep the disk full.
         shutil.rmtree(partial, ignore_errors=True)
         raise
     if final.exists():
@@ -243,8 +243,8 @@ def _write(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
 
 
 def _checkpointer() -> Any:
-    """Orbax's, of this process alone: it waits for no other."""
-    import orbax.checkpoint as ocp  # takes a second to import: only runs pay it
+    """An orbax checkpointer of this process alone, which waits for no other."""
+    import orbax.checkpoint as ocp  # takes a second to import, which only runs need
 
     if jax.process_count() == 1:
         return ocp.PyTreeCheckpointer()
@@ -261,7 +261,7 @@ def _checkpointer() -> Any:
 
 
 def _read_manifest(path: pathlib.Path) -> dict:
-    """The manifest of a checkpoint all of whose files are as they were written."""
+    """The manifest of a checkpoint, after checking that all its files are intact."""
     try:
         wrapped = json.loads((path / MANIFEST).read_text())
         text = wrapped["body"]
@@ -272,7 +272,7 @@ def _read_manifest(path: pathlib.Path) -> dict:
         raise ValueError(f"{path / MANIFEST} is missing or damaged")
     manifest = json.loads(text)
     if manifest.get("format") not in READABLE:
-        raise ValueError(f"{path} is of another version of this program")
+        raise ValueError(f"{path} was written by another version of this program")
     present = _file_digests(path)
     for name, expected in manifest["files"].items():
         if name not in present:
@@ -338,11 +338,11 @@ def restore(folder: pathlib.Path, template: Any) -> tuple[int, Any, dict] | None
         template: The state's shapes (`jax.eval_shape` of init).
 
     Returns:
-        (rounds done, state, what the host must remember).
+        (rounds done, state, the host's counters).
 
     Raises:
-        ValueError: the newest one is damaged or of another shape; names the file, and
-            the older checkpoint to fall back to.
+        ValueError: the newest one is damaged or of another shape. The message names the
+            file, and the older checkpoint to fall back to.
     """
     found = saved(folder.absolute())
     if not found:
@@ -351,7 +351,7 @@ def restore(folder: pathlib.Path, template: Any) -> tuple[int, Any, dict] | None
         return _restore_one(found[-1], template)
     except ValueError as error:
         older = (
-            f"; to go on from {found[-2].name} remove {found[-1]}"
+            f"; to continue from {found[-2].name} remove {found[-1]}"
             if len(found) > 1
             else "; there is no older checkpoint"
         )

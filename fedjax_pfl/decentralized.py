@@ -1,14 +1,15 @@
 """The rounds of decentralised methods: no server, clients pull from their peers.
 
 A client of the round pulls what its peers had at the end of the last round, mixes it
-with what it has, trains, and keeps the result, from which others pull in the next.
-Rounds are synchronous: nobody sees a neighbour's present round. An algorithm of the
-family says how a client mixes and how it trains.
+with its own, trains, and keeps the result, from which others pull in the next round.
+Rounds are synchronous, so no client sees a peer's present round. An algorithm of the
+family defines how a client mixes and how it trains.
 
-A client is measured at two moments. `client_accuracy` is that of the model which a
+A client is measured at two moments. `client_accuracy` is that of the model that a
 client of the next round has mixed and not yet trained, as UA-PDFL's released code tests
-it (the other clients do not mix); `trained_accuracy` that of what its own last training
-left, which Algorithm 2 of that paper returns. They may differ by more than methods do.
+it (the other clients do not mix). `trained_accuracy` is that of the model that its last
+training left, which Algorithm 2 of that paper returns. These two may differ by more
+than methods do.
 """
 
 from __future__ import annotations
@@ -55,9 +56,8 @@ class Peers:
     )
     topology: str = option(
         "random",
-        "who pulls from whom: peers drawn by each client, the nearest on a ring, an "
-        "undirected graph of equal degrees, all others, every pair by chance, or a "
-        "file",
+        "graph of peers: drawn by each client, the nearest on a ring, an undirected "
+        "graph of equal degrees, all others, each pair by chance, or a file",
         choices=tuple(TOPOLOGIES),
     )
     edge_probability: float = option(
@@ -72,15 +72,15 @@ class Peers:
         False, "draw the graph once, not in every round (random, regular, erdos_renyi)"
     )
     shared_init: bool = option(
-        True, "all clients start from one model, or each from its own"
+        True, "start all clients from one model instead of each from its own"
     )
 
 
 def peer_spec(hparams: Peers) -> types.PeerSpec:
-    """The graph that the options name.
+    """The graph that the options specify.
 
     Raises:
-        ValueError: an option without effect, or a file that is not named.
+        ValueError: an option has no effect, or a file is not given.
     """
     topology = hparams.topology
     every = {name for names in TOPOLOGIES.values() for name in names}
@@ -98,12 +98,13 @@ def peer_spec(hparams: Peers) -> types.PeerSpec:
 
 
 class Mixed(NamedTuple):
-    """What the clients of a cohort hold once they have pulled; leaves [C, ...].
+    """What the clients of a cohort hold after pulling; leaves [C, ...].
 
     Attributes:
-        model: What each starts from, and what serves it until it has trained.
+        model: The model from which each starts, and which serves it until it has
+            trained.
         sent: Messages received, by kind: int32[C] or one number.
-        given: What else its update gets, as `client.own`: an anchor, a mask.
+        given: What else its update gets, as `client.own`, such as an anchor or a mask.
         metrics: (sum, count) pairs by name, beside the training loss; () = no others.
     """
 
@@ -140,9 +141,9 @@ def mix(
         models: Leaves [K, ...], at the end of the last round.
         cohort: The clients and their peers.
         cut: The first stage of the classifier, 0..L; L = there is none.
-        extractor: Weights of the stages below the cut and of the statistics of all, as
-            `aggregate.mix_peers` takes them: f32[C, 1] = each keeps its own.
-        classifier: Those of the other stages' parameters.
+        extractor: Weights of the stages below the cut and of all statistics, as in
+            `aggregate.mix_peers`: with f32[C, 1] each client keeps its own.
+        classifier: Weights of the other stages' parameters.
     """
     params, stats = models
     below, stats = aggregate.mix_peers((params[:cut], stats), cohort, extractor)
@@ -172,17 +173,18 @@ def make(
     `state.clients` is {"own": the models, "private": what else each client keeps}.
 
     Args:
-        hparams: The algorithm's options, those of `Peers` and `LocalTraining` too.
-        task: What the algorithm may know.
-        mixed: `(state, cohort, data) -> Mixed`, from the state that the last round
-            ended with.
-        client_update: `(client, start) -> Trained`; with `private`, `-> (Trained,
-            row)`, the client's new private row.
+        hparams: The algorithm's options, including those of `Peers` and
+            `LocalTraining`.
+        task: What the algorithm may use.
+        mixed: `(state, cohort, data) -> Mixed`, from the state at the end of the last
+            round.
+        client_update: `(client, start) -> Trained`. With `private` it returns
+            `(Trained, row)`, where `row` is the client's new private row.
         messages: The kinds of messages.
         peers: The graph.
-        private: The first model to the private row of each client before round 0.
+        private: From the first model to the private row of each client before round 0.
             None = clients keep nothing but their models.
-        shares: Which of `Mixed.metrics` are shares.
+        shares: The entries of `Mixed.metrics` that are fractions.
     """
     model = task.client_model
 
@@ -215,9 +217,9 @@ def make(
         return state, trained.metrics(cohort) | dict(pulled.metrics), dict(pulled.sent)
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        """Those of the next round after mixing, the others with what they have."""
+        """The mixed models of the next round's clients, and the others' own models."""
         pulled = mixed(state, cohort, data).model
-        # Two groups: a put into a state that is not donated copies the population.
+        # Two groups, since a put into a state that is not donated copies all clients.
         rest = jnp.ones(task.num_clients, bool).at[cohort.row].set(False, mode="drop")
         return (
             types.Serving.each(model, state.clients["own"], mask=rest),
@@ -227,7 +229,7 @@ def make(
         )
 
     def trained(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        """What each client has had since its last training."""
+        """The models that each client's last training left."""
         return (types.Serving.each(model, state.clients["own"]),)
 
     return types.Algorithm(

@@ -12,7 +12,7 @@ JS_FORMS = ("true", "reversed")
 
 
 def kl(log_target: jax.Array, log_student: jax.Array) -> jax.Array:
-    """sum_c q (log q - log p) per row, from log-probabilities [..., Y]; 0 log 0 = 0."""
+    """sum_c q (log q - log p) per row of log-probabilities [..., Y]; 0 log 0 = 0."""
     target = jnp.exp(log_target)
     finite = target > 0
     gap = jnp.where(finite, log_target, 0) - jnp.where(finite, log_student, 0)
@@ -20,7 +20,7 @@ def kl(log_target: jax.Array, log_student: jax.Array) -> jax.Array:
 
 
 def safe_sqrt(square: jax.Array) -> jax.Array:
-    """sqrt with gradient 0 at 0 (the subgradient that PyTorch takes), never nan."""
+    """The square root with gradient 0 at 0 (PyTorch's subgradient), never nan."""
     positive = square > 0
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1)), 0)
 
@@ -34,7 +34,7 @@ def distance(
     temperature: float | jax.Array = 1.0,
     js_form: str = "true",
 ) -> jax.Array:
-    """Distance f32[] of two batches of outputs; no gradient flows to the target.
+    """The distance f32[] of two batches of outputs. No gradient flows to the target.
 
     * `kl`: T^2 times the mean over real rows of KL(softmax(target / T) ||
       softmax(student / T)).
@@ -52,7 +52,7 @@ def distance(
     """
     target = jax.lax.stop_gradient(target)
     column = mask[:, None]
-    # Padding rows may hold anything; equal finite rows have distance 0.
+    # Padding rows are arbitrary. Equal finite rows have distance 0.
     student = jnp.where(column, student, 0)
     target = jnp.where(column, target, 0)
     if kind == "kl":
@@ -76,7 +76,7 @@ def js(p: jax.Array, q: jax.Array) -> jax.Array:
     """Jensen-Shannon divergence of logits f32[..., Y], over the last axis."""
     log_p, log_q = jax.nn.log_softmax(p), jax.nn.log_softmax(q)
     log_m = jnp.logaddexp(log_p, log_q) - jnp.log(2.0)
-    # Rounding may leave a little less than 0 between equals.
+    # Rounding may give slightly less than 0 between equals.
     return jnp.maximum(0.5 * (kl(log_p, log_m) + kl(log_q, log_m)), 0)
 
 

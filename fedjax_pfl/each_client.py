@@ -1,7 +1,7 @@
-"""One function of one client, computed for every client of a round.
+"""Runs a function of one client for every client of a round.
 
-Where clients keep an optimizer state between rounds, it is handed to each and stored
-here: an algorithm returns what its training returned, `Trained`.
+Where clients keep optimizer states between rounds, each gets its own, and the new ones
+are stored here. An algorithm only returns what its training returned, `Trained`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from fedjax_pfl import aggregate, execution, lanes, losses, rng, stacked, types
 
 @struct.dataclass
 class Client:
-    """One client in a round: all that its update may look at.
+    """One client in a round: all that its update may use.
 
     Attributes:
         id: int32[].
-        level: int32[], the largest level that it holds.
-        own: Its row of what `update` was given.
-        opt_state: Its kept optimizer state, () if none is kept.
+        level: int32[], the capacity level that it holds.
+        own: Its row of the `own` argument of `update`.
+        opt_state: Its persistent optimizer state, () if there is none.
         plan: Its steps, a `types.Plan` of one client.
         longest: int32[], the most steps of its chunk; None in a lane.
         data: The tables.
         key: The run's root key.
         round: int32[], zero-based.
-        loop: In a lane, what `run` gives its steps to.
+        loop: In a lane, the function to which `run` passes its steps.
     """
 
     id: jax.Array
@@ -52,8 +52,8 @@ class Client:
         """int32[], steps to run: not batched, so that a `fori_loop` to it stops early.
 
         Raises:
-            lanes.UnfitError: in a lane, where no loop over a client's examples can be
-                but that of `run`.
+            lanes.UnfitError: in a lane, where `run` is the only loop over a client's
+                examples.
         """
         if self.longest is None:
             raise lanes.UnfitError("a client's round has a loop besides its training")
@@ -62,14 +62,14 @@ class Client:
     def run(self, step: Callable[[jax.Array, Any], Any], first: Any) -> Any:
         """The carry after all its steps: `step(index, carry) -> carry`, from `first`.
 
-        Steps behind the client's own, up to `bound`, must change nothing.
+        Steps after the client's own, up to `bound`, must change nothing.
         """
         if self.loop is not None:
             return self.loop(self.plan.num_steps, step, first)
         return jax.lax.fori_loop(0, self.bound, step, first)
 
     def stream(self, tag: rng.Tag | str) -> jax.Array:
-        """A key of this client's own in this round."""
+        """A key for this client in this round."""
         return rng.stream(self.key, tag, self.round, self.id)
 
     def at_most(self, num_steps: int) -> Client:
@@ -86,11 +86,11 @@ class Client:
 
 @struct.dataclass
 class Trained:
-    """Result of a client's local training.
+    """The result of a client's local training.
 
     `opt_state` is that of the optimizer where it persists, else (); `loss` is a (sum
-    over examples, examples) pair of the last objective; `measured` has what each
-    objective's `measure` gave, summed over the real steps.
+    over examples, examples) pair of the last objective; `measured` holds the results of
+    each objective's `measure`, summed over the real steps.
     """
 
     params: types.Params
@@ -105,7 +105,7 @@ class Trained:
         return types.Variables(self.params, self.stats)
 
     def split(self) -> tuple[Trained, types.Variables]:
-        """(what stays of each client, the model to sum): for `update(reduce=)`."""
+        """(what stays with each client, the model to sum), for `update(reduce=)`."""
         return self.replace(params=(), stats=()), self.variables
 
     def metrics(self, cohort: types.Cohort) -> dict[str, losses.Pair]:
@@ -115,7 +115,7 @@ class Trained:
 
 
 def by_architecture(task: types.Task, cohort: types.Cohort) -> tuple:
-    """The cohort as each architecture has it: rows of the others are idle padding.
+    """One cohort per architecture, in which rows of the others are idle padding.
 
     A chunk of idle rows costs nothing.
     """
@@ -144,19 +144,19 @@ def update_by_architecture(
     reduce: jax.Array | None = None,
     **given: Any,
 ) -> tuple[Any, ...]:
-    """`update` of clients that differ in architecture: `fn(client, shared, model)`.
+    """`update` for clients that differ in architecture: `fn(client, shared, model)`.
 
     Args:
         fn: One client's update, traced once for each architecture.
-        task, state, cohort, data: As of `update`; the state's private rows and
+        task, state, cohort, data: As in `update`. The state's private rows and
             optimizer states are tuples by architecture.
         own: A tuple by architecture of leaves [C, ...].
-        reduce: As of `update`; sums of all architectures are added.
-        **given: As of `update`.
+        reduce: As in `update`. The sums of all architectures are added.
+        **given: As in `update`.
 
     Returns:
-        As of `update`, but (kept) a tuple by architecture; only those rows mean
-        something that its clients have.
+        As `update`, but (kept) is a tuple by architecture, in which only the rows of
+        its own clients are meaningful.
     """
     every, total, states = [], (), list(state.opt_state)
     for number, mine in enumerate(by_architecture(task, cohort)):
@@ -193,32 +193,44 @@ def update(
     """Runs `fn(client, shared)` for every row of a cohort.
 
     Args:
-        fn: One client's update. In lanes what it computes before its training is
+        fn: One client's update. In lanes, what it computes before its training is
             computed again in every step that needs it.
-        task: What the algorithm may know.
-        state: The state that the round began with.
+        task: What the algorithm may use.
+        state: The state at the beginning of the round.
         cohort: The round's clients.
         data: The tables.
-        own: Leaves [C, ...], what each client brings: `client.own`; None = its private
-            row, of `state.clients`.
-        shared: The same for all: what the server sends.
+        own: Leaves [C, ...], each client's `client.own`; None = its private row, of
+            `state.clients`.
+        shared: The same for all clients: what the server sends.
         plan: Name of the step plan.
         levels: With L > 0 `fn(client, shared, level)` is traced once for each level
-            1..L (a Python int), and a chunk of clients runs its largest one; or always
-            L, where `task.execution.is_bucketed` is False.
+            1..L (a Python int), and a chunk of clients runs its largest one, or always
+            L where `task.execution.is_bucketed` is False.
         reduce: Weights of sums over the clients that are taken while chunks run, so
-            that memory is a chunk's: f32[C], 0 on padding rows, or a prefix pytree of
-            such. `fn` then returns `(kept, given)`, and `given` is summed.
+            that memory is that of a chunk: f32[C], 0 on padding rows, or a prefix
+            pytree of such. `fn` then returns `(kept, given)`, and `given` is summed.
 
     Returns:
         (what `fn` returned with leaves [C, ...], the state); with `reduce` (kept with
-        leaves [C, ...], the sum with leaves [...], the state). In the state the
-        persistent optimizer states are those of the training that `fn` returned.
+        leaves [C, ...], the sum with leaves [...], the state). The state has the new
+        persistent optimizer states, from the training that `fn` returned.
 
     Raises:
         ValueError: optimizer states persist, and `fn` returns two trainings.
-        lanes.UnfitError: `task.execution.lanes`, and a client's round is more than
-            one loop over its examples, that of `local_training.train`.
+        lanes.UnfitError: lanes are used, and a client's round is more than the one loop
+            over its examples in `local_training.train`.
+
+    Example:
+        >>> ids, none = jnp.arange(2), jnp.zeros((2, 0), int)
+        >>> plans = {"local": types.Plan(none, ids, ids, ids, 1)}  # 0 and 1 steps
+        >>> cohort = types.Cohort(ids, ids, ids >= 0, ids, none, none, plans)
+        >>> state = types.RoundState.first((), jnp.array([1.0, 2.0]), jax.random.key(0))
+        >>> task = types.Task((), (), ids, 2, 2, 0, 2, 1, (1,))
+        >>> def fn(client, shared):
+        ...     return client.own + shared * client.plan.num_steps
+        >>> out, state = update(fn, task, state, cohort, data=(), shared=10.0)
+        >>> out.tolist()
+        [1.0, 12.0]
     """
     steps, positions = cohort.plans[plan].split()
     if own is None:
@@ -277,7 +289,7 @@ def update(
 def _with_opt_states(
     state: types.RoundState, cohort: types.Cohort, out: Any
 ) -> types.RoundState:
-    """The state with the optimizer states that a training in `out` ended with."""
+    """The state with the new optimizer states of a training in `out`."""
 
     def is_training(node: Any) -> bool:
         return isinstance(node, Trained)
@@ -307,14 +319,14 @@ def in_turn(
 ) -> Any:
     """Runs `carry = fn(client, carry)` for one client after another.
 
-    In an order that is drawn by client, whatever its place in the cohort; padding rows
+    The order is drawn by client id, independently of places in the cohort. Padding rows
     come last and take no step. Every device computes it.
 
     Args:
         fn: What the server does with one client.
-        task, state, cohort, data: As of `update`.
+        task, state, cohort, data: As in `update`.
         start: The first carry.
-        own: Leaves [C, ...], what each client brings: `client.own`.
+        own: Leaves [C, ...], each client's `client.own`.
         plan: Name of the step plan.
 
     Returns:
@@ -352,26 +364,27 @@ def over_clients(
 ) -> Callable[..., Any]:
     """Maps a function of one client over all rows of a cohort.
 
-    Rows are cut into chunks; a chunk is vmapped, chunks run one after another, and
-    devices share the rows by `shard_map`, so that the clients' computation needs no
-    communication but for its end, where results come together. Before and behind it
-    every device computes the same: were rows sharded there too, XLA would cut sums over
-    clients by devices, and they would be rounded by who has which.
+    Rows are cut into chunks. A chunk is vmapped, chunks run one after another, and
+    devices share the rows by `shard_map`, so that the computation of the clients needs
+    no communication until its end, where results are gathered. Before and after it
+    every device computes the same: if rows were sharded there too, XLA would cut sums
+    over clients by device, and their rounding would depend on which device has which
+    row.
 
     Args:
         fns: `(row, shared, bound, local) -> out`, one for each level, or just one.
             `row` is one row of `rows`; `bound` int32[] is the largest number of steps
             in the row's chunk and stays unbatched, so that a `fori_loop` up to it stops
             early; `local` is what only the row's device has.
-        how: Chunk size and mesh. The number of rows must be a multiple of
-            chunk x devices (`execution.padded_size`).
+        how: Chunk size and mesh. The number of rows must be a multiple of chunk x
+            devices (`execution.padded_size`).
 
     Returns:
         `(rows, shared, num_steps, level=None, reduce=None, local=()) -> out` with
         `rows` leaves [C, ...], `num_steps` and `level` int32[C], `reduce` f32[C] or a
-        prefix pytree of such, `local` leaves [devices, ...], and `out` leaves [C, ...];
-        with `reduce`, `fns` return `(kept, given)` and so does this, `given` summed
-        over the rows with these weights.
+        prefix pytree of such, `local` leaves [devices, ...], and `out` leaves [C, ...].
+        With `reduce`, `fns` return `(kept, given)` and so does this, where `given` is
+        summed over the rows with these weights.
     """
 
     def on_device(mine: Any, shared: Any, local: Any) -> Any:
@@ -392,8 +405,8 @@ def over_clients(
             if level is None:
                 out = of_level(fns[0], rows, num_steps)
             else:
-                # One number for the chunk: a real branch, where a level of each row
-                # would make it a select that computes all of them.
+                # One level for the chunk makes a real branch. A level of each row
+                # would make a select, which computes all of them.
                 branches = [functools.partial(of_level, fn) for fn in fns]
                 out = jax.lax.switch(level.max() - 1, branches, rows, num_steps)
             if reduce is None:
@@ -438,8 +451,8 @@ def _over_devices(
     """Maps a function of a device's rows over all devices.
 
     Args:
-        on_device: `(mine, shared, local) -> out`, leaves [C / D, ...], of `local`
-            [...].
+        on_device: `(mine, shared, local) -> out`, leaves [C / D, ...], and [...] of
+            `local`.
         mesh: D devices, None = one.
         is_summed: Whether `out` is `(kept, part of a sum)`.
 
@@ -481,9 +494,9 @@ def _part_of_device(rows: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def _summed(parts: Any, mesh: jax.sharding.Mesh) -> Any:
-    """The sum over devices; on CPUs in their order, whatever processes have them.
+    """The sum over devices, on CPUs in their order, whichever processes have them.
 
-    There the order of `psum` depends on how processes are connected.
+    On CPUs the order of `psum` would depend on how processes are connected.
     """
     if mesh.devices.flat[0].platform != "cpu":
         return jax.lax.psum(parts, "clients")

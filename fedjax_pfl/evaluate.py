@@ -1,6 +1,6 @@
-"""Correct answers per client for any algorithm, and the metric vocabulary.
+"""Counts correct answers per client for any algorithm, and computes the metrics.
 
-The device counts correct answers as integers, the host divides in float64.
+The device counts correct answers as integers, and the host divides in float64.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from fedjax_pfl import each_client, execution, rng, stacked, types
 
 
 class Scoring(NamedTuple):
-    """What to measure.
+    """What is measured.
 
     Attributes:
         batch_size: Rows per forward pass.
         own_batch_size: Rows per forward pass on one client's own test rows.
         num_scored: Clients behind c_spec, c_gen and c_per; 0 = these are absent.
         scored: `selected` (the next round's cohort) or `all`.
-        num_sampled: Clients whose own accuracy is measured, drawn once by the seed; 0 =
-            all.
+        num_sampled: Clients for which the own accuracy is measured, drawn once by the
+            seed; 0 = all.
         has_train: Whether the server's model is measured on the clients' train rows.
     """
 
@@ -36,7 +36,7 @@ class Scoring(NamedTuple):
 
 
 def answer(model: types.Model, out: Any) -> jax.Array:
-    """The logits f32[B, Y] that serve, of what `model.forward` gave."""
+    """The logits f32[B, Y] that serve, from the output of `model.forward`."""
     if not model.has_exits:
         return out
     return out[-1] if model.answer == "last" else sum(out) / len(out)
@@ -45,7 +45,7 @@ def answer(model: types.Model, out: Any) -> jax.Array:
 def _predictions(
     model: types.Model, variables: types.Variables, image: jax.Array
 ) -> jax.Array:
-    """Predicted labels int32[J, B]: the exits', their ensemble's, and what serves.
+    """Predicted labels int32[J, B]: of each exit, their ensemble and the served output.
 
     J is 1 for a model without exits.
     """
@@ -85,7 +85,7 @@ def _answers(
     rows: jax.Array,
     batch_size: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """What one shared model answers on rows int32[U] of the example table.
+    """The answers of one shared model on rows int32[U] of the example table.
 
     Returns:
         (bool[J, U], whether each row is answered correctly; bool[U], whether exits
@@ -109,7 +109,7 @@ def _answers(
         jnp.zeros((num_outputs, *batches.shape), bool),
         jnp.zeros_like(batches, bool),
     )
-    # Only real rows: the table's length is rounded up, its end is padding.
+    # Only real rows, since the table's length is rounded up with padding.
     num_batches = -(-(rows >= 0).sum() // batch_size)
     right, differ = jax.lax.fori_loop(0, num_batches, step, first)
     size = rows.shape[0]
@@ -117,7 +117,7 @@ def _answers(
 
 
 def sampled_clients(key: jax.Array, num_clients: int, num_sampled: int) -> jax.Array:
-    """bool[K]: whose own accuracy is measured; the same in every evaluation."""
+    """bool[K]: the clients with a measured own accuracy, fixed for the whole run."""
     if not num_sampled:
         return jnp.ones(num_clients, bool)
     key = rng.stream(key, rng.Tag.EVALUATION)
@@ -133,19 +133,20 @@ def count_correct(
     scoring: Scoring,
     how: execution.Execution,
 ) -> dict[str, Any]:
-    """Counts correct answers of the server's and of the served models.
+    """Counts correct answers of the server's models and of the personalized models.
 
     Returns:
-        `own` int32[K], each client's served model on its own test rows, 0 where `known`
-        bool[K] is False (not in the sample, or served by nobody);
+        `own` int32[K], each client's personalized model on its own test rows, 0 where
+        `known` bool[K] is False (the client is not in the sample, or no model serves
+        it);
         `server` {name: int32[J]}, the server's models on the union (absent without
         one), as `_predictions`, and `differ` {name: int32[]}, rows on which the exits
         of those that have some disagree; `train` (int32[], int32[]), correct answers of
-        the first of them on the clients' train rows, and how many these are; `scored`
-        int32[num_scored], the ids of the scored clients (K = none), and `cross`
-        int32[num_scored], their served models on the union; `trained` int32[K], as
-        `own` of the models as training left them (absent where the algorithm does not
-        tell them).
+        the first of them on the clients' train rows, and the number of these rows;
+        `scored` int32[num_scored], the ids of the scored clients (K = none), and
+        `cross` int32[num_scored], their personalized models on the union; `trained`
+        int32[K], as `own` for the models as training left them (absent where the
+        algorithm does not define them).
     """
     test = data.partition.test
     num_clients = test.start.shape[0]
@@ -153,12 +154,12 @@ def count_correct(
     remembered: dict[Any, tuple[types.Variables, Any]] = {}
 
     def answers_of(model: types.Model, variables: types.Variables) -> Any:
-        # A shared served model is usually the server's: answer once. The identity of
-        # tracers tells, since both are the very same leaves of the state.
+        # A shared model that serves is usually the server's, so answer once. Both are
+        # then the same leaves of the state, which the identity of tracers shows.
         name = model, tuple(id(leaf) for leaf in jax.tree.leaves(variables))
         if name not in remembered:
             found = _answers(model, variables, data, test.row, scoring.batch_size)
-            # Beside their variables: an identity may go to another leaf once one dies.
+            # Kept with its variables, since a freed leaf's identity may be reused.
             remembered[name] = variables, found
         return remembered[name][1]
 
@@ -186,7 +187,7 @@ def count_correct(
         out["scored"] = jnp.where(hit, scored, num_clients)
 
     def counted(groups: tuple[types.Serving, ...], scored: jax.Array) -> Any:
-        """(`own`, `known`, `cross`) of who serves whom, `cross` of these clients."""
+        """(`own`, `known`, `cross`) of serving groups, `cross` for these clients."""
         own = jnp.zeros(num_clients, jnp.int32)
         known = jnp.zeros(num_clients, bool)
         cross = jnp.zeros(scored.shape, jnp.int32)
@@ -206,8 +207,8 @@ def count_correct(
                     cross += jnp.where(hit, right.sum(), 0)
                 continue
 
-            # The entry of each client in this group; one past the end for who has none,
-            # also for the id K, which stands for nobody.
+            # The entry of each client in this group; one past the end for clients
+            # without one, and for the id K, which is padding.
             end = served_id.shape[0]
             entry_of = jnp.full(num_clients + 1, end)
             entry_of = entry_of.at[served_id].set(jnp.arange(end))
@@ -233,17 +234,15 @@ def count_correct(
                 )
         return own, known, cross
 
-    nobody = jnp.zeros(0, jnp.int32)
+    none = jnp.zeros(0, jnp.int32)
     served = algorithm.serving_groups(state, cohort, data, num_clients)
-    own, known, cross = counted(served, out.get("scored", nobody))
+    own, known, cross = counted(served, out.get("scored", none))
     if scoring.num_scored:
         out["cross"] = cross
     if algorithm.trained is not None:
         out["trained"] = own
         if algorithm.trained is not algorithm.serving:
-            out["trained"], _, _ = counted(
-                algorithm.trained(state, cohort, data), nobody
-            )
+            out["trained"], _, _ = counted(algorithm.trained(state, cohort, data), none)
     return {**out, "own": own, "known": known}
 
 
@@ -256,15 +255,15 @@ def _each_entry(
     batch_size: int,
     how: execution.Execution,
 ) -> jax.Array:
-    """Correct answers int32[A] of some of a group's models, on test rows of each.
+    """Correct answers int32[A] of some of a group's models, on test rows for each.
 
     Args:
-        group: Who serves them, a model for each.
+        group: The serving group, with a model for each entry.
         entries: int32[A], rows of `group.own`.
-        starts, counts: int32[A], the test rows; a count of 0 costs nothing.
+        starts, counts: int32[A], the test rows. A count of 0 costs nothing.
         data: The tables.
         batch_size: Rows per forward pass.
-        how: Chunks and devices; models that fill no whole chunk are padded.
+        how: Chunks and devices. Models that do not fill whole chunks are padded.
     """
     size = entries.shape[0]
     short = execution.padded_size(size, how) - size
@@ -273,7 +272,7 @@ def _each_entry(
     def one(row: Any, given: Any, bound: jax.Array, _: Any) -> jax.Array:
         entry, start, count = row
         data, own, shared = given
-        # Only here is the model made: never all of them at once.
+        # The model is made only here, so that they never all exist at once.
         mine = group.replace(shared=shared).variables(stacked.take(own, entry))
         return _correct_from(group.model, mine, data, start, count, batch_size, bound)
 
@@ -285,7 +284,7 @@ def _each_entry(
 def metrics(
     counts: dict[str, Any], test_count: np.ndarray, union: int
 ) -> tuple[dict[str, float], np.ndarray | None]:
-    """Turns one seed's counts into the metric vocabulary.
+    """Turns one seed's counts into metrics by name.
 
     Args:
         counts: What `count_correct` returned, as numpy.
@@ -333,7 +332,7 @@ def metrics(
         own_rows = test_count[scored[real]].sum()
         if own_rows:
             out["c_spec"] = float(own[scored[real]].sum() / own_rows)
-        # A sample of the clients may have none of the scored ones.
+        # A sample of the clients may contain none of the scored ones.
         if real.any() and union:
             right = counts["cross"][real].astype(np.int64).sum()
             out["c_gen"] = float(right / (int(real.sum()) * union))

@@ -1,4 +1,4 @@
-"""How client rows are computed: chunks, devices, and where arrays live."""
+"""How client rows are computed: chunks, devices, and the placement of arrays."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jax.sharding import PartitionSpec
 
 
 class Execution(NamedTuple):
-    """How client rows are computed; never changes what is computed.
+    """How client rows are computed, which never changes what is computed.
 
     Attributes:
         chunk: Rows that are vmapped together on one device; 1 = one by one.
         mesh: A mesh with the axis `clients`, or None for a single device.
-        is_bucketed: Whether a chunk whose clients hold parts of a model computes the
-            largest of them only; else the whole model, masked.
-        vmaps_runs: Whether seeds are one more vmapped axis, as accelerators like it;
-            else each is a call of its own.
+        is_bucketed: Whether a chunk of clients with submodels computes only the largest
+            of these; else it computes the whole model, masked.
+        vmaps_runs: Whether seeds are one more vmapped axis, as suits accelerators; else
+            each is a separate call.
         lanes: Clients that train side by side on one device, in each lane one after
             another; 0 = rounds are computed in chunks.
     """
@@ -33,12 +33,12 @@ class Execution(NamedTuple):
 
     @property
     def without_lanes(self) -> Execution:
-        """Chunks of as many, for what is no training."""
+        """Chunks of as many clients, for computations other than training."""
         return self._replace(chunk=self.lanes or self.chunk, lanes=0)
 
 
 def padded_size(num_rows: int, execution: Execution) -> int:
-    """Rows of a cohort once it fills whole chunks on every device."""
+    """The rows of a cohort once it fills whole chunks on every device."""
     devices = execution.mesh.size if execution.mesh else 1
     per_device = -(-num_rows // devices)
     chunk = min(execution.chunk, per_device)
@@ -46,16 +46,16 @@ def padded_size(num_rows: int, execution: Execution) -> int:
 
 
 def executed_steps(num_steps: np.ndarray, execution: Execution) -> np.ndarray:
-    """Local steps computed for cohorts, padding and idle lanes included.
+    """Local steps computed for cohorts, including padding and idle lanes.
 
-    A chunk runs to its longest client, lanes until the last of them is done.
+    A chunk runs to its longest client, and lanes run until the last of them is done.
 
     Args:
         num_steps: int[..., C], of rows in their order in the cohort.
         execution: Chunks and devices.
 
     Returns:
-        int64[...], of each cohort.
+        int64[...], for each cohort.
     """
     num_steps = np.asarray(num_steps).astype(np.int64)
     devices = execution.mesh.size if execution.mesh else 1
@@ -69,9 +69,9 @@ def executed_steps(num_steps: np.ndarray, execution: Execution) -> np.ndarray:
 
 
 def _dealt(num_steps: np.ndarray, width: int) -> int:
-    """Steps that the lanes of a device compute for its rows, the last one first.
+    """Steps that the lanes of a device compute for its rows, the last row first.
 
-    As `lanes.one_after_another` deals them: to the lane that is free first.
+    As in `lanes.one_after_another`, the next row goes to the lane that is free first.
     """
     busy = [0] * min(width, len(num_steps))
     for steps in num_steps[::-1].tolist():
@@ -80,17 +80,17 @@ def _dealt(num_steps: np.ndarray, width: int) -> int:
     return max(busy) * len(busy)
 
 
-# Cost of one client's local step on an accelerator, by the examples that a step of its
-# chunk has. Millions of cycles that a TPU v5e's compiler estimates for one step of the
-# model m1 at batch size 20, of 1, 8, 32 and 100 clients side by side, each over their
-# number. Between them interpolated, beyond them the last.
+# Cost of one client's local step on an accelerator, by the examples in a step of its
+# chunk. The values are millions of cycles that a TPU v5e's compiler estimates for one
+# step of the model m1 at batch size 20, with 1, 8, 32 and 100 clients side by side,
+# each divided by their number. Between them costs are interpolated, beyond constant.
 STEP_COSTS = {20: 0.51, 160: 0.60, 640: 0.28, 2000: 0.14}
 
 
 def step_cost(width: int, batch_size: int) -> float:
-    """What a client's local step costs where `width` of them are computed at once.
+    """The cost of a client's local step where `width` of them are computed at once.
 
-    Of an accelerator; in units of which only ratios matter.
+    It holds for an accelerator, in units of which only ratios matter.
     """
     known = np.log(list(STEP_COSTS)), np.log(list(STEP_COSTS.values()))
     return float(np.exp(np.interp(np.log(width * batch_size), *known)))
@@ -101,7 +101,7 @@ def place(tree: Any, where: jax.sharding.Sharding) -> Any:
     if jax.process_count() == 1:
         return jax.device_put(tree, where)
 
-    # device_put would first compare every byte between the processes.
+    # Not device_put, which would first compare every byte between the processes.
     def one(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and leaf.sharding.device_set == where.device_set:
             return leaf
@@ -120,22 +120,21 @@ def wait_for_all(what: str) -> None:
 
 
 def agreed(seconds: float) -> float:
-    """The clock of the first process, in all of them."""
+    """The first process's `seconds`, in all processes."""
     if jax.process_count() == 1:
         return seconds
-    told = multihost_utils.broadcast_one_to_all(np.float32(seconds))
-    return float(told)
+    return float(multihost_utils.broadcast_one_to_all(np.float32(seconds)))
 
 
 def replicated(execution: Execution) -> jax.sharding.Sharding:
-    """Where tables and states live: on every device of the mesh, or on the one."""
+    """The sharding of tables and states: on every device of the mesh, or the one."""
     if execution.mesh is None:
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.sharding.NamedSharding(execution.mesh, PartitionSpec())
 
 
 def by_device(execution: Execution) -> jax.sharding.Sharding:
-    """Where leaves [seeds, devices, ...] live: on each device its own part."""
+    """The sharding of leaves [seeds, devices, ...]: each device has its own part."""
     if execution.mesh is None:
         return replicated(execution)
     return jax.sharding.NamedSharding(execution.mesh, PartitionSpec(None, "clients"))

@@ -1,13 +1,14 @@
 """Clients in lanes: W of them side by side, in each lane one after another.
 
-A chunk of clients runs as long as its longest; a lane does not wait for the others.
-When its client has taken its last step, the next client's first follows. All rows of a
-device wait in one queue, the longest first, and a lane that is free takes the next.
+A chunk of clients runs as long as its longest, while a lane does not wait for the
+others: when its client has taken its last step, the next client's first step follows.
+All rows of a device wait in one queue, the longest first, and a free lane takes the
+next.
 
-For that a client's function `fn(client, shared)` is traced in three parts, which its
-one `Client.run`, that of `local_training.train`, divides: what stands before it makes
-the carry that the steps begin with, `run` is one step, and what stands behind it makes
-the result. What a step needs of the part before is computed in every step again.
+For this a client's function `fn(client, shared)` is traced in three parts, divided by
+its one `Client.run`, that of `local_training.train`: the code before it makes the carry
+that the steps begin with, `run` is one step, and the code after it makes the result.
+What a step needs of the first part is computed again in every step.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from fedjax_pfl import aggregate
 
 
 class UnfitError(ValueError):
-    """A client's function is not one training, so it has no steps to deal out."""
+    """A client's function is not one training, so its steps cannot be dealt out."""
 
 
 class _Lanes(NamedTuple):
-    """What each lane is at: leaves [W, ...].
+    """The progress of each lane: leaves [W, ...].
 
     `row` int32[W], -1 = idle; `index` int32[W], its next step, of `num_steps` int32[W];
-    `carry`, what its steps have made so far.
+    `carry`, the result of its steps so far.
     """
 
     row: jax.Array
@@ -39,7 +40,7 @@ class _Lanes(NamedTuple):
 
     @property
     def has_ended(self) -> jax.Array:
-        """bool[W]: lanes whose client has taken its last step."""
+        """bool[W]: lanes in which the client has taken its last step."""
         return (self.row >= 0) & (self.index >= self.num_steps)
 
 
@@ -50,10 +51,10 @@ def one_after_another(fn: Callable[..., Any], width: int) -> Callable[..., Any]:
         fn: `(row, shared, local, loop) -> out`. It calls `loop(num_steps, step, first)`
             once, in place of a loop over `step(index, carry) -> carry`, and outside of
             any other loop or branch.
-        width: W, of lanes.
+        width: W, the number of lanes.
 
     Returns:
-        `((rows, reduce), shared, local) -> out`, what one device has of
+        `((rows, reduce), shared, local) -> out`, one device's part of
         `each_client.over_clients`, for rows in the order of their steps: the longest
         client is the last.
 
@@ -67,7 +68,7 @@ def one_after_another(fn: Callable[..., Any], width: int) -> Callable[..., Any]:
         num_lanes = min(width, num_rows)
 
         def cut(row: jax.Array, at_loop: Callable[..., tuple[Any, Any]]) -> Any:
-            """(out, what `at_loop` found) of one row; `at_loop` stands for the loop."""
+            """(out, result of `at_loop`) for one row; `at_loop` replaces the loop."""
             found = []
 
             def loop(num_steps: jax.Array, step: Callable, first: Any) -> Any:
@@ -101,7 +102,7 @@ def one_after_another(fn: Callable[..., Any], width: int) -> Callable[..., Any]:
             return kept, aggregate.weighted_mean(alone, weight)
 
         def settle(now: tuple[_Lanes, jax.Array, Any, Any]) -> Any:
-            """Keeps what one lane has ended, and gives it the next row."""
+            """Stores the result of a lane that has ended, and gives it the next row."""
             lanes, waiting, kept, total = now
             lane = lanes.has_ended.argmax()
             row = lanes.row[lane]

@@ -1,8 +1,8 @@
-"""How much of a model each client can hold: the levels of a run, 1 = the smallest.
+"""Capacity levels: how much of a model each client can hold, 1 = the least.
 
-What a level is, an algorithm says: the first stages of a model with exits, a width, a
-number of models. Which client has which is the planner's, and no method's: all methods
-see the same clients at the same levels.
+An algorithm defines what a level is: the first stages of a model with exits, a width,
+or a number of models. The planner, not a method, decides which client has which level,
+so that all methods see the same clients at the same levels.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ option = options.option
 
 @dataclasses.dataclass(frozen=True)
 class Levels:
-    """Options of every algorithm whose clients hold different parts of a model."""
+    """Options of every algorithm whose clients hold submodels."""
 
     levels: str = option(
         "fixed",
-        "what a client can hold: always the same, drawn anew in each round, or all",
+        "what a client can hold: always the same, drawn in each round, or all of it",
         choices=("fixed", "dynamic", "maximum"),
     )
     level_mix: str = option(
@@ -47,11 +47,11 @@ class Levels:
     )
     max_level: int = option(
         0,
-        "level of the global model, 0 = the largest; who could hold more trains this",
+        "level of the global model, 0 = the largest; no client trains a larger one",
         minimum=0,
     )
     exclusive: bool = option(
-        False, "clients that cannot hold the global model stay out"
+        False, "leave out clients that cannot hold the global model"
     )
 
 
@@ -59,7 +59,7 @@ def mix(hparams: Levels) -> np.ndarray:
     """The proportions of the levels, int[L].
 
     Raises:
-        ValueError: no such list, or nobody in it.
+        ValueError: `--level_mix` is not such a list, or all of it is 0.
     """
     text = hparams.level_mix
     parts = text.split(":")
@@ -70,7 +70,7 @@ def mix(hparams: Levels) -> np.ndarray:
         )
     found = np.array([int(part) for part in parts])
     if not found.any():
-        raise ValueError(f"--level_mix={text} gives nobody a level; raise one of them")
+        raise ValueError(f"--level_mix={text} gives no client a level; raise one")
     return found
 
 
@@ -90,16 +90,16 @@ def top(hparams: Levels) -> int:
 
 
 class Drawn:
-    """Levels that a client draws anew in each round, by the proportions of a mix.
+    """Levels that each client draws in each round, by the proportions of a mix.
 
-    Equal ones draw the same: what a client draws is named by seed, round and its id.
+    Equal instances draw the same, since draws are named by seed, round and client id.
     """
 
     def __init__(self, share: np.ndarray, largest: int):
         self._bounds, self._largest = np.cumsum(share) / share.sum(), largest
 
     def __call__(self, seed: int, round: int, client: np.ndarray) -> np.ndarray:
-        """int[C] of the clients int[C] in a round."""
+        """The levels int[C] of the clients int[C] in a round."""
         words = rng.hashed(seed, rng.Tag.LEVEL, round, client)
         # 53 bits: exact in a float64, below 1.
         chance = (words >> np.uint64(11)).astype(np.float64) / 2.0**53
@@ -111,6 +111,12 @@ def capability(hparams: Levels, num_clients: int) -> np.ndarray:
     """int[K]: the level that each client can hold where levels are fixed; 1..L.
 
     Client k of K has level 1 + #{l: (m_1 + .. + m_l) / m <= k / K} of a mix m.
+
+    Example:
+        >>> capability(Levels(level_mix="2:1:1"), 8).tolist()
+        [1, 1, 1, 1, 2, 2, 3, 3]
+        >>> capability(Levels(levels="maximum", level_mix="2:1:1"), 4).tolist()
+        [3, 3, 3, 3]
     """
     share = mix(hparams)
     if hparams.levels == "maximum":
@@ -120,14 +126,14 @@ def capability(hparams: Levels, num_clients: int) -> np.ndarray:
 
 
 def assigned(hparams: Levels, num_clients: int) -> tuple:
-    """What `plan.Planner` takes: (level of each client, who may be drawn).
+    """The levels of the clients and the clients that may be drawn, for `plan.Planner`.
 
     Returns:
         (int[K], or a function of the round where levels are drawn; bool[K], or None for
-        everybody).
+        all clients).
 
     Raises:
-        ValueError: options that contradict each other.
+        ValueError: options contradict each other.
     """
     largest = top(hparams)
     if hparams.exclusive and hparams.levels != "fixed":
@@ -152,7 +158,7 @@ def assigned(hparams: Levels, num_clients: int) -> tuple:
 def eligible_rows(
     hparams: Levels, train: types.ClientRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Train rows of those who may be drawn, -1 behind them, and how many they are."""
+    """The train rows of clients that may be drawn, followed by -1, and their number."""
     _, eligible = assigned(hparams, train.start.shape[0])
     if eligible is None:
         return train.row, train.count.sum()
@@ -162,9 +168,9 @@ def eligible_rows(
 
 
 def num_capable(hparams: Levels, num_clients: int) -> np.ndarray:
-    """int[top]: how many clients can hold each level; all of them, if it is drawn.
+    """int[top]: how many clients can hold each level. Where levels are drawn, all can.
 
-    Only those who may be drawn count.
+    Only clients that may be drawn count.
     """
     if hparams.levels == "dynamic":
         return np.full(top(hparams), num_clients)
@@ -177,30 +183,30 @@ def num_capable(hparams: Levels, num_clients: int) -> np.ndarray:
 def truncated(hparams: Levels, model: types.Model) -> types.Model:
     """The global model: the chain up to `--max_level` of a model with exits.
 
-    A model with one exit has one level, all of it.
+    A model with one exit has one level, the whole model.
 
     Raises:
-        ValueError: another number of levels than the model has, or options of several
-            levels with a model of one.
+        ValueError: the number of levels is not the model's, or options of several
+            levels are given with a model of one.
     """
     count = len(model.stage_names) if model.has_exits else 1
     given = len(mix(hparams))
     if count == 1 < given:
         raise ValueError(
-            f"--model={model.name} has one exit, --level_mix={hparams.level_mix} "
+            f"--model={model.name} has one exit, --level_mix={hparams.level_mix} has "
             f"{given} levels; take a model with an exit at every stage, such as "
             "depth_convnet"
         )
     if given != count:
         raise ValueError(
             f"--level_mix={hparams.level_mix} has {given} levels, --model={model.name} "
-            f"{count}; give as many parts as the model has exits"
+            f"has {count}; give as many parts as the model has exits"
         )
     if count == 1 and (hparams.levels == "dynamic" or hparams.exclusive):
         given = "--exclusive" if hparams.exclusive else "--levels=dynamic"
         raise ValueError(
             f"{given}: --model={model.name} has one level, which all clients hold; "
-            "leave it away, or take a model with an exit at every stage"
+            "omit it, or take a model with an exit at every stage"
         )
     return types.truncated(model, top(hparams)) if model.has_exits else model
 
@@ -208,7 +214,7 @@ def truncated(hparams: Levels, model: types.Model) -> types.Model:
 def held(level: jax.Array, model: types.Model) -> jax.Array:
     """bool[..., L]: the stages that clients of a level int32[...] hold.
 
-    All of them, where the model has one exit.
+    These are all stages where the model has one exit.
     """
     count = len(model.stage_names)
     if not model.has_exits:
@@ -226,7 +232,7 @@ class Submodel(NamedTuple):
         paste: `(part, whole, client, level) -> whole` with the part in its place.
         held: `(cohort, own) -> mask`, what each client trains: a prefix pytree of
             `types.Variables`, bool[C, ...].
-        messages: The kinds of messages that it travels in, down and up.
+        messages: The kinds of messages that carry it, down and up.
         sent: `cohort -> ` how many of each, as `Algorithm.round` returns them.
         num_levels: L, of the global model; 0 = all clients hold all of it.
     """
@@ -240,12 +246,12 @@ class Submodel(NamedTuple):
 
 
 def holders(cohort: types.Cohort, model: types.Model) -> jax.Array:
-    """bool[C, L]: which real rows hold which stage."""
+    """bool[C, L]: the stages that the client of each real row holds."""
     return held(cohort.level, model) & cohort.row_mask[:, None]
 
 
 def first_stages(task: types.Task, model: types.Model) -> Submodel:
-    """The first `level` stages of a model with exits; all of a model with one."""
+    """The first `level` stages of a model with exits, or all of a model with one."""
 
     def cut(whole: tuple, client: each_client.Client, level: int) -> tuple:
         return tuple(stages[:level] for stages in whole)
@@ -281,27 +287,27 @@ def make(
     server_update: Callable[..., tuple[Any, Any]] | None = None,
     server: Callable[..., dict] | None = None,
 ) -> types.Algorithm:
-    """An algorithm whose clients train parts of the server's model.
+    """An algorithm whose clients train submodels of the server's model.
 
     The server takes, part by part, the plain mean over the clients of the round that
-    hold it; what none of them holds stays as it is.
+    hold it. A part that none of them holds stays as it is.
 
     Args:
         hparams: The algorithm's options.
-        task: What the algorithm may know.
+        task: What the algorithm may use.
         model: The global model.
-        submodel: What a client holds.
+        submodel: The part that a client holds.
         client_update: `(client, start, level) -> Trained` of the submodel.
-        init: From the run's root key to the server's first variables; None = the
-            common initialisation of `model`.
+        init: From the run's root key to the server's first variables; None = the common
+            initialisation of `model`.
         own: `(state, cohort, data) -> leaves [C, ...]`, as `client.own`; None = the
             private rows.
-        private: The first model to the private row of each client before round 0.
-        beside: The first model to what else the server keeps: `state.server` is then
-            {"model": its model, **beside}, else its model alone.
-        server_update: `(server, trained, own, cohort, mean) -> (server, rows)`, with
-            `mean` the server's from the clients' variables, rows None = unchanged;
-            None = the mean of what they trained.
+        private: From the first model to the private row of each client before round 0.
+        beside: From the first model to what else the server keeps. `state.server` is
+            then {"model": its model, **beside}, else its model alone.
+        server_update: `(server, trained, own, cohort, mean) -> (server, rows)`, where
+            `mean` maps the clients' variables to the server's, and rows None means
+            unchanged; None = the mean of what they trained.
         server: As in `types.Algorithm`; None = the global model.
     """
     begin = init or functools.partial(task.init, model)

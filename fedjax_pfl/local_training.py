@@ -1,4 +1,4 @@
-"""The local training loop: steps of one client, masked on the new parameters."""
+"""The local training loop: one client's steps, masked on the new parameters."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class LocalTraining:
 
 @struct.dataclass
 class Batch:
-    """One local step's examples.
+    """The examples of one local step.
 
     `image` f32[B, ...], `label` int32[B], `mask` bool[B], `position` int32[B] (index
     among the client's rows, for tables aligned by sample), `step` and `epoch` int32[],
-    and a `key` of the step's own.
+    and a `key` for this step.
     """
 
     image: jax.Array
@@ -91,13 +91,13 @@ class Objective(NamedTuple):
             leaves (one bool for all), or a function of the batch that returns one of
             these (phases by `batch.epoch`); None = all.
         held: Where statistics move, a prefix pytree of them or bool[L]; None = in the
-            stages of which any part is trainable. With two objectives a batch they
+            stages of which any part is trainable. With two objectives for a batch they
             move twice, once in each that holds them.
-        adjust: `(params, grads) -> grads`, before clipping: FedDyn's pull, proximal
-            terms, control variates; they leave the loss as it is.
+        adjust: `(params, grads) -> grads`, before clipping, for FedDyn's pull, proximal
+            terms and control variates. It leaves the loss as it is.
         project: `params -> params`, on all of them, after a real step.
-        measure: `grads -> pytree of scalars`, summed over the real steps; it sees the
-            loss's own gradients, of what is not trainable too.
+        measure: `grads -> pytree of scalars`, summed over the real steps. It gets the
+            loss's own gradients, also of parameters that are not trainable.
     """
 
     loss_fn: LossFn
@@ -172,16 +172,28 @@ def train(
     Args:
         hparams: Optimizer, learning rate and its decay, clipping.
         objectives: Steps taken one after another on every batch, which share the
-            optimizer state; or the loss of the only one.
-        start: Where training starts.
-        client: Whose examples, and which steps: those past the client's own change
-            nothing.
-        opt_state: One optimizer state per stage to begin with and to return; None =
-            the client's kept one, or a fresh one where none is kept.
+            optimizer state, or the loss of the only one.
+        start: The model before training.
+        client: Its examples and its steps. Steps after the client's own change nothing.
+        opt_state: One optimizer state per stage to begin with and to return; None = the
+            client's persistent one, or a fresh one where none persists.
         tag: Stream of the steps' keys.
 
     Returns:
         `each_client.Trained`.
+
+    Example:
+        >>> rows = types.ClientRows(jnp.arange(2), jnp.array([0]), jnp.array([2]))
+        >>> parts = types.Partition(rows, rows, ())
+        >>> data = types.Data(jnp.array([1.0, 3.0]), jnp.zeros(2, int), 0.0, 1.0, parts)
+        >>> zero, one, key = jnp.int32(0), jnp.int32(1), jax.random.key(0)
+        >>> plan = types.Plan(jnp.arange(2), zero, jnp.int32(2), one, batch_size=2)
+        >>> client = each_client.Client(zero, one, (), (), plan, one, data, key, zero)
+        >>> def loss_fn(params, stats, batch):
+        ...     return ((params[0] - batch.image) ** 2 / 2).mean(), stats
+        >>> start = types.Variables((jnp.zeros(()),), ({},))
+        >>> float(train(LocalTraining(client_lr=0.5), loss_fn, start, client).params[0])
+        1.0
     """
     if callable(objectives):
         objectives = (Objective(objectives),)
@@ -245,7 +257,7 @@ def train(
 
 
 def _nothing(objective: Objective, params: types.Params) -> Any:
-    """Zeros of the shapes that an objective measures."""
+    """Zeros in the shapes of an objective's measurements."""
     if objective.measure is None:
         return ()
     shapes = jax.eval_shape(objective.measure, params)
@@ -253,7 +265,7 @@ def _nothing(objective: Objective, params: types.Params) -> Any:
 
 
 def _added(total: Any, objective: Objective, grads: types.Params, real: Any) -> Any:
-    """`total` and what an objective measures in a real step."""
+    """`total` plus an objective's measurements in a real step."""
     if objective.measure is None:
         return total
     return jax.tree.map(

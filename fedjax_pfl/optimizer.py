@@ -1,4 +1,4 @@
-"""The clients' optimizer, masked: what is not trained keeps its parameters and moments.
+"""The clients' optimizer, masked: untrained parts keep their parameters and moments.
 
 `hparams` are options of `local_training.LocalTraining`.
 """
@@ -18,7 +18,7 @@ from fedjax_pfl import boundary, options, shapes, stacked, types
 def make(
     hparams: Any, learning_rate: float | jax.Array
 ) -> optax.GradientTransformation:
-    """The clients' optimizer; weight decay is L2 on the gradient, as in PyTorch."""
+    """The clients' optimizer. Weight decay is L2 on the gradient, as in PyTorch."""
     steps = []
     if not options.is_off(hparams.weight_decay):
         steps.append(optax.add_decayed_weights(hparams.weight_decay))
@@ -45,12 +45,12 @@ def fresh(hparams: Any, params: types.Params) -> tuple:
 
 
 def persistent(hparams: Any, task: types.Task, algorithm: types.Algorithm) -> Any:
-    """All clients' optimizer states before the first round, () where none persists.
+    """All clients' optimizer states before the first round, or () where none persists.
 
     Args:
-        hparams: The algorithm's options; without `optimizer_state` none persists.
+        hparams: The algorithm's options. Without `optimizer_state` none persists.
         task: The clients and their models.
-        algorithm: Says what a client trains.
+        algorithm: Defines what a client trains.
 
     Returns:
         Leaves [K, ...]; with `Algorithm.by_architecture` a tuple of such.
@@ -59,7 +59,7 @@ def persistent(hparams: Any, task: types.Task, algorithm: types.Algorithm) -> An
         return ()
 
     def states(params: types.Params, count: int) -> tuple:
-        # Shapes are all that the first state of these optimizers depends on.
+        # The first state of these optimizers depends only on shapes.
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
         return stacked.repeat(fresh(hparams, zeros), count)
 
@@ -80,15 +80,15 @@ def apply_gradients(
     params: types.Params,
     mask: Any,
 ) -> tuple[types.Params, tuple]:
-    """One optimizer step where `mask` is True; elsewhere bitwise the old.
+    """One optimizer step where `mask` is True. Elsewhere the old values stay bitwise.
 
-    Moments and counts are selected with the parameters: with momentum a zero
+    Moments and counts are selected with the parameters, because with momentum a zero
     gradient would still move a weight.
 
     Args:
         tx: The optimizer.
         grads: Gradients.
-        opt_state: One state per stage: a count must stand still with its stage.
+        opt_state: One state per stage, so that a frozen stage's count stays too.
         params: Parameters.
         mask: Prefix pytree of `params` with one entry per stage.
     """
@@ -103,7 +103,7 @@ def apply_gradients(
 
 
 def _of_state(tx: Any, mask: Any, stage: Any, state: Any) -> Any:
-    """The mask of a stage's optimizer state: moments as parameters, counts if any."""
+    """The mask of a stage's optimizer state: moments follow parameters, counts any."""
     if isinstance(mask, jax.Array) and not mask.ndim:
         return mask
 
@@ -128,7 +128,7 @@ def any_of(mask: Any) -> jax.Array:
 
 
 def clip(grads: types.Params, norm: float | jax.Array, mask: Any) -> types.Params:
-    """Scales gradients to global norm `norm` where they exceed it; 0 (static) = no.
+    """Scales gradients to global norm `norm` where they exceed it; 0 (static) = never.
 
     The norm is that of the entries in `mask`.
     """

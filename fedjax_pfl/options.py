@@ -1,4 +1,4 @@
-"""A dataclass field that carries its own help text, choices and range."""
+"""Dataclass fields that carry their own help text, choices and range."""
 
 from __future__ import annotations
 
@@ -19,19 +19,31 @@ def option(
     is_static: bool = False,
     is_in_rounds: bool = False,
 ) -> Any:
-    """A field with `--help` text.
+    """A field of an option dataclass, with its `--help` text and its range.
 
     Args:
         default: The default value.
         help: One sentence; the paper's symbol in brackets.
-        choices: The allowed strings; `file:PATH` stands for any `file:...`.
+        choices: The allowed strings. `file:PATH` allows any `file:...`.
         minimum: Smallest allowed number.
         maximum: Largest allowed number.
         above: The number must be greater than this.
-        zero_is_off: A float whose 0 removes code instead of multiplying by 0; it
-            stays a Python 0.0 (static) then.
-        is_static: A float that decides sizes: never traced, compiled for anew.
-        is_in_rounds: A number of rounds that a run should come to the end of.
+        zero_is_off: Marks a float whose 0 removes code instead of multiplying by 0. It
+            then stays a Python 0.0 (static).
+        is_static: Marks a float that decides sizes. It is never traced, and each value
+            is compiled separately.
+        is_in_rounds: Marks a number of rounds after which something is complete, which
+            a run should reach.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class HParams:
+        ...     rate: float = option(0.1, "learning rate [eta]", minimum=0)
+        >>> HParams().rate
+        0.1
+        >>> validate(HParams(rate=-1.0))
+        Traceback (most recent call last):
+        ValueError: --rate=-1.0: expected at least 0
     """
     metadata = {
         "help": help,
@@ -52,10 +64,10 @@ _UNBOUNDED = {"choices": (), "minimum": None, "maximum": None, "above": None}
 def validate(values: Any) -> None:
     """Checks every field of a dataclass instance against its option.
 
-    A field that is no `option` (a notebook's `scale: float = 1.0`) has no bounds.
+    A field that is not an `option` (a notebook's `scale: float = 1.0`) has no bounds.
 
     Raises:
-        ValueError: one line with the flag, what came and what is allowed.
+        ValueError: one line with the flag, the value and what is allowed.
     """
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)
@@ -77,23 +89,21 @@ def validate(values: Any) -> None:
 
 
 def _is_choice(value: str, choices: tuple[str, ...]) -> bool:
-    """Whether a text is one of them, or begins as one that ends in a path."""
+    """Whether a text is one of the choices, or begins like one that ends in a path."""
     paths = [choice for choice in choices if choice.endswith(":PATH")]
     return value in choices or any(value.startswith(one[:-4]) for one in paths)
 
 
 def refuse(values: Any, names: tuple[str, ...], reason: str) -> None:
-    """Raises ValueError for an option that has no effect and is not at its default.
+    """Raises ValueError for options that have no effect but are not at their defaults.
 
-    Traced numbers pass: they were checked before the trace.
+    Traced numbers pass, because they were checked before the trace.
     """
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)
         static = isinstance(value, (int, float, str))
         if field.name in names and static and value != field.default:
-            raise ValueError(
-                f"--{field.name}={value} has no effect {reason}; leave it away"
-            )
+            raise ValueError(f"--{field.name}={value} has no effect {reason}; omit it")
 
 
 def is_off(value: Any) -> bool:
@@ -105,8 +115,8 @@ def split_floats(values: Any) -> tuple[Any, dict[str, float]]:
     """Separates the numbers that may be traced from the structure.
 
     Returns:
-        The instance with every traceable float replaced by 0.0 (hashable, equal for
-        all settings of one structure), and those floats by name.
+        The instance with every traceable float replaced by 0.0 (hashable, equal for all
+        settings of one structure), and those floats by name.
     """
     floats = {
         field.name: getattr(values, field.name)

@@ -1,7 +1,7 @@
 """What is compiled: an algorithm's init, rounds and evaluation as jitted functions.
 
-With evaluate the only place that jits. The rounds between two stops are one jitted loop
-with donated state; where it begins and its length are traced numbers. Programs of equal
+No other module of the engine jits. The rounds between two stops are one jitted loop
+with donated state, whose start and length are traced numbers. Programs of equal
 structure are the same objects, so that a second experiment compiles nothing.
 """
 
@@ -43,17 +43,17 @@ class Compiled:
 
     @property
     def executables(self) -> list[Callable]:
-        """What was compiled so far."""
+        """The executables compiled so far."""
         return list(self._by_shape.values())
 
     def ahead(
         self, *args: Any, while_compiling: Callable[[], Any] = contextlib.nullcontext
     ) -> tuple[Callable, float]:
-        """(executable for such arguments, seconds that compiling it took now).
+        """(executable for such arguments, seconds that compiling took in this call).
 
         Args:
-            *args: Of the function.
-            while_compiling: Gives what is entered while it is compiled.
+            *args: Arguments of the function.
+            while_compiling: Returns a context that is entered while it is compiled.
         """
         leaves, structure = jax.tree.flatten(args)
         key = structure, tuple(jax.typeof(leaf) for leaf in leaves)
@@ -72,15 +72,15 @@ class Program(NamedTuple):
     `init(floats, data, partition, seeds) -> state`;
     `rounds(floats, state, cohorts, first, num_rounds, data, partition)
         -> (state, metrics of the last round, counts int32[variants, T, kinds],
-            diverged int32[variants])`: runs `cohorts[first : first + num_rounds]` of a
-    window of T rounds; `diverged` is the first of them, counted from 1, after which a
-    metric or a parameter is not finite, 0 = none;
+            diverged int32[variants])` runs `cohorts[first : first + num_rounds]` of a
+    window of T rounds, where `diverged` is the first of them, counted from 1, after
+    which a metric or a parameter is not finite, 0 = none;
     `evaluate(floats, state, cohort, data, partition) -> counts`.
 
     All arguments but `first`, `num_rounds` and `data` have a leading axis of variants,
-    or of 1 where they share it; floats that they share are scalars. `vmaps_seeds`,
-    `vmaps_points`: whether several seeds, or the points of one, may be one vmapped
-    call; else each is a call of its own.
+    or of 1 where they share it. Floats that they share are scalars. Several seeds may
+    be one vmapped call if `vmaps_seeds`, and the points of one seed if `vmaps_points`.
+    Otherwise each is a separate call.
     """
 
     init: Compiled
@@ -93,11 +93,11 @@ class Program(NamedTuple):
 
 
 def _over_variants(fn: Callable, *args: Any) -> Any:
-    """`fn` over one more leading axis; arguments whose axis is 1 are shared.
+    """Maps `fn` over one more leading axis. Arguments with an axis of 1 are shared.
 
-    Scalars are, too. So points of a sweep share their seed's plans, and bounds and
-    branches that depend on these stay unbatched. Where all axes are 1 there is no loop,
-    and updates stay in place.
+    Scalars are shared too. So points of a sweep share their seed's plans, and bounds
+    and branches that depend on these stay unbatched. Where all axes are 1 there is no
+    loop, and updates stay in place.
     """
 
     def is_shared(arg: Any) -> bool:
@@ -119,7 +119,7 @@ def _over_variants(fn: Callable, *args: Any) -> Any:
 def _is_finite(
     state: types.RoundState, metrics: Any, cohort: types.Cohort
 ) -> jax.Array:
-    """bool[]: whether all is a number that a round has measured or written."""
+    """bool[]: whether everything that a round measured or wrote is finite."""
     written = state.server, stacked.take(state.clients, cohort.row)
     parts = [
         jnp.isfinite(leaf).all()
@@ -140,10 +140,10 @@ def _fingerprint(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Structure:
-    """All that decides what is compiled; equal ones share a program.
+    """All that decides what is compiled. Equal structures share a program.
 
-    Only `name` is compared. `make`, `structure`, `task` and `scoring` hold no example:
-    data are arguments of the jitted functions.
+    Only `name` is compared. `make`, `structure`, `task` and `scoring` hold no example,
+    since data are arguments of the jitted functions.
     """
 
     name: Any
@@ -160,7 +160,7 @@ def first_state(
     data: types.Data,
     key: jax.Array,
 ) -> types.RoundState:
-    """The state before round 0, with the optimizer states that clients keep."""
+    """The state before round 0, with the clients' persistent optimizer states."""
     state = algorithm.init(data, key)
     kept = optimizer.persistent(hparams, task, algorithm)
     return state.replace(opt_state=kept)
@@ -175,15 +175,15 @@ def build(
     """Builds the jitted functions of one algorithm, or finds those of an equal one.
 
     Args:
-        make: `(hparams, task) -> Algorithm`; called again inside each trace, with the
-            float hyperparameters as tracers.
+        make: `(hparams, task) -> Algorithm`. It is called again inside each trace, with
+            the float hyperparameters as tracers.
         hparams: The algorithm's dataclass.
-        task: What the algorithm may know.
+        task: What the algorithm may use.
         scoring: What to evaluate.
     """
     structure, floats = options.split_floats(hparams)
     fields = dataclasses.fields(structure)
-    # A method or a closure may hold what nobody can compare: it is built anew.
+    # A method or a closure may hold what cannot be compared, so it is built again.
     is_plain = isinstance(make, FunctionType) and not make.__closure__
     name = (
         make if is_plain else object(),
@@ -191,7 +191,7 @@ def build(
         tuple(getattr(structure, field.name) for field in fields),
         tuple(_fingerprint(value) for value in task),
         scoring,
-        # What jax itself would retrace for.
+        # Settings for which jax itself would retrace.
         jax.config.jax_default_matmul_precision,
         jax.config.jax_enable_x64,
     )
@@ -200,9 +200,10 @@ def build(
 
 
 def _soon_compiled() -> dict[str, Any]:
-    """Compiler options of what runs seldom: on a CPU, seconds less of compiling.
+    """Compiler options for init and evaluation, which run rarely.
 
-    It runs as fast. A user's choice stands.
+    On a CPU less optimisation saves seconds of compiling at the same run time. A level
+    that the user sets in `XLA_FLAGS` has precedence.
     """
     name = "xla_backend_optimization_level"
     is_chosen = name in os.environ.get("XLA_FLAGS", "")
@@ -216,11 +217,11 @@ def forget() -> None:
 
 @functools.lru_cache(maxsize=KEPT_PROGRAMS)
 def _jitted(of: _Structure) -> Program:
-    """The jitted functions; floats and algorithm are filled in by `build`."""
+    """The jitted functions, in which `build` fills in floats and algorithm."""
     task, scoring = of.task, of.scoring
-    # lax.map over seeds copies the state in every round on a CPU; vmap runs all clients
-    # as long as the slowest seed's, and makes a branch by level, or by which lane has
-    # ended, compute all.
+    # On a CPU lax.map over seeds copies the state in every round. vmap runs all clients
+    # as long as the slowest seed's, and computes all sides of a branch by level or by
+    # the lane that has ended.
     how = task.execution
     has_branches = how.lanes > 0 or (task.num_levels > 1 and how.is_bucketed)
 
@@ -243,8 +244,8 @@ def _jitted(of: _Structure) -> Program:
             method = algorithm(values)
             tables = data.replace(partition=partition)
             num_examples = partition.train.count
-            # Jitted so that it is traced once, for its shapes and in the loop; a
-            # function of its own: what a user's object keeps is traced anew.
+            # Jitted so that it is traced once, for its shapes and in the loop. The new
+            # function makes jax trace again what a user's object keeps.
             round = jax.jit(lambda *given: method.round(*given), inline=True)
 
             def step(index, carry):
@@ -281,12 +282,12 @@ def _jitted(of: _Structure) -> Program:
 
         return _over_variants(one, values, state, cohort, partition)
 
-    everywhere, seldom = execution.replicated(how), _soon_compiled()
+    everywhere, rarely = execution.replicated(how), _soon_compiled()
     return Program(
-        init=Compiled(jax.jit(init, out_shardings=everywhere, compiler_options=seldom)),
+        init=Compiled(jax.jit(init, out_shardings=everywhere, compiler_options=rarely)),
         rounds=Compiled(jax.jit(rounds, donate_argnums=1, out_shardings=everywhere)),
         evaluate=Compiled(
-            jax.jit(count, out_shardings=everywhere, compiler_options=seldom)
+            jax.jit(count, out_shardings=everywhere, compiler_options=rarely)
         ),
         vmaps_seeds=how.vmaps_runs and not has_branches,
         vmaps_points=how.vmaps_runs,

@@ -1,4 +1,4 @@
-"""What distillation needs: outputs on shared or own examples, and the fit to them."""
+"""Tools for distillation: outputs on shared or own examples, and training on them."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def outputs(
 ) -> tuple[jax.Array, jax.Array]:
     """Logits f32[n, B, Y] and embeddings f32[n, B, D] on batches of rows int32[n, B].
 
-    Eval mode, unless a `key` is given: then train mode, so that dropout noise is in the
-    outputs.
+    They are computed in eval mode, or with a `key` in train mode, so that the outputs
+    contain dropout noise.
     """
 
     def one(index: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -86,7 +86,7 @@ def outputs_by_sample(
         size: Positions to cover.
         width: W.
         batch_size: Positions per forward pass.
-        num_batches: int32[], traced; entries past these batches stay 0.
+        num_batches: int32[], traced. Entries past these batches stay 0.
     """
     table = jnp.zeros((-(-size // batch_size) * batch_size, width))
 
@@ -109,7 +109,7 @@ def own_outputs(
 ) -> jax.Array:
     """`outputs_by_sample` on a client's own train rows: logits f32[>= K_n, Y].
 
-    `epochs` are those of the client's plan: each of them visits all of its rows, so
+    `epochs` are those of the client's plan. Each of them visits all of its rows, so
     that bound // epochs batches cover the longest client of the chunk.
     """
     return outputs_by_sample(
@@ -153,7 +153,7 @@ def fit(
 ) -> types.Variables:
     """Trains a model for `epochs` over the proxy batches in fixed order.
 
-    `loss_fn` gets a `Batch` whose `step` is the index of the proxy batch. Where
+    `loss_fn` gets a `Batch` with `step`, the index of the proxy batch. Where
     `is_active` bool[] is False nothing is done.
     """
     num_batches = batches.shape[0]

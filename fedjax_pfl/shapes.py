@@ -14,7 +14,7 @@ BATCH_ROWS = 8
 
 
 def rounded_up(number: int) -> int:
-    """The next power of two: tables of similar lengths are of one shape.
+    """The next power of two, so that tables of similar lengths have one shape.
 
     What is compiled for one partition then serves those of other seeds too.
     """
@@ -28,9 +28,9 @@ def rounded_up_finely(number: int) -> int:
 
 
 def capped(batch_size: int, max_rows: int) -> int:
-    """A batch size; more than the largest client's rows would be padding alone.
+    """A batch size no larger than the largest client's rows, to avoid pure padding.
 
-    What no client fills is padded to a multiple of `BATCH_ROWS`.
+    A batch that no client fills is padded to a multiple of `BATCH_ROWS`.
     """
     return min(batch_size, -(-max(max_rows, 1) // BATCH_ROWS) * BATCH_ROWS)
 
@@ -88,7 +88,7 @@ def embedding_width(model: types.Model, example_shape: tuple[int, ...]) -> int:
 
 
 def common_width(task: types.Task) -> int:
-    """D, of the server's and of the clients' model.
+    """D, the same for the server's and the clients' model.
 
     Raises:
         ValueError: they differ.

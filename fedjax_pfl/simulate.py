@@ -1,7 +1,7 @@
 """The host's side of a run: one object that is advanced and evaluated.
 
 Rounds run in calls of about ten seconds. A call reads its plans from a window, a table
-of the next rounds' plans on the device; while it computes, the host prepares the next
+of the next rounds' plans on the device. While it computes, the host prepares the next
 window.
 """
 
@@ -27,7 +27,7 @@ MAX_WINDOW_ROUNDS = 64
 
 
 class Planner(Protocol):
-    """Who is drawn in which round, and with which plans; pure functions of both."""
+    """The clients and plans of each round, as pure functions of seed and round."""
 
     def drawn(self, seed_index: int, round: int) -> types.Cohort:
         """The cohort of a round, without plans."""
@@ -36,7 +36,7 @@ class Planner(Protocol):
         """int[D]: train rows of all clients of a round, by device."""
 
     def capacity(self, num_rounds: int) -> int:
-        """Room for the examples of a device in so many rounds, whatever their seed."""
+        """Room for the examples of a device in so many rounds, for any seed."""
 
     def window(
         self,
@@ -46,7 +46,7 @@ class Planner(Protocol):
         length: int,
         capacity: int,
     ) -> types.Cohort:
-        """Cohorts of `num_rounds` rounds, leaves [length, ...], zeros behind them.
+        """Cohorts of `num_rounds` rounds, leaves [length, ...], padded with zeros.
 
         Their plans have room for `capacity` examples of a device.
         """
@@ -74,14 +74,15 @@ class Window(NamedTuple):
 def window_rounds(
     cohort: types.Cohort, specs: Sequence[types.PlanSpec], num_examples: float
 ) -> int:
-    """Length T of every window, bounded by its bytes for one seed.
+    """The length T of every window, bounded by its bytes for one seed.
 
-    From what a round has on average, never from the rounds of a run, so that runs of
-    any length are one program; in steps of a sixteenth, so that similar clients share
-    it too. Rounds so large that few fit leave more than a sixth of the room empty.
+    It follows from the average round and never from the number of rounds of a run, so
+    that runs of any length are one program. It moves in steps of a sixteenth, so that
+    similar clients share the program too. Where rounds are so large that few fit, more
+    than a sixth of the room stays empty.
 
     Args:
-        cohort: Any round's; its plans are not looked at.
+        cohort: Any round's cohort. Its plans are not used.
         specs: The algorithm's plans.
         num_examples: Train examples of a round's clients, on average.
     """
@@ -99,7 +100,7 @@ def work_of(
     cohorts: types.Cohort,
     execution: types.Execution,
 ) -> Work:
-    """What each round of a window costs; leaves [T, ...], of one seed."""
+    """The cost of each round of a window; leaves [T, ...], for one seed."""
     updates = cohorts.row_mask.sum(1)
     samples, executed, steps, executed_steps = np.zeros((4, len(updates)), np.int64)
     owned = planner.owned(seed_index, cohorts.client_id)
@@ -118,15 +119,15 @@ class Simulation:
     """A run that is advanced and evaluated: its state, round and counters.
 
     Attributes:
-        rounds: In all; a caller may raise it.
+        rounds: The total, which a caller may raise.
         totals: The counters so far.
-        compile_seconds: Spent on compiling, and on the initial state.
-        while_compiling: Gives what is entered while something is compiled, so that a
-            caller can say so.
-        calls: The variants, by call of the program: on accelerators all seeds in one,
-            or of a sweep all points of a seed, which share its plans; on a CPU one by
-            one, where a loop over them inside the program would copy the state in every
-            round.
+        compile_seconds: Time spent on compiling and on the initial state.
+        while_compiling: Returns a context that is entered while something is compiled,
+            so that a caller can show it.
+        calls: The variants, by call of the program. On accelerators all seeds are in
+            one call, or of a sweep all points of a seed, which share its plans. On a
+            CPU each variant is a call, because a loop over them inside the program
+            would copy the state in every round.
     """
 
     def __init__(
@@ -139,15 +140,15 @@ class Simulation:
         rounds: int,
         points: Sequence[Mapping[str, float]] = ({},),
     ):
-        """Prepares a run; computes nothing yet.
+        """Prepares a run without computing anything yet.
 
         Args:
             program: From `program.build`.
-            data: Tables whose `partition` has a leading axis of seeds.
+            data: Tables with a `partition` that has a leading axis of seeds.
             planner: Cohorts and plans.
             seeds: The seeds.
-            execution: For the account of padding, and where arrays live.
-            rounds: Rounds in all; nothing is planned for later ones.
+            execution: For the account of padding, and the placement of arrays.
+            rounds: Total number of rounds. Nothing is planned for later ones.
             points: Of a sweep, the numbers that each has instead of the program's own.
         """
         self.program, self.planner, self.execution = program, planner, execution
@@ -187,8 +188,8 @@ class Simulation:
             planner.drawn(0, 0), program.algorithm.plans, planner.round_examples
         )
         self._window: Window | None = None
-        # Of a few rounds less than there may be, so that it is full before these are
-        # reached. Only grows: plans of another size are another program.
+        # Room for a few rounds less than the longest window, so that it is full before
+        # these are reached. It only grows, since another size is another program.
         self._capacity = planner.capacity(self._length - self._length // 8)
         self._rounds_per_call = 1
 
@@ -201,7 +202,7 @@ class Simulation:
     def state(self) -> types.RoundState | None:
         """The stacked RoundState (leading axis: variants); None before `start`.
 
-        The next call takes its buffers: copy what is to be kept.
+        The next call reuses its buffers, so copy what is to be kept.
         """
         for call in self.calls:
             call.settle(self.totals)
@@ -212,7 +213,7 @@ class Simulation:
 
     @property
     def joined(self) -> Any:
-        """`state` as what is saved and hashed: seeds are joined without a copy."""
+        """`state` as it is saved and hashed: seeds are joined without a copy."""
         for call in self.calls:
             call.settle(self.totals)
         states = [call.state for call in self.calls]
@@ -261,10 +262,10 @@ class Simulation:
 
         Args:
             round: Rounds done.
-            state: As `state` was.
-            totals: As `totals` was.
-            compile_seconds: As it was.
-            metrics: As `metrics` was.
+            state: The earlier `state`.
+            totals: The earlier `totals`.
+            compile_seconds: The earlier `compile_seconds`.
+            metrics: The earlier `metrics`.
         """
         self.totals, self.compile_seconds = totals, compile_seconds
         for call in self.calls:
@@ -272,15 +273,15 @@ class Simulation:
             call.load(round, self._place(own), metrics)
 
     def advance_to(self, stop: int) -> None:
-        """Runs until `stop` rounds are done; does nothing if they are already."""
+        """Runs until `stop` rounds are done. Does nothing if they already are."""
         while self.round < stop:
             self.advance(stop)
 
     def advance(self, stop: int) -> None:
-        """Runs one call of about `CALL_SECONDS`, of no round behind `stop`.
+        """Runs one call of about `CALL_SECONDS`, not beyond round `stop`.
 
         The state is whole when it returns: between two calls a caller may save, or stop
-        and go on later. Plans of the next window are made while the device computes.
+        and continue later. Plans of the next window are made while the device computes.
         """
         self.start()
         for call in self.calls:
@@ -291,7 +292,7 @@ class Simulation:
         window, ahead, seconds = self._current_window(begin, stop), None, 0.0
         until = min(begin + self._rounds_per_call, stop, window.end)
         for index, call in enumerate(self.calls):
-            # A call is ahead where an exception came between two of them.
+            # A call is ahead if an exception came between two of them.
             if call.round >= until:
                 continue
             first, count = call.round - window.first, until - call.round
@@ -315,7 +316,7 @@ class Simulation:
             finally:
                 call.settle(self.totals)
             seconds += time.perf_counter() - started
-        # All must run calls of one length.
+        # All processes must run calls of the same length.
         seconds = execution_lib.agreed(seconds)
         self.totals.seconds += seconds
         self._window = ahead or window
@@ -323,13 +324,13 @@ class Simulation:
         self._rounds_per_call = max(1, int(CALL_SECONDS / per_round))
 
     def _current_window(self, round: int, stop: int) -> Window:
-        """The window that holds the plans of `round`, made now if need be."""
+        """The window that holds the plans of `round`, made now if necessary."""
         if self._window is None or not self._window.first <= round < self._window.end:
             self._window = self._plan(round, stop)
         return self._window
 
     def evaluate(self) -> list[tuple[dict[str, float], np.ndarray | None]]:
-        """Metrics of the state as it is, one (metrics, accuracies) pair per variant.
+        """The metrics of the present state, one (metrics, accuracies) pair per variant.
 
         Returns:
             Fractions 0..1 by name with the last round's own metrics and the bytes so
@@ -357,18 +358,19 @@ class Simulation:
     def _compiled(
         self, function: program_lib.Compiled, args: tuple
     ) -> tuple[Callable, float]:
-        """`function.ahead`, and the caller knows where it takes time."""
+        """`function.ahead`, then a wait for all processes if it compiled."""
         found = function.ahead(*args, while_compiling=self.while_compiling)
         if found[1]:
-            # Processes compile for themselves; a program's first collective waits half
-            # a minute for the others, this as long as it takes.
+            # Each process compiles separately. A program's first collective waits half
+            # a minute for the others, this waits as long as it takes.
             execution_lib.wait_for_all("compiled")
         return found
 
     def _plan(self, first: int, stop: int) -> Window:
         """The window that begins with round `first`, on the device.
 
-        As many rounds as there is room for; a round that needs more makes room.
+        It has as many rounds as there is room for. A round that needs more room gets
+        it.
         """
         every = range(len(self.seeds))
         count, needed = self._fitting(first, max(self.rounds, stop) - first)
@@ -396,7 +398,7 @@ class Simulation:
         return [variant // points for variant in call.variants]
 
     def _fitting(self, first: int, most: int) -> tuple[int, int]:
-        """(rounds from `first` on for which there is room, examples of one more)."""
+        """(rounds from `first` on for which there is room, examples with one more)."""
         needed = np.zeros(1, np.int64)
         for count in range(min(self._length, most)):
             needed = needed + np.stack(
@@ -410,14 +412,14 @@ class Simulation:
         return min(self._length, most), 0
 
     def plan_bytes(self) -> float:
-        """Bytes of plans a round for one seed, in a window as full as it can be."""
+        """Bytes of plans per round for one seed, in a window as full as possible."""
         count, _ = self._fitting(0, self._length)
         count = max(count, 1)
         window = self.planner.window(0, 0, count, self._length, self._capacity)
         return sum(leaf.nbytes for leaf in jax.tree.leaves(window.plans)) / count
 
     def _place_window(self, cohorts: types.Cohort) -> types.Cohort:
-        """As `_place`, but each device gets the plans of its own rows alone."""
+        """Like `_place`, but each device gets only the plans of its own rows."""
         by_device = execution_lib.by_device(self.execution)
         positions = {
             name: execution_lib.place(plan.position, by_device)
@@ -434,7 +436,7 @@ class Simulation:
         return placed.replace(plans=plans)
 
     def _place(self, tree: Any) -> Any:
-        """Where tables and states live; every call sees the same types then."""
+        """Puts tables and states where they live, so that all calls see equal types."""
         return execution_lib.place(tree, execution_lib.replicated(self.execution))
 
 

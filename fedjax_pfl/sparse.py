@@ -1,4 +1,4 @@
-"""Masks of single entries: where the largest of a model are, and what they weigh."""
+"""Masks of single entries: the largest entries of a model, and their size in bytes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ BITS = 32
 
 
 def largest(score: Any, count: int | jax.Array, among: Any = None) -> Any:
-    """Where the `count` largest of all entries of a pytree are.
+    """A mask of the `count` largest of all entries of a pytree.
 
     The bit pattern of the smallest of them is found bit by bit: 32 counts, no sort.
 
     Args:
         score: Leaves f32[...], not negative.
         count: How many, int or int32[].
-        among: Which of them may be chosen, bool leaves of the same shapes with at least
-            `count` True; None = all.
+        among: The entries that may be chosen, bool leaves of the same shapes with at
+            least `count` True; None = all.
 
     Returns:
         bool leaves [...], exactly `count` of them True; of equal ones the first.
     """
     leaves, structure = jax.tree.flatten(score)
-    # Floats that are not negative are ordered as their bits are.
+    # Floats that are not negative have the same order as their bits.
     order = jax.lax.bitcast_convert_type(_flat(leaves), jnp.uint32)
     if among is not None:
         order = jnp.where(_flat(jax.tree.leaves(among)), order + 1, 0)
@@ -48,10 +48,10 @@ def _flat(leaves: list[jax.Array]) -> jax.Array:
 
 
 def only(mask: Any, tree: Any) -> Any:
-    """The entries of `mask`, 0 elsewhere; bool leaves of the same shapes."""
+    """The entries of `mask`, and 0 elsewhere; bool leaves of the same shapes."""
     return jax.tree.map(lambda m, leaf: jnp.where(m, leaf, 0), mask, tree)
 
 
 def bitmap_bytes(num_entries: int) -> int:
-    """Bytes of a mask of that many entries: a bit for each."""
+    """Bytes of a mask of that many entries, with one bit for each."""
     return -(-num_entries // 8)

@@ -1,4 +1,4 @@
-"""Pytrees stacked along a leading axis: take, put, repeat and choose their rows."""
+"""Pytrees stacked along a leading axis: take, put, repeat and select their rows."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import jax.numpy as jnp
 
 
 def take(tree: Any, row: jax.Array) -> Any:
-    """Rows `row` int32[C] of leaves [K, ...]; padding rows (K) read the last."""
+    """Rows `row` int32[C] of leaves [K, ...]. Padding (K) reads the last row."""
     return jax.tree.map(lambda leaf: jnp.take(leaf, row, axis=0, mode="clip"), tree)
 
 
 def put(tree: Any, row: jax.Array, values: Any) -> Any:
-    """Writes `values` [C, ...] into rows `row`; padding rows (K) are dropped."""
+    """Writes `values` [C, ...] into rows `row`. Padding (K) is dropped."""
     return jax.tree.map(
         lambda leaf, value: leaf.at[row].set(value, mode="drop"), tree, values
     )
 
 
 def repeat(tree: Any, count: int) -> Any:
-    """`count` equal rows: leaves [...] become [count, ...], in buffers of their own."""
+    """`count` equal rows: leaves [...] become [count, ...], in separate buffers."""
     return jax.tree.map(lambda leaf: jnp.repeat(leaf[None], count, axis=0), tree)
 
 
 def where(mask: jax.Array, new: Any, old: Any) -> Any:
-    """Row-wise choice: `new` where `mask` bool[C], else `old`; leaves [C, ...]."""
+    """Row-wise choice: `new` where `mask` bool[C], else `old`, for leaves [C, ...]."""
     return jax.tree.map(lambda n, o: jnp.where(column(mask, n), n, o), new, old)
 
 
 def column(values: jax.Array, leaf: jax.Array) -> jax.Array:
-    """`values` [C] shaped [C, 1, ...], to broadcast against `leaf` [C, ...]."""
+    """`values` [C] reshaped to [C, 1, ...], to broadcast against `leaf` [C, ...]."""
     return values.reshape(-1, *(1,) * (leaf.ndim - 1))
 
 

@@ -1,4 +1,4 @@
-"""Bytes of messages. Counts travel as small integers; the host multiplies in int64."""
+"""Bytes of messages. Counts are small integers that the host multiplies in int64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def stages_both_ways(task: types.Task, model: types.Model) -> tuple:
 def stages_sent(
     model: types.Model, down: jax.Array, up: jax.Array
 ) -> dict[str, jax.Array]:
-    """Counts of `stages_both_ways`: the stages each row gets and gives, bool[C, L]."""
+    """Counts of `stages_both_ways`, from the stages that each row gets and sends.
+
+    `down` and `up` are bool[C, L].
+    """
     return {
         f"{name} {way}": held[:, stage]
         for way, held in (("down", down), ("up", up))
@@ -53,7 +56,7 @@ def counted(
 
     Args:
         sent: Messages by the kind's name: int32[C], or one number for every row.
-        kinds: Kinds of the algorithm; others in `sent` are not counted.
+        kinds: Kinds of the algorithm. Others in `sent` are not counted.
         row_mask: bool[C].
 
     Raises:

@@ -1,4 +1,4 @@
-"""Every type that the engine, the algorithms, the models and the data share.
+"""The types that the engine, the algorithms, the models and the data share.
 
 Dimension letters used in all docstrings:
 
@@ -7,9 +7,9 @@ Dimension letters used in all docstrings:
     M served models     U rows of the union of all clients' test rows
     D embedding width
 
-Parameters are a tuple with one pytree per stage, in forward order, so that a
-boundary between layers is an index. Statistics (running means and the like) are
-a tuple of the same length; a stage without any has an empty dict.
+Parameters are a tuple with one pytree per stage, in forward order, so that a boundary
+between layers is an index. Statistics (running means and the like) are a tuple of the
+same length, in which a stage without any has an empty dict.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flax import struct
 from fedjax_pfl import execution, rng, stacked
 from fedjax_pfl.execution import Execution
 
-# In train mode running statistics move by this share towards those of the batch.
+# In train mode running statistics move by this fraction towards those of the batch.
 STATS_MOMENTUM = 0.1
 
 Params = tuple[Any, ...]
@@ -33,7 +33,7 @@ Stats = tuple[Any, ...]
 
 
 class Variables(NamedTuple):
-    """A model's arrays; many of them stack along a leading axis.
+    """A model's arrays, or those of many models stacked along a leading axis.
 
     `params` and `stats` are tuples with one pytree per stage.
     """
@@ -46,27 +46,26 @@ class Model(NamedTuple):
     """A chain of named stages.
 
     Attributes:
-        name: What a user types for `--model`.
+        name: The value of `--model`.
         stage_names: One name per stage, length L.
-        init: `(key, x) -> (params, stats)`; `x` is f32[B, ...], only its shape
-            matters.
+        init: `(key, x) -> (params, stats)`. Of `x` f32[B, ...] only the shape matters.
         forward: `(params, stats, h, *, sample_mask=None, start=0, stop=None,
             train=False, key=None, held=None) -> (out, stats)`. Runs the stages
-            `start..stop-1` on `h`, the output of stage `start - 1`. `out` is the
-            output of the last stage run, or, for a model with exits, the tuple of
-            the outputs of all exits passed. `sample_mask` bool[B] marks the real
-            samples (for statistics); `key` is needed if `train` and the model has
-            dropout. `held` bool[L]: a stage that is not held gets zeros, so that
-            nothing of it, not even nan, comes back into the stages below.
+            `start..stop-1` on `h`, the output of stage `start - 1`. `out` is the output
+            of the last stage that runs or, for a model with exits, the tuple of the
+            outputs of all exits passed. `sample_mask` bool[B] marks the real samples
+            (for statistics). `key` is needed if `train` and the model has dropout.
+            `held` bool[L]: a stage that is not held gets zeros, so that nothing of it,
+            not even nan, reaches the stages below.
         has_exits: Whether stages carry exits (`params[i]["exit"]`).
-        answer: Of a model with exits, the output that serves: `ensemble` (the mean of
-            all exits' logits) or `last`.
-        at_width: `(rate, scaler=1.0) -> Model`, the same with every hidden width times
-            `rate`, rounded up, and as many classes, whose parameters and statistics
-            have the shapes of leading slices of this one's; None = it has no such form.
-            `scaler` is HeteroFL's, a number that may be traced: in train mode what a
-            convolution gives to its norm is divided by it, but for the convolutions of
-            shortcuts; in eval mode nothing is.
+        answer: Which output serves, for a model with exits: `ensemble` (the mean of all
+            exits' logits) or `last`.
+        at_width: `(rate, scaler=1.0) -> Model`, the same model with every hidden width
+            times `rate`, rounded up, and as many classes. Its parameters and statistics
+            have the shapes of leading slices of this one's. None means that there is no
+            such form. `scaler` is HeteroFL's, a number that may be traced: in train
+            mode what a convolution passes to its norm is divided by it, except in the
+            convolutions of shortcuts. In eval mode nothing is divided.
     """
 
     name: str
@@ -94,7 +93,7 @@ def truncated(model: Model, level: int) -> Model:
 
 
 class Task(NamedTuple):
-    """All that an algorithm may know of the problem; never the data set's name.
+    """All that an algorithm may use of the problem, without the data set's name.
 
     Attributes:
         server_model: The architecture of the server's model.
@@ -106,7 +105,8 @@ class Task(NamedTuple):
             by sample.
         example_shape: Shape of one example, such as (28, 28, 1).
         execution: See `Execution`.
-        num_levels: Levels at which clients hold a model; 1 = all hold the same.
+        num_levels: Capacity levels of the clients; 1 means that all hold the whole
+            model.
     """
 
     server_model: Model
@@ -146,12 +146,12 @@ class Task(NamedTuple):
         if self.client_model.name != self.server_model.name:
             raise ValueError(
                 f"--client_model={self.client_model.name}: this algorithm shares one "
-                f"model, --model={self.server_model.name}; leave --client_model away"
+                f"model, --model={self.server_model.name}; omit --client_model"
             )
         return self.server_model
 
     def init(self, model: Model, key: jax.Array) -> Variables:
-        """The common initialisation: whoever has `model` starts from this.
+        """The common initialisation, from which every holder of `model` starts.
 
         `key` is the run's root key.
         """
@@ -165,7 +165,7 @@ class Task(NamedTuple):
 
 @struct.dataclass
 class ClientRows:
-    """Rows of the example table in client order, flat: costs what its rows cost.
+    """Rows of the example table in client order, flat: memory is that of the rows.
 
     `row` int32[N] (-1 = padding), `start` and `count` int32[K]: client k owns
     `row[start[k] : start[k] + count[k]]`.
@@ -176,24 +176,24 @@ class ClientRows:
     count: jax.Array
 
     def owner(self) -> jax.Array:
-        """int32[N]: the client of each row; K where no client owns it."""
+        """int32[N]: the client of each row, or K for unowned rows."""
         index = jnp.arange(self.row.shape[0])
         owner = jnp.searchsorted(self.start, index, side="right") - 1
         owned = index < jnp.take(self.start + self.count, owner, mode="clip")
         return jnp.where(owned, owner, self.start.shape[0])
 
     def of(self, client_id: jax.Array) -> Callable[[jax.Array], jax.Array]:
-        """From positions among a client's rows to rows of the example table."""
+        """The function from positions among a client's rows to rows of the table."""
         start = jnp.take(self.start, client_id, mode="clip")
         return lambda position: jnp.take(self.row, start + position, mode="clip")
 
 
 @struct.dataclass
 class Partition:
-    """Who owns what. The only part of the data that differs between seeds.
+    """The rows of each client. Only this part of the data differs between seeds.
 
-    `test.row` is the union of all test rows; with the official split no client
-    owns any of it (`test.count == 0`). `proxy` is int32[P], -1 = padding.
+    `test.row` is the union of all test rows. With the official split no client owns any
+    of it (`test.count == 0`). `proxy` is int32[P], -1 = padding.
     """
 
     train: ClientRows
@@ -203,10 +203,10 @@ class Partition:
 
 @struct.dataclass
 class Data:
-    """Device tables; an argument of every round, never a closure.
+    """Tables on the device. They are an argument of every round, never a closure.
 
-    `image` [N, ...] stays uint8 (or the user's float) on the device and is
-    normalised when gathered: `(image - mean) * scale`. `label` is int32[N].
+    `image` [N, ...] stays uint8 (or the user's float) on the device and is normalised
+    when gathered: `(image - mean) * scale`. `label` is int32[N].
     """
 
     image: jax.Array
@@ -218,7 +218,7 @@ class Data:
     def gather(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Normalised images f32[..., *example_shape] and labels int32[...].
 
-        Negative rows (padding) give row 0; mask them.
+        Negative rows (padding) give row 0 and must be masked.
         """
         rows = jnp.maximum(rows, 0)
         image = jnp.take(self.image, rows, axis=0, mode="clip").astype(jnp.float32)
@@ -234,7 +234,7 @@ class Data:
 
 
 class PlanSpec(NamedTuple):
-    """A step plan that an algorithm wants: epochs over the client's train rows."""
+    """A step plan that an algorithm asks for: epochs over the client's train rows."""
 
     name: str
     epochs: int
@@ -243,16 +243,16 @@ class PlanSpec(NamedTuple):
 
 @struct.dataclass
 class Plan:
-    """Which samples in which step, for the clients of a cohort.
+    """Which samples are used in which step, for the clients of a cohort.
 
-    A client goes through its rows in shuffled order, epoch after epoch; the last batch
+    A client goes through its rows in shuffled order, epoch after epoch. The last batch
     of an epoch may be short.
 
     Attributes:
-        position: int32[D, R], for each of D devices the positions (indices of a
+        position: int32[D, R], for each of D devices the positions (indices among a
             client's own rows) in all epochs of all clients that it computes, one after
-            another and nothing between them. Of one client: int32[R].
-        first: int32[C], where a row's positions begin in its device's.
+            another without padding. For one client: int32[R].
+        first: int32[C], where a row's positions begin within those of its device.
         num_rows: int32[C], positions of one epoch; 0 on padding rows.
         num_steps: int32[C], steps to take, at most those of all epochs.
         batch_size: B, static.
@@ -265,25 +265,26 @@ class Plan:
     batch_size: int = struct.field(pytree_node=False)
 
     def split(self) -> tuple[Plan, jax.Array]:
-        """(leaves [C, ...], leaves [D, ...]): what goes with rows and with devices."""
+        """(leaves [C, ...], leaves [D, ...]): the parts per row and per device."""
         return self.replace(position=()), self.position
 
     def joined(self, position: jax.Array) -> Plan:
-        """One client's plan: a row of `split`'s first, and its device's of the second.
+        """One client's plan: a row of `split`'s first part with its device's positions.
 
-        A plan with leaves [C], with the positions of one device, is that of its rows.
+        A plan with leaves [C] joined with the positions of one device is that of its
+        rows.
         """
         return self.replace(position=position)
 
     def of_row(self, row: jax.Array) -> Plan:
-        """The plan of one row int32[] of the cohort, wherever it is computed."""
+        """The plan of one row int32[] of the cohort, whichever device computes it."""
         rows, position = self.split()
         device = row // (self.first.shape[0] // position.shape[0])
         one = jax.tree.map(lambda leaf: jnp.take(leaf, row, mode="clip"), rows)
         return one.joined(jnp.take(position, device, axis=0, mode="clip"))
 
     def known_everywhere(self, how: Execution) -> Plan:
-        """The same with all positions on every device: before a loop over `of_row`."""
+        """The same plan with all positions on every device, for loops over `of_row`."""
         if how.mesh is None:
             return self
         here = execution.replicated(how)
@@ -292,7 +293,8 @@ class Plan:
     def step(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(positions int32[B], epoch int32[]) of one client's step.
 
-        -1 where a batch is short, and in all of a step behind the client's last.
+        Positions are -1 where a batch is short, and in every step after the client's
+        last.
         """
         per_epoch = jnp.maximum(-(-self.num_rows // self.batch_size), 1)
         epoch = index // per_epoch
@@ -305,7 +307,7 @@ class Plan:
 
 @struct.dataclass
 class WindowPlan:
-    """The plans of several rounds as the host sends them: costs what its rows cost.
+    """The plans of several rounds as the host sends them, without padding.
 
     `position` int32[D, R] as in `Plan`, of all rounds one after another; `first`
     int32[T, C]; `epochs` and `batch_size` are static.
@@ -325,18 +327,19 @@ class WindowPlan:
 
 
 class PeerSpec(NamedTuple):
-    """The peers that a decentralised algorithm wants for each client of a round.
+    """The peers that a decentralised algorithm asks for, for each client of a round.
 
-    Peers are slots of `RoundState.clients`: who is pulled from, not necessarily in the
-    round itself. A graph is directed, and a client may have no peer in it.
+    Peers are slots of `RoundState.clients` from which a client pulls. They need not
+    take part in the round themselves. A graph is directed, and a client may have no
+    peer in it.
 
     Attributes:
-        num_peers: How many for each, at most.
+        num_peers: Peers of each client, at most.
         topology: The kind of graph, a key of `decentralized.TOPOLOGIES`.
         edge_probability: Of each edge of an `erdos_renyi` graph.
         adjacency: The path of a `file` graph.
         is_fixed: Whether the graph of round 0 is that of every round.
-        draw: A graph of one's own instead: `(seed, round, client int[C], num_clients,
+        draw: A custom graph instead: `(seed, round, client int[C], num_clients,
             num_peers) -> (peers int[C, P], mask bool[C, P])`, on the host, a pure
             function that names its draws by seed, round and client.
     """
@@ -351,12 +354,12 @@ class PeerSpec(NamedTuple):
 
 @struct.dataclass
 class Cohort:
-    """The clients of one round: a table of integers.
+    """The clients of one round, as a table of integers.
 
-    `client_id` int32[C] (K on padding rows); `row` int32[C], the client's slot in the
-    private rows of its group (K on padding rows, past the end of any); `row_mask`
-    bool[C]; `level` int32[C], the largest level that a client holds; `peers` int32[C,
-    P], slots as `row`, where `peer_mask` bool[C, P]; `plans` by name.
+    `client_id` int32[C] (K on padding); `row` int32[C], the client's slot in the
+    private rows of its group (K on padding, past the end of any group); `row_mask`
+    bool[C]; `level` int32[C], the capacity level that a client holds; `peers` int32[C,
+    P], slots like `row`, valid where `peer_mask` bool[C, P]; `plans` by name.
 
     A window of cohorts has leaves [T, ...], and each plan of T rounds as a
     `WindowPlan`.
@@ -386,13 +389,13 @@ class Cohort:
 
 @struct.dataclass
 class RoundState:
-    """Everything a resumed run needs; saved whole.
+    """Everything that a resumed run needs. It is saved whole.
 
     `server` is any pytree; `clients` has leaves [K, ...] (one such tree per group,
     where there are several architectures) and holds only what stays private between
-    rounds; `key` is the root key; `round` int32[] counts rounds done; `opt_state` are
-    the clients' persistent optimizer states, stacked as `clients`, or (). The engine
-    makes and keeps these; no algorithm needs to mention them.
+    rounds; `key` is the root key; `round` int32[] counts the rounds done; `opt_state`
+    holds the clients' persistent optimizer states, stacked as `clients`, or (). The
+    engine creates and stores these, so that algorithms need not mention them.
     """
 
     server: Any
@@ -403,7 +406,7 @@ class RoundState:
 
     @classmethod
     def first(cls, server: Any, clients: Any, key: jax.Array) -> RoundState:
-        """The state before round 0; no array in it twice, since it is donated."""
+        """The state before round 0, in which no array may occur twice (donation)."""
         return cls(server, clients, key, jnp.zeros((), jnp.int32))
 
     def after(
@@ -426,10 +429,10 @@ class RoundState:
 class Serving:
     """A group of models, and the clients that each of them serves.
 
-    Entry m serves client `client_id[m]` (int32[M]) where `mask` bool[M]. Its model is
-    row m of `own` (Variables with leaves [M, ...]); or `build(shared, row)`, which is
-    called where the model is needed, so that never all of them exist at once; or, with
-    `own` None, the one that serves them all: `shared`. `model` and `build` are static.
+    Entry m serves client `client_id[m]` (int32[M]) where `mask` bool[M] is True. Its
+    model is row m of `own` (Variables with leaves [M, ...]), or `build(shared, row)`,
+    called where the model is needed so that the models never all exist at once. With
+    `own` None the model `shared` serves them all. `model` and `build` are static.
     """
 
     own: Any
@@ -481,31 +484,33 @@ class MessageKind(NamedTuple):
 class Algorithm(NamedTuple):
     """A federated algorithm as pure functions.
 
-    They are traced with the float options as tracers: branch on strings, integers and
+    They are traced with the float options as tracers. Branch on strings, integers and
     `options.is_off(x)`, never on `x > 0`.
 
     Attributes:
-        plans: The step plans it wants.
-        init: `(data, key) -> RoundState`; no buffer is used twice (donation).
-        round: `(state, cohort, data) -> (state, metrics, sent)`; metrics are (sum,
-            count) pairs of scalars, `sent` says how many messages each row exchanged:
-            {kind's name: int32[C] or one number}. Private rows are read and written at
-            `cohort.row` only.
-        messages: The kinds of messages; others in `sent` are not counted.
-        server: `(state, data) -> {name: (model, variables)}`, the server's models; each
-            gives the metric `<name>_accuracy`. None = there is none.
-        serving: `(state, cohort, data) -> tuple[Serving, ...]`; `cohort` is the next
-            round's, without plans. None = the server's first model serves everybody.
-        trained: As `serving`, the models as each client's last training left them: the
-            metric `trained_accuracy`. Of methods whose clients keep models that differ
-            from those that serve, or that are compared with such.
-        peers: The peers drawn for each row of a cohort (decentralised methods).
+        plans: The step plans that the algorithm asks for.
+        init: `(data, key) -> RoundState`, in which no buffer is used twice (donation).
+        round: `(state, cohort, data) -> (state, metrics, sent)`. Metrics are (sum,
+            count) pairs of scalars. `sent` counts the messages that each row
+            exchanged: {kind's name: int32[C] or one number}. Private rows are read and
+            written at `cohort.row` only.
+        messages: The kinds of messages. Others in `sent` are not counted.
+        server: `(state, data) -> {name: (model, variables)}`, the server's models, each
+            of which gives the metric `<name>_accuracy`. None = there is none.
+        serving: `(state, cohort, data) -> tuple[Serving, ...]`, the personalized
+            models. `cohort` is the next round's, without plans. None = the server's
+            first model serves all clients.
+        trained: Like `serving`, the models as each client's last training left them,
+            which give the metric `trained_accuracy`. It is for methods whose clients
+            keep models that differ from those that serve, and for methods that are
+            compared with such.
+        peers: The peers drawn for each client of a cohort (decentralised methods).
         ships_proxy: Whether every client gets the proxy set, once: empty = no,
             `labelled` or `unlabelled`.
-        shares: Which metrics of `round` are shares, shown in percent as accuracies are;
-            the others are numbers.
-        trains: Shapes of the parameters that a client trains, for the optimizer states
-            that persist; None = those of its model.
+        shares: The metrics of `round` that are fractions and shown in percent, as
+            accuracies are. The others are plain numbers.
+        trains: Shapes of the parameters that a client trains, for the persistent
+            optimizer states; None = those of its model.
         by_architecture: Whether private rows and optimizer states are tuples by
             architecture (`each_client.update_by_architecture`).
     """
@@ -528,7 +533,7 @@ class Algorithm(NamedTuple):
     def serving_groups(
         self, state: RoundState, cohort: Cohort, data: Data, num_clients: int
     ):
-        """Who serves whom: `serving`, or the server's first model for all."""
+        """The `serving` groups, or one in which the server's first model serves all."""
         if self.serving is not None:
             return self.serving(state, cohort, data)
         model, variables = next(iter(self.server(state, data).values()))

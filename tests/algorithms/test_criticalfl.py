@@ -282,7 +282,7 @@ def test_traffic_of_a_run(blobs):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"topology": "ring"}, "--topology=ring: criticalfl .* leave it away"),
+        ({"topology": "ring"}, "--topology=ring: criticalfl .* omit it"),
         ({"num_peers": 4}, "--num_peers=4: .* 3 of --num_clients=5; lower it"),
         ({"edge_probability": 0.5}, "--edge_probability=0.5 has no effect"),
     ],

@@ -898,8 +898,8 @@ def test_exclusive_learning(toy):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"level_mix": "1:1"}, "--level_mix=1:1 has 2 levels, --model=stacked 3;"),
-        ({"level_mix": "1"}, "--level_mix=1 has 1 levels, --model=stacked 3;"),
+        ({"level_mix": "1:1"}, "--level_mix=1:1 has 2 levels, --model=stacked has 3;"),
+        ({"level_mix": "1"}, "--level_mix=1 has 1 levels, --model=stacked has 3;"),
         ({"level_mix": "1:1:1", "max_level": 4}, "--max_level=4: .* 3 levels"),
         ({"h_denominator": "holders"}, "--h_denominator=holders: .*all, capable"),
         ({"feddyn_alpha": -0.1}, "--feddyn_alpha=-0.1: expected at least 0"),

@@ -720,7 +720,7 @@ def test_bytes_of_the_papers_models(name):
         ({"min_layer": 9}, "--min_layer=9: --model=conv has 4 layers"),
         ({"first_layer": 5}, "--first_layer=5: --model=conv has 4 layers"),
         ({"first_layer": 2, "min_layer": 3}, "--min_layer=3 .*--first_layer=2.*lower"),
-        ({"drop_every": 0, "min_layer": 2}, "--min_layer=2 .*--drop_every=0; leave"),
+        ({"drop_every": 0, "min_layer": 2}, "--min_layer=2 .*--drop_every=0; omit"),
         ({"transfer": "mse", "temperature": 2.0}, "--temperature=2.0 .*--transfer=mse"),
     ],
 )

@@ -200,7 +200,7 @@ def test_momentum_distillation(problem):
         (
             None,
             {"level_mix": "1:1"},
-            "--level_mix=1:1 has 2 levels, --model=with_exits 3",
+            "--level_mix=1:1 has 2 levels, --model=with_exits has 3",
         ),
     ],
 )

@@ -239,7 +239,7 @@ def test_who_cannot_hold_it_is_not_drawn():
     ]
     + [
         ({"level_mix": "1:9999999"}, "--level_mix=1:9999999: expected whole numbers"),
-        ({"level_mix": "0:0:0"}, "--level_mix=0:0:0 gives nobody a level"),
+        ({"level_mix": "0:0:0"}, "--level_mix=0:0:0 gives no client a level"),
         ({"max_level": 5}, "--max_level=5: --level_mix=1:1:1:1 has 4 levels; lower"),
         ({"max_level": 2, "level_mix": "1"}, "--max_level=2: --level_mix=1 has 1 lev"),
         ({"exclusive": True, "levels": "dynamic"}, "--exclusive .*--levels=fixed"),
@@ -276,9 +276,8 @@ def test_levels_of_a_model():
     with pytest.raises(ValueError, match="--model=plain has one exit, --level_mix=1:1"):
         levels.truncated(of(level_mix="1:1"), plain)
     for model, wrong, count in ((deep, "1:1", 3), (deep, "1", 3)):
-        with pytest.raises(
-            ValueError, match=f"--level_mix={wrong} has .*--model={model.name} {count};"
-        ):
+        words = f"--level_mix={wrong} has .*--model={model.name} has {count};"
+        with pytest.raises(ValueError, match=words):
             levels.truncated(of(level_mix=wrong), model)
     for given, flag in (
         ({"exclusive": True}, "--exclusive"),

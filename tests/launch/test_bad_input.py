@@ -135,7 +135,11 @@ def toys(monkeypatch):
     [
         (
             ["--level_mix=1:1"],
-            ["--level_mix=1:1 has 2 levels", "--model=with_exits 3", "as many parts"],
+            [
+                "--level_mix=1:1 has 2 levels",
+                "--model=with_exits has 3",
+                "as many parts",
+            ],
         ),
         (
             ["--exclusive", "--clients_per_round=3"],
@@ -155,7 +159,7 @@ def toys(monkeypatch):
             [
                 "--client_model=narrow",
                 "--model=with_exits",
-                "leave --client_model away",
+                "omit --client_model",
             ],
         ),
         (["--image_size=7"], ["--image_size=7", "[8, 8, 1]", "at least 8"]),
