@@ -117,5 +117,5 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         client_update,
         own=first,
         serving=serving,
-        trains=joined(start, first(start)).params,
+        opt_state=lambda fresh: fresh(joined(start, first(start)).params),
     )

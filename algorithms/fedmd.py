@@ -165,7 +165,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         here = cohort, data
         key = rng.stream(state.key, rng.Tag.PUBLIC, state.round)
         public = public_batches(data, key)
-        groups = each_client.by_architecture(task, cohort)
+        groups = each_client.cohorts_by_architecture(task, cohort)
         private = list(map(taken, state.clients, groups))
         own = tuple(rows["own"] for rows in private)
         participations = sum(rows["participations"] for rows in private)

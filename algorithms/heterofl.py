@@ -221,14 +221,13 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         first = nothing if is_average else own.stats
         return jax.lax.fori_loop(0, count, step, first)
 
-    kinds = tuple(
-        kind
-        for name, params in zip(_names(hparams), params_at, strict=True)
-        for kind in traffic.both_ways(name, shapes.tree_bytes(params))
-    )
+    names = zip(_names(hparams), params_at, strict=True)
+    pairs = [traffic.both_ways(name, shapes.tree_bytes(size)) for name, size in names]
+    kinds = tuple(kind for pair in pairs for kind in pair)
 
     def sent(cohort: types.Cohort) -> dict[str, jax.Array]:
-        return {kind.name: cohort.level == n // 2 + 1 for n, kind in enumerate(kinds)}
+        levels_of = enumerate(pairs, start=1)
+        return {kind.name: cohort.level == n for n, pair in levels_of for kind in pair}
 
     part = levels.Submodel(cut, paste, held, kinds, sent, num_levels)
     return levels.make(

@@ -146,8 +146,17 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     kinds = traffic.both_ways("base", shapes.tree_bytes(shape))
     part = levels.Submodel(cut, paste, held, kinds, sent, levels.top(hparams))
-    own = {"init": init, "own": picked, "server": server}
-    return levels.make(hparams, task, base, part, client_update, **own)
+    return levels.make(
+        hparams,
+        task,
+        base,
+        part,
+        client_update,
+        init=init,
+        own=picked,
+        server=server,
+        opt_state=lambda fresh: stacked.repeat(fresh(shape.params), num_bases),
+    )
 
 
 def _check(hparams: HParams, task: types.Task) -> None:

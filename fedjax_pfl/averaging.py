@@ -40,7 +40,7 @@ def make(
     *,
     own: Callable[[types.Variables], Any] | None = None,
     serving: Callable[..., tuple[types.Serving, ...]] | None = None,
-    trains: types.Params | None = None,
+    opt_state: Callable[..., Any] | None = None,
 ) -> types.Algorithm:
     """An algorithm of the family as pure functions. `state.server` is its model.
 
@@ -53,7 +53,7 @@ def make(
         own: From the first model to the private row of each client before round 0,
             which arrives as `client.own`. None = clients keep nothing.
         serving: As in `types.Algorithm`; None = the server's model serves all clients.
-        trains: As in `types.Algorithm`.
+        opt_state: As in `types.Algorithm`.
 
     Example:
         >>> from types import SimpleNamespace
@@ -99,5 +99,5 @@ def make(
         round=round,
         server=lambda state, data: {"global": (model, state.server)},
         serving=serving,
-        trains=trains,
+        opt_state=opt_state,
     )

@@ -88,9 +88,10 @@ class Client:
 class Trained:
     """The result of a client's local training.
 
-    `opt_state` is that of the optimizer where it persists, else (); `loss` is a (sum
-    over examples, examples) pair of the last objective; `measured` holds the results of
-    each objective's `measure`, summed over the real steps.
+    `opt_state` is that of the optimizer where it goes on, else (); `persists` says
+    whether the training began with the client's persistent state, which the engine then
+    replaces; `loss` is a (sum over examples, examples) pair of the last objective;
+    `measured` holds the results of each objective's `measure`, summed over real steps.
     """
 
     params: types.Params
@@ -98,6 +99,7 @@ class Trained:
     opt_state: Any
     loss: losses.Pair
     measured: tuple = ()
+    persists: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def variables(self) -> types.Variables:
@@ -114,7 +116,7 @@ class Trained:
         return {"train_loss": (total, count)}
 
 
-def by_architecture(task: types.Task, cohort: types.Cohort) -> tuple:
+def cohorts_by_architecture(task: types.Task, cohort: types.Cohort) -> tuple:
     """One cohort per architecture, in which rows of the others are idle padding.
 
     A chunk of idle rows costs nothing.
@@ -140,34 +142,41 @@ def update_by_architecture(
     cohort: types.Cohort,
     data: types.Data,
     *,
-    own: tuple,
-    reduce: jax.Array | None = None,
+    own: tuple | None = None,
+    reduce: Any = None,
     **given: Any,
 ) -> tuple[Any, ...]:
-    """`update` for clients that differ in architecture: `fn(client, shared, model)`.
+    """`update` for clients that differ in architecture: `fn(client, shared, model=)`.
 
     Args:
         fn: One client's update, traced once for each architecture.
         task, state, cohort, data: As in `update`. The state's private rows and
             optimizer states are tuples by architecture.
-        own: A tuple by architecture of leaves [C, ...].
+        own: A tuple by architecture of leaves [C, ...]. None = the private rows.
         reduce: As in `update`. The sums of all architectures are added.
         **given: As in `update`.
 
     Returns:
         As `update`, but (kept) is a tuple by architecture, in which only the rows of
         its own clients are meaningful.
+
+    Raises:
+        ValueError: the algorithm does not declare `by_architecture`.
     """
     every, total, states = [], (), list(state.opt_state)
-    for number, mine in enumerate(by_architecture(task, cohort)):
+    if len(states) not in (0, len(task.client_models)):
+        raise ValueError(
+            "the optimizer states are not by architecture; set "
+            "types.Algorithm(by_architecture=True)"
+        )
+    for number, mine in enumerate(cohorts_by_architecture(task, cohort)):
+        rows = state.clients[number] if state.clients else ()
+        one = state.replace(clients=rows, opt_state=states[number] if states else ())
         kept, *part, after = update(
             functools.partial(fn, model=task.client_models[number]),
-            task,
-            state.replace(opt_state=states[number] if states else ()),
-            mine,
-            data,
-            own=own[number],
-            reduce=None if reduce is None else jnp.where(mine.row_mask, reduce, 0),
+            *(task, one, mine, data),
+            own=None if own is None else own[number],
+            reduce=jax.tree.map(lambda w, m=mine: jnp.where(m.row_mask, w, 0), reduce),
             **given,
         )
         every.append(kept)
@@ -295,7 +304,7 @@ def _with_opt_states(
         return isinstance(node, Trained)
 
     nodes = filter(is_training, jax.tree.leaves(out, is_leaf=is_training))
-    found = [node.opt_state for node in nodes if jax.tree.leaves(node.opt_state)]
+    found = [node.opt_state for node in nodes if node.persists]
     if len(found) > 1:
         raise ValueError(
             "a client's update returns two trainings with a persistent optimizer "

@@ -23,6 +23,7 @@ from fedjax_pfl import (
     local_training,
     options,
     rng,
+    shapes,
     stacked,
     traffic,
     types,
@@ -286,6 +287,7 @@ def make(
     beside: Callable[[types.Variables], dict[str, Any]] | None = None,
     server_update: Callable[..., tuple[Any, Any]] | None = None,
     server: Callable[..., dict] | None = None,
+    opt_state: Callable[..., Any] | None = None,
 ) -> types.Algorithm:
     """An algorithm whose clients train submodels of the server's model.
 
@@ -309,6 +311,7 @@ def make(
             `mean` maps the clients' variables to the server's, and rows None means
             unchanged; None = the mean of what they trained.
         server: As in `types.Algorithm`; None = the global model.
+        opt_state: As in `types.Algorithm`. None = that of `model`.
     """
     begin = init or functools.partial(task.init, model)
 
@@ -342,6 +345,8 @@ def make(
 
         if server_update is None:
             new, rows = mean(trained.variables), None
+            if beside is not None:
+                new = state.server | {"model": new}
         else:
             new, rows = server_update(state.server, trained, brought, cohort, mean)
         state = state.after(cohort, rows, server=new)
@@ -353,11 +358,14 @@ def make(
     def global_model(state: types.RoundState, data: types.Data) -> dict:
         return {"global": (model, variables_of(state))}
 
+    def whole_state(fresh: Callable[[types.Params], Any]) -> Any:
+        return fresh(shapes.variables(model, task.example_shape).params)
+
     return types.Algorithm(
         plans=(local_training.plan(hparams),),
         messages=submodel.messages,
         init=first,
         round=round,
         server=server or global_model,
-        trains=jax.eval_shape(begin, jax.random.key(0)).params,
+        opt_state=opt_state or whole_state,
     )

@@ -253,7 +253,9 @@ def train(
         measured=tuple(_nothing(objective, start.params) for objective in objectives),
     )
     trained = client.run(step, first)
-    return trained if is_kept else trained.replace(opt_state=())
+    if not is_kept:
+        return trained.replace(opt_state=())
+    return trained.replace(persists=opt_state is None)
 
 
 def _nothing(objective: Objective, params: types.Params) -> Any:

@@ -45,32 +45,35 @@ def fresh(hparams: Any, params: types.Params) -> tuple:
 
 
 def persistent(hparams: Any, task: types.Task, algorithm: types.Algorithm) -> Any:
-    """All clients' optimizer states before the first round, or () where none persists.
+    """All clients' optimizer states before the first round, () if none persists.
 
     Args:
         hparams: The algorithm's options. Without `optimizer_state` none persists.
         task: The clients and their models.
-        algorithm: Defines what a client trains.
+        algorithm: Says what a client trains.
 
     Returns:
-        Leaves [K, ...]; with `Algorithm.by_architecture` a tuple of such.
+        Leaves [K, ...]. With `Algorithm.by_architecture` a tuple of such.
     """
     if getattr(hparams, "optimizer_state", "reset") == "reset":
         return ()
 
-    def states(params: types.Params, count: int) -> tuple:
-        # The first state of these optimizers depends only on shapes.
+    def begin(params: types.Params) -> tuple:
+        # The first state of these optimizers depends on shapes alone.
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
-        return stacked.repeat(fresh(hparams, zeros), count)
+        return fresh(hparams, zeros)
 
-    def of(model: types.Model) -> types.Params:
-        return shapes.variables(model, task.example_shape).params
+    def of(model: types.Model) -> tuple:
+        return begin(shapes.variables(model, task.example_shape).params)
 
     if algorithm.by_architecture:
         groups = enumerate(task.client_models)
-        return tuple(states(of(one), len(task.members(n))) for n, one in groups)
-    trains = of(task.client_model) if algorithm.trains is None else algorithm.trains
-    return states(trains, task.num_clients)
+        return tuple(
+            stacked.repeat(of(one), len(task.members(number))) for number, one in groups
+        )
+    own = algorithm.opt_state
+    one = of(task.client_model) if own is None else own(begin)
+    return stacked.repeat(one, task.num_clients)
 
 
 def apply_gradients(

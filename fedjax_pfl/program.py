@@ -160,10 +160,36 @@ def first_state(
     data: types.Data,
     key: jax.Array,
 ) -> types.RoundState:
-    """The state before round 0, with the clients' persistent optimizer states."""
+    """The state before round 0, with the clients' persistent optimizer states.
+
+    Raises:
+        ValueError: the algorithm's `init` made optimizer states itself.
+    """
     state = algorithm.init(data, key)
+    if state.opt_state != ():
+        raise ValueError(
+            "the algorithm's init makes optimizer states; leave these to the engine, "
+            "and name other parameters in types.Algorithm(opt_state=)"
+        )
     kept = optimizer.persistent(hparams, task, algorithm)
     return state.replace(opt_state=kept)
+
+
+def checked_round(algorithm: types.Algorithm, *given: Any) -> tuple:
+    """`algorithm.round`, whose clients must continue their optimizer states.
+
+    Raises:
+        ValueError: no training of the round was returned to the engine.
+    """
+    before, (state, metrics, sent) = given[0].opt_state, algorithm.round(*given)
+    pairs = zip(*map(jax.tree.leaves, (before, state.opt_state)), strict=True)
+    if jax.tree.leaves(before) and all(new is old for new, old in pairs):
+        raise ValueError(
+            "--optimizer_state=persist: the round keeps no optimizer state; let the "
+            "function of each_client.update return what local_training.train gave it, "
+            "not in the summed part, and go on with the state that update returns"
+        )
+    return state, metrics, sent
 
 
 def build(
@@ -246,7 +272,7 @@ def _jitted(of: _Structure) -> Program:
             num_examples = partition.train.count
             # Jitted so that it is traced once, for its shapes and in the loop. The new
             # function makes jax trace again what a user's object keeps.
-            round = jax.jit(lambda *given: method.round(*given), inline=True)
+            round = jax.jit(lambda *given: checked_round(method, *given), inline=True)
 
             def step(index, carry):
                 state, _, counts, diverged = carry

@@ -509,8 +509,9 @@ class Algorithm(NamedTuple):
             `labelled` or `unlabelled`.
         shares: The metrics of `round` that are fractions and shown in percent, as
             accuracies are. The others are plain numbers.
-        trains: Shapes of the parameters that a client trains, for the persistent
-            optimizer states; None = those of its model.
+        opt_state: `fresh -> state`, the optimizer state of one client before round 0,
+            for the states that persist. `fresh(params)` makes that of parameters, of
+            which it sees the shapes alone. None = that of the client's model.
         by_architecture: Whether private rows and optimizer states are tuples by
             architecture (`each_client.update_by_architecture`).
     """
@@ -527,7 +528,7 @@ class Algorithm(NamedTuple):
     peers: PeerSpec | None = None
     ships_proxy: str = ""
     shares: tuple[str, ...] = ()
-    trains: Params | None = None
+    opt_state: Callable[[Callable[[Params], Any]], Any] | None = None
     by_architecture: bool = False
 
     def serving_groups(

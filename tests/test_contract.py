@@ -76,17 +76,20 @@ OWN_OPTIONS = {
         "client_momentum": 0.5,
         "optimizer_state": "persist",
     },
+    # Adam counts its steps, for each slice and each base.
     "heterofl": {
         "level_mix": "1:1:1",
         "all_widths": True,
         "masked_cross_entropy": True,
-        "client_momentum": 0.5,
+        "client_optimizer": "adam",
+        "client_lr": 0.01,
         "optimizer_state": "persist",
     },
     "splitmix": {
         "level_mix": "1:1:1",
         "num_bases": 3,
-        "client_momentum": 0.5,
+        "client_optimizer": "adam",
+        "client_lr": 0.01,
         "optimizer_state": "persist",
     },
 }

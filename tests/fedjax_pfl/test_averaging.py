@@ -21,7 +21,7 @@ def task(chunk):
 def trained(variables, opt_state, loss):
     """What local training would have returned."""
     loss = (jnp.float32(loss), jnp.int32(1))
-    return each_client.Trained(*variables, opt_state, loss)
+    return each_client.Trained(*variables, opt_state, loss, persists=True)
 
 
 def moved(variables, by):

@@ -91,7 +91,8 @@ def client_update(client, start):
     moved = jax.tree.map(lambda leaf: leaf + by, start)
     kept = jax.tree.map(lambda leaf: leaf + 10 * by, client.opt_state)
     pair = (by, jnp.int32(1))
-    return each_client.Trained(*moved, kept, pair), client.own + 1
+    trained = each_client.Trained(*moved, kept, pair, persists=True)
+    return trained, client.own + 1
 
 
 @pytest.fixture(scope="module", params=[1, 4])

@@ -239,18 +239,19 @@ def test_a_client_sees_its_own(name, problem):
 def test_optimizer_states_are_kept(reduce, name, problem):
     """What a client's training ended with, beside whatever else its update returns.
 
-    Rows of absent clients stay; a training without a state writes nothing.
+    Rows of absent clients stay; a training with a state of its own writes nothing.
     """
     task, state, cohort, data = problem
     how, weight = task._replace(execution=HOW[name]), jnp.full(8, 1 / 8)
 
     def trained(client, opt_state):
         nothing = jnp.zeros(()), jnp.zeros((), jnp.int32)
-        return each_client.Trained(client.own, (), opt_state, nothing)
+        own, persists = client.own, opt_state is not None
+        return each_client.Trained(own, (), opt_state, nothing, persists=persists)
 
     def fn(client, shared):
         first = trained(client, client.opt_state + client.id)
-        out = {"second": trained(client, ()), "first": first}
+        out = {"second": trained(client, None), "first": first}
         return (out, client.own) if reduce else out
 
     given = {"own": jnp.arange(8.0), "reduce": weight if reduce else None}
@@ -261,7 +262,7 @@ def test_optimizer_states_are_kept(reduce, name, problem):
     expected = np.arange(8) * 100
     expected[ids] += ids
     np.testing.assert_array_equal(after.opt_state, expected)
-    assert int(after.round) == 4 and out["second"].opt_state == ()
+    assert int(after.round) == 4 and out["second"].opt_state is None
     np.testing.assert_allclose(total, [3.5] if reduce else [])
 
 
@@ -271,7 +272,8 @@ def test_two_trainings_cannot_both_keep_a_state(problem):
 
     def fn(client, shared):
         nothing = jnp.zeros(()), jnp.zeros((), jnp.int32)
-        return (each_client.Trained((), (), client.opt_state, nothing),) * 2
+        one = each_client.Trained((), (), client.opt_state, nothing, persists=True)
+        return one, one
 
     how = task._replace(execution=HOW["one"])
     with pytest.raises(ValueError, match=r"two trainings .* client.fresh\(\)"):
@@ -344,7 +346,8 @@ def test_each_architecture_runs_its_own_clients(problem):
 
     def fn(client, shared, model):
         seen.append(model.name)
-        one = each_client.Trained((), (), client.opt_state + 1, nothing)
+        state = client.opt_state + 1
+        one = each_client.Trained((), (), state, nothing, persists=True)
         return (one, client.own), jnp.stack([client.own, client.bound > 0]) * 1.0
 
     own = jnp.arange(8) + 1, jnp.arange(8) + 101

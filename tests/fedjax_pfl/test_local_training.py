@@ -405,6 +405,7 @@ def test_a_kept_optimizer_goes_on(data):
     fresh = train(data, second.fresh(), keeps, start=first.variables)
     chex.assert_trees_all_equal(anew.params, fresh.params)
     assert jax.tree.leaves(anew.opt_state) and fresh.opt_state == ()
+    assert twice.persists and not anew.persists and not fresh.persists
     assert abs(numbers(anew.params)[0] - numbers(twice.params)[0]).max() > 1e-3
 
 
