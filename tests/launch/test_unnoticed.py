@@ -83,7 +83,7 @@ def test_short_runs_have_short_windows():
     assert frame["client_accuracy"]["a"] == pytest.approx(np.mean(curve[-2:]))
     assert frame["client_accuracy last round"]["a"] == pytest.approx(curve[-1])
     assert frame["summary"]["a"] == "mean of rounds 7 to 8"
-    assert summaries.told("median_last10", (5,)) == "median of round 5"
+    assert summaries.in_words("median_last10", (5,)) == "median of round 5"
 
 
 @pytest.fixture(scope="module")
