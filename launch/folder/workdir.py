@@ -286,7 +286,7 @@ class Workdir(loop.Listener):
             raise ValueError(
                 f"--rounds={wanted} needs accuracies of clients from round "
                 f"{min(passed)} on, but this run is at {round} and has none before "
-                f"{min(window)}; give --rounds={rounds} or choose another --workdir"
+                f"{min(window)}; give --rounds={rounds} or more, or another --workdir"
             )
 
     def _restore_metrics(self, round: int) -> None:
