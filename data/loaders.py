@@ -89,7 +89,7 @@ def _idx_or_tfds(
             name,
             data_dir,
             "prepare it once with tfds on a machine with a network and point "
-            f"--data_dir at that folder, or put the four IDX files into --data_dir{hint}",
+            f"--data_dir at that folder, or put the four IDX files there{hint}",
         )
     images, labels = [], []
     for image_path, label_path in pairs:

@@ -41,12 +41,8 @@ class Comparison(Mapping):
     ) -> Comparison:
         """Runs the experiments that are not finished, and returns itself.
 
-        Args:
-            progress: Whether to show progress.
-            on_record: Called with every record, which has the name under `algo`.
-
-        Raises:
-            KeyboardInterrupt: as in `Experiment.run`. `run()` continues.
+        Arguments and errors are those of `Experiment.run`. Records have the name under
+        `algo`.
         """
         for name, one in self.items():
             if progress:

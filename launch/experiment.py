@@ -134,11 +134,9 @@ class Experiment(Run):
         seed: int | None = None,
         point: Mapping[str, float] | None = None,
     ) -> np.ndarray:
-        """Probabilities f32[N, Y] of the classes, by a model as in `client_model`.
+        """Probabilities f32[N, Y] of the classes by a model, see `client_model`.
 
-        Args:
-            client_id, seed, point: See `client_model`.
-            images: [N, ...] as in the data set. They are fitted and normalised here.
+        The images [N, ...] are as in the data set, and are fitted and normalised here.
         """
         return self.client_model(client_id, seed, point).predict(images)
 
@@ -150,12 +148,9 @@ class Experiment(Run):
         seed: int | None = None,
         point: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
-        """Accuracy (0..1) and mean cross-entropy of a model on given examples.
+        """Accuracy (0..1) and mean cross-entropy of a model, see `client_model`.
 
-        Args:
-            x: Images [N, ...] as in the data set.
-            y: Labels, integers [N].
-            client_id, seed, point: See `client_model`.
+        `x` are images [N, ...] as in the data set, and `y` their labels, integers [N].
         """
         return self.client_model(client_id, seed, point).evaluate(x, y)
 
@@ -166,12 +161,7 @@ class Experiment(Run):
         seed: int | None = None,
         point: Mapping[str, float] | None = None,
     ) -> pathlib.Path:
-        """Writes a model to a file; see `model_files`.
-
-        Args:
-            path: A name that ends in `.msgpack` (flax.serialization) or `.npz` (numpy).
-            client_id, seed, point: See `client_model`.
-        """
+        """Writes a model, see `client_model`, to a `.msgpack` or `.npz` file."""
         return self.client_model(client_id, seed, point).save(path)
 
     def to_frame(self) -> pandas.DataFrame:

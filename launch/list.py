@@ -81,21 +81,6 @@ def _shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def _parse(argv: Sequence[str]) -> tuple[Asked, tuple[int, ...]] | None:
-    """The options and the shape of an example; None if no model is to be counted."""
-    asked, rest, given = flags.asked(argv, Asked, __doc__)
-    if rest:
-        raise ValueError(
-            f"{limits.shown(rest[0])} is not a flag; options are written --name=value"
-        )
-    if "model" not in given:
-        if given:
-            raise ValueError(f"--{min(given)} has no effect without --model=NAME")
-        return None
-    limits.check_one_of("model", asked.model, models.MODELS)
-    return asked, _shape(asked.example_shape)
-
-
 def _print_table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Prints a blank line, then columns under their heads, the first to the left."""
     table = [[*heads, "parameters", "buffers", "MACs"]]
@@ -134,11 +119,17 @@ def _print_counts(model: types.Model, shape: tuple[int, ...]) -> None:
 def command(argv: list[str]) -> None:
     """Lists all names, or prints the costs of a model."""
     with ending.refused():
-        found = _parse(argv)
-        if found is None:
+        asked, rest, given = flags.asked(argv, Asked, __doc__)
+        if rest:
+            line = f"{limits.shown(rest[0])} is not a flag"
+            raise ValueError(f"{line}; options are written --name=value")
+        if "model" not in given:
+            if given:
+                raise ValueError(f"--{min(given)} has no effect without --model=NAME")
             main()
             return
-        asked, shape = found
+        limits.check_one_of("model", asked.model, models.MODELS)
+        shape = _shape(asked.example_shape)
         model = models.make(asked.model, asked.num_classes, asked.model_width)
         fit.check_model("model", model, shape)
     print(

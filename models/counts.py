@@ -5,9 +5,9 @@ The forward pass of one example is traced, and each module that is called adds i
 `macs` costs nothing. The convention is that of ptflops
 (https://github.com/sovrasov/flops-counter.pytorch). A convolution costs kernel^2 *
 inputs / groups for each output value, and one more with a bias. A norm costs 2 and a
-relu 1 for each value, a pool 1 for each input value, and an upsampling 1 for each output
-value. An affine map costs inputs * outputs + outputs. Sigmoid, sum and product are
-free.
+relu 1 for each value, a pool 1 for each input value, and an upsampling 1 for each
+output value. An affine map costs inputs * outputs + outputs. Sigmoid, sum and product
+are free.
 """
 
 from __future__ import annotations

@@ -20,11 +20,9 @@ REPEATS = 5
 
 
 def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Runs a work and returns its figures.
+    """Runs the work of some options, as in `build.experiment`, and returns its figures.
 
-    Args:
-        given: Option -> value, as for `build.experiment`.
-        rounds: Number of rounds, of which the first warms up unless it is the only one.
+    The first of several rounds warms up.
     """
     given = given | {"rounds": rounds, "eval_every": rounds}
     if callable(given["dataset"]):

@@ -21,10 +21,7 @@ _UNWRITABLE = ("Cc", "Zl", "Zp", "Cs")
 def checked(name: str, value: Any, kind: type) -> Any:
     """The value as a plain `kind` that 32 bits and a line of a file can hold.
 
-    Args:
-        name: The flag.
-        value: None passes, and so does an int for a float.
-        kind: int, float, str or bool.
+    None passes, and so does an int for a float.
 
     Raises:
         ValueError: one short line, whatever the value is.

@@ -215,9 +215,7 @@ def _check_lanes(config: schema.Config) -> None:
 def check(config: schema.Config, own: Collection[str] = ()) -> None:
     """Checks the relations between the options of a resolved configuration.
 
-    Args:
-        config: A configuration with every field set.
-        own: Names of custom models.
+    `own` are the names of custom models.
 
     Raises:
         ValueError: one line: what came, what was expected, which flag to change.

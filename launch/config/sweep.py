@@ -78,10 +78,8 @@ def points(line: str) -> list[Point]:
 def of(line: str, hparams: Any, other_names: Sequence[str] = ()) -> list[Point]:
     """The points of a sweep of one algorithm's numbers; [{}] without a sweep.
 
-    Args:
-        line: `--sweep`.
-        hparams: The algorithm's options without the sweep.
-        other_names: Options that are not the algorithm's own.
+    `hparams` are the algorithm's options without the sweep, and `other_names` options
+    that are not its own.
 
     Raises:
         ValueError: one line: an option cannot be swept, or its values need several

@@ -23,13 +23,6 @@ RUN_FLAGS, METRICS, CLIENTS = "run.flags", "metrics.jsonl", "clients.npz"
 SUMMARY, PARTIAL = "summary.json", ".partial"
 
 
-def write_clients(folder: pathlib.Path, run: Run) -> None:
-    """Writes clients.npz with the arrays of `clients`."""
-    temporary = folder / "clients.partial.npz"
-    np.savez_compressed(temporary, **clients(run))
-    temporary.rename(folder / CLIENTS)
-
-
 def clients(run: Run) -> dict[str, np.ndarray]:
     """Accuracies [seed, round, client], test sizes and class counts of all clients.
 

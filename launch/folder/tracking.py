@@ -17,16 +17,10 @@ FOLDER, CSV = "tensorboard", "metrics.csv"
 
 
 def check(wanted: bool) -> None:
-    """Refuses `--tensorboard` if its package is missing.
-
-    Raises:
-        ValueError: one line.
-    """
+    """Refuses `--tensorboard` if its package is missing (ValueError)."""
     if wanted and importlib.util.find_spec("tensorboardX") is None:
-        raise ValueError(
-            "--tensorboard needs the package tensorboardX; "
-            "pip install 'fedjax_pfl[tracking]'"
-        )
+        cure = "pip install 'fedjax_pfl[tracking]'"
+        raise ValueError(f"--tensorboard needs the package tensorboardX; {cure}")
 
 
 class TensorBoard:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
+
 from fedjax_pfl import checkpoint
 from launch.config import flagfile, resolve
 from launch.folder import finished, lock, tracking
@@ -362,7 +364,9 @@ class Workdir(loop.Listener):
         return self._done
 
     def _finish(self, summary: dict[str, Any]) -> dict[str, Any]:
-        finished.write_clients(self.path, self.run)
+        temporary = self.path / "clients.partial.npz"
+        np.savez_compressed(temporary, **finished.clients(self.run))
+        temporary.rename(self.path / finished.CLIENTS)
         # The hash is of the records themselves, even if the file has changed meanwhile.
         self._write(METRICS, _text(self.records))
         self._write_csv()

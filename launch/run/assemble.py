@@ -16,7 +16,7 @@ from data.partitions import cdkt
 from fedjax_pfl import evaluate, execution, levels, rng, shapes, types
 from fedjax_pfl import program as program_lib
 from launch.config import resolve, schema, sweep
-from launch.run import devices, fit, memory, model_files, processes, summaries
+from launch.run import devices, fit, memory, model_files, processes
 from launch.run.given import Settings, sha256
 from launch.run.run import Run
 
@@ -183,18 +183,13 @@ def assemble(
         "by the SHA-256 of its contents; give all processes the same data",
     )
     made = kind(
-        data_sha256=hashes[0],
-        split_sha256=hashes[1],
-        own_sha256=settings.own_sha256,
-        examples_sha256=settings.examples_sha256,
-        config=config,
-        hparams=hparams,
+        settings,
         task=task,
         program=program,
         data=execution.place(data, execution.replicated(how)),
         planner=planner,
         seeds=seeds,
-        window=summaries.window(config.summary, config.rounds),
+        hashes=hashes,
         points=points,
     )
     memory.refuse([memory.kept(chosen, made.saved_template())], chosen)

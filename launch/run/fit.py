@@ -38,9 +38,7 @@ def check_own(
 ) -> None:
     """Refuses a custom model that does not give logits of all classes.
 
-    Args:
-        flag, model, num_classes, width: The flag, its model, Y, and `--model_width`.
-        examples: A few normalised examples of the data set.
+    `examples` are a few normalised examples of the data set.
 
     Raises:
         ValueError: one line: it does not take the examples, or has another output.

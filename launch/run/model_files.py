@@ -90,13 +90,8 @@ def starting(
 ) -> types.Model:
     """The same model with the initial variables of a file.
 
-    Its narrower forms start from leading slices of them.
-
-    Args:
-        path: `--init_from`.
-        model: The model.
-        shape: The shape of one example.
-        normal: Mean and scale of the run's images.
+    Its narrower forms start from leading slices of them. `shape` is that of an example,
+    and `normal` are mean and scale of the run's images.
 
     Raises:
         ValueError: one line: it is not a model's file, holds another model, another

@@ -15,6 +15,7 @@ from fedjax_pfl import checkpoint, simulate, traffic, types
 from fedjax_pfl import program as program_lib
 from launch.config import sweep
 from launch.run import devices, summaries
+from launch.run.given import Settings
 
 
 class Run:
@@ -32,26 +33,23 @@ class Run:
 
     def __init__(
         self,
+        settings: Settings,
         *,
-        config: Any,
-        hparams: Any,
         task: types.Task,
         program: program_lib.Program,
         data: types.Data,
         planner: plan.Planner,
         seeds: list[int],
-        window: tuple[int, ...],
-        data_sha256: str,
-        split_sha256: str,
-        own_sha256: str,
-        examples_sha256: str,
+        hashes: tuple[str, str],
         points: Sequence[sweep.Point],
     ):
-        self.config, self.hparams, self.task = config, hparams, task
+        self.config, self.hparams, self.task = settings.config, settings.hparams, task
         self.program, self.data, self.planner = program, data, planner
-        self.seeds, self.window = seeds, window
-        self.data_sha256, self.split_sha256 = data_sha256, split_sha256
-        self.own_sha256, self.examples_sha256 = own_sha256, examples_sha256
+        config, self.seeds = self.config, seeds
+        self.window = window = summaries.window(config.summary, config.rounds)
+        self.data_sha256, self.split_sha256 = hashes
+        self.own_sha256 = settings.own_sha256
+        self.examples_sha256 = settings.examples_sha256
         self.points = [dict(point) for point in points]
         self.metrics: list[dict[str, Any]] = []
         # The shape does not depend on `rounds`, so that a longer run can resume.

@@ -52,12 +52,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Metrics by the summary rule: {name: {mean, std, per_seed}}.
 
-    Args:
-        records: One dict per evaluated round and seed.
-        seeds: The seeds, in order.
-        window: Rounds behind the summary.
-        rule_name: `median_last10`, `mean_last10` or `last`.
-        rounds: Finished rounds, whose record has the bytes.
+    Values are those of rounds in `window`, and bytes those of the record of `rounds`.
     """
     by_seed: dict[int, dict[str, list[float]]] = {s: {} for s in seeds}
     for record in records:

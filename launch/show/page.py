@@ -52,11 +52,7 @@ class Cell(NamedTuple):
 
 
 def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Entry]:
-    """Reads the runs of some folders.
-
-    Args:
-        folders: Folders of finished runs.
-        names: Names of the runs; empty = by algorithm and differing options.
+    """Reads finished runs, by default named by algorithm and differing options.
 
     Raises:
         ValueError: a folder holds no finished run, or a damaged one.

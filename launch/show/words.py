@@ -81,11 +81,7 @@ def mean_and_std(
 ) -> str:
     """A metric's mean over seeds, and its standard deviation if there are several.
 
-    Args:
-        entry: `mean`, `std`, `per_seed`.
-        scale: A factor, 100 for percent.
-        digits: Digits after the point.
-        sign: The text between both.
+    `entry` has `mean`, `std` and `per_seed`. A `scale` of 100 gives percent.
     """
     text = f"{scale * entry['mean']:.{digits}f}"
     if len(entry["per_seed"]) < 2:

@@ -126,7 +126,7 @@ def test_flagfile_in_every_spelling(tmp_path, monkeypatch):
         (b"--workdir=caf\xe9\n", "some.flags is not UTF-8 .byte 0xe9 at 13."),
         ("--rounds=3\n".encode("utf-16"), "some.flags is not UTF-8"),
         (b"--rounds=3\0\n", "--rounds="),
-        (b"--workdir=a\0b\n", r"--workdir='a\\x00b' holds the character"),
+        (b"--workdir=a\0b\n", r"--workdir='a\\x00b' holds"),
         (b"--flagfile\n", "--flagfile= names no file"),
         (b"--flagfile=\n", "--flagfile= names no file"),
         (b"--flagfile=./some.flags\n", "--flagfile=./some.flags includes itself"),
@@ -203,10 +203,10 @@ def test_read_of_a_file_that_is_not_there(tmp_path):
 @pytest.mark.parametrize("text", ["a\n--seed=7", "a\u2028b"])
 def test_a_value_cannot_write_a_second_flag(text):
     """Neither through the Python entry nor past it."""
-    with pytest.raises(ValueError, match="--data_dir=.* holds the character"):
+    with pytest.raises(ValueError, match="--data_dir=.* holds"):
         resolve.configure({"algo": "fedavg", "data_dir": text})
     options = schema.Config(data_dir=text)
-    with pytest.raises(ValueError, match="--data_dir=.* holds the character"):
+    with pytest.raises(ValueError, match="--data_dir=.* holds"):
         flagfile.RunFlags.of(options)
 
 
