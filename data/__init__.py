@@ -1,1 +1,1 @@
-"""Data: loaders, partitions (labels to rows per client) and plans (round to cohort)."""
+"""Data: loaders, partitions (rows of each client) and plans (cohort of each round)."""

@@ -1,4 +1,4 @@
-"""A data set as numpy arrays, and its way onto the device."""
+"""Data sets as numpy arrays, with changes of images, and their normalisation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 
 
 class Dataset(NamedTuple):
-    """All examples of a data set; the official test rows come last.
+    """All examples of a data set, with the official test rows last.
 
     Attributes:
         image: uint8 or float [N, ...].
         label: int32[N].
-        num_train: Rows of the official train split; the rest is the test split.
+        num_train: Rows of the official train split. The others are the test split.
         num_classes: Y.
         client: int32[N], the natural owner of each row, or None.
     """
@@ -26,14 +26,14 @@ class Dataset(NamedTuple):
 
 
 def rotated(source: Dataset, angles: int) -> Dataset:
-    """Every image at one of `angles` right angles; angle and class are a new class.
+    """Turns every image by one of `angles` right angles, each of which is a new class.
 
-    The class is angle * Y + label. Which image has which angle is drawn once and for
-    all, so that it is the same in every run.
+    The class is angle * Y + label. Angles are drawn with a fixed seed, so that they are
+    the same in every run.
 
     Args:
-        source: Its images are square, [N, H, H, ...].
-        angles: 1 to 4, of 0, 90, 180 and 270 degrees.
+        source: A data set of square images [N, H, H, ...].
+        angles: 1 to 4, the first ones of 0, 90, 180 and 270 degrees.
 
     Raises:
         ValueError: the images are not square.
@@ -42,7 +42,7 @@ def rotated(source: Dataset, angles: int) -> Dataset:
     if image.ndim < 3 or image.shape[1] != image.shape[2]:
         raise ValueError(
             f"--rotate_classes={angles} turns square images, these have the shape "
-            f"{list(image.shape[1:])}; leave it away"
+            f"{list(image.shape[1:])}; omit it"
         )
     angle = np.random.default_rng(0).integers(angles, size=len(image))
     turned = np.empty_like(image)
@@ -55,16 +55,15 @@ def rotated(source: Dataset, angles: int) -> Dataset:
 
 
 def fitted(source: Dataset, size: int, channels: int) -> Dataset:
-    """Images with a black margin around them, and gray ones in several channels.
+    """Pads images with a black margin, and repeats gray ones to several channels.
 
     Args:
-        source: Its images are [N, H, W, C].
-        size: Side of the new ones, 0 = as they are. Of an odd number of missing rows
-            the larger half comes behind.
-        channels: Channels of the new ones, 0 = as they are.
+        source: A data set of images [N, H, W, C].
+        size: The new side, 0 = unchanged. An odd margin has its larger half at the end.
+        channels: The new number of channels, 0 = unchanged.
 
     Raises:
-        ValueError: images are larger, are not gray, or are none.
+        ValueError: images are larger or not gray, or examples are not images.
     """
     image = source.image
     if not size and not channels:
@@ -74,8 +73,8 @@ def fitted(source: Dataset, size: int, channels: int) -> Dataset:
         given = [f"--image_size={size}"] * (size > 0)
         given += [f"--image_channels={channels}"] * (channels > 0)
         raise ValueError(
-            f"{' '.join(given)}: the examples are no images, but of shape {shape}; "
-            "leave it away"
+            f"{' '.join(given)}: the examples are not images, but of shape {shape}; "
+            "omit it"
         )
     if size and max(shape[:2]) > size:
         raise ValueError(
@@ -85,7 +84,7 @@ def fitted(source: Dataset, size: int, channels: int) -> Dataset:
     if channels and shape[2] not in (1, channels):
         raise ValueError(
             f"--image_channels={channels}: the images have {shape[2]}, only gray ones "
-            "can be repeated; leave it away"
+            "can be repeated; omit it"
         )
     if size:
         missing = [size - side for side in shape[:2]]
@@ -103,11 +102,11 @@ def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]
     """(mean, scale) f32, broadcastable to an example, for `(image - mean) * scale`.
 
     Args:
-        image: [N, ...]; integer images count as 0..255, floats as they are.
-        kind: `none` divides integers by 255 only; `channel` standardises the last
-            axis, `global` all values together and `pixel` every position, with .001
-            added to the standard deviation of the latter two (the CDKT code);
-            `half` is (x - .5) / .5.
+        image: [N, ...]. Integers are in 0..255 and are divided by 255 first.
+        kind: `none` does nothing else. `channel` standardises the last axis, `global`
+            all values together and `pixel` every position, with .001 added to the
+            standard deviation of the latter two as in the CDKT code. `half` is
+            (x - .5) / .5.
     """
     unit = 255.0 if np.issubdtype(image.dtype, np.integer) else 1.0
     if kind == "none":
@@ -119,7 +118,7 @@ def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]
         "global": tuple(range(image.ndim)),
         "pixel": (0,),
     }[kind]
-    # Sums of slices in float64: no float copy of the whole table.
+    # Slices are summed in float64, without a float copy of the whole table.
     total = np.zeros(np.mean(image[:1], axis=axes, dtype=np.float64).shape)
     square = np.zeros_like(total)
     for begin in range(0, len(image), 4096):

@@ -1,4 +1,4 @@
-"""Loaders by name: the embedded set, files in a folder, tfds, a user's own arrays."""
+"""Loads data sets by name: embedded, from files, from tfds, or from a user's arrays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TFDS_HOST = "storage.googleapis.com"
 PATHMNIST = "pathmnist.npz"
 DEBIAN_FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")
 MAX_CLASSES = 100_000
-ARRAYS = "arrays"  # what a data set is called that was given as arrays
+ARRAYS = "arrays"  # the name of a data set that was given as arrays
 IDX_FILES = (
     ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -30,7 +30,7 @@ IDX_FILES = (
 
 
 class Source(NamedTuple):
-    """A named data set: how to load it, and the model that fits it by default."""
+    """A named data set: its loader, its default model, and its help text."""
 
     load: Callable[[str], dataset.Dataset]
     default_model: str
@@ -41,7 +41,7 @@ def read_idx(path: pathlib.Path) -> np.ndarray:
     """Reads one IDX file of unsigned bytes, gzipped or not.
 
     Raises:
-        ValueError: one line that names the file, if it is cut off or no IDX file.
+        ValueError: one line that names the file: it is truncated, or not an IDX file.
     """
     opener = gzip.open if path.suffix == ".gz" else open
     try:
@@ -55,7 +55,7 @@ def read_idx(path: pathlib.Path) -> np.ndarray:
     body = raw[4 + 4 * raw[3] :]
     if len(body) != math.prod(shape):
         raise ValueError(
-            f"{path} is truncated: {len(body)} bytes of data, its header promises "
+            f"{path} is truncated: it has {len(body)} bytes of data, its header says "
             f"{math.prod(shape)}; fetch it again"
         )
     return np.frombuffer(body, np.uint8).reshape(shape)
@@ -88,8 +88,8 @@ def _idx_or_tfds(
         return _tfds(
             name,
             data_dir,
-            "prepare it once with tfds where there is a network and point --data_dir "
-            f"at that folder; or put the four IDX files into --data_dir{hint}",
+            "prepare it once with tfds on a machine with a network and point "
+            f"--data_dir at that folder, or put the four IDX files there{hint}",
         )
     images, labels = [], []
     for image_path, label_path in pairs:
@@ -107,7 +107,7 @@ def _idx_or_tfds(
                 f"are {list(images[0].shape[1:3])}"
             )
         if label.size and label.max() > 9:
-            raise ValueError(f"{label_path} has label {label.max()}; 0 to 9 are known")
+            raise ValueError(f"{label_path} has label {label.max()}; expected 0 to 9")
         if len(image) != len(label):
             raise ValueError(
                 f"{image_path} has {len(image)} images but {label_path} has "
@@ -124,12 +124,12 @@ def _idx_or_tfds(
 
 
 def _download(name: str, data_dir: str) -> Any:
-    """tfds's own builder, its data prepared."""
-    import tensorflow_datasets as tfds  # seconds to import: only its users pay
+    """tfds's own builder with prepared data."""
+    import tensorflow_datasets as tfds  # takes seconds to import
 
     builder = tfds.builder(name, data_dir=data_dir or None, file_format="array_record")
     if not builder.data_path.exists():
-        # Without a network tfds would retry for minutes before it gives up.
+        # Without a network tfds would retry for minutes, but this fails at once.
         socket.getaddrinfo(TFDS_HOST, 443)
         logging.getLogger("urllib3").setLevel(logging.ERROR)
         builder.download_and_prepare()
@@ -137,12 +137,12 @@ def _download(name: str, data_dir: str) -> Any:
 
 
 def _prepare_cinic10(name: str, data_dir: str) -> Any:
-    """Our builder, its data prepared from the official files in `data_dir`."""
+    """The builder of CINIC-10 with data prepared from the files in `data_dir`."""
     source = cinic10.find(data_dir)
     builder = cinic10.builder(data_dir, source)
     if not builder.data_path.exists():
         if source is None:
-            raise FileNotFoundError(f"no {cinic10.ARCHIVE} and no folder of it there")
+            raise FileNotFoundError(f"no {cinic10.ARCHIVE} and no such folder in it")
         builder.download_and_prepare()
     return builder
 
@@ -150,7 +150,7 @@ def _prepare_cinic10(name: str, data_dir: str) -> Any:
 def _tfds(
     name: str,
     data_dir: str,
-    way: str = "prepare it once with tfds where there is a network and point "
+    way: str = "prepare it once with tfds on a machine with a network and point "
     "--data_dir at that folder",
     prepare: Callable[[str, str], Any] = _download,
 ) -> dataset.Dataset:
@@ -165,7 +165,7 @@ def _tfds(
     except Exception as error:  # tfds raises its own and its downloader's errors
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
         raise ValueError(
-            f"--dataset={name} is not here and tfds could not prepare it ({reason}); "
+            f"--dataset={name} is missing and tfds could not prepare it ({reason}); "
             f"{way}"
         ) from error
     return dataset.Dataset(
@@ -185,7 +185,7 @@ def load_mnist_5k(data_dir: str) -> dataset.Dataset:
     with gzip.open(folder / "data" / "data" / "mnist_5k.csv.gz", "rt") as file:
         values = np.loadtxt(file, delimiter=",", dtype=np.float32).astype(np.uint8)
     image, label = values[:, :-1].reshape(-1, 28, 28, 1), values[:, -1]
-    # The file is sorted by class, 500 each; the last 100 of a class are the test rows.
+    # The file is sorted by class, 500 each. The last 100 of a class are the test rows.
     index = np.arange(len(label))
     is_test = index % 500 >= 400
     order = np.concatenate([index[~is_test], index[is_test]])
@@ -197,10 +197,10 @@ def load_mnist_5k(data_dir: str) -> dataset.Dataset:
 def load_pathmnist(data_dir: str) -> dataset.Dataset:
     """MedMNIST's PathMNIST: its train images, then its test images.
 
-    The validation images belong to neither and are left out.
+    The validation images are not used.
 
     Raises:
-        ValueError: one line: the file is not there, damaged, or holds something else.
+        ValueError: one line: the file is missing, damaged, or another one.
     """
     way = f"put MedMNIST's {PATHMNIST} (medmnist.com) into --data_dir"
     if not data_dir:
@@ -236,8 +236,8 @@ def load_pathmnist(data_dir: str) -> dataset.Dataset:
             )
         if label.min() < 0 or label.max() > 8:
             raise ValueError(
-                f"{path}: {part}_labels has {label.min()} to {label.max()}; 0 to 8 are "
-                "known"
+                f"{path}: {part}_labels has {label.min()} to {label.max()}; expected 0 "
+                "to 8"
             )
         images.append(image)
         labels.append(label.reshape(-1))
@@ -250,7 +250,7 @@ def load_pathmnist(data_dir: str) -> dataset.Dataset:
 
 
 def load_npz(path: str, flag: str = "dataset") -> dataset.Dataset:
-    """A user's own file: arrays `x`, `y` and optionally `client`; see `from_arrays`."""
+    """A user's npz file with `x`, `y` and optionally `client`; see `from_arrays`."""
     where = f"--{flag}=npz:{path}"
     try:
         arrays = npz.read(pathlib.Path(path), ("x", "y"), ("client",))
@@ -262,13 +262,13 @@ def load_npz(path: str, flag: str = "dataset") -> dataset.Dataset:
 def from_arrays(
     x: Any, y: Any, client: Any = None, where: str = "dataset"
 ) -> dataset.Dataset:
-    """A user's own arrays.
+    """A data set of a user's arrays.
 
     Args:
         x: uint8 or float [N, H, W, C] or [N, D].
         y: Integers [N], the labels 0, 1, 2, ...
         client: Integers [N], the owner of each row, or None.
-        where: What names them, for errors.
+        where: The name of the arrays in errors.
 
     Raises:
         ValueError: one line: what came, what was expected.
@@ -278,7 +278,7 @@ def from_arrays(
     except ValueError as error:
         raise ValueError(
             f"{where}: x and y must be one array each, got ragged ones; join train and "
-            "test rows, --test_split divides them"
+            "test rows, which --test_split divides"
         ) from error
     if x.ndim not in (2, 4) or not (
         x.dtype == np.uint8 or np.issubdtype(x.dtype, np.floating)
@@ -297,14 +297,11 @@ def from_arrays(
             f"{where}: y must be integers [{len(x)}], got {y.dtype} {list(y.shape)}"
         )
     if 0 in x.shape[1:]:
-        raise ValueError(
-            f"{where}: x has examples of shape {list(x.shape[1:])}, which hold no "
-            "number"
-        )
+        raise ValueError(f"{where}: x has empty examples of shape {list(x.shape[1:])}")
     if not len(y) or y.min() < 0:
         raise ValueError(f"{where}: labels must be 0, 1, 2, ...")
     if y.max() >= MAX_CLASSES:
-        # Every class costs a row of the model's last layer, whether it occurs or not.
+        # Every class costs a row of the model's last layer, even if it never occurs.
         raise ValueError(
             f"{where}: y has the label {y.max()}, at most {MAX_CLASSES - 1} is "
             "possible; number the classes 0, 1, 2, ..."
@@ -322,7 +319,7 @@ def from_arrays(
 
 
 def _as_float32(x: np.ndarray, source: str) -> np.ndarray:
-    """Floats as f32, of which any two have a finite difference.
+    """Converts floats to f32, any two of which have a finite difference.
 
     Raises:
         ValueError: nan, infinity, or a number beyond float32's range.
@@ -392,16 +389,16 @@ DATASETS: dict[str, Source] = {
 
 
 def load(name: str, data_dir: str, flag: str = "dataset") -> dataset.Dataset:
-    """Loads a data set by name, or `npz:PATH`; `flag` is the one that named it.
+    """Loads a data set by name, or `npz:PATH`; `flag` is the flag that names it.
 
     Raises:
-        ValueError: one line: what is missing, and the ways to get it.
+        ValueError: one line: what is missing, and how to get it.
     """
     if name.startswith("npz:"):
         return load_npz(name[len("npz:") :], flag)
     if name == ARRAYS:
         raise ValueError(
-            f"--{flag}={ARRAYS} were arrays in memory; give them: dataset=(x, y)"
+            f"--{flag}={ARRAYS} were arrays in memory; give dataset=(x, y)"
         )
     if name not in DATASETS:
         raise ValueError(

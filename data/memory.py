@@ -1,4 +1,4 @@
-"""How much memory this process may still take: the machine's, or its cgroup's."""
+"""The memory that is still available to this process on its machine and cgroup."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-# cgroup 2 and 1: (mount, file of the limit, file of the use, line of the page cache).
+# For cgroup 2 and 1: (mount, file of the limit, file of the use, line of the cache)
 _CGROUPS = (
     ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     (
@@ -19,13 +19,13 @@ _CGROUPS = (
 
 
 def available_bytes(root: pathlib.Path = pathlib.Path("/")) -> int | None:
-    """Bytes that can still be taken before the kernel kills or swaps.
+    """Bytes that can be allocated before the kernel kills or swaps.
 
-    The least of what the machine has left and of what every cgroup above the process
-    allows. None where nobody tells.
+    This is the minimum over the machine and every cgroup above the process, None if it
+    is unknown.
 
     Args:
-        root: Where `proc` and `sys` lie.
+        root: The folder of `proc` and `sys`.
     """
     found = [*_machine(root), *_cgroups(root)]
     return min(found, default=None)
@@ -37,7 +37,7 @@ def _machine(root: pathlib.Path) -> Iterator[int]:
         yield 1024 * table["MemAvailable:"]
         return
     try:
-        # macOS and old kernels: all of the memory is better than no bound.
+        # On macOS and old kernels the total memory is better than no bound.
         yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return
@@ -48,14 +48,14 @@ def _cgroups(root: pathlib.Path) -> Iterator[int]:
     paths = [line.split(":", 2)[2] for line in lines if line.count(":") >= 2]
     for mount, limit_name, use_name, cache_name in _CGROUPS:
         for path in paths:
-            # In a container the mount may show the process's own group as its root.
+            # In a container the root of the mount may be the process's own group.
             below = pathlib.PurePosixPath(path.lstrip("/"))
             for level in (below, *below.parents):
                 folder = root / mount / level
                 limit = _number(folder / limit_name)
                 if limit is None:
                     continue
-                # Cached files count as used, but are given back when asked for.
+                # Cached files count as used, but can be reclaimed.
                 cache = _pairs(folder / "memory.stat").get(cache_name, 0)
                 used = (_number(folder / use_name) or 0) - cache
                 yield max(limit - max(used, 0), 0)

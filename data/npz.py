@@ -1,4 +1,4 @@
-"""Reads a user's npz file: no object is unpickled, and what is wrong is one line."""
+"""Reads users' npz files without unpickling objects."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def read(
     *,
     others: bool = True,
 ) -> dict[str, np.ndarray]:
-    """The arrays of an npz file by name; other members are not looked at.
+    """The arrays of an npz file by name; other members are not read.
 
     Args:
         path: The file.
-        required: Arrays that must be there.
-        optional: Arrays that may be there.
-        others: Whether there may be others.
+        required: Names of arrays that must exist.
+        optional: Names of arrays that may exist.
+        others: Whether other arrays may exist.
 
     Raises:
-        ValueError: one phrase without the path: what is wrong with the file.
+        ValueError: one phrase about the file, without its path.
     """
     wanted = (*required, *optional)
     try:
@@ -39,11 +39,11 @@ def read(
         raise ValueError(f"cannot be read: {error.strerror}") from error
     try:
         with zipfile.ZipFile(path) as archive, warnings.catch_warnings():
-            # numpy remarks on headers of Python 2; they are read all the same.
+            # numpy warns about headers of Python 2, which it can read.
             warnings.simplefilter("ignore")
             held = {name.removesuffix(".npy") for name in archive.namelist()}
             arrays = {name: _array(archive, name) for name in wanted if name in held}
-    except Exception as error:  # whatever zipfile and numpy make of damaged bytes
+    except Exception as error:  # damaged bytes raise various errors
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"cannot be read: {reason}") from error
     if any(name not in arrays for name in required):
@@ -52,14 +52,14 @@ def read(
         )
     if not others and held.difference(wanted):
         raise ValueError(
-            f"holds {_listed(held.difference(wanted))}, which nobody reads; leave it "
-            f"away, or name it one of {', '.join(wanted)}"
+            f"holds {_listed(held.difference(wanted))}, which is not used; omit it, or "
+            f"name it one of {', '.join(wanted)}"
         )
     return arrays
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """Reads a whole member; the archive's checksum is compared at its end."""
+    """Reads a whole member, so that the archive's checksum is compared."""
     with archive.open(f"{name}.npy") as member:
         try:
             array = np.lib.format.read_array(member, allow_pickle=False)
@@ -74,6 +74,6 @@ def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 
 def _listed(names: set[str]) -> str:
-    """Some names in few characters."""
+    """At most eight names, shortened."""
     shown = [name[:40] for name in sorted(names)[:8]]
     return f"{shown}" + (" and others" if len(names) > 8 else "")

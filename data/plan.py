@@ -1,8 +1,8 @@
-"""Plans: from a round number to its cohort, a table of integers.
+"""Plans: the cohort of each round, as a table of integers.
 
-A cohort is a pure function of (seed, round); it never depends on the method, so that
-all methods see the same clients, and never on history, so that a run can resume. What
-a client draws is named by (seed, round, client), never by its place among others.
+A cohort is a pure function of (seed, round). It does not depend on the method, so that
+all methods get the same clients, or on history, so that a run can resume. A client's
+draws are named by (seed, round, client), not by its place in the cohort.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from data import shuffle, topology
 from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import rng, shapes, types
 
-# Rounds whose sizes tell how much room a window's plans need.
+# Rounds from whose sizes the capacity of a window's plans is estimated
 SEEN_ROUNDS = 16
-# At most so many rows of typical cohorts are dealt to lanes to see what these cost.
+# At most this many rows of typical cohorts are dealt to lanes to estimate their cost.
 DEALT_ROWS = 20_000
 
 
@@ -33,15 +33,15 @@ def orders(
     """The shuffled epochs of many clients, one after another.
 
     Args:
-        seed: The run's.
+        seed: The run's seed.
         round: int or int[M].
         client: int[M].
-        num_rows: int[M], train rows of each; 0 = a row without any step.
-        spec: Epochs, and the name that tells its shuffles from others'.
+        num_rows: int[M], train rows of each client, 0 = no step.
+        spec: The plan, whose name distinguishes its shuffles from those of others.
 
     Returns:
-        int32[sum(epochs * num_rows)]: of each client in turn, epoch after epoch, the
-        positions of its rows.
+        int32[sum(epochs * num_rows)]: the positions of each client's rows, epoch after
+        epoch, for one client after another.
     """
     epochs, num_rows = spec.epochs, np.asarray(num_rows, np.int64)
     round = np.broadcast_to(round, client.shape)
@@ -71,11 +71,11 @@ def _ranges(first: np.ndarray, length: np.ndarray) -> np.ndarray:
 
 
 class Planner:
-    """Cohorts as numpy arrays, one or many rounds at a time.
+    """Draws cohorts as numpy arrays, for one or many rounds at a time.
 
     Attributes:
         num_clients: K.
-        graph: The graph of peers, None where the algorithm has none.
+        graph: The graph of peers, None if the algorithm has none.
     """
 
     def __init__(
@@ -91,30 +91,29 @@ class Planner:
         eligible: np.ndarray | None = None,
         peers: types.PeerSpec | None = None,
     ):
-        """Keeps what every draw needs.
+        """Stores the constants of all draws.
 
         Args:
             seeds: The seeds of the run.
             num_rows: int[seeds, K], train examples of each client.
             client_group: int[K], clients of one architecture.
-            level_of: int[K], the largest level that each client holds; or a function
-                `(seed, round, client int[C]) -> int[C]` where it changes.
+            level_of: int[K], the largest level that each client holds, or a function
+                `(seed, round, client int[C]) -> int[C]` if it changes.
             clients_per_round: Clients drawn without replacement.
             specs: The algorithm's plans.
             execution: Rows are sorted by group, level and steps, dealt to the devices
-                and padded to whole chunks, so that chunks are of equal length.
-            eligible: bool[K], clients that may be drawn at all; None = everybody. A
-                client that is never drawn may still be a peer.
+                and padded to whole chunks, so that chunks have equal lengths.
+            eligible: bool[K], clients that may be drawn, None = all. A client that is
+                never drawn may still be a peer.
             peers: Peers of each row, None = the algorithm has none.
 
         Raises:
-            ValueError: there are fewer clients than are to be drawn, or no such graph
-                of peers.
+            ValueError: too few clients can be drawn, or there is no such graph.
         """
         self._seeds, self._num_rows = list(seeds), np.asarray(num_rows)
         self.num_clients = num_clients = self._num_rows.shape[1]
         self._group, self._level_of = np.asarray(client_group), level_of
-        # Private rows are stacked by group: a client's slot is its place among them.
+        # Private rows are stacked by group; a client's slot is its place in its group.
         self._slot = np.zeros(num_clients, np.int32)
         for group in np.unique(self._group):
             members = np.flatnonzero(self._group == group)
@@ -149,7 +148,7 @@ class Planner:
         return jax.tree.map(np.asarray, one)
 
     def drawn(self, seed_index: int, round: int) -> types.Cohort:
-        """One round without plans: who takes part, where, at which level."""
+        """One round without plans: its clients, their slots, levels and peers."""
         seed = self._seeds[seed_index]
         client, real, level = self._placed(seed_index, round)
         peers, peer_mask = self._draw_peers(seed, round, client, real)
@@ -166,31 +165,31 @@ class Planner:
     def _placed(
         self, seed_index: int, round: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(client int32[C], whether it is one bool[C], level int32[C]) of each row."""
+        """(client int32[C], whether it is real bool[C], level int32[C]) of each row."""
         seed, num_clients = self._seeds[seed_index], self.num_clients
         chosen = self._choose(seed, round)
         levels = self._levels(seed, round, chosen)
         owned = self._num_rows[seed_index, chosen]
         order = np.lexsort((chosen, owned, levels, self._group[chosen]))
-        # Padding rows first: they fill the chunk of the smallest clients.
+        # Padding rows come first, where they fill the chunk of the smallest clients.
         size = execution_lib.padded_size(len(chosen), self._execution)
         index = np.full(size, -1)
         index[size - len(chosen) :] = order
-        # Like cards, one row to each device in turn: all get large and small clients.
+        # Rows are dealt to devices in turn, so that all get large and small clients.
         index = index.reshape(-1, self._devices).T.reshape(-1)
         real = index >= 0
         client = np.where(real, chosen[index], num_clients).astype(np.int32)
-        # The largest level of a chunk decides what is run: padding must not raise it.
+        # A chunk runs its largest level, which padding must not raise.
         chunk = min(self._execution.chunk, size // self._devices)
         smallest = real.reshape(-1, chunk).argmax(1) + np.arange(0, size, chunk)
         like = np.where(real, np.arange(size), np.repeat(smallest, chunk))
-        # A chunk of padding alone takes the smallest client of all.
+        # A chunk of only padding takes the level of the smallest client.
         level = levels[np.where(real[like], index[like], order[0])]
         return client, real, level.astype(np.int32)
 
     @property
     def round_examples(self) -> float:
-        """Train rows of all clients of a round, on average, of the largest seed."""
+        """Mean train rows of all clients of a round, for the seed with the most."""
         rows = self._num_rows
         if self._candidates is not None:
             rows = rows[:, self._candidates]
@@ -202,10 +201,10 @@ class Planner:
         return self.owned(seed_index, client).reshape(self._devices, -1).sum(1)
 
     def capacity(self, num_rounds: int) -> int:
-        """Room for the examples of a device in so many rounds, whatever their seed.
+        """Room for the examples of a device in a number of rounds of any seed.
 
-        What rounds have on average, since a window takes as many as fit, and at least
-        the largest of the first rounds.
+        It is the average, since a window takes as many rounds as fit, and at least the
+        size of the largest of the first rounds.
         """
         seen = [
             [self.examples(index, round) for round in range(SEEN_ROUNDS)]
@@ -229,10 +228,10 @@ class Planner:
         Args:
             seed_index: Position among the seeds.
             first_round, num_rounds: The rounds `first_round, ...`, at least one.
-            length: Leading axis of all leaves but the plans' positions; later rounds
-                are zero, without a client.
-            capacity: Examples of a device, in all of these rounds, for which there is
-                room in an epoch; where they have more, the room that they need.
+            length: Leading axis of all leaves but the plans' positions. Padding rounds
+                are zero and have no clients.
+            capacity: Room for the examples of a device in an epoch of all these rounds,
+                raised if they have more.
 
         Returns:
             A cohort of leaves [length, ...], with each plan as a `types.WindowPlan`.
@@ -241,7 +240,7 @@ class Planner:
             self.drawn(seed_index, first_round + index) for index in range(num_rounds)
         ]
         many = jax.tree.map(lambda *leaves: np.stack(leaves), *drawn)
-        # The rows of one device in all rounds, then those of the next.
+        # The rows of one device in all rounds come before those of the next device.
         place = np.arange(many.client_id.size).reshape(num_rounds, self._devices, -1)
         place = place.swapaxes(0, 1).reshape(self._devices, -1)
         client = many.client_id.reshape(-1)[place]
@@ -298,7 +297,7 @@ class Planner:
     def _draw_peers(
         self, seed: int, round: int, client: np.ndarray, real: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(peers int32[C, P], mask bool[C, P]) of all rows, padding rows without."""
+        """(peers int32[C, P], mask bool[C, P]) of all rows; padding rows have none."""
         num_peers = self.graph.num_peers if self.graph else 0
         peers = np.zeros((len(client), num_peers), np.int32)
         mask = np.zeros(peers.shape, bool)
@@ -306,7 +305,7 @@ class Planner:
             found, found_mask = self.graph.draw(seed, round, client[real])
             mask[real] = found_mask
             peers[real] = np.where(found_mask, found, 0)
-            # A gather on the device would take the nearest slot without a word.
+            # A gather on the device would silently take the nearest slot.
             if peers.min() < 0 or peers.max() >= self.num_clients:
                 raise ValueError(
                     f"PeerSpec.draw gave peers {peers.min()}..{peers.max()}; expected "
@@ -332,21 +331,21 @@ class Planner:
 def choose_chunk(
     num_steps: np.ndarray, *, batch_size: int, min_chunk: int = 0, devices: int = 1
 ) -> tuple[int, float]:
-    """The chunk that an accelerator computes fastest for cohorts like these.
+    """Chooses the chunk that an accelerator computes fastest for given cohorts.
 
-    A wide chunk makes a client's step cheaper (`execution.step_cost`), and executes
-    more of them, as all of its clients run as long as its longest.
+    A wide chunk makes a client's step cheaper (`execution.step_cost`) but executes more
+    steps, because all of its clients run as long as the longest.
 
     Args:
-        num_steps: int[T, C], steps of the clients of T typical cohorts, without padding
-            rows; taken as sorted by steps alone.
+        num_steps: int[T, C], steps of the clients in T typical cohorts, without padding
+            rows. They are sorted by steps here.
         batch_size: Examples of a client's step.
         min_chunk: The least chunk, 0 = any.
         devices: Devices that share the rows.
 
     Returns:
-        (chunk, predicted share of the executed steps that are real); of chunks that
-        cost equally much, the largest.
+        (chunk, predicted fraction of executed steps that are real). It is the largest
+        of chunks with equal costs.
     """
     steps = np.sort(num_steps, axis=-1)
     num_rows = steps.shape[-1]
@@ -368,9 +367,10 @@ def choose_chunk(
 
 
 def choose_lanes(num_steps: np.ndarray, *, batch_size: int, devices: int = 1) -> int:
-    """The lanes of a device that cost an accelerator less than any chunk; 0 = none do.
+    """Chooses the lanes of a device that cost an accelerator less than any chunk.
 
-    What a client's first and last step cost beside its steps is not counted.
+    0 = no number does. The cost of starting and ending a client's training is not
+    counted.
 
     Args:
         num_steps: As for `choose_chunk`.
@@ -381,17 +381,17 @@ def choose_lanes(num_steps: np.ndarray, *, batch_size: int, devices: int = 1) ->
     num_steps = num_steps[: max(1, DEALT_ROWS // num_rows)]
     chunk, real = choose_chunk(num_steps, batch_size=batch_size, devices=devices)
     least = num_steps.sum() / real * execution_lib.step_cost(chunk, batch_size)
-    # Rows of each device as `Planner.drawn` has them, padding rows first.
+    # The rows of each device as in `Planner.drawn`, padding rows first
     rows = np.sort(np.pad(num_steps, ((0, 0), (-num_rows % devices, 0))), axis=-1)
     steps = np.maximum(rows, 1).reshape(len(rows), -1, devices).swapaxes(1, 2)
 
     def at_least(width: int) -> float:
-        """No lanes do better than without any idle one."""
+        """A lower bound of the cost, without idle lanes."""
         moments = np.maximum(steps.max(-1), -(-steps.sum(-1) // width)).sum()
         return float(moments * width * execution_lib.step_cost(width, batch_size))
 
     best, how = 0, execution_lib.Execution()
-    # One lane is a chunk of one.
+    # One lane is the same as a chunk of one.
     widths = _widths(steps.shape[-1]) - {1}
     for width in sorted(widths, key=lambda width: (at_least(width), -width)):
         if at_least(width) >= least:
@@ -404,10 +404,10 @@ def choose_lanes(num_steps: np.ndarray, *, batch_size: int, devices: int = 1) ->
 
 
 def _widths(most: int) -> set[int]:
-    """Widths worth trying for so many rows.
+    """The widths to try for up to `most` rows.
 
-    All small ones, and of the large ones those of a sixteenth more than the last and
-    those that cut the rows evenly.
+    They are all small ones, those that split the rows evenly, and large ones in steps
+    of a sixteenth.
     """
     found = set(range(1, min(most, 256) + 1))
     found |= {-(-most // number) for number in range(1, 257)}

@@ -1,4 +1,4 @@
-"""Shuffles of many clients at once: positions sorted by words that are named by ids."""
+"""Shuffles many clients at once by sorting positions by words derived from ids."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Iterator
 
 import numpy as np
 
-# The upper half of a word decides, the lower half carries the position: sorting plain
-# numbers is two to three times faster than an argsort.
+# The upper half of a key is random and the lower half is the position, because sorting
+# plain numbers is two to three times faster than an argsort.
 POSITION = np.uint64(2**32 - 1)
 BLOCK_WORDS = 1 << 18
 
 
 def alike(count: np.ndarray, words_each: int = 1) -> Iterator[np.ndarray]:
-    """Indices of clients of like size, so that nobody is padded to twice his size.
+    """Groups clients of similar size, so that none is padded to twice its size.
 
     Args:
-        count: int[M], how much is to be shuffled for each; those with 0 are left out.
-        words_each: How often it is shuffled; bounds the size of a block.
+        count: int[M], positions to shuffle for each client. Clients with 0 are omitted.
+        words_each: Shuffles of each client, which bound the size of a block.
 
     Yields:
-        int64[m] indices into `count`; a block's words fit into a processor's cache.
+        int64[m] indices into `count`. A block's words fit into a processor's cache.
     """
     length = np.frexp(np.maximum(count - 1, 0))[1]  # bits: 2 ** length >= count
     order = np.argsort(length, kind="stable")
@@ -38,10 +38,10 @@ def positions(words: np.ndarray, count: np.ndarray) -> np.ndarray:
 
     Args:
         words: uint64[..., W], the word of each position (`rng.hashed`).
-        count: int[...], broadcast against the leading axes; at most W.
+        count: int[...], broadcast against the leading axes, at most W.
 
     Returns:
-        int32[..., W]; behind the first `count` entries -1.
+        int32[..., W], with -1 after the first `count` entries.
     """
     place = np.arange(words.shape[-1], dtype=np.uint64)
     count = np.asarray(count).astype(np.uint64)[..., None]

@@ -1,9 +1,9 @@
-"""Graphs of peers: who pulls from whom in a round.
+"""Graphs of peers: the clients from which each client pulls in a round.
 
-A graph is a pure function of (seed, round), never of the method or of who takes part.
-It is directed: row i has the clients that client i pulls from. What a client draws by
-itself is named by (seed, round, client) and costs what its row costs; `regular` draws
-all rows at once, and only `file` reads a table of all pairs.
+A graph is a pure function of (seed, round), independent of the method and the cohort.
+It is directed, and row i has the clients from which client i pulls. Each client's draws
+are named by (seed, round, client), so that only the rows of the cohort are drawn. Only
+`regular` draws all rows at once, and only `file` reads a table of all pairs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import numpy as np
 from data import files, npz
 from fedjax_pfl import rng, types
 
-# A row of an erdos_renyi graph is cut where a longer one has a chance below this.
+# The length of erdos_renyi rows is limited where longer ones have a lower probability.
 NEVER = 1e-12
-# Of a regular graph: how often all edges are swapped in pairs, and the graphs kept.
+# For regular graphs: how often all edges are swapped in pairs, and the number of cached
+# graphs.
 SWEEPS = 5
 KEPT_GRAPHS = 16
 ARRAY = "adjacency"
@@ -35,7 +36,7 @@ class Graph(NamedTuple):
     Attributes:
         num_peers: P.
         draw: `(seed, round, client int[C]) -> (peers int[C, P], mask bool[C, P])`.
-        table: bool[K, K] of a user's graph, None of a drawn one.
+        table: bool[K, K] of a user's graph, None for drawn graphs.
     """
 
     num_peers: int
@@ -44,7 +45,7 @@ class Graph(NamedTuple):
 
 
 def make(spec: types.PeerSpec, num_clients: int) -> Graph:
-    """The graph that an algorithm wants, for K clients.
+    """Makes the graph of an algorithm for K clients.
 
     Raises:
         ValueError: there is no such graph; one line with the flag to change.
@@ -74,23 +75,23 @@ def _check_degree(spec: types.PeerSpec, num_clients: int) -> None:
 def uniform_peers(
     seed: int, round: int, client: np.ndarray, num_clients: int, num_peers: int
 ) -> np.ndarray:
-    """P different others for each client in random order, int[C, P].
+    """P different other clients for each client in random order, int[C, P].
 
-    The front of a shuffle of all others, of which only what was moved is kept; so the
-    first n of P peers are those that a draw of n gives.
+    They are the beginning of a shuffle of all others, which stores only the moved
+    entries. The first n of P peers are therefore those of a draw of n.
 
     Args:
-        seed, round: Names of the draw.
+        seed, round: The seed and round that name the draw.
         client: int[C].
         num_clients: K.
         num_peers: P, below K.
     """
     own = client[:, None]
     words = rng.hashed(seed, rng.Tag.PEERS, round, own, 0, np.arange(num_peers))
-    # Step i swaps the places i and `taken[:, i]`, where `moved[:, i]` then stands.
+    # Step i swaps the entries at i and at `taken[:, i]`, which then is `moved[:, i]`.
     taken, moved, peers = (np.zeros(words.shape, int) for _ in range(3))
 
-    def standing(place: np.ndarray, step: int) -> np.ndarray:
+    def entry(place: np.ndarray, step: int) -> np.ndarray:
         hits = (taken[:, :step] == place[:, None]) * np.arange(1, step + 1)
         last = hits.max(1, initial=0)
         found = np.take_along_axis(moved, np.maximum(last - 1, 0)[:, None], axis=1)
@@ -99,14 +100,14 @@ def uniform_peers(
     for step in range(num_peers):
         left = np.uint64(num_clients - 1 - step)
         place = step + (words[:, step] % left).astype(int)
-        peers[:, step] = standing(place, step)
-        moved[:, step] = standing(np.full(len(client), step), step)
+        peers[:, step] = entry(place, step)
+        moved[:, step] = entry(np.full(len(client), step), step)
         taken[:, step] = place
     return peers + (peers >= own)
 
 
 def _random(spec: types.PeerSpec, num_clients: int) -> Graph:
-    """`num_peers` different others for each client, all equally likely."""
+    """`num_peers` different other clients for each client, all equally likely."""
     _check_degree(spec, num_clients)
 
     def draw(seed: int, round: int, client: np.ndarray):
@@ -117,7 +118,7 @@ def _random(spec: types.PeerSpec, num_clients: int) -> Graph:
 
 
 def _ring(spec: types.PeerSpec, num_clients: int) -> Graph:
-    """The `num_peers` nearest on a ring of all clients: 1 ahead, 1 behind, 2 ahead."""
+    """The `num_peers` nearest clients on a ring: 1 ahead, 1 behind, 2 ahead, ..."""
     _check_degree(spec, num_clients)
     step = np.arange(spec.num_peers)
     offset = (step // 2 + 1) * np.where(step % 2, -1, 1)
@@ -129,7 +130,7 @@ def _ring(spec: types.PeerSpec, num_clients: int) -> Graph:
 
 
 def _full(spec: types.PeerSpec, num_clients: int) -> Graph:
-    """All others."""
+    """All other clients."""
     offset = np.arange(1, num_clients)
 
     def draw(seed: int, round: int, client: np.ndarray):
@@ -145,11 +146,11 @@ def _all(peers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _erdos_renyi(spec: types.PeerSpec, num_clients: int) -> Graph:
     """Every client pulls from every other with `edge_probability`, independently.
 
-    As many peers as a binomial draw says, all sets of so many equally likely: never
-    more than a row's own draws.
+    A binomial draw gives the number of peers, and all sets of that size are equally
+    likely.
     """
     others, probability = num_clients - 1, spec.edge_probability
-    # Bernstein's inequality: more of them than this have a chance below NEVER.
+    # By Bernstein's inequality, more peers have a probability below NEVER.
     mean, rest = others * probability, -math.log(NEVER)
     spread = 2 * mean * (1 - probability) * rest
     most = min(others, math.ceil(mean + rest / 3 + math.sqrt(rest**2 / 9 + spread)))
@@ -175,13 +176,13 @@ def _binomial(trials: int, probability: float, most: int) -> np.ndarray:
 
 
 def _regular(spec: types.PeerSpec, num_clients: int) -> Graph:
-    """A random undirected graph in which everybody has `num_peers` peers."""
+    """A random undirected graph in which each client has `num_peers` peers."""
     _check_degree(spec, num_clients)
     if spec.num_peers * num_clients % 2:
         raise ValueError(
-            f"--num_peers={spec.num_peers}: no regular graph of --num_clients="
-            f"{num_clients} has it, one of the two must be even; change one, or take "
-            "--topology=random"
+            f"--num_peers={spec.num_peers}: there is no such regular graph of "
+            f"--num_clients={num_clients}, as one of the two must be even; change one, "
+            "or take --topology=random"
         )
 
     def draw(seed: int, round: int, client: np.ndarray):
@@ -194,15 +195,15 @@ def _regular(spec: types.PeerSpec, num_clients: int) -> Graph:
 def regular_graph(
     seed: int, round: int, num_clients: int, num_peers: int
 ) -> np.ndarray:
-    """The neighbours of all clients in a random regular graph, int[K, P].
+    """The peers of all clients in a random regular graph, int[K, P].
 
-    A ring of shuffled clients with its nearest neighbours, whose edges are then swapped
-    in pairs, several times each: no draw is ever rejected.
+    The graph begins as a ring of shuffled clients with their nearest neighbours. Its
+    edges are then swapped in pairs, several times each. No draw is rejected.
 
     Args:
-        seed, round: Names of the draw.
+        seed, round: The seed and round that name the draw.
         num_clients: K.
-        num_peers: P, below K; one of the two is even.
+        num_peers: P, below K. One of the two is even.
     """
     gen = rng.generator(seed, rng.Tag.PEERS, round)
     place, half = np.arange(num_clients), num_clients // 2
@@ -223,12 +224,13 @@ def regular_graph(
 def _swapped(
     edges: np.ndarray, num_clients: int, gen: np.random.Generator
 ) -> np.ndarray:
-    """Edges a-b and c-d become a-d and c-b, in random pairs; degrees stay.
+    """Swaps edges a-b and c-d to a-d and c-b in random pairs, which keeps degrees.
 
-    Not where that makes a loop, or an edge that is there or that another pair makes.
+    A pair is not swapped if that makes a loop, an existing edge, or an edge that
+    another pair makes.
 
     Args:
-        edges: int[E, 2], no loop and no edge twice.
+        edges: int[E, 2] without loops and duplicates.
         num_clients: K.
         gen: The graph's generator.
     """
@@ -250,7 +252,7 @@ def _swapped(
 
 
 def _file(spec: types.PeerSpec, num_clients: int) -> Graph:
-    """A user's graph, the same in every round."""
+    """A user's graph, which is the same in every round."""
     table = read(spec.adjacency, num_clients)
     degree = table.sum(1)
     most = int(degree.max())
@@ -262,14 +264,14 @@ def _file(spec: types.PeerSpec, num_clients: int) -> Graph:
 
 
 def read(path: str, num_clients: int) -> np.ndarray:
-    """The adjacency matrix of a file, bool[K, K]; row i has the peers of client i.
+    """The adjacency matrix in a file, bool[K, K]; row i has the peers of client i.
 
-    An npz file with the array `adjacency`, or text: a line for each client, its 0s and
-    1s separated by spaces or commas.
+    The file is an npz file with the array `adjacency`, or text with a line for each
+    client, in which 0s and 1s are separated by spaces or commas.
 
     Raises:
-        ValueError: one line that names the file: no such file, of another size, an
-            entry that is not 0 or 1, its own peer, or a client without any.
+        ValueError: one line that names the file: it is missing, has another size or an
+            entry that is not 0 or 1, or a client is its own peer or has none.
     """
     try:
         if path.endswith(".npz"):
@@ -286,7 +288,7 @@ def read(path: str, num_clients: int) -> np.ndarray:
 
 
 def _text(path: pathlib.Path, num_clients: int) -> np.ndarray:
-    """The entries of a text file; raises a phrase without the path."""
+    """The entries of a text file; errors are phrases without the path."""
     files.check(path, "an npz or text file")
     size, limit = path.stat().st_size, 2**16 + 8 * num_clients**2
     if size > limit:
@@ -296,7 +298,7 @@ def _text(path: pathlib.Path, num_clients: int) -> np.ndarray:
     try:
         lines = path.read_text("utf-8-sig").replace(",", " ").splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError("is no text; an npz file is to end in .npz") from error
+        raise ValueError("is not text; the name of an npz file ends in .npz") from error
     rows = [line.split() for line in lines if line.strip()]
     for number, row in enumerate(rows):
         if len(row) != len(rows[0]):
@@ -315,7 +317,7 @@ def _odd(entry: object, row: int) -> str:
 
 
 def _checked(array: np.ndarray, num_clients: int) -> np.ndarray:
-    """The matrix as bool; raises a phrase without the path."""
+    """The matrix as bool; errors are phrases without the path."""
     if array.shape != (num_clients, num_clients):
         raise ValueError(
             f"is of shape {list(array.shape)[:8]}; --num_clients={num_clients} needs "

@@ -1,4 +1,4 @@
-"""All that a person starts: main, list, reproduce, plot, report, export and bench."""
+"""The commands and the Python interface of fedjax_pfl."""
 
 import importlib.util
 import os
@@ -7,7 +7,7 @@ import sys
 
 
 def _leave(*_: object) -> None:
-    """Ends the process at once: while modules are imported there is nothing to save."""
+    """Ends the process at once, since there is nothing to save during the imports."""
     os.write(2, b"error: interrupted\n")
     os._exit(130)
 
@@ -19,7 +19,7 @@ def imported() -> None:
 
 
 def _check_siblings() -> None:
-    """Refuses to begin where a user's own file hides one of the packages beside this.
+    """Refuses to start if a user's own file hides one of this project's packages.
 
     Raises:
         ImportError: one line that names the file.
@@ -35,7 +35,7 @@ def _check_siblings() -> None:
             continue
         line = (
             f"{where} hides this project's package `{name}`; rename it, work in "
-            "another folder, or use the command fedjax-pfl, which does not care"
+            "another folder, or use the command fedjax-pfl, which is not affected"
         )
         if sys.argv[:1] == ["-m"]:
             os.write(2, f"error: {line}\n".encode())
@@ -45,8 +45,8 @@ def _check_siblings() -> None:
 
 _check_siblings()
 
-# Importing jax takes seconds, and a KeyboardInterrupt in them ends in a traceback. The
-# name "-m" stands there only while `python -m launch.<command>` looks for the command:
+# Importing jax takes seconds, and a KeyboardInterrupt meanwhile ends in a traceback.
+# `sys.argv` is ["-m"] only while `python -m launch.<command>` looks for the command, so
 # a notebook that imports this package keeps its own handler.
 if sys.argv[:1] == ["-m"]:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -1,4 +1,4 @@
-"""What to import from Python: `from launch import build`.
+"""The Python interface: `from launch import build`.
 
 `build.experiment(algo="fedavg", rounds=5).run()` runs one algorithm,
 `build.compare(["fedavg", "cdkt"])` several on the same clients, and

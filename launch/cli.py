@@ -1,7 +1,7 @@
-"""The command `fedjax-pfl`: every program of `launch`, whatever folder it is called in.
+"""The command `fedjax-pfl`: every program of `launch`, from any folder.
 
-`fedjax-pfl run --algo=cdkt` is `python -m launch.main --algo=cdkt`; but modules named
-`data`, `models` or `launch` in the current folder do not stand in its way.
+`fedjax-pfl run --algo=cdkt` is `python -m launch.main --algo=cdkt`, except that modules
+named `data`, `models` or `launch` in the current folder do not affect it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    """The command."""
+    """Runs the program that the first argument names."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("--help", "-h", "-help", "help"):
         print("fedjax-pfl COMMAND [--option=value ...]\n")

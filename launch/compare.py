@@ -1,4 +1,4 @@
-"""Several algorithms on the same clients: built together, run in turn, one table."""
+"""Comparisons of several algorithms on the same clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Comparison(Mapping):
-    """Experiments by name; all of them on the same examples of the same clients."""
+    """Experiments by name, all of them on the same examples of the same clients."""
 
     def __init__(self, experiments: Mapping[str, Experiment]):
         self._experiments = dict(experiments)
@@ -39,14 +39,10 @@ class Comparison(Mapping):
         progress: bool = True,
         on_record: Callable[[dict[str, Any]], None] | None = None,
     ) -> Comparison:
-        """Runs what is not done yet, and returns itself.
+        """Runs the experiments that are not finished, and returns itself.
 
-        Args:
-            progress: Whether to show how far it is.
-            on_record: Called with every record, which has the name under `algo`.
-
-        Raises:
-            KeyboardInterrupt: as `Experiment.run`; `run()` goes on.
+        Arguments and errors are those of `Experiment.run`. Records have the name under
+        `algo`.
         """
         for name, one in self.items():
             if progress:
@@ -59,12 +55,12 @@ class Comparison(Mapping):
         return self
 
     def to_frame(self) -> pandas.DataFrame:
-        """All records: a line for every algorithm, evaluated round and seed."""
+        """All records: one line for every algorithm, evaluated round and seed."""
         pairs = [(name, row) for name, one in self.items() for row in one.metrics]
         return frames.of([{"algo": name, **row} for name, row in pairs])
 
     def summary(self) -> pandas.DataFrame:
-        """A line for each algorithm: its metrics by the summary rule."""
+        """One line for each algorithm: its metrics by the summary rule."""
         return frames.summaries(self._experiments)
 
     def plot(self, kind: str = "curves", metric: str = "") -> Any:
@@ -72,11 +68,10 @@ class Comparison(Mapping):
         return frames.plot(list(self.values()), kind, metric, list(self))
 
     def __repr__(self) -> str:
-        def told(name: str, one: Experiment) -> str:
-            prefix = f"{name}: " * (name != one.config.algo)
-            return prefix + words.described(one)
-
-        return "\n\n".join(told(*pair) for pair in self.items())
+        return "\n\n".join(
+            f"{name}: " * (name != one.config.algo) + words.described(one)
+            for name, one in self.items()
+        )
 
     def _repr_html_(self) -> str:
         if all(one.metrics for one in self.values()):
@@ -93,20 +88,27 @@ def compare(
     on_record: Callable[[dict[str, Any]], None] | None = None,
     **options: Any,
 ) -> Comparison:
-    """Runs several algorithms on the same clients: `compare(["fedavg", "cdkt"])`.
+    """Runs several algorithms on the same clients.
 
-    An option that only some of them have reaches those. Without a `preset` all take
-    that of the first algorithm that has a paper's. An interrupt ends it with what is
-    done; `run()` of what it returned goes on.
+    An option that only some of them have is passed to those. Without a `preset` all
+    follow that of the first algorithm whose preset is a paper's. After an interrupt the
+    finished part is returned, and its `run()` continues.
+
+    Example:
+        >>> compared = compare(
+        ...     ["fedavg", "local"], model="mlp", num_clients=4, examples_per_client=10,
+        ...     rounds=1, progress=False)
+        >>> list(compared.summary().index)
+        ['fedavg', 'local']
 
     Args:
-        algos: Names, or algorithms of your own; or each run's options by a name:
+        algos: Names or custom algorithms, or each run's options by a name:
             `{"weak": {"algo": "fedprox", "proximal_weight": 0.01}, "strong": ...}`.
-        seeds: `--num_seeds`, 1 by default; give one of the two names.
+        seeds: Another name of the option `num_seeds`.
         run: Whether to run them now.
-        progress: Whether to show how far it is.
+        progress: Whether to show progress.
         on_record: Called with every record, which has the name under `algo`.
-        **options: As `experiment` takes them; a `workdir` gets a folder for each.
+        **options: As in `experiment`. A `workdir` gets a folder for each.
 
     Returns:
         Experiments by name, with `to_frame()`, `summary()`, `plot()` and `run()`.
@@ -126,20 +128,20 @@ def compare(
         try:
             made.run(progress=progress, on_record=on_record)
         except KeyboardInterrupt as stopped:
-            processes.say(f"{stopped}; of a comparison too", flush=True)
+            processes.say(f"{stopped}, also of a comparison", flush=True)
     return made
 
 
 def _compared(algos: Any, options: Mapping[str, Any]) -> Comparison:
-    """Builds the experiments; `options` are those of every run that has them."""
+    """Builds the experiments, each with those of `options` that its algorithm has."""
     runs = _runs(algos)
     fields = [registry.fields_of(own["algo"]) for own in runs.values()]
     for option in options:
         if not any(option in known for known in fields):
             raise ValueError(
-                f"--{option} is a flag of none of {', '.join(runs)}; leave it away"
+                f"--{option} is a flag of none of {', '.join(runs)}; omit it"
             )
-    # One paper's clients for all: those of the first whose rules suit all of them.
+    # All get the clients of one paper, the first whose rules suit all of them.
     presets = [registry.default_preset(own["algo"]) for own in runs.values()]
     presets = [p for p in dict.fromkeys(presets) if p != "none"] or ["none"]
     if options.get("preset") is not None:
@@ -158,9 +160,7 @@ def _runs(algos: Any) -> dict[str, Mapping[str, Any]]:
     if isinstance(algos, Mapping):
         for name, own in algos.items():
             if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
-                raise ValueError(
-                    f"compare: expected names that can be a folder's, got {name!r}"
-                )
+                raise ValueError(f"compare: {name!r} cannot be the name of a folder")
             if not isinstance(own, Mapping) or "algo" not in own:
                 raise ValueError(
                     f"compare: expected options with an algo for {name!r}, got {own!r}"
@@ -184,7 +184,7 @@ def _runs(algos: Any) -> dict[str, Mapping[str, Any]]:
 def _built(
     runs: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
 ) -> Comparison:
-    """The experiments under one preset, all with the first one's clients."""
+    """Builds the experiments under one preset, all with the clients of the first."""
     made: dict[str, Experiment] = {}
     first = next(iter(runs))
     for name, own in runs.items():

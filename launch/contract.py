@@ -1,4 +1,4 @@
-"""Checks an algorithm of one's own against what every algorithm here keeps."""
+"""Checks a custom algorithm against the rules that every algorithm here follows."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from launch.experiment import Experiment
 
 
 class BrokenError(ValueError):
-    """A rule that an algorithm breaks; one line."""
+    """One line about a rule that an algorithm breaks."""
 
 
 def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
-    """Runs an algorithm a few times and compares what comes out.
+    """Runs an algorithm a few times and compares the results.
 
     Args:
-        algo: A name, or an algorithm of your own.
-        rounds: Of each run, at least 2.
-        **options: As `build.experiment` takes them; small data will do. Unless they
-            say otherwise half of the clients are drawn in each round, and they take
-            steps of SGD.
+        algo: A name, or a custom algorithm.
+        rounds: Rounds of each run, at least 2.
+        **options: As in `build.experiment`; small data are enough. By default half of
+            the clients are drawn in each round, and they train with SGD.
 
     Returns:
-        The rules that hold, a sentence each; what could not be tested is left out.
+        The rules that hold, one sentence each, without those that could not be tested.
 
     Raises:
-        BrokenError: one does not; says what to look for.
+        BrokenError: a rule does not hold. The message says what to look for.
     """
     if rounds < 2:
         raise ValueError(f"rounds={rounds}: expected at least 2")
@@ -54,9 +53,9 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
 
     options = {"rounds": rounds, "eval_every": rounds, "devices": 1} | options
     for name in ("client_chunk", "min_chunk", "lanes"):
-        options.pop(name, None)  # What is varied here.
+        options.pop(name, None)  # They are varied here.
     if "client_optimizer" in registry.fields_of(watched):
-        # Adam makes steps of rounding errors, for instance of a bias before a norm.
+        # Adam turns rounding errors into steps, for instance of a bias before a norm.
         options.setdefault("client_optimizer", "sgd")
     options["algo"] = watched
     if "clients_per_round" not in options:
@@ -70,7 +69,7 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
     first.run(progress=False)
 
     def on_all_devices() -> Experiment:
-        """In lanes, if a client's round is one training."""
+        """Runs in lanes if a client's round is one training."""
         try:
             return fresh(lanes=2, devices=0)
         except ValueError:
@@ -93,7 +92,7 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
                 _equal(first, _ran(made()), 1e-3)
                 for made in (lambda: fresh(client_chunk=3), on_all_devices)
             ),
-            "a client's function may look at its own row alone, and means take "
+            "a client's function may read its own row only, and means must take "
             "cohort.row_mask into account",
         ),
         (
@@ -104,11 +103,11 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
     ]
     config = first.config
     are_some_absent = config.clients_per_round < config.num_clients
-    # Several architectures have a table each, whose slots are not ids.
+    # Each of several architectures has a table of its own, whose slots are not ids.
     if are_some_absent and len(first.task.client_models) == 1:
         rules.append(
             (
-                "Who is absent keeps its private row.",
+                "Absent clients keep their private rows.",
                 lambda: _absent_stay(fresh(client_chunk=1)),
                 "read and write state.clients at cohort.row only",
             )
@@ -120,7 +119,7 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
 
 
 def _members(entry: Any) -> dict[str, Any]:
-    """What the registry may ask of an algorithm."""
+    """The members of an algorithm that the registry may read."""
     names = ("HParams", "preset", "public_images", "several_models", "exits")
     return {name: getattr(entry, name) for name in names if hasattr(entry, name)}
 
@@ -131,7 +130,7 @@ def _ran(experiment: Experiment) -> Experiment:
 
 
 def _resumed(fresh: Callable[[], Experiment], rounds: int) -> Experiment:
-    """A run that two experiments share, as a checkpoint would hand it over."""
+    """Splits a run between two experiments, as a checkpoint does."""
     before, after = fresh(), fresh()
     before.run(rounds // 2, progress=False)
     arrays, host = before.saved()
@@ -144,7 +143,7 @@ def _resumed(fresh: Callable[[], Experiment], rounds: int) -> Experiment:
 
 
 def _equal(one: Experiment, other: Experiment, tolerance: float = 0.0) -> bool:
-    """Whether two states are the same, or as near as that."""
+    """Whether two states are equal up to a tolerance."""
     pairs = [jax.tree.leaves((e.state.server, e.state.clients)) for e in (one, other)]
     return all(
         np.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -153,7 +152,7 @@ def _equal(one: Experiment, other: Experiment, tolerance: float = 0.0) -> bool:
 
 
 def _absent_stay(experiment: Experiment) -> bool:
-    """Whether a round leaves the private rows of who is not in it, bit for bit."""
+    """Whether a round leaves the private rows of absent clients, bit for bit."""
     experiment.start()
     before = jax.tree.map(np.array, experiment.state.clients)
     drawn = experiment.planner.drawn(0, 0)

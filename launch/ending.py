@@ -1,4 +1,4 @@
-"""How every command ends: with its exit code, and one line if something was wrong."""
+"""Turns the end of every command into an exit code, and one line after an error."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from launch.run import processes
 def command(
     body: Callable[[list[str]], None],
 ) -> Callable[[Sequence[str] | None], None]:
-    """Makes a command of a function of an argv, by default `sys.argv`."""
+    """Turns a function of an argv into a command, whose default is `sys.argv`."""
 
     @functools.wraps(body)
     def run(argv: Sequence[str] | None = None) -> None:
-        # The libraries' own messages would stand in the way of ours.
+        # The libraries' own messages would hide ours.
         absl_logging.set_verbosity(absl_logging.ERROR)
         logging.getLogger("orbax").setLevel(logging.ERROR)
         with reported():
@@ -36,7 +36,7 @@ def command(
 
 @contextlib.contextmanager
 def refused() -> Iterator[None]:
-    """Ends a command with one line where what was asked for cannot be."""
+    """Ends a command with one line about a bad request."""
     try:
         yield
     except (ValueError, absl_flags.Error) as error:
@@ -45,7 +45,7 @@ def refused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(flag: str, path: object) -> Iterator[None]:
-    """Ends a command with one line where the file of a flag cannot be written."""
+    """Ends a command with one line if the file of a flag cannot be written."""
     try:
         yield
     except OSError as error:
@@ -54,10 +54,10 @@ def writing(flag: str, path: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Turns what may happen to a command into one line and an exit code.
+    """Turns the errors of a command into one line and an exit code.
 
-    Bad input is 2; what the machine refuses, such as memory or a full disk, is 1;
-    Ctrl-C is 130. A reader that goes away (`... | head`) is not worth a line.
+    The code is 2 for bad input, 1 for what the machine refuses, such as memory or disk
+    space, and 130 for Ctrl-C. A closed pipe (`... | head`) prints no line.
     """
     launch.imported()
     with processes.ended(), _reported():
@@ -66,13 +66,13 @@ def reported() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reported() -> Iterator[None]:
-    """`reported`, by SystemExit."""
+    """Does the same for one process, by raising SystemExit."""
     try:
         try:
             with processes.reaching():
                 yield
         finally:
-            # What is still buffered fails here or, with a traceback, at exit.
+            # Buffered output fails here, or else at exit with a traceback.
             if sys.stdout is not None and not sys.stdout.closed:
                 sys.stdout.flush()
     except flagfile.UsageError as error:
@@ -80,7 +80,7 @@ def _reported() -> Iterator[None]:
     except processes.Lost as error:
         flags.fail(error, 1)
     except KeyboardInterrupt:
-        flags.fail("interrupted; what was saved stays (--resume goes on)", 130)
+        flags.fail("interrupted; everything saved is kept, --resume continues", 130)
     except BrokenPipeError:
         _drop_output()
         raise SystemExit(141) from None
@@ -98,7 +98,7 @@ def _reported() -> Iterator[None]:
 
 
 def _drop_output() -> None:
-    """Lets go of output that cannot be written: Python would try again at exit."""
+    """Drops output that cannot be written, which Python would retry at exit."""
     try:
         sys.stdout.flush()
     except OSError:

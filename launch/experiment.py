@@ -1,4 +1,4 @@
-"""An experiment in memory: a run with what notebooks ask of it; `main` wraps it."""
+"""Experiments in memory: a run with the methods that notebooks use."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ class Experiment(Run):
     ) -> dict[str, Any]:
         """Runs and returns the summary.
 
-        With an option `workdir` everything is written there as the command does it, and
-        what is there already is continued (`resume=True`); else it stays in memory.
+        With an option `workdir` everything is written there as by the command, and
+        `resume=True` continues the run that is there. Without it all stays in memory.
 
         Args:
-            until: Rounds done in the end, None = all.
-            progress: Whether to show how far it is.
-            on_record: Called with each record as soon as it is there: one for every
-                evaluated round and seed.
+            until: The round to stop after, None = the last.
+            progress: Whether to show progress.
+            on_record: Called at once with each record, one for every evaluated round
+                and seed.
 
         Returns:
             See `summary`.
 
         Raises:
-            ValueError: `until` is no number of rounds of this experiment, the folder
-                belongs to another run, or files are wanted without a `workdir`.
+            ValueError: `until` is not a round of this experiment, the folder belongs to
+                another run, or an option writes files but there is no `workdir`.
             OSError: results cannot be written.
             KeyboardInterrupt: after SIGINT or SIGTERM, once the call in progress is
-                done; `run()` goes on from there.
+                done. `run()` continues from there.
         """
         rounds = self.config.rounds
         until = rounds if until is None else until
@@ -63,14 +63,13 @@ class Experiment(Run):
             raise ValueError(f"until={until!r}: expected 0..{rounds} rounds")
         for name in ("tensorboard", "csv"):
             if getattr(self.config, name) and not self.config.workdir:
-                raise ValueError(f"{name}=True writes files; give a workdir, too")
+                raise ValueError(f"{name}=True writes files; give a workdir too")
         with contextlib.ExitStack() as entered:
             folder = None
             if self.config.workdir:
                 folder = entered.enter_context(self.folder)
                 if folder.open(restores=True) is not None and progress:
-                    path = folder.path
-                    processes.say(f"{path} holds this run, finished", flush=True)
+                    processes.say(f"{folder.path} holds this finished run", flush=True)
             if progress and not self.round:
                 processes.say(words.rules(self), flush=True)
             stop = entered.enter_context(stop_lib.Stop(twice_interrupts=False))
@@ -79,7 +78,9 @@ class Experiment(Run):
             if folder is not None and self.round == rounds:
                 folder.finish(self.summary)
         if stop:
-            raise KeyboardInterrupt(f"stopped after round {self.round}; run() goes on")
+            raise KeyboardInterrupt(
+                f"stopped after round {self.round}; run() continues"
+            )
         return self.summary()
 
     @functools.cached_property
@@ -93,7 +94,7 @@ class Experiment(Run):
         progress: bool = True,
         on_record: Callable[[dict[str, Any]], None] | None = None,
     ) -> list[loop.Listener]:
-        """Who listens: a folder, if there is one, first, and again when all know."""
+        """The listeners of the run: its folder first, and its checkpoints last."""
         out: list[loop.Listener] = [folder] if folder is not None else []
         out += progress_lib.shown(words.headline if progress else None)
         out += [loop.OnRecord(on_record)] if on_record is not None else []
@@ -105,7 +106,7 @@ class Experiment(Run):
         seed: int | None = None,
         point: Mapping[str, float] | None = None,
     ) -> types.Params:
-        """The parameters that serve a client right now, a tuple of stages."""
+        """The parameters of a client's personalized model, a tuple of stages."""
         return self.client_model(client_id, seed, point).variables.params
 
     def client_model(
@@ -114,12 +115,12 @@ class Experiment(Run):
         seed: int | None = None,
         point: Mapping[str, float] | None = None,
     ) -> client_model.ClientModel:
-        """The model that serves a client right now, with its statistics.
+        """The present personalized model of a client, or the server's model.
 
         Args:
-            client_id: 0..K-1; None = the server's first model.
-            seed: One of `seeds`; None = the first.
-            point: One of `points`; None = the first.
+            client_id: 0..K-1, None = the server's first model.
+            seed: One of `seeds`, None = the first.
+            point: One of `points`, None = the first.
 
         Raises:
             ValueError: there is no such client, seed, point or model.
@@ -133,12 +134,9 @@ class Experiment(Run):
         seed: int | None = None,
         point: Mapping[str, float] | None = None,
     ) -> np.ndarray:
-        """Probabilities f32[N, Y] of the classes, by the model that serves a client.
+        """Probabilities f32[N, Y] of the classes by a model, see `client_model`.
 
-        Args:
-            client_id, seed, point: See `client_model`.
-            images: As the data set has them, [N, ...]: they are fitted and normalised
-                as in training.
+        The images [N, ...] are as in the data set, and are fitted and normalised here.
         """
         return self.client_model(client_id, seed, point).predict(images)
 
@@ -150,12 +148,9 @@ class Experiment(Run):
         seed: int | None = None,
         point: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
-        """Accuracy (0..1) and mean cross-entropy of a model on examples of your own.
+        """Accuracy (0..1) and mean cross-entropy of a model, see `client_model`.
 
-        Args:
-            x: Images as the data set has them, [N, ...].
-            y: Labels, integers [N].
-            client_id, seed, point: See `client_model`.
+        `x` are images [N, ...] as in the data set, and `y` their labels, integers [N].
         """
         return self.client_model(client_id, seed, point).evaluate(x, y)
 
@@ -166,20 +161,11 @@ class Experiment(Run):
         seed: int | None = None,
         point: Mapping[str, float] | None = None,
     ) -> pathlib.Path:
-        """Writes the model that serves a client; see `model_files`.
-
-        Args:
-            path: Ends in `.msgpack` (flax.serialization) or `.npz` (numpy).
-            client_id, seed, point: See `client_model`.
-        """
+        """Writes a model, see `client_model`, to a `.msgpack` or `.npz` file."""
         return self.client_model(client_id, seed, point).save(path)
 
     def to_frame(self) -> pandas.DataFrame:
-        """`metrics` as a table: one line for every evaluated round, seed and point.
-
-        The accuracies of a sweep are of test rows: choosing a point by them would be
-        training on them.
-        """
+        """`metrics` as a table: one line for every evaluated round, seed and point."""
         return frames.of(self.metrics)
 
     def partition_counts(self, seed: int | None = None) -> pandas.DataFrame:
@@ -187,11 +173,11 @@ class Experiment(Run):
         return frames.partition_counts(self, seed)
 
     def plot(self, kind: str = "curves", metric: str = "") -> Any:
-        """A picture of `launch.plot`, a matplotlib figure that notebooks show.
+        """A picture of `launch.plot` as a matplotlib figure.
 
         Args:
-            kind: `curves`, `fairness`, `bubbles` or, of a sweep, `heatmap`.
-            metric: Of the curves, separated by commas; empty = a usual one.
+            kind: `curves`, `fairness`, `bubbles` or, for a sweep, `heatmap`.
+            metric: Metrics of the curves, separated by commas; empty = a usual one.
         """
         return frames.plot([self], kind, metric)
 
@@ -205,18 +191,29 @@ class Experiment(Run):
 def experiment(**given: Any) -> Experiment:
     """Builds an experiment from option names and values, as the command line does.
 
-    `experiment(algo="fedavg", rounds=5).run()`. Names are those of the flags; None
-    means the default. Four of them may be more than names:
+    Example:
+        >>> import numpy as np
+        >>> x = np.random.default_rng(0).normal(size=(40, 6))
+        >>> y, client = np.arange(40) % 2, np.arange(40) // 10
+        >>> data = {"dataset": (x, y, client), "preset": "none"}
+        >>> made = experiment(algo="fedper", rounds=2, **data)
+        >>> made
+        fedper on arrays (natural): 4 clients, 4 a round, mlp, round 0 of 2, rules: none
+        >>> sorted(made.run(progress=False)["metrics"])[:2]
+        ['bytes_down', 'bytes_up']
+        >>> made.predict(3, x).shape
+        (40, 2)
 
-    * `algo`: an algorithm of your own, a module or any object with a dataclass
-      `HParams` and a function `make`;
-    * `dataset`: arrays `(x, y)` or `(x, y, client)`, as `loaders.from_arrays` takes
-      them;
+    Names are those of the flags, and None means the default. Some options take more
+    than text and numbers:
+
+    * `algo`: a custom algorithm, a module or any object with a dataclass `HParams` and
+      a function `make`;
+    * `dataset`: arrays `(x, y)` or `(x, y, client)`, see `loaders.from_arrays`;
     * `model`, `client_model`: a linen module (one stage), or a list of modules (its
       stages, for methods that treat layers differently);
-    * `sweep`: `{"client_lr": [0.01, 0.1]}`, values of the algorithm's numbers: a run
-      for every point, all in one program. Nothing here chooses the best of them: that
-      takes rows of validation, which there are not yet.
+    * `sweep`: `{"client_lr": [0.01, 0.1]}`, values of the algorithm's numeric options.
+      A run of every point is trained in one program, and none is chosen as the best.
 
     Returns:
         An `Experiment`: `run()`, `to_frame()`, `plot()`, `predict(client_id, images)`.
@@ -228,50 +225,58 @@ def experiment(**given: Any) -> Experiment:
 
 
 def load(path: Any, **given: Any) -> Experiment:
-    """Opens the folder of a run, finished or stopped, as it stands there.
+    """Opens the folder of a run, finished or stopped.
 
-    `load("runs/mine", rounds=200).run()` goes on from its last checkpoint.
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> made = experiment(
+        ...     algo="fedavg", model="mlp", num_clients=4, examples_per_client=10,
+        ...     rounds=1, workdir=folder.name)
+        >>> _ = made.run(progress=False)
+        >>> load(folder.name).round
+        1
+        >>> load(folder.name, rounds=2).run(progress=False)["rounds"]
+        2
+        >>> folder.cleanup()
 
     Args:
         path: The folder, as `--workdir` named it.
-        **given: Options that replace the run's own, such as a larger `rounds`; and what
-            a folder does not hold: `dataset`, `model` or `algo` of your own.
+        **given: Options that replace the recorded ones, such as a larger `rounds`, and
+            what a folder does not hold: a custom `dataset`, `model` or `algo`.
 
     Raises:
-        ValueError: one line: there is no run, or it is of other data or options.
+        ValueError: one line: there is no run, or it has other data or options.
     """
     devices.begin(given.get("distributed") or "")
     processes.meet("load")
-    told_by = pathlib.Path(path) / workdir.RUN_FLAGS
+    flags_path = pathlib.Path(path) / workdir.RUN_FLAGS
 
     def read() -> dict[str, str]:
-        if not told_by.is_file():
+        if not flags_path.is_file():
             raise ValueError(
-                f"{told_by.parent} holds no run: there is no {told_by.name} in it"
+                f"{path} holds no run: there is no {flags_path.name} in it"
             )
-        return flagfile.RunFlags.read(told_by).options
+        return flagfile.RunFlags.read(flags_path).options
 
-    told = processes.on_first(read)
-    algo = given.get("algo", told["algo"])
+    recorded = processes.on_first(read)
+    algo = given.get("algo", recorded["algo"])
     if isinstance(algo, str) and algo not in algorithms.ALGORITHMS:
-        raise ValueError(
-            f"{path}: --algo={algo} was an algorithm of your own; give it: algo=..."
-        )
+        raise ValueError(f"{path}: --algo={algo} was a custom algorithm; give algo=...")
     registry.algorithm(algo)
     try:
-        options = flagfile.RunFlags(told).typed(algo)
+        options = flagfile.RunFlags(recorded).typed(algo)
     except ValueError as error:
-        raise ValueError(f"{told_by}: {error}") from error
+        raise ValueError(f"{flags_path}: {error}") from error
     if options.get("client_model") == options.get("model"):
-        # The default, also of another model that is given.
+        # The clients' model follows the server's, also if another model is given.
         options.pop("client_model", None)
     for name in ("model", "client_model"):
         if options.get(name, "").startswith("own_") and name not in given:
             raise ValueError(
-                f"{path}: --{name}={options[name]} was a module of your own; give it: "
-                f"{name}=..."
+                f"{path}: --{name}={options[name]} was a custom module; give {name}=..."
             )
-    # Of ways to train clients together the one that is given.
+    # A given way to train clients together replaces the recorded one.
     ways = {"lanes"}, {"client_chunk", "min_chunk"}
     for mine, others in (ways, ways[::-1]):
         if mine & given.keys():

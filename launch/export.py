@@ -1,8 +1,8 @@
-"""A trained model as a file: `python -m launch.export WORKDIR --output=model.msgpack`.
+"""Writes a trained model: `python -m launch.export WORKDIR --output=model.msgpack`.
 
-`--client=3` writes the model that serves client 3 instead of the server's. The file
-needs none of this package to be read (see README), and `--init_from=FILE` starts a run
-from it. The folder is left as it is.
+`--client=3` writes the personalized model of client 3 instead of the server's. The file
+can be read without this package (see docs/python.md), and `--init_from=FILE` starts a
+run from it. The folder is not changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Options:
     """The options of this command."""
 
     output: str = option("model.msgpack", "file to write, .msgpack or .npz")
-    client: int = option(-1, "whose model, -1 = the server's")
+    client: int = option(-1, "the client to export, -1 = the server")
     seed: int = option(-1, "one of the run's seeds, -1 = its first")
     data_dir: str = option("", "folder of the data set, if it moved")
     dataset: str = option("", "npz:PATH of the data, if the file moved")
@@ -33,8 +33,8 @@ def command(argv: list[str]) -> None:
         asked, folders, _ = flags.asked(argv, Options, __doc__)
         if len(folders) != 1:
             raise ValueError("give the folder of one run")
-        told = {"data_dir": asked.data_dir, "dataset": asked.dataset}
-        moved = {name: value for name, value in told.items() if value}
+        moved = {"data_dir": asked.data_dir or None, "dataset": asked.dataset or None}
+        moved = {name: value for name, value in moved.items() if value}
         experiment = build.load(pathlib.Path(folders[0]), **moved)
         if not experiment.round:
             raise ValueError(f"{folders[0]} has no checkpoint yet")

@@ -1,8 +1,8 @@
-"""Lists what there is, a line each: `python -m launch.list`.
+"""Lists algorithms, presets, data sets, models and tables: `python -m launch.list`.
 
-With `--model=NAME` what that model costs: parameters, buffers (running statistics) and
-multiply-accumulates of one example by stage, by level of a client that holds a part,
-and at other widths where the model has them.
+`--model=NAME` prints the costs of that model: parameters, buffers (running statistics)
+and multiply-accumulates of one example by stage, by the level of a submodel, and at
+other widths if the model has them.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Asked:
 def main() -> None:
     """Prints algorithms, presets, data sets, models, partitions and papers' tables."""
     sections = {
-        "algorithms (--algo), with the preset that holds where none is given": {
+        "algorithms (--algo), with their default presets": {
             name: f"{registry.default_preset(name):<7} {algorithms.describe(name)}"
             for name in algorithms.ALGORITHMS
         },
-        "presets (--preset), the options that they set where none is given": {
+        "presets (--preset), with the options that they set by default": {
             name: presets.describe(name) for name in presets.PRESETS
         },
         "data sets (--dataset)": {
@@ -70,12 +70,9 @@ def main() -> None:
 
 def _shape(text: str) -> tuple[int, ...]:
     """The shape of an example, one to four positive numbers."""
-    flag = f"--example_shape={limits.told(text)}"
+    flag = f"--example_shape={limits.shown(text)}"
     if not re.fullmatch(r"[0-9]{1,10}(,[0-9]{1,10}){0,3}", text):
-        raise ValueError(
-            f"{flag}: expected one to four whole numbers with commas between them, "
-            "such as 32,32,3"
-        )
+        raise ValueError(f"{flag}: expected one to four numbers, such as 32,32,3")
     shape = tuple(map(int, text.split(",")))
     if not 0 < math.prod(shape) <= limits.INT_LIMIT:
         raise ValueError(
@@ -84,26 +81,8 @@ def _shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def _parse(argv: Sequence[str]) -> tuple[Asked, tuple[int, ...]] | None:
-    """What is asked of a model and the shape of its examples; None = of no model."""
-    asked, rest, given = flags.asked(argv, Asked, __doc__)
-    if rest:
-        raise ValueError(
-            f"{limits.told(rest[0])} is not a flag; options are written --name=value"
-        )
-    if "model" not in given:
-        if given:
-            raise ValueError(f"--{min(given)} has no effect without --model=NAME")
-        return None
-    if asked.model not in models.MODELS:
-        raise ValueError(
-            f"--model={asked.model}: expected one of {', '.join(models.MODELS)}"
-        )
-    return asked, _shape(asked.example_shape)
-
-
 def _print_table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Columns under their heads, the first on the left; a blank line before them."""
+    """Prints a blank line, then columns under their heads, the first to the left."""
     table = [[*heads, "parameters", "buffers", "MACs"]]
     table += [[f"{n:,}" if isinstance(n, int) else n for n in row] for row in rows]
     sizes = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -138,13 +117,19 @@ def _print_counts(model: types.Model, shape: tuple[int, ...]) -> None:
 
 @ending.command
 def command(argv: list[str]) -> None:
-    """Lists all names, or counts a model."""
+    """Lists all names, or prints the costs of a model."""
     with ending.refused():
-        found = _parse(argv)
-        if found is None:
+        asked, rest, given = flags.asked(argv, Asked, __doc__)
+        if rest:
+            line = f"{limits.shown(rest[0])} is not a flag"
+            raise ValueError(f"{line}; options are written --name=value")
+        if "model" not in given:
+            if given:
+                raise ValueError(f"--{min(given)} has no effect without --model=NAME")
             main()
             return
-        asked, shape = found
+        limits.check_one_of("model", asked.model, models.MODELS)
+        shape = _shape(asked.example_shape)
         model = models.make(asked.model, asked.num_classes, asked.model_width)
         fit.check_model("model", model, shape)
     print(

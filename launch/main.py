@@ -1,7 +1,8 @@
 """Runs one algorithm: `python -m launch.main --algo=cdkt [--flagfile=...] [--...]`.
 
-Results go to --workdir; `--algo=NAME --help` lists the options. Ctrl-C or SIGTERM ends
-after the current call (about 10 seconds of work), saves, and says how to go on.
+Results are written to --workdir, and `--algo=NAME --help` lists the options. Ctrl-C or
+SIGTERM ends the run after the current call (about 10 seconds of work), saves it, and
+prints the command that continues it.
 """
 
 from __future__ import annotations
@@ -38,15 +39,14 @@ def execute(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _execute(experiment: build.Experiment, folder: workdir.Workdir) -> dict[str, Any]:
-    """`execute` while the folder is ours."""
+    """Runs the experiment while this process holds its folder."""
     is_new, say = not (folder.path / workdir.RUN_FLAGS).exists(), processes.say
     try:
         done = folder.open()
     except ValueError as error:
         flags.fail(error)
     if done is not None:
-        say(f"{folder.path} holds this run, finished:")
-        say(words.table(done))
+        say(f"{folder.path} holds this finished run:\n{words.table(done)}")
         return done
     config = experiment.config
     say(words.rules(experiment))
@@ -57,7 +57,7 @@ def _execute(experiment: build.Experiment, folder: workdir.Workdir) -> dict[str,
         flush=True,
     )
     if config.resume and is_new:
-        say(f"--resume: {folder.path} holds no run yet, this is its start")
+        say(f"--resume: {folder.path} holds no run yet, a new one starts")
     if experiment.round:
         say(f"resumed after round {experiment.round}", flush=True)
     with Stop() as stop:
@@ -65,7 +65,7 @@ def _execute(experiment: build.Experiment, folder: workdir.Workdir) -> dict[str,
     if not is_whole:
         is_script = sys.argv[:1] == ["fedjax-pfl run"]
         say(
-            f"stopped after round {experiment.round}; go on with: "
+            f"stopped after round {experiment.round}; continue with: "
             f"{'fedjax-pfl run' if is_script else 'python -m launch.main'} "
             f"--flagfile={folder.path / 'run.flags'} --workdir={folder.path} --resume",
             file=sys.stderr,
@@ -77,7 +77,7 @@ def _execute(experiment: build.Experiment, folder: workdir.Workdir) -> dict[str,
         say(note, file=sys.stderr)
     say(f"results in {folder.path}", flush=True)
     if stop.signal is not None:
-        # It came in the last chunk: the run is whole, but a loop over runs must end.
+        # The run is complete, but a loop over several runs must end.
         raise SystemExit(128 + stop.signal)
     return summary
 

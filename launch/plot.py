@@ -1,8 +1,8 @@
-"""Pictures of runs: `python -m launch.plot WORKDIR... [--output=FOLDER]`.
+"""Draws pictures of runs: `python -m launch.plot WORKDIR... [--output=FOLDER]`.
 
-Draws from what runs leave behind: `curves.png` (metrics over rounds, mean and standard
-deviation over seeds; of unfinished runs, too), `fairness.png` (how many clients reach
-which accuracy) and `bubbles.png` (train examples of each client and class).
+They are `curves.png` (metrics over rounds, mean and standard deviation over seeds, also
+of unfinished runs), `fairness.png` (how many clients reach which accuracy) and
+`bubbles.png` (train examples of each client and class).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pathlib
 
 from fedjax_pfl.options import option
 from launch import ending
-from launch.config import flags
+from launch.config import flags, limits
 from launch.folder import record
 from launch.show import figures
 from launch.show.figures import Figure
@@ -27,13 +27,12 @@ class Options:
     output: str = option("plots", "folder of the pictures")
     metric: str = option(
         "",
-        "metrics of the curves, separated by commas; default "
-        f"{' or '.join(figures.PREFERRED)}",
+        f"metrics of the curves, with commas; default {' or '.join(figures.PREFERRED)}",
     )
     kind: str = option(
         "",
-        f"pictures to draw, separated by commas; default {','.join(figures.KINDS)}, "
-        "of runs that are not finished curves; of a sweep of two names also heatmap",
+        f"pictures, with commas; default {','.join(figures.KINDS)}, for unfinished "
+        "runs curves alone, for a sweep of two names also heatmap",
     )
     format: str = option("png", "png, pdf or svg")
 
@@ -45,11 +44,7 @@ def command(argv: list[str]) -> None:
         asked, folders, _ = flags.asked(argv, Options, __doc__)
         if not folders:
             raise ValueError("give the folders of one or more runs")
-        formats = figures.FORMATS
-        if asked.format not in formats:
-            raise ValueError(
-                f"--format={asked.format}: expected one of {', '.join(formats)}"
-            )
+        limits.check_one_of("format", asked.format, figures.FORMATS)
         found = [record.read(pathlib.Path(name)) for name in folders]
         runs = [run for one in found for run in record.by_point(one)]
         all_kinds = ["curves"]

@@ -1,8 +1,8 @@
-"""One page about runs: `python -m launch.report WORKDIR... [--output=report.html]`.
+"""Writes a page about runs: `python -m launch.report WORKDIR... --output=report.html`.
 
-A self-contained HTML file, to show or to send: which method answers best and by how
-much, curves over rounds, messages and seconds, what each client gains, the settings
-that differ, and the commands. It loads nothing from anywhere.
+The self-contained HTML file shows which method is best and by how much, curves over
+rounds, messages and seconds, the gain of each client, the settings that differ, and the
+commands.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ class Options:
     """The options of this command."""
 
     output: str = option("report.html", "file of the page")
-    control: str = option(
-        "", "run or algorithm that others are compared with; the first"
-    )
+    control: str = option("", "run or algorithm to compare with; default the first")
     title: str = option("", "the page's title")
 
 

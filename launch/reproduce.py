@@ -1,10 +1,9 @@
 """Reproduces a paper's table: `python -m launch.reproduce cdkt.table1 --dataset=...`.
 
-Runs the cells that are missing, keeps what is done, and prints paper | ours |
-difference as Markdown. A cell is one run of `launch.main` with all its seeds; an
-interrupted one resumes. Options of `launch.main` may be given too and hold in every
-cell; rows and columns that stand for another value of such an option are left out. The
-tables are data: `launch/papers/<paper>.json`.
+Runs the missing cells, keeps finished ones, and prints paper / ours / difference as
+Markdown. A cell is one run of `launch.main` with all its seeds, which resumes after an
+interrupt. Options of `launch.main` apply to every cell, and rows and columns for other
+values of such an option are omitted. Tables are data: `launch/papers/<paper>.json`.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from launch.show import curves, sheets
 
 
 def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
-    """Whether a run's folder was made with these options."""
+    """Whether a run's folder holds a run with these options."""
     path = folder / finished.RUN_FLAGS
     if not path.is_file():
         return False
     given, known = _known(options), registry.fields_of(options["algo"])
-    # The algorithm's own options also where the cell leaves them to the preset.
+    # The algorithm's own options count even if the preset decides them.
     _, hparams = resolve.configure(given)
     stored = flagfile.RunFlags.read(path).completed(hparams)
     typed = stored.typed(options["algo"])
@@ -43,7 +42,7 @@ def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a cell's algorithm has: its table may name others."""
+    """The options that a cell's algorithm has, as its table may name others."""
     known = registry.fields_of(options["algo"])
     return {name: value for name, value in options.items() if name in known}
 
@@ -53,10 +52,8 @@ def _with_records(folder: pathlib.Path, done: Mapping[str, Any]) -> dict[str, An
     return {**done, "records": finished.records(folder)}
 
 
-def _stored(
-    folder: pathlib.Path, options: Mapping[str, Any]
-) -> Mapping[str, Any] | None:
-    """A finished cell that was made with these options."""
+def _stored(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A finished cell with these options."""
     try:
         if not _holds(folder, options):
             return None
@@ -68,14 +65,14 @@ def _stored(
 
 
 def _run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs a cell, or goes on with it; a finished one returns at once."""
+    """Runs or continues a cell; a finished one returns at once."""
     resumes = processes.on_first((folder / finished.RUN_FLAGS).exists)
     done = main.execute(_known(options) | {"workdir": str(folder), "resume": resumes})
     return processes.on_first(lambda: _with_records(folder, done))
 
 
 def _check(cell: sheets.Cell) -> None:
-    """Refuses a cell that could not run, before the first one does."""
+    """Refuses a cell that could not run, before any cell runs."""
     given = _known(cell.options)
     try:
         config, hparams = resolve.configure(given)
@@ -88,7 +85,7 @@ def _check(cell: sheets.Cell) -> None:
 
 
 def available(dataset: str, data_dir: str) -> str:
-    """`mnist` where its files are, else the embedded `mnist_5k`, saying so.
+    """`dataset`, or with a note `mnist_5k` where the files of `mnist` are missing.
 
     Raises:
         ValueError: there is no such data set.
@@ -110,19 +107,19 @@ def available(dataset: str, data_dir: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of this command; those of the cells' runs stand beside them."""
+    """The options of this command beside those of the cells' runs."""
 
-    scenario: str = option("", "scenarios (columns), separated by commas; default all")
-    row: str = option("", "rows, separated by commas; default all")
+    scenario: str = option("", "scenarios (columns), with commas; default all")
+    row: str = option("", "rows, with commas; default all")
     workdir: str = option("runs/reproduce", "folder of the runs")
     output: str = option("", "also write the Markdown table to this file")
     report: str = option("", "also write an HTML page about the runs to this file")
-    cells: str = option("", "JSON file of finished cells: those in it do not run again")
-    dry_run: bool = option(False, "print what is there, run nothing")
+    cells: str = option("", "JSON file of finished cells, which do not run again")
+    dry_run: bool = option(False, "print the finished cells, run nothing")
 
 
 def _parse(argv: Sequence[str]) -> tuple[str, Options, dict[str, Any]]:
-    """Table name, this command's own options, and those given for every cell."""
+    """The table's name, this command's options, and those given for every cell."""
     names = [a for a in argv[1:] if not a.startswith("-")]
     if flags.HELP & set(argv[1:]):
         flags.asked(argv, Options, __doc__)
@@ -150,10 +147,10 @@ def _parse(argv: Sequence[str]) -> tuple[str, Options, dict[str, Any]]:
 
 
 class Cells:
-    """A file of finished cells, by which a table outlives the folders of its runs."""
+    """A file of finished cells, with which a table outlives its runs' folders."""
 
     def __init__(self, path: str, table: Mapping[str, Any]):
-        """Reads it, if there is one; a ValueError says that it is no such file."""
+        """Reads the file if there is one, and refuses any other file (ValueError)."""
         self._path, self._table = pathlib.Path(path) if path else None, table
         self._done = self._read()
 
@@ -163,29 +160,25 @@ class Cells:
         try:
             return dict(json.loads(self._path.read_text()))
         except (ValueError, TypeError, OSError) as error:
-            raise ValueError(
-                f"--cells={self._path} is no file of cells: {error}"
-            ) from error
+            line = f"--cells={self._path} is not a file of cells: {error}"
+            raise ValueError(line) from error
 
     def get(self, name: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """A cell that was made with these options, with all that its table takes."""
+        """A cell with these options, if it has every curve that its table needs."""
         found = self._done.get(name)
         if found is None or found.get("options") != dict(options):
             return None
         is_short = curves.wanted(self._table) and not found.get("records")
         return None if is_short else found
 
-    def put(
-        self, name: str, options: Mapping[str, Any], done: Mapping[str, Any]
-    ) -> None:
-        """Keeps a cell; without the parts of a curve that its table does not take."""
+    def put(self, name: str, options: Mapping[str, Any], done: Mapping[str, Any]):
+        """Stores a cell with the parts of its curves that its table needs."""
         if self._path is None or not processes.is_first():
             return
         records = curves.kept(done.get("records", ()), self._table)
-        # Another command may have written meanwhile.
+        # Another command may have written to the file meanwhile.
         self._done = self._read()
         self._done[name] = {**done, "options": dict(options), "records": records}
-        # A line for each cell.
         lines = [
             f"{json.dumps(key)}: {json.dumps(one, sort_keys=True)}"
             for key, one in sorted(self._done.items())
@@ -200,8 +193,8 @@ def _report(
     results: sheets.Results,
     folders: Sequence[pathlib.Path],
 ) -> None:
-    """Writes a page about the cells that are done, with the paper's numbers."""
-    from launch.show import page  # jinja2 and matplotlib: only its users pay
+    """Writes a page about the finished cells, with the paper's numbers."""
+    from launch.show import page  # slow imports, jinja2 and matplotlib
 
     done = [
         (folder, f"{cell.row}, {cell.scenario}")
@@ -209,7 +202,7 @@ def _report(
         if one is not None and (folder / finished.SUMMARY).is_file()
     ]
     if not done:
-        flags.fail(f"--report={path}: no cell is done yet, or none has a folder here")
+        flags.fail(f"--report={path}: no cell is finished, or none has a folder here")
     entries = page.read(*zip(*done, strict=True))
     with ending.writing("report", path):
         page.write(path, page.page(entries, tables=[sheet], title=sheet.title))
@@ -218,14 +211,14 @@ def _report(
 
 @ending.command
 def command(argv: list[str]) -> None:
-    """Runs the cells of a table that are missing, and prints it."""
+    """Runs the missing cells of a table and prints the table."""
     with ending.refused():
         name, own, given = _parse(argv)
         table = tables.load_table(name)
         devices.begin(given.get("distributed") or "")
         dataset = given.pop("dataset", None) or table.get("dataset", "fashion_mnist")
         dataset = available(dataset, given.get("data_dir", ""))
-        # Where and what, not how: not worth a word above the table.
+        # Options of execution are not shown above the table.
         how = schema.names(schema.EXECUTION) - {"rounds"}
         execution = {key: given.pop(key) for key in how & given.keys()}
         seeds = {"seed": given.pop("seed", 0), "num_seeds": given.pop("num_seeds", 1)}
@@ -273,7 +266,7 @@ def command(argv: list[str]) -> None:
         if own.report and processes.is_first():
             _report(own.report, sheet(), results, folders)
     except KeyboardInterrupt:
-        flags.fail("interrupted; the same command goes on", 130)
+        flags.fail("interrupted; the same command continues", 130)
 
 
 if __name__ == "__main__":

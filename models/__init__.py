@@ -1,4 +1,4 @@
-"""Models as chains of stages. `MODELS` names what `--model` may be."""
+"""Models as chains of stages. `MODELS` has the values of `--model`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODELS: dict[str, Callable[[int, float], types.Model]] = {
 
 
 def make(name: str, num_classes: int, width: float = 1.0) -> types.Model:
-    """The model `name`; the same object each time, so that programs can be shared.
+    """The model `name`, the same object each time, so that programs can be shared.
 
     Args:
         name: A key of `MODELS`.

@@ -1,7 +1,7 @@
 """The convolutional networks of the papers, one stage per layer.
 
-Counts of parameters are for the input named beside them, 10 classes and width 1; a test
-checks them. `width` is `--model_width`: it scales what is hidden, never the classes.
+Counts of parameters are for the given input, 10 classes and width 1, and a test checks
+them. `width` is `--model_width`, which scales hidden layers but not the classes.
 """
 
 from fedjax_pfl import types
@@ -97,7 +97,7 @@ def cdkt_cifar_small(num_classes: int, width: float = 1.0) -> types.Model:
 def uapdfl_cnn(num_classes: int, width: float = 1.0) -> types.Model:
     """UA-PDFL's CNN: 8,413,642 parameters on 32x32x3."""
     wide = stages.scaling(width)
-    # The dropout opens the last stage: the extractor's output is without it.
+    # Dropout belongs to the last stage, so that the extractor's output is without it.
     last = [stages.Dropout(0.5), stages.Dense(num_classes, relu=False)]
     return stages.chain(
         "uapdfl_cnn",

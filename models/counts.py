@@ -1,12 +1,13 @@
-"""What a model costs: parameters, buffers and multiply-accumulates of one example.
+"""The costs of a model: parameters, buffers and multiply-accumulates of one example.
 
-Counted on the modules as they run: one example's forward pass is traced, and each
-module that is called adds what its `macs(given, out)` says of the shapes that came and
-went; a module without `macs` costs nothing itself. The convention is that of ptflops
-(https://github.com/sovrasov/flops-counter.pytorch): a convolution costs kernel^2 *
-inputs / groups for each number it gives, one more with a bias; a norm 2 and a relu 1
-for each number; a pool 1 for each that it reads, an upsampling 1 for each that it
-gives; an affine map inputs * outputs + outputs; sigmoid, sum and product nothing.
+The forward pass of one example is traced, and each module that is called adds its
+`macs(given, out)`, a function of the shapes of its input and output. A module without
+`macs` costs nothing. The convention is that of ptflops
+(https://github.com/sovrasov/flops-counter.pytorch). A convolution costs kernel^2 *
+inputs / groups for each output value, and one more with a bias. A norm costs 2 and a
+relu 1 for each value, a pool 1 for each input value, and an upsampling 1 for each
+output value. An affine map costs inputs * outputs + outputs. Sigmoid, sum and product
+are free.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fedjax_pfl import shapes, types
 
 
 class Count(NamedTuple):
-    """Numbers in parameters and in running statistics, and multiply-accumulates."""
+    """Counts of parameters, of running statistics, and of multiply-accumulates."""
 
     parameters: int
     buffers: int
@@ -31,10 +32,7 @@ class Count(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A stage by name: the shape of what it gives the next one, and its count.
-
-    The count is that of the stage and its exit.
-    """
+    """A stage by name: its output shape, and the count of the stage and its exit."""
 
     name: str
     output: tuple[int, ...]
@@ -42,7 +40,7 @@ class Stage(NamedTuple):
 
 
 def total(counts: Iterable[Count]) -> Count:
-    """Of all of them together."""
+    """The sum of counts."""
     return Count(*map(sum, zip(*counts, strict=True)))
 
 
@@ -53,20 +51,20 @@ def _numbers(tree: Any) -> int:
 def _parts(
     model: types.Model, variables: types.Variables, example_shape: tuple[int, ...]
 ) -> list[tuple[tuple[int, ...], int]]:
-    """(output shape, MACs) of each trunk and exit, as they are called."""
+    """(output shape, MACs) of each trunk and exit, in the order of calls."""
     calls: list[tuple[bool, tuple[int, ...], int]] = []
 
     def note(call, args, kwargs, context):
         out, module = call(*args, **kwargs), context.module
         if context.method_name == "__call__":
             macs = module.macs(args[0], out) if hasattr(module, "macs") else 0
-            # A trunk or an exit is called by nobody else, and is noted after its parts.
+            # A trunk or an exit has no parent, and is recorded after its parts.
             calls.append((module.path == (), out.shape[1:], macs))
         return out
 
     example = jax.ShapeDtypeStruct((1, *example_shape), np.float32)
     with nn.intercept_methods(note):
-        # A function of its own: what jax has traced before, it does not call again.
+        # A new function, because jax does not call one that it has traced before.
         jax.eval_shape(lambda *given: model.forward(*given), *variables, example)
     parts, macs = [], 0
     for is_part, shape, more in calls:
@@ -78,7 +76,7 @@ def _parts(
 
 
 def stages(model: types.Model, example_shape: tuple[int, ...]) -> tuple[Stage, ...]:
-    """Every stage of a model for examples of a shape, such as (32, 32, 3)."""
+    """The stages of a model for examples of a shape, such as (32, 32, 3)."""
     variables = shapes.variables(model, example_shape)
     parts = iter(_parts(model, variables, example_shape))
     out = []
@@ -91,12 +89,12 @@ def stages(model: types.Model, example_shape: tuple[int, ...]) -> tuple[Stage, .
 
 
 def whole(model: types.Model, example_shape: tuple[int, ...]) -> Count:
-    """A whole model."""
+    """The count of a whole model."""
     return total(stage.count for stage in stages(model, example_shape))
 
 
 def levels(model: types.Model, example_shape: tuple[int, ...]) -> tuple[Count, ...]:
-    """`types.truncated` at every level; a model with one exit has one, all of it."""
+    """The count of the submodel of every level; a model with one exit has one level."""
     counts = [stage.count for stage in stages(model, example_shape)]
     first = 1 if model.has_exits else len(counts)
     return tuple(total(counts[:level]) for level in range(first, len(counts) + 1))

@@ -1,10 +1,10 @@
-"""DepthFL's networks: four stages, an exit after each.
+"""DepthFL's networks: four stages with an exit after each.
 
 Kim et al., "DepthFL: Depthwise Federated Learning for Heterogeneous Clients", ICLR 2023
-(https://openreview.net/forum?id=pf8RIZTMU58). A client that holds level d has stages 1
-to d, their exits with them. The first three exits read the stage's output through an
-attention map and a chain of separable convolutions. Counts of parameters are for
-32x32x3, 10 classes and width 1, without running statistics; a test checks them.
+(https://openreview.net/forum?id=pf8RIZTMU58). The submodel of level d has stages 1 to d
+with their exits. The first three exits read the stage's output through an attention map
+and a chain of separable convolutions. Counts of parameters are for 32x32x3, 10 classes
+and width 1, without running statistics, and a test checks them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ normed = functools.partial(resnet.normed, initializer="he")
 
 
 class Depthwise(nn.Module):
-    """3x3 convolution of each channel by itself, padded by 1, without bias.
+    """Separate 3x3 convolution of each channel, padded by 1, without bias.
 
-    Parameters as flax's `nn.Conv` with as many groups as channels. Computed as patches
-    x vector for each channel: XLA's grouped convolution is slow on CPUs, and slower
-    still with one kernel per client.
+    Parameters are those of flax's `nn.Conv` with as many groups as channels. It is
+    computed as patches x vector for each channel, because XLA's grouped convolution is
+    slow on CPUs, and slower still with one kernel per client.
 
     Attributes:
-        stride: Of the kernel.
+        stride: The stride of the kernel.
     """
 
     stride: int = 1
@@ -53,11 +53,11 @@ class Depthwise(nn.Module):
 
 
 class SepConv(nn.Module):
-    """Two depthwise convolutions, a pointwise one, a norm and a relu behind each.
+    """Two depthwise convolutions, each followed by a pointwise one, a norm and a relu.
 
     Attributes:
-        features: Output channels; between the two there are as many as come in.
-        stride: Of the first depthwise convolution.
+        features: Output channels. Between the two there are as many as input channels.
+        stride: The stride of the first depthwise convolution.
     """
 
     features: int
@@ -74,7 +74,7 @@ class SepConv(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Bilinear x2 of a map whose edges are clamped, without `align_corners`."""
+    """Bilinear x2 upsampling with clamped edges, without `align_corners`."""
 
     def __call__(self, h, *, sample_mask=None, train=False):
         h = stages.batch_last(h)
@@ -93,7 +93,7 @@ class Upsample(nn.Module):
 
 
 class Attention(nn.Module):
-    """The map times a sigmoid of itself, seen at half its side."""
+    """The map times a sigmoid of itself at half its side."""
 
     @nn.compact
     def __call__(self, h, *, sample_mask=None, train=False):
@@ -104,7 +104,7 @@ class Attention(nn.Module):
 
     @nn.nowrap
     def macs(self, given, out):
-        """Of the relu, before the upsampling; sigmoid and product count nothing."""
+        """The cost of the relu before the upsampling; sigmoid and product are free."""
         return out.size // 4
 
 
@@ -124,9 +124,9 @@ def _chained(
     Args:
         name: The model's name.
         trunks: The modules of each stage.
-        chains: Channels behind each separable convolution of the first three exits.
+        chains: Output channels of the separable convolutions of the first three exits.
         num_classes: Y.
-        multiple: Of which the images' sides must be one.
+        multiple: The sides of images must be multiples of it.
     """
     names = [f"stage{i}" for i in range(1, 5)]
     exits = [
@@ -154,10 +154,10 @@ def _convs(width: float, rate: float = 1.0, scaler: Any = 1.0) -> list[nn.Module
 
 
 def depth_convnet(num_classes: int, width: float = 1.0) -> types.Model:
-    """DepthFL's ConvNet, an exit a stage: 1,935,848 parameters."""
+    """DepthFL's ConvNet with an exit at each stage: 1,935,848 parameters."""
     one, two, three, _ = map(stages.scaling(width), resnet.WIDTHS)
     trunks = [[conv] for conv in _convs(width)]
-    # These do not widen to the last stage's channels, as the ResNets' do.
+    # Unlike those of the ResNets, these do not widen to the last stage's channels.
     chains = [(one, one), (two,), (three,)]
     return _chained("depth_convnet", trunks, chains, num_classes, 16)
 
@@ -180,7 +180,7 @@ def _convnet(
         ],
         at_width=stages.widths(functools.partial(_convnet, num_classes, width), rate),
     )
-    # Three pools must leave something.
+    # Three pools must leave at least 1x1.
     return stages.demanding(model, lambda side: side >= 8, "sides are at least 8")
 
 
@@ -195,10 +195,10 @@ def _resnet(
 
 
 def depth_resnet18(num_classes: int, width: float = 1.0) -> types.Model:
-    """DepthFL's ResNet-18, an exit a stage: 12,098,664 parameters."""
+    """DepthFL's ResNet-18 with an exit at each stage: 12,098,664 parameters."""
     return _resnet("depth_resnet18", resnet.BLOCKS18, num_classes, width)
 
 
 def depth_resnet34(num_classes: int, width: float = 1.0) -> types.Model:
-    """DepthFL's ResNet-34, an exit a stage: 22,206,824 parameters."""
+    """DepthFL's ResNet-34 with an exit at each stage: 22,206,824 parameters."""
     return _resnet("depth_resnet34", resnet.BLOCKS34, num_classes, width)

@@ -23,6 +23,6 @@ def _mlp(
             ("dense2", stages.Dense(wide(64))),
             ("dense3", stages.Dense(num_classes, relu=False)),
         ],
-        # Only the examples are flattened, which are never sliced.
+        # Only examples are flattened, and these are never sliced.
         at_width=stages.widths(functools.partial(_mlp, num_classes, width), rate),
     )

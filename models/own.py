@@ -1,4 +1,4 @@
-"""A user's own linen modules as a model: one stage, or a chain of them."""
+"""Custom linen modules as models: one stage, or a chain of stages."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ MERGED = ("training", "deterministic", "use_running_average")
 
 
 class Stage:
-    """A linen module behind the calls that `stages.chain` makes.
+    """Adapts a linen module to the calls of `stages.chain`.
 
     Collections other than `params`, such as `batch_stats`, are its statistics.
     `sample_mask` bool[B], the real samples, and `train` are passed to a `__call__` that
-    names them; so is what linen's own modules and others call the mode: `training`,
-    `deterministic` and `use_running_average`. A linen `BatchNorm` inside takes its
-    statistics over the real samples, unless it is given a mask; its input's first axis
-    must be the batch, or a multiple of it, as `x.reshape(B * T, ...)` makes it.
+    names them, and so are other names of the mode: `training`, `deterministic` and
+    `use_running_average`. A linen `BatchNorm` inside takes its statistics over the real
+    samples, unless it is given a mask. The first axis of its input must be the batch or
+    a multiple of it, as in `x.reshape(B * T, ...)`.
     """
 
     def __init__(self, module: nn.Module):
         self._module = module
         takes = inspect.signature(type(module).__call__).parameters
-        told = {field.name for field in dataclasses.fields(module)}
+        fields = {field.name for field in dataclasses.fields(module)}
         self._takes = {
             name
             for name, parameter in takes.items()
-            # `nn.merge_param` refuses what the constructor was given already.
+            # `nn.merge_param` refuses an argument that the constructor was given too.
             if name not in MERGED
             or parameter.default is not None
-            or name not in told
+            or name not in fields
             or getattr(module, name) is None
         }
 
@@ -55,7 +55,7 @@ class Stage:
         return {name: value for name, value in modes.items() if name in self._takes}
 
     def init_with_output(self, key: jax.Array, x: jax.Array) -> tuple[jax.Array, dict]:
-        """Output and variables {"params", "stats"}, the latter if there are any."""
+        """Returns the output and the variables: "params", and "stats" if any."""
         keys = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         out, variables = self._module.init_with_output(
             keys, x, **self._modes(jnp.ones(len(x), bool), False)
@@ -74,11 +74,11 @@ class Stage:
         rngs: Mapping[str, jax.Array],
         mutable: Sequence[str],
     ) -> tuple[jax.Array, dict]:
-        """Output and the new statistics; in eval mode they stay as they are."""
+        """Returns the output and the statistics, which eval mode does not change."""
         stats = variables.get("stats", {})
         mask = jnp.ones(len(x), bool)
         if sample_mask is not None:
-            # Where no sample is real all count: nobody keeps what they give.
+            # Without real samples all count, since the result is not used.
             mask = sample_mask | ~sample_mask.any()
         with nn.intercept_methods(functools.partial(_over_real_samples, mask)):
             out, new = self._module.apply(
@@ -98,7 +98,7 @@ def _over_real_samples(
     kwargs: dict[str, Any],
     context: nn.module.InterceptorContext,
 ) -> Any:
-    """Gives a linen BatchNorm the mask of the real samples: it would count padding."""
+    """Gives a linen BatchNorm the mask of real samples, so that padding is excluded."""
     is_norm = isinstance(context.module, nn.BatchNorm)
     if is_norm and context.method_name == "__call__" and kwargs.get("mask") is None:
         x = args[0] if args else kwargs["x"]
@@ -111,17 +111,17 @@ def _over_real_samples(
 
 
 def depends_on_neighbours(model: types.Model, x: jax.Array) -> str:
-    """What is wrong with a model whose answer depends on more than the example.
+    """Checks whether a model's output for an example depends on the other examples.
 
-    In eval mode, with its first variables, a little moved: a last layer that begins
-    with zeros would hide everything.
+    The check is in eval mode with slightly changed initial variables, because a last
+    layer that is initially zero would hide everything.
 
     Args:
-        model: From `chain`.
-        x: A few examples [B, ...], normalised.
+        model: A model from `chain`.
+        x: A few normalised examples [B, ...].
 
     Returns:
-        "" where an example alone gets the answer that it gets among others.
+        A description of the problem, "" if there is none.
     """
     key = jax.random.key(0)
     params, stats = jax.jit(model.init)(key, x[:1])
@@ -135,21 +135,22 @@ def depends_on_neighbours(model: types.Model, x: jax.Array) -> str:
     def answers(x: jax.Array) -> jax.Array:
         return jax.jit(model.forward)(*variables, x)[0]
 
-    # As many examples, since other shapes are rounded otherwise; dropout is by place.
+    # Both batches have the same size, since other shapes may be rounded differently.
+    # The example is the first one in both, since dropout depends on the position.
     alone, among = answers(jnp.repeat(x[:1], len(x), 0)), answers(x)[:1]
-    # A model may have no number for an example: the same none, then.
+    # A model may give nan for an example, which then must be nan in both batches.
     size = jnp.maximum(jnp.abs(jnp.nan_to_num(among)).max(), 1.0)
     if bool(jnp.allclose(alone, among, rtol=0, atol=1e-3 * size, equal_nan=True)):
         return ""
-    return "answers about an example in eval mode by where in which batch it is"
+    return "depends in eval mode on the other examples of the batch"
 
 
 def chain(given: Any) -> types.Model:
-    """The model of a linen module (one stage), or of a list of them (its stages).
+    """Makes a model of a linen module (one stage) or a list of modules (its stages).
 
     Args:
-        given: A linen module; or a list of modules, or of (stage name, module). The
-            last gives logits [B, Y].
+        given: A linen module, or a list of modules or of (stage name, module). The last
+            module gives logits [B, Y].
 
     Raises:
         ValueError: it is none of these.
@@ -173,12 +174,12 @@ def chain(given: Any) -> types.Model:
     stages_of = tuple((str(name), module) for name, module in named)
     try:
         return _made(stages_of)
-    except TypeError:  # a module that holds a list has no hash
+    except TypeError:  # a module with a list as a field has no hash
         return _made.__wrapped__(stages_of)
 
 
 def fingerprint(given: Any) -> str:
-    """What tells modules apart from edited ones: their fields and their source."""
+    """A text that changes with the fields or the source of modules."""
     if isinstance(given, Mapping):
         return repr({name: fingerprint(value) for name, value in given.items()})
     if isinstance(given, (list, tuple)):
@@ -196,7 +197,7 @@ def fingerprint(given: Any) -> str:
 
 
 def source(thing: Any) -> str:
-    """The text of a class or function; its name where there is none."""
+    """The source of a class or function, or its name if there is no source."""
     try:
         return inspect.getsource(thing)
     except (OSError, TypeError):

@@ -1,9 +1,9 @@
 """ResNet-18 and -34 with batch norm: stem, stage1 to stage4 and fc.
 
 He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, Table 1
-(https://arxiv.org/abs/1512.03385). stage4 ends with the mean over the map, so that what
-comes before fc is as wide as its channels. Counts of parameters are for 32x32x3, 10
-classes and width 1, without running statistics; a test checks them.
+(https://arxiv.org/abs/1512.03385). stage4 ends with the mean over the map, so that the
+input of fc is as wide as its channels. Counts of parameters are for 32x32x3, 10 classes
+and width 1, without running statistics, and a test checks them.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from fedjax_pfl import types
 from models import stages
 
 WIDTHS = (64, 128, 256, 512)
-# Of each stage.
+# The number of blocks of each stage
 BLOCKS18, BLOCKS34 = (2, 2, 2, 2), (3, 4, 6, 3)
 
-# Batch norm in the place of a bias.
+# A convolution with batch norm instead of a bias
 normed = functools.partial(stages.Conv, pool=False, bias=False, norm=True)
 
 
 class Residual(nn.Module):
-    """Two 3x3 convolutions beside a shortcut, which is 1x1 where the shape changes.
+    """Two 3x3 convolutions beside a shortcut, which is 1x1 if the shape changes.
 
     Attributes:
         features: Output channels.
-        stride: Of the first convolution and the shortcut.
-        initializer: Of all convolutions, as in `stages.Conv`.
-        scaler: As in `stages.Conv`; the shortcut has none.
+        stride: The stride of the first convolution and the shortcut.
+        initializer: The initializer of all convolutions, as in `stages.Conv`.
+        scaler: As in `stages.Conv`, but not for the shortcut.
     """
 
     features: int
@@ -78,7 +78,7 @@ def residual_stages(
     initializer: str = "torch",
     scaler: Any = 1.0,
 ) -> list[list[nn.Module]]:
-    """The blocks of each stage; all stages but the first halve the map."""
+    """The blocks of each stage. All stages but the first halve the map."""
     strides = [1] + [2] * (len(widths) - 1)
     return [
         residual_stage(features, count, stride, initializer, scaler)
@@ -96,7 +96,7 @@ def _resnet(
     rate: float = 1.0,
     scaler: Any = 1.0,
 ) -> types.Model:
-    """A ResNet with a stem of 3x3, or of 7x7 with stride 2 and a pool behind it."""
+    """A ResNet with a 3x3 stem, or with a 7x7 stem of stride 2 and a pool."""
     widths = [stages.scaling(width, rate)(features) for features in WIDTHS]
     options = {"initializer": initializer, "scaler": scaler}
     stem = [normed(widths[0], kernel, stride=1 if kernel == 3 else 2, **options)]
@@ -127,7 +127,7 @@ def resnet18(num_classes: int, width: float = 1.0) -> types.Model:
 
 
 def resnet18_he(num_classes: int, width: float = 1.0) -> types.Model:
-    """ResNet-18 that starts as DepthFL's, normal of variance 2 / fan_out."""
+    """ResNet-18 with DepthFL's initialization, normal of variance 2 / fan_out."""
     return _resnet("resnet18_he", 3, BLOCKS18, "he", num_classes, width)
 
 

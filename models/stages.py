@@ -1,10 +1,10 @@
 """Stages (linen modules) and the chain that makes a Model of them.
 
 A stage is called as `stage(h, sample_mask=, train=)` and may own the collections
-`params` and `stats`. Images travel between stages as [B, H, W, C]; inside, modules work
-with the batch last, where patches are contiguous copies, pooling vectorises and a
-channel's values are neighbours, and XLA cancels the transposes between them. A module
-that computes says in `macs` what it costs itself; see `counts`.
+`params` and `stats`. Images are [B, H, W, C] between stages. Modules work with the
+batch last, which makes patches contiguous copies and lets pooling vectorise, and XLA
+cancels the transposes between them. The method `macs` of a module returns its cost, see
+`counts`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def he_normal(fan_out: int) -> nn.initializers.Initializer:
 
 
 def _initializers(name: str, fan_in: int, fan_out: int):
-    """Of a kernel and a bias; see `Conv`."""
+    """The initializers of a kernel and a bias; see `Conv`."""
     if name == "torch":
         return torch_uniform(fan_in), torch_uniform(fan_in)
     if name == "he":
@@ -48,13 +48,13 @@ def _initializers(name: str, fan_in: int, fan_out: int):
 
 
 def scaling(width: float, rate: float = 1.0) -> Callable[[int], int]:
-    """Hidden channels of a model of `--model_width` from those of width 1.
+    """A function from hidden channels at width 1 to those of a scaled model.
 
     Args:
         width: `--model_width`.
-        rate: Of a narrower form: so much of the model's channels, rounded up.
+        rate: The fraction of the channels that a narrower form has, rounded up.
     """
-    # Thirds of three are one, whatever floats say.
+    # The margin makes a third of three exactly one.
     return lambda features: math.ceil(rate * max(1, round(features * width)) - 1e-9)
 
 
@@ -63,7 +63,7 @@ def widths(made: Callable[..., types.Model], rate: float) -> Callable[..., types
 
     Args:
         made: `(rate, scaler) -> Model`.
-        rate: Of the model that is to have it.
+        rate: The rate of the model that gets the function.
     """
 
     def at_width(more: float, scaler: Any = 1.0) -> types.Model:
@@ -80,17 +80,17 @@ def batch_last(h: jax.Array) -> jax.Array:
 def windows(
     h: jax.Array, side: int, stride: int, padding: str, fill: float = 0.0
 ) -> Iterator[jax.Array]:
-    """What each place of a `side` x `side` window sees, [C, H', W', B] each.
+    """The values at each place of a `side` x `side` window, [C, H', W', B] each.
 
-    `SAME` is PyTorch's padding (side - 1) // 2 for odd sides, also with a stride; an
-    even side has one more at the end.
+    `SAME` is PyTorch's padding (side - 1) // 2 for odd sides, also with a stride. An
+    even side has one more row of padding at the end.
 
     Args:
         h: f32[C, H, W, B].
-        side: Of the window.
-        stride: Between windows.
+        side: The side of the window.
+        stride: The distance between windows.
         padding: `SAME` or `VALID`.
-        fill: What the padding holds.
+        fill: The value of the padding.
     """
     if padding == "SAME":
         pads = ((side - 1) // 2, side // 2)
@@ -102,7 +102,7 @@ def windows(
 
 
 class Dropout(nn.Module):
-    """Inverted dropout whose mask takes 16 random bits a value instead of 32.
+    """Inverted dropout with a mask of 16 instead of 32 random bits a value.
 
     Attributes:
         rate: Probability of 0, a multiple of 2^-16 after rounding.
@@ -115,7 +115,7 @@ class Dropout(nn.Module):
         if not train or not self.rate:
             return h
         keep = round((1 - self.rate) * 2**16)
-        # One word for two values; an example's words never depend on the batch size.
+        # Two values share a word. An example's words do not depend on the batch size.
         width = math.prod(h.shape[1:])
         words = jax.random.bits(self.make_rng("dropout"), (len(h), -(-width // 2)))
         halves = jnp.stack([words & 0xFFFF, words >> 16], axis=-1)
@@ -127,9 +127,9 @@ class Norm(nn.Module):
     """Batch norm with running statistics, over the real samples of a batch.
 
     Train mode normalises by the batch, eval mode by the running mean and variance. The
-    running ones move by a tenth towards the batch's, the variance unbiased, as
-    PyTorch's with its momentum of .1; fewer than two values a channel leave them. The
-    rows of padding samples become the bias: whatever they held is not amplified.
+    running values move by a tenth towards the batch's, with unbiased variance as in
+    PyTorch with its momentum of .1, unless there are fewer than two values a channel.
+    The rows of padding samples become the bias, so that their values are not amplified.
     """
 
     @nn.compact
@@ -151,10 +151,10 @@ class Norm(nn.Module):
             centred = jnp.where(mask, h - mean.reshape(column), 0)
             square = (centred**2).sum(axes)
             var = square / values
-            share = types.STATS_MOMENTUM
+            rate = types.STATS_MOMENTUM
             is_known, unbiased = count > 1, square / jnp.maximum(count - 1, 1)
             for running, batch in ((running_mean, mean), (running_var, unbiased)):
-                moved = (1 - share) * running.value + share * batch
+                moved = (1 - rate) * running.value + rate * batch
                 running.value = jnp.where(is_known, moved, running.value)
         else:
             centred = h - running_mean.value.reshape(column)
@@ -168,26 +168,26 @@ class Norm(nn.Module):
 
 
 class Conv(nn.Module):
-    """Convolution, batch norm, 2x2 max-pool, relu and dropout, each of them optional.
+    """Convolution with optional batch norm, 2x2 max-pool, relu and dropout.
 
-    Parameters as flax's `nn.Conv`. Computed as patches x matmul: XLA's CPU convolution
-    is slow inside loops and slower still with one kernel per client. Pooling comes
-    before the relu: the same function, a quarter of the relu.
+    Parameters are those of flax's `nn.Conv`. It is computed as patches x matmul,
+    because XLA's CPU convolution is slow inside loops and slower still with one kernel
+    per client. Pooling before the relu is the same function with a quarter of the relu.
 
     Attributes:
         features: Output channels.
         kernel: Side of the kernel.
         padding: `SAME` or `VALID`; see `windows`.
         pool: Whether to max-pool 2x2 with stride 2.
-        dropout: Rate at the end.
+        dropout: The rate of dropout at the end.
         initializer: `torch` (uniform +-1/sqrt(fan_in)), `lecun` (normal of variance
             1/fan_in) or `he` (2/fan_out), both of them with zero bias.
-        stride: Of the kernel.
-        bias: Whether there is one; a norm makes it needless.
+        stride: The stride of the kernel.
+        bias: Whether there is a bias, which a norm makes superfluous.
         norm: Whether a `Norm` follows the convolution.
         relu: Whether a relu follows.
-        scaler: HeteroFL's: in train mode the norm gets the output divided by this
-            number, which may be traced.
+        scaler: HeteroFL's scaler, which may be traced. In train mode the output is
+            divided by it before the norm.
     """
 
     features: int
@@ -238,7 +238,7 @@ class Conv(nn.Module):
 
     @nn.nowrap
     def macs(self, given, out):
-        """Of the layer as papers write it: relu, then pool."""
+        """The cost of the layer as in papers, with the relu before the pool."""
         window = jax.eval_shape(
             lambda h: next(
                 windows(batch_last(h), self.kernel, self.stride, self.padding)
@@ -251,10 +251,11 @@ class Conv(nn.Module):
 
 
 class MaxPool(nn.Module):
-    """Max-pool of stride 2 that leaves ceil(side / 2), so of a 1x1 map a 1x1 map.
+    """Max-pool of stride 2 to a side of ceil(side / 2), which keeps a 1x1 map.
 
     Attributes:
-        side: Of the window: 2 is PyTorch's 2/2 with `ceil_mode`, 3 its 3/2 padded by 1.
+        side: The side of the window: 2 is PyTorch's 2/2 with `ceil_mode`, and 3 its 3/2
+            padded by 1.
     """
 
     side: int = 2
@@ -280,12 +281,12 @@ class GlobalAverage(nn.Module):
 
 
 class Dense(nn.Module):
-    """Flatten, affine map, and relu and dropout unless it is the last stage.
+    """Flattening and an affine map, with optional relu and dropout.
 
     Attributes:
         features: Output width.
         relu: Whether a relu follows.
-        dropout: Rate after the relu.
+        dropout: The rate of dropout after the relu.
         initializer: As in `Conv`.
     """
 
@@ -334,8 +335,8 @@ def chain(
     Args:
         name: The model's name.
         trunks: (stage name, module) in forward order.
-        exits: Modules by stage name; each reads its stage's output. With exits, the
-            output of a forward pass is the tuple of all exits passed.
+        exits: Modules by stage name, each of which reads its stage's output. With
+            exits, a forward pass returns the tuple of the outputs of all exits passed.
         at_width: As in `types.Model`.
 
     Returns:
@@ -412,18 +413,18 @@ def chain(
 
 
 class UnfitError(ValueError):
-    """Examples that a model cannot take; the text is what it needs instead."""
+    """A model cannot take the examples; the text says what it needs instead."""
 
 
 def demanding(
     model: types.Model, fits: Callable[[int], bool], need: str
 ) -> types.Model:
-    """The same model; its `init` refuses images of other sides.
+    """The same model with an `init` that refuses images of other sides.
 
     Args:
-        model: Of images, f32[B, H, W, C].
-        fits: Whether a side does.
-        need: Words for it, such as `side is a multiple of 16`.
+        model: A model of images f32[B, H, W, C].
+        fits: Whether the model can take a side.
+        need: The condition in words, such as `side is a multiple of 16`.
     """
 
     def init(key: jax.Array, x: jax.Array) -> tuple[types.Params, types.Stats]:

@@ -1,1 +1,1 @@
-"""tfds builders of data sets that tfds itself does not have."""
+"""tfds builders for data sets that tfds does not have."""

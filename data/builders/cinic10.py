@@ -1,10 +1,10 @@
-"""CINIC-10 as a tfds builder: tfds has none, and the images are 270,000 small PNGs.
+"""CINIC-10 as a tfds builder, because tfds has none.
 
 Darlow, Crowley, Antoniou, Storkey: "CINIC-10 is not ImageNet or CIFAR-10",
 https://arxiv.org/abs/1810.03505. The official archive `CINIC-10.tar.gz` holds
-`train/<class>/*.png`, `valid/...` and `test/...`, 90,000 images each. It is put into
-`--data_dir` by hand, packed or unpacked; the builder reads the train and test images
-once each, and tfds keeps them.
+`train/<class>/*.png`, `valid/...` and `test/...`, 90,000 images each. Put it into
+`--data_dir`, packed or unpacked. The builder reads each train and test image once, and
+tfds keeps them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def images(source: pathlib.Path, split: str) -> Iterator[tuple[str, str, bytes]]
     """(class, file name, PNG bytes) of a split's images, in the source's order.
 
     Raises:
-        ValueError: the archive is cut off.
+        ValueError: the archive is truncated.
     """
     if source.is_dir():
         for path in sorted(source.glob(f"{split}/*/*.png")):
@@ -66,10 +66,10 @@ def images(source: pathlib.Path, split: str) -> Iterator[tuple[str, str, bytes]]
 
 
 def builder(data_dir: str, source: pathlib.Path | None) -> Any:
-    """The tfds builder: prepared data lie in `data_dir`, made from `source` once."""
-    import tensorflow_datasets as tfds  # seconds to import: only its users pay
+    """The tfds builder, which prepares data from `source` once and keeps them."""
+    import tensorflow_datasets as tfds  # takes seconds to import
 
-    # Registered builders must be unique; this one is made anew for each source.
+    # Registered builders must be unique, but this class is defined for each source.
     with tfds.core.registered.skip_registration():
 
         class Cinic10(tfds.core.GeneratorBasedBuilder):
@@ -105,5 +105,5 @@ def builder(data_dir: str, source: pathlib.Path | None) -> Any:
 
 
 def _decode(png: bytes) -> np.ndarray:
-    """A PNG as uint8 [32, 32, 3]; some of the ImageNet images are gray."""
+    """A PNG as uint8 [32, 32, 3]. Some images of ImageNet are gray."""
     return np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))

@@ -1,7 +1,7 @@
-"""Partitions: from labels to the rows of each client.
+"""Partitions: the rows of each client, from labels and a seed.
 
-A partition is a function of its seed alone. Each kind has a file, which knows labels
-and numbers; what is set aside before (proxy) and after (tests) is the same for all.
+Each kind of partition has a file. The proxy rows, set aside before, and the test rows,
+set aside after, are the same for all kinds.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fedjax_pfl import rng, shapes, types
 
 PARTITIONS = {
     "iid": "equal random parts",
-    "dirichlet": "per class, shares over clients ~ Dir(alpha), sizes capped",
+    "dirichlet": "per class, fractions over clients ~ Dir(alpha), sizes capped",
     "client_dirichlet": "per client, class mix ~ Dir(alpha), equal sizes",
     "pathological": "classes_per_client classes for each client, in equal shards",
     "classes": "client_classes for each client, a class in equal parts",
     "cdkt": "the generator of the released CDKT code (50 users, first num_clients)",
-    "cdkt_paper": "the same sizes, but random classes as the CDKT paper says",
+    "cdkt_paper": "the same sizes, but random classes as in the CDKT paper",
     "natural": "the client ids of an npz data set",
     "file:PATH": "the rows of each client in an npz file (--export_partition)",
 }
@@ -43,10 +43,10 @@ TEST_SPLITS = held_out.TEST_SPLITS
 
 
 class PartitionSpec(NamedTuple):
-    """How to split; the names are the flags'.
+    """Options of a partition, which have the names of the flags.
 
-    `proxy_fraction` of every class is set aside first; `examples_per_client` 0 = all.
-    `kind` of the CDKT generator is in `cdkt`.
+    `proxy_fraction` of every class is set aside first. `examples_per_client` 0 = all.
+    `cdkt` holds the options of the CDKT generator.
     """
 
     partition: str
@@ -63,9 +63,9 @@ class PartitionSpec(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Rows of the data set for one seed: each client's, and those of nobody.
+    """Rows of the data set for one seed: those of each client, and unowned rows.
 
-    `official_test` and `proxy` are int64[...].
+    `official_test` and `proxy` are unowned, int64[...].
     """
 
     train: parts.Parts
@@ -80,7 +80,7 @@ def _draw(
     spec: PartitionSpec,
     gen: np.random.Generator,
 ) -> parts.Parts:
-    """Positions in `pool` of each client, by the kind that `spec` names."""
+    """Positions in `pool` of each client, by the kind of `spec`."""
     labels, num_clients = source.label[pool], spec.num_clients
     kinds: dict[str, Callable[[], parts.Parts]] = {
         "iid": lambda: iid.split(len(pool), num_clients, gen),
@@ -118,12 +118,12 @@ def _draw(
 def proxy_rows(labels: np.ndarray, fraction: float) -> np.ndarray:
     """Positions of the last `fraction` of each class: n_c - floor((1 - fraction) n_c).
 
-    Eq.: the CDKT code keeps f = 1 - fraction of each class for the users.
+    The CDKT code keeps f = 1 - fraction of each class for the users.
     """
     out = []
     for c in np.unique(labels):
         members = np.flatnonzero(labels == c)
-        # Rounded first: (1 - .005) * 200 must be 199, not 198.99999.
+        # Rounded first, because (1 - .005) * 200 must be 199, not 198.99999.
         kept = int(np.floor(round((1 - fraction) * len(members), 6)))
         out.append(members[kept:])
     return np.concatenate(out)
@@ -134,17 +134,17 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
 
     Args:
         source: The data set.
-        spec: What to do.
+        spec: The options of the partition.
         seed: The partition's seed.
 
     Raises:
-        ValueError: a client would be left with too few examples.
+        ValueError: a client would have too few examples.
     """
     is_file = spec.partition.startswith(file.PREFIX)
     if spec.examples_per_client and (is_file or spec.partition == "natural"):
         raise ValueError(
             f"--examples_per_client={spec.examples_per_client} has no effect with "
-            f"--partition={spec.partition}; leave it away"
+            f"--partition={spec.partition}; omit it"
         )
     if is_file:
         return _from_file(source, spec)
@@ -160,14 +160,14 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
     pool = gen.permutation(size)
     proxy = pool[:0]
     if spec.proxy_fraction:
-        # Shuffled: proxy batches have a fixed order, and one class each otherwise.
+        # Shuffled, because batches of proxy rows would otherwise have one class each.
         chosen = proxy_rows(source.label[pool], spec.proxy_fraction)
         proxy = pool[gen.permutation(chosen)]
         pool = np.setdiff1d(pool, proxy, assume_unique=True)
         pool = gen.permutation(pool)
     if spec.partition == "classes":
         classes.check(spec.client_classes, source.num_classes)
-        # Before `examples_per_client` counts them: others are nobody's.
+        # Other classes are unowned, so that `examples_per_client` must not count them.
         pool = pool[classes.named(source.label[pool], spec.client_classes)]
     if spec.examples_per_client:
         wanted = spec.examples_per_client * spec.num_clients
@@ -193,14 +193,14 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
 
 
 def _from_file(source: dataset.Dataset, spec: PartitionSpec) -> Split:
-    """The split that a file holds, whatever the seed."""
+    """The split in a file, the same for all seeds."""
     rows = file.read(spec.partition, len(source.label))
     _check_sizes(rows.train.count, spec)
     return Split(*rows)
 
 
 def export(split: Split, path: str) -> None:
-    """Writes a split as a file that `--partition=file:PATH` reads.
+    """Writes a split to a file for `--partition=file:PATH`.
 
     Raises:
         OSError: it cannot be written.
@@ -234,7 +234,7 @@ def _check_sizes(sizes: np.ndarray, spec: PartitionSpec) -> None:
 def _client_rows(
     seeds: Sequence[parts.Parts], tails: Sequence[np.ndarray]
 ) -> types.ClientRows:
-    """Stacks the seeds' rows, padded to a power of two; nobody owns the tails."""
+    """Stacks the seeds' rows, padded to a power of two, with unowned tails."""
     flats = [
         np.concatenate([one.row, tail]) for one, tail in zip(seeds, tails, strict=True)
     ]

@@ -1,8 +1,8 @@
-"""The users of the CDKT paper: the generator of its released code, from class counts.
+"""The users of the CDKT paper, by the generator of its released code.
 
-Described in the project's words from the code's behaviour: 50 users, consecutive
-labels, ten images per (user, label) first, then a log-normal amount. The draws use
-the legacy numpy generator and Python's `random`, because the released splits do.
+It is reimplemented from the code's behaviour: 50 users with consecutive labels get ten
+images per (user, label) first, then a log-normal amount. The draws use numpy's legacy
+generator and Python's `random`, as the released splits do.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ NUM_USERS = 50
 
 
 class Protocol(NamedTuple):
-    """What differs between the paper's data sets.
+    """The settings that differ between the paper's data sets.
 
     Attributes:
-        seed: Seed of the draws; the released splits have 1.
+        seed: Seed of the draws. The released splits have 1.
         labels_per_user: L.
-        stride: First label of user u is `stride * u mod Y`.
-        sigma: Of the log-normal amounts.
-        reserve: Subtracted from a class's size before it is shared out.
+        stride: The first label of user u is `stride * u mod Y`.
+        sigma: Standard deviation of the logarithms of the amounts.
+        reserve: Number subtracted from a class's size before it is distributed.
         scale: Factor on the amounts (MNIST types).
         factor, addend: Ranges of the random factor and addend (CIFAR types), or None.
-        constant: Added besides.
-        overlap: First-stage slices share one image with the next (CIFAR-100).
-        sort_as_text: Users are ordered by their names as text: 0, 1, 10, 11, ...
-        random_labels: Classes are drawn at random (what the paper says).
-        class_sizes: Class sizes that set the amounts, if not the pool's own.
+        constant: A second addend, which is not random.
+        overlap: Whether first-stage slices share one image with the next (CIFAR-100).
+        sort_as_text: Whether users are ordered by their names as text: 0, 1, 10, ...
+        random_labels: Whether classes are drawn at random, as in the paper.
+        class_sizes: Class sizes that set the amounts, None = those of the pool.
     """
 
     seed: int = 1
@@ -50,7 +50,7 @@ class Protocol(NamedTuple):
     class_sizes: tuple[int, ...] | None = None
 
 
-# Images per class of all 70,000 MNIST images, less the proxy share of 0.5 %.
+# Images per class of all 70,000 MNIST images, without the proxy fraction of 0.5 %
 MNIST_SIZES = (6868, 7837, 6955, 7105, 6789, 6281, 6841, 7256, 6790, 6923)
 PROTOCOLS = {
     "mnist": Protocol(sort_as_text=True),
@@ -94,7 +94,7 @@ def slices(class_sizes: np.ndarray, protocol: Protocol) -> list[list[tuple]]:
     """Per user, the (class, begin, end) slices of each class's images.
 
     Args:
-        class_sizes: int[Y], images of each class once the proxy is set aside.
+        class_sizes: int[Y], images of each class without the proxy rows.
         protocol: See `Protocol`.
     """
     num_classes = len(class_sizes)
@@ -116,7 +116,7 @@ def slices(class_sizes: np.ndarray, protocol: Protocol) -> list[list[tuple]]:
             begin[label] += 10
     for user in range(NUM_USERS):
         for step, label in enumerate(labels[user]):
-            # Only ten of the fifty rows of draws are used: // 5, as in the code.
+            # As in the code, // 5 uses only ten of the fifty rows of draws.
             amount = int(amounts[label, user // 5, step])
             if protocol.factor is not None:
                 addend = dice.randint(*protocol.addend)
@@ -132,7 +132,7 @@ def slices(class_sizes: np.ndarray, protocol: Protocol) -> list[list[tuple]]:
 
 
 def order(protocol: Protocol) -> list[int]:
-    """Users in the order of the released files; scenario 1 takes the first ten."""
+    """Users in the order of the released files, of which scenario 1 takes ten."""
     users = list(range(NUM_USERS))
     return sorted(users, key=str) if protocol.sort_as_text else users
 

@@ -1,4 +1,4 @@
-"""Clients whose classes are named one by one."""
+"""Partitions in which the classes of each client are given."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def parse(text: str) -> tuple[tuple[int, ...], ...]:
     """The classes of each client: `0,1/0,1/2,3` are three clients.
 
     Raises:
-        ValueError: an entry that is no list of different class numbers.
+        ValueError: an entry is not a list of different class numbers.
     """
     out = []
     for client, entry in enumerate(text.split("/")):
@@ -29,7 +29,7 @@ def parse(text: str) -> tuple[tuple[int, ...], ...]:
         if len(set(own)) < len(own):
             raise ValueError(
                 f"--client_classes={text}: client {client} has {entry}, a class twice; "
-                "once will do"
+                "once is enough"
             )
         out.append(own)
     return tuple(out)
@@ -39,7 +39,7 @@ def check(client_classes: Sequence[Sequence[int]], num_classes: int) -> None:
     """Refuses classes that the data do not have.
 
     Raises:
-        ValueError: one line with the first of them.
+        ValueError: one line about the first such class.
     """
     for client, own in enumerate(client_classes):
         for c in own:
@@ -51,7 +51,7 @@ def check(client_classes: Sequence[Sequence[int]], num_classes: int) -> None:
 
 
 def named(labels: np.ndarray, client_classes: Sequence[Sequence[int]]) -> np.ndarray:
-    """bool[N]: examples of a class that any client owns."""
+    """bool[N]: whether any client owns the class of each example."""
     return np.isin(labels, [c for own in client_classes for c in own])
 
 
@@ -61,7 +61,7 @@ def split(
     client_classes: Sequence[Sequence[int]],
     gen: np.random.Generator,
 ) -> parts.Parts:
-    """Every class in equal parts to the clients that own it, no example twice.
+    """Splits every class equally between the clients that own it.
 
     Args:
         labels: int[N].
@@ -69,7 +69,7 @@ def split(
         gen: The partition's generator.
 
     Returns:
-        Positions 0..N-1; those of a class without an owner are nobody's.
+        Positions 0..N-1. Examples of classes without an owner are unowned.
     """
     owned = {c for own in client_classes for c in own}
     owners = [

@@ -1,6 +1,6 @@
-"""Clients of equal size whose class mixes are drawn from Dir(alpha).
+"""Clients of equal size with class mixes drawn from Dir(alpha).
 
-The mixes rarely fit the supply of each class, so a rule must give in: `DRAWS`.
+The mixes rarely match the supply of each class. `DRAWS` are the ways to resolve that.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from data.partitions import parts
 DRAWS = {
     "ipf": "scale all mixes to sizes and supply by iterative proportional fitting",
     "interleaved": "clients in random turn take one example at a time (FedDyn's code)",
-    "sequential": "clients one after another; the last get what is left",
+    "sequential": "clients one after another; the last get the remaining examples",
     "overlap": "independent draws; an example may belong to several clients",
 }
-# Turns are taken many at once as long as no class runs out, few after one did.
+# Many turns are taken at once while no class runs out, and few after one did.
 MIN_TURNS, MAX_TURNS = 16, 4096
 
 
 def ipf(
     mixes: np.ndarray, size: int, supply: np.ndarray, gen: np.random.Generator
 ) -> np.ndarray:
-    """Sinkhorn scaling, floored, and the rest given by largest fraction."""
+    """Sinkhorn scaling, rounded down, with the rest assigned by largest fraction."""
     want = mixes + 1e-12
     supply_share = supply * (size * len(mixes) / supply.sum())
     for _ in range(500):
@@ -54,9 +54,9 @@ def ipf(
 
 
 def _largest(fraction: np.ndarray, missing: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """bool[T, Y]: each turn's `missing` largest fractions among classes that are left.
+    """bool[T, Y]: each turn's `missing` largest fractions among remaining classes.
 
-    A turn for which there are too few such classes gets those.
+    A turn with too few such classes gets all of them.
     """
     order = np.argsort(np.where(left > 0, -fraction, np.inf), axis=1, kind="stable")
     rank = np.argsort(order, axis=1)
@@ -69,18 +69,18 @@ def _round_again(fraction: np.ndarray, missing: int, left: np.ndarray) -> np.nda
     for _ in range(missing):
         best = int(np.where(left > take, fraction, -1.0).argmax())
         take[best] += 1
-        # Just below every fraction that is not used up: first come the others.
+        # The class is now behind all classes that have not been taken.
         fraction[best] -= 1e-6 + fraction[best]
     return take
 
 
 def _sure(take: np.ndarray, is_stuck: np.ndarray, left: np.ndarray) -> int:
-    """How many turns may be taken at once: up to the one that empties a class.
+    """The number of turns to take at once: up to the one that empties a class.
 
     Args:
-        take: bool[T, Y], what each turn takes from the classes that are left now.
-        is_stuck: bool[T], turns that cannot be served in this way.
-        left: int[Y].
+        take: bool[T, Y], the classes that each turn takes.
+        is_stuck: bool[T], turns that need another rule.
+        left: int[Y], remaining examples of each class.
     """
     if not is_stuck.any() and (take.sum(0) < left)[left > 0].all():
         return len(take)
@@ -93,7 +93,7 @@ def _sure(take: np.ndarray, is_stuck: np.ndarray, left: np.ndarray) -> int:
 def interleaved(
     mixes: np.ndarray, size: int, supply: np.ndarray, gen: np.random.Generator
 ) -> np.ndarray:
-    """One example at a time for a random client, from its mix over what is left."""
+    """Gives a random client one example at a time, by its mix of remaining classes."""
     amount, left = np.zeros(mixes.shape, int), supply.copy()
     clients = gen.permutation(np.repeat(np.arange(len(mixes)), size))
     draws = gen.random(len(clients))
@@ -104,7 +104,7 @@ def interleaved(
         take = chosen[:, None] == np.arange(len(supply))
         sure = _sure(take, is_stuck, left)
         if not sure:
-            # This mix has nothing that is left: by supply.
+            # No class of this mix is left, so that the supply decides.
             chosen, _ = _pick(left[None].astype(float), left, draws[begin : begin + 1])
             sure = 1
         np.add.at(amount, (clients[begin : begin + sure], chosen[:sure]), 1)
@@ -117,17 +117,17 @@ def interleaved(
 def _pick(
     mix: np.ndarray, left: np.ndarray, draw: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(class int[T], is_stuck bool[T]): classes by their share among those left.
+    """(class int[T], is_stuck bool[T]): draws from mixes of the remaining classes.
 
     Args:
-        mix: f64[T, Y], shares of the classes.
-        left: int[Y]; a class without examples is not picked.
+        mix: f64[T, Y], fractions of the classes.
+        left: int[Y], remaining examples; a class without any is not picked.
         draw: f64[T] in [0, 1).
     """
     share = np.where(left > 0, mix, 0)
     total = np.cumsum(share, axis=1)
     index = (total <= (draw * total[:, -1])[:, None]).sum(1)
-    # Rounding may point past the last class that is left.
+    # Rounding may point past the last remaining class.
     last = mix.shape[1] - 1 - (share[:, ::-1] > 0).argmax(1)
     return np.minimum(index, last), total[:, -1] <= 0
 
@@ -135,7 +135,7 @@ def _pick(
 def _fill(
     mix: np.ndarray, size: int, left: np.ndarray, gen: np.random.Generator
 ) -> np.ndarray:
-    """One client's amounts: multinomial draws, capped by what is left of a class."""
+    """One client's amounts: multinomial draws, capped by the remaining examples."""
     amount = np.zeros(len(mix), int)
     while (missing := size - amount.sum()) > 0:
         share = np.where(left > amount, mix, 0)
@@ -158,14 +158,14 @@ def split(
 
     Args:
         labels: int[N].
-        num_clients: K; a client gets N // K examples.
+        num_clients: K. A client gets N // K examples.
         alpha: Concentration of the class mixes.
         draw: One of `DRAWS`.
         gen: The partition's generator.
     """
     classes, supply = np.unique(labels, return_counts=True)
     mixes = gen.dirichlet(np.full(len(classes), alpha), num_clients)
-    # A tiny alpha gives 0 / 0: a client without a wish.
+    # A tiny alpha gives 0 / 0, which becomes a client without preferences.
     mixes = np.where(np.isfinite(mixes), mixes, 0)
     size = len(labels) // num_clients
     pools = [gen.permutation(np.flatnonzero(labels == c)) for c in classes]
@@ -190,7 +190,7 @@ def split(
 def _independent(
     amount: np.ndarray, pools: list[np.ndarray], gen: np.random.Generator
 ) -> parts.Parts:
-    """Every client draws its amounts anew; no example twice for one client."""
+    """Each client draws from all examples, without replacement."""
     out = []
     for own in amount:
         pieces = [gen.choice(pools[c], own[c], replace=False) for c in own.nonzero()[0]]

@@ -1,4 +1,4 @@
-"""Clients of unequal size: every class is shared out by its own Dir(alpha)."""
+"""Clients of unequal size: every class is distributed by its own Dir(alpha)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 from data.partitions import parts
 
 MAX_TRIES = 200
-# When so many clients come off badly in each of the first draws, no draw will do: the
-# chance that nobody does falls exponentially with their number.
+# If this many clients get too few examples in each of the first draws, more draws are
+# hopeless, because the chance of success falls exponentially in their number.
 FIRST_TRIES = 5
 HOPELESS = 50
 
@@ -21,15 +21,15 @@ def split(
     min_examples: int,
     gen: np.random.Generator,
 ) -> parts.Parts:
-    """Per class, Dir(alpha) shares over clients; full clients (N / K) get none.
+    """Splits each class by Dir(alpha) fractions over clients with less than N / K.
 
-    Redrawn until every client has `min_examples`, at most `MAX_TRIES` times, and no
-    longer than there is hope.
+    The split is drawn again until every client has `min_examples`, at most `MAX_TRIES`
+    times, and fewer times if that is hopeless.
 
     Args:
         labels: int[N].
         num_clients: K.
-        alpha: Concentration of the shares.
+        alpha: Concentration of the fractions.
         min_examples: Examples that every client must get.
         gen: The partition's generator.
 
@@ -37,7 +37,7 @@ def split(
         Positions 0..N-1.
 
     Raises:
-        ValueError: in every draw some client got too few.
+        ValueError: in every draw some client has too few examples.
     """
     cap = len(labels) / num_clients
     classes = [np.flatnonzero(labels == c) for c in np.unique(labels)]
@@ -50,7 +50,7 @@ def split(
             share = np.where(size < cap, share, 0)
             if not np.isfinite(share).all() or share.sum() <= 0:
                 share = (size < cap).astype(float)
-            # Divided by its own last entry: exactly 1 after the last open client.
+            # Divided by its last entry, it is exactly 1 after the last open client.
             total = np.cumsum(share)
             cuts = np.floor(total / total[-1] * len(positions)).astype(int)
             counts.append(np.diff(cuts, prepend=0))
@@ -68,6 +68,6 @@ def split(
     raise ValueError(
         f"--partition_alpha={alpha:g} leaves clients with fewer than {min_examples} "
         f"examples (--min_examples), {fewest} of {num_clients} in the best of {tries} "
-        "draws; raise it, lower --num_clients, or take --partition=client_dirichlet, "
-        "whose clients are of equal size"
+        "draws; raise it, lower --num_clients, or take --partition=client_dirichlet "
+        "with clients of equal size"
     )

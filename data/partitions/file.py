@@ -1,13 +1,14 @@
-"""Partitions as files: the same clients here, in PFLlib, in Flower, in plain numpy.
+"""Partitions as files, with which other frameworks can use the same clients.
 
-An npz file of integers, rows of the data set (its official test rows come after its
-train rows):
+A file is an npz file of integers, which are rows of the data set. Official test rows
+come after train rows.
 
-* `train_row` [N] and `train_count` [K]: client k has the next `train_count[k]` of them,
+* `train_row` [N] and `train_count` [K]: the rows of each client are
   `np.split(train_row, np.cumsum(train_count)[:-1])`;
-* `test_row` and `test_count`, likewise, the clients' own test rows;
-* `official_test_row`, test rows that no client owns, and `proxy_row`, both optional;
-* `may_repeat`, optional, 1 = a row may stand in several places.
+* `test_row` and `test_count`: the same for the clients' own test rows;
+* `official_test_row` and `proxy_row`, both optional: test rows and proxy rows, which no
+  client owns;
+* `may_repeat`, optional: 1 = a row may occur several times.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ OPTIONAL = ("official_test_row", "proxy_row", "may_repeat")
 
 
 class Rows(NamedTuple):
-    """What a file holds."""
+    """The rows in a file."""
 
     train: parts.Parts
     test: parts.Parts
@@ -35,7 +36,7 @@ class Rows(NamedTuple):
 
 
 def write(path: pathlib.Path, rows: Rows) -> None:
-    """Writes a file, at once.
+    """Writes a file atomically.
 
     Raises:
         OSError: it cannot be written.
@@ -65,7 +66,7 @@ def facts(name: str) -> tuple[int, bool]:
         name: `file:PATH`.
 
     Raises:
-        ValueError: one line: it is not there, or no partition.
+        ValueError: one line: the file is missing, or not a partition.
     """
     arrays = _arrays(name)
     return len(arrays["train_count"]), bool(arrays["test_count"].any())
@@ -76,10 +77,10 @@ def read(name: str, num_rows: int) -> Rows:
 
     Args:
         name: `file:PATH`.
-        num_rows: Of the data set.
+        num_rows: Rows of the data set.
 
     Raises:
-        ValueError: one line: it is not there, is no partition, or of another data set.
+        ValueError: one line: the file is missing, not a partition, or for other data.
     """
     arrays, where = _arrays(name), f"--partition={name}"
     none = np.zeros(0, np.int64)
@@ -111,7 +112,7 @@ def read(name: str, num_rows: int) -> Rows:
 
 
 def _arrays(name: str) -> dict[str, np.ndarray]:
-    """The arrays of a file as int64, checked as far as they can be alone."""
+    """The arrays of a file as int64, checked without the data set."""
     where = f"--partition={name}"
     if name == PREFIX:
         raise ValueError(f"{where} names no file; write --partition={PREFIX}PATH")

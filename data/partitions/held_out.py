@@ -1,4 +1,4 @@
-"""Test rows: which of a client's rows are held out of its training."""
+"""Test rows: the rows of each client that are held out of its training."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ TEST_SPLITS = ("pool", "pool_stratified", "client_share", "official")
 def split(
     owned: parts.Parts, labels: np.ndarray, kind: str, seed: int
 ) -> tuple[parts.Parts, parts.Parts]:
-    """(train, test) rows of each client; disjoint, together all of `owned`.
+    """Splits the rows of each client into (train, test).
 
-    A client's rows are shuffled by words named by (seed, client, position), for all
-    clients at once.
+    A client's rows are shuffled by words derived from (seed, client, position).
 
     Args:
         owned: Rows of the data set.
         labels: int[rows of the data set].
         kind: One of `TEST_SPLITS`: `client_share` tests on floor(.2 n) rows, `pool`
-            trains on floor(.8 n), `pool_stratified` as well and keeps the class mix,
-            `official` trains on all.
-        seed: The partition's.
+            trains on floor(.8 n), `pool_stratified` does so with the same class mix,
+            and `official` trains on all.
+        seed: The partition's seed.
     """
     if kind == "official":
         return owned, parts.Parts(owned.row[:0], np.zeros_like(owned.count))
@@ -60,9 +59,9 @@ def _shuffled(owned: parts.Parts, seed: int) -> parts.Parts:
 def _stratified(
     owned: parts.Parts, label: np.ndarray, num_train: np.ndarray
 ) -> np.ndarray:
-    """bool[N]: train rows per class by largest remainder, num_train int[K] in all."""
+    """bool[N]: train rows per class by largest remainder, in total num_train int[K]."""
     owner = owned.owner
-    # Groups of one client and class, in this order; ties keep the shuffled order.
+    # Groups have one client and class, are in this order, and keep the shuffled order.
     order = np.lexsort((label, owner))
     is_first = np.ones(len(order), bool)
     is_first[1:] = (np.diff(owner[order]) != 0) | (np.diff(label[order]) != 0)
@@ -72,7 +71,7 @@ def _stratified(
     share = size * (num_train / np.maximum(owned.count, 1))[client]
     take = np.floor(share).astype(int)
     missing = num_train - np.bincount(client, take, len(num_train)).astype(int)
-    # Rank of a group among its client's, largest remainder first.
+    # The rank of a group among those of its client, largest remainder first
     by_rest = np.lexsort((take - share, client))
     groups = np.bincount(client, minlength=len(num_train))
     rank = np.arange(len(by_rest)) - np.repeat(np.cumsum(groups) - groups, groups)

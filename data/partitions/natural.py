@@ -1,4 +1,4 @@
-"""Clients that the data set itself names."""
+"""Clients that the data set defines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def split(owner: np.ndarray, num_clients: int) -> parts.Parts:
     """Positions of the first clients' examples, in the pool's order.
 
     Args:
-        owner: int[N], 0, 1, ...; rows of owners beyond K are nobody's.
+        owner: int[N], 0, 1, ...; rows of owners beyond K are unowned.
         num_clients: K.
     """
     position = np.flatnonzero(owner < num_clients)

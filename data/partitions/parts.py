@@ -1,4 +1,4 @@
-"""What every partition returns: positions by client, flat."""
+"""The flat table of positions by client that every partition returns."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 
 class Parts(NamedTuple):
-    """Who owns what, in two arrays, whatever the number of clients.
+    """The rows of all clients, in two arrays.
 
     Attributes:
-        row: int64[N], first those of client 0, then those of client 1, ...
-        count: int64[K], how many of them each client owns.
+        row: int64[N], the rows of client 0, then those of client 1, ...
+        count: int64[K], the number of rows of each client.
     """
 
     row: np.ndarray
@@ -36,7 +36,7 @@ class Parts(NamedTuple):
 
 
 def collect(row: np.ndarray, owner: np.ndarray, num_clients: int) -> Parts:
-    """Parts from the owner of each row; a client's rows keep their order.
+    """Makes parts from the owner of each row; a client's rows keep their order.
 
     Args:
         row: int[N].
@@ -53,11 +53,11 @@ def by_class(
     num_clients: int,
     gen: np.random.Generator,
 ) -> Parts:
-    """Each class shared out equally among its owners; the first get the remainder.
+    """Splits each class equally between its owners; the first get the remainder.
 
     Args:
         labels: int[N].
-        owners: (class, its owners int[...]); a class without owners is nobody's.
+        owners: (class, its owners int[...]). A class without owners is unowned.
         num_clients: K.
         gen: The partition's generator.
     """
@@ -74,7 +74,7 @@ def by_class(
 
 
 def shuffled(parts: Parts, gen: np.random.Generator) -> Parts:
-    """The same parts, each client's rows in random order."""
+    """The same parts with each client's rows in random order."""
     out = Parts(parts.row.copy(), parts.count)
     for own in out.by_client():
         gen.shuffle(own)

@@ -1,4 +1,4 @@
-"""Clients that know few classes."""
+"""Clients that have few classes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from data.partitions import parts
 
-# Of `--partition_draw`: disjoint shards, or independent draws with replacement.
+# Values of `--partition_draw`: disjoint shards, or independent draws with replacement
 DRAWS = ("ipf", "overlap")
 
 
@@ -18,7 +18,7 @@ def split(
     draw: str,
     gen: np.random.Generator,
 ) -> parts.Parts:
-    """Exactly k different classes for each client, in shards of one class each.
+    """Gives each client exactly k different classes, in shards of one class each.
 
     Args:
         labels: int[N].
@@ -28,7 +28,7 @@ def split(
         gen: The partition's generator.
 
     Returns:
-        Positions 0..N-1; those of a class without an owner are nobody's.
+        Positions 0..N-1. Examples of a class without an owner are unowned.
 
     Raises:
         ValueError: there are fewer than k classes.
@@ -43,7 +43,7 @@ def split(
         pools = [np.flatnonzero(labels == c) for c in classes]
         return _independent(pools, num_clients, classes_per_client, gen)
     num_shards = num_clients * classes_per_client
-    # Shards per class by largest remainder, at most one per client.
+    # Shards are assigned to classes by largest remainder, at most one per client.
     want = supply * (num_shards / supply.sum())
     count = np.minimum(np.floor(want).astype(int), num_clients)
     while count.sum() < num_shards:
@@ -51,7 +51,8 @@ def split(
         count[int(room.argmax())] += 1
     owners = []
     need = np.full(num_clients, classes_per_client)
-    # Most shards first, to the clients that need most: never stuck (Gale-Ryser).
+    # Classes with most shards come first, and go to clients that need most. By the
+    # Gale-Ryser theorem this never gets stuck.
     order = np.argsort(-count, kind="stable")
     for c in order:
         chosen = np.lexsort((gen.random(num_clients), -need))[: count[c]]
@@ -69,9 +70,9 @@ def _independent(
 ) -> parts.Parts:
     """Every client draws k classes and floor(floor(N / K) / k) examples of each.
 
-    With replacement, as UA-PDFL's released code: an example may belong to several
-    clients and twice to one, so also to both its train and its test rows. (By a slip
-    the code draws from a tenth of PathMNIST's last class; here from all of it.)
+    It draws with replacement, as UA-PDFL's released code does. An example may belong to
+    several clients, and to both the train and the test rows of one. Unlike that code,
+    which uses only a tenth of PathMNIST's last class, it draws from all examples.
     """
     size = sum(map(len, pools)) // num_clients // classes_per_client
     row = [

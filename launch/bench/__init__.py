@@ -1,7 +1,6 @@
-"""Speed of one round: `python -m launch.bench --work=w1 [--algo=fedavg] [--json]`.
+"""Measures the speed of rounds: `python -m launch.bench --work=w1 [--algo=fedavg]`.
 
-Times one round per call after a warm-up, evaluation excluded, and prints one JSON
-object last. The works are in `works.py`. Some algorithms are timed beside a plain loop
-of their optimizer steps, or compared with the machine's matrix products
-(`references.py`); every other one is timed alone.
+One round per call is timed after a warm-up, without evaluation, and one JSON object is
+printed last. The works are in `works.py`. Some algorithms are also compared with a
+plain loop of their optimizer steps or with matrix products (`references.py`).
 """

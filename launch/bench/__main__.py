@@ -9,12 +9,12 @@ from absl import flags as absl_flags
 
 from launch import ending
 from launch.bench import measure, works
-from launch.config import flags
+from launch.config import flags, limits
 
 
 @ending.command
 def command(argv: list[str]) -> None:
-    """Measures rounds."""
+    """Measures the rounds of one algorithm."""
 
     def extra(values: absl_flags.FlagValues) -> None:
         absl_flags.DEFINE_string(
@@ -29,47 +29,33 @@ def command(argv: list[str]) -> None:
     with ending.refused():
         given = flags.parse(argv, extra)
         work, only_json = given.pop("work", "w1"), given.pop("json", False)
-        if work not in works.WORKS:
-            known = ", ".join(works.WORKS)
-            raise ValueError(f"--work={work}: expected one of {known}")
+        limits.check_one_of("work", work, works.WORKS)
         rounds = given.pop("rounds", 20)
         options = works.COMMON | works.WORKS[work] | given
         out = {"work": work} | measure.bench(options, rounds)
     _print(out, only_json)
 
 
+# A figure -> the line that is printed where it was measured.
+LINES = {
+    "seconds_per_round": "{work} {algo}: {seconds_per_round:.3f} s a round, "
+    "{samples_per_second:,.0f} samples/s, {step_efficiency:.0%} of the executed steps "
+    "and {padding_efficiency:.0%} of the executed samples are real",
+    "gflops": "{gflops:.0f} GFLOP/s = {share_of_matmul_peak:.0%} of this machine's "
+    "matmul peak",
+    "mixing_seconds": "pulling and mixing alone: {mixing_seconds:.3f} s, "
+    "{mixing_over_round:.0%} of a round; at most {peak_mib:,.0f} MiB in use",
+    "masked_over_bucketed": "with whole models and masks: "
+    "{masked_seconds_per_round:.3f} s a round, {masked_over_bucketed:.2f}x",
+    "round_over_reference": "the optimizer steps alone, one client at a time: "
+    "{reference_seconds_per_round:.3f} s; a round costs {round_over_reference:.2f}x",
+}
+
+
 def _print(out: dict[str, Any], only_json: bool) -> None:
-    if not only_json:
-        print(
-            f"{out['work']} {out['algo']}: {out['seconds_per_round']:.3f} s a round, "
-            f"{out['samples_per_second']:,.0f} samples/s, "
-            f"{100 * out['step_efficiency']:.0f} % of the executed steps and "
-            f"{100 * out['padding_efficiency']:.0f} % of the executed samples are real"
-        )
-        if "gflops" in out:
-            share = 100 * out["share_of_matmul_peak"]
-            print(
-                f"{out['gflops']:.0f} GFLOP/s = {share:.0f} % of this machine's matmul "
-                "peak"
-            )
-        if "mixing_seconds" in out:
-            print(
-                f"pulling and mixing alone: {out['mixing_seconds']:.3f} s, "
-                f"{100 * out['mixing_over_round']:.0f} % of a round; at most "
-                f"{out['peak_memory_bytes'] / 2**20:,.0f} MiB in use"
-            )
-        if "masked_over_bucketed" in out:
-            print(
-                f"with every client computing the whole model, masked: "
-                f"{out['masked_seconds_per_round']:.3f} s a round, "
-                f"{out['masked_over_bucketed']:.2f}x"
-            )
-        if "round_over_reference" in out:
-            print(
-                f"the optimizer steps alone, one client at a time: "
-                f"{out['reference_seconds_per_round']:.3f} s; the round costs "
-                f"{out['round_over_reference']:.2f}x that"
-            )
+    for name, line in LINES.items():
+        if name in out and not only_json:
+            print(line.format(**out, peak_mib=out["peak_memory_bytes"] / 2**20))
     print(json.dumps(out))
 
 

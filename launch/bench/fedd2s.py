@@ -1,7 +1,7 @@
-"""FedD2S's optimizer steps as a plain loop, to time a round against.
+"""FedD2S's optimizer steps as a plain loop, with which a round is compared.
 
-The same distillation and supervised steps on the same batches, one client at a time,
-first layer included; teacher passes, means and everything else are left out.
+It makes the same distillation and supervised steps on the same batches, one client at a
+time and first layer included, without teacher passes, means and everything else.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from launch.experiment import Experiment
 def reference(experiment: Experiment) -> Callable[[int], float] | None:
     """`round -> seconds` of the optimizer steps alone, after one warm-up call.
 
-    A plain loop of its own, client after client: on each batch of the server's plan a
-    distillation and a supervised step of the layers behind the first (whose forward
-    pass is needed), on each batch of the local plan both steps of all layers.
+    Each batch of the server's plan takes a distillation and a supervised step of the
+    layers behind the first, whose forward pass is needed. Each batch of the local plan
+    takes both steps of all layers.
 
     Returns:
-        None for options whose steps are others than these.
+        None for options with other steps.
     """
     task, hparams = experiment.task, experiment.hparams
     one_seed = experiment.config.num_seeds == 1
@@ -40,7 +40,7 @@ def reference(experiment: Experiment) -> Callable[[int], float] | None:
     teacher = jax.nn.softmax(jax.random.normal(jax.random.key(1), shape))
 
     def steps_of(plan, first, cohort, data, start, teacher):
-        """All steps of one plan; stages below `first` are frozen."""
+        """Makes all steps of one plan; stages below `first` are frozen."""
         owned = data.partition.train
 
         def client(row):

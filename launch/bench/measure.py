@@ -1,4 +1,4 @@
-"""Runs a work round by round and takes its figures."""
+"""Runs a work round by round and measures it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ REPEATS = 5
 
 
 def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Runs a work and returns its figures.
+    """Runs the work of some options, as in `build.experiment`, and returns its figures.
 
-    Args:
-        given: Option -> value, as for `build.experiment`.
-        rounds: How many; the first one warms up, unless it is alone.
+    The first of several rounds warms up.
     """
     given = given | {"rounds": rounds, "eval_every": rounds}
     if callable(given["dataset"]):
@@ -82,17 +80,17 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
 
 
 def _median(values: Sequence[float]) -> float:
-    """Of all but the first, which warms up, unless it is alone."""
+    """The median without the first value, which warms up, unless it is the only one."""
     return float(np.median(values[1:] or values))
 
 
 def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Median over the rounds, each of which is timed in both ways in turn."""
+    """The median ratio over the rounds, each of which is timed in both ways."""
     return _median([a / b for a, b in zip(above, below, strict=True)])
 
 
 def _rounds(experiment: build.Experiment) -> Callable[[int], float]:
-    """From a round to its seconds."""
+    """A function from a round to its seconds."""
 
     def seconds(round: int) -> float:
         before = experiment.totals.seconds
@@ -105,10 +103,7 @@ def _rounds(experiment: build.Experiment) -> Callable[[int], float]:
 def _masked(
     experiment: build.Experiment, given: dict[str, Any]
 ) -> Callable[[int], float] | None:
-    """The same rounds with every client computing the whole model, masked.
-
-    None where clients hold no levels of a model, or these rounds are masked already.
-    """
+    """The same rounds with whole models and masks, None if there are no submodels."""
     if experiment.task.num_levels == 1 or not experiment.task.execution.is_bucketed:
         return None
     return _rounds(build.experiment(**given, bucketed=False))
@@ -117,9 +112,8 @@ def _masked(
 def _mixing(experiment: build.Experiment) -> float | None:
     """Median seconds of pulling and mixing one round's models, after a warm-up call.
 
-    That is what serves the clients of a decentralised algorithm: `Algorithm.serving`
-    of the state as it is, with the peers of the next rounds. None for algorithms
-    without peers, and for several seeds.
+    It times `Algorithm.serving` of the present state with the peers of the next rounds.
+    None for algorithms without peers, and for several seeds.
     """
     algorithm = registry.algorithm(experiment.config.algo).make(
         experiment.hparams, experiment.task

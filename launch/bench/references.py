@@ -1,11 +1,11 @@
-"""What an algorithm's rounds are compared with, by its name."""
+"""References with which the rounds of some algorithms are compared."""
 
 from __future__ import annotations
 
 from launch.bench import fedd2s
 
-# `experiment -> (round -> seconds of the plain loop)`, or None where it does not fit.
+# `experiment -> (round -> seconds of the plain loop)`, or None if it does not apply
 PLAIN_LOOPS = {"fedd2s": fedd2s.reference}
 
-# Its steps are one forward and one backward pass: GFLOP/s can be told.
+# Their steps are one forward and one backward pass, of which GFLOP/s can be computed.
 PLAIN_STEPS = ("fedavg",)

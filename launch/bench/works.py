@@ -1,4 +1,4 @@
-"""What is timed: w1 to w5 on Fashion-MNIST's 60,000 train images, partition seed 0."""
+"""The works: w1 to w5 on Fashion-MNIST's train images, and w6 on drawn vectors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-# The algorithm of a command that names none.
+# The default algorithm of the command
 ALGORITHM = "fedavg"
 COMMON = {
     "dataset": "fashion_mnist",
@@ -19,10 +19,10 @@ COMMON = {
 
 
 def lognormal(num_clients: int = 2000, seed: int = 0) -> tuple[np.ndarray, ...]:
-    """Arrays (x, y, client) of clients with quite unequal numbers of examples.
+    """Arrays (x, y, client) of clients with very unequal numbers of examples.
 
-    Sizes are exp(N(2.5, 1.5)), clipped to 5..10,000; examples have 16 numbers around
-    one of four centres, their class.
+    Sizes are exp(N(2.5, 1.5)), clipped to 5..10,000. Examples are vectors of 16 numbers
+    around the centre of their class, of which there are four.
     """
     gen = np.random.default_rng(seed)
     sizes = np.exp(gen.normal(2.5, 1.5, num_clients)).clip(5, 10_000).astype(int)
@@ -75,7 +75,7 @@ WORKS: dict[str, dict[str, Any]] = {
         "image_channels": 3,
         "model": "depth_convnet",
     },
-    # A thousand clients of 60 examples, all in each round; five peers where there are.
+    # A thousand clients of 60 examples, all in each round.
     "w5": {
         "num_clients": 1000,
         "partition": "client_dirichlet",

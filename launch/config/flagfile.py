@@ -1,4 +1,4 @@
-"""Files of flags: those that a command names, and the `run.flags` of a run's folder."""
+"""Flagfiles: those given to a command, and the `run.flags` of a run's folder."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def text(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class RunFlags:
-    """What `run.flags` holds: all that makes a run, as texts.
+    """The contents of `run.flags`: everything that identifies a run, as texts.
 
     Attributes:
         options: Option -> text.
-        hashes: Name -> SHA-256 of what no flag can hold, such as the data; a comment
-            to absl (`#--name=value`), but other data are another run.
+        hashes: Name -> SHA-256 of what a flag cannot hold, such as the data. Written
+            as `#--name=value`, a comment to absl; other data are another run.
     """
 
     options: dict[str, str]
@@ -52,15 +52,15 @@ class RunFlags:
 
     @classmethod
     def of(cls, *values: Any, hashes: Mapping[str, str] | None = None) -> RunFlags:
-        """Those of a resolved configuration.
+        """The flags of a resolved configuration.
 
         Args:
-            *values: Dataclass instances; what is None, or is recorded nowhere, is left
-                out.
+            *values: Dataclass instances. Options that are None or never recorded are
+                omitted.
             hashes: As above.
 
         Raises:
-            ValueError: a value that a line cannot hold, such as a line break.
+            ValueError: a line cannot hold a value, for instance a line break.
         """
         unrecorded = schema.names(schema.NOWHERE)
         pairs = [pair for one in values for pair in vars(one).items()]
@@ -75,11 +75,11 @@ class RunFlags:
 
     @classmethod
     def read(cls, path: pathlib.Path) -> RunFlags:
-        """Those of a run's folder.
+        """The flags in a run's folder.
 
         Raises:
-            ValueError: one line that names the file and the line that is no flag.
-            OSError: the file is not there or cannot be read.
+            ValueError: one line that names the file and the line that is not a flag.
+            OSError: the file is missing or cannot be read.
         """
         try:
             content = _text(path)
@@ -93,7 +93,7 @@ class RunFlags:
                 continue
             if found is None:
                 raise ValueError(
-                    f"{path} line {number}: {limits.told(line)} is no --name=value; "
+                    f"{path} line {number}: {limits.shown(line)} is not --name=value; "
                     "the file is damaged"
                 )
             is_hash, name, value = found.groups()
@@ -106,15 +106,15 @@ class RunFlags:
         return out
 
     def lines(self) -> list[str]:
-        """The file's lines: they replay the run."""
+        """The file's lines, which replay the run."""
         pairs = [("--", self.options), ("#--", self.hashes)]
         return [f"{sign}{n}={v}" for sign, kind in pairs for n, v in kind.items()]
 
     def typed(self, algo: Any) -> dict[str, Any]:
-        """The values of an algorithm's options, as far as they are recorded.
+        """The recorded values of an algorithm's options.
 
         Raises:
-            ValueError: a value that is none of its option's type.
+            ValueError: a value does not have its option's type.
         """
         out = {}
         for name, kind in registry.option_types(algo).items():
@@ -124,26 +124,25 @@ class RunFlags:
             try:
                 out[name] = value == "true" if kind is bool else kind(value)
             except ValueError as error:
-                raise ValueError(
-                    f"--{name}={value} is no {kind.__name__}; the file is damaged"
-                ) from error
+                line = f"--{name}={value}: expected {kind.__name__}"
+                raise ValueError(f"{line}; the file is damaged") from error
         return out
 
     def completed(self, *values: Any) -> RunFlags:
-        """The same with the defaults of flags that were not there yet."""
+        """The same flags with defaults for those that older files do not have."""
         fields = [field for one in values for field in dataclasses.fields(one)]
         known = {f.name: text(f.default) for f in fields if f.default is not None}
         return RunFlags(known | self.options, self.hashes)
 
     def differences(self, now: RunFlags) -> list[str]:
-        """The parts of a run's identity that are others now, as readable pairs."""
+        """The parts of a run's identity that have changed, as readable pairs."""
         before, after = self.options | self.hashes, now.options | now.hashes
         names = (before.keys() | after.keys()) - schema.names(schema.EXECUTION)
         digests = ("data_sha256", "split_sha256")
         if "split_sha256" not in before:  # of an earlier version
             names -= {"split_sha256"}
         elif all(before.get(name) == after.get(name) for name in digests):
-            # The same clients under another name: a file that moved, or its arrays.
+            # The same clients have another name: a file has moved, or became arrays.
             names -= {"dataset"}
         return [
             f"--{name}={before.get(name, 'unset')}, not {after.get(name, 'unset')}"
@@ -155,8 +154,8 @@ class RunFlags:
 def expand(argv: Sequence[str]) -> list[str]:
     """A command line with every --flagfile replaced by its lines.
 
-    absl's own reading waits for pipes, skips a file that includes itself, and does not
-    know the names of our flagfiles.
+    absl itself would wait for pipes, skip a file that includes itself, and not find our
+    flagfiles by name.
 
     Raises:
         UsageError: one line that names the flagfile.
@@ -165,7 +164,7 @@ def expand(argv: Sequence[str]) -> list[str]:
 
 
 def _expanded(arguments: Sequence[str], inside: tuple[str, ...] = ()) -> list[str]:
-    """The arguments; `inside` are the flagfiles that these lines are in."""
+    """The expanded arguments; `inside` are the flagfiles that hold these lines."""
     out: list[str] = []
     rest = iter(arguments)
     for argument in rest:
@@ -180,7 +179,7 @@ def _expanded(arguments: Sequence[str], inside: tuple[str, ...] = ()) -> list[st
 
 
 def _lines_of(value: str, inside: tuple[str, ...]) -> list[str]:
-    """The flags in a flagfile, a path or the name of one of ours, and in its own."""
+    """The flags of a flagfile, given by its path or the name of one of ours."""
     if not value:
         raise UsageError("--flagfile= names no file")
     where, path = f"--flagfile={value}", pathlib.Path(os.path.expanduser(value))
@@ -197,7 +196,7 @@ def _lines_of(value: str, inside: tuple[str, ...]) -> list[str]:
     except ValueError as error:
         raise UsageError(f"{where} {error}") from error
     if (identity := os.path.realpath(path)) in inside:
-        raise UsageError(f"{where} includes itself; take that line out")
+        raise UsageError(f"{where} includes itself; remove that line")
     flags = [line.strip() for line in lines]
     flags = [flag for flag in flags if flag and not flag.startswith(("#", "//"))]
     return _expanded(flags, (*inside, identity))

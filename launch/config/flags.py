@@ -1,8 +1,7 @@
 """From a command line to names and values: a two-pass parse with absl.
 
-The first pass finds `--algo` (also inside flagfiles), the second knows that
-algorithm's options and no others. A command line overrides a flagfile when it stands
-after it.
+The first pass finds `--algo`, also inside flagfiles, and the second parses the options
+of that algorithm. Flags override those of a flagfile that comes before them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from absl import flags
 from fedjax_pfl import options
 from launch.config import flagfile, limits, registry
 
-# A flag belongs to the command that asks for it, in the words of absl's help.
+# absl's help attributes a flag to the module that defines it, unless it disclaims it.
 flags.disclaim_key_flags()
 
 HELP = {"--help", "-help", "-h"}
@@ -26,7 +25,7 @@ LINE_LIMIT = 800
 
 
 def fail(message: object, code: int = 2) -> NoReturn:
-    """Prints one line on stderr, cut where it is longer than a page, and leaves."""
+    """Prints one line on stderr, shortened if it is very long, and exits."""
     line = " ".join(str(message).split())
     if len(line) > LINE_LIMIT:
         line = f"{line[: LINE_LIMIT // 2]} ... {line[-LINE_LIMIT // 4 :]}"
@@ -35,14 +34,12 @@ def fail(message: object, code: int = 2) -> NoReturn:
 
 
 def _algorithm(arguments: Sequence[str]) -> str:
+    """The value of `--algo`, by default cdkt."""
     chosen: list[str] = []
-    for index, argument in enumerate(arguments):
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
         name, equals, value = argument.partition("=")
-        if name.lstrip("-") != "algo" or not name.startswith("-"):
-            continue
-        if not equals:
-            value = arguments[index + 1] if index + 1 < len(arguments) else ""
-        chosen.append(value)
+        if name.startswith("-") and name.lstrip("-") == "algo":
+            chosen.append(value if equals else following)
     if len(set(chosen)) > 1:
         raise flagfile.UsageError(
             f"two different --algo in one command: {', '.join(chosen)}"
@@ -50,24 +47,18 @@ def _algorithm(arguments: Sequence[str]) -> str:
     return chosen[0] if chosen else "cdkt"
 
 
-def _last(arguments: Sequence[str], flag: str) -> str:
-    """The value of the last `--flag=value`, "" if there is none."""
-    found = [a.partition("=")[2] for a in arguments if a.startswith(f"--{flag}=")]
-    return found[-1] if found else ""
-
-
 def asked(
     argv: Sequence[str], kind: type, about: str
 ) -> tuple[Any, list[str], set[str]]:
-    """The options of a command that runs no algorithm; `--help` is answered here.
+    """Parses the options of a command that runs no algorithm, and answers `--help`.
 
     Args:
         argv: As `sys.argv`.
         kind: Dataclass of `options.option`.
-        about: Stands above their help.
+        about: Text above the help.
 
     Returns:
-        (an instance, the words beside the flags, the names of those that were given).
+        (an instance, the words beside the flags, the names of the given flags).
 
     Raises:
         ValueError, flags.Error: one line about a flag.
@@ -111,24 +102,22 @@ def defined(fields: Mapping[str, Any], kinds: Mapping[str, type]) -> flags.FlagV
 
 
 def illegal(error: flags.IllegalFlagValueError, kinds: dict[str, type]) -> str:
-    """absl's error about a value, without the words of Python's converters."""
-    # `flag --NAME=VALUE: REASON`, where all of them may hold colons.
+    """Replaces the words of Python's converters in absl's error about a value."""
+    # The error is `flag --NAME=VALUE: REASON`, and each part may hold colons.
     pattern = r"flag --(\w+)=(.*?): (?:invalid literal|could not|Exceeds|\('Non-bool)"
     found = re.match(pattern, str(error), re.DOTALL)
     if found is None:
         return str(error)
     name, text = found.groups()
     expected = {int: "an integer", float: "a number", bool: "true or false"}
-    return (
-        f"--{name}={limits.told(text)}: expected "
-        f"{expected.get(kinds.get(name, bool), 'another value')}"
-    )
+    wanted = expected.get(kinds.get(name, bool), "another value")
+    return f"--{name}={limits.shown(text)}: expected {wanted}"
 
 
 def parse(
     argv: Sequence[str], extra: Callable[[flags.FlagValues], None] | None = None
 ) -> dict[str, Any]:
-    """Names and values of every flag that was given on the command line.
+    """The names and values of the flags on a command line.
 
     Raises:
         flagfile.UsageError: one line that names the flag.
@@ -136,7 +125,8 @@ def parse(
     """
     arguments = flagfile.expand(argv)
     if (HELP | {"--helpfull"}) & set(arguments[1:]):
-        help_for(_algorithm(arguments), extra, _last(arguments, "dataset"))
+        named = [a[10:] for a in arguments if a.startswith("--dataset=")]
+        help_for(_algorithm(arguments), extra, named[-1] if named else "")
     try:
         algo = _algorithm(arguments[1:])
         fields = registry.fields_of(algo)
@@ -153,7 +143,7 @@ def parse(
         bare = name.removeprefix("no")
         if bare in fields:
             raise flagfile.UsageError(
-                f"--{name}: --{bare} is no switch; write --{bare}=value"
+                f"--{name}: --{bare} is not a switch; write --{bare}=value"
             ) from error
         raise flagfile.UsageError(registry.unknown_option(name, algo)) from error
     except flags.IllegalFlagValueError as error:
@@ -162,7 +152,7 @@ def parse(
         raise flagfile.UsageError(error) from error
     if len(rest) > 1:
         raise flagfile.UsageError(
-            f"{limits.told(rest[1])} is not a flag; options are written --name=value "
+            f"{limits.shown(rest[1])} is not a flag; options are written --name=value "
             f"(--algo={algo} --help lists them)"
         )
     given = {name: values[name].value for name in values if values[name].present}
@@ -177,7 +167,7 @@ def parse(
 def help_for(
     algo: str, extra: Callable[[flags.FlagValues], None] | None, dataset: str = ""
 ) -> NoReturn:
-    """Prints every option of an algorithm with its help text, by group, and leaves."""
+    """Prints every option of an algorithm with its help text, by group, and exits."""
     try:
         groups, kinds = registry.groups_of(algo), registry.option_types(algo)
         known = registry.fields_of(algo)

@@ -1,11 +1,11 @@
-"""What a value may be, how it is shown, and which name was meant."""
+"""Checks of single values, and how errors show a value or suggest a name."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -14,17 +14,14 @@ INT_LIMIT = 2**31 - 1
 SEED_LIMIT = 2**32 - 1
 FLOAT_LIMIT = float(np.finfo(np.float32).max)
 TEXT_LIMIT = 4096
-# Control characters, line and paragraph separators, halves of surrogate pairs.
+# Control characters, line and paragraph separators, halves of surrogate pairs
 _UNWRITABLE = ("Cc", "Zl", "Zp", "Cs")
 
 
 def checked(name: str, value: Any, kind: type) -> Any:
-    """The value as a plain `kind`, within what 32 bits and a line of a file can hold.
+    """The value as a plain `kind` that 32 bits and a line of a file can hold.
 
-    Args:
-        name: The flag.
-        value: None passes; an int will do for a float.
-        kind: int, float, str or bool.
+    None passes, and so does an int for a float.
 
     Raises:
         ValueError: one short line, whatever the value is.
@@ -38,46 +35,53 @@ def checked(name: str, value: Any, kind: type) -> Any:
     is_int = isinstance(value, int) and not isinstance(value, bool)
     fits = isinstance(value, kind) and (kind is not int or is_int)
     if not fits and not (kind is float and is_int):
-        raise ValueError(f"--{name}={told(value)}: expected {kind.__name__}")
+        raise ValueError(f"--{name}={shown(value)}: expected {kind.__name__}")
     if kind is str:
         check_text(name, value)
     if kind in (int, float):
         limit = FLOAT_LIMIT if kind is float else INT_LIMIT
         if name.endswith("seed"):
             limit = SEED_LIMIT
-        # nan and infinity pass: `options.validate` has words for them.
+        # nan and infinity pass here, and `options.validate` refuses them.
         if limit < abs(value) < float("inf"):
             sign = "at least -" if value < 0 else "at most "
-            raise ValueError(f"--{name}={told(value)}: expected {sign}{limit:.10g}")
+            raise ValueError(f"--{name}={shown(value)}: expected {sign}{limit:.10g}")
     return kind(value)
 
 
 def check_text(name: str, value: str) -> None:
-    """Refuses text that would not come back from a line of a flagfile.
+    """Refuses text that a line of a flagfile cannot hold.
 
     Raises:
         ValueError: a line break, another control character, text that is not UTF-8,
             spaces around it, or more than `TEXT_LIMIT` characters.
     """
+    line = f"--{name}={shown(value)}"
     if len(value) > TEXT_LIMIT:
         raise ValueError(
-            f"--{name}={told(value)} has {len(value)} characters, at most {TEXT_LIMIT} "
-            "are possible"
+            f"{line} has {len(value)} characters, at most {TEXT_LIMIT} fit"
         )
     odd = [c for c in value if unicodedata.category(c) in _UNWRITABLE]
     if odd:
         raise ValueError(
-            f"--{name}={told(value)} holds the character {odd[0]!r}, which a flagfile "
-            "cannot; write it without"
+            f"{line} holds {odd[0]!r}, which a flagfile cannot hold; omit it"
         )
     if value != value.strip():
-        raise ValueError(
-            f"--{name}={told(value)} begins or ends with a space; write it without"
-        )
+        raise ValueError(f"{line} begins or ends with a space; omit it")
 
 
-def told(value: Any) -> str:
-    """A value in a few characters; of an array or an object its type and shape."""
+def check_one_of(flag: str, value: str, known: Collection[str]) -> None:
+    """Refuses a value that is not among the known ones.
+
+    Raises:
+        ValueError: one line with all of them.
+    """
+    if value not in known:
+        raise ValueError(f"--{flag}={value}: expected one of {', '.join(known)}")
+
+
+def shown(value: Any) -> str:
+    """A value in at most 60 characters; an array or an object as its type and shape."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return f"{'-' * (value < 0)}10**{int(value.bit_length() * np.log10(2))}"
     if value is None or isinstance(value, (int, float, str, bytes)):
@@ -89,6 +93,6 @@ def told(value: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str], before: str = "") -> str:
-    """`; did you mean X?`, `before` standing before the name; "" where none is near."""
+    """Suggests the closest known name, with `before` in front of it, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {before}{close[0]}?" if close else ""

@@ -1,7 +1,7 @@
-"""The papers' rules: what an option is where nobody gave it.
+"""The papers' rules: the values of options that are not given.
 
-The rules are data, `rules/<paper>.toml`. A preset is a list of them, and every
-preset begins with those of `none`. Nothing else in `launch` knows what a paper wants.
+The rules are data, `rules/<paper>.toml`. A preset is a list of them, and every preset
+begins with those of `none`. No other part of `launch` depends on a paper.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ CONDITIONS = (
 
 
 class Rule(NamedTuple):
-    """Options with their values, and when they hold.
+    """Options with their values, and the conditions under which they hold.
 
     Attributes:
-        when: Condition -> what it wants. `algo`, `dataset`, `partition`, `image_shape`
-            (such as 28x28x1): a name or several; `public_images`: whether the
-            algorithm needs a public set and has none yet; `max_examples`: the data
-            set's rows at most. What depends on the data is known once they are loaded,
-            after an algorithm's own options.
-        options: Option -> value; options that an algorithm does not have are skipped.
+        when: Condition -> wanted value. `algo`, `dataset`, `partition`, `image_shape`
+            (such as 28x28x1): a name or several. `public_images`: whether the algorithm
+            needs a public set and has none yet. `max_examples`: the largest number of
+            rows. Conditions on the data are checked once the data are loaded, after an
+            algorithm's own options are set.
+        options: Option -> value. Options that an algorithm does not have are skipped.
     """
 
     when: Mapping[str, Any]
@@ -40,19 +40,17 @@ class Rule(NamedTuple):
 
     def holds(self, facts: Mapping[str, Any]) -> bool:
         """Whether every condition is known to be met."""
-        for name, wanted in self.when.items():
+
+        def is_met(name: str, wanted: Any) -> bool:
             if name == "max_examples":
-                if facts.get("num_examples", wanted + 1) > wanted:
-                    return False
-            elif facts.get(name) not in (
-                wanted if isinstance(wanted, list) else [wanted]
-            ):
-                return False
-        return True
+                return facts.get("num_examples", wanted + 1) <= wanted
+            return facts.get(name) in (wanted if isinstance(wanted, list) else [wanted])
+
+        return all(is_met(*condition) for condition in self.when.items())
 
 
 class Preset(NamedTuple):
-    """A paper's rules; those of `extends` come before its own."""
+    """A paper's rules, which come after those of `extends`."""
 
     about: str
     extends: str | None
@@ -76,20 +74,19 @@ PRESETS: dict[str, Preset] = read(FOLDER)
 
 
 def rules(preset: str) -> list[tuple[str, Rule]]:
-    """(preset it stands in, rule) in order: the base's first, the preset's own last."""
+    """(its preset, rule) in order: the base's rules first, the preset's own last."""
     extends = PRESETS[preset].extends
     before = rules(extends) if extends else []
     return before + [(preset, rule) for rule in PRESETS[preset].rules]
 
 
 def values(preset: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Option -> value of every rule that holds; the later rule wins.
+    """Option -> value by the rules that hold, of which the last wins.
 
     Args:
         preset: A key of `PRESETS`.
-        facts: `algo`, `dataset`, and as far as known `partition`, `public_images`,
-            `num_examples`, `image_shape`. A rule that asks for an unknown one does not
-            hold.
+        facts: `algo`, `dataset`, and those known of `partition`, `public_images`,
+            `num_examples`, `image_shape`. A rule about an unknown one does not hold.
     """
     out: dict[str, Any] = {}
     for _, rule in rules(preset):
@@ -116,7 +113,7 @@ def default_text(option: str, own: str, preset: str, facts: Mapping[str, Any]) -
 
 
 def describe(preset: str) -> str:
-    """One line: what it is, the options it sets, and those that depend on more."""
+    """One line about a preset and the options that it sets."""
     about, extends, own = PRESETS[preset]
     base = [f"--preset={extends}"] if extends not in (None, BASE) else []
     fixed = {k: v for rule in own if not rule.when for k, v in rule.options.items()}
@@ -131,7 +128,7 @@ def describe(preset: str) -> str:
 
 
 def sentence(preset: str) -> str:
-    """The rules that a run follows, and what to type to compare it with others."""
+    """The rules that a run follows, and how to compare it with other methods."""
     if preset != BASE:
         return f"rules: --preset={preset} ({PRESETS[preset].about})"
     others = [f"--preset={name}" for name in PRESETS if name != BASE]

@@ -13,7 +13,7 @@ from launch.config import limits, presets, schema
 KINDS = (int, float, str, bool)
 
 
-# What other frameworks call our options.
+# Names that other frameworks have for our options
 _ELSEWHERE = {
     "lr": "client_lr", "learning_rate": "client_lr", "local_lr": "client_lr",
     "local_learning_rate": "client_lr", "lr_decay": "client_lr_decay",
@@ -37,21 +37,19 @@ _ELSEWHERE = {
 
 
 def algorithm(algo: Any) -> Any:
-    """The registry's entry of a name; an algorithm itself is returned as it is.
+    """The registry's entry of a name; a custom algorithm is returned unchanged.
 
     Raises:
-        ValueError: no such name, or an object without `HParams` and `make`.
+        ValueError: an unknown name, or an object without `HParams` and `make`.
     """
+    known = algorithms.ALGORITHMS
     if isinstance(algo, str):
-        if algo not in algorithms.ALGORITHMS:
-            raise ValueError(
-                f"--algo={algo}: expected one of {', '.join(algorithms.ALGORITHMS)}"
-                f"{limits.nearest(algo.lower(), algorithms.ALGORITHMS)}"
-            )
-        return algorithms.ALGORITHMS[algo]
-    if not dataclasses.is_dataclass(getattr(algo, "HParams", None)) or not callable(
-        getattr(algo, "make", None)
-    ):
+        if algo not in known:
+            hint = limits.nearest(algo.lower(), known)
+            raise ValueError(f"--algo={algo}: expected one of {', '.join(known)}{hint}")
+        return known[algo]
+    has_options = dataclasses.is_dataclass(getattr(algo, "HParams", None))
+    if not has_options or not callable(getattr(algo, "make", None)):
         raise ValueError(
             f"algo: expected a name, or an object with a dataclass HParams and a "
             f"function make, got a {type(algo).__name__}"
@@ -60,7 +58,7 @@ def algorithm(algo: Any) -> Any:
 
 
 def algorithm_name(algo: Any) -> str:
-    """The name under which a run of `algo` is known."""
+    """The name of an algorithm in records and folders."""
     if isinstance(algo, str):
         return algo
     name = getattr(algo, "__name__", "custom").rpartition(".")[2].strip("_")
@@ -70,17 +68,17 @@ def algorithm_name(algo: Any) -> str:
 
 
 def default_preset(algo: Any) -> str:
-    """The preset of a run that names none."""
+    """The preset of a run without `--preset`."""
     return getattr(algorithm(algo), "preset", presets.BASE)
 
 
 def field_types(dataclass: Any) -> dict[str, type]:
-    """Field name -> int, float, str or bool, whatever optionality is written.
+    """Field name -> int, float, str or bool.
 
     Annotations may be types, `X | None`, `Optional[X]`, or any of them as text.
 
     Raises:
-        ValueError: a field of another type.
+        ValueError: a field has another type.
     """
     try:
         hints = typing.get_type_hints(dataclass)
@@ -103,7 +101,7 @@ def fields_of(algo: Any) -> dict[str, dataclasses.Field]:
     """Every option of an algorithm's run: the common ones and its own.
 
     Raises:
-        ValueError: no such algorithm, or it claims an option of every run.
+        ValueError: an unknown algorithm, or an option of its own with a common name.
     """
     common = {f.name: f for f in dataclasses.fields(schema.Config)}
     own = {f.name: f for f in dataclasses.fields(algorithm(algo).HParams)}
@@ -117,12 +115,12 @@ def fields_of(algo: Any) -> dict[str, dataclasses.Field]:
 
 
 def option_types(algo: Any) -> dict[str, type]:
-    """Type of every option of an algorithm's run."""
+    """The type of every option of an algorithm's run."""
     return field_types(schema.Config) | field_types(algorithm(algo).HParams)
 
 
 def groups_of(algo: Any) -> dict[str, list[str]]:
-    """The names of an algorithm's options by what they are about; its own come last."""
+    """The names of an algorithm's options by section; its own come last."""
     training = {f.name for f in dataclasses.fields(local_training.LocalTraining)}
     groups = schema.groups()
     own = [f.name for f in dataclasses.fields(algorithm(algo).HParams)]
@@ -132,7 +130,7 @@ def groups_of(algo: Any) -> dict[str, list[str]]:
 
 
 def default_text(algo: Any, name: str, dataset: str = "") -> str:
-    """What `--help` says of an option's default and of where it comes from."""
+    """The default of an option and where it comes from, for `--help`."""
     preset = default_preset(algo)
     if name == "preset":
         return repr(preset)
@@ -148,7 +146,7 @@ def default_text(algo: Any, name: str, dataset: str = "") -> str:
 
 
 def unknown_option(name: str, algo: Any) -> str:
-    """The line that explains an option that `algo` does not have."""
+    """The error line about an option that `algo` does not have."""
     owners = [
         other
         for other, entry in algorithms.ALGORITHMS.items()

@@ -1,7 +1,4 @@
-"""From names and values to a configuration: what was given, presets, the data.
-
-Everything a user types passes through here once; nothing later asks again.
-"""
+"""Resolves given options, presets and data into a configuration."""
 
 from __future__ import annotations
 
@@ -37,11 +34,10 @@ def _made(dataclass: Any, values: Mapping[str, Any]) -> Any:
 def configure(given: Mapping[str, Any]) -> tuple[schema.Config, Any]:
     """The common options as given, and the algorithm's with its preset's rules.
 
-    What was not given of the former waits for the data: `resolve`.
+    Common options that are not given are set by `resolve`, which needs the data.
 
     Args:
-        given: Option -> value; None counts as not given. `algo` may be a name or an
-            algorithm itself.
+        given: Option -> value, None = not given. `algo` may be a custom algorithm.
 
     Raises:
         ValueError: one line: what came, what was expected, which flag to change.
@@ -55,10 +51,7 @@ def configure(given: Mapping[str, Any]) -> tuple[schema.Config, Any]:
     given["algo"] = registry.algorithm_name(algo)
     given.setdefault("preset", registry.default_preset(algo))
     config = _made(schema.Config, given)
-    if config.preset not in presets.PRESETS:
-        raise ValueError(
-            f"--preset={config.preset}: expected one of {', '.join(presets.PRESETS)}"
-        )
+    limits.check_one_of("preset", config.preset, presets.PRESETS)
     facts = {"algo": config.algo, "dataset": config.dataset}
     rules = presets.values(config.preset, facts)
     return config, _made(registry.algorithm(algo).HParams, rules | given)
@@ -67,20 +60,20 @@ def configure(given: Mapping[str, Any]) -> tuple[schema.Config, Any]:
 def resolve(
     config: schema.Config, source: dataset.Dataset, given: Mapping[str, Any]
 ) -> schema.Config:
-    """Sets every common option that was not given, by the preset and the data.
+    """Sets every common option that is not given, by the preset and the data.
 
     Args:
         config: From `configure`.
         source: The data set.
-        given: Option -> value; `algo` counts if it is an algorithm itself.
+        given: Option -> value, with `algo` if it is a custom algorithm.
 
     Raises:
-        ValueError: the data do not have what an option asks for.
+        ValueError: the data lack what an option needs.
     """
     name = config.dataset
-    told = {option for option, value in given.items() if value is not None}
+    is_given = {option for option, value in given.items() if value is not None}
     entry = registry.algorithm(given.get("algo", config.algo))
-    has_images = "public_set" in told or config.proxy_fraction
+    has_images = "public_set" in is_given or config.proxy_fraction
     facts = {
         "algo": config.algo,
         "dataset": name,
@@ -91,14 +84,14 @@ def resolve(
     partition = config.partition or presets.values(config.preset, facts)["partition"]
     is_own = name == loaders.ARRAYS or name.startswith("npz:")
     if is_own and config.partition is None:
-        # A paper's users exist for the paper's data; a user's arrays have owners.
+        # A paper's users exist for its own data only, and a user's arrays have owners.
         partition = "client_dirichlet" if source.client is None else "natural"
     rules = presets.values(config.preset, facts | {"partition": partition})
     rules["partition"] = partition
     if partition == "natural":
         rules["num_clients"] = _owners(config, source)
     if source.num_train == len(source.label) and rules["test_split"] == "official":
-        # A paper's official test rows exist in the paper's data.
+        # These data have no official test rows as those of the paper have.
         rules["test_split"] = "client_share"
     if partition.startswith(file.PREFIX):
         rules |= _of_file(config, partition)
@@ -108,21 +101,21 @@ def resolve(
     rules["clients_per_round"] = min(rules["clients_per_round"], num_clients)
     rules["model"] = _model(name, source.image, rules.get("model"))
     rules["client_model"] = config.model or rules["model"]
-    # Images are shared once: as a public set, or set aside from the data.
+    # Shared images come from a public set or from the data, not from both.
     if rules["proxy_fraction"]:
         rules["public_set"] = "none"
     if (config.public_set or "none") != "none":
         rules["proxy_fraction"] = 0.0
     fields = {f.name for f in dataclasses.fields(config)}
     config = dataclasses.replace(
-        config, **{k: v for k, v in rules.items() if k in fields and k not in told}
+        config, **{k: v for k, v in rules.items() if k in fields and k not in is_given}
     )
-    everybody = config.clients_per_round or config.num_clients
-    return dataclasses.replace(config, clients_per_round=everybody)
+    drawn = config.clients_per_round or config.num_clients
+    return dataclasses.replace(config, clients_per_round=drawn)
 
 
 def _of_file(config: schema.Config, partition: str) -> dict[str, Any]:
-    """The options that a partition's file settles; nothing else may be given."""
+    """The options that a partition's file decides; other values are refused."""
     clients, has_own_tests = file.facts(partition)
     settled = {
         "num_clients": clients,
@@ -133,17 +126,17 @@ def _of_file(config: schema.Config, partition: str) -> dict[str, Any]:
         if getattr(config, name) not in (None, value):
             raise ValueError(
                 f"--{name}={getattr(config, name)}: --partition={partition} names the "
-                f"rows, which makes it {value}; leave it away"
+                f"rows, which makes it {value}; omit it"
             )
     return settled
 
 
 def _owners(config: schema.Config, source: dataset.Dataset) -> int:
-    """How many owners the data name; refuses a partition by owners without enough."""
+    """The number of owners in the data; refuses a partition that needs more."""
     if source.client is None:
         raise ValueError(
             f"--partition=natural: --dataset={config.dataset} has no client ids; give "
-            "an npz file with an array `client`, or take another partition"
+            "an npz file with an array `client`, or another partition"
         )
     owners = int(source.client.max()) + 1
     if config.num_clients is not None and config.num_clients > owners:
@@ -157,14 +150,14 @@ def _model(name: str, image: np.ndarray, wanted: str | None) -> str:
     """The preset's model, or one that fits the data."""
     if name in loaders.DATASETS:
         return wanted or loaders.DATASETS[name].default_model
-    # Nothing is left of smaller images behind two convolutions.
+    # Two convolutions with pooling leave nothing of smaller images.
     if image.ndim == 2 or min(image.shape[1:3]) < 16:
         return "mlp"
     return wanted or "fedavg_cnn"
 
 
 def notes(config: schema.Config, hparams: Any) -> list[str]:
-    """What is allowed and probably not meant, a line each."""
+    """Notes about values that are allowed but probably not meant."""
     return [
         f"note: --{field.name}={getattr(hparams, field.name)} is more than --rounds="
         f"{config.rounds}: {field.metadata['help']}"
@@ -175,11 +168,11 @@ def notes(config: schema.Config, hparams: Any) -> list[str]:
 
 
 def client_classes(config: schema.Config) -> tuple[tuple[int, ...], ...]:
-    """The classes of each client, () if the partition names none.
+    """The classes of each client, () if the partition does not need them.
 
     Raises:
-        ValueError: `--client_classes` is missing, of no use, no list of classes, or of
-            another number of clients.
+        ValueError: `--client_classes` is missing, has no effect, is not a list of
+            classes, or is for another number of clients.
     """
     given = config.client_classes
     if config.partition != "classes":
@@ -187,12 +180,12 @@ def client_classes(config: schema.Config) -> tuple[tuple[int, ...], ...]:
             return ()
         raise ValueError(
             f"--client_classes={given} has no effect with --partition="
-            f"{config.partition}; leave it away or take --partition=classes"
+            f"{config.partition}; omit it, or give --partition=classes"
         )
     if not given:
+        example = "0,1/0,1/2,3 for three clients"
         raise ValueError(
-            "--partition=classes needs --client_classes, such as 0,1/0,1/2,3 for three "
-            "clients"
+            f"--partition=classes needs --client_classes, such as {example}"
         )
     found = classes.parse(given)
     if len(found) != config.num_clients:
@@ -204,7 +197,7 @@ def client_classes(config: schema.Config) -> tuple[tuple[int, ...], ...]:
 
 
 def _check_lanes(config: schema.Config) -> None:
-    """Refuses what is no number of lanes, and chunks beside them."""
+    """Refuses an invalid number of lanes, and chunks beside lanes."""
     given = config.lanes
     is_number = given.isascii() and given.isdigit() and len(given) < 10
     if given != "auto" and not (is_number and str(int(given)) == given != "1"):
@@ -220,11 +213,9 @@ def _check_lanes(config: schema.Config) -> None:
 
 
 def check(config: schema.Config, own: Collection[str] = ()) -> None:
-    """Relations between the options of a resolved configuration.
+    """Checks the relations between the options of a resolved configuration.
 
-    Args:
-        config: Every field set.
-        own: Names of models that are not in the registry.
+    `own` are the names of custom models.
 
     Raises:
         ValueError: one line: what came, what was expected, which flag to change.
@@ -248,7 +239,7 @@ def check(config: schema.Config, own: Collection[str] = ()) -> None:
         known = ", ".join(pathological.DRAWS)
         raise ValueError(f"{useless}; expected one of {known}")
     if draw == "overlap" and partition not in ("client_dirichlet", "pathological"):
-        raise ValueError(f"{useless}; leave it away")
+        raise ValueError(f"{useless}; omit it")
     given = config.client_model
     names = given.split(",")
     for flag, line, used in (
@@ -259,7 +250,7 @@ def check(config: schema.Config, own: Collection[str] = ()) -> None:
             known = ", ".join(models.MODELS)
             raise ValueError(f"--{flag}={line}: expected one of {known}")
     if len(set(names)) < len(names):
-        raise ValueError(f"--client_model={given} names a model twice; once will do")
+        raise ValueError(f"--client_model={given} names a model twice; once is enough")
     if len(names) > config.num_clients:
         raise ValueError(
             f"--client_model={given}: {len(names)} models for "

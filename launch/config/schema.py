@@ -1,7 +1,7 @@
-"""The options of every run; `rules/` has the defaults of those that are None.
+"""The options of every run. Those with the default None take it from `rules/`.
 
-An option says of itself all that others need to know of it: see `option`. What an
-algorithm adds is in its `HParams`.
+Each option describes itself completely, see `option`. The options that an algorithm
+adds are in its `HParams`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fedjax_pfl import options
 from launch.config import presets
 
 SUMMARIES = ("median_last10", "mean_last10", "last")
-# What jax calls the precisions of matrix products.
+# jax's names for the precisions of matrix products
 PRECISIONS = {"f32": "highest", "tf32": "tensorfloat32", "bf16": "bfloat16"}
 IDENTITY, EXECUTION, NOWHERE = "identity", "execution", "nowhere"
 
@@ -26,14 +26,14 @@ def option(
     """An option of every run.
 
     Args:
-        default: None = a rule, or the data, decide.
+        default: The default value, None = a rule or the data decide.
         help: One sentence.
         role: `IDENTITY`: a run with another value is another run. `EXECUTION`: how,
-            where and for how long it is computed. `NOWHERE`: that, and it is not even
+            where and for how long it is computed. `NOWHERE`: the same, but never
             recorded in `run.flags`.
-        label: Whether it tells runs apart in the names of a picture: `always` where
-            they differ, `never`, or by itself between runs of one algorithm.
-        **bounds: Of `options.option`.
+        label: Whether the name of a run in a picture contains the option: `always` if
+            runs differ in it, `never`, or "" if runs of one algorithm differ in it.
+        **bounds: As in `options.option`.
     """
     field = options.option(default, help, **bounds)
     metadata = {**field.metadata, "role": role, "label": label}
@@ -42,7 +42,7 @@ def option(
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Which method, how long, and where results go."""
+    """The method, the number of rounds, and the place of results."""
 
     algo: str = option(
         "cdkt", "the algorithm; `python -m launch.list` shows them", label="never"
@@ -50,7 +50,7 @@ class Run:
     preset: str | None = option(
         None, f"a paper's rules for options not given: {', '.join(presets.PRESETS)}"
     )
-    rounds: int | None = option(None, "rounds in all", minimum=1, role=EXECUTION)
+    rounds: int | None = option(None, "rounds of the run", minimum=1, role=EXECUTION)
     seed: int = option(
         0, "root of all random draws", minimum=0, maximum=2**32 - 1, label="never"
     )
@@ -59,61 +59,41 @@ class Run:
     )
     sweep: str = option(
         "",
-        "one run for all values of numbers of the algorithm, such as "
-        "'client_lr=0.01,0.1;proximal_weight=0.1,1' for all four pairs; which is best "
-        "is for rows of validation to say, which there are not yet",
+        "train every combination of values of the algorithm's numbers in one program, "
+        "such as 'client_lr=0.01,0.1;proximal_weight=0.1,1' for four pairs",
     )
     workdir: str = option(
         "", "folder for results; default runs/<algo>-<dataset>-...", role=NOWHERE
     )
     resume: bool = option(False, "continue the run in --workdir", role=NOWHERE)
     checkpoint_every: int = option(
-        0,
-        "rounds between checkpoints, 0 = about every minute",
-        minimum=0,
-        role=EXECUTION,
+        0, "rounds between checkpoints, 0 = every minute", minimum=0, role=EXECUTION
     )
-    tensorboard: bool = option(
-        False, "also write TensorBoard's files into --workdir", role=EXECUTION
-    )
+    tensorboard: bool = option(False, "also write TensorBoard's files", role=EXECUTION)
     csv: bool = option(False, "also write metrics.csv into --workdir", role=EXECUTION)
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Which examples there are, and how clients share them."""
+    """The examples, and how they are split over clients."""
 
     dataset: str = option(
         "mnist_5k", "a data set's name, or npz:PATH for your arrays", label="always"
     )
     data_dir: str = option(
-        "",
-        "folder of IDX files, of pathmnist.npz or of prepared tfds data",
-        role=EXECUTION,
+        "", "folder of IDX files, pathmnist.npz or prepared tfds data", role=EXECUTION
     )
     rotate_classes: int = option(
-        1,
-        "turn every image by one of this many right angles, each angle of a class a "
-        "class of its own; 1 = leave them as they are",
-        minimum=1,
-        maximum=4,
+        1, "right angles of images, each another class; 1 = as is", minimum=1, maximum=4
     )
     image_size: int = option(
-        0,
-        "side of all images, made of smaller ones by a black margin; 0 = as they are",
-        minimum=0,
-        maximum=4096,
+        0, "pad images with black to this side; 0 = as is", minimum=0, maximum=4096
     )
     image_channels: int = option(
-        0,
-        "channels of all images, made of gray ones by repetition; 0 = as they are",
-        minimum=0,
-        maximum=64,
+        0, "repeat gray images to so many channels; 0 = as is", minimum=0, maximum=64
     )
     normalization: str | None = option(
-        None,
-        "how images are normalised; constants are those of all images",
-        choices=dataset_lib.NORMALIZATIONS,
+        None, "how images are normalised", choices=dataset_lib.NORMALIZATIONS
     )
     partition: str | None = option(
         None,
@@ -122,10 +102,7 @@ class Data:
         label="always",
     )
     partition_alpha: float = option(
-        0.5,
-        "concentration of the Dirichlet partitions [alpha]",
-        above=0,
-        label="always",
+        0.5, "concentration of Dirichlet partitions [alpha]", above=0, label="always"
     )
     partition_draw: str = option(
         "ipf",
@@ -140,26 +117,20 @@ class Data:
         None, "classes of each client (pathological, cdkt)", minimum=1
     )
     client_classes: str = option(
-        "",
-        "classes of each client for --partition=classes, such as 0,1/0,1/2,3 for three",
+        "", "clients' classes for --partition=classes, such as 0,1/0,1/2,3 for three"
     )
     min_examples: int = option(2, "examples that every client must get", minimum=2)
     examples_per_client: int = option(
         0, "use only this many examples per client on average, 0 = all", minimum=0
     )
     export_partition: str = option(
-        "",
-        "also write the rows of each client to this file, for --partition=file:PATH",
-        role=NOWHERE,
+        "", "file to write each client's rows to, for file:PATH", role=NOWHERE
     )
     proxy_fraction: float | None = option(
-        None,
-        "share of every class that is set aside as proxy set",
-        minimum=0,
-        maximum=1,
+        None, "fraction of every class set aside as proxy set", minimum=0, maximum=1
     )
     public_set: str | None = option(
-        None, "data set whose train images all clients share without labels, or none"
+        None, "data set of unlabelled train images that all clients share, or none"
     )
     test_split: str | None = option(
         None, "where test rows come from", choices=partitions.TEST_SPLITS
@@ -169,19 +140,16 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Which models, and what they start from."""
+    """The models and their initial parameters."""
 
     model: str | None = option(None, "the server's model, and the clients' by default")
     client_model: str | None = option(
         None,
-        "the clients' model if it differs; several names, separated by commas, go "
-        "round over the clients, where an algorithm can do with several",
+        "the clients' model; several names with commas are assigned in turn, for "
+        "algorithms that allow several architectures",
     )
     model_width: float = option(
-        1.0,
-        "factor on the hidden channels and widths of every model, at least one each",
-        above=0,
-        maximum=1000,
+        1.0, "factor on hidden channels and widths", above=0, maximum=1000
     )
     init_from: str = option(
         "", "file of a model (launch.export) that server and clients start from"
@@ -190,7 +158,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """Which clients train; how they train is the algorithm's."""
+    """The clients of a round; how they train is decided by the algorithm."""
 
     clients_per_round: int | None = option(
         None, "clients drawn in each round, 0 = all", minimum=0
@@ -199,7 +167,7 @@ class Training:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """When models are measured, and on what."""
+    """When models are evaluated, and on which rows."""
 
     eval_every: int | None = option(
         None, "rounds between evaluations", minimum=1, label="never"
@@ -208,58 +176,48 @@ class Evaluation:
         None, "clients behind c_spec, c_gen, c_per", choices=("selected", "all")
     )
     eval_sample: int = option(
-        0,
-        "evaluate the models of this many clients only, drawn once by seed, 0 = all",
-        minimum=0,
+        0, "evaluate only this many clients, drawn once by seed, 0 = all", minimum=0
     )
-    eval_train: bool = option(
-        False, "also measure the server's model on the clients' train rows"
-    )
+    eval_train: bool = option(False, "also evaluate the server's model on train rows")
     c_gen: bool | None = option(
-        None, "also measure clients' models on all clients' test rows"
+        None, "also evaluate clients' models on all clients' test rows"
     )
     summary: str | None = option(
-        None, "how a curve becomes a number", choices=SUMMARIES
+        None, "how a curve becomes one number", choices=SUMMARIES
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """On what, and how, it is computed."""
+    """Devices, processes, and how clients are computed together."""
 
     client_chunk: int = option(
         0, "clients vmapped together, 0 = chosen by backend", minimum=0, role=EXECUTION
     )
     min_chunk: int = option(
-        0,
-        "fewest clients vmapped together on an accelerator, 0 = what costs least",
-        minimum=0,
-        role=EXECUTION,
+        0, "least chunk on an accelerator, 0 = the cheapest", minimum=0, role=EXECUTION
     )
     lanes: str = option(
         "0",
-        "clients that train side by side on each device, in each lane one after "
-        "another: for clients of unequal sizes; auto = as many as cost least, 0 = "
-        "clients train in chunks",
+        "clients that train side by side on each device, for clients of unequal sizes; "
+        "auto = the cheapest number, 0 = clients train in chunks",
         role=EXECUTION,
     )
     bucketed: bool = option(
-        True,
-        "clients that hold a part of a model compute that part, or all of it, masked",
-        role=EXECUTION,
+        True, "compute submodels alone, not whole models with masks", role=EXECUTION
     )
     devices: int = option(
         0, "devices that share the clients, 0 = all", minimum=0, role=EXECUTION
     )
     distributed: str = option(
         "",
-        "several processes as one run: auto where a cluster tells (TPU pods, SLURM), "
-        "or HOST:PORT,COUNT,INDEX, the address being that of process 0",
+        "several processes as one run: auto on a cluster (TPU pods, SLURM, Open MPI), "
+        "or HOST:PORT,COUNT,INDEX with the address of process 0",
         role=NOWHERE,
     )
     emulate: str = option(
         "",
-        "choose chunks, and what is vmapped, as on an accelerator; for tests on a CPU",
+        "choose chunks and vmapped axes as on an accelerator, for tests on a CPU",
         choices=("", "accelerator"),
         role=NOWHERE,
     )
@@ -267,20 +225,17 @@ class Machine:
         "f32", "precision of matrix products", choices=tuple(PRECISIONS)
     )
     compile_cache: str = option(
-        "",
-        "folder that keeps compiled programs for later runs, or off; by itself the "
-        "user's cache folder",
-        role=EXECUTION,
+        "", "folder of compiled programs, or off; default the user's", role=EXECUTION
     )
 
 
 SECTIONS = (Run, Data, Model, Training, Evaluation, Machine)
 
 
-# From the last base to the first is the order of the fields.
+# The fields are ordered from the last base to the first.
 @dataclasses.dataclass(frozen=True)
 class Config(Machine, Evaluation, Training, Model, Data, Run):
-    """What every run has, whatever the algorithm; None = see `resolve.resolve`."""
+    """The options of a run of any algorithm; None = see `resolve.resolve`."""
 
 
 def groups() -> dict[str, list[str]]:
@@ -292,13 +247,10 @@ def groups() -> dict[str, list[str]]:
 
 
 def names(role: str) -> frozenset[str]:
-    """The options of a role; what is recorded nowhere is execution, too."""
+    """The options of a role; `EXECUTION` includes those of `NOWHERE`."""
     wanted = {role, NOWHERE} if role == EXECUTION else {role}
-    return frozenset(
-        field.name
-        for field in dataclasses.fields(Config)
-        if field.metadata["role"] in wanted
-    )
+    fields = dataclasses.fields(Config)
+    return frozenset(f.name for f in fields if f.metadata["role"] in wanted)
 
 
 def labelled(how: str) -> list[str]:

@@ -1,8 +1,8 @@
 """Sweeps: `--sweep='client_lr=0.01,0.03;proximal_weight=0.1,1'`, one run of all points.
 
-A point is a value for each name; a sweep is the product of its names' values. Which of
-them is best is not said anywhere: the rows that are left for it are test rows, and
-choosing by these would be training on them.
+A point is a value for each name, and a sweep is the product of its names' values. No
+point is named the best: accuracies are those of test rows, and choosing a point by them
+would be training on the test set.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ Point = dict[str, float]
 
 
 def text(given: Any) -> str:
-    """A sweep as one line, written alike for equal points; empty for an empty one.
+    """A sweep as one line, the same for equal points; empty for an empty sweep.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither a line nor names with values.
     """
     if isinstance(given, str):
         found = points(given)
         every = {name: dict.fromkeys(p[name] for p in found) for name in found[0]}
         return _line(every)
     if not isinstance(given, Mapping):
+        example = '{"client_lr": [0.01, 0.1]}'
         raise ValueError(
-            f"sweep={given!r}: expected names and values, such as "
-            '{"client_lr": [0.01, 0.1]}'
+            f"sweep={given!r}: expected names and values, such as {example}"
         )
     try:
         return text(_line(given))
     except TypeError as error:
-        raise ValueError(
-            f"sweep={given!r}: expected a list of values for each name"
-        ) from error
+        line = f"sweep={given!r}: expected a list of values for each name"
+        raise ValueError(line) from error
 
 
 def _line(values: Mapping[str, Any]) -> str:
@@ -46,7 +45,9 @@ def _line(values: Mapping[str, Any]) -> str:
 
 
 def points(line: str) -> list[Point]:
-    """The points of a sweep, the last name's values in turn; [{}] without one.
+    """The points of a sweep in its order, in which the last name varies fastest.
+
+    [{}] without a sweep.
 
     Raises:
         ValueError: one line.
@@ -59,17 +60,15 @@ def points(line: str) -> list[Point]:
         name = name.removeprefix("--")
         if not (equals and name.isidentifier()):
             raise ValueError(
-                f"--sweep={line}: expected NAME=VALUE,VALUE,... with a semicolon "
-                "between names"
+                f"--sweep={line}: expected NAME=VALUE,VALUE;NAME=VALUE,..."
             )
         if name in values:
             raise ValueError(f"--sweep={line} names {name} twice")
         try:
             values[name] = [float(value) for value in listed.split(",")]
         except ValueError as error:
-            raise ValueError(
-                f"--sweep={line}: {name} has a value that is not a number"
-            ) from error
+            reason = f"{name} has a value that is not a number"
+            raise ValueError(f"--sweep={line}: {reason}") from error
         if len(set(values[name])) < len(values[name]):
             raise ValueError(f"--sweep={line}: {name} has a value twice")
     product = itertools.product(*values.values())
@@ -77,16 +76,14 @@ def points(line: str) -> list[Point]:
 
 
 def of(line: str, hparams: Any, other_names: Sequence[str] = ()) -> list[Point]:
-    """The points of a sweep of one algorithm's numbers; [{}] without one.
+    """The points of a sweep of one algorithm's numbers; [{}] without a sweep.
 
-    Args:
-        line: `--sweep`.
-        hparams: The algorithm's options as they are without it.
-        other_names: Options that are not the algorithm's own.
+    `hparams` are the algorithm's options without the sweep, and `other_names` options
+    that are not its own.
 
     Raises:
-        ValueError: one line: a name that no program takes as a number, or values that
-            belong to several programs.
+        ValueError: one line: an option cannot be swept, or its values need several
+            programs.
     """
     found = points(line)
     known = {field.name: field for field in dataclasses.fields(hparams)}
@@ -105,8 +102,8 @@ def of(line: str, hparams: Any, other_names: Sequence[str] = ()) -> list[Point]:
         off = sorted(point.keys() - floats.keys())
         if off:
             raise ValueError(
-                f"--sweep={line}: 0 takes {off[0]} out of the program; leave it out of "
-                f"the sweep and run --{off[0]}=0 by itself"
+                f"--sweep={line}: 0 takes {off[0]} out of the program; omit it and run "
+                f"--{off[0]}=0 separately"
             )
         structures.append(structure)
     if any(one != structures[0] for one in structures):
@@ -117,7 +114,7 @@ def of(line: str, hparams: Any, other_names: Sequence[str] = ()) -> list[Point]:
 def _why_not(
     name: str, known: Mapping[str, Any], hparams: Any, other_names: Sequence[str]
 ) -> str:
-    """Why an option cannot be swept; empty if it can."""
+    """The reason why an option cannot be swept, empty if it can."""
     if name in other_names:
         return "shapes the data, the models or the run"
     if name not in known:
@@ -125,22 +122,20 @@ def _why_not(
     value, kind = getattr(hparams, name), str(known[name].type)
     if kind.startswith("float") or known[name].type is float:
         is_static = known[name].metadata.get("is_static")
-        return "decides sizes, each a program of its own" if is_static else ""
-    if isinstance(value, (bool, str)):
-        return "is a choice, each a program of its own"
-    if isinstance(value, int):
-        return "is an integer, each a program of its own"
-    return "is not a number"
+        return "decides sizes, each of which is another program" if is_static else ""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "is an integer, each of which is another program"
+    return "is a choice, each of which is another program"
 
 
 def label(point: Mapping[str, float], name: str = "") -> str:
-    """A point in words, behind a name: `mine client_lr=0.1 proximal_weight=1.0`."""
+    """A point in words after a name: `mine client_lr=0.1 proximal_weight=1.0`."""
     words = [f"{option}={value}" for option, value in point.items()]
     return " ".join(filter(None, [name, *words]))
 
 
 def matches(record: Mapping[str, Any], point: Mapping[str, float]) -> bool:
-    """Whether a record is of a point; every record is, where there is no sweep."""
+    """Whether a record belongs to a point, as every record does without a sweep."""
     return all(
         math.isclose(record.get(name, math.nan), value, rel_tol=1e-12)
         for name, value in point.items()

@@ -1,7 +1,7 @@
-"""A finished run's files: how they are written, and whether they are still the same.
+"""Writes a finished run's files, and checks that they have not changed since.
 
 `summary.json` is written last. It holds the SHA-256 of the files beside it and, as
-`sha256`, its own: whoever reads a run through `read` reads what it left behind.
+`sha256`, its own, and `read` compares all of them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,10 @@ RUN_FLAGS, METRICS, CLIENTS = "run.flags", "metrics.jsonl", "clients.npz"
 SUMMARY, PARTIAL = "summary.json", ".partial"
 
 
-def write_clients(folder: pathlib.Path, run: Run) -> None:
-    """clients.npz: what `clients` has."""
-    temporary = folder / "clients.partial.npz"
-    np.savez_compressed(temporary, **clients(run))
-    temporary.rename(folder / CLIENTS)
-
-
 def clients(run: Run) -> dict[str, np.ndarray]:
-    """Accuracies [seed, round, client], test sizes, class counts.
+    """Accuracies [seed, round, client], test sizes and class counts of all clients.
 
-    Of a sweep they are [seed, point, round, client], with the points' numbers by name.
+    In a sweep they are [seed, point, round, client], with the points' numbers by name.
     """
     accuracy = run.client_accuracies[:, : len(run.window)]
     points, seeds = run.points, len(run.seeds)
@@ -65,20 +58,17 @@ def count_classes(
     count: np.ndarray,
     num_classes: int,
 ) -> np.ndarray:
-    """Examples of each client and class.
+    """Counts the examples of each client and class, int32[K, Y].
 
     Args:
-        label: int[N], of all examples.
-        row: int[M], rows of examples; a client's stand together.
-        start, count: int[K], where a client's begin in `row`, and how many they are.
+        label: int[N], labels of all examples.
+        row: int[M], rows of examples, grouped by client.
+        start, count: int[K], where each client's rows begin in `row`, and their number.
         num_classes: Y.
-
-    Returns:
-        int32[K, Y].
     """
     num_clients = len(start)
     client = np.repeat(np.arange(num_clients), count)
-    first = np.cumsum(count) - count  # of each client, when all stand one by one
+    first = np.cumsum(count) - count  # where each client begins without gaps
     place = np.arange(len(client)) + np.repeat(start - first, count)
     cell = client * num_classes + label[row[place]]
     counts = np.bincount(cell, minlength=num_clients * num_classes)
@@ -86,13 +76,13 @@ def count_classes(
 
 
 def records(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """The records of a run, finished or not, by round."""
+    """The records of a run, finished or not, in order of rounds."""
     lines = (folder / METRICS).read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Replaces a file at once: a kill leaves the old one or the new one."""
+    """Replaces a file atomically, so that a kill leaves the old one or the new one."""
     temporary = path.with_name(path.name + PARTIAL)
     with open(temporary, "w") as file:
         file.write(text)
@@ -110,10 +100,10 @@ def seal(folder: pathlib.Path, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(folder: pathlib.Path) -> dict[str, Any] | None:
-    """The summary of a run's folder; None where there is none.
+    """The summary of a run's folder, None if there is none.
 
     Raises:
-        ValueError: it, or a file beside it, is not what the run wrote; names the file.
+        ValueError: one line that names a file that is not as the run wrote it.
     """
     path = folder / SUMMARY
     try:
@@ -121,11 +111,11 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: it is no JSON") from error
+        raise ValueError(f"{path} is damaged: it is not JSON") from error
     sealed = summary if isinstance(summary, dict) else {}
     if "parameters_sha256" in sealed and not {"sha256", "files_sha256"} & sealed.keys():
         raise ValueError(
-            f"{path} is of an earlier version, which sealed nothing; run it again: "
+            f"{path} is of an earlier version without checksums; run it again: "
             f"--flagfile={folder / RUN_FLAGS} with another --workdir"
         )
     body = {name: value for name, value in sealed.items() if name != "sha256"}
@@ -144,7 +134,7 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
 
 
 def _own_digest(summary: dict[str, Any]) -> str:
-    """Over the values, not their layout: it may be formatted anew."""
+    """The SHA-256 of the values, whatever their layout in the file."""
     return hashlib.sha256(json.dumps(summary, sort_keys=True).encode()).hexdigest()
 
 
@@ -165,22 +155,19 @@ def finite(value: Any) -> Any:
 
 
 def git_commit() -> dict[str, str]:
-    """{"git_commit": ...} of the checkout that this file is part of, or nothing."""
+    """{"git_commit": ...} of the checkout that contains this file, or {}."""
     root = pathlib.Path(__file__).resolve().parents[2]
-    # Git's own variables, set inside its hooks, would point it to another repository.
+    # The variables that git sets inside hooks would point to another repository.
     clean = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    command = ["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"]
     try:
         done = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            env=clean,
+            command, capture_output=True, text=True, timeout=10, env=clean
         )
     except (OSError, subprocess.SubprocessError):
         return {}
     answer = done.stdout.splitlines()
-    # An installed package may lie in a virtual environment inside a user's repository.
+    # An installed package may be in a virtual environment inside a user's repository.
     if done.returncode or pathlib.Path(answer[0]).resolve() != root:
         return {}
     return {"git_commit": answer[1]}

@@ -13,11 +13,11 @@ NAME = "run.lock"
 
 
 class Lock:
-    """A file that names its owner: process id and host.
+    """A file that names its owner by process id and host.
 
-    The kernel's lock on it decides between processes of one machine: it ends with its
-    owner, however that ends, so a dead owner's is taken over and nobody can be first
-    twice. Between machines that share a disk it may not reach; there the name decides.
+    The kernel's lock on the file decides between processes of one machine. It ends with
+    its owner, so that the lock of a dead process can be taken. It may not work between
+    machines that share a disk, for which the name decides.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -28,7 +28,7 @@ class Lock:
         """Takes the lock.
 
         Raises:
-            ValueError: another process has it; names the process and its host.
+            ValueError: another process has it. The line names the process and its host.
         """
         while self._file is None:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -42,21 +42,21 @@ class Lock:
         os.pwrite(self._file, json.dumps(owner).encode(), 0)
 
     def release(self) -> None:
-        """Gives it back and removes the file; nothing if it is not held."""
+        """Releases the lock, if it is held, and removes the file."""
         if self._file is not None:
-            # First removed, then unlocked: whoever waits sees that its file is gone.
+            # The file is removed first, so that a waiting process sees that it is gone.
             with contextlib.suppress(OSError):
                 self.path.unlink()
             os.close(self._file)
             self._file = None
 
     def _lock(self, file: int) -> int | None:
-        """`file`, if it is ours now; None if it is no longer the one at our path."""
+        """`file` if it is now locked, None if it is no longer the one at the path."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(self._refusal(_owner(file))) from None
-        # Its owner may have removed it between our opening and our locking.
+        # Its owner may have removed it after it was opened here.
         try:
             if not os.path.samestat(os.stat(self.path), os.fstat(file)):
                 return None
@@ -65,19 +65,17 @@ class Lock:
         owner = _owner(file)
         if owner is not None and owner["host"] != socket.gethostname():
             raise ValueError(
-                f"{self._refusal(owner)}; if that one is dead, remove {self.path}"
+                f"{self._refusal(owner)}; if that process is dead, remove {self.path}"
             )
         return file
 
     def _refusal(self, owner: dict | None) -> str:
-        who = "another process"
-        if owner is not None:
-            who = f"process {owner['pid']} on {owner['host']}"
-        return f"--workdir={self.path.parent} is in use by {who}"
+        name = owner and f"process {owner['pid']} on {owner['host']}"
+        return f"--workdir={self.path.parent} is in use by {name or 'another process'}"
 
 
 def _owner(file: int) -> dict | None:
-    """Who wrote the lock; None if it has not been written whole."""
+    """The owner that a lock names, None if it is not written completely."""
     try:
         owner = json.loads(os.pread(file, 1000, 0))
         return {"pid": int(owner["pid"]), "host": str(owner["host"])}

@@ -1,4 +1,4 @@
-"""A run's folder as others read it: flags, records, arrays and summary."""
+"""Reads a run's folder: flags, records, arrays and summary."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from launch.run import summaries
 class Record(NamedTuple):
     """One run: its flags, records, per-client arrays and summary.
 
-    `clients` is empty where the run is not finished, `summary` None where there is none
-    in a folder. Of a sweep each point is a run, whose numbers are in `point` and in its
-    flags. `fractions`: whether each metric is a fraction, as far as the run says so.
+    `clients` is empty for an unfinished run, and `summary` is None if it has no folder
+    or is unfinished. Each point of a sweep is a run with its numbers in `point` and in
+    `flags`. `fractions` holds whether each metric is a fraction, where known.
     """
 
     path: pathlib.Path
@@ -31,7 +31,7 @@ class Record(NamedTuple):
 
 
 def by_point(run: Record) -> list[Record]:
-    """The points of a sweep as runs; just the run, where there is none."""
+    """The points of a sweep as runs, or the run itself if it has no sweep."""
     points = sweep.points(run.flags.get("sweep", ""))
     if not points[0]:
         return [run]
@@ -54,7 +54,7 @@ def by_point(run: Record) -> list[Record]:
 def names_by_point(
     found: Sequence[Sequence[Record]], names: Sequence[str]
 ) -> list[str]:
-    """A name for each run; one of a sweep is that of all of its points."""
+    """A name for each run; all points of a sweep share theirs."""
     pairs = zip(names, found, strict=bool(names))
     return [sweep.label(run.point, name) for name, runs in pairs for run in runs]
 
@@ -63,15 +63,14 @@ def read(path: pathlib.Path) -> Record:
     """Reads a run's folder, finished or not.
 
     Raises:
-        ValueError: there is no run in it that measured anything, or a damaged one.
+        ValueError: it holds no run with measurements, or a damaged one.
     """
-    # Only files that are what the run wrote go on from here.
     summary = finished.read(path)
     metrics = path / finished.METRICS
     if summary is None and not (metrics.is_file() and metrics.stat().st_size):
         raise ValueError(f"{path} holds no run that has measured anything")
-    told = flagfile.RunFlags.read(path / finished.RUN_FLAGS).options
-    found = Record(path, told, finished.records(path), {}, summary)
+    recorded = flagfile.RunFlags.read(path / finished.RUN_FLAGS).options
+    found = Record(path, recorded, finished.records(path), {}, summary)
     if summary is None:
         return found
     with np.load(path / finished.CLIENTS) as file:
@@ -80,16 +79,16 @@ def read(path: pathlib.Path) -> Record:
 
 
 def diverged(run: Record) -> int | None:
-    """The first round, of any seed, after which a run's numbers are none."""
+    """The first round after which a run's numbers, of any seed, are not finite."""
     rounds = [record["diverged"] for record in run.records if "diverged" in record]
     return min(rounds, default=None)
 
 
 def labels(runs: Sequence[Record]) -> list[str]:
-    """The algorithm of each run, and the flags that tell it from others.
+    """Names each run by its algorithm and the flags that distinguish it.
 
-    Those are the data and the partition wherever runs differ in them, and any option
-    in which two runs of one algorithm differ; the seeds only if nothing else does.
+    They are the data and the partition if runs differ in them, and any option in which
+    runs of one algorithm differ. Seeds are named only if nothing else differs.
     """
 
     def differing(others: Sequence[Record], names: Sequence[str]) -> list[str]:
@@ -102,8 +101,9 @@ def labels(runs: Sequence[Record]) -> list[str]:
         same = [other for other in runs if other.flags["algo"] == run.flags["algo"]]
         every = sorted({n for other in same for n in other.flags if n not in silent})
         names = differing(same, every)
-        told = [tuple(other.flags.get(n) for n in names) for other in same]
-        if len(set(told)) < len(same):
+        if len({tuple(other.flags.get(n) for n in names) for other in same}) < len(
+            same
+        ):
             names += differing(same, ("seed", "num_seeds"))
         names += [n for n in differing(runs, setting) if n not in names]
         values = [f"{n}={run.flags.get(n, 'unset')}" for n in names]
@@ -114,7 +114,7 @@ def labels(runs: Sequence[Record]) -> list[str]:
 
 
 def has_clients(run: Record) -> bool:
-    """Whether the accuracy of any client by itself is known."""
+    """Whether the accuracy of any single client is known."""
     return bool(np.isfinite(run.clients["accuracy"]).any())
 
 

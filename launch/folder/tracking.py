@@ -1,4 +1,4 @@
-"""Records beside `metrics.jsonl`: TensorBoard's event files, and a table."""
+"""Copies of the records: TensorBoard's event files, and a CSV table."""
 
 from __future__ import annotations
 
@@ -17,16 +17,10 @@ FOLDER, CSV = "tensorboard", "metrics.csv"
 
 
 def check(wanted: bool) -> None:
-    """Refuses `--tensorboard` where its package is missing.
-
-    Raises:
-        ValueError: one line.
-    """
+    """Refuses `--tensorboard` if its package is missing (ValueError)."""
     if wanted and importlib.util.find_spec("tensorboardX") is None:
-        raise ValueError(
-            "--tensorboard needs the package tensorboardX; "
-            "pip install 'fedjax_pfl[tracking]'"
-        )
+        cure = "pip install 'fedjax_pfl[tracking]'"
+        raise ValueError(f"--tensorboard needs the package tensorboardX; {cure}")
 
 
 class TensorBoard:
@@ -38,7 +32,7 @@ class TensorBoard:
         records: Sequence[Mapping[str, Any]],
         swept: Iterable[str] = (),
     ):
-        """Begins anew with what was recorded so far."""
+        """Starts new files with the records so far."""
         self._swept = tuple(swept)
         self._folder = folder / FOLDER
         self._writers: dict[str, Any] = {}
@@ -53,7 +47,7 @@ class TensorBoard:
             for name, value in record.items():
                 known = isinstance(value, (int, float)) and math.isfinite(value)
                 if known and name not in ("round", "seed", *self._swept):
-                    # One name a tag: a hyphen or a blank would be changed.
+                    # The name is the tag, in which a hyphen or a blank would change.
                     writer.add_scalar(name, value, record["round"])
         for writer in self._writers.values():
             writer.flush()
@@ -64,7 +58,7 @@ class TensorBoard:
             writer.close()
 
     def _writer(self, name: str) -> Any:
-        import tensorboardX  # only its users pay
+        import tensorboardX  # an optional package
 
         if name not in self._writers:
             self._writers[name] = tensorboardX.SummaryWriter(
@@ -74,7 +68,7 @@ class TensorBoard:
 
 
 def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
-    """The records as a table; empty where a record does not have a metric."""
+    """The records as a table with empty fields for missing metrics."""
     names = list(dict.fromkeys(name for record in records for name in record))
     file = io.StringIO()
     writer = csv.DictWriter(file, names)

@@ -1,4 +1,4 @@
-"""What a run leaves behind, and how it goes on after an interruption."""
+"""The folder of a run, and how a run continues from it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
+
+import numpy as np
 
 from fedjax_pfl import checkpoint
 from launch.config import flagfile, resolve
@@ -31,23 +33,23 @@ def default_name(config: Any) -> str:
 
 
 def with_stored_rounds(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a command; `--resume` without `--rounds` means the run's own.
+    """Adds the recorded number of rounds to `--resume` without `--rounds`.
 
     Raises:
-        ValueError: the stored number is none.
+        ValueError: the recorded value is not a number.
     """
     given = dict(given)
     if not given.get("resume") or given.get("rounds") is not None:
         return given
     config, _ = resolve.configure(given)
-    told = pathlib.Path(config.workdir or default_name(config)) / RUN_FLAGS
+    path = pathlib.Path(config.workdir or default_name(config)) / RUN_FLAGS
 
     def stored() -> int | None:
-        if not told.is_file():
+        if not path.is_file():
             return None
-        rounds = flagfile.RunFlags.read(told).options.get("rounds", "")
+        rounds = flagfile.RunFlags.read(path).options.get("rounds", "")
         if not rounds.isdecimal():
-            raise ValueError(f"{told} has no number of rounds; give --rounds")
+            raise ValueError(f"{path} has no number of rounds; give --rounds")
         return int(rounds)
 
     return given | {"rounds": processes.on_first(stored)}
@@ -56,12 +58,12 @@ def with_stored_rounds(given: Mapping[str, Any]) -> dict[str, Any]:
 class Workdir(loop.Listener):
     """The folder of one run: run.flags, metrics.jsonl, summary.json, clients.npz.
 
-    `with Workdir(run) as folder:` keeps other processes out from `open` to the end of
-    the block, and names the folder where something cannot be written. It listens: what
-    is measured is on disk before anybody else is told; `Checkpoints` come last.
+    `with Workdir(run) as folder:` locks the folder from `open` to the end of the block,
+    and names it in errors of writing. As the first listener it writes records to disk
+    before any other listener gets them, and `Checkpoints` come last.
 
-    Of several processes of one run only the first touches it; what it finds there, and
-    what it refuses, is everybody's.
+    Of several processes of one run only the first accesses the folder. The others get
+    what it finds, and its refusals.
     """
 
     def __init__(self, run: Run):
@@ -77,10 +79,10 @@ class Workdir(loop.Listener):
 
     @property
     def _flags(self) -> flagfile.RunFlags:
-        """What run.flags would hold if it were written now."""
+        """The present flags of the run, as run.flags holds them."""
         run = self.run
         hashes = {"data_sha256": run.data_sha256, "split_sha256": run.split_sha256}
-        # Modules and an algorithm of the user's own: edited ones are another run too.
+        # A run with an edited custom module or algorithm is another run.
         hashes |= {"own_sha256": run.own_sha256} if run.own_sha256 else {}
         return flagfile.RunFlags.of(run.config, run.hparams, hashes=hashes)
 
@@ -89,26 +91,25 @@ class Workdir(loop.Listener):
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._lock.release()
-        # A reader that went away is none of the folder's business.
+        # A closed pipe (`... | head`) is not an error of the folder.
         if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
-            raise OSError(
-                f"results cannot be written to {self.path}: {error}"
-            ) from error
+            line = f"results cannot be written to {self.path}: {error}"
+            raise OSError(line) from error
 
     def open(self, restores: bool = False) -> dict[str, Any] | None:
-        """Takes the folder; goes on with the run in it, or with what it left there.
+        """Locks the folder and continues the run in it.
 
         Args:
-            restores: Whether to bring the run to its end where the folder has it.
+            restores: Whether to load the state of a finished run.
 
         Returns:
-            The summary, where the run is finished in the folder: nothing is taken then,
-            so that it may be read-only. Else None.
+            The summary of a finished run, whose folder is not locked because it may be
+            read-only. None for any other run.
 
         Raises:
-            ValueError: the folder belongs to another configuration or process, an
-                unfinished run is not asked to resume, or what is there is damaged, or
-                has changed since this run left it.
+            ValueError: the folder belongs to another configuration or process, holds an
+                unfinished run without `--resume`, is damaged, or has changed since this
+                run left it.
         """
         if not self._has_begun:
             done = self._shared(self._prepare)
@@ -117,20 +118,20 @@ class Workdir(loop.Listener):
             self._done, self._has_begun = done, True
             return done
         if self.run.round < self.run.config.rounds:
-            self._done = None  # it was made longer
-        processes.meet("going on with a run's folder")
+            self._done = None  # the run was extended
+        processes.meet("continuing with a run's folder")
         processes.on_first(self._take_again)
         return self._done
 
     def _shared(self, find: Callable[[], Any]) -> Any:
-        """What the first process finds in the folder; all load what it restored."""
+        """Calls `find` in the first process, and loads what it restored in all."""
 
-        def told() -> list[Any]:
+        def sent() -> list[Any]:
             found = find()
             return [found, self._restored and self._restored[::2]]
 
-        processes.meet("what reads a run's folder")
-        found, restored = processes.on_first(told)
+        processes.meet("reading a run's folder")
+        found, restored = processes.on_first(sent)
         if restored:
             round, host = restored
             arrays = processes.arrays_of_first(
@@ -144,19 +145,18 @@ class Workdir(loop.Listener):
         tracking.check(self.run.config.tensorboard)
         done = self._finished()
         if done is not None:
-            # Nothing is written, so that a folder may be read-only by now.
             return done
         self._acquire()
-        # Its former owner may have finished the run a moment ago.
+        # The previous owner may have finished the run meanwhile.
         return self._finished() or self._take()
 
     def _take_again(self) -> None:
-        """Takes the folder as this process left it."""
+        """Locks the folder again if it is as this process left it."""
         self._acquire()
         found = self.path / METRICS
         if not found.exists() or found.read_text() != _text(self.records):
             raise ValueError(
-                f"{found} was changed since this run left it; open the run anew: "
+                f"{found} was changed since this run left it; open the run again: "
                 f"build.load({str(self.path)!r})"
             )
         if self._done is None:
@@ -167,16 +167,16 @@ class Workdir(loop.Listener):
         self._lock.acquire()
 
     def _begin(self) -> None:
-        """Removes what a shorter run left behind, and says which run is here now.
+        """Writes run.flags and removes the results of a shorter run.
 
-        An old summary goes first, so that it never stands beside files of a longer run.
+        Its summary is removed first, so that it is never beside files of a longer run.
         """
         for name in (finished.SUMMARY, finished.CLIENTS):
             (self.path / name).unlink(missing_ok=True)
         self._write(RUN_FLAGS, "\n".join(self._flags.lines()) + "\n")
 
     def reopen(self) -> None:
-        """Brings the run to where the folder stands; changes nothing there.
+        """Loads the state that the folder holds, without changing the folder.
 
         Raises:
             ValueError: the folder holds another run, or a damaged one.
@@ -188,13 +188,13 @@ class Workdir(loop.Listener):
         self._restore()
         is_begun = done is not None or (self.path / METRICS).exists()
         if self._restored is None and is_begun:
-            raise ValueError(f"{self.path} has no checkpoint, the state is not there")
+            raise ValueError(f"{self.path} has no checkpoint, so there is no state")
 
     def _finished(self) -> dict[str, Any] | None:
-        """The summary, if all rounds are done and all files are as they were left."""
-        told = self.path / RUN_FLAGS
-        if not told.exists():
-            # A kill may leave these two; anything else is not ours.
+        """The summary, if all rounds are done and all files are unchanged."""
+        path = self.path / RUN_FLAGS
+        if not path.exists():
+            # A kill may leave these two. Any other file belongs to something else.
             ours = {lock.NAME, RUN_FLAGS + finished.PARTIAL}
             found = self.path.iterdir() if self.path.is_dir() else ()
             if {path.name for path in found} - ours:
@@ -202,7 +202,7 @@ class Workdir(loop.Listener):
                     f"--workdir={self.path} holds files but no run; choose another"
                 )
             return None
-        stored = flagfile.RunFlags.read(told)
+        stored = flagfile.RunFlags.read(path)
         stored = stored.completed(self.run.config, self.run.hparams)
         odd = stored.differences(self._flags)
         if odd:
@@ -218,7 +218,7 @@ class Workdir(loop.Listener):
         return done if complete else None
 
     def _take(self) -> None:
-        """Begins a run in an empty folder, or goes on with the one that is there."""
+        """Starts a run in an empty folder, or continues the one that is there."""
         run = self.run
         if not (self.path / RUN_FLAGS).exists():
             self._begin()
@@ -235,11 +235,11 @@ class Workdir(loop.Listener):
         self._restore()
         if self._restored is None and (done is not None or damage):
             raise ValueError(
-                f"{damage or self.path}: there is no checkpoint to go on from; "
+                f"{damage or self.path}: there is no checkpoint to continue from; "
                 "choose another --workdir"
             )
         round, _, host = self._restored or (0, None, {"records": []})
-        # All that could be refused has been: from here on the folder changes.
+        # All checks have passed, and the folder changes only from here on.
         self._begin()
         if damage and str(self.path / METRICS) not in damage:
             _note(f"{damage}; it is written again from round {round}")
@@ -247,7 +247,7 @@ class Workdir(loop.Listener):
         self._restore_metrics(round)
 
     def _restore(self) -> None:
-        """Reads the last checkpoint, if there is one, and refuses rounds it lacks."""
+        """Reads the last checkpoint, if there is one and it fits the rounds."""
         self._restored = checkpoint.restore(self.checkpoints, self.run.saved_template())
         if self._restored is not None:
             round, _, host = self._restored
@@ -255,13 +255,12 @@ class Workdir(loop.Listener):
 
     def _refuse_fewer(self, round: int) -> NoReturn:
         raise ValueError(
-            f"--workdir={self.path} already has {round} rounds, "
-            f"--rounds={self.run.config.rounds} would be fewer; choose another "
-            "--workdir"
+            f"--workdir={self.path} already has {round} rounds, --rounds="
+            f"{self.run.config.rounds} would be fewer; choose another --workdir"
         )
 
     def _refuse_unasked(self, damage: str) -> NoReturn:
-        """The line for a run that is there when --resume is not."""
+        """Refuses a folder that holds an unfinished run without --resume."""
         if damage:
             raise ValueError(f"{damage}; --resume writes it again from a checkpoint")
         found = checkpoint.saved(self.checkpoints)
@@ -269,17 +268,17 @@ class Workdir(loop.Listener):
         if done > self.run.config.rounds:
             self._refuse_fewer(done)
         state = f"stopped after {done}" if found else "unfinished"
+        state += f" of {self.run.config.rounds} rounds"
         raise ValueError(
-            f"--workdir={self.path} holds this run, {state} of "
-            f"{self.run.config.rounds} rounds; add --resume, or choose another "
-            "--workdir"
+            f"--workdir={self.path} holds this run, {state}; add --resume, or choose "
+            "another --workdir"
         )
 
     def _refuse_passed(self, round: int, rounds: int, window: Sequence[int]) -> None:
         """Refuses rounds whose summary needs evaluations that were never made.
 
-        After `round` of `rounds` rounds the accuracies of all clients were kept of
-        those in `window` alone.
+        The checkpoint is of `round` of `rounds` rounds, and holds the accuracies of all
+        clients for the rounds in `window` only.
         """
         wanted = self.run.config.rounds
         if round > wanted:
@@ -287,13 +286,13 @@ class Workdir(loop.Listener):
         passed = {r for r in self.run.window if r <= round} - set(window)
         if passed:
             raise ValueError(
-                f"--rounds={wanted} takes its summary from round {min(passed)} on, but "
-                f"this run stands at {round} and kept none before {min(window)} for "
-                f"it; give --rounds={rounds} or more, or choose another --workdir"
+                f"--rounds={wanted} needs accuracies of clients from round "
+                f"{min(passed)} on, but this run is at {round} and has none before "
+                f"{min(window)}; give --rounds={rounds} or more, or another --workdir"
             )
 
     def _restore_metrics(self, round: int) -> None:
-        """Makes metrics.jsonl what it was after `round` rounds; says if it was not."""
+        """Restores metrics.jsonl of `round` rounds, with a note if it was damaged."""
         path = self.path / METRICS
         expected = _text(self.records).encode()
         found = path.read_bytes() if path.exists() else b""
@@ -306,7 +305,7 @@ class Workdir(loop.Listener):
         self._write(METRICS, expected.decode())
 
     def on_call(self, run: Run, records: loop.Records) -> None:
-        """Adds lines to metrics.jsonl; they are on disk when this returns."""
+        """Adds lines to metrics.jsonl, which are on disk when this returns."""
         self.records += map(dict, records)
         if not processes.is_first():
             return
@@ -329,11 +328,11 @@ class Workdir(loop.Listener):
         return tracking.TensorBoard(self.path, self.records, self.run.points[0])
 
     def save(self) -> None:
-        """Writes a checkpoint of the run as it is now."""
+        """Writes a checkpoint."""
         if not processes.is_first():
             return
         arrays, host = self.run.saved()
-        # The records too, so that metrics.jsonl can be checked and written again.
+        # With the records, metrics.jsonl can be checked and written again.
         kept = {
             "experiment": host,
             "records": self.records,
@@ -348,13 +347,12 @@ class Workdir(loop.Listener):
             self._write(tracking.CSV, tracking.csv_text(self.records))
 
     def finish(self, summary: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Ends the run, unless the folder has it already.
+        """Writes clients.npz and then summary.json, which marks the run as finished.
 
-        Writes clients.npz and then summary.json, which marks the run as done; of a run
-        that was done, the files that are asked for now.
+        For a run that is finished already, it only writes the optional files.
 
         Returns:
-            The summary as it is in the folder.
+            The summary in the folder.
         """
         if self._done is None:
             numbers = summary()
@@ -366,8 +364,10 @@ class Workdir(loop.Listener):
         return self._done
 
     def _finish(self, summary: dict[str, Any]) -> dict[str, Any]:
-        finished.write_clients(self.path, self.run)
-        # What is sealed is what was measured, whatever became of the file meanwhile.
+        temporary = self.path / "clients.partial.npz"
+        np.savez_compressed(temporary, **finished.clients(self.run))
+        temporary.rename(self.path / finished.CLIENTS)
+        # The hash is of the records themselves, even if the file has changed meanwhile.
         self._write(METRICS, _text(self.records))
         self._write_csv()
         commit = finished.git_commit()
@@ -380,7 +380,7 @@ class Workdir(loop.Listener):
 
 
 class Checkpoints(loop.Listener):
-    """Saves a folder's run now and then, and in the end."""
+    """Saves a folder's run at intervals and at the end."""
 
     def __init__(self, folder: Workdir):
         self._folder, self._time, self._is_saved = folder, time.monotonic(), True
@@ -403,7 +403,7 @@ class Checkpoints(loop.Listener):
 
 
 def _note(text: str) -> None:
-    """One line for the user about something that was mended."""
+    """Prints one line about a repaired file."""
     print(f"note: {text}", file=sys.stderr, flush=True)
 
 

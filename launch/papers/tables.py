@@ -1,4 +1,4 @@
-"""A paper's tables as data: `launch/papers/<paper>.json`, and their cells."""
+"""The papers' tables, `launch/papers/<paper>.json`, and their cells."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.config import registry
+from launch.config import limits, registry
 from launch.show.sheets import Cell
 
 PAPERS = pathlib.Path(__file__).parent
@@ -26,7 +26,7 @@ def load_table(name: str) -> dict[str, Any]:
     """The table `<paper>.<table>`.
 
     Raises:
-        ValueError: there is no such table; lists those there are.
+        ValueError: there is no such table. The message lists all tables.
     """
     known = tables()
     if name not in known:
@@ -38,21 +38,18 @@ def _chosen(flag: str, wanted: str, known: Sequence[str]) -> list[str]:
     """The names of a comma-separated flag, all if it is empty."""
     names = wanted.split(",") if wanted else list(known)
     for name in names:
-        if name not in known:
-            raise ValueError(f"--{flag}={name}: expected one of {', '.join(known)}")
+        limits.check_one_of(flag, name, known)
     return names
 
 
 def _of_value(
     parts: Mapping[str, Mapping[str, Any]], names: list[str], flag: str, value: Any
 ) -> list[str]:
-    """The rows or columns that stand for `value` of a flag, or for no value of it."""
+    """The rows or columns for `value` of a flag, or for any value of it."""
     left = [n for n in names if parts[n].get(flag) in (None, value)]
     if not left:
         known = ", ".join(dict.fromkeys(str(parts[n][flag]) for n in names))
-        raise ValueError(
-            f"--{flag}={value}: this table has {known} for it; leave it away"
-        )
+        raise ValueError(f"--{flag}={value}: this table has {known} for it; omit it")
     return left
 
 
@@ -69,7 +66,7 @@ def cells(
         table: From `load_table`.
         dataset: `mnist_5k` takes the numbers and settings of `mnist`.
         scenario, row: Names separated by commas, empty = all.
-        given: Options that hold in every cell.
+        given: Options of every cell.
     """
     given = dict(given or {})
     known = "mnist" if dataset == "mnist_5k" else dataset

@@ -1,4 +1,4 @@
-"""A run of settings: data, models and algorithm put together."""
+"""Assembles a run from its settings: data, models and algorithm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from data.partitions import cdkt
 from fedjax_pfl import evaluate, execution, levels, rng, shapes, types
 from fedjax_pfl import program as program_lib
 from launch.config import resolve, schema, sweep
-from launch.run import devices, fit, memory, model_files, processes, summaries
+from launch.run import devices, fit, memory, model_files, processes
 from launch.run.given import Settings, sha256
 from launch.run.run import Run
 
@@ -28,14 +28,14 @@ def assemble(
     level_of: Any = None,
     eligible: np.ndarray | None = None,
 ) -> Run:
-    """Puts data, models and algorithm of resolved settings together.
+    """Assembles data, models and algorithm of resolved settings into a run.
 
     Args:
-        settings: What decides the run.
-        kind: What is made.
-        level_of: int[K], the largest level that each client holds, or a function as
-            `plan.Planner` takes it; None = all stages.
-        eligible: bool[K], clients that may be drawn; None = everybody.
+        settings: The resolved settings.
+        kind: The class of the run.
+        level_of: int[K], the largest level that each client holds, or a function as in
+            `plan.Planner`, None = all stages.
+        eligible: bool[K], clients that may be drawn, None = all.
 
     Raises:
         ValueError: one line: what came, what was expected, which option to change.
@@ -58,9 +58,8 @@ def assemble(
     with_exits = [name for name, model in by_name.items() if model.has_exits]
     if with_exits and not getattr(entry, "exits", False):
         raise ValueError(
-            f"--model={with_exits[0]} has an exit at every stage: --algo="
-            f"{config.algo} has no use for them; take another model, or "
-            f"{fit.able('exits')}"
+            f"--model={with_exits[0]} has an exit at every stage, which --algo="
+            f"{config.algo} does not use; take another model, or {fit.able('exits')}"
         )
     for name, model in by_name.items():
         flag = "model" if name == server_model.name else "client_model"
@@ -102,7 +101,7 @@ def assemble(
 
     def execution_with(lanes: str) -> types.Execution:
         if lanes == "auto" and config.num_seeds > 1 and not config.sweep:
-            # Seeds are vmapped in chunks alone, which is worth more.
+            # Only chunks can vmap seeds, which saves more than lanes do.
             lanes = "0"
         return devices.execution(
             config.client_chunk,
@@ -150,7 +149,7 @@ def assemble(
         )
     points = sweep.of(config.sweep, hparams, tuple(vars(config)))
     fit.check_points(config.sweep, entry, hparams, points, task)
-    # What is compiled has the points' numbers as arguments.
+    # The compiled program takes the points' numbers as arguments.
     first = dataclasses.replace(hparams, **points[0])
     if task.execution.lanes:
         made = entry.make(first, task)
@@ -158,7 +157,7 @@ def assemble(
         if reason and config.lanes != "auto":
             raise ValueError(
                 f"--lanes={config.lanes}: lanes take the steps of one training apart, "
-                f"and with --algo={config.algo} {reason}; leave it away"
+                f"and with --algo={config.algo} {reason}; omit it"
             )
         if reason:
             task = task._replace(execution=execution_with("0"))
@@ -166,8 +165,8 @@ def assemble(
     program = program_lib.build(entry.make, first, task, _scoring(config, data))
     if public is not None and program.algorithm.ships_proxy != "unlabelled":
         raise ValueError(
-            f"--public_set={config.public_set}: --algo={config.algo} has no use for "
-            f"images without labels; leave it away, or take {fit.able('public_images')}"
+            f"--public_set={config.public_set}: --algo={config.algo} does not use "
+            f"images without labels; omit it, or take {fit.able('public_images')}"
         )
     planner = planner_of(program.algorithm, how)
     digest = settings.source_hash.copy()
@@ -181,21 +180,16 @@ def assemble(
     hashes = digest.hexdigest(), split.hexdigest()
     processes.check_equal(
         dict(zip(("dataset", "partition"), hashes, strict=True)),
-        "by the SHA-256 of what it holds; give all processes the same data",
+        "by the SHA-256 of its contents; give all processes the same data",
     )
     made = kind(
-        data_sha256=hashes[0],
-        split_sha256=hashes[1],
-        own_sha256=settings.own_sha256,
-        examples_sha256=settings.examples_sha256,
-        config=config,
-        hparams=hparams,
+        settings,
         task=task,
         program=program,
         data=execution.place(data, execution.replicated(how)),
         planner=planner,
         seeds=seeds,
-        window=summaries.window(config.summary, config.rounds),
+        hashes=hashes,
         points=points,
     )
     memory.refuse([memory.kept(chosen, made.saved_template())], chosen)
@@ -203,7 +197,7 @@ def assemble(
 
 
 def _partition_spec(config: schema.Config, seed: int) -> partitions.PartitionSpec:
-    """Its fields are options; `seed` is that of the generator of CDKT's users."""
+    """The spec of the options; `seed` is for the generator of CDKT's users."""
     named = vars(config).keys() & set(partitions.PartitionSpec._fields)
     given = {name: getattr(config, name) for name in named}
     protocol = cdkt.PROTOCOLS.get(config.dataset, cdkt.Protocol())
@@ -223,7 +217,7 @@ def _data(
     public: np.ndarray | None,
     normal: tuple[np.ndarray, np.ndarray],
 ) -> types.Data:
-    """The tables as numpy arrays; the partition has a leading axis of seeds."""
+    """The data as numpy arrays, with a leading axis of seeds in the partition."""
     fixed = config.partition_seed
     own_seeds = [fixed if fixed >= 0 else seed for seed in seeds]
     splits = [
@@ -231,25 +225,23 @@ def _data(
         for seed in own_seeds
     ]
     if config.export_partition:
+        flag = f"--export_partition={config.export_partition}"
         if len({one.train.row.tobytes() for one in splits}) > 1:
             raise ValueError(
-                f"--export_partition={config.export_partition}: --num_seeds="
-                f"{config.num_seeds} has as many partitions, a file holds one; give "
-                "--num_seeds=1 or a --partition_seed"
+                f"{flag}: --num_seeds={config.num_seeds} has as many partitions, a "
+                "file holds one; give --num_seeds=1 or a --partition_seed"
             )
         try:
             processes.on_first(
                 lambda: partitions.export(splits[0], config.export_partition)
             )
         except OSError as error:
-            raise OSError(
-                f"--export_partition={config.export_partition} cannot be written: "
-                f"{error.strerror or error}"
-            ) from error
+            reason = error.strerror or error
+            raise OSError(f"{flag} cannot be written: {reason}") from error
     mean, scale = normal
     image, label = source.image, source.label
     if public is not None:
-        # Rows behind the table's own; nobody reads their labels.
+        # Public rows follow those of the data set, and their labels are never read.
         row = np.arange(len(label), len(label) + len(public))
         splits = [split._replace(proxy=row) for split in splits]
         image = np.concatenate([image, public])
@@ -257,18 +249,16 @@ def _data(
     stacked = partitions.stack(splits)
     if not (stacked.test.row >= 0).any(1).all():
         raise ValueError(
-            f"--test_split={config.test_split} leaves no test row, clients are too "
+            f"--test_split={config.test_split} leaves no test row, as clients are too "
             "small; lower --num_clients or take pool"
         )
-    return types.Data(
-        image=image, label=label, mean=mean, scale=scale, partition=stacked
-    )
+    return types.Data(image, label, mean, scale, stacked)
 
 
 def _typical_steps(
     config: schema.Config, num_rows: np.ndarray, batch_size: int
 ) -> np.ndarray:
-    """int[T, C]: steps of an epoch of the clients of a few cohorts."""
+    """int[T, C]: steps of an epoch of the clients in a few cohorts."""
     gen = rng.generator(config.seed, rng.Tag.COHORT)
     steps = -(-num_rows // batch_size)
     size = config.clients_per_round

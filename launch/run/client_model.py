@@ -1,4 +1,4 @@
-"""A model of a run, outside of it: predictions and tests on raw images."""
+"""The models of a run's clients and server: predictions on raw images, and files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ BATCH = 256
 
 
 class ClientModel(NamedTuple):
-    """A model with what it needs to read raw images.
+    """A model with the normalisation of its images.
 
     Attributes:
         model, variables: The model.
-        data: For the normalisation, and the kind of numbers in an image.
-        image_size, image_channels: Of `--image_size` and `--image_channels`.
+        data: The run's data, which define the normalisation and the type of images.
+        image_size, image_channels: The options of these names.
     """
 
     model: types.Model
@@ -38,7 +38,7 @@ class ClientModel(NamedTuple):
         """Probabilities f32[N, Y] of raw images [N, ...].
 
         Raises:
-            ValueError: images of another shape or kind than the data set's.
+            ValueError: images have another shape or type than the data set's.
         """
         return np.asarray(jax.nn.softmax(self._logits(images)))
 
@@ -46,7 +46,7 @@ class ClientModel(NamedTuple):
         """`accuracy` (0..1) and `loss`, the mean cross-entropy, on raw images.
 
         Raises:
-            ValueError: no images, or labels that do not go with them.
+            ValueError: there are no images, or labels do not fit them.
         """
         x, y = np.asarray(x), np.asarray(y)
         if y.ndim != 1 or len(x) != len(y) or not np.issubdtype(y.dtype, np.integer):
@@ -58,7 +58,7 @@ class ClientModel(NamedTuple):
         log_p = np.asarray(jax.nn.log_softmax(self._logits(x)))
         if y.min() < 0 or y.max() >= log_p.shape[1]:
             raise ValueError(
-                f"y has labels {y.min()} to {y.max()}, the model knows 0 to "
+                f"y has labels {y.min()} to {y.max()}, the model's are 0 to "
                 f"{log_p.shape[1] - 1}"
             )
         return {
@@ -70,8 +70,8 @@ class ClientModel(NamedTuple):
         """Writes the model to a file; see `model_files`.
 
         Raises:
-            ValueError: a path with another suffix, or no single model that starts as
-                its architecture does (Split-Mix, Majority).
+            ValueError: another suffix, or the client is not served by a single model
+                of an architecture (Split-Mix, Majority).
             OSError: it cannot be written.
         """
         like = shapes.variables(self.model, self.data.image.shape[1:])
@@ -82,8 +82,8 @@ class ClientModel(NamedTuple):
         is_chain = all(isinstance(one, Mapping) for one in self.variables.params)
         if mine != wanted or not is_chain:
             raise ValueError(
-                f"what serves here is {self.model.name}, which is no single model; it "
-                "cannot be written"
+                f"the client is served by {self.model.name}, which is not a single "
+                "model and cannot be written"
             )
         normal = {"mean": self.data.mean, "scale": self.data.scale}
 
@@ -100,7 +100,7 @@ class ClientModel(NamedTuple):
         return np.concatenate([np.asarray(_forward(*fixed, part)) for part in parts])
 
     def _checked(self, images: np.ndarray) -> np.ndarray:
-        """Images as the table has them."""
+        """The images as in the data set, or a refusal."""
         shape, kind = self.data.image.shape[1:], self.data.image.dtype
         if images.shape[1:] != shape and images.ndim == len(shape) + 1:
             raw = dataset.Dataset(images, np.zeros(len(images)), 0, 0)
@@ -108,7 +108,7 @@ class ClientModel(NamedTuple):
         if images.shape[1:] != shape:
             raise ValueError(
                 f"images are of shape {list(images.shape)}, expected [N, "
-                f"{', '.join(map(str, shape))}], as the data set has them"
+                f"{', '.join(map(str, shape))}] as in the data set"
             )
         if not len(images):
             raise ValueError("images hold no example")
@@ -117,8 +117,7 @@ class ClientModel(NamedTuple):
             if not fits or images.min() < 0 or images.max() > 255:
                 raise ValueError(
                     f"images are {images.dtype} from {images.min():g} to "
-                    f"{images.max():g}, the data set's are {kind} from 0 to 255; give "
-                    "them as the data set has them"
+                    f"{images.max():g}; expected {kind} from 0 to 255, as in the data"
                 )
         return images.astype(kind)
 
@@ -129,7 +128,7 @@ def find(
     seed: int | None = None,
     point: Mapping[str, float] | None = None,
 ) -> ClientModel:
-    """The model that serves a client right now, or the server's first one.
+    """The present personalized model of a client, or the server's first model.
 
     Raises:
         ValueError: there is no such client, seed, point or model.
@@ -144,7 +143,7 @@ def find(
     part = jax.tree.map(lambda leaf: leaf[index], run.data.partition)
     data = run.data.replace(partition=part)
     model, variables = _found(run, client_id, state, data, index)
-    # Copies: the next round takes the state's buffers.
+    # The next round donates the state's buffers, so that copies are needed.
     variables = jax.tree.map(jnp.copy, variables)
     return ClientModel(model, variables, data, config.image_size, config.image_channels)
 
@@ -156,7 +155,7 @@ def _found(
     data: types.Data,
     index: int,
 ) -> tuple[types.Model, types.Variables]:
-    """The model, in the state of one variant and the data of the seed at `index`."""
+    """The model in the state of one variant, with the data of the seed at `index`."""
     algorithm, name = run.program.algorithm, run.config.algo
     if client_id is None:
         if algorithm.server is None:

@@ -1,5 +1,4 @@
-"""Devices: the mesh over clients, precision, what XLA should know of the CPU, and where
-compiled programs are kept."""
+"""Devices: the mesh over clients, settings of XLA, and the compilation cache."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ CACHE_MIN_SECONDS = 0.2
 
 
 def begin(distributed: str) -> None:
-    """What must happen before the first computation, in every command.
+    """Sets up XLA and joins the processes, before the first computation.
 
-    XLA may use 512-bit vectors on CPUs that have them; a user's choice stands.
+    XLA may use 512-bit vectors on CPUs that have them, unless XLA_FLAGS decides it.
 
     Raises:
-        ValueError: one line about that.
+        ValueError: one line about `distributed`.
     """
     flag, given = "xla_cpu_prefer_vector_width", os.environ.get("XLA_FLAGS", "")
     if flag not in given and "avx512f" in _cpuinfo():
@@ -39,7 +38,7 @@ def begin(distributed: str) -> None:
 
 
 def _cpuinfo() -> str:
-    """What Linux says of the processor; "" elsewhere."""
+    """Linux's description of the processor, "" on other systems."""
     path = pathlib.Path("/proc/cpuinfo")
     return path.read_text() if path.is_file() else ""
 
@@ -47,24 +46,24 @@ def _cpuinfo() -> str:
 def user_cache() -> pathlib.Path:
     """The user's folder for compiled programs, one per kind of processor.
 
-    XLA's programs are for the very processor they were compiled on, and a home folder
-    may be shared by several.
+    XLA's programs run only on the kind of processor that compiled them, and machines
+    may share a home folder.
     """
-    told = _cpuinfo() or platform.processor()
-    flags = [line for line in told.splitlines() if line.startswith("flags")][:1]
-    kind = hashlib.sha256((flags or [told])[0].encode()).hexdigest()[:8]
+    found = _cpuinfo() or platform.processor()
+    flags = [line for line in found.splitlines() if line.startswith("flags")][:1]
+    kind = hashlib.sha256((flags or [found])[0].encode()).hexdigest()[:8]
     usual = "Library/Caches" if sys.platform == "darwin" else ".cache"
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / usual
     return pathlib.Path(base, "fedjax_pfl", f"{platform.machine()}-{kind}")
 
 
 def keep_compiled(choice: str) -> None:
-    """Keeps compiled programs on disk, so that a next process need not compile them.
+    """Keeps compiled programs on disk for later processes.
 
-    Never fails a run: a folder that cannot be written is not used.
+    A folder that cannot be written is not used, and is not an error.
 
     Args:
-        choice: `--compile_cache`: a folder, `off`, or empty for what jax is told
+        choice: `--compile_cache`: a folder, `off`, or empty for the setting of jax
             (JAX_COMPILATION_CACHE_DIR) or else the user's cache folder.
     """
     before = jax.config.jax_compilation_cache_dir
@@ -75,20 +74,20 @@ def keep_compiled(choice: str) -> None:
         try:
             folder = pathlib.Path(choice) if choice else user_cache()
             folder = folder.expanduser().absolute()
-            # Whoever may write here may have this user run any code.
+            # Programs in this folder are executed, so others must not write to it.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _shrink(folder)
             wanted = str(folder) if os.access(folder, os.W_OK | os.X_OK) else None
-        except (OSError, RuntimeError):  # RuntimeError: nobody knows the home folder
+        except (OSError, RuntimeError):  # RuntimeError: there is no home folder
             pass
         if choice and wanted is None:
-            line = f"--compile_cache={choice} cannot be written; going on without"
+            line = f"--compile_cache={choice} cannot be written; no cache is used"
             print(line, file=sys.stderr)
     if wanted != before:
         jax.config.update("jax_compilation_cache_dir", wanted)
         least = "jax_persistent_cache_min_compile_time_secs"
         jax.config.update(least, CACHE_MIN_SECONDS)
-        # jax looks at the folder's name only once.
+        # jax reads the folder's name only once.
         compilation_cache.reset_cache()
 
 
@@ -115,25 +114,25 @@ def execution(
     emulate: str = "",
     lanes: str = "0",
 ) -> types.Execution:
-    """The mesh, and how many clients train together, in chunks or in lanes.
+    """Chooses the mesh and how many clients train together, in chunks or in lanes.
 
     Args:
-        client_chunk: A user's choice, 0 = by backend: on a CPU one client at a time, or
-            for tiny models as many as make about 80 examples a step; elsewhere what
-            costs least (`plan.choose_chunk`).
-        num_devices: 0 = all.
+        client_chunk: The given chunk, 0 = by backend: on a CPU one client at a time, or
+            for tiny models as many as make about 80 examples a step; on an accelerator
+            the cheapest chunk (`plan.choose_chunk`).
+        num_devices: Devices that share the clients, 0 = all.
         clients_per_round: Clients of a cohort.
         model_bytes: Size of one client's parameters.
         batch_size: Examples of one client's step.
-        min_chunk: The least chunk elsewhere than on a CPU.
-        num_steps: int[T, C], steps of the clients of a few typical cohorts.
-        num_levels: Levels at which clients compute: a chunk should be of one of them.
-        emulate: `accelerator` = choose as on one, whatever the backend.
-        lanes: Clients in lanes on each device, `0` = none; `auto` = elsewhere than on a
-            CPU as many as cost less than any chunk (`plan.choose_lanes`).
+        min_chunk: The least chunk on an accelerator.
+        num_steps: int[T, C], steps of the clients in a few typical cohorts.
+        num_levels: Levels at which clients compute; a chunk should be of one level.
+        emulate: `accelerator` = choose as on an accelerator.
+        lanes: Lanes of each device, `0` = none, `auto` = on an accelerator the cheapest
+            number if it costs less than chunks (`plan.choose_lanes`).
 
     Raises:
-        ValueError: more devices than there are.
+        ValueError: there are fewer devices.
     """
     present = len(jax.devices())
     if num_devices > present:
@@ -144,7 +143,7 @@ def execution(
     if count < present and jax.process_count() > 1:
         raise ValueError(
             f"--devices={num_devices}: all {present} devices of {jax.process_count()} "
-            "processes take part; leave it away"
+            "processes take part; omit it"
         )
     per_device = -(-clients_per_round // count)
     is_accelerator = jax.default_backend() != "cpu" or emulate == "accelerator"
@@ -158,7 +157,7 @@ def execution(
         chunk = 1
         if model_bytes < SMALL_MODEL_BYTES:
             wanted = max(1, round(80 / batch_size))
-            # A divisor near to it: no padding rows.
+            # The chunk is the nearest divisor, which needs no padding rows.
             divisors = [d for d in range(1, 2 * wanted + 1) if per_device % d == 0]
             chunk = min(divisors, key=lambda d: (abs(d - wanted), d))
     mesh, axis_types = None, (jax.sharding.AxisType.Auto,)
@@ -177,10 +176,10 @@ def execution(
 
 
 def advice(experiment: Any) -> str:
-    """A line for a run most of whose steps were padding, where an option cures that.
+    """A note if most local steps were padding and another option avoids that.
 
-    Empty elsewhere: on an accelerator the chunk that is chosen where none is given
-    costs least, also where it pads.
+    There is none for the default chunk of an accelerator, which costs least even with
+    padding.
     """
     config, totals = experiment.config, experiment.totals
     how, found = experiment.task.execution, totals.step_efficiency
@@ -190,15 +189,15 @@ def advice(experiment: Any) -> str:
         return ""
     if how.lanes:
         return (
-            f"note: {found:.0%} of the executed local steps were real, since the "
-            f"longest client trains on while others of the {how.lanes} lanes are idle; "
-            "with fewer --lanes more would be"
+            f"note: {found:.0%} of the executed local steps were real, since some of "
+            f"the {how.lanes} lanes are idle while the longest client trains; with "
+            "fewer --lanes more would be"
         )
     if not how.vmaps_runs:
         cure = "with --client_chunk=1 all would be"
     elif getattr(config, given):
         flag = f"--{given}={getattr(config, given)}"
-        cure = f"without {flag} the chunk is chosen that costs least"
+        cure = f"without {flag} the cheapest chunk is chosen"
     else:
         return ""
     return (
@@ -208,7 +207,7 @@ def advice(experiment: Any) -> str:
 
 
 def evaluation_rows() -> int:
-    """Examples of one forward pass that measures: on a CPU what its caches hold."""
+    """Rows of a forward pass in an evaluation, on a CPU as many as fit its caches."""
     return 64 if jax.default_backend() == "cpu" else 256
 
 

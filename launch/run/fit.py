@@ -1,4 +1,4 @@
-"""Whether models, lanes and points of a sweep fit the run that they are given to."""
+"""Checks that models, lanes and points of a sweep fit their run."""
 
 from __future__ import annotations
 
@@ -17,15 +17,11 @@ from models import own, stages
 
 
 def check_model(flag: str, model: types.Model, shape: tuple[int, ...]) -> None:
-    """Refuses a model of the registry that cannot take the examples.
-
-    Raises:
-        ValueError: it does not fit.
-    """
+    """Refuses a built-in model that cannot take the examples (ValueError)."""
     try:
         shapes.variables(model, shape)
     except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
-        # Of others only jax and flax understand the words.
+        # Other errors are in terms of jax and flax.
         cause, cure = "", "take another model, for instance mlp"
         if isinstance(error, stages.UnfitError):
             cause = f" ({str(error).splitlines()[0]})"
@@ -40,19 +36,17 @@ def check_model(flag: str, model: types.Model, shape: tuple[int, ...]) -> None:
 def check_own(
     flag: str, model: types.Model, num_classes: int, width: float, examples: np.ndarray
 ) -> None:
-    """Refuses a model of a user's own modules that gives no logits of all classes.
+    """Refuses a custom model that does not give logits of all classes.
 
-    `examples` are a few of the data set's, normalised.
+    `examples` are a few normalised examples of the data set.
 
     Raises:
-        ValueError: one line: it does not take the examples, or gives something else.
+        ValueError: one line: it does not take the examples, or has another output.
     """
     shape = examples.shape[1:]
     if width != 1:
-        raise ValueError(
-            f"--model_width={width:g} has no effect on a model of your own; leave it "
-            "away"
-        )
+        line = f"--model_width={width:g} has no effect on a custom model"
+        raise ValueError(f"{line}; omit it")
     try:
         variables = shapes.variables(model, shape)
         example = jax.ShapeDtypeStruct((2, *shape), np.float32)
@@ -63,7 +57,7 @@ def check_own(
         _, moved = jax.eval_shape(train, *variables, example, key=key)
         if jax.tree.structure(moved) != jax.tree.structure(variables.stats):
             raise ValueError("its collections grow in train mode; sow nothing")
-    except Exception as error:  # whatever a module of a user's raises
+    except Exception as error:  # a custom module may raise anything
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
             f"{flag}: {model.name} cannot take examples f32[2, "
@@ -78,8 +72,8 @@ def check_own(
     reason = own.depends_on_neighbours(model, examples)
     if reason:
         raise ValueError(
-            f"{flag}: {model.name} {reason}; a module that stays in train mode does "
-            "that: name `train`, `deterministic` or `use_running_average` in its "
+            f"{flag}: {model.name} {reason}, probably because a module stays in train "
+            "mode; name `train`, `deterministic` or `use_running_average` in its "
             "__call__, or take linen modules"
         )
 
@@ -87,9 +81,9 @@ def check_own(
 def unfit_for_lanes(
     algorithm: types.Algorithm, planner: plan.Planner, data: types.Data
 ) -> str:
-    """Why an algorithm's rounds cannot run in lanes, "" if they can."""
+    """The reason why an algorithm's rounds cannot run in lanes, "" if they can."""
     if not algorithm.plans:
-        return "nobody trains"
+        return "no client trains"
     tables = data.replace(partition=jax.tree.map(lambda x: x[0], data.partition))
     try:
         state = jax.eval_shape(algorithm.init, tables, jax.random.key(0))
@@ -104,22 +98,22 @@ def unfit_for_lanes(
 def check_points(
     line: str, entry: Any, hparams: Any, points: list[sweep.Point], task: types.Task
 ) -> None:
-    """Refuses a sweep whose points differ in more than numbers of one program.
+    """Refuses a sweep whose points need several programs, or an invalid point.
 
     Raises:
-        ValueError: one line, also what the algorithm refuses of a point.
+        ValueError: one line.
     """
     each = [dataclasses.replace(hparams, **point) for point in points if line]
     every = [entry.make(one, task) for one in each]
     facts = [(made.plans, made.peers, made.messages) for made in every]
     if any(one != facts[0] for one in facts):
         raise ValueError(
-            f"--sweep={line}: its points have other plans, peers or messages; from "
+            f"--sweep={line}: its points differ in plans, peers or messages; from "
             "Python build.compare({...}) runs any settings side by side"
         )
 
 
 def able(need: str) -> str:
-    """The algorithms whose registry entry has a need."""
+    """The algorithms that have a feature, from their registry entries."""
     entries = algorithms.ALGORITHMS.items()
     return " or ".join(name for name, one in entries if getattr(one, need, False))

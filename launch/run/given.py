@@ -1,4 +1,4 @@
-"""What a user gave, made a configuration: names resolved, data loaded, all checked."""
+"""Turns given options into settings: resolves names, loads data, checks all values."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from models import own
 
 
 class Settings(NamedTuple):
-    """All that decides a run.
+    """Everything that a run depends on.
 
     Attributes:
         entry: The algorithm.
-        config: Every field set.
+        config: The common options, with every field set.
         hparams: The algorithm's options.
         source: The data set.
-        public: Images that all clients share without labels, or None.
-        own_models: Models that are not in the registry, by name.
-        own_sha256: Of what a user wrote: an edited model is another run.
-        examples_sha256: Of the data set before its images were fitted.
-        source_hash: Of `source`; a copy may be fed more.
+        public: Unlabelled images that all clients share, or None.
+        own_models: Custom models by name.
+        own_sha256: Hash of custom code, since a run with edited code is another run.
+        examples_sha256: Hash of the data set before its images were fitted.
+        source_hash: Hash object of `source`, to copy and extend.
     """
 
     entry: Any
@@ -42,7 +42,7 @@ class Settings(NamedTuple):
 
 
 def settled(**given: Any) -> Settings:
-    """The settings of option names and values; see `experiment.experiment`.
+    """The settings for option names and values; see `experiment.experiment`.
 
     Raises:
         ValueError: one line: what came, what was expected, which option to change.
@@ -67,7 +67,7 @@ def settled(**given: Any) -> Settings:
     if config.rotate_classes > 1 and config.partition in ("cdkt", "cdkt_paper"):
         raise ValueError(
             f"--rotate_classes={config.rotate_classes}: --partition={config.partition} "
-            "gives users of the data's own classes; take another partition"
+            "needs the data's own classes; take another partition"
         )
     wants_public = config.public_set != "none"
     return Settings(
@@ -84,14 +84,14 @@ def settled(**given: Any) -> Settings:
 
 
 def sha256(*arrays: Any) -> Any:
-    """The hash of what arrays hold, one after another; it may be fed more."""
+    """A hash object of the contents of arrays, one after another."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(np.ascontiguousarray(array).data)
     return digest
 
 
-# Of one process: where it is, and what it has on its own disk.
+# Options that may differ between processes: addresses and paths
 _OF_ONE_PROCESS = ("distributed", "data_dir", "compile_cache", "workdir")
 
 
@@ -101,7 +101,7 @@ def check_alike(given: Mapping[str, Any]) -> None:
     Raises:
         ValueError: one line.
     """
-    # The processes that there are, without which of them this one is.
+    # HOST:PORT,COUNT without the INDEX of this process
     together = (given.get("distributed") or "").rpartition(",")[0]
     has_folder = "given" if given.get("workdir") else "unset"
     named = {"distributed": together, "workdir": has_folder} | {
@@ -113,7 +113,7 @@ def check_alike(given: Mapping[str, Any]) -> None:
 
 
 def _own_sha256(given: Mapping[str, Any]) -> str:
-    """Of the source of modules and of an algorithm; "" if there are none."""
+    """The hash of the source of custom modules and algorithms, "" if there are none."""
     texts = {
         name: own.fingerprint(given[name])
         for name in ("model", "client_model")
@@ -127,7 +127,7 @@ def _own_sha256(given: Mapping[str, Any]) -> str:
 def _named(
     given: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dataset.Dataset | None, dict[str, types.Model]]:
-    """Options with a name for each data set and model, and what these names mean."""
+    """Replaces custom data and models by names, and returns what these names mean."""
     given, source, own_models = dict(given), None, {}
     if "sweep" in given:
         given["sweep"] = sweep.text(given["sweep"])
@@ -153,7 +153,7 @@ def _named(
 
 
 def _public_images(config: schema.Config, source: dataset.Dataset) -> np.ndarray:
-    """Train images of `--public_set`, of the shape and type of the data set's."""
+    """The train images of `--public_set`, checked against those of the data set."""
     if config.proxy_fraction:
         raise ValueError(
             f"--public_set={config.public_set} and --proxy_fraction="
@@ -162,7 +162,7 @@ def _public_images(config: schema.Config, source: dataset.Dataset) -> np.ndarray
     if config.public_set.removesuffix("_5k") == config.dataset.removesuffix("_5k"):
         raise ValueError(
             f"--public_set={config.public_set} holds images of the clients' own "
-            f"--dataset={config.dataset}; take another, or set a share aside with "
+            f"--dataset={config.dataset}; take another, or set a fraction aside with "
             "--proxy_fraction"
         )
     public = loaders.load(config.public_set, config.data_dir, flag="public_set")

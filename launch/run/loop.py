@@ -1,12 +1,12 @@
-"""The loop of a run, and those who listen to it.
+"""The loop of a run and its listeners.
 
-Nobody but a listener knows what the loop does, and the loop knows nothing of them:
+Everything beside training and evaluation is done by listeners:
 
     on_start                    before the first call
-        on_compile              around what is compiled
-        on_call                 after a call of about ten seconds, with what it measured
-    on_done                     after the last call, also where a signal asked for that
-    on_end                      at the end, whatever ended it
+        on_compile              around compilations
+        on_call                 after a call of about ten seconds, with its measurements
+    on_done                     after the last call, also if a signal ended the run
+    on_end                      at the end, also after an error
 """
 
 from __future__ import annotations
@@ -23,50 +23,50 @@ Records = Sequence[dict[str, Any]]
 
 
 class Listener:
-    """Listens to a run, and does nothing; others do one thing of their own.
+    """A listener that does nothing, the base of all others.
 
-    Of several processes each has its own listeners.
+    Each of several processes has its own listeners.
 
     Attributes:
-        every: Rounds between the calls that it wants to end, 0 = it does not care.
+        every: A call must end at each multiple of this round, 0 = anywhere.
     """
 
     every = 0
 
     def on_start(self, run: Run) -> None:
-        """Before the first call."""
+        """Called before the first call."""
 
     def on_compile(self, run: Run) -> contextlib.AbstractContextManager:
-        """Gives what is entered while something is compiled."""
+        """Returns a context that is entered while something is compiled."""
         return contextlib.nullcontext()
 
     def on_call(self, run: Run, records: Records) -> None:
-        """After a call; `records` are empty where nothing was due to be measured."""
+        """Called after a call; `records` are empty if no evaluation was due."""
 
     def on_done(self, run: Run) -> None:
-        """After the last call, unless an error ended it."""
+        """Called after the last call, unless an error ended the run."""
 
     def on_end(self, run: Run) -> None:
-        """At the end, also where an error came."""
+        """Called at the end, also after an error."""
 
 
 class OnRecord(Listener):
     """Calls a function with every record, in the first of several processes."""
 
-    def __init__(self, tell: Callable[[dict[str, Any]], None]):
-        self._tell = tell
+    def __init__(self, act: Callable[[dict[str, Any]], None]):
+        self._act = act
 
     def on_call(self, run: Run, records: Records) -> None:
         for record in records if processes.is_first() else ():
-            self._tell(dict(record))
+            self._act(dict(record))
 
 
 def run(
     run: Run, listeners: Sequence[Listener], stop: Stop, until: int | None = None
 ) -> bool:
-    """Advances, measures and tells, until a round or a signal; whether it came there.
+    """Trains and evaluates until a round or a signal; returns whether it got there.
 
-    Listeners are told in their order, and `stop` is asked after every call.
+    Listeners are called in their order, and `stop` is checked after every call.
     """
     until = run.config.rounds if until is None else until
     every = max((one.every for one in listeners), default=0)

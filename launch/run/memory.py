@@ -1,7 +1,7 @@
-"""The memory that a run needs for models, partitions and one cohort's round.
+"""Predicts the memory that a run needs for models, partitions and one cohort's round.
 
-A lower bound from numbers alone, known before anything is built: what it refuses would
-not have run, what it lets through may still be too much (`ending` has a line for that).
+This is a lower bound from numbers alone, before anything is built. A run that is
+refused would not have worked, and one that passes may still need too much.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import jax
 
 from data import memory
 
-# Of a client in a partition's tables.
+# Bytes of a client in a partition's tables
 _CLIENT_BYTES = 250
 
 
 class Need(NamedTuple):
-    """Memory that a run takes.
+    """Memory that a run needs.
 
     Attributes:
-        what: Words.
-        bytes: At least so many.
-        factors: Flag -> how many times it multiplies the bytes.
-        on_device: On the accelerator, where there is one.
+        what: What needs it, in words.
+        bytes: A lower bound.
+        factors: Flag -> the factor by which it multiplies the bytes.
+        on_device: Whether it is on the accelerator, if there is one.
     """
 
     what: str
@@ -35,39 +35,29 @@ class Need(NamedTuple):
 
 
 def needs(options: dict[str, Any], *, num_rows: int, model_bytes: int) -> list[Need]:
-    """What a run needs at least, by numbers alone; `options` are all, resolved."""
+    """Lower bounds for a run; `options` are all its options, resolved."""
     seeds, clients = options["num_seeds"], options["num_clients"]
     cohort, batch = options["clients_per_round"], options.get("batch_size", 1)
     if options["examples_per_client"]:
         num_rows = min(num_rows, options["examples_per_client"] * clients)
-    # Half of the mean: some rows test, and a cohort's largest client has no less.
+    # Some rows are test rows, and a cohort's largest client has at least half the mean.
     owned = int((1 - options["proxy_fraction"]) * num_rows / clients / 2) or 1
     padded = -(-owned // batch) * batch
-    # Most of a model's weights lie between two hidden layers.
+    # Most of a model's weights are between two hidden layers.
     size = {"model": 1, "model_width": options["model_width"] ** 2}
     flag = "client_chunk" if options["lanes"] in ("0", "auto") else "lanes"
     chunk = min(int(options[flag]) or 1, cohort)
+    by_seed, by_chunk = size | {"num_seeds": seeds}, size | {flag: chunk}
+    together = "the models of the clients that train together"
+    rows = seeds * (12 * num_rows + _CLIENT_BYTES * clients)
+    by_client = {"num_seeds": seeds, "num_clients": clients}
     out = [
-        Need(
-            "the models of all seeds",
-            seeds * model_bytes,
-            size | {"num_seeds": seeds},
-            True,
-        ),
-        Need(
-            "the models of the clients that train together",
-            3 * chunk * model_bytes,
-            size | {flag: chunk},
-            True,
-        ),
-        Need(
-            "the partitions of all seeds",
-            seeds * (12 * num_rows + _CLIENT_BYTES * clients),
-            {"num_seeds": seeds, "num_clients": clients},
-        ),
+        Need("the models of all seeds", seeds * model_bytes, by_seed, True),
+        Need(together, 3 * chunk * model_bytes, by_chunk, True),
+        Need("the partitions of all seeds", rows, by_client),
     ]
     for name in (name for name in options if name.endswith("_epochs")):
-        # Every client of the cohort trains locally; of other plans one row is sure.
+        # All clients of the cohort train locally, and other plans have at least a row.
         times = cohort if name == "local_epochs" else 1
         factors = {name: options[name], "batch_size": padded / owned}
         factors |= {"clients_per_round": times}
@@ -77,11 +67,11 @@ def needs(options: dict[str, Any], *, num_rows: int, model_bytes: int) -> list[N
 
 
 def kept(options: dict[str, Any], shapes: Any) -> Need:
-    """What a state of these shapes and dtypes takes: models that clients keep."""
+    """The memory of a state of these shapes and dtypes, mostly clients' models."""
     leaves = jax.tree.leaves(shapes)
     total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     factors = {name: options[name] for name in ("num_seeds", "num_clients")}
-    return Need("what clients keep", total, factors, True)
+    return Need("the models that clients keep", total, factors, True)
 
 
 def refuse(needed: Sequence[Need], options: dict[str, Any]) -> None:
@@ -92,7 +82,7 @@ def refuse(needed: Sequence[Need], options: dict[str, Any]) -> None:
     """
     on_device, on_host = free_bytes()
     for place, limit in ((False, on_host), (True, on_device)):
-        # A CPU's devices use the host's memory.
+        # Devices of a CPU use the host's memory.
         here = [n for n in needed if n.on_device == place or on_device is None]
         total = sum(one.bytes for one in here)
         if limit is None or total <= limit:
@@ -101,7 +91,7 @@ def refuse(needed: Sequence[Need], options: dict[str, Any]) -> None:
         flag = max(worst.factors, key=worst.factors.__getitem__)
         raise ValueError(
             f"--{flag}={options[flag]} needs {_size(total)} of memory at least, most "
-            f"of it for {worst.what}; {_size(limit)} are free; "
+            f"of it for {worst.what}, and {_size(limit)} are free; "
             f"{'take a smaller one' if flag == 'model' else 'lower it'}"
         )
 
@@ -111,7 +101,7 @@ def _size(count: int) -> str:
 
 
 def free_bytes() -> tuple[int | None, int | None]:
-    """Free bytes of the devices, None where they use the host's, and of the host."""
+    """Free bytes of the devices, None if they use the host's, and of the host."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     on_device = None
     if all("bytes_limit" in one for one in stats):

@@ -1,11 +1,11 @@
-"""Models as files: written by a run, read without it, and what a run starts from.
+"""Writes models to files, reads them, and starts runs from them.
 
-A file holds a nested dictionary of arrays that needs none of this package to be read:
+A file holds a nested dictionary of arrays, which can be read without this package:
 
-* `stages`: by name, in the order of the chain, each with `params` and, where it has
-  any, `stats` (running statistics); under `trunk` and `exit` where it has an exit;
-* `input`: `mean` and `scale`; the first stage sees `(image - mean) * scale`;
-* `sha256`: of all these arrays, hexadecimal (`checkpoint.digest`).
+* `stages`: by name in the order of the chain, each with `params` and, if it has any,
+  `stats` (running statistics); a stage with an exit has these under `trunk` and `exit`;
+* `input`: `mean` and `scale`; the first stage gets `(image - mean) * scale`;
+* `sha256`: the hexadecimal hash of all these arrays (`checkpoint.digest`).
 
 `.msgpack` is flax.serialization's format; the keys of an `.npz` are paths such as
 `stages/conv1/params/kernel`.
@@ -30,10 +30,10 @@ SUFFIXES = (".msgpack", ".npz")
 def write(
     path: Any, model: types.Model, variables: types.Variables, normal: Mapping[str, Any]
 ) -> pathlib.Path:
-    """Writes a model to a file, at once; `normal` are its `mean` and `scale`.
+    """Writes a model to a file atomically; `normal` has its `mean` and `scale`.
 
     Raises:
-        ValueError: a path with another suffix, or a folder.
+        ValueError: the path has another suffix, or is a folder.
         OSError: it cannot be written.
     """
     path = pathlib.Path(path)
@@ -49,16 +49,16 @@ def write(
     if path.suffix == ".npz":
         np.savez(temporary, **traverse_util.flatten_dict(tree, sep="/"))
     else:
-        # In place: its copy would sort the stages by name.
+        # A copy, as without `in_place`, would sort the stages by name.
         temporary.write_bytes(serialization.msgpack_serialize(tree, in_place=True))
     return temporary.rename(path)
 
 
 def read(path: Any) -> dict[str, Any]:
-    """The nested dictionary that a file holds.
+    """The nested dictionary in a file.
 
     Raises:
-        ValueError: one line: it is not there, or no file of a model.
+        ValueError: one line: there is no file, or it is not a model's.
     """
     path = pathlib.Path(path).expanduser()
     try:
@@ -71,14 +71,14 @@ def read(path: Any) -> dict[str, Any]:
             tree = serialization.msgpack_restore(path.read_bytes())
         if not isinstance(tree, dict) or not isinstance(tree.get("stages"), dict):
             raise ValueError("it has no stages")
-        told = tree.pop("sha256", None)
-        if told is not None and str(told) != checkpoint.digest(tree):
-            raise ValueError("its arrays are not those that its checksum is of")
+        recorded = tree.pop("sha256", None)
+        if recorded is not None and str(recorded) != checkpoint.digest(tree):
+            raise ValueError("its arrays do not match its checksum")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from error
-    except Exception as error:  # msgpack, zipfile and numpy have errors of their own
+    except Exception as error:  # msgpack, zipfile and numpy have various errors
         reason = (str(error) or type(error).__name__).splitlines()[0][:160]
-        raise ValueError(f"{path} is no file of a model ({reason})") from error
+        raise ValueError(f"{path} is not a model's file ({reason})") from error
     return tree
 
 
@@ -88,19 +88,14 @@ def starting(
     shape: tuple[int, ...],
     normal: tuple[np.ndarray, np.ndarray],
 ) -> types.Model:
-    """The same model, whose initial variables are those of a file.
+    """The same model with the initial variables of a file.
 
-    Its narrower forms start from leading slices of them.
-
-    Args:
-        path: `--init_from`.
-        model: As it would be without.
-        shape: Of one example.
-        normal: Mean and scale of the run's images.
+    Its narrower forms start from leading slices of them. `shape` is that of an example,
+    and `normal` are mean and scale of the run's images.
 
     Raises:
-        ValueError: one line: the file is none, or of another model or normalisation,
-            or holds what is no finite float.
+        ValueError: one line: it is not a model's file, holds another model, another
+            normalisation, or values that are not finite.
     """
     tree = read(path)
     stages = tree["stages"]
@@ -109,7 +104,7 @@ def starting(
     odd = _difference(wanted, stages)
     if odd:
         raise ValueError(
-            f"--init_from={path} is of another model than --model={model.name}: {odd}"
+            f"--init_from={path} holds another model than --model={model.name}: {odd}"
         )
     kinds = traverse_util.flatten_dict(wanted, sep="/")
     for name, leaf in traverse_util.flatten_dict(stages, sep="/").items():
@@ -124,7 +119,7 @@ def starting(
                 f"--init_from={path}: stages/{name} holds nan or infinity; take a file "
                 "of a run that did not diverge"
             )
-    # An npz file has no empty dictionaries: a stage without parameters is not in it.
+    # npz files have no empty dictionaries, so a stage without parameters is missing.
     held = [stages.get(name, {}) for name in model.stage_names]
     parts = [stage if "exit" in stage else {"trunk": stage} for stage in held]
     params = [{n: own.get("params", {}) for n, own in one.items()} for one in parts]
@@ -135,32 +130,31 @@ def starting(
 
 
 def _check_input(
-    path: str, told: Mapping[str, Any], normal: tuple[np.ndarray, np.ndarray]
+    path: str, found: Mapping[str, Any], normal: tuple[np.ndarray, np.ndarray]
 ) -> None:
-    """Refuses a model that saw images otherwise normalised than this run's are.
+    """Refuses a model that was trained with another normalisation.
 
-    By more than .3 of what a number spreads, on average over all numbers that have a
-    mean of their own; constants of other rows of the same data differ by less.
+    Constants may differ by .3 standard deviations, in the root mean square over all
+    numbers with a mean of their own. Other rows of the same data differ by less.
     """
-    if not {"mean", "scale"} <= told.keys():
+    if not {"mean", "scale"} <= found.keys():
         return
     mean, scale = (np.asarray(one, np.float64) for one in normal)
     try:
-        before = np.asarray(told["mean"], np.float64), np.asarray(told["scale"])
+        before = np.asarray(found["mean"], np.float64), np.asarray(found["scale"])
         gaps = (mean - before[0]) * scale, before[1] / scale - 1
         is_like = all(np.sqrt(np.mean(gap**2)) <= 0.3 for gap in gaps)
     except (ValueError, TypeError):
         is_like = False
     if not is_like:
         raise ValueError(
-            f"--init_from={path}: its model saw images otherwise normalised than this "
-            "run's; give the --normalization, --image_size and --dataset that it was "
-            "trained with"
+            f"--init_from={path}: its model was trained with another normalisation; "
+            "give its --normalization, --image_size and --dataset"
         )
 
 
 def _from(saved: types.Variables, model: types.Model) -> types.Model:
-    """A model whose variables begin as leading slices of others."""
+    """A model whose initial variables are leading slices of saved ones."""
 
     def init(key: jax.Array, x: jax.Array) -> tuple[types.Params, types.Stats]:
         like = types.Variables(*jax.eval_shape(model.init, key, x))
@@ -180,7 +174,7 @@ def _from(saved: types.Variables, model: types.Model) -> types.Model:
 
 
 def _stages(model: types.Model, variables: types.Variables) -> dict[str, Any]:
-    """What a file has of a model's stages."""
+    """The stages of a model as in its file."""
     out = {}
     for name, params, stats in zip(model.stage_names, *variables, strict=True):
         parts = {
@@ -192,14 +186,14 @@ def _stages(model: types.Model, variables: types.Variables) -> dict[str, Any]:
 
 
 def _arrays(tree: Any) -> Any:
-    """The same nested dictionary, in its order, with numpy arrays."""
+    """The same nested dictionary in its order, with numpy arrays."""
     if isinstance(tree, Mapping):
         return {name: _arrays(value) for name, value in tree.items()}
     return np.asarray(tree)
 
 
 def _difference(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """The first array in which two nested dictionaries differ, "" if in none."""
+    """The first difference between two nested dictionaries of arrays, or ""."""
     flat = [traverse_util.flatten_dict(tree, sep="/") for tree in (wanted, found)]
     wanted, found = ({k: list(np.shape(v)) for k, v in one.items()} for one in flat)
     for path in [*wanted, *found]:

@@ -1,8 +1,8 @@
-"""Several processes as one run: jax.distributed, who writes, what all agree on.
+"""Several processes as one run: joining them, and values on which all agree.
 
-Every process runs the same program on the same plans, XLA's collectives move the data,
-and process 0 alone touches the run's folder and prints. What a clock, a signal or a
-disk decides is decided in process 0, or by all together, and told to all.
+Every process runs the same program on the same plans, and XLA's collectives move the
+data. Only process 0 prints and accesses the run's folder. Decisions that depend on a
+clock, a signal or a disk are made in process 0, or by all together, and sent to all.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-# Seconds in which all processes must be there; in which one that ended is noticed; in
-# which all must end; and in which all must call what only all together can do.
+# Seconds until all processes must have joined, until a dead one is noticed, until all
+# must have ended, and until all must have called a function that needs all of them.
 START_SECONDS = 30
 HEARTBEAT_SECONDS = 20
 END_SECONDS = 10
 MEET_SECONDS = 120
 
-# jax's runtime ends a process in C++ when another is gone, and says so on stderr. This
-# stands between its stderr and ours, and says our line first.
+# jax's runtime ends a process in C++ when another one is gone, with messages on stderr.
+# This program copies that stderr to ours, and prints our line before those messages.
 _FIRST_LINE = """
 import os, select, sys
 held, is_fatal = b"", False
@@ -53,7 +53,7 @@ while True:
 
 
 class Lost(Exception):
-    """Another process of the run has ended, or cannot be reached."""
+    """One line about another process that has ended or cannot be reached."""
 
 
 def several() -> bool:
@@ -67,27 +67,27 @@ def is_first() -> bool:
 
 
 def say(*args: Any, **options: Any) -> None:
-    """`print`, in process 0."""
+    """Prints in process 0."""
     if is_first():
         print(*args, **options)
 
 
-def start(told: str) -> None:
-    """Joins the processes of a run, before anything is computed; once.
+def start(given: str) -> None:
+    """Joins the processes of a run, once and before anything is computed.
 
     Args:
-        told: `--distributed`: empty = alone; `auto` = as the cluster says (TPU pods,
-            SLURM, Open MPI, ...); `HOST:PORT,COUNT,INDEX` = by hand.
+        given: `--distributed`: empty = one process, `auto` = as the cluster says (TPU
+            pods, SLURM, Open MPI, ...), or `HOST:PORT,COUNT,INDEX`.
 
     Raises:
-        ValueError: one line: it is neither, or nothing answers there.
+        ValueError: one line: it is none of these, or process 0 does not answer.
     """
-    if not told or jax.distributed.is_initialized():
+    if not given or jax.distributed.is_initialized():
         return
-    flag = f"--distributed={told}"
+    flag = f"--distributed={given}"
     arguments: dict[str, Any] = {}
-    if told != "auto":
-        host, port, count, index = _parsed(told)
+    if given != "auto":
+        host, port, count, index = _parsed(given)
         arguments = {
             "coordinator_address": f"{host}:{port}",
             "num_processes": count,
@@ -97,11 +97,11 @@ def start(told: str) -> None:
             return
         _probe(flag, host, port, index)
         _as_many_threads(count)
-    # Its handler of SIGTERM would take the signal from ours.
+    # This service would replace our handler of SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
     missing = (
-        f"error: {flag}: the processes did not come together within {START_SECONDS} s; "
-        "start each once, with its own INDEX, and let all reach process 0"
+        f"error: {flag}: the processes did not join within {START_SECONDS} s; start "
+        "each once, with its own INDEX, and check that all can reach process 0"
     )
     with _first_line(missing) as watch:
         try:
@@ -113,35 +113,35 @@ def start(told: str) -> None:
             )
         except (RuntimeError, ValueError, TypeError) as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
-            hint = "give HOST:PORT,COUNT,INDEX" if told == "auto" else "start it anew"
+            hint = "give HOST:PORT,COUNT,INDEX" if given == "auto" else "start again"
             raise ValueError(f"{flag}: {reason[0][:200]}; {hint}") from error
         watch(f"error: {_lost()}")
 
 
-def _parsed(told: str) -> tuple[str, int, int, int]:
+def _parsed(given: str) -> tuple[str, int, int, int]:
     """(host, port, count, index) of `--distributed`."""
-    address, *numbers = told.split(",")
+    address, *numbers = given.split(",")
     host, _, port = address.rpartition(":")
     texts = (port, *numbers)
     if not host or len(numbers) != 2 or not all(t.isdecimal() for t in texts):
         raise ValueError(
-            f"--distributed={told}: expected auto, or HOST:PORT,COUNT,INDEX, such as "
+            f"--distributed={given}: expected auto, or HOST:PORT,COUNT,INDEX, such as "
             "10.0.0.1:1234,2,0 for the first of two processes"
         )
     port, count, index = map(int, texts)
     if not 0 < port < 65536 or not 0 <= index < count:
         raise ValueError(
-            f"--distributed={told}: expected a port below 65536 and an INDEX of "
+            f"--distributed={given}: expected a port below 65536 and an INDEX of "
             f"0..{max(count - 1, 0)}"
         )
     return host, port, count, index
 
 
 def _as_many_threads(count: int) -> None:
-    """Gives a process with several CPU devices the threads that one with all has.
+    """Gives a process the number of threads that one process for all devices has.
 
-    XLA compiles loops for as many threads as there are, at least one a device, and
-    rounds otherwise with another number. A user's choice stands.
+    XLA compiles loops for the number of threads, at least one per device, and another
+    number rounds differently. NPROC, if it is set, is not changed.
     """
     flag = r"--xla_force_host_platform_device_count=(\d+)"
     if found := re.search(flag, os.environ.get("XLA_FLAGS", "")):
@@ -150,16 +150,14 @@ def _as_many_threads(count: int) -> None:
 
 
 def _probe(flag: str, host: str, port: int, index: int) -> None:
-    """Refuses where process 0 cannot listen, or does not: its runtime would wait."""
+    """Refuses a port at which process 0 cannot listen or does not answer."""
     if index == 0:
         try:
-            with socket.create_server(("", port)):
-                return
+            socket.create_server(("", port)).close()
+            return
         except OSError as error:
-            raise ValueError(
-                f"{flag}: port {port} cannot be used here ({error.strerror}); take "
-                "another"
-            ) from error
+            line = f"{flag}: port {port} cannot be used here ({error.strerror})"
+            raise ValueError(f"{line}; take another") from error
     until, reason = time.monotonic() + START_SECONDS, ""
     while time.monotonic() < until:
         try:
@@ -176,9 +174,10 @@ def _probe(flag: str, host: str, port: int, index: int) -> None:
 
 @contextlib.contextmanager
 def _first_line(line: str) -> Iterator[Callable[[str], None]]:
-    """Says `line` before what jax's runtime says when it ends this process.
+    """Prints `line` before the messages of jax's runtime when it ends this process.
 
-    Gives a function that replaces the line and stays in force.
+    Yields:
+        A function that replaces the line, also after the context.
     """
     ours = os.dup(2)
     # A notebook's stderr has no descriptor.
@@ -189,7 +188,7 @@ def _first_line(line: str) -> Iterator[Callable[[str], None]]:
     def watch(line: str) -> None:
         read, write = os.pipe()
         command = [sys.executable, "-S", "-c", _FIRST_LINE, line]
-        # Of a session of its own: Ctrl-C is not for it.
+        # A session of its own keeps Ctrl-C from it.
         subprocess.Popen(command, stdin=read, stderr=ours, start_new_session=True)
         os.dup2(write, 2)
         for one in (read, write):
@@ -205,20 +204,19 @@ def _first_line(line: str) -> Iterator[Callable[[str], None]]:
 
 def _lost(reason: str = "") -> str:
     """The line about a process that is gone."""
-    reason = f" ({reason})" if reason else ""
     return (
-        f"another process of this run has ended, or cannot be reached{reason}; what "
-        "was saved stays (--resume goes on)"
+        "another process of this run has ended, or cannot be reached"
+        f"{reason and f' ({reason})'}; everything saved is kept, --resume continues"
     )
 
 
 @contextlib.contextmanager
 def ended() -> Iterator[None]:
-    """Ends a process of several with its exit code.
+    """Ends each of several processes with its exit code.
 
-    Where all have done what they should they wait for one another; a process that
-    refuses something waits `END_SECONDS` for others that do, one that was interrupted,
-    or lost another, for nobody.
+    Processes that succeed wait for one another, and one that refuses something waits
+    `END_SECONDS` for others that do. An interrupted one does not wait, and neither does
+    one that has lost another.
     """
     try:
         yield
@@ -232,14 +230,14 @@ def ended() -> Iterator[None]:
 
 
 def _leave(code: int, waits: bool) -> NoReturn:
-    """Ends the process without what runs at exit, which would wait for the others."""
+    """Ends the process without its exit handlers, which would wait for the others."""
     for file in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             file.flush()
     if waits:
-        with contextlib.suppress(Exception):  # whoever else is gone: so are we
+        with contextlib.suppress(Exception):  # others may have ended already
             if code in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
-                # One may still work alone, such as at a report.
+                # Another may still work alone, for instance at a report.
                 gathered(code)
             jax.distributed.shutdown()
     os._exit(code)
@@ -247,11 +245,7 @@ def _leave(code: int, waits: bool) -> NoReturn:
 
 @contextlib.contextmanager
 def reaching() -> Iterator[None]:
-    """Turns what XLA raises when a process is gone into `Lost`.
-
-    Raises:
-        Lost: with one line.
-    """
+    """Turns the error that XLA raises when a process is gone into `Lost`."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -262,27 +256,27 @@ def reaching() -> Iterator[None]:
 
 
 def meet(what: str) -> None:
-    """Waits until all processes are here.
+    """Waits until all processes have called it.
 
     Raises:
-        ValueError: the others did not come within `MEET_SECONDS`.
+        ValueError: the others did not call it within `MEET_SECONDS`.
     """
     if not several():
         return
-    from orbax.checkpoint import multihost  # a second, which only several pay
+    from orbax.checkpoint import multihost  # takes a second
 
     wait = multihost.get_barrier_sync_fn()
     try:
         wait(key=f"fedjax_pfl {what}", timeout_ms=1000 * MEET_SECONDS)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
-            f"{what} is for all {jax.process_count()} processes together: the others "
-            f"did not call it within {MEET_SECONDS} s; let all of them do"
+            f"{what} needs all {jax.process_count()} processes, and the others did not "
+            f"call it within {MEET_SECONDS} s; call it in all of them"
         ) from error
 
 
 def gathered(value: Any) -> list[Any]:
-    """A JSON-able value of each process, in all of them."""
+    """Sends a JSON-able value of each process to all, and returns all values."""
     if not several():
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -295,34 +289,31 @@ def gathered(value: Any) -> list[Any]:
 
 
 def of_first(value: Any) -> Any:
-    """A JSON-able value of process 0, in all of them."""
+    """Sends a JSON-able value of process 0 to all, and returns it."""
     return gathered(value if is_first() else None)[0]
 
 
 def on_first(act: Callable[[], Any]) -> Any:
-    """What process 0 finds or does, or its error, in all of them.
+    """Calls `act` in process 0, and returns its result or raises its error in all.
 
     Raises:
         ValueError, OSError: as `act` raised it.
     """
     if not several():
         return act()
-    done, kind, line = None, "", ""
+    done, is_value, line = None, False, ""
     try:
         done = act() if is_first() else None
     except (ValueError, OSError) as error:
-        kind, line = (
-            "ValueError" if isinstance(error, ValueError) else "OSError",
-            str(error),
-        )
-    done, kind, line = of_first((done, kind, line))
-    if kind:
-        raise {"ValueError": ValueError, "OSError": OSError}[kind](line)
+        is_value, line = isinstance(error, ValueError), str(error) or "an error"
+    done, is_value, line = of_first((done, is_value, line))
+    if line:
+        raise (ValueError if is_value else OSError)(line)
     return done
 
 
 def arrays_of_first(arrays: Any, template: Any) -> Any:
-    """A pytree of arrays of process 0, in all of them, on the host; leaf by leaf."""
+    """Sends a pytree of arrays of process 0 to all, on the host, leaf by leaf."""
     if not several():
         return arrays
     like, structure = jax.tree.flatten(template)
@@ -336,7 +327,7 @@ def arrays_of_first(arrays: Any, template: Any) -> Any:
             like = jax.eval_shape(jax.random.key_data, shape)
         if leaf is None:
             leaf = np.zeros(like.shape, like.dtype)
-        # As bits, so that 64-bit numbers pass where jax has none.
+        # Sent as bytes, since jax may not have 64-bit numbers.
         bits = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
         got = np.asarray(multihost_utils.broadcast_one_to_all(bits))
         array = got.view(like.dtype).reshape(like.shape)
@@ -346,7 +337,7 @@ def arrays_of_first(arrays: Any, template: Any) -> Any:
 
 
 def check_equal(values: Mapping[str, Any], hint: str) -> None:
-    """Refuses processes of one run that were given different things.
+    """Refuses processes of one run that were given different values.
 
     Raises:
         ValueError: one line, the same in all processes.

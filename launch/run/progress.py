@@ -1,4 +1,4 @@
-"""What a person sees of a run that goes on: a bar or lines, and a warning."""
+"""Shows the progress of a run as a bar or as lines, and a warning."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from launch.run import processes
 from launch.run.loop import Listener, Records
 from launch.run.run import Run
 
-QUIET_SECONDS = 3.0  # of compiling, before a line says so
+QUIET_SECONDS = 3.0  # of compilation, before a line is printed
 
 
 class Progress(Listener):
-    """How far a run is: a bar on a terminal or in a notebook, plain lines elsewhere.
+    """Shows progress as a bar on a terminal or in a notebook, elsewhere as lines.
 
-    The time that is left counts rounds alone, not what was compiled before.
+    The estimate of the time left is from rounds only, without compilation.
     """
 
     def __init__(self, headline: Callable[..., dict[str, str]]):
-        """Shows what `headline(records, points)` makes of what was measured."""
+        """Shows the metrics that `headline(records, points)` returns."""
         self._headline = headline
-        self._has_shown = self._has_told = False
+        self._has_shown = self._has_warned = False
         self._bar: Any = None
 
     def on_start(self, run: Run) -> None:
@@ -40,7 +40,7 @@ class Progress(Listener):
 
     @contextlib.contextmanager
     def on_compile(self, run: Run) -> Iterator[None]:
-        """Says so while something is compiled: a running clock, or once a line."""
+        """Shows that something is compiled, with a running clock or in one line."""
         done, begin = threading.Event(), time.perf_counter()
         text = f"compiling {run.config.algo} (first time; cached afterwards)"
 
@@ -49,8 +49,8 @@ class Progress(Listener):
                 spent = time.perf_counter() - begin
                 if self._bar is not None:
                     self._bar.set_description_str(f"{text} {spent:.0f} s")
-                elif spent > QUIET_SECONDS and not self._has_told:
-                    self._has_told = True
+                elif spent > QUIET_SECONDS and not self._has_warned:
+                    self._has_warned = True
                     print(f"{text} ...", flush=True)
 
         clock = threading.Thread(target=tick, daemon=True)
@@ -62,13 +62,13 @@ class Progress(Listener):
             clock.join()
             if self._bar is not None:
                 self._bar.set_description_str("")
-                # The bar's own estimate counts from here.
+                # The bar's own estimate starts here.
                 self._bar.unpause()
 
     def on_call(self, run: Run, records: Records) -> None:
-        """What was measured, if anything was; once the loss of the first rounds."""
+        """Shows measured metrics, and once the loss of the first rounds."""
         shown = self._headline(records, run.points) if records else _loss(run)
-        # Not every call: one line after the first round, then where it was evaluated.
+        # A line is printed after the first call, then after each evaluation.
         is_new = shown and (records or not self._has_shown)
         if self._bar is not None:
             self._bar.update(run.round - self._bar.n)
@@ -89,7 +89,7 @@ class Progress(Listener):
             self._bar.close()
 
     def _left(self, run: Run) -> str:
-        """How long the rounds that are left take, as the ones before did."""
+        """The estimated time of the remaining rounds."""
         if run.round <= self._start or run.round >= run.config.rounds:
             return ""
         spent = run.totals.seconds - self._trained
@@ -104,7 +104,7 @@ def _loss(run: Run) -> dict[str, str]:
 
 
 class Divergence(Listener):
-    """Says once that training has diverged, also where no progress is shown."""
+    """Warns once that training has diverged, even if no progress is shown."""
 
     def __init__(self) -> None:
         self._has_warned = False
@@ -114,25 +114,25 @@ class Divergence(Listener):
             return
         self._has_warned = True
         tqdm.tqdm.write(
-            f"round {run.diverged()}: a loss or a parameter is no finite number; a "
-            "smaller --client_lr may help",
+            f"round {run.diverged()}: a loss or a parameter is not finite; a smaller "
+            "--client_lr may help",
             file=sys.stderr,
         )
 
 
 def shown(headline: Callable[..., dict[str, str]] | None) -> list[Listener]:
-    """Warnings, and progress if it has headlines: in the first of several processes."""
+    """The first process's listeners: warnings, and progress if there are headlines."""
     if not processes.is_first():
         return []
     return [Divergence(), *([Progress(headline)] if headline is not None else [])]
 
 
 def _bar_kind() -> Callable[..., Any] | None:
-    """tqdm's bar for where the output goes; None = plain lines."""
+    """tqdm's bar for the present output, None = plain lines."""
     shell = sys.modules.get("IPython")
     if shell is not None and hasattr(shell.get_ipython(), "kernel"):
         with warnings.catch_warnings():
-            # Without ipywidgets it is the bar of terminals, which does too.
+            # Without ipywidgets this is the bar of terminals, which works too.
             warnings.simplefilter("ignore")
             from tqdm.auto import tqdm as bar
 

@@ -1,4 +1,4 @@
-"""A run: its state, and what is measured of it. Nothing here knows who looks at it."""
+"""A run: its state and its measurements, independent of how they are shown."""
 
 from __future__ import annotations
 
@@ -15,46 +15,44 @@ from fedjax_pfl import checkpoint, simulate, traffic, types
 from fedjax_pfl import program as program_lib
 from launch.config import sweep
 from launch.run import devices, summaries
+from launch.run.given import Settings
 
 
 class Run:
-    """One configuration, ready to run, and how far it is.
+    """One configuration, ready to run, and its state.
 
     Attributes:
         config, hparams: The resolved options.
-        simulation: State, round and counters; what advances and evaluates them.
-        points: Of a sweep: the numbers by name that each has; [{}] without one.
-        metrics: A list of dicts, one per evaluated round and variant: a seed, at a
-            point of the sweep if there is one.
-        client_accuracies: f64[variants, window, K], nan where not evaluated; of the
-            first seed all points, then of the second, ...
+        simulation: State, round and counters, and methods that advance and evaluate.
+        points: The points of a sweep as numbers by name, [{}] without a sweep.
+        metrics: A list of dicts, one per evaluated round and variant. A variant is a
+            seed at a point of the sweep.
+        client_accuracies: f64[variants, window, K], nan if not evaluated. All points of
+            the first seed come first, then those of the second, ...
     """
 
     def __init__(
         self,
+        settings: Settings,
         *,
-        config: Any,
-        hparams: Any,
         task: types.Task,
         program: program_lib.Program,
         data: types.Data,
         planner: plan.Planner,
         seeds: list[int],
-        window: tuple[int, ...],
-        data_sha256: str,
-        split_sha256: str,
-        own_sha256: str,
-        examples_sha256: str,
+        hashes: tuple[str, str],
         points: Sequence[sweep.Point],
     ):
-        self.config, self.hparams, self.task = config, hparams, task
+        self.config, self.hparams, self.task = settings.config, settings.hparams, task
         self.program, self.data, self.planner = program, data, planner
-        self.seeds, self.window = seeds, window
-        self.data_sha256, self.split_sha256 = data_sha256, split_sha256
-        self.own_sha256, self.examples_sha256 = own_sha256, examples_sha256
+        config, self.seeds = self.config, seeds
+        self.window = window = summaries.window(config.summary, config.rounds)
+        self.data_sha256, self.split_sha256 = hashes
+        self.own_sha256 = settings.own_sha256
+        self.examples_sha256 = settings.examples_sha256
         self.points = [dict(point) for point in points]
         self.metrics: list[dict[str, Any]] = []
-        # Shape fixed by the rule, not by `rounds`, so that a longer run can resume.
+        # The shape does not depend on `rounds`, so that a longer run can resume.
         self.client_accuracies = np.full(
             (len(seeds) * len(points), max(len(window), 10), config.num_clients), np.nan
         )
@@ -64,7 +62,7 @@ class Run:
 
     @property
     def round(self) -> int:
-        """Rounds done."""
+        """The number of finished rounds."""
         return self.simulation.round
 
     @property
@@ -79,23 +77,23 @@ class Run:
 
     @property
     def fractions(self) -> dict[str, bool]:
-        """Whether what rounds measure is a fraction of one; else it is a number."""
+        """Whether each metric that rounds measure is a fraction; others are numbers."""
         declared = self.program.algorithm.shares
         return {name: name in declared for name in self.simulation.metrics}
 
     @property
     def compile_seconds(self) -> float:
-        """Seconds spent on compiling so far."""
+        """Seconds of compilation so far."""
         return self.simulation.compile_seconds
 
     def start(self) -> None:
-        """Makes the state before the first round, once."""
+        """Creates the state before the first round, once."""
         self.simulation.start()
 
     def is_due(self, round: int) -> bool:
-        """Whether the state after `round` rounds is to be evaluated and is not yet.
+        """Whether an evaluation after `round` rounds is due.
 
-        The summary window is forced whatever `eval_every` says.
+        Rounds of the summary window are evaluated whatever `eval_every` is.
         """
         if self.metrics and self.metrics[-1]["round"] >= round:
             return False
@@ -105,10 +103,10 @@ class Run:
     def next_stop(self, every: int = 0) -> int:
         """The next round after which to evaluate or save.
 
-        The present one as long as its evaluation is due.
+        It is the present round while its evaluation is due.
 
         Args:
-            every: Rounds between checkpoints, 0 = none of their own.
+            every: Rounds between checkpoints, 0 = any.
         """
         if self.is_due(self.round):
             return self.round
@@ -119,7 +117,7 @@ class Run:
         return min(*wanted, self.config.rounds)
 
     def measure(self) -> list[dict[str, Any]]:
-        """Evaluates the present state if that is due; the new entries of `metrics`."""
+        """Evaluates the state if that is due; returns the new entries of `metrics`."""
         if not self.is_due(self.round):
             return []
         records = []
@@ -139,16 +137,16 @@ class Run:
         return records
 
     def extend(self, rounds: int) -> Self:
-        """Makes it an experiment of more rounds, with what was done kept.
+        """Extends the run to more rounds, and keeps its state.
 
         Args:
-            rounds: In all, at least as many as before.
+            rounds: The new total, at least the present one.
 
         Returns:
-            Itself: `experiment.extend(200).run()`.
+            Itself, for `experiment.extend(200).run()`.
 
         Raises:
-            ValueError: fewer, or the longer run's summary would need an evaluation of
+            ValueError: fewer rounds, or the longer run's summary needs an evaluation of
                 a round that has passed.
         """
         before = self.config.rounds
@@ -160,8 +158,8 @@ class Run:
             while self._passed(summaries.window(self.config.summary, enough)):
                 enough += 1
             raise ValueError(
-                f"rounds={rounds} takes its summary from round {min(window)} on, and "
-                f"what is done kept no accuracies of its clients; give {enough} or more"
+                f"rounds={rounds} needs accuracies of clients from round {min(window)} "
+                f"on, which finished rounds do not have; give {enough} or more"
             )
         old, self.window = (self.window, self.client_accuracies), window
         self.config = dataclasses.replace(self.config, rounds=rounds)
@@ -171,11 +169,11 @@ class Run:
         return self
 
     def _passed(self, window: Sequence[int]) -> set[int]:
-        """Rounds of a window that are done and not in the present one."""
+        """The finished rounds of a window that are not in the present one."""
         return {r for r in window if r <= self.round} - set(self.window)
 
     def _by_architecture(self, accuracies: np.ndarray | None) -> dict[str, float]:
-        """`client_accuracy_<model>` where the clients have several models."""
+        """`client_accuracy_<model>` if the clients have several models."""
         models = self.task.client_models
         if len(models) == 1 or accuracies is None:
             return {}
@@ -187,7 +185,7 @@ class Run:
         }
 
     def saved(self) -> tuple[Any, dict[str, Any]]:
-        """(arrays, host counters): everything that a checkpoint holds."""
+        """The (arrays, host counters) of a checkpoint."""
         simulation = self.simulation
         arrays = {"state": simulation.joined, "accuracies": self.client_accuracies}
         host = dataclasses.asdict(simulation.totals) | {
@@ -200,22 +198,20 @@ class Run:
         return arrays, host
 
     def saved_template(self) -> Any:
-        """Shapes of the arrays of `saved`."""
-        return {
-            "state": self.simulation.template(),
-            "accuracies": self.client_accuracies,
-        }
+        """The shapes of the arrays of `saved`."""
+        state = self.simulation.template()
+        return {"state": state, "accuracies": self.client_accuracies}
 
     def load(
         self, round: int, arrays: Any, host: dict[str, Any], metrics: list[dict]
     ) -> None:
-        """Continues from what `saved` returned after `round` rounds."""
+        """Loads what `saved` returned after `round` rounds."""
         host = dict(host)
         self.metrics = list(metrics)
         self._keep_accuracies(host.pop("window"), arrays["accuracies"])
         messages = np.asarray(host.pop("messages"), np.int64)
         compile_seconds, last = host.pop("compile_seconds"), host.pop("last_round")
-        # An earlier version did not look.
+        # Checkpoints of earlier versions do not have it.
         diverged = np.asarray(host.pop("diverged", self.totals.diverged), np.int64)
         totals = simulate.Totals(
             messages=messages.reshape(self.totals.messages.shape),
@@ -225,14 +221,14 @@ class Run:
         self.simulation.load(round, arrays["state"], totals, compile_seconds, last)
 
     def _keep_accuracies(self, window: Sequence[int], accuracies: np.ndarray) -> None:
-        """Takes over those of rounds that are in `window` and in the present one."""
+        """Copies the accuracies of rounds in `window` that are in the present one."""
         for slot, done in enumerate(window):
             if done in self.window:
                 new = self.window.index(done)
                 self.client_accuracies[:, new] = accuracies[:, slot]
 
     def variant(self, seed: int | None, point: Mapping[str, float] | None) -> int:
-        """Where a seed stands at a point of the sweep; the first where None is given.
+        """The index of a seed at a point of the sweep, None = the first.
 
         Raises:
             ValueError: there is no such seed or point.
@@ -244,7 +240,7 @@ class Run:
         return self.seed_index(seed) * len(self.points) + self.points.index(point)
 
     def seed_index(self, seed: int | None) -> int:
-        """Where a seed stands; the first where None is given.
+        """The index of a seed, None = the first.
 
         Raises:
             ValueError: it is not one of `seeds`.
@@ -254,7 +250,7 @@ class Run:
         return 0 if seed is None else self.seeds.index(seed)
 
     def summary(self) -> dict[str, Any]:
-        """The run as numbers: metrics by the summary rule, then speed and versions.
+        """Metrics by the summary rule, then speed and versions.
 
         Before the last round the metrics are those of the last evaluation.
         """
@@ -266,12 +262,12 @@ class Run:
         totals, seconds = self.totals, max(self.totals.seconds, 1e-9)
         state, how = self.simulation.joined, self.task.execution
         return {
-            # Of a sweep its points by themselves: no mean over them says anything.
+            # A sweep has a summary for each point, as a mean over them is meaningless.
             **({"metrics": {}, "sweep": parts} if self.config.sweep else parts[0]),
             "diverged": self.diverged(),
             "rounds": self.round,
             "summary": rule,
-            "summary_of": summaries.told(rule, window),
+            "summary_of": summaries.in_words(rule, window),
             "client_updates_per_second": totals.client_updates / seconds,
             "samples_per_second": totals.samples / seconds,
             "step_efficiency": totals.step_efficiency,
@@ -295,7 +291,7 @@ class Run:
     def _numbers_of(
         self, point: sweep.Point, window: Sequence[int], rule: str
     ) -> dict[str, Any]:
-        """What a summary says of one point of a sweep, or of a run without one."""
+        """The part of a summary about one point of a sweep."""
         found = sweep.of_point(self.metrics, point), self.seeds
         metrics = summaries.summarize(*found, window, rule, self.round)
         last = summaries.summarize(*found, (self.round,), "last", self.round)
@@ -312,10 +308,8 @@ class Run:
     def diverged(self, point: Mapping[str, float] | None = None) -> int | None:
         """The first round, counted from 1, whose losses or parameters are not finite.
 
-        None = all of them were. Accuracies behind it are of the class that the argmax
-        of nan gives.
-
-        Of a sweep those of one point, or of any.
+        None if all are finite. Later accuracies are those of the class that the argmax
+        of nan gives. `point` = a point of a sweep, None = any.
         """
         rounds = self.totals.diverged
         if point is not None:
@@ -337,7 +331,7 @@ class Run:
         }
 
     def setup_bytes(self) -> int:
-        """One-off bytes of shipping the proxy set to all; a label has one byte."""
+        """Bytes of sending the proxy set to all clients once; a label has one byte."""
         ships = self.program.algorithm.ships_proxy
         if not ships:
             return 0

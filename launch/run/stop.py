@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: remembered until the call in progress is done."""
+"""Records signals that ask a run to stop, until the call in progress is done."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from launch.run import processes
 
 
 class Stop:
-    """Remembers SIGINT and SIGTERM while it is entered.
+    """Records SIGINT and SIGTERM inside its context.
 
-    An exception in the middle of a call would lose the state, whose buffers the call
-    has taken; so the loop asks `signal` after every call.
+    An exception during a call would lose the state, whose buffers are donated to the
+    call. The loop therefore checks `signal` after every call.
     """
 
     def __init__(self, twice_interrupts: bool = True) -> None:
-        """Where the process ends with it a second SIGINT may interrupt at once."""
+        """`twice_interrupts`: whether a second SIGINT interrupts at once."""
         self.signal: int | None = None
         self._noted = 0
         self.twice_interrupts = twice_interrupts
 
     def __enter__(self) -> Stop:
         self.before = {}
-        # Python lets only the main thread have handlers.
+        # Only the main thread can set handlers.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self.before[number] = signal.signal(number, self._note)
@@ -35,7 +35,7 @@ class Stop:
             signal.signal(number, handler)
 
     def agree(self) -> None:
-        """With several processes: a signal that one of them got is everybody's now."""
+        """Shares a signal that one of several processes got with all of them."""
         self.signal = max(processes.gathered(self._noted)) or None
 
     def __bool__(self) -> bool:
@@ -46,7 +46,7 @@ class Stop:
         if again and self.twice_interrupts:
             raise KeyboardInterrupt
         self._noted = number
-        # One of several stops when all have heard of it: `agree`.
+        # Several processes stop together, see `agree`.
         if not processes.several():
             self.signal = number
         print("\nstopping after this call ...", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""How a curve becomes a number: the rounds behind a summary, and their mean."""
+"""Turns curves into numbers: the rounds of a summary, and their mean or median."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ COUNTERS = (
 
 
 def window(rule_name: str, rounds: int) -> tuple[int, ...]:
-    """Evaluation indices (rounds done) behind the summary.
+    """The evaluated rounds of a summary, as numbers of finished rounds.
 
-    Ten, or of short runs a quarter of the rounds: more would be a mean of the curve.
+    They are ten, or a quarter of a short run, of which ten would be the whole curve.
     """
     if rule_name == "last":
         return (rounds,)
     count = max(1, min(10, rounds // 4))
     if rule_name == "mean_last10":
         return tuple(range(rounds - count + 1, rounds + 1))
-    # Indices 90..99 of 100: the states that rounds begin with.
+    # Indices 90..99 of 100 are the states before each of the last ten rounds.
     return tuple(range(max(1, rounds - count), rounds)) or (rounds,)
 
 
-def told(rule_name: str, window: Sequence[int]) -> str:
+def in_words(rule_name: str, window: Sequence[int]) -> str:
     """A rule in words: `mean of rounds 91 to 100`, or `last`."""
     if rule_name == "last":
         return rule_name
@@ -52,12 +52,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Metrics by the summary rule: {name: {mean, std, per_seed}}.
 
-    Args:
-        records: One dict per evaluated round and seed.
-        seeds: The seeds, in order.
-        window: Rounds behind the summary.
-        rule_name: `median_last10`, `mean_last10` or `last`.
-        rounds: Rounds done; the bytes are those of the last record.
+    Values are those of rounds in `window`, and bytes those of the record of `rounds`.
     """
     by_seed: dict[int, dict[str, list[float]]] = {s: {} for s in seeds}
     for record in records:
@@ -90,12 +85,12 @@ def spread(values: list[float]) -> dict[str, Any]:
 
 
 def is_number(summary: Mapping[str, Any], name: str) -> bool:
-    """Whether a metric of a run's summary is no share, and so not shown in percent."""
+    """Whether a metric of a run's summary is a number, and so not shown in percent."""
     return name in summary.get("numbers", ())
 
 
 def fractions(summary: Mapping[str, Any]) -> dict[str, bool]:
-    """Whether each metric of a run's summary is a fraction of one."""
+    """Whether each metric of a run's summary is a fraction, and so shown in percent."""
     return {
         name: not is_number(summary, name)
         for name in summary["metrics"]

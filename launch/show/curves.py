@@ -1,4 +1,4 @@
-"""What a table takes from a run's whole curve: after round 0, or until an accuracy."""
+"""Values of whole curves for tables: after round 0, or until an accuracy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LATER = "_later"
 
 
 def of_seeds(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The records of each seed in turn, by round."""
+    """The records of each seed, in order of rounds."""
     seeds = sorted({record["seed"] for record in records})
     return [
         sorted((r for r in records if r["seed"] == seed), key=lambda r: r["round"])
@@ -21,17 +21,18 @@ def of_seeds(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any
     ]
 
 
-def _megabytes(record: Mapping[str, Any]) -> float:
+def megabytes(record: Mapping[str, Any]) -> float:
+    """Megabytes of all messages so far, in both directions."""
     return (record["bytes_up"] + record["bytes_down"]) / 1e6
 
 
 def later(records: Sequence[Mapping[str, Any]], name: str) -> list[float] | None:
-    """A metric after round 0, for each seed: its mean, or with `mb` what was sent.
+    """A metric after round 0, for each seed: its mean, or for `mb` the megabytes sent.
 
-    Of round 0 a decentralised method tells nothing: its clients start from one model.
+    Round 0 is skipped, as clients of decentralized methods start from one model.
 
     Returns:
-        None where a round was not evaluated, or has no such metric.
+        None if a round was not evaluated or lacks the metric.
     """
     out = []
     for curve in of_seeds(records):
@@ -40,7 +41,7 @@ def later(records: Sequence[Mapping[str, Any]], name: str) -> list[float] | None
         if not is_whole or len(done) < 2:
             return None
         if name == "mb":
-            out.append(_megabytes(done[-1]) - _megabytes(done[0]))
+            out.append(megabytes(done[-1]) - megabytes(done[0]))
         elif all(name in record for record in done[1:]):
             out.append(float(np.mean([record[name] for record in done[1:]])))
         else:
@@ -49,7 +50,7 @@ def later(records: Sequence[Mapping[str, Any]], name: str) -> list[float] | None
 
 
 def wanted(table: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a table takes from the records of its cells; () if nothing."""
+    """The metrics whose curves a table needs, () if none."""
     later = {n.removesuffix(LATER) for n in table["metrics"] if n.endswith(LATER)}
     names = later | {*table.get("until", {}).get("metrics", ())}
     if not names:
@@ -60,7 +61,7 @@ def wanted(table: Mapping[str, Any]) -> tuple[str, ...]:
 def kept(
     records: Sequence[Mapping[str, Any]], table: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Of a cell's records what its table takes from curves; [] if it takes nothing."""
+    """The part of a cell's records that its table needs, [] if it needs no curve."""
     names = wanted(table)
 
     def short(value: Any) -> Any:
@@ -71,7 +72,7 @@ def kept(
 
 
 def with_later(done: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """A cell's summary with those metrics `<name>_later` that its records tell."""
+    """A cell's summary with the metrics `<name>_later` that its records determine."""
     metrics, numbers = dict(done["metrics"]), list(done.get("numbers", ()))
     for name in names:
         base = name.removesuffix(LATER)
@@ -87,9 +88,9 @@ def with_later(done: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 def until(
     records: Sequence[Mapping[str, Any]], metric: str, goals: Sequence[float]
 ) -> list[float]:
-    """Megabytes sent when a metric first is at its goal, of each seed; nan = never."""
+    """Megabytes sent when a metric first reaches its goal, by seed; nan = never."""
     out = []
     for curve, goal in zip(of_seeds(records), goals, strict=True):
-        there = [_megabytes(r) for r in curve if r.get(metric, -1.0) >= goal]
+        there = [megabytes(r) for r in curve if r.get(metric, -1.0) >= goal]
         out.append(there[0] if there else float("nan"))
     return out

@@ -22,7 +22,7 @@ PREFERRED = ("client_accuracy", "c_per", "global_accuracy")
 
 
 class Figure(figure_lib.Figure):
-    """A figure that notebooks show by itself."""
+    """A figure that notebooks show automatically."""
 
     def _repr_png_(self) -> bytes:
         file = io.BytesIO()
@@ -31,13 +31,13 @@ class Figure(figure_lib.Figure):
 
 
 def named(run: Record, name: str) -> str:
-    """A run's name, and whether its numbers are none from some round on."""
+    """A run's name, and the round in which it diverged if it did."""
     since = record.diverged(run)
     return name if since is None else f"{name} ({words.diverged(since)})"
 
 
 def _unformatted(text: str) -> str:
-    """The text as matplotlib shows it as it is: a dollar would begin a formula."""
+    """Escapes dollars, which would begin a formula in matplotlib."""
     return text.replace("$", r"\$")
 
 
@@ -48,9 +48,9 @@ def picture(
 
     Args:
         kind: One of `KINDS`, or `heatmap`.
-        runs: What to draw.
-        metric: Of the curves, separated by commas; empty = `metrics_of` chooses.
-        names: Of the runs; empty = by what tells them apart.
+        runs: The runs to draw.
+        metric: Metrics of curves, separated by commas; empty = `metrics_of` chooses.
+        names: Names of the runs; empty = by what distinguishes them.
 
     Raises:
         ValueError: no such picture or metric, or one that needs finished runs.
@@ -61,13 +61,11 @@ def picture(
     names = [_unformatted(named(*pair)) for pair in pairs]
     for run in runs if kind in ("fairness", "bubbles") else ():
         if not run.clients:
-            raise ValueError(
-                f"--kind={kind}: {run.path} is not finished; leave it away, or give "
-                "--kind=curves"
-            )
+            line = f"--kind={kind}: {run.path} is not finished"
+            raise ValueError(f"{line}; omit it, or give --kind=curves")
     if kind == "fairness" and not all(map(record.has_clients, runs)):
         raise ValueError(
-            "--kind=fairness: a run measured no client by itself; leave it away, or "
+            "--kind=fairness: a run has no accuracies of single clients; omit it, or "
             "give --kind=curves,bubbles"
         )
     if kind == "curves":
@@ -85,13 +83,13 @@ def metrics_of(runs: Sequence[Record], wanted: str | Sequence[str]) -> list[str]
     """The metrics to draw: those asked for, or the first one that all runs have.
 
     Args:
-        runs: Whose.
+        runs: The runs to draw.
         wanted: Names, or one text of them separated by commas; empty = choose.
 
     Raises:
-        ValueError: a run does not have one, or percent would stand beside numbers.
+        ValueError: a run lacks one, or percent and numbers are mixed.
     """
-    # What rounds measure is not in the record before the first of them.
+    # The record before the first round lacks the metrics that rounds measure.
     shared = set.intersection(*(set().union(*run.records) for run in runs))
     wanted = wanted if isinstance(wanted, str) else ",".join(wanted)
     names = wanted.split(",") if wanted else [n for n in PREFERRED if n in shared][:1]
@@ -124,8 +122,8 @@ def curves(
     axes = figure.subplots()
     colors = matplotlib.color_sequences["tab10"]
     drawn = []
-    is_share = _is_fraction(metrics[0], runs)
-    scale, form = (100, ".1f") if is_share else (1, ".3g")
+    is_fraction = _is_fraction(metrics[0], runs)
+    scale, form = (100, ".1f") if is_fraction else (1, ".3g")
     for number, (run, metric, label) in enumerate(series):
         rounds, mean, spread = record.over_seeds(run, metric, scale)
         if not rounds:
@@ -143,19 +141,16 @@ def curves(
             for last, line, count in drawn
         ],
         loc="outside right upper",
-        title="last round, %" if is_share else "last round",
+        title="last round, %" if is_fraction else "last round",
         frameon=False,
         fontsize=9,
     )
     seeds = max(len({row["seed"] for row in run.records}) for run in runs)
     band = f", mean ± std of {seeds} seeds" if seeds > 1 else ""
     # Several metrics have their names in the legend.
-    told = [words.title(metric) for metric in metrics if len(metrics) == 1]
-    axes.set(
-        xlabel="rounds done",
-        ylabel=", ".join([*told, *(["%"] if is_share else [])]),
-        xlim=(0, None),
-    )
+    texts = [words.title(metric) for metric in metrics if len(metrics) == 1]
+    texts += ["%"] if is_fraction else []
+    axes.set(xlabel="finished rounds", ylabel=", ".join(texts), xlim=(0, None))
     axes.set_title(f"{_data(runs)}{band}", fontsize=10)
     axes.grid(alpha=0.3)
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=(1, 2, 5, 10)))
@@ -168,7 +163,7 @@ def draw_curve(
     alpha: float,
     **style: Any,
 ) -> Any:
-    """Draws (where, mean, standard deviation) as a line with a band; the line."""
+    """Draws (x, mean, standard deviation) as a line with a band; returns the line."""
     where, mean, spread = curve
     (line,) = axes.plot(where, mean, lw=1.6, **style)
     if spread.any():
@@ -179,7 +174,7 @@ def draw_curve(
 
 
 def partitions(runs: Sequence[Record]) -> list[tuple[list[int], np.ndarray]]:
-    """Train examples [client, class] of the first seed, and which runs have them."""
+    """Each different partition: its runs, and its counts [client, class]."""
     found: dict[Any, tuple[list[int], np.ndarray]] = {}
     for number, run in enumerate(runs):
         counts = run.clients["class_counts"][0]
@@ -189,7 +184,7 @@ def partitions(runs: Sequence[Record]) -> list[tuple[list[int], np.ndarray]]:
 
 
 def draw_bubbles(axes: Any, counts: np.ndarray, scale: float, **style: Any) -> None:
-    """Draws how many examples [client, class] there are, as areas."""
+    """Draws the numbers of examples [client, class] as areas."""
     client, label = np.nonzero(counts)
     size = scale * counts[client, label]
     axes.scatter(client, label, s=size, alpha=0.7, linewidths=0, **style)
@@ -198,19 +193,19 @@ def draw_bubbles(axes: Any, counts: np.ndarray, scale: float, **style: Any) -> N
 
 
 def fairness(runs: Sequence[Record], names: Sequence[str]) -> Figure:
-    """Clients by accuracy in bins of ten points: one panel for each run.
+    """Clients by accuracy in bins of ten points, with one panel for each run.
 
-    A client's accuracy is its mean over the summary window; counts are means over
+    A client's accuracy is its mean over the summary window, and counts are means over
     seeds.
     """
     figure, panels = _panels(len(runs), width=2.9, height=2.2)
     edges = np.arange(0, 101, 10)
     for axes, run, name in zip(panels, runs, names, strict=True):
-        # Rounded: the mean of ten times 0.6 must not fall below the edge at 60.
+        # Rounded, so that the mean of ten times 0.6 does not fall below the edge at 60.
         accuracy = np.round(100 * record.accuracies(run), 6)
         accuracy = accuracy[np.isfinite(accuracy)]
         seeds = len(run.clients["seeds"])
-        # The last bin is closed: a client with 100 % belongs to it.
+        # The last bin is closed, and contains a client with 100 %.
         counts = np.histogram(accuracy, edges)[0] / seeds
         axes.bar(edges[:-1], counts, width=9, align="edge", color="tab:blue")
         axes.axvline(accuracy.mean(), color="tab:red", lw=1.2)
@@ -225,7 +220,7 @@ def fairness(runs: Sequence[Record], names: Sequence[str]) -> Figure:
 
 
 def bubbles(runs: Sequence[Record], names: Sequence[str]) -> Figure:
-    """Train examples per client and class, first seed: one panel for each partition."""
+    """Train examples per client and class of the first seed, a panel per partition."""
     shown = [(runs[n[0]], names[n[0]], counts) for n, counts in partitions(runs)]
     longest = max(len(counts) for *_, counts in shown)
     figure, panels = _panels(len(shown), width=max(3.6, 0.14 * longest), height=3.2)
@@ -276,7 +271,7 @@ def heatmap(runs: Sequence[Record], metric: str) -> Figure:
 
 
 def draw_heatmap(axes: Any, runs: Sequence[Record], metric: str) -> None:
-    """Draws `heatmap` into axes: a cell for each pair, with its value."""
+    """Draws `heatmap` into axes, with a cell and a value for each pair."""
     across, down = runs[0].point
     columns, rows = (
         sorted({run.point[name] for run in runs}) for name in (across, down)
@@ -305,7 +300,7 @@ def draw_heatmap(axes: Any, runs: Sequence[Record], metric: str) -> None:
 
 
 def _data(runs: Sequence[Record]) -> str:
-    """The data set, and the partition where all runs share it."""
+    """The data set, and the partition if all runs share it."""
     names = ["dataset", "partition"]
     if all("dirichlet" in run.flags["partition"] for run in runs):
         names.append("partition_alpha")

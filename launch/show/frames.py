@@ -1,4 +1,4 @@
-"""Runs as tables and pictures: what notebooks show. pandas only where it is used."""
+"""Tables, pictures and HTML of runs for notebooks. pandas is imported when needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def of(records: Sequence[dict[str, Any]]) -> pandas.DataFrame:
-    """Records as a table; `round` and `seed` come first."""
+    """Records as a table, in which `round` and `seed` come first."""
     import pandas
 
     frame = pandas.DataFrame.from_records(list(records))
@@ -35,12 +35,12 @@ def partition_counts(run: Run, seed: int | None) -> pandas.DataFrame:
 def plot(
     experiments: Sequence[Run], kind: str, metric: str, names: Sequence[str] = ()
 ) -> Any:
-    """A picture of `launch.plot` of experiments in memory, with names if they have any.
+    """Draws a picture of `launch.plot` for experiments in memory.
 
     Raises:
         ValueError: no such picture or metric, or nothing is measured yet.
     """
-    from launch.show import figures  # matplotlib: only its users pay
+    from launch.show import figures  # imports matplotlib, which is slow
 
     every = [_runs(experiment) for experiment in experiments]
     runs = [run for one in every for run in one]
@@ -48,23 +48,21 @@ def plot(
 
 
 def _runs(run: Run) -> list[record.Record]:
-    """A run in memory as that of a folder is read."""
+    """A run in memory as a record, like that of a folder."""
     if not run.metrics:
         raise ValueError("nothing is measured yet; run() first")
     path = pathlib.Path(run.config.workdir)
-    told = flagfile.RunFlags.of(run.config, run.hparams).options
+    options = flagfile.RunFlags.of(run.config, run.hparams).options
     clients = finished.clients(run)
-    found = record.Record(path, told, run.metrics, clients, fractions=run.fractions)
+    found = record.Record(path, options, run.metrics, clients, fractions=run.fractions)
     return record.by_point(found)
 
 
 def summaries(experiments: Mapping[str, Run]) -> pandas.DataFrame:
-    """One line for each experiment: its metrics, mean over the seeds (and std).
+    """One line for each experiment or point of a sweep: metrics, mean over the seeds.
 
-    Of a sweep one for each point.
-
-    By the rule that stands in the column `summary`, such as `mean of rounds 91 to 100`;
-    the last round beside it, where that is another number.
+    The column `summary` has the rule in words, such as `mean of rounds 91 to 100`.
+    Standard deviations and the last round are beside it if they add anything.
     """
     import pandas
 
@@ -74,8 +72,8 @@ def summaries(experiments: Mapping[str, Run]) -> pandas.DataFrame:
         rule = done.get("summary", experiment.config.summary)
         for part in done.get("sweep", [done]):
             label = sweep.label(part.get("point", {}), name)
-            told = done.get("summary_of", rule)
-            lines[label] = line = {"rounds": experiment.round, "summary": told}
+            in_words = done.get("summary_of", rule)
+            lines[label] = line = {"rounds": experiment.round, "summary": in_words}
             if part.get("diverged"):
                 line["diverged"] = part["diverged"]
             for metric, entry in part.get("metrics", {}).items():
@@ -88,7 +86,7 @@ def summaries(experiments: Mapping[str, Run]) -> pandas.DataFrame:
 
 
 def html(run: Run) -> str:
-    """What a notebook shows of an experiment: a line, and its numbers if there are."""
+    """An experiment as HTML: a line, and its results if there are any."""
     head, *rest = repr(run).split("\n")
     body = f"<pre>{html_lib.escape(chr(10).join(rest))}</pre>" if rest else ""
     return f"<b>{html_lib.escape(head)}</b>{body}"

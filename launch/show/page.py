@@ -1,4 +1,4 @@
-"""One page about runs: a self-contained HTML file; it loads nothing from anywhere."""
+"""A page about runs: a self-contained HTML file that loads nothing."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from data import loaders
 from launch.config import flagfile, schema
 from launch.folder import finished, record
 from launch.run import summaries
-from launch.show import figures, sheets, words
+from launch.show import curves, figures, sheets, words
 
 TEMPLATES = pathlib.Path(__file__).parent / "templates"
 COLORS = (
     "#3b82f6", "#ef4444", "#10b981", "#f59e0b", "#8b5cf6",
     "#ec4899", "#14b8a6", "#84cc16", "#f97316", "#64748b",
 )  # fmt: skip
-INK = "#010203"  # stands for the page's own colour, light or dark
+INK = "#010203"  # replaced by the page's text colour, light or dark
 MAX_POINTS, MAX_BUBBLES = 1500, 60
 
 
 class Entry(NamedTuple):
-    """A finished run as the page has it."""
+    """A finished run with its name and colour on the page."""
 
     name: str
     color: str
@@ -39,12 +39,12 @@ class Entry(NamedTuple):
 
     @property
     def summary(self) -> Mapping[str, Any]:
-        """As the run left it."""
+        """The run's summary."""
         return self.run.summary
 
 
 class Cell(NamedTuple):
-    """One number of the table: its text, whether it is the best, `up` or `down`."""
+    """A cell of the table: its text, whether it is the best, and `up` or `down`."""
 
     text: str
     is_best: bool = False
@@ -52,14 +52,10 @@ class Cell(NamedTuple):
 
 
 def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Entry]:
-    """The runs of some folders.
-
-    Args:
-        folders: Of finished runs.
-        names: What they are called; empty = by algorithm and what differs.
+    """Reads finished runs, by default named by algorithm and differing options.
 
     Raises:
-        ValueError: one holds no finished run, or a damaged one.
+        ValueError: a folder holds no finished run, or a damaged one.
     """
     found = [record.by_point(record.read(folder)) for folder in folders]
     runs = [run for points in found for run in points]
@@ -81,10 +77,9 @@ def page(
 
     Args:
         entries: The runs.
-        control: Algorithm (or name of a run) that the others are compared with; empty =
-            the first run.
-        tables: Of papers.
-        title: Empty = made of the runs.
+        control: Algorithm or name of the run to compare with; empty = the first run.
+        tables: Tables of papers.
+        title: The title; empty = made from the runs.
 
     Raises:
         ValueError: there is no such run, or the runs have no metric in common.
@@ -92,9 +87,9 @@ def page(
     (metric,) = figures.metrics_of([entry.run for entry in entries], "")
     base = _control(entries, control)
     columns = _columns(entries, metric, base)
-    told = [entry.run.flags for entry in entries]
-    names = sorted(set().union(*told) - schema.names(schema.EXECUTION))
-    values = {name: [flag.get(name, "unset") for flag in told] for name in names}
+    flags = [entry.run.flags for entry in entries]
+    names = sorted(set().union(*flags) - schema.names(schema.EXECUTION))
+    values = {name: [one.get(name, "unset") for one in flags] for name in names}
     seeds = max(len(entry.run.clients["seeds"]) for entry in entries)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -119,8 +114,8 @@ def page(
         ],
         legend=(
             f"Percent{f', mean ± standard deviation of {seeds} seeds' * (seeds > 1)}"
-            f"{_rules(entries)}; the best of a column in bold. Of all clients' bytes "
-            "both ways, on average over seeds."
+            f"{_rules(entries)}. The best value of a column is bold. MB are those of "
+            "all clients in both directions, mean over seeds."
         ),
         tables=tables,
         sections=_sections(entries, metric),
@@ -134,14 +129,12 @@ def _control(entries: Sequence[Entry], wanted: str) -> Entry:
     for entry in entries:
         if not wanted or wanted in (entry.name, entry.run.flags["algo"]):
             return entry
-    raise ValueError(
-        f"--control={wanted}: expected one of "
-        f"{', '.join(entry.name for entry in entries)}"
-    )
+    names = ", ".join(entry.name for entry in entries)
+    raise ValueError(f"--control={wanted}: expected one of {names}")
 
 
 def _metrics(entries: Sequence[Entry]) -> list[str]:
-    """The fractions that any run has, in the vocabulary's order."""
+    """The metrics in percent that any run has, in the order of `words.METRICS`."""
     found = dict.fromkeys(
         name
         for entry in entries
@@ -164,7 +157,7 @@ def _columns(
         if name == metric and len(entries) > 1:
             cells = [_against(entry, base, metric) for entry in entries]
             out.append((f"against {base.name}", cells))
-        # Where a summary is of the last round alone it says the same.
+        # A summary of the last round alone would be the same.
         last = [entry.summary.get("last_round", {}).get(metric) for entry in entries]
         rules = [entry.summary["summary"] for entry in entries]
         if name == metric and any(
@@ -177,15 +170,15 @@ def _columns(
         for entry in entries
     ]
     sent = [sum(one["mean"] for one in both if one) for both in bytes_of]
-    return [*out, ("MB in all", [Cell(f"{one / 1e6:,.1f}") for one in sent])]
+    return [*out, ("MB total", [Cell(f"{one / 1e6:,.1f}") for one in sent])]
 
 
 def _cells(entries: Sequence[Entry], name: str) -> list[Cell]:
-    """A metric of each run; the best of those that did not diverge is marked."""
+    """A metric of each run, with a mark at the best of those that did not diverge."""
     found = [entry.summary["metrics"].get(name) for entry in entries]
     sound = [one for one in _sound(entries) if name in one.summary["metrics"]]
     better, best = words.metric(name).better, None
-    # Of a sweep's points none is the best, and of one run neither.
+    # Nothing is marked for a single run, or for the points of one sweep.
     if sound and better and len(entries) > 1 and not _is_sweep(entries):
         means = [one.summary["metrics"][name]["mean"] for one in sound]
         best = (min if better == "lower" else max)(means)
@@ -199,9 +192,9 @@ def _cells(entries: Sequence[Entry], name: str) -> list[Cell]:
 
 
 def _gap(entry: Entry, base: Entry, metric: str) -> np.ndarray | None:
-    """Points over the control by seed; of the means where the seeds differ.
+    """Points over the control by seed, or between means if the seeds differ.
 
-    None where one has no such metric, or where their data sets differ.
+    None if one lacks the metric, or if their data sets differ.
     """
     pair = [one.summary["metrics"].get(metric) for one in (entry, base)]
     if None in pair or _data(entry.run) != _data(base.run):
@@ -214,13 +207,13 @@ def _gap(entry: Entry, base: Entry, metric: str) -> np.ndarray | None:
 
 
 def _data(run: record.Record) -> str:
-    """What names the examples of a run, whatever their file was called."""
-    told = flagfile.RunFlags.read(run.path / finished.RUN_FLAGS)
-    return told.hashes.get("data_sha256", told.options["dataset"])
+    """The hash of a run's examples, which does not depend on the name of a file."""
+    recorded = flagfile.RunFlags.read(run.path / finished.RUN_FLAGS)
+    return recorded.hashes.get("data_sha256", recorded.options["dataset"])
 
 
 def _rules(entries: Sequence[Entry]) -> str:
-    """What the numbers are of, and which runs have fewer seeds than others."""
+    """The summary rules, and the runs that have fewer seeds than others."""
     rules = dict.fromkeys(
         entry.summary.get("summary_of", entry.summary["summary"]) for entry in entries
     )
@@ -229,10 +222,7 @@ def _rules(entries: Sequence[Entry]) -> str:
     fewer = [f"{name} {count}" for name, count in counts if count < most]
     text = f", {' or '.join(rules)}"
     if fewer:
-        text += (
-            f"; of fewer seeds: {', '.join(fewer)}, so that a difference to these is "
-            "one of means of other seeds"
-        )
+        text += f". Fewer seeds: {', '.join(fewer)}; differences to these are of means"
     return text
 
 
@@ -245,38 +235,36 @@ def _against(entry: Entry, base: Entry, metric: str) -> Cell:
 
 
 def _is_sweep(entries: Sequence[Entry]) -> bool:
-    """Whether the runs are the points of one sweep: none of them is then the best.
-
-    Their accuracies are of test rows, by which no point may be chosen.
-    """
+    """Whether the runs are the points of one sweep, none of which is then the best."""
     return bool(entries[0].run.point) and len({e.run.path for e in entries}) == 1
 
 
 def _title(entries: Sequence[Entry]) -> str:
     algos = list(dict.fromkeys(entry.run.flags["algo"] for entry in entries))
-    told = ", ".join(algos[:4]) + " and others" * (len(algos) > 4)
+    names = ", ".join(algos[:4]) + " and others" * (len(algos) > 4)
     data = ", ".join(dict.fromkeys(e.run.flags["dataset"] for e in entries))
     if len(entries) == 1:
-        return f"{told} on {data}"
+        return f"{names} on {data}"
     if _is_sweep(entries):
-        return f"{told} on {data}: a sweep of {' and '.join(entries[0].run.point)}"
-    return f"Which of {len(entries)} runs answers best on {data}? ({told})"
+        return f"{names} on {data}: a sweep of {' and '.join(entries[0].run.point)}"
+    return f"Which of {len(entries)} runs is best on {data}? ({names})"
 
 
 def _setting(entries: Sequence[Entry]) -> str:
     """The data and the clients in words."""
 
-    def told(name: str) -> str:
-        values = dict.fromkeys(e.run.flags.get(name, "unset") for e in entries)
-        return " or ".join(values)
+    def values(name: str) -> str:
+        return " or ".join(
+            dict.fromkeys(e.run.flags.get(name, "unset") for e in entries)
+        )
 
-    text = f"{told('num_clients')} clients, {told('clients_per_round')} a round, "
-    text += f"{told('rounds')} rounds, partition {told('partition')}"
-    if "dirichlet" in told("partition"):
-        text += f" (alpha {told('partition_alpha')})"
-    text += f", model {told('model')}."
-    if " or " in told("summary"):
-        text += f" The runs' summaries differ: {told('summary')} (--summary)."
+    text = f"{values('num_clients')} clients, {values('clients_per_round')} a round, "
+    text += f"{values('rounds')} rounds, partition {values('partition')}"
+    if "dirichlet" in values("partition"):
+        text += f" (alpha {values('partition_alpha')})"
+    text += f", model {values('model')}."
+    if " or " in values("summary"):
+        text += f" The runs' summaries differ: {values('summary')} (--summary)."
     return text
 
 
@@ -289,9 +277,8 @@ def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
     means = [words.mean_and_std(one.summary["metrics"][metric]) for one in ranked]
     if _is_sweep(entries):
         return (
-            f"Its {len(entries)} points have {means[-1]} to {means[0]} % "
-            f"({words.title(metric)}) on test rows. To choose a point by these would "
-            "be to train on them; rows of validation come later."
+            f"Its {len(entries)} points reach {means[-1]} to {means[0]} % "
+            f"({words.title(metric)}). {words.NOT_TO_CHOOSE_BY}."
         )
     best = ranked[0]
     text = f"{best.name} reaches {means[0]} % ({words.title(metric)})"
@@ -300,7 +287,7 @@ def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
     other = base if base in ranked and best is not base else ranked[1]
     gap = _gap(best, other, metric)
     if gap is None:
-        return f"{text}; {other.name} is of another data set."
+        return f"{text}; {other.name} has another data set."
     text += f", {words.paired(gap)} points against {other.name}"
     if len(gap) > 1:
         text += f", ahead in {(gap > 0).sum()} of {len(gap)} seeds"
@@ -308,20 +295,20 @@ def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
 
 
 def _sound(entries: Sequence[Entry]) -> list[Entry]:
-    """The runs that did not diverge; all, if every one did."""
+    """The runs that did not diverge, or all if every one did."""
     return [e for e in entries if record.diverged(e.run) is None] or list(entries)
 
 
 def _diverged(entries: Sequence[Entry]) -> list[str]:
-    """A sentence about the runs whose numbers are none."""
+    """A sentence about the runs that diverged, if there are any."""
     bad = [entry for entry in entries if record.diverged(entry.run) is not None]
-    names = [figures.named(entry.run, entry.name) for entry in bad]
-    told = f"{', '.join(names)}: losses or parameters are no finite numbers from there "
-    return [f"{told}on, and the accuracies say nothing."] if names else []
+    names = ", ".join(figures.named(entry.run, entry.name) for entry in bad)
+    reason = "losses or parameters are not finite, so the accuracies are meaningless"
+    return [f"{names}: {reason}."] if bad else []
 
 
 def _command_of(run: record.Record) -> str:
-    """What runs it again."""
+    """The command that repeats a run."""
     given = {
         "algo": run.flags["algo"] not in algorithms.ALGORITHMS,
         "dataset": run.flags["dataset"] == loaders.ARRAYS,
@@ -329,8 +316,8 @@ def _command_of(run: record.Record) -> str:
         "client_model": run.flags.get("client_model", "").startswith("own_"),
     }
     if any(given.values()):
-        told = ", ".join(f"{name}=..." for name, is_own in given.items() if is_own)
-        return f"build.load({str(run.path)!r}, {told}).run()  # in Python"
+        more = ", ".join(f"{name}=..." for name, is_own in given.items() if is_own)
+        return f"build.load({str(run.path)!r}, {more}).run()  # in Python"
     path = shlex.quote(str(run.path / finished.RUN_FLAGS))
     return f"python -m launch.main --flagfile={path}"
 
@@ -352,8 +339,8 @@ def _section(
     title: str, figures: Sequence[Any], note: str = "", has_legend: bool = True
 ) -> dict[str, Any]:
     """A part of the page: pictures under a title, and the runs' colours."""
-    names = ("title", "figures", "note", "has_legend")
-    return dict(zip(names, (title, figures, note, has_legend), strict=True))
+    pictures = {"figures": figures, "has_legend": has_legend}
+    return {"title": title, "note": note, **pictures}
 
 
 def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
@@ -361,12 +348,8 @@ def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
     title = words.title(metric)
     runs = [entry.run for entry in entries]
     places = [
-        ("rounds done", lambda row: row["round"], "Over rounds."),
-        (
-            "MB sent, both ways",
-            lambda row: (row["bytes_up"] + row["bytes_down"]) / 1e6,
-            "Over messages: what accuracy costs in bytes.",
-        ),
+        ("finished rounds", lambda row: row["round"], "Over rounds."),
+        ("MB sent in both directions", curves.megabytes, "Over megabytes of messages."),
         (
             "seconds of training",
             lambda row: row["seconds"],
@@ -375,11 +358,11 @@ def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
     ]
     if not any(row.get("bytes_up") for run in runs for row in run.records):
         del places[1]
-    curves = [
+    shown = [
         _curves(entries, metric, place, (label, f"{title}, %"), 100, caption)
         for label, place, caption in places
     ]
-    sections = [_section(title, curves), _clients(entries)]
+    sections = [_section(title, shown), _clients(entries)]
     if figures.has_two_names(runs):
         figure, axes = _figure("", "")
         axes.grid(False)
@@ -388,7 +371,7 @@ def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
         sections.insert(0, _section("Sweep", [shown], has_legend=False))
     moving = _moving(entries)
     if moving:
-        sections.append(_section("What moves over rounds", moving))
+        sections.append(_section("Other metrics over rounds", moving))
     shown = _bubbles(entries)
     note = "Train examples of each client and class, first seed."
     if len(shown) > 1:
@@ -397,16 +380,16 @@ def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
 
 
 def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
-    """How accuracies spread over clients, and what each gains over its own model."""
-    figure, axes = _figure("accuracy, %", "clients with at least that, %")
+    """The spread of accuracies over clients, and their gains over local training."""
+    figure, axes = _figure("accuracy, %", "clients with at least this, %")
     known = [entry for entry in entries if record.has_clients(entry.run)]
     for entry in known:
         values = np.sort(100 * record.accuracies(entry.run).ravel())
         values = values[np.isfinite(values)]
         if len(values) > MAX_POINTS:
             values = np.quantile(values, np.linspace(0, 1, MAX_POINTS))
-        share = 100 * (1 - np.arange(len(values)) / len(values))
-        axes.plot(values, share, color=entry.color, lw=1.6, drawstyle="steps-pre")
+        percent = 100 * (1 - np.arange(len(values)) / len(values))
+        axes.plot(values, percent, color=entry.color, lw=1.6, drawstyle="steps-pre")
     axes.set(xlim=(0, 100), ylim=(0, 103))
     shown = [_shown(figure, "Fairness: how many clients reach which accuracy.")]
     local = [entry for entry in known if entry.run.flags["algo"] == "local"]
@@ -414,8 +397,8 @@ def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
     pairs = [(e, local[0]) for e in others if local and _is_same(e, local[0])]
     if not pairs:
         note = (
-            "A run of --algo=local with the same preset and seeds beside these would "
-            "show what each client gains."
+            "Add a run of --algo=local with the same preset and seeds to see the gain "
+            "of each client."
         )
         return _section("Clients", shown, note)
     figure, axes = _figure("alone (local), %", "with the method, %")
@@ -427,8 +410,8 @@ def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
         axes.scatter(x[::step], y[::step], **style)
     axes.set(xlim=(0, 103), ylim=(0, 103))
     caption = (
-        "What each client gains over its own local model: one dot a client and seed, "
-        "above the line it gains."
+        "Gain of each client over its local model: one dot for each client and seed, "
+        "above the line if it gains."
     )
     return _section("Clients", [*shown, _shown(figure, caption)])
 
@@ -440,7 +423,7 @@ def _is_same(one: Entry, other: Entry) -> bool:
 
 
 def _moving(entries: Sequence[Entry]) -> list[dict[str, str]]:
-    """Numbers that rounds measure: a boundary, a level, a loss."""
+    """Curves of numbers that rounds measure: a boundary, a level, a loss."""
     names = dict.fromkeys(
         name
         for entry in entries
@@ -452,13 +435,13 @@ def _moving(entries: Sequence[Entry]) -> list[dict[str, str]]:
         if having:
             title = words.title(name)
             caption = f"{title[:1].upper()}{title[1:]}."
-            labels = ("rounds done", title)
+            labels = ("finished rounds", title)
             out.append(_curves(having, name, lambda r: r["round"], labels, 1, caption))
     return out
 
 
 def _bubbles(entries: Sequence[Entry]) -> list[dict[str, str]]:
-    """A picture of each partition."""
+    """Draws each partition."""
     kinds = figures.partitions([entry.run for entry in entries])
     out = []
     for numbers, counts in kinds[:6]:
@@ -482,7 +465,7 @@ def _curves(
     scale: float,
     caption: str,
 ) -> dict[str, str]:
-    """A picture of a metric's means over seeds, with their standard deviations."""
+    """Draws a metric's means over seeds, with their standard deviations."""
     figure, axes = _figure(*labels)
     for entry in entries:
         curve = record.over_seeds(entry.run, metric, scale, place)
@@ -492,17 +475,10 @@ def _curves(
 
 def _figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     """A small figure in the page's own colours."""
-    with matplotlib.rc_context(
-        {
-            "text.color": INK,
-            "axes.edgecolor": INK,
-            "axes.labelcolor": INK,
-            "xtick.color": INK,
-            "ytick.color": INK,
-            "grid.color": INK,
-            "font.size": 10,
-        }
-    ):
+    parts = ("text", "xtick", "ytick", "grid")
+    colors = {f"{part}.color": INK for part in parts}
+    colors |= {"axes.edgecolor": INK, "axes.labelcolor": INK}
+    with matplotlib.rc_context(colors | {"font.size": 10}):
         figure = Figure(figsize=(4.6, 3.1), layout="constrained")
         axes = figure.subplots()
         axes.set(xlabel=xlabel, ylabel=ylabel)
@@ -520,7 +496,7 @@ def _shown(figure: Figure, caption: str) -> dict[str, str]:
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor")
-    # Words in the page's own font.
+    # Text has the page's own font.
     for name in ("'DejaVu Sans'", "DejaVu Sans"):
         text = text.replace(name, "system-ui")
     return {"svg": text, "caption": caption}

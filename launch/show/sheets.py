@@ -1,4 +1,4 @@
-"""A paper's table beside our numbers: its cells, grids of texts, and Markdown."""
+"""Papers' tables beside our numbers: cells, grids of texts, and Markdown."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Number = float | list[float]
 
 
 class Cell(NamedTuple):
-    """One run of a table: its options, and the paper's number of each metric.
+    """One run of a table: its options, and the paper's number for each metric.
 
-    A number is a mean, or a mean and a standard deviation; None = not in the paper.
+    A number is a mean, or a mean and a standard deviation, None = not in the paper.
     """
 
     scenario: str
@@ -25,7 +25,7 @@ class Cell(NamedTuple):
     paper: list[Number] | None
 
 
-# Every cell with its summary; None = it did not run yet.
+# Every cell with its summary, None = it has not run yet
 Results = Sequence[tuple[Cell, Mapping[str, Any] | None]]
 
 
@@ -33,9 +33,9 @@ class Grid(NamedTuple):
     """Texts in rows and columns.
 
     Attributes:
-        scenario: Which one it is about, empty = all or told by `title`.
-        title: What it shows.
-        heads: Of the columns.
+        scenario: Its scenario, empty = all, or named in `title`.
+        title: Its title.
+        heads: Heads of the columns.
         rows: (name, a text for every column).
     """
 
@@ -54,12 +54,12 @@ class Sheet(NamedTuple):
 
 
 def _unit(done: Mapping[str, Any], metric: str) -> tuple[int, int]:
-    """(factor, digits) of a metric: shares in percent, numbers as they are."""
+    """(factor, digits) of a metric, for percent or for a number."""
     return (1, 3) if summaries.is_number(done, metric) else (100, 1)
 
 
 def _text(done: Mapping[str, Any] | None, metric: str, number: Number | None) -> str:
-    """`paper / ours / difference`, or ours alone where the paper has no number."""
+    """`paper / ours / difference`, or ours alone if the paper has no number."""
     pair = number if isinstance(number, list) else [number]
     paper = " ± ".join(f"{one:.2f}" for one in pair if one is not None)
     if done is None:
@@ -78,7 +78,7 @@ def _text(done: Mapping[str, Any] | None, metric: str, number: Number | None) ->
 def _texts(
     cell: Cell, done: Mapping[str, Any] | None, metrics: Sequence[str]
 ) -> dict[str, str]:
-    """A cell by metric; one number of the paper stands beside each of them."""
+    """The texts of a cell by metric; a single number of the paper is used for all."""
     paper = cell.paper or [None]
     numbers = paper if len(paper) == len(metrics) else paper * len(metrics)
     pairs = zip(metrics, numbers, strict=True)
@@ -103,16 +103,15 @@ def sheet(
     results: Results,
     given: Mapping[str, Any] | None = None,
 ) -> Sheet:
-    """Of every cell: paper / ours mean +- std / difference.
+    """Makes a sheet of cells: paper / ours mean +- std / difference.
 
-    A table that says what its `columns` are has one part per metric, with the scenarios
-    as columns, any other one part per scenario, with the metrics as columns. After each
-    part come, for each of the table's `controls`, the differences of the other rows to
-    that one. Where it says `traffic`, the bytes of every kind of message follow, one
-    part per scenario; where it says `until`, the bytes to a share of a row's last
-    accuracy. A row of `ablated` that shows nothing is warned about. A cell with one
-    number of the paper has it beside every metric: the paper does not tell at which
-    moment it measured.
+    A table with `columns` has one part per metric, with the scenarios as columns. Any
+    other has one part per scenario, with the metrics as columns. After each part come,
+    for each of the table's `controls`, the differences of the other rows to that one.
+    With `traffic` the bytes of every kind of message follow, one part per scenario, and
+    with `until` the bytes to a fraction of a row's last accuracy. A row of `ablated`
+    without an effect gets a warning. A single number of the paper is beside every
+    metric if the paper does not specify when it was measured.
     """
     metrics = table["metrics"]
     results = [
@@ -162,43 +161,41 @@ def sheet(
 
 
 def _shown_by_nothing(ablated: Mapping[str, str], results: Results) -> list[str]:
-    """Warnings of rows in which what an ablation takes away never happens."""
+    """Warnings about rows without the effect that an ablation removes."""
     out = []
     for option, metric in ablated.items():
         for cell, done in results:
             entry = (done or {}).get("metrics", {}).get(metric)
             if entry and cell.options.get(option, True) and not entry["mean"]:
                 out.append(
-                    f"warning: {cell.scenario}, {cell.row}: {words.title(metric)} "
-                    f"is 0, so that a row without --{option} shows nothing there."
+                    f"warning: {cell.scenario}, {cell.row}: {words.title(metric)} is "
+                    f"0, so that a row without --{option} shows no effect."
                 )
     return out
 
 
-def _until(told: Mapping[str, Any], scenario: str, results: Results) -> Grid:
-    """Megabytes of each row until a share of one row's last accuracy, by metric."""
+def _until(rule: Mapping[str, Any], scenario: str, results: Results) -> Grid:
+    """Megabytes of each row until a fraction of one row's last accuracy, by metric."""
     runs = {cell.row: done for cell, done in results if cell.scenario == scenario}
-    control = runs.get(told["row"])
+    control = runs.get(rule["row"])
 
     def text(done: Mapping[str, Any] | None, metric: str) -> str:
         if not (done and control and "records" in done and "records" in control):
             return "missing"
         ends = [curve[-1][metric] for curve in curves.of_seeds(control["records"])]
-        goals = [told["share"] * end for end in ends]
+        goals = [rule["share"] * end for end in ends]
         found = np.array(curves.until(done["records"], metric, goals))
         there = found[~np.isnan(found)]
         if not len(there):
             return "never"
         std = f" ± {there.std(ddof=1):,.0f}" if len(there) > 1 else ""
-        all_or_some = (
-            "" if len(there) == len(found) else f" ({len(there)} of {len(found)} seeds)"
-        )
-        return f"{there.mean():,.0f}{std}{all_or_some}"
+        some = f" ({len(there)} of {len(found)} seeds)" * (len(there) < len(found))
+        return f"{there.mean():,.0f}{std}{some}"
 
-    names = told["metrics"]
+    names = rule["metrics"]
     body = [(row, [text(done, name) for name in names]) for row, done in runs.items()]
     title = (
-        f"MB until {100 * told['share']:.0f} % of {told['row']}'s last accuracy, mean "
+        f"MB until {100 * rule['share']:.0f} % of {rule['row']}'s last accuracy, mean "
         "over seeds"
     )
     return Grid(scenario, title, [words.title(name) for name in names], body)
@@ -218,7 +215,7 @@ def _paired(
 def _against(
     control: str, results: Results, columns: Sequence[tuple[str, str, str]]
 ) -> list[Grid]:
-    """A grid of every row's difference to one row by seed; none without that row."""
+    """A grid of every row's difference to one row by seed, if that row is there."""
     done = {(cell.scenario, cell.row): one for cell, one in results}
     wanted = {scenario for _, scenario, _ in columns}
     rows = list(dict.fromkeys(row for scenario, row in done if scenario in wanted))
@@ -238,7 +235,7 @@ def _against(
 
 
 def _traffic(scenario: str, results: Results) -> Grid:
-    """The bytes that each row of a scenario sent, by kind of message."""
+    """The megabytes that each row of a scenario sent, by kind of message."""
     runs = {cell.row: done for cell, done in results if cell.scenario == scenario}
     sent = {row: (done or {}).get("traffic") for row, done in runs.items()}
     kinds = list(dict.fromkeys(kind for one in sent.values() for kind in one or ()))
@@ -252,4 +249,4 @@ def _traffic(scenario: str, results: Results) -> Grid:
 
     body = [(row, texts(one)) for row, one in sent.items()]
     title = "MB by kind of message, all clients and rounds, mean over seeds"
-    return Grid(scenario, title, ["in all", *kinds], body)
+    return Grid(scenario, title, ["total", *kinds], body)

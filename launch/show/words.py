@@ -1,4 +1,4 @@
-"""Metrics in words: what each is called, its unit, and the tables made of them."""
+"""The metrics' titles and units, and tables of them as text."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from launch.run.run import Run
 
 
 class Metric(NamedTuple):
-    """What a metric is.
+    """A description of a metric.
 
     Attributes:
-        title: Its name for people.
-        is_fraction: Whether it is a fraction of one, shown in percent; else a number,
-            shown as it is.
-        better: `higher`, `lower`, or "" where neither is.
+        title: Its name in tables and pictures.
+        is_fraction: Whether it is a fraction, shown in percent, or a number.
+        better: `higher`, `lower`, or "" if neither is better.
         is_headline: Whether it heads a table and a line of progress.
     """
 
@@ -30,8 +29,8 @@ class Metric(NamedTuple):
     is_headline: bool = False
 
 
-# In the order of tables. What an algorithm's rounds measure besides is described by
-# `types.Algorithm.shares`.
+# The order is that of tables. Other metrics that an algorithm's rounds measure are
+# described by `types.Algorithm.shares`.
 METRICS = {
     "global_accuracy": Metric("Global", is_headline=True),
     "c_spec": Metric("C-Spec", is_headline=True),
@@ -51,11 +50,15 @@ METRICS = {
     "dropped": Metric("dropped", better=""),
     "critical": Metric("critical", better=""),
 }
+NOT_TO_CHOOSE_BY = (
+    "These are accuracies on test rows, and choosing a point by them would be training "
+    "on the test set"
+)
 HEADLINES = tuple(name for name, metric in METRICS.items() if metric.is_headline)
 
 
 def metric(name: str) -> Metric:
-    """What is known of a metric; of any other its name, and that of an accuracy."""
+    """The description of a metric, for unknown ones derived from the name."""
     if name in METRICS:
         return METRICS[name]
     exit = re.fullmatch(r"exit(\d+)_accuracy", name)
@@ -64,25 +67,21 @@ def metric(name: str) -> Metric:
 
 
 def title(name: str) -> str:
-    """A metric's name for people."""
+    """A metric's name in tables and pictures."""
     return metric(name).title
 
 
 def is_fraction(name: str, known: Mapping[str, bool]) -> bool:
-    """Whether a metric is shown in percent; a run describes what is `known` itself."""
+    """Whether a metric is shown in percent; `known` are descriptions by the run."""
     return known.get(name, metric(name).is_fraction)
 
 
 def mean_and_std(
     entry: Mapping[str, Any], scale: float = 100, digits: int = 1, sign: str = "±"
 ) -> str:
-    """A metric's mean over seeds, and its standard deviation where there are several.
+    """A metric's mean over seeds, and its standard deviation if there are several.
 
-    Args:
-        entry: `mean`, `std`, `per_seed`.
-        scale: Factor; 100 for percent.
-        digits: Behind the point.
-        sign: Stands between both.
+    `entry` has `mean`, `std` and `per_seed`. A `scale` of 100 gives percent.
     """
     text = f"{scale * entry['mean']:.{digits}f}"
     if len(entry["per_seed"]) < 2:
@@ -99,21 +98,21 @@ def paired(gap: np.ndarray, digits: int = 1) -> str:
 def headline(
     records: Sequence[dict[str, Any]], points: Sequence[sweep.Point] = ({},)
 ) -> dict[str, str]:
-    """The few metrics worth a line, as percent, mean over the seeds.
+    """The headline metrics in percent, mean over the seeds.
 
-    Of a sweep the smallest and the largest of its points' means.
+    For a sweep each is the range of its points' means.
     """
     if len(points) > 1:
         lines = [headline(sweep.of_point(records, point)) for point in points]
         out = {}
         for name in lines[0]:
-            # A point that is no number any more is the largest.
+            # A diverged point, whose text is nan, counts as the largest.
             texts = [line[name] for line in lines]
             texts.sort(key=lambda text: (text == "nan", float(text)))
             out[name] = " to ".join(dict.fromkeys((texts[0], texts[-1])))
         return out
     shared = set.intersection(*(set(record) for record in records))
-    # With C-Gen and C-Per a fourth accuracy of the clients would be one too many.
+    # With C-Spec, C-Gen and C-Per a fourth accuracy of the clients is not shown.
     hidden = {"client_accuracy"} if "c_gen" in shared else set()
 
     def mean(name: str) -> float:
@@ -121,25 +120,23 @@ def headline(
 
     names = [n for n in HEADLINES if n in shared - hidden]
     out = {title(name): f"{100 * mean(name):.1f}" for name in names}
-    return out | (
-        {"loss": f"{mean('train_loss'):.3f}"} if "train_loss" in shared else {}
-    )
+    loss = {"loss": f"{mean('train_loss'):.3f}"} if "train_loss" in shared else {}
+    return out | loss
 
 
 def diverged(round: int | None) -> str:
-    """Words for a run whose numbers are none from a round on; "" for any other."""
+    """Words for a run that diverged in a round, "" for any other."""
     return f"diverged in round {round}" if round else ""
 
 
 def rules(run: Run) -> str:
-    """Whose rules a run follows, and what is worth knowing of its options."""
-    config = run.config
-    notes = resolve.notes(config, run.hparams)
-    return "\n".join((presets.sentence(config.preset), *notes))
+    """The rules that a run follows, and notes about its options."""
+    notes = resolve.notes(run.config, run.hparams)
+    return "\n".join((presets.sentence(run.config.preset), *notes))
 
 
 def described(run: Run) -> str:
-    """An experiment in a line, and its numbers so far if there are any."""
+    """An experiment in a line, and its present results if there are any."""
     config = run.config
     seeds = f", {len(run.seeds)} seeds" if len(run.seeds) > 1 else ""
     line = (
@@ -153,18 +150,18 @@ def described(run: Run) -> str:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """The final table: shares in percent, then numbers; mean and std over the seeds.
+    """The final table: fractions in percent, then numbers; mean and std over the seeds.
 
-    Beside the value by the summary rule stands that of the last round. A sweep has a
-    line for each point.
+    The value of the last round is beside that of the summary rule. A sweep has a line
+    for each point.
     """
     lines = _sweep_lines(summary) if "sweep" in summary else _lines(summary)
     if summary.get("diverged"):
         lines.append(
-            f"{diverged(summary['diverged'])}: losses or parameters are no finite "
-            "numbers, and the accuracies say nothing"
+            f"{diverged(summary['diverged'])}: losses or parameters are not finite, so "
+            "the accuracies are meaningless"
         )
-    # Runs of earlier versions did not count steps.
+    # Summaries of earlier versions have no step counts.
     steps = summary.get("step_efficiency")
     of_steps = "" if steps is None else f"of steps {steps:.2f}, "
     lines.append(
@@ -177,12 +174,12 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def _rule(summary: Mapping[str, Any]) -> str:
-    """What a summary's numbers are of; earlier versions told the rule's name alone."""
+    """The summary rule in words; earlier versions recorded only its name."""
     return summary.get("summary_of", summary["summary"])
 
 
 def _sweep_lines(summary: dict[str, Any]) -> list[str]:
-    """A line for each point of a sweep, with the shares that head a table."""
+    """A line for each point of a sweep, with the headline metrics."""
     parts = summary["sweep"]
     names = [n for n in HEADLINES if n in parts[0]["metrics"]]
     labels = [sweep.label(part["point"]) for part in parts]
@@ -194,25 +191,21 @@ def _sweep_lines(summary: dict[str, Any]) -> list[str]:
     for label, part in zip(labels, parts, strict=True):
         found = [part["metrics"][name] for name in names]
         cells = [f"{mean_and_std(one, digits=2, sign='+-'):>16}" for one in found]
-        told = [*cells, diverged(part.get("diverged"))]
-        lines.append(f"{label:<{width}}  " + "  ".join(filter(None, told)))
-    lines.append(
-        "of test rows: to choose a point by these would be to train on them (rows of "
-        "validation come later)"
-    )
-    return lines
+        texts = filter(None, [*cells, diverged(part.get("diverged"))])
+        lines.append(f"{label:<{width}}  " + "  ".join(texts))
+    return [*lines, f"{NOT_TO_CHOOSE_BY}."]
 
 
 def _lines(summary: dict[str, Any]) -> list[str]:
-    """The metrics of a run without a sweep."""
+    """The lines of the metrics of a run without a sweep."""
     seeds = len(next(iter(summary["metrics"].values()))["per_seed"])
     spread = f" +- std over {seeds} seeds" if seeds > 1 else ""
     shown = [n for n in summary["metrics"] if not n.startswith("bytes")]
     numbers = [n for n in shown if summaries.is_number(summary, n)]
-    shares = [n for n in shown if n not in numbers]
+    fractions = [n for n in shown if n not in numbers]
     last = summary.get("last_round", {}) if summary["summary"] != "last" else {}
     lines = []
-    kinds = ("percent", shares, 100, 2), ("number", numbers, 1, 3)
+    kinds = ("percent", fractions, 100, 2), ("number", numbers, 1, 3)
     for unit, names, scale, digits in kinds:
         if names:
             head = f"{'metric':<18} {unit}{spread}  ({_rule(summary)})"

@@ -74,8 +74,8 @@ def test_what_is_left_as_it_is():
         ((6, 8, 1), 7, 0, r"--image_size=7 is smaller .*\[6, 8, 1\]; .* 8, or 0"),
         ((8, 8, 3), 0, 1, "--image_channels=1: the images have 3, only gray"),
         ((8, 8, 2), 9, 3, "--image_channels=3: the images have 2, only gray"),
-        ((16,), 32, 0, r"^--image_size=32: .*\[16\]; leave it"),
-        ((4, 4), 0, 3, r"^--image_channels=3: .*\[4, 4\]; leave it"),
+        ((16,), 32, 0, r"^--image_size=32: .*\[16\]; omit it"),
+        ((4, 4), 0, 3, r"^--image_channels=3: .*\[4, 4\]; omit it"),
     ],
 )
 def test_refused(shape, size, channels, words):

@@ -78,7 +78,7 @@ GOOD = {
         ({"train_count": np.array([1, 3, 2, 2])}, "gives client 0 1 train examples"),
         (
             {"proxy_rows": np.array([13])},
-            "'proxy_rows'., which nobody reads; .* proxy",
+            "'proxy_rows'., which is not used; .* proxy",
         ),
     ],
 )

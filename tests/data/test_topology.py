@@ -239,7 +239,10 @@ def test_bad_files(own, tmp_path):
         (own([], "empty.txt"), r"is of shape \[0"),
         (own([[0] * 40_000], "long.txt"), "has 80000 bytes, a graph of .* at most"),
         (own([["yes"]], "words.txt"), "has the entry yes in row 0"),
-        (str(tmp_path / "odd.bin"), "is no text; an npz file is to end in .npz"),
+        (
+            str(tmp_path / "odd.bin"),
+            "is not text; the name of an npz file ends in .npz",
+        ),
         (str(tmp_path / "cut.npz"), "cannot be read"),
         (str(tmp_path / "words.npz"), "holds <U21; numbers 0 and 1 are needed"),
         (str(tmp_path / "others.npz"), "adjacency are needed"),
@@ -258,7 +261,12 @@ def test_bad_files(own, tmp_path):
         ("random", 30, 30, "--num_peers=30: with --num_clients=30 .* 29 others; lower"),
         ("ring", 31, 30, "--num_peers=31: with --num_clients=30"),
         ("regular", 30, 30, "--num_peers=30: with --num_clients=30"),
-        ("regular", 5, 15, "--num_peers=5: no regular graph of --num_clients=15"),
+        (
+            "regular",
+            5,
+            15,
+            "--num_peers=5: there is no such regular graph of --num_clients=15",
+        ),
     ],
 )
 def test_graphs_that_cannot_be(kind, num_peers, num_clients, words):

@@ -353,7 +353,7 @@ def test_interrupted_run_goes_on(whole, unequal, short_windows, times):
             thread.join()
 
     Watched(simulation, tell)
-    with pytest.raises(KeyboardInterrupt, match="after round 2; run\\(\\) goes on"):
+    with pytest.raises(KeyboardInterrupt, match="after round 2; run\\(\\) continues"):
         experiment.run()
     assert signal.getsignal(signal.SIGINT) is before
     assert experiment.round == 2

@@ -259,7 +259,7 @@ def test_more_than_the_clients_can_keep(refused, monkeypatch, blobs):
     monkeypatch.setattr(memory, "free_bytes", lambda: (None, 10**6))
     arguments = ["--model=mlp", "--devices=1", "--rounds=1", f"--dataset={blobs}"]
     line = refused("--algo=local", "--preset=none", "--num_clients=40", *arguments)
-    assert "--num_clients=40 needs" in line and "what clients keep" in line
+    assert "--num_clients=40 needs" in line and "the models that clients keep" in line
 
 
 def test_images_that_no_memory_can_hold(refused, monkeypatch, blobs):

@@ -79,7 +79,7 @@ def undeclared(out, cohort):
 @pytest.mark.parametrize(
     "round, part",
     [
-        (absent_move, "mine breaks: Who is absent keeps its private row"),
+        (absent_move, "mine breaks: Absent clients keep their private rows"),
         (place_counts, "mine breaks: How many clients are computed together"),
         (undeclared, "declared kind. add a MessageKind for gossip"),
     ],

@@ -122,4 +122,4 @@ def test_cells_outlive_their_folders(tmp_path, monkeypatch, capsys, blobs):
         shown()
     assert stop.value.code == 2
     line = capsys.readouterr().err
-    assert line.startswith("error: --cells=cells is no file of cells")
+    assert line.startswith("error: --cells=cells is not a file of cells")

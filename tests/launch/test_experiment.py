@@ -182,8 +182,8 @@ def test_the_servers_model(arrays):
         (lambda x: x[:, :4], "of shape \\[5, 4, 8, 1\\], expected \\[N, 8, 8, 1\\]"),
         (lambda x: x[0], "expected \\[N, 8, 8, 1\\]"),
         (lambda x: x[:0], "images hold no example"),
-        (lambda x: x.astype(int) + 256, "int64 from .*, the data set's are uint8"),
-        (lambda x: x / 255.0, "float64 from .*, the data set's are uint8"),
+        (lambda x: x.astype(int) + 256, "int64 from .*expected uint8"),
+        (lambda x: x / 255.0, "float64 from .*expected uint8"),
     ],
 )
 def test_images_of_another_kind(trained, arrays, change, part):
@@ -197,7 +197,7 @@ def test_what_cannot_be_evaluated(trained, arrays):
     x, y = arrays[0][:3], arrays[1][:3]
     for given, part in (
         ((x, y[:2]), "y must be integers \\[3\\]"),
-        ((x, y + 9), "the model knows 0 to 3"),
+        ((x, y + 9), "the model's are 0 to 3"),
         ((x[:0], y[:0]), "no example"),
     ):
         with pytest.raises(ValueError, match=part):
@@ -295,7 +295,7 @@ def test_what_is_no_models_file(arrays, tmp_path):
     (tmp_path / "text.msgpack").write_text("model")
     np.savez(tmp_path / "foreign.npz", a=1)
     for name in ("text.msgpack", "foreign.npz"):
-        with pytest.raises(ValueError, match=f"{name} is no file of a model"):
+        with pytest.raises(ValueError, match=f"{name} is not a model's file"):
             made(arrays, init_from=str(tmp_path / name))
     with pytest.raises(ValueError, match="ends in .msgpack or .npz"):
         made(arrays).save_model(tmp_path / "model.pt", client_id=0)
@@ -340,7 +340,7 @@ def test_extension_whose_summary_has_passed(arrays):
     experiment.run(until=8, progress=False)
     experiment.config = dataclasses.replace(experiment.config, rounds=8)
     experiment.window = ()
-    with pytest.raises(ValueError, match="takes its summary from round 8 on"):
+    with pytest.raises(ValueError, match="needs accuracies of clients from round 8 on"):
         experiment.extend(9)
     assert "metrics" in made(arrays).summary()
 
@@ -369,7 +369,7 @@ def test_a_folder_keeps_it(arrays, tmp_path):
 @pytest.mark.parametrize(
     "change, part",
     [
-        ({}, "were arrays in memory; give them"),
+        ({}, "were arrays in memory; give dataset="),
         ({"dataset": 0}, "expected a name, or arrays"),
         ({"other": True}, "holds a run with --data_sha256="),
     ],
@@ -425,7 +425,7 @@ def test_an_algorithm_of_ones_own_in_a_folder(arrays, tmp_path):
     options |= {name: SMALL[name] for name in names}
     mine = SimpleNamespace(HParams=fedavg.HParams, make=fedavg.make, __name__="mine")
     build.experiment(algo=mine, dataset=arrays, **options).run(progress=False)
-    with pytest.raises(ValueError, match="--algo=mine was an algorithm of your own"):
+    with pytest.raises(ValueError, match="--algo=mine was a custom algorithm"):
         build.load(tmp_path / "run", dataset=arrays)
     assert build.load(tmp_path / "run", dataset=arrays, algo=mine).round == 1
 
@@ -519,7 +519,7 @@ def test_a_comparison_takes_the_preset_that_suits_all():
         (["fedavg", "cdkt"], {"preset": "none"}, "leaves no proxy set"),
         (["fedavg", "nix"], {}, "--algo=nix: expected one of"),
         ({"a": {"client_lr": 0.1}}, {}, "expected options with an algo for 'a'"),
-        ({"a/b": {"algo": "local"}}, {}, "names that can be a folder's, got 'a/b'"),
+        ({"a/b": {"algo": "local"}}, {}, "'a/b' cannot be the name of a folder"),
         ({"a": {"algo": "fedavg", "nix": 1}}, {}, "nix"),
     ],
 )
@@ -558,7 +558,7 @@ def test_an_interrupted_comparison_goes_on(arrays, capsys):
         rounds=3,
         **SMALL,
     )
-    assert "run() goes on" in capsys.readouterr().out
+    assert "run() continues" in capsys.readouterr().out
     assert not compared["local"].metrics and compared["fedavg"].round < 3
     compared.run(progress=False)
     assert [one.round for one in compared.values()] == [3, 3]
@@ -698,7 +698,7 @@ def test_an_edited_module_is_another_run(arrays, tmp_path):
         edited.run(progress=False)
     with pytest.raises(ValueError, match="holds a run with --own_sha256="):
         build.load(tmp_path / "run", dataset=arrays, model=Act(nn.tanh))
-    with pytest.raises(ValueError, match="--model=own_Act was a module of your own"):
+    with pytest.raises(ValueError, match="--model=own_Act was a custom module"):
         build.load(tmp_path / "run", dataset=arrays)
     same = build.load(tmp_path / "run", dataset=arrays, model=Act(nn.relu))
     assert same.round == 1
@@ -713,7 +713,7 @@ def test_an_algorithm_with_a_name_of_ours(arrays, tmp_path):
     mine = SimpleNamespace(HParams=fedavg.HParams, make=make, __name__="fedavg")
     options = {"algo": mine, "model": "mlp", "workdir": tmp_path / "run", "rounds": 1}
     made(arrays, **options).run(progress=False)
-    with pytest.raises(ValueError, match="--algo=own_fedavg was an algorithm of"):
+    with pytest.raises(ValueError, match="--algo=own_fedavg was a custom algorithm"):
         build.load(tmp_path / "run", dataset=arrays)
     assert build.load(tmp_path / "run", dataset=arrays, algo=mine).round == 1
 
@@ -756,7 +756,7 @@ def test_a_finished_folder_stays_as_it_is(arrays, tmp_path, monkeypatch, capsys)
     again = build.load(folder, dataset=arrays, model=MODULES)
     again.run()
     again.run(progress=False)
-    assert "holds this run, finished" in capsys.readouterr().out
+    assert "holds this finished run" in capsys.readouterr().out
     after = {
         path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()
     }
@@ -823,7 +823,7 @@ def test_what_serves_may_be_no_single_model(blobs, tmp_path, algo):
     client = 0 if algo == "majority" else None
     image = np.asarray(made_of.data.image[:3])
     assert made_of.predict(client, image).shape == (3, 4)
-    with pytest.raises(ValueError, match="which is no single model"):
+    with pytest.raises(ValueError, match="which is not a single model"):
         made_of.save_model(tmp_path / "model.npz", client)
     assert not (tmp_path / "model.npz").exists()
 

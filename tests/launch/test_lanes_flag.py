@@ -55,7 +55,9 @@ def trained(dataset, **given):
 
 def test_nobody_trains(unequal):
     """A method without training has nothing to deal out."""
-    with pytest.raises(ValueError, match="--lanes=4: .*--algo=majority nobody trains"):
+    with pytest.raises(
+        ValueError, match="--lanes=4: .*--algo=majority no client trains"
+    ):
         make(unequal, "majority", lanes=4, batch_size=None)
 
 

@@ -73,7 +73,7 @@ def test_runs_that_are_not_finished(runs, tmp_path, capsys):
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["curves.png"]
     with pytest.raises(SystemExit):
         plot.command(["plot", str(half), "--kind=fairness"])
-    assert "half is not finished; leave it away" in capsys.readouterr().err
+    assert "half is not finished; omit it" in capsys.readouterr().err
 
 
 def test_runs_without_clients(runs, tmp_path):
@@ -84,7 +84,7 @@ def test_runs_without_clients(runs, tmp_path):
     unknown = np.full_like(found.clients["accuracy"], np.nan)
     bare = found._replace(clients=found.clients | {"accuracy": unknown})
     assert record.has_clients(found) and not record.has_clients(bare)
-    with pytest.raises(ValueError, match="measured no client by itself"):
+    with pytest.raises(ValueError, match="has no accuracies of single clients"):
         figures.picture("fairness", [found, bare])
 
 
@@ -132,7 +132,7 @@ def test_curves_show_means_over_seeds(runs):
             for one in rounds
         ]
         np.testing.assert_allclose(line.get_ydata(), expected)
-    assert axes.get_xlabel() == "rounds done" and "%" in axes.get_ylabel()
+    assert axes.get_xlabel() == "finished rounds" and "%" in axes.get_ylabel()
 
 
 def test_curves_of_several_metrics(runs):

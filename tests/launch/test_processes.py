@@ -96,7 +96,7 @@ def test_two_processes_are_one_run(together, tmp_path, blobs):
     second.send_signal(signal.SIGTERM)
     told, others = (one.communicate(timeout=100)[1] for one in (first, second))
     assert (first.returncode, second.returncode) == (143, 143), (told, others)
-    assert "go on with:" in told and "go on with:" not in others
+    assert "continue with:" in told and "continue with:" not in others
     done = int(told.split("stopped after round ")[1].split(";")[0])
     onward = build.load(tmp_path / "run", rounds=done + 2)
     assert onward.round == done >= 4

@@ -88,11 +88,11 @@ def test_numbers_are_the_summaries(folders):
         )
         assert rows[algo]["against fedavg"] == wanted
         sent = sum(summary["metrics"][f"bytes_{way}"]["mean"] for way in ("up", "down"))
-        assert rows[algo]["MB in all"] == f"{sent / 1e6:,.1f}"
+        assert rows[algo]["MB total"] == f"{sent / 1e6:,.1f}"
     best = max(summaries, key=lambda algo: summaries[algo]["metrics"][name]["mean"])
     assert f"<b>{rows[best]['Client (UA)']}</b>" in text
     assert f"{best} reaches {rows[best]['Client (UA)']} %" in page.text
-    assert rows["local"]["Global"] == "–" and rows["local"]["MB in all"] == "0.0"
+    assert rows["local"]["Global"] == "–" and rows["local"]["MB total"] == "0.0"
 
 
 def test_it_is_whole(folders):
@@ -104,7 +104,7 @@ def test_it_is_whole(folders):
     # Rounds, messages, seconds; fairness, gain; the loss; the partition.
     assert text.count("<svg") == 7
     assert page_lib.INK not in text and "prefers-color-scheme: dark" in text
-    assert "gains over its own local model" in page.text
+    assert "over its local model" in page.text
     # Of arrays in memory: only Python can run it again.
     assert "--algo" in page.text and "build.load(" in page.text
     assert len(text) < 3_000_000
@@ -114,7 +114,7 @@ def test_names_are_text(folders):
     """Whatever a title holds."""
     text = page_lib.page(page_lib.read(folders[:1]), title="<b>&</b>")
     assert "&lt;b&gt;&amp;&lt;/b&gt;" in text
-    assert "would show what each client gains" in text
+    assert "to see the gain of each client" in text
 
 
 def test_runs_of_two_data_sets(folders, tmp_path):
@@ -125,7 +125,7 @@ def test_runs_of_two_data_sets(folders, tmp_path):
     options["dataset"] = f"npz:{tmp_path / 'other.npz'}"
     build.experiment(algo="fedavg", preset="none", **options).run(progress=False)
     page = Page(page_lib.page(page_lib.read([folders[0], tmp_path / "run"])))
-    assert "is of another data set." in page.text and "points against" not in page.text
+    assert "has another data set." in page.text and "points against" not in page.text
     assert "summaries differ: last or mean_last10 (--summary)" in page.text
     assert f"--flagfile={tmp_path}/run/run.flags" in page.text
     assert f"build.load('{folders[0]}', dataset=...).run()" in page.text
@@ -177,7 +177,7 @@ def test_of_a_reproduced_table(folders, tmp_path, monkeypatch, capsys):
     argv = ["reproduce", "cdkt.table1", "--dataset=mnist_5k", "--row=FedAvg"]
     with pytest.raises(SystemExit):
         reproduce.command([*argv, "--dry_run", "--report=page.html"])
-    assert "no cell is done yet" in capsys.readouterr().err
+    assert "no cell is finished" in capsys.readouterr().err
     entries = page_lib.read(folders[:2], ["one, IID", "two, IID"])
     grid = sheets.Grid("", "1 seed(s)", ["A"], [("x", ["99.5 / 98.0 / -1.5"])])
     sheet = sheets.Sheet("T", [], [grid])

@@ -222,7 +222,7 @@ def test_traffic_by_kind_of_message():
     }
     text = shown({"metrics": ["client_accuracy"], "traffic": True}, runs)
     first, second = text.split("MB by kind of message")[1:]
-    assert "| | in all | extractor | mask |" in first
+    assert "| | total | extractor | mask |" in first
     for line in (
         "| Local | 0.000 | - | - |",
         "| FedPer | 2.000 | 2.000 | - |",

@@ -173,13 +173,13 @@ def test_a_folder_knows_its_points(swept, blobs):
     assert len(experiment.plot("curves").axes[0].lines) == 6
     page = page_lib.page(page_lib.read([folder]))
     assert "a sweep of client_lr and proximal_weight" in page and ">Sweep<" in page
-    assert "Its 6 points have" in page and "answers best" not in page
+    assert "Its 6 points reach" in page and "is best" not in page
     table = words.table(summary).splitlines()
     assert (
         table[0].startswith("point")
         and "client_lr=0.1 proximal_weight=1.0 " in table[5]
     )
-    assert "train on them" in table[7]
+    assert "training on the test set" in table[7]
 
 
 def test_resumed_it_is_the_same(swept, blobs, tmp_path):
@@ -227,7 +227,7 @@ def test_refused(line, expected, blobs):
 def test_points_that_differ_in_more_than_numbers(blobs):
     """Another graph, and what the algorithm refuses of a point alone."""
     peers = {"algo": "dfedavg", "topology": "erdos_renyi"}
-    with pytest.raises(ValueError, match="other plans, peers or messages.*compare"):
+    with pytest.raises(ValueError, match="differ in plans, peers or messages.*compare"):
         make(blobs, **peers, sweep={"edge_probability": [0.2, 0.9]})
     with pytest.raises(ValueError, match="--edge_probability=0.9 has no effect"):
         make(blobs, algo="dfedavg", num_peers=2, sweep="edge_probability=0.2,0.9")

@@ -65,9 +65,9 @@ def test_a_report_tells_of_fewer_seeds(tmp_path):
         ).run(progress=False)
     entries = page_lib.read([tmp_path / "a", tmp_path / "b"], ["a", "b"])
     page = page_lib.page(entries)
-    assert "of fewer seeds: b 1, so that" in page
+    assert "Fewer seeds: b 1; differences" in page
     assert "mean of rounds 7 to 8" in page and "in the last round" in page
-    assert "of fewer seeds" not in page_lib.page(entries[:1])
+    assert "Fewer seeds" not in page_lib.page(entries[:1])
 
 
 def test_short_runs_have_short_windows():
@@ -83,7 +83,7 @@ def test_short_runs_have_short_windows():
     assert frame["client_accuracy"]["a"] == pytest.approx(np.mean(curve[-2:]))
     assert frame["client_accuracy last round"]["a"] == pytest.approx(curve[-1])
     assert frame["summary"]["a"] == "mean of rounds 7 to 8"
-    assert summaries.told("median_last10", (5,)) == "median of round 5"
+    assert summaries.in_words("median_last10", (5,)) == "median of round 5"
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_a_model_s_file_has_a_checksum(saved, tmp_path, suffix):
             damaged[place] ^= 1 << int(gen.integers(8))
         path = tmp_path / f"damaged{number}{suffix}"
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="is no file of a model"):
+        with pytest.raises(ValueError, match="is not a model's file"):
             model_files.read(path)
 
 
@@ -145,7 +145,7 @@ def test_a_model_starts_on_images_that_it_knows(saved):
     """The run's own normalisation, or one line."""
     folder, experiment = saved
     for name in ("none", "half"):
-        with pytest.raises(ValueError, match="otherwise normalised"):
+        with pytest.raises(ValueError, match="another normalisation"):
             build.experiment(
                 algo="fedavg",
                 **options(init_from=str(folder / "one.npz"), normalization=name),
@@ -211,7 +211,9 @@ class Fine(nn.Module):
 def test_an_own_model_answers_for_itself():
     """Refused at once where an answer depends on what else is in the batch."""
     for module in (OverBatch(), Drops()):
-        with pytest.raises(ValueError, match="by where in which batch it is") as told:
+        with pytest.raises(
+            ValueError, match="on the other examples of the batch"
+        ) as told:
             build.experiment(algo="fedavg", **options(model=module))
         assert "\n" not in str(told.value)
     for module in (Fine(), Logs()):

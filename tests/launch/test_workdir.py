@@ -486,7 +486,7 @@ def test_damage_without_a_checkpoint_is_refused(whole, blobs, capsys):
     shutil.rmtree(whole / "checkpoints")
     (whole / "metrics.jsonl").write_text("")
     refusal(blobs, whole, "--summary=mean_last10", "--resume")
-    assert "no checkpoint to go on from" in capsys.readouterr().err
+    assert "no checkpoint to continue from" in capsys.readouterr().err
 
 
 def test_fewer_rounds_than_begun_are_refused(blobs, tmp_path, monkeypatch, capsys):
@@ -629,7 +629,7 @@ def test_diverging_run_writes_valid_json(blobs, tmp_path):
     run(blobs, tmp_path / "run", "--client_lr=1e30", rounds=2)
 
     def refuse(text):
-        raise AssertionError(f"{text} is no JSON")
+        raise AssertionError(f"{text} is not JSON")
 
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line, parse_constant=refuse) for line in lines]
