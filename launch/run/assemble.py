@@ -153,7 +153,8 @@ def assemble(
     first = dataclasses.replace(hparams, **points[0])
     if task.execution.lanes:
         made = entry.make(first, task)
-        reason = fit.unfit_for_lanes(made, planner_of(made, task.execution), data)
+        planner = planner_of(made, task.execution)
+        reason = fit.unfit_for_lanes(made, first, task, planner, data)
         if reason and config.lanes != "auto":
             raise ValueError(
                 f"--lanes={config.lanes}: lanes take the steps of one training apart, "

@@ -11,7 +11,7 @@ import numpy as np
 
 import algorithms
 from data import plan
-from fedjax_pfl import lanes, shapes, types
+from fedjax_pfl import lanes, program, shapes, types
 from launch.config import sweep
 from models import own, stages
 
@@ -79,14 +79,19 @@ def check_own(
 
 
 def unfit_for_lanes(
-    algorithm: types.Algorithm, planner: plan.Planner, data: types.Data
+    algorithm: types.Algorithm,
+    hparams: Any,
+    task: types.Task,
+    planner: plan.Planner,
+    data: types.Data,
 ) -> str:
     """The reason why an algorithm's rounds cannot run in lanes, "" if they can."""
     if not algorithm.plans:
         return "no client trains"
     tables = data.replace(partition=jax.tree.map(lambda x: x[0], data.partition))
     try:
-        state = jax.eval_shape(algorithm.init, tables, jax.random.key(0))
+        begin = functools.partial(program.first_state, algorithm, hparams, task)
+        state = jax.eval_shape(begin, tables, jax.random.key(0))
         jax.eval_shape(algorithm.round, state, planner.cohort(0, 0), tables)
     except lanes.UnfitError as error:
         return str(error)
