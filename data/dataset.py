@@ -1,7 +1,5 @@
 """Data sets as numpy arrays, with changes of images, and their normalisation."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Checks the paths that a user gives before they are opened."""
 
-from __future__ import annotations
-
 import pathlib
 import stat
 

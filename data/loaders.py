@@ -1,7 +1,5 @@
 """Loads data sets by name: embedded, from files, from tfds, or from a user's arrays."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import logging

@@ -1,7 +1,5 @@
 """The memory that is still available to this process on its machine and cgroup."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Reads users' npz files without unpickling objects."""
 
-from __future__ import annotations
-
 import pathlib
 import warnings
 import zipfile

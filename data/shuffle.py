@@ -1,7 +1,5 @@
 """Shuffles many clients at once by sorting positions by words derived from ids."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

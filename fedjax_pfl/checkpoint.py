@@ -6,8 +6,6 @@ silently, so files are checked before orbax reads them. Orbax copies what it wri
 a state is passed to it in pieces.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import errno

@@ -1,7 +1,5 @@
 """Distances between batches of outputs."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """Dataclass fields that carry their own help text, choices and range."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

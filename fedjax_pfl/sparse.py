@@ -1,7 +1,5 @@
 """Masks of single entries: the largest entries of a model, and their size in bytes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Pytrees stacked along a leading axis: take, put, repeat and select their rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -4,8 +4,6 @@
 named `data`, `models` or `launch` in the current folder do not affect it.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 

@@ -7,8 +7,6 @@ https://arxiv.org/abs/1810.03505. The official archive `CINIC-10.tar.gz` holds
 tfds keeps them.
 """
 
-from __future__ import annotations
-
 import io
 import pathlib
 import tarfile

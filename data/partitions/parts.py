@@ -1,7 +1,5 @@
 """The flat table of positions by client that every partition returns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The works: w1 to w5 on Fashion-MNIST's train images, and w6 on drawn vectors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Checks of single values, and how errors show a value or suggest a name."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import unicodedata

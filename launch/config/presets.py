@@ -4,8 +4,6 @@ The rules are data, `rules/<paper>.toml`. A preset is a list of them, and every 
 begins with those of `none`. No other part of `launch` depends on a paper.
 """
 
-from __future__ import annotations
-
 import pathlib
 import tomllib
 from collections.abc import Mapping

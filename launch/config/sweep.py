@@ -5,8 +5,6 @@ point is named the best: accuracies are those of test rows, and choosing a point
 would be training on the test set.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """One process at a time in a run's folder."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

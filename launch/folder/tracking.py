@@ -1,7 +1,5 @@
 """Copies of the records: TensorBoard's event files, and a CSV table."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import io

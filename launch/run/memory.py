@@ -4,8 +4,6 @@ This is a lower bound from numbers alone, before anything is built. A run that i
 refused would not have worked, and one that passes may still need too much.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ data. Only process 0 prints and accesses the run's folder. Decisions that depend
 clock, a signal or a disk are made in process 0, or by all together, and sent to all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

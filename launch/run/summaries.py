@@ -1,7 +1,5 @@
 """Turns curves into numbers: the rounds of a summary, and their mean or median."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Values of whole curves for tables: after round 0, or until an accuracy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
