@@ -5,8 +5,6 @@ all methods get the same clients, or on history, so that a run can resume. A cli
 draws are named by (seed, round, client), not by its place in the cohort.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Sequence
 

@@ -6,8 +6,6 @@ are named by (seed, round, client), so that only the rows of the cohort are draw
 `regular` draws all rows at once, and only `file` reads a table of all pairs.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import pathlib

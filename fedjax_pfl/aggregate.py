@@ -1,7 +1,5 @@
 """Means over the leading axis of stacked pytrees, at a server and among peers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

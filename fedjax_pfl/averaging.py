@@ -5,8 +5,6 @@ executes". An algorithm of the family defines what a client does with the model 
 it keeps.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ layers from 1: stages 1..l are on one side of the cut and l+1..L on the other, w
 empty for l = L.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

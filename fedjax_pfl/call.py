@@ -3,8 +3,6 @@
 A variant is a seed at a point of a sweep, or just a seed where there is no sweep.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -12,8 +12,6 @@ training left, which Algorithm 2 of that paper returns. These two may differ by 
 than methods do.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 The device counts correct answers as integers, and the host divides in float64.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

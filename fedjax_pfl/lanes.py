@@ -11,8 +11,6 @@ that the steps begin with, `run` is one step, and the code after it makes the re
 What a step needs of the first part is computed again in every step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ or a number of models. The planner, not a method, decides which client has which
 so that all methods see the same clients at the same levels.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

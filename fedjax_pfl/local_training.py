@@ -1,7 +1,5 @@
 """The local training loop: one client's steps, masked on the new parameters."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

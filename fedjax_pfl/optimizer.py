@@ -3,8 +3,6 @@
 `hparams` are options of `local_training.LocalTraining`.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

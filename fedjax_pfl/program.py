@@ -5,8 +5,6 @@ with donated state, whose start and length are traced numbers. Programs of equal
 structure are the same objects, so that a second experiment compiles nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Tools for distillation: outputs on shared or own examples, and training on them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

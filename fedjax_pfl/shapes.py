@@ -1,7 +1,5 @@
 """Shapes and sizes of models, inferred without computing anything."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

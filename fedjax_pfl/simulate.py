@@ -5,8 +5,6 @@ of the next rounds' plans on the device. While it computes, the host prepares th
 window.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Bytes of messages. Counts are small integers that the host multiplies in int64."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks a custom algorithm against the rules that every algorithm here follows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Turns the end of every command into an exit code, and one line after an error."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

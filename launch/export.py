@@ -5,8 +5,6 @@ can be read without this package (see docs/python.md), and `--init_from=FILE` st
 run from it. The folder is not changed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 

@@ -5,8 +5,6 @@ and multiply-accumulates of one example by stage, by the level of a submodel, an
 other widths if the model has them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -5,8 +5,6 @@ SIGTERM ends the run after the current call (about 10 seconds of work), saves it
 prints the command that continues it.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -5,8 +5,6 @@ of unfinished runs), `fairness.png` (how many clients reach which accuracy) and
 `bubbles.png` (train examples of each client and class).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 

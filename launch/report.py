@@ -5,8 +5,6 @@ rounds, messages and seconds, the gain of each client, the settings that differ,
 commands.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 

@@ -6,8 +6,6 @@ interrupt. Options of `launch.main` apply to every cell, and rows and columns fo
 values of such an option are omitted. Tables are data: `launch/papers/<paper>.json`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

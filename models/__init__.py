@@ -1,7 +1,5 @@
 """Models as chains of stages. `MODELS` has the values of `--model`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -10,8 +10,6 @@ output value. An affine map costs inputs * outputs + outputs. Sigmoid, sum and p
 are free.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple

@@ -7,8 +7,6 @@ and a chain of separable convolutions. Counts of parameters are for 32x32x3, 10 
 and width 1, without running statistics, and a test checks them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Custom linen modules as models: one stage, or a chain of stages."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

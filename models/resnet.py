@@ -6,8 +6,6 @@ input of fc is as wide as its channels. Counts of parameters are for 32x32x3, 10
 and width 1, without running statistics, and a test checks them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

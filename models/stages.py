@@ -7,8 +7,6 @@ cancels the transposes between them. The method `macs` of a module returns its c
 `counts`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ an odd side rounds up (28x28 becomes 14, 7, 4, 2 and 1). Counts of parameters ar
 32x32x3, 10 classes and width 1, without running statistics, and a test checks them.
 """
 
-from __future__ import annotations
-
 from fedjax_pfl import types
 from models import stages
 

@@ -5,8 +5,6 @@ images per (user, label) first, then a log-normal amount. The draws use numpy's 
 generator and Python's `random`, as the released splits do.
 """
 
-from __future__ import annotations
-
 import random
 from typing import NamedTuple
 

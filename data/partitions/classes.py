@@ -1,7 +1,5 @@
 """Partitions in which the classes of each client are given."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

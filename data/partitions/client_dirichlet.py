@@ -3,8 +3,6 @@
 The mixes rarely match the supply of each class. `DRAWS` are the ways to resolve that.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from data.partitions import parts

@@ -1,7 +1,5 @@
 """Clients of unequal size: every class is distributed by its own Dir(alpha)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from data.partitions import parts

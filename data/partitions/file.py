@@ -11,8 +11,6 @@ come after train rows.
 * `may_repeat`, optional: 1 = a row may occur several times.
 """
 
-from __future__ import annotations
-
 import pathlib
 from typing import NamedTuple
 

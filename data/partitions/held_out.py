@@ -1,7 +1,5 @@
 """Test rows: the rows of each client that are held out of its training."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from data import shuffle

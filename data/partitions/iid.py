@@ -1,7 +1,5 @@
 """Clients with equal random parts."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from data.partitions import parts

@@ -1,7 +1,5 @@
 """Clients that the data set defines."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from data.partitions import parts

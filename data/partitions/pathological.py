@@ -1,7 +1,5 @@
 """Clients that have few classes."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from data.partitions import parts

@@ -1,7 +1,5 @@
 """The command `python -m launch.bench`."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

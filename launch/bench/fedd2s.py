@@ -4,8 +4,6 @@ It makes the same distillation and supervised steps on the same batches, one cli
 time and first layer included, without teacher passes, means and everything else.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Runs a work round by round and measures it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """References with which the rounds of some algorithms are compared."""
 
-from __future__ import annotations
-
 from launch.bench import fedd2s
 
 # `experiment -> (round -> seconds of the plain loop)`, or None if it does not apply

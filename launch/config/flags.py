@@ -4,8 +4,6 @@ The first pass finds `--algo`, also inside flagfiles, and the second parses the 
 of that algorithm. Flags override those of a flagfile that comes before them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import sys

@@ -1,7 +1,5 @@
 """The options of an algorithm's run: names, types, groups and defaults."""
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from typing import Any

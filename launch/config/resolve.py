@@ -1,7 +1,5 @@
 """Resolves given options, presets and data into a configuration."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Each option describes itself completely, see `option`. The options that an algor
 adds are in its `HParams`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

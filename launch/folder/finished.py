@@ -4,8 +4,6 @@
 `sha256`, its own, and `read` compares all of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Reads a run's folder: flags, records, arrays and summary."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

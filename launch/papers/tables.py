@@ -1,7 +1,5 @@
 """The papers' tables, `launch/papers/<paper>.json`, and their cells."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Assembles a run from its settings: data, models and algorithm."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The models of a run's clients and server: predictions on raw images, and files."""
 
-from __future__ import annotations
-
 import functools
 import pathlib
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Devices: the mesh over clients, settings of XLA, and the compilation cache."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Checks that models, lanes and points of a sweep fit their run."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Turns given options into settings: resolves names, loads data, checks all values."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -9,8 +9,6 @@ Everything beside training and evaluation is done by listeners:
     on_end                      at the end, also after an error
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

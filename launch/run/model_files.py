@@ -11,8 +11,6 @@ A file holds a nested dictionary of arrays, which can be read without this packa
 `stages/conv1/params/kernel`.
 """
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Shows the progress of a run as a bar or as lines, and a warning."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

@@ -1,7 +1,5 @@
 """A run: its state and its measurements, independent of how they are shown."""
 
-from __future__ import annotations
-
 import dataclasses
 import platform
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Pictures of runs: curves, fairness, class bubbles, heat maps of sweeps."""
 
-from __future__ import annotations
-
 import collections
 import io
 from collections.abc import Sequence

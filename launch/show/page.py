@@ -1,7 +1,5 @@
 """A page about runs: a self-contained HTML file that loads nothing."""
 
-from __future__ import annotations
-
 import io
 import pathlib
 import shlex

@@ -1,7 +1,5 @@
 """Papers' tables beside our numbers: cells, grids of texts, and Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

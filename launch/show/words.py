@@ -1,7 +1,5 @@
 """The metrics' titles and units, and tables of them as text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
