@@ -297,6 +297,19 @@ def test_stages_travel_to_who_holds_them(name, reference):
             assert kind["bytes"]["per_seed"] == [count * size]
 
 
+@pytest.mark.parametrize("name", ["heterofl"], scope="module")
+def test_widths_are_reported_as_exits(name, reference):
+    """The widest is the server's; two messages for each client of a round."""
+    summary = reference.experiment.summary()
+    names = {key for key in summary["metrics"] if key.startswith("exit")}
+    assert names == {f"exit{level}_accuracy" for level in (1, 2, 3)}
+    for record in reference.experiment.metrics:
+        assert record["global_accuracy"] == record["exit3_accuracy"]
+    sent = {k: v["messages"]["mean"] for k, v in summary["traffic"].items()}
+    for way in ("down", "up"):
+        assert sum(sent[f"width {level}/3 {way}"] for level in (1, 2, 3)) == 20
+
+
 @pytest.mark.parametrize("name", ["fedd2s", "toy_gossip"], scope="module")
 def test_a_summary_tells_numbers_from_shares(name, reference):
     """What rounds measure is a number unless the algorithm calls it a share."""
