@@ -11,7 +11,6 @@ import pytest
 from algorithms import dispfl
 from data import topology
 from fedjax_pfl import shapes, types
-from launch import build
 from launch.config import resolve
 from tests.algorithms import conftest, plain
 
@@ -302,28 +301,6 @@ def test_erk_of_a_convolution():
     found = dispfl.allotted(tuple(leaves), 0.25)
     each = 0.25 * (1152 + 2048) / (30 + 96)
     assert found == (math.floor(30 * each), math.floor(96 * each))
-
-
-def test_traffic_of_a_run(blobs):
-    """Test 14: what is held and a bit for each parameter, from every peer."""
-    experiment = build.experiment(
-        algo="dispfl",
-        dataset=blobs,
-        model="mlp",
-        num_clients=6,
-        num_peers=2,
-        rounds=3,
-        local_epochs=1,
-        devices=1,
-    )
-    summary = experiment.run()
-    size = 64 * 128 + 128 + 128 * 64 + 64 + 64 * 4 + 4
-    values = summary["traffic"]["whole model"]["bytes"]["mean"] / (36 * 4)
-    # Rounded down in two of the tensors.
-    assert size / 2 - 3 < values <= size / 2
-    for kind in ("whole model", "mask"):
-        assert summary["traffic"][kind]["messages"]["mean"] == 6 * 3 * 2
-    assert summary["traffic"]["mask"]["bytes"]["mean"] == 36 * math.ceil(size / 8)
 
 
 def test_the_preset():
