@@ -220,13 +220,6 @@ def test_clients_file(finished):
         assert pooled == pytest.approx(entry["client_accuracy_pooled"])
 
 
-def test_seeds_together_equal_seeds_alone(finished, blobs, tmp_path):
-    """The second of two seeds in one program is the run with that seed."""
-    run(blobs, tmp_path / "alone", "--seed=1")
-    both = [r for r in metrics(finished) if r["seed"] == 1]
-    assert metrics(tmp_path / "alone") == both
-
-
 def test_run_flags_replay_the_run(reference, tmp_path, monkeypatch):
     """--flagfile=run.flags alone, in the default workdir: the same parameters."""
     monkeypatch.chdir(tmp_path)
@@ -309,14 +302,6 @@ def test_stopped_by_a_signal(
     assert_same_run(folder, reference)
 
 
-def test_more_rounds_later(finished, blobs, tmp_path):
-    """Two rounds, then four with --resume: as four at once."""
-    folder = tmp_path / "run"
-    run(blobs, folder, "--num_seeds=2", rounds=2)
-    run(blobs, folder, "--num_seeds=2", "--resume")
-    assert_same_run(folder, finished)
-
-
 def test_more_rounds_need_no_other_flag(blobs, tmp_path, monkeypatch):
     """`rounds` is no part of a run's identity, nor are defaults that follow it."""
     base = ["main", "--algo=fedavg", "--model=mlp", "--devices=1", "--num_clients=4"]
@@ -326,12 +311,6 @@ def test_more_rounds_need_no_other_flag(blobs, tmp_path, monkeypatch):
         main.main([*base, "--rounds=2"])
     with pytest.raises(KilledError):
         main.main([*base, "--rounds=20", "--resume"])
-
-
-def test_two_checkpoints_are_kept(reference):
-    """The newest two, complete."""
-    names = sorted(path.name for path in (reference / "checkpoints").iterdir())
-    assert names == ["round_00000003", "round_00000004"]
 
 
 def test_half_a_line_in_the_metrics(copied, reference, blobs):
@@ -625,15 +604,6 @@ def test_diverging_run_writes_valid_json(blobs, tmp_path):
     assert records[-1]["train_loss"] is None
     text = (tmp_path / "run" / "summary.json").read_text()
     assert json.loads(text, parse_constant=refuse)["rounds"] == 2
-
-
-def test_progress_prints_lines_and_a_table(blobs, tmp_path, capsys):
-    """Not on a terminal: a line per evaluation, the table, the folder; no stderr."""
-    run(blobs, tmp_path / "run", rounds=1)
-    shown = capsys.readouterr()
-    assert shown.err == ""
-    assert "round 1/1" in shown.out and "Global" in shown.out
-    assert f"results in {tmp_path / 'run'}" in shown.out
 
 
 def test_clients_without_test_rows_are_refused(blobs, tmp_path, capsys):
