@@ -121,21 +121,6 @@ def test_the_reference_tells_the_names_apart(given, problem, cohort_at):
     assert plain.differs(found[0], found[2], 1e-2)
 
 
-def test_without_peers_it_is_local_training(compiled, given, start, problem, cohort_at):
-    """Test 5: everybody alone, and nothing is received."""
-    cohort = cohort_at(0)
-    cohort = cohort.replace(peer_mask=np.zeros_like(cohort.peer_mask))
-    state = given("dfedavgm")
-    after, _, sent = compiled("dfedavgm", **STRUCTURES["dfedavgm"])(
-        state, cohort, **FLOATS
-    )
-    alone, _, _ = compiled("local", client_momentum=0.5)(
-        start(round=0), problem.cohort(0), **FLOATS
-    )
-    chex.assert_trees_all_close(plain.own(after), plain.own(alone), atol=1e-6)
-    assert not any(np.asarray(count).any() for count in sent.values())
-
-
 def test_nobody_sees_a_present_round(compiled, given, cohort_at):
     """Test 15: what one client trains changes nobody else before the next round."""
     run, state = compiled("dfedavg", **STRUCTURES["dfedavg"]), given()
