@@ -50,7 +50,8 @@ def _compilation_cache(_cache_folder):
     In memory a file's programs are forgotten: a worker would hold gigabytes of them.
     """
     devices.keep_compiled(_cache_folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    # Also what compiles in a moment: there are thousands of such programs.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     yield
     program.forget()
     jax.clear_caches()

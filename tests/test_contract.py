@@ -300,11 +300,30 @@ def test_stages_travel_to_who_holds_them(name, reference):
             assert kind["bytes"]["per_seed"] == [count * size]
 
 
-@pytest.mark.parametrize("name", ["fedd2s", "toy_gossip"], scope="module")
+@pytest.mark.parametrize(
+    "name", ["heterofl", "inclusivefl", "splitmix"], scope="module"
+)
+def test_the_last_exit_serves(name, reference):
+    """Widths and budgets are reported as exits are; and HeteroFL's messages."""
+    summary = reference.experiment.summary()
+    expected = {f"exit{level}_accuracy" for level in (1, 2, 3)}
+    assert expected <= summary["metrics"].keys()
+    for record in reference.experiment.metrics:
+        assert record["global_accuracy"] == record["exit3_accuracy"]
+    assert ("ensemble_accuracy" in summary["metrics"]) == (name == "inclusivefl")
+    if name != "heterofl":
+        return
+    sent = {k: v["messages"]["mean"] for k, v in summary["traffic"].items()}
+    for way in ("down", "up"):
+        assert sum(sent[f"width {level}/3 {way}"] for level in (1, 2, 3)) == 20
+
+
+@pytest.mark.parametrize("name", ["fedd2s", "criticalfl", "toy_gossip"], scope="module")
 def test_a_summary_tells_numbers_from_shares(name, reference):
     """What rounds measure is a number unless the algorithm calls it a share."""
     summary = reference.experiment.summary()
-    assert summary["numbers"] == {"fedd2s": ["mean_layer"], "toy_gossip": ["gap"]}[name]
+    number = {"fedd2s": "mean_layer", "criticalfl": "peers", "toy_gossip": "gap"}[name]
+    assert summary["numbers"] == [number]
     assert ("copies" in summary["metrics"]) == (name == "toy_gossip")
 
 

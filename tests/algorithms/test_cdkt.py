@@ -7,8 +7,7 @@ import pytest
 
 import models
 from algorithms import cdkt
-from launch import build
-from tests.algorithms import plain
+from tests.algorithms import conftest, plain
 
 # One structure per transfer mode; together every distance has both roles.
 STRUCTURES = {
@@ -221,15 +220,6 @@ def test_no_transfer_is_exact(transfer, compiled, start, problem):
     assert plain.differs(on.server, first.server, 1e-4)
 
 
-def test_no_transfer_is_the_same_in_every_mode(compiled, start):
-    """Test 19: alpha = beta = 0 across programs, for every transfer and distance."""
-    off = {"client_distill_weight": 0.0, "server_distill_weight": 0.0}
-    runs = [compiled("cdkt", **s)(start(), **off)[0] for s in STRUCTURES.values()]
-    for state in runs[1:]:
-        chex.assert_trees_all_close(state.clients, runs[0].clients, atol=1e-6)
-        chex.assert_trees_all_close(state.server, runs[0].server, atol=1e-6)
-
-
 @every_transfer
 @pytest.mark.parametrize("weight", [0.0, 0.5])
 def test_equal_student_and_teacher_give_no_nan(transfer, weight, compiled, start):
@@ -272,151 +262,6 @@ def test_weight_zero_cuts_the_direction_off(transfer, compiled, start):
     assert plain.differs(first.server, other.server)
 
 
-def test_lambda_one_ignores_the_teachers_outcomes(compiled, start):
-    """Test 22: with lambda = 1 the outcome terms are labels: no teacher, exactly."""
-    run, state = compiled("cdkt", **STRUCTURES["full"]), start()
-    values = FLOATS | {"label_mix": 1.0}
-    first, _, _ = run(state, **values)
-    other, _, _ = run(state.replace(server=plain.perturbed(state.server)), **values)
-    chex.assert_trees_all_equal(first.clients, other.clients)
-    other, _, _ = run(state.replace(clients=plain.perturbed(state.clients)), **values)
-    chex.assert_trees_all_equal(first.server, other.server)
-
-
-@every_transfer
-def test_lambda_zero_hides_the_proxy_labels(transfer, compiled, start, problem):
-    """Test 22: with lambda = 0 proxy labels only enter by the server's own loss."""
-    run, state = compiled("cdkt", **STRUCTURES[transfer]), start()
-    rows = problem.data.partition.proxy
-    label = problem.data.label.at[rows].set((problem.data.label[rows] + 1) % 4)
-    relabelled = problem.data.replace(label=label)
-    values = FLOATS | {"label_mix": 0.0}
-    first, _, _ = run(state, **values)
-    other, _, _ = run(state, data=relabelled, **values)
-    chex.assert_trees_all_equal(first.clients, other.clients)
-    assert plain.differs(first.server, other.server)
-    first, _, _ = run(state, **FLOATS)
-    other, _, _ = run(state, data=relabelled, **FLOATS)
-    assert plain.differs(first.clients, other.clients)
-
-
-def with_dead_unit(variables, value):
-    """Embedding unit 0 answers `value` on every input and feeds no logit."""
-    out = jax.tree.map(np.array, variables)
-    second, last = (stage["trunk"] for stage in out.params[1:])
-    second["kernel"][..., 0], second["bias"][..., 0] = 0, value
-    last["kernel"][..., 0, :] = 0
-    return out
-
-
-def with_other_logits(variables):
-    """The last layer moved, the embedding as it was."""
-    *below, last = plain.host(variables.params)
-    return variables._replace(params=(*below, plain.perturbed(last)))
-
-
-@every_transfer
-def test_transfer_masks_embeddings(transfer, compiled, start):
-    """Test 23: in Full nobody listens to embeddings, else both sides do."""
-    run, state = compiled("cdkt", **STRUCTURES[transfer]), start()
-    results = []
-    for value in (0.5, 2.0):
-        other = plain.with_server(state, with_dead_unit(plain.server(state), value))
-        results.append(run(other, **FLOATS)[0].clients)
-    assert plain.differs(*results) == (transfer != "full")
-    if transfer == "full":
-        chex.assert_trees_all_equal(*results)
-
-    # client_lr = 0: the dead units stay dead while the clients answer.
-    results = []
-    for value in (0.5, 2.0):
-        other = plain.with_own(state, with_dead_unit(plain.own(state), value))
-        values = FLOATS | {"client_lr": 0.0}
-        results.append(run(other, **values)[0].server)
-    assert plain.differs(*results) == (transfer != "full")
-    if transfer == "full":
-        chex.assert_trees_all_equal(*results)
-
-
-@every_transfer
-def test_transfer_masks_logits(transfer, compiled, start):
-    """Test 23: in Rep the server ignores logits, but the clients never do."""
-    run, state = compiled("cdkt", **STRUCTURES[transfer]), start()
-    values = FLOATS | {"client_lr": 0.0}
-    first, _, _ = run(state, **values)
-    moved = plain.with_own(state, with_other_logits(plain.own(state)))
-    other, _, _ = run(moved, **values)
-    assert plain.differs(first.server, other.server) == (transfer != "rep")
-    if transfer == "rep":
-        chex.assert_trees_all_equal(first.server, other.server)
-
-    first, _, _ = run(state, **FLOATS)
-    moved = plain.with_server(state, with_other_logits(plain.server(state)))
-    other, _, _ = run(moved, **FLOATS)
-    assert plain.differs(first.clients, other.clients)
-
-
-@every_transfer
-def test_everyone_starts_from_its_own_model(transfer, compiled, start):
-    """Test 24: eta = 0 fixes the clients, gamma = 0 the server; the other learns."""
-    run, state = compiled("cdkt", **STRUCTURES[transfer]), start()
-    still, _, _ = run(state, **FLOATS | {"client_lr": 0.0})
-    chex.assert_trees_all_equal(plain.host(still.clients), plain.host(state.clients))
-    assert plain.differs(still.server, state.server, 1e-3)
-    still, _, _ = run(state, **FLOATS | {"server_lr": 0.0})
-    chex.assert_trees_all_equal(plain.host(still.server), plain.host(state.server))
-    assert plain.differs(still.clients, state.clients, 1e-3)
-
-
-def test_server_hears_only_the_selected(compiled, start, problem):
-    """Test 25: models outside the cohort do not reach the server's teacher."""
-    run, state = compiled("cdkt", **STRUCTURES["repfull"]), start()
-    chosen, moved = problem.cohort(1).client_id, plain.perturbed(plain.own(state))
-    first, _, _ = run(state, **FLOATS)
-    for number in range(5):
-        one = plain.replaced(plain.own(state), number, moved)
-        other, _, _ = run(plain.with_own(state, one), **FLOATS)
-        assert plain.differs(first.server, other.server) == (number in chosen)
-        if number not in chosen:
-            chex.assert_trees_all_equal(first.server, other.server)
-
-
-def test_unselected_clients_are_untouched(compiled, start, problem):
-    """Test 26: a subset round leaves every other client bitwise as it was."""
-    state, chosen = start(), set(problem.cohort(1).client_id.tolist())
-    after, _, _ = compiled("cdkt", **STRUCTURES["rep"])(state, **FLOATS)
-    assert len(chosen) == 3
-    for number in range(5):
-        if number in chosen:
-            assert plain.differs(
-                plain.own(after, number), plain.own(state, number), 1e-3
-            )
-        else:
-            chex.assert_trees_all_equal(
-                plain.own(after, number), plain.own(state, number)
-            )
-
-
-def test_selection_depends_on_the_round_only(blobs):
-    """Test 26: all methods and all their options see the same clients."""
-    common = {"dataset": blobs, "num_clients": 9, "clients_per_round": 4, "devices": 1}
-    made = [
-        build.experiment(algo="cdkt", preset="none", proxy_fraction=0.1, **common),
-        build.experiment(algo="fedavg", preset="cdkt", partition="iid", **common),
-        build.experiment(algo="local", local_epochs=1, batch_size=3, **common),
-    ]
-    drawn = [
-        [
-            set(one.planner.drawn(0, round).client_id.tolist())
-            for round in (7, 0, 1, 2, 3)
-        ]
-        for one in made
-    ]
-    assert drawn[0] == drawn[1] == drawn[2]
-    assert all(len(chosen) == 4 for chosen in drawn[0])
-    assert len({frozenset(chosen) for chosen in drawn[0]}) > 1
-
-
 def test_heterogeneous_clients_learn(compiled, start):
     """Test 27: other architectures work where embeddings and classes agree."""
     run = compiled("cdkt", clients="deeper", **STRUCTURES["rep"])
@@ -440,67 +285,27 @@ def test_other_embedding_width_is_refused(problem):
         cdkt.make(cdkt.HParams(), problem.task_of()._replace(num_proxy=0))
 
 
-def test_equal_architectures_are_the_homogeneous_run(compiled, start):
-    """Test 27: another client model of the same layers changes nothing."""
-    state = start()
-    alike, _, _ = compiled("cdkt", **STRUCTURES["rep"])(state, **FLOATS)
-    other, _, _ = compiled("cdkt", clients="twin", **STRUCTURES["rep"])(state, **FLOATS)
-    chex.assert_trees_all_close(other.clients, alike.clients, atol=1e-6)
-    chex.assert_trees_all_close(other.server, alike.server, atol=1e-6)
-
-
-@pytest.mark.parametrize("network", ["tiny", "noisy"])
-def test_chunks_do_not_matter(network, compiled, start, problem):
-    """Test 28: one by one, all together and a Python loop agree; dropout off and on.
-
-    With dropout off the numpy reference above is the Python loop.
+def test_every_forward_has_its_own_noise(problem, start):
+    """Section 2: of each client's steps, the proxy batch beside each, all teachers'
+    answers (`--teacher_mode=train`) and the server's steps.
     """
-    state, cohort = start(), problem.cohort(1)
-    structure = {"server": network, "clients": network, **STRUCTURES["repfull"]}
-    together = compiled("cdkt", **structure)
-    alone = compiled("cdkt", chunk=1, **structure)
-    first, _, _ = together(state, **FLOATS)
-    second, _, _ = alone(state, **FLOATS)
-    chex.assert_trees_all_close(first.clients, second.clients, atol=1e-5)
-    chex.assert_trees_all_close(first.server, second.server, atol=1e-5)
-    if network == "tiny":
-        return
-    for row, number in enumerate(cohort.client_id):
-        single = jax.tree.map(lambda leaf, r=row: leaf[r : r + 1], cohort)
-        third, _, _ = alone(state, single, **FLOATS)
-        chex.assert_trees_all_close(
-            plain.own(third, number), plain.own(first, number), atol=1e-5
-        )
-    calm, _, _ = compiled("cdkt", **STRUCTURES["repfull"])(state, **FLOATS)
-    assert plain.differs(calm.clients, first.clients, 1e-3)
+    tiny, seen = conftest.NETWORKS["tiny"], []
 
+    def forward(params, stats, h, **mode):
+        if mode.get("key") is not None:
+            words = jax.random.key_data(mode["key"])
+            jax.debug.callback(lambda key: seen.append(key.tobytes()), words)
+        return tiny.forward(params, stats, h, **mode)
 
-def test_dropout_noise_is_named_by_client_and_round(compiled, start):
-    """Section 2: equal clients with equal data differ only by their own noise."""
-    run = compiled("cdkt", server="noisy", clients="noisy", **STRUCTURES["repfull"])
-    state = start()
-    first, _, _ = run(state, **FLOATS)
-    again, _, _ = run(state, **FLOATS)
-    chex.assert_trees_all_equal(first.clients, again.clients)
-    other, _, _ = run(state.replace(key=jax.random.key(4)), **FLOATS)
-    assert plain.differs(first.clients, other.clients, 1e-3)
-    assert plain.differs(first.server, other.server, 1e-3)
-
-
-def test_teachers_in_train_mode_are_noisy(compiled, start):
-    """Section 2: `--teacher_mode=train` leaves dropout on while the clients answer.
-
-    Clients stand still and the server has no dropout: the key can only reach it there.
-    """
-    still, state = FLOATS | {"client_lr": 0.0}, start()
-    run = compiled(
-        "cdkt", clients="noisy", teacher_mode="train", **STRUCTURES["repfull"]
-    )
-    first, _, _ = run(state, **still)
-    other, _, _ = run(state.replace(key=jax.random.key(4)), **still)
-    calm, _, _ = compiled("cdkt", **STRUCTURES["repfull"])(state, **still)
-    assert plain.differs(first.server, other.server, 1e-4)
-    assert plain.differs(first.server, calm.server, 1e-4)
+    model = tiny._replace(forward=forward)
+    task = problem.task_of(chunk=1)._replace(server_model=model, client_models=(model,))
+    made = cdkt.make(cdkt.HParams(batch_size=5, teacher_mode="train"), task)
+    cohort, batches = problem.cohort(1), 3
+    jax.block_until_ready(jax.jit(made.round)(start(), cohort, problem.data))
+    jax.effects_barrier()
+    of_clients = 2 * int(cohort.plans["local"].num_steps.sum()) + 3 * batches
+    of_server = cdkt.HParams().server_epochs * batches
+    assert len(set(seen)) == of_clients + of_server
 
 
 def test_init_makes_copies_of_one_model(problem):

@@ -11,7 +11,6 @@ import pytest
 from algorithms import criticalfl
 from data import topology
 from fedjax_pfl import local_training
-from launch import build
 from launch.config import resolve
 from tests.algorithms import plain
 
@@ -243,40 +242,6 @@ def test_a_constant_number_of_peers_is_dfedavg(compiled, given, cohorts):
         theirs, _, _ = other(theirs, cohort, **FLOATS)
         chex.assert_trees_all_close(plain.own(mine), plain.own(theirs), atol=1e-6)
     np.testing.assert_array_equal(mine.clients["private"]["period"].num_peers, 3)
-
-
-def test_traffic_of_a_run(blobs):
-    """Test 14: clients x the sum of k_i, by kind; a fifth from the third round on."""
-    experiment = build.experiment(
-        algo="criticalfl",
-        dataset=blobs,
-        model="mlp",
-        partition="iid",
-        num_clients=9,
-        num_peers=2,
-        sparsify=True,
-        rounds=6,
-        local_epochs=1,
-        devices=1,
-    )
-    summary = experiment.run()
-    early, later = 9 * (2 + 2), 9 * (4 + 4 + 6 + 6)
-    size = 64 * 128 + 128 + 128 * 64 + 64 + 64 * 4 + 4
-    expected = {
-        "norm": (early + later, 4),
-        "whole model": (early, 4 * size),
-        "sparse model": (later, 4 * math.ceil(0.2 * size)),
-        "mask": (later, math.ceil(size / 8)),
-    }
-    found = summary["traffic"]
-    assert found.keys() == expected.keys()
-    for kind, (number, num_bytes) in expected.items():
-        assert found[kind]["direction"] == "down"
-        assert found[kind]["messages"]["mean"] == number
-        assert found[kind]["bytes"]["mean"] == number * num_bytes
-    assert summary["numbers"] == ["peers"]
-    assert summary["metrics"]["peers"]["mean"] == 6
-    assert summary["metrics"]["critical"]["mean"] == 1
 
 
 @pytest.mark.parametrize(

@@ -58,17 +58,6 @@ def test_every_option_matters_to_the_reference(option, start, problem):
     assert plain.differs(before[1], after[1])
 
 
-def test_without_a_pull_it_is_fedavg_beside_local(compiled, start, problem):
-    """lambda = 0: the server is FedAvg's, the personal models are local training's."""
-    state = start()
-    values = {"client_lr": 0.1, "client_lr_decay": 1.0}
-    after, *_ = compiled("ditto")(state, **values, proximal_weight=0.0)
-    average, *_ = compiled("fedavg")(state.replace(clients=()), **values)
-    alone, *_ = compiled("local")(state, **values)
-    chex.assert_trees_all_close(after.server, average.server, atol=1e-6)
-    chex.assert_trees_all_close(after.clients, alone.clients, atol=1e-6)
-
-
 def test_personal_models_serve_their_clients(start, problem):
     """Every client is served its own v_k, also one that never took part."""
     made = ditto.make(ditto.HParams(), problem.task_of())

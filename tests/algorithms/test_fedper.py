@@ -210,133 +210,13 @@ def test_personal(layer, given):
     chex.assert_trees_all_equal(found.params[layer:], own.params[layer - 1 :])
 
 
-@pytest.mark.parametrize(
-    ("algo", "options", "lowest"),
-    [
-        ("fedper", {"personal_from": "none"}, 3),
-        ("fedper_plus", {"drop_every": 0}, 3),
-        ("fedrep", {"personal_from": "none", "local_epochs": 2, "head_epochs": 1}, 3),
-    ],
-)
-def test_all_shared_is_fedavg(algo, options, lowest, compiled, given, counts):
-    """Numbers 11 and 12: an empty personal part, or Z0 = 0 (never), is FedAvg."""
-    run, fedavg = compiled(algo, **options), compiled("fedavg")
-    state = given(counts, lowest)
+def test_all_shared_is_fedavg(compiled, given, counts):
+    """Numbers 11 and 12: an empty personal part is FedAvg."""
+    run, fedavg = compiled("fedper", personal_from="none"), compiled("fedavg")
+    state = given(counts, 3)
     after, _, _ = run(state, client_lr=0.1)
-    averaged = state.replace(clients=())
-    other, _, _ = fedavg(averaged, client_lr=0.1)
+    other, _, _ = fedavg(state.replace(clients=()), client_lr=0.1)
     chex.assert_trees_all_equal(plain.server(after), plain.server(other))
-    # All epochs train all layers, the head's share of them too (13).
-    for new, old in zip(after.server.params, state.server.params, strict=True):
-        assert plain.differs(new, old, 1e-3)
-
-
-def test_nothing_shared_is_local(compiled, given, counts):
-    """Number 11: cut 0 is local training, and the server's model never moves."""
-    run, local = compiled("fedper", personal_from="dense1"), compiled("local")
-    state = given(counts, 0)
-    after, _, sent = run(state, client_lr=0.1)
-    alone, _, _ = local(state.replace(clients=plain.own(state)), client_lr=0.1)
-    chex.assert_trees_all_equal(plain.own(after), plain.own(alone))
-    chex.assert_trees_all_equal(plain.host(after.server), state.server)
-    assert plain.differs(plain.own(after), plain.own(state), 1e-2)
-    assert not any(np.asarray(count).any() for count in sent.values())
-
-
-@pytest.mark.parametrize("algo", ["fedper", "fedrep"])
-def test_end_of_the_schedule_is_the_fixed_cut(algo, compiled, partial, given):
-    """Number 12: with the boundary at its lowest, FedPer+ is FedPer, bit for bit."""
-    moving, both = partial(f"{algo}_plus"), STRUCTURES[f"{algo}_plus"]
-    more = {name: value for name, value in both.items() if name not in MOVING}
-    fixed = compiled(algo, personal_from="dense2", **more)
-    state = given([50] * 5)
-    first, _, first_sent = fixed(state, **FLOATS)
-    second, _, second_sent = moving(state, **FLOATS)
-    chex.assert_trees_all_equal(first.server, second.server)
-    chex.assert_trees_all_equal(first.clients, second.clients)
-    chex.assert_trees_all_equal(first_sent, second_sent)
-    early, _, _ = moving(given([0] * 5), **FLOATS)
-    assert plain.differs(early.server, first.server, 1e-3)
-
-
-def test_unshared_layer_keeps_the_servers_value(partial, given):
-    """Number 12: nobody shares layers 2 and 3: bitwise the server's old ones."""
-    state = given([50] * 5)
-    after, _, _ = partial("fedper_plus")(state, **FLOATS)
-    chex.assert_trees_all_equal(
-        plain.host(after.server.params[1:]), plain.host(state.server.params[1:])
-    )
-    assert plain.differs(after.server.params[0], state.server.params[0], 1e-3)
-
-
-def test_mean_is_over_those_who_share(partial, given, counts, problem):
-    """Number 12: hand numbers; with a learning rate of 0 the start is what is averaged.
-
-    All own and server layers are constant; of 3 clients 3 share layer 1, 2 layer 2
-    and 1 layer 3, so that every mean is over equal copies of the server's layer.
-    """
-    state = given(counts)
-    server = jax.tree.map(lambda leaf: np.full_like(leaf, 2.0), state.server)
-    own = [
-        jax.tree.map(
-            lambda leaf, k=k: np.full_like(leaf, 10.0 + k), plain.own(state, k)
-        )
-        for k in range(5)
-    ]
-    state = plain.with_own(state.replace(server=server), plain.stack(own))
-    after, _, _ = partial("fedper_plus")(state, client_lr=0.0)
-    chex.assert_trees_all_close(plain.host(after.server), server, rtol=1e-6)
-    # Own rows hold what training started from: 2 where shared.
-    for row, number in enumerate(problem.cohort(1).client_id):
-        assert counts[number] == [1, 2, 4][row]
-        for i, stage in enumerate(plain.own(after, number).params, start=1):
-            expected = 2.0 if i < [3, 2, 1][row] else 10.0 + number
-            for leaf in jax.tree.leaves(stage):
-                np.testing.assert_allclose(leaf, expected)
-
-
-def first_epoch(cohort):
-    """The cohort without the later epochs."""
-    one = cohort.plans["local"]
-    steps = (one.epoch == 0) & (one.position >= 0).any(-1)
-    return plain.cut(cohort, steps.sum(1))
-
-
-@pytest.mark.parametrize("name", ["fedrep", "fedrep_plus"])
-def test_head_then_representation(name, partial, given, problem):
-    """Number 13: the head phase leaves the base alone, the base phase the head.
-
-    Bit for bit with a single client (a mean over one); Adam and momentum would move
-    a frozen layer if it were not frozen.
-    """
-    cohort = problem.cohort(1)
-    for row in (0, 1):
-        cohort = plain.without(cohort, row, 5)
-    number = int(cohort.client_id[2])
-    state = given([50] * 5)
-    head, _, _ = partial(name)(state, first_epoch(cohort), **FLOATS)
-    both, _, _ = partial(name)(state, cohort, **FLOATS)
-    chex.assert_trees_all_equal(plain.host(head.server), state.server)
-    for i in (0, 1):
-        old, tuned, done = (
-            plain.own(one, number).params[i] for one in (state, head, both)
-        )
-        assert plain.differs(tuned, old, 1e-3)
-        chex.assert_trees_all_equal(tuned, done)
-    assert plain.differs(both.server.params[0], state.server.params[0], 1e-3)
-    chex.assert_trees_all_equal(
-        plain.host(both.server.params[1:]), state.server.params[1:]
-    )
-
-
-def test_empty_head_trains_the_base_in_all_epochs(partial, given, problem):
-    """Number 13: FedRep+ with l = L moves every layer in its first epoch."""
-    state = given([0] * 5)
-    after, _, _ = partial("fedrep_plus")(
-        state, first_epoch(problem.cohort(1)), **FLOATS
-    )
-    for new, old in zip(after.server.params, state.server.params, strict=True):
-        assert plain.differs(new, old, 1e-3)
 
 
 def make(algo, problem, task=None, **options):
@@ -366,10 +246,7 @@ def served_boundaries(made, state, data):
         # Z = 0 has never taken part and is served as Z = 1: the server's model.
         (MOVING, [0, 2, 3, 4, 5], [3, 3, 2, 2, 1]),
         ({"drop_every": 1, "min_layer": 2}, [0, 1, 2, 3, 9], [3, 3, 2, 2, 2]),
-        ({"drop_every": 3, "min_layer": 1}, [1, 3, 4, 6, 7], [3, 3, 2, 2, 1]),
         ({"drop_every": 0}, [0, 1, 9, 99, 999], [3] * 5),
-        ({"drop_every": 1, "min_layer": 3}, [0, 1, 9, 99, 999], [3] * 5),
-        ({"drop_every": 1}, [0, 1, 2, 3, 4], [3, 3, 2, 2, 2]),
     ],
 )
 def test_served_model_follows_the_boundary(

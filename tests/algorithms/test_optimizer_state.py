@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import algorithms
-from fedjax_pfl import local_training, program, shapes, types
+from fedjax_pfl import program, shapes, types
 from tests.algorithms import conftest, plain
 
 FLOATS = {"client_lr": 0.1, "client_lr_decay": 0.5}
@@ -37,41 +37,23 @@ class Case(NamedTuple):
 
 SILENT = {"client_distill_weight": 0.0, "server_distill_weight": 0.0}
 HEAD_FIRST = {"personal_from": "dense2", "local_epochs": 2, "head_epochs": 1}
+# A name of each frame: averaged models, one beside a personal model that always starts
+# with a fresh state, parts of a model, peers, a proxy set, clients in turn. The engine
+# keeps the states of them all; levels and architectures have tests of their own.
 CASES = {
     "fedavg": Case({}, 3),
-    "fedprox": Case({"proximal_weight": 0.0}, 3),
-    # The personal model beside it always starts with a fresh state.
     "ditto": Case({}, 3),
-    "local": Case({}, 0),
-    "pfedsd": Case({"self_distill_weight": 0.0}, 3),
-    "fedper": Case({"personal_from": "dense2"}, 1),
     "fedrep": Case(HEAD_FIRST, 1),
-    "cdkt": Case(SILENT, 0),
     # Nobody has a peer here.
     "dfedavg": Case({}, 0),
-    "criticalfl": Case({}, 0),
-    # All is held.
-    "dispfl": Case({"density": 1.0}, 0),
-    # At layer 1 nothing is distilled.
-    "fedd2s": Case({"first_layer": 1}, 0),
+    "cdkt": Case(SILENT, 0),
     # One state for both of its phases.
     "fedict": Case({"distill_weight": 0.0}, 0, ("local", "distill")),
 }
-TRAINING = [
-    name
-    for name, entry in algorithms.ALGORITHMS.items()
-    if issubclass(entry.HParams, local_training.LocalTraining)
-    # Plain SGD only: there is nothing to keep.
-    and name != "scaffold"
-]
-
-
-# There are five clients.
-FEW_PEERS = {"criticalfl": {"num_peers": 1}}
 
 
 def hparams_of(name, **more):
-    common = {"batch_size": 5, "client_momentum": 0.5, **FEW_PEERS.get(name, {})}
+    common = {"batch_size": 5, "client_momentum": 0.5}
     return algorithms.ALGORITHMS[name].HParams(**common | more)
 
 
@@ -161,23 +143,23 @@ def test_kept_momentum_equals_a_numpy_reference(name, problem):
         assert plain.differs(kept[0], reset[0], 1e-3)
 
 
-# Networks and options of those who share parts of a model.
-LEVELS = {
+# Those whose states are other than a model for each client.
+SHAPED = {
+    "apfl": ("tiny", {}),
     "depthfl": ("with_exits", {"level_mix": "1:1:1"}),
-    "inclusivefl": ("with_exits", {"level_mix": "1:1:1"}),
     "heterofl": ("sliced", {}),
-    "sheterofl": ("sliced", {}),
     "splitmix": ("sliced", {}),
+    "dispfl": ("tiny", {"num_peers": 2}),
 }
 
 
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", SHAPED)
 def test_states_are_kept_for_every_client(name, problem):
     """A momentum for each client and parameter, none where it is reset.
 
     A round gives back what it was given.
     """
-    found, (network, own) = {}, LEVELS.get(name, ("tiny", {}))
+    found, (network, own) = {}, SHAPED[name]
     for kept in ("reset", "persist"):
         hparams = hparams_of(name, optimizer_state=kept, **own)
         task = problem.task_of(network, network)

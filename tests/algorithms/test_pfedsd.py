@@ -154,44 +154,6 @@ def test_loss_by_hand(tau, problem):
         np.testing.assert_allclose(slope[index], (up - down) / 2e-6, atol=1e-7)
 
 
-def fedavg_of(compiled, state, **floats):
-    """FedAvg's round from the same server."""
-    other = state.replace(clients=())
-    run = compiled("fedavg", aggregation="uniform", client_momentum=0.5)
-    after, _, _ = run(other, **floats)
-    return plain.server(after)
-
-
-@pytest.mark.parametrize(("has_own", "weight"), [(True, 0.0), (False, 0.8)])
-def test_without_a_teacher_it_is_fedavg(has_own, weight, compiled, given):
-    """Number 14: lam = 0, or all in their first participation: FedAvg, bit for bit."""
-    rates = {"client_lr": 0.1, "client_lr_decay": 0.5}
-    state = given([has_own] * 5)
-    run = compiled("pfedsd", **STRUCTURES["uniform"])
-    after, _, _ = run(state, **rates, self_distill_weight=weight, temperature=2.0)
-    chex.assert_trees_all_equal(after.server, fedavg_of(compiled, state, **rates))
-    on, _, _ = run(given(), **FLOATS)
-    assert plain.differs(on.server, after.server, 1e-4)
-
-
-def test_equal_student_and_teacher(compiled, given, problem):
-    """Number 14: kl = 0 and no gradient where the own last model is the server's."""
-    run, cohort = compiled("pfedsd", **STRUCTURES["uniform"]), problem.cohort(1)
-    state = given()
-    state = plain.with_own(state, plain.stack([plain.server(state)] * 5))
-    cohort = plain.cut(cohort, 1)
-    off = FLOATS | {"self_distill_weight": 0.0}
-    values = [run(state, cohort, **one)[:2] for one in (FLOATS, off)]
-    (with_, loss_with), (without, loss_without) = values
-    chex.assert_trees_all_close(with_.server, without.server, atol=1e-7)
-    chex.assert_trees_all_close(loss_with, loss_without, rtol=1e-6)
-    (with_, loss_with, _), (without, loss_without, _) = (
-        run(given(), cohort, **one) for one in (FLOATS, off)
-    )
-    assert plain.differs(with_.server, without.server, 1e-4)
-    assert loss_with["train_loss"][0] > loss_without["train_loss"][0] + 1e-3
-
-
 def test_teacher_is_what_was_evaluated(compiled, given, problem):
     """Number 14: the teacher is bitwise the model served since the last participation.
 

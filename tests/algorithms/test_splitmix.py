@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from algorithms import splitmix
-from fedjax_pfl import shapes, stacked, types
-from launch import build
+from fedjax_pfl import shapes
 from tests.algorithms import conftest, plain
 
 
@@ -117,22 +116,6 @@ def test_a_base_that_nobody_trains_stays(compiled, problem):
     assert sum(moved) == 3
 
 
-def test_one_base_is_fedavg(compiled, problem, start):
-    """Of the whole width, two rounds."""
-    structure = {"num_bases": 1, "level_mix": "1"}
-    run = compiled("splitmix", "sliced", "sliced", **structure)
-    plainly = compiled("fedavg", "sliced", "sliced", aggregation="uniform")
-    one = start("sliced", "sliced").replace(clients=())
-    many = one.replace(server=stacked.repeat(one.server, 1))
-    for round in (1, 2):
-        cohort = at_levels(problem.cohort(round), [1, 1, 1])
-        one, many = (f(s, cohort)[0] for f, s in ((plainly, one), (run, many)))
-        first = jax.tree.map(lambda leaf: leaf[0], many.server)
-        chex.assert_trees_all_close(
-            types.Variables(*first).params, one.server.params, atol=1e-6
-        )
-
-
 def test_budgets(rounds, problem):
     """Budget 1 answers as base 1, budget n with the mean of n bases' logits."""
     made, seen = rounds
@@ -178,18 +161,3 @@ def test_refused(given, words, problem):
     """One line with the flag and what to change."""
     with pytest.raises(ValueError, match=words):
         make(problem, **given)
-
-
-def test_a_run(blobs):
-    """Budgets in the summary, bases in the traffic; kept momentum."""
-    experiment = build.experiment(
-        algo="splitmix", dataset=blobs, model="mlp", num_clients=8, clients_per_round=4,
-        rounds=2, preset="none", level_mix="1:1", num_bases=2, devices=1,
-        client_momentum=0.5, optimizer_state="persist",
-    )  # fmt: skip
-    summary = experiment.run()
-    metrics = summary["metrics"]
-    assert metrics["global_accuracy"] == metrics["exit2_accuracy"]
-    assert "exit3_accuracy" not in metrics and "ensemble_accuracy" not in metrics
-    sent = summary["traffic"]["base down"]["messages"]["mean"]
-    assert sent == summary["traffic"]["base up"]["messages"]["mean"] and 8 <= sent <= 16

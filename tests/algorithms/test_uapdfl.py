@@ -11,7 +11,6 @@ import pytest
 from algorithms import uapdfl
 from data import topology
 from fedjax_pfl import distances, options, rng, shapes, types
-from launch import build
 from launch.config import resolve
 from tests.algorithms import conftest, plain
 from tests.fedjax_pfl import small
@@ -256,42 +255,6 @@ def test_divergences():
     np.testing.assert_allclose(found, np.log(2) * (1 - np.eye(4)), atol=1e-6)
 
 
-def twin(compiled, problem, given, cohort_at, algo, floats, **structure):
-    """Models after two rounds of a baseline and of UA-PDFL with `structure`."""
-    results = []
-    for name in ("uapdfl", algo):
-        state, own = given(), SHARED | (structure if name == "uapdfl" else {})
-        if name != "uapdfl":
-            state = state.replace(clients=state.clients | {"private": ()})
-        values = {k: v for k, v in FLOATS.items() if k.startswith("client")}
-        values |= floats if name == "uapdfl" else {}
-        run = compiled(name, **own)
-        for round in range(2):
-            state, _, _ = run(state, cohort_at(round), **values)
-        results.append(plain.host(state.clients["own"]))
-    return results
-
-
-def test_threshold_zero_is_fedper(compiled, problem, given, cohort_at):
-    """Test 4: nobody is alike, also of equal models; mu = 0."""
-    floats = {"divergence_threshold": 0.0, "proximal_weight": 0.0}
-    pair = twin(compiled, problem, given, cohort_at, "dfedper", floats)
-    chex.assert_trees_all_close(*pair, atol=1e-6)
-    cohort, state = cohort_at(0), given(equal=True)
-    _, metrics, sent = compiled("uapdfl", **SHARED)(state, cohort, **FLOATS | floats)
-    assert int(metrics["dropped"][0]) == 0 and not np.asarray(sent["classifier"]).any()
-
-
-def test_infinite_threshold_without_dropout_is_fedavg(
-    compiled, problem, given, cohort_at
-):
-    """Test 5: everybody is alike, nothing is dropped, mu = 0."""
-    floats = {"divergence_threshold": 1.0, "proximal_weight": 0.0}
-    structure = {"client_dropout": False}
-    pair = twin(compiled, problem, given, cohort_at, "dfedavg", floats, **structure)
-    chex.assert_trees_all_close(*pair, atol=1e-6)
-
-
 def test_replacement_is_a_copy(compiled, given, problem, cohort_at):
     """Test 3: everybody alike: bit for bit a peer's model, each with some chance."""
     floats = FLOATS | {"divergence_threshold": 1.0}
@@ -313,43 +276,6 @@ def test_replacement_is_a_copy(compiled, given, problem, cohort_at):
             )
         assert int(metrics["dropped"][0]) == dropped
     assert {(2, 0), (2, 1)} <= took
-
-
-def test_one_peer_that_differs_stops_the_dropout(compiled, given, problem, cohort_at):
-    """Test 7: its classifier has weight 0, its extractor n_j / sum."""
-    state = given(equal=True)
-    cohort = next(c for c in map(cohort_at, range(9)) if (c.peer_mask.sum(1) > 1).any())
-    row = int(cohort.peer_mask.sum(1).argmax())
-    number, stranger = int(cohort.client_id[row]), int(cohort.peers[row, 0])
-    other = conftest.random_params(conftest.NETWORKS["tiny"], 99)
-    answer = state.clients["private"]["answer"].copy()
-    answer[stranger] = [9, -9, 9, -9]
-    clients = {
-        "own": plain.replaced(state.clients["own"], stranger, other),
-        "private": state.clients["private"] | {"answer": answer},
-    }
-    state = state.replace(clients=clients)
-    sizes = plain.Table(problem.data).train.count
-    results = {}
-    for name in ("code", "no dropout"):
-        run = compiled("uapdfl", **STRUCTURES[name])
-        results[name], metrics, sent = run(state, plain.cut(cohort, 0), **FLOATS)
-        found = plain.own_layers(results[name], number)
-        everyone = [number, *cohort.peers[row][cohort.peer_mask[row]].tolist()]
-        own = [plain.own_layers(state, k) for k in everyone]
-        expected = plain.mean(own, sizes[everyone])
-        chex.assert_trees_all_close(found[:2], expected[:2], atol=1e-6)
-        chex.assert_trees_all_close(found[2], own[0][2], atol=1e-6)
-        assert int(sent["classifier"][row]) == len(everyone) - 2
-        assert int(sent["whole model"][row]) == 0
-    # Rows differ in which the client dropped, and in no others.
-    run = compiled("uapdfl", **STRUCTURES["code"])
-    _, _, sent = run(state, plain.cut(cohort, 0), **FLOATS)
-    dropped = np.asarray(sent["whole model"])
-    for k, place in plain.members(cohort).items():
-        pair = [plain.own(results[name], k) for name in results]
-        if not dropped[place]:
-            chex.assert_trees_all_equal(*pair)
 
 
 def test_proximal_term(compiled, given, problem, cohort_at):
@@ -384,27 +310,6 @@ def test_proximal_term(compiled, given, problem, cohort_at):
         chex.assert_trees_all_close(pair[0][cut:], pair[1][cut:], atol=1e-6)
 
 
-def test_anchor_of_equal_models_is_their_own(compiled, given, cohort_at):
-    """Test 10: then nothing pulls on the unit tensor, in the first step."""
-    state, first = given("paper", equal=True), plain.cut(cohort_at(1), 1)
-    run = compiled("uapdfl", **STRUCTURES["paper"])
-    pair = [
-        plain.host(
-            run(state, first, **FLOATS | {"proximal_weight": mu})[0].clients["own"]
-        )
-        for mu in (0.0, 0.7)
-    ]
-    chex.assert_trees_all_close(*pair, atol=1e-6)
-
-
-def test_order_of_the_cohort_does_not_matter(compiled, given, cohort_at):
-    """Test 11: rows of a cohort may come in any order."""
-    run, state, cohort = compiled("uapdfl", **SHARED), given(), cohort_at(1)
-    first, _, _ = run(state, cohort, **FLOATS)
-    second, _, _ = run(state, plain.permuted(cohort, [2, 0, 1]), **FLOATS)
-    chex.assert_trees_all_close(first.clients, second.clients, atol=1e-6)
-
-
 def test_pairs_are_tracked(compiled, given, cohort_at):
     """Figures 4 and 12: one number for each pair of the first clients."""
     run, state = compiled("uapdfl", track_pairs=3, **SHARED), given()
@@ -437,43 +342,6 @@ def test_initialisation(shared, problem):
     private = state.clients["private"]
     np.testing.assert_allclose(private["answer"], answer, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(private["features"], features, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("threshold", [0.0, 1.0])
-def test_traffic_of_a_run(threshold, blobs):
-    """Test 14: by kind, over clients, rounds and peers, of each seed."""
-    experiment = build.experiment(
-        algo="uapdfl",
-        dataset=blobs,
-        model="mlp",
-        num_clients=6,
-        num_peers=2,
-        rounds=3,
-        local_epochs=1,
-        num_seeds=2,
-        divergence_threshold=threshold,
-        devices=1,
-    )
-    summary = experiment.run()
-    below, above = 4 * (64 * 128 + 128 + 128 * 64 + 64), 4 * (64 * 4 + 4)
-    rounds, pulls = 6 * 3, 6 * 3 * 2
-    expected = {
-        "representation": (pulls, 4 * 4),
-        "auxiliary": (pulls, 4 * 64),
-        "whole model": (rounds if threshold else 0, below + above),
-        "extractor": (0 if threshold else pulls, below),
-        "classifier": (0, above),
-    }
-    assert summary["traffic"].keys() == expected.keys()
-    total = 0
-    for kind, (messages, size) in expected.items():
-        found = summary["traffic"][kind]
-        assert found["direction"] == "down"
-        assert found["messages"]["per_seed"] == [messages] * 2
-        assert found["bytes"]["per_seed"] == [messages * size] * 2
-        total += messages * size
-    assert summary["metrics"]["bytes_down"]["mean"] == total
-    assert summary["metrics"]["dropped"]["mean"] == (threshold > 0)
 
 
 @pytest.mark.parametrize(

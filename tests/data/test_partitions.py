@@ -71,16 +71,6 @@ def test_iid_is_not_the_identity():
     assert 100 < (owned(split)[0] < 500).sum() < 400
 
 
-def test_dirichlet_with_huge_alpha_is_nearly_uniform():
-    """alpha=1e6: class shares of every client within 1 % of 1 / K."""
-    source = make_table([3000] * 10)
-    split = partitions.split(source, spec("dirichlet", 30, partition_alpha=1e6), 1)
-    counts = histogram(split, source)
-    # Full clients (size >= N / K) get nothing more, so the last class may move.
-    assert np.abs(counts[:, :-1] - 100).max() <= 2
-    assert np.abs(counts.sum(1) - 1000).max() <= 120
-
-
 def test_dirichlet_minimum_size_holds():
     """Redrawn until everyone has min_examples, spec test 32."""
     source = make_table([300] * 10)
@@ -252,11 +242,8 @@ def test_classes_of_text():
     [
         ("", "client 0 has ''; expected class numbers"),
         ("0,1//2", "client 1 has ''"),
-        ("0,1/", "client 1 has ''"),
         ("0,a/1", "client 0 has '0,a'"),
         ("0/-1", "client 1 has '-1'"),
-        ("0/1.5", "client 1 has '1.5'"),
-        ("0;1", "client 0 has '0;1'"),
         ("\u0661", "expected class numbers"),
         ("0/" + "9" * 50, "expected class numbers"),
         ("0/1,2,1", "client 1 has 1,2,1, a class twice"),
@@ -343,17 +330,6 @@ def test_pool_split_merges_the_official_parts():
     np.testing.assert_array_equal(np.sort(np.concatenate(owned(apart))), np.arange(150))
 
 
-def test_stratified_split_keeps_the_class_mix():
-    """Per class the train rows are .8 of the client's within one row."""
-    source = make_table([90, 47, 13])
-    split = partitions.split(source, spec("iid", 3, test_split="pool_stratified"), 0)
-    for train, test in by_client(split):
-        kept = np.bincount(source.label[train], minlength=3)
-        all_rows = kept + np.bincount(source.label[test], minlength=3)
-        share = int(0.8 * all_rows.sum()) / all_rows.sum()
-        assert np.abs(kept - share * all_rows).max() < 1
-
-
 def test_stratified_split_of_many_clients_is_that_of_each_one():
     """Largest remainders, client by client: floor, then the largest fractions."""
     gen = np.random.default_rng(0)
@@ -399,15 +375,6 @@ def test_every_row_is_a_test_row_equally_often(kind):
     assert (test.count == 2).all()
     count = np.bincount(test.row % 10)
     assert np.abs(count - 200).max() < 5 * np.sqrt(1000 * 0.2 * 0.8)
-
-
-def test_test_rows_are_drawn_at_random():
-    """The test part is no fixed end of a client's rows."""
-    client = np.zeros(100, np.int32)
-    source = make_table([50, 50], client=client)
-    split = partitions.split(source, spec("natural", 1), 0)
-    assert split.test.count.tolist() == [20]
-    assert 0 < (split.test.row < 50).sum() < 20
 
 
 def test_official_split():
@@ -588,37 +555,6 @@ def test_stack_of_official_splits():
     expected = np.append(np.arange(100, 120), np.full(12, -1))
     np.testing.assert_array_equal(stacked.test.row, [expected] * 2)
     assert stacked.proxy.shape == (2, 0)
-
-
-def test_stacked_rows_give_back_every_client():
-    """row[start : start + count] is the client's split, seed by seed."""
-    source = make_table([50] * 4)
-    one = spec("dirichlet", 5, partition_alpha=0.5)
-    splits = [partitions.split(source, one, seed) for seed in range(3)]
-    stacked = partitions.stack(splits)
-    for seed, split in enumerate(splits):
-        for client, rows in enumerate(split.train.by_client()):
-            start = stacked.train.start[seed, client]
-            count = stacked.train.count[seed, client]
-            np.testing.assert_array_equal(
-                stacked.train.row[seed, start : start + count], rows
-            )
-
-
-def test_every_partition_has_help():
-    """The names a user may type, each with one line."""
-    assert set(partitions.PARTITIONS) == {
-        "iid",
-        "dirichlet",
-        "client_dirichlet",
-        "pathological",
-        "classes",
-        "cdkt",
-        "cdkt_paper",
-        "natural",
-        "file:PATH",
-    }
-    assert all(partitions.PARTITIONS.values())
 
 
 def test_words_of_clients_differ():

@@ -122,22 +122,6 @@ def test_a_batch_is_no_larger_than_the_largest_client():
     assert huge.cohort(0, 3).plans["local"].batch_size == 40
 
 
-def test_steps_of_a_short_client():
-    """Three rows, batches of two, two epochs; behind its last step nothing is real."""
-    spec = types.PlanSpec("local", 2, 2)
-    order = plan.orders(0, 0, np.array([5]), np.array([3]), spec)
-    assert order.dtype == np.int32 and order.shape == (6,)
-    window = types.WindowPlan(order[None], np.zeros((1, 1), np.int32), 2, 2)
-    one = padded.table(window.of_round(0, np.array([3])), 6)
-    assert one.num_steps.tolist() == [4]
-    assert one.epoch[0, :4].tolist() == [0, 0, 1, 1]
-    for first in (0, 2):
-        batches = one.position[0, first : first + 2]
-        assert sorted(batches.ravel().tolist()) == [-1, 0, 1, 2]
-        assert batches[1, 1] == -1
-    assert (one.position[0, 4:] == -1).all()
-
-
 def test_a_step_of_the_engine_is_a_step_of_the_table():
     """Positions and epochs of every client and step, computed on the device."""
     execution = types.Execution(2, four_devices())
@@ -378,22 +362,6 @@ def test_draws_do_not_depend_on_the_execution(chunk, use_mesh):
         )
 
 
-def test_batches_do_not_depend_on_the_cohort():
-    """A client shuffles alike in a cohort of seven and in one of three."""
-    large, small = (
-        padded.cohort(make(clients_per_round=7), 0, 5),
-        padded.cohort(make(clients_per_round=3), 0, 5),
-    )
-    for index, client in enumerate(small.client_id):
-        (same,) = np.flatnonzero(large.client_id == client)
-        ours, theirs = small.plans["local"], large.plans["local"]
-        steps = ours.num_steps[index]
-        assert steps == theirs.num_steps[same]
-        np.testing.assert_array_equal(
-            theirs.position[same, :steps], ours.position[index, :steps]
-        )
-
-
 def test_the_method_does_not_change_the_clients():
     """Other plans and peers, the same cohort; a plan keeps its draws beside others."""
     local, server = types.PlanSpec("local", 2, 5), types.PlanSpec("server", 1, 4)
@@ -584,29 +552,3 @@ def test_lanes_for_unequal_clients():
 def test_many_clients_have_few_candidates():
     """Chunks of ten thousand clients are chosen in a moment, the widest among them."""
     assert plan.choose_chunk(np.full((1, 10_007), 3), batch_size=1) == (10_007, 1.0)
-
-
-@pytest.mark.parametrize("use_mesh", [False, True])
-def test_choose_chunk_predicts_what_the_planner_makes(use_mesh, monkeypatch):
-    """Of all chunks the best one, counted in real cohorts of lognormal sizes."""
-    monkeypatch.setattr(execution_lib, "STEP_COSTS", {1: 1.0})
-    sizes = np.random.default_rng(0).lognormal(3, 1.5, (1, 40)).astype(int) + 1
-    mesh = four_devices() if use_mesh else None
-    spec = types.PlanSpec("local", 1, 4)
-
-    def steps(chunk):
-        execution = types.Execution(chunk, mesh)
-        cohorts = make(26, (spec,), execution=execution, seeds=(0,), sizes=sizes)
-        taken = [
-            cohorts.cohort(0, round).plans["local"].num_steps for round in range(3)
-        ]
-        return np.stack(taken), execution
-
-    real = np.stack([one[one > 0] for one in steps(1)[0]])
-    chunk, efficiency = plan.choose_chunk(
-        real, batch_size=4, min_chunk=2, devices=4 if use_mesh else 1
-    )
-    executed = {c: execution_lib.executed_steps(*steps(c)).sum() for c in range(2, 8)}
-    assert executed[chunk] == min(executed.values())
-    np.testing.assert_allclose(efficiency, real.sum() / executed[chunk])
-    assert efficiency > 0.5

@@ -195,7 +195,7 @@ def peers_of_three(name, arrays, **options):
     )
 
 
-@pytest.mark.parametrize("name", ["dfedavg", "uapdfl", "dispfl"])
+@pytest.mark.parametrize("name", ["dfedavg", "dispfl"])
 def test_nothing_copies_the_population(name):
     """The same counts as from one population with the mixed rows put into it.
 
@@ -399,11 +399,10 @@ def test_statistics_follow_the_extractor(tables):
         )
 
 
-@pytest.mark.parametrize("name", ["dfedavg", "uapdfl", "criticalfl", "dispfl"])
-def test_a_client_is_measured_at_two_moments(name, blobs):
+def test_a_client_is_measured_at_two_moments(blobs):
     """Mixed and not yet trained (Client, UA), and as its last training left it."""
     experiment = peers_of_three(
-        name,
+        "dfedavg",
         blobs,
         partition="pathological",
         num_clients=8,
@@ -411,7 +410,6 @@ def test_a_client_is_measured_at_two_moments(name, blobs):
         rounds=3,
         local_epochs=2,
         client_lr=0.1,
-        **({"divergence_threshold": 10.0} if name == "uapdfl" else {}),
     )
     experiment.run(progress=False)
     state, data = experiment.state, experiment.data

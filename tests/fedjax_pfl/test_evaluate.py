@@ -210,6 +210,8 @@ def test_a_sample_is_the_same_in_every_evaluation():
     np.testing.assert_array_equal(draws[0], draws[1])
     assert (draws[0] != draws[2]).any()
     assert np.asarray(evaluate.sampled_clients(jax.random.key(0), 5, 0)).all()
+    # Nobody twice, also where nearly all are drawn.
+    assert evaluate.sampled_clients(jax.random.key(0), 50, 49).sum() == 49
 
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
@@ -430,6 +432,11 @@ def test_metrics_by_hand():
         "client_accuracy_std": fractions.std(),
     }
     assert values == pytest.approx(expected)
+    # Of a sample: by its own test rows.
+    known = np.arange(20) < 2
+    counts |= {"known": known, "own": np.where(known, own, 0)}
+    values, _ = evaluate.metrics(counts, test_count, 230)
+    assert values["client_accuracy_pooled"] == pytest.approx(3 / 20)
 
 
 def test_official_split_has_no_client_accuracy():

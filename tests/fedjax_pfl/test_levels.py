@@ -116,6 +116,15 @@ def test_how_many_are_capable():
     assert levels.num_capable(exclusive, 100).tolist() == [50, 50, 50]
 
 
+def test_rows_of_those_who_take_part():
+    """The train rows of clients 6 and 7, the only ones of level 4; -1 behind them."""
+    train = small.client_rows(np.arange(20)[::-1], [3, 1, 2, 4, 1, 2, 3, 4], padding=2)
+    rows, size = levels.eligible_rows(of(exclusive=True), train)
+    assert int(size) == 7 and rows.tolist() == [*range(6, -1, -1), *[-1] * 15]
+    rows, size = levels.eligible_rows(of(), train)
+    assert int(size) == 20 and rows.tolist() == train.row.tolist()
+
+
 def drawn(clients, round=0, seed=0, **given):
     draw, eligible = levels.assigned(of(levels="dynamic", **given), 1000)
     assert eligible is None

@@ -115,14 +115,6 @@ def test_training_equals_numpy(given, data):
     assert int(trained.stats[1]["steps"]) == 6
 
 
-def test_training_runs_without_jit(data):
-    """The same function, step by step."""
-    client = small.client(data, small.plan(SIZES, epochs=1), 1)
-    with jax.disable_jit():
-        plain = train(data, client, options(), jit=False)
-    chex.assert_trees_all_close(plain, train(data, client, options()), rtol=1e-6)
-
-
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_steps_behind_a_clients_own_change_nothing(kind, data):
     """Bitwise: neither parameters, moments, counts, statistics nor the loss."""

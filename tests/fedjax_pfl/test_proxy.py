@@ -123,6 +123,10 @@ def test_outputs_are_logits_and_the_last_stages_input(data):
     chex.assert_trees_all_equal(first, again)
     assert np.abs(first[0] - logits).max() > 1e-2
     assert np.abs(first[0] - other[0]).max() > 1e-2
+    # The same batch twice: other noise.
+    twice, key = batches[jnp.array([0, 0])], jax.random.key(1)
+    one, two = proxy.outputs(model, variables, data, twice, key=key)[0]
+    assert np.abs(one - two).max() > 1e-2
 
 
 def forward(image):

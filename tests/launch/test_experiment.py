@@ -13,12 +13,13 @@ import pytest
 from flax import linen as nn
 from flax import serialization, traverse_util
 
+import models
 from algorithms import fedavg
 from fedjax_pfl import types
 from launch import build, export, main
 from launch.folder import record
-from launch.run import progress
 from tests import conftest, synthetic
+from tests.toys import model
 
 SMALL = {
     "num_clients": 4,
@@ -86,21 +87,6 @@ def test_arrays_with_owners(arrays):
         "natural",
         3,
     )
-
-
-def test_progress_of_a_resumed_run(arrays, tmp_path, monkeypatch):
-    """Begins where the folder stands, not at round 0."""
-    made(arrays, workdir=tmp_path / "run", rounds=3).run(until=2, progress=False)
-    begun = []
-    original = progress.Progress.on_start
-
-    def noted(self, run):
-        begun.append(run.round)
-        original(self, run)
-
-    monkeypatch.setattr(progress.Progress, "on_start", noted)
-    made(arrays, workdir=tmp_path / "run", rounds=3, resume=True).run()
-    assert begun == [2]
 
 
 def test_progress_and_records(arrays, capsys):
@@ -254,23 +240,18 @@ def test_starting_from_a_file(trained, arrays, tmp_path):
             assert jax.tree.all(pairs)
 
 
-def test_narrower_models_start_from_slices(blobs, tmp_path):
+def test_narrower_models_start_from_slices(blobs, tmp_path, monkeypatch):
     """HeteroFL's server is the file's model; exits have files too."""
-    options = {"model_width": 0.1, "dataset": blobs, "image_size": 16, "rounds": 1}
-    options["test_split"] = "client_share"
+    monkeypatch.setitem(models.MODELS, "with_exits", model.with_exits)
+    options = {"dataset": blobs, "level_mix": "1:1:1", "test_split": "client_share"}
     options |= {name: SMALL[name] for name in ("num_clients", "partition", "devices")}
-    for algo, model in (("heterofl", "convnet"), ("depthfl", "depth_convnet")):
-        first = build.experiment(algo=algo, model=model, seed=3, **options)
+    for algo, name in (("heterofl", "mlp"), ("depthfl", "with_exits")):
+        options |= {"algo": algo, "model": name}
+        first = build.experiment(seed=3, **options)
         path = first.save_model(tmp_path / f"{algo}.msgpack")
-        second = build.experiment(
-            algo=algo, model=model, init_from=str(path), **options
-        )
-        wanted, found = first.client_model(), second.client_model()
-        assert jax.tree.all(
-            jax.tree.map(
-                np.array_equal, wanted.variables.params, found.variables.params
-            )
-        )
+        second = build.experiment(init_from=str(path), **options)
+        pair = (one.client_model().variables.params for one in (first, second))
+        assert jax.tree.all(jax.tree.map(np.array_equal, *pair))
 
 
 @pytest.mark.parametrize(
@@ -416,18 +397,6 @@ def test_other_owners_are_other_data(arrays, tmp_path):
     with pytest.raises(ValueError, match="holds a run with --dataset="):
         build.load(tmp_path / "run", dataset=(*arrays, np.sort(owner)))
     assert build.load(tmp_path / "run", dataset=(*arrays, owner)).round == 1
-
-
-def test_an_algorithm_of_ones_own_in_a_folder(arrays, tmp_path):
-    """It is asked for."""
-    options = {"model": "mlp", "workdir": str(tmp_path / "run"), "rounds": 1}
-    names = ("num_clients", "partition", "eval_every", "summary", "devices")
-    options |= {name: SMALL[name] for name in names}
-    mine = SimpleNamespace(HParams=fedavg.HParams, make=fedavg.make, __name__="mine")
-    build.experiment(algo=mine, dataset=arrays, **options).run(progress=False)
-    with pytest.raises(ValueError, match="--algo=mine was a custom algorithm"):
-        build.load(tmp_path / "run", dataset=arrays)
-    assert build.load(tmp_path / "run", dataset=arrays, algo=mine).round == 1
 
 
 def test_exported_by_the_command(blobs, tmp_path, capsys):

@@ -8,12 +8,13 @@ from launch.config import presets
 from tests.toys import model
 
 SMALL = {"num_clients": 4, "clients_per_round": 4, "rounds": 3, "devices": 1}
-CNN = {"algo": "uapdfl", "examples_per_client": 200, "num_peers": 2}
+CNN = {"algo": "uapdfl", "examples_per_client": 100, "num_peers": 2}
+CNN |= {"model_width": 0.25}
 # What is not a preset's business: sizes, and nets that compile soon. Its models,
 # optimizers, weights and epochs stay; UA-PDFL's need features to weigh.
 OPTIONS = {
-    "cdkt": {"algo": "cdkt", "model": "mlp", "rounds": 2, "devices": 1},
-    "cdkt_code": {"algo": "cdkt", "model": "mlp", "rounds": 2, "devices": 1},
+    "cdkt": {"algo": "cdkt", "model": "mlp", "rounds": 1, "devices": 1},
+    "cdkt_code": {"algo": "cdkt", "model": "mlp", "rounds": 1, "devices": 1},
     "fedd2s": SMALL
     | {"algo": "fedd2s", "model": "mlp", "partition": "iid"}
     | {"examples_per_client": 400, "rounds": 4},
@@ -21,9 +22,9 @@ OPTIONS = {
     | {"algo": "depthfl", "model": "with_exits", "level_mix": "1:1:1"}
     | {"image_size": 0, "image_channels": 0, "ramp_rounds": 1, "rounds": 4}
     | {"examples_per_client": 400},
-    "uapdfl": SMALL | CNN | {"model_width": 0.25},
-    "uapdfl_code": SMALL | CNN | {"model_width": 0.25},
-    "uapdfl_paper": SMALL | CNN | {"model_width": 0.5},
+    "uapdfl": SMALL | CNN,
+    "uapdfl_code": SMALL | CNN,
+    "uapdfl_paper": SMALL | CNN,
 }
 
 

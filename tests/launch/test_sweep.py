@@ -105,7 +105,7 @@ def test_every_point_is_its_own_run(swept, blobs):
     assert len(rounds.executables) == 1
 
 
-@pytest.mark.parametrize("algo", ["fedavg", "fedper", "depthfl"])
+@pytest.mark.parametrize("algo", ["fedper", "depthfl"])
 def test_points_as_a_vmapped_axis(algo, blobs, monkeypatch):
     """As on accelerators: a call for each seed, with its plans once for all points.
 
