@@ -97,9 +97,8 @@ class Call:
         return self.floats, data, self.partition, self.values
 
     def start(self, executable: Callable, args: tuple) -> None:
-        """Makes the state before the first round, once; `args` from `init_args`."""
-        if self.state is None:
-            self.state = jax.block_until_ready(executable(*args))
+        """Makes the state before the first round; `args` from `init_args`."""
+        self.state = jax.block_until_ready(executable(*args))
 
     def load(self, round: int, state: types.RoundState, metrics: Metrics) -> None:
         """Continues from the state of all variants after `round` rounds."""

@@ -330,8 +330,11 @@ def make(
         return trained.replace(params=params, stats=stats, opt_state=opt_state)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        old, rows = variables_of(state), stacked.take(state.clients, cohort.row)
-        brought = rows if own is None else own(state, cohort, data)
+        old = variables_of(state)
+        if own is None:
+            brought = stacked.take(state.clients, cohort.row)
+        else:
+            brought = own(state, cohort, data)
         given = {"own": brought, "shared": old, "levels": submodel.num_levels}
         trained, state = each_client.update(update, task, state, cohort, data, **given)
 
@@ -341,14 +344,14 @@ def make(
         def mean(variables: types.Variables) -> types.Variables:
             return aggregate.masked_mean(variables, weight, mask, old)
 
-        if server_update is None:
-            new, rows = mean(trained.variables), None
-            if beside is not None:
-                new = state.server | {"model": new}
-        else:
-            new, rows = server_update(state.server, trained, brought, cohort, mean)
+        finish = server_update or mean_update
+        new, rows = finish(state.server, trained, brought, cohort, mean)
         state = state.after(cohort, rows, server=new)
         return state, trained.metrics(cohort), submodel.sent(cohort)
+
+    def mean_update(server: Any, trained: each_client.Trained, own, cohort, mean):
+        new = mean(trained.variables)
+        return new if beside is None else server | {"model": new}, None
 
     def variables_of(state: types.RoundState) -> types.Variables:
         return state.server if beside is None else state.server["model"]

@@ -241,12 +241,12 @@ class Simulation:
 
     def start(self) -> None:
         """Makes the state before the first round, once."""
-        begin = time.perf_counter()
-        if any(call.state is None for call in self.calls):
-            for call in self.calls:
+        for call in self.calls:
+            if call.state is None:
+                begin = time.perf_counter()
                 args = call.init_args(self.data)
                 call.start(self._compiled(self.program.init, args)[0], args)
-            self.compile_seconds += time.perf_counter() - begin
+                self.compile_seconds += time.perf_counter() - begin
 
     def load(
         self,
