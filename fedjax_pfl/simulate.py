@@ -170,7 +170,7 @@ class Simulation:
             seeds_of = tuple(dict.fromkeys(index // len(points) for index in own))
             if seeds_of not in placed:
                 part = jax.tree.map(
-                    lambda leaf, s=seeds_of: leaf[np.array(s)], data.partition
+                    lambda leaf, s=seeds_of: np.asarray(leaf)[list(s)], data.partition
                 )
                 placed[seeds_of] = self._place(part)
             values = [program.floats | dict(points[i % len(points)]) for i in own]

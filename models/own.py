@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 from fedjax_pfl import types
@@ -108,7 +109,7 @@ def _over_real_samples(
     return call(*args, **kwargs)
 
 
-def depends_on_neighbours(model: types.Model, x: jax.Array) -> str:
+def depends_on_neighbours(model: types.Model, x: np.ndarray) -> str:
     """Checks whether a model's output for an example depends on the other examples.
 
     The check is in eval mode with slightly changed initial variables, because a last
@@ -121,24 +122,26 @@ def depends_on_neighbours(model: types.Model, x: jax.Array) -> str:
     Returns:
         A description of the problem, "" if there is none.
     """
-    key = jax.random.key(0)
-    params, stats = jax.jit(model.init)(key, x[:1])
-    leaves, structure = jax.tree.flatten(params)
-    moved = [
-        leaf + 0.1 * jax.random.normal(jax.random.fold_in(key, n), leaf.shape)
-        for n, leaf in enumerate(leaves)
-    ]
-    variables = jax.tree.unflatten(structure, moved), stats
 
-    def answers(x: jax.Array) -> jax.Array:
-        return jax.jit(model.forward)(*variables, x)[0]
+    @jax.jit
+    def moved(x: jax.Array) -> types.Variables:
+        key = jax.random.key(0)
+        params, stats = model.init(key, x)
+        leaves, structure = jax.tree.flatten(params)
+        leaves = [
+            leaf + 0.1 * jax.random.normal(jax.random.fold_in(key, n), leaf.shape)
+            for n, leaf in enumerate(leaves)
+        ]
+        return types.Variables(jax.tree.unflatten(structure, leaves), stats)
 
+    variables, forward = moved(x[:1]), jax.jit(model.forward)
     # Both batches have the same size, since other shapes may be rounded differently.
     # The example is the first one in both, since dropout depends on the position.
-    alone, among = answers(jnp.repeat(x[:1], len(x), 0)), answers(x)[:1]
+    batches = np.repeat(x[:1], len(x), 0), x
+    alone, among = (np.asarray(forward(*variables, one)[0][:1]) for one in batches)
     # A model may give nan for an example, which then must be nan in both batches.
-    size = jnp.maximum(jnp.abs(jnp.nan_to_num(among)).max(), 1.0)
-    if bool(jnp.allclose(alone, among, rtol=0, atol=1e-3 * size, equal_nan=True)):
+    size = max(np.abs(np.nan_to_num(among)).max(), 1.0)
+    if np.allclose(alone, among, rtol=0, atol=1e-3 * size, equal_nan=True):
         return ""
     return "depends in eval mode on the other examples of the batch"
 
@@ -194,10 +197,13 @@ def fingerprint(given: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(given))
 
 
+_getsource = functools.lru_cache(maxsize=64)(inspect.getsource)
+
+
 def source(thing: Any) -> str:
     """The source of a class or function, or its name if there is no source."""
     try:
-        return inspect.getsource(thing)
+        return _getsource(thing)
     except (OSError, TypeError):
         return getattr(thing, "__qualname__", type(thing).__name__)
 

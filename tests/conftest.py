@@ -1,6 +1,8 @@
 """Four fake CPU devices, and small data that every test may use."""
 
+import gc
 import os
+import pathlib
 
 # Nothing here is big enough to gain by optimised code; compiling it takes longer.
 os.environ["XLA_FLAGS"] = " ".join(
@@ -20,6 +22,11 @@ import pytest
 from fedjax_pfl import program
 from launch.run import devices
 from tests import synthetic
+
+# Traces are many small objects without cycles: to look for some takes a tenth of a run.
+gc.set_threshold(200_000, 20, 50)
+# Above so many bytes a worker forgets the programs that its tests compiled.
+MEMORY = 800_000_000
 
 
 def pytest_collection_modifyitems(items):
@@ -45,16 +52,16 @@ def _cache_folder(request, tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def _compilation_cache(_cache_folder):
-    """Equal programs are compiled once, whatever folder another file's tests chose.
-
-    In memory a file's programs are forgotten: a worker would hold gigabytes of them.
-    """
+    """Equal programs are compiled once, whatever folder another file's tests chose."""
     devices.keep_compiled(_cache_folder)
     # Also what compiles in a moment: there are thousands of such programs.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     yield
-    program.forget()
-    jax.clear_caches()
+    statm = pathlib.Path("/proc/self/statm")  # sizes in pages; on Linux only
+    used = int(statm.read_text().split()[1]) * 4096 if statm.is_file() else MEMORY
+    if used >= MEMORY:
+        program.forget()
+        jax.clear_caches()
 
 
 def write_npz(path, num_rows=240, shape=(8, 8, 1), num_classes=4, clients=None, seed=0):

@@ -137,12 +137,10 @@ def find(
         raise ValueError(f"client_id={client_id}: expected 0..{config.num_clients - 1}")
     run.start()
     row = run.variant(seed, point)
-    state = jax.tree.map(lambda leaf: leaf[row], run.state)
-    part = jax.tree.map(lambda leaf: leaf[index], run.data.partition)
+    # Copies, since the next round donates the state's buffers.
+    state, part = _row(run.state, row), _row(run.data.partition, index)
     data = run.data.replace(partition=part)
     model, variables = _found(run, client_id, state, data, index)
-    # The next round donates the state's buffers, so that copies are needed.
-    variables = jax.tree.map(jnp.copy, variables)
     return ClientModel(model, variables, data, config.image_size, config.image_channels)
 
 
@@ -165,9 +163,14 @@ def _found(
         served = np.asarray(group.mask) & (np.asarray(group.client_id) == client_id)
         if served.any():
             slot = int(np.flatnonzero(served)[0])
-            row = jax.tree.map(lambda leaf, s=slot: leaf[s], group.own)
-            return group.model, group.variables(row)
+            return group.model, group.variables(_row(group.own, slot))
     raise ValueError(f"client_id={client_id} is served by no model")
+
+
+@jax.jit
+def _row(tree: Any, index: int) -> Any:
+    """A copy of one row of every leaf."""
+    return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
 @functools.partial(jax.jit, static_argnums=0)
