@@ -73,7 +73,20 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
         except ValueError:
             return fresh(client_chunk=1, devices=0)
 
+    # Each of several architectures has a table of its own, whose slots are not ids.
+    config, one_table = first.config, len(first.task.client_models) == 1
+    are_some_absent = config.clients_per_round < config.num_clients
     rules: list[tuple[str, Callable[[], bool], str]] = [
+        (
+            "Every message has a declared kind.",
+            lambda: not undeclared,
+            f"add a MessageKind for {', '.join(sorted(undeclared))}",
+        ),
+        (
+            "Absent clients keep their private rows.",
+            lambda: _absent_stay(fresh(client_chunk=1)),
+            "read and write state.clients at cohort.row only",
+        ),
         (
             "The same seed gives the same bits.",
             lambda: _equal(first, _ran(fresh(client_chunk=1))),
@@ -93,23 +106,9 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
             "a client's function may read its own row only, and means must take "
             "cohort.row_mask into account",
         ),
-        (
-            "Every message has a declared kind.",
-            lambda: not undeclared,
-            f"add a MessageKind for {', '.join(sorted(undeclared))}",
-        ),
     ]
-    config = first.config
-    are_some_absent = config.clients_per_round < config.num_clients
-    # Each of several architectures has a table of its own, whose slots are not ids.
-    if are_some_absent and len(first.task.client_models) == 1:
-        rules.append(
-            (
-                "Absent clients keep their private rows.",
-                lambda: _absent_stay(fresh(client_chunk=1)),
-                "read and write state.clients at cohort.row only",
-            )
-        )
+    if not (are_some_absent and one_table):
+        del rules[1]
     for rule, holds, cure in rules:
         if not holds():
             raise BrokenError(f"{watched.__name__} breaks: {rule} {cure}")
