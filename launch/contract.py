@@ -46,12 +46,15 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
 
         return made._replace(round=round)
 
-    watched = SimpleNamespace(**{**_members(entry), "make": make})
-    watched.__name__ = registry.algorithm_name(algo)
+    # The other members that the registry may read
+    names = ("HParams", "preset", "public_images", "several_models", "exits")
+    members = {name: getattr(entry, name) for name in names if hasattr(entry, name)}
+    name = registry.algorithm_name(algo)
+    watched = SimpleNamespace(**members, make=make, __name__=name)
 
     options = {"rounds": rounds, "eval_every": rounds, "devices": 1} | options
-    for name in ("client_chunk", "min_chunk", "lanes"):
-        options.pop(name, None)  # They are varied here.
+    for varied in ("client_chunk", "min_chunk", "lanes"):
+        options.pop(varied, None)
     if "client_optimizer" in registry.fields_of(watched):
         # Adam turns rounding errors into steps, for instance of a bias before a norm.
         options.setdefault("client_optimizer", "sgd")
@@ -112,14 +115,8 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
         )
     for rule, holds, cure in rules:
         if not holds():
-            raise BrokenError(f"{watched.__name__} breaks: {rule} {cure}")
+            raise BrokenError(f"{name} breaks: {rule} {cure}")
     return [rule for rule, *_ in rules]
-
-
-def _members(entry: Any) -> dict[str, Any]:
-    """The members of an algorithm that the registry may read."""
-    names = ("HParams", "preset", "public_images", "several_models", "exits")
-    return {name: getattr(entry, name) for name in names if hasattr(entry, name)}
 
 
 def _ran(experiment: Experiment) -> Experiment:
