@@ -106,13 +106,9 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
     are_some_absent = config.clients_per_round < config.num_clients
     # Each of several architectures has a table of its own, whose slots are not ids.
     if are_some_absent and len(first.task.client_models) == 1:
-        rules.append(
-            (
-                "Absent clients keep their private rows.",
-                lambda: _absent_stay(fresh(client_chunk=1)),
-                "read and write state.clients at cohort.row only",
-            )
-        )
+        rule = "Absent clients keep their private rows."
+        cure = "read and write state.clients at cohort.row only"
+        rules.append((rule, lambda: _absent_stay(fresh(client_chunk=1)), cure))
     for rule, holds, cure in rules:
         if not holds():
             raise BrokenError(f"{name} breaks: {rule} {cure}")

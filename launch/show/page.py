@@ -252,9 +252,8 @@ def _setting(entries: Sequence[Entry]) -> str:
     """The data and the clients in words."""
 
     def values(name: str) -> str:
-        return " or ".join(
-            dict.fromkeys(e.run.flags.get(name, "unset") for e in entries)
-        )
+        every = [entry.run.flags.get(name, "unset") for entry in entries]
+        return " or ".join(dict.fromkeys(every))
 
     text = f"{values('num_clients')} clients, {values('clients_per_round')} a round, "
     text += f"{values('rounds')} rounds, partition {values('partition')}"
@@ -337,8 +336,7 @@ def _section(
     title: str, figures: Sequence[Any], note: str = "", has_legend: bool = True
 ) -> dict[str, Any]:
     """A part of the page: pictures under a title, and the runs' colours."""
-    pictures = {"figures": figures, "has_legend": has_legend}
-    return {"title": title, "note": note, **pictures}
+    return {"title": title, "note": note, "figures": figures, "has_legend": has_legend}
 
 
 def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
