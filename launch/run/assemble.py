@@ -235,7 +235,6 @@ def _data(
         except OSError as error:
             reason = error.strerror or error
             raise OSError(f"{flag} cannot be written: {reason}") from error
-    mean, scale = normal
     image, label = source.image, source.label
     if public is not None:
         # Public rows follow those of the data set, and their labels are never read.
@@ -249,7 +248,7 @@ def _data(
             f"--test_split={config.test_split} leaves no test row, as clients are too "
             "small; lower --num_clients or take pool"
         )
-    return types.Data(image, label, mean, scale, stacked)
+    return types.Data(image, label, *normal, stacked)
 
 
 def _typical_steps(
