@@ -211,5 +211,5 @@ def _built(
 def _is_same_split(one: Experiment, other: Experiment) -> bool:
     """Whether two experiments give every client the same train and test rows."""
     parts = [made.data.partition for made in (one, other)]
-    sides = [jax.tree.leaves((part.train, part.test)) for part in parts]
-    return all(np.array_equal(*pair) for pair in zip(*sides, strict=True))
+    sides = [(part.train, part.test) for part in parts]
+    return jax.tree.all(jax.tree.map(np.array_equal, *sides))

@@ -46,12 +46,15 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
 
         return made._replace(round=round)
 
-    watched = SimpleNamespace(**{**_members(entry), "make": make})
-    watched.__name__ = registry.algorithm_name(algo)
+    # The other members that the registry may read
+    names = ("HParams", "preset", "public_images", "several_models", "exits")
+    members = {name: getattr(entry, name) for name in names if hasattr(entry, name)}
+    name = registry.algorithm_name(algo)
+    watched = SimpleNamespace(**members, make=make, __name__=name)
 
     options = {"rounds": rounds, "eval_every": rounds, "devices": 1} | options
-    for name in ("client_chunk", "min_chunk", "lanes"):
-        options.pop(name, None)  # They are varied here.
+    for varied in ("client_chunk", "min_chunk", "lanes"):
+        options.pop(varied, None)
     if "client_optimizer" in registry.fields_of(watched):
         # Adam turns rounding errors into steps, for instance of a bias before a norm.
         options.setdefault("client_optimizer", "sgd")
@@ -73,19 +76,11 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
         except ValueError:
             return fresh(client_chunk=1, devices=0)
 
-    # Each of several architectures has a table of its own, whose slots are not ids.
-    config, one_table = first.config, len(first.task.client_models) == 1
-    are_some_absent = config.clients_per_round < config.num_clients
     rules: list[tuple[str, Callable[[], bool], str]] = [
         (
             "Every message has a declared kind.",
             lambda: not undeclared,
             f"add a MessageKind for {', '.join(sorted(undeclared))}",
-        ),
-        (
-            "Absent clients keep their private rows.",
-            lambda: _absent_stay(fresh(client_chunk=1)),
-            "read and write state.clients at cohort.row only",
         ),
         (
             "The same seed gives the same bits.",
@@ -107,18 +102,18 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
             "cohort.row_mask into account",
         ),
     ]
-    if not (are_some_absent and one_table):
-        del rules[1]
+    config = first.config
+    are_some_absent = config.clients_per_round < config.num_clients
+    # Each of several architectures has a table of its own, whose slots are not ids.
+    if are_some_absent and len(first.task.client_models) == 1:
+        rule = "Absent clients keep their private rows."
+        cure = "read and write state.clients at cohort.row only"
+        absent = (rule, lambda: _absent_stay(fresh(client_chunk=1)), cure)
+        rules.insert(1, absent)  # It needs one round only.
     for rule, holds, cure in rules:
         if not holds():
-            raise BrokenError(f"{watched.__name__} breaks: {rule} {cure}")
+            raise BrokenError(f"{name} breaks: {rule} {cure}")
     return [rule for rule, *_ in rules]
-
-
-def _members(entry: Any) -> dict[str, Any]:
-    """The members of an algorithm that the registry may read."""
-    names = ("HParams", "preset", "public_images", "several_models", "exits")
-    return {name: getattr(entry, name) for name in names if hasattr(entry, name)}
 
 
 def _ran(experiment: Experiment) -> Experiment:

@@ -31,7 +31,7 @@ def command(argv: list[str]) -> None:
         asked, folders, _ = flags.asked(argv, Options, __doc__)
         if len(folders) != 1:
             raise ValueError("give the folder of one run")
-        moved = {"data_dir": asked.data_dir or None, "dataset": asked.dataset or None}
+        moved = {"data_dir": asked.data_dir, "dataset": asked.dataset}
         moved = {name: value for name, value in moved.items() if value}
         experiment = build.load(pathlib.Path(folders[0]), **moved)
         if not experiment.round:

@@ -21,17 +21,13 @@ def execute(given: dict[str, Any]) -> dict[str, Any]:
     """Builds, runs and reports one experiment; returns its summary.
 
     Raises:
-        SystemExit: 2 after one line about bad input, 1 when results cannot be
-            written, 130 or 143 when stopped by a signal.
+        SystemExit: 2 after one line about bad input, 130 or 143 after a signal.
+        OSError: results cannot be written.
     """
-    try:
+    with ending.refused():
         devices.begin(given.get("distributed") or "")
         given_lib.check_alike(given)
         experiment = build.experiment(**workdir.with_stored_rounds(given))
-    except ValueError as error:
-        flags.fail(error)
-    except OSError as error:
-        flags.fail(error, 1)
     with experiment.folder as folder:
         return _execute(experiment, folder)
 
@@ -39,10 +35,8 @@ def execute(given: dict[str, Any]) -> dict[str, Any]:
 def _execute(experiment: build.Experiment, folder: workdir.Workdir) -> dict[str, Any]:
     """Runs the experiment while this process holds its folder."""
     is_new, say = not (folder.path / workdir.RUN_FLAGS).exists(), processes.say
-    try:
+    with ending.refused():
         done = folder.open()
-    except ValueError as error:
-        flags.fail(error)
     if done is not None:
         say(f"{folder.path} holds this finished run:\n{words.table(done)}")
         return done

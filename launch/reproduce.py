@@ -45,28 +45,23 @@ def _known(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in known}
 
 
-def _with_records(folder: pathlib.Path, done: Mapping[str, Any]) -> dict[str, Any]:
-    """A cell's summary and its records."""
-    return {**done, "records": finished.records(folder)}
-
-
 def _stored(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A finished cell with these options."""
+    """The summary and the records of a finished cell with these options."""
     try:
         if not _holds(folder, options):
             return None
         done = finished.read(folder)
-        return done and _with_records(folder, done)
+        return done and done | {"records": finished.records(folder)}
     except ValueError as error:
         print(f"note: {error}", file=sys.stderr, flush=True)
         return None
 
 
 def _run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs or continues a cell; a finished one returns at once."""
+    """Runs or continues a cell, and returns its summary and its records."""
     resumes = processes.on_first((folder / finished.RUN_FLAGS).exists)
     done = main.execute(_known(options) | {"workdir": str(folder), "resume": resumes})
-    return processes.on_first(lambda: _with_records(folder, done))
+    return processes.on_first(lambda: done | {"records": finished.records(folder)})
 
 
 def _check(cell: sheets.Cell) -> None:

@@ -1,38 +1,12 @@
 """The command `python -m launch.bench`."""
 
 import json
-from typing import Any
 
 from absl import flags as absl_flags
 
 from launch import ending
 from launch.bench import measure, works
 from launch.config import flags, limits
-
-
-@ending.command
-def command(argv: list[str]) -> None:
-    """Measures the rounds of one algorithm."""
-
-    def extra(values: absl_flags.FlagValues) -> None:
-        absl_flags.DEFINE_string(
-            "work", "w1", " or ".join(works.WORKS), flag_values=values
-        )
-        absl_flags.DEFINE_boolean(
-            "json", False, "print the JSON object only", flag_values=values
-        )
-
-    if not any(a.partition("=")[0].lstrip("-") == "algo" for a in argv):
-        argv.append(f"--algo={works.ALGORITHM}")
-    with ending.refused():
-        given = flags.parse(argv, extra)
-        work, only_json = given.pop("work", "w1"), given.pop("json", False)
-        limits.check_one_of("work", work, works.WORKS)
-        rounds = given.pop("rounds", 20)
-        options = works.COMMON | works.WORKS[work] | given
-        out = {"work": work} | measure.bench(options, rounds)
-    _print(out, only_json)
-
 
 # A figure -> the line that is printed where it was measured.
 LINES = {
@@ -50,7 +24,23 @@ LINES = {
 }
 
 
-def _print(out: dict[str, Any], only_json: bool) -> None:
+@ending.command
+def command(argv: list[str]) -> None:
+    """Measures the rounds of one algorithm."""
+
+    def extra(values: absl_flags.FlagValues) -> None:
+        absl_flags.DEFINE_string("work", "w1", " or ".join(works.WORKS), values)
+        absl_flags.DEFINE_boolean("json", False, "print the JSON object only", values)
+
+    if not any(a.partition("=")[0].lstrip("-") == "algo" for a in argv):
+        argv.append(f"--algo={works.ALGORITHM}")
+    with ending.refused():
+        given = flags.parse(argv, extra)
+        work, only_json = given.pop("work", "w1"), given.pop("json", False)
+        limits.check_one_of("work", work, works.WORKS)
+        rounds = given.pop("rounds", 20)
+        options = works.COMMON | works.WORKS[work] | given
+        out = {"work": work} | measure.bench(options, rounds)
     for name, line in LINES.items():
         if name in out and not only_json:
             print(line.format(**out, peak_mib=out["peak_memory_bytes"] / 2**20))

@@ -1,6 +1,7 @@
 """Runs a work round by round and measures it."""
 
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,14 +27,14 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
     if callable(given["dataset"]):
         given["dataset"] = given["dataset"]()
     experiment = build.experiment(**given)
-    config = experiment.config
+    config, task = experiment.config, experiment.task
     plain_loop = references.PLAIN_LOOPS.get(config.algo)
-    timed = {
-        "round": _rounds(experiment),
-        "reference": plain_loop(experiment) if plain_loop else None,
-        "masked": _masked(experiment, given),
-    }
-    timed = {name: seconds_of for name, seconds_of in timed.items() if seconds_of}
+    timed = {"round": _rounds(experiment)}
+    if plain_loop and (reference := plain_loop(experiment)):
+        timed["reference"] = reference
+    if task.num_levels > 1 and task.execution.is_bucketed:
+        # The same rounds with whole models and masks
+        timed["masked"] = _rounds(build.experiment(**given, bucketed=False))
     taken: dict[str, list[float]] = {name: [] for name in timed}
     experiment.measure()
     for round in range(rounds):
@@ -41,7 +42,7 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
             taken[name].append(seconds_of(round))
     experiment.measure()
     seconds, record = taken["round"], experiment.metrics[-1]
-    totals, model = experiment.totals, experiment.task.client_models[0]
+    totals = experiment.totals
     rate = totals.samples / sum(seconds)
     out = {
         "algo": config.algo,
@@ -56,13 +57,14 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
         "peak_memory_bytes": devices.peak_memory_bytes(),
         "accuracy": record.get("global_accuracy"),
         "client_accuracy": record.get("client_accuracy"),
-        "client_chunk": experiment.task.execution.chunk,
-        "lanes": experiment.task.execution.lanes,
+        "client_chunk": task.execution.chunk,
+        "lanes": task.execution.lanes,
         "backend": jax.default_backend(),
         "device": devices.name(),
     }
     if config.algo in references.PLAIN_STEPS:
-        out["gflops"] = rate * _flops(model, experiment.task.example_shape) / 1e9
+        flops = _flops(task.client_models[0], task.example_shape)
+        out["gflops"] = rate * flops / 1e9
         out["matmul_peak_gflops"] = _matmul_peak()
         out["share_of_matmul_peak"] = out["gflops"] / out["matmul_peak_gflops"]
     out["mixing_seconds"] = _mixing(experiment)
@@ -98,15 +100,6 @@ def _rounds(experiment: build.Experiment) -> Callable[[int], float]:
     return seconds
 
 
-def _masked(
-    experiment: build.Experiment, given: dict[str, Any]
-) -> Callable[[int], float] | None:
-    """The same rounds with whole models and masks, None if there are no submodels."""
-    if experiment.task.num_levels == 1 or not experiment.task.execution.is_bucketed:
-        return None
-    return _rounds(build.experiment(**given, bucketed=False))
-
-
 def _mixing(experiment: build.Experiment) -> float | None:
     """Median seconds of pulling and mixing one round's models, after a warm-up call.
 
@@ -136,17 +129,12 @@ def _mixing(experiment: build.Experiment) -> float | None:
     return _median(taken)
 
 
-def _matmul_peak(size: int = 2048) -> float:
+def _matmul_peak() -> float:
     """GFLOP/s of the best of a few f32 matrix products on the default device."""
-    product = jax.jit(lambda a, b: a @ b)
-    a = jnp.ones((size, size))
+    product, a = jax.jit(lambda a, b: a @ b), jnp.ones((2048, 2048))
     product(a, a).block_until_ready()
-    times = []
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        product(a, a).block_until_ready()
-        times.append(time.perf_counter() - begin)
-    return 2 * size**3 / min(times) / 1e9
+    once = timeit.Timer(lambda: product(a, a).block_until_ready())
+    return 2 * len(a) ** 3 / min(once.repeat(REPEATS, number=1)) / 1e9
 
 
 def _flops(model: types.Model, example_shape: tuple[int, ...]) -> float:

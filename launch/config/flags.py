@@ -39,9 +39,7 @@ def _algorithm(arguments: Sequence[str]) -> str:
         if name.startswith("-") and name.lstrip("-") == "algo":
             chosen.append(value if equals else following)
     if len(set(chosen)) > 1:
-        raise flagfile.UsageError(
-            f"two different --algo in one command: {', '.join(chosen)}"
-        )
+        raise ValueError(f"two different --algo in one command: {', '.join(chosen)}")
     return chosen[0] if chosen else "cdkt"
 
 
@@ -122,23 +120,26 @@ def parse(
         SystemExit: after `--help`.
     """
     arguments = flagfile.expand(argv)
-    if (HELP | {"--helpfull"}) & set(arguments[1:]):
-        named = [a[10:] for a in arguments if a.startswith("--dataset=")]
-        help_for(_algorithm(arguments), extra, named[-1] if named else "")
     try:
         algo = _algorithm(arguments[1:])
-        fields = registry.fields_of(algo)
-    except ValueError as error:
-        raise flagfile.UsageError(error) from error
-    kinds = registry.option_types(algo)
-    values = defined(fields, kinds)
-    if extra is not None:
-        extra(values)
-    try:
+        if (HELP | {"--helpfull"}) & set(arguments[1:]):
+            named = [a[10:] for a in arguments if a.startswith("--dataset=")]
+            help_for(algo, extra, named[-1] if named else "")
+        fields, kinds = registry.fields_of(algo), registry.option_types(algo)
+        values = defined(fields, kinds)
+        if extra is not None:
+            extra(values)
         rest = values(arguments)
+        if len(rest) > 1:
+            raise ValueError(
+                f"{limits.shown(rest[1])} is not a flag; options are written "
+                f"--name=value (--algo={algo} --help lists them)"
+            )
+        given = {name: values[name].value for name in values if values[name].present}
+        for name in given.keys() & kinds.keys():
+            limits.checked(name, given[name], kinds[name])
     except flags.UnrecognizedFlagError as error:
-        name = error.flagname
-        bare = name.removeprefix("no")
+        name, bare = error.flagname, error.flagname.removeprefix("no")
         if bare in fields:
             raise flagfile.UsageError(
                 f"--{name}: --{bare} is not a switch; write --{bare}=value"
@@ -148,31 +149,20 @@ def parse(
         raise flagfile.UsageError(illegal(error, kinds)) from error
     except (flags.Error, ValueError) as error:  # ValueError: --noflag=value
         raise flagfile.UsageError(error) from error
-    if len(rest) > 1:
-        raise flagfile.UsageError(
-            f"{limits.shown(rest[1])} is not a flag; options are written --name=value "
-            f"(--algo={algo} --help lists them)"
-        )
-    given = {name: values[name].value for name in values if values[name].present}
-    try:
-        for name in given.keys() & kinds.keys():
-            limits.checked(name, given[name], kinds[name])
-    except ValueError as error:
-        raise flagfile.UsageError(error) from error
     return given | {"algo": algo}
 
 
 def help_for(
     algo: str, extra: Callable[[flags.FlagValues], None] | None, dataset: str = ""
 ) -> NoReturn:
-    """Prints every option of an algorithm with its help text, by group, and exits."""
-    try:
-        groups, kinds = registry.groups_of(algo), registry.option_types(algo)
-        known = registry.fields_of(algo)
-    except ValueError as error:
-        raise flagfile.UsageError(error) from error
+    """Prints every option of an algorithm with its help text, by group, and exits.
+
+    Raises:
+        ValueError: there is no such algorithm.
+    """
+    known, kinds = registry.fields_of(algo), registry.option_types(algo)
     print(f"Options of --algo={algo} (also in a file: --flagfile=PATH)")
-    for group, names in groups.items():
+    for group, names in registry.groups_of(algo).items():
         print(f"\n{group}:")
         for name in names:
             meta = known[name].metadata

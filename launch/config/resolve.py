@@ -104,10 +104,8 @@ def resolve(
         rules["public_set"] = "none"
     if (config.public_set or "none") != "none":
         rules["proxy_fraction"] = 0.0
-    fields = {f.name for f in dataclasses.fields(config)}
-    config = dataclasses.replace(
-        config, **{k: v for k, v in rules.items() if k in fields and k not in is_given}
-    )
+    free = vars(config).keys() - is_given
+    config = dataclasses.replace(config, **{k: rules[k] for k in rules.keys() & free})
     drawn = config.clients_per_round or config.num_clients
     return dataclasses.replace(config, clients_per_round=drawn)
 
@@ -240,13 +238,10 @@ def check(config: schema.Config, own: Collection[str] = ()) -> None:
         raise ValueError(f"{useless}; omit it")
     given = config.client_model
     names = given.split(",")
-    for flag, line, used in (
-        ("model", config.model, [config.model]),
-        ("client_model", given, names),
-    ):
+    for flag, used in (("model", [config.model]), ("client_model", names)):
         if not set(used) <= {*models.MODELS, *own}:
             known = ", ".join(models.MODELS)
-            raise ValueError(f"--{flag}={line}: expected one of {known}")
+            raise ValueError(f"--{flag}={','.join(used)}: expected one of {known}")
     if len(set(names)) < len(names):
         raise ValueError(f"--client_model={given} names a model twice; once is enough")
     if len(names) > config.num_clients:

@@ -23,11 +23,12 @@ class Lock:
         self._file: int | None = None  # its descriptor, while the lock is held
 
     def acquire(self) -> None:
-        """Takes the lock.
+        """Takes the lock, and creates the folder if there is none.
 
         Raises:
             ValueError: another process has it. The line names the process and its host.
         """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         while self._file is None:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             try:

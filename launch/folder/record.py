@@ -99,9 +99,8 @@ def labels(runs: Sequence[Record]) -> list[str]:
         same = [other for other in runs if other.flags["algo"] == run.flags["algo"]]
         every = sorted({n for other in same for n in other.flags if n not in silent})
         names = differing(same, every)
-        if len({tuple(other.flags.get(n) for n in names) for other in same}) < len(
-            same
-        ):
+        told = {tuple(other.flags.get(n) for n in names) for other in same}
+        if len(told) < len(same):
             names += differing(same, ("seed", "num_seeds"))
         names += [n for n in differing(runs, setting) if n not in names]
         values = [f"{n}={run.flags.get(n, 'unset')}" for n in names]
@@ -118,10 +117,8 @@ def has_clients(run: Record) -> bool:
 
 def accuracies(run: Record) -> np.ndarray:
     """Each client's accuracy, mean over the summary's rounds; f64[seeds, K]."""
-    accuracy = run.clients["accuracy"]
-    known = np.isfinite(accuracy)
-    total, count = np.where(known, accuracy, 0).sum(1), known.sum(1)
-    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    known = np.ma.masked_invalid(run.clients["accuracy"])
+    return known.mean(1).filled(np.nan)
 
 
 def over_seeds(

@@ -146,13 +146,13 @@ class Workdir(loop.Listener):
         done = self._finished()
         if done is not None:
             return done
-        self._acquire()
+        self._lock.acquire()
         # The previous owner may have finished the run meanwhile.
         return self._finished() or self._take()
 
     def _take_again(self) -> None:
         """Locks the folder again if it is as this process left it."""
-        self._acquire()
+        self._lock.acquire()
         found = self.path / METRICS
         if not found.exists() or found.read_text() != _text(self.records):
             raise ValueError(
@@ -161,10 +161,6 @@ class Workdir(loop.Listener):
             )
         if self._done is None:
             self._begin()
-
-    def _acquire(self) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock.acquire()
 
     def _begin(self) -> None:
         """Writes run.flags and removes the results of a shorter run.
@@ -249,9 +245,21 @@ class Workdir(loop.Listener):
     def _restore(self) -> None:
         """Reads the last checkpoint, if there is one and it fits the rounds."""
         self._restored = checkpoint.restore(self.checkpoints, self.run.saved_template())
-        if self._restored is not None:
-            round, _, host = self._restored
-            self._refuse_passed(round, host["rounds"], host["window"])
+        if self._restored is None:
+            return
+        (round, _, host), wanted = self._restored, self.run.config.rounds
+        if round > wanted:
+            self._refuse_fewer(round)
+        # The checkpoint has the accuracies of all clients for its own window only.
+        window = host["window"]
+        passed = {r for r in self.run.window if r <= round} - set(window)
+        if passed:
+            raise ValueError(
+                f"--rounds={wanted} needs accuracies of clients from round "
+                f"{min(passed)} on, but this run is at {round} and has none before "
+                f"{min(window)}; give --rounds={host['rounds']} or more, or another "
+                "--workdir"
+            )
 
     def _refuse_fewer(self, round: int) -> NoReturn:
         raise ValueError(
@@ -273,23 +281,6 @@ class Workdir(loop.Listener):
             f"--workdir={self.path} holds this run, {state}; add --resume, or choose "
             "another --workdir"
         )
-
-    def _refuse_passed(self, round: int, rounds: int, window: Sequence[int]) -> None:
-        """Refuses rounds whose summary needs evaluations that were never made.
-
-        The checkpoint is of `round` of `rounds` rounds, and holds the accuracies of all
-        clients for the rounds in `window` only.
-        """
-        wanted = self.run.config.rounds
-        if round > wanted:
-            self._refuse_fewer(round)
-        passed = {r for r in self.run.window if r <= round} - set(window)
-        if passed:
-            raise ValueError(
-                f"--rounds={wanted} needs accuracies of clients from round "
-                f"{min(passed)} on, but this run is at {round} and has none before "
-                f"{min(window)}; give --rounds={rounds} or more, or another --workdir"
-            )
 
     def _restore_metrics(self, round: int) -> None:
         """Restores metrics.jsonl of `round` rounds, with a note if it was damaged."""

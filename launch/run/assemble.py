@@ -24,7 +24,6 @@ def assemble(
     *,
     kind: type[Run] = Run,
     level_of: Any = None,
-    eligible: np.ndarray | None = None,
 ) -> Run:
     """Assembles data, models and algorithm of resolved settings into a run.
 
@@ -33,7 +32,6 @@ def assemble(
         kind: The class of the run.
         level_of: int[K], the largest level that each client holds, or a function as in
             `plan.Planner`, None = all stages.
-        eligible: bool[K], clients that may be drawn, None = all.
 
     Raises:
         ValueError: one line: what came, what was expected, which option to change.
@@ -87,7 +85,7 @@ def assemble(
     data = _data(config, source, seeds, public, normal)
     num_rows = np.asarray(data.partition.train.count)
     group = np.arange(config.num_clients, dtype=np.int32) % len(client_models)
-    num_levels = 1
+    num_levels, eligible = 1, None
     if isinstance(hparams, levels.Levels):
         num_levels = levels.top(hparams)
         if level_of is None:
@@ -237,7 +235,6 @@ def _data(
         except OSError as error:
             reason = error.strerror or error
             raise OSError(f"{flag} cannot be written: {reason}") from error
-    mean, scale = normal
     image, label = source.image, source.label
     if public is not None:
         # Public rows follow those of the data set, and their labels are never read.
@@ -251,7 +248,7 @@ def _data(
             f"--test_split={config.test_split} leaves no test row, as clients are too "
             "small; lower --num_clients or take pool"
         )
-    return types.Data(image, label, mean, scale, stacked)
+    return types.Data(image, label, *normal, stacked)
 
 
 def _typical_steps(

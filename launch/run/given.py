@@ -59,9 +59,8 @@ def settled(**given: Any) -> Settings:
     config = resolve.resolve(config, source, given)
     resolve.check(config, own_models)
     fitted = dataset.fitted(source, config.image_size, config.image_channels)
-    same = fitted is source
-    source_hash = examples if same else sha256(fitted.image, fitted.label)
-    source = fitted
+    is_same = fitted is source
+    source_hash = examples if is_same else sha256(fitted.image, fitted.label)
     if config.rotate_classes > 1 and config.partition in ("cdkt", "cdkt_paper"):
         raise ValueError(
             f"--rotate_classes={config.rotate_classes}: --partition={config.partition} "
@@ -72,8 +71,8 @@ def settled(**given: Any) -> Settings:
         entry=registry.algorithm(given.get("algo", config.algo)),
         config=config,
         hparams=hparams,
-        source=source,
-        public=_public_images(config, source) if wants_public else None,
+        source=fitted,
+        public=_public_images(config, fitted) if wants_public else None,
         own_models=own_models,
         own_sha256=own_sha256,
         examples_sha256=examples.hexdigest(),

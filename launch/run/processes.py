@@ -321,8 +321,7 @@ def arrays_of_first(arrays: Any, template: Any) -> Any:
         is_key = jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key)
         if is_key:
             leaf = None if leaf is None else jax.random.key_data(leaf)
-            shape = jax.ShapeDtypeStruct(like.shape, like.dtype)
-            like = jax.eval_shape(jax.random.key_data, shape)
+            like = jax.eval_shape(jax.random.key_data, like)
         if leaf is None:
             leaf = np.zeros(like.shape, like.dtype)
         # Sent as bytes, since jax may not have 64-bit numbers.

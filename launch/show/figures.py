@@ -271,9 +271,7 @@ def heatmap(runs: Sequence[Record], metric: str) -> Figure:
 def draw_heatmap(axes: Any, runs: Sequence[Record], metric: str) -> None:
     """Draws `heatmap` into axes, with a cell and a value for each pair."""
     across, down = runs[0].point
-    columns, rows = (
-        sorted({run.point[name] for run in runs}) for name in (across, down)
-    )
+    columns, rows = (sorted({run.point[n] for run in runs}) for n in (across, down))
     is_fraction = _is_fraction(metric, runs)
     scale, form = (100, ".1f") if is_fraction else (1, ".3g")
     values = np.full((len(rows), len(columns)), np.nan)

@@ -16,7 +16,6 @@ import algorithms
 from data import loaders
 from launch.config import flagfile, schema
 from launch.folder import finished, record
-from launch.run import summaries
 from launch.show import curves, figures, sheets, words
 
 TEMPLATES = pathlib.Path(__file__).parent / "templates"
@@ -136,10 +135,8 @@ def _metrics(entries: Sequence[Entry]) -> list[str]:
     found = dict.fromkeys(
         name
         for entry in entries
-        for name in entry.summary["metrics"]
-        if not name.startswith("bytes")
-        and not summaries.is_number(entry.summary, name)
-        and name != "client_accuracy_pooled"
+        for name, is_fraction in entry.run.fractions.items()
+        if is_fraction and name != "client_accuracy_pooled"
     )
     order = dict.fromkeys([*words.METRICS, *found])
     return [name for name in order if name in found]
@@ -212,9 +209,7 @@ def _data(run: record.Record) -> str:
 
 def _rules(entries: Sequence[Entry]) -> str:
     """The summary rules, and the runs that have fewer seeds than others."""
-    rules = dict.fromkeys(
-        entry.summary.get("summary_of", entry.summary["summary"]) for entry in entries
-    )
+    rules = dict.fromkeys(words.summary_rule(entry.summary) for entry in entries)
     counts = [(entry.name, len(entry.run.clients["seeds"])) for entry in entries]
     most = max(count for _, count in counts)
     fewer = [f"{name} {count}" for name, count in counts if count < most]
@@ -252,9 +247,8 @@ def _setting(entries: Sequence[Entry]) -> str:
     """The data and the clients in words."""
 
     def values(name: str) -> str:
-        return " or ".join(
-            dict.fromkeys(e.run.flags.get(name, "unset") for e in entries)
-        )
+        every = [entry.run.flags.get(name, "unset") for entry in entries]
+        return " or ".join(dict.fromkeys(every))
 
     text = f"{values('num_clients')} clients, {values('clients_per_round')} a round, "
     text += f"{values('rounds')} rounds, partition {values('partition')}"
@@ -337,8 +331,7 @@ def _section(
     title: str, figures: Sequence[Any], note: str = "", has_legend: bool = True
 ) -> dict[str, Any]:
     """A part of the page: pictures under a title, and the runs' colours."""
-    pictures = {"figures": figures, "has_legend": has_legend}
-    return {"title": title, "note": note, **pictures}
+    return {"title": title, "note": note, "figures": figures, "has_legend": has_legend}
 
 
 def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:

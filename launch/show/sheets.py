@@ -123,10 +123,9 @@ def sheet(
         notes.append(table["notes"][dataset])
     metrics_of = [done["metrics"] for _, done in results if done]
     counts = [len(next(iter(one.values()))["per_seed"]) for one in metrics_of]
-    has_paper = any(cell.paper for cell, _ in results)
-    legend = f"{max(counts, default=0)} seed(s)" + (
-        ": paper / ours / difference" if has_paper else ""
-    )
+    legend = f"{max(counts, default=0)} seed(s)"
+    if any(cell.paper for cell, _ in results):
+        legend += ": paper / ours / difference"
     scenarios = list(dict.fromkeys(cell.scenario for cell, _ in results))
     texts = {
         (cell.scenario, cell.row): _texts(cell, done, metrics) for cell, done in results
@@ -199,17 +198,6 @@ def _until(rule: Mapping[str, Any], scenario: str, results: Results) -> Grid:
     return Grid(scenario, title, [words.title(name) for name in names], body)
 
 
-def _paired(
-    done: Mapping[str, Any] | None, control: Mapping[str, Any] | None, metric: str
-) -> str:
-    """Mean +- std of the seeds' differences, for instance `+1.3 ± 0.4` points."""
-    if any(one is None or metric not in one["metrics"] for one in (done, control)):
-        return "missing"
-    sides = [np.array(one["metrics"][metric]["per_seed"]) for one in (done, control)]
-    scale, digits = _unit(done, metric)
-    return words.paired(scale * (sides[0] - sides[1]), digits)
-
-
 def _against(
     control: str, results: Results, columns: Sequence[tuple[str, str, str]]
 ) -> list[Grid]:
@@ -219,7 +207,13 @@ def _against(
     rows = list(dict.fromkeys(row for scenario, row in done if scenario in wanted))
 
     def gap(row: str, scenario: str, metric: str) -> str:
-        return _paired(done.get((scenario, row)), done.get((scenario, control)), metric)
+        """Mean ± std of the seeds' differences, for instance `+1.3 ± 0.4` points."""
+        pair = [done.get((scenario, one)) for one in (row, control)]
+        if any(one is None or metric not in one["metrics"] for one in pair):
+            return "missing"
+        sides = [np.array(one["metrics"][metric]["per_seed"]) for one in pair]
+        scale, digits = _unit(pair[0], metric)
+        return words.paired(scale * (sides[0] - sides[1]), digits)
 
     others = [row for row in rows if row != control]
     if control not in rows or not others:

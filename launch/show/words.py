@@ -171,7 +171,7 @@ def table(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _rule(summary: Mapping[str, Any]) -> str:
+def summary_rule(summary: Mapping[str, Any]) -> str:
     """The summary rule in words; earlier versions recorded only its name."""
     return summary.get("summary_of", summary["summary"])
 
@@ -185,7 +185,7 @@ def _sweep_lines(summary: dict[str, Any]) -> list[str]:
     seeds = len(parts[0]["metrics"][names[0]]["per_seed"]) if names else 1
     spread = f" +- std over {seeds} seeds" if seeds > 1 else ""
     titles = "  ".join(f"{title(name):>16}" for name in names)
-    lines = [f"{'point':<{width}}  {titles}  percent{spread} ({_rule(summary)})"]
+    lines = [f"{'point':<{width}}  {titles}  percent{spread} ({summary_rule(summary)})"]
     for label, part in zip(labels, parts, strict=True):
         found = [part["metrics"][name] for name in names]
         cells = [f"{mean_and_std(one, digits=2, sign='+-'):>16}" for one in found]
@@ -206,7 +206,7 @@ def _lines(summary: dict[str, Any]) -> list[str]:
     kinds = ("percent", fractions, 100, 2), ("number", numbers, 1, 3)
     for unit, names, scale, digits in kinds:
         if names:
-            head = f"{'metric':<18} {unit}{spread}  ({_rule(summary)})"
+            head = f"{'metric':<18} {unit}{spread}  ({summary_rule(summary)})"
             lines.append(f"{head}  last round" if last else head)
         for name in names:
             entry = summary["metrics"][name]
