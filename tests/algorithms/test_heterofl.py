@@ -162,7 +162,7 @@ def normed(rate=1.0, scaler=1.0):
 def test_static_norm(kind, problem):
     """Test 13: statistics of every width over all train rows, whatever their order."""
     made = make(problem, model=normed(), static_norm=kind)
-    state = jax.jit(made.init)(problem.data, jax.random.key(1))
+    state = made.init(problem.data, jax.random.key(1))
     served = made.server(state, problem.data)
     table = plain.Table(problem.data)
     rows = table.train.row[: table.train.count.sum()]
@@ -201,7 +201,7 @@ def test_static_examples_are_of_every_client(problem, monkeypatch):
         return jnp.zeros((len(rows), 8, 8, 1)), jnp.zeros(len(rows), jnp.int32)
 
     made = make(problem, model=divided(), static_examples=20)
-    state = jax.jit(made.init)(problem.data, jax.random.key(1))
+    state = made.init(problem.data, jax.random.key(1))
     monkeypatch.setattr(types.Data, "gather", gather)
     with jax.disable_jit():
         made.server(state, problem.data)

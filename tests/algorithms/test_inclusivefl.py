@@ -48,7 +48,7 @@ def trained(table, params, one, number, level):
 @pytest.fixture(scope="module")
 def first_state(problem):
     """Parameters that are all different, so that nothing agrees by chance."""
-    state = jax.jit(make(problem).init)(problem.data, jax.random.key(0))
+    state = make(problem).init(problem.data, jax.random.key(0))
     moved = plain.perturbed(state.server["model"].params, size=0.2)
     model = state.server["model"]._replace(params=moved)
     return state.replace(server=state.server | {"model": model})
@@ -97,7 +97,7 @@ def test_exits_that_are_not_trained_keep_all_but_their_statistics(problem):
     }
     net = stages.chain("normed", trunks, heads)
     made = make(problem, net, weight_decay=0.1, client_lr=0.1)
-    state = jax.jit(made.init)(problem.data, jax.random.key(0))
+    state = made.init(problem.data, jax.random.key(0))
     after, _, _ = jax.jit(made.round)(state, alone(problem, 2), problem.data)
     old, new = state.server["model"], after.server["model"]
     chex.assert_trees_all_equal(new.params[0]["exit"], old.params[0]["exit"])
@@ -121,7 +121,7 @@ def test_momentum_distillation(problem):
         given = {"client_lr": 0.1, "momentum_distill_weight": beta}
         made = make(problem, equal_stages(), **given)
         runs[beta] = jax.jit(made.round)
-        states[beta] = jax.jit(made.init)(problem.data, jax.random.key(0))
+        states[beta] = made.init(problem.data, jax.random.key(0))
 
     def trunk(state, stage):
         return np.asarray(state.server["model"].params[stage]["trunk"]["kernel"])
@@ -166,7 +166,7 @@ def test_the_last_exit_serves(problem):
     """Also of a truncated model; the ensemble is only logged."""
     for top in (2, 3):
         made = make(problem, max_level=top)
-        state = jax.jit(made.init)(problem.data, jax.random.key(0))
+        state = made.init(problem.data, jax.random.key(0))
         model, variables = made.server(state, problem.data)["global"]
         assert model.answer == "last" and len(model.stage_names) == top
         assert isinstance(variables, types.Variables) and len(variables.params) == top

@@ -29,7 +29,7 @@ def test_the_queue_visits_every_base_equally_often():
 @pytest.fixture(scope="module")
 def first(problem):
     """The state before the first round."""
-    return jax.jit(make(problem).init)(problem.data, jax.random.key(3))
+    return make(problem).init(problem.data, jax.random.key(3))
 
 
 @pytest.fixture(scope="module")
