@@ -85,12 +85,17 @@ def problem(unequal):
         devices=1,
     )
 
-    def task_of(server="tiny", clients="tiny", chunk=3):
-        return made.task._replace(
-            server_model=NETWORKS[server],
-            client_models=(NETWORKS[clients],),
-            execution=types.Execution(chunk),
+    def task_of(server="tiny", clients=None, chunk=3, **more):
+        """Models or their names; clients have the server's unless told."""
+        server, clients = (
+            NETWORKS[one] if isinstance(one, str) else one
+            for one in (server, clients or server)
         )
+        return made.task._replace(
+            server_model=server,
+            client_models=(clients,),
+            execution=types.Execution(chunk),
+        )._replace(**more)
 
     return namespace.SimpleNamespace(
         task_of=task_of,
@@ -104,12 +109,9 @@ def problem(unequal):
 def start():
     """Makes round states whose clients and server are all different."""
 
-    def make(server="tiny", clients="tiny", round=1, seed=0, equal=False, count=5):
-        if equal:
-            rows = [random_params(NETWORKS[clients], seed)] * count
-        else:
-            model = NETWORKS[clients]
-            rows = [random_params(model, seed + 1 + k) for k in range(count)]
+    def make(server="tiny", clients=None, round=1, seed=0, equal=False):
+        seeds = [seed if equal else seed + 1 + number for number in range(5)]
+        rows = [random_params(NETWORKS[clients or server], one) for one in seeds]
         return types.RoundState(
             server=random_params(NETWORKS[server], seed),
             clients=jax.tree.map(lambda *leaves: np.stack(leaves), *rows),
@@ -120,33 +122,42 @@ def start():
     return make
 
 
+def jitted(module, hparams, task):
+    """A round `(state, cohort, data, **floats)`; floats are traced as in a run."""
+    static, floats = options.split_floats(hparams)
+
+    @jax.jit
+    def run(values, state, cohort, data):
+        made = module.make(dataclasses.replace(static, **values), task)
+        return made.round(state, cohort, data)
+
+    def one_round(state, cohort, data, **changed):
+        # Device arrays always: numpy's would be compiled for once more.
+        state = jax.tree.map(jnp.asarray, state)
+        return run(floats | changed, state, cohort, data)
+
+    return one_round
+
+
 @pytest.fixture(scope="session")
 def compiled(problem):
-    """Jitted rounds by structure; floats are traced, as in `program.build`."""
+    """Jitted rounds by structure."""
     cache = {}
 
-    def get(algo, server="tiny", clients="tiny", chunk=3, **structure):
+    def get(algo, server="tiny", clients=None, chunk=3, **structure):
         name = (algo, server, clients, chunk, *sorted(structure.items()))
-        if name in cache:
-            return cache[name]
-        module = algorithms.ALGORITHMS[algo]
-        hparams = module.HParams(batch_size=5, **structure)
-        static, floats = options.split_floats(hparams)
-        task = problem.task_of(server, clients, chunk)
-
-        @jax.jit
-        def run(values, state, cohort, data):
-            made = module.make(dataclasses.replace(static, **values), task)
-            return made.round(state, cohort, data)
+        if name not in cache:
+            module = algorithms.ALGORITHMS[algo]
+            hparams = module.HParams(batch_size=5, **structure)
+            cache[name] = jitted(
+                module, hparams, problem.task_of(server, clients, chunk)
+            )
 
         def one_round(state, cohort=None, data=None, **changed):
             cohort = problem.cohort(int(state.round)) if cohort is None else cohort
             data = problem.data if data is None else data
-            # Device arrays always: numpy's would be compiled for once more.
-            state = jax.tree.map(jnp.asarray, state)
-            return run(floats | changed, state, cohort, data)
+            return cache[name](state, cohort, data, **changed)
 
-        cache[name] = one_round
         return one_round
 
     return get

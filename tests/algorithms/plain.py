@@ -4,10 +4,11 @@ Parameters are lists of [kernel, bias] in float64; gradients are written by hand
 what all tests ask of a state: whose model is whose, who is served what, what was sent.
 """
 
+import chex
 import jax
 import numpy as np
 
-from data import plan
+from data import plan, topology
 from fedjax_pfl import traffic, types
 from tests import padded
 
@@ -127,6 +128,37 @@ def served(made, state, cohort=None, data=None, num_clients=5):
                 out[number] = host(group.variables(row))
     assert all(one is not None for one in out)
     return out
+
+
+def assert_models(after, before, expected, rtol=1e-3, atol=1e-5):
+    """The layers of these clients; whoever else there is keeps all, bit for bit."""
+    for number in range(5):
+        if number in expected:
+            got = own_layers(after, number)
+            chex.assert_trees_all_close(got, expected[number], rtol=rtol, atol=atol)
+            assert differs(got, own_layers(before, number), 1e-3)
+        else:
+            kept = (at((one.clients, one.opt_state), number) for one in (after, before))
+            chex.assert_trees_all_equal(*kept)
+
+
+def assert_own_serve(made, state):
+    """Everybody is served by its own model."""
+    for number, one in enumerate(served(made, state)):
+        chex.assert_trees_all_equal(one, own(state, number))
+
+
+def assert_start_alike(state):
+    """Everybody's model is the server's."""
+    for number in range(5):
+        chex.assert_trees_all_equal(own(state, number), host(server(state)))
+
+
+def assert_matters(reference, values, changes, by=1e-4):
+    """Each of these changes gives another result: none is ignored unnoticed."""
+    found = reference(values)
+    for option, value in changes.items():
+        assert differs(found, reference(values | {option: value}), by), option
 
 
 def sent_bytes(made, sent, num_rows):
@@ -432,6 +464,24 @@ def planner(data, specs, clients_per_round=3, group=None):
         execution=types.Execution(clients_per_round),
     )
     return lambda round: padded.cohort(cohorts, 0, round)
+
+
+def with_peers(cohort, spec, alone=-1):
+    """`round -> Cohort` with its peers among five clients; one may have none."""
+    graph = topology.make(spec, 5)
+
+    def of_round(round):
+        one = cohort(round)
+        peers, mask = graph.draw(0, round, one.client_id)
+        mask &= (one.client_id != alone)[:, None]
+        return one.replace(peers=peers.astype(np.int32), peer_mask=mask)
+
+    return of_round
+
+
+def at_levels(cohort, level):
+    """Its clients have these levels."""
+    return cohort.replace(level=np.asarray(level, np.int32))
 
 
 def permuted(cohort, order):

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from algorithms import criticalfl
-from data import topology
-from fedjax_pfl import local_training
 from launch.config import resolve
 from tests.algorithms import plain
 
@@ -23,7 +21,7 @@ class Expected:
     """A client's period: a growing list behind twelve zeros, and counters."""
 
     def __init__(self, least, most):
-        self.least, self.most, self.number = least, most, least
+        self.least, self.most, self.num_peers = least, most, least
         self.norms, self.rounds, self.checks = [0.0] * 12, 0, 0
         self.was_full = self.critical = False
 
@@ -36,12 +34,12 @@ class Expected:
         old, new = np.mean(self.norms[-11:-1]), np.mean(self.norms[-10:])
         rise = (new - old) / max(old, 1e-7)
         self.critical = self.checks <= 5 or rise > threshold
-        self.was_full |= self.number == self.most
+        self.was_full |= self.num_peers == self.most
         if not self.critical:
-            less = self.number - max(self.number // 2, 1)
-            self.number = max(self.least, less)
+            less = self.num_peers - max(self.num_peers // 2, 1)
+            self.num_peers = max(self.least, less)
         elif not self.was_full:
-            self.number = min(2 * self.number, self.most)
+            self.num_peers = min(2 * self.num_peers, self.most)
 
 
 class Measured(plain.Sgd):
@@ -62,18 +60,11 @@ def make(task, **given):
 @pytest.fixture(scope="module")
 def cohorts(problem):
     """Makes `round -> Cohort` of some of five clients with their three peers."""
-    graph = topology.make(make(problem.task_of(), **STRUCTURE).peers, 5)
-    plans = (local_training.plan(criticalfl.HParams(batch_size=5)),)
+    made = make(problem.task_of(), **STRUCTURE)
 
     def of(clients_per_round):
-        cohort = plain.planner(problem.data, plans, clients_per_round)
-
-        def of_round(round):
-            one = cohort(round)
-            peers, mask = graph.draw(0, round, one.client_id)
-            return one.replace(peers=peers.astype(np.int32), peer_mask=mask)
-
-        return of_round
+        cohort = plain.planner(problem.data, made.plans, clients_per_round)
+        return plain.with_peers(cohort, made.peers)
 
     return of
 
@@ -134,14 +125,14 @@ def test_rounds_equal_a_numpy_reference(
         found, bytes_down = plain.host(after.clients["private"]), []
         for number, row in plain.members(cohort).items():
             period = expected[number]
-            sources = [number, *cohort.peers[row][: period.number]]
+            sources = [number, *cohort.peers[row][: period.num_peers]]
             is_sparse = sparsify and period.critical
             if is_sparse:
                 mixed = sparse_mean(own, changed, sources, sizes)
             else:
                 mixed = plain.mean([own[k] for k in sources], sizes[sources])
-            bytes_down.append(period.number * (4 + bytes_of(own[0], is_sparse)))
-            seen.add((period.number, period.critical))
+            bytes_down.append(period.num_peers * (4 + bytes_of(own[0], is_sparse)))
+            seen.add((period.num_peers, period.critical))
             period.add(np.mean(known["norm"][sources]), NEVER)
             tx = Measured(rate, 0.5)
             one = plain.at(cohort.plans["local"], row)
@@ -158,9 +149,7 @@ def test_rounds_equal_a_numpy_reference(
                 plain.assert_largest(mask, moved, math.ceil(0.2 * size_of(own[0])))
         periods = found["period"]
         for name in ("num_peers", "was_full", "critical", "rounds"):
-            values = [
-                getattr(one, name.replace("num_peers", "number")) for one in expected
-            ]
+            values = [getattr(one, name) for one in expected]
             np.testing.assert_array_equal(getattr(periods, name), values)
         norms = [one.norms[-11:] for one in expected]
         np.testing.assert_allclose(periods.history, norms, rtol=1e-4)
@@ -193,7 +182,7 @@ def checks(norms, threshold, least=5, most=21):
         period = run(period, jnp.float32(norm))
         expected.add(norm, threshold)
         assert bool(period.critical) == expected.critical
-        out.append((int(period.num_peers), expected.number))
+        out.append((int(period.num_peers), expected.num_peers))
     found, wanted = zip(*out, strict=True)
     assert found == wanted
     return list(found)

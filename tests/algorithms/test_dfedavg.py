@@ -8,7 +8,6 @@ import pytest
 
 import algorithms
 from algorithms import dfedavg
-from data import topology
 from fedjax_pfl import local_training, optimizer, shapes, types
 from launch import build
 from launch.config import resolve
@@ -34,23 +33,10 @@ def make(name, task, **given):
     return algorithms.ALGORITHMS[name].make(hparams_of(name, **given), task)
 
 
-def with_peers(cohort, spec, alone=-1):
-    """The cohort of round r with its peers among five clients, none for one of them."""
-    graph = topology.make(spec, 5)
-
-    def of_round(round):
-        one = cohort(round)
-        peers, mask = graph.draw(0, round, one.client_id)
-        mask &= (one.client_id != alone)[:, None]
-        return one.replace(peers=peers.astype(np.int32), peer_mask=mask)
-
-    return of_round
-
-
 @pytest.fixture(scope="module")
 def cohort_at(problem):
     """`round -> Cohort` of three of five clients with peers by chance, one without."""
-    return with_peers(problem.cohort, GRAPH, ALONE)
+    return plain.with_peers(problem.cohort, GRAPH, ALONE)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +137,7 @@ def everybody(problem):
     """The cohort of all five clients, each with all others as peers."""
     plans = (local_training.plan(hparams_of("dfedavg")),)
     cohort = plain.planner(problem.data, plans, clients_per_round=5)
-    return with_peers(cohort, types.PeerSpec(5, "full"))(0)
+    return plain.with_peers(cohort, types.PeerSpec(5, "full"))(0)
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -169,27 +155,6 @@ def test_all_peers_make_all_alike(name, given, problem, everybody):
         found = plain.layers(served[number].params)
         chex.assert_trees_all_close(found[:cut], expected[:cut], atol=1e-6)
         chex.assert_trees_all_equal(found[cut:], own[number][cut:])
-
-
-def test_momentum_is_heavy_ball():
-    """Test 18: y_{k+1} = y_k - eta g + theta (y_k - y_{k-1}) on a quadratic."""
-    data = small.tables([6])
-    cohort = small.plan([6], epochs=3)
-    hparams = hparams_of("dfedavgm", client_lr=0.1, client_momentum=0.9)
-    client = small.client(data, cohort)
-    trained = local_training.train(hparams, small.regression, small.at_zero(), client)
-    rows = np.asarray(data.partition.train.row)
-    x = np.float64(data.image)[rows]
-    label = np.float64(data.label)[rows]
-    now = before = np.zeros(4)  # w and then b
-    for step in range(int(cohort.num_steps[0])):
-        place = np.asarray(cohort.position[0, step])
-        ones = np.append(x[place], np.ones((len(place), 1)), axis=1)
-        slope = ones.T @ (ones @ now - label[place]) / len(place)
-        now, before = now - 0.1 * slope + 0.9 * (now - before), now
-    found = np.append(trained.params[0]["w"], trained.params[1]["b"])
-    np.testing.assert_allclose(found, now, rtol=1e-4)
-    assert trained.opt_state == ()
 
 
 def test_schedule_of_the_paper():

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from algorithms import dispfl
-from data import topology
 from fedjax_pfl import shapes, types
 from launch.config import resolve
 from tests.algorithms import conftest, plain
@@ -29,14 +28,7 @@ def make(task, **given):
 @pytest.fixture(scope="module")
 def cohort_at(problem):
     """`round -> Cohort` of three of five clients, and their peers."""
-    graph = topology.make(GRAPH, 5)
-
-    def of_round(round):
-        one = problem.cohort(round)
-        peers, mask = graph.draw(0, round, one.client_id)
-        return one.replace(peers=peers.astype(np.int32), peer_mask=mask)
-
-    return of_round
+    return plain.with_peers(problem.cohort, GRAPH)
 
 
 def random_masks(count, seed):

@@ -1,9 +1,8 @@
 """Ditto against numpy, FedAvg and local training."""
 
+import functools
+
 import chex
-import jax
-import numpy as np
-import pytest
 
 from algorithms import ditto
 from tests.algorithms import plain
@@ -35,33 +34,17 @@ def test_rounds_equal_a_numpy_reference(compiled, start, problem):
     table, state = plain.Table(problem.data), start()
     for round in (1, 2):
         cohort = problem.cohort(round)
-        server, personal = reference(state, cohort, table, FLOATS)
+        expected = functools.partial(reference, state, cohort, table)
         after, *_ = compiled("ditto")(state, cohort, **FLOATS)
+        server, personal = expected(FLOATS)
         found = plain.server_layers(after)
         chex.assert_trees_all_close(found, server, rtol=1e-3, atol=1e-5)
-        for number in range(5):
-            if number in personal:
-                got, expected = plain.own_layers(after, number), personal[number]
-                chex.assert_trees_all_close(got, expected, rtol=1e-3, atol=1e-5)
-            else:
-                pair = (plain.own(one, number) for one in (after, state))
-                chex.assert_trees_all_equal(*pair)
+        plain.assert_models(after, state, personal)
         state = after
-
-
-@pytest.mark.parametrize("option", FLOATS)
-def test_every_option_matters_to_the_reference(option, start, problem):
-    """Guards the test above: an option that did nothing would fail it."""
-    state, cohort, table = start(), problem.cohort(1), plain.Table(problem.data)
-    before = reference(state, cohort, table, FLOATS)
-    after = reference(state, cohort, table, FLOATS | {option: 0.3})
-    assert plain.differs(before[1], after[1])
+    plain.assert_matters(expected, FLOATS, dict.fromkeys(FLOATS, 0.3))
 
 
 def test_personal_models_serve_their_clients(start, problem):
     """Every client is served its own v_k, also one that never took part."""
     made = ditto.make(ditto.HParams(), problem.task_of())
-    state = start()
-    for number, one in enumerate(plain.served(made, state)):
-        chex.assert_trees_all_equal(one, plain.own(state, number))
-    assert np.isfinite(jax.tree.leaves(one)[0]).all()
+    plain.assert_own_serve(made, start())

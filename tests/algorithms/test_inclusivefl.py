@@ -9,7 +9,7 @@ import pytest
 from algorithms import inclusivefl
 from fedjax_pfl import types
 from models import stages
-from tests.algorithms import conftest, plain
+from tests.algorithms import plain
 from tests.toys import model as toy_model
 
 MIX = {"level_mix": "1:1:1"}
@@ -17,13 +17,14 @@ FLOATS = {"client_lr": 0.1, "weight_decay": 0.02}
 
 
 def make(problem, model=None, **given):
-    model = model or conftest.with_exits()
-    task = problem.task_of()._replace(server_model=model, client_models=(model,))
-    return inclusivefl.make(inclusivefl.HParams(batch_size=5, **MIX | given), task)
+    hparams = inclusivefl.HParams(batch_size=5, **MIX | given)
+    return inclusivefl.make(hparams, problem.task_of(model or "with_exits"))
 
 
-def at_levels(cohort, depth):
-    return cohort.replace(level=np.asarray(depth, np.int32))
+def alone(problem, level):
+    """One client of round 0, of this level: a mean of equals would round."""
+    cohort = plain.without(plain.without(problem.cohort(0), 1, 5), 2, 5)
+    return plain.at_levels(cohort, [level] * 3)
 
 
 def parts(params):
@@ -57,10 +58,10 @@ def first_state(problem):
 def test_rounds_equal_a_numpy_reference(head_count, compiled, problem, first_state):
     """Trunks: means over holders; exits: over holders or over those who train them."""
     structure = MIX | {"head_count": head_count}
-    run = compiled("inclusivefl", "with_exits", "with_exits", **structure)
+    run = compiled("inclusivefl", "with_exits", **structure)
     state, table = first_state, plain.Table(problem.data)
     for round, depth in enumerate(([1, 2, 3], [3, 1, 1], [2, 1, 2])):
-        cohort = at_levels(problem.cohort(round), depth)
+        cohort = plain.at_levels(problem.cohort(round), depth)
         before = state.server["model"].params
         held = {"trunk": {0: [], 1: [], 2: []}, "exit": {0: [], 1: [], 2: []}}
         for number, row in plain.members(cohort).items():
@@ -87,29 +88,6 @@ def test_rounds_equal_a_numpy_reference(head_count, compiled, problem, first_sta
                 chex.assert_trees_all_close(new, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_one_trainer_among_three_holders(compiled, problem, first_state):
-    """Test 17: the exit moves by a third of its trainer's step, or by all of it."""
-    moves = {}
-    for head_count in ("holders", "trainers"):
-        structure = MIX | {"head_count": head_count}
-        run = compiled("inclusivefl", "with_exits", "with_exits", **structure)
-        for depth in ([1, 3, 3], [1, 1, 1]):
-            cohort = at_levels(problem.cohort(0), depth)
-            # Alone is the first row, of three the others hold its exit too.
-            if depth == [1, 1, 1]:
-                cohort = plain.without(plain.without(cohort, 1, 5), 2, 5)
-            after, _, _ = run(first_state, cohort, client_lr=0.1)
-            old, new = (
-                s.server["model"].params[0]["exit"]["kernel"]
-                for s in (first_state, after)
-            )
-            moves[head_count, len(set(depth))] = np.asarray(new) - np.asarray(old)
-    alone = moves["holders", 1]
-    assert np.abs(alone).max() > 1e-3
-    np.testing.assert_allclose(moves["holders", 2], alone / 3, rtol=1e-3, atol=1e-6)
-    np.testing.assert_allclose(moves["trainers", 2], alone, rtol=1e-4, atol=1e-6)
-
-
 def test_exits_that_are_not_trained_keep_all_but_their_statistics(problem):
     """Test 17: with weight decay, and although their statistics move."""
     trunks = [(f"s{i}", toy_model.RunningNorm(6)) for i in range(3)]
@@ -120,10 +98,7 @@ def test_exits_that_are_not_trained_keep_all_but_their_statistics(problem):
     net = stages.chain("normed", trunks, heads)
     made = make(problem, net, weight_decay=0.1, client_lr=0.1)
     state = made.init(problem.data, jax.random.key(0))
-    # One client alone: a mean of equals would round.
-    cohort = plain.without(plain.without(problem.cohort(0), 1, 5), 2, 5)
-    cohort = at_levels(cohort, [2, 2, 2])
-    after, _, _ = jax.jit(made.round)(state, cohort, problem.data)
+    after, _, _ = jax.jit(made.round)(state, alone(problem, 2), problem.data)
     old, new = state.server["model"], after.server["model"]
     chex.assert_trees_all_equal(new.params[0]["exit"], old.params[0]["exit"])
     assert plain.differs(new.stats[0]["exit"], old.stats[0]["exit"], 1e-3)
@@ -141,27 +116,18 @@ def equal_stages():
 
 def test_momentum_distillation(problem):
     """A level's last stage moves by (1 - beta) of its own and beta of the next's."""
-    runs = {
-        beta: jax.jit(
-            make(
-                problem, equal_stages(), client_lr=0.1, momentum_distill_weight=beta
-            ).round
-        )
-        for beta in (0.0, 0.3)
-    }
-    states = {
-        beta: make(problem, equal_stages(), momentum_distill_weight=beta).init(
-            problem.data, jax.random.key(0)
-        )
-        for beta in runs
-    }
+    runs, states = {}, {}
+    for beta in (0.0, 0.3):
+        given = {"client_lr": 0.1, "momentum_distill_weight": beta}
+        made = make(problem, equal_stages(), **given)
+        runs[beta] = jax.jit(made.round)
+        states[beta] = made.init(problem.data, jax.random.key(0))
 
     def trunk(state, stage):
         return np.asarray(state.server["model"].params[stage]["trunk"]["kernel"])
 
     # One client alone shows what its level moved.
-    alone = plain.without(plain.without(problem.cohort(0), 1, 5), 2, 5)
-    deep = at_levels(alone, [2, 2, 2])
+    shallow, deep = alone(problem, 1), alone(problem, 2)
     first = {b: runs[b](states[b], deep, problem.data)[0] for b in runs}
     # Nothing was known of level 3: a share of nothing moves the last stage less.
     for stage, share in ((0, 1.0), (1, 0.7)):
@@ -172,7 +138,6 @@ def test_momentum_distillation(problem):
     np.testing.assert_allclose(moved, np.mean(whole, 0), rtol=1e-3, atol=1e-6)
     assert not np.asarray(first[0.3].server["moved"][1]["kernel"]).any()
 
-    shallow = at_levels(alone, [1, 1, 1])
     state = first[0.3]
     without = state.replace(server={"model": state.server["model"], "moved": ()})
     second = runs[0.3](state, shallow, problem.data)[0]
@@ -186,17 +151,9 @@ def test_momentum_distillation(problem):
 @pytest.mark.parametrize(
     ("model", "given", "words"),
     [
-        (
-            None,
-            {"momentum_distill_weight": 0.2},
-            "--momentum_distill_weight=0.2: .*with_",
-        ),
-        (conftest.network(), {"level_mix": "1"}, "--model=tiny has one exit"),
-        (
-            None,
-            {"level_mix": "1:1"},
-            "--level_mix=1:1 has 2 levels, --model=with_exits has 3",
-        ),
+        (None, {"momentum_distill_weight": 0.2}, "distill_weight=0.2: .*with_"),
+        ("tiny", {"level_mix": "1"}, "--model=tiny has one exit"),
+        (None, {"level_mix": "1:1"}, "=1:1 has 2 levels, --model=with_exits has 3"),
     ],
 )
 def test_refused(model, given, words, problem):

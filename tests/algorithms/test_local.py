@@ -15,22 +15,20 @@ def test_rounds_equal_a_numpy_reference(compiled, start, problem):
     """No Transfer: own models on own examples, the server's on the proxy set."""
     state, table = start(round=0), plain.Table(problem.data)
     server = plain.server_layers(state)
-    own = {number: plain.own_layers(state, number) for number in range(5)}
     for round in range(3):
-        cohort, tx = problem.cohort(round), plain.Sgd(0.04)
-        state, _, _ = compiled("local")(state, cohort, **RATES)
+        cohort, tx, own = problem.cohort(round), plain.Sgd(0.04), {}
         for number, row in plain.members(cohort).items():
+            params = plain.own_layers(state, number)
             one = plain.at(cohort.plans["local"], row)
-            own[number] = plain.train(table, own[number], one, number, plain.Sgd(0.05))
+            own[number] = plain.train(table, params, one, number, plain.Sgd(0.05))
         for rows in 2 * table.batches(5):
             of_logits = plain.cross_entropy(table.label[rows])
             grads = plain.gradients(server, table.images(rows), of_logits)
             server = tx.step(server, grads)
+        before, (state, _, _) = state, compiled("local")(state, cohort, **RATES)
         found = plain.server_layers(state)
         chex.assert_trees_all_close(found, server, rtol=1e-3, atol=1e-5)
-        for number, expected in own.items():
-            found = plain.own_layers(state, number)
-            chex.assert_trees_all_close(found, expected, rtol=1e-3, atol=1e-5)
+        plain.assert_models(state, before, own)
 
 
 @pytest.mark.parametrize("num_proxy", [12, 0])

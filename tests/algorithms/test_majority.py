@@ -9,6 +9,7 @@ from algorithms import majority, pfedsd
 from fedjax_pfl import evaluate, types
 from launch.run import summaries
 from tests.algorithms import conftest, plain
+from tests.fedjax_pfl import small
 
 # Labels of the train and of the test rows of three clients.
 TRAIN = [[0, 0, 0, 1, 2], [2, 2, 1], [1, 1, 0, 0, 1, 3]]
@@ -17,34 +18,38 @@ BYTES = {"bytes_up": 0, "bytes_down": 0}
 SCORING = evaluate.Scoring(batch_size=4, own_batch_size=3)
 
 
-def flat(groups, first):
-    """Client rows, numbered from `first`."""
-    count = np.array([len(group) for group in groups], np.int32)
-    row = first + np.arange(count.sum(), dtype=np.int32)
-    start = np.cumsum(count) - count
-    return types.ClientRows(*(jnp.asarray(a, jnp.int32) for a in (row, start, count)))
-
-
 @pytest.fixture(scope="module")
 def data():
     """Images that say nothing, labels as above."""
-    label = np.concatenate([*TRAIN, *TEST]).astype(np.int32)
-    test = flat(TEST, sum(len(group) for group in TRAIN))
+    label, sizes = np.concatenate([*TRAIN, *TEST]), list(map(len, TRAIN))
+    row = np.arange(len(label))
+    train = small.client_rows(row, sizes)
+    test = small.client_rows(row[sum(sizes) :], list(map(len, TEST)))
     return types.Data(
         image=jnp.zeros((len(label), 8, 8, 1), jnp.uint8),
-        label=jnp.asarray(label),
+        label=jnp.int32(label),
         mean=jnp.zeros(1),
         scale=jnp.ones(1),
-        partition=types.Partition(flat(TRAIN, 0), test, jnp.zeros(0, jnp.int32)),
+        partition=types.Partition(train, test, jnp.zeros(0, jnp.int32)),
     )
 
 
 @pytest.fixture(scope="module")
 def task(problem):
-    return problem.task_of()._replace(num_clients=3)
+    return problem.task_of(num_clients=3)
 
 
-def test_answers_the_biggest_class(data, task, problem):
+def right_answers(made, state, data):
+    """Correct answers of each model, as a run counts them."""
+
+    def count(state, data):
+        how = types.Execution(3)
+        return evaluate.count_correct(made, state, None, data, SCORING, how)
+
+    return plain.host(jax.jit(count)(state, data))
+
+
+def test_answers_the_biggest_class(data, task):
     """Number 25: a client's accuracy is the test share of its biggest train class.
 
     Here this is the biggest test class too. The server answers the biggest of all,
@@ -55,13 +60,7 @@ def test_answers_the_biggest_class(data, task, problem):
     expected = [[3, 1, 1, 0], [0, 1, 2, 0], [2, 3, 0, 1]]
     np.testing.assert_array_equal(state.clients, expected)
     np.testing.assert_array_equal(state.server, [5, 5, 3, 1])
-    counts = plain.host(
-        jax.jit(
-            lambda state, data: evaluate.count_correct(
-                made, state, None, data, SCORING, types.Execution(3)
-            )
-        )(state, data)
-    )
+    counts = right_answers(made, state, data)
     np.testing.assert_array_equal(counts["own"], [2, 3, 1])
     values, accuracies = evaluate.metrics(counts, np.array([3, 4, 2]), 9)
     largest = [max(np.bincount(test)) / len(test) for test in TEST]
@@ -154,13 +153,7 @@ def test_clients_never_selected_count(data, task):
         key=jax.random.key(0),
         round=np.int32(3),
     )
-    counts = plain.host(
-        jax.jit(
-            lambda state, data: evaluate.count_correct(
-                made, state, None, data, SCORING, types.Execution(3)
-            )
-        )(state, data)
-    )
+    counts = right_answers(made, state, data)
     np.testing.assert_array_equal(counts["own"], [1, 3, 1])
     values, _ = evaluate.metrics(counts, np.array([3, 4, 2]), 9)
     expected = np.mean([1 / 3, 3 / 4, 1 / 2])

@@ -1,5 +1,7 @@
 """Split-Mix: which bases a client trains, and its rounds against FedAvg's (test 20)."""
 
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,14 +13,9 @@ from fedjax_pfl import shapes
 from tests.algorithms import conftest, plain
 
 
-def make(problem, model=None, **given):
-    model = model or conftest.sliced()
-    task = problem.task_of()._replace(server_model=model, client_models=(model,))
-    return splitmix.make(splitmix.HParams(batch_size=5, **given), task)
-
-
-def at_levels(cohort, depth):
-    return cohort.replace(level=np.asarray(depth, np.int32))
+def make(problem, model="sliced", **given):
+    hparams = splitmix.HParams(batch_size=5, **given)
+    return splitmix.make(hparams, problem.task_of(model))
 
 
 def test_the_queue_visits_every_base_equally_often():
@@ -30,26 +27,29 @@ def test_the_queue_visits_every_base_equally_often():
 
 
 @pytest.fixture(scope="module")
-def rounds(compiled, problem):
+def first(problem):
+    """The state before the first round."""
+    return make(problem).init(problem.data, jax.random.key(3))
+
+
+@pytest.fixture(scope="module")
+def rounds(compiled, problem, first):
     """Rounds of clients of levels 1, 2 and 4, from bases that are all different."""
-    made = make(problem)
-    state = made.init(problem.data, jax.random.key(3))
-    run, seen = compiled("splitmix", "sliced", "sliced"), []
+    made, state = make(problem), first
+    run, seen = compiled("splitmix", "sliced"), []
     for round in range(4):
-        cohort = at_levels(problem.cohort(round), [1, 2, 4])
+        cohort = plain.at_levels(problem.cohort(round), [1, 2, 4])
         after, metrics, sent = run(state, cohort, client_lr=0.1)
         seen.append((state, cohort, after, metrics, sent))
         state = after
     return made, seen
 
 
-def test_bases_start_apart(problem):
+def test_bases_start_apart(first):
     """Each from its own key: equal ones would answer as one."""
-    state = make(problem).init(problem.data, jax.random.key(3))
-    bases = [plain.layers(plain.at(state.server.params, n)) for n in range(4)]
-    for first, one in enumerate(bases):
-        for other in bases[first + 1 :]:
-            assert plain.differs(one[0], other[0], 1e-3)
+    bases = [plain.layers(plain.at(first.server.params, n)) for n in range(4)]
+    for one, other in itertools.combinations(bases, 2):
+        assert plain.differs(one[0], other[0], 1e-3)
 
 
 def picks(state, cohort):
@@ -103,14 +103,13 @@ def test_rounds_equal_a_numpy_reference(rounds, problem):
     assert trained_bases == [[0, 1, 2, 3]] * 4
 
 
-def test_a_base_that_nobody_trains_stays(compiled, problem):
+def test_a_base_that_nobody_trains_stays(compiled, problem, first):
     """Bit for bit; three clients of one base each."""
-    state = make(problem).init(problem.data, jax.random.key(3))
-    cohort = at_levels(problem.cohort(0), [1, 1, 1])
-    run = compiled("splitmix", "sliced", "sliced")
-    after, _, _ = run(state, cohort, client_lr=0.1)
+    cohort = plain.at_levels(problem.cohort(0), [1, 1, 1])
+    run = compiled("splitmix", "sliced")
+    after, _, _ = run(first, cohort, client_lr=0.1)
     moved = [
-        plain.differs(plain.at(after.server, n), plain.at(state.server, n), 0)
+        plain.differs(plain.at(after.server, n), plain.at(first.server, n), 0)
         for n in range(4)
     ]
     assert sum(moved) == 3
@@ -135,18 +134,16 @@ def test_budgets(rounds, problem):
     assert served["global"] is served["exit4"] and len(served) == 5
 
 
-def test_neither_order_nor_padding_counts(compiled, problem):
+def test_neither_order_nor_padding_counts(compiled, problem, first):
     """Draws are named by round and client, places in the queue are those of ids."""
-    state = make(problem).init(problem.data, jax.random.key(3))
-    run = compiled("splitmix", "sliced", "sliced")
-    cohort = at_levels(problem.cohort(1), [1, 2, 2])
-    first, _, _ = run(state, cohort, client_lr=0.1)
-    second, _, _ = run(state, plain.permuted(cohort, [2, 0, 1]), client_lr=0.1)
-    chex.assert_trees_all_close(first.server, second.server, atol=1e-6)
-    alone = plain.without(cohort, 0, 5)
-    third, _, _ = run(state, alone, client_lr=0.1)
-    other = {k: v for k, v in picks(state, alone).items()}
-    assert plain.differs(first.server, third.server) and len(other) == 2
+    run = compiled("splitmix", "sliced")
+    cohort = plain.at_levels(problem.cohort(1), [1, 2, 2])
+    others = plain.permuted(cohort, [2, 0, 1]), plain.without(cohort, 0, 5)
+    one, same, fewer = (
+        run(first, each, client_lr=0.1)[0].server for each in (cohort, *others)
+    )
+    chex.assert_trees_all_close(one, same, atol=1e-6)
+    assert plain.differs(one, fewer)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +151,7 @@ def test_neither_order_nor_padding_counts(compiled, problem):
     [
         ({"level_mix": "1:1"}, "--level_mix=1:1 has 2 levels, --num_bases=4"),
         ({"num_bases": 3}, "--level_mix=1:1:1:1 has 4 levels, --num_bases=3"),
-        ({"model": conftest.network()}, "--model=tiny has no narrower form"),
+        ({"model": "tiny"}, "--model=tiny has no narrower form"),
     ],
 )
 def test_refused(given, words, problem):

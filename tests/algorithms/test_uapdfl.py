@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from algorithms import uapdfl
-from data import topology
 from fedjax_pfl import distances, options, rng, shapes, types
 from launch.config import resolve
 from tests.algorithms import conftest, plain
@@ -51,23 +50,10 @@ def make(problem, **given):
     return uapdfl.make(uapdfl.HParams(batch_size=5, **given), problem.task_of())
 
 
-def with_peers(cohort, spec=GRAPH):
-    """The cohort with its peers among five clients; in round 2 somebody is alone."""
-    graph = topology.make(spec, 5)
-
-    def of_round(round):
-        one = cohort(round)
-        peers, mask = graph.draw(0, round, one.client_id)
-        mask[0] &= round != 2
-        return one.replace(peers=peers.astype(np.int32), peer_mask=mask)
-
-    return of_round
-
-
 @pytest.fixture(scope="module")
 def cohort_at(problem):
-    """`round -> Cohort` of three of five clients, and their peers."""
-    return with_peers(problem.cohort)
+    """`round -> Cohort` of three of five clients and their peers; one has none."""
+    return plain.with_peers(problem.cohort, GRAPH, alone=2)
 
 
 def represent(layers, cut, unit=UNIT):
@@ -373,19 +359,10 @@ def test_presets():
         name: resolve.configure({"algo": "uapdfl", "preset": name})[1]
         for name in ("uapdfl", "uapdfl_code", "uapdfl_paper")
     }
-    default = found["uapdfl"]
-    assert (default.divergence, default.proximal, default.anchor) == (
-        "js",
-        "batch",
-        "peers",
-    )
+    default, paper = found["uapdfl"], found["uapdfl_paper"]
+    names = ("divergence", "proximal", "anchor")
+    assert [getattr(default, name) for name in names] == ["js", "batch", "peers"]
+    assert [getattr(paper, name) for name in names] == ["symkl", "unit", "with_own"]
     assert default.divergence_threshold == default.proximal_weight == 0.1
-    assert default.shared_init and default.personal_from == "last"
-    assert not found["uapdfl_code"].shared_init
-    paper = found["uapdfl_paper"]
-    assert (paper.divergence, paper.proximal, paper.anchor, paper.personal_from) == (
-        "symkl",
-        "unit",
-        "with_own",
-        "",
-    )
+    assert default.shared_init and not found["uapdfl_code"].shared_init
+    assert (default.personal_from, paper.personal_from) == ("last", "")

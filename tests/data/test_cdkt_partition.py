@@ -5,6 +5,7 @@ import pytest
 
 from data import dataset, partitions
 from data.partitions import cdkt
+from tests.data import tables
 
 MNIST_COUNTS = np.array((6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958))
 # Images per class once the proxy share is set aside: floor(f * n_c).
@@ -30,48 +31,28 @@ def user_sizes(name):
     )
 
 
-def num_test(sizes):
-    """n - floor(.8 n) of every user, summed."""
-    return int((sizes - np.floor(0.8 * sizes + 1e-9)).sum())
-
-
 def test_mnist_sizes_without_the_proxy():
     """The constant for the embedded set is the 70,000 images less .5 %."""
     np.testing.assert_array_equal(cdkt.MNIST_SIZES, SIZES["mnist"])
     assert (MNIST_COUNTS - SIZES["mnist"]).sum() == 355
 
 
-def test_mnist_check_values():
-    """Median 63.0 and 3,774 images over 50 users; tests 167 and 777."""
-    sizes = user_sizes("mnist")
-    assert len(sizes) == 50
-    assert np.median(sizes) == 63.0
-    assert sizes.sum() == 3774
-    assert num_test(sizes[:10]) == 167
-    assert num_test(sizes) == 777
-
-
-def test_cifar10_check_values():
-    """Median 966.5; tests 2,755 and 10,684."""
-    sizes = user_sizes("cifar10")
-    assert np.median(sizes) == 966.5
-    assert num_test(sizes[:10]) == 2755
-    assert num_test(sizes) == 10684
-
-
-def test_cifar100_check_values():
-    """Median of the first ten 1,163.5; tests 2,366 and 10,949."""
-    sizes = user_sizes("cifar100")
-    assert np.median(sizes[:10]) == 1163.5
-    assert num_test(sizes[:10]) == 2366
-    assert num_test(sizes) == 10949
-
-
-def test_fashion_mnist_medians():
-    """Near-uniform counts of 65,000 images: 71.5 (first ten) and 75.5, spec 4."""
-    sizes = user_sizes("fashion_mnist")
-    assert abs(np.median(sizes[:10]) - 71.5) <= 1
-    assert abs(np.median(sizes) - 75.5) <= 1
+@pytest.mark.parametrize(
+    "name, num_users, median, within",
+    [
+        ("mnist", 50, 63.0, 0),
+        ("cifar10", 50, 966.5, 0),
+        ("cifar100", 10, 1163.5, 0),
+        # Near-uniform counts of 65,000 images, spec 4.
+        ("fashion_mnist", 10, 71.5, 1),
+        ("fashion_mnist", 50, 75.5, 1),
+    ],
+)
+def test_median_sizes(name, num_users, median, within):
+    """Of the first users; numbers of tests are those of the whole split below."""
+    sizes = user_sizes(name)
+    assert len(sizes) == 50 and (name != "mnist" or sizes.sum() == 3774)
+    assert abs(np.median(sizes[:num_users]) - median) <= within
 
 
 def test_mnist_fixed_has_no_class_nine():
@@ -220,9 +201,7 @@ def test_whole_split(name, counts, num_clients, fraction, proxy, tests):
 def test_train_and_test_of_a_user_are_disjoint():
     """Also where the data set's slices overlap."""
     split = split_of("cifar100", [600] * 100, 50, 0.07)
-    for train, test in zip(
-        split.train.by_client(), split.test.by_client(), strict=True
-    ):
+    for train, test in tables.by_client(split):
         assert not set(train.tolist()) & set(test.tolist())
 
 

@@ -4,21 +4,13 @@ import jax
 import numpy as np
 import pytest
 
-from data import dataset, partitions
+from data import partitions
 from data.partitions import client_dirichlet
 from launch import build
+from tests.data import tables
 
 NUM_CLIENTS = 50
 every_draw = pytest.mark.parametrize("draw", client_dirichlet.DRAWS)
-
-
-def make_table(counts, seed=7):
-    """One-pixel images, classes mixed."""
-    label = np.repeat(np.arange(len(counts)), counts).astype(np.int32)
-    label = np.random.default_rng(seed).permutation(label)
-    return dataset.Dataset(
-        np.zeros((len(label), 1), np.uint8), label, len(label), len(counts), None
-    )
 
 
 def split(source, draw, alpha, num_clients=NUM_CLIENTS, seed=0, **more):
@@ -32,20 +24,10 @@ def split(source, draw, alpha, num_clients=NUM_CLIENTS, seed=0, **more):
     return partitions.split(source, spec, seed)
 
 
-def owned(one):
-    return [
-        np.concatenate(both)
-        for both in zip(one.train.by_client(), one.test.by_client(), strict=True)
-    ]
-
-
 def shares(source, one):
     """f64[K, Y]: the label mix of each client."""
-    counts = [
-        np.bincount(source.label[rows], minlength=source.num_classes)
-        for rows in owned(one)
-    ]
-    return np.stack(counts) / np.sum(counts, axis=1)[:, None]
+    counts = tables.histogram(one, source)
+    return counts / counts.sum(1, keepdims=True)
 
 
 def realised(draw, alpha, seed, num_classes=10, size=1000):
@@ -85,13 +67,13 @@ def test_sizes_and_ownership(draw, counts, alpha):
 
     Clients are disjoint except with `overlap`; each has no row twice in any case.
     """
-    source, num_clients = make_table(counts), 7
+    source, num_clients = tables.table(counts), 7
     one = split(source, draw, alpha, num_clients)
     size = sum(counts) // num_clients
-    for train, test in zip(one.train.by_client(), one.test.by_client(), strict=True):
+    for train, test in tables.by_client(one):
         assert len(train) + len(test) == size and len(test) == size // 5
         assert len(np.unique(np.concatenate([train, test]))) == size
-    rows = np.concatenate(owned(one))
+    rows = np.concatenate(tables.owned(one))
     assert rows.min() >= 0 and rows.max() < sum(counts)
     if draw == "overlap":
         assert len(np.unique(rows)) < len(rows)
@@ -104,11 +86,11 @@ def test_sizes_and_ownership(draw, counts, alpha):
 @every_draw
 def test_a_function_of_the_seed(draw):
     """Number 24: equal rows at a seed, others at another one."""
-    source = make_table([400] * 10)
+    source = tables.table([400] * 10)
     first, again, other = (split(source, draw, 0.5, 9, seed) for seed in (3, 3, 4))
-    for a, b in zip(owned(first), owned(again), strict=True):
+    for a, b in zip(tables.owned(first), tables.owned(again), strict=True):
         np.testing.assert_array_equal(a, b)
-    for a, b in zip(owned(first), owned(other), strict=True):
+    for a, b in zip(tables.owned(first), tables.owned(other), strict=True):
         assert set(a.tolist()) != set(b.tolist())
 
 
@@ -161,7 +143,7 @@ def test_small_alpha_concentrates(draw):
 
     `interleaved` draws until classes are empty and reaches about .76 only.
     """
-    source = make_table([2000] * 10)
+    source = tables.table([2000] * 10)
     top = np.mean(
         [
             shares(source, split(source, draw, 0.01, seed=seed)).max(1).mean()
@@ -173,7 +155,7 @@ def test_small_alpha_concentrates(draw):
 
 def test_large_alpha_is_uniform():
     """Number 24: alpha = 1e4 gives every label mix within 3 points of uniform."""
-    source = make_table([800] * 10)
+    source = tables.table([800] * 10)
     for seed in range(3):
         found = shares(source, split(source, "ipf", 1e4, seed=seed))
         assert np.abs(found - 0.1).max() < 0.03
@@ -347,8 +329,8 @@ def test_ipf_keeps_what_can_be_kept():
 @every_draw
 def test_hopeless_mixes_end(draw):
     """All clients want one class only (or nothing at all): no endless loop."""
-    source = make_table([30, 30, 30])
+    source = tables.table([30, 30, 30])
     one = split(source, draw, 1e-9, 3)
-    assert [len(rows) for rows in owned(one)] == [30] * 3
-    one = split(make_table([5, 40]), draw, 1e-9, 3)
-    assert [len(rows) for rows in owned(one)] == [15] * 3
+    assert [len(rows) for rows in tables.owned(one)] == [30] * 3
+    one = split(tables.table([5, 40]), draw, 1e-9, 3)
+    assert [len(rows) for rows in tables.owned(one)] == [15] * 3

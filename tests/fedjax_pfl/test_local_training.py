@@ -417,14 +417,6 @@ def test_clip_leaves_frozen_entries_out_of_the_norm():
     )
 
 
-def test_learning_rate_decays_per_round_zero_based():
-    """lr * decay ** round: .05 * .95^149 = 2.398e-5."""
-    hparams = local_training.LocalTraining(client_lr=0.05, client_lr_decay=0.95)
-    for round, rate in ((0, 0.05), (149, 2.398e-5)):
-        found = optimizer.learning_rate(hparams, jnp.array(round))
-        np.testing.assert_allclose(found, rate, rtol=1e-3)
-
-
 def test_every_step_has_a_key_of_its_own(data):
     """Named by stream, client, round and step; a longer bound changes none."""
 

@@ -25,13 +25,6 @@ def of(data, size):
     return proxy.batches(data, size)
 
 
-def test_batches_keep_their_order(data):
-    """Section 1A.6: a fixed batch order, the last one padded with -1."""
-    expected = [[4, 2, 9], [7, 5, 1], [3, -1, -1]]
-    np.testing.assert_array_equal(of(data, 3), expected)
-    np.testing.assert_array_equal(of(data, 7), [ROWS])
-
-
 def test_a_batch(data):
     """Examples, mask and positions in the proxy set; a step is a batch's index."""
     key = jax.random.key(0)

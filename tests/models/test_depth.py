@@ -13,10 +13,6 @@ import models
 from fedjax_pfl import shapes, types
 from models import depth, stages
 
-# Half the compile time; what is compiled here is too small to gain by speed.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
-
 # 4, 8, 16 and 32 channels.
 TINY = 1 / 16
 
@@ -108,7 +104,7 @@ def test_block_equals_flax(ours, plain, size):
         "batch_stats": for_flax(variables["stats"]),
     }
 
-    @quick_jit
+    @jax.jit
     def run(variables, theirs, image):
         return [
             (
@@ -142,7 +138,7 @@ def test_initialisation_is_kaimings():
     """Normal of variance 2 / (outputs * side^2); depthwise 2 / (channels * 9)."""
     modules = {"conv": depth.normed(64, 3), "sepconv": depth.SepConv(40)}
 
-    @quick_jit
+    @jax.jit
     def init(key, h):
         return {name: module.init(key, h) for name, module in modules.items()}
 
@@ -216,7 +212,7 @@ def test_truncated_net_gives_the_first_exits(tiny):
     """And moves the statistics of its own stages as the whole net does."""
     model, params, stats, image = tiny
 
-    @quick_jit
+    @jax.jit
     def run(params, stats):
         return [
             types.truncated(model, level).forward(
@@ -244,7 +240,7 @@ def test_stages_that_are_not_held_leave_no_trace(tiny):
         logits = jnp.where(chosen[:, None, None], jnp.stack(out), 0)
         return jnp.where(chosen, nn.log_softmax(logits)[:, :, 0].sum(1), 0).sum()
 
-    @quick_jit
+    @jax.jit
     def run(params, broken):
         all_four, part = (*params[:2], *broken), types.truncated(model, 2)
         return (
@@ -344,7 +340,7 @@ def test_scaler_of_heterofl(name, stop, scaled, unscaled):
     without, with_it = (wide.at_width(0.5, scaler) for scaler in (1.0, 0.5))
     params, stats = filled(without, (8, 8, 3))
 
-    @quick_jit
+    @jax.jit
     def run(params, stats):
         mode = {"stop": stop, "train": True}
         return [m.forward(params, stats, image, **mode) for m in (without, with_it)]

@@ -1,7 +1,5 @@
 """Parameter counts, stages against flax, composition, exits and dropout."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -14,9 +12,6 @@ from fedjax_pfl import shapes
 from models import stages
 
 MNIST, CIFAR = (28, 28, 1), (32, 32, 3)
-# Half the compile time; what is compiled here is too small to gain by speed.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +239,7 @@ def test_composed_parts_equal_the_whole(train, small):
         h, _ = model.forward(params, stats, image, stop=boundary, **mode)
         return model.forward(params, stats, h, start=boundary, **mode)[0]
 
-    @quick_jit
+    @jax.jit
     def run(params, image):
         whole, _ = model.forward(params, stats, image, **mode)
         return whole, [split(params, image, boundary) for boundary in range(4)]
@@ -329,7 +324,7 @@ def test_statistics_move_in_the_stages_run_in_train_mode(with_exits):
 
 def test_initialisation_is_pytorchs():
     """Section 3: weights and biases uniform in +-1 / sqrt(fan_in)."""
-    params, _ = quick_jit(models.MODELS["cdkt_mnist"](10).init)(
+    params, _ = jax.jit(models.MODELS["cdkt_mnist"](10).init)(
         jax.random.key(0), jnp.zeros((1, *MNIST))
     )
     for stage, fan_in in zip(params, (25, 25 * 32, 1568, 512), strict=True):
@@ -363,7 +358,7 @@ def test_dropout_is_off_in_eval_mode(small):
     """Section 1A: eval mode has no noise, train mode has."""
     model, params, stats, image = small
 
-    @quick_jit
+    @jax.jit
     def run(params, image, key):
         noisy, _ = model.forward(params, stats, image, train=True, key=key)
         return model.forward(params, stats, image, key=key)[0], noisy
@@ -381,7 +376,7 @@ def test_dropout_mask_does_not_depend_on_the_batch_size(width):
     rngs = {"dropout": jax.random.key(4)}
     large = jnp.ones((9, width))
 
-    @quick_jit
+    @jax.jit
     def apply(h):
         return stages.Dropout(0.5).apply({}, h, train=True, rngs=rngs)
 

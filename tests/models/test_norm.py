@@ -1,7 +1,5 @@
 """Batch norm over real samples, and the blocks that have it."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,10 +9,6 @@ from flax import linen as nn
 
 from fedjax_pfl import shapes
 from models import resnet, stages
-
-# Half the compile time; what is compiled here is too small to gain by speed.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 def normal(*shape, seed=0):
@@ -79,8 +73,8 @@ def test_norm_of_clients_together():
     each = [norm_variables(4) for _ in range(3)]
     each = [jax.tree.map(lambda leaf, s=i: leaf + s, one) for i, one in enumerate(each)]
     together = jax.tree.map(lambda *leaves: np.stack(leaves), *each)
-    out, stats = quick_jit(jax.vmap(apply_norm))(together, h, mask)
-    alone = quick_jit(apply_norm)
+    out, stats = jax.jit(jax.vmap(apply_norm))(together, h, mask)
+    alone = jax.jit(apply_norm)
     for i, one in enumerate(each):
         mine = jax.tree.map(lambda leaf, s=i: leaf[s], (out, stats))
         chex.assert_trees_all_close(mine, alone(one, h[i], mask[i]), atol=1e-5)
@@ -108,7 +102,7 @@ def net():
         lambda leaf: normal(*leaf.shape), shapes.variables(NET, (7, 9, 2))
     )
 
-    @quick_jit
+    @jax.jit
     def step(params, image, mask, stats):
         def loss_fn(params, image):
             mode = {"sample_mask": mask, "train": True}
@@ -162,7 +156,7 @@ def test_fewer_than_two_values_a_channel():
         out, new = deep.forward(params, stats, image, **mode)
         return out[0].sum(), (out, new)
 
-    step = quick_jit(jax.grad(loss_fn, (0, 1), has_aux=True))
+    step = jax.jit(jax.grad(loss_fn, (0, 1), has_aux=True))
     for real in (0, 1):
         grads, (out, new) = step(params, image, np.arange(2) < real)
         chex.assert_tree_all_finite(grads)
@@ -207,7 +201,7 @@ def test_residual_block_equals_flax():
         stats[f"{name}_norm"] = ours["stats"][name]["norm"]
     theirs = {"params": params, "batch_stats": stats}
 
-    @quick_jit
+    @jax.jit
     def run(ours, theirs, image):
         return [
             (
