@@ -191,7 +191,13 @@ def count_correct(
         cross = jnp.zeros(scored.shape, jnp.int32)
         for group in groups:
             served_id = jnp.where(group.mask, group.client_id, num_clients)
-            serves = jnp.zeros(num_clients, bool).at[served_id].set(True, mode="drop")
+            # The entry of each client in this group, counted from 1, 0 = it has none.
+            # (Counted from 0 it may equal the index, and a TPU's compiler ends where
+            # one value is the index and the update of a scatter.)
+            end = served_id.shape[0]
+            number = jnp.zeros(num_clients, jnp.int32)
+            number = number.at[served_id].set(1 + jnp.arange(end), mode="drop")
+            serves = number > 0
             measured = serves & is_sampled
             known = known | measured
             if group.own is None:
@@ -205,14 +211,11 @@ def count_correct(
                     cross += jnp.where(hit, right.sum(), 0)
                 continue
 
-            # The entry of each client in this group; one past the end for clients
-            # without one, and for the id K, which is padding.
-            end = served_id.shape[0]
-            entry_of = jnp.full(num_clients + 1, end)
-            entry_of = entry_of.at[served_id].set(jnp.arange(end))
-            entry_of = entry_of.at[num_clients].set(end)
             size = min(scoring.num_sampled or num_clients, end)
             (ids,) = jnp.nonzero(measured, size=size, fill_value=num_clients)
+            # The entry is one past the end for clients without one, and for the id K,
+            # which is padding.
+            entry_of = jnp.append(jnp.where(serves, number - 1, end), end)
             right = _each_entry(
                 group,
                 entry_of[ids],

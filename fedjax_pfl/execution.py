@@ -23,6 +23,7 @@ class Execution(NamedTuple):
             each is a separate call.
         lanes: Clients that train side by side on one device, in each lane one after
             another; 0 = rounds are computed in chunks.
+        device: The single device where there is no mesh, None = the first.
     """
 
     chunk: int = 1
@@ -30,6 +31,13 @@ class Execution(NamedTuple):
     is_bucketed: bool = True
     vmaps_runs: bool = False
     lanes: int = 0
+    device: jax.Device | None = None
+
+    @property
+    def platform(self) -> str:
+        """The kind of the devices: `cpu`, `gpu` or `tpu`."""
+        one = self.mesh.devices.flat[0] if self.mesh else self.device
+        return one.platform if one else jax.default_backend()
 
     @property
     def without_lanes(self) -> Execution:
@@ -97,7 +105,15 @@ def step_cost(width: int, batch_size: int) -> float:
 
 
 def place(tree: Any, where: jax.sharding.Sharding) -> Any:
-    """Arrays of the host, equal in all processes, as arrays on their devices."""
+    """Arrays of the host, equal in all processes, as arrays on their devices.
+
+    Devices that only a compiler knows hold no arrays: for these it returns shapes.
+    """
+    if not where.device_set <= set(jax.devices()):
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+            tree,
+        )
     if jax.process_count() == 1:
         return jax.device_put(tree, where)
 
@@ -129,7 +145,8 @@ def agreed(seconds: float) -> float:
 def replicated(execution: Execution) -> jax.sharding.Sharding:
     """The sharding of tables and states: on every device of the mesh, or the one."""
     if execution.mesh is None:
-        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        device = execution.device or jax.devices()[0]
+        return jax.sharding.SingleDeviceSharding(device)
     return jax.sharding.NamedSharding(execution.mesh, PartitionSpec())
 
 

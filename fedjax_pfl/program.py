@@ -223,7 +223,7 @@ def build(
     return program._replace(floats=floats, algorithm=make(hparams, task))
 
 
-def _soon_compiled() -> dict[str, Any]:
+def _soon_compiled(platform: str) -> dict[str, Any]:
     """Compiler options for init and evaluation, which run rarely.
 
     On a CPU less optimisation saves seconds of compiling at the same run time. A level
@@ -231,7 +231,7 @@ def _soon_compiled() -> dict[str, Any]:
     """
     name = "xla_backend_optimization_level"
     is_chosen = name in os.environ.get("XLA_FLAGS", "")
-    return {} if is_chosen or jax.default_backend() != "cpu" else {name: 1}
+    return {} if is_chosen or platform != "cpu" else {name: 1}
 
 
 def forget() -> None:
@@ -306,7 +306,7 @@ def _jitted(of: _Structure) -> Program:
 
         return _over_variants(one, values, state, cohort, partition)
 
-    everywhere, rarely = execution.replicated(how), _soon_compiled()
+    everywhere, rarely = execution.replicated(how), _soon_compiled(how.platform)
     return Program(
         init=Compiled(jax.jit(init, out_shardings=everywhere, compiler_options=rarely)),
         rounds=Compiled(jax.jit(rounds, donate_argnums=1, out_shardings=everywhere)),

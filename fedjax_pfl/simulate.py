@@ -6,6 +6,7 @@ window.
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -142,7 +143,8 @@ class Simulation:
 
         Args:
             program: From `program.build`.
-            data: Tables with a `partition` that has a leading axis of seeds.
+            data: Tables, with a `partition` on the host that has a leading axis of
+                seeds.
             planner: Cohorts and plans.
             seeds: The seeds.
             execution: For the account of padding, and the placement of arrays.
@@ -170,7 +172,7 @@ class Simulation:
             seeds_of = tuple(dict.fromkeys(index // len(points) for index in own))
             if seeds_of not in placed:
                 part = jax.tree.map(
-                    lambda leaf, s=seeds_of: np.asarray(leaf)[list(s)], data.partition
+                    lambda leaf, s=seeds_of: leaf[np.array(s)], data.partition
                 )
                 placed[seeds_of] = self._place(part)
             values = [program.floats | dict(points[i % len(points)]) for i in own]
@@ -294,15 +296,7 @@ class Simulation:
             if call.round >= until:
                 continue
             first, count = call.round - window.first, until - call.round
-            args = (
-                call.floats,
-                call.state,
-                window.cohorts[index],
-                np.int32(first),
-                np.int32(count),
-                self.data,
-                call.partition,
-            )
+            args = self._round_args(call, window.cohorts[index], first, count)
             executable, compiling = self._compiled(self.program.rounds, args)
             self.compile_seconds += compiling
             work = Work(*(one[first : first + count] for one in window.work[index]))
@@ -338,20 +332,41 @@ class Simulation:
         out = []
         for call in self.calls:
             call.settle(self.totals)
-            drawn = [self.planner.drawn(index, call.round) for index in call.seeds]
-            args = (
-                call.floats,
-                call.state,
-                _stack(drawn),
-                self.data,
-                call.partition,
-            )
+            args = self._evaluate_args(call)
             executable, seconds = self._compiled(self.program.evaluate, args)
             self.compile_seconds += seconds
             counts = jax.tree.map(np.asarray, jax.device_get(executable(*args)))
             kinds = self.program.algorithm.messages
             out += call.measured(counts, self.totals, kinds)
         return out
+
+    def lowered(self) -> dict[str, jax.stages.Lowered]:
+        """`init`, `rounds` and `evaluate` of the first call, ready to be compiled."""
+        args = self.calls[0].init_args(self.data)
+        state = self._place(jax.eval_shape(self.program.init.jitted, *args))
+        call = dataclasses.replace(self.calls[0], state=state)
+        window = self._current_window(call.round, self.rounds)
+        of = {
+            "init": args,
+            "rounds": self._round_args(call, window.cohorts[0], 0, 1),
+            "evaluate": self._evaluate_args(call),
+        }
+        return {
+            name: getattr(self.program, name).jitted.lower(*args)
+            for name, args in of.items()
+        }
+
+    def _round_args(
+        self, call: Call, cohorts: types.Cohort, first: int, count: int
+    ) -> tuple[Any, ...]:
+        """Arguments of `Program.rounds`."""
+        rounds = np.int32(first), np.int32(count)
+        return call.floats, call.state, cohorts, *rounds, self.data, call.partition
+
+    def _evaluate_args(self, call: Call) -> tuple[Any, ...]:
+        """Arguments of `Program.evaluate`."""
+        drawn = _stack([self.planner.drawn(index, call.round) for index in call.seeds])
+        return call.floats, call.state, drawn, self.data, call.partition
 
     def _compiled(
         self, function: program_lib.Compiled, args: tuple

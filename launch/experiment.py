@@ -15,7 +15,7 @@ import algorithms
 from fedjax_pfl import types
 from launch.config import flagfile, registry
 from launch.folder import workdir
-from launch.run import assemble, client_model, devices, loop, processes
+from launch.run import assemble, client_model, cost, devices, loop, processes, target
 from launch.run import given as given_lib
 from launch.run import progress as progress_lib
 from launch.run import stop as stop_lib
@@ -57,6 +57,7 @@ class Experiment(Run):
             KeyboardInterrupt: after SIGINT or SIGTERM, once the call in progress is
                 done. `run()` continues from there.
         """
+        self.check_target()
         rounds = self.config.rounds
         until = rounds if until is None else until
         if not isinstance(until, numbers.Integral) or not 0 <= until <= rounds:
@@ -164,6 +165,18 @@ class Experiment(Run):
         """Writes a model, see `client_model`, to a `.msgpack` or `.npz` file."""
         return self.client_model(client_id, seed, point).save(path)
 
+    def cost_analysis(self) -> dict[str, Any]:
+        """Compiles for the chip `target`; returns its compiler's figures by name.
+
+        See `cost.estimate` for these.
+
+        Raises:
+            ValueError: the experiment has no `target`.
+        """
+        if not self.target:
+            raise ValueError("cost_analysis(): give a target to build.experiment")
+        return cost.estimate(self)
+
     def to_frame(self) -> pandas.DataFrame:
         """`metrics` as a table: one line for every evaluated round, seed and point."""
         return frames.of(self.metrics)
@@ -213,7 +226,9 @@ def experiment(**given: Any) -> Experiment:
     * `model`, `client_model`: a linen module (one stage), or a list of modules (its
       stages, for methods that treat layers differently);
     * `sweep`: `{"client_lr": [0.01, 0.1]}`, values of the algorithm's numeric options.
-      A run of every point is trained in one program, and none is chosen as the best.
+      A run of every point is trained in one program, and none is chosen as the best;
+    * `target`: a chip, such as `tpu:v5e`, for which the programs are compiled and do
+      not run, see `Experiment.cost_analysis`.
 
     Returns:
         An `Experiment`: `run()`, `to_frame()`, `plot()`, `predict(client_id, images)`.
@@ -221,7 +236,11 @@ def experiment(**given: Any) -> Experiment:
     Raises:
         ValueError: one line: what came, what was expected, which option to change.
     """
-    return assemble.assemble(given_lib.settled(**given), kind=Experiment)
+    chosen = given.pop("target", None) or ""
+    if chosen:
+        target.devices(chosen)  # before jax looks for chips that are there
+    settings = given_lib.settled(**given)
+    return assemble.assemble(settings, kind=Experiment, target=chosen)
 
 
 def load(path: Any, **given: Any) -> Experiment:

@@ -2,7 +2,8 @@
 
 `--model=NAME` prints the costs of that model: parameters, buffers (running statistics)
 and multiply-accumulates of one example by stage, by the level of a submodel, and at
-other widths if the model has them.
+other widths if the model has them. `--algo=NAME --target=tpu:v5e` prints what a round
+costs on that chip as its compiler estimates it, without having one.
 """
 
 import dataclasses
@@ -16,10 +17,10 @@ import models
 from data import loaders, partitions
 from fedjax_pfl import types
 from fedjax_pfl.options import option
-from launch import ending
+from launch import ending, experiment
 from launch.config import flags, limits, presets, registry
 from launch.papers import tables
-from launch.run import fit
+from launch.run import cost, fit, target
 from models import counts
 
 WIDTHS = 4
@@ -30,6 +31,10 @@ BASES = 4
 class Asked:
     """The options of this command."""
 
+    algo: str = option("", "the algorithm to compile with its defaults for --target")
+    target: str = option(
+        "", "compile for a chip without having one", choices=("", *target.CHIPS)
+    )
     model: str = option("", "the model to count")
     num_classes: int = option(10, "classes of its exits", minimum=2)
     example_shape: str = option("32,32,3", "shape of one example, such as 28,28,1")
@@ -121,6 +126,13 @@ def command(argv: list[str]) -> None:
         if rest:
             line = f"{limits.shown(rest[0])} is not a flag"
             raise ValueError(f"{line}; options are written --name=value")
+        if given & {"algo", "target"}:
+            if given != {"algo", "target"}:
+                raise ValueError("--algo=NAME and --target=CHIP go together, alone")
+            made = experiment.experiment(algo=asked.algo, target=asked.target)
+            found = {"algo": asked.algo} | made.cost_analysis()
+            print(cost.in_words(found))
+            return
         if "model" not in given:
             if given:
                 raise ValueError(f"--{min(given)} has no effect without --model=NAME")

@@ -7,6 +7,7 @@ from absl import flags as absl_flags
 from launch import ending
 from launch.bench import measure, works
 from launch.config import flags, limits
+from launch.run import cost, target
 
 # A figure -> the line that is printed where it was measured.
 LINES = {
@@ -31,6 +32,8 @@ def command(argv: list[str]) -> None:
     def extra(values: absl_flags.FlagValues) -> None:
         absl_flags.DEFINE_string("work", "w1", " or ".join(works.WORKS), values)
         absl_flags.DEFINE_boolean("json", False, "print the JSON object only", values)
+        about = "compile for this chip without having one: " + " or ".join(target.CHIPS)
+        absl_flags.DEFINE_string("target", "", about, values)
 
     if not any(a.partition("=")[0].lstrip("-") == "algo" for a in argv):
         argv.append(f"--algo={works.ALGORITHM}")
@@ -40,7 +43,11 @@ def command(argv: list[str]) -> None:
         limits.check_one_of("work", work, works.WORKS)
         rounds = given.pop("rounds", 20)
         options = works.COMMON | works.WORKS[work] | given
-        out = {"work": work} | measure.bench(options, rounds)
+        is_compiled = bool(options.get("target"))
+        bench = measure.compiled if is_compiled else measure.bench
+        out = {"work": work} | bench(options, rounds)
+    if is_compiled and not only_json:
+        print(f"{work} {cost.in_words(out)}")
     for name, line in LINES.items():
         if name in out and not only_json:
             print(line.format(**out, peak_mib=out["peak_memory_bytes"] / 2**20))

@@ -18,14 +18,25 @@ from launch.run import devices
 REPEATS = 5
 
 
+def compiled(given: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """The figures of a chip's compiler for the work; see `cost.estimate`."""
+    experiment = build.experiment(**_whole(given, rounds))
+    return {"algo": experiment.config.algo} | experiment.cost_analysis()
+
+
+def _whole(given: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """The options of a work with its data, evaluated once."""
+    data = given["dataset"]
+    data = {"dataset": data() if callable(data) else data}
+    return given | data | {"rounds": rounds, "eval_every": rounds}
+
+
 def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Runs the work of some options, as in `build.experiment`, and returns its figures.
 
     The first of several rounds warms up.
     """
-    given = given | {"rounds": rounds, "eval_every": rounds}
-    if callable(given["dataset"]):
-        given["dataset"] = given["dataset"]()
+    given = _whole(given, rounds)
     experiment = build.experiment(**given)
     config, task = experiment.config, experiment.task
     plain_loop = references.PLAIN_LOOPS.get(config.algo)

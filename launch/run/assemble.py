@@ -24,6 +24,7 @@ def assemble(
     *,
     kind: type[Run] = Run,
     level_of: Any = None,
+    target: str = "",
 ) -> Run:
     """Assembles data, models and algorithm of resolved settings into a run.
 
@@ -33,11 +34,14 @@ def assemble(
         level_of: int[K], the largest level that each client holds, or a function as in
             `plan.Planner`, None = all stages.
 
+        target: A chip for which the run is compiled and does not start, "" = none.
+
     Raises:
         ValueError: one line: what came, what was expected, which option to change.
     """
     entry, config, hparams, source, public, own_models, *_ = settings
-    devices.keep_compiled(config.compile_cache)
+    # jax cannot read programs for another machine back from its cache.
+    devices.keep_compiled("off" if target else config.compile_cache)
     jax.config.update(
         "jax_default_matmul_precision", schema.PRECISIONS[config.precision]
     )
@@ -79,7 +83,7 @@ def assemble(
     chosen = vars(config) | vars(hparams)
     model_bytes = max(shapes.model_bytes(model, shape) for model in client_models)
     needed = memory.needs(chosen, num_rows=len(source.label), model_bytes=model_bytes)
-    memory.refuse(needed, chosen)
+    memory.refuse(needed, chosen, target)
 
     seeds = [config.seed + i for i in range(config.num_seeds)]
     data = _data(config, source, seeds, public, normal)
@@ -110,6 +114,7 @@ def assemble(
             num_levels,
             config.emulate,
             lanes,
+            target,
         )._replace(is_bucketed=config.bucketed)
 
     def planner_of(algorithm: types.Algorithm, how: types.Execution) -> plan.Planner:
@@ -159,7 +164,7 @@ def assemble(
         if reason:
             task = task._replace(execution=execution_with("0"))
     how = task.execution
-    program = program_lib.build(entry.make, first, task, _scoring(config, data))
+    program = program_lib.build(entry.make, first, task, _scoring(config, data, how))
     if public is not None and program.algorithm.ships_proxy != "unlabelled":
         raise ValueError(
             f"--public_set={config.public_set}: --algo={config.algo} does not use "
@@ -179,17 +184,20 @@ def assemble(
         dict(zip(("dataset", "partition"), hashes, strict=True)),
         "by the SHA-256 of its contents; give all processes the same data",
     )
+    where = execution.replicated(how)
+    placed = execution.place(data.replace(partition=None), where)
     made = kind(
         settings,
         task=task,
         program=program,
-        data=execution.place(data, execution.replicated(how)),
+        data=placed.replace(partition=data.partition),
         planner=planner,
         seeds=seeds,
         hashes=hashes,
         points=points,
+        target=target,
     )
-    memory.refuse([memory.kept(chosen, made.saved_template())], chosen)
+    memory.refuse([memory.kept(chosen, made.saved_template())], chosen, target)
     return made
 
 
@@ -262,11 +270,13 @@ def _typical_steps(
     return steps[np.stack(drawn)]
 
 
-def _scoring(config: schema.Config, data: types.Data) -> evaluate.Scoring:
+def _scoring(
+    config: schema.Config, data: types.Data, how: types.Execution
+) -> evaluate.Scoring:
     is_all = config.eval_clients == "all"
     num_scored = config.num_clients if is_all else config.clients_per_round
     sampled = config.eval_sample if config.eval_sample < config.num_clients else 0
-    test, rows = data.partition.test, devices.evaluation_rows()
+    test, rows = data.partition.test, devices.evaluation_rows(how.platform)
     return evaluate.Scoring(
         batch_size=int(min(rows, test.row.shape[1])),
         own_batch_size=min(rows, shapes.rounded_up(int(test.count.max()))),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from data import dataset
-from fedjax_pfl import evaluate, shapes, types
+from fedjax_pfl import evaluate, execution, shapes, types
 from launch.run import model_files, processes
 from launch.run.run import Run
 
@@ -137,9 +137,11 @@ def find(
         raise ValueError(f"client_id={client_id}: expected 0..{config.num_clients - 1}")
     run.start()
     row = run.variant(seed, point)
-    # Copies, since the next round donates the state's buffers.
-    state, part = _row(run.state, row), _row(run.data.partition, index)
-    data = run.data.replace(partition=part)
+    # A copy, since the next round donates the state's buffers.
+    state = _row(run.state, row)
+    part = jax.tree.map(lambda leaf: leaf[index], run.data.partition)
+    where = execution.replicated(run.task.execution)
+    data = run.data.replace(partition=execution.place(part, where))
     model, variables = _found(run, client_id, state, data, index)
     return ClientModel(model, variables, data, config.image_size, config.image_channels)
 

@@ -15,6 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from data import plan
 from fedjax_pfl import types
 from launch.run import processes
+from launch.run import target as targets
 
 SMALL_MODEL_BYTES = 400_000
 CACHE_BYTES = 4 << 30
@@ -111,6 +112,7 @@ def execution(
     num_levels: int = 1,
     emulate: str = "",
     lanes: str = "0",
+    target: str = "",
 ) -> types.Execution:
     """Chooses the mesh and how many clients train together, in chunks or in lanes.
 
@@ -128,23 +130,28 @@ def execution(
         emulate: `accelerator` = choose as on an accelerator.
         lanes: Lanes of each device, `0` = none, `auto` = on an accelerator the cheapest
             number if it costs less than chunks (`plan.choose_lanes`).
+        target: Devices that only a compiler knows, one of `target.CHIPS`, of which one
+            is taken by default; "" = those that are present.
 
     Raises:
         ValueError: there are fewer devices.
     """
-    present = len(jax.devices())
+    known = targets.devices(target) if target else jax.devices()
+    present = len(known)
     if num_devices > present:
         raise ValueError(
-            f"--devices={num_devices}: {present} present ({jax.default_backend()})"
+            f"--devices={num_devices}: {present} present "
+            f"({target or jax.default_backend()})"
         )
-    count = num_devices or present
-    if count < present and jax.process_count() > 1:
+    count = num_devices or (1 if target else present)
+    if not target and count < present and jax.process_count() > 1:
         raise ValueError(
             f"--devices={num_devices}: all {present} devices of {jax.process_count()} "
             "processes take part; omit it"
         )
     per_device = -(-clients_per_round // count)
-    is_accelerator = jax.default_backend() != "cpu" or emulate == "accelerator"
+    emulates = bool(target) or emulate == "accelerator"
+    is_accelerator = emulates or jax.default_backend() != "cpu"
     chunk = client_chunk
     if not chunk and is_accelerator:
         chunk, _ = plan.choose_chunk(
@@ -160,8 +167,7 @@ def execution(
             chunk = min(divisors, key=lambda d: (abs(d - wanted), d))
     mesh, axis_types = None, (jax.sharding.AxisType.Auto,)
     if count > 1:
-        chosen = jax.devices()[:count]
-        mesh = jax.make_mesh((count,), ("clients",), axis_types, devices=chosen)
+        mesh = jax.make_mesh((count,), ("clients",), axis_types, devices=known[:count])
     width = 0 if lanes == "auto" else int(lanes)
     if lanes == "auto" and is_accelerator and num_levels == 1:
         width = plan.choose_lanes(num_steps, batch_size=batch_size, devices=count)
@@ -170,6 +176,7 @@ def execution(
         mesh=mesh,
         vmaps_runs=is_accelerator,
         lanes=min(width, per_device),
+        device=known[0] if target and count == 1 else None,
     )
 
 
@@ -204,9 +211,9 @@ def advice(experiment: Any) -> str:
     )
 
 
-def evaluation_rows() -> int:
+def evaluation_rows(platform: str) -> int:
     """Rows of a forward pass in an evaluation, on a CPU as many as fit its caches."""
-    return 64 if jax.default_backend() == "cpu" else 256
+    return 64 if platform == "cpu" else 256
 
 
 def peak_memory_bytes() -> int:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from data import memory
+from launch.run import target as targets
 
 # Bytes of a client in a partition's tables
 _CLIENT_BYTES = 250
@@ -72,13 +73,14 @@ def kept(options: dict[str, Any], shapes: Any) -> Need:
     return Need("the models that clients keep", total, factors, True)
 
 
-def refuse(needed: Sequence[Need], options: dict[str, Any]) -> None:
-    """Refuses a run that needs more than is free.
+def refuse(needed: Sequence[Need], options: dict[str, Any], target: str = "") -> None:
+    """Refuses a run that needs more than is free, or than a chip `target` has.
 
     Raises:
         ValueError: one line with the flag to change and the limit.
     """
     on_device, on_host = free_bytes()
+    on_device = targets.chip(target).memory if target else on_device
     for place, limit in ((False, on_host), (True, on_device)):
         # Devices of a CPU use the host's memory.
         here = [n for n in needed if n.on_device == place or on_device is None]

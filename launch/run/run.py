@@ -27,6 +27,8 @@ class Run:
             seed at a point of the sweep.
         client_accuracies: f64[variants, window, K], nan if not evaluated. All points of
             the first seed come first, then those of the second, ...
+        target: The chip for which it is compiled without running, "" = it runs here.
+        settings: What it was assembled from, if there is a target.
     """
 
     def __init__(
@@ -40,11 +42,13 @@ class Run:
         seeds: list[int],
         hashes: tuple[str, str],
         points: Sequence[sweep.Point],
+        target: str = "",
     ):
         self.config, self.hparams, self.task = settings.config, settings.hparams, task
         self.program, self.data, self.planner = program, data, planner
         config, self.seeds = self.config, seeds
         self.window = window = summaries.window(config.summary, config.rounds)
+        self.target, self.settings = target, settings if target else None
         self.data_sha256, self.split_sha256 = hashes
         self.own_sha256 = settings.own_sha256
         self.examples_sha256 = settings.examples_sha256
@@ -85,8 +89,25 @@ class Run:
         return self.simulation.compile_seconds
 
     def start(self) -> None:
-        """Creates the state before the first round, once."""
+        """Creates the state before the first round, once.
+
+        Raises:
+            ValueError: see `check_target`.
+        """
+        self.check_target()
         self.simulation.start()
+
+    def check_target(self) -> None:
+        """Refuses to run what is compiled for a chip that is not there.
+
+        Raises:
+            ValueError: one line.
+        """
+        if self.target:
+            raise ValueError(
+                f"target={self.target!r}: this experiment is compiled and cannot run; "
+                "cost_analysis() has its figures, and without target it runs here"
+            )
 
     def is_due(self, round: int) -> bool:
         """Whether an evaluation after `round` rounds is due.

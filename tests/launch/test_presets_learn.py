@@ -7,6 +7,8 @@ from launch import build
 from launch.config import presets
 from tests.toys import model
 
+pytestmark = pytest.mark.slow  # eight short reproductions
+
 SMALL = {"num_clients": 4, "clients_per_round": 4, "rounds": 3, "devices": 1}
 CNN = {"algo": "uapdfl", "examples_per_client": 100, "num_peers": 2}
 CNN |= {"model_width": 0.25}

@@ -1,0 +1,196 @@
+"""What a chip's compiler says of a run's programs: cycles and memory, without a run.
+
+A compiler estimates the cycles of every instruction, but not how often a loop repeats,
+so that the body of a loop counts once. Estimates are not times. Their ratios compare
+programs that do the same work.
+"""
+
+import dataclasses
+import re
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from launch.run import target
+from launch.run.assemble import assemble
+from launch.run.run import Run
+
+# Lines of an optimised program: the head of a computation, and what it refers to
+_HEAD = re.compile(r"^(ENTRY )?%(\S+) .*\{$")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_BODY = re.compile(r"\bbody=%([\w.-]+)")
+_BRANCHES = re.compile(
+    r"\b(?:branch_computations=\{([^}]*)\}|\w+_computation=%(\S+?),)"
+)
+_CALLED = re.compile(r"\b(?:calls|to_apply)=%([\w.-]+)")
+
+
+class Part(NamedTuple):
+    """A computation: its cycles, without those of the loops in it, and these loops."""
+
+    cycles: int
+    loops: tuple["Part", ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Cycles with those of all loops, each of which counts once."""
+        return self.cycles + sum(loop.total for loop in self.loops)
+
+    def innermost(self) -> Iterator["Part"]:
+        """The loops in it that contain no other."""
+        for loop in self.loops:
+            if loop.loops:
+                yield from loop.innermost()
+            else:
+                yield loop
+
+
+def parsed(text: str) -> Part:
+    """The structure of an optimised program, given as XLA prints it.
+
+    Of the branches of a condition the most expensive one counts.
+    """
+    bodies: dict[str, list[str]] = {}
+    entry, lines = "", []
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            lines = bodies.setdefault(head[2], [])
+            entry = head[2] if head[1] else entry
+        elif line.startswith(" "):
+            lines.append(line)
+    known: dict[str, Part] = {}
+
+    def part(name: str) -> Part:
+        if name not in known:
+            known[name] = _part(bodies.get(name, ()))
+        return known[name]
+
+    def _part(lines: Any) -> Part:
+        cycles, loops = 0, []
+        for line in lines:
+            found = _CYCLES.search(line)
+            if body := _BODY.search(line):
+                loops.append(part(body[1]))
+            elif found:  # also of a fusion, whose computation has none of its own
+                cycles += int(found[1])
+            elif branches := _BRANCHES.findall(line):
+                names = [
+                    n
+                    for pair in branches
+                    for n in re.findall(r"[\w.-]+", "".join(pair))
+                ]
+                worst = max(map(part, names), key=lambda one: one.total)
+                cycles, loops = cycles + worst.cycles, [*loops, *worst.loops]
+            elif called := _CALLED.search(line):
+                inner = part(called[1])
+                cycles, loops = cycles + inner.cycles, [*loops, *inner.loops]
+        return Part(cycles, tuple(loops))
+
+    return part(entry)
+
+
+class Plan(NamedTuple):
+    """A compiled program as its compiler plans it; bytes are those of one device.
+
+    Attributes:
+        parts: The cycles of its loops.
+        temporary_bytes, argument_bytes: As planned.
+        needed_bytes: The program, its arguments, and results that do not replace some.
+        seconds: Of compiling.
+    """
+
+    parts: Part
+    temporary_bytes: int
+    argument_bytes: int
+    needed_bytes: int
+    seconds: float
+
+    @property
+    def step_cycles(self) -> int:
+        """Cycles of the innermost loop that costs most."""
+        return max((loop.cycles for loop in self.parts.innermost()), default=0)
+
+    def figures(self) -> dict[str, Any]:
+        """Its numbers by name, with all cycles in the place of the parts."""
+        numbers = self._asdict()
+        return {"cycles": numbers.pop("parts").total} | numbers
+
+
+def planned(lowered: jax.stages.Lowered) -> Plan:
+    """Compiles a program and reads the compiler's plan."""
+    begin = time.perf_counter()
+    made = lowered.compile()
+    seconds, memory = time.perf_counter() - begin, made.memory_analysis()
+    temporary, arguments = memory.temp_size_in_bytes, memory.argument_size_in_bytes
+    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    needed = temporary + arguments + new + memory.generated_code_size_in_bytes
+    return Plan(parsed(made.as_text()), temporary, arguments, needed, seconds)
+
+
+def estimate(run: Run) -> dict[str, Any]:
+    """Compiles the programs of a run for its chip and returns the compiler's figures.
+
+    Args:
+        run: From `assemble` with a `target`.
+
+    Returns:
+        `cycles_per_step`: of the innermost loop of a round that costs most, which is a
+            local step of all clients that train side by side on a device;
+        `cycles_per_example`: the same for one example of these clients' batches;
+        `cycles_outside_steps`: of everything else in a round, each loop once;
+        `over_one_by_one`: the cycles of such a step for one client after another, over
+            `cycles_per_step`;
+        `temporary_bytes`, `argument_bytes`: of the program that needs most;
+        `fits`: whether every program fits into the memory of the chip;
+        `compile_seconds`: of all programs, and
+        `programs`: cycles, bytes and seconds of `init`, `rounds` and `evaluate`.
+    """
+    how, specs = run.task.execution, run.program.algorithm.plans
+    plans = {name: planned(one) for name, one in run.simulation.lowered().items()}
+    step, every = plans["rounds"].step_cycles, plans["rounds"].parts.total
+    step = step if specs else 0  # Without plans the innermost loop is that of rounds.
+    clients = (how.lanes or how.chunk) * len(run.simulation.calls[0].variants)
+    batch_size = max((spec.batch_size for spec in specs), default=1)
+    worst = max(plans.values(), key=lambda plan: plan.needed_bytes)
+    return {
+        "target": run.target,
+        "clients_side_by_side": clients,
+        "batch_size": batch_size,
+        "cycles_per_step": step,
+        "cycles_per_example": step / (clients * batch_size),
+        "cycles_outside_steps": every - step,
+        "over_one_by_one": clients * _alone(run) / max(step, 1),
+        "temporary_bytes": worst.temporary_bytes,
+        "argument_bytes": worst.argument_bytes,
+        "fits": worst.needed_bytes <= target.chip(run.target).memory,
+        "compile_seconds": sum(plan.seconds for plan in plans.values()),
+        "programs": {name: plan.figures() for name, plan in plans.items()},
+    }
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """The result of `estimate` as a sentence; `found` has the name `algo` too."""
+    line = (
+        "{algo} for {target}: {cycles_per_step:,} cycles for a local step of "
+        "{clients_side_by_side} clients side by side, {batch_size} examples each "
+        "({cycles_per_example:,.0f} an example, {over_one_by_one:.2f}x fewer than one "
+        "client after another), {cycles_outside_steps:,} outside of steps; "
+        "{temporary_mb:,.1f} MB temporary and {argument_mb:,.1f} MB of arguments "
+        "{fit} the chip; compiled in {compile_seconds:.0f} s"
+    )
+    return line.format(
+        **found,
+        temporary_mb=found["temporary_bytes"] / 1e6,
+        argument_mb=found["argument_bytes"] / 1e6,
+        fit="fit" if found["fits"] else "DO NOT FIT",
+    )
+
+
+def _alone(run: Run) -> int:
+    """Cycles of a local step of a single client."""
+    one = {"num_seeds": 1, "sweep": "", "client_chunk": 1, "min_chunk": 0, "lanes": "0"}
+    config = dataclasses.replace(run.settings.config, **one)
+    alone = assemble(run.settings._replace(config=config), target=run.target)
+    return planned(alone.simulation.lowered()["rounds"]).step_cycles

@@ -1,0 +1,76 @@
+"""What is read from a program as XLA prints it."""
+
+import importlib.util
+
+import pytest
+
+from launch import build
+from launch.run import cost
+
+# Two loops in a loop, a condition and a call; a fusion's computation counts once.
+PROGRAM = """HloModule jit_rounds, is_scheduled=true
+
+%fused (p: f32[8]) -> f32[8] {
+  ROOT %t = f32[8]{0} tanh(%p), backend_config={"estimated_cycles":"1000"}
+}
+
+%called (p: f32[8]) -> f32[8] {
+  %w = f32[8]{0} while(%p), condition=%cond, body=%small
+  ROOT %c = f32[8]{0} copy(%p), backend_config={"estimated_cycles":"5"}
+}
+
+%cheap (p: f32[8]) -> f32[8] {
+  ROOT %c = f32[8]{0} copy(%p), backend_config={"estimated_cycles":"1"}
+}
+
+%dear (p: f32[8]) -> f32[8] {
+  ROOT %c = f32[8]{0} copy(%p), backend_config={"estimated_cycles":"70"}
+}
+
+%small (p: f32[8]) -> f32[8] {
+  ROOT %f = f32[8]{0} fusion(%p), calls=%fused, backend_config={"estimated_cycles":"20"}
+}
+
+%step.1 (p: f32[8]) -> f32[8] {
+  %f = f32[8]{0} fusion(%p), calls=%fused, backend_config={"estimated_cycles":"300"}
+  ROOT %b = f32[8]{0} conditional(%i, %f, %f), branch_computations={%cheap, %dear}
+}
+
+%cond (p: f32[8]) -> pred[] {
+  ROOT %lt = pred[] compare(%p, %p), direction=LT
+}
+
+%round (p: f32[8]) -> f32[8] {
+  %w = f32[8]{0} while(%p), condition=%cond, body=%step.1
+  ROOT %g = f32[8]{0} call(%w), to_apply=%called
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %f = f32[8]{0} fusion(%p), calls=%fused, backend_config={"estimated_cycles":"4"}
+  ROOT %w = f32[8]{0} while(%f), condition=%cond, body=%round
+}
+"""
+
+
+def test_cycles_by_loop():
+    found = cost.parsed(PROGRAM)
+    (round,) = found.loops
+    step, small = round.loops
+    assert (found.cycles, round.cycles, step.cycles, small.cycles) == (4, 5, 370, 20)
+    assert found.total == 4 + 5 + 370 + 20
+    assert list(found.innermost()) == [step, small]
+
+
+def test_without_the_compiler(unequal):
+    """One line says what to install, and which chips there are."""
+    with pytest.raises(ValueError, match="--target=tpu:v1: expected one of tpu:v4"):
+        build.experiment(algo="fedavg", dataset=unequal, target="tpu:v1")
+    if importlib.util.find_spec("libtpu") is None:
+        with pytest.raises(ValueError, match="needs the TPU's compiler .* pip install"):
+            build.experiment(algo="fedavg", dataset=unequal, target="tpu:v5e")
+
+
+def test_figures_need_a_target(unequal):
+    made = build.experiment(algo="fedavg", dataset=unequal, model="mlp")
+    with pytest.raises(ValueError, match="give a target"):
+        made.cost_analysis()

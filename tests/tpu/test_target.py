@@ -1,0 +1,100 @@
+"""What runs on a TPU compiles for one: its compiler says so without a TPU.
+
+These tests need libtpu (`pip install -e '.[test,tpu]'`) and are skipped without it.
+"""
+
+import pytest
+
+import algorithms
+from fedjax_pfl import shapes
+from launch import build
+from launch.config import registry
+from launch.run import cost, target
+from tests import test_contract
+
+pytest.importorskip("libtpu")
+
+CHIP = "tpu:v5e"
+OPTIONS = test_contract.OWN_OPTIONS | {"fedrep": {"local_epochs": 4}}
+
+
+@pytest.fixture(autouse=True)
+def _toys(monkeypatch):
+    test_contract.register_toys(monkeypatch)
+
+
+def compiled_for(name, dataset, **more):
+    """Five clients side by side."""
+    options = test_contract.COMMON | OPTIONS.get(name, {})
+    options |= {"target": CHIP, "algo": name, "dataset": dataset, "client_chunk": 5}
+    known = {*registry.fields_of(name), "target"}
+    return build.experiment(**{k: v for k, v in (options | more).items() if k in known})
+
+
+def check(lowered):
+    """No callback to a host, no float64, and it fits."""
+    text = lowered.as_text()
+    assert "callback" not in text and "f64" not in text
+    plan = cost.planned(lowered)
+    assert 0 < plan.needed_bytes < target.chip(CHIP).memory
+    return plan
+
+
+@pytest.mark.parametrize("name", sorted(algorithms.ALGORITHMS))
+def test_it_compiles(name, unequal):
+    made = compiled_for(name, unequal)
+    plans = {n: check(one) for n, one in made.simulation.lowered().items()}
+    depth, parts = 0, plans["rounds"].parts
+    while parts.loops:
+        depth, parts = depth + 1, max(parts.loops, key=lambda one: one.total)
+    # Rounds, and in these local steps
+    assert depth >= 1 + bool(made.program.algorithm.plans)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedper"])
+@pytest.mark.parametrize("more", [{"num_seeds": 2}, {"sweep": "client_lr=0.1,0.2"}])
+def test_several_runs_in_one_program(name, more, unequal):
+    """They are one call, whose step costs less than two."""
+    one = check(compiled_for(name, unequal).simulation.lowered()["rounds"])
+    made = compiled_for(name, unequal, **more)
+    assert len(made.simulation.calls) == 1
+    two = check(made.simulation.lowered()["rounds"])
+    assert one.step_cycles < two.step_cycles < 2 * one.step_cycles
+
+
+def test_several_chips(unequal):
+    """The clients are shared out, and means are taken over the chips."""
+    made = compiled_for("fedavg", unequal, devices=2, client_chunk=3)
+    lowered = made.simulation.lowered()["rounds"]
+    assert "all-reduce" in lowered.compile().as_text()
+
+
+def test_the_figures(unequal):
+    """Five clients cost less together than one after another."""
+    made = compiled_for("fedavg", unequal)
+    found = made.cost_analysis()
+    assert found["fits"] and found["clients_side_by_side"] == 5
+    step = found["cycles_per_step"]
+    assert found["cycles_per_example"] == step / (5 * 16)
+    assert found["over_one_by_one"] > 1
+    assert found["programs"]["rounds"]["cycles"] == step + found["cycles_outside_steps"]
+    assert found["argument_bytes"] > shapes.model_bytes(
+        made.task.server_model, (8, 8, 1)
+    )
+    assert cost.in_words({"algo": "fedavg"} | found).startswith("fedavg for tpu:v5e: ")
+
+
+def test_it_does_not_run(unequal):
+    made = compiled_for("fedavg", unequal)
+    with pytest.raises(ValueError, match="without target it runs here"):
+        made.run(progress=False)
+    with pytest.raises(ValueError, match="without target it runs here"):
+        made.summary()
+
+
+def test_a_chip_that_is_too_small(unequal, monkeypatch):
+    """Refused before it is compiled, as on the chip itself."""
+    small = target.CHIPS[CHIP]._replace(memory=10_000)
+    monkeypatch.setitem(target.CHIPS, CHIP, small)
+    with pytest.raises(ValueError, match="are free"):
+        compiled_for("fedavg", unequal)
