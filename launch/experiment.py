@@ -236,11 +236,11 @@ def experiment(**given: Any) -> Experiment:
     Raises:
         ValueError: one line: what came, what was expected, which option to change.
     """
-    chosen = given.pop("target", None) or ""
-    if chosen:
+    chosen = given.pop("target", None)
+    if chosen is not None:
         target.devices(chosen)  # before jax looks for chips that are there
     settings = given_lib.settled(**given)
-    return assemble.assemble(settings, kind=Experiment, target=chosen)
+    return assemble.assemble(settings, kind=Experiment, target=chosen or "")
 
 
 def load(path: Any, **given: Any) -> Experiment:

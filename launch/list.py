@@ -127,7 +127,7 @@ def command(argv: list[str]) -> None:
             line = f"{limits.shown(rest[0])} is not a flag"
             raise ValueError(f"{line}; options are written --name=value")
         if given & {"algo", "target"}:
-            if given != {"algo", "target"}:
+            if given != {"algo", "target"} or not asked.target:
                 raise ValueError("--algo=NAME and --target=CHIP go together, alone")
             made = experiment.experiment(algo=asked.algo, target=asked.target)
             found = {"algo": asked.algo} | made.cost_analysis()

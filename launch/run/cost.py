@@ -1,8 +1,9 @@
 """What a chip's compiler says of a run's programs: cycles and memory, without a run.
 
-A compiler estimates the cycles of every instruction, but not how often a loop repeats,
-so that the body of a loop counts once. Estimates are not times. Their ratios compare
-programs that do the same work.
+A compiler estimates the cycles of most instructions. Gathers, sorts, copies and the
+conditions of loops have no estimate and count nothing. Nor does a compiler know how
+often a loop repeats, so that its body counts once. Estimates are not times. Their
+ratios compare programs that do the same work.
 """
 
 import dataclasses
@@ -12,7 +13,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
+from fedjax_pfl import shapes
 from launch.run import target
 from launch.run.assemble import assemble
 from launch.run.run import Run
@@ -28,23 +31,28 @@ _CALLED = re.compile(r"\b(?:calls|to_apply)=%([\w.-]+)")
 
 
 class Part(NamedTuple):
-    """A computation: its cycles, without those of the loops in it, and these loops."""
+    """A computation: its cycles, without those of the loops in it, and these loops.
+
+    `has_gradient` says whether it contains, outside of its loops, operations of a
+    backward pass.
+    """
 
     cycles: int
     loops: tuple["Part", ...] = ()
+    has_gradient: bool = False
 
     @property
     def total(self) -> int:
         """Cycles with those of all loops, each of which counts once."""
         return self.cycles + sum(loop.total for loop in self.loops)
 
-    def innermost(self) -> Iterator["Part"]:
-        """The loops in it that contain no other."""
+    def steps(self) -> Iterator["Part"]:
+        """The loops over training steps: the outermost ones with a gradient."""
         for loop in self.loops:
-            if loop.loops:
-                yield from loop.innermost()
-            else:
+            if loop.has_gradient:
                 yield loop
+            else:
+                yield from loop.steps()
 
 
 def parsed(text: str) -> Part:
@@ -68,9 +76,10 @@ def parsed(text: str) -> Part:
         return known[name]
 
     def _part(lines: Any) -> Part:
-        cycles, loops = 0, []
+        cycles, loops, has_gradient = 0, [], False
         for line in lines:
             found = _CYCLES.search(line)
+            has_gradient |= "transpose(jvp(" in line
             if body := _BODY.search(line):
                 loops.append(part(body[1]))
             elif found:  # also of a fusion, whose computation has none of its own
@@ -83,10 +92,12 @@ def parsed(text: str) -> Part:
                 ]
                 worst = max(map(part, names), key=lambda one: one.total)
                 cycles, loops = cycles + worst.cycles, [*loops, *worst.loops]
+                has_gradient |= worst.has_gradient
             elif called := _CALLED.search(line):
                 inner = part(called[1])
                 cycles, loops = cycles + inner.cycles, [*loops, *inner.loops]
-        return Part(cycles, tuple(loops))
+                has_gradient |= inner.has_gradient
+        return Part(cycles, tuple(loops), has_gradient)
 
     return part(entry)
 
@@ -109,8 +120,8 @@ class Plan(NamedTuple):
 
     @property
     def step_cycles(self) -> int:
-        """Cycles of the innermost loop that costs most."""
-        return max((loop.cycles for loop in self.parts.innermost()), default=0)
+        """Cycles of the training step that costs most, 0 if nothing is trained."""
+        return max((loop.total for loop in self.parts.steps()), default=0)
 
     def figures(self) -> dict[str, Any]:
         """Its numbers by name, with all cycles in the place of the parts."""
@@ -119,9 +130,22 @@ class Plan(NamedTuple):
 
 
 def planned(lowered: jax.stages.Lowered) -> Plan:
-    """Compiles a program and reads the compiler's plan."""
+    """Compiles a program and reads the compiler's plan.
+
+    Raises:
+        ValueError: one line: the compiler finds no plan that fits into the memory.
+    """
     begin = time.perf_counter()
-    made = lowered.compile()
+    try:
+        made = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).splitlines()[0][:200]
+        raise ValueError(
+            f"a program does not fit into the chip's memory ({reason}); "
+            "lower --client_chunk"
+        ) from error
     seconds, memory = time.perf_counter() - begin, made.memory_analysis()
     temporary, arguments = memory.temp_size_in_bytes, memory.argument_size_in_bytes
     new = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -136,10 +160,11 @@ def estimate(run: Run) -> dict[str, Any]:
         run: From `assemble` with a `target`.
 
     Returns:
-        `cycles_per_step`: of the innermost loop of a round that costs most, which is a
-            local step of all clients that train side by side on a device;
+        `cycles_per_step`: of the training step that costs most, usually a local step of
+            all clients that train side by side on a device; 0 if nothing is trained;
         `cycles_per_example`: the same for one example of these clients' batches;
-        `cycles_outside_steps`: of everything else in a round, each loop once;
+        `cycles_outside_steps`: of everything else in a call of one round, each loop
+            once, with other training steps such as a server's;
         `over_one_by_one`: the cycles of such a step for one client after another, over
             `cycles_per_step`;
         `temporary_bytes`, `argument_bytes`: of the program that needs most;
@@ -150,9 +175,9 @@ def estimate(run: Run) -> dict[str, Any]:
     how, specs = run.task.execution, run.program.algorithm.plans
     plans = {name: planned(one) for name, one in run.simulation.lowered().items()}
     step, every = plans["rounds"].step_cycles, plans["rounds"].parts.total
-    step = step if specs else 0  # Without plans the innermost loop is that of rounds.
     clients = (how.lanes or how.chunk) * len(run.simulation.calls[0].variants)
-    batch_size = max((spec.batch_size for spec in specs), default=1)
+    most = int(np.max(run.data.partition.train.count))
+    batch_size = max((shapes.capped(s.batch_size, most) for s in specs), default=1)
     worst = max(plans.values(), key=lambda plan: plan.needed_bytes)
     return {
         "target": run.target,
@@ -161,7 +186,7 @@ def estimate(run: Run) -> dict[str, Any]:
         "cycles_per_step": step,
         "cycles_per_example": step / (clients * batch_size),
         "cycles_outside_steps": every - step,
-        "over_one_by_one": clients * _alone(run) / max(step, 1),
+        "over_one_by_one": clients * _alone(run) / step if step else 1.0,
         "temporary_bytes": worst.temporary_bytes,
         "argument_bytes": worst.argument_bytes,
         "fits": worst.needed_bytes <= target.chip(run.target).memory,

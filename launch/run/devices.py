@@ -167,7 +167,11 @@ def execution(
             chunk = min(divisors, key=lambda d: (abs(d - wanted), d))
     mesh, axis_types = None, (jax.sharding.AxisType.Auto,)
     if count > 1:
-        mesh = jax.make_mesh((count,), ("clients",), axis_types, devices=known[:count])
+        chosen = known[:count]
+        if target:  # of which make_mesh wants all
+            mesh = jax.sharding.Mesh(np.array(chosen), ("clients",), axis_types)
+        else:
+            mesh = jax.make_mesh((count,), ("clients",), axis_types, devices=chosen)
     width = 0 if lanes == "auto" else int(lanes)
     if lanes == "auto" and is_accelerator and num_levels == 1:
         width = plan.choose_lanes(num_steps, batch_size=batch_size, devices=count)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 
+from launch.config import limits
+
 
 class Chip(NamedTuple):
     """A kind of chip.
@@ -26,7 +28,8 @@ class Chip(NamedTuple):
 
 
 CHIPS = {
-    "tpu:v4": Chip("v4:2x2x1", "v4-8", 32 << 30),
+    # A device is one of the two cores of a v4.
+    "tpu:v4": Chip("v4:2x2x1", "v4-8", 16 << 30),
     "tpu:v5e": Chip("v5e:2x2", "v5litepod-4", 16 << 30),
     "tpu:v6e": Chip("v6e:2x2", "v6e-4", 32 << 30),
 }
@@ -38,8 +41,9 @@ def chip(name: str) -> Chip:
     Raises:
         ValueError: one line: there is no such chip.
     """
-    if name not in CHIPS:
-        raise ValueError(f"--target={name}: expected one of {', '.join(CHIPS)}")
+    if not isinstance(name, str) or name not in CHIPS:
+        shown = limits.shown(name)
+        raise ValueError(f"--target={shown}: expected one of {', '.join(CHIPS)}")
     return CHIPS[name]
 
 
@@ -66,7 +70,7 @@ def devices(name: str) -> list[jax.Device]:
             ).devices
         )
     except Exception as error:  # of several kinds, by what is missing
-        reason = str(error).splitlines()[0][:200]
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise ValueError(
             f"--target={name} needs the TPU's compiler ({reason}); "
             "pip install 'fedjax_pfl[tpu]'"

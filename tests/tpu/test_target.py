@@ -44,11 +44,7 @@ def check(lowered):
 def test_it_compiles(name, unequal):
     made = compiled_for(name, unequal)
     plans = {n: check(one) for n, one in made.simulation.lowered().items()}
-    depth, parts = 0, plans["rounds"].parts
-    while parts.loops:
-        depth, parts = depth + 1, max(parts.loops, key=lambda one: one.total)
-    # Rounds, and in these local steps
-    assert depth >= 1 + bool(made.program.algorithm.plans)
+    assert bool(plans["rounds"].step_cycles) == bool(made.program.algorithm.plans)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedper"])
@@ -82,6 +78,21 @@ def test_the_figures(unequal):
         made.task.server_model, (8, 8, 1)
     )
     assert cost.in_words({"algo": "fedavg"} | found).startswith("fedavg for tpu:v5e: ")
+
+
+def test_lanes(unequal):
+    """The step is found, and not the loop that closes a lane's client."""
+    alone = compiled_for("fedavg", unequal, client_chunk=1).cost_analysis()
+    found = compiled_for("fedavg", unequal, client_chunk=0, lanes="3").cost_analysis()
+    assert found["clients_side_by_side"] == 3
+    assert found["cycles_per_step"] > alone["cycles_per_step"]
+    assert 1 < found["over_one_by_one"] < 3
+
+
+def test_a_chip_alone_and_three(unequal):
+    """Some of a slice's chips, too."""
+    made = compiled_for("fedavg", unequal, devices=3, client_chunk=2)
+    assert made.cost_analysis()["clients_side_by_side"] == 2
 
 
 def test_it_does_not_run(unequal):
