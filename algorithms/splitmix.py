@@ -147,7 +147,11 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     kinds = traffic.both_ways("base", shapes.tree_bytes(shape))
     part = levels.Submodel(cut, paste, held, kinds, sent, levels.top(hparams))
     return levels.make(
-        *(hparams, task, base, part, client_update),
+        hparams,
+        task,
+        base,
+        part,
+        client_update,
         init=init,
         own=picked,
         server=server,

@@ -342,12 +342,12 @@ class Simulation:
 
     def lowered(self) -> dict[str, jax.stages.Lowered]:
         """`init`, `rounds` and `evaluate` of the first call, ready to be compiled."""
-        args = self.calls[0].init_args(self.data)
-        state = self._place(jax.eval_shape(self.program.init.jitted, *args))
+        init_args = self.calls[0].init_args(self.data)
+        state = self._place(jax.eval_shape(self.program.init.jitted, *init_args))
         call = dataclasses.replace(self.calls[0], state=state)
         window = self._current_window(call.round, self.rounds)
         of = {
-            "init": args,
+            "init": init_args,
             "rounds": self._round_args(call, window.cohorts[0], 0, 1),
             "evaluate": self._evaluate_args(call),
         }

@@ -136,6 +136,7 @@ def depends_on_neighbours(model: types.Model, x: np.ndarray) -> str:
 
     variables, forward = moved(x[:1]), jax.jit(model.forward)
     # Both batches have the same size, since other shapes may be rounded differently.
+    # Every place of `alone` counts: dropout with a fixed key differs between places.
     alone = np.asarray(forward(*variables, np.repeat(x[:1], len(x), 0))[0])
     among = np.asarray(forward(*variables, x)[0][:1])
     # A model may give nan for an example, which then must be nan in both batches.
