@@ -29,15 +29,6 @@ gc.set_threshold(200_000, 20, 50)
 MEMORY = 800_000_000
 
 
-def pytest_collection_modifyitems(items):
-    """A file stays with one worker; of the contract, the tests of one name."""
-    for item in items:
-        group = item.path.name
-        if group == "test_contract.py" and hasattr(item, "callspec"):
-            group += str(item.callspec.params.get("name"))
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.fixture(scope="session")
 def _cache_folder(request, tmp_path_factory):
     """Of all workers and of the next run; also for programs that tests start.
