@@ -123,22 +123,19 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         bases = [task.init(base, own) for own in keys]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *bases)
 
-    def budget(count: int) -> types.Model:
+    def budget(state: types.RoundState, count: int):
         """The first `count` bases as one model: the mean of their logits."""
 
         def forward(params, stats, h, **_):
             out, _ = jax.vmap(base.forward, (0, 0, None))(params, stats, h)
             return out.mean(0), stats
 
-        return base._replace(name=f"{count} x {base.name}", forward=forward)
+        model = base._replace(name=f"{count} x {base.name}", forward=forward)
+        return model, jax.tree.map(lambda leaf: leaf[:count], state.server)
 
     def server(state: types.RoundState, data: types.Data):
         """Every budget, the largest first."""
-
-        def of(count: int) -> tuple[types.Model, types.Variables]:
-            return budget(count), jax.tree.map(lambda leaf: leaf[:count], state.server)
-
-        found = {f"exit{count}": of(count) for count in range(1, num_bases + 1)}
+        found = {f"exit{n}": budget(state, n) for n in range(1, num_bases + 1)}
         return {"global": found[f"exit{num_bases}"]} | found
 
     def sent(cohort: types.Cohort) -> dict[str, jax.Array]:
