@@ -156,7 +156,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         start = task.init(client_model, key)
-        clients = stacked.repeat(start, task.num_clients)
+        clients = stacked.repeat(start, task.num_rows)
         return types.RoundState.first(task.init(server_model, key), clients, key)
 
     def client_update(client: each_client.Client, shared: Any):

@@ -176,9 +176,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         start, counts = task.init(model, key), data.label_counts(task.num_classes)
         clients = {
-            "own": stacked.repeat(start, task.num_clients),
+            "own": stacked.repeat(start, task.num_rows),
             "frequency": counts / jnp.maximum(counts.sum(1, keepdims=True), 1),
-            "has_joined": jnp.zeros(task.num_clients, bool),
+            "has_joined": jnp.zeros(task.num_rows, bool),
         }
         overall = counts.sum(0) / jnp.maximum(counts.sum(), 1)
         server = {"model": start, "frequency": overall}

@@ -108,7 +108,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         server = task.init(model, key)
         row = {"own": last_stages(server), "participations": jnp.int32(0)}
-        clients = stacked.repeat(row, task.num_clients)
+        clients = stacked.repeat(row, task.num_rows)
         return types.RoundState.first(server, clients, key)
 
     def client_update(client: each_client.Client, server: types.Variables):

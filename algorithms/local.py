@@ -37,7 +37,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         start = task.init(client_model, key)
-        clients = stacked.repeat(start, task.num_clients)
+        clients = stacked.repeat(start, task.num_rows)
         server = task.init(server_model, key) if has_server else ()
         return types.RoundState.first(server, clients, key)
 

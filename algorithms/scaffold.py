@@ -85,9 +85,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         start = task.init(model, key)
         zeros = jax.tree.map(jnp.zeros_like, start.params)
         server = {"model": start, "control": zeros}
-        return types.RoundState.first(
-            server, stacked.repeat(zeros, task.num_clients), key
-        )
+        return types.RoundState.first(server, stacked.repeat(zeros, task.num_rows), key)
 
     def client_update(client: each_client.Client, server: dict):
         start, control, own = server["model"], server["control"], client.own

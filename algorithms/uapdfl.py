@@ -253,3 +253,8 @@ def _check(hparams: HParams, task: types.Task) -> None:
     pairs, most = hparams.track_pairs, task.num_clients
     if pairs == 1 or pairs > most:
         raise ValueError(f"--track_pairs={pairs}: expected 0, or 2 to {most} clients")
+    if pairs and task.num_rows < most:
+        raise ValueError(
+            f"--track_pairs={pairs} reads the same clients in every round, which "
+            "--client_state leaves on the host; omit one of them"
+        )

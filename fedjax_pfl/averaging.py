@@ -73,7 +73,7 @@ def make(
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         server = task.init(model, key)
-        rows = () if own is None else stacked.repeat(own(server), task.num_clients)
+        rows = () if own is None else stacked.repeat(own(server), task.num_rows)
         return types.RoundState.first(server, rows, key)
 
     def update(client: each_client.Client, server: types.Variables):

@@ -75,6 +75,8 @@ class Call:
         round: Rounds done.
         pending: (metrics, messages, diverged, work) of a call not yet accounted for.
         metrics: (sums, counts) of the last round by name, a float for each variant.
+        window: With a population, the window whose clients' rows the state has.
+        written: The round up to which the population has what they trained.
     """
 
     variants: range
@@ -86,6 +88,8 @@ class Call:
     round: int = 0
     pending: tuple[Any, jax.Array, jax.Array, Work] | None = None
     metrics: Metrics = dataclasses.field(default_factory=dict)
+    window: Any = None
+    written: int = 0
 
     @property
     def rows(self) -> slice:
@@ -103,6 +107,7 @@ class Call:
     def load(self, round: int, state: types.RoundState, metrics: Metrics) -> None:
         """Continues from the state of all variants after `round` rounds."""
         self.state, self.round, self.pending = state, round, None
+        self.window, self.written = None, round
         self.metrics = {
             name: (sums[self.rows], counts[self.rows])
             for name, (sums, counts) in metrics.items()

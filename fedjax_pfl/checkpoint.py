@@ -18,7 +18,7 @@ import pathlib
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +48,23 @@ class Joined:
         return jnp.concatenate(self.parts)[index]
 
 
+class Streamed:
+    """An array as a leaf that is never materialised.
+
+    Attributes:
+        shape, dtype: Of the array.
+        pieces: Returns its numbers in order, flat, in arrays of bounded size.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        pieces: Callable[[], Iterator[np.ndarray]],
+    ):
+        self.shape, self.dtype, self.pieces = shape, dtype, pieces
+
+
 def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -69,6 +86,9 @@ def _shapes(state: Any) -> dict[str, list[Any]]:
 
 def _pieces(leaf: Any) -> Iterator[np.ndarray]:
     """A leaf's numbers in order, flat, at most `PIECE_BYTES` at once."""
+    if isinstance(leaf, Streamed):
+        yield from (piece for piece in leaf.pieces() if piece.size)
+        return
     for array in leaf.parts if isinstance(leaf, Joined) else (leaf,):
         if isinstance(array, jax.Array):
             # This process's copy, so that computing with it involves no other.
@@ -95,6 +115,19 @@ def _pieces(leaf: Any) -> Iterator[np.ndarray]:
                 start = (*before, at, *(0 for _ in behind))
                 many = (*(1 for _ in before), count, *behind)
                 yield np.asarray(_cut(array, start, many)).reshape(-1)
+
+
+def materialised(leaf: Any) -> Any:
+    """A leaf as an array: what is joined or streamed is put together."""
+    if isinstance(leaf, Joined):
+        return leaf[...]
+    if not isinstance(leaf, Streamed):
+        return leaf
+    out, done = np.empty(math.prod(leaf.shape), leaf.dtype), 0
+    for piece in leaf.pieces():
+        out[done : done + piece.size] = piece
+        done += piece.size
+    return out.reshape(leaf.shape)
 
 
 def _cut(array: Any, start: tuple[int, ...], size: tuple[int, ...]) -> Any:
@@ -280,15 +313,30 @@ def _read_manifest(path: pathlib.Path) -> dict:
     return manifest
 
 
-def _restore_one(path: pathlib.Path, template: Any) -> tuple[int, Any, dict]:
+def _like(found: dict[str, list[Any]], templates: Sequence[Any]) -> Any:
+    """The template with these names, or else the first."""
+    fits = (one for one in templates if list(_shapes(one)) == list(found))
+    return next(fits, templates[0])
+
+
+def _without_free(wanted: Sequence[int], found: Sequence[int]) -> list[int]:
+    """A wanted shape, whose axes of -1 may have any length."""
+    if len(wanted) != len(found):
+        return list(wanted)
+    return [n if size < 0 else size for size, n in zip(wanted, found, strict=True)]
+
+
+def _restore_one(path: pathlib.Path, templates: Sequence[Any]) -> tuple[int, Any, dict]:
     """(rounds done, state, host) of one checkpoint."""
     manifest = _read_manifest(path)
-    wanted, found = _shapes(template), manifest["arrays"]
+    found = manifest["arrays"]
+    template = _like(found, templates)
+    wanted = _shapes(template)
     if list(wanted) != list(found):
         odd = sorted(set(wanted) ^ set(found))
         raise ValueError(f"{path} holds another state: {', '.join(odd[:3])} differ")
     for name, (dtype, shape) in wanted.items():
-        if found[name] != [dtype, shape]:
+        if found[name] != [dtype, _without_free(shape, found[name][1])]:
             before = f"{found[name][0]}{found[name][1]}"
             raise ValueError(
                 f"{path}: {name} is {before}, this configuration has {dtype}{shape}"
@@ -328,12 +376,13 @@ def _stored(path: pathlib.Path, manifest: dict) -> Iterator[np.ndarray]:
                 yield np.asarray(piece).reshape(-1)
 
 
-def restore(folder: pathlib.Path, template: Any) -> tuple[int, Any, dict] | None:
+def restore(folder: pathlib.Path, *templates: Any) -> tuple[int, Any, dict] | None:
     """Restores the newest checkpoint of `folder`; None where there is none.
 
     Args:
         folder: The run's `checkpoints` folder.
-        template: The state's shapes (`jax.eval_shape` of init).
+        *templates: The state's shapes (`jax.eval_shape` of init), in any of the forms
+            that it may have. An axis of -1 may have any length.
 
     Returns:
         (rounds done, state, the host's counters).
@@ -346,7 +395,7 @@ def restore(folder: pathlib.Path, template: Any) -> tuple[int, Any, dict] | None
     if not found:
         return None
     try:
-        return _restore_one(found[-1], template)
+        return _restore_one(found[-1], templates)
     except ValueError as error:
         older = (
             f"; to continue from {found[-2].name} remove {found[-1]}"

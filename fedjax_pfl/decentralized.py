@@ -120,7 +120,8 @@ def weights(kind: str, cohort: types.Cohort, data: types.Data) -> jax.Array:
         cohort: The clients and their peers.
         data: The tables.
     """
-    source = jnp.concatenate([cohort.row[:, None], cohort.peers], 1)
+    peers = cohort.peers if isinstance(cohort.peer_id, tuple) else cohort.peer_id
+    source = jnp.concatenate([cohort.client_id[:, None], peers], 1)
     if kind == "uniform":
         return jnp.ones(source.shape)
     return stacked.take(data.partition.train.count, source).astype(jnp.float32)
@@ -192,9 +193,9 @@ def make(
             return {"own": start, "private": () if private is None else private(start)}
 
         one = first(key)
-        rows = stacked.repeat(one, task.num_clients)
+        rows = stacked.repeat(one, task.num_rows)
         if not hparams.shared_init:
-            ids = jnp.arange(task.num_clients)
+            ids = jnp.arange(task.num_rows)
             own_key = functools.partial(rng.stream, key, rng.Tag.OWN_INIT)
             rows = jax.lax.map(lambda number: first(own_key(number)), ids)
         return types.RoundState.first((), rows, key)
@@ -218,11 +219,11 @@ def make(
         """The mixed models of the next round's clients, and the others' own models."""
         pulled = mixed(state, cohort, data).model
         # Two groups, since a put into a state that is not donated copies all clients.
-        rest = jnp.ones(task.num_clients, bool).at[cohort.row].set(False, mode="drop")
+        rest = jnp.ones(task.num_rows, bool).at[cohort.row].set(False, mode="drop")
         return (
             types.Serving.each(model, state.clients["own"], mask=rest),
             types.Serving.each(
-                model, pulled, client_id=cohort.client_id, mask=cohort.row_mask
+                model, pulled, client_id=cohort.row, mask=cohort.row_mask
             ),
         )
 

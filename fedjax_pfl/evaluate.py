@@ -130,8 +130,20 @@ def count_correct(
     data: types.Data,
     scoring: Scoring,
     how: execution.Execution,
+    ids: jax.Array | tuple[()] = (),
 ) -> dict[str, Any]:
     """Counts correct answers of the server's models and of the personalized models.
+
+    Args:
+        algorithm: The algorithm.
+        state: The state at the end of a round.
+        cohort: The next round's clients, without plans.
+        data: The tables.
+        scoring: What is measured.
+        how: Chunks and devices.
+        ids: int32[K'], the clients whose private rows the state has, K = none; () =
+            all. There are then K' clients in what is returned, and `scored` are all in
+            the cohort.
 
     Returns:
         `own` int32[K], each client's personalized model on its own test rows, 0 where
@@ -144,10 +156,17 @@ def count_correct(
         `scored` int32[num_scored], the ids of the scored clients (K = none), and
         `cross` int32[num_scored], their personalized models on the union; `trained`
         int32[K], as `own` for the models as training left them (absent where the
-        algorithm does not define them).
+        algorithm does not define them). With `ids`, `shared` {`own` or `trained`: a
+        tuple of int32[K]}: for every model that several clients share, its correct
+        answers on the test rows of each client.
     """
-    test = data.partition.test
-    num_clients = test.start.shape[0]
+    test, num_clients = data.partition.test, data.partition.test.start.shape[0]
+    start, count = test.start, test.count
+    is_sampled = sampled_clients(state.key, num_clients, scoring.num_sampled)
+    is_block, num_rows = not isinstance(ids, tuple), num_clients
+    if is_block:
+        start, count, is_sampled = _of_block(ids, test, is_sampled)
+        num_rows = ids.shape[0]
     union = (test.row >= 0).sum()
     remembered: dict[Any, tuple[types.Variables, Any]] = {}
 
@@ -176,26 +195,32 @@ def count_correct(
             first, rows = next(iter(models.values())), data.partition.train.row
             right, _ = _answers(*first, data, rows, scoring.batch_size)
             out["train"] = right[-1].sum(), (rows >= 0).sum()
-    is_sampled = sampled_clients(state.key, num_clients, scoring.num_sampled)
+    scored = jnp.zeros(0, jnp.int32)
     if scoring.num_scored:
-        scored = jnp.arange(num_clients)
+        scored, client = jnp.arange(num_rows), jnp.arange(num_rows)
         if scoring.scored == "selected":
-            scored = jnp.where(cohort.row_mask, cohort.client_id, num_clients)
+            client = cohort.client_id
+            slot = cohort.row if is_block else client
+            scored = jnp.where(cohort.row_mask, slot, num_rows)
         hit = jnp.take(is_sampled, scored, mode="fill", fill_value=False)
-        out["scored"] = jnp.where(hit, scored, num_clients)
+        scored = jnp.where(hit, scored, num_rows)
+        out["scored"] = jnp.where(hit, client, num_clients)
 
-    def counted(groups: tuple[types.Serving, ...], scored: jax.Array) -> Any:
+    shared: dict[str, tuple[jax.Array, ...]] = {}
+
+    def counted(name: str, groups: tuple[types.Serving, ...], scored: jax.Array) -> Any:
         """(`own`, `known`, `cross`) of serving groups, `cross` for these clients."""
-        own = jnp.zeros(num_clients, jnp.int32)
-        known = jnp.zeros(num_clients, bool)
+        shared[name] = ()
+        own = jnp.zeros(num_rows, jnp.int32)
+        known = jnp.zeros(num_rows, bool)
         cross = jnp.zeros(scored.shape, jnp.int32)
         for group in groups:
-            served_id = jnp.where(group.mask, group.client_id, num_clients)
+            served_id = jnp.where(group.mask, group.client_id, num_rows)
             # The entry of each client in this group, counted from 1, 0 = it has none.
             # (Counted from 0 it may equal the index, and a TPU's compiler ends where
             # one value is the index and the update of a scatter.)
             end = served_id.shape[0]
-            number = jnp.zeros(num_clients, jnp.int32)
+            number = jnp.zeros(num_rows, jnp.int32)
             number = number.at[served_id].set(1 + jnp.arange(end), mode="drop")
             serves = number > 0
             measured = serves & is_sampled
@@ -205,27 +230,30 @@ def count_correct(
                 per_client = jax.ops.segment_sum(
                     right.astype(jnp.int32), test.owner(), num_clients
                 )
+                if is_block:
+                    shared[name] += (per_client,)
+                    per_client = jnp.take(per_client, ids, mode="clip")
                 own = own + jnp.where(measured, per_client, 0)
                 if scored.size:
                     hit = jnp.take(serves, scored, mode="fill", fill_value=False)
                     cross += jnp.where(hit, right.sum(), 0)
                 continue
 
-            size = min(scoring.num_sampled or num_clients, end)
-            (ids,) = jnp.nonzero(measured, size=size, fill_value=num_clients)
+            size = min(scoring.num_sampled or num_rows, end)
+            (rows,) = jnp.nonzero(measured, size=size, fill_value=num_rows)
             # The entry is one past the end for clients without one, and for the id K,
             # which is padding.
             entry_of = jnp.append(jnp.where(serves, number - 1, end), end)
             right = _each_entry(
                 group,
-                entry_of[ids],
-                jnp.take(test.start, ids, mode="clip"),
-                jnp.take(test.count, ids, mode="fill", fill_value=0),
+                entry_of[rows],
+                jnp.take(start, rows, mode="clip"),
+                jnp.take(count, rows, mode="fill", fill_value=0),
                 data,
                 scoring.own_batch_size,
                 how,
             )
-            own = own.at[ids].add(right, mode="drop")
+            own = own.at[rows].add(right, mode="drop")
             if scored.size:
                 entries = entry_of[scored]
                 counts = jnp.where(entries < end, union, 0)
@@ -235,16 +263,81 @@ def count_correct(
                 )
         return own, known, cross
 
-    none = jnp.zeros(0, jnp.int32)
-    served = algorithm.serving_groups(state, cohort, data, num_clients)
-    own, known, cross = counted(served, out.get("scored", none))
+    served = algorithm.serving_groups(state, cohort, data, num_rows)
+    own, known, cross = counted("own", served, scored)
     if scoring.num_scored:
         out["cross"] = cross
     if algorithm.trained is not None:
         out["trained"] = own
         if algorithm.trained is not algorithm.serving:
-            out["trained"], _, _ = counted(algorithm.trained(state, cohort, data), none)
+            found = algorithm.trained(state, cohort, data)
+            out["trained"], _, _ = counted("trained", found, scored[:0])
+    if is_block:
+        out["shared"] = shared
     return {**out, "own": own, "known": known}
+
+
+def count_rest(
+    algorithm: types.Algorithm,
+    state: types.RoundState,
+    cohort: types.Cohort,
+    data: types.Data,
+    scoring: Scoring,
+    how: execution.Execution,
+    ids: jax.Array,
+) -> dict[str, Any]:
+    """Like `count_correct` with `ids`, for clients of whom none is in the cohort.
+
+    The server's models and those that clients share are not measured again.
+
+    Args:
+        algorithm, state, data, scoring, how, ids: As in `count_correct`.
+        cohort: One in which all rows are padding.
+
+    Returns:
+        `own`, `known` and `trained` as `count_correct` has them, but without what the
+        shared models answer. `by_shared`, with the keys of `shared` and a bool[K'] for
+        each of these models, says which clients it serves.
+    """
+    given = state, cohort, data
+    every = data.partition.test
+    sampled = sampled_clients(state.key, every.start.shape[0], scoring.num_sampled)
+    start, count, sampled = _of_block(ids, every, sampled)
+    by_shared: dict[str, tuple[jax.Array, ...]] = {}
+
+    def counted(name: str, groups: tuple[types.Serving, ...]) -> Any:
+        by_shared[name] = ()
+        own, known = jnp.zeros(ids.shape, jnp.int32), jnp.zeros(ids.shape, bool)
+        for group in groups:
+            serves = jnp.zeros(ids.shape, bool)
+            served_id = jnp.where(group.mask, group.client_id, ids.shape[0])
+            serves = serves.at[served_id].set(True, mode="drop") & sampled
+            known |= serves
+            if group.own is None:
+                by_shared[name] += (serves,)
+                continue
+            entries = jnp.zeros(ids.shape, jnp.int32).at[served_id]
+            entries = entries.set(1 + jnp.arange(served_id.shape[0]), mode="drop")
+            rows = jnp.maximum(entries, 1) - 1, start, jnp.where(serves, count, 0)
+            own += _each_entry(group, *rows, data, scoring.own_batch_size, how)
+        return own, known
+
+    own, known = counted("own", algorithm.serving_groups(*given, ids.shape[0]))
+    out = {"own": own, "known": known}
+    if algorithm.trained is not None:
+        out["trained"] = own
+        if algorithm.trained is not algorithm.serving:
+            out["trained"], _ = counted("trained", algorithm.trained(*given))
+    return out | {"by_shared": by_shared}
+
+
+def _of_block(ids: jax.Array, test: types.ClientRows, is_sampled: jax.Array) -> tuple:
+    """(first test row, test rows, whether in the sample) of clients `ids`, K = none."""
+
+    def of(table: jax.Array, fill: Any) -> jax.Array:
+        return jnp.take(table, ids, mode="fill", fill_value=fill)
+
+    return of(test.start, 0), of(test.count, 0), of(is_sampled, False)
 
 
 def _each_entry(

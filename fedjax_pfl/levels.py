@@ -317,7 +317,7 @@ def make(
         start = begin(key)
         state = start if beside is None else {"model": start, **beside(start)}
         row = () if private is None else private(start)
-        return types.RoundState.first(state, stacked.repeat(row, task.num_clients), key)
+        return types.RoundState.first(state, stacked.repeat(row, task.num_rows), key)
 
     def update(client: each_client.Client, server: types.Variables, level: int = 0):
         level = level or len(server.params)

@@ -71,7 +71,7 @@ def persistent(hparams: Any, task: types.Task, algorithm: types.Algorithm) -> An
         )
     own = algorithm.opt_state
     one = of(task.client_model) if own is None else own(begin)
-    return stacked.repeat(one, task.num_clients)
+    return stacked.repeat(one, task.num_rows)
 
 
 def apply_gradients(

@@ -65,7 +65,7 @@ class Compiled:
 
 
 class Program(NamedTuple):
-    """Three jitted functions over stacked variants: seeds, or points of a sweep.
+    """The jitted functions over stacked variants: seeds, or points of a sweep.
 
     `init(floats, data, partition, seeds) -> state`;
     `rounds(floats, state, cohorts, first, num_rounds, data, partition)
@@ -73,7 +73,9 @@ class Program(NamedTuple):
             diverged int32[variants])` runs `cohorts[first : first + num_rounds]` of a
     window of T rounds, where `diverged` is the first of them, counted from 1, after
     which a metric or a parameter is not finite, 0 = none;
-    `evaluate(floats, state, cohort, data, partition) -> counts`.
+    `evaluate(floats, state, cohort, ids, data, partition) -> counts`, where `ids` are
+    the clients whose rows the state has, or () for all; `evaluate_rest` is
+    `evaluate.count_rest` with these arguments.
 
     All arguments but `first`, `num_rounds` and `data` have a leading axis of variants,
     or of 1 where they share it. Floats that they share are scalars. Several seeds may
@@ -84,6 +86,8 @@ class Program(NamedTuple):
     init: Compiled
     rounds: Compiled
     evaluate: Compiled
+    evaluate_rest: Compiled
+    scoring: evaluate.Scoring
     vmaps_seeds: bool
     vmaps_points: bool
     floats: dict[str, float]
@@ -292,27 +296,26 @@ def _jitted(of: _Structure) -> Program:
 
         return _over_variants(one, values, state, cohorts, partition)
 
-    def count(values, state, cohort, data, partition):
-        def one(values, state, cohort, partition):
-            method = algorithm(values)
-            return evaluate.count_correct(
-                method,
-                state,
-                cohort,
-                data.replace(partition=partition),
-                scoring,
-                task.execution.without_lanes,
-            )
+    def count(counted, values, state, cohort, ids, data, partition):
+        def one(values, state, cohort, ids, partition):
+            method, tables = algorithm(values), data.replace(partition=partition)
+            where = task.execution.without_lanes
+            return counted(method, state, cohort, tables, scoring, where, ids)
 
-        return _over_variants(one, values, state, cohort, partition)
+        return _over_variants(one, values, state, cohort, ids, partition)
 
     everywhere, rarely = execution.replicated(how), _soon_compiled(how.platform)
+
+    def seldom(fn: Callable) -> Compiled:
+        jitted = jax.jit(fn, out_shardings=everywhere, compiler_options=rarely)
+        return Compiled(jitted)
+
     return Program(
-        init=Compiled(jax.jit(init, out_shardings=everywhere, compiler_options=rarely)),
+        init=seldom(init),
         rounds=Compiled(jax.jit(rounds, donate_argnums=1, out_shardings=everywhere)),
-        evaluate=Compiled(
-            jax.jit(count, out_shardings=everywhere, compiler_options=rarely)
-        ),
+        evaluate=seldom(functools.partial(count, evaluate.count_correct)),
+        evaluate_rest=seldom(functools.partial(count, evaluate.count_rest)),
+        scoring=scoring,
         vmaps_seeds=how.vmaps_runs and not has_branches,
         vmaps_points=how.vmaps_runs,
         floats={},

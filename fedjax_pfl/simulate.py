@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import checkpoint, shapes, types
+from fedjax_pfl import checkpoint, evaluate, shapes, types
 from fedjax_pfl import execution as execution_lib
+from fedjax_pfl import population as population_lib
 from fedjax_pfl import program as program_lib
 from fedjax_pfl.call import Call, Totals, Work
 
@@ -62,12 +63,18 @@ class Planner(Protocol):
 
 
 class Window(NamedTuple):
-    """Plans of the rounds `first..end - 1`, by call: leaves [seeds, T, ...]."""
+    """Plans of the rounds `first..end - 1`, by call: leaves [seeds, T, ...].
+
+    With a population, `residents` has the clients of each seed on the device, and
+    `records` the rows of calls that were read ahead.
+    """
 
     first: int
     end: int
     cohorts: list[types.Cohort]
     work: list[Work]
+    residents: list[population_lib.Residents]
+    records: dict[int, np.ndarray]
 
 
 def window_rounds(
@@ -138,6 +145,7 @@ class Simulation:
         execution: types.Execution,
         rounds: int,
         points: Sequence[Mapping[str, float]] = ({},),
+        rows_in: str | None = None,
     ):
         """Prepares a run without computing anything yet.
 
@@ -150,6 +158,8 @@ class Simulation:
             execution: For the account of padding, and the placement of arrays.
             rounds: Total number of rounds. Nothing is planned for later ones.
             points: Of a sweep, the numbers that each has instead of the program's own.
+            rows_in: Where the private rows are that are not on the device: a folder, ""
+                for the host's memory, None = there are none.
         """
         self.program, self.planner, self.execution = program, planner, execution
         self.seeds, self.rounds = list(seeds), rounds
@@ -187,6 +197,11 @@ class Simulation:
         self._length = window_rounds(
             planner.drawn(0, 0), program.algorithm.plans, planner.round_examples
         )
+        self.population: population_lib.Population | None = None
+        if rows_in is not None:
+            self.population = population_lib.Population(
+                self.template(), data.partition.train.start.shape[1], execution, rows_in
+            )
         self._window: Window | None = None
         # Room for a few rounds less than the longest window, so that it is full before
         # these are reached. It only grows, since another size is another program.
@@ -202,22 +217,106 @@ class Simulation:
     def state(self) -> types.RoundState | None:
         """The stacked RoundState (leading axis: variants); None before `start`.
 
-        The next call reuses its buffers, so copy what is to be kept.
+        The next call reuses its buffers, so copy what is to be kept. With a population
+        the rows of all clients are put together on the host.
         """
-        for call in self.calls:
-            call.settle(self.totals)
+        self._settle()
         states = [call.state for call in self.calls]
-        if len(states) == 1 or states[0] is None:
+        if states[0] is None:
+            return None
+        if self.population is not None:
+            return jax.tree.map(checkpoint.materialised, self.whole)
+        if len(states) == 1:
             return states[0]
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *states)
 
     @property
-    def joined(self) -> Any:
-        """`state` as it is saved and hashed: seeds are joined without a copy."""
+    def whole(self) -> types.RoundState:
+        """`state` as it is hashed: seeds are joined without a copy."""
+        self._settle()
+        states = [call.state for call in self.calls]
+        joined = jax.tree.map(lambda *leaves: checkpoint.Joined(leaves), *states)
+        if self.population is None:
+            return joined
+        return self.population.whole(range(len(self.totals.messages)), joined)
+
+    @property
+    def kept(self) -> types.RoundState | population_lib.Kept:
+        """`state` as it is saved: of a population the rows that have trained."""
+        if self.population is None:
+            return self.whole
+        variants = range(len(self.totals.messages))
+        return self.population.kept(variants, self.whole)
+
+    def around(
+        self, client: int | None, variant: int, cohort: types.Cohort
+    ) -> tuple[types.RoundState, types.Cohort, int | None]:
+        """Of a population, what defines the model that serves a client.
+
+        Args:
+            client: The client, None = the server.
+            variant: The index of the variant.
+            cohort: The next round's clients.
+
+        Returns:
+            (the state of this variant with a leading axis of 1, the cohort with slots
+            in it, the client's slot).
+        """
+        self._settle()
+        ids = population_lib.needed(cohort)
+        if client is not None and client not in ids:
+            ids = np.array([client])
+        call = next(call for call in self.calls if variant in call.variants)
+        own = variant - call.variants.start
+        state = jax.tree.map(lambda leaf: leaf[own : own + 1], call.state)
+        state = self.population.block([variant], state, [ids])
+        cohort = population_lib.mapped(cohort, ids, self.population.num_clients)
+        return state, cohort, None if client is None else int(ids.searchsorted(client))
+
+    def _settle(self) -> None:
+        """Waits for all calls, and keeps the rows that they have changed."""
         for call in self.calls:
             call.settle(self.totals)
-        states = [call.state for call in self.calls]
-        return jax.tree.map(lambda *leaves: checkpoint.Joined(leaves), *states)
+            self._write_back(call)
+
+    def _write_back(self, call: Call) -> None:
+        """Keeps what a call's clients have trained since its rows were read."""
+        if self.population is None or call.round == call.written:
+            return
+        residents = self._residents(call, call.window)
+        done = call.round - call.window.first
+        self.population.write(call.variants, call.state, residents, done)
+        call.written = call.round
+
+    def _residents(self, call: Call, window: Window) -> list[population_lib.Residents]:
+        """The residents of each variant of a call."""
+        return [window.residents[seed] for seed in self._seeds_of(call)]
+
+    def _read_rows(self, index: int, window: Window) -> None:
+        """Puts the rows of a window's clients on the device, unless they are there."""
+        call = self.calls[index]
+        if self.population is None or call.window is window:
+            return
+        self._write_back(call)
+        if index not in window.records:
+            self._read_ahead(index, window)
+        elif call.window is not None:
+            # They were read before the last clients of the present window had trained.
+            self.population.refresh(
+                window.records[index],
+                call.variants,
+                [one.ids for one in self._residents(call, window)],
+                [one.ids for one in self._residents(call, call.window)],
+            )
+        records = window.records.pop(index)
+        state = self.population.on_device(call.state, records)
+        call.state, call.window = state, window
+
+    def _read_ahead(self, index: int, window: Window) -> None:
+        """Reads the rows of a window's clients for one of the calls."""
+        call = self.calls[index]
+        ids = [one.ids for one in self._residents(call, window)]
+        window.records[index] = self.population.read(call.variants, ids)
 
     @property
     def metrics(self) -> dict[str, tuple[list[float], list[float]]]:
@@ -231,8 +330,18 @@ class Simulation:
             for name in names
         }
 
+    def kept_templates(self) -> list[Any]:
+        """Shapes of `kept`, and of the other form in which a state may be saved."""
+        own = self.template()
+        clients = self.calls[0].partition.train.start.shape[1]
+        other = population_lib.kept_template(own)
+        if self.population is not None:
+            return [other, population_lib.whole_template(own, clients)]
+        # Several processes load what the first one has read, in this form alone.
+        return [own] if jax.process_count() > 1 else [own, other]
+
     def template(self) -> types.RoundState:
-        """Shapes of `state`, without computing anything."""
+        """Shapes of the state on the device, without computing anything."""
         init = self.program.init.jitted
         return jax.tree.map(
             lambda s: jax.ShapeDtypeStruct(
@@ -248,6 +357,8 @@ class Simulation:
                 begin = time.perf_counter()
                 args = call.init_args(self.data)
                 call.start(self._compiled(self.program.init, args)[0], args)
+                if self.population is not None:
+                    self.population.begin(call.variants, call.state)
                 self.compile_seconds += time.perf_counter() - begin
 
     def load(
@@ -262,12 +373,19 @@ class Simulation:
 
         Args:
             round: Rounds done.
-            state: The earlier `state`.
+            state: The earlier `kept`, in either form.
             totals: The earlier `totals`.
             compile_seconds: The earlier `compile_seconds`.
             metrics: The earlier `metrics`.
         """
         self.totals, self.compile_seconds = totals, compile_seconds
+        clients = self.calls[0].partition.train.start.shape[1]
+        if self.population is not None:
+            self.start()
+            self.population.load(range(len(totals.messages)), state)
+            state = self.population.resident(state)
+        elif isinstance(state, population_lib.Kept):
+            state = population_lib.expanded(state, clients)
         for call in self.calls:
             own = jax.tree.map(lambda leaf, c=call: leaf[c.rows], state)
             call.load(round, self._place(own), metrics)
@@ -295,6 +413,7 @@ class Simulation:
             # A call is ahead if an exception came between two of them.
             if call.round >= until:
                 continue
+            self._read_rows(index, window)
             first, count = call.round - window.first, until - call.round
             args = self._round_args(call, window.cohorts[index], first, count)
             executable, compiling = self._compiled(self.program.rounds, args)
@@ -305,6 +424,8 @@ class Simulation:
             try:
                 if ahead is None and until == window.end < max(self.rounds, stop):
                     ahead = self._plan(until, stop)
+                if ahead is not None and self.population is not None:
+                    self._read_ahead(index, ahead)
             finally:
                 call.settle(self.totals)
             seconds += time.perf_counter() - started
@@ -332,13 +453,79 @@ class Simulation:
         out = []
         for call in self.calls:
             call.settle(self.totals)
-            args = self._evaluate_args(call)
-            executable, seconds = self._compiled(self.program.evaluate, args)
-            self.compile_seconds += seconds
-            counts = jax.tree.map(np.asarray, jax.device_get(executable(*args)))
-            kinds = self.program.algorithm.messages
-            out += call.measured(counts, self.totals, kinds)
+            algorithm = self.program.algorithm
+            reads_rows = algorithm.serving or algorithm.trained
+            if self.population is not None and reads_rows:
+                self._write_back(call)
+                counts = self._counts_by_block(call)
+            else:
+                args = self._evaluate_args(call)
+                counts = self._computed(self.program.evaluate, args)
+            out += call.measured(counts, self.totals, algorithm.messages)
         return out
+
+    def _computed(self, function: program_lib.Compiled, args: tuple) -> Any:
+        """What a function returns, as numpy arrays."""
+        executable, seconds = self._compiled(function, args)
+        self.compile_seconds += seconds
+        return jax.tree.map(np.asarray, jax.device_get(executable(*args)))
+
+    def _counts_by_block(self, call: Call) -> dict[str, Any]:
+        """The counts of all clients, of which the device holds a block at a time."""
+        population, scoring = self.population, self.program.scoring
+        num_clients = population.num_clients
+        points = len(self.totals.messages) // len(self.seeds)
+        drawn = [self.planner.drawn(index, call.round) for index in call.seeds]
+        by_seed = []
+        for place, cohort in enumerate(drawn):
+            wanted = None
+            if scoring.num_sampled:
+                key = call.state.key[place * points]
+                given = key, num_clients, scoring.num_sampled
+                wanted = np.asarray(evaluate.sampled_clients(*given))
+            mine = [v for v in call.variants if v // points == call.seeds[place]]
+            first = population_lib.needed(cohort)
+            by_seed.append(population.blocks(mine, first, wanted))
+
+        def run(function: program_lib.Compiled, blocks: list[np.ndarray]) -> Any:
+            cohort = _stack(
+                [
+                    population_lib.mapped(one, ids, num_clients)
+                    for one, ids in zip(drawn, blocks, strict=True)
+                ]
+            )
+            ids = np.full((len(blocks), population.num_rows), num_clients, np.int32)
+            for line, block in zip(ids, blocks, strict=True):
+                line[: len(block)] = block
+            of_variant = [blocks[call.seeds.index(v // points)] for v in call.variants]
+            state = population.block(call.variants, call.state, of_variant)
+            given = call.floats, state, self._place(cohort), self._place(ids)
+            return self._computed(function, (*given, self.data, call.partition))
+
+        counts = found = run(self.program.evaluate, [blocks[0] for blocks in by_seed])
+        shared = counts["shared"]
+        names = sorted({"own", "known", "trained"} & counts.keys())
+        shape = len(call.variants), num_clients
+        whole = {name: np.zeros(shape, counts[name].dtype) for name in names}
+        for number in range(max(map(len, by_seed))):
+            none = np.zeros(0, np.int64)
+            blocks = [one[number] if number < len(one) else none for one in by_seed]
+            if number:
+                found = run(self.program.evaluate_rest, blocks)
+            for slot, variant in enumerate(call.variants):
+                block = blocks[call.seeds.index(variant // points)]
+                for name in names:
+                    whole[name][slot, block] = found[name][slot, : len(block)]
+                if not number:
+                    continue
+                for name in {"own", "trained"}.intersection(names):
+                    # Without a key the models that training left are those that serve.
+                    key = name if name in shared else "own"
+                    pairs = zip(found["by_shared"][key], shared[key], strict=True)
+                    for serves, right in pairs:
+                        mine = serves[slot, : len(block)]
+                        whole[name][slot, block] += mine * right[slot, block]
+        return counts | whole
 
     def lowered(self) -> dict[str, jax.stages.Lowered]:
         """`init`, `rounds` and `evaluate` of the first call, ready to be compiled."""
@@ -366,7 +553,7 @@ class Simulation:
     def _evaluate_args(self, call: Call) -> tuple[Any, ...]:
         """Arguments of `Program.evaluate`."""
         drawn = _stack([self.planner.drawn(index, call.round) for index in call.seeds])
-        return call.floats, call.state, drawn, self.data, call.partition
+        return call.floats, call.state, drawn, (), self.data, call.partition
 
     def _compiled(
         self, function: program_lib.Compiled, args: tuple
@@ -397,13 +584,21 @@ class Simulation:
             work_of(self.planner, index, one, self.execution)
             for index, one in enumerate(planned)
         ]
+        residents = []
+        if self.population is not None:
+            clients = self.population.num_clients
+            for index, one in enumerate(planned):
+                drawn = [one.client_id[t][one.row_mask[t]] for t in range(count)]
+                found = population_lib.Residents(population_lib.needed(one), drawn)
+                residents.append(found)
+                planned[index] = population_lib.mapped(one, found.ids, clients)
         cohorts = [_stack([planned[s] for s in call.seeds]) for call in self.calls]
         work = [
             Work(*map(sum, zip(*(costs[s] for s in self._seeds_of(call)), strict=True)))
             for call in self.calls
         ]
         placed = [self._place_window(one) for one in cohorts]
-        return Window(first, first + count, placed, work)
+        return Window(first, first + count, placed, work, residents, {})
 
     def _seeds_of(self, call: Call) -> list[int]:
         """The seed of each of a call's variants, as an index."""
@@ -412,15 +607,20 @@ class Simulation:
 
     def _fitting(self, first: int, most: int) -> tuple[int, int]:
         """(rounds from `first` on for which there is room, examples with one more)."""
-        needed = np.zeros(1, np.int64)
+        needed, every = np.zeros(1, np.int64), range(len(self.seeds))
+        ids = [np.zeros(0, np.int64) for _ in every]
         for count in range(min(self._length, most)):
-            needed = needed + np.stack(
-                [
-                    self.planner.examples(index, first + count)
-                    for index in range(len(self.seeds))
-                ]
-            )
+            round = first + count
+            found = [self.planner.examples(index, round) for index in every]
+            needed = needed + np.stack(found)
             if needed.max() > self._capacity:
+                return count, int(needed.max())
+            if self.population is None:
+                continue
+            for index in every:
+                more = population_lib.needed(self.planner.drawn(index, round))
+                ids[index] = np.union1d(ids[index], more)
+            if max(map(len, ids)) > self.population.num_rows:
                 return count, int(needed.max())
         return min(self._length, most), 0
 

@@ -107,6 +107,8 @@ class Task(NamedTuple):
         execution: See `Execution`.
         num_levels: Capacity levels of the clients; 1 means that all hold the whole
             model.
+        num_residents: Clients whose private rows are on the device at once, 0 = all;
+            see `population`.
     """
 
     server_model: Model
@@ -120,6 +122,12 @@ class Task(NamedTuple):
     example_shape: tuple[int, ...]
     execution: Execution = Execution()
     num_levels: int = 1
+    num_residents: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """The private rows that a state has: one for each client that it may hold."""
+        return self.num_residents or self.num_clients
 
     @property
     def client_model(self) -> Model:
@@ -359,7 +367,8 @@ class Cohort:
     `client_id` int32[C] (K on padding); `row` int32[C], the client's slot in the
     private rows of its group (K on padding, past the end of any group); `row_mask`
     bool[C]; `level` int32[C], the capacity level that a client holds; `peers` int32[C,
-    P], slots like `row`, valid where `peer_mask` bool[C, P]; `plans` by name.
+    P], slots like `row`, valid where `peer_mask` bool[C, P]; `plans` by name; `peer_id`
+    int32[C, P], the peers as clients, () where these are the slots.
 
     A window of cohorts has leaves [T, ...], and each plan of T rounds as a
     `WindowPlan`.
@@ -372,6 +381,7 @@ class Cohort:
     peers: jax.Array
     peer_mask: jax.Array
     plans: Mapping[str, Any]
+    peer_id: Any = ()
 
     def of_round(self, index: Any, num_examples: jax.Array) -> Cohort:
         """One round of a window, with its plans.
@@ -429,9 +439,10 @@ class RoundState:
 class Serving:
     """A group of models, and the clients that each of them serves.
 
-    Entry m serves client `client_id[m]` (int32[M]) where `mask` bool[M] is True. Its
-    model is row m of `own` (Variables with leaves [M, ...]), or `build(shared, row)`,
-    called where the model is needed so that the models never all exist at once. With
+    Entry m serves client `client_id[m]` (int32[M]) where `mask` bool[M] is True. Where
+    the state does not have the rows of all clients, it is the client's slot. The model
+    is row m of `own` (Variables with leaves [M, ...]), or `build(shared, row)`, called
+    where the model is needed so that the models never all exist at once. With
     `own` None the model `shared` serves them all. `model` and `build` are static.
     """
 

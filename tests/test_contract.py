@@ -231,7 +231,7 @@ def test_masked_is_bucketed(name, reference, unequal):
 def test_restored_run_is_the_same(name, reference, unequal):
     """4 rounds at once = 2, save, restore, 2: bit for bit, metrics too."""
     second = build_experiment(name, unequal)
-    restored = checkpoint.restore(reference.folder, second.saved_template())
+    restored = checkpoint.restore(reference.folder, *second.saved_templates())
     second.load(*restored, list(reference.early))
     second.run()
     chex.assert_trees_all_equal(arrays_of(second), reference.last)

@@ -219,6 +219,12 @@ class Machine:
         choices=("", "accelerator"),
         role=NOWHERE,
     )
+    client_state: str = option(
+        "device",
+        "where private rows and optimizer states of clients are kept that train in no "
+        "round of the next seconds: device, host (memory), or a folder (in a file)",
+        role=EXECUTION,
+    )
     precision: str = option(
         "f32", "precision of matrix products", choices=tuple(PRECISIONS)
     )

@@ -135,7 +135,7 @@ class Workdir(loop.Listener):
         if restored:
             round, host = restored
             arrays = processes.arrays_of_first(
-                self._restored and self._restored[1], self.run.saved_template()
+                self._restored and self._restored[1], self.run.saved_templates()[0]
             )
             self._restored, self.records = None, list(host["records"])
             self.run.load(round, arrays, host["experiment"], list(self.records))
@@ -244,7 +244,8 @@ class Workdir(loop.Listener):
 
     def _restore(self) -> None:
         """Reads the last checkpoint, if there is one and it fits the rounds."""
-        self._restored = checkpoint.restore(self.checkpoints, self.run.saved_template())
+        forms = self.run.saved_templates()
+        self._restored = checkpoint.restore(self.checkpoints, *forms)
         if self._restored is None:
             return
         (round, _, host), wanted = self._restored, self.run.config.rounds

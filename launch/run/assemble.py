@@ -14,7 +14,7 @@ from data.partitions import cdkt
 from fedjax_pfl import evaluate, execution, levels, rng, shapes, types
 from fedjax_pfl import program as program_lib
 from launch.config import resolve, schema, sweep
-from launch.run import devices, fit, memory, model_files, processes
+from launch.run import devices, fit, memory, model_files, processes, residence
 from launch.run.given import Settings, sha256
 from launch.run.run import Run
 
@@ -171,6 +171,12 @@ def assemble(
             f"images without labels; omit it, or take {fit.able('public_images')}"
         )
     planner = planner_of(program.algorithm, how)
+    rows_in = residence.place(config)
+    if rows_in is not None:
+        residents = residence.count(config, program, planner, data)
+        task = task._replace(num_residents=residents)
+        scoring = _scoring(config, data, how)
+        program = program_lib.build(entry.make, first, task, scoring)
     digest = settings.source_hash.copy()
     if public is not None:
         digest = sha256(data.image, data.label)
@@ -196,8 +202,9 @@ def assemble(
         hashes=hashes,
         points=points,
         target=target,
+        rows_in=rows_in,
     )
-    memory.refuse([memory.kept(chosen, made.saved_template())], chosen, target)
+    memory.refuse([memory.kept(chosen, made.simulation.template())], chosen, target)
     return made
 
 

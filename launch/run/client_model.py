@@ -136,36 +136,41 @@ def find(
     if client_id is not None and client_id not in range(config.num_clients):
         raise ValueError(f"client_id={client_id}: expected 0..{config.num_clients - 1}")
     run.start()
-    row = run.variant(seed, point)
+    variant, cohort = run.variant(seed, point), run.planner.drawn(index, run.round)
+    if run.simulation.population is None:
+        state, slot = run.state, client_id
+    else:
+        state, cohort, slot = run.simulation.around(client_id, variant, cohort)
+        variant = 0
     # A copy, since the next round donates the state's buffers.
-    state = _row(run.state, row)
+    state = _row(state, variant)
     part = jax.tree.map(lambda leaf: leaf[index], run.data.partition)
     where = execution.replicated(run.task.execution)
     data = run.data.replace(partition=execution.place(part, where))
-    model, variables = _found(run, client_id, state, data, index)
+    model, variables = _found(run, client_id, slot, state, cohort, data)
     return ClientModel(model, variables, data, config.image_size, config.image_channels)
 
 
 def _found(
     run: Run,
     client_id: int | None,
+    slot: int | None,
     state: types.RoundState,
+    cohort: types.Cohort,
     data: types.Data,
-    index: int,
 ) -> tuple[types.Model, types.Variables]:
-    """The model in the state of one variant, with the data of the seed at `index`."""
+    """The model of a client, whose place in the state of one variant is `slot`."""
     algorithm, name = run.program.algorithm, run.config.algo
     if client_id is None:
         if algorithm.server is None:
             raise ValueError(f"--algo={name} has no server's model; give a client_id")
         return next(iter(algorithm.server(state, data).values()))
-    cohort = run.planner.drawn(index, run.round)
-    num_clients = run.config.num_clients
-    for group in algorithm.serving_groups(state, cohort, data, num_clients):
-        served = np.asarray(group.mask) & (np.asarray(group.client_id) == client_id)
+    num_rows = run.task.num_rows
+    for group in algorithm.serving_groups(state, cohort, data, num_rows):
+        served = np.asarray(group.mask) & (np.asarray(group.client_id) == slot)
         if served.any():
-            slot = int(np.flatnonzero(served)[0])
-            return group.model, group.variables(_row(group.own, slot))
+            entry = int(np.flatnonzero(served)[0])
+            return group.model, group.variables(_row(group.own, entry))
     raise ValueError(f"client_id={client_id} is served by no model")
 
 

@@ -43,6 +43,7 @@ class Run:
         hashes: tuple[str, str],
         points: Sequence[sweep.Point],
         target: str = "",
+        rows_in: str | None = None,
     ):
         self.config, self.hparams, self.task = settings.config, settings.hparams, task
         self.program, self.data, self.planner = program, data, planner
@@ -59,7 +60,9 @@ class Run:
             (len(seeds) * len(points), max(len(window), 10), config.num_clients), np.nan
         )
         self.simulation = simulate.Simulation(
-            program, data, planner, seeds, task.execution, config.rounds, points
+            *(program, data, planner, seeds, task.execution, config.rounds),
+            points,
+            rows_in,
         )
 
     @property
@@ -206,7 +209,7 @@ class Run:
     def saved(self) -> tuple[Any, dict[str, Any]]:
         """The (arrays, host counters) of a checkpoint."""
         simulation = self.simulation
-        arrays = {"state": simulation.joined, "accuracies": self.client_accuracies}
+        arrays = {"state": simulation.kept, "accuracies": self.client_accuracies}
         host = dataclasses.asdict(simulation.totals) | {
             "messages": simulation.totals.messages.tolist(),
             "diverged": simulation.totals.diverged.tolist(),
@@ -216,10 +219,10 @@ class Run:
         }
         return arrays, host
 
-    def saved_template(self) -> Any:
-        """The shapes of the arrays of `saved`."""
-        state = self.simulation.template()
-        return {"state": state, "accuracies": self.client_accuracies}
+    def saved_templates(self) -> list[Any]:
+        """The shapes of the arrays of `saved`, and of others that `load` takes."""
+        accuracies = {"accuracies": self.client_accuracies}
+        return [{"state": s, **accuracies} for s in self.simulation.kept_templates()]
 
     def load(
         self, round: int, arrays: Any, host: dict[str, Any], metrics: list[dict]
@@ -279,7 +282,7 @@ class Run:
             window, rule = (self.metrics[-1]["round"],), "last"
         parts = [self._numbers_of(point, window, rule) for point in self.points]
         totals, seconds = self.totals, max(self.totals.seconds, 1e-9)
-        state, how = self.simulation.joined, self.task.execution
+        state, how = self.simulation.whole, self.task.execution
         return {
             # A sweep has a summary for each point, as a mean over them is meaningless.
             **({"metrics": {}, "sweep": parts} if self.config.sweep else parts[0]),
