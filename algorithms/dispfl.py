@@ -240,7 +240,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         """The same weights for all clients, and a mask for each."""
         state = made.init(data, key)
-        ids = jnp.arange(task.num_clients)
+        ids = jnp.arange(task.num_rows)
         mask = jax.lax.map(lambda k: first_mask(rng.stream(key, rng.Tag.MASK, k)), ids)
         own = state.clients["own"]
         own = own._replace(params=sparse.only(mask, own.params))

@@ -265,6 +265,11 @@ class Population:
         self.num_clients, self.layout = num_clients, Layout(rows)
         self._how, self._folder, self._stores = how, folder, {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows of all clients and variants."""
+        return len(self._stores) * self.num_clients * self.layout.num_bytes
+
     def begin(self, variants: Sequence[int], state: types.RoundState) -> None:
         """Makes the stores of some variants, from the state before the first round.
 

@@ -24,6 +24,8 @@ from fedjax_pfl.call import Call, Totals, Work
 CALL_SECONDS = 10.0
 WINDOW_BYTES = 64 << 20
 MAX_WINDOW_ROUNDS = 64
+# Of a population, rows of more bytes are not hashed for clients that never trained.
+HASHED_BYTES = 8 << 30
 
 
 class Planner(Protocol):
@@ -247,6 +249,19 @@ class Simulation:
             return self.whole
         variants = range(len(self.totals.messages))
         return self.population.kept(variants, self.whole)
+
+    def digest(self) -> str:
+        """SHA-256 of the server's and the clients' parameters, of all variants.
+
+        It does not depend on where the clients' are kept, unless all rows would be too
+        many to hash: then it is that of the rows that have trained.
+        """
+        population = self.population
+        if population is None or population.num_bytes <= HASHED_BYTES:
+            return checkpoint.digest((self.whole.server, self.whole.clients))
+        kept = self.kept
+        rows = kept.state.clients, kept.common[0], kept.ids, kept.count
+        return checkpoint.digest((kept.state.server, *rows))
 
     def around(
         self, client: int | None, variant: int, cohort: types.Cohort

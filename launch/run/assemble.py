@@ -164,7 +164,12 @@ def assemble(
         if reason:
             task = task._replace(execution=execution_with("0"))
     how = task.execution
-    program = program_lib.build(entry.make, first, task, _scoring(config, data, how))
+    scoring = _scoring(config, data, how)
+
+    def built(task: types.Task) -> program_lib.Program:
+        return program_lib.build(entry.make, first, task, scoring)
+
+    program = built(task)
     if public is not None and program.algorithm.ships_proxy != "unlabelled":
         raise ValueError(
             f"--public_set={config.public_set}: --algo={config.algo} does not use "
@@ -173,10 +178,7 @@ def assemble(
     planner = planner_of(program.algorithm, how)
     rows_in = residence.place(config)
     if rows_in is not None:
-        residents = residence.count(config, program, planner, data)
-        task = task._replace(num_residents=residents)
-        scoring = _scoring(config, data, how)
-        program = program_lib.build(entry.make, first, task, scoring)
+        task, program = residence.of_few(config, task, built, planner, data)
     digest = settings.source_hash.copy()
     if public is not None:
         digest = sha256(data.image, data.label)

@@ -66,7 +66,7 @@ def needs(options: dict[str, Any], *, num_rows: int, model_bytes: int) -> list[N
 
 
 def kept(options: dict[str, Any], shapes: Any) -> Need:
-    """The memory of a state of these shapes and dtypes, mostly clients' models."""
+    """The memory of the device's state, of these shapes, mostly clients' models."""
     leaves = jax.tree.leaves(shapes)
     total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     factors = {name: options[name] for name in ("num_seeds", "num_clients")}

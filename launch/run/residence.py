@@ -1,6 +1,7 @@
 """Where clients' private rows are kept, and how many of them the device holds."""
 
 import pathlib
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -37,43 +38,51 @@ def place(config: schema.Config) -> str | None:
     return "" if name == "host" else str(pathlib.Path(name).expanduser())
 
 
-def count(
+def of_few(
     config: schema.Config,
-    program: program_lib.Program,
+    task: types.Task,
+    build: Callable[[types.Task], program_lib.Program],
     planner: plan.Planner,
     data: types.Data,
-) -> int:
-    """The clients whose rows the device holds, at most K.
+) -> tuple[types.Task, program_lib.Program]:
+    """The task and the program in which the device holds the rows of some clients.
 
     Args:
         config: The options.
-        program: The program for all rows.
+        task: The task in which it holds all.
+        build: The program of a task.
         planner: The cohorts.
         data: With a partition of all seeds.
 
     Raises:
-        ValueError: the algorithm keeps nothing for its clients, or not in rows.
+        ValueError: the algorithm keeps nothing for its clients, or not in equal rows.
     """
-    algorithm, given = program.algorithm, f"--client_state={config.client_state}"
-    one = jax.tree.map(lambda leaf: leaf[:1], data.partition)
-    seeds = np.zeros(1, np.uint32)
-    init = program.init.jitted
-    state = jax.eval_shape(
-        init, program.floats, data.replace(partition=None), one, seeds
-    )
-    rows = jax.tree.leaves((state.clients, state.opt_state))
-    if not rows:
+    given, one = f"--client_state={config.client_state}", data.partition
+    one = jax.tree.map(lambda leaf: leaf[:1], one)
+    data, seeds = data.replace(partition=None), np.zeros(1, np.uint32)
+
+    def shapes(task: types.Task) -> tuple[program_lib.Program, types.RoundState]:
+        program = build(task)
+        state = jax.eval_shape(program.init.jitted, program.floats, data, one, seeds)
+        return program, state
+
+    program, state = shapes(task)
+    if not jax.tree.leaves((state.clients, state.opt_state)):
         raise ValueError(
             f"{given}: clients of --algo={config.algo} keep nothing between rounds; "
             "omit it"
         )
-    if algorithm.by_architecture or any(
-        leaf.shape[1] != config.num_clients for leaf in rows
-    ):
+    cohort, is_grouped = planner.drawn(0, 0), program.algorithm.by_architecture
+    if not is_grouped:
+        most = cohort.client_id.size + cohort.peers.size
+        count = population.num_residents(state, config.num_clients, most)
+        task = task._replace(num_residents=count)
+        program, state = shapes(task)
+        rows = jax.tree.leaves((state.clients, state.opt_state))
+        is_grouped = any(leaf.shape[1] != count for leaf in rows)
+    if is_grouped:
         raise ValueError(
-            f"{given}: clients of --algo={config.algo} have no rows of one shape; "
-            "omit it"
+            f"{given}: --algo={config.algo} keeps what depends on each client from the "
+            "first round on, which must be on the device; omit it"
         )
-    cohort = planner.drawn(0, 0)
-    most = cohort.client_id.size + cohort.peers.size
-    return population.num_residents(state, config.num_clients, most)
+    return task, program

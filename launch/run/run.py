@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from data import plan
-from fedjax_pfl import checkpoint, simulate, traffic, types
 from fedjax_pfl import program as program_lib
+from fedjax_pfl import simulate, traffic, types
 from launch.config import sweep
 from launch.run import devices, summaries
 from launch.run.given import Settings
@@ -282,7 +282,7 @@ class Run:
             window, rule = (self.metrics[-1]["round"],), "last"
         parts = [self._numbers_of(point, window, rule) for point in self.points]
         totals, seconds = self.totals, max(self.totals.seconds, 1e-9)
-        state, how = self.simulation.whole, self.task.execution
+        how = self.task.execution
         return {
             # A sweep has a summary for each point, as a mean over them is meaningless.
             **({"metrics": {}, "sweep": parts} if self.config.sweep else parts[0]),
@@ -297,7 +297,7 @@ class Run:
             "compile_seconds": self.compile_seconds,
             "peak_memory_bytes": devices.peak_memory_bytes(),
             "setup_bytes_down": self.setup_bytes(),
-            "parameters_sha256": checkpoint.digest((state.server, state.clients)),
+            "parameters_sha256": self.simulation.digest(),
             "versions": {
                 "python": platform.python_version(),
                 "jax": jax.__version__,
