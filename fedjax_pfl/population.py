@@ -120,6 +120,10 @@ class Store:
         """int64[n]: the clients that have trained, in order."""
         return np.flatnonzero(self._slot >= 0)
 
+    def have_trained(self, ids: np.ndarray) -> bool:
+        """Whether any of these clients has trained."""
+        return bool((self._slot[ids] >= 0).any())
+
     def read(self, ids: np.ndarray) -> np.ndarray:
         """uint8[n, bytes], the rows of clients int[n]; K gives the common row."""
         out = np.empty((len(ids), len(self.common)), np.uint8)
@@ -264,6 +268,8 @@ class Population:
         self.num_rows = jax.tree.leaves(rows)[0].shape[1]
         self.num_clients, self.layout = num_clients, Layout(rows)
         self._how, self._folder, self._stores = how, folder, {}
+        # The variants and the rows of a block in which no client has trained.
+        self._common: tuple[Sequence[int], Any] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -318,10 +324,19 @@ class Population:
         ids: Sequence[np.ndarray],
     ) -> types.RoundState:
         """The state with the rows of some clients of each variant, to be evaluated."""
-        records = self.read(variants, ids)
-        rows, _ = self.layout.unpack(records)
+        pairs = zip(variants, ids, strict=True)
+        is_common = not any(self._stores[v].have_trained(one) for v, one in pairs)
+        # Most clients of a large population have never trained.
+        if is_common and self._common is not None and self._common[0] == variants:
+            return state.replace(clients=self._common[1], opt_state=())
+        rows, _ = self.layout.unpack(self.read(variants, ids))
         rows = execution.place(rows, execution.replicated(self._how))
+        self._common = (variants, rows) if is_common else None
         return state.replace(clients=rows, opt_state=())
+
+    def forget_block(self) -> None:
+        """Frees the device's memory of the last block."""
+        self._common = None
 
     def resident(self, found: Kept | types.RoundState) -> types.RoundState:
         """What `load` took, with the common rows in place of all others."""

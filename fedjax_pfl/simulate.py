@@ -540,6 +540,7 @@ class Simulation:
                     for serves, right in pairs:
                         mine = serves[slot, : len(block)]
                         whole[name][slot, block] += mine * right[slot, block]
+        population.forget_block()
         return counts | whole
 
     def lowered(self) -> dict[str, jax.stages.Lowered]:
