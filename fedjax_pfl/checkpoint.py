@@ -144,7 +144,7 @@ def digest(state: Any) -> str:
     def of_bits(leaf: Any) -> str:
         bits = hashlib.sha256()
         for piece in _pieces(leaf):
-            bits.update(piece.data)
+            bits.update(piece.view(np.uint8))
         return bits.hexdigest()
 
     total = hashlib.sha256()
