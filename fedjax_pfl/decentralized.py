@@ -120,8 +120,7 @@ def weights(kind: str, cohort: types.Cohort, data: types.Data) -> jax.Array:
         cohort: The clients and their peers.
         data: The tables.
     """
-    peers = cohort.peers if isinstance(cohort.peer_id, tuple) else cohort.peer_id
-    source = jnp.concatenate([cohort.client_id[:, None], peers], 1)
+    source = jnp.concatenate([cohort.client_id[:, None], cohort.peer_clients], 1)
     if kind == "uniform":
         return jnp.ones(source.shape)
     return stacked.take(data.partition.train.count, source).astype(jnp.float32)

@@ -383,6 +383,11 @@ class Cohort:
     plans: Mapping[str, Any]
     peer_id: Any = ()
 
+    @property
+    def peer_clients(self) -> jax.Array:
+        """int32[C, P]: the peers as clients, for tables of the data."""
+        return self.peers if isinstance(self.peer_id, tuple) else self.peer_id
+
     def of_round(self, index: Any, num_examples: jax.Array) -> Cohort:
         """One round of a window, with its plans.
 

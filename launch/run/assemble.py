@@ -206,7 +206,12 @@ def assemble(
         target=target,
         rows_in=rows_in,
     )
-    memory.refuse([memory.kept(chosen, made.simulation.template())], chosen, target)
+    kept = [memory.kept(chosen, made.simulation.template())]
+    if rows_in == "":
+        row_bytes = made.simulation.population.layout.num_bytes
+        variants = config.num_seeds * len(points)
+        kept.append(memory.kept_on_host(chosen, row_bytes, variants))
+    memory.refuse(kept, chosen, target)
     return made
 
 

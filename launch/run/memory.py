@@ -73,6 +73,14 @@ def kept(options: dict[str, Any], shapes: Any) -> Need:
     return Need("the models that clients keep", total, factors, True)
 
 
+def kept_on_host(options: dict[str, Any], row_bytes: int, variants: int) -> Need:
+    """The memory of clients' rows in a host's memory, once all rounds are done."""
+    trained = options["rounds"] * options["clients_per_round"]
+    trained = min(trained, options["num_clients"])
+    factors = {"num_seeds": options["num_seeds"], "num_clients": trained}
+    return Need("the clients that train", variants * trained * row_bytes, factors)
+
+
 def refuse(needed: Sequence[Need], options: dict[str, Any], target: str = "") -> None:
     """Refuses a run that needs more than is free, or than a chip `target` has.
 
