@@ -53,9 +53,9 @@ def _section(
         figure, axes = svg.figure(sheet["axis"], pictures.label(name, target))
         pictures.draw(axes, sheet, results, name)
         figures.append(svg.shown(figure, pictures.label(name, target)))
-    rows = enumerate(sheets.by_row(results))
+    colored = pictures.colors(results)
     return {
         "table": sheets.sheet(sheet, results, target),
         "figures": figures,
-        "rows": [{"name": row, "color": pictures.color(index)} for index, row in rows],
+        "rows": [{"name": row, "color": color} for row, color in colored.items()],
     }

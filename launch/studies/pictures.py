@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -11,11 +12,19 @@ from launch.studies import sheets
 from launch.studies.sheets import Result
 
 MARKERS = "os^Dvp*X"
+# Plain loops have the same colours in all pictures.
+LOOPS = {"loop": svg.COLORS[-2], "torch": svg.COLORS[-1]}
 
 
-def color(index: int) -> str:
-    """The colour of a row by its number in the sheet."""
-    return svg.COLORS[index % len(svg.COLORS)]
+def colors(results: Sequence[Result]) -> dict[str, str]:
+    """The colour of each row of a sheet."""
+    rows = enumerate(sheets.by_row(results).items())
+    return {row: LOOPS.get(f[0].cell.how, svg.COLORS[i % 8]) for i, (row, f) in rows}
+
+
+def _number(value: float, _: int = 0) -> str:
+    """A number at an axis, such as 20,000 or 0.05."""
+    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
 
 
 def panels(sheet: Mapping[str, Any], results: Sequence[Result]) -> list[str]:
@@ -43,7 +52,7 @@ def draw(
     by side. Fractions have a linear scale from 0, everything else a logarithmic one.
     """
     values = list(sheet["values"])
-    numbers = sheet.get("scale", "names") != "names"
+    numbers, colored = sheet["scale"] != "names", colors(results)
     for index, (row, found) in enumerate(sheets.by_row(results).items()):
         known = [one for one in found if one.number(name) is not None]
         places = [
@@ -51,7 +60,9 @@ def draw(
             for one in known
         ]
         marker = MARKERS[index % len(MARKERS)]
-        style = {"color": color(index), "marker": marker, "ms": 5, "lw": 1.6}
+        style = {"color": colored[row], "marker": marker, "ms": 5, "lw": 1.6}
+        if found[0].cell.how in LOOPS:
+            style["ls"] = "--"
         axes.plot(places, [one.number(name) for one in known], label=row, **style)
     if not numbers:
         axes.set_xticks(range(len(values)), values)
@@ -65,6 +76,9 @@ def draw(
         axes.set_ylim(0, 103)
     elif any((one.number(name) or 0) > 0 for one in results):
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=12))
+        axes.yaxis.set_major_formatter(ticker.FuncFormatter(_number))
+        axes.yaxis.set_minor_formatter(ticker.NullFormatter())
 
 
 def picture(

@@ -6,7 +6,7 @@ study (`common`), of the sheet, of the value, of the row, and of the cell alone 
 of a sheet, by "ROW at VALUE"). A later part wins; `options` and `data` are merged.
 
 `seconds` are those expected of a cell on two quiet cores, and `times` is a factor on
-them. A row has the values in `only`, by default all.
+them. A row has the values in `only`, by default all, and those that `cells` names.
 """
 
 import json
@@ -127,11 +127,11 @@ def _of_sheet(study: Mapping[str, Any], name: str) -> Iterator[Cell]:
     alone = sheet.get("cells", {})
     for value, of_value in sheet["values"].items():
         for row, of_row in sheet["rows"].items():
-            if value not in of_row.get("only", sheet["values"]):
+            own = alone.get(f"{row} at {value}")
+            if own is None and value not in of_row.get("only", sheet["values"]):
                 continue
-            own = alone.get(f"{row} at {value}", {})
             common = study["common"], sheet.get("common", {})
-            part = _merged(name, *common, of_value, of_row, own)
+            part = _merged(name, *common, of_value, of_row, own or {})
             settings = {key: part[key] for key, decides in _PARTS.items() if decides}
             yield Cell(
                 name,

@@ -253,6 +253,21 @@ def test_every_cell_of_every_study_is_a_configuration():
             assert sheet.get("cells", {}).keys() <= places
 
 
+def test_a_cell_beyond_its_row(toy, tmp_path):
+    """A row may have some values only, and one cell more with options of its own."""
+    path = tmp_path / "toy.json"
+    study = json.loads(path.read_text())
+    sheet = study["sheets"]["few"]
+    sheet["rows"]["FedAvg"]["only"] = ["4"]
+    path.write_text(json.dumps(study))
+    assert [one.value for one in tables.cells(tables.load("toy"))] == ["4"]
+    sheet["cells"] = {"FedAvg at 8": {"options": {"client_chunk": 2}}}
+    path.write_text(json.dumps(study))
+    first, second = tables.cells(tables.load("toy"))
+    assert second.settings["options"]["client_chunk"] == 2
+    assert "client_chunk" not in first.settings["options"]
+
+
 def test_a_study_s_name_is_that_of_its_folder(toy, made):
     """A page of a folder needs no name."""
     command.command(["study", "toy", "--target="])
