@@ -55,6 +55,8 @@ def draw(
     numbers, colored = sheet["scale"] != "names", colors(results)
     for index, (row, found) in enumerate(sheets.by_row(results).items()):
         known = [one for one in found if one.number(name) is not None]
+        if not known:
+            continue
         places = [
             float(one.cell.value) if numbers else values.index(one.cell.value)
             for one in known
@@ -95,10 +97,9 @@ def picture(
         axes.set(xlabel=sheet["axis"], ylabel=label(name, target))
         axes.grid(alpha=0.25, lw=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-    handles, names = every[0].get_legend_handles_labels()
-    columns = min(len(names), 3 * len(shown))
-    figure.legend(
-        handles, names, loc="outside lower center", ncols=columns, frameon=False
-    )
+    drawn = {line.get_label(): line for axes in every for line in axes.get_lines()}
+    columns = min(len(drawn), 3 * len(shown))
+    place = {"loc": "outside lower center", "ncols": columns, "frameon": False}
+    figure.legend(drawn.values(), drawn.keys(), **place)
     figure.suptitle(sheet["title"], fontsize=11)
     return figure

@@ -47,6 +47,7 @@ FIGURES = {
     "estimate.temporary_bytes": Figure("MB temporary", 1e-6, ",.2f", True),
 }
 ESTIMATE = "estimate."
+NOTHING = "–"
 
 
 class Result(NamedTuple):
@@ -87,8 +88,8 @@ class Result(NamedTuple):
         if value is not None:
             return format(value if how.scale == 1 else how.scale * value, how.form)
         if name.startswith(ESTIMATE):
-            return self.no_estimate or ("–" if self.estimate else "missing")
-        return "–" if self.done else self.missing or "missing"
+            return self.no_estimate or (NOTHING if self.estimate else "missing")
+        return NOTHING if self.done else self.missing or "missing"
 
 
 def by_row(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -110,17 +111,21 @@ def columns(sheet: Mapping[str, Any], target: str) -> Iterator[tuple[str, str]]:
 def sheet(
     sheet: Mapping[str, Any], results: Sequence[Result], target: str
 ) -> sheets.Sheet:
-    """The table of a sheet: a part for each row, with a line for each value."""
-    shown = list(columns(sheet, target))
-    grids = [
-        sheets.Grid(
-            row,
-            sheet["axis"],
-            [head for _, head in shown],
-            [(one.cell.value, [one.text(name) for name, _ in shown]) for one in found],
-        )
-        for row, found in by_row(results).items()
-    ]
+    """The table of a sheet: a part for each row, with a line for each value.
+
+    A column is shown where a value of the row has it.
+    """
+    grids = []
+    for row, found in by_row(results).items():
+        shown = [
+            (name, head)
+            for name, head in columns(sheet, target)
+            if any(one.text(name) != NOTHING for one in found)
+        ]
+        lines = [
+            (one.cell.value, [one.text(name) for name, _ in shown]) for one in found
+        ]
+        grids.append(sheets.Grid(row, sheet["axis"], [h for _, h in shown], lines))
     return sheets.Sheet(sheet["title"], [sheet["about"]], grids)
 
 

@@ -13,7 +13,7 @@ NEEDS = {
     "estimate": ("libtpu", "pip install 'fedjax_pfl[tpu]'"),
 }
 TARGET = "tpu:v5e"
-ESTIMATE_SECONDS = 20
+ESTIMATE_SECONDS = 15
 REPORT = "report.html"
 
 
@@ -73,7 +73,7 @@ class Study:
 
     def result(self, cell: tables.Cell) -> sheets.Result:
         """What is known of a cell."""
-        estimate, reason = None, "–"
+        estimate, reason = None, sheets.NOTHING
         if cell.is_estimated and self.target:
             estimate = self.folder.get(cell.estimate(self.target))
             reason = "" if estimate else self.lacks.get("estimate", "missing")
