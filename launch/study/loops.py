@@ -59,6 +59,8 @@ def check(experiment: Experiment) -> None:
         for k, v in expected.items()
         if v != getattr(hparams, k)
     ]
+    swept = {name for point in experiment.points for name in point} - {"client_lr"}
+    other += [f"--sweep={name}" for name in sorted(swept)]
     if config.algo != "fedavg" or config.model != "mlp" or other:
         raise ValueError(
             "a plain loop is FedAvg's with --model=mlp and plain SGD, not "
