@@ -19,7 +19,7 @@ from launch import ending
 from launch.config import flags
 from launch.run import target
 from launch.show import sheets as show
-from launch.studies import tables
+from launch.studies import kept, tables
 from launch.study import child
 from launch.study import study as study_lib
 
@@ -126,7 +126,7 @@ def command(argv: list[str]) -> None:
         )
     for name in study.results():
         print(show.markdown(study.shown(name)), flush=True)
-    if asked.report:
+    if asked.report and kept.is_study(study.folder.path):
         study.write()
     if failed:
         flags.fail(f"{failed} cells failed; the same command tries them again", 1)

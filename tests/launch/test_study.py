@@ -136,7 +136,7 @@ def test_a_failed_cell_is_a_line(toy, made, monkeypatch, capsys):
 
     monkeypatch.setattr(child, "ended", failed)
     with pytest.raises(SystemExit) as stop:
-        command.command(["study", "toy"])
+        command.command(["study", "toy", "--report"])
     assert stop.value.code == 1
     error = capsys.readouterr().err
     assert error.count("failed: out of memory") == 2 and error.count("\n") == 3
