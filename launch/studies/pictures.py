@@ -49,7 +49,8 @@ def draw(
     """Draws a figure of all rows of a sheet over its axis.
 
     An axis of numbers is logarithmic where the sheet says so. Other values stand side
-    by side. Fractions have a linear scale from 0, everything else a logarithmic one.
+    by side, without lines. Fractions have a linear scale from 0, everything else a
+    logarithmic one.
     """
     values = list(sheet["values"])
     numbers, colored = sheet["scale"] != "names", colors(results)
@@ -63,7 +64,9 @@ def draw(
         ]
         marker = MARKERS[index % len(MARKERS)]
         style = {"color": colored[row], "marker": marker, "ms": 5, "lw": 1.6}
-        if found[0].cell.how in LOOPS:
+        if not numbers:
+            style |= {"ls": "none", "ms": 7}
+        elif found[0].cell.how in LOOPS:
             style["ls"] = "--"
         axes.plot(places, [one.number(name) for one in known], label=row, **style)
     if not numbers:

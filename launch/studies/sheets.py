@@ -36,6 +36,7 @@ FIGURES = {
     "client_chunk": Figure("chunk", 1, "d"),
     "all_gathers": Figure("all-gathers", 1, "d"),
     "all_reduces": Figure("all-reduces", 1, "d"),
+    "collective_bytes": Figure("MB by collectives", 1e-6, ",.3f"),
     "difference": Figure("largest difference to one device", 1, ".1e"),
     "client_accuracy": Figure("Client (UA)", 100, ".1f"),
     "global_accuracy": Figure("Global", 100, ".1f"),

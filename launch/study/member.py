@@ -5,6 +5,7 @@ collectives as JSON.
 """
 
 import json
+import math
 import os
 import pathlib
 import re
@@ -21,6 +22,9 @@ from launch.run import processes
 from launch.study import child, examples
 
 COLLECTIVES = {"all_gathers": "all-gather", "all_reduces": "all-reduce"}
+# A collective in an optimised program, with the shapes of what it returns
+_COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce)(?:-start)?\(")
+_SHAPE = re.compile(r"([a-z]+)(\d*)\[([\d,]*)\]")
 FAKE = "--xla_force_host_platform_device_count"
 
 
@@ -47,6 +51,24 @@ def planned_bytes(experiment: build.Experiment) -> dict[str, int]:
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
     }
+
+
+def collectives(text: str) -> dict[str, int]:
+    """The collectives of an optimised program, each counted once, also in a loop.
+
+    Returns:
+        Their numbers by kind, and `collective_bytes`, the bytes of their results.
+    """
+    found = _COLLECTIVE.findall(text)
+    kinds = [kind for _, kind in found]
+    out = {name: kinds.count(kind) for name, kind in COLLECTIVES.items()}
+    shapes = [shape for result, _ in found for shape in _SHAPE.findall(result)]
+    sizes = [
+        math.prod(int(side) for side in sides.split(",") if side)
+        * (int(bits) // 8 if bits else 1)
+        for _, bits, sides in shapes
+    ]
+    return out | {"collective_bytes": sum(sizes)}
 
 
 def start(
@@ -98,10 +120,7 @@ def command(argv: list[str]) -> None:
         made = experiment(settings, total, distributed=settings["distributed"])
         made.simulation.advance_to(total)
         text = made.program.rounds.executables[-1].as_text()
-    found = planned_bytes(made) | {
-        name: len(re.findall(rf" {one}(?:-start)?\(", text))
-        for name, one in COLLECTIVES.items()
-    }
+    found = planned_bytes(made) | collectives(text)
     if processes.is_first():
         np.savez(settings["path"], **_kept(made.state))
     print(json.dumps(found), flush=True)

@@ -228,6 +228,22 @@ def test_a_loop_refuses_what_it_does_not_do():
         loops.in_jax(member.experiment(settings, 2))
 
 
+def test_collectives_are_counted():
+    """From the text of a program: pairs count once, with all that they return."""
+    text = """
+      %a = f32[8,16]{1,0} all-gather(%x), channel_id=1
+      %b = (f32[4]{0}, pred[3]{0}) all-gather-start(%y, %z), channel_id=2
+      %c = (f32[4]{0}, pred[3]{0}) all-gather-done(%b)
+      ROOT %d = bf16[] all-reduce(%w), to_apply=%sum
+      %e = f32[9]{0} fusion(%all-gather), kind=kLoop
+    """
+    assert member.collectives(text) == {
+        "all_gathers": 2,
+        "all_reduces": 1,
+        "collective_bytes": 4 * 128 + 16 + 3 + 2,
+    }
+
+
 def test_drawn_sizes():
     """Equal clients have what is asked for; unequal ones have it on average."""
     x, _, client = examples.draw(50, 10)
