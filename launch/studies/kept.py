@@ -55,6 +55,17 @@ class Folder:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: it names no study") from error
 
+    def begin(self) -> None:
+        """Makes the folder, before a cell runs in it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not is_study(self.path):
+            text = json.dumps({"study": self.name})
+            finished.write_text(self.path / STUDY, f"{text}\n")
+
     def file(self, cell: tables.Cell) -> pathlib.Path:
         """The file of a cell."""
         return self.path / f"{cell.name}.json"
@@ -100,9 +111,6 @@ class Folder:
         entry = {"settings": cell.settings} | {name: done[name] for name in _PARTS[1:]}
         path = self.file(cell)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not is_study(self.path):
-            text = json.dumps({"study": self.name})
-            finished.write_text(self.path / STUDY, f"{text}\n")
         text = json.dumps(finished.finite(entry), indent=1, sort_keys=True)
         finished.write_text(path, f"{text}\n")
         return entry

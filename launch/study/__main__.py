@@ -19,7 +19,7 @@ from launch import ending
 from launch.config import flags
 from launch.run import target
 from launch.show import sheets as show
-from launch.studies import kept, tables
+from launch.studies import tables
 from launch.study import child
 from launch.study import study as study_lib
 
@@ -80,6 +80,7 @@ def _made(study: study_lib.Study, cell: tables.Cell) -> dict[str, Any]:
 def _run(study: study_lib.Study, left: Sequence[tables.Cell]) -> int:
     """Runs the missing cells; returns how many failed."""
     failed, every = 0, study.wanted()
+    study.folder.begin()
     for index, cell in enumerate(left):
         found = study.folder.like(cell, every)
         try:
@@ -126,7 +127,7 @@ def command(argv: list[str]) -> None:
         )
     for name in study.results():
         print(show.markdown(study.shown(name)), flush=True)
-    if asked.report and kept.is_study(study.folder.path):
+    if asked.report:
         study.write()
     if failed:
         flags.fail(f"{failed} cells failed; the same command tries them again", 1)
