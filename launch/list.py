@@ -21,6 +21,7 @@ from launch import ending, experiment
 from launch.config import flags, limits, presets, registry
 from launch.papers import tables
 from launch.run import cost, fit, target
+from launch.studies import tables as studies
 from models import counts
 
 WIDTHS = 4
@@ -63,6 +64,9 @@ def main() -> None:
         "partitions (--partition)": partitions.PARTITIONS,
         "tables of the papers (python -m launch.reproduce NAME)": {
             name: table["title"] for name, table in tables.tables().items()
+        },
+        "studies (python -m launch.study NAME)": {
+            name: study["title"] for name, study in studies.studies().items()
         },
     }
     for section, entries in sections.items():

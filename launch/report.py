@@ -1,5 +1,7 @@
 """Writes a page about runs: `python -m launch.report WORKDIR... --output=report.html`.
 
+The folder of a study (`launch.study`) gives the page of its finished cells.
+
 The self-contained HTML file shows which method is best and by how much, curves over
 rounds, messages and seconds, the gain of each client, the settings that differ, and the
 commands.
@@ -11,7 +13,9 @@ import pathlib
 from fedjax_pfl.options import option
 from launch import ending
 from launch.config import flags
-from launch.show import page
+from launch.show import page, svg
+from launch.studies import kept
+from launch.study import study
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +34,14 @@ def command(argv: list[str]) -> None:
         asked, folders, _ = flags.asked(argv, Options, __doc__)
         if not folders:
             raise ValueError("give the folders of one or more finished runs")
-        entries = page.read([pathlib.Path(folder) for folder in folders])
-        text = page.page(entries, asked.control, title=asked.title)
+        paths = [pathlib.Path(folder) for folder in folders]
+        if len(paths) == 1 and kept.is_study(paths[0]):
+            text = study.Study("", paths[0]).page(asked.title)
+        else:
+            entries = page.read(paths)
+            text = page.page(entries, asked.control, title=asked.title)
     with ending.writing("output", asked.output):
-        page.write(asked.output, text)
+        svg.write(asked.output, text)
     print(asked.output)
 
 

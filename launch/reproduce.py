@@ -9,14 +9,13 @@ values of such an option are omitted. Tables are data: `launch/papers/<paper>.js
 import dataclasses
 import json
 import pathlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data import loaders
 from fedjax_pfl import levels
 from fedjax_pfl.options import option
-from launch import ending, main
+from launch import cells, ending
 from launch.config import flagfile, flags, presets, registry, resolve, schema
 from launch.folder import finished
 from launch.papers import tables
@@ -24,49 +23,9 @@ from launch.run import devices, processes
 from launch.show import curves, sheets
 
 
-def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
-    """Whether a run's folder holds a run with these options."""
-    path = folder / finished.RUN_FLAGS
-    if not path.is_file():
-        return False
-    given, known = _known(options), registry.fields_of(options["algo"])
-    # The algorithm's own options count even if the preset decides them.
-    _, hparams = resolve.configure(given)
-    stored = flagfile.RunFlags.read(path).completed(hparams)
-    typed = stored.typed(options["algo"])
-    return stored.options.keys() <= known.keys() and all(
-        typed.get(k) == v for k, v in (vars(hparams) | given).items()
-    )
-
-
-def _known(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a cell's algorithm has, as its table may name others."""
-    known = registry.fields_of(options["algo"])
-    return {name: value for name, value in options.items() if name in known}
-
-
-def _stored(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The summary and the records of a finished cell with these options."""
-    try:
-        if not _holds(folder, options):
-            return None
-        done = finished.read(folder)
-        return done and done | {"records": finished.records(folder)}
-    except ValueError as error:
-        print(f"note: {error}", file=sys.stderr, flush=True)
-        return None
-
-
-def _run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs or continues a cell, and returns its summary and its records."""
-    resumes = processes.on_first((folder / finished.RUN_FLAGS).exists)
-    done = main.execute(_known(options) | {"workdir": str(folder), "resume": resumes})
-    return processes.on_first(lambda: done | {"records": finished.records(folder)})
-
-
 def _check(cell: sheets.Cell) -> None:
     """Refuses a cell that could not run, before any cell runs."""
-    given = _known(cell.options)
+    given = cells.known(cell.options)
     try:
         config, hparams = resolve.configure(given)
         if isinstance(hparams, levels.Levels):
@@ -187,7 +146,7 @@ def _report(
     folders: Sequence[pathlib.Path],
 ) -> None:
     """Writes a page about the finished cells, with the paper's numbers."""
-    from launch.show import page  # slow imports, jinja2 and matplotlib
+    from launch.show import page, svg  # slow imports, jinja2 and matplotlib
 
     done = [
         (folder, f"{cell.row}, {cell.scenario}")
@@ -198,7 +157,7 @@ def _report(
         flags.fail(f"--report={path}: no cell is finished, or none has a folder here")
     entries = page.read(*zip(*done, strict=True))
     with ending.writing("report", path):
-        page.write(path, page.page(entries, tables=[sheet], title=sheet.title))
+        svg.write(path, page.page(entries, tables=[sheet], title=sheet.title))
     print(path)
 
 
@@ -247,11 +206,11 @@ def command(argv: list[str]) -> None:
             options = cell.options | seeds
             found = kept.get(folder.name, options)
             if found is None and own.dry_run:
-                found = _stored(folder, options)
+                found = cells.stored(folder, options)
             is_new = found is None and not own.dry_run
             if is_new:
                 processes.say(f"{cell.scenario}, {cell.row} -> {folder}", flush=True)
-                found = _run(folder, options | execution)
+                found = cells.run(folder, options | execution)
                 kept.put(folder.name, options, found)
             results.append((cell, found))
             if is_new or cell is wanted[-1]:

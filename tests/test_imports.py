@@ -111,7 +111,11 @@ MAY_NAME = {
     "local": {"launch/show/page.py"},
 }
 # The benchmark's plain implementations, each of one algorithm.
-REFERENCES = {"launch/bench/fedd2s.py", "launch/bench/references.py"}
+REFERENCES = {
+    "launch/bench/fedd2s.py",
+    "launch/bench/references.py",
+    "launch/study/loops.py",
+}
 
 
 def docstrings(tree):

@@ -32,7 +32,7 @@ def load_table(name: str) -> dict[str, Any]:
     return known[name]
 
 
-def _chosen(flag: str, wanted: str, known: Sequence[str]) -> list[str]:
+def chosen(flag: str, wanted: str, known: Sequence[str]) -> list[str]:
     """The names of a comma-separated flag, all if it is empty."""
     names = wanted.split(",") if wanted else list(known)
     for name in names:
@@ -72,8 +72,8 @@ def cells(
         raise ValueError(
             f"--dataset={dataset}: this table has {', '.join(table['datasets'])}"
         )
-    names = _chosen("scenario", scenario, table["scenarios"])
-    rows = _chosen("row", row, table["rows"])
+    names = chosen("scenario", scenario, table["scenarios"])
+    rows = chosen("row", row, table["rows"])
     for flag, value in given.items():
         names = _of_value(table["scenarios"], names, flag, value)
         rows = _of_value(table["rows"], rows, flag, value)

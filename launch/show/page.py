@@ -1,29 +1,18 @@
 """A page about runs: a self-contained HTML file that loads nothing."""
 
-import io
 import pathlib
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jinja2
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 import algorithms
 from data import loaders
 from launch.config import flagfile, schema
 from launch.folder import finished, record
-from launch.show import curves, figures, sheets, words
+from launch.show import curves, figures, sheets, svg, words
 
-TEMPLATES = pathlib.Path(__file__).parent / "templates"
-COLORS = (
-    "#3b82f6", "#ef4444", "#10b981", "#f59e0b", "#8b5cf6",
-    "#ec4899", "#14b8a6", "#84cc16", "#f97316", "#64748b",
-)  # fmt: skip
-INK = "#010203"  # replaced by the page's text colour, light or dark
 MAX_POINTS, MAX_BUBBLES = 1500, 60
 
 
@@ -60,7 +49,7 @@ def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Ent
         if run.summary is None:
             raise ValueError(f"{run.path} holds no finished run")
     names = record.names_by_point(found, names) or record.labels(runs)
-    colors = [COLORS[number % len(COLORS)] for number in range(len(runs))]
+    colors = [svg.COLORS[number % len(svg.COLORS)] for number in range(len(runs))]
     return [Entry(*one) for one in zip(names, colors, runs, strict=True)]
 
 
@@ -88,14 +77,8 @@ def page(
     names = sorted(set().union(*flags) - schema.names(schema.EXECUTION))
     values = {name: [one.get(name, "unset") for one in flags] for name in names}
     seeds = max(len(entry.run.clients["seeds"]) for entry in entries)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.get_template("report.html").render(
+    return svg.render(
+        "report.html",
         title=title or _title(entries),
         setting=_setting(entries),
         answer=" ".join([_answer(entries, metric, base), *_diverged(entries)]),
@@ -355,10 +338,10 @@ def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
     ]
     sections = [_section(title, shown), _clients(entries)]
     if figures.has_two_names(runs):
-        figure, axes = _figure("", "")
+        figure, axes = svg.figure("", "")
         axes.grid(False)
         figures.draw_heatmap(axes, runs, metric)
-        shown = _shown(figure, f"{title}, %, by the summary rule.")
+        shown = svg.shown(figure, f"{title}, %, by the summary rule.")
         sections.insert(0, _section("Sweep", [shown], has_legend=False))
     moving = _moving(entries)
     if moving:
@@ -372,7 +355,7 @@ def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
 
 def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
     """The spread of accuracies over clients, and their gains over local training."""
-    figure, axes = _figure("accuracy, %", "clients with at least this, %")
+    figure, axes = svg.figure("accuracy, %", "clients with at least this, %")
     known = [entry for entry in entries if record.has_clients(entry.run)]
     for entry in known:
         values = np.sort(100 * record.accuracies(entry.run).ravel())
@@ -382,7 +365,7 @@ def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
         percent = 100 * (1 - np.arange(len(values)) / len(values))
         axes.plot(values, percent, color=entry.color, lw=1.6, drawstyle="steps-pre")
     axes.set(xlim=(0, 100), ylim=(0, 103))
-    shown = [_shown(figure, "Fairness: how many clients reach which accuracy.")]
+    shown = [svg.shown(figure, "Fairness: how many clients reach which accuracy.")]
     local = [entry for entry in known if entry.run.flags["algo"] == "local"]
     others = [entry for entry in known if entry.run.flags["algo"] != "local"]
     pairs = [(e, local[0]) for e in others if local and _is_same(e, local[0])]
@@ -392,8 +375,8 @@ def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
             "of each client."
         )
         return _section("Clients", shown, note)
-    figure, axes = _figure("alone (local), %", "with the method, %")
-    axes.plot([0, 100], [0, 100], color=INK, lw=0.8, alpha=0.5)
+    figure, axes = svg.figure("alone (local), %", "with the method, %")
+    axes.plot([0, 100], [0, 100], color=svg.INK, lw=0.8, alpha=0.5)
     for entry, alone in pairs:
         x, y = (100 * record.accuracies(one.run).ravel() for one in (alone, entry))
         step = -(-len(x) // MAX_POINTS)
@@ -404,7 +387,7 @@ def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
         "Gain of each client over its local model: one dot for each client and seed, "
         "above the line if it gains."
     )
-    return _section("Clients", [*shown, _shown(figure, caption)])
+    return _section("Clients", [*shown, svg.shown(figure, caption)])
 
 
 def _is_same(one: Entry, other: Entry) -> bool:
@@ -437,14 +420,14 @@ def _bubbles(entries: Sequence[Entry]) -> list[dict[str, str]]:
     out = []
     for numbers, counts in kinds[:6]:
         drawn = counts[:MAX_BUBBLES]
-        figure, axes = _figure("client", "class")
-        figures.draw_bubbles(axes, drawn, 90 / drawn.max(), color=COLORS[0])
+        figure, axes = svg.figure("client", "class")
+        figures.draw_bubbles(axes, drawn, 90 / drawn.max(), color=svg.COLORS[0])
         names = [entries[number].name for number in numbers]
         more = len(counts) - len(drawn)
         caption = f"{', '.join(names)}. " if len(kinds) > 1 else ""
         caption += f"The largest bubble is {drawn.max()} examples."
         caption += f" {more} more clients are not shown." if more else ""
-        out.append(_shown(figure, caption))
+        out.append(svg.shown(figure, caption))
     return out
 
 
@@ -457,48 +440,8 @@ def _curves(
     caption: str,
 ) -> dict[str, str]:
     """Draws a metric's means over seeds, with their standard deviations."""
-    figure, axes = _figure(*labels)
+    figure, axes = svg.figure(*labels)
     for entry in entries:
         curve = record.over_seeds(entry.run, metric, scale, place)
         figures.draw_curve(axes, curve, 0.18, color=entry.color)
-    return _shown(figure, caption)
-
-
-def _figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
-    """A small figure in the page's own colours."""
-    parts = ("text", "xtick", "ytick", "grid")
-    colors = {f"{part}.color": INK for part in parts}
-    colors |= {"axes.edgecolor": INK, "axes.labelcolor": INK}
-    with matplotlib.rc_context(colors | {"font.size": 10}):
-        figure = Figure(figsize=(4.6, 3.1), layout="constrained")
-        axes = figure.subplots()
-        axes.set(xlabel=xlabel, ylabel=ylabel)
-        axes.grid(alpha=0.15, lw=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.patch.set_alpha(0)
-    axes.patch.set_alpha(0)
-    return figure, axes
-
-
-def _shown(figure: Figure, caption: str) -> dict[str, str]:
-    """The figure as an element of the page."""
-    file = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}):
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    text = file.getvalue()
-    text = text[text.index("<svg") :].replace(INK, "currentColor")
-    # Text has the page's own font.
-    for name in ("'DejaVu Sans'", "DejaVu Sans"):
-        text = text.replace(name, "system-ui")
-    return {"svg": text, "caption": caption}
-
-
-def write(path: str, text: str) -> None:
-    """Writes the page.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    target = pathlib.Path(path).expanduser()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text, encoding="utf-8")
+    return svg.shown(figure, caption)

@@ -9,7 +9,7 @@ import pytest
 
 from launch import build, report, reproduce
 from launch.show import page as page_lib
-from launch.show import sheets
+from launch.show import sheets, svg
 from tests import synthetic
 
 OPTIONS = {
@@ -103,7 +103,7 @@ def test_it_is_whole(folders):
     assert not re.search(r"@import|url\((?!#)|<script|<link", text)
     # Rounds, messages, seconds; fairness, gain; the loss; the partition.
     assert text.count("<svg") == 7
-    assert page_lib.INK not in text and "prefers-color-scheme: dark" in text
+    assert svg.INK not in text and "prefers-color-scheme: dark" in text
     assert "over its local model" in page.text
     # Of arrays in memory: only Python can run it again.
     assert "--algo" in page.text and "build.load(" in page.text

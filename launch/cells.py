@@ -1,0 +1,54 @@
+"""Cells that are runs of `launch.main`: known options, finished runs, the missing ones.
+
+The tables of papers and the studies share them.
+"""
+
+import pathlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from launch import main
+from launch.config import flagfile, registry, resolve
+from launch.folder import finished
+from launch.run import processes
+
+
+def known(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a cell's algorithm has, as its table may name others."""
+    has = registry.fields_of(options["algo"])
+    return {name: value for name, value in options.items() if name in has}
+
+
+def stored(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The summary and the records of a finished cell with these options."""
+    try:
+        if not _holds(folder, options):
+            return None
+        done = finished.read(folder)
+        return done and done | {"records": finished.records(folder)}
+    except ValueError as error:
+        print(f"note: {error}", file=sys.stderr, flush=True)
+        return None
+
+
+def run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs or continues a cell, and returns its summary and its records."""
+    resumes = processes.on_first((folder / finished.RUN_FLAGS).exists)
+    done = main.execute(known(options) | {"workdir": str(folder), "resume": resumes})
+    return processes.on_first(lambda: done | {"records": finished.records(folder)})
+
+
+def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
+    """Whether a run's folder holds a run with these options."""
+    path = folder / finished.RUN_FLAGS
+    if not path.is_file():
+        return False
+    given, has = known(options), registry.fields_of(options["algo"])
+    # The algorithm's own options count even if the preset decides them.
+    _, hparams = resolve.configure(given)
+    recorded = flagfile.RunFlags.read(path).completed(hparams)
+    typed = recorded.typed(options["algo"])
+    return recorded.options.keys() <= has.keys() and all(
+        typed.get(k) == v for k, v in (vars(hparams) | given).items()
+    )

@@ -1,0 +1,69 @@
+"""Pages and the pictures in them: HTML files that load nothing."""
+
+import io
+import pathlib
+from typing import Any
+
+import jinja2
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+TEMPLATES = pathlib.Path(__file__).parent / "templates"
+COLORS = (
+    "#3b82f6", "#ef4444", "#10b981", "#f59e0b", "#8b5cf6",
+    "#ec4899", "#14b8a6", "#84cc16", "#f97316", "#64748b",
+)  # fmt: skip
+INK = "#010203"  # replaced by the page's text colour, light or dark
+
+
+def render(template: str, **values: Any) -> str:
+    """A page of a template in `templates/`."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template(template).render(**values)
+
+
+def figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    """A small figure in the page's own colours."""
+    parts = ("text", "xtick", "ytick", "grid")
+    colors = {f"{part}.color": INK for part in parts}
+    colors |= {"axes.edgecolor": INK, "axes.labelcolor": INK}
+    with matplotlib.rc_context(colors | {"font.size": 10}):
+        figure = Figure(figsize=(4.6, 3.1), layout="constrained")
+        axes = figure.subplots()
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.grid(alpha=0.15, lw=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.patch.set_alpha(0)
+    axes.patch.set_alpha(0)
+    return figure, axes
+
+
+def shown(figure: Figure, caption: str) -> dict[str, str]:
+    """The figure as an element of the page."""
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}):
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :].replace(INK, "currentColor")
+    # Text has the page's own font.
+    for name in ("'DejaVu Sans'", "DejaVu Sans"):
+        text = text.replace(name, "system-ui")
+    return {"svg": text, "caption": caption}
+
+
+def write(path: str, text: str) -> None:
+    """Writes the page.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    target = pathlib.Path(path).expanduser()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, encoding="utf-8")

@@ -1,0 +1,108 @@
+"""One picture for each sheet of a study: panels with a line for each row."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib import ticker
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from launch.show import svg
+from launch.studies import sheets
+from launch.studies.sheets import Result
+
+MARKERS = "os^Dvp*X"
+# Plain loops have the same colours in all pictures.
+LOOPS = {"loop": svg.COLORS[-2], "torch": svg.COLORS[-1]}
+
+
+def colors(results: Sequence[Result]) -> dict[str, str]:
+    """The colour of each row of a sheet."""
+    rows = enumerate(sheets.by_row(results).items())
+    return {row: LOOPS.get(f[0].cell.how, svg.COLORS[i % 8]) for i, (row, f) in rows}
+
+
+def _number(value: float, _: int = 0) -> str:
+    """A number at an axis, such as 20,000 or 0.05."""
+    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+
+
+def panels(sheet: Mapping[str, Any], results: Sequence[Result]) -> list[str]:
+    """The figures of a sheet's panels of which a number is known."""
+    return [
+        name
+        for name in sheet["panels"]
+        if any(one.number(name) is not None for one in results)
+    ]
+
+
+def label(name: str, target: str) -> str:
+    """The label of a panel's axis."""
+    how = sheets.FIGURES[name]
+    title = f"{how.title}, %" if how.scale == 100 else how.title
+    return f"{title}\n({target}, compiler's estimate)" if how.is_estimate else title
+
+
+def draw(
+    axes: Axes, sheet: Mapping[str, Any], results: Sequence[Result], name: str
+) -> None:
+    """Draws a figure of all rows of a sheet over its axis.
+
+    An axis of numbers is logarithmic where the sheet says so. Other values stand side
+    by side, without lines. Fractions have a linear scale from 0, everything else a
+    logarithmic one.
+    """
+    values = list(sheet["values"])
+    numbers, colored = sheet["scale"] != "names", colors(results)
+    for index, (row, found) in enumerate(sheets.by_row(results).items()):
+        known = [one for one in found if one.number(name) is not None]
+        if not known:
+            continue
+        places = [
+            float(one.cell.value) if numbers else values.index(one.cell.value)
+            for one in known
+        ]
+        marker = MARKERS[index % len(MARKERS)]
+        style = {"color": colored[row], "marker": marker, "ms": 5, "lw": 1.6}
+        if not numbers:
+            style |= {"ls": "none", "ms": 7}
+        elif found[0].cell.how in LOOPS:
+            style["ls"] = "--"
+        axes.plot(places, [one.number(name) for one in known], label=row, **style)
+    if not numbers:
+        axes.set_xticks(range(len(values)), values)
+    elif sheet["scale"] == "log":
+        axes.set_xscale("log")
+        # Powers of two have labels of their own, powers of ten those of the library.
+        if any(float(value) % 10 for value in values[1:]):
+            axes.set_xticks([float(value) for value in values], values)
+            axes.minorticks_off()
+    if sheets.FIGURES[name].scale == 100:
+        axes.set_ylim(0, 103)
+    elif any((one.number(name) or 0) > 0 for one in results):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=12))
+        axes.yaxis.set_major_formatter(ticker.FuncFormatter(_number))
+        axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+
+
+def picture(
+    sheet: Mapping[str, Any], results: Sequence[Result], target: str
+) -> Figure | None:
+    """The picture of a sheet, None if no number is known."""
+    shown = panels(sheet, results)
+    if not shown:
+        return None
+    figure = Figure(figsize=(4.6 * len(shown), 4.2), layout="constrained")
+    every = figure.subplots(1, len(shown), squeeze=False)[0]
+    for axes, name in zip(every, shown, strict=True):
+        draw(axes, sheet, results, name)
+        axes.set(xlabel=sheet["axis"], ylabel=label(name, target))
+        axes.grid(alpha=0.25, lw=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    drawn = {line.get_label(): line for axes in every for line in axes.get_lines()}
+    columns = min(len(drawn), 3 * len(shown))
+    place = {"loc": "outside lower center", "ncols": columns, "frameon": False}
+    figure.legend(drawn.values(), drawn.keys(), **place)
+    figure.suptitle(sheet["title"], fontsize=11)
+    return figure

@@ -1,0 +1,144 @@
+"""The finished cells of a study as tables."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from launch.show import sheets, words
+from launch.studies import tables
+
+
+class Figure(NamedTuple):
+    """A figure of a cell as it is shown.
+
+    Attributes:
+        title: Its name with its unit.
+        scale: The factor to that unit.
+        form: The format of a number.
+        is_estimate: Whether it is of a chip's compiler, not measured.
+    """
+
+    title: str
+    scale: float = 1.0
+    form: str = ",.3g"
+    is_estimate: bool = False
+
+
+FIGURES = {
+    "seconds_per_round": Figure("ms a round", 1e3, ",.1f"),
+    "client_updates_per_second": Figure("client updates/s", 1, ",.0f"),
+    "state_bytes_per_device": Figure("MB of state a device", 1e-6, ",.3f"),
+    "argument_bytes": Figure("MB of arguments a device", 1e-6, ",.1f"),
+    "temporary_bytes": Figure("MB temporary", 1e-6, ",.2f"),
+    "peak_memory_bytes": Figure("MB peak", 1e-6, ",.0f"),
+    "compile_seconds": Figure("s compiling", 1, ",.1f"),
+    "step_efficiency": Figure("real steps", 100, ".0f"),
+    "padding_efficiency": Figure("real samples", 100, ".0f"),
+    "client_chunk": Figure("chunk", 1, "d"),
+    "all_gathers": Figure("all-gathers", 1, "d"),
+    "all_reduces": Figure("all-reduces", 1, "d"),
+    "collective_bytes": Figure("MB by collectives", 1e-6, ",.3f"),
+    "difference": Figure("largest difference to one device", 1, ".1e"),
+    "client_accuracy": Figure("Client (UA)", 100, ".1f"),
+    "global_accuracy": Figure("Global", 100, ".1f"),
+    "rounds": Figure("rounds", 1, ",d"),
+    "minutes": Figure("minutes", 1, ",.1f"),
+    "estimate.clients_side_by_side": Figure("clients side by side", 1, "d", True),
+    "estimate.cycles_per_example": Figure("cycles an example", 1, ",.0f", True),
+    "estimate.over_one_by_one": Figure("x over one by one", 1, ".2f", True),
+    "estimate.temporary_bytes": Figure("MB temporary", 1e-6, ",.2f", True),
+}
+ESTIMATE = "estimate."
+NOTHING = "–"
+
+
+class Result(NamedTuple):
+    """A cell with what is known of it.
+
+    Attributes:
+        cell: The cell.
+        done: Its kept result, None if it has not run.
+        estimate: The kept result of the compiler of a chip, None if there is none.
+        missing: Why it has not run, "" if nothing prevents it.
+        no_estimate: The same for the estimate.
+    """
+
+    cell: tables.Cell
+    done: Mapping[str, Any] | None
+    estimate: Mapping[str, Any] | None = None
+    missing: str = ""
+    no_estimate: str = ""
+
+    def figure(self, name: str) -> Any:
+        """A figure by its name in `FIGURES`, None if it is not known."""
+        is_estimate = name.startswith(ESTIMATE)
+        source = self.estimate if is_estimate else self.done
+        return source and source["figures"].get(name.removeprefix(ESTIMATE))
+
+    def number(self, name: str) -> float | None:
+        """A figure in its unit, of several seeds their mean."""
+        value = self.figure(name)
+        if isinstance(value, Mapping):
+            value = value["mean"]
+        return None if value is None else FIGURES[name].scale * value
+
+    def text(self, name: str) -> str:
+        """A figure as text, or why it is missing."""
+        value, how = self.figure(name), FIGURES[name]
+        if isinstance(value, Mapping):
+            return words.mean_and_std(value, how.scale)
+        if value is not None:
+            return format(value if how.scale == 1 else how.scale * value, how.form)
+        if name.startswith(ESTIMATE):
+            return self.no_estimate or (NOTHING if self.estimate else "missing")
+        return NOTHING if self.done else self.missing or "missing"
+
+
+def by_row(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """The results of a sheet by row."""
+    rows = dict.fromkeys(one.cell.row for one in results)
+    return {row: [one for one in results if one.cell.row == row] for row in rows}
+
+
+def columns(sheet: Mapping[str, Any], target: str) -> Iterator[tuple[str, str]]:
+    """(figure, head) of each column of a sheet; `target` = "" leaves estimates out."""
+    for name in sheet["columns"]:
+        how = FIGURES[name]
+        if not how.is_estimate:
+            yield name, how.title
+        elif target:
+            yield name, f"{how.title} ({target}, estimate)"
+
+
+def sheet(
+    sheet: Mapping[str, Any], results: Sequence[Result], target: str
+) -> sheets.Sheet:
+    """The table of a sheet: a part for each row, with a line for each value.
+
+    A column is shown where a value of the row has it.
+    """
+    grids = []
+    for row, found in by_row(results).items():
+        shown = [
+            (name, head)
+            for name, head in columns(sheet, target)
+            if any(one.text(name) != NOTHING for one in found)
+        ]
+        lines = [
+            (one.cell.value, [one.text(name) for name, _ in shown]) for one in found
+        ]
+        grids.append(sheets.Grid(row, sheet["axis"], [h for _, h in shown], lines))
+    return sheets.Sheet(sheet["title"], [sheet["about"]], grids)
+
+
+def measured_on(results: Sequence[Result]) -> list[str]:
+    """The machines and versions with which the cells were made, in words."""
+    out = {}
+    for one in results:
+        for done in filter(None, (one.done, one.estimate)):
+            machine, versions = done["machine"], done["versions"]
+            text = f"{machine['cpu']}, {machine['cores']} cores"
+            if machine["device"] != "cpu":
+                text += f", {machine['devices']} x {machine['device']}"
+            text += "; " + ", ".join(f"{k} {v}" for k, v in sorted(versions.items()))
+            out[text] = out.get(text, 0) + 1
+    return [f"{text} ({count} cells)" for text, count in out.items()]

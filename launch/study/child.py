@@ -1,0 +1,82 @@
+"""Processes of a study: settings as JSON on their input, a JSON object as last line."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+# Seconds until a process that was asked to end must have ended
+END_SECONDS = 60
+
+
+class Failed(Exception):
+    """One line of a process that ended with an error."""
+
+
+def start(
+    module: str,
+    told: Mapping[str, Any],
+    given: Mapping[str, str] | None = None,
+    is_leader: bool = False,
+) -> subprocess.Popen:
+    """Starts a module of this project.
+
+    Args:
+        module: Its name.
+        told: What it reads from its input.
+        given: Variables of its environment beside the present ones.
+        is_leader: Whether Ctrl-C does not reach it and its own processes, see `stop`.
+    """
+    # A folder in which a user works must not hide this project's packages.
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    one = subprocess.Popen(
+        [sys.executable, "-P", "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env | (given or {}),
+        start_new_session=is_leader,
+    )
+    with contextlib.suppress(BrokenPipeError):  # it has ended, and said why
+        one.stdin.write(json.dumps(told))
+        one.stdin.close()
+    one.stdin = None
+    return one
+
+
+def ended(one: subprocess.Popen) -> dict[str, Any]:
+    """Waits for a process, and returns what it printed.
+
+    Raises:
+        Failed: it ended with an error.
+    """
+    out, error = one.communicate()
+    lines = [line for line in error.splitlines() if line.strip()]
+    if one.returncode:
+        # Our own line about it, or else the last one
+        ours = [line for line in lines if line.startswith("error: ")]
+        reason = (ours or lines or [f"exit code {one.returncode}"])[-1]
+        raise Failed(reason.removeprefix("error: "))
+    try:
+        return json.loads(out.splitlines()[-1])
+    except (IndexError, ValueError) as wrong:
+        raise Failed("it ended without a result") from wrong
+
+
+def stop(one: subprocess.Popen) -> None:
+    """Interrupts a process that is a leader, so that it saves and ends."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(one.pid, signal.SIGINT)
+        try:
+            one.communicate(timeout=END_SECONDS)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt, ValueError):
+            pass
+        os.killpg(one.pid, signal.SIGKILL)

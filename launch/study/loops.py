@@ -1,0 +1,265 @@
+"""Rounds of FedAvg as plain loops: one client after another, in JAX and in PyTorch.
+
+Both make the optimizer steps of the vectorized rounds, on the same batches, from the
+same parameters. The loop in JAX calls one compiled function for each client, which
+trains it and adds its model to the mean. The loop in PyTorch is what one would write:
+a model, an optimizer and a loop over batches. Clients train by plain SGD.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from launch.experiment import Experiment
+
+
+class Batches(NamedTuple):
+    """What a client of a round trains on: rows of the data set int32[S, B], padded
+    with -1, and the number of its train examples."""
+
+    rows: np.ndarray
+    weight: int
+
+
+class Loop(NamedTuple):
+    """A plain loop.
+
+    Attributes:
+        run: Runs the rounds `first` to `end - 1`, and waits for them.
+        params: Returns the server's parameters of every variant, as in a RoundState.
+        prepare: Makes the batches of those rounds, and compiles, without running them.
+    """
+
+    run: Callable[[int, int], None]
+    params: Callable[[], list[Any]]
+    prepare: Callable[[int, int], None]
+
+
+def check(experiment: Experiment) -> None:
+    """Refuses options that the loops do not follow.
+
+    Raises:
+        ValueError: one line.
+    """
+    config, hparams = experiment.config, experiment.hparams
+    expected = {
+        "client_optimizer": "sgd",
+        "client_momentum": 0.0,
+        "client_lr_decay": 1.0,
+        "weight_decay": 0.0,
+        "clip_norm": 0.0,
+        "aggregation": "examples",
+    }
+    other = [
+        f"--{k}={getattr(hparams, k)}"
+        for k, v in expected.items()
+        if v != getattr(hparams, k)
+    ]
+    swept = {name for point in experiment.points for name in point} - {"client_lr"}
+    other += [f"--sweep={name}" for name in sorted(swept)]
+    if config.algo != "fedavg" or config.model != "mlp" or other:
+        raise ValueError(
+            "a plain loop is FedAvg's with --model=mlp and plain SGD, not "
+            + ", ".join([f"--algo={config.algo}", f"--model={config.model}", *other])
+        )
+
+
+# The clients of rounds by the seed's index and the round
+Rounds = dict[tuple[int, int], list[Batches]]
+
+
+def planned(experiment: Experiment, first: int, end: int) -> Rounds:
+    """The clients of the rounds `first` to `end - 1`, of all seeds."""
+    return {
+        (seed, round): list(_cohort(experiment, seed, round))
+        for seed in range(len(experiment.seeds))
+        for round in range(first, end)
+    }
+
+
+def _cohort(experiment: Experiment, seed: int, round: int) -> Iterator[Batches]:
+    """The clients of a round; `seed` is an index."""
+    drawn = experiment.planner.cohort(seed, round)
+    plan = drawn.plans["local"]
+    owned = jax.tree.map(lambda leaf: leaf[seed], experiment.data.partition.train)
+    for place in np.flatnonzero(drawn.row_mask):
+        size, batch = int(plan.num_rows[place]), plan.batch_size
+        epochs = int(plan.num_steps[place]) // -(-size // batch)
+        first = int(plan.first[place])
+        position = plan.position[0][first : first + epochs * size]
+        rows = owned.row[owned.start[drawn.client_id[place]] + position]
+        rows = np.reshape(rows, (epochs, size))
+        padding = ((0, 0), (0, -size % batch))
+        rows = np.pad(rows, padding, constant_values=-1).reshape(-1, batch)
+        yield Batches(rows.astype(np.int32), size)
+
+
+def _variants(experiment: Experiment) -> list[tuple[int, float]]:
+    """(index of the seed, learning rate) of every variant."""
+    rate = experiment.hparams.client_lr
+    return [
+        (seed, point.get("client_lr", rate))
+        for seed in range(len(experiment.seeds))
+        for point in experiment.points
+    ]
+
+
+def _begin(experiment: Experiment) -> list[Any]:
+    """The server's first parameters of every variant."""
+    experiment.start()
+    server = jax.tree.map(np.asarray, experiment.state.server)
+    params = server.params
+    count = len(_variants(experiment))
+    return [jax.tree.map(lambda leaf, v=v: leaf[v], params) for v in range(count)]
+
+
+def in_jax(experiment: Experiment) -> Loop:
+    """The loop in JAX."""
+    check(experiment)
+    model, data = experiment.task.model, experiment.data.replace(partition=None)
+    stats = jax.tree.map(
+        lambda leaf: leaf[0], experiment.simulation.template().server.stats
+    )
+
+    def loss(params, image, label, mask):
+        out, _ = model.forward(params, stats, image)
+        nats = optax.softmax_cross_entropy_with_integer_labels(out, label)
+        return jnp.where(mask, nats, 0).sum() / jnp.maximum(mask.sum(), 1)
+
+    @jax.jit
+    def update(params, total, data, rows, num_steps, rate, weight):
+        """Trains one client, and adds its model to the sum."""
+
+        def step(index, own):
+            image, label = data.gather(rows[index])
+            grads = jax.grad(loss)(own, image, label, rows[index] >= 0)
+            return jax.tree.map(lambda p, g: p - rate * g, own, grads)
+
+        own = jax.lax.fori_loop(0, num_steps, step, params)
+        return jax.tree.map(lambda t, p: t + weight * p, total, own)
+
+    @jax.jit
+    def mean(total, weight):
+        return jax.tree.map(lambda leaf: leaf / weight, total)
+
+    def padded(batches: Batches) -> np.ndarray:
+        """Its rows in the room of a power of two, so that few programs are compiled."""
+        room = 1 << (len(batches.rows) - 1).bit_length()
+        more = room - len(batches.rows)
+        return np.pad(batches.rows, ((0, more), (0, 0)), constant_values=-1)
+
+    plans: Rounds = {}
+    variants = _variants(experiment)
+    every = [jax.tree.map(jnp.asarray, one) for one in _begin(experiment)]
+
+    def trained(params: Any, seed: int, rate: float, round: int) -> Any:
+        total, weights = jax.tree.map(jnp.zeros_like, params), 0
+        for one in plans[seed, round]:
+            count = np.int32(len(one.rows))
+            numbers = np.float32(rate), np.float32(one.weight)
+            total = update(params, total, data, padded(one), count, *numbers)
+            weights += one.weight
+        return mean(total, np.float32(weights))
+
+    def run(first: int, end: int) -> None:
+        for index, (seed, rate) in enumerate(variants):
+            for round in range(first, end):
+                every[index] = trained(every[index], seed, rate, round)
+        jax.block_until_ready(every)
+
+    def prepare(first: int, end: int) -> None:
+        plans.update(planned(experiment, first, end))
+        shapes = {padded(one).shape for found in plans.values() for one in found}
+        for shape in shapes:
+            rows, none = np.full(shape, -1, np.int32), np.int32(0)
+            update(every[0], every[0], data, rows, none, *np.zeros(2, np.float32))
+        jax.block_until_ready(mean(every[0], np.float32(1)))
+
+    return Loop(run, lambda: every, prepare)
+
+
+def in_torch(experiment: Experiment) -> Loop:
+    """The loop in PyTorch.
+
+    Raises:
+        ValueError: one line: it is not installed.
+    """
+    check(experiment)
+    try:
+        import torch
+    except ImportError as error:
+        raise ValueError(f"torch is not installed ({error})") from error
+    # Operations on so few numbers take longer on several threads.
+    torch.set_num_threads(1)
+    data = experiment.data
+    image, label = data.gather(jnp.arange(len(data.label)))
+    image = torch.tensor(np.asarray(image)).flatten(1)
+    label = torch.tensor(np.asarray(label, np.int64))
+
+    def module(params: Any) -> Any:
+        """A chain of dense layers with these parameters."""
+        layers = []
+        for stage in params:
+            kernel, bias = (torch.tensor(stage["trunk"][n]) for n in ("kernel", "bias"))
+            dense = torch.nn.Linear(*kernel.shape)
+            dense.load_state_dict({"weight": kernel.T, "bias": bias})
+            layers += [dense, torch.nn.ReLU()]
+        return torch.nn.Sequential(*layers[:-1])
+
+    plans: Rounds = {}
+    variants = _variants(experiment)
+    servers = [module(params) for params in _begin(experiment)]
+    clients = [module(params) for params in _begin(experiment)]
+
+    def run(first: int, end: int) -> None:
+        for server, client, (seed, rate) in zip(
+            servers, clients, variants, strict=True
+        ):
+            for round in range(first, end):
+                state = {k: v.clone() for k, v in server.state_dict().items()}
+                total = {k: torch.zeros_like(v) for k, v in state.items()}
+                weights = 0
+                for one in plans[seed, round]:
+                    client.load_state_dict(state)
+                    tx = torch.optim.SGD(client.parameters(), lr=rate)
+                    for rows in one.rows:
+                        chosen = torch.from_numpy(rows[rows >= 0])
+                        tx.zero_grad()
+                        out = client(image[chosen])
+                        torch.nn.functional.cross_entropy(out, label[chosen]).backward()
+                        tx.step()
+                    for name, value in client.state_dict().items():
+                        total[name] += one.weight * value
+                    weights += one.weight
+                server.load_state_dict({k: v / weights for k, v in total.items()})
+
+    def params() -> list[Any]:
+        out = []
+        for server in servers:
+            dense = [one for one in server if isinstance(one, torch.nn.Linear)]
+            out.append(
+                tuple(
+                    {
+                        "trunk": {
+                            "bias": one.bias.detach().numpy(),
+                            "kernel": one.weight.detach().numpy().T,
+                        }
+                    }
+                    for one in dense
+                )
+            )
+        return out
+
+    def prepare(first: int, end: int) -> None:
+        plans.update(planned(experiment, first, end))
+        # PyTorch compiles nothing, but its first pass is slow.
+        clients[0](image[:1]).sum().backward()
+
+    return Loop(run, params, prepare)
+
+
+LOOPS = {"loop": in_jax, "torch": in_torch}
