@@ -90,7 +90,7 @@ class Program(NamedTuple):
     algorithm: types.Algorithm
 
 
-def _over_variants(fn: Callable, *args: Any) -> Any:
+def _over_variants(fn: Callable, how: types.Execution, *args: Any) -> Any:
     """Maps `fn` over one more leading axis. Arguments with an axis of 1 are shared.
 
     Scalars are shared too. So points of a sweep share their seed's plans, and bounds
@@ -110,8 +110,12 @@ def _over_variants(fn: Callable, *args: Any) -> Any:
         for arg, alone in zip(args, shared, strict=True)
     ]
     if all(shared):
-        return jax.tree.map(lambda leaf: leaf[None], fn(*args))
-    return jax.vmap(fn, tuple(None if one else 0 for one in shared))(*args)
+        with execution.side_by_side(how, 1):
+            return jax.tree.map(lambda leaf: leaf[None], fn(*args))
+    axes = tuple(None if one else 0 for one in shared)
+    own = [arg for arg, alone in zip(args, shared, strict=True) if not alone]
+    with execution.side_by_side(how, len(jax.tree.leaves(own)[0])):
+        return jax.vmap(fn, axes)(*args)
 
 
 def _is_finite(
@@ -261,7 +265,7 @@ def _jitted(of: _Structure) -> Program:
             given = options_of(values)
             return first_state(of.make(given, task), given, task, tables, key)
 
-        return _over_variants(one, values, partition, seeds)
+        return _over_variants(one, how, values, partition, seeds)
 
     def rounds(values, state, cohorts, first, num_rounds, data, partition):
         def one(values, state, cohorts, partition):
@@ -290,7 +294,7 @@ def _jitted(of: _Structure) -> Program:
             carry = (state, metrics, counts, jnp.zeros((), jnp.int32))
             return jax.lax.fori_loop(first, first + num_rounds, step, carry)
 
-        return _over_variants(one, values, state, cohorts, partition)
+        return _over_variants(one, how, values, state, cohorts, partition)
 
     def count(values, state, cohort, data, partition):
         def one(values, state, cohort, partition):
@@ -304,7 +308,7 @@ def _jitted(of: _Structure) -> Program:
                 task.execution.without_lanes,
             )
 
-        return _over_variants(one, values, state, cohort, partition)
+        return _over_variants(one, how, values, state, cohort, partition)
 
     everywhere, rarely = execution.replicated(how), _soon_compiled(how.platform)
     return Program(
