@@ -81,11 +81,14 @@ def direct(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Ar
     )
 
 
+# The width of a TPU's registers and of its matrix unit
+LANES = 128
+
 FORMS = {"patches": patches, "flat": flat, "direct": direct}
 
 
 def _product(kernel: jax.Array, seen: jax.Array) -> jax.Array:
-    """f32[O, ...]: the kernel as a matrix times the rows of `seen` f32[S * S * C, ...]."""
+    """f32[O, ...]: the kernel as a matrix times `seen` f32[S * S * C, ...]."""
     matrix = kernel.reshape(-1, kernel.shape[-1])
     columns = seen.reshape(len(matrix), -1)
     return jax.lax.dot_general(matrix, columns, (((0,), (0,)), ((), ())))
@@ -97,7 +100,12 @@ def chosen(
     stride: int,
     setting: execution.Setting,
 ) -> str:
-    """The name of the form that costs least.
+    """The name of the form that costs least; docs/scaling has the measurements.
+
+    On a CPU XLA's convolution is slow inside loops and slower still with one kernel per
+    client, and GPUs have not been measured. A TPU computes a convolution of many groups
+    as blocks of 128 channels, of which a group uses its own. That is cheap if all
+    groups fit into one block, or if a group fills a good part of one.
 
     Args:
         given: The shape [C, H, W, B] of the input.
@@ -105,9 +113,19 @@ def chosen(
         stride: The distance between windows.
         setting: The platform, and the models that are computed side by side.
     """
-    if setting.form:
-        return setting.form
-    return "patches"
+    if setting.form or setting.platform != "tpu":
+        return setting.form or "patches"
+    side, _, channels, features = kernel
+    if side == 1:
+        return "patches"
+    is_one_block = setting.models * features <= LANES
+    if is_one_block or channels >= LANES // 4:
+        return "direct"
+    if channels >= LANES // 8 and setting.models <= LANES // 4:
+        return "direct"
+    # With this many models the compiler fills the lanes with them, otherwise with
+    # examples.
+    return "patches" if setting.models > LANES // 2 else "flat"
 
 
 def convolve(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Array:

@@ -10,7 +10,7 @@ type of its input; see `mixed`. The method `macs` of a module returns its cost, 
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import execution
-from models import forms, stages
+from models import forms
 
 TPU = execution.Setting("tpu", 8)
 
