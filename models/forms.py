@@ -100,7 +100,7 @@ def chosen(
     stride: int,
     setting: execution.Setting,
 ) -> str:
-    """The name of the form that costs least; docs/scaling has the measurements.
+    """The name of the form that costs least; docs/measured.md has the figures.
 
     On a CPU XLA's convolution is slow inside loops and slower still with one kernel per
     client, and GPUs have not been measured. A TPU computes a convolution of many groups

@@ -1,4 +1,4 @@
-"""The forms of a convolution are one function, and a CPU has the first of them."""
+"""The forms of a convolution are one function, of which shapes choose one."""
 
 import functools
 
@@ -10,8 +10,6 @@ import pytest
 
 from fedjax_pfl import execution
 from models import forms
-
-TPU = execution.Setting("tpu", 8)
 
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
@@ -38,3 +36,27 @@ def test_forms_agree(padding, stride, side, size):
         assert first[0].dtype == jnp.float64
         for other in others:
             chex.assert_trees_all_close(other, first, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("channels", "features", "side", "models", "form"),
+    [
+        (1, 8, 3, 8, "direct"),  # all groups fit into one block
+        (1, 32, 5, 8, "flat"),
+        (32, 64, 5, 8, "direct"),  # a group is a good part of a block
+        (32, 64, 5, 100, "direct"),
+        (16, 32, 3, 32, "direct"),
+        (16, 32, 3, 100, "patches"),
+        (1, 8, 3, 100, "patches"),
+        (64, 64, 1, 8, "patches"),  # a product without windows
+    ],
+)
+def test_the_rule(channels, features, side, models, form):
+    """It depends on shapes; other platforms than a TPU have patches."""
+    shapes = (channels, 9, 9, 20), (side, side, channels, features), 1
+    on_tpu = execution.Setting("tpu", models)
+    assert forms.chosen(*shapes, on_tpu) == form
+    for platform in ("cpu", "gpu"):
+        setting = on_tpu._replace(platform=platform)
+        assert forms.chosen(*shapes, setting) == "patches"
+    assert forms.chosen(*shapes, on_tpu._replace(form="flat")) == "flat"
