@@ -42,7 +42,7 @@ class Depthwise(nn.Module):
         kernel = self.param("kernel", stages.he_normal(9 * channels), shape)
         windows = forms.windows(stages.batch_last(h), 3, self.stride, "SAME")
         patches = jnp.stack([*windows], axis=1)
-        kernel = kernel.reshape(9, channels).astype(h.dtype)
+        kernel = kernel.reshape(9, channels).astype(patches.dtype)
         out = jnp.einsum("kc,ckhwb->chwb", kernel, patches)
         return stages.batch_last(out)
 

@@ -116,8 +116,9 @@ class Norm(nn.Module):
         scale = self.param("scale", nn.initializers.ones, (channels,))
         bias = self.param("bias", nn.initializers.zeros, (channels,))
 
+        h = batch_last(h)
         dtype = h.dtype
-        h = batch_last(h).astype(jnp.promote_types(dtype, scale.dtype))
+        h = h.astype(jnp.promote_types(dtype, scale.dtype))
         column = (channels, *[1] * (h.ndim - 1))
         if train:
             axes = tuple(range(1, h.ndim))
@@ -188,8 +189,9 @@ class Conv(nn.Module):
         shape = (side, side, channels, self.features)
         kernel = self.param("kernel", kernel_init, shape)
 
-        dtype, kernel = h.dtype, kernel.astype(h.dtype)
-        h = forms.convolve(batch_last(h), kernel, self.stride, self.padding)
+        h = batch_last(h)
+        dtype = h.dtype
+        h = forms.convolve(h, kernel.astype(dtype), self.stride, self.padding)
         _, height, width, batch = h.shape
         if self.bias:
             bias = self.param("bias", bias_init, (self.features,))
@@ -268,7 +270,7 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(self, h, *, sample_mask=None, train=False):
-        h = h.reshape(h.shape[0], -1)
+        h = jnp.reshape(h, (h.shape[0], -1))
         kernel_init, bias_init = _initializers(
             self.initializer, h.shape[-1], self.features
         )
