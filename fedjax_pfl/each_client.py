@@ -274,7 +274,7 @@ def update(
         def in_lane(row: Any, given: Any, local: Any, loop: Callable[..., Any]) -> Any:
             return one(row, given, None, local, loop)
 
-        on_device = lanes.one_after_another(in_lane, task.execution.lanes)
+        on_device = lanes.one_after_another(in_lane, task.execution)
         over = _over_devices(
             on_device, task.execution.mesh, is_summed=reduce is not None
         )
@@ -405,9 +405,11 @@ def over_clients(
             bound = num_steps.max()
             if chunk == 1:
                 one = jax.tree.map(lambda leaf: leaf[0], rows)
-                out = fn(one, shared, bound, local)
+                with execution.side_by_side(how, 1):
+                    out = fn(one, shared, bound, local)
                 return jax.tree.map(lambda leaf: leaf[None], out)
-            return jax.vmap(lambda row: fn(row, shared, bound, local))(rows)
+            with execution.side_by_side(how, chunk):
+                return jax.vmap(lambda row: fn(row, shared, bound, local))(rows)
 
         def on_chunk(part: tuple) -> Any:
             rows, num_steps, level, reduce = part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from typing import Any, NamedTuple
 
@@ -43,6 +44,49 @@ class Execution(NamedTuple):
     def without_lanes(self) -> Execution:
         """Chunks of as many clients, for computations other than training."""
         return self._replace(chunk=self.lanes or self.chunk, lanes=0)
+
+
+class Setting(NamedTuple):
+    """What layers may know of the program in which they are traced.
+
+    It may change how they compute, never what.
+
+    Attributes:
+        platform: The kind of the devices that will run the program, of a `target` too.
+        models: Models of equal shapes that are computed side by side, in one vmapped
+            axis or several: clients of a chunk, lanes, seeds, points of a sweep.
+        form: The form of all convolutions, to measure it, "" = by their shapes.
+    """
+
+    platform: str = "cpu"
+    models: int = 1
+    form: str = ""
+
+
+# It belongs to the keys of jax's own caches, so that nothing that was traced in one
+# setting serves in another.
+_SETTING = jax.make_user_context(None)
+
+
+def setting() -> Setting:
+    """The present setting: one model on a CPU, unless a program says otherwise."""
+    return _SETTING.value or Setting()
+
+
+def traced_in(inner: Setting) -> contextlib.AbstractContextManager:
+    """A context in which `setting` returns `inner`."""
+    return _SETTING(inner)
+
+
+def side_by_side(how: Execution, count: int) -> contextlib.AbstractContextManager:
+    """A context for tracing what will be vmapped `count` times on the devices of `how`.
+
+    Inside another one the counts multiply. On a CPU it does nothing.
+    """
+    if how.platform == "cpu":
+        return contextlib.nullcontext()
+    outer = setting()
+    return traced_in(outer._replace(platform=how.platform, models=count * outer.models))
 
 
 def padded_size(num_rows: int, execution: Execution) -> int:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import aggregate
+from fedjax_pfl import aggregate, execution
 
 
 class UnfitError(ValueError):
@@ -42,14 +42,16 @@ class _Lanes(NamedTuple):
         return (self.row >= 0) & (self.index >= self.num_steps)
 
 
-def one_after_another(fn: Callable[..., Any], width: int) -> Callable[..., Any]:
+def one_after_another(
+    fn: Callable[..., Any], how: execution.Execution
+) -> Callable[..., Any]:
     """Maps a function of one client over the rows of a device, in lanes.
 
     Args:
         fn: `(row, shared, local, loop) -> out`. It calls `loop(num_steps, step, first)`
             once, in place of a loop over `step(index, carry) -> carry`, and outside of
             any other loop or branch.
-        width: W, the number of lanes.
+        how: With `lanes`, the number W.
 
     Returns:
         `((rows, reduce), shared, local) -> out`, one device's part of
@@ -63,7 +65,7 @@ def one_after_another(fn: Callable[..., Any], width: int) -> Callable[..., Any]:
     def run(mine: Any, shared: Any, local: Any) -> Any:
         rows, reduce = mine
         num_rows = jax.tree.leaves(rows)[0].shape[0]
-        num_lanes = min(width, num_rows)
+        num_lanes = min(how.lanes, num_rows)
 
         def cut(row: jax.Array, at_loop: Callable[..., tuple[Any, Any]]) -> Any:
             """(out, result of `at_loop`) for one row; `at_loop` replaces the loop."""
@@ -119,7 +121,8 @@ def one_after_another(fn: Callable[..., Any], width: int) -> Callable[..., Any]:
             """One step in every lane."""
             lanes, *rest = now
             row = jnp.maximum(lanes.row, 0)
-            carry = jax.vmap(forward)(row, lanes.index, lanes.carry)
+            with execution.side_by_side(how, num_lanes):
+                carry = jax.vmap(forward)(row, lanes.index, lanes.carry)
             lanes = lanes._replace(index=lanes.index + 1, carry=carry)
             return jax.lax.while_loop(any_ended, settle, (lanes, *rest))
 

@@ -94,7 +94,7 @@ class Program(NamedTuple):
     algorithm: types.Algorithm
 
 
-def _over_variants(fn: Callable, *args: Any) -> Any:
+def _over_variants(fn: Callable, how: types.Execution, *args: Any) -> Any:
     """Maps `fn` over one more leading axis. Arguments with an axis of 1 are shared.
 
     Scalars are shared too. So points of a sweep share their seed's plans, and bounds
@@ -114,8 +114,12 @@ def _over_variants(fn: Callable, *args: Any) -> Any:
         for arg, alone in zip(args, shared, strict=True)
     ]
     if all(shared):
-        return jax.tree.map(lambda leaf: leaf[None], fn(*args))
-    return jax.vmap(fn, tuple(None if one else 0 for one in shared))(*args)
+        with execution.side_by_side(how, 1):
+            return jax.tree.map(lambda leaf: leaf[None], fn(*args))
+    axes = tuple(None if one else 0 for one in shared)
+    own = [arg for arg, alone in zip(args, shared, strict=True) if not alone]
+    with execution.side_by_side(how, len(jax.tree.leaves(own)[0])):
+        return jax.vmap(fn, axes)(*args)
 
 
 def _is_finite(
@@ -265,7 +269,7 @@ def _jitted(of: _Structure) -> Program:
             given = options_of(values)
             return first_state(of.make(given, task), given, task, tables, key)
 
-        return _over_variants(one, values, partition, seeds)
+        return _over_variants(one, how, values, partition, seeds)
 
     def rounds(values, state, cohorts, first, num_rounds, data, partition):
         def one(values, state, cohorts, partition):
@@ -294,7 +298,7 @@ def _jitted(of: _Structure) -> Program:
             carry = (state, metrics, counts, jnp.zeros((), jnp.int32))
             return jax.lax.fori_loop(first, first + num_rounds, step, carry)
 
-        return _over_variants(one, values, state, cohorts, partition)
+        return _over_variants(one, how, values, state, cohorts, partition)
 
     def count(counted, values, state, cohort, ids, data, partition):
         def one(values, state, cohort, ids, partition):
@@ -302,7 +306,7 @@ def _jitted(of: _Structure) -> Program:
             where = task.execution.without_lanes
             return counted(method, state, cohort, tables, scoring, where, ids)
 
-        return _over_variants(one, values, state, cohort, ids, partition)
+        return _over_variants(one, how, values, state, cohort, ids, partition)
 
     everywhere, rarely = execution.replicated(how), _soon_compiled(how.platform)
 

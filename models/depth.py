@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from fedjax_pfl import types
-from models import resnet, stages
+from models import forms, resnet, stages
 
 # Kim et al. draw every convolution from N(0, 2 / fan_out).
 normed = functools.partial(resnet.normed, initializer="he")
@@ -40,9 +40,10 @@ class Depthwise(nn.Module):
         channels = h.shape[-1]
         shape = (3, 3, 1, channels)
         kernel = self.param("kernel", stages.he_normal(9 * channels), shape)
-        windows = stages.windows(stages.batch_last(h), 3, self.stride, "SAME")
+        windows = forms.windows(stages.batch_last(h), 3, self.stride, "SAME")
         patches = jnp.stack([*windows], axis=1)
-        out = jnp.einsum("kc,ckhwb->chwb", kernel.reshape(9, channels), patches)
+        kernel = kernel.reshape(9, channels).astype(patches.dtype)
+        out = jnp.einsum("kc,ckhwb->chwb", kernel, patches)
         return stages.batch_last(out)
 
     @nn.nowrap

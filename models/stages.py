@@ -3,13 +3,14 @@
 A stage is called as `stage(h, sample_mask=, train=)` and may own the collections
 `params` and `stats`. Images are [B, H, W, C] between stages. Modules work with the
 batch last, which makes patches contiguous copies and lets pooling vectorise, and XLA
-cancels the transposes between them. The method `macs` of a module returns its cost, see
+cancels the transposes between them. Parameters are f32, and a layer multiplies in the
+type of its input; see `mixed`. The method `macs` of a module returns its cost, see
 `counts`.
 """
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from fedjax_pfl import types
+from models import forms
 
 NORM_EPSILON = 1e-5
 
@@ -75,30 +77,6 @@ def batch_last(h: jax.Array) -> jax.Array:
     return jnp.swapaxes(h, 0, -1)
 
 
-def windows(
-    h: jax.Array, side: int, stride: int, padding: str, fill: float = 0.0
-) -> Iterator[jax.Array]:
-    """The values at each place of a `side` x `side` window, [C, H', W', B] each.
-
-    `SAME` is PyTorch's padding (side - 1) // 2 for odd sides, also with a stride. An
-    even side has one more row of padding at the end.
-
-    Args:
-        h: f32[C, H, W, B].
-        side: The side of the window.
-        stride: The distance between windows.
-        padding: `SAME` or `VALID`.
-        fill: The value of the padding.
-    """
-    if padding == "SAME":
-        pads = ((side - 1) // 2, side // 2)
-        h = jnp.pad(h, ((0, 0), pads, pads, (0, 0)), constant_values=fill)
-    height, width = h.shape[1] - side + 1, h.shape[2] - side + 1
-    for i in range(side):
-        for j in range(side):
-            yield h[:, i : i + height : stride, j : j + width : stride]
-
-
 class Dropout(nn.Module):
     """Inverted dropout with a mask of 16 instead of 32 random bits a value.
 
@@ -139,6 +117,8 @@ class Norm(nn.Module):
         bias = self.param("bias", nn.initializers.zeros, (channels,))
 
         h = batch_last(h)
+        dtype = h.dtype
+        h = h.astype(jnp.promote_types(dtype, scale.dtype))
         column = (channels, *[1] * (h.ndim - 1))
         if train:
             axes = tuple(range(1, h.ndim))
@@ -158,7 +138,8 @@ class Norm(nn.Module):
             centred = h - running_mean.value.reshape(column)
             var = running_var.value
         factor = scale * jax.lax.rsqrt(var + NORM_EPSILON)
-        return batch_last(centred * factor.reshape(column) + bias.reshape(column))
+        h = centred * factor.reshape(column) + bias.reshape(column)
+        return batch_last(h).astype(dtype)
 
     @nn.nowrap
     def macs(self, given, out):
@@ -168,14 +149,13 @@ class Norm(nn.Module):
 class Conv(nn.Module):
     """Convolution with optional batch norm, 2x2 max-pool, relu and dropout.
 
-    Parameters are those of flax's `nn.Conv`. It is computed as patches x matmul,
-    because XLA's CPU convolution is slow inside loops and slower still with one kernel
-    per client. Pooling before the relu is the same function with a quarter of the relu.
+    Parameters are those of flax's `nn.Conv`. How it is computed, `forms.chosen` says.
+    Pooling before the relu is the same function with a quarter of the relu.
 
     Attributes:
         features: Output channels.
         kernel: Side of the kernel.
-        padding: `SAME` or `VALID`; see `windows`.
+        padding: `SAME` or `VALID`; see `forms.windows`.
         pool: Whether to max-pool 2x2 with stride 2.
         dropout: The rate of dropout at the end.
         initializer: `torch` (uniform +-1/sqrt(fan_in)), `lecun` (normal of variance
@@ -209,21 +189,16 @@ class Conv(nn.Module):
         shape = (side, side, channels, self.features)
         kernel = self.param("kernel", kernel_init, shape)
 
-        seen = windows(batch_last(h), side, self.stride, self.padding)
-        patches = jnp.concatenate([*seen])
-        height, width, batch = patches.shape[1:]
-        out = jax.lax.dot_general(
-            kernel.reshape(-1, self.features),
-            patches.reshape(side * side * channels, -1),
-            (((0,), (0,)), ((), ())),
-        )
-        h = out.reshape(self.features, height, width, batch)
+        h = batch_last(h)
+        dtype = h.dtype
+        h = forms.convolve(h, kernel.astype(dtype), self.stride, self.padding)
+        _, height, width, batch = h.shape
         if self.bias:
             bias = self.param("bias", bias_init, (self.features,))
-            h = h + bias[:, None, None, None]
+            h = (h + bias[:, None, None, None]).astype(dtype)
         if self.norm:
             if train and not (isinstance(self.scaler, float) and self.scaler == 1):
-                h = h / self.scaler
+                h = (h / self.scaler).astype(dtype)
             norm = Norm(name="norm")
             h = norm(batch_last(h), sample_mask=sample_mask, train=train)
             h = batch_last(h)
@@ -239,7 +214,7 @@ class Conv(nn.Module):
         """The cost of the layer as in papers, with the relu before the pool."""
         window = jax.eval_shape(
             lambda h: next(
-                windows(batch_last(h), self.kernel, self.stride, self.padding)
+                forms.windows(batch_last(h), self.kernel, self.stride, self.padding)
             ),
             given,
         )
@@ -259,7 +234,7 @@ class MaxPool(nn.Module):
     side: int = 2
 
     def __call__(self, h, *, sample_mask=None, train=False):
-        seen = windows(batch_last(h), self.side, 2, "SAME", -jnp.inf)
+        seen = forms.windows(batch_last(h), self.side, 2, "SAME", -jnp.inf)
         return batch_last(functools.reduce(jnp.maximum, seen))
 
     @nn.nowrap
@@ -295,12 +270,13 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(self, h, *, sample_mask=None, train=False):
-        h = h.reshape(h.shape[0], -1)
+        h = jnp.reshape(h, (h.shape[0], -1))
         kernel_init, bias_init = _initializers(
             self.initializer, h.shape[-1], self.features
         )
         kernel = self.param("kernel", kernel_init, (h.shape[-1], self.features))
-        h = h @ kernel + self.param("bias", bias_init, (self.features,))
+        bias = self.param("bias", bias_init, (self.features,))
+        h = (h @ kernel.astype(h.dtype) + bias).astype(h.dtype)
         if self.relu:
             h = nn.relu(h)
         return Dropout(self.dropout)(h, train=train)

@@ -13,8 +13,13 @@ from fedjax_pfl import options
 from launch.config import presets
 
 SUMMARIES = ("median_last10", "mean_last10", "last")
-# jax's names for the precisions of matrix products
-PRECISIONS = {"f32": "highest", "tf32": "tensorfloat32", "bf16": "bfloat16"}
+# jax's names for the precisions of matrix products of float32
+PRECISIONS = {
+    "f32": "highest",
+    "tf32": "tensorfloat32",
+    "bf16_matmul": "bfloat16",
+    "bf16": "highest",
+}
 IDENTITY, EXECUTION, NOWHERE = "identity", "execution", "nowhere"
 
 
@@ -226,7 +231,10 @@ class Machine:
         role=EXECUTION,
     )
     precision: str = option(
-        "f32", "precision of matrix products", choices=tuple(PRECISIONS)
+        "f32",
+        "of layers: bf16 = activations and products in bfloat16, all else in float32; "
+        "tf32 or bf16_matmul = float32 with matrix products of lower precision",
+        choices=tuple(PRECISIONS),
     )
     compile_cache: str = option(
         "", "folder of compiled programs, or off; default the user's", role=EXECUTION

@@ -17,6 +17,7 @@ from launch.config import resolve, schema, sweep
 from launch.run import devices, fit, memory, model_files, processes, residence
 from launch.run.given import Settings, sha256
 from launch.run.run import Run
+from models import mixed
 
 
 def assemble(
@@ -80,6 +81,12 @@ def assemble(
             config.init_from, server_model, shape, normal
         )
         client_models = (server_model,)
+    if config.precision == "bf16":
+        server_model, *client_models = (
+            mixed.in_bfloat16(model, is_own=model.name in own_models)
+            for model in (server_model, *client_models)
+        )
+        client_models = tuple(client_models)
     chosen = vars(config) | vars(hparams)
     model_bytes = max(shapes.model_bytes(model, shape) for model in client_models)
     needed = memory.needs(chosen, num_rows=len(source.label), model_bytes=model_bytes)

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types as python_types
 
 import chex
 import jax
@@ -429,3 +430,26 @@ def test_devices_communicate_at_the_end_alone(reduce, problem):
     # The sum's leaves, the loss and its count; all else that a client keeps is its own.
     leaves = len(jax.tree.leaves(start))
     assert 1 <= len(calls) <= leaves + 4
+
+
+@pytest.mark.parametrize(
+    ("how", "count"), [({"chunk": 4}, 4), ({"lanes": 2}, 2), ({"chunk": 1}, 1)]
+)
+def test_clients_know_how_many_they_are(how, count, problem):
+    """Those of a chunk, the lanes, or one after another."""
+    task, state, cohort, data = problem
+    device = python_types.SimpleNamespace(platform="tpu")
+    found = []
+
+    def fn(client, shared):
+        first = jnp.zeros(())
+
+        def step(index, carry):
+            found.append(execution.setting())
+            return carry
+
+        return client.run(step, first)
+
+    task = task._replace(execution=execution.Execution(device=device, **how))
+    each_client.update(fn, task, state, cohort, data)
+    assert set(found) == {execution.Setting("tpu", count)}

@@ -1,5 +1,7 @@
 """Whole chunks on every device."""
 
+import types as python_types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -35,3 +37,29 @@ def test_replicated(devices):
     placed = jax.device_put(jnp.arange(4), where)
     assert len(placed.addressable_shards) == devices
     assert all(shard.data.shape == (4,) for shard in placed.addressable_shards)
+
+
+def on(platform, **more):
+    """An execution on a device of a platform, which may be none of this machine's."""
+    device = python_types.SimpleNamespace(platform=platform)
+    return execution.Execution(device=device, **more)
+
+
+def test_the_setting_of_a_program():
+    """Counts of nested axes multiply, and nothing of a setting stays."""
+    assert execution.setting() == execution.Setting("cpu", 1)
+    with execution.side_by_side(on("tpu"), 2):
+        with execution.side_by_side(on("tpu"), 3):
+            assert execution.setting() == execution.Setting("tpu", 6)
+        assert execution.setting() == execution.Setting("tpu", 2)
+    with execution.side_by_side(on("cpu"), 4):
+        assert execution.setting() == execution.Setting("cpu", 1)
+
+
+def test_what_is_traced_in_a_setting_serves_there_alone():
+    """It belongs to the keys of jax's caches."""
+    traced = jax.jit(lambda: jnp.int32(execution.setting().models))
+    assert traced() == 1
+    with execution.side_by_side(on("tpu"), 5):
+        assert traced() == 5
+    assert traced() == 1

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from launch.bench import __main__ as bench
+from launch.bench import forms
 
 
 def test_bench_prints_one_json_object_last(blobs, capsys):
@@ -57,3 +58,20 @@ def test_bench_times_the_mixing_of_peers(blobs, capsys):
     assert out["mixing_over_round"] == ratio and "pulling and mixing alone" in shown
     bench.command(argv)
     assert "mixing" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("--form=fast", "--form=fast: expected one of patches, flat, direct, rule"),
+        ("--clients=8,0", "--clients='8,0': expected numbers above 0, with commas"),
+        ("--image=28x28", "--image='28x28': expected HEIGHTxWIDTHxCHANNELS"),
+        ("--model=m0", "--model=m0: expected one of mlp"),
+        ("--target=tpu:v0", "--target='tpu:v0': expected one of tpu:v4"),
+        ("m1", "'m1' is no option of this command"),
+    ],
+)
+def test_forms_refuse_a_bad_request(given, line, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        forms.command(["forms", given])
+    assert line in capsys.readouterr().err

@@ -6,8 +6,10 @@ These tests need libtpu (`pip install -e '.[test,tpu]'`) and are skipped without
 import pytest
 
 import algorithms
+import models
 from fedjax_pfl import shapes
 from launch import build
+from launch.bench import forms
 from launch.config import registry
 from launch.run import cost, target
 from tests import test_contract
@@ -56,6 +58,20 @@ def test_several_runs_in_one_program(name, more, unequal):
     assert len(made.simulation.calls) == 1
     two = check(made.simulation.lowered()["rounds"])
     assert one.step_cycles < two.step_cycles < 2 * one.step_cycles
+
+
+def test_layers_know_the_chip(unequal):
+    """The convolution of a few clients is XLA's."""
+    made = compiled_for("fedavg", unequal, model="cdkt_mnist")
+    text = made.simulation.lowered()["rounds"].as_text()
+    assert "stablehlo.convolution" in text
+
+
+def test_cycles_of_a_form():
+    """The command that compares forms."""
+    asked = forms.Options(image="8x8x1", batch_size=4)
+    found = forms.step_cost(asked, models.make("m1", 10), 2, "flat")
+    assert found["cycles"] > 0
 
 
 def test_several_chips(unequal):

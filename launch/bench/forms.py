@@ -1,0 +1,126 @@
+"""Cycles of a local step with each form of convolution: `python -m launch.bench.forms`.
+
+It compiles one step of plain SGD, vmapped over clients, for a chip that need not be
+here; see `models.forms`.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import models
+from fedjax_pfl import execution, losses, shapes, types
+from fedjax_pfl.options import option
+from launch import ending
+from launch.config import flags, limits, schema
+from launch.run import cost, target
+from models import forms, mixed
+
+RULE = "rule"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of this command."""
+
+    model: str = option("m1", "models, with commas")
+    clients: str = option("8,32", "clients side by side, with commas")
+    form: str = option(
+        ",".join([*forms.FORMS, RULE]),
+        "forms of all convolutions, with commas; rule = each layer has its own",
+    )
+    target: str = option("tpu:v5e", " or ".join(target.CHIPS))
+    precision: str = option("f32", " or ".join(schema.PRECISIONS))
+    batch_size: int = option(20, "examples of a client's step", minimum=1)
+    image: str = option("28x28x1", "shape of an image")
+
+
+def step_cost(
+    asked: Options, model: types.Model, clients: int, form: str
+) -> dict[str, Any]:
+    """The compiler's plan of one local step of some clients, as a dict.
+
+    Args:
+        asked: The chip, the precision and the shapes of a batch.
+        model: The clients' model.
+        clients: How many train side by side.
+        form: A name of `forms.FORMS`, or `rule`.
+    """
+    shape = tuple(int(size) for size in asked.image.split("x"))
+    where = jax.sharding.SingleDeviceSharding(target.devices(asked.target)[0])
+
+    def step(variables, image, label, key):
+        def loss_fn(params):
+            mode = {"train": True, "key": jax.random.wrap_key_data(key)}
+            out, stats = model.forward(params, variables.stats, image, **mode)
+            exits = out if model.has_exits else (out,)
+            real = jnp.ones(len(label), bool)
+            return sum(losses.cross_entropy(o, label, real) for o in exits), stats
+
+        grads, stats = jax.grad(loss_fn, has_aux=True)(variables.params)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, variables.params, grads)
+        return types.Variables(new, stats)
+
+    def side_by_side(*given):
+        chosen = "" if form == RULE else form
+        with execution.traced_in(execution.Setting("tpu", clients, chosen)):
+            return jax.vmap(step)(*given)
+
+    size = asked.batch_size
+    given = (
+        shapes.variables(model, shape),
+        jax.ShapeDtypeStruct((size, *shape), jnp.float32),
+        jax.ShapeDtypeStruct((size,), jnp.int32),
+        jax.ShapeDtypeStruct((2,), jnp.uint32),
+    )
+    stacked = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            (clients, *leaf.shape), leaf.dtype, sharding=where
+        ),
+        given,
+    )
+    with jax.default_matmul_precision(schema.PRECISIONS[asked.precision]):
+        lowered = jax.jit(side_by_side, out_shardings=where).lower(*stacked)
+    return cost.planned(lowered).figures()
+
+
+@ending.command
+def command(argv: list[str]) -> None:
+    """Prints a line for each model, number of clients and form."""
+    with ending.refused():
+        asked, rest, _ = flags.asked(argv, Options, __doc__)
+        if rest:
+            raise ValueError(f"{limits.shown(rest[0])} is no option of this command")
+        target.chip(asked.target)
+        limits.check_one_of("precision", asked.precision, schema.PRECISIONS)
+        names, chosen = asked.model.split(","), asked.form.split(",")
+        for name in names:
+            limits.check_one_of("model", name, models.MODELS)
+        for form in chosen:
+            limits.check_one_of("form", form, [*forms.FORMS, RULE])
+        if not all(part.isdecimal() and int(part) for part in asked.clients.split(",")):
+            raise ValueError(
+                f"--clients={limits.shown(asked.clients)}: expected numbers above 0, "
+                "with commas"
+            )
+        sides = asked.image.split("x")
+        if len(sides) != 3 or not all(side.isdecimal() and int(side) for side in sides):
+            raise ValueError(
+                f"--image={limits.shown(asked.image)}: expected HEIGHTxWIDTHxCHANNELS"
+            )
+        for name in names:
+            model = models.make(name, 10)
+            if asked.precision == "bf16":
+                model = mixed.in_bfloat16(model)
+            for clients in map(int, asked.clients.split(",")):
+                for form in chosen:
+                    found = step_cost(asked, model, clients, form)
+                    line = {"model": name, "clients": clients, "form": form}
+                    print(json.dumps(line | found), flush=True)
+
+
+if __name__ == "__main__":
+    command()

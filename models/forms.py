@@ -1,0 +1,134 @@
+"""A convolution in three forms, and the rule that chooses one of them.
+
+All take f32[C, H, W, B] and a kernel f32[S, S, C, O] and give f32[O, H', W', B]. They
+agree up to the rounding of sums in another order.
+"""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import execution
+
+
+def paddings(side: int, padding: str) -> tuple[int, int]:
+    """Rows before and after a map: `SAME` is PyTorch's (side - 1) // 2, side // 2."""
+    return ((side - 1) // 2, side // 2) if padding == "SAME" else (0, 0)
+
+
+def windows(
+    h: jax.Array, side: int, stride: int, padding: str, fill: float = 0.0
+) -> Iterator[jax.Array]:
+    """The values at each place of a `side` x `side` window, [C, H', W', B] each.
+
+    `SAME` is PyTorch's padding (side - 1) // 2 for odd sides, also with a stride. An
+    even side has one more row of padding at the end.
+
+    Args:
+        h: f32[C, H, W, B].
+        side: The side of the window.
+        stride: The distance between windows.
+        padding: `SAME` or `VALID`.
+        fill: The value of the padding.
+    """
+    if padding == "SAME":
+        pads = paddings(side, padding)
+        h = jnp.pad(h, ((0, 0), pads, pads, (0, 0)), constant_values=fill)
+    height, width = h.shape[1] - side + 1, h.shape[2] - side + 1
+    for i in range(side):
+        for j in range(side):
+            yield h[:, i : i + height : stride, j : j + width : stride]
+
+
+def patches(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Array:
+    """The values of all windows side by side, times the kernel as a matrix."""
+    side, features = kernel.shape[0], kernel.shape[-1]
+    seen = jnp.concatenate([*windows(h, side, stride, padding)])
+    return _product(kernel, seen).reshape(features, *seen.shape[1:])
+
+
+def flat(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Array:
+    """Patches of which width and batch are one axis, so that a window is a slice.
+
+    A TPU pads a last axis of 20 examples to 128 lanes, and this one hardly.
+    """
+    side, batch = kernel.shape[0], h.shape[-1]
+    pads = paddings(side, padding)
+    h = jnp.pad(h, ((0, 0), pads, pads, (0, 0)))
+    height, width = h.shape[1] - side + 1, h.shape[2] - side + 1
+    h = h.reshape(*h.shape[:2], -1)
+    seen = [
+        h[:, i : i + height : stride, j * batch : (j + width) * batch]
+        for i in range(side)
+        for j in range(side)
+    ]
+    if stride > 1:
+        wide = [one.reshape(*one.shape[:2], width, batch) for one in seen]
+        seen = [one[:, :, ::stride].reshape(*one.shape[:2], -1) for one in wide]
+    columns = jnp.concatenate(seen)
+    out = _product(kernel, columns)
+    return out.reshape(len(out), columns.shape[1], -1, batch)
+
+
+def direct(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Array:
+    """XLA's convolution, which vmapped over kernels has as many groups."""
+    pads = [paddings(len(kernel), padding)] * 2
+    axes = ("CHWN", "HWIO", "CHWN")
+    strides = (stride, stride)
+    return jax.lax.conv_general_dilated(
+        h, kernel, strides, pads, dimension_numbers=axes
+    )
+
+
+# The width of a TPU's registers and of its matrix unit
+LANES = 128
+
+FORMS = {"patches": patches, "flat": flat, "direct": direct}
+
+
+def _product(kernel: jax.Array, seen: jax.Array) -> jax.Array:
+    """f32[O, ...]: the kernel as a matrix times `seen` f32[S * S * C, ...]."""
+    matrix = kernel.reshape(-1, kernel.shape[-1])
+    columns = seen.reshape(len(matrix), -1)
+    return jax.lax.dot_general(matrix, columns, (((0,), (0,)), ((), ())))
+
+
+def chosen(
+    given: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: int,
+    setting: execution.Setting,
+) -> str:
+    """The name of the form that costs least; docs/measured.md has the figures.
+
+    On a CPU XLA's convolution is slow inside loops and slower still with one kernel per
+    client, and GPUs have not been measured. A TPU computes a convolution of many groups
+    as blocks of 128 channels, of which a group uses its own. That is cheap if all
+    groups fit into one block, or if a group fills a good part of one.
+
+    Args:
+        given: The shape [C, H, W, B] of the input.
+        kernel: The shape [S, S, C, O] of the kernel.
+        stride: The distance between windows.
+        setting: The platform, and the models that are computed side by side.
+    """
+    if setting.form or setting.platform != "tpu":
+        return setting.form or "patches"
+    side, _, channels, features = kernel
+    if side == 1:
+        return "patches"
+    is_one_block = setting.models * features <= LANES
+    if is_one_block or channels >= LANES // 4:
+        return "direct"
+    if channels >= LANES // 8 and setting.models <= LANES // 4:
+        return "direct"
+    # With this many models the compiler fills the lanes with them, otherwise with
+    # examples.
+    return "patches" if setting.models > LANES // 2 else "flat"
+
+
+def convolve(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Array:
+    """The convolution in the form that suits its shapes and the present setting."""
+    form = chosen(h.shape, kernel.shape, stride, execution.setting())
+    return FORMS[form](h, kernel, stride, padding)

@@ -1,0 +1,62 @@
+"""The forms of a convolution are one function, of which shapes choose one."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import execution
+from models import forms
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize(("side", "size"), [(1, 5), (2, 6), (3, 7), (4, 5), (5, 6)])
+def test_forms_agree(padding, stride, side, size):
+    """Outputs and both gradients, for odd and even sides of maps and kernels."""
+    gen = np.random.default_rng(side)
+    with jax.enable_x64(True):
+        h = jnp.asarray(gen.normal(size=(2, size, size + 1, 4)))
+        kernel = jnp.asarray(gen.normal(size=(side, side, 2, 3)))
+
+        @jax.jit
+        def all_of(h, kernel):
+            found = []
+            for form in forms.FORMS.values():
+                fn = functools.partial(form, stride=stride, padding=padding)
+                out, pull = jax.vjp(fn, h, kernel)
+                weight = jnp.cos(jnp.arange(out.size).reshape(out.shape))
+                found.append((out, *pull(weight.astype(out.dtype))))
+            return found
+
+        first, *others = all_of(h, kernel)
+        assert first[0].dtype == jnp.float64
+        for other in others:
+            chex.assert_trees_all_close(other, first, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("channels", "features", "side", "models", "form"),
+    [
+        (1, 8, 3, 8, "direct"),  # all groups fit into one block
+        (1, 32, 5, 8, "flat"),
+        (32, 64, 5, 8, "direct"),  # a group is a good part of a block
+        (32, 64, 5, 100, "direct"),
+        (16, 32, 3, 32, "direct"),
+        (16, 32, 3, 100, "patches"),
+        (1, 8, 3, 100, "patches"),
+        (64, 64, 1, 8, "patches"),  # a product without windows
+    ],
+)
+def test_the_rule(channels, features, side, models, form):
+    """It depends on shapes; other platforms than a TPU have patches."""
+    shapes = (channels, 9, 9, 20), (side, side, channels, features), 1
+    on_tpu = execution.Setting("tpu", models)
+    assert forms.chosen(*shapes, on_tpu) == form
+    for platform in ("cpu", "gpu"):
+        setting = on_tpu._replace(platform=platform)
+        assert forms.chosen(*shapes, setting) == "patches"
+    assert forms.chosen(*shapes, on_tpu._replace(form="flat")) == "flat"
