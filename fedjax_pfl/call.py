@@ -100,9 +100,9 @@ class Call:
         """Arguments of `Program.init`; `data` without its partition."""
         return self.floats, data, self.partition, self.values
 
-    def start(self, executable: Callable, args: tuple) -> None:
-        """Makes the state before the first round; `args` from `init_args`."""
-        self.state = jax.block_until_ready(executable(*args))
+    def first(self, executable: Callable, args: tuple) -> types.RoundState:
+        """The state before the first round; `args` from `init_args`."""
+        return jax.block_until_ready(executable(*args))
 
     def load(self, round: int, state: types.RoundState, metrics: Metrics) -> None:
         """Continues from the state of all variants after `round` rounds."""

@@ -142,8 +142,8 @@ def count_correct(
         scoring: What is measured.
         how: Chunks and devices.
         ids: int32[K'], the clients whose private rows the state has, K = none; () =
-            all. There are then K' clients in what is returned, and `scored` are all in
-            the cohort.
+            all. There are then K' clients in what is returned. Only a cohort's clients
+            can then be scored (`Scoring.scored`).
 
     Returns:
         `own` int32[K], each client's personalized model on its own test rows, 0 where

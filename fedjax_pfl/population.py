@@ -7,6 +7,7 @@ window of rounds. An evaluation goes through all clients in blocks of as many.
 A row is a client's part of `RoundState.clients` and `RoundState.opt_state`.
 """
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -113,6 +114,7 @@ class Store:
         self._slot = np.full(num_clients, -1, np.int32)
         self._used, self._parts = 0, []
         self._part_rows = max(1, PART_BYTES // max(len(common), 1))
+        self._folder = folder
         self._file = tempfile.TemporaryFile(dir=folder) if folder else None
 
     @property
@@ -140,13 +142,14 @@ class Store:
         """Keeps `records` uint8[n, bytes] as the rows of clients int[n], all distinct.
 
         Raises:
-            OSError: the file cannot grow.
+            ValueError: the file cannot grow.
         """
         new = ids[self._slot[ids] < 0]
         while self._used + len(new) > len(self._parts) * self._part_rows:
             self._parts.append(self._grown())
-        self._slot[new] = self._used + np.arange(len(new))
-        self._used += len(new)
+        # In this order, so that an interrupt gives no slot to two clients.
+        begin, self._used = self._used, self._used + len(new)
+        self._slot[new] = begin + np.arange(len(new))
         slot = self._slot[ids]
         for number in np.unique(slot // self._part_rows):
             here = slot // self._part_rows == number
@@ -159,7 +162,15 @@ class Store:
             return np.empty(shape, np.uint8)
         size = shape[0] * shape[1]
         begin = len(self._parts) * size
-        self._file.truncate(begin + size)
+        try:
+            # A write into a file that is only truncated ends the process where the
+            # disk is full.
+            os.posix_fallocate(self._file.fileno(), begin, size)
+        except OSError as error:
+            raise ValueError(
+                f"--client_state={self._folder}: rows of clients cannot be written "
+                f"there: {error.strerror}"
+            ) from error
         return np.memmap(self._file, np.uint8, "r+", begin, shape)
 
     def parts(self, ids: np.ndarray) -> Iterator[np.ndarray]:
@@ -237,7 +248,8 @@ def num_residents(state: types.RoundState, num_clients: int, most_needed: int) -
     """
     row = Layout((state.clients, state.opt_state)).num_bytes
     fits = shapes.rounded_up(max(RESIDENT_BYTES // row, 1) + 1) // 2
-    return min(num_clients, max(shapes.rounded_up(most_needed), fits))
+    # Two rows show whether all clients begin with equal ones.
+    return min(num_clients, max(shapes.rounded_up(most_needed), fits, 2))
 
 
 class Population:
@@ -270,6 +282,16 @@ class Population:
         self._how, self._folder, self._stores = how, folder, {}
         # The variants and the rows of a block in which no client has trained.
         self._common: tuple[Sequence[int], Any] | None = None
+
+    def residents(self, cohort: types.Cohort) -> np.ndarray:
+        """int64[n]: the clients whose rows a cohort (or a window) needs, in order.
+
+        They are all clients where there is room for all, whose slots are then as on a
+        device that has all rows.
+        """
+        if self.num_rows == self.num_clients:
+            return np.arange(self.num_clients)
+        return needed(cohort)
 
     @property
     def num_bytes(self) -> int:
@@ -329,6 +351,7 @@ class Population:
         # Most clients of a large population have never trained.
         if is_common and self._common is not None and self._common[0] == variants:
             return state.replace(clients=self._common[1], opt_state=())
+        self.forget_block()
         rows, _ = self.layout.unpack(self.read(variants, ids))
         rows = execution.place(rows, execution.replicated(self._how))
         self._common = (variants, rows) if is_common else None
@@ -446,6 +469,7 @@ class Population:
         ends = np.cumsum(found.count)
         common = self.layout.pack(found.common)
         rows = found.state.clients, found.state.opt_state
+        rows = jax.tree.map(checkpoint.materialised, rows)
         for variant in variants:
             part = slice(int(ends[variant] - found.count[variant]), int(ends[variant]))
             self._stores[variant] = store = self._new(common[variant])

@@ -278,13 +278,14 @@ class Simulation:
             in it, the client's slot).
         """
         self._settle()
-        ids = population_lib.needed(cohort)
+        ids = self.population.residents(cohort)
         if client is not None and client not in ids:
             ids = np.array([client])
         call = next(call for call in self.calls if variant in call.variants)
         own = variant - call.variants.start
         state = jax.tree.map(lambda leaf: leaf[own : own + 1], call.state)
         state = self.population.block([variant], state, [ids])
+        self.population.forget_block()
         cohort = population_lib.mapped(cohort, ids, self.population.num_clients)
         return state, cohort, None if client is None else int(ids.searchsorted(client))
 
@@ -371,9 +372,11 @@ class Simulation:
             if call.state is None:
                 begin = time.perf_counter()
                 args = call.init_args(self.data)
-                call.start(self._compiled(self.program.init, args)[0], args)
+                executable, _ = self._compiled(self.program.init, args)
+                state = call.first(executable, args)
                 if self.population is not None:
-                    self.population.begin(call.variants, call.state)
+                    self.population.begin(call.variants, state)
+                call.state = state
                 self.compile_seconds += time.perf_counter() - begin
 
     def load(
@@ -394,6 +397,8 @@ class Simulation:
             metrics: The earlier `metrics`.
         """
         self.totals, self.compile_seconds = totals, compile_seconds
+        # It may have rows that were read before.
+        self._window = None
         clients = self.calls[0].partition.train.start.shape[1]
         if self.population is not None:
             self.start()
@@ -469,8 +474,7 @@ class Simulation:
         for call in self.calls:
             call.settle(self.totals)
             algorithm = self.program.algorithm
-            reads_rows = algorithm.serving or algorithm.trained
-            if self.population is not None and reads_rows:
+            if self._goes_by_block:
                 self._write_back(call)
                 counts = self._counts_by_block(call)
             else:
@@ -479,11 +483,35 @@ class Simulation:
             out += call.measured(counts, self.totals, algorithm.messages)
         return out
 
+    @property
+    def _goes_by_block(self) -> bool:
+        """Whether an evaluation needs rows that the device does not have."""
+        algorithm = self.program.algorithm
+        reads_rows = algorithm.serving or algorithm.trained
+        return self.population is not None and bool(reads_rows)
+
     def _computed(self, function: program_lib.Compiled, args: tuple) -> Any:
         """What a function returns, as numpy arrays."""
         executable, seconds = self._compiled(function, args)
         self.compile_seconds += seconds
         return jax.tree.map(np.asarray, jax.device_get(executable(*args)))
+
+    def _block_args(
+        self,
+        call: Call,
+        state: types.RoundState,
+        drawn: Sequence[types.Cohort],
+        blocks: Sequence[np.ndarray],
+    ) -> tuple[Any, ...]:
+        """Arguments of `Program.evaluate` for the rows of some clients of each seed."""
+        population, num_clients = self.population, self.population.num_clients
+        pairs = list(zip(drawn, blocks, strict=True))
+        cohort = _stack([population_lib.mapped(*pair, num_clients) for pair in pairs])
+        ids = np.full((len(blocks), population.num_rows), num_clients, np.int32)
+        for line, block in zip(ids, blocks, strict=True):
+            line[: len(block)] = block
+        placed = self._place(cohort), self._place(ids)
+        return call.floats, state, *placed, self.data, call.partition
 
     def _counts_by_block(self, call: Call) -> dict[str, Any]:
         """The counts of all clients, of which the device holds a block at a time."""
@@ -499,23 +527,14 @@ class Simulation:
                 given = key, num_clients, scoring.num_sampled
                 wanted = np.asarray(evaluate.sampled_clients(*given))
             mine = [v for v in call.variants if v // points == call.seeds[place]]
-            first = population_lib.needed(cohort)
+            first = population.residents(cohort)
             by_seed.append(population.blocks(mine, first, wanted))
 
         def run(function: program_lib.Compiled, blocks: list[np.ndarray]) -> Any:
-            cohort = _stack(
-                [
-                    population_lib.mapped(one, ids, num_clients)
-                    for one, ids in zip(drawn, blocks, strict=True)
-                ]
-            )
-            ids = np.full((len(blocks), population.num_rows), num_clients, np.int32)
-            for line, block in zip(ids, blocks, strict=True):
-                line[: len(block)] = block
             of_variant = [blocks[call.seeds.index(v // points)] for v in call.variants]
             state = population.block(call.variants, call.state, of_variant)
-            given = call.floats, state, self._place(cohort), self._place(ids)
-            return self._computed(function, (*given, self.data, call.partition))
+            args = self._block_args(call, state, drawn, blocks)
+            return self._computed(function, args)
 
         counts = found = run(self.program.evaluate, [blocks[0] for blocks in by_seed])
         shared = counts["shared"]
@@ -549,10 +568,16 @@ class Simulation:
         state = self._place(jax.eval_shape(self.program.init.jitted, *init_args))
         call = dataclasses.replace(self.calls[0], state=state)
         window = self._current_window(call.round, self.rounds)
+        evaluate_args = self._evaluate_args(call)
+        if self._goes_by_block:
+            drawn = [self.planner.drawn(index, call.round) for index in call.seeds]
+            blocks = [self.population.residents(one) for one in drawn]
+            state = state.replace(opt_state=())
+            evaluate_args = self._block_args(call, state, drawn, blocks)
         of = {
             "init": init_args,
             "rounds": self._round_args(call, window.cohorts[0], 0, 1),
-            "evaluate": self._evaluate_args(call),
+            "evaluate": evaluate_args,
         }
         return {
             name: getattr(self.program, name).jitted.lower(*args)
@@ -605,7 +630,7 @@ class Simulation:
             clients = self.population.num_clients
             for index, one in enumerate(planned):
                 drawn = [one.client_id[t][one.row_mask[t]] for t in range(count)]
-                found = population_lib.Residents(population_lib.needed(one), drawn)
+                found = population_lib.Residents(self.population.residents(one), drawn)
                 residents.append(found)
                 planned[index] = population_lib.mapped(one, found.ids, clients)
         cohorts = [_stack([planned[s] for s in call.seeds]) for call in self.calls]

@@ -15,7 +15,16 @@ import algorithms
 from fedjax_pfl import types
 from launch.config import flagfile, registry
 from launch.folder import workdir
-from launch.run import assemble, client_model, cost, devices, loop, processes, target
+from launch.run import (
+    assemble,
+    client_model,
+    cost,
+    devices,
+    loop,
+    processes,
+    residence,
+    target,
+)
 from launch.run import given as given_lib
 from launch.run import progress as progress_lib
 from launch.run import stop as stop_lib
@@ -285,6 +294,8 @@ def load(path: Any, **given: Any) -> Experiment:
     registry.algorithm(algo)
     try:
         options = flagfile.RunFlags(recorded).typed(algo)
+        if "client_state" in options:
+            options["client_state"] = residence.recorded(options["client_state"])
     except ValueError as error:
         raise ValueError(f"{flags_path}: {error}") from error
     if options.get("client_model") == options.get("model"):

@@ -115,12 +115,15 @@ def _mixing(experiment: build.Experiment) -> float | None:
     """Median seconds of pulling and mixing one round's models, after a warm-up call.
 
     It times `Algorithm.serving` of the present state with the peers of the next rounds.
-    None for algorithms without peers, and for several seeds.
+    None for algorithms without peers, for several seeds, and where the device does not
+    have all models.
     """
     algorithm = registry.algorithm(experiment.config.algo).make(
         experiment.hparams, experiment.task
     )
     if algorithm.peers is None or experiment.config.num_seeds > 1:
+        return None
+    if experiment.simulation.population is not None:
         return None
 
     @jax.jit

@@ -226,8 +226,8 @@ class Machine:
     )
     client_state: str = option(
         "device",
-        "where private rows and optimizer states of clients are kept that train in no "
-        "round of the next seconds: device, host (memory), or a folder (in a file)",
+        "where the models and optimizer states of clients are kept: device, host (its "
+        "memory), or a folder (a file there); the device then has those that train",
         role=EXECUTION,
     )
     precision: str = option(

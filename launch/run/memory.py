@@ -78,7 +78,9 @@ def kept_on_host(options: dict[str, Any], row_bytes: int, variants: int) -> Need
     trained = options["rounds"] * options["clients_per_round"]
     trained = min(trained, options["num_clients"])
     factors = {"num_seeds": options["num_seeds"], "num_clients": trained}
-    return Need("the clients that train", variants * trained * row_bytes, factors)
+    return Need(
+        "the rows of clients on the host", variants * trained * row_bytes, factors
+    )
 
 
 def refuse(needed: Sequence[Need], options: dict[str, Any], target: str = "") -> None:

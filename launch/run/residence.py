@@ -1,6 +1,7 @@
 """Where clients' private rows are kept, and how many of them the device holds."""
 
 import pathlib
+import tempfile
 from collections.abc import Callable
 
 import jax
@@ -21,10 +22,8 @@ def place(config: schema.Config) -> str | None:
     name = config.client_state
     if name == "device":
         return None
-    if name != "host" and not pathlib.Path(name).expanduser().is_dir():
-        raise ValueError(
-            f"--client_state={name}: expected device, host or a folder that exists"
-        )
+    if name != "host":
+        _try(name)
     if jax.process_count() > 1:
         raise ValueError(
             f"--client_state={name}: several processes keep all rows on their devices; "
@@ -36,6 +35,25 @@ def place(config: schema.Config) -> str | None:
             "once; take --eval_clients=selected, or --noc_gen"
         )
     return "" if name == "host" else str(pathlib.Path(name).expanduser())
+
+
+def recorded(name: str) -> str:
+    """Where the rows of a run are when it is opened again: a folder may be gone."""
+    if name in ("device", "host") or pathlib.Path(name).expanduser().is_dir():
+        return name
+    return "host"
+
+
+def _try(name: str) -> None:
+    """Refuses a folder in which no file can be made."""
+    try:
+        with tempfile.TemporaryFile(dir=pathlib.Path(name).expanduser()):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--client_state={name}: expected device, host or a folder to which rows "
+            f"can be written ({error.strerror})"
+        ) from error
 
 
 def of_few(
@@ -67,7 +85,13 @@ def of_few(
         return program, state
 
     program, state = shapes(task)
-    if not jax.tree.leaves((state.clients, state.opt_state)):
+    kept = jax.tree.leaves((state.clients, state.opt_state))
+    if any(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in kept):
+        raise ValueError(
+            f"{given}: clients of --algo={config.algo} keep random keys, which must be "
+            "on the device; omit it"
+        )
+    if not kept:
         raise ValueError(
             f"{given}: clients of --algo={config.algo} keep nothing between rounds; "
             "omit it"

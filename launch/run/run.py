@@ -207,7 +207,7 @@ class Run:
         }
 
     def saved(self) -> tuple[Any, dict[str, Any]]:
-        """The (arrays, host counters) of a checkpoint."""
+        """The (arrays, host counters) of a checkpoint, until the next round."""
         simulation = self.simulation
         arrays = {"state": simulation.kept, "accuracies": self.client_accuracies}
         host = dataclasses.asdict(simulation.totals) | {

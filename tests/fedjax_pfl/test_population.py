@@ -1,5 +1,8 @@
 """Rows on the host: layouts, stores, slots, and the two forms of a saved state."""
 
+import errno
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,6 +73,16 @@ def test_a_store_has_rows_of_those_that_trained(in_file, monkeypatch, tmp_path):
     assert not store.have_trained(np.array([1, 3]))
     # A file has no name, so that nothing stays where a process was killed.
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_one_line(monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    store = population.Store(np.zeros(4, np.uint8), NUM_CLIENTS, str(tmp_path))
+    with pytest.raises(ValueError, match="--client_state=.*No space left"):
+        store.write(np.array([1]), np.ones((1, 4), np.uint8))
 
 
 def test_slots_are_places_among_the_residents():

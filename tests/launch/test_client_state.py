@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from fedjax_pfl import population
-from launch import build
+from fedjax_pfl import population, simulate
+from launch import build, contract
 
 NUM_CLIENTS = 40
 OPTIONS = {
@@ -118,10 +118,65 @@ def test_what_trained_is_saved(vectors, tmp_path):
             {"algo": "fedper", "c_gen": True, "eval_clients": "all"},
             "c_gen of all clients needs all their models.*--noc_gen",
         ),
-        ({"algo": "fedper", "client_state": "/nowhere"}, "expected device, host or a"),
+        ({"algo": "fedper", "client_state": "/nowhere"}, "host or a folder to which"),
     ],
 )
 def test_refused(options, line, vectors):
     given = {"client_state": "host", **options}
     with pytest.raises(ValueError, match=line):
-        made(vectors, given.pop("client_state"), **given).start()
+        experiment = made(vectors, given.pop("client_state"), **given)
+        with pytest.raises(ValueError, match=line):
+            experiment.start()
+        experiment.start()  # again in a notebook
+
+
+def test_all_rows_fit(vectors, monkeypatch):
+    """Slots are then clients, so that an algorithm may read fixed rows."""
+    options = {"algo": "uapdfl", "num_peers": 2, "track_pairs": 3, "eval_sample": 7}
+    here = made(vectors, "device", **options)
+    here.run(progress=False)
+    monkeypatch.setattr(population, "RESIDENT_BYTES", 1 << 28)
+    there = made(vectors, "host", **options)
+    there.run(progress=False)
+    assert untimed(here) == untimed(there)
+    assert "divergence_0_2" in here.metrics[-1]
+
+
+def test_loaded_after_rows_were_read_ahead(vectors):
+    """In memory, from what `saved` gives, as `contract.check` does."""
+    options = {"algo": "pfedsd", "clients_per_round": 20, "rounds": 6}
+    whole = made(vectors, "device", **options).run(progress=False)
+    simulation = made(vectors, "host", **options).simulation
+    simulation.advance_to(2)
+    ahead = simulation._window
+    assert ahead.first == 2 and ahead.records
+    kept = simulation.kept
+    simulation.load(2, kept, simulation.totals, 0.0, simulation.metrics)
+    simulation.advance_to(6)
+    assert simulation.digest() == whole["parameters_sha256"]
+
+
+def test_many_rows_are_hashed_where_they_have_trained(vectors, monkeypatch):
+    monkeypatch.setattr(simulate, "HASHED_BYTES", 0)
+    found = set()
+    for seed in (0, 0, 1):
+        experiment = made(vectors, "host", algo="pfedsd", seed=seed)
+        found.add(experiment.run(progress=False)["parameters_sha256"])
+    assert len(found) == 2
+
+
+def test_a_folder_that_is_gone(vectors, tmp_path):
+    """A run that kept its rows there opens as one that has them in memory."""
+    scratch, folder = tmp_path / "scratch", str(tmp_path / "run")
+    scratch.mkdir()
+    first = made(vectors, scratch, algo="fedper", workdir=folder)
+    summary = first.run(progress=False)
+    scratch.rmdir()
+    again = build.load(folder, dataset=vectors)
+    assert again.config.client_state == "host"
+    assert again.summary()["parameters_sha256"] == summary["parameters_sha256"]
+
+
+def test_the_contract_holds(vectors):
+    options = {**OPTIONS, "dataset": vectors, "client_state": "host", "rounds": 4}
+    contract.check("pfedsd", **options)
