@@ -42,7 +42,8 @@ def experiment(
 
 def planned_bytes(experiment: build.Experiment) -> dict[str, int]:
     """Bytes of the state on a device, and of the program of rounds by its plan."""
-    leaves = jax.tree.leaves(experiment.state)
+    # What the device has, also where other rows are on the host.
+    leaves = jax.tree.leaves([call.state for call in experiment.simulation.calls])
     memory = experiment.program.rounds.executables[-1].memory_analysis()
     return {
         "state_bytes_per_device": sum(
