@@ -177,6 +177,7 @@ def test_a_folder_that_is_gone(vectors, tmp_path):
     assert again.summary()["parameters_sha256"] == summary["parameters_sha256"]
 
 
+@pytest.mark.slow
 def test_the_contract_holds(vectors):
     options = {**OPTIONS, "dataset": vectors, "client_state": "host", "rounds": 4}
     contract.check("pfedsd", **options)
