@@ -123,11 +123,17 @@ def materialised(leaf: Any) -> Any:
         return leaf[...]
     if not isinstance(leaf, Streamed):
         return leaf
-    out, done = np.empty(math.prod(leaf.shape), leaf.dtype), 0
-    for piece in leaf.pieces():
-        out[done : done + piece.size] = piece
+    return _filled(leaf.shape, leaf.dtype, leaf.pieces())
+
+
+def _filled(shape: Sequence[int], dtype: Any, pieces: Iterator[np.ndarray]) -> Any:
+    """An array of the next of these pieces, as many as it takes."""
+    array, done = np.empty(math.prod(shape), dtype), 0
+    while done < array.size:
+        piece = next(pieces)
+        array[done : done + piece.size] = piece
         done += piece.size
-    return out.reshape(leaf.shape)
+    return array.reshape(shape)
 
 
 def _cut(array: Any, start: tuple[int, ...], size: tuple[int, ...]) -> Any:
@@ -346,13 +352,7 @@ def _restore_one(path: pathlib.Path, templates: Sequence[Any]) -> tuple[int, Any
 
     def restored(leaf: Any, kind: list[Any]) -> Any:
         dtype, shape = kind
-        array = np.empty(math.prod(shape), dtype)
-        done = 0
-        while done < array.size:
-            piece = next(stored)
-            array[done : done + piece.size] = piece
-            done += piece.size
-        array = array.reshape(shape)
+        array = _filled(shape, dtype, stored)
         return jax.random.wrap_key_data(array) if _is_key(leaf) else array
 
     state = treedef.unflatten(map(restored, leaves, found.values()))

@@ -215,13 +215,7 @@ def count_correct(
         known = jnp.zeros(num_rows, bool)
         cross = jnp.zeros(scored.shape, jnp.int32)
         for group in groups:
-            served_id = jnp.where(group.mask, group.client_id, num_rows)
-            # The entry of each client in this group, counted from 1, 0 = it has none.
-            # (Counted from 0 it may equal the index, and a TPU's compiler ends where
-            # one value is the index and the update of a scatter.)
-            end = served_id.shape[0]
-            number = jnp.zeros(num_rows, jnp.int32)
-            number = number.at[served_id].set(1 + jnp.arange(end), mode="drop")
+            number, end = _numbers(group, num_rows), group.mask.shape[0]
             serves = number > 0
             measured = serves & is_sampled
             known = known | measured
@@ -309,16 +303,13 @@ def count_rest(
         by_shared[name] = ()
         own, known = jnp.zeros(ids.shape, jnp.int32), jnp.zeros(ids.shape, bool)
         for group in groups:
-            serves = jnp.zeros(ids.shape, bool)
-            served_id = jnp.where(group.mask, group.client_id, ids.shape[0])
-            serves = serves.at[served_id].set(True, mode="drop") & sampled
+            number = _numbers(group, ids.shape[0])
+            serves = (number > 0) & sampled
             known |= serves
             if group.own is None:
                 by_shared[name] += (serves,)
                 continue
-            entries = jnp.zeros(ids.shape, jnp.int32).at[served_id]
-            entries = entries.set(1 + jnp.arange(served_id.shape[0]), mode="drop")
-            rows = jnp.maximum(entries, 1) - 1, start, jnp.where(serves, count, 0)
+            rows = jnp.maximum(number, 1) - 1, start, jnp.where(serves, count, 0)
             own += _each_entry(group, *rows, data, scoring.own_batch_size, how)
         return own, known
 
@@ -329,6 +320,17 @@ def count_rest(
         if algorithm.trained is not algorithm.serving:
             out["trained"], _ = counted("trained", algorithm.trained(*given))
     return out | {"by_shared": by_shared}
+
+
+def _numbers(group: types.Serving, num_rows: int) -> jax.Array:
+    """int32[num_rows]: each client's entry in a group, counted from 1; 0 = none.
+
+    Counted from 0 it may equal the index, and a TPU's compiler ends where one value is
+    the index and the update of a scatter.
+    """
+    served_id = jnp.where(group.mask, group.client_id, num_rows)
+    numbers = 1 + jnp.arange(served_id.shape[0])
+    return jnp.zeros(num_rows, jnp.int32).at[served_id].set(numbers, mode="drop")
 
 
 def _of_block(ids: jax.Array, test: types.ClientRows, is_sampled: jax.Array) -> tuple:

@@ -212,6 +212,16 @@ class Kept(NamedTuple):
     ids: np.ndarray
     count: np.ndarray
 
+    def part(self, variant: int) -> slice:
+        """The places of a variant's clients among `ids` and the rows."""
+        end = int(self.count[: variant + 1].sum())
+        return slice(end - int(self.count[variant]), end)
+
+
+def _with_rows(state: types.RoundState, rows: tuple[Any, Any]) -> types.RoundState:
+    """The state with these private rows and optimizer states."""
+    return state.replace(clients=rows[0], opt_state=rows[1])
+
 
 def needed(cohort: types.Cohort) -> np.ndarray:
     """int64[n]: the clients of a cohort and their peers, in order, each once."""
@@ -337,7 +347,7 @@ class Population:
         """The state with these rows uint8[variants, rows, bytes]."""
         where = execution.replicated(self._how)
         rows = execution.place(self.layout.unpack(records), where)
-        return state.replace(clients=rows[0], opt_state=rows[1])
+        return _with_rows(state, rows)
 
     def block(
         self,
@@ -367,7 +377,7 @@ class Population:
         variants = range(len(self._stores))
         none = [np.zeros(0, np.int64) for _ in variants]
         rows = self.layout.unpack(self.read(variants, none))
-        return state.replace(clients=rows[0], opt_state=rows[1])
+        return _with_rows(state, rows)
 
     def write(
         self,
@@ -441,7 +451,7 @@ class Population:
 
         count = np.array([len(one) for one in ids])
         rows = self.layout.streamed((int(count.sum()),), records)
-        state = state.replace(clients=rows[0], opt_state=rows[1])
+        state = _with_rows(state, rows)
         return Kept(state, self.layout.unpack(common), np.concatenate(ids), count)
 
     def whole(self, variants: Sequence[int], state: types.RoundState) -> Any:
@@ -454,7 +464,7 @@ class Population:
 
         lead = len(variants), self.num_clients
         rows = self.layout.streamed(lead, records)
-        return state.replace(clients=rows[0], opt_state=rows[1])
+        return _with_rows(state, rows)
 
     def load(self, variants: Sequence[int], found: Kept | types.RoundState) -> None:
         """Takes the rows of a checkpoint in place of those that there were.
@@ -466,12 +476,11 @@ class Population:
         if isinstance(found, types.RoundState):
             common = [self._stores[variant].common for variant in variants]
             found = compressed(found, common)
-        ends = np.cumsum(found.count)
         common = self.layout.pack(found.common)
         rows = found.state.clients, found.state.opt_state
         rows = jax.tree.map(checkpoint.materialised, rows)
         for variant in variants:
-            part = slice(int(ends[variant] - found.count[variant]), int(ends[variant]))
+            part = found.part(variant)
             self._stores[variant] = store = self._new(common[variant])
             mine = jax.tree.map(lambda leaf, p=part: np.asarray(leaf)[p], rows)
             if part.start < part.stop:
@@ -484,7 +493,7 @@ def _shaped(state: types.RoundState, *lead: int) -> types.RoundState:
         lambda leaf: jax.ShapeDtypeStruct((*lead, *leaf.shape[2:]), leaf.dtype),
         (state.clients, state.opt_state),
     )
-    return state.replace(clients=rows[0], opt_state=rows[1])
+    return _with_rows(state, rows)
 
 
 def kept_template(state: types.RoundState) -> Kept:
@@ -522,22 +531,21 @@ def compressed(state: types.RoundState, common: Sequence[np.ndarray]) -> Kept:
     chosen = jax.tree.map(
         lambda leaf: np.concatenate([leaf[v][one] for v, one in enumerate(ids)]), rows
     )
-    state = state.replace(clients=chosen[0], opt_state=chosen[1])
+    state = _with_rows(state, chosen)
     found = layout.unpack(np.stack(common))
     return Kept(state, found, np.concatenate(ids), count)
 
 
 def expanded(found: Kept, num_clients: int) -> types.RoundState:
     """The state of all clients, leaves [variants, K, ...], from the rows kept."""
-    ends = np.cumsum(found.count)
 
     def whole(rows: np.ndarray, common: np.ndarray) -> np.ndarray:
         out = np.repeat(np.asarray(common)[:, None], num_clients, 1)
-        for variant, end in enumerate(ends):
-            part = slice(int(end - found.count[variant]), int(end))
+        for variant in range(len(found.count)):
+            part = found.part(variant)
             out[variant, found.ids[part]] = rows[part]
         return out
 
     state = found.state
     rows = jax.tree.map(whole, (state.clients, state.opt_state), found.common)
-    return state.replace(clients=rows[0], opt_state=rows[1])
+    return _with_rows(state, rows)

@@ -349,10 +349,9 @@ class Simulation:
     def kept_templates(self) -> list[Any]:
         """Shapes of `kept`, and of the other form in which a state may be saved."""
         own = self.template()
-        clients = self.calls[0].partition.train.start.shape[1]
         other = population_lib.kept_template(own)
         if self.population is not None:
-            return [other, population_lib.whole_template(own, clients)]
+            return [other, population_lib.whole_template(own, self._num_clients)]
         # Several processes load what the first one has read, in this form alone.
         return [own] if jax.process_count() > 1 else [own, other]
 
@@ -399,13 +398,12 @@ class Simulation:
         self.totals, self.compile_seconds = totals, compile_seconds
         # It may have rows that were read before.
         self._window = None
-        clients = self.calls[0].partition.train.start.shape[1]
         if self.population is not None:
             self.start()
             self.population.load(range(len(totals.messages)), state)
             state = self.population.resident(state)
         elif isinstance(state, population_lib.Kept):
-            state = population_lib.expanded(state, clients)
+            state = population_lib.expanded(state, self._num_clients)
         for call in self.calls:
             own = jax.tree.map(lambda leaf, c=call: leaf[c.rows], state)
             call.load(round, self._place(own), metrics)
@@ -516,8 +514,7 @@ class Simulation:
     def _counts_by_block(self, call: Call) -> dict[str, Any]:
         """The counts of all clients, of which the device holds a block at a time."""
         population, scoring = self.population, self.program.scoring
-        num_clients = population.num_clients
-        points = len(self.totals.messages) // len(self.seeds)
+        num_clients, points = population.num_clients, self._num_points
         drawn = [self.planner.drawn(index, call.round) for index in call.seeds]
         by_seed = []
         for place, cohort in enumerate(drawn):
@@ -643,8 +640,16 @@ class Simulation:
 
     def _seeds_of(self, call: Call) -> list[int]:
         """The seed of each of a call's variants, as an index."""
-        points = len(self.totals.messages) // len(self.seeds)
-        return [variant // points for variant in call.variants]
+        return [variant // self._num_points for variant in call.variants]
+
+    @property
+    def _num_points(self) -> int:
+        """The points of a sweep, 1 without one."""
+        return len(self.totals.messages) // len(self.seeds)
+
+    @property
+    def _num_clients(self) -> int:
+        return self.calls[0].partition.train.start.shape[1]
 
     def _fitting(self, first: int, most: int) -> tuple[int, int]:
         """(rounds from `first` on for which there is room, examples with one more)."""
