@@ -198,7 +198,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return types.RoundState.first(server, clients, key)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        own = stacked.take(state.clients, cohort.row)
+        own = state.rows(cohort)
         participations = own.pop("participations") + 1
         own["kept"] = kept = schedule.kept(participations)
         weight = aggregate.cohort_weights("uniform", cohort, data)

@@ -185,7 +185,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return types.RoundState.first(server, clients, key)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        own, here = stacked.take(state.clients, cohort.row), (cohort, data)
+        own, here = state.rows(cohort), (cohort, data)
         (trained, logits), state = each_client.update(local_update, task, state, *here)
         uploaded = own | {"own": trained.variables, "logits": logits}
 

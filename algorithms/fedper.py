@@ -122,7 +122,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return (rest, last_stages(variables)), variables
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        private = stacked.take(state.clients, cohort.row)
+        private = state.rows(cohort)
         participations = private["participations"] + 1
         is_shared = schedule.kept(participations)
         weight = aggregate.cohort_weights(hparams.aggregation, cohort, data)

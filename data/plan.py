@@ -13,10 +13,13 @@ import numpy as np
 
 from data import shuffle, topology
 from fedjax_pfl import execution as execution_lib
-from fedjax_pfl import rng, shapes, types
+from fedjax_pfl import owners, rng, shapes, types
 
 # Rounds from whose sizes the capacity of a window's plans is estimated
 SEEN_ROUNDS = 16
+# Rounds from which the rows of a device are found, where clients have owners; where a
+# later round needs more, they grow with the first round of as many.
+OWNED_ROUNDS = 64
 # At most this many rows of typical cohorts are dealt to lanes to estimate their cost.
 DEALT_ROWS = 20_000
 
@@ -100,7 +103,8 @@ class Planner:
             clients_per_round: Clients drawn without replacement.
             specs: The algorithm's plans.
             execution: Rows are sorted by group, level and steps, dealt to the devices
-                and padded to whole chunks, so that chunks have equal lengths.
+                and padded to whole chunks, so that chunks have equal lengths. Where
+                private rows are shared out, they are dealt to their owners.
             eligible: bool[K], clients that may be drawn, None = all. A client that is
                 never drawn may still be a peer.
             peers: Peers of each row, None = the algorithm has none.
@@ -117,7 +121,12 @@ class Planner:
             members = np.flatnonzero(self._group == group)
             self._slot[members] = np.arange(len(members))
         self._clients_per_round, self._execution = clients_per_round, execution
-        self._devices = execution.mesh.size if execution.mesh else 1
+        self._devices = execution.num_devices
+        self._padding, self._fullest = num_clients, np.zeros(0, np.int64)
+        self._owners: owners.Layout | None = None
+        if execution.shares_rows:
+            self._owners = owners.Layout(num_clients, self._devices)
+            self._slot, self._padding = self._owners.slots, self._owners.num_rows
         most = int(self._num_rows.max())
         self._specs = tuple(
             spec._replace(batch_size=shapes.capped(spec.batch_size, most))
@@ -152,7 +161,7 @@ class Planner:
         peers, peer_mask = self._draw_peers(seed, round, client, real)
         return types.Cohort(
             client_id=client,
-            row=np.where(real, self._slot[np.where(real, client, 0)], len(self._slot)),
+            row=np.where(real, self._slot[np.where(real, client, 0)], self._padding),
             row_mask=real,
             level=level,
             peers=peers,
@@ -170,11 +179,20 @@ class Planner:
         owned = self._num_rows[seed_index, chosen]
         order = np.lexsort((chosen, owned, levels, self._group[chosen]))
         # Padding rows come first, where they fill the chunk of the smallest clients.
-        size = execution_lib.padded_size(len(chosen), self._execution)
-        index = np.full(size, -1)
-        index[size - len(chosen) :] = order
-        # Rows are dealt to devices in turn, so that all get large and small clients.
-        index = index.reshape(-1, self._devices).T.reshape(-1)
+        if self._owners is None:
+            size = execution_lib.padded_size(len(chosen), self._execution)
+            index = np.full(size, -1)
+            index[size - len(chosen) :] = order
+            # They are dealt to devices in turn, so that all get large and small ones.
+            index = index.reshape(-1, self._devices).T.reshape(-1)
+        else:
+            size = self._devices * self.rows_per_device(round)
+            index = np.full((self._devices, size // self._devices), -1)
+            owner, _ = self._owners.clients_of(chosen[order])
+            for device, line in enumerate(index):
+                own = order[owner == device]
+                line[len(line) - len(own) :] = own
+            index = index.reshape(-1)
         real = index >= 0
         client = np.where(real, chosen[index], num_clients).astype(np.int32)
         # A chunk runs its largest level, which padding must not raise.
@@ -184,6 +202,50 @@ class Planner:
         # A chunk of only padding takes the level of the smallest client.
         level = levels[np.where(real[like], index[like], order[0])]
         return client, real, level.astype(np.int32)
+
+    def rows_per_device(self, round: int) -> int:
+        """The rows of each device in a round, in whole chunks.
+
+        Where clients have owners, the fullest device needs more than the others, and
+        another number is another program. So it is that of the first rounds, and in a
+        later one grows by a sixteenth or more.
+        """
+        how = self._execution
+        if self._owners is None:
+            size = execution_lib.padded_size(self._clients_per_round, how)
+            return size // self._devices
+        seen = self._owned_by_fullest(round)[: max(round + 1, OWNED_ROUNDS)]
+        most = shapes.rounded_up_finely(int(seen.max()))
+        most = min(most, self._owners.rows_per_device)
+        chunk = min(how.chunk, most)
+        return chunk * -(-most // chunk)
+
+    def _owned_by_fullest(self, round: int) -> np.ndarray:
+        """int[n], n > round: the clients of the fullest device in each round."""
+        while len(self._fullest) <= max(round, OWNED_ROUNDS - 1):
+            first = len(self._fullest)
+            more = [self._fullest_of(first + i) for i in range(OWNED_ROUNDS)]
+            self._fullest = np.concatenate([self._fullest, more])
+        return self._fullest
+
+    def _fullest_of(self, round: int) -> int:
+        if self._clients_per_round == self.num_clients:
+            return self._owners.rows_per_device
+        drawn = [
+            self._owners.clients_of(self._choose(s, round))[0] for s in self._seeds
+        ]
+        return max(int(np.bincount(one).max()) for one in drawn)
+
+    @property
+    def balance(self) -> float:
+        """Clients of a round over those for which all devices wait, on average.
+
+        Each device waits for the one with the most clients: 1 without owners.
+        """
+        if self._owners is None:
+            return 1.0
+        fullest = self._owned_by_fullest(0)[:OWNED_ROUNDS]
+        return float(self._clients_per_round / self._devices / fullest.mean())
 
     @property
     def round_examples(self) -> float:

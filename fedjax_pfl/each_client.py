@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from fedjax_pfl import aggregate, execution, lanes, losses, rng, stacked, types
+from fedjax_pfl import aggregate, execution, lanes, losses, owners, rng, stacked, types
 
 
 @struct.dataclass
@@ -243,8 +243,8 @@ def update(
     """
     steps, positions = cohort.plans[plan].split()
     if own is None:
-        own = stacked.take(state.clients, cohort.row)
-    opt_state = stacked.take(state.opt_state, cohort.row)
+        own = state.rows(cohort)
+    opt_state = owners.take(state.opt_state, cohort.row)
 
     def one(
         row: Any, given: Any, bound: Any, local: Any, loop: Any = None, **level: int
@@ -275,9 +275,7 @@ def update(
             return one(row, given, None, local, loop)
 
         on_device = lanes.one_after_another(in_lane, task.execution)
-        over = _over_devices(
-            on_device, task.execution.mesh, is_summed=reduce is not None
-        )
+        over = _over_devices(on_device, task.execution, is_summed=reduce is not None)
         out = over((rows, reduce), given, positions)
     else:
         is_bucketed = task.execution.is_bucketed and levels > 0
@@ -311,7 +309,7 @@ def _with_opt_states(
             "state; train one of them with client.fresh()"
         )
     for new in found:
-        state = state.replace(opt_state=stacked.put(state.opt_state, cohort.row, new))
+        state = state.replace(opt_state=owners.put(state.opt_state, cohort.row, new))
     return state
 
 
@@ -375,10 +373,10 @@ def over_clients(
 
     Rows are cut into chunks. A chunk is vmapped, chunks run one after another, and
     devices share the rows by `shard_map`, so that the computation of the clients needs
-    no communication until its end, where results are gathered. Before and after it
-    every device computes the same: if rows were sharded there too, XLA would cut sums
-    over clients by device, and their rounding would depend on which device has which
-    row.
+    no communication. Where private rows are shared out, results stay on the devices of
+    their clients, and what an algorithm sums over clients is summed by device first.
+    Else results are gathered at the end, and before and after it every device computes
+    the same.
 
     Args:
         fns: `(row, shared, bound, local) -> out`, one for each level, or just one.
@@ -447,7 +445,7 @@ def over_clients(
                 "pad the cohort to execution.padded_size"
             )
         mine = (rows, num_steps, level, reduce)
-        over = _over_devices(on_device, how.mesh, is_summed=reduce is not None)
+        over = _over_devices(on_device, how, is_summed=reduce is not None)
         return over(mine, shared, local)
 
     return run
@@ -455,7 +453,7 @@ def over_clients(
 
 def _over_devices(
     on_device: Callable[[Any, Any, Any], Any],
-    mesh: jax.sharding.Mesh | None,
+    how: execution.Execution,
     *,
     is_summed: bool,
 ) -> Callable[[Any, Any, Any], Any]:
@@ -464,7 +462,7 @@ def _over_devices(
     Args:
         on_device: `(mine, shared, local) -> out`, leaves [C / D, ...], and [...] of
             `local`.
-        mesh: D devices, None = one.
+        how: The D devices, and whether each has its own clients' private rows.
         is_summed: Whether `out` is `(kept, part of a sum)`.
 
     Returns:
@@ -472,23 +470,28 @@ def _over_devices(
         [...]) and `local` [D, ...].
     """
 
+    mesh, stays = how.mesh, how.shares_rows
+
     def one(every: Any, shared: Any, local: Any) -> Any:
-        mine = every if mesh is None else _part_of_device(every, mesh)
+        mine = every if mesh is None or stays else _part_of_device(every, mesh)
         local = jax.tree.map(lambda leaf: leaf[0], local)
         out = on_device(mine, shared, local)
         if mesh is None:
             return out
-        kept = jax.lax.all_gather(out[0] if is_summed else out, "clients", tiled=True)
+        kept = out[0] if is_summed else out
+        if not stays:
+            kept = jax.lax.all_gather(kept, "clients", tiled=True)
         return (kept, _summed(out[1], mesh)) if is_summed else kept
 
     if mesh is None:
         return one
     by_device, everywhere = PartitionSpec("clients"), PartitionSpec()
+    of_rows = by_device if stays else everywhere
     return jax.shard_map(
         one,
         mesh=mesh,
-        in_specs=(everywhere, everywhere, by_device),
-        out_specs=everywhere,
+        in_specs=(of_rows, everywhere, by_device),
+        out_specs=(of_rows, everywhere) if is_summed else of_rows,
         check_vma=False,
     )
 
@@ -507,9 +510,10 @@ def _part_of_device(rows: Any, mesh: jax.sharding.Mesh) -> Any:
 def _summed(parts: Any, mesh: jax.sharding.Mesh) -> Any:
     """The sum over devices, on CPUs in their order, whichever processes have them.
 
-    On CPUs the order of `psum` would depend on how processes are connected.
+    On the CPUs of several processes the order of `psum` would depend on how these are
+    connected.
     """
-    if mesh.devices.flat[0].platform != "cpu":
+    if mesh.devices.flat[0].platform != "cpu" or jax.process_count() == 1:
         return jax.lax.psum(parts, "clients")
     every = jax.lax.all_gather(parts, "clients")
     return jax.tree.map(lambda leaf: leaf.sum(0), every)

@@ -142,8 +142,7 @@ def count_correct(
         scoring: What is measured.
         how: Chunks and devices.
         ids: int32[K'], the clients whose private rows the state has, K = none; () =
-            all. There are then K' clients in what is returned. Only a cohort's clients
-            can then be scored (`Scoring.scored`).
+            all. There are then K' clients in what is returned.
 
     Returns:
         `own` int32[K], each client's personalized model on its own test rows, 0 where
@@ -197,7 +196,8 @@ def count_correct(
             out["train"] = right[-1].sum(), (rows >= 0).sum()
     scored = jnp.zeros(0, jnp.int32)
     if scoring.num_scored:
-        scored, client = jnp.arange(num_rows), jnp.arange(num_rows)
+        scored = jnp.arange(num_rows)
+        client = ids if is_block else scored
         if scoring.scored == "selected":
             client = cohort.client_id
             slot = cohort.row if is_block else client
@@ -233,8 +233,12 @@ def count_correct(
                     cross += jnp.where(hit, right.sum(), 0)
                 continue
 
-            size = min(scoring.num_sampled or num_rows, end)
-            (rows,) = jnp.nonzero(measured, size=size, fill_value=num_rows)
+            if how.shares_rows:
+                # In the order of the devices that have them.
+                rows = jnp.where(measured, jnp.arange(num_rows), num_rows)
+            else:
+                size = min(scoring.num_sampled or num_rows, end)
+                (rows,) = jnp.nonzero(measured, size=size, fill_value=num_rows)
             # The entry is one past the end for clients without one, and for the id K,
             # which is padding.
             entry_of = jnp.append(jnp.where(serves, number - 1, end), end)
@@ -359,22 +363,37 @@ def _each_entry(
         starts, counts: int32[A], the test rows. A count of 0 costs nothing.
         data: The tables.
         batch_size: Rows per forward pass.
-        how: Chunks and devices. Models that do not fill whole chunks are padded.
+        how: Chunks and devices. Models that do not fill whole chunks are padded. Where
+            a group has the private rows and these are shared out, each device has as
+            many of these entries, in the order of the devices.
     """
-    size = entries.shape[0]
-    short = execution.padded_size(size, how) - size
-    rows = tuple(jnp.pad(leaf, (0, short)) for leaf in (entries, starts, counts))
+    size, own, parts, first = entries.shape[0], group.own, 1, 0
+    if stays := how.shares_rows and group.is_by_row:
+        parts = how.num_devices
+        own = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), own)
+        first = group.mask.shape[0] // parts * jnp.arange(parts)[:, None]
+    short = (execution.padded_size(size, how) - size) // parts
 
-    def one(row: Any, given: Any, bound: jax.Array, _: Any) -> jax.Array:
+    def padded(leaf: jax.Array, first: Any = 0) -> jax.Array:
+        """Each device's entries, counted from the first that it has."""
+        by_device = leaf.reshape(parts, -1) - first
+        return jnp.pad(by_device, ((0, 0), (0, short))).reshape(-1)
+
+    def one(row: Any, given: Any, bound: jax.Array, local: Any) -> jax.Array:
         entry, start, count = row
         data, own, shared = given
         # The model is made only here, so that they never all exist at once.
-        mine = group.replace(shared=shared).variables(stacked.take(own, entry))
+        mine = stacked.take(local if stays else own, entry)
+        mine = group.replace(shared=shared).variables(mine)
         return _correct_from(group.model, mine, data, start, count, batch_size, bound)
 
+    rows = padded(entries, first), padded(starts), padded(counts)
     num_steps = -(-rows[2] // batch_size)
-    given = (data, group.own, group.shared)
-    return each_client.over_clients([one], how)(rows, given, num_steps)[:size]
+    given = (data, () if stays else own, group.shared)
+    local = own if stays else ()
+    over = each_client.over_clients([one], how)
+    right = over(rows, given, num_steps, local=local)
+    return right.reshape(parts, -1)[:, : size // parts].reshape(-1)
 
 
 def metrics(

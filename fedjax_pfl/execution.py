@@ -25,6 +25,8 @@ class Execution(NamedTuple):
         lanes: Clients that train side by side on one device, in each lane one after
             another; 0 = rounds are computed in chunks.
         device: The single device where there is no mesh, None = the first.
+        shares_rows: Whether a device of the mesh has the private rows of its own
+            clients alone (see `owners`); else every device has all.
     """
 
     chunk: int = 1
@@ -33,6 +35,12 @@ class Execution(NamedTuple):
     vmaps_runs: bool = False
     lanes: int = 0
     device: jax.Device | None = None
+    shares_rows: bool = False
+
+    @property
+    def num_devices(self) -> int:
+        """The devices that share the clients of a round."""
+        return self.mesh.size if self.mesh else 1
 
     @property
     def platform(self) -> str:
@@ -56,11 +64,13 @@ class Setting(NamedTuple):
         models: Models of equal shapes that are computed side by side, in one vmapped
             axis or several: clients of a chunk, lanes, seeds, points of a sweep.
         form: The form of all convolutions, to measure it, "" = by their shapes.
+        owners: The devices that share out the private rows, None = each has all.
     """
 
     platform: str = "cpu"
     models: int = 1
     form: str = ""
+    owners: jax.sharding.Mesh | None = None
 
 
 # It belongs to the keys of jax's own caches, so that nothing that was traced in one
@@ -89,9 +99,16 @@ def side_by_side(how: Execution, count: int) -> contextlib.AbstractContextManage
     return traced_in(outer._replace(platform=how.platform, models=count * outer.models))
 
 
+def with_owners(how: Execution) -> contextlib.AbstractContextManager:
+    """A context for tracing a program whose state has rows as `how` places them."""
+    if not how.shares_rows:
+        return contextlib.nullcontext()
+    return traced_in(setting()._replace(owners=how.mesh))
+
+
 def padded_size(num_rows: int, execution: Execution) -> int:
     """The rows of a cohort once it fills whole chunks on every device."""
-    devices = execution.mesh.size if execution.mesh else 1
+    devices = execution.num_devices
     per_device = -(-num_rows // devices)
     chunk = min(execution.chunk, per_device)
     return devices * chunk * -(-per_device // chunk)
@@ -110,7 +127,7 @@ def executed_steps(num_steps: np.ndarray, execution: Execution) -> np.ndarray:
         int64[...], for each cohort.
     """
     num_steps = np.asarray(num_steps).astype(np.int64)
-    devices = execution.mesh.size if execution.mesh else 1
+    devices = execution.num_devices
     if execution.lanes:
         by_device = num_steps.reshape(-1, num_steps.shape[-1] // devices)
         run = np.array([_dealt(rows, execution.lanes) for rows in by_device])
@@ -199,3 +216,8 @@ def by_device(execution: Execution) -> jax.sharding.Sharding:
     if execution.mesh is None:
         return replicated(execution)
     return jax.sharding.NamedSharding(execution.mesh, PartitionSpec(None, "clients"))
+
+
+def of_rows(execution: Execution) -> jax.sharding.Sharding:
+    """The sharding of private rows, leaves [seeds, rows, ...]."""
+    return (by_device if execution.shares_rows else replicated)(execution)

@@ -332,7 +332,7 @@ def make(
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         old = variables_of(state)
         if own is None:
-            brought = stacked.take(state.clients, cohort.row)
+            brought = state.rows(cohort)
         else:
             brought = own(state, cohort, data)
         given = {"own": brought, "shared": old, "levels": submodel.num_levels}

@@ -218,11 +218,6 @@ class Kept(NamedTuple):
         return slice(end - int(self.count[variant]), end)
 
 
-def _with_rows(state: types.RoundState, rows: tuple[Any, Any]) -> types.RoundState:
-    """The state with these private rows and optimizer states."""
-    return state.replace(clients=rows[0], opt_state=rows[1])
-
-
 def needed(cohort: types.Cohort) -> np.ndarray:
     """int64[n]: the clients of a cohort and their peers, in order, each once."""
     peers = cohort.peers[cohort.peer_mask & cohort.row_mask[..., None]]
@@ -256,7 +251,7 @@ def num_residents(state: types.RoundState, num_clients: int, most_needed: int) -
         num_clients: K.
         most_needed: The clients and peers of one round, at most.
     """
-    row = Layout((state.clients, state.opt_state)).num_bytes
+    row = Layout(state.private).num_bytes
     fits = shapes.rounded_up(max(RESIDENT_BYTES // row, 1) + 1) // 2
     # Two rows show whether all clients begin with equal ones.
     return min(num_clients, max(shapes.rounded_up(most_needed), fits, 2))
@@ -314,7 +309,7 @@ class Population:
         Raises:
             ValueError: clients do not begin with equal rows.
         """
-        rows = jax.device_get((state.clients, state.opt_state))
+        rows = jax.device_get(state.private)
         for slot, variant in enumerate(variants):
             mine = jax.tree.map(lambda leaf, s=slot: np.asarray(leaf)[s], rows)
             records = self.layout.pack(mine)
@@ -347,7 +342,7 @@ class Population:
         """The state with these rows uint8[variants, rows, bytes]."""
         where = execution.replicated(self._how)
         rows = execution.place(self.layout.unpack(records), where)
-        return _with_rows(state, rows)
+        return state.with_private(rows)
 
     def block(
         self,
@@ -377,7 +372,7 @@ class Population:
         variants = range(len(self._stores))
         none = [np.zeros(0, np.int64) for _ in variants]
         rows = self.layout.unpack(self.read(variants, none))
-        return _with_rows(state, rows)
+        return state.with_private(rows)
 
     def write(
         self,
@@ -388,7 +383,7 @@ class Population:
     ) -> None:
         """Keeps what the clients of the first rounds of a window have trained."""
         trained = [one.trained(num_rounds) for one in residents]
-        rows = jax.device_get((state.clients, state.opt_state))
+        rows = jax.device_get(state.private)
         for slot, variant in enumerate(variants):
             place = np.searchsorted(residents[slot].ids, trained[slot])
             mine = jax.tree.map(lambda leaf, s=slot, p=place: leaf[s][p], rows)
@@ -451,7 +446,7 @@ class Population:
 
         count = np.array([len(one) for one in ids])
         rows = self.layout.streamed((int(count.sum()),), records)
-        state = _with_rows(state, rows)
+        state = state.with_private(rows)
         return Kept(state, self.layout.unpack(common), np.concatenate(ids), count)
 
     def whole(self, variants: Sequence[int], state: types.RoundState) -> Any:
@@ -464,7 +459,7 @@ class Population:
 
         lead = len(variants), self.num_clients
         rows = self.layout.streamed(lead, records)
-        return _with_rows(state, rows)
+        return state.with_private(rows)
 
     def load(self, variants: Sequence[int], found: Kept | types.RoundState) -> None:
         """Takes the rows of a checkpoint in place of those that there were.
@@ -491,9 +486,9 @@ def _shaped(state: types.RoundState, *lead: int) -> types.RoundState:
     """The shapes of a state whose rows have other leading axes."""
     rows = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((*lead, *leaf.shape[2:]), leaf.dtype),
-        (state.clients, state.opt_state),
+        state.private,
     )
-    return _with_rows(state, rows)
+    return state.with_private(rows)
 
 
 def kept_template(state: types.RoundState) -> Kept:
@@ -521,7 +516,7 @@ def compressed(state: types.RoundState, common: Sequence[np.ndarray]) -> Kept:
         common: uint8[bytes] for each variant. A client with this row counts as one that
             has not trained.
     """
-    rows = jax.tree.map(np.asarray, (state.clients, state.opt_state))
+    rows = jax.tree.map(np.asarray, state.private)
     layout = Layout(rows)
     ids = []
     for variant, record in enumerate(common):
@@ -531,7 +526,7 @@ def compressed(state: types.RoundState, common: Sequence[np.ndarray]) -> Kept:
     chosen = jax.tree.map(
         lambda leaf: np.concatenate([leaf[v][one] for v, one in enumerate(ids)]), rows
     )
-    state = _with_rows(state, chosen)
+    state = state.with_private(chosen)
     found = layout.unpack(np.stack(common))
     return Kept(state, found, np.concatenate(ids), count)
 
@@ -547,5 +542,5 @@ def expanded(found: Kept, num_clients: int) -> types.RoundState:
         return out
 
     state = found.state
-    rows = jax.tree.map(whole, (state.clients, state.opt_state), found.common)
-    return _with_rows(state, rows)
+    rows = jax.tree.map(whole, state.private, found.common)
+    return state.with_private(rows)

@@ -24,7 +24,6 @@ from fedjax_pfl import (
     execution,
     optimizer,
     options,
-    stacked,
     traffic,
     types,
 )
@@ -126,7 +125,7 @@ def _is_finite(
     state: types.RoundState, metrics: Any, cohort: types.Cohort
 ) -> jax.Array:
     """bool[]: whether everything that a round measured or wrote is finite."""
-    written = state.server, stacked.take(state.clients, cohort.row)
+    written = state.server, state.rows(cohort)
     parts = [
         jnp.isfinite(leaf).all()
         for leaf in jax.tree.leaves((metrics, written))
@@ -257,6 +256,13 @@ def _jitted(of: _Structure) -> Program:
     how = task.execution
     has_branches = how.lanes > 0 or (task.num_levels > 1 and how.is_bucketed)
 
+    def with_owners(fn: Callable) -> Callable:
+        def traced(*args: Any) -> Any:
+            with execution.with_owners(how):
+                return fn(*args)
+
+        return traced
+
     def options_of(values: dict[str, Any]) -> Any:
         return dataclasses.replace(of.structure, **values)
 
@@ -272,6 +278,7 @@ def _jitted(of: _Structure) -> Program:
         return _over_variants(one, how, values, partition, seeds)
 
     def rounds(values, state, cohorts, first, num_rounds, data, partition):
+        @with_owners
         def one(values, state, cohorts, partition):
             method = algorithm(values)
             tables = data.replace(partition=partition)
@@ -301,6 +308,7 @@ def _jitted(of: _Structure) -> Program:
         return _over_variants(one, how, values, state, cohorts, partition)
 
     def count(counted, values, state, cohort, ids, data, partition):
+        @with_owners
         def one(values, state, cohort, ids, partition):
             method, tables = algorithm(values), data.replace(partition=partition)
             where = task.execution.without_lanes
@@ -309,14 +317,16 @@ def _jitted(of: _Structure) -> Program:
         return _over_variants(one, how, values, state, cohort, ids, partition)
 
     everywhere, rarely = execution.replicated(how), _soon_compiled(how.platform)
+    of_state = types.RoundState.placed(how)
 
-    def seldom(fn: Callable) -> Compiled:
-        jitted = jax.jit(fn, out_shardings=everywhere, compiler_options=rarely)
+    def seldom(fn: Callable, where: Any = everywhere) -> Compiled:
+        jitted = jax.jit(fn, out_shardings=where, compiler_options=rarely)
         return Compiled(jitted)
 
+    where = of_state, everywhere, everywhere, everywhere
     return Program(
-        init=seldom(init),
-        rounds=Compiled(jax.jit(rounds, donate_argnums=1, out_shardings=everywhere)),
+        init=seldom(init, of_state),
+        rounds=Compiled(jax.jit(rounds, donate_argnums=1, out_shardings=where)),
         evaluate=seldom(functools.partial(count, evaluate.count_correct)),
         evaluate_rest=seldom(functools.partial(count, evaluate.count_rest)),
         scoring=scoring,

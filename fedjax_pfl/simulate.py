@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import checkpoint, evaluate, shapes, types
+from fedjax_pfl import checkpoint, evaluate, owners, shapes, types
 from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import population as population_lib
 from fedjax_pfl import program as program_lib
@@ -26,6 +26,8 @@ WINDOW_BYTES = 64 << 20
 MAX_WINDOW_ROUNDS = 64
 # Of a population, rows of more bytes are not hashed for clients that never trained.
 HASHED_BYTES = 8 << 30
+# What an evaluation counts for each client.
+BY_CLIENT = {"own", "known", "trained"}
 
 
 class Planner(Protocol):
@@ -36,6 +38,9 @@ class Planner(Protocol):
 
     def examples(self, seed_index: int, round: int) -> np.ndarray:
         """int[D]: train rows of all clients of a round, by device."""
+
+    def rows_per_device(self, round: int) -> int:
+        """The rows of each device in the cohort of a round."""
 
     def capacity(self, num_rounds: int) -> int:
         """Room for the examples of a device in so many rounds, for any seed."""
@@ -199,6 +204,9 @@ class Simulation:
         self._length = window_rounds(
             planner.drawn(0, 0), program.algorithm.plans, planner.round_examples
         )
+        self._owners: owners.Layout | None = None
+        if execution.shares_rows:
+            self._owners = owners.Layout(self._num_clients, execution.num_devices)
         self.population: population_lib.Population | None = None
         if rows_in is not None:
             self.population = population_lib.Population(
@@ -219,14 +227,14 @@ class Simulation:
     def state(self) -> types.RoundState | None:
         """The stacked RoundState (leading axis: variants); None before `start`.
 
-        The next call reuses its buffers, so copy what is to be kept. With a population
-        the rows of all clients are put together on the host.
+        The next call reuses its buffers, so copy what is to be kept. Where no device
+        has the rows of all clients, they are put together on the host.
         """
         self._settle()
         states = [call.state for call in self.calls]
         if states[0] is None:
             return None
-        if self.population is not None:
+        if self.population is not None or self._owners is not None:
             return jax.tree.map(checkpoint.materialised, self.whole)
         if len(states) == 1:
             return states[0]
@@ -238,6 +246,8 @@ class Simulation:
         self._settle()
         states = [call.state for call in self.calls]
         joined = jax.tree.map(lambda *leaves: checkpoint.Joined(leaves), *states)
+        if self._owners is not None:
+            return joined.with_private(self._owners.by_client(joined.private))
         if self.population is None:
             return joined
         return self.population.whole(range(len(self.totals.messages)), joined)
@@ -266,7 +276,7 @@ class Simulation:
     def around(
         self, client: int | None, variant: int, cohort: types.Cohort
     ) -> tuple[types.RoundState, types.Cohort, int | None]:
-        """Of a population, what defines the model that serves a client.
+        """What defines the model that serves a client, where the device has it.
 
         Args:
             client: The client, None = the server.
@@ -278,12 +288,17 @@ class Simulation:
             in it, the client's slot).
         """
         self._settle()
-        ids = self.population.residents(cohort)
-        if client is not None and client not in ids:
-            ids = np.array([client])
         call = next(call for call in self.calls if variant in call.variants)
         own = variant - call.variants.start
         state = jax.tree.map(lambda leaf: leaf[own : own + 1], call.state)
+        if self.population is None:
+            slots = np.arange(self._num_clients)
+            if self._owners is not None:
+                slots = self._owners.slots
+            return state, cohort, None if client is None else int(slots[client])
+        ids = self.population.residents(cohort)
+        if client is not None and client not in ids:
+            ids = np.array([client])
         state = self.population.block([variant], state, [ids])
         self.population.forget_block()
         cohort = population_lib.mapped(cohort, ids, self.population.num_clients)
@@ -350,8 +365,10 @@ class Simulation:
         """Shapes of `kept`, and of the other form in which a state may be saved."""
         own = self.template()
         other = population_lib.kept_template(own)
+        if self.population is not None or self._owners is not None:
+            own = population_lib.whole_template(own, self._num_clients)
         if self.population is not None:
-            return [other, population_lib.whole_template(own, self._num_clients)]
+            return [other, own]
         # Several processes load what the first one has read, in this form alone.
         return [own] if jax.process_count() > 1 else [own, other]
 
@@ -375,6 +392,8 @@ class Simulation:
                 state = call.first(executable, args)
                 if self.population is not None:
                     self.population.begin(call.variants, state)
+                if self._owners is not None:
+                    owners.check_equal(state.private)
                 call.state = state
                 self.compile_seconds += time.perf_counter() - begin
 
@@ -406,7 +425,9 @@ class Simulation:
             state = population_lib.expanded(state, self._num_clients)
         for call in self.calls:
             own = jax.tree.map(lambda leaf, c=call: leaf[c.rows], state)
-            call.load(round, self._place(own), metrics)
+            if self._owners is not None:
+                own = own.with_private(self._owners.in_slots(own.private))
+            call.load(round, self._place_state(own), metrics)
 
     def advance_to(self, stop: int) -> None:
         """Runs until `stop` rounds are done. Does nothing if they already are."""
@@ -478,6 +499,11 @@ class Simulation:
             else:
                 args = self._evaluate_args(call)
                 counts = self._computed(self.program.evaluate, args)
+            if self._owners is not None:
+                counts |= {
+                    name: counts[name][:, self._owners.slots]
+                    for name in BY_CLIENT & counts.keys()
+                }
             out += call.measured(counts, self.totals, algorithm.messages)
         return out
 
@@ -535,7 +561,7 @@ class Simulation:
 
         counts = found = run(self.program.evaluate, [blocks[0] for blocks in by_seed])
         shared = counts["shared"]
-        names = sorted({"own", "known", "trained"} & counts.keys())
+        names = sorted(BY_CLIENT & counts.keys())
         shape = len(call.variants), num_clients
         whole = {name: np.zeros(shape, counts[name].dtype) for name in names}
         for number in range(max(map(len, by_seed))):
@@ -562,7 +588,8 @@ class Simulation:
     def lowered(self) -> dict[str, jax.stages.Lowered]:
         """`init`, `rounds` and `evaluate` of the first call, ready to be compiled."""
         init_args = self.calls[0].init_args(self.data)
-        state = self._place(jax.eval_shape(self.program.init.jitted, *init_args))
+        state = jax.eval_shape(self.program.init.jitted, *init_args)
+        state = self._place_state(state)
         call = dataclasses.replace(self.calls[0], state=state)
         window = self._current_window(call.round, self.rounds)
         evaluate_args = self._evaluate_args(call)
@@ -591,7 +618,8 @@ class Simulation:
     def _evaluate_args(self, call: Call) -> tuple[Any, ...]:
         """Arguments of `Program.evaluate`."""
         drawn = _stack([self.planner.drawn(index, call.round) for index in call.seeds])
-        return call.floats, call.state, drawn, (), self.data, call.partition
+        ids = () if self._owners is None else self._place(self._owners.clients[None])
+        return call.floats, call.state, drawn, ids, self.data, call.partition
 
     def _compiled(
         self, function: program_lib.Compiled, args: tuple
@@ -655,8 +683,11 @@ class Simulation:
         """(rounds from `first` on for which there is room, examples with one more)."""
         needed, every = np.zeros(1, np.int64), range(len(self.seeds))
         ids = [np.zeros(0, np.int64) for _ in every]
+        rows_per_device = self.planner.rows_per_device(first)
         for count in range(min(self._length, most)):
             round = first + count
+            if self.planner.rows_per_device(round) != rows_per_device:
+                return count, int(needed.max())
             found = [self.planner.examples(index, round) for index in every]
             needed = needed + np.stack(found)
             if needed.max() > self._capacity:
@@ -697,6 +728,13 @@ class Simulation:
     def _place(self, tree: Any) -> Any:
         """Puts tables and states where they live, so that all calls see equal types."""
         return execution_lib.place(tree, execution_lib.replicated(self.execution))
+
+    def _place_state(self, state: types.RoundState) -> types.RoundState:
+        """Like `_place`, but each device gets only the private rows that it owns."""
+        where = execution_lib.of_rows(self.execution)
+        rows = execution_lib.place(state.private, where)
+        rest = self._place(state.with_private(((), ())))
+        return rest.with_private(rows)
 
 
 def _stack(cohorts: Sequence[types.Cohort]) -> types.Cohort:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from fedjax_pfl import execution, rng, stacked
+from fedjax_pfl import execution, owners, rng
 from fedjax_pfl.execution import Execution
 
 # In train mode running statistics move by this fraction towards those of the batch.
@@ -424,6 +424,25 @@ class RoundState:
         """The state before round 0, in which no array may occur twice (donation)."""
         return cls(server, clients, key, jnp.zeros((), jnp.int32))
 
+    @classmethod
+    def placed(cls, how: Execution) -> RoundState:
+        """Where a stack of states is, as shardings of its parts."""
+        everywhere, rows = execution.replicated(how), execution.of_rows(how)
+        return cls(everywhere, rows, everywhere, everywhere, rows)
+
+    @property
+    def private(self) -> tuple[Any, Any]:
+        """What belongs to each client: its private row and its optimizer state."""
+        return self.clients, self.opt_state
+
+    def with_private(self, private: tuple[Any, Any]) -> RoundState:
+        """The state with another `private`."""
+        return self.replace(clients=private[0], opt_state=private[1])
+
+    def rows(self, cohort: Cohort) -> Any:
+        """The private rows of a cohort's clients, leaves [C, ...]."""
+        return owners.take(self.clients, cohort.row)
+
     def after(
         self, cohort: Cohort | None = None, rows: Any = None, **changed: Any
     ) -> RoundState:
@@ -436,7 +455,7 @@ class RoundState:
             **changed: What else has changed: `server=`, or all of `clients=`.
         """
         if rows is not None:
-            changed["clients"] = stacked.put(self.clients, cohort.row, rows)
+            changed["clients"] = owners.put(self.clients, cohort.row, rows)
         return self.replace(round=self.round + 1, **changed)
 
 
@@ -448,7 +467,8 @@ class Serving:
     the state does not have the rows of all clients, it is the client's slot. The model
     is row m of `own` (Variables with leaves [M, ...]), or `build(shared, row)`, called
     where the model is needed so that the models never all exist at once. With
-    `own` None the model `shared` serves them all. `model` and `build` are static.
+    `own` None the model `shared` serves them all. `model`, `build` and `is_by_row` are
+    static; the last says that entry m is row m of the state's private rows.
     """
 
     own: Any
@@ -459,6 +479,7 @@ class Serving:
     build: Callable[[Any, Any], Variables] | None = struct.field(
         pytree_node=False, default=None
     )
+    is_by_row: bool = struct.field(pytree_node=False, default=False)
 
     @classmethod
     def each(
@@ -475,7 +496,7 @@ class Serving:
         count = jax.tree.leaves(own)[0].shape[0]
         ids = jnp.arange(count) if client_id is None else jnp.asarray(client_id)
         mask = jnp.ones(count, bool) if mask is None else mask
-        return cls(own, shared, ids, mask, model, build)
+        return cls(own, shared, ids, mask, model, build, client_id is None)
 
     @classmethod
     def one(cls, model: Model, variables: Variables, mask: jax.Array) -> Serving:

@@ -226,8 +226,9 @@ class Machine:
     )
     client_state: str = option(
         "device",
-        "where the models and optimizer states of clients are kept: device, host (its "
-        "memory), or a folder (a file there); the device then has those that train",
+        "where the models and optimizer states of clients are kept: device (of several "
+        "each has a part), replicated (all on every device), host (its memory), or a "
+        "folder (a file there); the device then has those that train",
         role=EXECUTION,
     )
     precision: str = option(

@@ -182,6 +182,9 @@ def assemble(
             f"--public_set={config.public_set}: --algo={config.algo} does not use "
             f"images without labels; omit it, or take {fit.able('public_images')}"
         )
+    if config.client_state == "device" and how.mesh is not None:
+        task, program = residence.shared_out(task, program, built, data)
+        how = task.execution
     planner = planner_of(program.algorithm, how)
     rows_in = residence.place(config)
     if rows_in is not None:

@@ -137,13 +137,9 @@ def find(
         raise ValueError(f"client_id={client_id}: expected 0..{config.num_clients - 1}")
     run.start()
     variant, cohort = run.variant(seed, point), run.planner.drawn(index, run.round)
-    if run.simulation.population is None:
-        state, slot = run.state, client_id
-    else:
-        state, cohort, slot = run.simulation.around(client_id, variant, cohort)
-        variant = 0
+    state, cohort, slot = run.simulation.around(client_id, variant, cohort)
     # A copy, since the next round donates the state's buffers.
-    state = _row(state, variant)
+    state = _row(state, 0)
     part = jax.tree.map(lambda leaf: leaf[index], run.data.partition)
     where = execution.replicated(run.task.execution)
     data = run.data.replace(partition=execution.place(part, where))

@@ -2,13 +2,14 @@
 
 import pathlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from data import plan
-from fedjax_pfl import population, types
+from fedjax_pfl import owners, population, types
 from fedjax_pfl import program as program_lib
 from launch.config import schema
 
@@ -20,7 +21,7 @@ def place(config: schema.Config) -> str | None:
         ValueError: there is no such folder, or another option needs all rows.
     """
     name = config.client_state
-    if name == "device":
+    if name in ("device", "replicated"):
         return None
     if name != "host":
         _try(name)
@@ -39,7 +40,10 @@ def place(config: schema.Config) -> str | None:
 
 def recorded(name: str) -> str:
     """Where the rows of a run are when it is opened again: a folder may be gone."""
-    if name in ("device", "host") or pathlib.Path(name).expanduser().is_dir():
+    if (
+        name in ("device", "replicated", "host")
+        or pathlib.Path(name).expanduser().is_dir()
+    ):
         return name
     return "host"
 
@@ -51,8 +55,8 @@ def _try(name: str) -> None:
             pass
     except OSError as error:
         raise ValueError(
-            f"--client_state={name}: expected device, host or a folder to which rows "
-            f"can be written ({error.strerror})"
+            f"--client_state={name}: expected device, replicated, host or a folder to "
+            f"which rows can be written ({error.strerror})"
         ) from error
 
 
@@ -75,18 +79,15 @@ def of_few(
     Raises:
         ValueError: the algorithm keeps nothing for its clients, or not in equal rows.
     """
-    given, one = f"--client_state={config.client_state}", data.partition
-    one = jax.tree.map(lambda leaf: leaf[:1], one)
-    data, seeds = data.replace(partition=None), np.zeros(1, np.uint32)
+    given = f"--client_state={config.client_state}"
 
     def shapes(task: types.Task) -> tuple[program_lib.Program, types.RoundState]:
         program = build(task)
-        state = jax.eval_shape(program.init.jitted, program.floats, data, one, seeds)
-        return program, state
+        return program, _first_state(program, data)
 
     program, state = shapes(task)
-    kept = jax.tree.leaves((state.clients, state.opt_state))
-    if any(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in kept):
+    kept = jax.tree.leaves(state.private)
+    if _has_keys(kept):
         raise ValueError(
             f"{given}: clients of --algo={config.algo} keep random keys, which must be "
             "on the device; omit it"
@@ -102,11 +103,57 @@ def of_few(
         count = population.num_residents(state, config.num_clients, most)
         task = task._replace(num_residents=count)
         program, state = shapes(task)
-        rows = jax.tree.leaves((state.clients, state.opt_state))
-        is_grouped = any(leaf.shape[1] != count for leaf in rows)
+        is_grouped = not _has_rows(state, count)
     if is_grouped:
         raise ValueError(
             f"{given}: --algo={config.algo} keeps what depends on each client from the "
             "first round on, which must be on the device; omit it"
         )
     return task, program
+
+
+def shared_out(
+    task: types.Task,
+    program: program_lib.Program,
+    build: Callable[[types.Task], program_lib.Program],
+    data: types.Data,
+) -> tuple[types.Task, program_lib.Program]:
+    """The task and the program in which each device has the rows of its own clients.
+
+    They are the given ones where the algorithm has no such rows: clients keep nothing,
+    differ in architecture, read rows of peers, or keep what depends on their number.
+
+    Args:
+        task, program: Those in which every device has all rows.
+        build: The program of a task.
+        data: With a partition of all seeds.
+    """
+    algorithm = program.algorithm
+    kept = jax.tree.leaves(_first_state(program, data).private)
+    is_apart = algorithm.by_architecture or algorithm.peers is not None
+    if not kept or _has_keys(kept) or is_apart or jax.process_count() > 1:
+        return task, program
+    how = task.execution._replace(shares_rows=True)
+    layout = owners.Layout(task.num_clients, how.num_devices)
+    # More rows than clients tell them from what has K entries for another reason.
+    more = task._replace(num_residents=layout.num_rows + layout.devices)
+    if not _has_rows(_first_state(build(more), data), more.num_rows):
+        return task, program
+    task = task._replace(execution=how, num_residents=layout.num_rows)
+    return task, build(task)
+
+
+def _first_state(program: program_lib.Program, data: types.Data) -> types.RoundState:
+    """The shapes of the state before the first round, of one seed."""
+    one = jax.tree.map(lambda leaf: leaf[:1], data.partition)
+    data, seeds = data.replace(partition=None), np.zeros(1, np.uint32)
+    return jax.eval_shape(program.init.jitted, program.floats, data, one, seeds)
+
+
+def _has_rows(state: types.RoundState, count: int) -> bool:
+    """Whether everything that belongs to clients has so many rows."""
+    return all(leaf.shape[1] == count for leaf in jax.tree.leaves(state.private))
+
+
+def _has_keys(leaves: Sequence[Any]) -> bool:
+    return any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves)

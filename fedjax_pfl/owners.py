@@ -1,0 +1,150 @@
+"""Private rows shared out over devices: client k is on device k mod D.
+
+A device has the rows of its own clients in slots that follow one another, and computes
+their rounds and their evaluation. So no row ever travels, and a device holds a D-th of
+them. A cohort has as many rows for each device as the fullest one needs.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from fedjax_pfl import checkpoint, execution, stacked
+
+
+class Layout(NamedTuple):
+    """Where the row of each client is.
+
+    Attributes:
+        num_clients: K.
+        devices: D.
+    """
+
+    num_clients: int
+    devices: int
+
+    @property
+    def rows_per_device(self) -> int:
+        """Slots of a device, of which the last may be empty."""
+        return -(-self.num_clients // self.devices)
+
+    @property
+    def num_rows(self) -> int:
+        """Slots of all devices."""
+        return self.devices * self.rows_per_device
+
+    @property
+    def slots(self) -> np.ndarray:
+        """int32[K]: the slot of each client."""
+        device, place = self.clients_of(np.arange(self.num_clients))
+        return (device * self.rows_per_device + place).astype(np.int32)
+
+    @property
+    def clients(self) -> np.ndarray:
+        """int32[num_rows]: the client of each slot, K = none."""
+        out = np.full(self.num_rows, self.num_clients, np.int32)
+        out[self.slots] = np.arange(self.num_clients)
+        return out
+
+    def clients_of(self, client: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(the device of clients int[...], their place on it)."""
+        return client % self.devices, client // self.devices
+
+    def in_slots(self, rows: Any) -> Any:
+        """Leaves [variants, K, ...] in the order of clients as [variants, num_rows]."""
+        client = np.minimum(self.clients, self.num_clients - 1)
+        return jax.tree.map(lambda leaf: np.asarray(leaf)[:, client], rows)
+
+    def by_client(self, rows: Any) -> Any:
+        """Leaves [variants, num_rows, ...] in the order of clients, never whole.
+
+        Args:
+            rows: Leaves as `checkpoint` takes them: what several calls have, joined.
+        """
+
+        def one(leaf: checkpoint.Joined) -> checkpoint.Streamed:
+            count, _, *shape = leaf.shape
+
+            def pieces() -> Iterator[np.ndarray]:
+                for part in leaf.parts:
+                    yield from self._pieces(part)
+
+            whole = (count, self.num_clients, *shape)
+            return checkpoint.Streamed(whole, np.dtype(leaf.dtype), pieces)
+
+        return jax.tree.map(one, rows)
+
+    def _pieces(self, leaf: jax.Array) -> Iterator[np.ndarray]:
+        """The rows of one array in the order of clients, in parts of bounded size."""
+        shards = sorted(leaf.addressable_shards, key=lambda one: one.index[1].start)
+        size = leaf.dtype.itemsize * math.prod(leaf.shape[2:]) * self.devices
+        step = max(checkpoint.PIECE_BYTES // max(size, 1), 1)
+        for variant in range(leaf.shape[0]):
+            for first in range(0, self.rows_per_device, step):
+                end = min(first + step, self.rows_per_device)
+                parts = [np.asarray(one.data[variant, first:end]) for one in shards]
+                # The last slots of some devices are empty.
+                many = min(end * self.devices, self.num_clients) - first * self.devices
+                rows = np.stack(parts, 1).reshape(-1, *leaf.shape[2:])[:many]
+                yield np.ascontiguousarray(rows).reshape(-1)
+
+
+@jax.jit
+def _are_equal(rows: Any) -> jax.Array:
+    """bool[]: whether the rows of all clients are the same in every leaf."""
+    pairs = [(leaf == leaf[:, :1]) | (leaf != leaf) for leaf in jax.tree.leaves(rows)]
+    return jnp.stack([pair.all() for pair in pairs]).all()
+
+
+def check_equal(rows: Any) -> None:
+    """Refuses rows before the first round, leaves [variants, R, ...], that differ.
+
+    Raises:
+        ValueError: they are not equal, so that their order matters.
+    """
+    if not _are_equal(rows):
+        raise ValueError(
+            "--client_state=device: the algorithm gives each client a row of its own "
+            "before the first round; take --client_state=replicated"
+        )
+
+
+def take(tree: Any, row: jax.Array) -> Any:
+    """Private rows at slots int32[C] of leaves [R, ...]; padding reads any row.
+
+    Where rows are shared out, those of a device's clients stay there.
+    """
+    mesh = execution.setting().owners
+    if mesh is None:
+        return stacked.take(tree, row)
+    return _on_each(stacked.take, mesh)(tree, row)
+
+
+def put(tree: Any, row: jax.Array, values: Any) -> Any:
+    """Writes `values` [C, ...] into slots int32[C] of leaves [R, ...], as `take`."""
+    mesh = execution.setting().owners
+    if mesh is None:
+        return stacked.put(tree, row, values)
+    return _on_each(stacked.put, mesh)(tree, row, values)
+
+
+def _on_each(fn: Callable[..., Any], mesh: jax.sharding.Mesh) -> Callable[..., Any]:
+    """`fn(rows, slot, *others)` on each device, for its own rows of everything."""
+
+    def one(tree: Any, row: jax.Array, *others: Any) -> Any:
+        leaves = jax.tree.leaves(tree)
+        if not leaves:
+            return fn(tree, row, *others)
+        size = leaves[0].shape[0]
+        place = row - jax.lax.axis_index("clients") * size
+        # A negative place would be counted from the end.
+        place = jnp.where((place >= 0) & (place < size), place, size)
+        return fn(tree, place, *others)
+
+    own = PartitionSpec("clients")
+    return jax.shard_map(one, mesh=mesh, in_specs=own, out_specs=own, check_vma=False)
