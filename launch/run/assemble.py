@@ -216,7 +216,7 @@ def assemble(
         target=target,
         rows_in=rows_in,
     )
-    kept = [memory.kept(chosen, made.simulation.template())]
+    kept = [memory.kept(chosen, made.simulation.template(), how)]
     if rows_in == "":
         row_bytes = made.simulation.population.layout.num_bytes
         variants = config.num_seeds * len(points)

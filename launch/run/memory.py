@@ -4,13 +4,13 @@ This is a lower bound from numbers alone, before anything is built. A run that i
 refused would not have worked, and one that passes may still need too much.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from data import memory
+from fedjax_pfl import shapes, types
 from launch.run import target as targets
 
 # Bytes of a client in a partition's tables
@@ -65,10 +65,15 @@ def needs(options: dict[str, Any], *, num_rows: int, model_bytes: int) -> list[N
     return out
 
 
-def kept(options: dict[str, Any], shapes: Any) -> Need:
-    """The memory of the device's state, of these shapes, mostly clients' models."""
-    leaves = jax.tree.leaves(shapes)
-    total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+def kept(
+    options: dict[str, Any], state: types.RoundState, how: types.Execution
+) -> Need:
+    """The memory of a device's state, of these shapes, mostly clients' models."""
+    of_clients = shapes.tree_bytes(state.private)
+    total = shapes.tree_bytes(state.with_private(((), ())))
+    # The devices of a CPU are all in the host's memory.
+    is_part = how.shares_rows and how.platform != "cpu"
+    total += of_clients // (how.num_devices if is_part else 1)
     factors = {name: options[name] for name in ("num_seeds", "num_clients")}
     return Need("the models that clients keep", total, factors, True)
 

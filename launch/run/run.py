@@ -294,6 +294,7 @@ class Run:
             "samples_per_second": totals.samples / seconds,
             "step_efficiency": totals.step_efficiency,
             "padding_efficiency": totals.padding_efficiency,
+            "device_balance": self.planner.balance,
             "compile_seconds": self.compile_seconds,
             "peak_memory_bytes": devices.peak_memory_bytes(),
             "setup_bytes_down": self.setup_bytes(),
@@ -305,7 +306,7 @@ class Run:
             },
             "backend": jax.default_backend(),
             "device": devices.name(),
-            "num_devices": how.mesh.size if how.mesh else 1,
+            "num_devices": how.num_devices,
             "client_chunk": how.chunk,
             "lanes": how.lanes,
         }

@@ -1,0 +1,135 @@
+"""Rows shared out over four devices: a run as on one, to rounding."""
+
+import re
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from launch import build
+
+K = 30
+OPTIONS = {
+    "num_clients": K,
+    "clients_per_round": 6,
+    "rounds": 3,
+    "eval_every": 1,
+    "model": "mlp",
+    "preset": "none",
+    "partition": "iid",
+    "batch_size": 4,
+    "local_epochs": 1,
+    "progress": False,
+}
+
+
+@pytest.fixture(scope="module")
+def vectors():
+    """Ten examples for each client."""
+    gen = np.random.default_rng(0)
+    label = gen.integers(0, 4, 10 * K)
+    centre = gen.normal(size=(4, 6))
+    return (centre[label] + gen.normal(size=(len(label), 6))).astype("f4"), label
+
+
+def made(vectors, devices, **options):
+    given = {"dataset": vectors, "devices": devices, **OPTIONS, **options}
+    given.pop("progress")
+    return build.experiment(**given)
+
+
+def arrays_of(experiment):
+    state = experiment.state
+    return jax.tree.map(np.asarray, (state.server, *state.private))
+
+
+def assert_alike(one, other):
+    chex.assert_trees_all_close(arrays_of(one), arrays_of(other), atol=1e-5)
+    for a, b in zip(one.metrics, other.metrics, strict=True):
+        assert a.keys() == b.keys()
+        assert all(a[k] == pytest.approx(b[k], abs=1e-5) for k in a if k != "seconds")
+    np.testing.assert_array_equal(one.client_accuracies, other.client_accuracies)
+
+
+# Models, heads, control variates and optimizer states of clients; a proxy set; seeds
+# side by side, a sample of the clients, all of them scored, and lanes.
+CASES = {
+    "pfedsd": {"algo": "pfedsd", "c_gen": True, "eval_sample": 13},
+    "fedper": {
+        "algo": "fedper",
+        "num_seeds": 2,
+        "emulate": "accelerator",
+        "c_gen": True,
+        "eval_clients": "all",
+    },
+    "scaffold": {"algo": "scaffold", "lanes": "2"},
+    "cdkt": {"algo": "cdkt", "proxy_fraction": 0.1},
+    "state": {
+        "algo": "fedavg",
+        "optimizer_state": "persist",
+        "client_momentum": 0.5,
+        "client_chunk": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_on_one_device(case, vectors):
+    one, four = (made(vectors, n, **CASES[case]) for n in (1, 4))
+    assert four.task.execution.shares_rows and not one.task.execution.shares_rows
+    for experiment in (one, four):
+        experiment.run(progress=False)
+    assert_alike(one, four)
+    (text,) = [x.as_text() for x in four.simulation.program.rounds.executables]
+    assert "all-gather" not in text
+    rows = jax.tree.leaves(four.simulation.calls[0].state.private)
+    # 30 clients on 4 devices have 8 rows on each.
+    assert all(x.addressable_shards[0].data.shape[1] == 8 for x in rows)
+    if case == "pfedsd":
+        chosen = int(four.planner.drawn(0, four.round).client_id.min())
+        for client in (0, chosen, K - 1, None):
+            found = [e.predict(client, vectors[0][:5]) for e in (one, four)]
+            np.testing.assert_allclose(*found, atol=1e-6)
+
+
+@pytest.mark.parametrize("before,after", [(4, 2), (1, 4), (4, 1)])
+def test_goes_on_with_another_number_of_devices(before, after, vectors, tmp_path):
+    """And where rows were on the host: a checkpoint has the order of clients."""
+    options = {"algo": "pfedsd", "num_seeds": 2}
+    whole = made(vectors, 1, **options)
+    whole.run(progress=False)
+    folder = str(tmp_path / "run")
+    state = {"client_state": "host"} if before == 1 else {}
+    first = made(vectors, before, **options, **state, workdir=folder, rounds=2)
+    first.run(progress=False)
+    second = made(vectors, after, **options, workdir=folder, resume=True)
+    second.run(progress=False)
+    assert_alike(whole, second)
+
+
+def test_replicated(vectors):
+    """All rows on every device, as `dfedavg` has them, whose clients read peers."""
+    for options in (
+        {"algo": "pfedsd", "client_state": "replicated"},
+        {"algo": "dfedavg"},
+    ):
+        experiment = made(vectors, 4, **options, rounds=1)
+        assert not experiment.task.execution.shares_rows
+        assert experiment.summary()["device_balance"] == 1
+        experiment.start()
+        leaf = jax.tree.leaves(experiment.state.clients)[0]
+        assert leaf.addressable_shards[0].data.shape[1] == K
+
+
+def test_the_last_line_says_what_the_owners_cost(vectors):
+    """The fullest of four devices has more than 1.5 of six clients."""
+    experiment = made(vectors, 4, algo="pfedsd")
+    experiment.run(progress=False)
+    balance = experiment.summary()["device_balance"]
+    fullest = [
+        np.bincount(one.client_id[one.row_mask] % 4, minlength=4).max()
+        for one in (experiment.planner.drawn(0, r) for r in range(64))
+    ]
+    assert balance == pytest.approx(1.5 / np.mean(fullest))
+    assert re.search(rf"of devices {balance:.2f}, on", str(experiment))
