@@ -5,8 +5,9 @@ their rounds and their evaluation. So no row ever travels, and a device holds a 
 them. A cohort has as many rows for each device as the fullest one needs.
 """
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,13 +62,16 @@ class Layout(NamedTuple):
         return jax.tree.map(lambda leaf: np.asarray(leaf)[:, client], rows)
 
     def by_client(self, rows: Any) -> Any:
-        """Leaves [variants, num_rows, ...] in the order of clients, never whole.
+        """Leaves [variants, num_rows, ...] in the order of clients, [variants, K, ...].
+
+        They are never whole in memory, unless several processes have them. These must
+        call it together, and each gets all rows on its host.
 
         Args:
             rows: Leaves as `checkpoint` takes them: what several calls have, joined.
         """
 
-        def one(leaf: checkpoint.Joined) -> checkpoint.Streamed:
+        def one(leaf: checkpoint.Joined) -> checkpoint.Streamed | np.ndarray:
             count, _, *shape = leaf.shape
 
             def pieces() -> Iterator[np.ndarray]:
@@ -75,23 +79,52 @@ class Layout(NamedTuple):
                     yield from self._pieces(part)
 
             whole = (count, self.num_clients, *shape)
-            return checkpoint.Streamed(whole, np.dtype(leaf.dtype), pieces)
+            found = checkpoint.Streamed(whole, np.dtype(leaf.dtype), pieces)
+            is_here = jax.process_count() == 1
+            return found if is_here else checkpoint.materialised(found)
 
         return jax.tree.map(one, rows)
 
     def _pieces(self, leaf: jax.Array) -> Iterator[np.ndarray]:
         """The rows of one array in the order of clients, in parts of bounded size."""
-        shards = sorted(leaf.addressable_shards, key=lambda one: one.index[1].start)
         size = leaf.dtype.itemsize * math.prod(leaf.shape[2:]) * self.devices
         step = max(checkpoint.PIECE_BYTES // max(size, 1), 1)
         for variant in range(leaf.shape[0]):
             for first in range(0, self.rows_per_device, step):
                 end = min(first + step, self.rows_per_device)
-                parts = [np.asarray(one.data[variant, first:end]) for one in shards]
+                parts = _of_each_device(leaf, variant, first, end)
                 # The last slots of some devices are empty.
                 many = min(end * self.devices, self.num_clients) - first * self.devices
                 rows = np.stack(parts, 1).reshape(-1, *leaf.shape[2:])[:many]
                 yield np.ascontiguousarray(rows).reshape(-1)
+
+
+def _of_each_device(
+    leaf: jax.Array, variant: int, first: int, end: int
+) -> Sequence[np.ndarray]:
+    """Rows `first..end - 1` of each device, of one variant."""
+    if leaf.is_fully_addressable:
+        shards = sorted(leaf.addressable_shards, key=lambda one: one.index[1].start)
+        return [np.asarray(one.data[variant, first:end]) for one in shards]
+    gathered = _gathered(leaf.sharding.mesh, end - first)(leaf, variant, first)
+    return np.asarray(gathered.addressable_data(0))
+
+
+@functools.lru_cache(maxsize=8)
+def _gathered(mesh: jax.sharding.Mesh, count: int) -> Callable[..., jax.Array]:
+    """`(leaf, variant, first) -> [devices, count, ...]`, on every device."""
+
+    def one(leaf: jax.Array, variant: jax.Array, first: jax.Array) -> jax.Array:
+        own = jax.lax.dynamic_slice_in_dim(leaf[variant], first, count)
+        return jax.lax.all_gather(own, "clients")
+
+    own, everywhere = PartitionSpec(None, "clients"), PartitionSpec()
+    specs = own, everywhere, everywhere
+    return jax.jit(
+        jax.shard_map(
+            one, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=False
+        )
+    )
 
 
 @jax.jit

@@ -245,7 +245,7 @@ class Simulation:
         """`state` as it is hashed: seeds are joined without a copy."""
         self._settle()
         states = [call.state for call in self.calls]
-        joined = jax.tree.map(lambda *leaves: checkpoint.Joined(leaves), *states)
+        joined = _joined(states)
         if self._owners is not None:
             return joined.with_private(self._owners.by_client(joined.private))
         if self.population is None:
@@ -291,11 +291,15 @@ class Simulation:
         call = next(call for call in self.calls if variant in call.variants)
         own = variant - call.variants.start
         state = jax.tree.map(lambda leaf: leaf[own : own + 1], call.state)
+        if self._owners is not None and jax.process_count() > 1:
+            # Other processes have some of the rows.
+            state = state.with_private(self._owners.by_client(_joined([state]).private))
+            slots = np.where(cohort.row_mask, cohort.client_id, self._owners.num_rows)
+            return state, cohort.replace(row=slots), client
         if self.population is None:
-            slots = np.arange(self._num_clients)
-            if self._owners is not None:
-                slots = self._owners.slots
-            return state, cohort, None if client is None else int(slots[client])
+            if self._owners is None or client is None:
+                return state, cohort, client
+            return state, cohort, int(self._owners.slots[client])
         ids = self.population.residents(cohort)
         if client is not None and client not in ids:
             ids = np.array([client])
@@ -735,6 +739,11 @@ class Simulation:
         rows = execution_lib.place(state.private, where)
         rest = self._place(state.with_private(((), ())))
         return rest.with_private(rows)
+
+
+def _joined(states: Sequence[types.RoundState]) -> types.RoundState:
+    """The states of several calls as one, without a copy."""
+    return jax.tree.map(lambda *leaves: checkpoint.Joined(leaves), *states)
 
 
 def _stack(cohorts: Sequence[types.Cohort]) -> types.Cohort:

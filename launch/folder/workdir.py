@@ -321,9 +321,10 @@ class Workdir(loop.Listener):
 
     def save(self) -> None:
         """Writes a checkpoint."""
+        # All processes have a part of it.
+        arrays, host = self.run.saved()
         if not processes.is_first():
             return
-        arrays, host = self.run.saved()
         # With the records, metrics.jsonl can be checked and written again.
         kept = {
             "experiment": host,

@@ -131,7 +131,7 @@ def shared_out(
     algorithm = program.algorithm
     kept = jax.tree.leaves(_first_state(program, data).private)
     is_apart = algorithm.by_architecture or algorithm.peers is not None
-    if not kept or _has_keys(kept) or is_apart or jax.process_count() > 1:
+    if not kept or _has_keys(kept) or is_apart:
         return task, program
     how = task.execution._replace(shares_rows=True)
     layout = owners.Layout(task.num_clients, how.num_devices)
