@@ -122,8 +122,9 @@ def command(argv: list[str]) -> None:
         made.simulation.advance_to(total)
         text = made.program.rounds.executables[-1].as_text()
     found = planned_bytes(made) | collectives(text)
+    kept = _kept(made.state)  # of which each process has a part
     if processes.is_first():
-        np.savez(settings["path"], **_kept(made.state))
+        np.savez(settings["path"], **kept)
     print(json.dumps(found), flush=True)
 
 

@@ -81,6 +81,19 @@ def test_several_chips(unequal):
     assert "all-reduce" in lowered.compile().as_text()
 
 
+def test_rows_of_clients_stay_on_their_chips(unequal):
+    """Nothing is gathered, and a chip has half of the clients' models."""
+    one, two = (
+        compiled_for("pfedsd", unequal, devices=n, client_chunk=2).simulation
+        for n in (1, 2)
+    )
+    compiled = two.lowered()["rounds"].compile()
+    assert "all-gather" not in compiled.as_text()
+    alone = one.lowered()["rounds"].compile().memory_analysis()
+    found = compiled.memory_analysis().argument_size_in_bytes
+    assert found < 0.7 * alone.argument_size_in_bytes
+
+
 def test_the_figures(unequal):
     """Five clients cost less together than one after another."""
     made = compiled_for("fedavg", unequal)
