@@ -64,7 +64,7 @@ def made(monkeypatch):
     """The settings of the cells that ran; cells are not measured."""
     ran = []
 
-    def start(module, told, is_leader):
+    def start(module, told, given, is_leader):
         ran.append(told)
         return told
 
