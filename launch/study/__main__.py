@@ -68,7 +68,9 @@ def _made(study: study_lib.Study, cell: tables.Cell) -> dict[str, Any]:
     if cell.how == "run":
         told["folder"] = str((study.folder.path / "runs" / cell.name).resolve())
     begin = time.perf_counter()
-    one = child.start("launch.study.cell", told, is_leader=True)
+    # A compiler needs no chip, and one that is here is left alone.
+    given = {"JAX_PLATFORMS": "cpu"} if cell.how == "estimate" else None
+    one = child.start("launch.study.cell", told, given, is_leader=True)
     try:
         done = child.ended(one)
     except KeyboardInterrupt:

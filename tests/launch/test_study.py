@@ -64,7 +64,7 @@ def made(monkeypatch):
     """The settings of the cells that ran; cells are not measured."""
     ran = []
 
-    def start(module, told, is_leader):
+    def start(module, told, given, is_leader):
         ran.append(told)
         return told
 
@@ -292,3 +292,16 @@ def test_a_study_s_name_is_that_of_its_folder(toy, made):
     command.command(["study", "toy", "--target="])
     study = study_lib.Study("", toy)
     assert study.name == "toy" and not study.left()
+
+
+def test_an_estimate_leaves_the_chip_alone(toy, monkeypatch):
+    """It is asked on the CPU, where a measured cell takes the chip that is here."""
+    given = []
+    monkeypatch.setattr(
+        child, "start", lambda *start, is_leader: given.append(start[2])
+    )
+    monkeypatch.setattr(child, "ended", lambda one: {})
+    study = study_lib.Study("toy")
+    for cell in study.wanted()[:2]:
+        command._made(study, cell)
+    assert given == [None, {"JAX_PLATFORMS": "cpu"}]
