@@ -154,10 +154,7 @@ def place(tree: Any, where: jax.sharding.Sharding) -> Any:
     Devices that only a compiler knows hold no arrays: for these it returns shapes.
     """
     if not where.device_set <= set(jax.devices()):
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-            tree,
-        )
+        return placed_shapes(tree, where)
     if jax.process_count() == 1:
         return jax.device_put(tree, where)
 
@@ -171,6 +168,13 @@ def place(tree: Any, where: jax.sharding.Sharding) -> Any:
         return jax.random.wrap_key_data(out) if is_key else out
 
     return jax.tree.map(one, tree)
+
+
+def placed_shapes(tree: Any, where: jax.sharding.Sharding) -> Any:
+    """The shapes of arrays as they are on their devices, to compile for them."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), tree
+    )
 
 
 def wait_for_all(what: str) -> None:

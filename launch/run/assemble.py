@@ -201,6 +201,14 @@ def assemble(
     )
     where = execution.replicated(how)
     placed = execution.place(data.replace(partition=None), where)
+
+    def parts_with(
+        how: types.Execution,
+    ) -> tuple[types.Task, program_lib.Program, plan.Planner]:
+        other = task._replace(execution=how)
+        return other, built(other), planner_of(program.algorithm, how)
+
+    is_given = config.lanes != "auto" if how.lanes else config.client_chunk
     made = kind(
         settings,
         task=task,
@@ -212,6 +220,7 @@ def assemble(
         points=points,
         target=target,
         rows_in=rows_in,
+        parts_with=None if is_given or not how.vmaps_runs else parts_with,
     )
     kept = [memory.kept(chosen, made.simulation.template())]
     if rows_in == "":
