@@ -12,6 +12,7 @@ from launch import build
 from launch.bench import forms
 from launch.config import registry
 from launch.run import cost, target
+from launch.study import examples
 from tests import test_contract
 
 pytest.importorskip("libtpu")
@@ -143,3 +144,19 @@ def test_a_chunk_that_does_not_fit(unequal, monkeypatch):
     found = compiled_for("fedavg", unequal, **options).cost_analysis()
     assert found["clients_side_by_side"] == 2 and "client_chunk=2" in found["note"]
     assert "\nnote: the compiler" in cost.in_words({"algo": "fedavg"} | found)
+
+
+def test_an_evaluation_copies_no_rows():
+    """It takes the rows of a chunk from where they are."""
+    data = examples.draw(5000, 3)
+    options = {"partition": "natural", "test_split": "pool", "preset": "none"}
+    made = build.experiment(
+        algo="pfedsd",
+        dataset=data,
+        target=CHIP,
+        model="mlp",
+        client_chunk=20,
+        **options,
+    )
+    plan = check(made.simulation.lowered()["evaluate"])
+    assert plan.temporary_bytes < plan.argument_bytes / 4
