@@ -17,7 +17,7 @@ from launch.config import resolve, schema, sweep
 from launch.run import devices, fit, memory, model_files, processes, residence
 from launch.run.given import Settings, sha256
 from launch.run.run import Run
-from models import mixed
+from models import counts, mixed
 
 
 def assemble(
@@ -106,6 +106,10 @@ def assemble(
         level_of = np.array(num_stages, np.int32)[group]
     batch_size = shapes.capped(getattr(hparams, "batch_size", 1), int(num_rows.max()))
 
+    macs = 1
+    if devices.chooses(config.emulate, target):
+        macs = max(counts.macs(model, shape) for model in client_models)
+
     def execution_with(lanes: str) -> types.Execution:
         if lanes == "auto" and config.num_seeds > 1 and not config.sweep:
             # Only chunks can vmap seeds, which saves more than lanes do.
@@ -122,6 +126,7 @@ def assemble(
             config.emulate,
             lanes,
             target,
+            macs,
         )._replace(is_bucketed=config.bucketed)
 
     def planner_of(algorithm: types.Algorithm, how: types.Execution) -> plan.Planner:
