@@ -389,7 +389,7 @@ class Planner:
 
 
 def choose_chunk(
-    num_steps: np.ndarray, *, batch_size: int, min_chunk: int = 0, devices: int = 1
+    num_steps: np.ndarray, *, step_macs: float, min_chunk: int = 0, devices: int = 1
 ) -> tuple[int, float]:
     """Chooses the chunk that an accelerator computes fastest for given cohorts.
 
@@ -399,7 +399,7 @@ def choose_chunk(
     Args:
         num_steps: int[T, C], steps of the clients in T typical cohorts, without padding
             rows. They are sorted by steps here.
-        batch_size: Examples of a client's step.
+        step_macs: Multiply-accumulates of a client's step, as in `step_cost`.
         min_chunk: The least chunk, 0 = any.
         devices: Devices that share the rows.
 
@@ -419,14 +419,14 @@ def choose_chunk(
         return int(steps[..., index[index >= 0]].sum()) * chunk
 
     def cost(chunk: int) -> float:
-        return executed(chunk) * execution_lib.step_cost(chunk, batch_size)
+        return executed(chunk) * execution_lib.step_cost(chunk, step_macs)
 
     candidates = {n for n in _widths(per_device) if n >= min(min_chunk, per_device)}
     best = min(candidates, key=lambda chunk: (cost(chunk), -chunk))
     return best, float(steps.sum() / max(executed(best), 1))
 
 
-def choose_lanes(num_steps: np.ndarray, *, batch_size: int, devices: int = 1) -> int:
+def choose_lanes(num_steps: np.ndarray, *, step_macs: float, devices: int = 1) -> int:
     """Chooses the lanes of a device that cost an accelerator less than any chunk.
 
     0 = no number does. The cost of starting and ending a client's training is not
@@ -434,13 +434,13 @@ def choose_lanes(num_steps: np.ndarray, *, batch_size: int, devices: int = 1) ->
 
     Args:
         num_steps: As for `choose_chunk`.
-        batch_size: Examples of a client's step.
+        step_macs: As for `choose_chunk`.
         devices: Devices that share the rows.
     """
     num_rows = num_steps.shape[-1]
     num_steps = num_steps[: max(1, DEALT_ROWS // num_rows)]
-    chunk, real = choose_chunk(num_steps, batch_size=batch_size, devices=devices)
-    least = num_steps.sum() / real * execution_lib.step_cost(chunk, batch_size)
+    chunk, real = choose_chunk(num_steps, step_macs=step_macs, devices=devices)
+    least = num_steps.sum() / real * execution_lib.step_cost(chunk, step_macs)
     # The rows of each device as in `Planner.drawn`, padding rows first
     rows = np.sort(np.pad(num_steps, ((0, 0), (-num_rows % devices, 0))), axis=-1)
     steps = np.maximum(rows, 1).reshape(len(rows), -1, devices).swapaxes(1, 2)
@@ -448,7 +448,7 @@ def choose_lanes(num_steps: np.ndarray, *, batch_size: int, devices: int = 1) ->
     def at_least(width: int) -> float:
         """A lower bound of the cost, without idle lanes."""
         moments = np.maximum(steps.max(-1), -(-steps.sum(-1) // width)).sum()
-        return float(moments * width * execution_lib.step_cost(width, batch_size))
+        return float(moments * width * execution_lib.step_cost(width, step_macs))
 
     best, how = 0, execution_lib.Execution()
     # One lane is the same as a chunk of one.
@@ -457,7 +457,7 @@ def choose_lanes(num_steps: np.ndarray, *, batch_size: int, devices: int = 1) ->
         if at_least(width) >= least:
             break
         executed = execution_lib.executed_steps(steps, how._replace(lanes=width)).sum()
-        cost = float(executed * execution_lib.step_cost(width, batch_size))
+        cost = float(executed * execution_lib.step_cost(width, step_macs))
         if cost < least:
             best, least = width, cost
     return best

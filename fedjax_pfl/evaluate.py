@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import layout
 
 from fedjax_pfl import each_client, execution, rng, stacked, types
 
@@ -383,7 +384,7 @@ def _each_entry(
         entry, start, count = row
         data, own, shared = given
         # The model is made only here, so that they never all exist at once.
-        mine = stacked.take(local if stays else own, entry)
+        mine = _taken(local if stays else own, entry)
         mine = group.replace(shared=shared).variables(mine)
         return _correct_from(group.model, mine, data, start, count, batch_size, bound)
 
@@ -394,6 +395,31 @@ def _each_entry(
     over = each_client.over_clients([one], how)
     right = over(rows, given, num_steps, local=local)
     return right.reshape(parts, -1)[:, : size // parts].reshape(-1)
+
+
+def _taken(tree: Any, entry: jax.Array) -> Any:
+    """A row of leaves [A, ...], which leaves a TPU's copy of all rows as it is.
+
+    A TPU keeps [A, 128, 64] with 128 in its lanes, which are 128 wide. Without a layout
+    for the row, a loop over rows first copies all of them to one with 64 in the lanes.
+    """
+    row = stacked.take(tree, entry)
+    if execution.setting().platform != "tpu":
+        return row
+
+    def one(leaf: jax.Array) -> jax.Array:
+        if leaf.ndim < 2:
+            return leaf
+        *others, last, lanes = range(leaf.ndim)
+        tall, wide = leaf.shape[-2:]
+        # Tiles have 8 x 128 numbers.
+        if -(-wide // 8) * -(-tall // 128) < -(-tall // 8) * -(-wide // 128):
+            last, lanes = lanes, last
+        return layout.with_layout_constraint(
+            leaf, layout.Layout((*others, last, lanes))
+        )
+
+    return jax.tree.map(one, row)
 
 
 def metrics(

@@ -149,20 +149,39 @@ def _dealt(num_steps: np.ndarray, width: int) -> int:
     return max(busy) * len(busy)
 
 
-# Cost of one client's local step on an accelerator, by the examples in a step of its
-# chunk. The values are millions of cycles that a TPU v5e's compiler estimates for one
-# step of the model m1 at batch size 20, with 1, 8, 32 and 100 clients side by side,
-# each divided by their number. Between them costs are interpolated, beyond constant.
-STEP_COSTS = {20: 0.51, 160: 0.60, 640: 0.28, 2000: 0.14}
+# Cycles of a local step by the number of clients side by side, for steps of three sizes
+# in multiply-accumulates of a client's forward pass. A TPU v5e's compiler estimates
+# them, for `mlp` on 16 numbers, `m1` and `fedavg_cnn` with batches of 20, in
+# `python -m launch.bench.forms --form=rule`; docs/measured.md has the commands.
+STEP_CYCLES = {
+    225_480: {1: 26_422, 8: 35_306, 32: 55_995, 100: 91_439},
+    11_019_080: {1: 324_849, 8: 1_519_964, 32: 4_474_353, 100: 9_672_345},
+    86_712_520: {1: 464_458, 8: 2_926_976, 32: 16_406_962},
+}
 
 
-def step_cost(width: int, batch_size: int) -> float:
+def step_cost(width: int, step_macs: float) -> float:
     """The cost of a client's local step where `width` of them are computed at once.
 
-    It holds for an accelerator, in units of which only ratios matter.
+    It holds for an accelerator, in units of which only ratios matter. A step of few
+    multiply-accumulates costs hardly more for many clients than for one, and a large
+    one fills the chip by itself. Between the known widths and sizes costs are
+    interpolated, beyond them the cost of a client is constant.
+
+    Args:
+        width: Clients side by side.
+        step_macs: Multiply-accumulates of a client's forward pass in this step.
     """
-    known = np.log(list(STEP_COSTS)), np.log(list(STEP_COSTS.values()))
-    return float(np.exp(np.interp(np.log(width * batch_size), *known)))
+
+    def between(at: float, known: dict[float, float]) -> float:
+        places, values = np.log(list(known)), np.log(list(known.values()))
+        return float(np.exp(np.interp(np.log(at), places, values)))
+
+    by_size = {
+        size: between(width, {w: cycles / w for w, cycles in known.items()})
+        for size, known in STEP_CYCLES.items()
+    }
+    return between(max(step_macs, 1), by_size)
 
 
 def place(tree: Any, where: jax.sharding.Sharding) -> Any:
@@ -171,10 +190,7 @@ def place(tree: Any, where: jax.sharding.Sharding) -> Any:
     Devices that only a compiler knows hold no arrays: for these it returns shapes.
     """
     if not where.device_set <= set(jax.devices()):
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-            tree,
-        )
+        return placed_shapes(tree, where)
     if jax.process_count() == 1:
         return jax.device_put(tree, where)
 
@@ -188,6 +204,13 @@ def place(tree: Any, where: jax.sharding.Sharding) -> Any:
         return jax.random.wrap_key_data(out) if is_key else out
 
     return jax.tree.map(one, tree)
+
+
+def placed_shapes(tree: Any, where: jax.sharding.Sharding) -> Any:
+    """The shapes of arrays as they are on their devices, to compile for them."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), tree
+    )
 
 
 def wait_for_all(what: str) -> None:

@@ -589,12 +589,44 @@ class Simulation:
         population.forget_block()
         return counts | whole
 
+    def compute(
+        self,
+        program: program_lib.Program,
+        planner: Planner,
+        execution: types.Execution,
+    ) -> None:
+        """Goes on with clients in other chunks, on which nothing but speed depends."""
+        self.program, self.planner, self.execution = program, planner, execution
+        self._window = None
+
+    def rounds_ahead(self) -> jax.stages.Compiled:
+        """The executable of the rounds of the first call, compiled now if need be.
+
+        `advance` finds it again.
+        """
+        call = self._shaped(self.calls[0])
+        window = self._current_window(call.round, self.rounds)
+        args = self._round_args(call, window.cohorts[0], 0, 1)
+        executable, seconds = self._compiled(self.program.rounds, args)
+        self.compile_seconds += seconds
+        return executable
+
+    def _shaped(self, call: Call) -> Call:
+        """A call with the shapes of its state, if it has none yet."""
+        if call.state is not None:
+            return call
+        state = jax.eval_shape(self.program.init.jitted, *call.init_args(self.data))
+        everywhere = execution_lib.replicated(self.execution)
+        rows = execution_lib.of_rows(self.execution)
+        rest = execution_lib.placed_shapes(state.with_private(((), ())), everywhere)
+        rows = execution_lib.placed_shapes(state.private, rows)
+        return dataclasses.replace(call, state=rest.with_private(rows))
+
     def lowered(self) -> dict[str, jax.stages.Lowered]:
         """`init`, `rounds` and `evaluate` of the first call, ready to be compiled."""
         init_args = self.calls[0].init_args(self.data)
-        state = jax.eval_shape(self.program.init.jitted, *init_args)
-        state = self._place_state(state)
-        call = dataclasses.replace(self.calls[0], state=state)
+        call = self._shaped(self.calls[0])
+        state = call.state
         window = self._current_window(call.round, self.rounds)
         evaluate_args = self._evaluate_args(call)
         if self._goes_by_block:

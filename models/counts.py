@@ -91,6 +91,16 @@ def whole(model: types.Model, example_shape: tuple[int, ...]) -> Count:
     return total(stage.count for stage in stages(model, example_shape))
 
 
+def macs(model: types.Model, example_shape: tuple[int, ...]) -> int:
+    """Multiply-accumulates of one example, at least one for each parameter.
+
+    Custom modules have no counts, and an affine map has one for each parameter.
+    """
+    variables = shapes.variables(model, example_shape)
+    counted = sum(macs for _, macs in _parts(model, variables, example_shape))
+    return max(counted, _numbers(variables.params))
+
+
 def levels(model: types.Model, example_shape: tuple[int, ...]) -> tuple[Count, ...]:
     """The count of the submodel of every level; a model with one exit has one level."""
     counts = [stage.count for stage in stages(model, example_shape)]

@@ -4,6 +4,7 @@ All take f32[C, H, W, B] and a kernel f32[S, S, C, O] and give f32[O, H', W', B]
 agree up to the rounding of sums in another order.
 """
 
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -81,6 +82,34 @@ def direct(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Ar
     )
 
 
+def pooled(h: jax.Array, form: str) -> jax.Array:
+    """The maximum of each 2x2 window; a last odd row or column is left out.
+
+    Values that are equal share the gradient.
+
+    Args:
+        h: f32[C, H, W, B], the result of a convolution.
+        form: The form of that convolution.
+    """
+    height, width = (size // 2 * 2 for size in h.shape[1:3])
+    h = h[:, :height, :width]
+    # On a TPU slices cost less than an axis of two, except where width and batch are
+    # one axis.
+    if execution.setting().platform == "tpu" and form != "flat":
+        return _largest([h[:, i::2, j::2] for i in range(2) for j in range(2)])
+    return h.reshape(len(h), height // 2, 2, width // 2, 2, -1).max((2, 4))
+
+
+def _largest(seen: list[jax.Array]) -> jax.Array:
+    """The maximum of arrays of equal shapes, with the gradient of `jnp.max`."""
+    fixed = jax.lax.stop_gradient(functools.reduce(jnp.maximum, seen))
+    hits = [one == fixed for one in seen]
+    count = sum(hit.astype(fixed.dtype) for hit in hits)
+    # The value is that of the maximum, and the gradient that of the mean of the equal.
+    mean = sum(jnp.where(hit, one, 0) for hit, one in zip(hits, seen, strict=True))
+    return fixed + (mean - jax.lax.stop_gradient(mean)) / count
+
+
 # The width of a TPU's registers and of its matrix unit
 LANES = 128
 
@@ -118,6 +147,10 @@ def chosen(
     side, _, channels, features = kernel
     if side == 1:
         return "patches"
+    if setting.models == 1:
+        # It costs least, and on the gradient of a direct first layer the compiler takes
+        # more than eight minutes.
+        return "flat"
     is_one_block = setting.models * features <= LANES
     if is_one_block or channels >= LANES // 4:
         return "direct"
@@ -128,7 +161,9 @@ def chosen(
     return "patches" if setting.models > LANES // 2 else "flat"
 
 
-def convolve(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Array:
-    """The convolution in the form that suits its shapes and the present setting."""
+def convolve(
+    h: jax.Array, kernel: jax.Array, stride: int, padding: str
+) -> tuple[jax.Array, str]:
+    """The convolution in the form that suits its shapes, and the name of the form."""
     form = chosen(h.shape, kernel.shape, stride, execution.setting())
-    return FORMS[form](h, kernel, stride, padding)
+    return FORMS[form](h, kernel, stride, padding), form

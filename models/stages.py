@@ -191,8 +191,7 @@ class Conv(nn.Module):
 
         h = batch_last(h)
         dtype = h.dtype
-        h = forms.convolve(h, kernel.astype(dtype), self.stride, self.padding)
-        _, height, width, batch = h.shape
+        h, form = forms.convolve(h, kernel.astype(dtype), self.stride, self.padding)
         if self.bias:
             bias = self.param("bias", bias_init, (self.features,))
             h = (h + bias[:, None, None, None]).astype(dtype)
@@ -203,9 +202,7 @@ class Conv(nn.Module):
             h = norm(batch_last(h), sample_mask=sample_mask, train=train)
             h = batch_last(h)
         if self.pool:
-            h = h[:, : height // 2 * 2, : width // 2 * 2]
-            h = h.reshape(self.features, height // 2, 2, width // 2, 2, batch)
-            h = h.max((2, 4))
+            h = forms.pooled(h, form)
         h = batch_last(nn.relu(h) if self.relu else h)
         return Dropout(self.dropout)(h, train=train)
 

@@ -13,7 +13,7 @@ from fedjax_pfl import shapes, types
 from launch import build
 from launch.bench import references
 from launch.config import registry
-from launch.run import devices
+from launch.run import devices, narrow
 
 REPEATS = 5
 
@@ -38,6 +38,7 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
     """
     given = _whole(given, rounds)
     experiment = build.experiment(**given)
+    narrow.fit(experiment)
     config, task = experiment.config, experiment.task
     plain_loop = references.PLAIN_LOOPS.get(config.algo)
     timed = {"round": _rounds(experiment)}

@@ -17,7 +17,7 @@ from launch.config import resolve, schema, sweep
 from launch.run import devices, fit, memory, model_files, processes, residence
 from launch.run.given import Settings, sha256
 from launch.run.run import Run
-from models import mixed
+from models import counts, mixed
 
 
 def assemble(
@@ -106,6 +106,10 @@ def assemble(
         level_of = np.array(num_stages, np.int32)[group]
     batch_size = shapes.capped(getattr(hparams, "batch_size", 1), int(num_rows.max()))
 
+    macs = 1
+    if devices.chooses(config.emulate, target):
+        macs = max(counts.macs(model, shape) for model in client_models)
+
     def execution_with(lanes: str) -> types.Execution:
         if lanes == "auto" and config.num_seeds > 1 and not config.sweep:
             # Only chunks can vmap seeds, which saves more than lanes do.
@@ -122,6 +126,7 @@ def assemble(
             config.emulate,
             lanes,
             target,
+            macs,
         )._replace(is_bucketed=config.bucketed)
 
     def planner_of(algorithm: types.Algorithm, how: types.Execution) -> plan.Planner:
@@ -204,6 +209,14 @@ def assemble(
     )
     where = execution.replicated(how)
     placed = execution.place(data.replace(partition=None), where)
+
+    def parts_with(
+        how: types.Execution,
+    ) -> tuple[types.Task, program_lib.Program, plan.Planner]:
+        other = task._replace(execution=how)
+        return other, built(other), planner_of(program.algorithm, how)
+
+    is_given = config.lanes != "auto" if how.lanes else config.client_chunk
     made = kind(
         settings,
         task=task,
@@ -215,6 +228,7 @@ def assemble(
         points=points,
         target=target,
         rows_in=rows_in,
+        parts_with=None if is_given or not how.vmaps_runs else parts_with,
     )
     kept = [memory.kept(chosen, made.simulation.template(), how)]
     if rows_in == "":

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from fedjax_pfl import shapes
-from launch.run import target
+from launch.run import memory, narrow, target
 from launch.run.assemble import assemble
 from launch.run.run import Run
 
@@ -146,10 +146,14 @@ def planned(lowered: jax.stages.Lowered) -> Plan:
             f"a program does not fit into the chip's memory ({reason}); "
             "lower --client_chunk"
         ) from error
-    seconds, memory = time.perf_counter() - begin, made.memory_analysis()
-    temporary, arguments = memory.temp_size_in_bytes, memory.argument_size_in_bytes
-    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    needed = temporary + arguments + new + memory.generated_code_size_in_bytes
+    return read(made, time.perf_counter() - begin)
+
+
+def read(made: jax.stages.Compiled, seconds: float) -> Plan:
+    """The plan of a program whose compilation took some seconds."""
+    bytes = made.memory_analysis()
+    temporary, arguments = bytes.temp_size_in_bytes, bytes.argument_size_in_bytes
+    needed = memory.planned_bytes(made)
     return Plan(parsed(made.as_text()), temporary, arguments, needed, seconds)
 
 
@@ -169,11 +173,17 @@ def estimate(run: Run) -> dict[str, Any]:
             `cycles_per_step`;
         `temporary_bytes`, `argument_bytes`: of the program that needs most;
         `fits`: whether every program fits into the memory of the chip;
-        `compile_seconds`: of all programs, and
-        `programs`: cycles, bytes and seconds of `init`, `rounds` and `evaluate`.
+        `compile_seconds`: of all programs;
+        `programs`: cycles, bytes and seconds of `init`, `rounds` and `evaluate`, and
+        `note`: what `narrow.fit` changed, "" = nothing.
+
+    Raises:
+        ValueError: one line: a chunk that was chosen automatically does not fit, nor
+            does a part of it, or the compiler finds no plan for a given one.
     """
-    how, specs = run.task.execution, run.program.algorithm.plans
+    note = narrow.fit(run)
     plans = {name: planned(one) for name, one in run.simulation.lowered().items()}
+    how, specs = run.task.execution, run.program.algorithm.plans
     step, every = plans["rounds"].step_cycles, plans["rounds"].parts.total
     clients = (how.lanes or how.chunk) * len(run.simulation.calls[0].variants)
     most = int(np.max(run.data.partition.train.count))
@@ -192,6 +202,7 @@ def estimate(run: Run) -> dict[str, Any]:
         "fits": worst.needed_bytes <= target.chip(run.target).memory,
         "compile_seconds": sum(plan.seconds for plan in plans.values()),
         "programs": {name: plan.figures() for name, plan in plans.items()},
+        "note": note,
     }
 
 
@@ -205,6 +216,7 @@ def in_words(found: dict[str, Any]) -> str:
         "{temporary_mb:,.1f} MB temporary and {argument_mb:,.1f} MB of arguments "
         "{fit} the chip; compiled in {compile_seconds:.0f} s"
     )
+    line += "\n{note}" * bool(found["note"])
     return line.format(
         **found,
         temporary_mb=found["temporary_bytes"] / 1e6,

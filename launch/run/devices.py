@@ -101,6 +101,12 @@ def _shrink(folder: pathlib.Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def chooses(emulate: str, target: str) -> bool:
+    """Whether clients are computed as on an accelerator, as many as cost least."""
+    emulates = bool(target) or emulate == "accelerator"
+    return emulates or jax.default_backend() != "cpu"
+
+
 def execution(
     client_chunk: int,
     num_devices: int,
@@ -113,6 +119,7 @@ def execution(
     emulate: str = "",
     lanes: str = "0",
     target: str = "",
+    macs: int = 1,
 ) -> types.Execution:
     """Chooses the mesh and how many clients train together, in chunks or in lanes.
 
@@ -132,6 +139,7 @@ def execution(
             number if it costs less than chunks (`plan.choose_lanes`).
         target: Devices that only a compiler knows, one of `target.CHIPS`, of which one
             is taken by default; "" = those that are present.
+        macs: Multiply-accumulates of one example, where `chooses` is true.
 
     Raises:
         ValueError: there are fewer devices.
@@ -150,12 +158,11 @@ def execution(
             "processes take part; omit it"
         )
     per_device = -(-clients_per_round // count)
-    emulates = bool(target) or emulate == "accelerator"
-    is_accelerator = emulates or jax.default_backend() != "cpu"
+    is_accelerator, step_macs = chooses(emulate, target), batch_size * macs
     chunk = client_chunk
     if not chunk and is_accelerator:
         chunk, _ = plan.choose_chunk(
-            num_steps, batch_size=batch_size, min_chunk=min_chunk, devices=count
+            num_steps, step_macs=step_macs, min_chunk=min_chunk, devices=count
         )
         chunk = min(chunk, -(-per_device // num_levels))
     if not chunk:
@@ -174,7 +181,7 @@ def execution(
             mesh = jax.make_mesh((count,), ("clients",), axis_types, devices=chosen)
     width = 0 if lanes == "auto" else int(lanes)
     if lanes == "auto" and is_accelerator and num_levels == 1:
-        width = plan.choose_lanes(num_steps, batch_size=batch_size, devices=count)
+        width = plan.choose_lanes(num_steps, step_macs=step_macs, devices=count)
     return types.Execution(
         chunk=1 if width else min(chunk, per_device),
         mesh=mesh,

@@ -10,10 +10,11 @@ Everything beside training and evaluation is done by listeners:
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from launch.run import processes
+from launch.run import narrow, processes
 from launch.run.run import Run
 from launch.run.stop import Stop
 
@@ -80,6 +81,8 @@ def run(
     try:
         for one in listeners:
             one.on_start(run)
+        if run.round < until and (note := narrow.fit(run)):
+            processes.say(note, file=sys.stderr)
         while not stop and (run.round < until or run.is_due(run.round)):
             # A call is ended early by an evaluation or a checkpoint.
             run.simulation.advance(min(run.next_stop(every), until))

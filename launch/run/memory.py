@@ -105,14 +105,38 @@ def refuse(needed: Sequence[Need], options: dict[str, Any], target: str = "") ->
         worst = max(here, key=lambda one: one.bytes)
         flag = max(worst.factors, key=worst.factors.__getitem__)
         raise ValueError(
-            f"--{flag}={options[flag]} needs {_size(total)} of memory at least, most "
-            f"of it for {worst.what}, and {_size(limit)} are free; "
+            f"--{flag}={options[flag]} needs {size(total)} of memory at least, most "
+            f"of it for {worst.what}, and {size(limit)} are free; "
             f"{'take a smaller one' if flag == 'model' else 'lower it'}"
         )
 
 
-def _size(count: int) -> str:
+def size(count: int) -> str:
+    """A number of bytes in words."""
     return f"{count / 2**30:,.1f} GiB"
+
+
+def planned_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes of a program as its compiler plans them, on one device.
+
+    They are those of the program, of its arguments and temporaries, and of results that
+    do not replace arguments. 0 where the compiler does not say it.
+    """
+    plan = compiled.memory_analysis()
+    if plan is None:
+        return 0
+    new = plan.output_size_in_bytes - plan.alias_size_in_bytes
+    arguments, temporary = plan.argument_size_in_bytes, plan.temp_size_in_bytes
+    return temporary + arguments + new + plan.generated_code_size_in_bytes
+
+
+def device_bytes(target: str = "") -> int | None:
+    """The memory of a chip or of the least device, None if it is the host's."""
+    if target:
+        return targets.chip(target).memory
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    limits = [one.get("bytes_limit") for one in stats]
+    return None if None in limits else min(limits)
 
 
 def free_bytes() -> tuple[int | None, int | None]:

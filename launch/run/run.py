@@ -2,7 +2,7 @@
 
 import dataclasses
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -14,6 +14,10 @@ from fedjax_pfl import simulate, traffic, types
 from launch.config import sweep
 from launch.run import devices, summaries
 from launch.run.given import Settings
+
+PartsWith = Callable[
+    [types.Execution], tuple[types.Task, program_lib.Program, plan.Planner]
+]
 
 
 class Run:
@@ -29,6 +33,8 @@ class Run:
             the first seed come first, then those of the second, ...
         target: The chip for which it is compiled without running, "" = it runs here.
         settings: What it was assembled from, if there is a target.
+        parts_with: `Execution -> (task, program, planner)` for a chunk or lanes other
+            than those that were chosen, None = they are not to be changed.
     """
 
     def __init__(
@@ -44,12 +50,14 @@ class Run:
         points: Sequence[sweep.Point],
         target: str = "",
         rows_in: str | None = None,
+        parts_with: PartsWith | None = None,
     ):
         self.config, self.hparams, self.task = settings.config, settings.hparams, task
         self.program, self.data, self.planner = program, data, planner
         config, self.seeds = self.config, seeds
         self.window = window = summaries.window(config.summary, config.rounds)
         self.target, self.settings = target, settings if target else None
+        self.parts_with = parts_with
         self.data_sha256, self.split_sha256 = hashes
         self.own_sha256 = settings.own_sha256
         self.examples_sha256 = settings.examples_sha256
@@ -64,6 +72,11 @@ class Run:
             points,
             rows_in,
         )
+
+    def compute(self, how: types.Execution) -> None:
+        """Goes on with clients in other chunks or lanes, see `parts_with`."""
+        self.task, self.program, self.planner = self.parts_with(how)
+        self.simulation.compute(self.program, self.planner, how)
 
     @property
     def round(self) -> int:

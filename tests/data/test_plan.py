@@ -427,6 +427,10 @@ def test_executed_steps_by_hand():
     )
 
 
+# Of a step of the model m1 with 20 examples
+M1 = 11_019_080
+
+
 @pytest.mark.parametrize(
     "steps, min_chunk, devices, expected",
     [
@@ -445,9 +449,9 @@ def test_executed_steps_by_hand():
 )
 def test_choose_chunk(steps, min_chunk, devices, expected, monkeypatch):
     """Where all steps cost the same, the chunk of the fewest executed ones, by hand."""
-    monkeypatch.setattr(execution_lib, "STEP_COSTS", {100: 1.0})
+    monkeypatch.setattr(execution_lib, "STEP_CYCLES", {1: {1: 1.0}})
     found = plan.choose_chunk(
-        np.array([steps, steps]), batch_size=100, min_chunk=min_chunk, devices=devices
+        np.array([steps, steps]), step_macs=100, min_chunk=min_chunk, devices=devices
     )
     assert found[0] == expected[0]
     np.testing.assert_allclose(found[1], expected[1])
@@ -456,18 +460,30 @@ def test_choose_chunk(steps, min_chunk, devices, expected, monkeypatch):
 def test_a_chunk_is_as_wide_as_it_pays():
     """Equal clients: the width at which a step costs least; unequal ones: narrower."""
     equal = np.full((2, 100), 7)
-    assert plan.choose_chunk(equal, batch_size=20) == (100, 1.0)
-    # Steps of half a chunk cost .14 / .20 more: less than the padding that they save.
-    assert execution_lib.step_cost(100, 20) == pytest.approx(0.14)
-    assert execution_lib.step_cost(10**6, 20) == pytest.approx(0.14)
-    assert execution_lib.step_cost(16, 40) == pytest.approx(0.28)
-    assert 0.14 < execution_lib.step_cost(50, 20) < 0.28
+    assert plan.choose_chunk(equal, step_macs=M1) == (100, 1.0)
+    # Large steps fill a chip: the compiler has fewer cycles for 8 than for 32 of them.
+    assert plan.choose_chunk(equal, step_macs=9e7)[0] == 8
     halves = np.array([[1] * 50 + [90] * 50])
-    assert plan.choose_chunk(halves, batch_size=20) == (50, 1.0)
+    assert plan.choose_chunk(halves, step_macs=M1) == (50, 1.0)
     sizes = np.random.default_rng(0).lognormal(2.5, 1.5, (8, 100))
     steps = -(-np.clip(sizes, 5, 10_000).astype(int) // 20)
-    chunk, efficiency = plan.choose_chunk(steps, batch_size=20)
+    chunk, efficiency = plan.choose_chunk(steps, step_macs=M1)
     assert chunk < 50 and efficiency > 0.2
+    # Steps of a tiny net cost little more for many clients than for one.
+    assert chunk < plan.choose_chunk(steps, step_macs=225_480)[0]
+
+
+def test_step_cost():
+    """The table's own entries, between them, and constant beyond."""
+    known = execution_lib.STEP_CYCLES[M1]
+    for width, cycles in known.items():
+        assert execution_lib.step_cost(width, M1) == pytest.approx(cycles / width)
+    widest = execution_lib.step_cost(100, M1)
+    assert execution_lib.step_cost(10**6, M1) == pytest.approx(widest)
+    assert widest < execution_lib.step_cost(50, M1) < execution_lib.step_cost(32, M1)
+    small, large = (execution_lib.step_cost(8, size) for size in (3e5, 9e6))
+    assert small < large < execution_lib.step_cost(8, M1)
+    assert execution_lib.step_cost(8, 1) == execution_lib.step_cost(8, 225_480)
 
 
 @pytest.mark.parametrize(
@@ -485,22 +501,22 @@ def test_a_chunk_is_as_wide_as_it_pays():
 )
 def test_choose_lanes(steps, devices, expected, monkeypatch):
     """Where a step costs half from two clients on, by hand."""
-    monkeypatch.setattr(execution_lib, "STEP_COSTS", {100: 1.0, 101: 0.5})
-    found = plan.choose_lanes(np.array([steps, steps]), batch_size=100, devices=devices)
+    monkeypatch.setattr(execution_lib, "STEP_CYCLES", {1: {1: 1.0, 2: 1.0}})
+    found = plan.choose_lanes(np.array([steps, steps]), step_macs=100, devices=devices)
     assert found == expected
 
 
 def test_lanes_are_priced_as_they_are_dealt(monkeypatch):
     """Nearly equal clients: the last of 18 lanes would have a second client each."""
     steps = np.array([[9, 10, 10, 11, 11, 12, 12, 12, 12, 13] * 2])
-    assert plan.choose_lanes(steps, batch_size=50) == 0
+    assert plan.choose_lanes(steps, step_macs=50) == 0
     gen = np.random.default_rng(1)
-    monkeypatch.setattr(execution_lib, "STEP_COSTS", {20: 1.0, 2000: 0.2})
+    monkeypatch.setattr(execution_lib, "STEP_CYCLES", {1: {1: 1, 100: 20}})
     for devices in (1, 3):
         for sigma in (0.1, 0.5, 1.0):
             sizes = np.exp(gen.normal(2, sigma, (3, 31))).astype(int) + 1
-            width = plan.choose_lanes(sizes, batch_size=20, devices=devices)
-            chunk, real = plan.choose_chunk(sizes, batch_size=20, devices=devices)
+            width = plan.choose_lanes(sizes, step_macs=20, devices=devices)
+            chunk, real = plan.choose_chunk(sizes, step_macs=20, devices=devices)
             costs = {0: sizes.sum() / real * execution_lib.step_cost(chunk, 20)}
             for lanes in range(2, 32 // devices):
                 dealt = np.sort(np.pad(sizes, ((0, 0), (-31 % devices, 0))), axis=1)
@@ -514,15 +530,15 @@ def test_lanes_are_priced_as_they_are_dealt(monkeypatch):
 
 
 def test_lanes_for_unequal_clients():
-    """By the table: for many of them; few wait for the longest, equal ones for none."""
+    """By the table: the more of them the wider, and none for equal ones."""
     sizes = np.random.default_rng(0).lognormal(2.5, 1.5, (8, 1000))
     steps = -(-np.clip(sizes, 5, 10_000).astype(int) // 20)
-    assert plan.choose_lanes(steps, batch_size=20) > 16
-    assert plan.choose_lanes(steps[:, :100], batch_size=20) == 0
-    assert plan.choose_lanes(np.full((2, 1000), 7), batch_size=20) == 0
-    assert plan.choose_lanes(np.full((2, 1), 7), batch_size=20) == 0
+    assert plan.choose_lanes(steps, step_macs=M1) > 16
+    assert 0 < plan.choose_lanes(steps[:, :100], step_macs=M1) <= 16
+    assert plan.choose_lanes(np.full((2, 1000), 7), step_macs=M1) == 0
+    assert plan.choose_lanes(np.full((2, 1), 7), step_macs=M1) == 0
 
 
 def test_many_clients_have_few_candidates():
     """Chunks of ten thousand clients are chosen in a moment, the widest among them."""
-    assert plan.choose_chunk(np.full((1, 10_007), 3), batch_size=1) == (10_007, 1.0)
+    assert plan.choose_chunk(np.full((1, 10_007), 3), step_macs=1) == (10_007, 1.0)

@@ -102,7 +102,7 @@ def test_lanes_change_no_number(given, unequal):
 
 def test_auto_takes_what_costs_least(unequal, monkeypatch):
     """On an accelerator, where the method has lanes and they cost less than a chunk."""
-    monkeypatch.setattr(execution_lib, "STEP_COSTS", {8: 1.0, 12: 0.1})
+    monkeypatch.setattr(execution_lib, "STEP_CYCLES", {1: {2: 2.0, 3: 0.3}})
     auto = {"lanes": "auto", "emulate": "accelerator", "batch_size": 4}
     how = make(unequal, **auto).task.execution
     assert (how.lanes, how.chunk) == (3, 1)
@@ -110,7 +110,7 @@ def test_auto_takes_what_costs_least(unequal, monkeypatch):
         how = make(unequal, **auto | other).task.execution
         assert how.lanes == 0
     assert make(unequal, **auto | {"algo": "ditto"}).task.execution.chunk > 1
-    monkeypatch.setattr(execution_lib, "STEP_COSTS", {8: 1.0})
+    monkeypatch.setattr(execution_lib, "STEP_CYCLES", {1: {1: 1.0}})
     how = make(unequal, **auto).task.execution
     assert (how.lanes, how.chunk) == (0, 1)
 

@@ -43,6 +43,8 @@ def test_forms_agree(padding, stride, side, size):
     [
         (1, 8, 3, 8, "direct"),  # all groups fit into one block
         (1, 32, 5, 8, "flat"),
+        (1, 8, 3, 1, "flat"),  # the compiler takes too long on a direct one
+        (32, 64, 5, 1, "flat"),
         (32, 64, 5, 8, "direct"),  # a group is a good part of a block
         (32, 64, 5, 100, "direct"),
         (16, 32, 3, 32, "direct"),
@@ -60,3 +62,20 @@ def test_the_rule(channels, features, side, models, form):
         setting = on_tpu._replace(platform=platform)
         assert forms.chosen(*shapes, setting) == "patches"
     assert forms.chosen(*shapes, on_tpu._replace(form="flat")) == "flat"
+
+
+@pytest.mark.parametrize("form", forms.FORMS)
+@pytest.mark.parametrize("size", [(6, 4), (5, 7)])
+def test_pools_agree(form, size):
+    """On a TPU too: values, and the gradient that equal values share."""
+    gen = np.random.default_rng(0)
+    h = jnp.asarray(gen.integers(-2, 3, (3, *size, 2)), jnp.float32)
+
+    def both(setting):
+        with execution.traced_in(setting):
+            out, pull = jax.vjp(lambda h: forms.pooled(h, form), h)
+            return out, *pull(jnp.cos(jnp.arange(out.size)).reshape(out.shape))
+
+    here = both(execution.Setting())
+    chex.assert_trees_all_close(both(execution.Setting("tpu", 2)), here, rtol=1e-6)
+    assert here[0].shape == (3, size[0] // 2, size[1] // 2, 2)

@@ -12,6 +12,7 @@ from launch import build
 from launch.bench import forms
 from launch.config import registry
 from launch.run import cost, target
+from launch.study import examples
 from tests import test_contract
 
 pytest.importorskip("libtpu")
@@ -138,3 +139,37 @@ def test_a_chip_that_is_too_small(unequal, monkeypatch):
     monkeypatch.setitem(target.CHIPS, CHIP, small)
     with pytest.raises(ValueError, match="are free"):
         compiled_for("fedavg", unequal)
+
+
+def test_a_chunk_that_does_not_fit(unequal, monkeypatch):
+    """What was chosen is halved until the compiler's plan fits, in one line."""
+    monkeypatch.setattr("data.plan.choose_chunk", lambda *_, **__: (4, 1.0))
+    options = {"client_chunk": 0, "clients_per_round": 4, "model": "mlp"}
+    whole = compiled_for("fedavg", unequal, **options).cost_analysis()
+    half = compiled_for("fedavg", unequal, **options | {"client_chunk": 2})
+    needed = [
+        one["programs"]["rounds"]["needed_bytes"]
+        for one in (whole, half.cost_analysis())
+    ]
+    assert whole["note"] == "" and needed[1] < needed[0]
+    small = target.CHIPS[CHIP]._replace(memory=sum(needed) // 2)
+    monkeypatch.setitem(target.CHIPS, CHIP, small)
+    found = compiled_for("fedavg", unequal, **options).cost_analysis()
+    assert found["clients_side_by_side"] == 2 and "client_chunk=2" in found["note"]
+    assert "\nnote: the compiler" in cost.in_words({"algo": "fedavg"} | found)
+
+
+def test_an_evaluation_copies_no_rows():
+    """It takes the rows of a chunk from where they are."""
+    data = examples.draw(5000, 3)
+    options = {"partition": "natural", "test_split": "pool", "preset": "none"}
+    made = build.experiment(
+        algo="pfedsd",
+        dataset=data,
+        target=CHIP,
+        model="mlp",
+        client_chunk=20,
+        **options,
+    )
+    plan = check(made.simulation.lowered()["evaluate"])
+    assert plan.temporary_bytes < plan.argument_bytes / 4

@@ -1,0 +1,120 @@
+"""The chunk of an accelerator is halved until the compiler's plan fits its memory."""
+
+import jax
+import numpy as np
+import pytest
+
+from launch import build
+from launch.run import memory, narrow
+
+COMMON = {
+    "algo": "fedavg",
+    "model": "mlp",
+    "preset": "none",
+    "clients_per_round": 4,
+    "rounds": 2,
+    "eval_every": 2,
+    "batch_size": 4,
+    "devices": 1,
+    "emulate": "accelerator",
+}
+
+
+@pytest.fixture(autouse=True)
+def _four(monkeypatch):
+    """The cheapest chunk is the cohort."""
+    monkeypatch.setattr("data.plan.choose_chunk", lambda *_, **__: (4, 1.0))
+
+
+def make(dataset, **given):
+    return build.experiment(dataset=dataset, **COMMON | given)
+
+
+def planned(dataset, **given):
+    return memory.planned_bytes(make(dataset, **given).simulation.rounds_ahead())
+
+
+@pytest.fixture
+def limited(monkeypatch):
+    """A function that sets the memory of a device."""
+
+    def limit(count):
+        monkeypatch.setattr(memory, "device_bytes", lambda target="": count)
+
+    return limit
+
+
+def test_what_fits_is_compiled_once(unequal, limited):
+    """The program that was read is the one that runs."""
+    made = make(unequal)
+    limited(1 << 40)
+    before = len(made.program.rounds.executables)
+    assert made.task.execution.chunk == 4
+    assert narrow.fit(made) == ""
+    assert len(made.program.rounds.executables) <= before + 1
+    known = len(made.program.rounds.executables)
+    made.run(progress=False)
+    assert len(made.program.rounds.executables) == known
+    assert made.summary()["client_chunk"] == 4
+
+
+def test_it_is_halved(unequal, limited, capsys):
+    """One line says so, and the run's results are those of such a chunk."""
+    needed = {chunk: planned(unequal, client_chunk=chunk) for chunk in (4, 2)}
+    assert needed[2] < needed[4]
+    limited((needed[4] + needed[2]) // 2)
+    made = make(unequal)
+    made.run(progress=False)
+    assert made.summary()["client_chunk"] == made.task.execution.chunk == 2
+    (line,) = [s for s in capsys.readouterr().err.splitlines() if "note: the" in s]
+    assert "with 4 clients side by side" in line and "--client_chunk=2" in line
+    alone = make(unequal, client_chunk=2)
+    alone.run(progress=False)
+    assert made.simulation.digest() == alone.simulation.digest()
+    accuracies = [one.metrics[-1]["global_accuracy"] for one in (made, alone)]
+    assert accuracies[0] == accuracies[1]
+
+
+def test_lanes_are_halved_too(unequal, limited, monkeypatch):
+    """Those that were chosen; a state that is there already stays."""
+    monkeypatch.setattr("data.plan.choose_lanes", lambda *_, **__: 4)
+    made = make(unequal, lanes="auto")
+    made.start()
+    limited(planned(unequal, lanes="2"))
+    before = np.asarray(made.state.round)
+    assert "--lanes=2" in narrow.fit(made)
+    assert made.task.execution.lanes == 2 and made.state.round == before
+    limited(planned(unequal, lanes="0", client_chunk=1))
+    narrow.fit(made)
+    assert (made.task.execution.lanes, made.task.execution.chunk) == (0, 1)
+
+
+def test_what_was_given_stays(unequal, limited):
+    limited(1)
+    for given in ({"client_chunk": 2}, {"lanes": "2"}, {"emulate": ""}):
+        assert narrow.fit(make(unequal, **given)) == ""
+
+
+def test_one_client_is_too_much(unequal, limited):
+    """One line with what is planned, and what there is."""
+    limited(1)
+    with pytest.raises(ValueError, match="as the compiler plans it for 1 side") as no:
+        narrow.fit(make(unequal))
+    assert "\n" not in str(no.value)
+    with pytest.raises(ValueError, match="as the compiler plans it for 3 side"):
+        narrow.fit(make(unequal, min_chunk=3))
+
+
+def test_a_compiler_that_finds_no_plan(unequal, limited, monkeypatch):
+    """It counts as too much."""
+    made, ahead = make(unequal), type(make(unequal).simulation).rounds_ahead
+    limited(1 << 40)
+
+    def refusing(simulation):
+        if simulation.execution.chunk > 2:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory")
+        return ahead(simulation)
+
+    monkeypatch.setattr(type(made.simulation), "rounds_ahead", refusing)
+    assert "plans too much for a round with 4" in narrow.fit(made)
+    assert made.task.execution.chunk == 2
