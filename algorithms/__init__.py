@@ -2,7 +2,8 @@
 
 A line names the file's module and states what `launch` needs to know of the algorithm:
 its default preset, and whether it uses public images, several architectures or exits. A
-plain module is allowed too: it has no preset and no needs.
+plain module is allowed too: it has no preset and no needs, and every device keeps all
+private rows of it.
 """
 
 import dataclasses
@@ -41,6 +42,7 @@ def entry(
     public_images: bool = False,
     several_models: bool = False,
     exits: bool = False,
+    shares_rows: bool = True,
 ) -> Any:
     """An algorithm as an entry of the registry.
 
@@ -51,6 +53,9 @@ def entry(
             A default set is chosen where none is given.
         several_models: Whether its clients may have different architectures.
         exits: Whether it uses models with an exit at every stage.
+        shares_rows: Whether several devices may share out its private rows. It then
+            reads and writes them with `state.rows` and `state.after` alone, and masks
+            of its `serving` have `task.num_rows` entries.
     """
     return SimpleNamespace(
         HParams=module.HParams,
@@ -60,6 +65,7 @@ def entry(
         public_images=public_images,
         several_models=several_models,
         exits=exits,
+        shares_rows=shares_rows,
     )
 
 

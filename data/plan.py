@@ -17,9 +17,9 @@ from fedjax_pfl import owners, rng, shapes, types
 
 # Rounds from whose sizes the capacity of a window's plans is estimated
 SEEN_ROUNDS = 16
-# Rounds from which the rows of a device are found, where clients have owners; where a
-# later round needs more, they grow with the first round of as many.
-OWNED_ROUNDS = 64
+# Where clients have owners, the rows of a device are found from the clients of so many
+# first rounds, or fewer where so many clients are drawn in them.
+OWNED_ROUNDS, OWNED_DRAWS = 1024, 1 << 20
 # At most this many rows of typical cohorts are dealt to lanes to estimate their cost.
 DEALT_ROWS = 20_000
 
@@ -122,7 +122,10 @@ class Planner:
             self._slot[members] = np.arange(len(members))
         self._clients_per_round, self._execution = clients_per_round, execution
         self._devices = execution.num_devices
-        self._padding, self._fullest = num_clients, np.zeros(0, np.int64)
+        self._padding = num_clients
+        self._fullest = np.zeros((0, len(self._seeds)), np.int64)
+        fits = OWNED_DRAWS // max(clients_per_round, 1)
+        self._owned_rounds = min(max(fits, 64), OWNED_ROUNDS)
         self._owners: owners.Layout | None = None
         if execution.shares_rows:
             self._owners = owners.Layout(num_clients, self._devices)
@@ -188,7 +191,7 @@ class Planner:
         else:
             size = self._devices * self.rows_per_device(round)
             index = np.full((self._devices, size // self._devices), -1)
-            owner, _ = self._owners.clients_of(chosen[order])
+            owner = self._owners.device_of(chosen[order])
             for device, line in enumerate(index):
                 own = order[owner == device]
                 line[len(line) - len(own) :] = own
@@ -206,35 +209,33 @@ class Planner:
     def rows_per_device(self, round: int) -> int:
         """The rows of each device in a round, in whole chunks.
 
-        Where clients have owners, the fullest device needs more than the others, and
-        another number is another program. So it is that of the first rounds, and in a
-        later one grows by a sixteenth or more.
+        Where clients have owners, the fullest device of a round needs more than the
+        others. Another number is another program, so it is that of the first rounds,
+        and grows with the first later round that needs more.
         """
         how = self._execution
         if self._owners is None:
             size = execution_lib.padded_size(self._clients_per_round, how)
             return size // self._devices
-        seen = self._owned_by_fullest(round)[: max(round + 1, OWNED_ROUNDS)]
-        most = shapes.rounded_up_finely(int(seen.max()))
+        most = self._owned_by_fullest(max(round + 1, self._owned_rounds)).max()
+        most = shapes.rounded_up_finely(int(most))
         most = min(most, self._owners.rows_per_device)
         chunk = min(how.chunk, most)
         return chunk * -(-most // chunk)
 
-    def _owned_by_fullest(self, round: int) -> np.ndarray:
-        """int[n], n > round: the clients of the fullest device in each round."""
-        while len(self._fullest) <= max(round, OWNED_ROUNDS - 1):
+    def _owned_by_fullest(self, num_rounds: int) -> np.ndarray:
+        """int[num_rounds, seeds]: the clients of the fullest device in each round."""
+        while len(self._fullest) < num_rounds:
             first = len(self._fullest)
-            more = [self._fullest_of(first + i) for i in range(OWNED_ROUNDS)]
+            more = [self._fullest_of(first + i) for i in range(self._owned_rounds)]
             self._fullest = np.concatenate([self._fullest, more])
-        return self._fullest
+        return self._fullest[:num_rounds]
 
-    def _fullest_of(self, round: int) -> int:
+    def _fullest_of(self, round: int) -> list[int]:
         if self._clients_per_round == self.num_clients:
-            return self._owners.rows_per_device
-        drawn = [
-            self._owners.clients_of(self._choose(s, round))[0] for s in self._seeds
-        ]
-        return max(int(np.bincount(one).max()) for one in drawn)
+            return [self._owners.rows_per_device] * len(self._seeds)
+        drawn = [self._choose(seed, round) for seed in self._seeds]
+        return [int(np.bincount(self._owners.device_of(c)).max()) for c in drawn]
 
     @property
     def balance(self) -> float:
@@ -244,7 +245,7 @@ class Planner:
         """
         if self._owners is None:
             return 1.0
-        fullest = self._owned_by_fullest(0)[:OWNED_ROUNDS]
+        fullest = self._owned_by_fullest(self._owned_rounds)
         return float(self._clients_per_round / self._devices / fullest.mean())
 
     @property

@@ -129,7 +129,7 @@ def cohorts_by_architecture(task: types.Task, cohort: types.Cohort) -> tuple:
             name: plan.replace(num_steps=jnp.where(is_member, plan.num_steps, 0))
             for name, plan in cohort.plans.items()
         }
-        row = jnp.where(is_member, cohort.row, task.num_clients)
+        row = jnp.where(is_member, cohort.row, task.num_rows)
         return cohort.replace(row=row, row_mask=is_member, plans=plans)
 
     return tuple(of(number) for number in range(len(task.client_models)))
@@ -511,7 +511,8 @@ def _summed(parts: Any, mesh: jax.sharding.Mesh) -> Any:
     """The sum over devices, on CPUs in their order, whichever processes have them.
 
     On the CPUs of several processes the order of `psum` would depend on how these are
-    connected.
+    connected. Sums that an algorithm takes over rows that stay on their devices have
+    XLA's order.
     """
     if mesh.devices.flat[0].platform != "cpu" or jax.process_count() == 1:
         return jax.lax.psum(parts, "clients")

@@ -234,11 +234,10 @@ def count_correct(
                     cross += jnp.where(hit, right.sum(), 0)
                 continue
 
-            if how.shares_rows:
-                # In the order of the devices that have them.
-                rows = jnp.where(measured, jnp.arange(num_rows), num_rows)
+            size = min(scoring.num_sampled or num_rows, end)
+            if how.shares_rows and group.is_by_row:
+                rows = _by_device(measured, how.num_devices, size)
             else:
-                size = min(scoring.num_sampled or num_rows, end)
                 (rows,) = jnp.nonzero(measured, size=size, fill_value=num_rows)
             # The entry is one past the end for clients without one, and for the id K,
             # which is padding.
@@ -325,6 +324,20 @@ def count_rest(
         if algorithm.trained is not algorithm.serving:
             out["trained"], _ = counted("trained", algorithm.trained(*given))
     return out | {"by_shared": by_shared}
+
+
+def _by_device(is_wanted: jax.Array, devices: int, size: int) -> jax.Array:
+    """int32[A]: the wanted of bool[R] rows, those of each device together.
+
+    Each device has as many places, at most `size`, and its wanted rows come first. R
+    fills the others.
+    """
+    num_rows = is_wanted.shape[0]
+    by_device = is_wanted.reshape(devices, -1)
+    place = jnp.argsort(~by_device, axis=1, stable=True)[:, :size]
+    slot = place + num_rows // devices * jnp.arange(devices)[:, None]
+    wanted = jnp.take_along_axis(by_device, place, 1)
+    return jnp.where(wanted, slot, num_rows).reshape(-1)
 
 
 def _numbers(group: types.Serving, num_rows: int) -> jax.Array:

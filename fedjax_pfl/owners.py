@@ -42,8 +42,9 @@ class Layout(NamedTuple):
     @property
     def slots(self) -> np.ndarray:
         """int32[K]: the slot of each client."""
-        device, place = self.clients_of(np.arange(self.num_clients))
-        return (device * self.rows_per_device + place).astype(np.int32)
+        client = np.arange(self.num_clients)
+        first = self.device_of(client) * self.rows_per_device
+        return (first + client // self.devices).astype(np.int32)
 
     @property
     def clients(self) -> np.ndarray:
@@ -52,9 +53,9 @@ class Layout(NamedTuple):
         out[self.slots] = np.arange(self.num_clients)
         return out
 
-    def clients_of(self, client: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(the device of clients int[...], their place on it)."""
-        return client % self.devices, client // self.devices
+    def device_of(self, client: np.ndarray) -> np.ndarray:
+        """int[...]: the device that has the rows of clients int[...]."""
+        return client % self.devices
 
     def in_slots(self, rows: Any) -> Any:
         """Leaves [variants, K, ...] in the order of clients as [variants, num_rows]."""
@@ -153,7 +154,7 @@ def take(tree: Any, row: jax.Array) -> Any:
     Where rows are shared out, those of a device's clients stay there.
     """
     mesh = execution.setting().owners
-    if mesh is None:
+    if mesh is None or not jax.tree.leaves(tree):
         return stacked.take(tree, row)
     return _on_each(stacked.take, mesh)(tree, row)
 
@@ -161,7 +162,7 @@ def take(tree: Any, row: jax.Array) -> Any:
 def put(tree: Any, row: jax.Array, values: Any) -> Any:
     """Writes `values` [C, ...] into slots int32[C] of leaves [R, ...], as `take`."""
     mesh = execution.setting().owners
-    if mesh is None:
+    if mesh is None or not jax.tree.leaves(tree):
         return stacked.put(tree, row, values)
     return _on_each(stacked.put, mesh)(tree, row, values)
 
@@ -170,10 +171,7 @@ def _on_each(fn: Callable[..., Any], mesh: jax.sharding.Mesh) -> Callable[..., A
     """`fn(rows, slot, *others)` on each device, for its own rows of everything."""
 
     def one(tree: Any, row: jax.Array, *others: Any) -> Any:
-        leaves = jax.tree.leaves(tree)
-        if not leaves:
-            return fn(tree, row, *others)
-        size = leaves[0].shape[0]
+        size = jax.tree.leaves(tree)[0].shape[0]
         place = row - jax.lax.axis_index("clients") * size
         # A negative place would be counted from the end.
         place = jnp.where((place >= 0) & (place < size), place, size)

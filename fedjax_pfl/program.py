@@ -113,11 +113,12 @@ def _over_variants(fn: Callable, how: types.Execution, *args: Any) -> Any:
         for arg, alone in zip(args, shared, strict=True)
     ]
     if all(shared):
-        with execution.side_by_side(how, 1):
+        with execution.with_owners(how), execution.side_by_side(how, 1):
             return jax.tree.map(lambda leaf: leaf[None], fn(*args))
     axes = tuple(None if one else 0 for one in shared)
     own = [arg for arg, alone in zip(args, shared, strict=True) if not alone]
-    with execution.side_by_side(how, len(jax.tree.leaves(own)[0])):
+    count = len(jax.tree.leaves(own)[0])
+    with execution.with_owners(how), execution.side_by_side(how, count):
         return jax.vmap(fn, axes)(*args)
 
 
@@ -256,13 +257,6 @@ def _jitted(of: _Structure) -> Program:
     how = task.execution
     has_branches = how.lanes > 0 or (task.num_levels > 1 and how.is_bucketed)
 
-    def with_owners(fn: Callable) -> Callable:
-        def traced(*args: Any) -> Any:
-            with execution.with_owners(how):
-                return fn(*args)
-
-        return traced
-
     def options_of(values: dict[str, Any]) -> Any:
         return dataclasses.replace(of.structure, **values)
 
@@ -278,7 +272,6 @@ def _jitted(of: _Structure) -> Program:
         return _over_variants(one, how, values, partition, seeds)
 
     def rounds(values, state, cohorts, first, num_rounds, data, partition):
-        @with_owners
         def one(values, state, cohorts, partition):
             method = algorithm(values)
             tables = data.replace(partition=partition)
@@ -308,7 +301,6 @@ def _jitted(of: _Structure) -> Program:
         return _over_variants(one, how, values, state, cohorts, partition)
 
     def count(counted, values, state, cohort, ids, data, partition):
-        @with_owners
         def one(values, state, cohort, ids, partition):
             method, tables = algorithm(values), data.replace(partition=partition)
             where = task.execution.without_lanes

@@ -263,8 +263,8 @@ class Simulation:
     def digest(self) -> str:
         """SHA-256 of the server's and the clients' parameters, of all variants.
 
-        It does not depend on where the clients' are kept, unless all rows would be too
-        many to hash: then it is that of the rows that have trained.
+        It is of all rows in the order of clients, wherever they are kept, unless these
+        are too many to hash: then it is that of the rows that have trained.
         """
         population = self.population
         if population is None or population.num_bytes <= HASHED_BYTES:

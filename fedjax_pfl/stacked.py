@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 
 def take(tree: Any, row: jax.Array) -> Any:
-    """Rows `row` int32[C] of leaves [K, ...]. Padding (K) reads the last row."""
+    """Rows `row` int32[C] of leaves [K, ...]. Padding (from K on) reads the last."""
     return jax.tree.map(lambda leaf: jnp.take(leaf, row, axis=0, mode="clip"), tree)
 
 
 def put(tree: Any, row: jax.Array, values: Any) -> Any:
-    """Writes `values` [C, ...] into rows `row`. Padding (K) is dropped."""
+    """Writes `values` [C, ...] into rows `row`. Padding (from K on) is dropped."""
     return jax.tree.map(
         lambda leaf, value: leaf.at[row].set(value, mode="drop"), tree, values
     )

@@ -107,8 +107,9 @@ class Task(NamedTuple):
         execution: See `Execution`.
         num_levels: Capacity levels of the clients; 1 means that all hold the whole
             model.
-        num_residents: Clients whose private rows are on the device at once, 0 = all;
-            see `population`.
+        num_residents: Private rows of the state where these are not one for each
+            client: those that are on the device at once (`population`), or all with
+            empty ones at the end of some devices (`owners`); 0 = one for each.
     """
 
     server_model: Model
@@ -365,7 +366,7 @@ class Cohort:
     """The clients of one round, as a table of integers.
 
     `client_id` int32[C] (K on padding); `row` int32[C], the client's slot in the
-    private rows of its group (K on padding, past the end of any group); `row_mask`
+    private rows of its group (on padding past the end of any group); `row_mask`
     bool[C]; `level` int32[C], the capacity level that a client holds; `peers` int32[C,
     P], slots like `row`, valid where `peer_mask` bool[C, P]; `plans` by name; `peer_id`
     int32[C, P], the peers as clients, () where these are the slots.

@@ -49,6 +49,7 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
 
     # The other members that the registry may read
     names = ("HParams", "preset", "public_images", "several_models", "exits")
+    names += ("shares_rows",)
     members = {name: getattr(entry, name) for name in names if hasattr(entry, name)}
     name = registry.algorithm_name(algo)
     watched = SimpleNamespace(**members, make=make, __name__=name)
@@ -133,9 +134,10 @@ def _resumed(fresh: Callable[[], Experiment], rounds: int) -> Experiment:
 
 
 def _equal(one: Experiment, other: Experiment, tolerance: float = 0.0) -> bool:
-    """Whether two states are equal up to a tolerance."""
+    """Whether two states are equal up to a tolerance, and serve the same clients."""
     pairs = [jax.tree.leaves((e.state.server, e.state.clients)) for e in (one, other)]
-    return all(
+    served = [np.isfinite(e.client_accuracies) for e in (one, other)]
+    return np.array_equal(*served) and all(
         np.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
         for a, b in zip(*pairs, strict=True)
     )

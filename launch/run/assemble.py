@@ -1,6 +1,7 @@
 """Assembles a run from its settings: data, models and algorithm."""
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import models
 from data import dataset, partitions, plan
 from data.partitions import cdkt
-from fedjax_pfl import evaluate, execution, levels, rng, shapes, types
+from fedjax_pfl import evaluate, execution, levels, owners, rng, shapes, types
 from fedjax_pfl import program as program_lib
 from launch.config import resolve, schema, sweep
 from launch.run import devices, fit, memory, model_files, processes, residence
@@ -110,23 +111,25 @@ def assemble(
     if devices.chooses(config.emulate, target):
         macs = max(counts.macs(model, shape) for model in client_models)
 
-    def execution_with(lanes: str) -> types.Execution:
+    def execution_with(lanes: str, num_owners: int = 1) -> types.Execution:
         if lanes == "auto" and config.num_seeds > 1 and not config.sweep:
             # Only chunks can vmap seeds, which saves more than lanes do.
             lanes = "0"
+        steps = _typical_steps(config, num_rows[0], batch_size, num_owners)
         return devices.execution(
             config.client_chunk,
             config.devices,
-            config.clients_per_round,
+            steps.shape[-1] * num_owners,
             model_bytes,
             batch_size,
             config.min_chunk,
-            _typical_steps(config, num_rows[0], batch_size),
+            steps,
             num_levels,
             config.emulate,
             lanes,
             target,
             macs,
+            num_owners > 1,
         )._replace(is_bucketed=config.bucketed)
 
     def planner_of(algorithm: types.Algorithm, how: types.Execution) -> plan.Planner:
@@ -176,6 +179,13 @@ def assemble(
         if reason:
             task = task._replace(execution=execution_with("0"))
     how = task.execution
+    if config.client_state == "device" and how.mesh and _shares_rows(entry):
+        make = functools.partial(entry.make, first)
+        if residence.can_be_shared(make, first, task, data):
+            how = execution_with(config.lanes if how.lanes else "0", how.num_devices)
+            how = how._replace(shares_rows=True)
+            layout = owners.Layout(config.num_clients, how.num_devices)
+            task = task._replace(execution=how, num_residents=layout.num_rows)
     scoring = _scoring(config, data, how)
 
     def built(task: types.Task) -> program_lib.Program:
@@ -187,9 +197,6 @@ def assemble(
             f"--public_set={config.public_set}: --algo={config.algo} does not use "
             f"images without labels; omit it, or take {fit.able('public_images')}"
         )
-    if config.client_state == "device" and how.mesh is not None:
-        task, program = residence.shared_out(task, program, built, data)
-        how = task.execution
     planner = planner_of(program.algorithm, how)
     rows_in = residence.place(config)
     if rows_in is not None:
@@ -298,14 +305,30 @@ def _data(
 
 
 def _typical_steps(
-    config: schema.Config, num_rows: np.ndarray, batch_size: int
+    config: schema.Config, num_rows: np.ndarray, batch_size: int, num_owners: int
 ) -> np.ndarray:
-    """int[T, C]: steps of an epoch of the clients in a few cohorts."""
+    """int[T, C]: steps of an epoch of the clients in a few cohorts.
+
+    With several owners, int[T x owners, P] of the clients of each, padded with zeros.
+    """
     gen = rng.generator(config.seed, rng.Tag.COHORT)
     steps = -(-num_rows // batch_size)
     size = config.clients_per_round
     drawn = [gen.choice(len(steps), size, replace=False) for _ in range(16)]
-    return steps[np.stack(drawn)]
+    if num_owners == 1:
+        return steps[np.stack(drawn)]
+    layout = owners.Layout(len(steps), num_owners)
+    every = range(num_owners)
+    rows = [steps[one[layout.device_of(one) == d]] for one in drawn for d in every]
+    out = np.zeros((len(rows), max(map(len, rows))), steps.dtype)
+    for line, row in zip(out, rows, strict=True):
+        line[: len(row)] = row
+    return out
+
+
+def _shares_rows(entry: Any) -> bool:
+    """Whether an algorithm says so; one written by a user often does not."""
+    return getattr(entry, "shares_rows", False)
 
 
 def _scoring(

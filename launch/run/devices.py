@@ -120,6 +120,7 @@ def execution(
     lanes: str = "0",
     target: str = "",
     macs: int = 1,
+    by_owner: bool = False,
 ) -> types.Execution:
     """Chooses the mesh and how many clients train together, in chunks or in lanes.
 
@@ -140,6 +141,8 @@ def execution(
         target: Devices that only a compiler knows, one of `target.CHIPS`, of which one
             is taken by default; "" = those that are present.
         macs: Multiply-accumulates of one example, where `chooses` is true.
+        by_owner: Whether `num_steps` is of the clients of each device, as many as the
+            fullest has, and `clients_per_round` of all of them.
 
     Raises:
         ValueError: there are fewer devices.
@@ -157,12 +160,12 @@ def execution(
             f"--devices={num_devices}: all {present} devices of {jax.process_count()} "
             "processes take part; omit it"
         )
-    per_device = -(-clients_per_round // count)
+    per_device, dealt_to = -(-clients_per_round // count), 1 if by_owner else count
     is_accelerator, step_macs = chooses(emulate, target), batch_size * macs
     chunk = client_chunk
     if not chunk and is_accelerator:
         chunk, _ = plan.choose_chunk(
-            num_steps, step_macs=step_macs, min_chunk=min_chunk, devices=count
+            num_steps, step_macs=step_macs, min_chunk=min_chunk, devices=dealt_to
         )
         chunk = min(chunk, -(-per_device // num_levels))
     if not chunk:
@@ -181,7 +184,7 @@ def execution(
             mesh = jax.make_mesh((count,), ("clients",), axis_types, devices=chosen)
     width = 0 if lanes == "auto" else int(lanes)
     if lanes == "auto" and is_accelerator and num_levels == 1:
-        width = plan.choose_lanes(num_steps, step_macs=step_macs, devices=count)
+        width = plan.choose_lanes(num_steps, step_macs=step_macs, devices=dealt_to)
     return types.Execution(
         chunk=1 if width else min(chunk, per_device),
         mesh=mesh,

@@ -1,5 +1,6 @@
 """Where clients' private rows are kept, and how many of them the device holds."""
 
+import functools
 import pathlib
 import tempfile
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ import jax
 import numpy as np
 
 from data import plan
-from fedjax_pfl import owners, population, types
+from fedjax_pfl import population, types
 from fedjax_pfl import program as program_lib
 from launch.config import schema
 
@@ -112,35 +113,34 @@ def of_few(
     return task, program
 
 
-def shared_out(
+def can_be_shared(
+    make: Callable[[types.Task], types.Algorithm],
+    hparams: Any,
     task: types.Task,
-    program: program_lib.Program,
-    build: Callable[[types.Task], program_lib.Program],
     data: types.Data,
-) -> tuple[types.Task, program_lib.Program]:
-    """The task and the program in which each device has the rows of its own clients.
+) -> bool:
+    """Whether each device may have the private rows of its own clients alone.
 
-    They are the given ones where the algorithm has no such rows: clients keep nothing,
-    differ in architecture, read rows of peers, or keep what depends on their number.
+    It may not where clients keep nothing, differ in architecture, read rows of peers,
+    or keep what depends on their number.
 
     Args:
-        task, program: Those in which every device has all rows.
-        build: The program of a task.
+        make: The algorithm of a task.
+        hparams: Its options.
+        task: The task in which every device has all rows.
         data: With a partition of all seeds.
     """
-    algorithm = program.algorithm
-    kept = jax.tree.leaves(_first_state(program, data).private)
-    is_apart = algorithm.by_architecture or algorithm.peers is not None
-    if not kept or _has_keys(kept) or is_apart:
-        return task, program
-    how = task.execution._replace(shares_rows=True)
-    layout = owners.Layout(task.num_clients, how.num_devices)
+    algorithm = make(task)
+    if algorithm.by_architecture or algorithm.peers is not None:
+        return False
     # More rows than clients tell them from what has K entries for another reason.
-    more = task._replace(num_residents=layout.num_rows + layout.devices)
-    if not _has_rows(_first_state(build(more), data), more.num_rows):
-        return task, program
-    task = task._replace(execution=how, num_residents=layout.num_rows)
-    return task, build(task)
+    task = task._replace(num_residents=task.num_clients + 1)
+    data = data.replace(partition=jax.tree.map(lambda leaf: leaf[0], data.partition))
+    first = functools.partial(program_lib.first_state, make(task), hparams, task)
+    state = jax.eval_shape(first, data, jax.eval_shape(lambda: jax.random.key(0)))
+    kept = jax.tree.leaves(state.private)
+    is_by_row = all(leaf.shape[:1] == (task.num_rows,) for leaf in kept)
+    return bool(kept) and is_by_row and not _has_keys(kept)
 
 
 def _first_state(program: program_lib.Program, data: types.Data) -> types.RoundState:

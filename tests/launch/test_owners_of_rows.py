@@ -4,9 +4,13 @@ import re
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from algorithms import local
+from data import plan
+from fedjax_pfl import types
 from launch import build
 
 K = 30
@@ -129,7 +133,64 @@ def test_the_last_line_says_what_the_owners_cost(vectors):
     balance = experiment.summary()["device_balance"]
     fullest = [
         np.bincount(one.client_id[one.row_mask] % 4, minlength=4).max()
-        for one in (experiment.planner.drawn(0, r) for r in range(64))
+        for one in (experiment.planner.drawn(0, r) for r in range(plan.OWNED_ROUNDS))
     ]
     assert balance == pytest.approx(1.5 / np.mean(fullest))
     assert re.search(rf"of devices {balance:.2f}, on", str(experiment))
+
+
+class ByClient:
+    """Local training of a user's, in which the first clients alone are served."""
+
+    HParams = local.HParams
+
+    @staticmethod
+    def make(hparams, task):
+        made = local.make(hparams, task)
+
+        def serving(state, cohort, data):
+            mask = jnp.arange(task.num_clients) < 7
+            return (types.Serving.each(task.client_model, state.clients, mask=mask),)
+
+        return made._replace(serving=serving)
+
+
+def test_an_algorithm_of_ones_own(vectors):
+    """It may take slots for clients, unless it says that it does not."""
+    one, four = (made(vectors, n, algo=ByClient, rounds=1) for n in (1, 4))
+    for experiment in (one, four):
+        experiment.run(progress=False)
+    assert not four.task.execution.shares_rows
+    assert_alike(one, four)
+    said = type("Said", (), vars(local) | {"shares_rows": True, "__doc__": "Local."})
+    assert made(vectors, 4, algo=said).task.execution.shares_rows
+
+
+def test_later_rounds_may_need_more_rows(vectors, monkeypatch, tmp_path):
+    """The program then changes; a run that was stopped gives the same bits."""
+    monkeypatch.setattr(plan, "OWNED_DRAWS", 0)
+    monkeypatch.setattr(plan, "OWNED_ROUNDS", 1)
+    options = {"algo": "scaffold", "clients_per_round": 5, "rounds": 12}
+    options["eval_every"] = 4
+    whole = made(vectors, 4, **options)
+    rows = [whole.planner.rows_per_device(r) for r in range(12)]
+    assert rows == sorted(rows) and rows[0] < rows[-1]
+    grown = next(r for r in range(12) if rows[r] > rows[0])
+    whole.run(progress=False)
+    folder = str(tmp_path / "run")
+    options["rounds"] = grown + 1
+    made(vectors, 4, **options, workdir=folder).run(progress=False)
+    options["rounds"] = 12
+    other = made(vectors, 4, **options, workdir=folder, resume=True)
+    other.run(progress=False)
+    chex.assert_trees_all_equal(arrays_of(whole), arrays_of(other))
+    one = made(vectors, 1, **options)
+    one.run(progress=False)
+    assert_alike(one, whole)
+
+
+def test_programs_are_found_again(vectors):
+    """Another run of the same settings compiles nothing."""
+    first = made(vectors, 4, algo="pfedsd")
+    again = made(vectors, 4, algo="pfedsd")
+    assert again.program.rounds is first.program.rounds
