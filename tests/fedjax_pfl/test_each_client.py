@@ -381,15 +381,15 @@ def test_at_most_and_fresh(problem):
     chex.assert_trees_all_equal(client.fresh().plan, client.plan)
 
 
+@pytest.mark.parametrize("stays", [False, True])
 @pytest.mark.parametrize("reduce", [False, True])
-def test_devices_communicate_at_the_end_alone(reduce, problem):
+def test_devices_communicate_at_the_end_alone(reduce, stays, problem):
     """The compiled client update of four devices: results come together, no step does.
 
-    Sums are taken of what came together, so that it does not matter which process has
-    which device.
+    Where rows are shared out, only sums come together.
     """
     task, state, cohort, data = problem
-    how = execution.Execution(2, small.mesh_of(4))
+    how = execution.Execution(2, small.mesh_of(4), shares_rows=stays)
     everywhere = execution.replicated(how)
     hparams = local_training.LocalTraining(client_momentum=0.9)
     start = small.at_zero()
@@ -415,21 +415,24 @@ def test_devices_communicate_at_the_end_alone(reduce, problem):
         jax.jit(
             update,
             in_shardings=everywhere,
-            out_shardings=everywhere,
+            out_shardings=None if stays else everywhere,
         )
         .lower(cohort, data, start, jnp.full(8, 1 / 8))
         .compile()
         .as_text()
     )
-    for word in ("all-reduce", "all-to-all", "collective-permute", "reduce-scatter"):
+    words = ["all-to-all", "collective-permute", "reduce-scatter"]
+    words += ["all-gather"] * stays + ["all-reduce"] * (not reduce)
+    for word in words:
         assert word not in text
     # Once for all, in the main computation: not in a loop over chunks or steps.
     main = text[text.index("ENTRY") :]
-    calls = re.findall(r" all-gather(?:-start)?\(", text)
-    assert len(calls) == len(re.findall(r" all-gather(?:-start)?\(", main))
+    a_call = r" all-(?:gather|reduce)(?:-start)?\("
+    calls = re.findall(a_call, text)
+    assert len(calls) == len(re.findall(a_call, main))
     # The sum's leaves, the loss and its count; all else that a client keeps is its own.
     leaves = len(jax.tree.leaves(start))
-    assert 1 <= len(calls) <= leaves + 4
+    assert (reduce or not stays) <= len(calls) <= leaves + 4
 
 
 @pytest.mark.parametrize(

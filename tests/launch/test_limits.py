@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from fedjax_pfl.types import Execution, RoundState
 from launch import build
 from launch.config import limits
 from launch.run import memory
@@ -211,15 +212,20 @@ def test_large_populations_of_small_models_are_let_through(free):
     memory.refuse(needed, options)
 
 
-def test_state_that_clients_keep():
-    """Shapes alone: 10,000 clients of 10 MB each, and a key."""
+@pytest.mark.parametrize("platform, parts", [("cpu", 1), ("tpu", 4)])
+def test_state_that_clients_keep(platform, parts, monkeypatch):
+    """Shapes alone: 10,000 clients of 10 MB each, and a key.
+
+    Devices that share them out have a part, but those of a CPU share its memory.
+    """
     options = {"num_seeds": 1, "num_clients": 10_000}
-    state = {
-        "clients": jax.ShapeDtypeStruct((1, 10_000, 2_500_000), np.float32),
-        "key": jax.eval_shape(jax.random.key, 0),
-    }
-    found = memory.kept(options, state)
-    assert 0 <= found.bytes - 10_000 * 10**7 < 100
+    rows = jax.ShapeDtypeStruct((1, 10_000, 2_500_000), np.float32)
+    key, count = jax.eval_shape(jax.random.key, 0), jax.ShapeDtypeStruct((), np.int32)
+    state = RoundState((), rows, key, count)
+    monkeypatch.setattr(Execution, "platform", platform)
+    monkeypatch.setattr(Execution, "num_devices", 4)
+    found = memory.kept(options, state, Execution(shares_rows=True))
+    assert 0 <= found.bytes - 10_000 * 10**7 // parts < 100
     assert found.factors == options and found.on_device
 
 
