@@ -147,10 +147,12 @@ def chosen(
     side, _, channels, features = kernel
     if side == 1:
         return "patches"
+    # A batch that fills the lanes gains nothing from another axis beside it.
+    narrow = "flat" if given[-1] < LANES else "patches"
     if setting.models == 1:
         # It costs least, and on the gradient of a direct first layer the compiler takes
         # more than eight minutes.
-        return "flat"
+        return narrow
     is_one_block = setting.models * features <= LANES
     if is_one_block or channels >= LANES // 4:
         return "direct"
@@ -158,7 +160,7 @@ def chosen(
         return "direct"
     # With this many models the compiler fills the lanes with them, otherwise with
     # examples.
-    return "patches" if setting.models > LANES // 2 else "flat"
+    return "patches" if setting.models > LANES // 2 else narrow
 
 
 def convolve(

@@ -111,7 +111,7 @@ def refuse(needed: Sequence[Need], options: dict[str, Any], target: str = "") ->
         )
 
 
-def size(count: int) -> str:
+def size(count: float) -> str:
     """A number of bytes in words."""
     return f"{count / 2**30:,.1f} GiB"
 

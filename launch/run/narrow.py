@@ -5,7 +5,7 @@ What `memory` predicts from numbers leaves activations out. A compiler knows the
 
 import jax
 
-from fedjax_pfl import types
+from fedjax_pfl import execution, types
 from launch.run import memory
 from launch.run.run import Run
 
@@ -25,6 +25,8 @@ def fit(run: Run) -> str:
     limit = memory.device_bytes(run.target)
     if run.parts_with is None or limit is None:
         return ""
+    # All processes must come to the same chunk.
+    limit = execution.agreed(limit)
     first = run.task.execution
     least = max(run.config.min_chunk, 1)
     asked = needed = _planned_bytes(run)

@@ -58,6 +58,9 @@ def test_the_rule(channels, features, side, models, form):
     shapes = (channels, 9, 9, 20), (side, side, channels, features), 1
     on_tpu = execution.Setting("tpu", models)
     assert forms.chosen(*shapes, on_tpu) == form
+    # A batch that fills the lanes
+    wide = (channels, 9, 9, 128), *shapes[1:]
+    assert forms.chosen(*wide, on_tpu) == {"flat": "patches"}.get(form, form)
     for platform in ("cpu", "gpu"):
         setting = on_tpu._replace(platform=platform)
         assert forms.chosen(*shapes, setting) == "patches"
