@@ -39,7 +39,6 @@ import jax.numpy as jnp
 
 from fedjax_pfl import (
     boundary,
-    distances,
     each_client,
     levels,
     local_training,
@@ -84,16 +83,22 @@ def ramp(round: jax.Array, ramp_rounds: int) -> jax.Array:
 def mutual_gap(logits: jax.Array, reached: jax.Array, mask: jax.Array) -> jax.Array:
     """sum_i sum_{j != i} KL(sg p_j || p_i) / (d - 1), f32[]; Eq. 1, second sum.
 
+    The sum over j is taken before the product with log p_i, so that nothing of the size
+    of all pairs is made.
+
     Args:
-        logits: f32[E, B, Y] of the exits.
+        logits: f32[E, B, ..., Y] of the exits, finite.
         reached: bool[E], the d exits that the client holds.
         mask: bool[B], the real samples.
     """
     log_p = jax.nn.log_softmax(logits)
-    gaps = distances.kl(jax.lax.stop_gradient(log_p)[None], log_p[:, None])
-    is_pair = reached[:, None] & reached & ~jnp.eye(len(reached), dtype=bool)
-    by_sample = jnp.where(is_pair[..., None], gaps, 0).sum((0, 1))
-    return losses.masked_mean(by_sample, mask) / jnp.maximum(reached.sum() - 1, 1)
+    fixed, is_held = jax.lax.stop_gradient(log_p), stacked.column(reached, log_p)
+    p = jnp.where(is_held, jnp.exp(fixed), 0)
+    negentropy = (p * fixed).sum(-1)
+    others, of_others = p.sum(0) - p, negentropy.sum(0) - negentropy
+    gaps = jnp.where(is_held[..., 0], of_others - (others * log_p).sum(-1), 0)
+    gap = losses.masked_mean(losses.by_example(gaps.sum(0)), mask)
+    return gap / jnp.maximum(reached.sum() - 1, 1)
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
@@ -126,7 +131,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             )
             exits = jnp.stack(out) if model.has_exits else out[None]
             # Masked before any softmax, since exits that are not held are arbitrary.
-            exits = jnp.where(reached[:, None, None], exits, 0)
+            exits = jnp.where(stacked.column(reached, exits), exits, 0)
             hard = [losses.cross_entropy(z, batch.label, batch.mask) for z in exits]
             loss = jnp.where(reached, jnp.stack(hard), 0).sum()
             if distils:

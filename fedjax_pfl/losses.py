@@ -23,7 +23,23 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     return mean(masked_sum(values, mask))
 
 
+def by_example(values: jax.Array) -> jax.Array:
+    """The mean over the positions of each example: `values` f32[B, ...] as f32[B]."""
+    return values.reshape(len(values), -1).mean(1) if values.ndim > 1 else values
+
+
 def cross_entropy(logits: jax.Array, label: jax.Array, mask: jax.Array) -> jax.Array:
-    """The mean cross-entropy f32[] of `logits` f32[B, Y] and `label` int32[B]."""
+    """The mean cross-entropy f32[] over examples, of each over its positions first.
+
+    Args:
+        logits: f32[B, ..., Y].
+        label: int32[B, ...], one label for an example or one for each position.
+        mask: bool[B], the real examples.
+
+    Example:
+        >>> logits, label = jnp.zeros((2, 3, 4)), jnp.zeros((2, 3), int)
+        >>> round(float(cross_entropy(logits, label, jnp.array([True, False]))), 4)
+        1.3863
+    """
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
-    return masked_mean(losses, mask)
+    return masked_mean(by_example(losses), mask)

@@ -453,6 +453,17 @@ def test_mutual_gap():
         np.testing.assert_allclose(found, total / max(len(held) - 1, 1), rtol=1e-12)
 
 
+def test_mutual_gap_by_position():
+    """As many positions as rows: each example counts once, with all its positions."""
+    logits, reached = logits_of(3, rows=36), np.ones(3, bool)
+    by_row = [
+        depthfl.mutual_gap(one, reached, np.ones(6, bool))
+        for one in logits.reshape(3, 6, 6, 5).swapaxes(0, 1)
+    ]
+    found = depthfl.mutual_gap(logits.reshape(3, 6, 6, 5), reached, MASK)
+    np.testing.assert_allclose(found, np.mean(np.array(by_row)[MASK]), rtol=1e-6)
+
+
 def test_gradient_of_mutual_gap():
     """Property 8: p_i - p_j to exit i alone; the teacher is detached; classes sum to 0.
 

@@ -31,3 +31,16 @@ def test_sums_and_means():
     assert (float(total), int(count)) == (5, 2)
     assert losses.mean((total, count)) == losses.masked_mean(values, mask) == 2.5
     assert losses.masked_mean(values, jnp.zeros(3, bool)) == 0
+
+
+def test_cross_entropy_by_position():
+    """As many positions as rows: the mean of each example, then of the real rows."""
+    gen = np.random.default_rng(0)
+    logits, label = gen.normal(size=(4, 4, 3)), gen.integers(3, size=(4, 4))
+    mask = np.array([True, False, True, False])
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = (
+        -np.take_along_axis(log_p, label[..., None], -1).mean((1, 2))[mask].mean()
+    )
+    found = losses.cross_entropy(jnp.array(logits), jnp.array(label), jnp.array(mask))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
