@@ -24,12 +24,12 @@ FedDyn: Acar et al., ICLR 2021, https://arxiv.org/abs/2111.04263.
 
 Differs from the paper: the distillation's weight grows as exp(-5 (1 - t/R)^2), which
 only Table 13 and the author's code have. No 1e-7 is added inside the KL. An exit that
-teaches gets no gradient from it, as in the code, since the paper does not say. Images
-are not cropped or flipped. h is a mean over all clients that may be drawn, as in the
-code, or with `--h_denominator=capable` over those that hold the level. A stage that no
-client of the round holds stays as it is, and so does its h. Running statistics are
-averaged over the holders, without h. Where N/K is not an integer, the first clients of
-`--partition=iid` get one example more, while the code drops these examples.
+teaches gets no gradient from it, as in the code, since the paper does not say. h is a
+mean over all clients that may be drawn, as in the code, or with
+`--h_denominator=capable` over those that hold the level. A stage that no client of the
+round holds stays as it is, and so does its h. Running statistics are averaged over the
+holders, without h. Where N/K is not an integer, the first clients of `--partition=iid`
+get one example more, while the code drops these examples.
 """
 
 import dataclasses

@@ -188,8 +188,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def gradient(client: each_client.Client, own: types.Variables) -> types.Params:
         """|g| of the round's first batch at all entries, in eval mode."""
         position, _ = client.plan.step(jnp.zeros((), jnp.int32))
-        row = client.data.partition.train.of(client.id)(jnp.maximum(position, 0))
-        image, label = client.data.gather(row)
+        place = jnp.maximum(position, 0)
+        row = client.data.partition.train.of(client.id)(place)
+        key = client.stream(rng.Tag.REGROWN)
+        image, label = client.data.train_batch(row, place, key)
 
         def loss(params: types.Params) -> jax.Array:
             logits, _ = model.forward(params, own.stats, image)

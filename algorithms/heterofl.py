@@ -24,7 +24,7 @@ the settings of DepthFL's authors (https://openreview.net/forum?id=pf8RIZTMU58).
 Differs from the paper: entries are averaged without weights, and the optimizer is
 DepthFL's. The norm that follows makes the Scaler's division all but undone. Statistics
 are the mean over batches of unaugmented train rows, not DepthFL's moving average over
-augmented ones (`--static_norm=ema`: a moving average). Width n/L is reported as
+augmented ones (`--static_norm=ema`: that, with `--augment`). Width n/L is reported as
 `exit<n>_accuracy`, as DepthFL's exits are.
 """
 
@@ -43,6 +43,7 @@ from fedjax_pfl import (
     losses,
     optimizer,
     options,
+    rng,
     shapes,
     stacked,
     traffic,
@@ -189,11 +190,14 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         found = {}
         for number in range(num_levels, 0, -1):
             own = narrowed(state.server, shape_at[number - 1])
-            stats = static_stats(nets[number - 1], own, data)
+            key = rng.stream(state.key, "static_norm", state.round)
+            stats = static_stats(nets[number - 1], own, data, key)
             found[f"exit{number}"] = nets[number - 1], own._replace(stats=stats)
         return {"global": found[f"exit{num_levels}"]} | found
 
-    def static_stats(net: types.Model, own: types.Variables, data: types.Data):
+    def static_stats(
+        net: types.Model, own: types.Variables, data: types.Data, key: jax.Array
+    ):
         """sBN: batch statistics over the clients' train rows, in train mode."""
         rows, size = levels.eligible_rows(hparams, data.partition.train)
         if hparams.static_examples:
@@ -209,6 +213,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         def step(index, stats):
             image, _ = data.gather(batches[index])
+            if not is_average:
+                place = index * hparams.batch_size + jnp.arange(hparams.batch_size)
+                image, _ = data.train_batch(batches[index], place, key)
             mode = {"sample_mask": batches[index] >= 0, "train": True}
             before = nothing if is_average else stats
             _, new = net.forward(own.params, before, image, **mode)

@@ -93,7 +93,9 @@ def fitted(source: Dataset, size: int, channels: int) -> Dataset:
     return source._replace(image=image)
 
 
-NORMALIZATIONS = ("none", "channel", "global", "pixel", "half")
+NORMALIZATIONS = ("none", "channel", "global", "pixel", "half", "cifar100")
+# Mean and standard deviation of CIFAR-100's train images, as in DepthFL's code
+CIFAR100 = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)
 
 
 def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
@@ -104,13 +106,24 @@ def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]
         kind: `none` does nothing else. `channel` standardises the last axis, `global`
             all values together and `pixel` every position, with .001 added to the
             standard deviation of the latter two as in the CDKT code. `half` is
-            (x - .5) / .5.
+            (x - .5) / .5. `cifar100` has the constants of DepthFL's code.
+
+    Raises:
+        ValueError: the constants are of another number of channels.
     """
     unit = 255.0 if np.issubdtype(image.dtype, np.integer) else 1.0
     if kind == "none":
         return np.zeros((), np.float32), np.float32(1 / unit)
     if kind == "half":
         return np.float32(unit / 2), np.float32(2 / unit)
+    if kind == "cifar100":
+        if image.shape[-1] != 3 or image.ndim != 4:
+            raise ValueError(
+                "--normalization=cifar100 is for images of three channels, these "
+                f"examples have the shape {list(image.shape[1:])}; take channel"
+            )
+        mean, std = (np.array(one, np.float32) * np.float32(unit) for one in CIFAR100)
+        return mean, 1 / std
     axes = {
         "channel": tuple(range(image.ndim - 1)),
         "global": tuple(range(image.ndim)),

@@ -206,7 +206,9 @@ def train(
     def step(index: jax.Array, carry: each_client.Trained) -> each_client.Trained:
         position, epoch = client.plan.step(index)
         mask = position >= 0
-        image, label = data.gather(row_at(jnp.maximum(position, 0)))
+        own = jax.random.fold_in(key, index)
+        place = jnp.maximum(position, 0)
+        image, label = data.train_batch(row_at(place), place, own)
         batch = Batch(
             image=image,
             label=label,
@@ -214,7 +216,7 @@ def train(
             position=position,
             step=index,
             epoch=epoch,
-            key=jax.random.fold_in(key, index),
+            key=own,
         )
         params, stats, opt_state = carry.params, carry.stats, carry.opt_state
         real, measured = mask.any(), []

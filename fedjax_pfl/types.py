@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from fedjax_pfl import execution, owners, rng
+from fedjax_pfl import augment, execution, owners, rng
 from fedjax_pfl.execution import Execution
 
 # In train mode running statistics move by this fraction towards those of the batch.
@@ -215,7 +215,8 @@ class Data:
     """Tables on the device. They are an argument of every round, never a closure.
 
     `image` [N, ...] stays uint8 (or the user's float) on the device and is normalised
-    when gathered: `(image - mean) * scale`. `label` is int32[N].
+    when gathered: `(image - mean) * scale`. `label` is int32[N]. `augment` is static,
+    one of `augment.KINDS`, and says how train batches differ from what is gathered.
     """
 
     image: jax.Array
@@ -223,16 +224,41 @@ class Data:
     mean: jax.Array
     scale: jax.Array
     partition: Partition
+    augment: str = struct.field(pytree_node=False, default="none")
 
     def gather(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Normalised images f32[..., *example_shape] and labels int32[...].
 
         Negative rows (padding) give row 0 and must be masked.
         """
+        image, label = self._taken(rows)
+        return self._normalised(image), label
+
+    def train_batch(
+        self, rows: jax.Array, position: jax.Array, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Like `gather`, the examples of a step that trains, augmented.
+
+        Args:
+            rows: int32[B].
+            position: int32[B], by which each draw is named: an example's index among
+                the client's rows. So neither padding nor its place in the batch matter.
+            key: The step's key.
+        """
+        image, label = self._taken(rows)
+        if self.augment == "crop_flip":
+            key = rng.stream(key, "augment")
+            keys = jax.vmap(lambda p: jax.random.fold_in(key, p))(position)
+            image = jax.vmap(augment.crop_flip)(image, keys)
+        return self._normalised(image), label
+
+    def _taken(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows = jnp.maximum(rows, 0)
-        image = jnp.take(self.image, rows, axis=0, mode="clip").astype(jnp.float32)
-        label = jnp.take(self.label, rows, axis=0, mode="clip")
-        return (image - self.mean) * self.scale, label
+        image = jnp.take(self.image, rows, axis=0, mode="clip")
+        return image, jnp.take(self.label, rows, axis=0, mode="clip")
+
+    def _normalised(self, image: jax.Array) -> jax.Array:
+        return (image.astype(jnp.float32) - self.mean) * self.scale
 
     def label_counts(self, num_classes: int) -> jax.Array:
         """Train rows of each client and class, f32[K, Y]."""

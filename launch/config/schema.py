@@ -9,7 +9,7 @@ from typing import Any
 
 from data import dataset as dataset_lib
 from data import partitions
-from fedjax_pfl import options
+from fedjax_pfl import augment, options
 from launch.config import presets
 
 SUMMARIES = ("median_last10", "mean_last10", "last")
@@ -97,6 +97,12 @@ class Data:
     )
     normalization: str | None = option(
         None, "how images are normalised", choices=dataset_lib.NORMALIZATIONS
+    )
+    augment: str | None = option(
+        None,
+        "how images of train batches are changed: crop_flip = a random crop within a "
+        "black margin of an eighth, and a mirror image half of the time",
+        choices=augment.KINDS,
     )
     partition: str | None = option(
         None,

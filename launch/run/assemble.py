@@ -301,7 +301,12 @@ def _data(
             f"--test_split={config.test_split} leaves no test row, as clients are too "
             "small; lower --num_clients or take pool"
         )
-    return types.Data(image, label, *normal, stacked)
+    if config.augment != "none" and image.ndim != 4:
+        raise ValueError(
+            f"--augment={config.augment} changes images, these examples have the shape "
+            f"{list(image.shape[1:])}; omit it"
+        )
+    return types.Data(image, label, *normal, stacked, config.augment)
 
 
 def _typical_steps(

@@ -76,11 +76,11 @@ def resolved(data=None, **given):
         ),
         (
             {"algo": "feddyn", "dataset": "cifar100"},
-            ["iid", 100, 1000, "resnet18_he", "channel", "official", 0.0],
+            ["iid", 100, 1000, "resnet18_he", "cifar100", "official", 0.0],
         ),
         (
             {"algo": "depthfl", "dataset": "cifar100"},
-            ["iid", 100, 1000, "depth_resnet18", "channel", "official", 0.0],
+            ["iid", 100, 1000, "depth_resnet18", "cifar100", "official", 0.0],
         ),
         (
             {"algo": "fedavg", "dataset": "femnist", "model": "mlp"},
@@ -95,6 +95,8 @@ def test_rules_by_preset_and_data_set(given, expected):
     names += ["test_split", "proxy_fraction"]
     assert [getattr(made, name) for name in names] == expected
     assert made.client_model == made.model
+    is_cropped = made.preset == "depthfl" and made.dataset.startswith("cifar")
+    assert made.augment == ("crop_flip" if is_cropped else "none")
 
 
 def test_every_common_option_is_set():
