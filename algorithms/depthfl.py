@@ -94,9 +94,10 @@ def mutual_gap(logits: jax.Array, reached: jax.Array, mask: jax.Array) -> jax.Ar
     log_p = jax.nn.log_softmax(logits)
     fixed, is_held = jax.lax.stop_gradient(log_p), stacked.column(reached, log_p)
     p = jnp.where(is_held, jnp.exp(fixed), 0)
-    negentropy = (p * fixed).sum(-1)
+    negentropy = jnp.where(p > 0, p * fixed, 0).sum(-1)
     others, of_others = p.sum(0) - p, negentropy.sum(0) - negentropy
-    gaps = jnp.where(is_held[..., 0], of_others - (others * log_p).sum(-1), 0)
+    cross = jnp.where(others > 0, others * log_p, 0).sum(-1)
+    gaps = jnp.where(is_held[..., 0], of_others - cross, 0)
     gap = losses.masked_mean(losses.by_example(gaps.sum(0)), mask)
     return gap / jnp.maximum(reached.sum() - 1, 1)
 

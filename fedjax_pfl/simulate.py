@@ -677,7 +677,8 @@ class Simulation:
         every = range(len(self.seeds))
         count, needed = self._fitting(first, max(self.rounds, stop) - first)
         if not count:
-            count, self._capacity = 1, shapes.rounded_up_finely(needed)
+            count = 1
+            self._capacity = max(self._capacity, shapes.rounded_up_finely(needed))
         planned = [
             self.planner.window(index, first, count, self._length, self._capacity)
             for index in every

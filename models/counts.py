@@ -55,9 +55,14 @@ def _parts(
     def note(call, args, kwargs, context):
         out, module = call(*args, **kwargs), context.module
         if context.method_name == "__call__":
-            macs = module.macs(args[0], out) if hasattr(module, "macs") else 0
+            # A user's module may call something else `macs`, and return anything.
+            is_ours = type(module).__module__.partition(".")[0] == __package__
+            macs = 0
+            if is_ours and hasattr(module, "macs"):
+                macs = module.macs(args[0], out)
             # A trunk or an exit has no parent, and is recorded after its parts.
-            calls.append((module.path == (), out.shape[1:], macs))
+            shape = getattr(out, "shape", ())[1:]
+            calls.append((module.path == (), shape, macs))
         return out
 
     example = jax.ShapeDtypeStruct((1, *example_shape), np.float32)

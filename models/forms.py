@@ -6,6 +6,7 @@ agree up to the rounding of sums in another order.
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,17 +98,25 @@ def pooled(h: jax.Array, form: str) -> jax.Array:
     # one axis.
     if execution.setting().platform == "tpu" and form != "flat":
         return _largest([h[:, i::2, j::2] for i in range(2) for j in range(2)])
-    return h.reshape(len(h), height // 2, 2, width // 2, 2, -1).max((2, 4))
+    return h.reshape(len(h), height // 2, 2, width // 2, 2, h.shape[-1]).max((2, 4))
 
 
+@jax.custom_jvp
 def _largest(seen: list[jax.Array]) -> jax.Array:
     """The maximum of arrays of equal shapes, with the gradient of `jnp.max`."""
-    fixed = jax.lax.stop_gradient(functools.reduce(jnp.maximum, seen))
-    hits = [one == fixed for one in seen]
-    count = sum(hit.astype(fixed.dtype) for hit in hits)
-    # The value is that of the maximum, and the gradient that of the mean of the equal.
-    mean = sum(jnp.where(hit, one, 0) for hit, one in zip(hits, seen, strict=True))
-    return fixed + (mean - jax.lax.stop_gradient(mean)) / count
+    return functools.reduce(jnp.maximum, seen)
+
+
+@_largest.defjvp
+def _slope_of_largest(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """Values that are equal share the gradient."""
+    (seen,), (slopes,) = primals, tangents
+    found = _largest(seen)
+    hits = [one == found for one in seen]
+    count = sum(hit.astype(found.dtype) for hit in hits)
+    pairs = zip(hits, slopes, strict=True)
+    total = sum(jnp.where(hit, slope, 0) for hit, slope in pairs)
+    return found, total / jnp.maximum(count, 1)
 
 
 # The width of a TPU's registers and of its matrix unit

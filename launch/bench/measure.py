@@ -46,7 +46,8 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
         timed["reference"] = reference
     if task.num_levels > 1 and task.execution.is_bucketed:
         # The same rounds with whole models and masks
-        timed["masked"] = _rounds(build.experiment(**given, bucketed=False))
+        masked = given | {"bucketed": False, "client_chunk": task.execution.chunk}
+        timed["masked"] = _rounds(build.experiment(**masked))
     taken: dict[str, list[float]] = {name: [] for name in timed}
     experiment.measure()
     for round in range(rounds):

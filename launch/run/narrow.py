@@ -5,8 +5,8 @@ What `memory` predicts from numbers leaves activations out. A compiler knows the
 
 import jax
 
-from fedjax_pfl import execution, types
-from launch.run import memory
+from fedjax_pfl import shapes, types
+from launch.run import memory, processes
 from launch.run.run import Run
 
 
@@ -22,11 +22,11 @@ def fit(run: Run) -> str:
     Raises:
         ValueError: one line: not even the least chunk fits.
     """
-    limit = memory.device_bytes(run.target)
-    if run.parts_with is None or limit is None:
-        return ""
     # All processes must come to the same chunk.
-    limit = execution.agreed(limit)
+    limits = processes.gathered(memory.device_bytes(run.target))
+    if run.parts_with is None or None in limits:
+        return ""
+    limit = min(limits)
     first = run.task.execution
     least = max(run.config.min_chunk, 1)
     asked = needed = _planned_bytes(run)
@@ -52,13 +52,23 @@ def fit(run: Run) -> str:
 
 
 def _planned_bytes(run: Run) -> int | None:
-    """Bytes of a round's program, None where a compiler finds no plan that fits."""
+    """Bytes of a round's program and of the states of calls that wait meanwhile.
+
+    None where a compiler finds no plan that fits, in any of the processes.
+    """
+    simulation = run.simulation
+    calls = len(simulation.calls)
+    waiting = shapes.tree_bytes(simulation.template()) * (calls - 1) // calls
+    if run.task.execution.shares_rows:
+        waiting //= run.task.execution.num_devices
     try:
-        return memory.planned_bytes(run.simulation.rounds_ahead())
+        needed = memory.planned_bytes(simulation.rounds_ahead()) + waiting
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return None
+        needed = None
+    found = processes.gathered(needed)
+    return None if None in found else max(found)
 
 
 def _amount(count: int | None) -> str:

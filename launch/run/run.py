@@ -229,6 +229,7 @@ class Run:
             "compile_seconds": simulation.compile_seconds,
             "window": list(self.window),
             "last_round": simulation.metrics,
+            "side_by_side": [self.task.execution.chunk, self.task.execution.lanes],
         }
         return arrays, host
 
@@ -241,7 +242,11 @@ class Run:
         self, round: int, arrays: Any, host: dict[str, Any], metrics: list[dict]
     ) -> None:
         """Loads what `saved` returned after `round` rounds."""
-        host = dict(host)
+        host, how = dict(host), self.task.execution
+        chunk, lanes = host.pop("side_by_side", (how.chunk, how.lanes))
+        # A chunk that was chosen to fit the memory goes on, and so gives the same bits.
+        if self.parts_with and (chunk, lanes) != (how.chunk, how.lanes):
+            self.compute(how._replace(chunk=chunk, lanes=lanes))
         self.metrics = list(metrics)
         self._keep_accuracies(host.pop("window"), arrays["accuracies"])
         messages = np.asarray(host.pop("messages"), np.int64)

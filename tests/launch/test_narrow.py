@@ -1,5 +1,6 @@
 """The chunk of an accelerator is halved until the compiler's plan fits its memory."""
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -118,3 +119,44 @@ def test_a_compiler_that_finds_no_plan(unequal, limited, monkeypatch):
     monkeypatch.setattr(type(made.simulation), "rounds_ahead", refusing)
     assert "plans too much for a round with 4" in narrow.fit(made)
     assert made.task.execution.chunk == 2
+
+
+def test_a_narrowed_run_goes_on_as_it_was(unequal, limited, tmp_path):
+    """Also where more memory is free now, and when it is finished."""
+    limited(planned(unequal, client_chunk=2))
+    folder = str(tmp_path / "run")
+    first = make(unequal, workdir=folder, rounds=1, eval_every=1)
+    first.run(progress=False)
+    chunk = first.task.execution.chunk
+    assert chunk < 4
+    limited(1 << 40)
+    again = make(unequal, workdir=folder, rounds=2, eval_every=1, resume=True)
+    assert again.run(progress=False)["client_chunk"] == chunk
+    finished = make(unequal, workdir=folder, rounds=2, eval_every=1, resume=True)
+    assert finished.run(progress=False)["client_chunk"] == chunk
+
+
+def test_states_that_wait_count(unequal):
+    """Of a sweep with several seeds each seed is a call, whose state is there too."""
+    given = {"sweep": "client_lr=0.01,0.1"}
+    one, three = (make(unequal, num_seeds=n, **given) for n in (1, 3))
+    assert len(three.simulation.calls) == 3
+    more = narrow._planned_bytes(three) - narrow._planned_bytes(one)
+    state = one.simulation.template()
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.server))
+    assert more >= 2 * size
+
+
+class Recurrent(nn.Module):
+    """A model of a user's whose parts return tuples."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        h = nn.RNN(nn.GRUCell(4))(x.reshape(len(x), 8, -1))
+        return nn.Dense(4)(h[:, -1])
+
+
+def test_models_whose_size_is_not_counted(unequal):
+    """The cost of a step then comes from their parameters."""
+    made = make(unequal, model=Recurrent())
+    assert made.task.execution.chunk == 4

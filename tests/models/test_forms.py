@@ -82,3 +82,7 @@ def test_pools_agree(form, size):
     here = both(execution.Setting())
     chex.assert_trees_all_close(both(execution.Setting("tpu", 2)), here, rtol=1e-6)
     assert here[0].shape == (3, size[0] // 2, size[1] // 2, 2)
+    h = h.at[0].set(jnp.inf).at[1].set(-jnp.inf)
+    chex.assert_trees_all_equal(
+        both(execution.Setting("tpu", 2))[0], both(execution.Setting())[0]
+    )
