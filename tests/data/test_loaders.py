@@ -466,8 +466,10 @@ def test_without_tfds(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", dataset.NORMALIZATIONS)
 def test_normalization(kind, is_float):
     """(image - mean) * scale against numpy, bytes count as 0..1."""
-    image = np.random.default_rng(0).integers(0, 256, (9000, 3, 2, 2), np.uint8)
+    channels = 3 if kind == "cifar100" else 2
+    image = np.random.default_rng(0).integers(0, 256, (9000, 3, 2, channels), np.uint8)
     image[..., 1] //= 4
+    means, stds = map(np.array, dataset.CIFAR100)
     unit = image.astype(np.float64) / 255
     if is_float:
         image = unit.astype(np.float32)
@@ -475,6 +477,7 @@ def test_normalization(kind, is_float):
     assert mean.dtype == np.float32 and scale.dtype == np.float32
     expected = {
         "none": unit,
+        "cifar100": (unit - means[:channels]) / stds[:channels],
         "half": (unit - 0.5) / 0.5,
         "channel": (unit - unit.mean((0, 1, 2))) / unit.std((0, 1, 2)),
         "global": (unit - unit.mean()) / (unit.std() + 0.001),
