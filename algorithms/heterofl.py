@@ -212,8 +212,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         nothing = jax.tree.map(jnp.zeros_like, own.stats)
 
         def step(index, stats):
-            image, _ = data.gather(batches[index])
-            if not is_average:
+            if is_average:
+                image, _ = data.gather(batches[index])
+            else:
                 place = index * hparams.batch_size + jnp.arange(hparams.batch_size)
                 image, _ = data.train_batch(batches[index], place, key)
             mode = {"sample_mask": batches[index] >= 0, "train": True}

@@ -616,11 +616,8 @@ class Simulation:
         if call.state is not None:
             return call
         state = jax.eval_shape(self.program.init.jitted, *call.init_args(self.data))
-        everywhere = execution_lib.replicated(self.execution)
-        rows = execution_lib.of_rows(self.execution)
-        rest = execution_lib.placed_shapes(state.with_private(((), ())), everywhere)
-        rows = execution_lib.placed_shapes(state.private, rows)
-        return dataclasses.replace(call, state=rest.with_private(rows))
+        state = self._place_state(state, execution_lib.placed_shapes)
+        return dataclasses.replace(call, state=state)
 
     def lowered(self) -> dict[str, jax.stages.Lowered]:
         """`init`, `rounds` and `evaluate` of the first call, ready to be compiled."""
@@ -766,11 +763,13 @@ class Simulation:
         """Puts tables and states where they live, so that all calls see equal types."""
         return execution_lib.place(tree, execution_lib.replicated(self.execution))
 
-    def _place_state(self, state: types.RoundState) -> types.RoundState:
+    def _place_state(
+        self, state: types.RoundState, place: Callable = execution_lib.place
+    ) -> types.RoundState:
         """Like `_place`, but each device gets only the private rows that it owns."""
-        where = execution_lib.of_rows(self.execution)
-        rows = execution_lib.place(state.private, where)
-        rest = self._place(state.with_private(((), ())))
+        everywhere = execution_lib.replicated(self.execution)
+        rest = place(state.with_private(((), ())), everywhere)
+        rows = place(state.private, execution_lib.of_rows(self.execution))
         return rest.with_private(rows)
 
 

@@ -69,13 +69,18 @@ def kept(
     options: dict[str, Any], state: types.RoundState, how: types.Execution
 ) -> Need:
     """The memory of a device's state, of these shapes, mostly clients' models."""
-    of_clients = shapes.tree_bytes(state.private)
-    total = shapes.tree_bytes(state.with_private(((), ())))
+    factors = {name: options[name] for name in ("num_seeds", "num_clients")}
+    total = state_bytes(state, how)
+    return Need("the models that clients keep", total, factors, True)
+
+
+def state_bytes(state: types.RoundState, how: types.Execution) -> int:
+    """Bytes of a state in the memory of one device, from its shapes."""
     # The devices of a CPU are all in the host's memory.
     is_part = how.shares_rows and how.platform != "cpu"
-    total += of_clients // (how.num_devices if is_part else 1)
-    factors = {name: options[name] for name in ("num_seeds", "num_clients")}
-    return Need("the models that clients keep", total, factors, True)
+    of_clients = shapes.tree_bytes(state.private)
+    of_clients //= how.num_devices if is_part else 1
+    return of_clients + shapes.tree_bytes(state.with_private(((), ())))
 
 
 def kept_on_host(options: dict[str, Any], row_bytes: int, variants: int) -> Need:

@@ -5,7 +5,7 @@ What `memory` predicts from numbers leaves activations out. A compiler knows the
 
 import jax
 
-from fedjax_pfl import shapes, types
+from fedjax_pfl import types
 from launch.run import memory, processes
 from launch.run.run import Run
 
@@ -58,9 +58,8 @@ def _planned_bytes(run: Run) -> int | None:
     """
     simulation = run.simulation
     calls = len(simulation.calls)
-    waiting = shapes.tree_bytes(simulation.template()) * (calls - 1) // calls
-    if run.task.execution.shares_rows:
-        waiting //= run.task.execution.num_devices
+    every = memory.state_bytes(simulation.template(), run.task.execution)
+    waiting = every * (calls - 1) // calls
     try:
         needed = memory.planned_bytes(simulation.rounds_ahead()) + waiting
     except jax.errors.JaxRuntimeError as error:

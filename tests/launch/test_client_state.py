@@ -5,29 +5,21 @@ import pytest
 
 from fedjax_pfl import population, simulate
 from launch import build, contract
+from tests import vectors
 
 NUM_CLIENTS = 40
-OPTIONS = {
+OPTIONS = vectors.OPTIONS | {
     "num_clients": NUM_CLIENTS,
     "clients_per_round": 4,
     "rounds": 5,
     "eval_every": 2,
-    "model": "mlp",
-    "preset": "none",
-    "partition": "iid",
-    "batch_size": 4,
-    "local_epochs": 1,
     "devices": 1,
 }
 
 
-@pytest.fixture(scope="module")
-def vectors():
-    """Ten examples for each client."""
-    gen = np.random.default_rng(0)
-    label = gen.integers(0, 4, 10 * NUM_CLIENTS)
-    centre = gen.normal(size=(4, 6))
-    return (centre[label] + gen.normal(size=(len(label), 6))).astype("f4"), label
+@pytest.fixture(scope="module", name="vectors")
+def _vectors():
+    return vectors.drawn(NUM_CLIENTS)
 
 
 @pytest.fixture(autouse=True)

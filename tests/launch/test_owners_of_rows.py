@@ -12,34 +12,24 @@ from algorithms import local
 from data import plan
 from fedjax_pfl import types
 from launch import build
+from tests import vectors
 
 K = 30
-OPTIONS = {
+OPTIONS = vectors.OPTIONS | {
     "num_clients": K,
     "clients_per_round": 6,
     "rounds": 3,
     "eval_every": 1,
-    "model": "mlp",
-    "preset": "none",
-    "partition": "iid",
-    "batch_size": 4,
-    "local_epochs": 1,
-    "progress": False,
 }
 
 
-@pytest.fixture(scope="module")
-def vectors():
-    """Ten examples for each client."""
-    gen = np.random.default_rng(0)
-    label = gen.integers(0, 4, 10 * K)
-    centre = gen.normal(size=(4, 6))
-    return (centre[label] + gen.normal(size=(len(label), 6))).astype("f4"), label
+@pytest.fixture(scope="module", name="vectors")
+def _vectors():
+    return vectors.drawn(K)
 
 
 def made(vectors, devices, **options):
     given = {"dataset": vectors, "devices": devices, **OPTIONS, **options}
-    given.pop("progress")
     return build.experiment(**given)
 
 
