@@ -179,7 +179,8 @@ def assemble(
         if reason:
             task = task._replace(execution=execution_with("0"))
     how = task.execution
-    if config.client_state == "device" and how.mesh and _shares_rows(entry):
+    may_share = getattr(entry, "shares_rows", False)
+    if config.client_state == "device" and how.mesh and may_share:
         make = functools.partial(entry.make, first)
         if residence.can_be_shared(make, first, task, data):
             how = execution_with(config.lanes if how.lanes else "0", how.num_devices)
@@ -329,11 +330,6 @@ def _typical_steps(
     for line, row in zip(out, rows, strict=True):
         line[: len(row)] = row
     return out
-
-
-def _shares_rows(entry: Any) -> bool:
-    """Whether an algorithm says so; one written by a user often does not."""
-    return getattr(entry, "shares_rows", False)
 
 
 def _scoring(
