@@ -1,9 +1,9 @@
 """The registry of algorithms: one file for each, and one line here.
 
 A line names the file's module and states what `launch` needs to know of the algorithm:
-its default preset, and whether it uses public images, several architectures or exits. A
-plain module is allowed too: it has no preset and no needs, and every device keeps all
-private rows of it.
+its default preset, and whether it uses public images, several architectures, exits or
+texts. A plain module is allowed too: it has no preset and no needs, and every device
+keeps all private rows of it.
 """
 
 import dataclasses
@@ -42,6 +42,7 @@ def entry(
     public_images: bool = False,
     several_models: bool = False,
     exits: bool = False,
+    text: bool = False,
     shares_rows: bool = True,
 ) -> Any:
     """An algorithm as an entry of the registry.
@@ -53,6 +54,8 @@ def entry(
             A default set is chosen where none is given.
         several_models: Whether its clients may have different architectures.
         exits: Whether it uses models with an exit at every stage.
+        text: Whether an example may be a row of tokens with a label at each position,
+            as its losses are means of cross-entropies.
         shares_rows: Whether several devices may share out its private rows. It then
             reads and writes them with `state.rows` and `state.after` alone, and masks
             of its `serving` have `task.num_rows` entries.
@@ -65,6 +68,7 @@ def entry(
         public_images=public_images,
         several_models=several_models,
         exits=exits,
+        text=text,
         shares_rows=shares_rows,
     )
 
@@ -86,24 +90,24 @@ def variant(base: Any, summary: str, **defaults: Any) -> Any:
     return SimpleNamespace(**(vars(base) | {"HParams": hparams, "__doc__": summary}))
 
 
-_FEDPER = entry(fedper, preset="fedd2s")
+_FEDPER = entry(fedper, preset="fedd2s", text=True)
 _FEDREP = variant(
     _FEDPER,
     "FedRep: a shared base and personal heads, trained one after the other.",
     local_epochs=4,
     head_epochs=3,
 )
-_DEPTHFL = entry(depthfl, preset="depthfl", exits=True)
+_DEPTHFL = entry(depthfl, preset="depthfl", exits=True, text=True)
 _HETEROFL = entry(heterofl, preset="depthfl")
 _DFEDAVG = entry(dfedavg, preset="uapdfl")
 ALGORITHMS = {
-    "local": entry(local),
+    "local": entry(local, text=True),
     "majority": entry(majority, preset="fedd2s"),
-    "fedavg": entry(fedavg),
-    "fedprox": entry(fedprox),
-    "scaffold": entry(scaffold),
-    "ditto": entry(ditto),
-    "apfl": entry(apfl),
+    "fedavg": entry(fedavg, text=True),
+    "fedprox": entry(fedprox, text=True),
+    "scaffold": entry(scaffold, text=True),
+    "ditto": entry(ditto, text=True),
+    "apfl": entry(apfl, text=True),
     "cdkt": entry(cdkt, preset="cdkt"),
     "fedd2s": entry(fedd2s, preset="fedd2s"),
     "fedper": _FEDPER,
@@ -133,7 +137,7 @@ ALGORITHMS = {
     "criticalfl": entry(criticalfl, preset="uapdfl"),
     "dispfl": entry(dispfl, preset="uapdfl"),
     "depthfl": _DEPTHFL,
-    "inclusivefl": entry(inclusivefl, preset="depthfl", exits=True),
+    "inclusivefl": entry(inclusivefl, preset="depthfl", exits=True, text=True),
     "heterofl": _HETEROFL,
     "sheterofl": variant(
         _HETEROFL,

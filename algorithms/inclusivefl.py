@@ -77,6 +77,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     _check(hparams, task)
     model = levels.truncated(hparams, task.model)._replace(answer="last")
     num_stages, beta = len(model.stage_names), hparams.momentum_distill_weight
+    whole = shapes.variables(model, task.example_shape)
     distils = not options.is_off(beta)
 
     def client_update(client: each_client.Client, server: types.Variables, level: int):
@@ -88,10 +89,12 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             exits, stats = model.forward(
                 params, stats, batch.image, held=held, **batch.mode
             )
-            own = jnp.where(is_last[:, None, None], jnp.stack(exits), 0).sum(0)
+            exits = jnp.stack(exits)
+            own = jnp.where(stacked.column(is_last, exits), exits, 0).sum(0)
             return losses.cross_entropy(own, batch.label, batch.mask), stats
 
-        objective = local_training.Objective(loss_fn, _parts(held, is_last), held)
+        parts = _parts(server.params, held, is_last)
+        objective = local_training.Objective(loss_fn, parts, held)
         return local_training.train(hparams, (objective,), server, client)
 
     def is_last(cohort: types.Cohort) -> jax.Array:
@@ -103,7 +106,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         """Stages that clients hold, with the exits that count for the mean."""
         stages = levels.holders(cohort, model)
         heads = stages if hparams.head_count == "holders" else is_last(cohort)
-        return types.Variables(_parts(stages, heads), boundary.by_stage(stages))
+        parts = _parts(whole.params, stages, heads)
+        return types.Variables(parts, boundary.by_stage(stages))
 
     def nothing_moved(start: types.Variables) -> dict[str, tuple]:
         trunks = [stage["trunk"] for stage in start.params[:-1]] if distils else ()
@@ -151,10 +155,15 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     return levels.make(hparams, task, model, part, client_update, **given)
 
 
-def _parts(trunks: jax.Array, exits: jax.Array) -> tuple:
-    """Masks bool[..., L] of trunks and of exits as a prefix pytree of parameters."""
-    pairs = zip(boundary.by_stage(trunks), boundary.by_stage(exits), strict=True)
-    return tuple({"trunk": trunk, "exit": head} for trunk, head in pairs)
+def _parts(params: types.Params, trunks: jax.Array, exits: jax.Array) -> tuple:
+    """Masks bool[..., L] of exits and of all else as a prefix pytree of `params`."""
+    masks = zip(
+        params, boundary.by_stage(trunks), boundary.by_stage(exits), strict=True
+    )
+    return tuple(
+        {part: head if part == "exit" else trunk for part in stage}
+        for stage, trunk, head in masks
+    )
 
 
 def _check(hparams: HParams, task: types.Task) -> None:

@@ -9,10 +9,10 @@ class Dataset(NamedTuple):
     """All examples of a data set, with the official test rows last.
 
     Attributes:
-        image: uint8 or float [N, ...].
-        label: int32[N].
+        image: uint8 or float [N, ...], or the tokens int32[N, T] of a text.
+        label: int32[N], or the tokens again.
         num_train: Rows of the official train split. The others are the test split.
-        num_classes: Y.
+        num_classes: Y, or the number of words V.
         client: int32[N], the natural owner of each row, or None.
     """
 
@@ -21,6 +21,30 @@ class Dataset(NamedTuple):
     num_train: int
     num_classes: int
     client: np.ndarray | None = None
+
+    @property
+    def is_text(self) -> bool:
+        """Whether examples are rows of tokens, with a label at each position."""
+        return self.label.ndim == 2
+
+
+def with_large_owners(source: Dataset, least: int) -> tuple[Dataset, int]:
+    """Drops the rows of owners that have fewer than `least`.
+
+    Returns:
+        (the data set of the others, numbered 0, 1, ... again; how many were dropped).
+    """
+    is_large = np.bincount(source.client) >= least
+    kept = is_large[source.client]
+    client = np.cumsum(is_large)[source.client[kept]].astype(np.int32) - 1
+    is_train = np.arange(len(kept)) < source.num_train
+    dropped = int((~is_large).sum())
+    return source._replace(
+        image=source.image[kept],
+        label=source.label[kept],
+        num_train=int((kept & is_train).sum()),
+        client=client,
+    ), dropped
 
 
 def rotated(source: Dataset, angles: int) -> Dataset:
@@ -102,7 +126,7 @@ def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]
     """(mean, scale) f32, broadcastable to an example, for `(image - mean) * scale`.
 
     Args:
-        image: [N, ...]. Integers are in 0..255 and are divided by 255 first.
+        image: [N, ...]. Those of uint8 are divided by 255 first.
         kind: `none` does nothing else. `channel` standardises the last axis, `global`
             all values together and `pixel` every position, with .001 added to the
             standard deviation of the latter two as in the CDKT code. `half` is
@@ -111,7 +135,7 @@ def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]
     Raises:
         ValueError: the constants are of another number of channels.
     """
-    unit = 255.0 if np.issubdtype(image.dtype, np.integer) else 1.0
+    unit = 255.0 if image.dtype == np.uint8 else 1.0
     if kind == "none":
         return np.zeros((), np.float32), np.float32(1 / unit)
     if kind == "half":

@@ -1,4 +1,7 @@
-"""Loads data sets by name: embedded, from files, from tfds, or from a user's arrays."""
+"""Loads data sets by name: embedded, from files, from tfds, or from a user's arrays.
+
+Texts are in `texts`.
+"""
 
 import gzip
 import importlib.util
@@ -13,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import dataset, npz
+from data import dataset, npz, texts
 from data.builders import cinic10
 
 TFDS_HOST = "storage.googleapis.com"
@@ -386,12 +389,29 @@ DATASETS: dict[str, Source] = {
 }
 
 
-def load(name: str, data_dir: str, flag: str = "dataset") -> dataset.Dataset:
-    """Loads a data set by name, or `npz:PATH`; `flag` is the flag that names it.
+def load(
+    name: str,
+    data_dir: str,
+    flag: str = "dataset",
+    *,
+    text_length: int = 0,
+    owners: str = "book",
+) -> dataset.Dataset:
+    """Loads a data set by name, or `npz:PATH`.
+
+    Args:
+        name: A key of `DATASETS` or `texts.TEXTS`, or `npz:PATH`.
+        data_dir: The folder of files, "" = none.
+        flag: The flag that names it, for errors.
+        text_length: Tokens of a row of a text, 0 = as the text says.
+        owners: To whom rows of a text belong, one of `texts.OWNERS`.
 
     Raises:
         ValueError: one line: what is missing, and how to get it.
     """
+    text = texts.TEXTS.get(name) if flag == "dataset" else None
+    if text is not None:
+        return text.load(data_dir, text_length or text.default_length, owners)
     if name.startswith("npz:"):
         return load_npz(name[len("npz:") :], flag)
     if name == ARRAYS:
@@ -399,8 +419,9 @@ def load(name: str, data_dir: str, flag: str = "dataset") -> dataset.Dataset:
             f"--{flag}={ARRAYS} were arrays in memory; give dataset=(x, y)"
         )
     if name not in DATASETS:
+        known = [*DATASETS, *(texts.TEXTS if flag == "dataset" else ())]
         raise ValueError(
-            f"--{flag}={name}: expected one of {', '.join(DATASETS)} or npz:PATH"
+            f"--{flag}={name}: expected one of {', '.join(known)} or npz:PATH"
         )
     try:
         return DATASETS[name].load(data_dir)

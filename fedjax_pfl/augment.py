@@ -1,9 +1,12 @@
-"""Random changes of a train batch's images, drawn for each image by itself."""
+"""Random changes of examples, drawn for each example by itself."""
 
 import jax
 import jax.numpy as jnp
 
 KINDS = ("none", "crop_flip")
+# Of the positions of a text a share is chosen. Of these most become the mask, some
+# become a random word, and the others stay as they are.
+CHOSEN, MASKED, RANDOM = 0.15, 0.8, 0.1
 
 
 def crop_flip(image: jax.Array, key: jax.Array) -> jax.Array:
@@ -23,3 +26,25 @@ def crop_flip(image: jax.Array, key: jax.Array) -> jax.Array:
     ]
     crop = jax.lax.dynamic_slice(padded, (*at, 0), (height, width, channels))
     return jnp.where(jax.random.bernoulli(of_flip), crop[:, ::-1], crop)
+
+
+def mask_words(
+    words: jax.Array, key: jax.Array, num_words: int
+) -> tuple[jax.Array, jax.Array]:
+    """A row of a text with some words hidden, as a masked language model sees it.
+
+    Args:
+        words: int32[T] of 0..V-1.
+        key: A key of this row alone.
+        num_words: V, which is also the mask's number.
+
+    Returns:
+        (int32[T] of 0..V, the chosen positions bool[T]).
+    """
+    of_choice, of_kind, of_word = jax.random.split(key, 3)
+    is_chosen = jax.random.bernoulli(of_choice, CHOSEN, words.shape)
+    kind = jax.random.uniform(of_kind, words.shape)
+    drawn = jax.random.randint(of_word, words.shape, 0, num_words)
+    other = jnp.where(kind < MASKED + RANDOM, drawn, words)
+    other = jnp.where(kind < MASKED, num_words, other)
+    return jnp.where(is_chosen, other, words), is_chosen

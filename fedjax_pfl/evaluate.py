@@ -1,6 +1,11 @@
 """Counts correct answers per client for any algorithm, and computes the metrics.
 
 The device counts correct answers as integers, and the host divides in float64.
+
+A text has no correct answers. Wherever these are counted it has four sums in float32 in
+a last axis, (-log p, positions, -log p at chosen positions, chosen positions), of a
+row, of a client or of all, where p is the probability of the word that is there. All
+rows of a shared model are summed by the host.
 """
 
 from typing import Any, NamedTuple
@@ -8,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.experimental import layout
 
 from fedjax_pfl import each_client, execution, rng, stacked, types
@@ -41,18 +47,52 @@ def answer(model: types.Model, out: Any) -> jax.Array:
     return out[-1] if model.answer == "last" else sum(out) / len(out)
 
 
-def _predictions(
-    model: types.Model, variables: types.Variables, image: jax.Array
-) -> jax.Array:
-    """Predicted labels int32[J, B]: of each exit, their ensemble and the served output.
+def _outputs(model: types.Model, out: Any) -> tuple[jax.Array, ...]:
+    """J logits: of each exit, their ensemble and the served output.
 
     J is 1 for a model without exits.
     """
-    out, _ = model.forward(*variables, image)
     if not model.has_exits:
-        return jnp.argmax(out, -1)[None]
-    ensemble = sum(out) / len(out)
-    return jnp.argmax(jnp.stack([*out, ensemble, answer(model, out)]), -1)
+        return (out,)
+    return *out, sum(out) / len(out), answer(model, out)
+
+
+def _scored(
+    model: types.Model, variables: types.Variables, data: types.Data, rows: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The answers of a model on rows int32[B], negative ones being padding.
+
+    Returns:
+        (bool[J, B], whether each row is answered correctly, or of a text f32[J, B, 4];
+        bool[B], whether exits disagree about it).
+    """
+    image, label, is_chosen = data.test_batch(rows)
+    out, _ = model.forward(*variables, image)
+    is_real = rows >= 0
+    if is_chosen is not None:
+        sums = [_surprise(z, label, is_chosen) for z in _outputs(model, out)]
+        sums = jnp.where(is_real[:, None], jnp.stack(sums), 0)
+        return sums, jnp.zeros_like(is_real)
+    found = jnp.argmax(jnp.stack(_outputs(model, out)), -1)
+    exits = found[:-2] if model.has_exits else found
+    return (found == label) & is_real, (exits != exits[0]).any(0) & is_real
+
+
+def _surprise(logits: jax.Array, word: jax.Array, is_chosen: jax.Array) -> jax.Array:
+    """The four sums f32[B, 4] of logits f32[B, T, V] and words int32[B, T]."""
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, word)
+    parts = loss, jnp.ones_like(loss), jnp.where(is_chosen, loss, 0), is_chosen
+    return jnp.stack([part.sum(1, dtype=jnp.float32) for part in parts], -1)
+
+
+def _nothing(data: types.Data, *shape: int) -> jax.Array:
+    """Where answers are summed: int32[*shape], or of a text f32[*shape, 4]."""
+    return jnp.zeros((*shape, 4)) if data.num_words else jnp.zeros(shape, jnp.int32)
+
+
+def _summed(right: jax.Array) -> jax.Array:
+    """Answers on rows [..., U] added up, those of a text f32[..., U, 4] as they are."""
+    return right.sum(-1) if right.dtype == bool else right
 
 
 def _correct_from(
@@ -68,13 +108,11 @@ def _correct_from(
 
     def step(index: jax.Array, total: jax.Array) -> jax.Array:
         offset = index * batch_size + jnp.arange(batch_size)
-        image, label = data.gather(
-            jnp.take(data.partition.test.row, start + offset, mode="clip")
-        )
-        right = _predictions(model, variables, image)[-1] == label
-        return total + (right & (offset < count)).sum()
+        rows = jnp.take(data.partition.test.row, start + offset, mode="clip")
+        right = _scored(model, variables, data, jnp.where(offset < count, rows, -1))[0]
+        return total + right[-1].sum(0, dtype=total.dtype)
 
-    return jax.lax.fori_loop(0, bound, step, jnp.zeros((), jnp.int32))
+    return jax.lax.fori_loop(0, bound, step, _nothing(data))
 
 
 def _answers(
@@ -84,35 +122,28 @@ def _answers(
     rows: jax.Array,
     batch_size: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The answers of one shared model on rows int32[U] of the example table.
-
-    Returns:
-        (bool[J, U], whether each row is answered correctly; bool[U], whether exits
-        disagree about it).
-    """
+    """`_scored` of one shared model on rows int32[U] of the example table."""
     batches = stacked.in_batches(rows, batch_size)
-
-    def answer(batch: jax.Array) -> tuple[jax.Array, jax.Array]:
-        image, label = data.gather(batch)
-        found, is_real = _predictions(model, variables, image), batch >= 0
-        exits = found[:-2] if model.has_exits else found
-        return (found == label) & is_real, (exits != exits[0]).any(0) & is_real
 
     def step(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> Any:
         right, differ = carry
-        one = answer(batches[index])
+        one = _scored(model, variables, data, batches[index])
         return right.at[:, index].set(one[0]), differ.at[index].set(one[1])
 
-    num_outputs = jax.eval_shape(answer, batches[0])[0].shape[0]
+    like, _ = jax.eval_shape(
+        lambda batch: _scored(model, variables, data, batch), batches[0]
+    )
+    outputs, _, *sums = like.shape
     first = (
-        jnp.zeros((num_outputs, *batches.shape), bool),
+        jnp.zeros((outputs, *batches.shape, *sums), like.dtype),
         jnp.zeros_like(batches, bool),
     )
     # Only real rows, since the table's length is rounded up with padding.
     num_batches = -(-(rows >= 0).sum() // batch_size)
     right, differ = jax.lax.fori_loop(0, num_batches, step, first)
     size = rows.shape[0]
-    return right.reshape(num_outputs, -1)[:, :size], differ.reshape(-1)[:size]
+    right = right.reshape(outputs, -1, *sums)
+    return right[:, :size], differ.reshape(-1)[:size]
 
 
 def sampled_clients(key: jax.Array, num_clients: int, num_sampled: int) -> jax.Array:
@@ -184,7 +215,7 @@ def count_correct(
     if algorithm.server is not None:
         models = algorithm.server(state, data)
         out["server"] = {
-            name: answers_of(*one)[0].sum(1) for name, one in models.items()
+            name: _summed(answers_of(*one)[0]) for name, one in models.items()
         }
         out["differ"] = {
             name: answers_of(*one)[1].sum()
@@ -194,7 +225,7 @@ def count_correct(
         if scoring.has_train:
             first, rows = next(iter(models.values())), data.partition.train.row
             right, _ = _answers(*first, data, rows, scoring.batch_size)
-            out["train"] = right[-1].sum(), (rows >= 0).sum()
+            out["train"] = _summed(right[-1]), (rows >= 0).sum()
     scored = jnp.zeros(0, jnp.int32)
     if scoring.num_scored:
         scored = jnp.arange(num_rows)
@@ -212,7 +243,7 @@ def count_correct(
     def counted(name: str, groups: tuple[types.Serving, ...], scored: jax.Array) -> Any:
         """(`own`, `known`, `cross`) of serving groups, `cross` for these clients."""
         shared[name] = ()
-        own = jnp.zeros(num_rows, jnp.int32)
+        own = _nothing(data, num_rows)
         known = jnp.zeros(num_rows, bool)
         cross = jnp.zeros(scored.shape, jnp.int32)
         for group in groups:
@@ -223,12 +254,12 @@ def count_correct(
             if group.own is None:
                 right = answers_of(group.model, group.shared)[0][-1]
                 per_client = jax.ops.segment_sum(
-                    right.astype(jnp.int32), test.owner(), num_clients
+                    right.astype(own.dtype), test.owner(), num_clients
                 )
                 if is_block:
                     shared[name] += (per_client,)
                     per_client = jnp.take(per_client, ids, mode="clip")
-                own = own + jnp.where(measured, per_client, 0)
+                own = own + stacked.where(measured, per_client, jnp.zeros_like(own))
                 if scored.size:
                     hit = jnp.take(serves, scored, mode="fill", fill_value=False)
                     cross += jnp.where(hit, right.sum(), 0)
@@ -305,7 +336,7 @@ def count_rest(
 
     def counted(name: str, groups: tuple[types.Serving, ...]) -> Any:
         by_shared[name] = ()
-        own, known = jnp.zeros(ids.shape, jnp.int32), jnp.zeros(ids.shape, bool)
+        own, known = _nothing(data, *ids.shape), jnp.zeros(ids.shape, bool)
         for group in groups:
             number = _numbers(group, ids.shape[0])
             serves = (number > 0) & sampled
@@ -407,7 +438,8 @@ def _each_entry(
     local = own if stays else ()
     over = each_client.over_clients([one], how)
     right = over(rows, given, num_steps, local=local)
-    return right.reshape(parts, -1)[:, : size // parts].reshape(-1)
+    sums = right.shape[1:]
+    return right.reshape(parts, -1, *sums)[:, : size // parts].reshape(-1, *sums)
 
 
 def _taken(tree: Any, entry: jax.Array) -> Any:
@@ -438,7 +470,7 @@ def _taken(tree: Any, entry: jax.Array) -> Any:
 def metrics(
     counts: dict[str, Any], test_count: np.ndarray, union: int
 ) -> tuple[dict[str, float], np.ndarray | None]:
-    """Turns one seed's counts into metrics by name.
+    """Turns one seed's counts into metrics by name; see `perplexities` for a text.
 
     Args:
         counts: What `count_correct` returned, as numpy.
@@ -449,6 +481,8 @@ def metrics(
         Metrics as fractions 0..1 by name, absent where there is no model or no row for
         them; and the per-client accuracies f64[K] (nan without own test rows).
     """
+    if counts["own"].ndim > 1:
+        return perplexities(counts, test_count)
     out: dict[str, float] = {}
     for name, right in (counts.get("server", {}) if union else {}).items():
         right = right.astype(np.float64) / union
@@ -493,3 +527,59 @@ def metrics(
         if {"c_spec", "c_gen"} <= out.keys():
             out["c_per"] = (out["c_spec"] + out["c_gen"]) / 2
     return out, accuracy if tested.any() else None
+
+
+def perplexities(
+    counts: dict[str, Any], test_count: np.ndarray
+) -> tuple[dict[str, float], np.ndarray | None]:
+    """Turns one seed's sums of a text into perplexities by name.
+
+    A perplexity is exp of the mean -log p over all positions, and a masked one over
+    the chosen positions, which the model had to guess.
+
+    Args:
+        counts, test_count: As in `metrics`.
+
+    Returns:
+        Numbers by name; and the per-client perplexities f64[K] (nan without own test
+        rows).
+    """
+    out: dict[str, float] = {}
+    for name, rows in counts.get("server", {}).items():
+        *exits, served = rows.astype(np.float64).sum(1)
+        out[f"{name}_perplexity"] = _perplexity(served)
+        prefix = "" if name == "global" else f"{name}_"
+        out[f"{prefix}masked_perplexity"] = _perplexity(served[2:])
+        if exits:
+            *exits, ensemble = exits
+            for number, sums in enumerate(exits, start=1):
+                out[f"{prefix}exit{number}_perplexity"] = _perplexity(sums)
+            out[f"{prefix}ensemble_perplexity"] = _perplexity(ensemble)
+    if "train" in counts:
+        rows, _ = counts["train"]
+        out["train_perplexity"] = _perplexity(rows.astype(np.float64).sum(0))
+    tested = (test_count > 0) & counts["known"]
+    of_client = np.full(len(tested), np.nan)
+    if not tested.any():
+        return out, None
+    own = counts["own"].astype(np.float64)[tested]
+    of_client[tested] = _perplexity(own.T)
+    worst = np.sort(of_client[tested])[-max(1, int(tested.sum()) // 10) :]
+    out["client_perplexity"] = float(of_client[tested].mean())
+    out["client_perplexity_pooled"] = _perplexity(own.sum(0))
+    out["client_masked_perplexity"] = _perplexity(own.sum(0)[2:])
+    out["worst_decile_perplexity"] = float(worst.mean())
+    out["client_perplexity_std"] = float(of_client[tested].std())
+    if "trained" in counts:
+        trained = counts["trained"].astype(np.float64)[tested]
+        out["trained_perplexity"] = float(np.mean(_perplexity(trained.T)))
+    if not counts["known"].all():
+        out["clients_evaluated"] = int(tested.sum())
+    return out, of_client
+
+
+def _perplexity(sums: np.ndarray) -> Any:
+    """exp of a sum of -log p over its positions; `sums` begins with both."""
+    with np.errstate(over="ignore"):
+        out = np.exp(sums[0] / np.maximum(sums[1], 1))
+    return out if out.ndim else float(out)

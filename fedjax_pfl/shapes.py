@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import jax
-import numpy as np
 
 from fedjax_pfl import types
 
@@ -42,7 +41,7 @@ def tree_bytes(tree: Any) -> int:
 
 def variables(model: types.Model, example_shape: tuple[int, ...]) -> types.Variables:
     """A model's parameters and statistics as shape structs."""
-    example = jax.ShapeDtypeStruct((1, *example_shape), np.float32)
+    example = model.example(1, *example_shape)
     key = jax.eval_shape(lambda: jax.random.key(0))
     return types.Variables(*jax.eval_shape(model.init, key, example))
 
@@ -61,7 +60,7 @@ def stage_bytes(model: types.Model, example_shape: tuple[int, ...]) -> tuple[int
 def _outputs(model: types.Model, example_shape: tuple[int, ...], stops: Any) -> list:
     """The outputs of the stages below each of `stops` for one example."""
     params, stats = variables(model, example_shape)
-    example = jax.ShapeDtypeStruct((1, *example_shape), np.float32)
+    example = model.example(1, *example_shape)
     return [
         jax.eval_shape(
             lambda p, s, x, stop=stop: model.forward(p, s, x, stop=stop)[0],

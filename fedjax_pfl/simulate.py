@@ -567,7 +567,10 @@ class Simulation:
         shared = counts["shared"]
         names = sorted(BY_CLIENT & counts.keys())
         shape = len(call.variants), num_clients
-        whole = {name: np.zeros(shape, counts[name].dtype) for name in names}
+        whole = {
+            name: np.zeros((*shape, *counts[name].shape[2:]), counts[name].dtype)
+            for name in names
+        }
         for number in range(max(map(len, by_seed))):
             none = np.zeros(0, np.int64)
             blocks = [one[number] if number < len(one) else none for one in by_seed]
@@ -585,7 +588,8 @@ class Simulation:
                     pairs = zip(found["by_shared"][key], shared[key], strict=True)
                     for serves, right in pairs:
                         mine = serves[slot, : len(block)]
-                        whole[name][slot, block] += mine * right[slot, block]
+                        served = block[mine]
+                        whole[name][slot, served] += right[slot, served]
         population.forget_block()
         return counts | whole
 

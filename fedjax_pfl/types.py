@@ -14,6 +14,7 @@ same length, in which a stage without any has an empty dict.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ class Model(NamedTuple):
     Attributes:
         name: The value of `--model`.
         stage_names: One name per stage, length L.
-        init: `(key, x) -> (params, stats)`. Of `x` f32[B, ...] only the shape matters.
+        init: `(key, x) -> (params, stats)`. Of `x` [B, ...] only the shape matters.
         forward: `(params, stats, h, *, sample_mask=None, start=0, stop=None,
             train=False, key=None, held=None) -> (out, stats)`. Runs the stages
             `start..stop-1` on `h`, the output of stage `start - 1`. `out` is the output
@@ -66,6 +67,8 @@ class Model(NamedTuple):
             such form. `scaler` is HeteroFL's, a number that may be traced: in train
             mode what a convolution passes to its norm is divided by it, except in the
             convolutions of shortcuts. In eval mode nothing is divided.
+        takes: What examples are: `numbers` f32[B, ...], or `tokens` int32[B, T] with
+            logits f32[B, T, Y].
     """
 
     name: str
@@ -75,6 +78,12 @@ class Model(NamedTuple):
     has_exits: bool = False
     answer: str = "ensemble"
     at_width: Callable[..., Model] | None = None
+    takes: str = "numbers"
+
+    def example(self, *shape: int) -> jax.ShapeDtypeStruct:
+        """An array of the type of examples."""
+        kind = jnp.int32 if self.takes == "tokens" else jnp.float32
+        return jax.ShapeDtypeStruct(shape, kind)
 
 
 def truncated(model: Model, level: int) -> Model:
@@ -164,7 +173,8 @@ class Task(NamedTuple):
 
         `key` is the run's root key.
         """
-        example = jnp.zeros((1, *self.example_shape))
+        like = model.example(1, *self.example_shape)
+        example = jnp.zeros(like.shape, like.dtype)
         return Variables(*model.init(rng.stream(key, rng.Tag.INIT), example))
 
     def members(self, group: int) -> np.ndarray:
@@ -215,8 +225,11 @@ class Data:
     """Tables on the device. They are an argument of every round, never a closure.
 
     `image` [N, ...] stays uint8 (or the user's float) on the device and is normalised
-    when gathered: `(image - mean) * scale`. `label` is int32[N]. `augment` is static,
-    one of `augment.KINDS`, and says how train batches differ from what is gathered.
+    when gathered: `(image - mean) * scale`. `label` is int32[N]. Of a text both are the
+    words int32[N, T], which stay as they are. Static are `augment`, one of
+    `augment.KINDS`, which says how train batches differ from what is gathered, and
+    `num_words`, V of a text, 0 = no text. In train and test batches of a text some
+    words are hidden.
     """
 
     image: jax.Array
@@ -225,6 +238,7 @@ class Data:
     scale: jax.Array
     partition: Partition
     augment: str = struct.field(pytree_node=False, default="none")
+    num_words: int = struct.field(pytree_node=False, default=0)
 
     def gather(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Normalised images f32[..., *example_shape] and labels int32[...].
@@ -237,7 +251,7 @@ class Data:
     def train_batch(
         self, rows: jax.Array, position: jax.Array, key: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Like `gather`, the examples of a step that trains, augmented.
+        """Like `gather`, the examples of a step that trains, changed at random.
 
         Args:
             rows: int32[B].
@@ -246,11 +260,36 @@ class Data:
             key: The step's key.
         """
         image, label = self._taken(rows)
+        if self.num_words:
+            return self._hidden(image, position, rng.stream(key, "words"))[0], label
         if self.augment == "crop_flip":
             key = rng.stream(key, "augment")
-            keys = jax.vmap(lambda p: jax.random.fold_in(key, p))(position)
-            image = jax.vmap(augment.crop_flip)(image, keys)
+            image = jax.vmap(augment.crop_flip)(image, _keys(key, position))
         return self._normalised(image), label
+
+    def test_batch(
+        self, rows: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Like `gather`, the examples of an evaluation.
+
+        The words that are hidden in a row of a text are the same in all runs.
+
+        Returns:
+            (examples, labels, the chosen positions bool[..., T] of a text or None).
+        """
+        image, label = self._taken(rows)
+        if not self.num_words:
+            return self._normalised(image), label, None
+        key = rng.stream(jax.random.key(0), "test words")
+        image, is_chosen = self._hidden(image, rows, key)
+        return image, label, is_chosen
+
+    def _hidden(
+        self, words: jax.Array, name: jax.Array, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Rows int32[B, T] with hidden words, each drawn by its name int32[B]."""
+        hide = functools.partial(augment.mask_words, num_words=self.num_words)
+        return jax.vmap(hide)(words, _keys(key, name))
 
     def _taken(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows = jnp.maximum(rows, 0)
@@ -258,6 +297,8 @@ class Data:
         return image, jnp.take(self.label, rows, axis=0, mode="clip")
 
     def _normalised(self, image: jax.Array) -> jax.Array:
+        if self.num_words:
+            return image
         return (image.astype(jnp.float32) - self.mean) * self.scale
 
     def label_counts(self, num_classes: int) -> jax.Array:
@@ -266,6 +307,11 @@ class Data:
         label = jnp.take(self.label, jnp.maximum(train.row, 0), mode="clip")
         counts = jnp.zeros((train.start.shape[0], num_classes))
         return counts.at[train.owner(), label].add(1, mode="drop")
+
+
+def _keys(key: jax.Array, names: jax.Array) -> jax.Array:
+    """A key for each of some integers int32[B]."""
+    return jax.vmap(lambda name: jax.random.fold_in(key, name))(names)
 
 
 class PlanSpec(NamedTuple):

@@ -47,7 +47,8 @@ def command(argv: list[str]) -> None:
         runs = [run for one in found for run in record.by_point(one)]
         all_kinds = ["curves"]
         if all(run.clients for run in runs):
-            all_kinds += ["fairness"] * all(map(record.has_clients, runs)) + ["bubbles"]
+            all_kinds += ["fairness"] * all(map(record.has_clients, runs))
+            all_kinds += ["bubbles"] * bool(figures.partitions(runs))
         all_kinds += ["heatmap"] * figures.has_two_names(runs)
         kinds = asked.kind.split(",") if asked.kind else all_kinds
         drawn = {kind: figures.picture(kind, runs, asked.metric) for kind in kinds}

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 
 from fedjax_pfl import types
-from models import cnn, depth, mlp, resnet, vgg
+from models import cnn, depth, mlp, resnet, text, vgg
 
 # Each factory takes the number of classes and the factor on hidden channels.
 MODELS: dict[str, Callable[[int, float], types.Model]] = {
@@ -28,7 +28,11 @@ MODELS: dict[str, Callable[[int, float], types.Model]] = {
     "resnet34": resnet.resnet34,
     "vgg11": vgg.vgg11,
     "vgg11_4096": vgg.vgg11_4096,
+    "masked_lm": text.masked_lm,
+    "depth_masked_lm": text.depth_masked_lm,
 }
+# Those that take rows of tokens
+OF_TEXT = ("masked_lm", "depth_masked_lm")
 
 
 def make(name: str, num_classes: int, width: float = 1.0) -> types.Model:

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from flax import linen as nn
 
 from fedjax_pfl import shapes, types
@@ -65,7 +64,7 @@ def _parts(
             calls.append((module.path == (), shape, macs))
         return out
 
-    example = jax.ShapeDtypeStruct((1, *example_shape), np.float32)
+    example = model.example(1, *example_shape)
     with nn.intercept_methods(note):
         # A new function, because jax does not call one that it has traced before.
         jax.eval_shape(lambda *given: model.forward(*given), *variables, example)
@@ -84,7 +83,9 @@ def stages(model: types.Model, example_shape: tuple[int, ...]) -> tuple[Stage, .
     parts = iter(_parts(model, variables, example_shape))
     out = []
     for name, params, stats in zip(model.stage_names, *variables, strict=True):
-        (shape, *_), macs = zip(*(next(parts) for _ in params), strict=True)
+        found, macs = zip(*(next(parts) for _ in params), strict=True)
+        # An exit follows the trunk, and a stem comes before it.
+        shape = found[-2 if "exit" in params else -1]
         out.append(
             Stage(name, shape, Count(_numbers(params), _numbers(stats), sum(macs)))
         )

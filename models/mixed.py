@@ -16,16 +16,16 @@ from fedjax_pfl import types
 
 
 @functools.lru_cache(maxsize=64)
-def in_bfloat16(model: types.Model, *, is_own: bool = False) -> types.Model:
+def in_bfloat16(model: types.Model, *, rounds: bool = False) -> types.Model:
     """The same model with activations and products in bfloat16.
 
     It is the same object each time, so that programs can be shared.
 
     Args:
         model: A model of float32.
-        is_own: Whether it consists of custom modules. Most of these compute in the
-            widest type among their input and parameters, so that parameters are
-            rounded to bfloat16 on their way into the model.
+        rounds: Whether parameters are rounded to bfloat16 on their way into the model.
+            Most custom modules compute in the widest type among their input and
+            parameters, and tokens have no type that layers could follow.
 
     Returns:
         A Model with parameters of the same shapes and types, whose `forward` takes and
@@ -35,12 +35,12 @@ def in_bfloat16(model: types.Model, *, is_own: bool = False) -> types.Model:
     def forward(
         params: types.Params, stats: types.Stats, h: jax.Array, **mode: Any
     ) -> tuple[Any, types.Stats]:
-        params = _cast(params, jnp.bfloat16) if is_own else params
+        params = _cast(params, jnp.bfloat16) if rounds else params
         out, stats = model.forward(params, stats, _cast(h, jnp.bfloat16), **mode)
         return _cast(out, jnp.float32), stats
 
     def at_width(rate: float, scaler: Any = 1.0) -> types.Model:
-        return in_bfloat16(model.at_width(rate, scaler), is_own=is_own)
+        return in_bfloat16(model.at_width(rate, scaler), rounds=rounds)
 
     narrower = None if model.at_width is None else at_width
     return model._replace(forward=forward, at_width=narrower)

@@ -299,6 +299,7 @@ def chain(
     trunks: Sequence[tuple[str, nn.Module]],
     exits: Mapping[str, nn.Module] | None = None,
     *,
+    stem: nn.Module | None = None,
     at_width: Callable[..., types.Model] | None = None,
 ) -> types.Model:
     """A Model of named stages.
@@ -308,30 +309,34 @@ def chain(
         trunks: (stage name, module) in forward order.
         exits: Modules by stage name, each of which reads its stage's output. With
             exits, a forward pass returns the tuple of the outputs of all exits passed.
+        stem: A module before the first trunk and in the same stage, such as an
+            embedding, so that all trunks may have the same shapes.
         at_width: As in `types.Model`.
 
     Returns:
-        A Model whose `params[i]` is {"trunk": ...} or {"trunk": ..., "exit": ...}, and
-        whose `stats[i]` holds the running statistics of the same parts (or nothing).
+        A Model whose `params[i]` is {"trunk": ...} or {"trunk": ..., "exit": ...}, that
+        of the first stage with its "stem" if there is one, and whose `stats[i]` holds
+        the running statistics of the same parts (or nothing).
     """
     exits = dict(exits or {})
     parts = [
         {"trunk": module} | ({"exit": exits[stage]} if stage in exits else {})
         for stage, module in trunks
     ]
+    if stem is not None:
+        parts[0] = {"stem": stem} | parts[0]
+    # No two parts of a chain have the same number.
+    number_of = {"trunk": 0, "exit": 1, "stem": 2 * len(parts)}
 
     def init(key: jax.Array, x: jax.Array) -> tuple[types.Params, types.Stats]:
         params, stats = [], []
         for index, stage in enumerate(parts):
             stage_key = jax.random.fold_in(key, index)
             variables = {}
-            h, variables["trunk"] = stage["trunk"].init_with_output(
-                jax.random.fold_in(stage_key, 0), x
-            )
-            if "exit" in stage:
-                exit_key = jax.random.fold_in(stage_key, 1)
-                variables["exit"] = stage["exit"].init(exit_key, h)
-            x = h
+            for part, module in stage.items():
+                part_key = jax.random.fold_in(stage_key, number_of[part])
+                out, variables[part] = module.init_with_output(part_key, x)
+                x = x if part == "exit" else out
             params.append({p: dict(v.get("params", {})) for p, v in variables.items()})
             stats.append(
                 {p: dict(v["stats"]) for p, v in variables.items() if "stats" in v}
@@ -354,17 +359,18 @@ def chain(
         for index in range(start, len(params) if stop is None else stop):
             if held is not None:
                 h = jnp.where(held[index], h, 0)
-            source, updated = h, {}
-            for number, (part, module) in enumerate(parts[index].items()):
+            updated = {}
+            for part, module in parts[index].items():
                 variables = {"params": params[index][part]}
                 if part in stats[index]:
                     variables["stats"] = stats[index][part]
                 rngs = {}
                 if key is not None:
-                    rngs["dropout"] = jax.random.fold_in(key, 2 * index + number)
+                    number = 2 * index + number_of[part]
+                    rngs["dropout"] = jax.random.fold_in(key, number)
                 out, new = module.apply(
                     variables,
-                    source,
+                    h,
                     sample_mask=sample_mask,
                     train=train,
                     rngs=rngs,
@@ -372,10 +378,10 @@ def chain(
                 )
                 if part in stats[index]:
                     updated[part] = new.get("stats", stats[index][part])
-                if part == "trunk":
-                    h = source = out
-                else:
+                if part == "exit":
                     passed.append(out)
+                else:
+                    h = out
             new_stats[index] = updated
         return (tuple(passed) if exits else h), tuple(new_stats)
 

@@ -17,6 +17,7 @@ from data.partitions import (
     cdkt,
     classes,
     client_dirichlet,
+    contiguous,
     dirichlet,
     file,
     held_out,
@@ -29,13 +30,14 @@ from fedjax_pfl import rng, shapes, types
 
 PARTITIONS = {
     "iid": "equal random parts",
+    "contiguous": "equal runs of rows, in their order",
     "dirichlet": "per class, fractions over clients ~ Dir(alpha), sizes capped",
     "client_dirichlet": "per client, class mix ~ Dir(alpha), equal sizes",
     "pathological": "classes_per_client classes for each client, in equal shards",
     "classes": "client_classes for each client, a class in equal parts",
     "cdkt": "the generator of the released CDKT code (50 users, first num_clients)",
     "cdkt_paper": "the same sizes, but random classes as in the CDKT paper",
-    "natural": "the client ids of an npz data set",
+    "natural": "the client ids of an npz data set, or the owners of a text",
     "file:PATH": "the rows of each client in an npz file (--export_partition)",
 }
 DRAWS = client_dirichlet.DRAWS
@@ -84,6 +86,7 @@ def _draw(
     labels, num_clients = source.label[pool], spec.num_clients
     kinds: dict[str, Callable[[], parts.Parts]] = {
         "iid": lambda: iid.split(len(pool), num_clients, gen),
+        "contiguous": lambda: contiguous.split(len(pool), num_clients),
         "dirichlet": lambda: dirichlet.split(
             labels,
             num_clients=num_clients,
@@ -157,14 +160,18 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
         )
     merged = spec.test_split in ("pool", "pool_stratified")
     size = len(source.label) if merged else source.num_train
-    pool = gen.permutation(size)
+    # The rows of a text have neighbours, which stay together.
+    in_order = spec.partition == "contiguous" or (
+        source.is_text and spec.partition == "natural"
+    )
+    pool = np.arange(size) if in_order else gen.permutation(size)
     proxy = pool[:0]
     if spec.proxy_fraction:
         # Shuffled, because batches of proxy rows would otherwise have one class each.
         chosen = proxy_rows(source.label[pool], spec.proxy_fraction)
         proxy = pool[gen.permutation(chosen)]
         pool = np.setdiff1d(pool, proxy, assume_unique=True)
-        pool = gen.permutation(pool)
+        pool = np.sort(pool) if in_order else gen.permutation(pool)
     if spec.partition == "classes":
         classes.check(spec.client_classes, source.num_classes)
         # Other classes are unowned, so that `examples_per_client` must not count them.

@@ -14,11 +14,13 @@ def split(
 ) -> tuple[parts.Parts, parts.Parts]:
     """Splits the rows of each client into (train, test).
 
-    A client's rows are shuffled by words derived from (seed, client, position).
+    A client's rows are shuffled by words derived from (seed, client, position). Those
+    of a text stay in order, and `client_share` tests on what is left after
+    floor(.9 n).
 
     Args:
         owned: Rows of the data set.
-        labels: int[rows of the data set].
+        labels: int[rows of the data set], or of a text int[rows, T].
         kind: One of `TEST_SPLITS`: `client_share` tests on floor(.2 n) rows, `pool`
             trains on floor(.8 n), `pool_stratified` does so with the same class mix,
             and `official` trains on all.
@@ -26,10 +28,18 @@ def split(
     """
     if kind == "official":
         return owned, parts.Parts(owned.row[:0], np.zeros_like(owned.count))
-    owned = _shuffled(owned, seed)
+    is_text = labels.ndim > 1
+    if is_text and kind != "client_share":
+        raise ValueError(
+            f"--test_split={kind} shuffles the rows of a text; take client_share"
+        )
+    owned = owned if is_text else _shuffled(owned, seed)
     place = np.arange(len(owned.row)) - np.repeat(owned.start, owned.count)
     num_train = np.floor(0.8 * owned.count + 1e-9).astype(int)
-    if kind == "client_share":
+    if is_text:
+        num_train = np.floor(0.9 * owned.count + 1e-9).astype(int)
+        is_train = place < np.repeat(num_train, owned.count)
+    elif kind == "client_share":
         num_test = np.floor(0.2 * owned.count + 1e-9).astype(int)
         is_train = place >= np.repeat(num_test, owned.count)
     elif kind == "pool":

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import models
-from data import dataset, loaders
+from data import dataset, loaders, texts
 from data.partitions import classes, file, pathological
 from fedjax_pfl import options
 from launch.config import limits, presets, registry, schema
@@ -84,10 +84,16 @@ def resolve(
     if is_own and config.partition is None:
         # A paper's users exist for its own data only, and a user's arrays have owners.
         partition = "client_dirichlet" if source.client is None else "natural"
+    if source.is_text and config.partition is None:
+        partition = "contiguous"
     rules = presets.values(config.preset, facts | {"partition": partition})
     rules["partition"] = partition
     if partition == "natural":
-        rules["num_clients"] = _owners(config, source)
+        least = rules.get("min_examples", schema.Config.min_examples)
+        if "min_examples" in is_given or not source.is_text:
+            least = config.min_examples
+        rules["num_clients"] = _owners(config, source, least)
+        rules["examples_per_client"] = 0
     if source.num_train == len(source.label) and rules["test_split"] == "official":
         # These data have no official test rows as those of the paper have.
         rules["test_split"] = "client_share"
@@ -97,7 +103,9 @@ def resolve(
         rules["num_clients"] = len(classes.parse(config.client_classes))
     num_clients = config.num_clients or rules["num_clients"]
     rules["clients_per_round"] = min(rules["clients_per_round"], num_clients)
-    rules["model"] = _model(name, source.image, rules.get("model"))
+    if source.is_text:
+        rules |= _of_text(name, source)
+    rules["model"] = _model(name, source, rules.get("model"))
     rules["client_model"] = config.model or rules["model"]
     # Shared images come from a public set or from the data, not from both.
     if rules["proxy_fraction"]:
@@ -127,14 +135,89 @@ def _of_file(config: schema.Config, partition: str) -> dict[str, Any]:
     return settled
 
 
-def _owners(config: schema.Config, source: dataset.Dataset) -> int:
-    """The number of owners in the data; refuses a partition that needs more."""
+def _of_text(name: str, source: dataset.Dataset) -> dict[str, Any]:
+    """The options that a text decides, whatever a paper's images have."""
+    has_tests = source.num_train < len(source.label)
+    return {
+        "text_length": source.image.shape[1],
+        "test_split": "official" if has_tests else "client_share",
+        "normalization": "none",
+        "augment": "none",
+        "image_size": 0,
+        "image_channels": 0,
+        "proxy_fraction": 0.0,
+        "public_set": "none",
+        "c_gen": False,
+    }
+
+
+def check_text(config: schema.Config) -> None:
+    """Refuses options of images on a text, and those of a text on images.
+
+    Raises:
+        ValueError: one line.
+    """
+    given = {name: getattr(config, name) for name in _ONLY_IMAGES}
+    if config.dataset not in texts.TEXTS:
+        odd = {"text_length": config.text_length, "owners": config.owners}
+        for name, value in odd.items():
+            if value != getattr(schema.Config, name):
+                raise ValueError(
+                    f"--{name}={value} is for texts, --dataset={config.dataset} is "
+                    f"none; omit it, or take one of {', '.join(texts.TEXTS)}"
+                )
+        return
+    for name, value in given.items():
+        if value not in (None, *_ONLY_IMAGES[name]):
+            raise ValueError(
+                f"--{name}={value} has no meaning for a text such as --dataset="
+                f"{config.dataset}; omit it"
+            )
+    kind = config.partition
+    if kind is not None and kind not in _OF_TEXT and not kind.startswith(file.PREFIX):
+        raise ValueError(
+            f"--partition={kind} is by labels, and --dataset={config.dataset} is a "
+            f"text; take one of {', '.join(_OF_TEXT)}"
+        )
+    has_owners = texts.TEXTS[config.dataset].has_owners
+    if config.owners != schema.Config.owners and not has_owners:
+        raise ValueError(
+            f"--owners={config.owners}: the rows of --dataset={config.dataset} belong "
+            "to nobody; omit it"
+        )
+
+
+# The values that an option of images may have on a text
+_ONLY_IMAGES = {
+    "rotate_classes": (1,),
+    "image_size": (0,),
+    "image_channels": (0,),
+    "normalization": ("none",),
+    "augment": ("none",),
+    "proxy_fraction": (0,),
+    "public_set": ("none",),
+    "c_gen": (False,),
+}
+_OF_TEXT = ("contiguous", "iid", "natural")
+
+
+def _owners(config: schema.Config, source: dataset.Dataset, least: int) -> int:
+    """The number of owners in the data; refuses a partition that needs more.
+
+    Owners of a text count if they have at least `least` rows.
+    """
     if source.client is None:
         raise ValueError(
             f"--partition=natural: --dataset={config.dataset} has no client ids; give "
             "an npz file with an array `client`, or another partition"
         )
     owners = int(source.client.max()) + 1
+    if source.is_text:
+        owners = int((np.bincount(source.client) >= least).sum())
+        if not owners:
+            raise ValueError(
+                f"--min_examples={least}: no owner has so many rows; lower it"
+            )
     if config.num_clients is not None and config.num_clients > owners:
         raise ValueError(
             f"--num_clients={config.num_clients}: the data have {owners} clients"
@@ -142,8 +225,11 @@ def _owners(config: schema.Config, source: dataset.Dataset) -> int:
     return owners
 
 
-def _model(name: str, image: np.ndarray, wanted: str | None) -> str:
+def _model(name: str, source: dataset.Dataset, wanted: str | None) -> str:
     """The preset's model, or one that fits the data."""
+    image = source.image
+    if source.is_text:
+        return wanted if wanted in models.OF_TEXT else models.OF_TEXT[0]
     if name in loaders.DATASETS:
         return wanted or loaders.DATASETS[name].default_model
     # Two convolutions with pooling leave nothing of smaller images.

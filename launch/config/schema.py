@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 from data import dataset as dataset_lib
-from data import partitions
+from data import partitions, texts
 from fedjax_pfl import augment, options
 from launch.config import presets
 
@@ -84,7 +84,13 @@ class Data:
         "mnist_5k", "a data set's name, or npz:PATH for your arrays", label="always"
     )
     data_dir: str = option(
-        "", "folder of IDX files, pathmnist.npz or prepared tfds data", role=EXECUTION
+        "", "folder of the data set's files or prepared tfds data", role=EXECUTION
+    )
+    text_length: int = option(
+        0, "tokens in a row of a text, 0 = as --dataset says", minimum=0, maximum=65536
+    )
+    owners: str = option(
+        "book", "to whom rows of --dataset=kjv belong", choices=texts.OWNERS
     )
     rotate_classes: int = option(
         1, "right angles of images, each another class; 1 = as is", minimum=1, maximum=4

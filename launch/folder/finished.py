@@ -19,24 +19,28 @@ from launch.run.run import Run
 
 RUN_FLAGS, METRICS, CLIENTS = "run.flags", "metrics.jsonl", "clients.npz"
 SUMMARY, PARTIAL = "summary.json", ".partial"
+# Arrays of `CLIENTS`: one of the first two, and the third except for a text
+ACCURACY, PERPLEXITY, CLASS_COUNTS = "accuracy", "perplexity", "class_counts"
 
 
 def clients(run: Run) -> dict[str, np.ndarray]:
     """Accuracies [seed, round, client], test sizes and class counts of all clients.
 
     In a sweep they are [seed, point, round, client], with the points' numbers by name.
+    A text has perplexities instead, under the name `perplexity`, and no class counts.
     """
     accuracy = run.client_accuracies[:, : len(run.window)]
     points, seeds = run.points, len(run.seeds)
     if run.config.sweep:
         accuracy = accuracy.reshape(seeds, len(points), *accuracy.shape[1:])
     swept = {name: np.array([one[name] for one in points]) for name in points[0]}
+    is_text = bool(run.data.num_words)
     return swept | {
-        "accuracy": accuracy,
+        PERPLEXITY if is_text else ACCURACY: accuracy,
         "rounds": np.asarray(run.window),
         "seeds": np.asarray(run.seeds),
         "test_size": np.asarray(run.data.partition.test.count),
-        "class_counts": class_counts(run),
+        **({} if is_text else {CLASS_COUNTS: class_counts(run)}),
     }
 
 

@@ -39,8 +39,9 @@ def by_point(run: Record) -> list[Record]:
         records = sweep.of_point(run.records, point)
         one = run._replace(flags=run.flags | {"sweep": ""} | values, records=records)
         if run.clients:
-            accuracy = run.clients["accuracy"][:, index]
-            one = one._replace(clients=run.clients | {"accuracy": accuracy})
+            name = measured(run)
+            mine = {name: run.clients[name][:, index]}
+            one = one._replace(clients=run.clients | mine)
         if run.summary is not None:
             summary = run.summary | run.summary["sweep"][index]
             known = summaries.fractions(summary)
@@ -110,15 +111,29 @@ def labels(runs: Sequence[Record]) -> list[str]:
     return out
 
 
+def is_text(run: Record) -> bool:
+    """Whether the examples of a finished run are texts, which have perplexities."""
+    return finished.PERPLEXITY in run.clients
+
+
+def measured(run: Record) -> str:
+    """The array of what is known of each client of a finished run."""
+    return finished.PERPLEXITY if is_text(run) else finished.ACCURACY
+
+
 def has_clients(run: Record) -> bool:
-    """Whether the accuracy of any single client is known."""
-    return bool(np.isfinite(run.clients["accuracy"]).any())
+    """Whether the accuracy (or perplexity) of any single client is known."""
+    return bool(np.isfinite(run.clients[measured(run)]).any())
 
 
-def accuracies(run: Record) -> np.ndarray:
-    """Each client's accuracy, mean over the summary's rounds; f64[seeds, K]."""
-    known = np.ma.masked_invalid(run.clients["accuracy"])
-    return known.mean(1).filled(np.nan)
+def of_clients(run: Record) -> np.ndarray:
+    """Each client's accuracy in percent, or perplexity of a text; f64[seeds, K].
+
+    It is the mean over the summary's rounds.
+    """
+    name = measured(run)
+    mean = np.ma.masked_invalid(run.clients[name]).mean(1).filled(np.nan)
+    return mean if is_text(run) else 100 * mean
 
 
 def over_seeds(

@@ -48,10 +48,17 @@ def assemble(
         "jax_default_matmul_precision", schema.PRECISIONS[config.precision]
     )
     shape, num_classes = source.image.shape[1:], source.num_classes
+    if source.is_text and not getattr(entry, "text", False):
+        raise ValueError(
+            f"--dataset={config.dataset} is a text, which --algo={config.algo} does "
+            f"not take; take images, or {fit.able('text')}"
+        )
 
     def model_of(name: str) -> types.Model:
-        width = config.model_width
-        return own_models.get(name) or models.make(name, num_classes, width)
+        own = own_models.get(name)
+        if own is None:
+            return models.make(name, num_classes, config.model_width)
+        return own._replace(takes="tokens" if source.is_text else "numbers")
 
     server_model = model_of(config.model)
     client_models = tuple(map(model_of, config.client_model.split(",")))
@@ -66,11 +73,12 @@ def assemble(
     for name, model in by_name.items():
         flag = "model" if name == server_model.name else "client_model"
         if name in own_models:
-            few = (source.image[:4].astype(np.float32) - mean) * scale
-            few = np.asarray(few, np.float32)
+            few = source.image[:4]
+            if not source.is_text:
+                few = np.asarray((few.astype(np.float32) - mean) * scale, np.float32)
             fit.check_own(flag, model, num_classes, config.model_width, few)
         else:
-            fit.check_model(flag, model, shape)
+            fit.check_model(flag, model, shape, is_text=source.is_text)
     if config.init_from:
         if list(by_name) != [server_model.name]:
             raise ValueError(
@@ -84,7 +92,7 @@ def assemble(
         client_models = (server_model,)
     if config.precision == "bf16":
         server_model, *client_models = (
-            mixed.in_bfloat16(model, is_own=model.name in own_models)
+            mixed.in_bfloat16(model, rounds=source.is_text or model.name in own_models)
             for model in (server_model, *client_models)
         )
         client_models = tuple(client_models)
@@ -307,7 +315,8 @@ def _data(
             f"--augment={config.augment} changes images, these examples have the shape "
             f"{list(image.shape[1:])}; omit it"
         )
-    return types.Data(image, label, *normal, stacked, config.augment)
+    num_words = source.num_classes if source.is_text else 0
+    return types.Data(image, label, *normal, stacked, config.augment, num_words)
 
 
 def _typical_steps(
@@ -339,6 +348,9 @@ def _scoring(
     num_scored = config.num_clients if is_all else config.clients_per_round
     sampled = config.eval_sample if config.eval_sample < config.num_clients else 0
     test, rows = data.partition.test, devices.evaluation_rows(how.platform)
+    if data.num_words:
+        # The logits of an exit for a batch are 64 MiB.
+        rows = min(rows, max(1, 2**24 // (data.num_words * data.image.shape[1])))
     return evaluate.Scoring(
         batch_size=int(min(rows, test.row.shape[1])),
         own_batch_size=min(rows, shapes.rounded_up(int(test.count.max()))),

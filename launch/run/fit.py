@@ -8,14 +8,26 @@ import jax
 import numpy as np
 
 import algorithms
+import models
 from data import plan
 from fedjax_pfl import lanes, program, shapes, types
 from launch.config import sweep
 from models import own, stages
 
 
-def check_model(flag: str, model: types.Model, shape: tuple[int, ...]) -> None:
+def check_model(
+    flag: str, model: types.Model, shape: tuple[int, ...], *, is_text: bool = False
+) -> None:
     """Refuses a built-in model that cannot take the examples (ValueError)."""
+    if is_text != (model.takes == "tokens"):
+        what = "rows of tokens" if is_text else f"examples of shape {list(shape)}"
+        fitting = "mlp"
+        if is_text:
+            fitting = " or ".join(models.OF_TEXT)
+        raise ValueError(
+            f"--{flag}={model.name} takes {model.takes} and not {what}; take another "
+            f"model, for instance {fitting}"
+        )
     try:
         shapes.variables(model, shape)
     except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
@@ -23,7 +35,9 @@ def check_model(flag: str, model: types.Model, shape: tuple[int, ...]) -> None:
         cause, cure = "", "take another model, for instance mlp"
         if isinstance(error, stages.UnfitError):
             cause = f" ({str(error).splitlines()[0]})"
-            if len(shape) == 3:
+            if is_text:
+                cure = "take another model"
+            elif len(shape) == 3:
                 cure = "change --image_size, or take another model"
         raise ValueError(
             f"--{flag}={model.name} does not fit examples of shape {list(shape)}"
@@ -47,7 +61,7 @@ def check_own(
         raise ValueError(f"{line}; omit it")
     try:
         variables = shapes.variables(model, shape)
-        example = jax.ShapeDtypeStruct((2, *shape), np.float32)
+        example = model.example(2, *shape)
         logits, _ = jax.eval_shape(model.forward, *variables, example)
         found = tuple(logits.shape), logits.dtype
         train = functools.partial(model.forward, train=True)
@@ -57,14 +71,16 @@ def check_own(
             raise ValueError("its collections grow in train mode; sow nothing")
     except Exception as error:  # a custom module may raise anything
         reason = str(error).strip().splitlines() or [type(error).__name__]
+        kind = "int32" if model.takes == "tokens" else "f32"
         raise ValueError(
-            f"{flag}: {model.name} cannot take examples f32[2, "
+            f"{flag}: {model.name} cannot take examples {kind}[2, "
             f"{', '.join(map(str, shape))}] ({reason[0][:200]}); change its modules"
         ) from error
-    if found != ((2, num_classes), np.float32):
+    wanted = (2, *(shape if model.takes == "tokens" else ()), num_classes)
+    if found != (wanted, np.float32):
         raise ValueError(
             f"{flag}: {model.name} gives {found[1]}{list(found[0])} for 2 examples, "
-            f"expected logits float32[2, {num_classes}], one for each class; change "
+            f"expected logits float32{list(wanted)}, one for each class; change "
             "its last module"
         )
     reason = own.depends_on_neighbours(model, examples)

@@ -26,6 +26,7 @@ class Settings(NamedTuple):
         own_sha256: Hash of custom code, since a run with edited code is another run.
         examples_sha256: Hash of the data set before its images were fitted.
         source_hash: Hash object of `source`, to copy and extend.
+        dropped_owners: Owners of a text that were dropped, as they are too small.
     """
 
     entry: Any
@@ -37,6 +38,7 @@ class Settings(NamedTuple):
     own_sha256: str
     examples_sha256: str
     source_hash: Any
+    dropped_owners: int
 
 
 def settled(**given: Any) -> Settings:
@@ -52,13 +54,22 @@ def settled(**given: Any) -> Settings:
     check_alike(given | {"own_sha256": own_sha256})
     config, hparams = resolve.configure(given)
     if source is None:
-        source = loaders.load(config.dataset, config.data_dir)
+        resolve.check_text(config)
+        source = loaders.load(
+            config.dataset,
+            config.data_dir,
+            text_length=config.text_length,
+            owners=config.owners,
+        )
     if config.rotate_classes > 1:
         source = dataset.rotated(source, config.rotate_classes)
     examples = sha256(source.image, source.label)
     config = resolve.resolve(config, source, given)
     resolve.check(config, own_models)
-    fitted = dataset.fitted(source, config.image_size, config.image_channels)
+    fitted, dropped_owners = source, 0
+    if source.is_text and config.partition == "natural":
+        fitted, dropped_owners = dataset.with_large_owners(source, config.min_examples)
+    fitted = dataset.fitted(fitted, config.image_size, config.image_channels)
     is_same = fitted is source
     source_hash = examples if is_same else sha256(fitted.image, fitted.label)
     if config.rotate_classes > 1 and config.partition in ("cdkt", "cdkt_paper"):
@@ -77,6 +88,7 @@ def settled(**given: Any) -> Settings:
         own_sha256=own_sha256,
         examples_sha256=examples.hexdigest(),
         source_hash=source_hash,
+        dropped_owners=dropped_owners,
     )
 
 

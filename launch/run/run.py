@@ -33,6 +33,7 @@ class Run:
             the first seed come first, then those of the second, ...
         target: The chip for which it is compiled without running, "" = it runs here.
         settings: What it was assembled from, if there is a target.
+        dropped_owners: Owners of a text that were dropped, as they are too small.
         parts_with: `Execution -> (task, program, planner)` for a chunk or lanes other
             than those that were chosen, None = they are not to be changed.
     """
@@ -60,6 +61,7 @@ class Run:
         self.parts_with = parts_with
         self.data_sha256, self.split_sha256 = hashes
         self.own_sha256 = settings.own_sha256
+        self.dropped_owners = settings.dropped_owners
         self.examples_sha256 = settings.examples_sha256
         self.points = [dict(point) for point in points]
         self.metrics: list[dict[str, Any]] = []
@@ -336,12 +338,16 @@ class Run:
         found = sweep.of_point(self.metrics, point), self.seeds
         metrics = summaries.summarize(*found, window, rule, self.round)
         last = summaries.summarize(*found, (self.round,), "last", self.round)
-        numbers = {name for name, is_one in self.fractions.items() if not is_one}
+        numbers = {
+            name
+            for name in metrics
+            if not self.fractions.get(name, summaries.is_fraction(name))
+        }
         out = {
             "metrics": metrics,
             "diverged": self.diverged(point),
             "last_round": last,
-            "numbers": sorted(numbers & metrics.keys()),
+            "numbers": sorted(numbers),
             "traffic": self._traffic(self.points.index(point)),
         }
         return {"point": point, **out} if point else out

@@ -82,6 +82,11 @@ def spread(values: list[float]) -> dict[str, Any]:
     return {"mean": float(np.mean(values)), "std": std, "per_seed": list(values)}
 
 
+def is_fraction(name: str) -> bool:
+    """Whether a metric of an evaluation is a fraction; of a text it is a number."""
+    return "perplexity" not in name
+
+
 def is_number(summary: Mapping[str, Any], name: str) -> bool:
     """Whether a metric of a run's summary is a number, and so not shown in percent."""
     return name in summary.get("numbers", ())

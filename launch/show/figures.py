@@ -10,13 +10,19 @@ import numpy as np
 from matplotlib import figure as figure_lib
 from matplotlib import ticker
 
-from launch.folder import record
+from launch.folder import finished, record
 from launch.folder.record import Record
 from launch.show import words
 
 KINDS = ("curves", "fairness", "bubbles")
 FORMATS = ("png", "pdf", "svg")
-PREFERRED = ("client_accuracy", "c_per", "global_accuracy")
+PREFERRED = (
+    "client_accuracy",
+    "c_per",
+    "global_accuracy",
+    "client_perplexity",
+    "global_perplexity",
+)
 
 
 class Figure(figure_lib.Figure):
@@ -66,6 +72,8 @@ def picture(
             "--kind=fairness: a run has no accuracies of single clients; omit it, or "
             "give --kind=curves,bubbles"
         )
+    if kind == "bubbles" and not partitions(runs):
+        raise ValueError("--kind=bubbles: texts have no classes; give --kind=curves")
     if kind == "curves":
         return curves(runs, names, metrics_of(runs, metric))
     if kind == "heatmap":
@@ -172,10 +180,15 @@ def draw_curve(
 
 
 def partitions(runs: Sequence[Record]) -> list[tuple[list[int], np.ndarray]]:
-    """Each different partition: its runs, and its counts [client, class]."""
+    """Each different partition: its runs, and its counts [client, class].
+
+    Those of a text, which has no classes, are left out.
+    """
     found: dict[Any, tuple[list[int], np.ndarray]] = {}
     for number, run in enumerate(runs):
-        counts = run.clients["class_counts"][0]
+        if finished.CLASS_COUNTS not in run.clients:
+            continue
+        counts = run.clients[finished.CLASS_COUNTS][0]
         key = counts.shape, counts.tobytes()
         found.setdefault(key, ([], counts))[0].append(number)
     return list(found.values())
@@ -194,24 +207,29 @@ def fairness(runs: Sequence[Record], names: Sequence[str]) -> Figure:
     """Clients by accuracy in bins of ten points, with one panel for each run.
 
     A client's accuracy is its mean over the summary window, and counts are means over
-    seeds.
+    seeds. Clients of a text are in bins of perplexities.
     """
     figure, panels = _panels(len(runs), width=2.9, height=2.2)
-    edges = np.arange(0, 101, 10)
     for axes, run, name in zip(panels, runs, names, strict=True):
         # Rounded, so that the mean of ten times 0.6 does not fall below the edge at 60.
-        accuracy = np.round(100 * record.accuracies(run), 6)
-        accuracy = accuracy[np.isfinite(accuracy)]
-        seeds = len(run.clients["seeds"])
+        values = np.round(record.of_clients(run), 6)
+        values = values[np.isfinite(values)]
+        seeds, is_text = len(run.clients["seeds"]), record.is_text(run)
+        edges = np.arange(0, 101, 10)
+        if is_text:
+            edges = ticker.MaxNLocator(10).tick_values(values.min(), values.max())
         # The last bin is closed, and contains a client with 100 %.
-        counts = np.histogram(accuracy, edges)[0] / seeds
-        axes.bar(edges[:-1], counts, width=9, align="edge", color="tab:blue")
-        axes.axvline(accuracy.mean(), color="tab:red", lw=1.2)
-        good = (accuracy >= 80).sum() / seeds
-        axes.set_title(f"{name}\n{good:.1f} clients reach 80 %", fontsize=9)
+        counts = np.histogram(values, edges)[0] / seeds
+        style = {"align": "edge", "color": "tab:blue"}
+        axes.bar(edges[:-1], counts, width=0.9 * np.diff(edges), **style)
+        axes.axvline(values.mean(), color="tab:red", lw=1.2)
+        good = f"\n{(values >= 80).sum() / seeds:.1f} clients reach 80 %"
+        axes.set_title(name if is_text else name + good, fontsize=9)
         axes.set_xticks(edges[::2])
         axes.tick_params(labelbottom=True)
-    figure.supxlabel("accuracy of a client, % (red line: mean)")
+    kinds = {"perplexity" if record.is_text(r) else "accuracy" for r in runs}
+    unit = ", %" if "accuracy" in kinds else ""
+    figure.supxlabel(f"{' or '.join(sorted(kinds))} of a client{unit} (red line: mean)")
     figure.supylabel("clients")
     figure.suptitle(f"{_data(runs)}, summary rounds, mean over seeds", fontsize=10)
     return figure

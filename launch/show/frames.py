@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from launch.config import flagfile, sweep
 from launch.folder import finished, record
 from launch.run.run import Run
@@ -25,10 +27,18 @@ def of(records: Sequence[dict[str, Any]]) -> pandas.DataFrame:
 
 
 def partition_counts(run: Run, seed: int | None) -> pandas.DataFrame:
-    """Train examples of each client (lines) and class (columns)."""
+    """Train examples of each client (lines) and class (columns).
+
+    A text has one column, `no classes`.
+    """
     import pandas
 
-    frame = pandas.DataFrame(finished.class_counts(run)[run.seed_index(seed)])
+    index = run.seed_index(seed)
+    if run.data.num_words:
+        count = np.asarray(run.data.partition.train.count)[index]
+        frame = pandas.DataFrame({"no classes": count})
+    else:
+        frame = pandas.DataFrame(finished.class_counts(run)[index])
     return frame.rename_axis(index="client", columns="class")
 
 

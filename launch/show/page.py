@@ -11,6 +11,7 @@ import algorithms
 from data import loaders
 from launch.config import flagfile, schema
 from launch.folder import finished, record
+from launch.run import summaries
 from launch.show import curves, figures, sheets, svg, words
 
 MAX_POINTS, MAX_BUBBLES = 1500, 60
@@ -71,7 +72,7 @@ def page(
         ValueError: there is no such run, or the runs have no metric in common.
     """
     (metric,) = figures.metrics_of([entry.run for entry in entries], "")
-    base = _control(entries, control)
+    base, percent = _control(entries, control), _unit(metric)[2]
     columns = _columns(entries, metric, base)
     flags = [entry.run.flags for entry in entries]
     names = sorted(set().union(*flags) - schema.names(schema.EXECUTION))
@@ -93,7 +94,8 @@ def page(
             for number, entry in enumerate(entries)
         ],
         legend=(
-            f"Percent{f', mean ± standard deviation of {seeds} seeds' * (seeds > 1)}"
+            f"{'Percent' if percent else 'Numbers'}"
+            f"{f', mean ± standard deviation of {seeds} seeds' * (seeds > 1)}"
             f"{_rules(entries)}. The best value of a column is bold. MB are those of "
             "all clients in both directions, mean over seeds."
         ),
@@ -114,12 +116,16 @@ def _control(entries: Sequence[Entry], wanted: str) -> Entry:
 
 
 def _metrics(entries: Sequence[Entry]) -> list[str]:
-    """The metrics in percent that any run has, in the order of `words.METRICS`."""
+    """The metrics in percent that any run has, in the order of `words.METRICS`.
+
+    Perplexities of a text are numbers.
+    """
     found = dict.fromkeys(
         name
         for entry in entries
         for name, is_fraction in entry.run.fractions.items()
-        if is_fraction and name != "client_accuracy_pooled"
+        if is_fraction or not summaries.is_fraction(name)
+        if not name.startswith("client_") or not name.endswith("_pooled")
     )
     order = dict.fromkeys([*words.METRICS, *found])
     return [name for name in order if name in found]
@@ -141,7 +147,7 @@ def _columns(
         if name == metric and any(
             one and rule != "last" for one, rule in zip(last, rules, strict=True)
         ):
-            cells = [Cell(words.mean_and_std(one) if one else "–") for one in last]
+            cells = [Cell(_text(name, one) if one else "–") for one in last]
             out.append(("in the last round", cells))
     bytes_of = [
         [entry.summary["metrics"].get(f"bytes_{way}") for way in ("up", "down")]
@@ -149,6 +155,17 @@ def _columns(
     ]
     sent = [sum(one["mean"] for one in both if one) for both in bytes_of]
     return [*out, ("MB total", [Cell(f"{one / 1e6:,.1f}") for one in sent])]
+
+
+def _unit(metric: str) -> tuple[int, int, str]:
+    """(factor, digits, percent sign or nothing) of a metric of `_metrics`."""
+    is_fraction = summaries.is_fraction(metric)
+    return *words.unit(metric, is_fraction), " %" if is_fraction else ""
+
+
+def _text(metric: str, entry: Mapping[str, Any]) -> str:
+    scale, digits, _ = _unit(metric)
+    return words.mean_and_std(entry, scale, digits)
 
 
 def _cells(entries: Sequence[Entry], name: str) -> list[Cell]:
@@ -162,7 +179,7 @@ def _cells(entries: Sequence[Entry], name: str) -> list[Cell]:
         best = (min if better == "lower" else max)(means)
     return [
         Cell(
-            words.mean_and_std(one) if one else "–",
+            _text(name, one) if one else "–",
             bool(one) and one["mean"] == best and any(entry is s for s in sound),
         )
         for entry, one in zip(entries, found, strict=True)
@@ -170,7 +187,7 @@ def _cells(entries: Sequence[Entry], name: str) -> list[Cell]:
 
 
 def _gap(entry: Entry, base: Entry, metric: str) -> np.ndarray | None:
-    """Points over the control by seed, or between means if the seeds differ.
+    """Points (or numbers) over the control by seed, or of means if the seeds differ.
 
     None if one lacks the metric, or if their data sets differ.
     """
@@ -181,7 +198,7 @@ def _gap(entry: Entry, base: Entry, metric: str) -> np.ndarray | None:
     seeds = [one.run.clients["seeds"] for one in (entry, base)]
     if not np.array_equal(*seeds):
         sides = [side.mean(keepdims=True) for side in sides]
-    return 100 * (sides[0] - sides[1])
+    return _unit(metric)[0] * (sides[0] - sides[1])
 
 
 def _data(run: record.Record) -> str:
@@ -206,8 +223,13 @@ def _against(entry: Entry, base: Entry, metric: str) -> Cell:
     gap = None if entry is base else _gap(entry, base, metric)
     if gap is None:
         return Cell("–")
-    kind = "up" if gap.mean() > 0 else "down" if gap.mean() < 0 else ""
-    return Cell(words.paired(gap), kind=kind)
+    gain = -gap.mean() if _is_lower_better(metric) else gap.mean()
+    kind = "up" if gain > 0 else "down" if gain < 0 else ""
+    return Cell(words.paired(gap, _unit(metric)[1]), kind=kind)
+
+
+def _is_lower_better(metric: str) -> bool:
+    return words.metric(metric).better == "lower"
 
 
 def _is_sweep(entries: Sequence[Entry]) -> bool:
@@ -245,27 +267,31 @@ def _setting(entries: Sequence[Entry]) -> str:
 
 def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
     """The result in a sentence."""
+    _, digits, percent = _unit(metric)
     ranked = sorted(
         (entry for entry in _sound(entries) if metric in entry.summary["metrics"]),
-        key=lambda entry: -entry.summary["metrics"][metric]["mean"],
+        key=lambda entry: entry.summary["metrics"][metric]["mean"],
+        reverse=not _is_lower_better(metric),
     )
-    means = [words.mean_and_std(one.summary["metrics"][metric]) for one in ranked]
+    means = [_text(metric, one.summary["metrics"][metric]) for one in ranked]
     if _is_sweep(entries):
         return (
-            f"Its {len(entries)} points reach {means[-1]} to {means[0]} % "
+            f"Its {len(entries)} points reach {means[-1]} to {means[0]}{percent} "
             f"({words.title(metric)}). {words.NOT_TO_CHOOSE_BY}."
         )
     best = ranked[0]
-    text = f"{best.name} reaches {means[0]} % ({words.title(metric)})"
+    text = f"{best.name} reaches {means[0]}{percent} ({words.title(metric)})"
     if len(ranked) == 1:
         return f"{text}."
     other = base if base in ranked and best is not base else ranked[1]
     gap = _gap(best, other, metric)
     if gap is None:
         return f"{text}; {other.name} has another data set."
-    text += f", {words.paired(gap)} points against {other.name}"
+    points = " points" if percent else ""
+    text += f", {words.paired(gap, digits)}{points} against {other.name}"
     if len(gap) > 1:
-        text += f", ahead in {(gap > 0).sum()} of {len(gap)} seeds"
+        ahead = gap < 0 if _is_lower_better(metric) else gap > 0
+        text += f", ahead in {ahead.sum()} of {len(gap)} seeds"
     return f"{text}."
 
 
@@ -278,7 +304,7 @@ def _diverged(entries: Sequence[Entry]) -> list[str]:
     """A sentence about the runs that diverged, if there are any."""
     bad = [entry for entry in entries if record.diverged(entry.run) is not None]
     names = ", ".join(figures.named(entry.run, entry.name) for entry in bad)
-    reason = "losses or parameters are not finite, so the accuracies are meaningless"
+    reason = "losses or parameters are not finite, so its results are meaningless"
     return [f"{names}: {reason}."] if bad else []
 
 
@@ -319,7 +345,8 @@ def _section(
 
 def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
     """The page's pictures."""
-    title = words.title(metric)
+    title, (scale, _, percent) = words.title(metric), _unit(metric)
+    unit = f"{title}," + percent if percent else title
     runs = [entry.run for entry in entries]
     places = [
         ("finished rounds", lambda row: row["round"], "Over rounds."),
@@ -333,7 +360,7 @@ def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
     if not any(row.get("bytes_up") for run in runs for row in run.records):
         del places[1]
     shown = [
-        _curves(entries, metric, place, (label, f"{title}, %"), 100, caption)
+        _curves(entries, metric, place, (label, unit), scale, caption)
         for label, place, caption in places
     ]
     sections = [_section(title, shown), _clients(entries)]
@@ -348,6 +375,8 @@ def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
         sections.append(_section("Other metrics over rounds", moving))
     shown = _bubbles(entries)
     note = "Train examples of each client and class, first seed."
+    if not shown:
+        note = "A text has no classes."
     if len(shown) > 1:
         note += " The runs have different partitions."
     return [*sections, _section("Partition", shown, note, has_legend=False)]
@@ -355,17 +384,25 @@ def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
 
 def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
     """The spread of accuracies over clients, and their gains over local training."""
-    figure, axes = svg.figure("accuracy, %", "clients with at least this, %")
-    known = [entry for entry in entries if record.has_clients(entry.run)]
+    texts = [record.is_text(entry.run) for entry in entries]
+    # Where both kinds are on a page, only images are drawn.
+    is_text = all(texts)
+    kind, unit = ("perplexity", "") if is_text else ("accuracy", ", %")
+    figure, axes = svg.figure(f"{kind}{unit}", "clients with at least this, %")
+    known = [
+        entry
+        for entry, one in zip(entries, texts, strict=True)
+        if one == is_text and record.has_clients(entry.run)
+    ]
     for entry in known:
-        values = np.sort(100 * record.accuracies(entry.run).ravel())
+        values = np.sort(record.of_clients(entry.run).ravel())
         values = values[np.isfinite(values)]
         if len(values) > MAX_POINTS:
             values = np.quantile(values, np.linspace(0, 1, MAX_POINTS))
         percent = 100 * (1 - np.arange(len(values)) / len(values))
         axes.plot(values, percent, color=entry.color, lw=1.6, drawstyle="steps-pre")
-    axes.set(xlim=(0, 100), ylim=(0, 103))
-    shown = [svg.shown(figure, "Fairness: how many clients reach which accuracy.")]
+    axes.set(xlim=None if is_text else (0, 100), ylim=(0, 103))
+    shown = [svg.shown(figure, f"Fairness: how many clients have which {kind}.")]
     local = [entry for entry in known if entry.run.flags["algo"] == "local"]
     others = [entry for entry in known if entry.run.flags["algo"] != "local"]
     pairs = [(e, local[0]) for e in others if local and _is_same(e, local[0])]
@@ -375,25 +412,30 @@ def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
             "of each client."
         )
         return _section("Clients", shown, note)
-    figure, axes = svg.figure("alone (local), %", "with the method, %")
-    axes.plot([0, 100], [0, 100], color=svg.INK, lw=0.8, alpha=0.5)
+    figure, axes = svg.figure(f"alone (local){unit}", f"with the method{unit}")
+    limit = 100
+    if is_text:
+        limit = max(np.nanmax(record.of_clients(one.run)) for one in known)
+    axes.plot([0, limit], [0, limit], color=svg.INK, lw=0.8, alpha=0.5)
     for entry, alone in pairs:
-        x, y = (100 * record.accuracies(one.run).ravel() for one in (alone, entry))
+        x, y = (record.of_clients(one.run).ravel() for one in (alone, entry))
         step = -(-len(x) // MAX_POINTS)
         style = {"s": 14, "color": entry.color, "alpha": 0.6, "linewidths": 0}
         axes.scatter(x[::step], y[::step], **style)
-    axes.set(xlim=(0, 103), ylim=(0, 103))
+    axes.set(xlim=(0, 1.03 * limit), ylim=(0, 1.03 * limit))
     caption = (
         "Gain of each client over its local model: one dot for each client and seed, "
-        "above the line if it gains."
+        f"{'below' if is_text else 'above'} the line if it gains."
     )
     return _section("Clients", [*shown, svg.shown(figure, caption)])
 
 
 def _is_same(one: Entry, other: Entry) -> bool:
     """Whether both have the same clients."""
-    names = ("seeds", "test_size", "class_counts")
-    return all(np.array_equal(one.run.clients[n], other.run.clients[n]) for n in names)
+    names = ("seeds", "test_size", finished.CLASS_COUNTS)
+    return all(
+        np.array_equal(one.run.clients.get(n), other.run.clients.get(n)) for n in names
+    )
 
 
 def _moving(entries: Sequence[Entry]) -> list[dict[str, str]]:
@@ -402,6 +444,7 @@ def _moving(entries: Sequence[Entry]) -> list[dict[str, str]]:
         name
         for entry in entries
         for name in (*entry.summary.get("numbers", ()), "train_loss")
+        if summaries.is_fraction(name)
     )
     out = []
     for name in names:

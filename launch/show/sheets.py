@@ -51,11 +51,6 @@ class Sheet(NamedTuple):
     grids: list[Grid]
 
 
-def _unit(done: Mapping[str, Any], metric: str) -> tuple[int, int]:
-    """(factor, digits) of a metric, for percent or for a number."""
-    return (1, 3) if summaries.is_number(done, metric) else (100, 1)
-
-
 def _text(done: Mapping[str, Any] | None, metric: str, number: Number | None) -> str:
     """`paper / ours / difference`, or ours alone if the paper has no number."""
     pair = number if isinstance(number, list) else [number]
@@ -65,7 +60,7 @@ def _text(done: Mapping[str, Any] | None, metric: str, number: Number | None) ->
     if metric not in done["metrics"]:
         return f"{paper} / -" if paper else "-"
     entry = done["metrics"][metric]
-    scale, digits = _unit(done, metric)
+    scale, digits = words.unit(metric, not summaries.is_number(done, metric))
     mean = scale * entry["mean"]
     ours = words.mean_and_std(entry, scale, digits)
     if done.get("diverged"):
@@ -212,7 +207,7 @@ def _against(
         if any(one is None or metric not in one["metrics"] for one in pair):
             return "missing"
         sides = [np.array(one["metrics"][metric]["per_seed"]) for one in pair]
-        scale, digits = _unit(pair[0], metric)
+        scale, digits = words.unit(metric, not summaries.is_number(pair[0], metric))
         return words.paired(scale * (sides[0] - sides[1]), digits)
 
     others = [row for row in rows if row != control]

@@ -19,12 +19,14 @@ class Metric(NamedTuple):
         is_fraction: Whether it is a fraction, shown in percent, or a number.
         better: `higher`, `lower`, or "" if neither is better.
         is_headline: Whether it heads a table and a line of progress.
+        digits: Decimals of a number in tables.
     """
 
     title: str
     is_fraction: bool = True
     better: str = "higher"
     is_headline: bool = False
+    digits: int = 3
 
 
 # The order is that of tables. Other metrics that an algorithm's rounds measure are
@@ -48,8 +50,24 @@ METRICS = {
     "dropped": Metric("dropped", better=""),
     "critical": Metric("critical", better=""),
 }
+# A text has perplexities in the place of accuracies.
+METRICS |= {
+    name.replace("accuracy", "perplexity"): one._replace(
+        is_fraction=False, better="lower", digits=2
+    )
+    for name, one in METRICS.items()
+    if "accuracy" in name
+}
+for _name, _title, _is_headline in (
+    ("client_perplexity", "Client", True),
+    ("masked_perplexity", "Global, masked", False),
+    ("client_masked_perplexity", "Client, masked", False),
+):
+    METRICS[_name] = METRICS["global_perplexity"]._replace(
+        title=_title, is_headline=_is_headline
+    )
 NOT_TO_CHOOSE_BY = (
-    "These are accuracies on test rows, and choosing a point by them would be training "
+    "These are measured on test rows, and choosing a point by them would be training "
     "on the test set"
 )
 HEADLINES = tuple(name for name, metric in METRICS.items() if metric.is_headline)
@@ -59,8 +77,10 @@ def metric(name: str) -> Metric:
     """The description of a metric, for unknown ones derived from the name."""
     if name in METRICS:
         return METRICS[name]
-    exit = re.fullmatch(r"exit(\d+)_accuracy", name)
+    exit = re.fullmatch(r"exit(\d+)_(accuracy|perplexity)", name)
     title = f"Exit {exit[1]}" if exit else name.replace("_", " ")
+    if not summaries.is_fraction(name):
+        return METRICS["global_perplexity"]._replace(title=title, is_headline=False)
     return Metric(title, is_fraction="accuracy" in name)
 
 
@@ -72,6 +92,11 @@ def title(name: str) -> str:
 def is_fraction(name: str, known: Mapping[str, bool]) -> bool:
     """Whether a metric is shown in percent; `known` are descriptions by the run."""
     return known.get(name, metric(name).is_fraction)
+
+
+def unit(name: str, is_fraction: bool) -> tuple[int, int]:
+    """(factor, digits) of a metric in tables, for percent or for a number."""
+    return (100, 1) if is_fraction else (1, metric(name).digits)
 
 
 def mean_and_std(
@@ -96,7 +121,7 @@ def paired(gap: np.ndarray, digits: int = 1) -> str:
 def headline(
     records: Sequence[dict[str, Any]], points: Sequence[sweep.Point] = ({},)
 ) -> dict[str, str]:
-    """The headline metrics in percent, mean over the seeds.
+    """The headline metrics in percent or as numbers, mean over the seeds.
 
     For a sweep each is the range of its points' means.
     """
@@ -116,8 +141,10 @@ def headline(
     def mean(name: str) -> float:
         return sum(record[name] for record in records) / len(records)
 
-    names = [n for n in HEADLINES if n in shared - hidden]
-    out = {title(name): f"{100 * mean(name):.1f}" for name in names}
+    out = {}
+    for name in (n for n in HEADLINES if n in shared - hidden):
+        scale, digits = unit(name, metric(name).is_fraction)
+        out[title(name)] = f"{scale * mean(name):.{digits}f}"
     loss = {"loss": f"{mean('train_loss'):.3f}"} if "train_loss" in shared else {}
     return out | loss
 
@@ -130,6 +157,12 @@ def diverged(round: int | None) -> str:
 def rules(run: Run) -> str:
     """The rules that a run follows, and notes about its options."""
     notes = resolve.notes(run.config, run.hparams)
+    if run.dropped_owners:
+        least = run.config.min_examples
+        notes.append(
+            f"note: {run.dropped_owners} owners have fewer than --min_examples={least} "
+            "rows and are left out"
+        )
     return "\n".join((presets.sentence(run.config.preset), *notes))
 
 
@@ -188,10 +221,14 @@ def _sweep_lines(summary: dict[str, Any]) -> list[str]:
     seeds = len(parts[0]["metrics"][names[0]]["per_seed"]) if names else 1
     spread = f" +- std over {seeds} seeds" if seeds > 1 else ""
     titles = "  ".join(f"{title(name):>16}" for name in names)
-    lines = [f"{'point':<{width}}  {titles}  percent{spread} ({summary_rule(summary)})"]
+    kind = "percent" if all(metric(name).is_fraction for name in names) else "number"
+    lines = [f"{'point':<{width}}  {titles}  {kind}{spread} ({summary_rule(summary)})"]
     for label, part in zip(labels, parts, strict=True):
-        found = [part["metrics"][name] for name in names]
-        cells = [f"{mean_and_std(one, digits=2, sign='+-'):>16}" for one in found]
+        cells = []
+        for name in names:
+            scale, _ = unit(name, metric(name).is_fraction)
+            text = mean_and_std(part["metrics"][name], scale, digits=2, sign="+-")
+            cells.append(f"{text:>16}")
         texts = filter(None, [*cells, diverged(part.get("diverged"))])
         lines.append(f"{label:<{width}}  " + "  ".join(texts))
     return [*lines, f"{NOT_TO_CHOOSE_BY}."]
@@ -206,12 +243,12 @@ def _lines(summary: dict[str, Any]) -> list[str]:
     fractions = [n for n in shown if n not in numbers]
     last = summary.get("last_round", {}) if summary["summary"] != "last" else {}
     lines = []
-    kinds = ("percent", fractions, 100, 2), ("number", numbers, 1, 3)
-    for unit, names, scale, digits in kinds:
+    for kind, names, scale in ("percent", fractions, 100), ("number", numbers, 1):
         if names:
-            head = f"{'metric':<18} {unit}{spread}  ({summary_rule(summary)})"
+            head = f"{'metric':<18} {kind}{spread}  ({summary_rule(summary)})"
             lines.append(f"{head}  last round" if last else head)
         for name in names:
+            digits = 2 if kind == "percent" else metric(name).digits
             entry = summary["metrics"][name]
             std = f" +- {scale * entry['std']:.{digits}f}" if seeds > 1 else ""
             line = f"{title(name):<18} {scale * entry['mean']:6.{digits}f}{std}"

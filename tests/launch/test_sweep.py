@@ -163,7 +163,7 @@ def test_a_folder_knows_its_points(swept, blobs):
     assert summary["metrics"] == {}
     mean = summary["sweep"][4]["metrics"]["client_accuracy"]["mean"]
     assert runs[4].summary["metrics"]["client_accuracy"]["mean"] == mean
-    np.testing.assert_allclose(np.nanmean(record.accuracies(runs[4])), mean)
+    np.testing.assert_allclose(np.nanmean(record.of_clients(runs[4])), 100 * mean)
     curves = figures.picture("curves", runs)
     assert len(curves.axes[0].lines) == 6
     heat = figures.picture("heatmap", runs).axes[0]

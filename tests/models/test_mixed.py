@@ -41,8 +41,8 @@ MODELS = {
 def test_types(name):
     """Activations are bf16; parameters, gradients, statistics and outputs are f32."""
     model, is_own = MODELS[name]
-    lowered = mixed.in_bfloat16(model, is_own=is_own)
-    assert mixed.in_bfloat16(model, is_own=is_own) is lowered
+    lowered = mixed.in_bfloat16(model, rounds=is_own)
+    assert mixed.in_bfloat16(model, rounds=is_own) is lowered
     shape = (16, 16, 1)
     params, stats = shapes.variables(lowered, shape)
     inside = {}

