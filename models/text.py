@@ -67,7 +67,7 @@ class Encoder(nn.Module):
             kernel_init=init,
             bias_init=init,
             dtype=dtype,
-            force_fp32_for_softmax=True,
+            force_fp32_for_softmax=dtype == jnp.bfloat16,
             name="attention",
         )(h)
         h = _norm("norm1", dtype)(h + dropout(seen, train=train))
@@ -122,13 +122,17 @@ def _of_tokens(model: types.Model, width: int) -> types.Model:
 
 def depth_masked_lm(num_classes: int, width: float = 1.0) -> types.Model:
     """A masked language model with an exit after each of its four layers."""
-    wide = stages.scaling(width)(WIDTH)
-    names = [f"stage{number}" for number in range(1, LAYERS + 1)]
+    return with_exits(num_classes, stages.scaling(width)(WIDTH), LAYERS)
+
+
+def with_exits(num_words: int, wide: int, num_layers: int) -> types.Model:
+    """`depth_masked_lm` of any width D and number of layers."""
+    names = [f"stage{number}" for number in range(1, num_layers + 1)]
     model = stages.chain(
         "depth_masked_lm",
         [(name, Encoder()) for name in names],
-        {name: Head(num_classes) for name in names},
-        stem=Embedding(num_classes, wide),
+        {name: Head(num_words) for name in names},
+        stem=Embedding(num_words, wide),
     )
     return _of_tokens(model, wide)
 

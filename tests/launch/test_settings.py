@@ -11,7 +11,7 @@ import pytest
 import algorithms
 import models
 from algorithms import fedavg
-from data import dataset, loaders, partitions
+from data import dataset, loaders, partitions, texts
 from data.partitions import cdkt
 from fedjax_pfl import options
 from launch import build
@@ -229,7 +229,7 @@ def test_rules_name_what_exists():
     for types_of in owners.values():
         kinds |= types_of
     common = registry.field_types(schema.Config)
-    datasets = {*loaders.DATASETS}
+    datasets = {*loaders.DATASETS, *texts.TEXTS}
     for preset in presets.PRESETS:
         for _, rule in presets.rules(preset):
             assert rule.options and set(rule.when) <= set(presets.CONDITIONS)
