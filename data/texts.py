@@ -186,7 +186,9 @@ def _wikitext_files(data_dir: str) -> list[str]:
             return [_decoded(str(path), path.read_bytes()) for path in paths]
     archive = folder / WIKITEXT
     if not archive.is_file():
-        raise ValueError(f"--dataset=wikitext2: --data_dir={data_dir} has none; {way}")
+        raise ValueError(
+            f"--dataset=wikitext2: --data_dir={data_dir} does not have them; {way}"
+        )
     try:
         with zipfile.ZipFile(archive) as file:
             members = {pathlib.PurePosixPath(n).name: n for n in file.namelist()}

@@ -1,0 +1,145 @@
+"""What is hidden in train and test batches of a text, and its perplexities."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import augment, evaluate, types
+
+V = 50
+
+
+def data_of(words):
+    words = jnp.asarray(words, jnp.int32)
+    rows = types.ClientRows(jnp.arange(2), jnp.array([0]), jnp.array([2]))
+    parts = types.Partition(rows, rows, ())
+    return types.Data(words, words, 0.0, 1.0, parts, num_words=V)
+
+
+@pytest.fixture(scope="module")
+def data():
+    return data_of(np.random.default_rng(0).integers(0, V, (1600, 64)))
+
+
+def test_how_many_words_are_hidden(data):
+    """Of 10^5 positions 15 % are chosen; of these 80, 10 and 10 %."""
+    image, label, chosen = data.test_batch(jnp.arange(1600))
+    assert abs(float(chosen.mean()) - 0.15) < 0.005
+    seen, was = np.asarray(image[chosen]), np.asarray(label[chosen])
+    masked, same = seen == V, seen == was
+    # A random word is the right one now and then.
+    assert abs(masked.mean() - 0.8) < 0.02
+    assert abs((~masked & ~same).mean() - 0.1 * (1 - 1 / V)) < 0.02
+    assert abs(same.mean() - 0.1 * (1 + 1 / V)) < 0.02
+    np.testing.assert_array_equal(image[~chosen], label[~chosen])
+    np.testing.assert_array_equal(label, data.label)
+
+
+def test_test_rows_are_always_the_same(data):
+    """By the row alone: not by its place, nor by anything of a run."""
+    whole = data.test_batch(jnp.arange(20))
+    some = data.test_batch(jnp.array([-1, 7, 3]))
+    for one, other in zip(whole, some, strict=True):
+        np.testing.assert_array_equal(one[jnp.array([7, 3])], other[1:])
+
+
+def test_train_rows_are_named_by_position(data):
+    """A step's draws differ from the next one's, and not with the batch."""
+    rows, place = jnp.array([5, 9, 2]), jnp.array([0, 4, 1])
+    key, other = jax.random.split(jax.random.key(1))
+    image, label = data.train_batch(rows, place, key)
+    np.testing.assert_array_equal(label, data.label[rows])
+    alone, _ = data.train_batch(rows[1:2], place[1:2], key)
+    np.testing.assert_array_equal(image[1:2], alone)
+    assert (image != data.train_batch(rows, place, other)[0]).any()
+    assert (image != data.train_batch(rows, place[::-1], key)[0]).any()
+    np.testing.assert_array_equal(data.gather(rows)[0], data.image[rows])
+
+
+def test_a_mask_is_no_word():
+    words = jnp.zeros(4000, jnp.int32)
+    hidden, chosen = augment.mask_words(words, jax.random.key(0), 3)
+    assert set(np.asarray(hidden).tolist()) == {0, 1, 2, 3}
+    assert not (np.asarray(hidden)[~np.asarray(chosen)]).any()
+
+
+def fixed(logits, num_exits):
+    """A model that answers every word with the same logits, or an exit with its own."""
+
+    def forward(params, stats, h, *, start=0, stop=None, **mode):
+        out = [jnp.broadcast_to(z, (*h.shape, V)) for z in logits]
+        return (tuple(out) if num_exits > 1 else out[0]), stats
+
+    names = tuple(f"s{n}" for n in range(num_exits))
+    model = types.Model("fixed", names, lambda key, x: ((), ()), forward)
+    return model._replace(has_exits=num_exits > 1, takes="tokens")
+
+
+@pytest.mark.parametrize("num_exits", [1, 3])
+def test_perplexities_by_hand(num_exits):
+    """exp of a mean over positions, of the ensemble of logits and of each client."""
+    gen = np.random.default_rng(0)
+    words, logits = gen.integers(0, V, (9, 5)), gen.normal(size=(num_exits, V))
+    data = data_of(words)
+    test = types.ClientRows(
+        jnp.array([4, 1, 7, 0, 8, -1, -1, -1]),
+        jnp.array([0, 3, 4]),
+        jnp.array([3, 1, 0]),
+    )
+    data = data.replace(partition=types.Partition(test, test, ()))
+    model, empty = fixed(jnp.asarray(logits), num_exits), types.Variables((), ())
+    algorithm = types.Algorithm(
+        plans=(),
+        init=None,
+        round=None,
+        server=lambda state, data: {"global": (model, empty)},
+    )
+    state = types.RoundState((), (), jax.random.key(5), jnp.int32(0))
+    counts = evaluate.count_correct(
+        algorithm,
+        state,
+        None,
+        data,
+        evaluate.Scoring(batch_size=2, own_batch_size=2, has_train=True),
+        types.Execution(1),
+    )
+    counts = jax.tree.map(np.asarray, counts)
+    found, of_client = evaluate.metrics(counts, np.array([3, 1, 0]), 5)
+    _, _, chosen = (np.asarray(one) for one in data.test_batch(jnp.arange(9)))
+
+    def surprise(z):
+        log_p = z - np.log(np.exp(z).sum())
+        return -log_p[words]
+
+    def perplexity(z, rows, where=slice(None)):
+        return np.exp(surprise(z)[rows][where].mean())
+
+    union, mean = [4, 1, 7, 0, 8], logits.mean(0)
+    expected = {
+        "global_perplexity": perplexity(mean, union),
+        "masked_perplexity": perplexity(mean, union, chosen[union]),
+        "train_perplexity": perplexity(mean, union),
+        "client_perplexity": np.mean(
+            [perplexity(mean, [4, 1, 7]), perplexity(mean, [0])]
+        ),
+        "client_perplexity_pooled": perplexity(mean, [4, 1, 7, 0]),
+        "client_masked_perplexity": perplexity(
+            mean, [4, 1, 7, 0], chosen[[4, 1, 7, 0]]
+        ),
+        "worst_decile_perplexity": max(
+            perplexity(mean, [4, 1, 7]), perplexity(mean, [0])
+        ),
+        "client_perplexity_std": np.std(
+            [perplexity(mean, [4, 1, 7]), perplexity(mean, [0])]
+        ),
+    }
+    if num_exits > 1:
+        expected["ensemble_perplexity"] = expected["global_perplexity"]
+        for number, z in enumerate(logits, start=1):
+            expected[f"exit{number}_perplexity"] = perplexity(z, union)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(of_client[0], perplexity(mean, [4, 1, 7]), rtol=1e-5)
+    assert np.isnan(of_client[2])
