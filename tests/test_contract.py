@@ -18,10 +18,13 @@ import pytest
 
 import algorithms
 import models
+from data import texts as texts_lib
 from fedjax_pfl import checkpoint, levels, program, shapes
 from launch import build
 from launch.config import flags, registry
 from launch.run import assemble, given
+from models import text
+from tests import texts
 from tests.toys import frozen, gossip, ledger, model, sparse, spliced, widths
 
 TOYS = {
@@ -32,7 +35,16 @@ TOYS = {
     "toy_sparse": sparse,
     "toy_widths": widths,
 }
+# The same algorithms on rows of tokens
+ON_TEXT = {"text_fedper": "fedper", "text_depthfl": "depthfl"}
 OWN_OPTIONS = {
+    "text_fedper": {"model": "masked_lm"},
+    "text_depthfl": {
+        "model": "two_layers",
+        "level_mix": "1:1",
+        "client_momentum": 0.5,
+        "optimizer_state": "persist",
+    },
     "toy_ledger": {"model": "with_exits"},
     "toy_frozen": {"model": "with_exits"},
     "cdkt": {"proxy_fraction": 0.1},
@@ -102,12 +114,13 @@ COVERED = {
     "feddyn": "depthfl",
     "sheterofl": "heterofl",
 }
-NAMES = [name for name in algorithms.ALGORITHMS if name not in COVERED] + [*TOYS]
+OURS = [name for name in algorithms.ALGORITHMS if name not in COVERED]
+NAMES = [*OURS, *TOYS, *ON_TEXT]
 LEVELLED = [
     name
-    for name in algorithms.ALGORITHMS
-    if name in NAMES and issubclass(algorithms.ALGORITHMS[name].HParams, levels.Levels)
-]
+    for name in OURS
+    if issubclass(algorithms.ALGORITHMS[name].HParams, levels.Levels)
+] + ["text_depthfl"]
 # A name of each frame: FedAvg's, control variates, a boundary, levels of stages, widths
 # and numbers, peers, a proxy set, architectures, clients in turn, tables by sample.
 FRAMES = (
@@ -137,17 +150,29 @@ def _toys(monkeypatch):
 def register_toys(monkeypatch):
     for name, module in TOYS.items():
         monkeypatch.setitem(algorithms.ALGORITHMS, name, module)
+    for name, base in ON_TEXT.items():
+        monkeypatch.setitem(algorithms.ALGORITHMS, name, algorithms.ALGORITHMS[base])
+    monkeypatch.setitem(texts_lib.TEXTS, "small", texts.SMALL)
+    monkeypatch.setitem(models.MODELS, "two_layers", two_layers)
     monkeypatch.setitem(models.MODELS, "with_exits", model.with_exits)
     monkeypatch.setitem(models.MODELS, "narrow", model.narrow)
+
+
+def two_layers(num_classes, width):
+    return text.with_exits(num_classes, 8, 2)
 
 
 def build_experiment(name, dataset, **more):
     """Seven unequal clients, five a round, on one device unless told otherwise."""
     options = COMMON | OWN_OPTIONS.get(name, {}) | more
+    if name in ON_TEXT:
+        dataset = "small"
+        options |= {"partition": "natural", "model_width": 1 / 64}
     known = registry.fields_of(name)
     options = {key: value for key, value in options.items() if key in known}
     settings = given.settled(algo=name, dataset=dataset, **options)
-    level_of = 1 + np.arange(settings.config.num_clients, dtype=np.int32) % 3
+    num_levels = 2 if name in ON_TEXT else 3
+    level_of = 1 + np.arange(settings.config.num_clients, dtype=np.int32) % num_levels
     return assemble.assemble(settings, kind=build.Experiment, level_of=level_of)
 
 

@@ -5,7 +5,7 @@ import zipfile
 
 import numpy as np
 
-from data import texts
+from data import dataset, texts
 
 SUBJECTS, VERBS = ("cat", "dog", "bird"), ("sees", "hears", "eats")
 
@@ -34,3 +34,19 @@ def pack(folder, archive):
     with zipfile.ZipFile(archive, "w") as file:
         for name in texts.WIKITEXT_FILES:
             file.write(folder / name, f"wikitext-2/{name}")
+
+
+def load(data_dir, length, owners):
+    """Seven owners of unequal size, all of whose lines follow one order."""
+    sizes = [10, 15, 20, 25, 40, 50, 80]
+    words = [line.split() for line in lines(sum(sizes))]
+    number = {
+        word: n for n, word in enumerate(sorted({w for one in words for w in one}))
+    }
+    rows = np.array([[number[w] for w in one] for one in words], np.int32)
+    client = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+    return dataset.Dataset(rows, rows, len(rows), len(number), client)
+
+
+# To be put into `texts.TEXTS`
+SMALL = texts.Text(load, 5, "a small text of seven owners", has_owners=True)
