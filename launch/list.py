@@ -14,7 +14,7 @@ from typing import Any
 
 import algorithms
 import models
-from data import loaders, partitions
+from data import loaders, partitions, texts
 from fedjax_pfl import types
 from fedjax_pfl.options import option
 from launch import ending, experiment
@@ -55,7 +55,7 @@ def main() -> None:
             name: presets.describe(name) for name in presets.PRESETS
         },
         "data sets (--dataset)": {
-            name: entry.help for name, entry in loaders.DATASETS.items()
+            name: entry.help for name, entry in (loaders.DATASETS | texts.TEXTS).items()
         }
         | {"npz:PATH": "your own arrays x, y and optionally client"},
         "models (--model, --client_model), hidden channels x --model_width": {

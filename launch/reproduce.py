@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data import loaders
+from data import loaders, texts
 from fedjax_pfl import levels
 from fedjax_pfl.options import option
 from launch import cells, ending
@@ -43,10 +43,10 @@ def available(dataset: str, data_dir: str) -> str:
         ValueError: there is no such data set.
     """
     dataset = "emnist/byclass" if dataset == "femnist" else dataset
-    if dataset not in loaders.DATASETS and not dataset.startswith("npz:"):
+    known = [*loaders.DATASETS, *texts.TEXTS]
+    if dataset not in known and not dataset.startswith("npz:"):
         raise ValueError(
-            f"--dataset={dataset}: expected one of {', '.join(loaders.DATASETS)} or "
-            "npz:PATH"
+            f"--dataset={dataset}: expected one of {', '.join(known)} or npz:PATH"
         )
     if dataset == "mnist":
         try:

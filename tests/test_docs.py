@@ -7,7 +7,7 @@ import re
 import pytest
 
 import algorithms
-from data import loaders, partitions
+from data import loaders, partitions, texts
 from launch.config import presets
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -46,7 +46,7 @@ def test_every_page_is_linked_from_readme():
     [
         ("algorithms.md", algorithms.ALGORITHMS),
         ("algorithms.md", presets.PRESETS),
-        ("data.md", loaders.DATASETS),
+        ("data.md", [*loaders.DATASETS, *texts.TEXTS]),
         ("data.md", partitions.PARTITIONS),
     ],
     ids=["algorithms", "presets", "data sets", "partitions"],

@@ -106,6 +106,8 @@ def resolve(
     if source.is_text:
         rules |= _of_text(name, source)
     rules["model"] = _model(name, source, rules.get("model"))
+    if (config.model or rules["model"]) not in models.MODELS:
+        rules.pop("model_width", None)  # a custom model has its own
     rules["client_model"] = config.model or rules["model"]
     # Shared images come from a public set or from the data, not from both.
     if rules["proxy_fraction"]:

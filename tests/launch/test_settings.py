@@ -420,6 +420,7 @@ def test_list_shows_what_there_is(capsys):
     lines = capsys.readouterr().out.splitlines()
     shown = {line.split()[0]: line for line in lines if line.startswith("  ")}
     names = [*algorithms.ALGORITHMS, *presets.PRESETS, *loaders.DATASETS]
+    names += texts.TEXTS
     names += [*partitions.PARTITIONS, *models.MODELS, "cdkt.table1", "fedd2s.fig7"]
     assert set(names) <= shown.keys()
     assert shown["pfedsd"].split()[1] == "fedd2s"

@@ -1,0 +1,201 @@
+"""Runs on texts: what they leave behind and show, what they refuse."""
+
+import pathlib
+
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import algorithms
+from algorithms import fedavg
+from data import texts as texts_lib
+from launch import build, main, plot, report
+from launch.folder import record
+from tests import texts
+
+SMALL = {
+    "dataset": "small",
+    "partition": "natural",
+    "preset": "none",
+    "model": "masked_lm",
+    "model_width": 1 / 64,
+    "clients_per_round": 3,
+    "rounds": 2,
+    "eval_every": 1,
+    "devices": 1,
+}
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setitem(texts_lib.TEXTS, "small", texts.SMALL)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Finished runs with personal models and without, two seeds of one."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(texts_lib.TEXTS, "small", texts.SMALL)
+        for algo, seeds in (("fedper", 2), ("local", 2)):
+            made = build.experiment(
+                algo=algo, workdir=str(folder / algo), num_seeds=seeds, **SMALL
+            )
+            made.run(progress=False)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "algo", [n for n, e in algorithms.ALGORITHMS.items() if getattr(e, "text", False)]
+)
+def test_every_such_method_is_measured_by_perplexity(algo):
+    """No accuracy, one number for each owner, and less than that of a guess."""
+    entry = algorithms.ALGORITHMS[algo]
+    options = {"min_layer": 2} if algo.endswith("_plus") else {}
+    if getattr(entry, "exits", False):
+        options |= {"level_mix": "1:1:1:1", "model": "depth_masked_lm"}
+    if algo == "feddyn":
+        options = {}
+    if algo == "scaffold":
+        options |= {"client_optimizer": "sgd"}
+    made = build.experiment(algo=algo, **SMALL | {"rounds": 1} | options)
+    shapes = made.simulation.program  # built, and not compiled
+    assert shapes.algorithm.plans
+    assert made.task.num_classes == made.data.num_words == 8
+    assert made.config.normalization == made.config.augment == "none"
+
+
+def test_what_a_run_leaves(folders, capsys):
+    """Numbers of two digits in records, tables and arrays; no classes."""
+    run = record.read(folders / "fedper")
+    last = [row for row in run.records if row["round"] == 2]
+    assert not [name for name in last[0] if "accuracy" in name]
+    assert {"client_perplexity", "client_masked_perplexity"} <= last[0].keys()
+    assert "class_counts" not in run.clients and "accuracy" not in run.clients
+    assert run.clients["perplexity"].shape == (2, 1, 7)
+    means = np.nanmean(record.of_clients(run), 1)
+    np.testing.assert_allclose(means, [row["client_perplexity"] for row in last])
+    first = [row["client_perplexity"] for row in run.records if row["round"] == 0]
+    assert (means < first).all()
+    assert "client_perplexity" in run.summary["numbers"]
+    main.main(
+        ["main", f"--workdir={folders / 'fedper'}", "--algo=fedper"]
+        + [f"--{name}={value}" for name, value in SMALL.items()]
+        + ["--num_seeds=2"]
+    )
+    line = next(one for one in capsys.readouterr().out.splitlines() if "Client " in one)
+    assert f"{means.mean():.2f} +- " in line
+
+
+def test_pictures_and_page(folders, tmp_path, capsys):
+    """Curves and a page with their numbers; there are no bubbles to draw."""
+    names = [str(folders / name) for name in ("fedper", "local")]
+    plot.command(["plot", *names, f"--output={tmp_path}"])
+    drawn = [line.rpartition("/")[2] for line in capsys.readouterr().out.splitlines()]
+    assert drawn == ["curves.png", "fairness.png"]
+    with pytest.raises(SystemExit):
+        plot.command(["plot", names[0], "--kind=bubbles", f"--output={tmp_path}"])
+    assert "texts have no classes" in capsys.readouterr().err
+    page = tmp_path / "page.html"
+    report.command(["report", *names, f"--output={page}"])
+    text = page.read_text()
+    best = min(
+        names,
+        key=lambda name: record.of_clients(record.read(pathlib.Path(name))).mean(),
+    )
+    assert f"{best.rpartition('/')[2]} reaches " in text
+    assert "A text has no classes." in text and "accuracy" not in text.lower()
+
+
+def test_frames(folders):
+    """Train rows in place of classes."""
+    made = build.load(str(folders / "fedper"))
+    frame = made.partition_counts()
+    assert list(frame.columns) == ["no classes"] and len(frame) == 7
+    sizes = np.array([10, 15, 20, 25, 40, 50, 80])
+    assert frame["no classes"].tolist() == (sizes * 9 // 10).tolist()
+
+
+def test_small_owners_are_left_out():
+    """One line says how many, and the others are numbered again."""
+    made = build.experiment(algo="local", **SMALL, min_examples=22)
+    assert made.config.num_clients == 4 and made.dropped_owners == 3
+    assert np.asarray(made.data.partition.train.count)[0].tolist() == [22, 36, 45, 72]
+
+
+def test_rows_on_the_host_and_several_devices():
+    """The run on one device bit for bit, or to rounding."""
+    given = SMALL | {"algo": "fedper", "rounds": 1}
+    runs = [
+        build.experiment(**given | more)
+        for more in ({}, {"client_state": "host"}, {"devices": 3})
+    ]
+    one, host, three = (run.run(progress=False)["metrics"] for run in runs)
+    assert one == host
+    for name, entry in one.items():
+        assert three[name]["mean"] == pytest.approx(entry["mean"], rel=1e-5), name
+
+
+class Bigrams(nn.Module):
+    """A model of one's own: a table of the next to be found, of words and the mask."""
+
+    @nn.compact
+    def __call__(self, words):
+        return nn.Dense(8)(nn.Embed(9, 4)(words))
+
+
+def test_a_model_of_ones_own():
+    """It gets tokens and gives logits for each."""
+    given = SMALL | {"model": Bigrams(), "rounds": 1, "model_width": None}
+    made = build.experiment(algo="fedavg", **given)
+    assert made.task.model.takes == "tokens"
+    metrics = made.run(progress=False)["metrics"]
+    assert metrics["global_perplexity"]["mean"] < 10
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"model": "mlp"}, ["--model=mlp", "masked_lm"]),
+        ({"algo": "cdkt"}, ["--dataset=small", "--algo=cdkt", "fedavg"]),
+        ({"partition": "dirichlet"}, ["--partition=dirichlet", "contiguous"]),
+        ({"normalization": "half"}, ["--normalization=half", "omit it"]),
+        ({"augment": "crop_flip"}, ["--augment=crop_flip", "omit it"]),
+        ({"rotate_classes": 4}, ["--rotate_classes=4", "omit it"]),
+        ({"image_size": 32}, ["--image_size=32", "omit it"]),
+        ({"c_gen": True}, ["--c_gen=True", "omit it"]),
+        ({"proxy_fraction": 0.1}, ["--proxy_fraction=0.1", "omit it"]),
+        ({"examples_per_client": 5}, ["--examples_per_client=5", "natural"]),
+        ({"min_examples": 1000}, ["--min_examples=1000", "lower it"]),
+        ({"model_width": 0.3}, ["--model=masked_lm", "8 heads"]),
+        ({"algo": fedavg}, ["is a text", "--dataset=small"]),
+    ],
+)
+def test_refused_on_a_text(given, words):
+    with pytest.raises(ValueError) as error:
+        build.experiment(**{"algo": "fedavg"} | SMALL | given)
+    text = str(error.value)
+    assert "\n" not in text and all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"model": "depth_masked_lm"}, ["--model=depth_masked_lm", "takes tokens"]),
+        ({"text_length": 9}, ["--text_length=9", "python_topics"]),
+        ({"owners": "chapter"}, ["--owners=chapter", "kjv"]),
+    ],
+)
+def test_refused_on_images(given, words, blobs):
+    with pytest.raises(ValueError) as error:
+        build.experiment(algo="depthfl", dataset=blobs, preset="none", **given)
+    text = str(error.value)
+    assert "\n" not in text and all(word in text for word in words), text
+
+
+def test_a_row_is_no_longer_than_the_text(tmp_path):
+    folder = texts.write(tmp_path)
+    with pytest.raises(ValueError, match="--text_length=5000 is longer"):
+        build.experiment(
+            algo="fedavg", dataset="wikitext2", data_dir=str(folder), text_length=5000
+        )
