@@ -41,12 +41,12 @@ def orders(
         spec: The plan, whose name distinguishes its shuffles from those of others.
 
     Returns:
-        int32[sum(epochs * num_rows)]: the positions of each client's rows, epoch after
-        epoch, for one client after another.
+        int32[sum(epochs * spec.rows(num_rows))]: the positions of each client's rows,
+        epoch after epoch, for one client after another.
     """
     epochs, num_rows = spec.epochs, np.asarray(num_rows, np.int64)
-    round = np.broadcast_to(round, client.shape)
-    length = epochs * num_rows
+    round, used = np.broadcast_to(round, client.shape), spec.rows(num_rows)
+    length = epochs * used
     first = np.cumsum(length) - length
     out = np.zeros(int(length.sum()), np.int32)
     name = zlib.crc32(spec.name.encode())
@@ -61,7 +61,9 @@ def orders(
             np.arange(int(num_rows[part].max())),
         )
         order = shuffle.positions(words, num_rows[part, None])
-        out[_ranges(first[part], length[part])] = order[order >= 0]
+        is_used = np.arange(order.shape[-1]) < used[part, None, None]
+        is_used = np.broadcast_to(is_used, order.shape)
+        out[_ranges(first[part], length[part])] = order[is_used]
     return out
 
 
@@ -310,7 +312,7 @@ class Planner:
         capacity = max(capacity, int(owned.sum(1).max()), 1)
         plans = {}
         for spec in self._specs:
-            seed, count = self._seeds[seed_index], spec.epochs * owned
+            seed, count = self._seeds[seed_index], spec.epochs * spec.rows(owned)
             flat = orders(seed, round.ravel(), client.ravel(), owned.ravel(), spec)
             position = np.zeros((self._devices, spec.epochs * capacity), np.int32)
             ends = np.cumsum(count.sum(1))[:-1]
@@ -321,8 +323,7 @@ class Planner:
             plans[spec.name] = types.WindowPlan(
                 position,
                 first.reshape(many.client_id.shape),
-                spec.epochs,
-                spec.batch_size,
+                spec,
             )
 
         def pad(leaf: np.ndarray) -> np.ndarray:
@@ -384,7 +385,7 @@ class Planner:
         """Steps int[...] of clients int[...] in each plan, by its name."""
         owned = self.owned(seed_index, client)
         return {
-            spec.name: spec.epochs * -(-owned // spec.batch_size)
+            spec.name: spec.epochs * -(-spec.rows(owned) // spec.batch_size)
             for spec in self._specs
         }
 

@@ -27,6 +27,12 @@ class LocalTraining:
 
     local_epochs: int = option(2, "epochs of local training per round", minimum=1)
     batch_size: int = option(20, "examples per local step", minimum=1)
+    examples_per_round: int = option(
+        0,
+        "train on at most this many of a client's examples in an epoch, drawn anew in "
+        "each, 0 = all",
+        minimum=0,
+    )
     client_optimizer: str = option(
         "sgd", "optimizer of the local steps", choices=("sgd", "adam")
     )
@@ -131,7 +137,8 @@ def plan(
     hparams: LocalTraining, name: str = "local", epochs: int = 0
 ) -> types.PlanSpec:
     """The step plan of `local_epochs` (or `epochs`) over a client's examples."""
-    return types.PlanSpec(name, epochs or hparams.local_epochs, hparams.batch_size)
+    epochs = epochs or hparams.local_epochs
+    return types.PlanSpec(name, epochs, hparams.batch_size, hparams.examples_per_round)
 
 
 def _masks(

@@ -121,8 +121,9 @@ def work_of(
     for name, plan in cohorts.plans.items():
         taken = np.where(cohorts.row_mask, num_steps[name], 0)
         run = execution_lib.executed_steps(taken, execution)
-        samples += plan.epochs * np.where(cohorts.row_mask, owned, 0).sum(1)
-        executed += run * plan.batch_size
+        used = np.where(cohorts.row_mask, plan.spec.rows(owned), 0)
+        samples += plan.spec.epochs * used.sum(1)
+        executed += run * plan.spec.batch_size
         steps += taken.sum(1)
         executed_steps += run
     return Work(updates, samples, executed, steps, executed_steps)

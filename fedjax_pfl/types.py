@@ -315,11 +315,22 @@ def _keys(key: jax.Array, names: jax.Array) -> jax.Array:
 
 
 class PlanSpec(NamedTuple):
-    """A step plan that an algorithm asks for: epochs over the client's train rows."""
+    """A step plan that an algorithm asks for: epochs over the client's train rows.
+
+    With `max_rows` an epoch has at most so many of them, drawn anew; 0 = all.
+    """
 
     name: str
     epochs: int
     batch_size: int
+    max_rows: int = 0
+
+    def rows(self, owned: Any) -> Any:
+        """int[...]: rows of an epoch of clients that own int[...]."""
+        if not self.max_rows:
+            return owned
+        minimum = np.minimum if isinstance(owned, np.ndarray) else jnp.minimum
+        return minimum(owned, self.max_rows)
 
 
 @struct.dataclass
@@ -391,20 +402,18 @@ class WindowPlan:
     """The plans of several rounds as the host sends them, without padding.
 
     `position` int32[D, R] as in `Plan`, of all rounds one after another; `first`
-    int32[T, C]; `epochs` and `batch_size` are static.
+    int32[T, C]; `spec`, of whose batches none is larger than a client, is static.
     """
 
     position: jax.Array
     first: jax.Array
-    epochs: int = struct.field(pytree_node=False)
-    batch_size: int = struct.field(pytree_node=False)
+    spec: PlanSpec = struct.field(pytree_node=False)
 
-    def of_round(self, index: Any, num_rows: jax.Array) -> Plan:
-        """The plan of one round of the window, for clients with `num_rows` int32[C]."""
-        num_steps = self.epochs * -(-num_rows // self.batch_size)
-        return Plan(
-            self.position, self.first[index], num_rows, num_steps, self.batch_size
-        )
+    def of_round(self, index: Any, owned: jax.Array) -> Plan:
+        """The plan of one round of the window, for clients that own int32[C] rows."""
+        num_rows, size = self.spec.rows(owned), self.spec.batch_size
+        num_steps = self.spec.epochs * -(-num_rows // size)
+        return Plan(self.position, self.first[index], num_rows, num_steps, size)
 
 
 class PeerSpec(NamedTuple):

@@ -170,6 +170,7 @@ def command(argv: list[str]) -> None:
         devices.begin(given.get("distributed") or "")
         dataset = given.pop("dataset", None) or table.get("dataset", "fashion_mnist")
         dataset = available(dataset, given.get("data_dir", ""))
+        table = tables.of_dataset(table, dataset)
         # Options of execution are not shown above the table.
         how = schema.names(schema.EXECUTION) - {"rounds"}
         execution = {key: given.pop(key) for key in how & given.keys()}

@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from data import texts
 from launch.config import limits, registry
 from launch.show.sheets import Cell
 
@@ -30,6 +31,14 @@ def load_table(name: str) -> dict[str, Any]:
     if name not in known:
         raise ValueError(f"no table {name}: expected one of {', '.join(known)}")
     return known[name]
+
+
+def of_dataset(table: Mapping[str, Any], dataset: str) -> dict[str, Any]:
+    """The table with the metrics of a data set: a text has no accuracies."""
+    if dataset not in texts.TEXTS:
+        return dict(table)
+    names = [name.replace("accuracy", "perplexity") for name in table["metrics"]]
+    return {**table, "metrics": names}
 
 
 def chosen(flag: str, wanted: str, known: Sequence[str]) -> list[str]:

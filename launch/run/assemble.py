@@ -115,6 +115,7 @@ def assemble(
         level_of = np.array(num_stages, np.int32)[group]
     batch_size = shapes.capped(getattr(hparams, "batch_size", 1), int(num_rows.max()))
 
+    most = getattr(hparams, "examples_per_round", 0)
     macs = 1
     if devices.chooses(config.emulate, target):
         macs = max(counts.macs(model, shape) for model in client_models)
@@ -123,7 +124,8 @@ def assemble(
         if lanes == "auto" and config.num_seeds > 1 and not config.sweep:
             # Only chunks can vmap seeds, which saves more than lanes do.
             lanes = "0"
-        steps = _typical_steps(config, num_rows[0], batch_size, num_owners)
+        used = types.PlanSpec("", 1, 1, most).rows(num_rows[0])
+        steps = _typical_steps(config, used, batch_size, num_owners)
         return devices.execution(
             config.client_chunk,
             config.devices,

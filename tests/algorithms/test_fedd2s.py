@@ -122,7 +122,7 @@ def cohort_of(*ids, seed=0):
         size = np.array([*SIZES, 0], np.int32)[ids]
         order = plan.orders(seed, 0, ids, size, spec)
         first = np.cumsum(epochs * size) - epochs * size
-        window = types.WindowPlan(order[None], first[None], epochs, BATCH)
+        window = types.WindowPlan(order[None], first[None], spec)
         steps = 1 + epochs * -(-max(SIZES) // BATCH)
         plans[name] = padded.table(window.of_round(0, size), steps)
     return plain.host(small.cohort(ids, NUM_CLIENTS, plans))

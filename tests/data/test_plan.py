@@ -6,7 +6,7 @@ import pytest
 
 from data import plan
 from fedjax_pfl import execution as execution_lib
-from fedjax_pfl import shapes, types
+from fedjax_pfl import shapes, simulate, types
 from tests import padded
 
 SIZES = np.array([[7, 12, 30, 5, 19, 8, 23], [11, 3, 9, 40, 6, 14, 21]])
@@ -182,6 +182,30 @@ def test_orders_are_those_of_earlier_versions():
     spec = types.PlanSpec("local", 2, 4)
     found = plan.orders(3, 5, np.array([2, 7]), np.array([5, 3]), spec)
     assert found.tolist() == [0, 4, 3, 1, 2, 2, 0, 1, 3, 4, 2, 1, 0, 1, 2, 0]
+
+
+def test_at_most_so_many_rows_of_a_client():
+    """Each epoch has the first ones of its own order; small clients have all."""
+    every, some = types.PlanSpec("local", 2, 5), types.PlanSpec("local", 2, 5, 8)
+    whole, short = (make(7, specs=(spec,)).cohort(0, 1) for spec in (every, some))
+    np.testing.assert_array_equal(whole.client_id, short.client_id)
+    owned = SIZES[0, short.client_id]
+    cut = short.plans["local"]
+    np.testing.assert_array_equal(cut.num_rows, np.minimum(owned, 8))
+    np.testing.assert_array_equal(cut.num_steps, 2 * -(-np.minimum(owned, 8) // 5))
+    for index, size in enumerate(owned):
+        one, other = (
+            np.asarray(plan.position[0])[plan.first[index] :][: 2 * count]
+            for plan, count in ((whole.plans["local"], size), (cut, min(size, 8)))
+        )
+        heads = [epoch[:8].tolist() for epoch in one.reshape(2, size)]
+        assert other.reshape(2, -1).tolist() == heads
+    planner = make(7, specs=(some,))
+    assert planner.num_steps(0, np.arange(7))["local"].max() == 4
+    work = simulate.work_of(
+        planner, 0, planner.window(0, 0, 3, 4, 0), types.Execution()
+    )
+    assert work.samples.tolist() == [2 * int(np.minimum(SIZES[0], 8).sum())] * 3 + [0]
 
 
 def test_rows_are_sorted_by_level_then_size():

@@ -192,7 +192,7 @@ def test_plans_cost_what_clients_have(num_seeds, devices):
             local = [part.data.shape for part in one.position.addressable_shards]
             assert local == [(1, 1, one.position.shape[2])] * devices
         # The next round would not have fitted, or there is no place for one.
-        room = one.position.shape[2] // one.epochs
+        room = one.position.shape[2] // one.spec.epochs
         if window.end - window.first < simulation._length:
             needed = [
                 sum(
