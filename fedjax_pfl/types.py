@@ -246,7 +246,7 @@ class Data:
         Negative rows (padding) give row 0 and must be masked.
         """
         image, label = self._taken(rows)
-        return self._normalised(image), label
+        return self.normalised(image), label
 
     def train_batch(
         self, rows: jax.Array, position: jax.Array, key: jax.Array
@@ -265,7 +265,7 @@ class Data:
         if self.augment == "crop_flip":
             key = rng.stream(key, "augment")
             image = jax.vmap(augment.crop_flip)(image, _keys(key, position))
-        return self._normalised(image), label
+        return self.normalised(image), label
 
     def test_batch(
         self, rows: jax.Array
@@ -279,7 +279,7 @@ class Data:
         """
         image, label = self._taken(rows)
         if not self.num_words:
-            return self._normalised(image), label, None
+            return self.normalised(image), label, None
         key = rng.stream(jax.random.key(0), "test words")
         image, is_chosen = self._hidden(image, rows, key)
         return image, label, is_chosen
@@ -296,7 +296,8 @@ class Data:
         image = jnp.take(self.image, rows, axis=0, mode="clip")
         return image, jnp.take(self.label, rows, axis=0, mode="clip")
 
-    def _normalised(self, image: jax.Array) -> jax.Array:
+    def normalised(self, image: jax.Array) -> jax.Array:
+        """Raw images [..., *example_shape] as f32; the words of a text as they are."""
         if self.num_words:
             return image
         return (image.astype(jnp.float32) - self.mean) * self.scale

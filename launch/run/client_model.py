@@ -1,4 +1,4 @@
-"""The models of a run's clients and server: predictions on raw images, and files."""
+"""The models of a run's clients and server: predictions on raw examples, and files."""
 
 import functools
 import pathlib
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from data import dataset
@@ -35,6 +34,8 @@ class ClientModel(NamedTuple):
     def predict(self, images: Any) -> np.ndarray:
         """Probabilities f32[N, Y] of raw images [N, ...].
 
+        Of the rows int[N, T] of a text, in which V is a hidden word, f32[N, T, V].
+
         Raises:
             ValueError: images have another shape or type than the data set's.
         """
@@ -43,25 +44,28 @@ class ClientModel(NamedTuple):
     def evaluate(self, x: Any, y: Any) -> dict[str, float]:
         """`accuracy` (0..1) and `loss`, the mean cross-entropy, on raw images.
 
+        `y` is int[N], or of a text int[N, T] with the words that are there.
+
         Raises:
             ValueError: there are no images, or labels do not fit them.
         """
         x, y = np.asarray(x), np.asarray(y)
-        if y.ndim != 1 or len(x) != len(y) or not np.issubdtype(y.dtype, np.integer):
+        wanted = x.shape if self.data.num_words else x.shape[:1]
+        if y.shape != wanted or not np.issubdtype(y.dtype, np.integer):
             raise ValueError(
-                f"y must be integers [{len(x)}], got {y.dtype} {list(y.shape)}"
+                f"y must be integers {list(wanted)}, got {y.dtype} {list(y.shape)}"
             )
         if not len(y):
             raise ValueError("x and y hold no example")
         log_p = np.asarray(jax.nn.log_softmax(self._logits(x)))
-        if y.min() < 0 or y.max() >= log_p.shape[1]:
+        if y.min() < 0 or y.max() >= log_p.shape[-1]:
             raise ValueError(
                 f"y has labels {y.min()} to {y.max()}, the model's are 0 to "
-                f"{log_p.shape[1] - 1}"
+                f"{log_p.shape[-1] - 1}"
             )
         return {
-            "accuracy": float((log_p.argmax(1) == y).mean()),
-            "loss": float(-log_p[np.arange(len(y)), y].mean()),
+            "accuracy": float((log_p.argmax(-1) == y).mean()),
+            "loss": float(-np.take_along_axis(log_p, y[..., None], -1).mean()),
         }
 
     def save(self, path: Any) -> pathlib.Path:
@@ -93,7 +97,8 @@ class ClientModel(NamedTuple):
     def _logits(self, images: Any) -> np.ndarray:
         """The served logits f32[N, Y] of raw images."""
         images = self._checked(np.asarray(images))
-        fixed = self.model, self.variables, self.data.mean, self.data.scale
+        kind = self.data.replace(image=(), label=(), partition=())
+        fixed = self.model, self.variables, kind
         parts = np.split(images, range(BATCH, len(images), BATCH))
         return np.concatenate([np.asarray(_forward(*fixed, part)) for part in parts])
 
@@ -111,11 +116,14 @@ class ClientModel(NamedTuple):
         if not len(images):
             raise ValueError("images hold no example")
         if np.issubdtype(kind, np.integer):
-            fits = np.issubdtype(images.dtype, np.integer)
-            if not fits or images.min() < 0 or images.max() > 255:
+            fits, most = np.issubdtype(images.dtype, np.integer), 255
+            if self.data.num_words:
+                most = self.data.num_words
+            if not fits or images.min() < 0 or images.max() > most:
                 raise ValueError(
                     f"images are {images.dtype} from {images.min():g} to "
-                    f"{images.max():g}; expected {kind} from 0 to 255, as in the data"
+                    f"{images.max():g}; expected {kind} from 0 to {most}, as in the "
+                    "data"
                 )
         return images.astype(kind)
 
@@ -180,9 +188,8 @@ def _row(tree: Any, index: int) -> Any:
 def _forward(
     model: types.Model,
     variables: types.Variables,
-    mean: jax.Array,
-    scale: jax.Array,
+    data: types.Data,
     images: jax.Array,
 ) -> jax.Array:
-    out, _ = model.forward(*variables, (images.astype(jnp.float32) - mean) * scale)
+    out, _ = model.forward(*variables, data.normalised(images))
     return evaluate.answer(model, out)

@@ -136,6 +136,33 @@ def test_rows_on_the_host_and_several_devices():
         assert three[name]["mean"] == pytest.approx(entry["mean"], rel=1e-5), name
 
 
+def test_models_of_clients(folders, tmp_path):
+    """Probabilities of words, also from a file; hidden words have the number V."""
+    made = build.load(str(folders / "fedper"))
+    model = made.client_model(3)
+    words = np.asarray(made.data.label[:4])
+    p = model.predict(words)
+    assert p.shape == (4, 5, 8)
+    np.testing.assert_allclose(p.sum(-1), 1, rtol=1e-5)
+    hidden = np.where(np.arange(5) == 2, 8, words)
+    assert np.abs(model.predict(hidden) - p).max() > 1e-3
+    measured = model.evaluate(hidden, words)
+    mine = np.take_along_axis(model.predict(hidden), words[..., None], -1)
+    assert measured["loss"] == pytest.approx(-np.log(mine).mean(), rel=1e-5)
+    for x, y, line in (
+        (words + 20, words, "from 0 to 8"),
+        (words, words[:, 0], "y must be integers"),
+        (words[:, :3], words[:, :3], "expected"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            model.evaluate(x, y)
+    path = model.save(tmp_path / "model.npz")
+    again = build.experiment(
+        algo="fedavg", **SMALL | {"init_from": str(path), "rounds": 1}
+    )
+    np.testing.assert_allclose(again.client_model(None).predict(words), p, rtol=1e-5)
+
+
 class Bigrams(nn.Module):
     """A model of one's own: a table of the next to be found, of words and the mask."""
 
