@@ -37,9 +37,11 @@ TOYS = {
 }
 # The same algorithms on rows of tokens
 ON_TEXT = {"text_fedper": "fedper", "text_depthfl": "depthfl"}
+TEXT = {"dataset": "small", "partition": "natural", "model_width": 1 / 64}
 OWN_OPTIONS = {
-    "text_fedper": {"model": "masked_lm"},
-    "text_depthfl": {
+    "text_fedper": TEXT | {"model": "masked_lm"},
+    "text_depthfl": TEXT
+    | {
         "model": "two_layers",
         "level_mix": "1:1",
         "client_momentum": 0.5,
@@ -164,13 +166,10 @@ def two_layers(num_classes, width):
 
 def build_experiment(name, dataset, **more):
     """Seven unequal clients, five a round, on one device unless told otherwise."""
-    options = COMMON | OWN_OPTIONS.get(name, {}) | more
-    if name in ON_TEXT:
-        dataset = "small"
-        options |= {"partition": "natural", "model_width": 1 / 64}
+    options = {"dataset": dataset} | COMMON | OWN_OPTIONS.get(name, {}) | more
     known = registry.fields_of(name)
     options = {key: value for key, value in options.items() if key in known}
-    settings = given.settled(algo=name, dataset=dataset, **options)
+    settings = given.settled(algo=name, **options)
     num_levels = 2 if name in ON_TEXT else 3
     level_of = 1 + np.arange(settings.config.num_clients, dtype=np.int32) % num_levels
     return assemble.assemble(settings, kind=build.Experiment, level_of=level_of)

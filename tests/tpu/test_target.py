@@ -28,8 +28,8 @@ def _toys(monkeypatch):
 
 def compiled_for(name, dataset, **more):
     """Five clients side by side."""
-    options = test_contract.COMMON | OPTIONS.get(name, {})
-    options |= {"target": CHIP, "algo": name, "dataset": dataset, "client_chunk": 5}
+    options = {"dataset": dataset} | test_contract.COMMON | OPTIONS.get(name, {})
+    options |= {"target": CHIP, "algo": name, "client_chunk": 5}
     known = {*registry.fields_of(name), "target"}
     return build.experiment(**{k: v for k, v in (options | more).items() if k in known})
 
@@ -43,7 +43,9 @@ def check(lowered):
     return plan
 
 
-@pytest.mark.parametrize("name", sorted(algorithms.ALGORITHMS))
+@pytest.mark.parametrize(
+    "name", [*sorted(algorithms.ALGORITHMS), *test_contract.ON_TEXT]
+)
 def test_it_compiles(name, unequal):
     made = compiled_for(name, unequal)
     plans = {n: check(one) for n, one in made.simulation.lowered().items()}
