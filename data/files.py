@@ -1,7 +1,9 @@
-"""Checks the paths that a user gives before they are opened."""
+"""Opens files at paths that a user gives, and at no other place."""
 
+import os
 import pathlib
 import stat
+from typing import BinaryIO
 
 
 def check(path: pathlib.Path, expected: str) -> None:
@@ -17,3 +19,23 @@ def check(path: pathlib.Path, expected: str) -> None:
     if not stat.S_ISREG(mode):
         # Opening a pipe waits for a writer, perhaps forever.
         raise ValueError(f"is a pipe or a device, {expected} is expected")
+
+
+def created(path: pathlib.Path) -> BinaryIO:
+    """A new file in the place of what is there; the target of a link stays as it is.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    path.unlink(missing_ok=True)
+    return open(path, "xb")
+
+
+def appended(path: pathlib.Path) -> BinaryIO:
+    """A file to be written at its end, created if there is none.
+
+    Raises:
+        OSError: it cannot be written, or is a link.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    return os.fdopen(os.open(path, flags, 0o644), "ab")

@@ -225,6 +225,29 @@ def _one_error(path: pathlib.Path) -> Iterator[None]:
         log.disabled = before
 
 
+def prepare() -> None:
+    """Imports what `save` needs, so that this cannot fail after hours of training.
+
+    Raises:
+        OSError: it cannot be imported, for instance for lack of memory.
+    """
+    try:
+        _checkpointer()
+    except (ImportError, MemoryError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0][:160]
+        raise OSError(f"orbax-checkpoint cannot be imported: {reason}") from error
+
+
+def last_host(folder: pathlib.Path) -> dict | None:
+    """The host's counters in the newest checkpoint, None where there is none.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    found = saved(folder.absolute())
+    return _read_manifest(found[-1])["host"] if found else None
+
+
 def save(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
     """Writes `folder/round_<round>` atomically and keeps the newest two.
 
@@ -297,6 +320,9 @@ def _checkpointer() -> Any:
     )
 
 
+_PARTS = {"round", "host", "arrays", "files"}
+
+
 def _read_manifest(path: pathlib.Path) -> dict:
     """The manifest of a checkpoint, after checking that all its files are intact."""
     try:
@@ -308,8 +334,10 @@ def _read_manifest(path: pathlib.Path) -> dict:
     if not intact:
         raise ValueError(f"{path / MANIFEST} is missing or damaged")
     manifest = json.loads(text)
-    if manifest.get("format") not in READABLE:
+    if not isinstance(manifest, dict) or manifest.get("format") not in READABLE:
         raise ValueError(f"{path} was written by another version of this program")
+    if not _PARTS <= manifest.keys():
+        raise ValueError(f"{path / MANIFEST} is damaged: it is no manifest")
     present = _file_digests(path)
     for name, expected in manifest["files"].items():
         if name not in present:
@@ -396,10 +424,12 @@ def restore(folder: pathlib.Path, *templates: Any) -> tuple[int, Any, dict] | No
         return None
     try:
         return _restore_one(found[-1], templates)
-    except ValueError as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         older = (
             f"; to continue from {found[-2].name} remove {found[-1]}"
             if len(found) > 1
             else "; there is no older checkpoint"
         )
-        raise ValueError(f"{error}{older}") from error
+        if not isinstance(error, ValueError):
+            error = f"{found[-1] / MANIFEST} is damaged ({type(error).__name__})"
+        raise ValueError(f"{error}{older}") from None

@@ -140,6 +140,10 @@ def parse(
             limits.checked(name, given[name], kinds[name])
     except flags.UnrecognizedFlagError as error:
         name, bare = error.flagname, error.flagname.removeprefix("no")
+        if name != (close := name.strip()) and close in fields:
+            raise flagfile.UsageError(
+                f"--{close} is followed by a blank; write --{close}=value"
+            ) from error
         if bare in fields:
             raise flagfile.UsageError(
                 f"--{name}: --{bare} is not a switch; write --{bare}=value"

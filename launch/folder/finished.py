@@ -10,11 +10,12 @@ import math
 import os
 import pathlib
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from data import files
 from launch.run.run import Run
 
 RUN_FLAGS, METRICS, CLIENTS = "run.flags", "metrics.jsonl", "clients.npz"
@@ -78,16 +79,41 @@ def count_classes(
 
 
 def records(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """The records of a run, finished or not, in order of rounds."""
-    lines = (folder / METRICS).read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    """The records of a run, finished or not, in order of rounds.
+
+    Raises:
+        ValueError: one line: a line is no record, or it is not a file.
+    """
+    path = folder / METRICS
+    try:
+        files.check(path, "a run's records")
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from error
+    out = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line:
+            continue
+        try:
+            out.append(json.loads(line))
+            if not all(isinstance(out[-1][n], int) for n in ("round", "seed")):
+                raise TypeError
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(
+                f"{path} is damaged: line {number} is no record"
+            ) from error
+    return out
+
+
+def lines(records: Sequence[Mapping[str, Any]]) -> str:
+    """The lines of metrics.jsonl."""
+    return "".join(json.dumps(finite(record)) + "\n" for record in records)
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
     """Replaces a file atomically, so that a kill leaves the old one or the new one."""
     temporary = path.with_name(path.name + PARTIAL)
-    with open(temporary, "w") as file:
-        file.write(text)
+    with files.created(temporary) as file:
+        file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)
@@ -126,6 +152,7 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
             raise ValueError(f"{path} is damaged: its {name} is missing")
     if _own_digest(body) != sealed["sha256"]:
         raise ValueError(f"{path} is damaged: its sha256 differs")
+    _check_form(path, sealed)
     for name, expected in sealed["files_sha256"].items():
         beside = folder / name
         if not beside.is_file():
@@ -133,6 +160,33 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
         if _file_digest(beside) != expected:
             raise ValueError(f"{beside} is damaged: {SUMMARY} has another SHA-256")
     return summary
+
+
+def _check_form(path: pathlib.Path, summary: Mapping[str, Any]) -> None:
+    """Refuses a summary whose parts are not of their types, as after an edit."""
+    kinds = {
+        "files_sha256": dict,
+        "rounds": int,
+        "summary": str,
+        "client_updates_per_second": (int, float),
+        "samples_per_second": (int, float),
+        "compile_seconds": (int, float),
+        "padding_efficiency": (int, float),
+    }
+    for name, kind in kinds.items():
+        if not isinstance(summary.get(name), kind):
+            raise ValueError(f"{path} is damaged: its {name} is missing or no number")
+    parts = summary["sweep"] if "sweep" in summary else [summary]
+    for part in parts if isinstance(parts, list) else [None]:
+        metrics = part.get("metrics") if isinstance(part, dict) else None
+        sound = isinstance(metrics, dict) and all(
+            isinstance(one, dict)
+            and isinstance(one.get("per_seed"), list)
+            and {"mean", "std"} <= one.keys()
+            for one in metrics.values()
+        )
+        if not sound:
+            raise ValueError(f"{path} is damaged: its metrics are of another form")
 
 
 def _own_digest(summary: dict[str, Any]) -> str:

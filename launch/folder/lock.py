@@ -1,6 +1,7 @@
 """One process at a time in a run's folder."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -30,7 +31,7 @@ class Lock:
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         while self._file is None:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            file = self._opened()
             try:
                 self._file = self._lock(file)
             finally:
@@ -39,6 +40,17 @@ class Lock:
         os.ftruncate(self._file, 0)
         owner = {"pid": os.getpid(), "host": socket.gethostname()}
         os.pwrite(self._file, json.dumps(owner).encode(), 0)
+
+    def _opened(self) -> int:
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            return os.open(self.path, flags, 0o644)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise ValueError(
+                    f"{self.path} is a link, which would be overwritten; remove it"
+                ) from error
+            raise
 
     def release(self) -> None:
         """Releases the lock, if it is held, and removes the file."""

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedjax_pfl import checkpoint
 from launch.config import flagfile, schema, sweep
 from launch.folder import finished
 from launch.run import summaries
@@ -71,10 +72,26 @@ def read(path: pathlib.Path) -> Record:
     recorded = flagfile.RunFlags.read(path / finished.RUN_FLAGS).options
     found = Record(path, recorded, finished.records(path), {}, summary)
     if summary is None:
+        _check_begun(path, found.records)
         return found
     with np.load(path / finished.CLIENTS) as file:
         clients = {name: file[name] for name in file.files}
     return found._replace(clients=clients, fractions=summaries.fractions(summary))
+
+
+def _check_begun(path: pathlib.Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses records of an unfinished run that its checkpoint does not have.
+
+    Raises:
+        ValueError: one line.
+    """
+    kept = checkpoint.last_host(path / "checkpoints") or {}
+    known, found = finished.lines(kept.get("records", ())), finished.lines(records)
+    if not found.startswith(known) and not known.startswith(found):
+        raise ValueError(
+            f"{path / finished.METRICS} was changed since the run wrote it; --resume "
+            "writes it again"
+        )
 
 
 def diverged(run: Record) -> int | None:

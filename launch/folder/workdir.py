@@ -7,11 +7,12 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
 
+from data import files
 from fedjax_pfl import checkpoint
 from launch.config import flagfile, resolve
 from launch.folder import finished, lock, tracking
@@ -138,11 +139,21 @@ class Workdir(loop.Listener):
                 self._restored and self._restored[1], self.run.saved_templates()[0]
             )
             self._restored, self.records = None, list(host["records"])
-            self.run.load(round, arrays, host["experiment"], list(self.records))
+            try:
+                self.run.load(round, arrays, host["experiment"], list(self.records))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise ValueError(
+                    f"{self.checkpoints} holds counters of another form ({error}); "
+                    "choose another --workdir"
+                ) from error
         return found
 
     def _prepare(self) -> dict[str, Any] | None:
         tracking.check(self.run.config.tensorboard)
+        if self.checkpoints.exists() and not self.checkpoints.is_dir():
+            raise ValueError(
+                f"{self.checkpoints} is a file where a folder is expected; remove it"
+            )
         done = self._finished()
         if done is not None:
             return done
@@ -154,7 +165,7 @@ class Workdir(loop.Listener):
         """Locks the folder again if it is as this process left it."""
         self._lock.acquire()
         found = self.path / METRICS
-        if not found.exists() or found.read_text() != _text(self.records):
+        if not found.exists() or found.read_text() != finished.lines(self.records):
             raise ValueError(
                 f"{found} was changed since this run left it; open the run again: "
                 f"build.load({str(self.path)!r})"
@@ -167,6 +178,7 @@ class Workdir(loop.Listener):
 
         Its summary is removed first, so that it is never beside files of a longer run.
         """
+        checkpoint.prepare()
         for name in (finished.SUMMARY, finished.CLIENTS):
             (self.path / name).unlink(missing_ok=True)
         self._write(RUN_FLAGS, "\n".join(self._flags.lines()) + "\n")
@@ -234,6 +246,9 @@ class Workdir(loop.Listener):
                 f"{damage or self.path}: there is no checkpoint to continue from; "
                 "choose another --workdir"
             )
+        metrics = self.path / METRICS
+        if self._restored is None and metrics.exists() and metrics.stat().st_size:
+            _note(f"{self.path} holds no checkpoint, so the run starts over")
         round, _, host = self._restored or (0, None, {"records": []})
         # All checks have passed, and the folder changes only from here on.
         self._begin()
@@ -249,6 +264,12 @@ class Workdir(loop.Listener):
         if self._restored is None:
             return
         (round, _, host), wanted = self._restored, self.run.config.rounds
+        kinds = {"experiment": dict, "records": list, "rounds": int, "window": list}
+        for name, kind in kinds.items():
+            if not isinstance(host.get(name), kind):
+                raise ValueError(
+                    f"{self.checkpoints} is damaged: its {name} is no {kind.__name__}"
+                )
         if round > wanted:
             self._refuse_fewer(round)
         # The checkpoint has the accuracies of all clients for its own window only.
@@ -286,7 +307,7 @@ class Workdir(loop.Listener):
     def _restore_metrics(self, round: int) -> None:
         """Restores metrics.jsonl of `round` rounds, with a note if it was damaged."""
         path = self.path / METRICS
-        expected = _text(self.records).encode()
+        expected = finished.lines(self.records).encode()
         found = path.read_bytes() if path.exists() else b""
         if not found.startswith(expected):
             same = os.path.commonprefix((expected, found)).count(b"\n")
@@ -301,8 +322,8 @@ class Workdir(loop.Listener):
         self.records += map(dict, records)
         if not processes.is_first():
             return
-        with open(self.path / METRICS, "a") as file:
-            file.write(_text(records))
+        with files.appended(self.path / METRICS) as file:
+            file.write(finished.lines(records).encode())
             file.flush()
             os.fsync(file.fileno())
         if self._events is not None:
@@ -337,7 +358,7 @@ class Workdir(loop.Listener):
 
     def _write_csv(self) -> None:
         if self.run.config.csv and processes.is_first():
-            self._write(tracking.CSV, tracking.csv_text(self.records))
+            self._write(tracking.CSV, tracking.csvfinished.lines(self.records))
 
     def finish(self, summary: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Writes clients.npz and then summary.json, which marks the run as finished.
@@ -358,10 +379,11 @@ class Workdir(loop.Listener):
 
     def _finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         temporary = self.path / "clients.partial.npz"
-        np.savez_compressed(temporary, **finished.clients(self.run))
+        with files.created(temporary) as file:
+            np.savez_compressed(file, **finished.clients(self.run))
         temporary.rename(self.path / finished.CLIENTS)
         # The hash is of the records themselves, even if the file has changed meanwhile.
-        self._write(METRICS, _text(self.records))
+        self._write(METRICS, finished.lines(self.records))
         self._write_csv()
         commit = finished.git_commit()
         summary = finished.seal(self.path, finished.finite(summary | commit))
@@ -398,8 +420,3 @@ class Checkpoints(loop.Listener):
 def _note(text: str) -> None:
     """Prints one line about a repaired file."""
     print(f"note: {text}", file=sys.stderr, flush=True)
-
-
-def _text(records: Sequence[Mapping[str, Any]]) -> str:
-    """The lines of metrics.jsonl."""
-    return "".join(json.dumps(finished.finite(record)) + "\n" for record in records)

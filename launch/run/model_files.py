@@ -44,11 +44,12 @@ def write(
     tree["sha256"] = np.asarray(digest) if path.suffix == ".npz" else digest
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.stem}.partial{path.suffix}")
-    if path.suffix == ".npz":
-        np.savez(temporary, **traverse_util.flatten_dict(tree, sep="/"))
-    else:
-        # A copy, as without `in_place`, would sort the stages by name.
-        temporary.write_bytes(serialization.msgpack_serialize(tree, in_place=True))
+    with files.created(temporary) as file:
+        if path.suffix == ".npz":
+            np.savez(file, **traverse_util.flatten_dict(tree, sep="/"))
+        else:
+            # A copy, as without `in_place`, would sort the stages by name.
+            file.write(serialization.msgpack_serialize(tree, in_place=True))
     return temporary.rename(path)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from data import plan
 from fedjax_pfl import program as program_lib
 from fedjax_pfl import simulate, traffic, types
-from launch.config import sweep
+from launch.config import limits, sweep
 from launch.run import devices, summaries
 from launch.run.given import Settings
 
@@ -189,6 +189,8 @@ class Run:
         before = self.config.rounds
         if not isinstance(rounds, int) or rounds < max(before, 1):
             raise ValueError(f"rounds={rounds!r}: expected {before} or more")
+        if rounds > limits.INT_LIMIT:
+            raise ValueError(f"rounds={rounds}: expected at most {limits.INT_LIMIT}")
         window = summaries.window(self.config.summary, rounds)
         if self._passed(window):
             enough = rounds

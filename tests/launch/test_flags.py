@@ -41,6 +41,12 @@ def test_every_shipped_flagfile_is_a_configuration():
         assert f"--flagfile=launch/flagfiles/{path.name}" in path.read_text()
 
 
+def test_a_blank_before_the_sign(in_file):
+    """The line names the flag as it is to be written."""
+    with pytest.raises(flagfile.UsageError, match="write --rounds=value"):
+        parse(in_file("--algo=fedavg", "--rounds = 2"))
+
+
 def test_given_flags_only_and_their_types():
     """Values have their fields' types; what was not given is absent."""
     given = parse(

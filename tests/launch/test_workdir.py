@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pathlib
 import re
 import resource
@@ -12,7 +13,7 @@ import sys
 import numpy as np
 import pytest
 
-from launch import build, main
+from launch import build, main, plot
 from launch.folder import finished as finished_lib
 from launch.folder import lock, workdir
 from launch.run import progress
@@ -535,6 +536,95 @@ def test_a_folder_of_other_files_is_left_alone(blobs, tmp_path, capsys):
     (tmp_path / "mine").write_text("")
     refusal(blobs, tmp_path)
     assert "holds files but no run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["run.lock", "run.flags.partial", "metrics.jsonl.partial"]
+)
+def test_links_are_not_followed(name, copied, reference, blobs, tmp_path, capsys):
+    """What a link in the folder names stays as it is."""
+    other = tmp_path / "other.txt"
+    other.write_text("mine")
+    (copied / name).unlink(missing_ok=True)
+    (copied / name).symlink_to(other)
+    if name == "run.lock":
+        with pytest.raises(SystemExit):
+            run(blobs, copied, "--summary=mean_last10", "--resume")
+        assert "run.lock is a link" in capsys.readouterr().err
+    else:
+        run(blobs, copied, "--summary=mean_last10", "--resume")
+        assert_same_run(copied, reference)
+    assert other.read_text() == "mine"
+
+
+def test_checkpoints_that_are_gone(copied, reference, blobs, capsys):
+    """A note says that the run starts over; a file in their place is refused."""
+    shutil.rmtree(copied / "checkpoints")
+    (copied / "checkpoints").write_text("")
+    with pytest.raises(SystemExit):
+        run(blobs, copied, "--summary=mean_last10", "--resume")
+    assert "checkpoints is a file where a folder is" in capsys.readouterr().err
+    (copied / "checkpoints").unlink()
+    run(blobs, copied, "--summary=mean_last10", "--resume")
+    assert "holds no checkpoint, so the run starts over" in capsys.readouterr().err
+    assert_same_run(copied, reference)
+
+
+@pytest.mark.parametrize(
+    "line", ["5", '{"seed": 0}', "[" * 100_000, '{"round": "1", "seed": 0}', "{"]
+)
+def test_records_that_are_none(line, copied, capsys):
+    """Of an unfinished run, of which no summary has the hash."""
+    with open(copied / "metrics.jsonl", "a") as file:
+        file.write(line + "\n")
+    with pytest.raises(SystemExit):
+        plot.command(["plot", str(copied)])
+    (text,) = capsys.readouterr().err.splitlines()
+    assert "metrics.jsonl is damaged: line " in text
+
+
+def test_edited_records_are_not_drawn(copied, capsys):
+    path = copied / "metrics.jsonl"
+    path.write_text(path.read_text().replace('accuracy": 0.', 'accuracy": 0.9', 1))
+    with pytest.raises(SystemExit):
+        plot.command(["plot", str(copied)])
+    assert "was changed since the run wrote it" in capsys.readouterr().err
+
+
+def test_records_that_are_a_pipe(copied, capsys):
+    (copied / "metrics.jsonl").unlink()
+    os.mkfifo(copied / "metrics.jsonl")
+    with pytest.raises(SystemExit):
+        plot.command(["plot", str(copied)])
+    assert "holds no run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"metrics": 5},
+        {"rounds": "4"},
+        {"metrics": {"global_accuracy": {"mean": 1}}},
+        {"files_sha256": []},
+        {"sweep": 3},
+    ],
+)
+def test_a_summary_with_a_new_hash(change, whole, blobs, capsys):
+    """Edited by someone who makes the hashes right again: one line."""
+    path = whole / "summary.json"
+    made = {k: v for k, v in summary(whole).items() if k != "sha256"} | change
+    made["sha256"] = finished_lib._own_digest(made)
+    path.write_text(json.dumps(made))
+    with pytest.raises(SystemExit):
+        plot.command(["plot", str(whole)])
+    (text,) = capsys.readouterr().err.splitlines()
+    assert "summary.json is damaged" in text
+
+
+def test_too_many_rounds(whole):
+    """What a folder could not hold."""
+    with pytest.raises(ValueError, match="expected at most 2147483647"):
+        build.load(str(whole)).extend(10**30)
 
 
 def test_a_full_disk_is_one_line(reference, blobs, tmp_path, monkeypatch, capfd):
