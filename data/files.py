@@ -3,7 +3,7 @@
 import os
 import pathlib
 import stat
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 def check(path: pathlib.Path, expected: str) -> None:
@@ -19,6 +19,17 @@ def check(path: pathlib.Path, expected: str) -> None:
     if not stat.S_ISREG(mode):
         # Opening a pipe waits for a writer, perhaps forever.
         raise ValueError(f"is a pipe or a device, {expected} is expected")
+
+
+def given(path: Any, what: str) -> pathlib.Path:
+    """A path that a user gives in Python; `what` names it in errors.
+
+    Raises:
+        ValueError: it is neither a text nor a path.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"{what}: expected a path, got a {type(path).__name__}")
+    return pathlib.Path(path).expanduser()
 
 
 def created(path: pathlib.Path) -> BinaryIO:

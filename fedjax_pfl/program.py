@@ -212,7 +212,16 @@ def build(
         hparams: The algorithm's dataclass.
         task: What the algorithm may use.
         scoring: What to evaluate.
+
+    Raises:
+        ValueError: one line: `make` returned something else.
     """
+    algorithm = make(hparams, task)
+    if not isinstance(algorithm, types.Algorithm):
+        raise ValueError(
+            f"algo: its make returned a {type(algorithm).__name__}, expected a "
+            "fedjax_pfl.types.Algorithm"
+        )
     structure, floats = options.split_floats(hparams)
     fields = dataclasses.fields(structure)
     # A method or a closure may hold what cannot be compared, so it is built again.
@@ -228,7 +237,7 @@ def build(
         jax.config.jax_enable_x64,
     )
     program = _jitted(_Structure(name, make, structure, task, scoring))
-    return program._replace(floats=floats, algorithm=make(hparams, task))
+    return program._replace(floats=floats, algorithm=algorithm)
 
 
 def _soon_compiled(platform: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html as html_lib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -166,7 +166,7 @@ def _runs(algos: Any) -> dict[str, Mapping[str, Any]]:
                     f"compare: expected options with an algo for {name!r}, got {own!r}"
                 )
         runs = dict(algos)
-    elif isinstance(algos, str):
+    elif isinstance(algos, str) or not isinstance(algos, Iterable):
         raise ValueError(f"compare: expected a list of algorithms, got {algos!r}")
     else:
         names = [registry.algorithm_name(algo) for algo in algos]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import algorithms
+from data import files
 from fedjax_pfl import types
 from launch.config import flagfile, registry
 from launch.folder import workdir
@@ -278,7 +279,7 @@ def load(path: Any, **given: Any) -> Experiment:
     """
     devices.begin(given.get("distributed") or "")
     processes.meet("load")
-    flags_path = pathlib.Path(path) / workdir.RUN_FLAGS
+    flags_path = files.given(path, "load") / workdir.RUN_FLAGS
 
     def read() -> dict[str, str]:
         if not flags_path.is_file():
@@ -311,7 +312,8 @@ def load(path: Any, **given: Any) -> Experiment:
     for mine, others in (ways, ways[::-1]):
         if mine & given.keys():
             options = {k: v for k, v in options.items() if k not in others}
-    given = given | {"algo": algo, "workdir": str(path), "resume": True}
+    folder = str(flags_path.parent)
+    given = given | {"algo": algo, "workdir": folder, "resume": True}
     made = experiment(**options | given)
     made.folder.reopen()
     return made

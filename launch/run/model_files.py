@@ -34,7 +34,7 @@ def write(
         ValueError: the path has another suffix, or is a folder.
         OSError: it cannot be written.
     """
-    path = pathlib.Path(path)
+    path = files.given(path, "a model's file")
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path}: a model's file ends in {' or '.join(SUFFIXES)}")
     if path.is_dir():

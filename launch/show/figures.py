@@ -97,7 +97,11 @@ def metrics_of(runs: Sequence[Record], wanted: str | Sequence[str]) -> list[str]
     """
     # The record before the first round lacks the metrics that rounds measure.
     shared = set.intersection(*(set().union(*run.records) for run in runs))
-    wanted = wanted if isinstance(wanted, str) else ",".join(wanted)
+    if not isinstance(wanted, str):
+        try:
+            wanted = ",".join(wanted)
+        except TypeError as error:
+            raise ValueError(f"metric={wanted!r}: expected names") from error
     names = wanted.split(",") if wanted else [n for n in PREFERRED if n in shared][:1]
     if len({_is_fraction(name, runs) for name in names}) > 1:
         raise ValueError(f"--metric={wanted}: percent and numbers need a picture each")

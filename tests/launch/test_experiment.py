@@ -65,6 +65,24 @@ def trained(arrays):
     return experiment
 
 
+@pytest.mark.parametrize("path", [None, 5, 1.5, []])
+def test_a_path_of_another_type(path, blobs):
+    """One line, and no TypeError from inside."""
+    with pytest.raises(ValueError, match="expected a path, got a"):
+        build.load(path)
+    made = build.experiment(algo="fedavg", dataset=blobs, model="mlp", num_clients=4)
+    with pytest.raises(ValueError, match="expected a path, got a"):
+        made.save_model(path)
+
+
+def test_other_things_of_another_type(blobs):
+    with pytest.raises(ValueError, match="compare: expected a list of algorithms"):
+        build.compare(5)
+    odd = SimpleNamespace(HParams=fedavg.HParams, make=lambda hparams, task: 5)
+    with pytest.raises(ValueError, match="make returned a int, expected a fedjax_pfl"):
+        build.experiment(algo=odd, dataset=blobs, model="mlp", num_clients=4)
+
+
 def test_own_arrays_and_modules(trained, arrays):
     """They learn; the personal head is the last module."""
     assert trained.config.dataset == "arrays"
