@@ -358,7 +358,7 @@ class Workdir(loop.Listener):
 
     def _write_csv(self) -> None:
         if self.run.config.csv and processes.is_first():
-            self._write(tracking.CSV, tracking.csvfinished.lines(self.records))
+            self._write(tracking.CSV, tracking.csv_text(self.records))
 
     def finish(self, summary: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Writes clients.npz and then summary.json, which marks the run as finished.
