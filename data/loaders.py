@@ -404,7 +404,7 @@ def load(
         data_dir: The folder of files, "" = none.
         flag: The flag that names it, for errors.
         text_length: Tokens of a row of a text, 0 = as the text says.
-        owners: To whom rows of a text belong, one of `texts.OWNERS`.
+        owners: The kind of owners of a text's rows, one of `texts.OWNERS`.
 
     Raises:
         ValueError: one line: what is missing, and how to get it.

@@ -194,7 +194,7 @@ def truncated(hparams: Levels, model: types.Model) -> types.Model:
         raise ValueError(
             f"--model={model.name} has one exit, --level_mix={hparams.level_mix} has "
             f"{given} levels; take a model with an exit at every stage, such as "
-            "depth_convnet"
+            "depth_convnet or, for texts, depth_masked_lm"
         )
     if given != count:
         raise ValueError(

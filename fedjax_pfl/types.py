@@ -229,7 +229,7 @@ class Data:
     words int32[N, T], which stay as they are. Static are `augment`, one of
     `augment.KINDS`, which says how train batches differ from what is gathered, and
     `num_words`, V of a text, 0 = no text. In train and test batches of a text some
-    words are hidden.
+    words are hidden or random, see `augment.mask_words`.
     """
 
     image: jax.Array
@@ -272,7 +272,8 @@ class Data:
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Like `gather`, the examples of an evaluation.
 
-        The words that are hidden in a row of a text are the same in all runs.
+        The chosen positions of a row of a text are named by the row's number in the
+        table, so that they are the same in all runs on the same rows.
 
         Returns:
             (examples, labels, the chosen positions bool[..., T] of a text or None).

@@ -109,6 +109,12 @@ def _over_real_samples(
     return call(*args, **kwargs)
 
 
+def gives_nan(model: types.Model, x: np.ndarray) -> bool:
+    """Whether a model's first output for some examples [B, ...] is not finite."""
+    variables = types.Variables(*model.init(jax.random.key(0), x))
+    return not np.isfinite(model.forward(*variables, x)[0]).all()
+
+
 def depends_on_neighbours(model: types.Model, x: np.ndarray) -> str:
     """Checks whether a model's output for an example depends on the other examples.
 

@@ -110,8 +110,8 @@ def _of_tokens(model: types.Model, width: int) -> types.Model:
     def init(key: jax.Array, x: jax.Array) -> tuple[types.Params, types.Stats]:
         if width % HEADS:
             raise stages.UnfitError(
-                f"has a width of {width}, which {HEADS} heads do not divide; change "
-                "--model_width"
+                f"has a width of {width}, which {HEADS} heads do not divide; "
+                "--model_width is a factor on 512"
             )
         if x.ndim != 2:
             raise stages.UnfitError("needs rows of tokens")
@@ -139,13 +139,14 @@ def with_exits(num_words: int, wide: int, num_layers: int) -> types.Model:
 
 def masked_lm(num_classes: int, width: float = 1.0) -> types.Model:
     """A masked language model of four layers with one exit."""
-    wide = stages.scaling(width)(WIDTH)
+    return with_one_exit(num_classes, stages.scaling(width)(WIDTH), LAYERS)
+
+
+def with_one_exit(num_words: int, wide: int, num_layers: int) -> types.Model:
+    """`masked_lm` of any width D and number of layers."""
+    layers = [(f"layer{number}", Encoder()) for number in range(1, num_layers + 1)]
+    embedding, head = Embedding(num_words, wide), Head(num_words)
     model = stages.chain(
-        "masked_lm",
-        [
-            ("embedding", Embedding(num_classes, wide)),
-            *((f"layer{number}", Encoder()) for number in range(1, LAYERS + 1)),
-            ("head", Head(num_classes)),
-        ],
+        "masked_lm", [("embedding", embedding), *layers, ("head", head)]
     )
     return _of_tokens(model, wide)

@@ -37,9 +37,9 @@ TOYS = {
 }
 # The same algorithms on rows of tokens
 ON_TEXT = {"text_fedper": "fedper", "text_depthfl": "depthfl"}
-TEXT = {"dataset": "small", "partition": "natural", "model_width": 1 / 64}
+TEXT = {"dataset": "small", "partition": "natural"}
 OWN_OPTIONS = {
-    "text_fedper": TEXT | {"model": "masked_lm"},
+    "text_fedper": TEXT | {"model": "one_layer"},
     "text_depthfl": TEXT
     | {
         "model": "two_layers",
@@ -155,6 +155,7 @@ def register_toys(monkeypatch):
     for name, base in ON_TEXT.items():
         monkeypatch.setitem(algorithms.ALGORITHMS, name, algorithms.ALGORITHMS[base])
     monkeypatch.setitem(texts_lib.TEXTS, "small", texts.SMALL)
+    monkeypatch.setitem(models.MODELS, "one_layer", one_layer)
     monkeypatch.setitem(models.MODELS, "two_layers", two_layers)
     monkeypatch.setitem(models.MODELS, "with_exits", model.with_exits)
     monkeypatch.setitem(models.MODELS, "narrow", model.narrow)
@@ -162,6 +163,10 @@ def register_toys(monkeypatch):
 
 def two_layers(num_classes, width):
     return text.with_exits(num_classes, 8, 2)
+
+
+def one_layer(num_classes, width):
+    return text.with_one_exit(num_classes, 8, 1)
 
 
 def build_experiment(name, dataset, **more):

@@ -156,7 +156,7 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
     if official and source.num_train == len(source.label):
         raise ValueError(
             "--test_split=official: this data set has no official test rows; "
-            "take client_share or pool"
+            "take client_share"
         )
     merged = spec.test_split in ("pool", "pool_stratified")
     size = len(source.label) if merged else source.num_train

@@ -98,7 +98,7 @@ def resolve(
         # These data have no official test rows as those of the paper have.
         rules["test_split"] = "client_share"
     if partition.startswith(file.PREFIX):
-        rules |= _of_file(config, partition)
+        rules |= _of_file(config, partition) | {"examples_per_client": 0}
     if partition == "classes" and config.client_classes:
         rules["num_clients"] = len(classes.parse(config.client_classes))
     num_clients = config.num_clients or rules["num_clients"]
@@ -165,8 +165,9 @@ def check_text(config: schema.Config) -> None:
         for name, value in odd.items():
             if value != getattr(schema.Config, name):
                 raise ValueError(
-                    f"--{name}={value} is for texts, --dataset={config.dataset} is "
-                    f"none; omit it, or take one of {', '.join(texts.TEXTS)}"
+                    f"--{name}={value} is an option of texts, and --dataset="
+                    f"{config.dataset} is not a text; omit it, or take one of "
+                    f"{', '.join(texts.TEXTS)}"
                 )
         return
     for name, value in given.items():
@@ -175,17 +176,17 @@ def check_text(config: schema.Config) -> None:
                 f"--{name}={value} has no meaning for a text such as --dataset="
                 f"{config.dataset}; omit it"
             )
-    kind = config.partition
+    kind, has_owners = config.partition, texts.TEXTS[config.dataset].has_owners
+    known = [one for one in _OF_TEXT if has_owners or one != "natural"]
     if kind is not None and kind not in _OF_TEXT and not kind.startswith(file.PREFIX):
         raise ValueError(
             f"--partition={kind} is by labels, and --dataset={config.dataset} is a "
-            f"text; take one of {', '.join(_OF_TEXT)}"
+            f"text; take one of {', '.join(known)} or file:PATH"
         )
-    has_owners = texts.TEXTS[config.dataset].has_owners
     if config.owners != schema.Config.owners and not has_owners:
         raise ValueError(
-            f"--owners={config.owners}: the rows of --dataset={config.dataset} belong "
-            "to nobody; omit it"
+            f"--owners={config.owners}: --dataset={config.dataset} has no owners; omit "
+            "it"
         )
 
 
@@ -210,15 +211,16 @@ def _owners(config: schema.Config, source: dataset.Dataset, least: int) -> int:
     """
     if source.client is None:
         raise ValueError(
-            f"--partition=natural: --dataset={config.dataset} has no client ids; give "
-            "an npz file with an array `client`, or another partition"
+            f"--partition=natural: --dataset={config.dataset} has no client ids; take "
+            "another partition, or data with owners, such as an npz file with an array "
+            "`client` or the text kjv"
         )
     owners = int(source.client.max()) + 1
     if source.is_text:
         owners = int((np.bincount(source.client) >= least).sum())
         if not owners:
             raise ValueError(
-                f"--min_examples={least}: no owner has so many rows; lower it"
+                f"--min_examples={least}: every owner has fewer rows; lower it"
             )
     if config.num_clients is not None and config.num_clients > owners:
         raise ValueError(

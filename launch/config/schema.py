@@ -90,7 +90,7 @@ class Data:
         0, "tokens in a row of a text, 0 = as --dataset says", minimum=0, maximum=65536
     )
     owners: str = option(
-        "book", "to whom rows of --dataset=kjv belong", choices=texts.OWNERS
+        "book", "the owners of the rows of --dataset=kjv", choices=texts.OWNERS
     )
     rotate_classes: int = option(
         1, "right angles of images, each another class; 1 = as is", minimum=1, maximum=4

@@ -73,8 +73,10 @@ def assemble(
     for name, model in by_name.items():
         flag = "model" if name == server_model.name else "client_model"
         if name in own_models:
-            few = source.image[:4]
-            if not source.is_text:
+            few = source.image[:4].copy()
+            if source.is_text:
+                few[:, 0] = num_classes  # a hidden word
+            else:
                 few = np.asarray((few.astype(np.float32) - mean) * scale, np.float32)
             fit.check_own(flag, model, num_classes, config.model_width, few)
         else:
@@ -124,7 +126,7 @@ def assemble(
         if lanes == "auto" and config.num_seeds > 1 and not config.sweep:
             # Only chunks can vmap seeds, which saves more than lanes do.
             lanes = "0"
-        used = types.PlanSpec("", 1, 1, most).rows(num_rows[0])
+        used = np.minimum(num_rows[0], most or num_rows.max())
         steps = _typical_steps(config, used, batch_size, num_owners)
         return devices.execution(
             config.client_chunk,

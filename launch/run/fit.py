@@ -21,12 +21,10 @@ def check_model(
     """Refuses a built-in model that cannot take the examples (ValueError)."""
     if is_text != (model.takes == "tokens"):
         what = "rows of tokens" if is_text else f"examples of shape {list(shape)}"
-        fitting = "mlp"
-        if is_text:
-            fitting = " or ".join(models.OF_TEXT)
+        fitting = models.OF_TEXT if is_text else ("mlp", "depth_convnet")
         raise ValueError(
             f"--{flag}={model.name} takes {model.takes} and not {what}; take another "
-            f"model, for instance {fitting}"
+            f"model, for instance {' or '.join(fitting)}"
         )
     try:
         shapes.variables(model, shape)
@@ -36,7 +34,7 @@ def check_model(
         if isinstance(error, stages.UnfitError):
             cause = f" ({str(error).splitlines()[0]})"
             if is_text:
-                cure = "take another model"
+                cure = "take another model or width"
             elif len(shape) == 3:
                 cure = "change --image_size, or take another model"
         raise ValueError(
@@ -82,6 +80,11 @@ def check_own(
             f"{flag}: {model.name} gives {found[1]}{list(found[0])} for 2 examples, "
             f"expected logits float32{list(wanted)}, one for each class; change "
             "its last module"
+        )
+    if model.takes == "tokens" and own.gives_nan(model, examples):
+        raise ValueError(
+            f"{flag}: {model.name} gives nan for the hidden word {num_classes}; it "
+            f"needs an embedding of {num_classes + 1} words"
         )
     reason = own.depends_on_neighbours(model, examples)
     if reason:

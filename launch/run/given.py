@@ -53,8 +53,8 @@ def settled(**given: Any) -> Settings:
     given, source, own_models = _named(given)
     check_alike(given | {"own_sha256": own_sha256})
     config, hparams = resolve.configure(given)
+    resolve.check_text(config)
     if source is None:
-        resolve.check_text(config)
         source = loaders.load(
             config.dataset,
             config.data_dir,

@@ -12,6 +12,7 @@ from matplotlib import ticker
 
 from launch.folder import finished, record
 from launch.folder.record import Record
+from launch.run import summaries
 from launch.show import words
 
 KINDS = ("curves", "fairness", "bubbles")
@@ -103,6 +104,12 @@ def metrics_of(runs: Sequence[Record], wanted: str | Sequence[str]) -> list[str]
         except TypeError as error:
             raise ValueError(f"metric={wanted!r}: expected names") from error
     names = wanted.split(",") if wanted else [n for n in PREFERRED if n in shared][:1]
+    kinds = {all(map(summaries.is_fraction, run.records[-1])) for run in runs}
+    if not names and len(kinds) > 1:
+        raise ValueError(
+            "some runs are of texts, which have perplexities, and others of images; "
+            "give one kind, or for curves --metric=train_loss"
+        )
     if len({_is_fraction(name, runs) for name in names}) > 1:
         raise ValueError(f"--metric={wanted}: percent and numbers need a picture each")
     if names and shared.issuperset(names):
@@ -116,6 +123,17 @@ def metrics_of(runs: Sequence[Record], wanted: str | Sequence[str]) -> list[str]
 def _is_fraction(metric: str, runs: Sequence[Record]) -> bool:
     """Whether a metric's curve is drawn in percent."""
     return words.is_fraction(metric, collections.ChainMap(*(r.fractions for r in runs)))
+
+
+def _form(metric: str) -> str:
+    """How a number is written in a picture."""
+    return ".3g" if summaries.is_fraction(metric) else ".2f"
+
+
+def _axis(metric: str) -> str:
+    """A metric's name beside an axis."""
+    title = words.title(metric)
+    return title if summaries.is_fraction(metric) else f"{title}, perplexity"
 
 
 def curves(
@@ -133,7 +151,7 @@ def curves(
     colors = matplotlib.color_sequences["tab10"]
     drawn = []
     is_fraction = _is_fraction(metrics[0], runs)
-    scale, form = (100, ".1f") if is_fraction else (1, ".3g")
+    scale, form = (100, ".1f") if is_fraction else (1, _form(metrics[0]))
     for number, (run, metric, label) in enumerate(series):
         rounds, mean, spread = record.over_seeds(run, metric, scale)
         if not rounds:
@@ -142,7 +160,8 @@ def curves(
         line = draw_curve(axes, (rounds, mean, spread), 0.15, label=label, **style)
         having = [row for row in run.records if row.get(metric) is not None]
         drawn.append((mean[-1], line, len({row["seed"] for row in having})))
-    drawn.sort(key=lambda one: -one[0])
+    is_lower_better = words.metric(metrics[0]).better == "lower"
+    drawn.sort(key=lambda one: one[0], reverse=not is_lower_better)
     is_same = len({count for *_, count in drawn}) == 1
     figure.legend(
         [line for _, line, _ in drawn],
@@ -158,7 +177,7 @@ def curves(
     seeds = max(len({row["seed"] for row in run.records}) for run in runs)
     band = f", mean ± std of {seeds} seeds" if seeds > 1 else ""
     # Several metrics have their names in the legend.
-    texts = [words.title(metric) for metric in metrics if len(metrics) == 1]
+    texts = [_axis(metric) for metric in metrics if len(metrics) == 1]
     texts += ["%"] if is_fraction else []
     axes.set(xlabel="finished rounds", ylabel=", ".join(texts), xlim=(0, None))
     axes.set_title(f"{_data(runs)}{band}", fontsize=10)
@@ -213,15 +232,24 @@ def fairness(runs: Sequence[Record], names: Sequence[str]) -> Figure:
     A client's accuracy is its mean over the summary window, and counts are means over
     seeds. Clients of a text are in bins of perplexities.
     """
+    is_text = record.is_text(runs[0])
+    if any(record.is_text(run) != is_text for run in runs):
+        raise ValueError(
+            "--kind=fairness: some runs are of texts, which have perplexities, and "
+            "others of images; give one kind"
+        )
+    # Rounded, so that the mean of ten times 0.6 does not fall below the edge at 60.
+    found = [np.round(record.of_clients(run), 6).ravel() for run in runs]
+    found = [values[np.isfinite(values)] for values in found]
+    edges, ticks = np.arange(0, 101, 10), np.arange(0, 101, 20)
+    if is_text:
+        every = np.concatenate(found)
+        limits = every.min(), every.max()
+        edges = ticker.MaxNLocator(10).tick_values(*limits)
+        ticks = ticker.MaxNLocator(4).tick_values(*limits)
     figure, panels = _panels(len(runs), width=2.9, height=2.2)
-    for axes, run, name in zip(panels, runs, names, strict=True):
-        # Rounded, so that the mean of ten times 0.6 does not fall below the edge at 60.
-        values = np.round(record.of_clients(run), 6)
-        values = values[np.isfinite(values)]
-        seeds, is_text = len(run.clients["seeds"]), record.is_text(run)
-        edges = np.arange(0, 101, 10)
-        if is_text:
-            edges = ticker.MaxNLocator(10).tick_values(values.min(), values.max())
+    for axes, run, name, values in zip(panels, runs, names, found, strict=True):
+        seeds = len(run.clients["seeds"])
         # The last bin is closed, and contains a client with 100 %.
         counts = np.histogram(values, edges)[0] / seeds
         style = {"align": "edge", "color": "tab:blue"}
@@ -229,11 +257,10 @@ def fairness(runs: Sequence[Record], names: Sequence[str]) -> Figure:
         axes.axvline(values.mean(), color="tab:red", lw=1.2)
         good = f"\n{(values >= 80).sum() / seeds:.1f} clients reach 80 %"
         axes.set_title(name if is_text else name + good, fontsize=9)
-        axes.set_xticks(edges[::2])
+        axes.set_xticks(ticks)
         axes.tick_params(labelbottom=True)
-    kinds = {"perplexity" if record.is_text(r) else "accuracy" for r in runs}
-    unit = ", %" if "accuracy" in kinds else ""
-    figure.supxlabel(f"{' or '.join(sorted(kinds))} of a client{unit} (red line: mean)")
+    kind = "perplexity of a client (" if is_text else "accuracy of a client, % ("
+    figure.supxlabel(f"{kind}red line: mean)")
     figure.supylabel("clients")
     figure.suptitle(f"{_data(runs)}, summary rounds, mean over seeds", fontsize=10)
     return figure
@@ -295,7 +322,7 @@ def draw_heatmap(axes: Any, runs: Sequence[Record], metric: str) -> None:
     across, down = runs[0].point
     columns, rows = (sorted({run.point[n] for run in runs}) for n in (across, down))
     is_fraction = _is_fraction(metric, runs)
-    scale, form = (100, ".1f") if is_fraction else (1, ".3g")
+    scale, form = (100, ".1f") if is_fraction else (1, _form(metric))
     values = np.full((len(rows), len(columns)), np.nan)
     for run in runs:
         place = rows.index(run.point[down]), columns.index(run.point[across])

@@ -125,7 +125,7 @@ def _metrics(entries: Sequence[Entry]) -> list[str]:
         for entry in entries
         for name, is_fraction in entry.run.fractions.items()
         if is_fraction or not summaries.is_fraction(name)
-        if not name.startswith("client_") or not name.endswith("_pooled")
+        if name not in ("client_accuracy_pooled", "client_perplexity_pooled")
     )
     order = dict.fromkeys([*words.METRICS, *found])
     return [name for name in order if name in found]
@@ -384,16 +384,10 @@ def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
 
 def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
     """The spread of accuracies over clients, and their gains over local training."""
-    texts = [record.is_text(entry.run) for entry in entries]
-    # Where both kinds are on a page, only images are drawn.
-    is_text = all(texts)
+    is_text = record.is_text(entries[0].run)
     kind, unit = ("perplexity", "") if is_text else ("accuracy", ", %")
     figure, axes = svg.figure(f"{kind}{unit}", "clients with at least this, %")
-    known = [
-        entry
-        for entry, one in zip(entries, texts, strict=True)
-        if one == is_text and record.has_clients(entry.run)
-    ]
+    known = [entry for entry in entries if record.has_clients(entry.run)]
     for entry in known:
         values = np.sort(record.of_clients(entry.run).ravel())
         values = values[np.isfinite(values)]

@@ -58,14 +58,14 @@ METRICS |= {
     for name, one in METRICS.items()
     if "accuracy" in name
 }
-for _name, _title, _is_headline in (
-    ("client_perplexity", "Client", True),
-    ("masked_perplexity", "Global, masked", False),
-    ("client_masked_perplexity", "Client, masked", False),
-):
-    METRICS[_name] = METRICS["global_perplexity"]._replace(
-        title=_title, is_headline=_is_headline
-    )
+_NUMBER = METRICS["global_perplexity"]
+METRICS |= {
+    "client_perplexity": _NUMBER._replace(title="Client"),
+    "masked_perplexity": _NUMBER._replace(title="Global, masked", is_headline=False),
+    "client_masked_perplexity": _NUMBER._replace(
+        title="Client, pooled, masked", is_headline=False
+    ),
+}
 NOT_TO_CHOOSE_BY = (
     "These are measured on test rows, and choosing a point by them would be training "
     "on the test set"

@@ -2,23 +2,23 @@
 
 import pathlib
 
+import jax
 import numpy as np
 import pytest
 from flax import linen as nn
 
 import algorithms
 from algorithms import fedavg
-from data import texts as texts_lib
 from launch import build, main, plot, report
 from launch.folder import record
-from tests import texts
+from launch.show import figures
+from tests import test_contract, texts
 
 SMALL = {
     "dataset": "small",
     "partition": "natural",
     "preset": "none",
-    "model": "masked_lm",
-    "model_width": 1 / 64,
+    "model": "one_layer",
     "clients_per_round": 3,
     "rounds": 2,
     "eval_every": 1,
@@ -28,7 +28,7 @@ SMALL = {
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setitem(texts_lib.TEXTS, "small", texts.SMALL)
+    test_contract.register_toys(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def folders(tmp_path_factory):
     """Finished runs with personal models and without, two seeds of one."""
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(texts_lib.TEXTS, "small", texts.SMALL)
+        test_contract.register_toys(patch)
         for algo, seeds in (("fedper", 2), ("local", 2)):
             made = build.experiment(
                 algo=algo, workdir=str(folder / algo), num_seeds=seeds, **SMALL
@@ -48,21 +48,50 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize(
     "algo", [n for n, e in algorithms.ALGORITHMS.items() if getattr(e, "text", False)]
 )
-def test_every_such_method_is_measured_by_perplexity(algo):
-    """No accuracy, one number for each owner, and less than that of a guess."""
+def test_every_such_method_is_assembled(algo):
+    """With models of words, and nothing that belongs to images."""
     entry = algorithms.ALGORITHMS[algo]
-    options = {"min_layer": 2} if algo.endswith("_plus") else {}
-    if getattr(entry, "exits", False):
-        options |= {"level_mix": "1:1:1:1", "model": "depth_masked_lm"}
-    if algo == "feddyn":
-        options = {}
+    options = {"min_layer": 1} if algo.endswith("_plus") else {}
+    if getattr(entry, "exits", False) and algo != "feddyn":
+        options |= {"level_mix": "1:1", "model": "two_layers"}
     if algo == "scaffold":
         options |= {"client_optimizer": "sgd"}
     made = build.experiment(algo=algo, **SMALL | {"rounds": 1} | options)
-    shapes = made.simulation.program  # built, and not compiled
-    assert shapes.algorithm.plans
+    assert made.simulation.program.algorithm.plans
     assert made.task.num_classes == made.data.num_words == 8
     assert made.config.normalization == made.config.augment == "none"
+
+
+@pytest.mark.parametrize("algo", ["ditto", "scaffold", "inclusivefl"])
+def test_two_corrected_models_and_momentum(algo):
+    """They learn: two objectives, control variates, movements between layers."""
+    options = {
+        "ditto": {},
+        "scaffold": {"client_optimizer": "sgd"},
+        "inclusivefl": {
+            "model": "two_layers",
+            "level_mix": "1:1",
+            "momentum_distill_weight": 0.2,
+        },
+    }[algo]
+    made = build.experiment(algo=algo, **SMALL | options)
+    made.run(progress=False)
+    first, last = made.metrics[0], made.metrics[-1]
+    assert last["client_perplexity"] < first["client_perplexity"]
+
+
+def test_rows_from_a_file(tmp_path):
+    """The rows of a run's clients are those of another run."""
+    path = tmp_path / "rows.npz"
+    given = SMALL | {"algo": "local"}
+    one = build.experiment(**given, export_partition=str(path))
+    other = build.experiment(**given | {"partition": f"file:{path}"})
+    for a, b in zip(
+        jax.tree.leaves(one.data.partition),
+        jax.tree.leaves(other.data.partition),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_what_a_run_leaves(folders, capsys):
@@ -96,6 +125,16 @@ def test_pictures_and_page(folders, tmp_path, capsys):
     with pytest.raises(SystemExit):
         plot.command(["plot", names[0], "--kind=bubbles", f"--output={tmp_path}"])
     assert "texts have no classes" in capsys.readouterr().err
+    runs = [record.read(pathlib.Path(name)) for name in names]
+    panels = figures.picture("fairness", runs).axes
+    edges = [sorted(p.get_x() for p in one.patches) for one in panels]
+    assert edges[0] == edges[1]
+    limits = panels[0].get_xlim()
+    for run, one in zip(runs, panels, strict=True):
+        values = record.of_clients(run)
+        assert limits[0] <= values.min() and values.max() <= limits[1]
+        bars = sum(patch.get_height() for patch in one.patches)
+        assert bars == pytest.approx(7)
     page = tmp_path / "page.html"
     report.command(["report", *names, f"--output={page}"])
     text = page.read_text()
@@ -105,6 +144,24 @@ def test_pictures_and_page(folders, tmp_path, capsys):
     )
     assert f"{best.rpartition('/')[2]} reaches " in text
     assert "A text has no classes." in text and "accuracy" not in text.lower()
+
+
+def test_texts_beside_images(folders, blobs, tmp_path):
+    """They share no measure, and one line says so."""
+    made = build.experiment(
+        algo="local",
+        dataset=blobs,
+        preset="none",
+        model="mlp",
+        rounds=1,
+        num_clients=4,
+        workdir=str(tmp_path / "images"),
+    )
+    made.run(progress=False)
+    runs = [record.read(path) for path in (folders / "local", tmp_path / "images")]
+    for kind in ("curves", "fairness"):
+        with pytest.raises(ValueError, match="others of images; give one kind"):
+            figures.picture(kind, runs)
 
 
 def test_frames(folders):
@@ -163,21 +220,25 @@ def test_models_of_clients(folders, tmp_path):
     np.testing.assert_allclose(again.client_model(None).predict(words), p, rtol=1e-5)
 
 
-class Bigrams(nn.Module):
-    """A model of one's own: a table of the next to be found, of words and the mask."""
+class Words(nn.Module):
+    """Logits from the word itself; there are eight, and the hidden one."""
+
+    num_inputs: int = 9
 
     @nn.compact
     def __call__(self, words):
-        return nn.Dense(8)(nn.Embed(9, 4)(words))
+        return nn.Dense(8)(nn.Embed(self.num_inputs, 4)(words))
 
 
 def test_a_model_of_ones_own():
     """It gets tokens and gives logits for each."""
-    given = SMALL | {"model": Bigrams(), "rounds": 1, "model_width": None}
+    given = SMALL | {"model": Words(), "rounds": 1}
     made = build.experiment(algo="fedavg", **given)
     assert made.task.model.takes == "tokens"
     metrics = made.run(progress=False)["metrics"]
     assert metrics["global_perplexity"]["mean"] < 10
+    with pytest.raises(ValueError, match="needs an embedding of 9 words"):
+        build.experiment(algo="fedavg", **given | {"model": Words(8)})
 
 
 @pytest.mark.parametrize(
@@ -194,7 +255,7 @@ def test_a_model_of_ones_own():
         ({"proxy_fraction": 0.1}, ["--proxy_fraction=0.1", "omit it"]),
         ({"examples_per_client": 5}, ["--examples_per_client=5", "natural"]),
         ({"min_examples": 1000}, ["--min_examples=1000", "lower it"]),
-        ({"model_width": 0.3}, ["--model=masked_lm", "8 heads"]),
+        ({"model": "masked_lm", "model_width": 0.3}, ["--model=masked_lm", "8 heads"]),
         ({"algo": fedavg}, ["is a text", "--dataset=small"]),
     ],
 )
