@@ -22,7 +22,7 @@ from fedjax_pfl import checkpoint, levels, program, shapes
 from launch import build
 from launch.config import flags, registry
 from launch.run import assemble, given
-from tests.toys import frozen, gossip, ledger, model, sparse, spliced, widths
+from tests.toys import frozen, gossip, ledger, model, sparse, spliced, taught, widths
 
 TOYS = {
     "toy_spliced": spliced,
@@ -143,7 +143,7 @@ def register_toys(monkeypatch):
 
 def build_experiment(name, dataset, **more):
     """Seven unequal clients, five a round, on one device unless told otherwise."""
-    options = COMMON | OWN_OPTIONS.get(name, {}) | more
+    options = COMMON | OWN_OPTIONS.get(name, {}) | taught.options(name, dataset) | more
     known = registry.fields_of(name)
     options = {key: value for key, value in options.items() if key in known}
     settings = given.settled(algo=name, dataset=dataset, **options)
