@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 import models
-from fedjax_pfl import shapes
+from fedjax_pfl import shapes, types
 from launch.config import registry
 from launch.run import model_files
 
@@ -24,9 +24,10 @@ def options(name, dataset):
 def write(path, name="mlp", shape=(8, 8, 1), num_classes=4, width=1.0, level=0):
     """Writes a model of random numbers; returns it and its variables."""
     model, gen = models.make(name, num_classes, width, level), np.random.default_rng(0)
-    variables = jax.tree.map(
-        lambda leaf: abs(gen.normal(size=leaf.shape)).astype(leaf.dtype) / 4,
+    params, stats = jax.tree.map(
+        lambda leaf: gen.normal(size=leaf.shape).astype(leaf.dtype) / 4,
         shapes.variables(model, shape),
     )
+    variables = types.Variables(params, jax.tree.map(abs, stats))
     model_files.write(path, model, variables, {}, width)
     return model, variables
