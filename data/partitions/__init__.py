@@ -48,6 +48,7 @@ class PartitionSpec(NamedTuple):
     """Options of a partition, which have the names of the flags.
 
     `proxy_fraction` of every class is set aside first. `examples_per_client` 0 = all.
+    `train_share` of each client's train rows are used.
     `cdkt` holds the options of the CDKT generator.
     """
 
@@ -61,6 +62,7 @@ class PartitionSpec(NamedTuple):
     examples_per_client: int = 0
     test_split: str = "client_share"
     proxy_fraction: float = 0.0
+    train_share: float = 1.0
     cdkt: cdkt.Protocol | None = None
 
 
@@ -195,6 +197,7 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
     _check_sizes(drawn.count, spec)
     owned = parts.Parts(pool[drawn.row], drawn.count)
     train, test = held_out.split(owned, source.label, spec.test_split, seed)
+    train = held_out.first_share(train, source.label, spec.train_share)
     tail = np.arange(source.num_train, len(source.label))
     return Split(train, test, tail if official else tail[:0], proxy)
 
@@ -203,7 +206,9 @@ def _from_file(source: dataset.Dataset, spec: PartitionSpec) -> Split:
     """The split in a file, the same for all seeds."""
     rows = file.read(spec.partition, len(source.label))
     _check_sizes(rows.train.count, spec)
-    return Split(*rows)
+    split = Split(*rows)
+    train = held_out.first_share(split.train, source.label, spec.train_share)
+    return split._replace(train=train)
 
 
 def export(split: Split, path: str) -> None:

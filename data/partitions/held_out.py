@@ -1,4 +1,4 @@
-"""Test rows: the rows of each client that are held out of its training."""
+"""Rows of each client that are held out of its training: its test rows, and others."""
 
 import numpy as np
 
@@ -53,6 +53,47 @@ def split(
     )
 
 
+def first_share(owned: parts.Parts, labels: np.ndarray, share: float) -> parts.Parts:
+    """The first rows of each class of each client, in their order.
+
+    Of n rows these are share * n, rounded up, so that a smaller share is a part of a
+    larger one and no class is lost. A text has no classes.
+
+    Args:
+        owned: Rows of the data set.
+        labels: int[rows of the data set], or of a text int[rows, T].
+        share: In (0, 1].
+    """
+    if share == 1:
+        return owned
+    label = labels[owned.row] if labels.ndim == 1 else np.zeros_like(owned.row)
+    owner = owned.owner
+    order, begin, size = _groups(owner, label)
+    # Rounded first, because .07 * 100 must be 7, not 7.0000000000000009.
+    num_used = np.ceil(np.round(share * size, 6))
+    is_used = np.empty(len(order), bool)
+    place = np.arange(len(order)) - np.repeat(begin, size)
+    is_used[order] = place < np.repeat(num_used, size)
+    count = np.bincount(owner[is_used], minlength=len(owned.count))
+    return parts.Parts(owned.row[is_used], count)
+
+
+def _groups(
+    owner: np.ndarray, label: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The rows of each client and class, for an owner int[N] and a label int[N].
+
+    Returns:
+        (the rows int[N] group by group, each in the rows' order; where each group
+        begins, int[G]; its size, int[G]).
+    """
+    order = np.lexsort((label, owner))
+    is_first = np.ones(len(order), bool)
+    is_first[1:] = (np.diff(owner[order]) != 0) | (np.diff(label[order]) != 0)
+    begin = np.flatnonzero(is_first)
+    return order, begin, np.diff(begin, append=len(order))
+
+
 def _shuffled(owned: parts.Parts, seed: int) -> parts.Parts:
     row, start = np.empty_like(owned.row), owned.start[:, None]
     for clients in shuffle.alike(owned.count):
@@ -69,12 +110,7 @@ def _stratified(
 ) -> np.ndarray:
     """bool[N]: train rows per class by largest remainder, in total num_train int[K]."""
     owner = owned.owner
-    # Groups have one client and class, are in this order, and keep the shuffled order.
-    order = np.lexsort((label, owner))
-    is_first = np.ones(len(order), bool)
-    is_first[1:] = (np.diff(owner[order]) != 0) | (np.diff(label[order]) != 0)
-    begin = np.flatnonzero(is_first)
-    size = np.diff(begin, append=len(order))
+    order, begin, size = _groups(owner, label)
     client = owner[order[begin]]
     share = size * (num_train / np.maximum(owned.count, 1))[client]
     take = np.floor(share).astype(int)

@@ -138,6 +138,12 @@ class Data:
     examples_per_client: int = option(
         0, "use only this many examples per client on average, 0 = all", minimum=0
     )
+    train_share: float = option(
+        1.0,
+        "train on this fraction of each client's train rows, of each class the first",
+        above=0,
+        maximum=1,
+    )
     export_partition: str = option(
         "", "file to write each client's rows to, for file:PATH", role=NOWHERE
     )

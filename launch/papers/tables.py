@@ -1,8 +1,12 @@
-"""The papers' tables, `launch/papers/<paper>.json`, and their cells."""
+"""The papers' tables, `launch/papers/<paper>.json`, and their cells.
+
+A row has the scenarios in `only`, by default all. Its `teacher` may name the row whose
+model is its teacher: of the same scenario, or of the first one that the other row has.
+"""
 
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from data import texts
@@ -67,7 +71,7 @@ def cells(
     row: str = "",
     given: Mapping[str, Any] | None = None,
 ) -> list[Cell]:
-    """Every cell asked for.
+    """Every cell asked for, and those of the teachers of these.
 
     Args:
         table: From `load_table`.
@@ -81,24 +85,57 @@ def cells(
         raise ValueError(
             f"--dataset={dataset}: this table has {', '.join(table['datasets'])}"
         )
-    names = chosen("scenario", scenario, table["scenarios"])
-    rows = chosen("row", row, table["rows"])
+    scenarios, every = table["scenarios"], table["rows"]
+    names = chosen("scenario", scenario, scenarios)
+    rows = chosen("row", row, every)
     for flag, value in given.items():
-        names = _of_value(table["scenarios"], names, flag, value)
-        rows = _of_value(table["rows"], rows, flag, value)
-        if not any(flag in registry.fields_of(table["rows"][r]["algo"]) for r in rows):
+        names = _of_value(scenarios, names, flag, value)
+        rows = _of_value(every, rows, flag, value)
+        if not any(flag in registry.fields_of(every[r]["algo"]) for r in rows):
             raise ValueError(f"--{flag}={value}: no row has this option")
-    out = []
-    for name in names:
-        entries = table["datasets"].get(known, {}).get(name, {})
-        for one in rows:
-            entry = entries.get(one, {})
-            options = table["common"] | table["scenarios"][name] | table["rows"][one]
-            options |= entry.get("flags", {}) | given | {"dataset": dataset}
-            out.append(Cell(name, one, options, entry.get("paper")))
-    return out
+
+    def cell(name: str, one: str) -> Cell:
+        entry = table["datasets"].get(known, {}).get(name, {}).get(one, {})
+        own = {k: v for k, v in every[one].items() if k != "only"}
+        # A teacher that was not asked for may have other values than those given.
+        own = scenarios[name] | own
+        options = table["common"] | own | entry.get("flags", {})
+        options |= {k: v for k, v in given.items() if k not in own}
+        teacher, row = None, options.get("teacher")
+        if row in every:
+            has = every[row].get("only", scenarios)
+            teacher = (name if name in has else next(iter(has))), row
+        options["dataset"] = dataset
+        return Cell(name, one, options, entry.get("paper"), teacher)
+
+    has = {one: every[one].get("only", names) for one in rows}
+    asked = [cell(name, one) for name in names for one in rows if name in has[one]]
+    if not asked:
+        raise ValueError(
+            f"--scenario={scenario}: --row={row} has {', '.join(*has.values())} only"
+        )
+    found = teachers_first(asked, cell)
+    columns, lines = dict.fromkeys([*names, *scenarios]), dict.fromkeys([*rows, *every])
+    order = [(name, one) for name in columns for one in lines]
+    return sorted(found, key=lambda one: order.index(one.name))
+
+
+def teachers_first(
+    asked: Sequence[Cell], cell: Callable[[str, str], Cell]
+) -> list[Cell]:
+    """Cells, each after that of its teacher and once; `cell` makes one by its name."""
+    found: dict[tuple[str, str], Cell] = {}
+
+    def add(one: Cell) -> None:
+        if one.teacher is not None and one.teacher not in found:
+            add(cell(*one.teacher))
+        found.setdefault(one.name, one)
+
+    for one in asked:
+        add(one)
+    return list(found.values())
 
 
 def slug(text: str) -> str:
     """A row's name as part of a path."""
-    return "".join(c for c in text.lower().replace(" ", "_") if c not in "=,:*()")
+    return "".join(c for c in text.lower().replace(" ", "_") if c not in "=,:*()%")

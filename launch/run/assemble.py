@@ -14,6 +14,7 @@ from data import dataset, partitions, plan
 from data.partitions import cdkt
 from fedjax_pfl import evaluate, execution, levels, owners, rng, shapes, types
 from fedjax_pfl import program as program_lib
+from fedjax_pfl import teacher as teacher_lib
 from launch.config import resolve, schema, sweep
 from launch.run import devices, fit, memory, model_files, processes, residence
 from launch.run.given import Settings, sha256
@@ -92,19 +93,24 @@ def assemble(
             config.init_from, server_model, shape, normal
         )
         client_models = (server_model,)
+    teacher, taught = None, ()
+    is_taught = isinstance(hparams, teacher_lib.Taught) and bool(hparams.teacher)
+    if is_taught:
+        teacher, taught = model_files.teacher(hparams, num_classes, shape, normal)
     if config.precision == "bf16":
         server_model, *client_models = (
             mixed.in_bfloat16(model, rounds=source.is_text or model.name in own_models)
             for model in (server_model, *client_models)
         )
         client_models = tuple(client_models)
+        teacher = teacher and mixed.in_bfloat16(teacher)
     chosen = vars(config) | vars(hparams)
     model_bytes = max(shapes.model_bytes(model, shape) for model in client_models)
     needed = memory.needs(chosen, num_rows=len(source.label), model_bytes=model_bytes)
     memory.refuse(needed, chosen, target)
 
     seeds = [config.seed + i for i in range(config.num_seeds)]
-    data = _data(config, source, seeds, public, normal)
+    data = _data(config, source, seeds, public, normal).replace(teacher=taught)
     num_rows = np.asarray(data.partition.train.count)
     group = np.arange(config.num_clients, dtype=np.int32) % len(client_models)
     num_levels, eligible = 1, None
@@ -169,6 +175,7 @@ def assemble(
         example_shape=shape,
         execution=execution_with(config.lanes),
         num_levels=num_levels,
+        teacher=teacher,
     )
     if len(client_models) > 1 and not getattr(entry, "several_models", False):
         raise ValueError(
@@ -217,8 +224,9 @@ def assemble(
     digest = settings.source_hash.copy()
     if public is not None:
         digest = sha256(data.image, data.label)
-    if config.init_from:
-        digest.update(pathlib.Path(config.init_from).expanduser().read_bytes())
+    for path in (config.init_from, hparams.teacher if is_taught else ""):
+        if path:
+            digest.update(pathlib.Path(path).expanduser().read_bytes())
     if planner.graph is not None and planner.graph.table is not None:
         digest.update(planner.graph.table.data)
     split = sha256(*jax.tree.leaves(data.partition))
@@ -320,7 +328,8 @@ def _data(
             f"{list(image.shape[1:])}; omit it"
         )
     num_words = source.num_classes if source.is_text else 0
-    return types.Data(image, label, *normal, stacked, config.augment, num_words)
+    kinds = {"augment": config.augment, "num_words": num_words}
+    return types.Data(image, label, *normal, stacked, **kinds)
 
 
 def _typical_steps(

@@ -22,7 +22,7 @@ class ClientModel(NamedTuple):
     Attributes:
         model, variables: The model.
         data: The run's data, which define the normalisation and the type of images.
-        image_size, image_channels: The options of these names.
+        image_size, image_channels, model_width: The options of these names.
     """
 
     model: types.Model
@@ -30,6 +30,7 @@ class ClientModel(NamedTuple):
     data: types.Data
     image_size: int
     image_channels: int
+    model_width: float
 
     def predict(self, images: Any) -> np.ndarray:
         """Probabilities f32[N, Y] of raw images [N, ...].
@@ -90,7 +91,8 @@ class ClientModel(NamedTuple):
         normal = {"mean": self.data.mean, "scale": self.data.scale}
 
         def write() -> str:
-            return str(model_files.write(path, self.model, self.variables, normal))
+            given = path, self.model, self.variables, normal, self.model_width
+            return str(model_files.write(*given))
 
         return pathlib.Path(processes.on_first(write))
 
@@ -152,7 +154,8 @@ def find(
     where = execution.replicated(run.task.execution)
     data = run.data.replace(partition=execution.place(part, where))
     model, variables = _found(run, client_id, slot, state, cohort, data)
-    return ClientModel(model, variables, data, config.image_size, config.image_channels)
+    sizes = config.image_size, config.image_channels, config.model_width
+    return ClientModel(model, variables, data, *sizes)
 
 
 def _found(

@@ -1,11 +1,12 @@
-"""Writes models to files, reads them, and starts runs from them.
+"""Writes models to files, reads them, starts runs from them, or lets them teach.
 
 A file holds a nested dictionary of arrays, which can be read without this package:
 
 * `stages`: by name in the order of the chain, each with `params` and, if it has any,
   `stats` (running statistics); a stage with an exit has these under `trunk` and `exit`;
 * `input`: `mean` and `scale`; the first stage gets `(image - mean) * scale`;
-* `sha256`: the hexadecimal hash of all these arrays (`checkpoint.digest`).
+* `sha256`: the hexadecimal hash of all these arrays (`checkpoint.digest`);
+* `model`: its `name`, `width` (`--model_width`) and `level`, the number of its stages.
 
 `.msgpack` is flax.serialization's format; the keys of an `.npz` are paths such as
 `stages/conv1/params/kernel`.
@@ -13,22 +14,43 @@ A file holds a nested dictionary of arrays, which can be read without this packa
 
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import serialization, traverse_util
 
+import models
 from data import files
 from fedjax_pfl import checkpoint, shapes, types
+from fedjax_pfl import teacher as teacher_lib
+from launch.run import fit
 
 SUFFIXES = (".msgpack", ".npz")
 
 
+class Facts(NamedTuple):
+    """What a file says of its model: the options that make it, and its stages."""
+
+    name: str
+    width: float
+    level: int
+
+
 def write(
-    path: Any, model: types.Model, variables: types.Variables, normal: Mapping[str, Any]
+    path: Any,
+    model: types.Model,
+    variables: types.Variables,
+    normal: Mapping[str, Any],
+    width: float,
 ) -> pathlib.Path:
-    """Writes a model to a file atomically; `normal` has its `mean` and `scale`.
+    """Writes a model to a file atomically.
+
+    Args:
+        path: Ends in one of `SUFFIXES`.
+        model, variables: The model.
+        normal: Has the `mean` and the `scale` of its images.
+        width: Its `--model_width`.
 
     Raises:
         ValueError: the path has another suffix, or is a folder.
@@ -41,12 +63,14 @@ def write(
         raise ValueError(f"{path} is a folder; give the name of a file")
     tree = _arrays({"stages": _stages(model, variables), "input": dict(normal)})
     digest = checkpoint.digest(tree)
-    tree["sha256"] = np.asarray(digest) if path.suffix == ".npz" else digest
+    facts = Facts(model.name, float(width), len(model.stage_names))
+    tree |= {"sha256": digest, "model": facts._asdict()}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.stem}.partial{path.suffix}")
     with files.created(temporary) as file:
         if path.suffix == ".npz":
-            np.savez(file, **traverse_util.flatten_dict(tree, sep="/"))
+            flat = traverse_util.flatten_dict(tree, sep="/")
+            np.savez(file, **jax.tree.map(np.asarray, flat))
         else:
             # A copy, as without `in_place`, would sort the stages by name.
             file.write(serialization.msgpack_serialize(tree, in_place=True))
@@ -54,7 +78,7 @@ def write(
 
 
 def read(path: Any) -> dict[str, Any]:
-    """The nested dictionary in a file.
+    """The nested dictionary in a file, whose `model` is a `Facts` if it is there.
 
     Raises:
         ValueError: one line: there is no file, or it is not a model's.
@@ -70,9 +94,12 @@ def read(path: Any) -> dict[str, Any]:
             tree = serialization.msgpack_restore(path.read_bytes())
         if not isinstance(tree, dict) or not isinstance(tree.get("stages"), dict):
             raise ValueError("it has no stages")
-        recorded = tree.pop("sha256", None)
+        facts, recorded = tree.pop("model", None), tree.pop("sha256", None)
         if recorded is not None and str(recorded) != checkpoint.digest(tree):
             raise ValueError("its arrays do not match its checksum")
+        if facts is not None:
+            kinds = zip(Facts._fields, (str, float, int), strict=True)
+            tree["model"] = Facts(**{name: of(facts[name]) for name, of in kinds})
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from error
     except Exception as error:  # msgpack, zipfile and numpy have various errors
@@ -96,27 +123,105 @@ def starting(
         ValueError: one line: it is not a model's file, holds another model, another
             normalisation, or values that are not finite.
     """
-    tree = read(path)
+    line, tree = f"--init_from={path}", read(path)
+    saved = _variables(line, tree, model, shape, normal, f"--model={model.name}")
+    return _from(saved, model)
+
+
+def teacher(
+    given: teacher_lib.Taught,
+    num_classes: int,
+    shape: tuple[int, ...],
+    normal: tuple[np.ndarray, np.ndarray],
+) -> tuple[types.Model, types.Variables]:
+    """The model that a file holds and its variables f32, as numpy arrays.
+
+    Args:
+        given: The options of the teacher, which complete what the file says.
+        num_classes: Y of the run.
+        shape: That of an example of the run.
+        normal: Mean and scale of the run's images.
+
+    Raises:
+        ValueError: one line: it is not a model's file, holds another model than it or
+            the options say, another normalisation, or values that are not finite.
+    """
+    line = f"--teacher={given.teacher}"
+    try:
+        tree = read(given.teacher)
+    except ValueError as error:
+        raise ValueError(f"--teacher={error}; give a file of launch.export") from error
+    name, width, level = _facts(line, tree.get("model"), given)
+    if name not in models.MODELS:
+        raise ValueError(
+            f"{line} holds the model {name}, expected one of "
+            f"{', '.join(models.MODELS)}; take another teacher or --teacher_model"
+        )
+    whole = models.make(name, num_classes, width)
+    count = len(whole.stage_names)
+    if level > count or (level not in (0, count) and not whole.has_exits):
+        expected = (
+            f"1 to {count}" if whole.has_exits else f"{count}, as it has no exits"
+        )
+        raise ValueError(
+            f"--teacher_level={level}: {name} has {count} stages, expected {expected}"
+        )
+    model = models.make(name, num_classes, width, level)
+    fit.check_model("teacher_model", model, shape)
+    than = f"{name} of width {width:g} with {len(model.stage_names)} stages"
+    than += f" for {num_classes} classes and examples of {'x'.join(map(str, shape))}"
+    saved = _variables(line, tree, model, shape, normal, than)
+    return model, jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), saved)
+
+
+def _facts(line: str, found: Facts | None, given: teacher_lib.Taught) -> Facts:
+    """What a file says of its model, or what the options say of an older file's."""
+    asked = Facts(given.teacher_model, given.teacher_width, given.teacher_level)
+    if found is None:
+        if not asked.name:
+            raise ValueError(
+                f"{line} does not say which model it holds; give --teacher_model, and "
+                "--teacher_width and --teacher_level if they are not 1 and all stages"
+            )
+        return asked._replace(width=asked.width or 1.0)
+    for part, value, known in zip(Facts._fields, asked, found, strict=True):
+        if value and value != known:
+            flag = f"--teacher_{part.replace('name', 'model')}"
+            raise ValueError(f"{flag}={value}: {line} says {known}; omit it")
+    return found
+
+
+def _variables(
+    line: str,
+    tree: Mapping[str, Any],
+    model: types.Model,
+    shape: tuple[int, ...],
+    normal: tuple[np.ndarray, np.ndarray],
+    than: str,
+) -> types.Variables:
+    """The variables of `model` in a file's tree.
+
+    `line` is the flag that names the file, and `than` says the model in words.
+
+    Raises:
+        ValueError: one line.
+    """
     stages = tree["stages"]
-    _check_input(path, tree.get("input", {}), normal)
+    _check_input(line, tree.get("input", {}), normal)
     wanted = _stages(model, shapes.variables(model, shape))
     odd = _difference(wanted, stages)
     if odd:
-        raise ValueError(
-            f"--init_from={path} holds another model than --model={model.name}: {odd}"
-        )
+        raise ValueError(f"{line} holds another model than {than}: {odd}")
     kinds = traverse_util.flatten_dict(wanted, sep="/")
     for name, leaf in traverse_util.flatten_dict(stages, sep="/").items():
         leaf, kind = np.asarray(leaf), kinds[name].dtype
         is_float = jax.numpy.issubdtype(kind, np.floating)
         if not (jax.numpy.issubdtype(leaf.dtype, np.floating) or leaf.dtype == kind):
-            raise ValueError(
-                f"--init_from={path}: stages/{name} is {leaf.dtype}, expected {kind}"
-            )
+            raise ValueError(f"{line}: stages/{name} is {leaf.dtype}, expected {kind}")
         if is_float and not np.isfinite(leaf.astype(np.float32)).all():
             raise ValueError(
-                f"--init_from={path}: stages/{name} holds nan or infinity; take a file "
-                "of a run that did not diverge"
+                f"{line}: stages/{name} holds nan or infinity; take a file of a run "
+                "that did not diverge"
             )
     # npz files have no empty dictionaries, so a stage without parameters is missing.
     held = [stages.get(name, {}) for name in model.stage_names]
@@ -125,11 +230,11 @@ def starting(
     stats = [
         {n: own["stats"] for n, own in one.items() if "stats" in own} for one in parts
     ]
-    return _from(types.Variables(tuple(params), tuple(stats)), model)
+    return types.Variables(tuple(params), tuple(stats))
 
 
 def _check_input(
-    path: str, found: Mapping[str, Any], normal: tuple[np.ndarray, np.ndarray]
+    line: str, found: Mapping[str, Any], normal: tuple[np.ndarray, np.ndarray]
 ) -> None:
     """Refuses a model that was trained with another normalisation.
 
@@ -147,7 +252,7 @@ def _check_input(
         is_like = False
     if not is_like:
         raise ValueError(
-            f"--init_from={path}: its model was trained with another normalisation; "
+            f"{line}: its model was trained with another normalisation; "
             "give its --normalization, --image_size and --dataset"
         )
 

@@ -15,12 +15,19 @@ class Cell(NamedTuple):
     """One run of a table: its options, and the paper's number for each metric.
 
     A number is a mean, or a mean and a standard deviation, None = not in the paper.
+    `teacher` is the cell, as (scenario, row), whose model the run needs as a file.
     """
 
     scenario: str
     row: str
     options: dict[str, Any]
     paper: list[Number] | None
+    teacher: tuple[str, str] | None = None
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """(scenario, row)."""
+        return self.scenario, self.row
 
 
 # Every cell with its summary, None = it has not run yet
@@ -203,7 +210,10 @@ def _against(
 
     def gap(row: str, scenario: str, metric: str) -> str:
         """Mean ± std of the seeds' differences, for instance `+1.3 ± 0.4` points."""
-        pair = [done.get((scenario, one)) for one in (row, control)]
+        names = [(scenario, one) for one in (row, control)]
+        if not done.keys() >= {*names}:
+            return "-"
+        pair = [done[name] for name in names]
         if any(one is None or metric not in one["metrics"] for one in pair):
             return "missing"
         sides = [np.array(one["metrics"][metric]["per_seed"]) for one in pair]

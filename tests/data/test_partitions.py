@@ -456,3 +456,46 @@ def test_stack_of_official_splits():
     expected = np.append(np.arange(100, 120), np.full(12, -1))
     np.testing.assert_array_equal(stacked.test.row, [expected] * 2)
     assert stacked.proxy.shape == (2, 0)
+
+
+@pytest.mark.parametrize("kind", ["client_share", "official"])
+def test_a_share_of_the_train_rows(kind):
+    """Of each class the first rows, rounded up; smaller shares are in larger ones."""
+    source = tables.table([70, 50, 9], num_train=120)
+    given = spec("iid", 3, test_split=kind)
+    whole = partitions.split(source, given, 0)
+    before = whole.train
+    for share in (0.5, 0.25, 0.01):
+        split = partitions.split(source, given._replace(train_share=share), 0)
+        np.testing.assert_array_equal(split.test.row, whole.test.row)
+        np.testing.assert_array_equal(split.official_test, whole.official_test)
+        clients = zip(
+            *(one.by_client() for one in (whole.train, before, split.train)),
+            strict=True,
+        )
+        for everything, more, used in clients:
+            assert set(used.tolist()) < set(more.tolist())
+            first = np.flatnonzero(np.isin(everything, used))
+            np.testing.assert_array_equal(everything[first], used)
+            for c in range(3):
+                rows = everything[source.label[everything] == c]
+                count = int(np.ceil(share * len(rows)))
+                mine = used[source.label[used] == c]
+                np.testing.assert_array_equal(mine, rows[:count])
+        before = split.train
+
+
+def test_a_share_of_a_partition_file(tmp_path):
+    """Also where a file names the rows; of a text the first rows, as they are."""
+    source = tables.table([30, 30])
+    path = tmp_path / "rows.npz"
+    partitions.export(partitions.split(source, spec("iid", 2), 0), str(path))
+    given = spec(f"file:{path}", 2)
+    whole = partitions.split(source, given, 0).train
+    half = partitions.split(source, given._replace(train_share=0.5), 0).train
+    for rows, used in zip(whole.by_client(), half.by_client(), strict=True):
+        assert len(rows) / 2 <= len(used) <= len(rows) / 2 + 1
+        assert set(used.tolist()) < set(rows.tolist())
+    owned = parts.Parts(np.arange(10), np.array([4, 6]))
+    found = held_out.first_share(owned, np.zeros((10, 5), int), 0.5)
+    assert found.row.tolist() == [0, 1, 4, 5, 6] and found.count.tolist() == [2, 3]

@@ -9,6 +9,7 @@ import algorithms
 from fedjax_pfl import execution as execution_lib
 from launch import build
 from launch.run import devices
+from tests.toys import taught
 
 # Of the others a client's round is more than one loop over its examples, or of parts of
 # a model.
@@ -16,7 +17,7 @@ FIT = {
     *("apfl", "fedavg", "fedprox", "scaffold", "pfedsd", "feddyn"),
     *("fedper", "fedrep", "fedper_plus", "fedrep_plus"),
     *("dfedavg", "dfedper", "dfedavgm", "uapdfl", "criticalfl", "dispfl"),
-    *("local", "cdkt"),
+    *("local", "cdkt", "distill"),
 }
 
 
@@ -28,6 +29,7 @@ def make(dataset, algo="fedavg", **given):
         "proxy_fraction": 0.1 if algo in ("cdkt", "fedmd") else None,
         "public_set": "none" if algo == "fedmd" else None,
     }
+    needs |= taught.options(algo, dataset)
     if algo in ("depthfl", "inclusivefl"):
         needs |= {"model": "depth_convnet", "model_width": 0.1, "image_size": 32}
     options = {

@@ -168,6 +168,80 @@ def test_rows_can_be_chosen(sweep, capsys):
     assert "| FedAvg | missing |" in shown and "Majority" not in shown
 
 
+@pytest.fixture
+def taught(tmp_path, monkeypatch, blobs):
+    """A table whose row `Taught` names another one as its teacher."""
+    table = {
+        "title": "Taught",
+        "metrics": ["global_accuracy"],
+        "columns": "percent",
+        "any_dataset": True,
+        "common": {"rounds": 2, "model": "mlp", "num_clients": 2, "devices": 1},
+        "scenarios": {"half": {"train_share": 0.5}, "all": {"train_share": 1.0}},
+        "rows": {
+            "Base": {"algo": "fedavg"},
+            "Taught": {"algo": "distill", "teacher": "Large"},
+            "Large": {"algo": "fedavg", "model_width": 2.0, "only": ["all"]},
+        },
+        "datasets": {},
+        "notes": {},
+    }
+    (tmp_path / "taught.json").write_text(json.dumps({"table": table}))
+    monkeypatch.setattr(tables, "PAPERS", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return ["reproduce", "taught.table", f"--dataset={blobs}", "--workdir=out"]
+
+
+def test_a_teacher_s_row_runs_first(taught, tmp_path, capsys):
+    """Also one that was not asked for, once, with its own options; nothing twice."""
+    argv = [*taught, "--row=Taught", "--model_width=0.5"]
+    reproduce.command(argv)
+    shown = capsys.readouterr().out
+    begun = [line for line in shown.splitlines() if " -> out/" in line]
+    cells = [line.partition(" -> ")[0] for line in begun if "on npz" not in line]
+    assert cells == ["all, Large", "half, Taught", "all, Taught"]
+    assert "| Large | - | " in shown and "missing" not in shown.rpartition("###")[2]
+    folders = {path.parent.name: path for path in tmp_path.glob("out/**/run.flags")}
+    large = folders["all-large-seed0-0"]
+    assert "--model_width=2.0" in large.read_text()
+    file = large.parent / "model.msgpack"
+    written = file.stat().st_mtime_ns
+    for name in ("half", "all"):
+        path = folders[f"{name}-taught-seed0-0"]
+        text = path.read_text()
+        assert "--model_width=0.5" in text
+        assert f"--teacher={file.relative_to(tmp_path)}" in text
+    for more in ([], ["--dry_run"]):
+        reproduce.command([*argv, *more])
+        shown = capsys.readouterr().out
+        assert "1 seed(s) ->" not in shown
+        assert "missing" not in shown.rpartition("###")[2]
+    assert file.stat().st_mtime_ns == written
+
+
+def test_a_teacher_is_made_again(taught, tmp_path, capsys):
+    """Its cell is kept in a file, its run is not, and a row that it teaches is new."""
+    argv = [*taught, "--cells=cells.json", "--scenario=half"]
+    reproduce.command([*argv, "--row=Large", "--scenario=all"])
+    (path,) = tmp_path.glob("out/**/summary.json")
+    expected = json.loads(path.read_text())["parameters_sha256"]
+    for file in sorted(path.parent.rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    reproduce.command([*argv, "--row=Taught"])
+    assert json.loads(path.read_text())["parameters_sha256"] == expected
+    kept = json.loads((tmp_path / "cells.json").read_text())
+    assert kept["half-taught-seed0-0"]["options"]["teacher"] == "Large"
+
+
+def test_a_row_that_a_column_does_not_have(taught, capsys):
+    """It is left out of the column; alone it is refused."""
+    reproduce.command([*taught, "--dry_run"])
+    assert "| Large | - | missing |" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        reproduce.command([*taught, "--row=Large", "--scenario=half"])
+    assert "--scenario=half: --row=Large has all only" in capsys.readouterr().err
+
+
 def entry(*per_seed):
     """A summary's entry of one metric."""
     std = float(np.std(per_seed, ddof=1)) if len(per_seed) > 1 else 0.0
@@ -258,8 +332,9 @@ def test_every_row_can_be_chosen():
         dataset = next(iter(table["datasets"]), "cifar10")
         for name in table["rows"]:
             cells = tables.cells(table, dataset, row=name)
-            assert {cell.row for cell in cells} == {name}
-            assert not set(tables.slug(name)) & set(",*() ")
+            teachers = {cell.teacher[1] for cell in cells if cell.teacher}
+            assert {cell.row for cell in cells} - teachers == {name}
+            assert not set(tables.slug(name)) & set(",*() %")
         assert len({tables.slug(name) for name in table["rows"]}) == len(table["rows"])
         for name in table["scenarios"]:
             assert tables.cells(table, dataset, scenario=name)

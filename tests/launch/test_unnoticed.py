@@ -226,6 +226,7 @@ def test_a_file_s_checksum_is_of_its_arrays(saved):
     """Not of their order; a name, a type or a shape is part of it."""
     folder, _ = saved
     tree = model_files.read(folder / "one.msgpack")
+    del tree["model"]
     assert checkpoint.digest(tree) == checkpoint.digest(dict(reversed(tree.items())))
     other = dict(tree, more=np.zeros(1))
     assert checkpoint.digest(other) != checkpoint.digest(tree)

@@ -290,7 +290,8 @@ def test_narrow_models_are_leading_slices(name):
 @pytest.mark.parametrize("name", models.MODELS)
 def test_who_has_widths(name):
     """Models with one exit that average their last map, or never have one."""
-    known = ("convnet", "resnet18", "resnet18_he", "resnet18_7x7", "resnet34", "mlp")
+    resnets = ("resnet18", "resnet18_he", "resnet18_7x7", "resnet34", "resnet101")
+    known = ("convnet", "mlp", *resnets)
     assert (models.make(name, 10).at_width is not None) == (name in known)
 
 

@@ -32,6 +32,8 @@ MNIST, CIFAR = (28, 28, 1), (32, 32, 3)
         ("resnet18", CIFAR, 10, 11_173_962),
         ("resnet18_7x7", CIFAR, 10, 11_181_642),
         ("resnet34", CIFAR, 10, 21_282_122),
+        ("resnet101", CIFAR, 10, 42_512_970),
+        ("resnet101", CIFAR, 100, 42_697_380),
         ("convnet", CIFAR, 10, 1_557_066),
         ("depth_convnet", CIFAR, 10, 1_935_848),
         ("depth_resnet18", CIFAR, 10, 12_098_664),

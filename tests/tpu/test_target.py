@@ -14,6 +14,7 @@ from launch.config import registry
 from launch.run import cost, target
 from launch.study import examples
 from tests import test_contract
+from tests.toys import taught
 
 pytest.importorskip("libtpu")
 
@@ -29,6 +30,7 @@ def _toys(monkeypatch):
 def compiled_for(name, dataset, **more):
     """Five clients side by side."""
     options = {"dataset": dataset} | test_contract.COMMON | OPTIONS.get(name, {})
+    options |= taught.options(name, dataset)
     options |= {"target": CHIP, "algo": name, "client_chunk": 5}
     known = {*registry.fields_of(name), "target"}
     return build.experiment(**{k: v for k, v in (options | more).items() if k in known})

@@ -1,0 +1,149 @@
+"""Distillation: training on labels and on what a fixed teacher says about them.
+
+Kim, Yu, Kim, Moon: "DepthFL: Depthwise Federated Learning for Heterogeneous Clients",
+ICLR 2023, https://openreview.net/forum?id=pf8RIZTMU58 (Table 6, Appendix A.6), with the
+partial targets of Tang et al., "Understanding and Improving Knowledge Distillation",
+https://arxiv.org/abs/2002.03532.
+
+* The teacher is a trained model from a file. It stays as it is, in eval mode.
+* A client trains the server's model on cross-entropy plus the KL distance from a target
+  distribution to its own, at temperature 1. The rounds are FedAvg's.
+* The paper's setting is central, which is `--num_clients=1`. What the teacher is worth
+  is the difference to `--algo=fedavg` on the same rows (`--train_share`).
+
+| paper | here, `--distill_target` |
+|---|---|
+| KD | `kd`: the teacher's distribution p |
+| LS | `ls`: 1 - e on the label y and e / Y everywhere, e = `--smoothing`; no teacher |
+| KD-pt | `pt`: p_y on the label, (1 - p_y) / (Y - 1) elsewhere |
+| KD-sim | `sim`: softmax(relu(w_y W^T)^.3 / .3), W the unit vectors of the classes |
+| KD-pt+sim | `pt_sim`: the mean of the last two |
+| PKD, LKD | `kd` with a teacher of fewer data, or of the first level |
+
+W has the columns of the kernel of the teacher's last layer, each divided by its norm.
+
+Differs from the paper: it gives no weights of the two terms, and they count alike here
+(`--distill_weight=1`). Several clients share one teacher, which the paper does not try.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import (
+    averaging,
+    distances,
+    each_client,
+    local_training,
+    losses,
+    options,
+    teacher,
+    types,
+)
+
+option = options.option
+
+# The power of similarities and their temperature [alpha, beta]
+POWER, SCALE = 0.3, 0.3
+
+
+@dataclasses.dataclass(frozen=True)
+class HParams(teacher.Taught, averaging.Averaging):
+    """Options of distillation."""
+
+    distill_target: str = option(
+        "kd",
+        "what the model is drawn to beside the labels: the teacher's answer (kd), what "
+        "it says about the label (pt) or the similarity of classes (sim), both of "
+        "these, or smooth labels (ls)",
+        choices=("kd", "ls", "pt", "sim", "pt_sim"),
+    )
+    distill_weight: float = option(
+        1.0, "weight of the distance to the target", minimum=0, zero_is_off=True
+    )
+    smoothing: float = option(
+        0.1, "what ls spreads over all classes", minimum=0, maximum=1
+    )
+
+
+def smooth(label: jax.Array, on_label: jax.Array, num_classes: int) -> jax.Array:
+    """f32[B, Y]: `on_label` f32[B] on the labels int32[B], the rest spread evenly."""
+    is_label = jax.nn.one_hot(label, num_classes, dtype=bool)
+    elsewhere = (1 - on_label) / (num_classes - 1)
+    return jnp.where(is_label, on_label[:, None], elsewhere[:, None])
+
+
+def similar(label: jax.Array, vectors: jax.Array) -> jax.Array:
+    """f32[B, Y]: how like the label's class each class is to the teacher.
+
+    Args:
+        label: int32[B].
+        vectors: f32[D, Y], one for each class.
+    """
+    unit = vectors / jnp.maximum(jnp.linalg.norm(vectors, axis=0), 1e-12)
+    alike = jax.nn.relu(unit.T @ unit) ** POWER
+    return jax.nn.softmax(alike / SCALE)[label]
+
+
+def target(
+    hparams: HParams, task: types.Task, data: types.Data, batch: local_training.Batch
+) -> jax.Array:
+    """The distribution f32[B, Y] that a batch is drawn to."""
+    kind, num_classes = hparams.distill_target, task.num_classes
+    if kind == "ls":
+        on_label = 1 - hparams.smoothing * (1 - 1 / num_classes)
+        on_label = jnp.full(len(batch.label), on_label)
+        return smooth(batch.label, on_label, num_classes)
+    if kind == "sim":
+        return similar(batch.label, teacher.class_vectors(data, num_classes))
+    answer = jax.nn.softmax(teacher.logits(task, data, batch.image))
+    if kind == "kd":
+        return answer
+    on_label = jnp.take_along_axis(answer, batch.label[:, None], 1)[:, 0]
+    partial = smooth(batch.label, on_label, num_classes)
+    if kind == "pt":
+        return partial
+    return (
+        partial + similar(batch.label, teacher.class_vectors(data, num_classes))
+    ) / 2
+
+
+def distillation(
+    hparams: HParams, task: types.Task, data: types.Data
+) -> local_training.LossFn:
+    """Cross-entropy plus `--distill_weight` times KL(target || model)."""
+    if options.is_off(hparams.distill_weight):
+        return local_training.cross_entropy_loss(task.model)
+
+    def loss_fn(params, stats, batch):
+        logits, stats = task.model.forward(params, stats, batch.image, **batch.mode)
+        wanted = target(hparams, task, data, batch)
+        gaps = distances.kl(jnp.log(wanted), jax.nn.log_softmax(logits))
+        supervised = losses.cross_entropy(logits, batch.label, batch.mask)
+        gap = losses.masked_mean(gaps, batch.mask)
+        return supervised + hparams.distill_weight * gap, stats
+
+    return loss_fn
+
+
+def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+    """Distillation as pure functions."""
+    kind = f"with --distill_target={hparams.distill_target}"
+    if hparams.distill_target == "ls":
+        own = tuple(field.name for field in dataclasses.fields(teacher.Taught))
+        options.refuse(hparams, own, kind)
+    else:
+        options.refuse(hparams, ("smoothing",), kind)
+        if task.teacher is None:
+            raise ValueError(
+                f"--distill_target={hparams.distill_target} needs a teacher; give "
+                "--teacher=FILE, a model of launch.export"
+            )
+
+    def client_update(client: each_client.Client, server: types.Variables):
+        """Trains the server's model on its labels and the teacher's targets."""
+        loss_fn = distillation(hparams, task, client.data)
+        return local_training.train(hparams, loss_fn, server, client)
+
+    return averaging.make(hparams, task, client_update)

@@ -1,0 +1,115 @@
+"""Tiny ImageNet as a tfds builder, because tfds has none.
+
+The data of Stanford's course CS231N (http://cs231n.stanford.edu/tiny-imagenet-200.zip):
+200 classes of ImageNet in images of 64x64, 500 train images and 50 validation images of
+each. The labels of its own test images are not public, so the validation images are the
+test rows. Put the official zip into `--data_dir`, packed or unpacked. The builder reads
+each of these images once, and tfds keeps them.
+"""
+
+import contextlib
+import io
+import pathlib
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+NUM_CLASSES, SIDE = 200, 64
+SPLITS = ("train", "test")
+FOLDER = "tiny-imagenet-200"
+ARCHIVE = f"{FOLDER}.zip"
+NAME = "tiny_imagenet"
+
+
+def find(data_dir: str) -> pathlib.Path | None:
+    """The official archive or folder in `data_dir`, or None."""
+    root = pathlib.Path(data_dir or ".")
+    for folder in (root, root / FOLDER):
+        if (folder / "wnids.txt").is_file():
+            return folder
+    return root / ARCHIVE if (root / ARCHIVE).is_file() else None
+
+
+@contextlib.contextmanager
+def _opened(source: pathlib.Path) -> Iterator[tuple[list[str], Callable]]:
+    """(names of all train files, a function that reads a file) of a folder or a zip."""
+    if source.is_dir():
+        names = sorted(source.glob("train/*/images/*.JPEG"))
+        found = [path.relative_to(source).as_posix() for path in names]
+        yield found, lambda name: (source / name).read_bytes()
+        return
+    with zipfile.ZipFile(source) as archive:
+        within = f"{FOLDER}/"
+        names = [name.removeprefix(within) for name in archive.namelist()]
+        is_train = [n.startswith("train/") and n.endswith(".JPEG") for n in names]
+        found = [name for name, is_one in zip(names, is_train, strict=True) if is_one]
+        yield found, lambda name: archive.read(within + name)
+
+
+def images(source: pathlib.Path, split: str) -> Iterator[tuple[int, str, bytes]]:
+    """(class, file name, JPEG bytes) of a split's images, in the source's order.
+
+    Classes are in the order of their ids of WordNet. Those of test images are in the
+    annotations of the validation images.
+
+    Raises:
+        ValueError: the source is truncated, or a file is missing.
+    """
+    try:
+        with _opened(source) as (train, read):
+            ids = sorted(read("wnids.txt").decode().split())
+            label = {one: number for number, one in enumerate(ids)}
+            if split == "train":
+                for name in train:
+                    _, one, *_, file = name.split("/")
+                    yield label[one], file, read(name)
+                return
+            for line in read("val/val_annotations.txt").decode().splitlines():
+                file, one, *_ = line.split("\t")
+                yield label[one], file, read(f"val/images/{file}")
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, OSError) as error:
+        raise ValueError(f"{source} cannot be read: {error}; fetch it again") from error
+
+
+def builder(data_dir: str, source: pathlib.Path | None) -> Any:
+    """The tfds builder, which prepares data from `source` once and keeps them."""
+    import tensorflow_datasets as tfds  # takes seconds to import
+
+    # Registered builders must be unique, but this class is defined for each source.
+    with tfds.core.registered.skip_registration():
+
+        class TinyImagenet(tfds.core.GeneratorBasedBuilder):
+            """Tiny ImageNet: 200 classes of ImageNet in images of 64x64."""
+
+            VERSION = tfds.core.Version("1.0.0")
+            name = NAME
+
+            def _info(self):
+                image = tfds.features.Tensor(shape=(SIDE, SIDE, 3), dtype=np.uint8)
+                label = tfds.features.ClassLabel(num_classes=NUM_CLASSES)
+                return tfds.core.DatasetInfo(
+                    builder=self,
+                    description=__doc__,
+                    features=tfds.features.FeaturesDict(
+                        {"image": image, "label": label}
+                    ),
+                    supervised_keys=("image", "label"),
+                )
+
+            def _split_generators(self, dl_manager):
+                return {split: self._generate_examples(split) for split in SPLITS}
+
+            def _generate_examples(self, split):
+                for label, name, jpeg in images(source, split):
+                    yield name, {"image": _decode(jpeg), "label": label}
+
+    return TinyImagenet(data_dir=data_dir or None, file_format="array_record")
+
+
+def _decode(jpeg: bytes) -> np.ndarray:
+    """A JPEG as uint8 [64, 64, 3]. About two in a hundred are gray."""
+    return np.asarray(Image.open(io.BytesIO(jpeg)).convert("RGB"))
