@@ -252,6 +252,7 @@ def test_a_model_of_ones_own():
         ({"rotate_classes": 4}, ["--rotate_classes=4", "omit it"]),
         ({"image_size": 32}, ["--image_size=32", "omit it"]),
         ({"c_gen": True}, ["--c_gen=True", "omit it"]),
+        ({"train_share": 0.5}, ["--train_share=0.5", "omit it"]),
         ({"proxy_fraction": 0.1}, ["--proxy_fraction=0.1", "omit it"]),
         ({"examples_per_client": 5}, ["--examples_per_client=5", "natural"]),
         ({"min_examples": 1000}, ["--min_examples=1000", "lower it"]),
