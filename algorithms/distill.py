@@ -1,4 +1,4 @@
-"""Distillation: training on labels and on what a fixed teacher says about them.
+"""Distillation: training on labels and towards the answers of a fixed teacher.
 
 Kim, Yu, Kim, Moon: "DepthFL: Depthwise Federated Learning for Heterogeneous Clients",
 ICLR 2023, https://openreview.net/forum?id=pf8RIZTMU58 (Table 6, Appendix A.6), with the
@@ -8,8 +8,8 @@ https://arxiv.org/abs/2002.03532.
 * The teacher is a trained model from a file. It stays as it is, in eval mode.
 * A client trains the server's model on cross-entropy plus the KL distance from a target
   distribution to its own, at temperature 1. The rounds are FedAvg's.
-* The paper's setting is central, which is `--num_clients=1`. What the teacher is worth
-  is the difference to `--algo=fedavg` on the same rows (`--train_share`).
+* The paper's setting is central, which is `--num_clients=1`. The gain is measured
+  against `--algo=fedavg` on the same rows (`--train_share`).
 
 | paper | here, `--distill_target` |
 |---|---|
@@ -18,7 +18,7 @@ https://arxiv.org/abs/2002.03532.
 | KD-pt | `pt`: p_y on the label, (1 - p_y) / (Y - 1) elsewhere |
 | KD-sim | `sim`: softmax(relu(w_y W^T)^.3 / .3), W the unit vectors of the classes |
 | KD-pt+sim | `pt_sim`: the mean of the last two |
-| PKD, LKD | `kd` with a teacher of fewer data, or of the first level |
+| PKD, LKD | `kd` with a teacher of less data, or of the first level |
 
 W has the columns of the kernel of the teacher's last layer, each divided by its norm.
 
@@ -54,9 +54,9 @@ class HParams(teacher.Taught, averaging.Averaging):
 
     distill_target: str = option(
         "kd",
-        "what the model is drawn to beside the labels: the teacher's answer (kd), what "
-        "it says about the label (pt) or the similarity of classes (sim), both of "
-        "these, or smooth labels (ls)",
+        "the distribution that the model is trained towards besides the labels: the "
+        "teacher's (kd), its probability of the label (pt), its similarity of classes "
+        "(sim), the mean of these two, or smooth labels (ls)",
         choices=("kd", "ls", "pt", "sim", "pt_sim"),
     )
     distill_weight: float = option(
@@ -89,7 +89,7 @@ def similar(label: jax.Array, vectors: jax.Array) -> jax.Array:
 def target(
     hparams: HParams, task: types.Task, data: types.Data, batch: local_training.Batch
 ) -> jax.Array:
-    """The distribution f32[B, Y] that a batch is drawn to."""
+    """The distribution f32[B, Y] that the model is trained towards."""
     kind, num_classes = hparams.distill_target, task.num_classes
     if kind == "ls":
         on_label = 1 - hparams.smoothing * (1 - 1 / num_classes)

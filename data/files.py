@@ -29,7 +29,10 @@ def given(path: Any, what: str) -> pathlib.Path:
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"{what}: expected a path, got a {type(path).__name__}")
-    return pathlib.Path(path).expanduser()
+    try:
+        return pathlib.Path(path).expanduser()
+    except RuntimeError as error:  # a user whose home is not known
+        raise ValueError(f"{what}: {path}: {error}") from error
 
 
 def created(path: pathlib.Path) -> BinaryIO:

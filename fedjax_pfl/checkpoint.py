@@ -337,7 +337,7 @@ def _read_manifest(path: pathlib.Path) -> dict:
     if not isinstance(manifest, dict) or manifest.get("format") not in READABLE:
         raise ValueError(f"{path} was written by another version of this program")
     if not _PARTS <= manifest.keys():
-        raise ValueError(f"{path / MANIFEST} is damaged: it is no manifest")
+        raise ValueError(f"{path / MANIFEST} is damaged: it is not a manifest")
     present = _file_digests(path)
     for name, expected in manifest["files"].items():
         if name not in present:

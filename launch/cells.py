@@ -41,10 +41,17 @@ def run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
     return processes.on_first(lambda: done | {"records": finished.records(folder)})
 
 
-def write_model(folder: pathlib.Path, options: Mapping[str, Any]) -> None:
+def write_model(
+    folder: pathlib.Path, options: Mapping[str, Any], execution: Mapping[str, Any]
+) -> None:
     """Writes the server's model of a cell, of its first seed, to `MODEL` in its folder.
 
     The cell runs if it is not finished. A file that is newer than the run stays.
+
+    Args:
+        folder: The cell's folder.
+        options: The cell's options.
+        execution: Those of execution, which may differ from the finished run's.
     """
     path, summary = folder / MODEL, folder / finished.SUMMARY
 
@@ -55,8 +62,9 @@ def write_model(folder: pathlib.Path, options: Mapping[str, Any]) -> None:
 
     if processes.on_first(is_there):
         return
-    run(folder, options)
-    build.load(folder, distributed=options.get("distributed")).save_model(path)
+    run(folder, options | execution)
+    where = {n: execution[n] for n in ("distributed", "data_dir") if n in execution}
+    build.load(folder, **where).save_model(path)
 
 
 def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:

@@ -219,8 +219,8 @@ def command(argv: list[str]) -> None:
             if is_new:
                 processes.say(f"{cell.scenario}, {cell.row} -> {folder}", flush=True)
                 if teacher is not None:
-                    of_teacher = teacher.options | seeds | execution
-                    cells.write_model(folder_of(teacher), of_teacher)
+                    of_teacher = teacher.options | seeds
+                    cells.write_model(folder_of(teacher), of_teacher, execution)
                 found = cells.run(folder, options | taught | execution)
                 kept.put(folder.name, options, found)
             finished_cells[cell.name] = found

@@ -63,6 +63,9 @@ def images(source: pathlib.Path, split: str) -> Iterator[tuple[int, str, bytes]]
         with _opened(source) as (train, read):
             ids = sorted(read("wnids.txt").decode().split())
             label = {one: number for number, one in enumerate(ids)}
+            missing = set(ids).difference(name.split("/")[1] for name in train)
+            if missing:
+                raise KeyError(f"there are no train images of {min(missing)}")
             if split == "train":
                 for name in train:
                     _, one, *_, file = name.split("/")
@@ -71,7 +74,14 @@ def images(source: pathlib.Path, split: str) -> Iterator[tuple[int, str, bytes]]
             for line in read("val/val_annotations.txt").decode().splitlines():
                 file, one, *_ = line.split("\t")
                 yield label[one], file, read(f"val/images/{file}")
-    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, OSError) as error:
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        LookupError,
+        ValueError,
+        OSError,
+    ) as error:
         raise ValueError(f"{source} cannot be read: {error}; fetch it again") from error
 
 

@@ -57,20 +57,19 @@ def first_share(owned: parts.Parts, labels: np.ndarray, share: float) -> parts.P
     """The first rows of each class of each client, in their order.
 
     Of n rows these are share * n, rounded up, so that a smaller share is a part of a
-    larger one and no class is lost. A text has no classes.
+    larger one and no class is lost.
 
     Args:
         owned: Rows of the data set.
-        labels: int[rows of the data set], or of a text int[rows, T].
+        labels: int[rows of the data set].
         share: In (0, 1].
     """
     if share == 1:
         return owned
-    label = labels[owned.row] if labels.ndim == 1 else np.zeros_like(owned.row)
-    owner = owned.owner
+    label, owner = labels[owned.row], owned.owner
     order, begin, size = _groups(owner, label)
     # Rounded first, because .07 * 100 must be 7, not 7.0000000000000009.
-    num_used = np.ceil(np.round(share * size, 6))
+    num_used = np.maximum(np.ceil(np.round(share * size, 6)), 1)
     is_used = np.empty(len(order), bool)
     place = np.arange(len(order)) - np.repeat(begin, size)
     is_used[order] = place < np.repeat(num_used, size)

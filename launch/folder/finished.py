@@ -99,7 +99,7 @@ def records(folder: pathlib.Path) -> list[dict[str, Any]]:
                 raise TypeError
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(
-                f"{path} is damaged: line {number} is no record"
+                f"{path} is damaged: line {number} is not a record"
             ) from error
     return out
 

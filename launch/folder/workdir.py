@@ -83,8 +83,9 @@ class Workdir(loop.Listener):
         """The present flags of the run, as run.flags holds them."""
         run = self.run
         hashes = {"data_sha256": run.data_sha256, "split_sha256": run.split_sha256}
-        # A run with an edited custom module or algorithm is another run.
-        hashes |= {"own_sha256": run.own_sha256} if run.own_sha256 else {}
+        # A run with an edited custom module, or with another teacher, is another run.
+        more = {"own_sha256": run.own_sha256, "teacher_sha256": run.teacher_sha256}
+        hashes |= {name: value for name, value in more.items() if value}
         return flagfile.RunFlags.of(run.config, run.hparams, hashes=hashes)
 
     def __enter__(self) -> Workdir:

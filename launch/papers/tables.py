@@ -1,7 +1,8 @@
 """The papers' tables, `launch/papers/<paper>.json`, and their cells.
 
 A row has the scenarios in `only`, by default all. Its `teacher` may name the row whose
-model is its teacher: of the same scenario, or of the first one that the other row has.
+model is its teacher: that of the same scenario, or where the other row lacks it, of the
+first one that it has.
 """
 
 import json
@@ -111,8 +112,10 @@ def cells(
     has = {one: every[one].get("only", names) for one in rows}
     asked = [cell(name, one) for name in names for one in rows if name in has[one]]
     if not asked:
+        left = dict.fromkeys(name for one in has.values() for name in one)
         raise ValueError(
-            f"--scenario={scenario}: --row={row} has {', '.join(*has.values())} only"
+            f"--row={row} has the scenarios {', '.join(left)} only, and not "
+            f"{', '.join(names)}"
         )
     found = teachers_first(asked, cell)
     columns, lines = dict.fromkeys([*names, *scenarios]), dict.fromkeys([*rows, *every])

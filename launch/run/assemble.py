@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -224,15 +225,18 @@ def assemble(
     digest = settings.source_hash.copy()
     if public is not None:
         digest = sha256(data.image, data.label)
-    for path in (config.init_from, hparams.teacher if is_taught else ""):
-        if path:
-            digest.update(pathlib.Path(path).expanduser().read_bytes())
+    if config.init_from:
+        digest.update(pathlib.Path(config.init_from).expanduser().read_bytes())
     if planner.graph is not None and planner.graph.table is not None:
         digest.update(planner.graph.table.data)
     split = sha256(*jax.tree.leaves(data.partition))
-    hashes = digest.hexdigest(), split.hexdigest()
+    of_teacher = ""
+    if is_taught:
+        path = pathlib.Path(hparams.teacher).expanduser()
+        of_teacher = hashlib.sha256(path.read_bytes()).hexdigest()
+    hashes = digest.hexdigest(), split.hexdigest(), of_teacher
     processes.check_equal(
-        dict(zip(("dataset", "partition"), hashes, strict=True)),
+        dict(zip(("dataset", "partition", "teacher"), hashes, strict=True)),
         "by the SHA-256 of its contents; give all processes the same data",
     )
     where = execution.replicated(how)

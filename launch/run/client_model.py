@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+import models
 from data import dataset
 from fedjax_pfl import evaluate, execution, shapes, types
 from launch.run import model_files, processes
@@ -77,24 +78,34 @@ class ClientModel(NamedTuple):
                 of an architecture (Split-Mix, Majority).
             OSError: it cannot be written.
         """
-        like = shapes.variables(self.model, self.data.image.shape[1:])
-        mine, wanted = (
-            [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tuple(tree))]
-            for tree in (self.variables, like)
-        )
+        mine, wanted = map(_kinds, (self.variables, self._like(self.model)))
         is_chain = all(isinstance(one, Mapping) for one in self.variables.params)
         if mine != wanted or not is_chain:
             raise ValueError(
                 f"the client is served by {self.model.name}, which is not a single "
                 "model and cannot be written"
             )
-        normal = {"mean": self.data.mean, "scale": self.data.scale}
+        normal, width = {"mean": self.data.mean, "scale": self.data.scale}, None
+        name, level = self.model.name, len(self.model.stage_names)
+        if name in models.MODELS:
+            num_classes = self._num_classes()
+            made = models.make(name, num_classes, self.model_width, level)
+            # Methods of width serve a part of what the option makes.
+            width = self.model_width if _kinds(self._like(made)) == mine else None
 
         def write() -> str:
-            given = path, self.model, self.variables, normal, self.model_width
+            given = path, self.model, self.variables, normal, width
             return str(model_files.write(*given))
 
         return pathlib.Path(processes.on_first(write))
+
+    def _like(self, model: types.Model) -> types.Variables:
+        return shapes.variables(model, self.data.image.shape[1:])
+
+    def _num_classes(self) -> int:
+        example = self.model.example(1, *self.data.image.shape[1:])
+        kind = self.data.replace(image=(), label=(), partition=())
+        return _forward.eval_shape(self.model, self.variables, kind, example).shape[-1]
 
     def _logits(self, images: Any) -> np.ndarray:
         """The served logits f32[N, Y] of raw images."""
@@ -179,6 +190,11 @@ def _found(
             entry = int(np.flatnonzero(served)[0])
             return group.model, group.variables(_row(group.own, entry))
     raise ValueError(f"client_id={client_id} is served by no model")
+
+
+def _kinds(tree: Any) -> list[Any]:
+    """The shapes and types of all leaves."""
+    return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tuple(tree))]
 
 
 @jax.jit

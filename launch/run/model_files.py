@@ -1,4 +1,4 @@
-"""Writes models to files, reads them, starts runs from them, or lets them teach.
+"""Writes models to files, and reads them: as starting points, and as teachers.
 
 A file holds a nested dictionary of arrays, which can be read without this package:
 
@@ -12,6 +12,7 @@ A file holds a nested dictionary of arrays, which can be read without this packa
 `stages/conv1/params/kernel`.
 """
 
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ SUFFIXES = (".msgpack", ".npz")
 
 
 class Facts(NamedTuple):
-    """What a file says of its model: the options that make it, and its stages."""
+    """The model that a file records: the options that make it, and its stages."""
 
     name: str
     width: float
@@ -42,7 +43,7 @@ def write(
     model: types.Model,
     variables: types.Variables,
     normal: Mapping[str, Any],
-    width: float,
+    width: float | None,
 ) -> pathlib.Path:
     """Writes a model to a file atomically.
 
@@ -50,7 +51,7 @@ def write(
         path: Ends in one of `SUFFIXES`.
         model, variables: The model.
         normal: Has the `mean` and the `scale` of its images.
-        width: Its `--model_width`.
+        width: Its `--model_width`, None = no value of it makes this model.
 
     Raises:
         ValueError: the path has another suffix, or is a folder.
@@ -63,8 +64,10 @@ def write(
         raise ValueError(f"{path} is a folder; give the name of a file")
     tree = _arrays({"stages": _stages(model, variables), "input": dict(normal)})
     digest = checkpoint.digest(tree)
-    facts = Facts(model.name, float(width), len(model.stage_names))
-    tree |= {"sha256": digest, "model": facts._asdict()}
+    tree["sha256"] = digest
+    if width is not None:
+        facts = Facts(model.name, float(width), len(model.stage_names))
+        tree["model"] = facts._asdict()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.stem}.partial{path.suffix}")
     with files.created(temporary) as file:
@@ -83,8 +86,8 @@ def read(path: Any) -> dict[str, Any]:
     Raises:
         ValueError: one line: there is no file, or it is not a model's.
     """
-    path = pathlib.Path(path).expanduser()
     try:
+        path = files.given(path, "a model's file")
         files.check(path, "a model's file")
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as file:
@@ -99,7 +102,10 @@ def read(path: Any) -> dict[str, Any]:
             raise ValueError("its arrays do not match its checksum")
         if facts is not None:
             kinds = zip(Facts._fields, (str, float, int), strict=True)
-            tree["model"] = Facts(**{name: of(facts[name]) for name, of in kinds})
+            found = Facts(**{name: of(facts[name]) for name, of in kinds})
+            if not (0 < found.width < math.inf and found.level > 0):
+                raise ValueError(f"it records a model of {found}")
+            tree["model"] = found
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from error
     except Exception as error:  # msgpack, zipfile and numpy have various errors

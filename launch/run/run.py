@@ -47,7 +47,7 @@ class Run:
         data: types.Data,
         planner: plan.Planner,
         seeds: list[int],
-        hashes: tuple[str, str],
+        hashes: tuple[str, str, str],
         points: Sequence[sweep.Point],
         target: str = "",
         rows_in: str | None = None,
@@ -59,7 +59,7 @@ class Run:
         self.window = window = summaries.window(config.summary, config.rounds)
         self.target, self.settings = target, settings if target else None
         self.parts_with = parts_with
-        self.data_sha256, self.split_sha256 = hashes
+        self.data_sha256, self.split_sha256, self.teacher_sha256 = hashes
         self.own_sha256 = settings.own_sha256
         self.dropped_owners = settings.dropped_owners
         self.examples_sha256 = settings.examples_sha256

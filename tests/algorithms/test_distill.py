@@ -181,7 +181,7 @@ def test_a_run_goes_on_with_its_teacher(blobs, path, tmp_path):
     model, variables = taught.write(path)
     moved = jax.tree.map(lambda leaf: leaf * 2, variables)
     model_files.write(path, model, moved, {}, 1.0)
-    with pytest.raises(ValueError, match="holds a run with .*data_sha256"):
+    with pytest.raises(ValueError, match="holds a run with --teacher_sha256"):
         trained(blobs, resume=True, **options)
 
 
