@@ -95,18 +95,16 @@ def target(
         on_label = 1 - hparams.smoothing * (1 - 1 / num_classes)
         on_label = jnp.full(len(batch.label), on_label)
         return smooth(batch.label, on_label, num_classes)
+    if "sim" in kind:
+        alike = similar(batch.label, teacher.class_vectors(data, num_classes))
     if kind == "sim":
-        return similar(batch.label, teacher.class_vectors(data, num_classes))
+        return alike
     answer = jax.nn.softmax(teacher.logits(task, data, batch.image))
     if kind == "kd":
         return answer
     on_label = jnp.take_along_axis(answer, batch.label[:, None], 1)[:, 0]
     partial = smooth(batch.label, on_label, num_classes)
-    if kind == "pt":
-        return partial
-    return (
-        partial + similar(batch.label, teacher.class_vectors(data, num_classes))
-    ) / 2
+    return partial if kind == "pt" else (partial + alike) / 2
 
 
 def distillation(

@@ -242,10 +242,10 @@ def last_host(folder: pathlib.Path) -> dict | None:
     """The host's counters in the newest checkpoint, None where there is none.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: its manifest is damaged.
     """
     found = saved(folder.absolute())
-    return _read_manifest(found[-1])["host"] if found else None
+    return _manifest(found[-1])["host"] if found else None
 
 
 def save(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
@@ -323,8 +323,8 @@ def _checkpointer() -> Any:
 _PARTS = {"round", "host", "arrays", "files"}
 
 
-def _read_manifest(path: pathlib.Path) -> dict:
-    """The manifest of a checkpoint, after checking that all its files are intact."""
+def _manifest(path: pathlib.Path) -> dict:
+    """The manifest of a checkpoint, whose other files are not read."""
     try:
         wrapped = json.loads((path / MANIFEST).read_text())
         text = wrapped["body"]
@@ -338,6 +338,12 @@ def _read_manifest(path: pathlib.Path) -> dict:
         raise ValueError(f"{path} was written by another version of this program")
     if not _PARTS <= manifest.keys():
         raise ValueError(f"{path / MANIFEST} is damaged: it is not a manifest")
+    return manifest
+
+
+def _read_manifest(path: pathlib.Path) -> dict:
+    """The manifest of a checkpoint, after checking that all its files are intact."""
+    manifest = _manifest(path)
     present = _file_digests(path)
     for name, expected in manifest["files"].items():
         if name not in present:

@@ -25,12 +25,12 @@ EXPANSION = 4
 normed = functools.partial(stages.Conv, pool=False, bias=False, norm=True)
 
 
-class Residual(nn.Module):
-    """Two 3x3 convolutions beside a shortcut, which is 1x1 if the shape changes.
+class Block(nn.Module):
+    """What `Residual` and `Bottleneck` share: their attributes, and the shortcut.
 
     Attributes:
-        features: Output channels.
-        stride: The stride of the first convolution and the shortcut.
+        features: Channels of the first convolution.
+        stride: The stride of the block and its shortcut.
         initializer: The initializer of all convolutions, as in `stages.Conv`.
         scaler: As in `stages.Conv`, but not for the shortcut.
     """
@@ -40,17 +40,13 @@ class Residual(nn.Module):
     initializer: str = "torch"
     scaler: Any = 1.0
 
-    @nn.compact
-    def __call__(self, h, *, sample_mask=None, train=False):
-        mode = {"sample_mask": sample_mask, "train": train}
-        conv = functools.partial(normed, self.features, initializer=self.initializer)
-        scaled = functools.partial(conv, 3, scaler=self.scaler)
-        first = scaled(stride=self.stride, name="conv1")
-        second = scaled(relu=False, name="conv2")
-        out = second(first(h, **mode), **mode)
-        if self.stride > 1 or h.shape[-1] != self.features:
-            shortcut = conv(1, stride=self.stride, relu=False, name="shortcut")
-            h = shortcut(h, **mode)
+    @nn.nowrap
+    def joined(self, h, out, mode):
+        """The block's output beside its input, by 1x1 if the shape changes."""
+        features = out.shape[-1]
+        if self.stride > 1 or h.shape[-1] != features:
+            options = {"stride": self.stride, "initializer": self.initializer}
+            h = normed(features, 1, relu=False, name="shortcut", **options)(h, **mode)
         return nn.relu(out + h)
 
     @nn.nowrap
@@ -58,39 +54,39 @@ class Residual(nn.Module):
         return out.size
 
 
-class Bottleneck(nn.Module):
-    """Convolutions of 1x1, 3x3 and 1x1 beside a shortcut as in `Residual`.
+class Residual(Block):
+    """Two 3x3 convolutions beside a shortcut; the first has the stride."""
 
-    The stride is that of the 3x3 convolution.
+    @nn.compact
+    def __call__(self, h, *, sample_mask=None, train=False):
+        mode = {"sample_mask": sample_mask, "train": train}
+        conv = functools.partial(
+            *(normed, self.features, 3),
+            initializer=self.initializer,
+            scaler=self.scaler,
+        )
+        first = conv(stride=self.stride, name="conv1")
+        second = conv(relu=False, name="conv2")
+        return self.joined(h, second(first(h, **mode), **mode), mode)
 
-    Attributes:
-        features: Channels of the first two convolutions, a quarter of the output's.
-        stride, initializer, scaler: As in `Residual`.
+
+class Bottleneck(Block):
+    """Convolutions of 1x1, 3x3 and 1x1 beside a shortcut; the 3x3 has the stride.
+
+    The last has `EXPANSION` times as many channels as the others.
     """
 
-    features: int
-    stride: int = 1
-    initializer: str = "torch"
-    scaler: Any = 1.0
-
     @nn.compact
     def __call__(self, h, *, sample_mask=None, train=False):
         mode = {"sample_mask": sample_mask, "train": train}
-        conv = functools.partial(normed, initializer=self.initializer)
-        scaled = functools.partial(conv, scaler=self.scaler)
-        outer = EXPANSION * self.features
-        first = scaled(self.features, 1, name="conv1")
-        second = scaled(self.features, 3, stride=self.stride, name="conv2")
-        third = scaled(outer, 1, relu=False, name="conv3")
+        conv = functools.partial(
+            normed, initializer=self.initializer, scaler=self.scaler
+        )
+        first = conv(self.features, 1, name="conv1")
+        second = conv(self.features, 3, stride=self.stride, name="conv2")
+        third = conv(EXPANSION * self.features, 1, relu=False, name="conv3")
         out = third(second(first(h, **mode), **mode), **mode)
-        if self.stride > 1 or h.shape[-1] != outer:
-            shortcut = conv(outer, 1, stride=self.stride, relu=False, name="shortcut")
-            h = shortcut(h, **mode)
-        return nn.relu(out + h)
-
-    @nn.nowrap
-    def macs(self, given, out):
-        return out.size
+        return self.joined(h, out, mode)
 
 
 def residual_stage(

@@ -7,14 +7,12 @@ https://arxiv.org/abs/1810.03505. The official archive `CINIC-10.tar.gz` holds
 tfds keeps them.
 """
 
-import io
 import pathlib
 import tarfile
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-from PIL import Image
+from data import builders
 
 CLASSES = (
     "airplane",
@@ -28,7 +26,7 @@ CLASSES = (
     "ship",
     "truck",
 )
-SPLITS = ("train", "test")
+SIDE = 32
 ARCHIVE = "CINIC-10.tar.gz"
 NAME = "cinic10"
 
@@ -65,43 +63,10 @@ def images(source: pathlib.Path, split: str) -> Iterator[tuple[str, str, bytes]]
 
 def builder(data_dir: str, source: pathlib.Path | None) -> Any:
     """The tfds builder, which prepares data from `source` once and keeps them."""
-    import tensorflow_datasets as tfds  # takes seconds to import
 
-    # Registered builders must be unique, but this class is defined for each source.
-    with tfds.core.registered.skip_registration():
+    def examples(split: str) -> Iterator[tuple[str, str, bytes]]:
+        for label, name, png in images(source, split):
+            if label in CLASSES:
+                yield f"{label}/{name}", label, png
 
-        class Cinic10(tfds.core.GeneratorBasedBuilder):
-            """CINIC-10: CIFAR-10's classes, images of CIFAR-10 and ImageNet."""
-
-            VERSION = tfds.core.Version("1.0.0")
-            name = NAME
-
-            def _info(self):
-                return tfds.core.DatasetInfo(
-                    builder=self,
-                    description=__doc__,
-                    features=tfds.features.FeaturesDict(
-                        {
-                            "image": tfds.features.Tensor(
-                                shape=(32, 32, 3), dtype=np.uint8
-                            ),
-                            "label": tfds.features.ClassLabel(names=CLASSES),
-                        }
-                    ),
-                    supervised_keys=("image", "label"),
-                )
-
-            def _split_generators(self, dl_manager):
-                return {split: self._generate_examples(split) for split in SPLITS}
-
-            def _generate_examples(self, split):
-                for label, name, png in images(source, split):
-                    if label in CLASSES:
-                        yield f"{label}/{name}", {"image": _decode(png), "label": label}
-
-    return Cinic10(data_dir=data_dir or None, file_format="array_record")
-
-
-def _decode(png: bytes) -> np.ndarray:
-    """A PNG as uint8 [32, 32, 3]. Some images of ImageNet are gray."""
-    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+    return builders.of_images(NAME, __doc__, SIDE, CLASSES, examples, data_dir)

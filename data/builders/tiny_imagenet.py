@@ -8,18 +8,15 @@ each of these images once, and tfds keeps them.
 """
 
 import contextlib
-import io
 import pathlib
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-from PIL import Image
+from data import builders
 
 NUM_CLASSES, SIDE = 200, 64
-SPLITS = ("train", "test")
 FOLDER = "tiny-imagenet-200"
 ARCHIVE = f"{FOLDER}.zip"
 NAME = "tiny_imagenet"
@@ -87,39 +84,10 @@ def images(source: pathlib.Path, split: str) -> Iterator[tuple[int, str, bytes]]
 
 def builder(data_dir: str, source: pathlib.Path | None) -> Any:
     """The tfds builder, which prepares data from `source` once and keeps them."""
-    import tensorflow_datasets as tfds  # takes seconds to import
 
-    # Registered builders must be unique, but this class is defined for each source.
-    with tfds.core.registered.skip_registration():
+    def examples(split: str) -> Iterator[tuple[str, int, bytes]]:
+        for label, name, jpeg in images(source, split):
+            yield name, label, jpeg
 
-        class TinyImagenet(tfds.core.GeneratorBasedBuilder):
-            """Tiny ImageNet: 200 classes of ImageNet in images of 64x64."""
-
-            VERSION = tfds.core.Version("1.0.0")
-            name = NAME
-
-            def _info(self):
-                image = tfds.features.Tensor(shape=(SIDE, SIDE, 3), dtype=np.uint8)
-                label = tfds.features.ClassLabel(num_classes=NUM_CLASSES)
-                return tfds.core.DatasetInfo(
-                    builder=self,
-                    description=__doc__,
-                    features=tfds.features.FeaturesDict(
-                        {"image": image, "label": label}
-                    ),
-                    supervised_keys=("image", "label"),
-                )
-
-            def _split_generators(self, dl_manager):
-                return {split: self._generate_examples(split) for split in SPLITS}
-
-            def _generate_examples(self, split):
-                for label, name, jpeg in images(source, split):
-                    yield name, {"image": _decode(jpeg), "label": label}
-
-    return TinyImagenet(data_dir=data_dir or None, file_format="array_record")
-
-
-def _decode(jpeg: bytes) -> np.ndarray:
-    """A JPEG as uint8 [64, 64, 3]. About two in a hundred are gray."""
-    return np.asarray(Image.open(io.BytesIO(jpeg)).convert("RGB"))
+    given = NAME, __doc__, SIDE, NUM_CLASSES, examples
+    return builders.of_images(*given, data_dir)

@@ -70,9 +70,7 @@ def first_share(owned: parts.Parts, labels: np.ndarray, share: float) -> parts.P
     order, begin, size = _groups(owner, label)
     # Rounded first, because .07 * 100 must be 7, not 7.0000000000000009.
     num_used = np.maximum(np.ceil(np.round(share * size, 6)), 1)
-    is_used = np.empty(len(order), bool)
-    place = np.arange(len(order)) - np.repeat(begin, size)
-    is_used[order] = place < np.repeat(num_used, size)
+    is_used = _first(order, begin, size, num_used)
     count = np.bincount(owner[is_used], minlength=len(owned.count))
     return parts.Parts(owned.row[is_used], count)
 
@@ -104,6 +102,16 @@ def _shuffled(owned: parts.Parts, seed: int) -> parts.Parts:
     return parts.Parts(row, owned.count)
 
 
+def _first(
+    order: np.ndarray, begin: np.ndarray, size: np.ndarray, take: np.ndarray
+) -> np.ndarray:
+    """bool[N]: the first `take` [G] rows of each of the groups of `_groups`."""
+    is_first = np.empty(len(order), bool)
+    place = np.arange(len(order)) - np.repeat(begin, size)
+    is_first[order] = place < np.repeat(take, size)
+    return is_first
+
+
 def _stratified(
     owned: parts.Parts, label: np.ndarray, num_train: np.ndarray
 ) -> np.ndarray:
@@ -119,8 +127,4 @@ def _stratified(
     groups = np.bincount(client, minlength=len(num_train))
     rank = np.arange(len(by_rest)) - np.repeat(np.cumsum(groups) - groups, groups)
     take[by_rest] += rank < missing[client]
-    is_train = np.empty(len(order), bool)
-    is_train[order] = np.arange(len(order)) - np.repeat(begin, size) < np.repeat(
-        take, size
-    )
-    return is_train
+    return _first(order, begin, size, take)

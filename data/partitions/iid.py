@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from data.partitions import parts
+from data.partitions import contiguous, parts
 
 
 def split(num_rows: int, num_clients: int, gen: np.random.Generator) -> parts.Parts:
@@ -13,6 +13,5 @@ def split(num_rows: int, num_clients: int, gen: np.random.Generator) -> parts.Pa
         num_clients: K.
         gen: The partition's generator.
     """
-    each, more = divmod(num_rows, num_clients)
-    count = each + (np.arange(num_clients) < more)
-    return parts.Parts(gen.permutation(num_rows), count)
+    runs = contiguous.split(num_rows, num_clients)
+    return runs._replace(row=gen.permutation(num_rows))

@@ -89,9 +89,9 @@ def resolve(
     rules = presets.values(config.preset, facts | {"partition": partition})
     rules["partition"] = partition
     if partition == "natural":
-        least = rules.get("min_examples", schema.Config.min_examples)
-        if "min_examples" in is_given or not source.is_text:
-            least = config.min_examples
+        least = config.min_examples
+        if "min_examples" not in is_given:
+            least = rules.get("min_examples", least)
         rules["num_clients"] = _owners(config, source, least)
         rules["examples_per_client"] = 0
     if source.num_train == len(source.label) and rules["test_split"] == "official":
