@@ -1,206 +1,131 @@
-"""Custom linen modules as models: one stage, or a chain of stages."""
+"""Custom models: modules and functions of the user's, as one stage or several."""
 
 import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
+from flax import nnx
 
 from fedjax_pfl import types
-from models import stages
+from models import own_checks, own_linen, own_nnx, own_pair, own_split, stages
 
-MERGED = ("training", "deterministic", "use_running_average")
-
-
-class Stage:
-    """Adapts a linen module to the calls of `stages.chain`.
-
-    Collections other than `params`, such as `batch_stats`, are its statistics.
-    `sample_mask` bool[B], the real samples, and `train` are passed to a `__call__` that
-    names them, and so are other names of the mode: `training`, `deterministic` and
-    `use_running_average`. A linen `BatchNorm` inside takes its statistics over the real
-    samples, unless it is given a mask. The first axis of its input must be the batch or
-    a multiple of it, as in `x.reshape(B * T, ...)`.
-    """
-
-    def __init__(self, module: nn.Module):
-        self._module = module
-        takes = inspect.signature(type(module).__call__).parameters
-        fields = {field.name for field in dataclasses.fields(module)}
-        self._takes = {
-            name
-            for name, parameter in takes.items()
-            # `nn.merge_param` refuses an argument that the constructor was given too.
-            if name not in MERGED
-            or parameter.default is not None
-            or name not in fields
-            or getattr(module, name) is None
-        }
-
-    def _modes(self, sample_mask: jax.Array, train: bool) -> dict[str, Any]:
-        modes = {
-            "sample_mask": sample_mask,
-            "train": train,
-            "training": train,
-            "deterministic": not train,
-            "use_running_average": not train,
-        }
-        return {name: value for name, value in modes.items() if name in self._takes}
-
-    def init_with_output(self, key: jax.Array, x: jax.Array) -> tuple[jax.Array, dict]:
-        """Returns the output and the variables: "params", and "stats" if any."""
-        keys = {"params": key, "dropout": jax.random.fold_in(key, 1)}
-        out, variables = self._module.init_with_output(
-            keys, x, **self._modes(jnp.ones(len(x), bool), False)
-        )
-        params, stats = variables.get("params", {}), dict(variables)
-        stats.pop("params", None)
-        return out, {"params": params} | ({"stats": stats} if stats else {})
-
-    def apply(
-        self,
-        variables: Mapping[str, Any],
-        x: jax.Array,
-        *,
-        sample_mask: jax.Array | None,
-        train: bool,
-        rngs: Mapping[str, jax.Array],
-        mutable: Sequence[str],
-    ) -> tuple[jax.Array, dict]:
-        """Returns the output and the statistics, which eval mode does not change."""
-        stats = variables.get("stats", {})
-        mask = jnp.ones(len(x), bool)
-        if sample_mask is not None:
-            # Without real samples all count, since the result is not used.
-            mask = sample_mask | ~sample_mask.any()
-        with nn.intercept_methods(functools.partial(_over_real_samples, mask)):
-            out, new = self._module.apply(
-                {"params": variables["params"], **stats},
-                x,
-                **self._modes(mask, train),
-                rngs=rngs,
-                mutable=list(stats) if train else [],
-            )
-        return out, ({"stats": {**stats, **new}} if stats else {})
+FORMS = (
+    "a name, a flax linen module, an nnx module or a class or function that makes one "
+    "of rngs, a pair of functions (init, apply), or a list of these (its stages), in "
+    "which (name, module) names a stage and (name, body, exit) gives it an exit"
+)
 
 
-def _over_real_samples(
-    sample_mask: jax.Array,
-    call: Any,
-    args: tuple,
-    kwargs: dict[str, Any],
-    context: nn.module.InterceptorContext,
-) -> Any:
-    """Gives a linen BatchNorm the mask of real samples, so that padding is excluded."""
-    is_norm = isinstance(context.module, nn.BatchNorm)
-    if is_norm and context.method_name == "__call__" and kwargs.get("mask") is None:
-        x = args[0] if args else kwargs["x"]
-        takes = inspect.signature(type(context.module).__call__).parameters
-        if "mask" in takes and x.ndim > 1 and len(x) % len(sample_mask) == 0:
-            mask = jnp.repeat(sample_mask, len(x) // len(sample_mask))
-            mask = mask.reshape(-1, *[1] * (x.ndim - 1))
-            kwargs = {**kwargs, "mask": jnp.broadcast_to(mask, x.shape)}
-    return call(*args, **kwargs)
-
-
-def gives_nan(model: types.Model, x: np.ndarray) -> bool:
-    """Whether a model's first output for some examples [B, ...] is not finite."""
-    variables = types.Variables(*model.init(jax.random.key(0), x))
-    return not np.isfinite(model.forward(*variables, x)[0]).all()
-
-
-def depends_on_neighbours(model: types.Model, x: np.ndarray) -> str:
-    """Checks whether a model's output for an example depends on the other examples.
-
-    The check is in eval mode with slightly changed initial variables, because a last
-    layer that is initially zero would hide everything.
+def chain(
+    given: Any,
+    split: Sequence[str] = (),
+    example: jax.ShapeDtypeStruct | None = None,
+    *,
+    is_checked: bool = True,
+) -> types.Model:
+    """Makes a model of what a user gives.
 
     Args:
-        model: A model from `chain`.
-        x: A few normalised examples [B, ...].
-
-    Returns:
-        A description of the problem, "" if there is none.
-    """
-
-    @jax.jit
-    def moved(x: jax.Array) -> types.Variables:
-        key = jax.random.key(0)
-        params, stats = model.init(key, x)
-        leaves, structure = jax.tree.flatten(params)
-        leaves = [
-            leaf + 0.1 * jax.random.normal(jax.random.fold_in(key, n), leaf.shape)
-            for n, leaf in enumerate(leaves)
-        ]
-        return types.Variables(jax.tree.unflatten(structure, leaves), stats)
-
-    variables, forward = moved(x[:1]), jax.jit(model.forward)
-    # Both batches have the same size, since other shapes may be rounded differently.
-    # Every place of `alone` counts: dropout with a fixed key differs between places.
-    alone = np.asarray(forward(*variables, np.repeat(x[:1], len(x), 0))[0])
-    among = np.asarray(forward(*variables, x)[0][:1])
-    # A model may give nan for an example, which then must be nan in both batches.
-    size = max(np.abs(np.nan_to_num(among)).max(), 1.0)
-    if np.allclose(alone, among, rtol=0, atol=1e-3 * size, equal_nan=True):
-        return ""
-    return "depends in eval mode on the other examples of the batch"
-
-
-def chain(given: Any) -> types.Model:
-    """Makes a model of a linen module (one stage) or a list of modules (its stages).
-
-    Args:
-        given: A linen module, or a list of modules or of (stage name, module). The last
-            module gives logits [B, Y].
+        given: One stage: a linen module; an nnx module, whose present values are where
+            all seeds start; a class or function that makes an nnx module of
+            `rngs`, drawn anew by seed; or functions `(init, apply)`, see `own_pair`.
+            A list of these, of (stage name, one of these), or of (stage name, body,
+            exit), has the stages of a model; exits read the output of their body. The
+            last stage, or every exit, gives logits [B, Y]. A function of `width`
+            returns any of these with every hidden width times `width` (0..1], see
+            `_of_width`.
+        split: Names of submodules of the one module at which a new stage begins.
+        example: One batch of examples as a shape struct. With it a Sequential becomes
+            one stage for each layer with parameters, `split` takes effect, and narrower
+            forms are checked.
+        is_checked: Whether the outputs of `split` are compared with the module's.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: one line: it is none of these, or cannot be split.
     """
-    parts = list(given) if isinstance(given, Sequence) else [given]
-    named = [
-        tuple(part) if isinstance(part, tuple) else (f"stage{number}", part)
-        for number, part in enumerate(parts, start=1)
-    ]
-    for pair in named:
-        if len(pair) != 2 or not isinstance(pair[1], nn.Module):
-            raise ValueError(
-                "model: expected a name, a flax linen module, or a list of modules "
-                f"(its stages), got a {type(pair[-1]).__name__}"
-            )
-    names = [name for name, _ in named]
+    if is_of_width(given):
+        return _of_width(given, tuple(split), example)
+    parts = _parts(given)
+    names = [str(part[0]) for part in parts]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"model: expected stages of different names, got {names}")
-    if any("/" in str(name) for name in names):
+    if any("/" in name for name in names):
         raise ValueError(f"model: expected stages without a slash, got {names}")
-    stages_of = tuple((str(name), module) for name, module in named)
+    if len({len(part) for part in parts}) > 1:
+        raise ValueError(
+            "model: some stages have an exit and others have none; give (name, body, "
+            "exit) for each of them, or for none"
+        )
+    called = "_".join(_name(part[1]) for part in parts)
+    label = "own_" + re.sub(r"\W", "", called)[:56]
+    staged = tuple((str(name), *map(_stage, modules)) for name, *modules in parts)
+    is_drawn_once = False
+    is_whole = not isinstance(given, Sequence)
+    if split and not is_whole:
+        raise ValueError(
+            f"split={list(split)} splits one module, and model= is several; omit it"
+        )
+    if example is not None and is_whole:
+        whole = staged[0][1]
+        if split:
+            found = own_split.at(whole, tuple(split), example)
+            if is_checked:
+                own_split.check(tuple(split), whole, found, example)
+        else:
+            found = own_split.layers(whole, given, example)
+        if found:
+            staged, is_drawn_once = found, True
     try:
-        return _made(stages_of)
+        return _made(label, staged, is_drawn_once)
     except TypeError:  # a module with a list as a field has no hash
-        return _made.__wrapped__(stages_of)
+        return _made.__wrapped__(label, staged, is_drawn_once)
 
 
-def fingerprint(given: Any) -> str:
-    """A text that changes with the fields or the source of modules."""
-    if isinstance(given, Mapping):
-        return repr({name: fingerprint(value) for name, value in given.items()})
-    if isinstance(given, (list, tuple)):
+def is_of_width(given: Any) -> bool:
+    """Whether it is a function of `width`, which makes models of any width."""
+    is_module = isinstance(given, (type, nn.Module, nnx.Module, Sequence))
+    return not is_module and callable(given) and "width" in _arguments(given)
+
+
+def fingerprint(given: Any, split: Sequence[str] = ()) -> str:
+    """A text that changes with a model's code, its fields and its initial values."""
+    if split:
+        return f"{fingerprint(given)} {list(split)}"
+    if is_of_width(given):
+        return f"{source(given)} {fingerprint(given(width=1.0))}"
+    if isinstance(given, Sequence) and not isinstance(given, (str, nnx.Module)):
+        if _is_pair(given):
+            return repr([*map(source, given)])
         return repr([fingerprint(value) for value in given])
-    if isinstance(given, nn.Module):
+    if isinstance(given, nn.Module) or not own_nnx.is_source(given):
+        return _fields(given)
+    stage, is_module = own_nnx.Stage(given), isinstance(given, nnx.Module)
+    code = [*([] if is_module else [given]), *stage.kinds]
+    code = [one for one in code if not one.__module__.startswith("flax.")]
+    return repr([*map(source, code), _fields(stage.settings), stage.digest()])
+
+
+def _fields(value: Any) -> str:
+    """A text that changes with the fields or the source of linen modules."""
+    if isinstance(value, Mapping):
+        return repr({name: _fields(one) for name, one in value.items()})
+    if isinstance(value, (list, tuple)):
+        return repr([_fields(one) for one in value])
+    if isinstance(value, nn.Module):
         fields = {
-            field.name: getattr(given, field.name, None)
-            for field in dataclasses.fields(given)
+            field.name: getattr(value, field.name, None)
+            for field in dataclasses.fields(value)
             if field.name not in ("parent", "name")
         }
-        return f"{source(type(given))} {fingerprint(fields)}"
-    if callable(given):
-        return getattr(given, "__qualname__", getattr(given, "__name__", ""))
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(given))
+        return f"{source(type(value))} {_fields(fields)}"
+    if callable(value):
+        return getattr(value, "__qualname__", getattr(value, "__name__", ""))
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 _getsource = functools.lru_cache(maxsize=64)(inspect.getsource)
@@ -214,8 +139,127 @@ def source(thing: Any) -> str:
         return getattr(thing, "__qualname__", type(thing).__name__)
 
 
+def _arguments(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The arguments of a function, none for a builtin one."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def _is_function(given: Any) -> bool:
+    modules = (type, nn.Module, nnx.Module)
+    return callable(given) and not isinstance(given, modules)
+
+
+def _is_pair(given: Any) -> bool:
+    """Whether it is a pair `(init, apply)`."""
+    is_tuple = isinstance(given, tuple) and len(given) == 2
+    return is_tuple and all(map(_is_function, given))
+
+
+def _parts(given: Any) -> list[tuple[Any, ...]]:
+    """(name, body) or (name, body, exit) of each stage.
+
+    Raises:
+        ValueError: one of them is not of the forms.
+    """
+    is_list = isinstance(given, Sequence) and not isinstance(given, str)
+    each = list(given) if is_list and not _is_pair(given) else [given]
+    parts = [
+        tuple(one)
+        if isinstance(one, tuple) and not _is_pair(one)
+        else (f"stage{number}", one)
+        for number, one in enumerate(each, start=1)
+    ]
+    for part in parts:
+        modules = part[1:] if isinstance(part[0] if part else 0, str) else ()
+        if len(part) not in (2, 3) or not modules:
+            raise ValueError(
+                f"model: expected {FORMS}, got a tuple of "
+                f"{', '.join(type(one).__name__ for one in part) or 'nothing'}"
+            )
+        for one in modules:
+            if isinstance(one, type) and issubclass(one, nn.Module):
+                raise ValueError(
+                    f"model: got the linen class {one.__name__}; give a module, "
+                    f"{one.__name__}(...)"
+                )
+            is_module = isinstance(one, nn.Module) or own_nnx.is_source(one)
+            if not (is_module or _is_pair(one)):
+                raise ValueError(f"model: expected {FORMS}, got a {type(one).__name__}")
+    return parts
+
+
+def _name(given: Any) -> str:
+    """The name of a module's class or of a function."""
+    if isinstance(given, nn.Module):
+        return type(given).__name__
+    return own_nnx.name(given[1] if _is_pair(given) else given)
+
+
+def _stage(given: Any) -> Any:
+    """What `stages.chain` calls."""
+    if isinstance(given, nn.Module):
+        if type(given) is nn.Sequential:
+            return own_linen.Stage(own_linen.Layers(tuple(given.layers)))
+        return own_linen.Stage(given)
+    return own_pair.Stage(*given) if _is_pair(given) else own_nnx.Stage(given)
+
+
 @functools.lru_cache(maxsize=64)
-def _made(named: tuple[tuple[str, nn.Module], ...]) -> types.Model:
-    """The same object for equal modules, so that programs can be shared."""
-    name = "own_" + "_".join(type(module).__name__ for _, module in named)
-    return stages.chain(name[:60], [(stage, Stage(module)) for stage, module in named])
+def _made(
+    label: str, staged: tuple[tuple[Any, ...], ...], is_drawn_once: bool
+) -> types.Model:
+    """The same object for equal stages, so that programs can be shared."""
+    trunks = [part[:2] for part in staged]
+    exits = {part[0]: part[2] for part in staged if len(part) == 3}
+    return stages.chain(label, trunks, exits, is_drawn_once=is_drawn_once)
+
+
+def _of_width(
+    factory: Callable[..., Any],
+    split: tuple[str, ...],
+    example: jax.ShapeDtypeStruct | None,
+    rate: float = 1.0,
+    scaler: Any = 1.0,
+) -> types.Model:
+    """The model that a function of the width makes, with its narrower forms.
+
+    Args:
+        factory: `(width) -> ` one of the forms of `chain`, where every number of hidden
+            channels is multiplied by `width` and rounded up, and that of the classes is
+            not. If it names `scaler`, it gets HeteroFL's (`types.Model.at_width`), by
+            which it should divide in train mode what its convolutions pass to norms;
+            otherwise the model trains without it.
+        split, example: As in `chain`.
+        rate: The width.
+        scaler: A number that may be traced.
+
+    Raises:
+        ValueError: one line: it makes no model, or a narrower form does not fit.
+    """
+    given = {"width": rate}
+    if "scaler" in _arguments(factory):
+        given["scaler"] = scaler
+    is_widest = rate == 1 and isinstance(scaler, float) and scaler == 1
+    model = chain(factory(**given), split, example, is_checked=is_widest)
+    return _narrowing(model, factory, split, example) if is_widest else model
+
+
+@functools.lru_cache(maxsize=64)
+def _narrowing(
+    model: types.Model,
+    factory: Callable[..., Any],
+    split: tuple[str, ...],
+    example: jax.ShapeDtypeStruct | None,
+) -> types.Model:
+    """The model with its narrower forms, the same object for equal arguments."""
+
+    def at_width(rate: float, scaler: Any = 1.0) -> types.Model:
+        narrow = _of_width(factory, split, example, rate, scaler)
+        if example is not None:
+            own_checks.check_narrower(model, narrow, rate, example)
+        return narrow
+
+    return model._replace(at_width=at_width)

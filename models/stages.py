@@ -301,6 +301,7 @@ def chain(
     *,
     stem: nn.Module | None = None,
     at_width: Callable[..., types.Model] | None = None,
+    is_drawn_once: bool = False,
 ) -> types.Model:
     """A Model of named stages.
 
@@ -312,6 +313,8 @@ def chain(
         stem: A module before the first trunk and in the same stage, such as an
             embedding, so that all trunks may have the same shapes.
         at_width: As in `types.Model`.
+        is_drawn_once: Whether the stages are parts of one module, whose initial values
+            are drawn from one key.
 
     Returns:
         A Model whose `params[i]` is {"trunk": ...} or {"trunk": ..., "exit": ...}, that
@@ -331,7 +334,7 @@ def chain(
     def init(key: jax.Array, x: jax.Array) -> tuple[types.Params, types.Stats]:
         params, stats = [], []
         for index, stage in enumerate(parts):
-            stage_key = jax.random.fold_in(key, index)
+            stage_key = jax.random.fold_in(key, 0 if is_drawn_once else index)
             variables = {}
             for part, module in stage.items():
                 part_key = jax.random.fold_in(stage_key, number_of[part])

@@ -56,15 +56,20 @@ def assemble(
             f"not take; take images, or {fit.able('text')}"
         )
 
+    takes = "tokens" if source.is_text else "numbers"
+
     def model_of(name: str) -> types.Model:
         own = own_models.get(name)
         if own is None:
             return models.make(name, num_classes, config.model_width)
-        return own._replace(takes="tokens" if source.is_text else "numbers")
+        kind = jax.numpy.int32 if source.is_text else jax.numpy.float32
+        example = jax.ShapeDtypeStruct((2, *shape), kind)
+        return own(example)._replace(name=name, takes=takes)
 
-    server_model = model_of(config.model)
-    client_models = tuple(map(model_of, config.client_model.split(",")))
-    by_name = {model.name: model for model in (server_model, *client_models)}
+    names = config.model, *config.client_model.split(",")
+    by_name = {name: model_of(name) for name in dict.fromkeys(names)}
+    server_model, *client_models = (by_name[name] for name in names)
+    client_models = tuple(client_models)
     mean, scale = normal = dataset.normalization(source.image, config.normalization)
     with_exits = [name for name, model in by_name.items() if model.has_exits]
     if with_exits and not getattr(entry, "exits", False):

@@ -12,7 +12,7 @@ import models
 from data import plan
 from fedjax_pfl import lanes, program, shapes, types
 from launch.config import sweep
-from models import own, stages
+from models import own_checks, stages
 
 
 def check_model(
@@ -57,11 +57,34 @@ def check_own(
     if width != 1:
         line = f"--model_width={width:g} has no effect on a custom model"
         raise ValueError(f"{line}; omit it")
+    forms = [model] if model.at_width is None else [model, model.at_width(0.5)]
+    for one in forms:
+        _check_logits(flag, one._replace(takes=model.takes), num_classes, shape)
+    if model.takes == "tokens" and own_checks.gives_nan(model, examples):
+        raise ValueError(
+            f"{flag}: {model.name} gives nan for the hidden word {num_classes}; it "
+            f"needs an embedding of {num_classes + 1} words"
+        )
+    reason = own_checks.depends_on_neighbours(model, examples)
+    if reason:
+        raise ValueError(
+            f"{flag}: {model.name} {reason}, probably because a module stays in train "
+            "mode; a linen module names `train`, `deterministic` or "
+            "`use_running_average` in its __call__, and an nnx module is given as it "
+            "is, without a bridge, and leaves the mode to eval()"
+        )
+
+
+def _check_logits(
+    flag: str, model: types.Model, num_classes: int, shape: tuple[int, ...]
+) -> None:
+    """Refuses a custom model that fails, or gives something else than logits."""
     try:
         variables = shapes.variables(model, shape)
         example = model.example(2, *shape)
         logits, _ = jax.eval_shape(model.forward, *variables, example)
-        found = tuple(logits.shape), logits.dtype
+        every = logits if model.has_exits else (logits,)
+        found = [(tuple(one.shape), one.dtype) for one in every]
         train = functools.partial(model.forward, train=True)
         key = jax.eval_shape(lambda: jax.random.key(0))
         _, moved = jax.eval_shape(train, *variables, example, key=key)
@@ -75,24 +98,14 @@ def check_own(
             f"{', '.join(map(str, shape))}] ({reason[0][:200]}); change its modules"
         ) from error
     wanted = (2, *(shape if model.takes == "tokens" else ()), num_classes)
-    if found != (wanted, np.float32):
-        raise ValueError(
-            f"{flag}: {model.name} gives {found[1]}{list(found[0])} for 2 examples, "
-            f"expected logits float32{list(wanted)}, one for each class; change "
-            "its last module"
-        )
-    if model.takes == "tokens" and own.gives_nan(model, examples):
-        raise ValueError(
-            f"{flag}: {model.name} gives nan for the hidden word {num_classes}; it "
-            f"needs an embedding of {num_classes + 1} words"
-        )
-    reason = own.depends_on_neighbours(model, examples)
-    if reason:
-        raise ValueError(
-            f"{flag}: {model.name} {reason}, probably because a module stays in train "
-            "mode; name `train`, `deterministic` or `use_running_average` in its "
-            "__call__, or take linen modules"
-        )
+    for shape_of, dtype in found:
+        if (shape_of, dtype) != (wanted, np.float32):
+            last = "its exits" if model.has_exits else "its last module"
+            raise ValueError(
+                f"{flag}: {model.name} gives {dtype}{list(shape_of)} for 2 examples, "
+                f"expected logits float32{list(wanted)}, one for each class; change "
+                f"{last}"
+            )
 
 
 def unfit_for_lanes(

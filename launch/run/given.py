@@ -1,9 +1,11 @@
 """Turns given options into settings: resolves names, loads data, checks all values."""
 
+import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from data import dataset, loaders
@@ -22,7 +24,7 @@ class Settings(NamedTuple):
         hparams: The algorithm's options.
         source: The data set.
         public: Unlabelled images that all clients share, or None.
-        own_models: Custom models by name.
+        own_models: Custom models by name, as functions of a batch of examples.
         own_sha256: Hash of custom code, since a run with edited code is another run.
         examples_sha256: Hash of the data set before its images were fitted.
         source_hash: Hash object of `source`, to copy and extend.
@@ -34,7 +36,7 @@ class Settings(NamedTuple):
     hparams: Any
     source: dataset.Dataset
     public: np.ndarray | None
-    own_models: Mapping[str, types.Model]
+    own_models: Mapping[str, Callable[[jax.ShapeDtypeStruct], types.Model]]
     own_sha256: str
     examples_sha256: str
     source_hash: Any
@@ -49,6 +51,7 @@ def settled(**given: Any) -> Settings:
     """
     given = {name: value for name, value in given.items() if value is not None}
     devices.begin(given.get("distributed", ""))
+    given = given | {"split": _split(given)} if "split" in given else given
     own_sha256 = _own_sha256(given)
     given, source, own_models = _named(given)
     check_alike(given | {"own_sha256": own_sha256})
@@ -124,7 +127,7 @@ def check_alike(given: Mapping[str, Any]) -> None:
 def _own_sha256(given: Mapping[str, Any]) -> str:
     """The hash of the source of custom modules and algorithms, "" if there are none."""
     texts = {
-        name: own.fingerprint(given[name])
+        name: own.fingerprint(given[name], _split_of(given, name))
         for name in ("model", "client_model")
         if not isinstance(given.get(name, ""), str)
     }
@@ -133,11 +136,38 @@ def _own_sha256(given: Mapping[str, Any]) -> str:
     return hashlib.sha256(repr(texts).encode()).hexdigest() if texts else ""
 
 
+def _split(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of `split=`.
+
+    Raises:
+        ValueError: they are not names, or there is no custom model.
+    """
+    split = given["split"]
+    names = (split,) if isinstance(split, str) else split
+    if not isinstance(names, (tuple, list)) or not all(
+        isinstance(name, str) for name in names
+    ):
+        raise ValueError(
+            f"split={split!r}: expected names of submodules, such as ('head',)"
+        )
+    if isinstance(given.get("model", ""), str):
+        raise ValueError(
+            f"split={split!r} splits a custom module, give it as model=; a model by "
+            "name has stages"
+        )
+    return tuple(names)
+
+
+def _split_of(given: Mapping[str, Any], flag: str) -> tuple[str, ...]:
+    """Where the model of a flag is split: `split=` is of `model`."""
+    return given.get("split", ()) if flag == "model" else ()
+
+
 def _named(
     given: Mapping[str, Any],
-) -> tuple[dict[str, Any], dataset.Dataset | None, dict[str, types.Model]]:
+) -> tuple[dict[str, Any], dataset.Dataset | None, dict[str, Callable[..., Any]]]:
     """Replaces custom data and models by names, and returns what these names mean."""
-    given, source, own_models = dict(given), None, {}
+    given, source, own_models, chains = dict(given), None, {}, {}
     if "sweep" in given:
         given["sweep"] = sweep.text(given["sweep"])
     if "lanes" in given:
@@ -154,10 +184,14 @@ def _named(
         modules = given.get(flag, "")
         if not isinstance(modules, str):
             made = own.chain(modules)
-            if own_models.get(made.name, made) is not made:
-                made = made._replace(name=f"{made.name}_2")
-            own_models[made.name] = made
-            given[flag] = made.name
+            name = made.name
+            if chains.get(name, made) is not made:
+                name = f"{name}_2"
+            chains[name] = made
+            split = _split_of(given, flag)
+            own_models.setdefault(name, functools.partial(own.chain, modules, split))
+            given[flag] = name
+    given.pop("split", None)
     return given, source, own_models
 
 

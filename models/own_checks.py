@@ -1,0 +1,107 @@
+"""Checks of custom models, on a few examples before a run."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pfl import types
+
+
+def moved(tree: Any) -> Any:
+    """Slightly changed arrays, since a last layer of zeros would hide everything."""
+    leaves, structure = jax.tree.flatten(tree)
+    key = jax.random.key(0)
+    leaves = [
+        leaf + 0.1 * jax.random.normal(jax.random.fold_in(key, n), leaf.shape)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+        else leaf
+        for n, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def is_close(one: Any, other: Any) -> bool:
+    """Whether all arrays of two equal structures agree up to rounding, nan included."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(_agree(np.asarray(a), np.asarray(b)) for a, b in pairs)
+
+
+def _agree(a: np.ndarray, b: np.ndarray) -> bool:
+    size = max(np.abs(np.nan_to_num(a)).max(initial=0), 1.0)
+    return np.allclose(a, b, rtol=0, atol=1e-3 * size, equal_nan=True)
+
+
+def gives_nan(model: types.Model, x: np.ndarray) -> bool:
+    """Whether a model's first output for some examples [B, ...] is not finite."""
+    variables = types.Variables(*model.init(jax.random.key(0), x))
+    out, _ = model.forward(*variables, x)
+    return not all(np.isfinite(one).all() for one in jax.tree.leaves(out))
+
+
+def depends_on_neighbours(model: types.Model, x: np.ndarray) -> str:
+    """Checks whether a model's output for an example depends on the other examples.
+
+    The check is in eval mode, with slightly changed initial parameters and with the
+    statistics after one step in train mode.
+
+    Args:
+        model: A model from `own.chain`.
+        x: A few normalised examples [B, ...].
+
+    Returns:
+        A description of the problem, "" if there is none.
+    """
+
+    @jax.jit
+    def changed(x: jax.Array, key: jax.Array) -> types.Variables:
+        params, stats = model.init(key, x[:1])
+        params = moved(params)
+        _, stats = model.forward(params, stats, x, train=True, key=key)
+        return types.Variables(params, stats)
+
+    variables, forward = changed(x, jax.random.key(0)), jax.jit(model.forward)
+    # Both batches have the same size, since other shapes may be rounded differently.
+    # Every place of `alone` counts: dropout with a fixed key differs between places.
+    alone = forward(*variables, np.repeat(x[:1], len(x), 0))[0]
+    among = jax.tree.map(lambda out: out[:1], forward(*variables, x)[0])
+    among = jax.tree.map(lambda out: np.repeat(out, len(x), 0), among)
+    # A model may give nan for an example, which then must be nan in both batches.
+    if is_close(among, alone):
+        return ""
+    return "depends in eval mode on the other examples of the batch"
+
+
+def check_narrower(
+    model: types.Model,
+    narrow: types.Model,
+    rate: float,
+    example: jax.ShapeDtypeStruct,
+) -> None:
+    """Refuses a narrower form whose arrays are not leading slices of the model's.
+
+    Args:
+        model, narrow: The model and its form at `rate`.
+        rate: In (0, 1].
+        example: One batch of examples.
+
+    Raises:
+        ValueError: one line.
+    """
+    line = f"model: at width={rate:g} the function of the width"
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    wide, small = (jax.eval_shape(one.init, key, example) for one in (model, narrow))
+    if jax.tree.structure(wide) != jax.tree.structure(small):
+        raise ValueError(
+            f"{line} makes other layers than at width=1; only hidden widths may change"
+        )
+    paths = jax.tree_util.tree_leaves_with_path(wide)
+    for (path, a), b in zip(paths, jax.tree.leaves(small), strict=True):
+        fits = len(a.shape) == len(b.shape)
+        if not fits or any(n > m for n, m in zip(b.shape, a.shape, strict=True)):
+            name = "/".join(str(getattr(k, "key", getattr(k, "idx", ""))) for k in path)
+            raise ValueError(
+                f"{line} gives {name} the shape {list(b.shape)}, which is no part of "
+                f"{list(a.shape)} at width=1; multiply hidden widths by it"
+            )

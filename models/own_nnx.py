@@ -1,0 +1,330 @@
+"""Custom nnx modules as stages: their arrays as nested dicts, and the mode of a call."""
+
+import contextlib
+import contextvars
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx, traverse_util
+
+
+class Group(NamedTuple):
+    """The variables of one kind in a module: their names, structure and shapes.
+
+    A name is the path of attributes; a place in a list is a string too.
+    """
+
+    names: tuple[tuple[str, ...], ...]
+    tree: Any
+    shapes: tuple[tuple[tuple[int, ...], Any], ...]
+
+    @classmethod
+    def of(cls, state: nnx.State) -> "Group":
+        """The facts of a state, whose leaves may be shape structs."""
+        leaves, tree = jax.tree.flatten(state)
+        names = tuple(tuple(map(str, path)) for path, _ in nnx.to_flat_state(state))
+        if len(names) != len(leaves):
+            raise ValueError("a variable holds several arrays; give each its own")
+        return cls(names, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+
+    def nested(self, leaves: Iterable[Any]) -> dict[str, Any]:
+        """The arrays as a nested dict with string keys."""
+        named = dict(zip(self.names, leaves, strict=True))
+        return traverse_util.unflatten_dict(named)
+
+    def state(self, nested: Mapping[str, Any]) -> nnx.State:
+        """The inverse of `nested`."""
+        flat = traverse_util.flatten_dict(dict(nested))
+        return jax.tree.unflatten(self.tree, [flat[name] for name in self.names])
+
+
+def _split(module: nnx.Module) -> tuple[Any, ...]:
+    """(graph, parameters, statistics, random streams, constant arrays)."""
+    kinds = nnx.Param, nnx.RngState, nnx.Variable
+    graph, params, streams, stats, constants = nnx.split(module, *kinds, ...)
+    return graph, params, stats, streams, constants
+
+
+class Stage:
+    """Adapts an nnx module to the calls of `stages.chain`.
+
+    Each call merges a new module from the graph and the arrays and sets its mode by
+    `train()` or `eval()`, so that no given module is changed. Parameters are its
+    `nnx.Param`s, and statistics all other variables. Random streams begin anew in every
+    call, from the key of the step. Arrays that are not variables are constants.
+
+    `sample_mask` bool[B], the real samples, `train` (also named `training`,
+    `deterministic` or `use_running_average`) and `rngs` are passed to a `__call__` that
+    names them. An `nnx.BatchNorm` inside takes its statistics over the real samples,
+    unless it is given a mask. The first axis of its input must be the batch or a
+    multiple of it.
+
+    Attributes:
+        kind: The class of the module.
+        kinds: The classes of all modules in it, its own among them.
+        settings: Its numbers, texts and functions by path, such as a dropout's rate.
+    """
+
+    def __init__(self, given: Any, pick: Callable[[Any], Any] | None = None):
+        """Takes a module, where all seeds start, or what draws one for each seed.
+
+        Args:
+            given: A module, or a class or function of `nnx.Rngs` that makes one.
+            pick: Makes the stage's module of the whole one, None = it is the whole.
+
+        Raises:
+            ValueError: one line: there is no module, or it cannot be made.
+        """
+        is_drawn = not isinstance(given, nnx.Module)
+        self._source = given if is_drawn else None
+        self._build = _builder(given, pick) if is_drawn else None
+        if is_drawn:
+            module, graph, *states = _any_draw(self._build)
+        else:
+            module = pick(given) if pick else given
+            graph, *states = _split(module)
+        self.kind = type(module)
+        self.kinds = tuple(dict.fromkeys(type(m) for _, m in nnx.iter_modules(module)))
+        self.settings = {
+            "/".join(map(str, path)): value
+            for path, value in nnx.iter_graph(module)
+            if isinstance(value, (int, float, str, tuple, type(None)))
+            or inspect.isroutine(value)
+            if not any(str(part).startswith("_pytree__") for part in path)
+        }
+        self._takes = set(inspect.signature(type(module).__call__).parameters)
+        self._graph = graph
+        self._groups = tuple(map(Group.of, states))
+        # Numpy's arrays, since those of jax belong to a device.
+        kept = [states[-1]] if is_drawn else [states[0], states[1], states[-1]]
+        self._values = [list(map(_copied, jax.tree.leaves(one))) for one in kept]
+
+    def digest(self) -> str:
+        """The SHA-256 of names, shapes, constants and, of a module, initial values."""
+        named = [(group.names, group.shapes) for group in self._groups]
+        out = hashlib.sha256(repr(named).encode())
+        for leaf in (leaf for leaves in self._values for leaf in leaves):
+            out.update(leaf.tobytes())
+        return out.hexdigest()
+
+    def _facts(self) -> tuple:
+        return self._source, self._graph, self._groups, self.digest()
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Stage) and self._facts() == other._facts()
+
+    def __hash__(self) -> int:
+        return hash(self._facts())
+
+    def init_with_output(self, key: jax.Array, x: jax.Array) -> tuple[jax.Array, dict]:
+        """Returns the output and the variables: "params", and "stats" if any."""
+        if self._build is None:
+            leaves = self._values[:2]
+        else:
+            _, *states = _split(self._build(nnx.Rngs(key)))
+            leaves = [jax.tree.leaves(state) for state in states[:2]]
+        params, stats = (
+            group.nested(map(jnp.array, values))
+            for group, values in zip(self._groups, leaves, strict=False)
+        )
+        variables = {"params": params} | ({"stats": stats} if stats else {})
+        out, _ = self.apply(variables, x, sample_mask=None, train=False, rngs={})
+        return out, variables
+
+    def apply(
+        self,
+        variables: Mapping[str, Any],
+        x: jax.Array,
+        *,
+        sample_mask: jax.Array | None,
+        train: bool,
+        rngs: Mapping[str, jax.Array],
+        mutable: Sequence[str] = (),
+    ) -> tuple[jax.Array, dict]:
+        """Returns the output and the statistics, which eval mode does not change."""
+        old, mask = variables.get("stats", {}), jnp.ones(len(x), bool)
+        if sample_mask is not None:
+            # Without real samples all count, since the result is not used.
+            mask = sample_mask | ~sample_mask.any()
+        key = rngs["dropout"] if "dropout" in rngs else jax.random.key(0)
+        module = self.merged(variables, key)
+        module.train() if train else module.eval()
+        modes = {
+            "sample_mask": mask,
+            "train": train,
+            "training": train,
+            "deterministic": not train,
+            "use_running_average": not train,
+        }
+        modes = {name: value for name, value in modes.items() if name in self._takes}
+        if "rngs" in self._takes:
+            modes["rngs"] = nnx.Rngs(jax.random.fold_in(key, 1))
+        with _hooked_calls(module, mask):
+            out = module(x, **modes)
+        if not (train and old):
+            return out, {"stats": old} if old else {}
+        state = _split(module)[2]
+        found = dict(zip(Group.of(state).names, jax.tree.leaves(state), strict=True))
+        # What a call adds, such as a sown value, is left out.
+        group = self._groups[1]
+        return out, {"stats": group.nested(found[name] for name in group.names)}
+
+    def merged(self, variables: Mapping[str, Any], key: jax.Array) -> nnx.Module:
+        """A new module with these variables, whose random streams start from a key."""
+        params, stats, streams, constants = self._groups
+        draws = []
+        for index, (shape, dtype) in enumerate(streams.shapes):
+            if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+                own = jax.random.fold_in(jax.random.fold_in(key, 0), index)
+                draws.append(jax.random.split(own, shape) if shape else own)
+            else:
+                draws.append(jnp.zeros(shape, dtype))  # how often it has drawn
+        return nnx.merge(
+            self._graph,
+            params.state(variables["params"]),
+            jax.tree.unflatten(streams.tree, draws),
+            stats.state(variables.get("stats", {})),
+            jax.tree.unflatten(constants.tree, map(jnp.asarray, self._values[-1])),
+        )
+
+
+def is_source(given: Any) -> bool:
+    """Whether it is an nnx module, a class of such, or a function that may make one."""
+    if isinstance(given, type):
+        return issubclass(given, nnx.Module)
+    return isinstance(given, nnx.Module) or callable(given)
+
+
+def name(given: Any) -> str:
+    """The name of a module's class, or of the class or function that makes modules."""
+    made_by = type(given) if isinstance(given, nnx.Module) else given
+    made_by = getattr(made_by, "func", made_by)  # of a functools.partial
+    return getattr(made_by, "__name__", type(made_by).__name__)
+
+
+def _builder(given: Any, pick: Callable[[Any], Any] | None) -> Callable[..., Any]:
+    """The function from `nnx.Rngs` to a stage's module."""
+
+    def build(rngs: nnx.Rngs) -> nnx.Module:
+        try:
+            names = inspect.signature(given).parameters
+            whole = given(rngs=rngs) if "rngs" in names else given(rngs)
+        except Exception as error:  # a custom class may raise anything
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(
+                f"model: {name(given)}(rngs) fails ({reason[:160]}); expected an nnx "
+                "module, or a class or function that makes one of nnx.Rngs alone"
+            ) from error
+        if not isinstance(whole, nnx.Module):
+            raise ValueError(
+                f"model: {name(given)}(rngs) gives a {type(whole).__name__}, expected "
+                "an nnx module; to make stages, give a list of such functions"
+            )
+        return pick(whole) if pick else whole
+
+    return build
+
+
+def _any_draw(build: Callable[..., Any]) -> tuple[Any, ...]:
+    """(module, graph, *states) of a draw, without its variables' values if possible."""
+
+    def shapes() -> list[nnx.State]:
+        module = build(nnx.Rngs(0))
+        found.append((module, *_split(module)))
+        return list(found[-1][2:])
+
+    found: list[tuple[Any, ...]] = []
+    states = jax.eval_shape(shapes)
+    module, graph, *_ = found[-1]
+    if any(
+        isinstance(value, (jax.Array, np.ndarray))
+        for _, value in nnx.iter_graph(module)
+        if not isinstance(value, nnx.Variable)
+    ):
+        # Constants are needed as they are.
+        module = build(nnx.Rngs(0))
+        return module, *_split(module)
+    return module, graph, *states
+
+
+def _copied(leaf: Any) -> np.ndarray:
+    return np.array(leaf)
+
+
+# Called for each submodule of the module in progress: (name, call, args, kwargs)
+_WATCH: contextvars.ContextVar[Any] = contextvars.ContextVar("watch", default=None)
+# Called for each hooked module: (module, call, args, kwargs)
+_HOOK: contextvars.ContextVar[Any] = contextvars.ContextVar("hook")
+
+
+@contextlib.contextmanager
+def having(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
+    """Sets a variable of the context for a while."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def watched(watch: Callable[..., Any]) -> Any:
+    """A context in which `watch` is called in the place of each direct submodule.
+
+    Args:
+        watch: `(name, call, args, kwargs) -> output`, where `call` is the submodule's.
+    """
+    return having(_WATCH, watch)
+
+
+def _hooked_calls(module: nnx.Module, sample_mask: jax.Array) -> Any:
+    """A context in which batch norms of a merged module get the mask of real samples.
+
+    Direct submodules call what `watched` has set, if anything.
+    """
+    watch = _WATCH.get()
+    names = {id(m): str(n) for n, m in nnx.iter_children(module)} if watch else {}
+    for _, inner in list(nnx.iter_modules(module)):
+        if _takes_mask(inner) or id(inner) in names:
+            object.__setattr__(inner, "__class__", _hooked(type(inner)))
+
+    def hook(inner: nnx.Module, call: Any, args: tuple, kwargs: dict) -> Any:
+        if _takes_mask(inner):
+            kwargs = _with_mask(sample_mask, args, kwargs)
+        if id(inner) in names:
+            return watch(names[id(inner)], call, args, kwargs)
+        return call(*args, **kwargs)
+
+    return having(_HOOK, hook)
+
+
+@functools.lru_cache(maxsize=64)
+def _hooked(kind: type[nnx.Module]) -> type[nnx.Module]:
+    """A class of modules whose calls go through the hook of the context."""
+
+    @functools.wraps(kind.__call__)
+    def through_hook(self, *args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(kind.__call__, self)
+        return _HOOK.get()(self, call, args, kwargs)
+
+    return type(kind.__name__, (kind,), {"__call__": through_hook})
+
+
+def _takes_mask(module: nnx.Module) -> bool:
+    takes = inspect.signature(type(module).__call__).parameters
+    return isinstance(module, nnx.BatchNorm) and "mask" in takes
+
+
+def _with_mask(sample_mask: jax.Array, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """The arguments of a batch norm with the mask of real samples, if none is given."""
+    x = args[0] if args else kwargs["x"]
+    if kwargs.get("mask") is not None or x.ndim < 2 or len(x) % len(sample_mask):
+        return kwargs
+    mask = jnp.repeat(sample_mask, len(x) // len(sample_mask))
+    mask = mask.reshape(-1, *[1] * (x.ndim - 1))
+    return {**kwargs, "mask": jnp.broadcast_to(mask, x.shape)}

@@ -1,0 +1,285 @@
+"""One custom module as several stages: by its layers, or at named submodules.
+
+The stages are checked to be the module: their parameters are together exactly its, and
+the stages one after another give what it gives. Initial values are those of the whole.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import nnx, traverse_util
+
+from models import own_checks, own_linen, own_nnx, stages
+
+Staged = tuple[tuple[str, Any], ...]
+
+
+def layers(whole: Any, given: Any, example: jax.ShapeDtypeStruct) -> Staged:
+    """The stages of an `nn.Sequential` or `nnx.Sequential`.
+
+    Each layer with parameters begins a stage, and the others join the one before.
+
+    Args:
+        whole: The module as one stage.
+        given: The module, or what makes it.
+        example: One batch of examples.
+
+    Returns:
+        (name, stage) pairs, () if it is another module, has one layer with parameters,
+        shares parameters between layers, or does not fit the examples.
+    """
+    try:
+        variables = _shapes(whole, example)
+    except Exception:  # a custom module may raise anything; checks of a model say it
+        return ()
+    if isinstance(whole, own_linen.Stage):
+        module = whole.module
+        if not isinstance(module, own_linen.Layers):
+            return ()
+        held = {path[0] for path in _names(variables)}
+        names = [
+            getattr(layer, "name", None) or f"layers_{place}"
+            for place, layer in enumerate(module.layers)
+        ]
+        starts = [place for place, name in enumerate(names) if name in held]
+
+        def part(first: int, last: int) -> Any:
+            return own_linen.Stage(own_linen.Layers(module.layers, first, last))
+
+    elif isinstance(whole, own_nnx.Stage) and whole.kind is nnx.Sequential:
+        held = {int(path[1]) for path in _names(variables)}
+        starts = sorted(held)
+
+        def part(first: int, last: int) -> Any:
+            return own_nnx.Stage(given, functools.partial(_layers, first, last))
+
+    else:
+        return ()
+    if len(starts) < 2:
+        return ()
+    bounds = [0, *starts[1:], None]
+    parts = [part(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    staged = tuple((f"stage{n}", one) for n, one in enumerate(parts, start=1))
+    model = stages.chain("parts", staged, is_drawn_once=True)
+    found = jax.eval_shape(
+        model.init, jax.eval_shape(lambda: jax.random.key(0)), example
+    )
+    count = len(jax.tree.leaves(found))
+    return staged if count == len(jax.tree.leaves(variables)) else ()
+
+
+def _layers(first: int, last: int | None, whole: nnx.Sequential) -> nnx.Sequential:
+    return nnx.Sequential(*list(whole.layers)[first:last])
+
+
+def _shapes(stage: Any, example: jax.ShapeDtypeStruct) -> dict[str, Any]:
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.eval_shape(stage.init_with_output, key, example)[1]
+
+
+def _names(variables: Mapping[str, Any]) -> set[tuple[str, ...]]:
+    """The paths of all arrays below their collection."""
+    flat = traverse_util.flatten_dict(dict(variables.get("params", {})))
+    return set(flat)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The stage of a module from one submodule up to another.
+
+    The whole module is called on arrays of nan. Where it calls `start`, that gets the
+    stage's input instead, and what it passes to `stop` is the stage's output. The
+    compiler drops the rest, and whatever else would reach the output makes it nan.
+
+    Attributes:
+        whole: The module as one stage.
+        start: The submodule at which the stage begins, "" = at the examples.
+        stop: The one at which it ends, "" = at the logits.
+        owned: The submodules whose variables it has.
+        example: One batch of examples.
+    """
+
+    whole: Any
+    start: str
+    stop: str
+    owned: frozenset[str]
+    example: jax.ShapeDtypeStruct
+
+    @functools.cached_property
+    def _all(self) -> dict[str, Any]:
+        """The variables of the whole module as shape structs."""
+        return _shapes(self.whole, self.example)
+
+    def own(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the whole module's variables that are the stage's."""
+        owned = {
+            path: leaf
+            for path, leaf in traverse_util.flatten_dict(dict(variables)).items()
+            if self._submodule(path) in self.owned
+        }
+        return {"params": {}} | traverse_util.unflatten_dict(owned)
+
+    def _submodule(self, path: tuple[str, ...]) -> str:
+        """The submodule that has the variable of a path."""
+        # linen's statistics are by collection first.
+        is_by_collection = isinstance(self.whole, own_linen.Stage)
+        return path[2 if path[0] == "stats" and is_by_collection else 1]
+
+    def init_with_output(self, key: jax.Array, h: jax.Array) -> tuple[jax.Array, dict]:
+        """Returns the output and the variables: "params", and "stats" if any."""
+        x = jnp.zeros(self.example.shape, self.example.dtype)
+        variables = self.own(self.whole.init_with_output(key, x)[1])
+        out, _ = self.apply(variables, h, sample_mask=None, train=False, rngs={})
+        return out, variables
+
+    def apply(
+        self, variables: Mapping[str, Any], h: jax.Array, **mode: Any
+    ) -> tuple[jax.Array, dict]:
+        """Returns the output and the statistics, which eval mode does not change."""
+        given = traverse_util.flatten_dict(dict(variables))
+        every = {
+            path: given[path] if path in given else _nothing(leaf)
+            for path, leaf in traverse_util.flatten_dict(self._all).items()
+        }
+        x, passed = h, []
+        if self.start:
+            shape = len(h), *self.example.shape[1:]
+            x = _nothing(jax.ShapeDtypeStruct(shape, self.example.dtype))
+
+        def watch(name: str, call: Any, args: tuple, kwargs: dict) -> Any:
+            if name == self.stop:
+                passed.append(args[0])
+            if name == self.start:
+                args = (h, *args[1:])
+            return call(*args, **kwargs)
+
+        with _watched(self.whole, watch):
+            variables = {"params": {}} | traverse_util.unflatten_dict(every)
+            out, new = self.whole.apply(variables, x, **{"mutable": (), **mode})
+        new = self.own(new)
+        return (passed[0] if self.stop else out), {"stats": new.get("stats", {})}
+
+
+def _nothing(like: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array of nan, or of zeros where numbers are whole."""
+    is_float = jnp.issubdtype(like.dtype, jnp.floating)
+    return jnp.full(like.shape, jnp.nan if is_float else 0, like.dtype)
+
+
+def _watched(whole: Any, watch: Callable[..., Any]) -> Any:
+    """A context in which `watch` is called in the place of each direct submodule."""
+    if isinstance(whole, own_nnx.Stage):
+        return own_nnx.watched(watch)
+
+    def intercept(call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
+        path = context.module.path
+        if context.method_name == "__call__" and len(path) == 1:
+            return watch(path[0], call, args, kwargs)
+        return call(*args, **kwargs)
+
+    return nn.intercept_methods(intercept)
+
+
+def at(whole: Any, names: tuple[str, ...], example: jax.ShapeDtypeStruct) -> Staged:
+    """The stages of a module that begin at submodules of these names.
+
+    Raises:
+        ValueError: one line: there are no such submodules, or the module is not a chain
+            there.
+    """
+    line = f"split={list(names)}"
+    cure = "give a list of modules instead, such as model=[Body(), Head()]"
+    if not isinstance(whole, (own_linen.Stage, own_nnx.Stage)):
+        raise ValueError(f"{line} needs a flax module; {cure}")
+    calls: list[str] = []
+
+    def note(name: str, call: Any, args: tuple, kwargs: dict) -> Any:
+        calls.append(name)
+        return call(*args, **kwargs)
+
+    try:
+        with _watched(whole, note):
+            variables = _shapes(whole, example)
+    except ValueError:
+        raise
+    except Exception as error:  # a custom module may raise anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{line}: the module fails ({reason[:160]})") from error
+    known = list(dict.fromkeys(calls))
+    for name in names:
+        if calls.count(name) != 1:
+            raise ValueError(
+                f"{line}: expected names of submodules that are called once, of "
+                f"{', '.join(known) or 'which there are none'}; {cure}"
+            )
+    starts = sorted({*names}, key=calls.index)
+    starts = ["", *starts] if calls[0] not in starts else starts
+    if len(starts) < 2:
+        raise ValueError(f"{line} leaves one stage; name a submodule after {calls[0]}")
+    stops = [*starts[1:], ""]
+    bounds = [0, *map(calls.index, starts[1:]), len(calls)]
+    owned = [frozenset(calls[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    if starts[0] == calls[0]:
+        starts[0] = ""
+    parts = [
+        Part(whole, *one, example) for one in zip(starts, stops, owned, strict=True)
+    ]
+    count = sum(len(jax.tree.leaves(part.own(variables))) for part in parts)
+    if count != len(jax.tree.leaves(variables)):
+        raise ValueError(
+            f"{line}: some parameters belong to two of the stages, or to no submodule "
+            f"that is called; {cure}"
+        )
+    labels = [starts[0] or calls[0], *starts[1:]]
+    return tuple(zip(labels, parts, strict=True))
+
+
+def check(
+    names: tuple[str, ...], whole: Any, staged: Staged, example: jax.ShapeDtypeStruct
+) -> None:
+    """Refuses stages that together are not the module, in eval and train mode.
+
+    Raises:
+        ValueError: one line.
+    """
+
+    @functools.partial(jax.jit, static_argnames="train")
+    def both(x: jax.Array, key: jax.Array, *, train: bool) -> Any:
+        variables = own_checks.moved(whole.init_with_output(key, x)[1])
+        mode = {"train": train, "rngs": {"dropout": key}}
+        mode["sample_mask"] = jnp.arange(len(x)) > 0
+        expected, stats = whole.apply(variables, x, mutable=(), **mode)
+        h, found = x, []
+        for _, part in staged:
+            h, new = part.apply(part.own(variables), h, **mode)
+            found.append(new["stats"])
+        wanted = [part.own(stats).get("stats", {}) for _, part in staged]
+        return (expected, wanted), (h, found)
+
+    key = jax.random.key(0)
+    shape = 4, *example.shape[1:]
+    if jnp.issubdtype(example.dtype, jnp.floating):
+        x = jax.random.normal(key, shape, example.dtype)
+    else:
+        x = jax.random.randint(key, shape, 0, 4, example.dtype)
+    try:
+        results = [both(x, key, train=train) for train in (False, True)]
+        is_same = own_checks.is_close(*zip(*results, strict=True))
+    except Exception as error:  # a custom module may raise anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"split={list(names)}: its stages cannot be called one after another "
+            f"({reason[:160]}); give model=[Body(), Head()]"
+        ) from error
+    if not is_same:
+        raise ValueError(
+            f"split={list(names)}: the module is not a chain there, as its stages one "
+            "after another give other logits than the module; give a list of modules "
+            "instead, such as model=[Body(), Head()]"
+        )
