@@ -70,9 +70,12 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     model = task.client_model
     cut = boundary.first_personal(hparams.personal_from, model, task.example_shape)
     if not cut:
+        cure = "a later one, or --algo=local"
+        if len(model.stage_names) == 1:
+            cure = boundary.SEVERAL_STAGES
         raise ValueError(
             f"--personal_from={hparams.personal_from} is the first stage of --model="
-            f"{model.name}: nothing would be shared; take a later one, or --algo=local"
+            f"{model.name}: nothing would be shared; take {cure}"
         )
     loss_fn = local_training.cross_entropy_loss(model)
     kind = types.MessageKind(

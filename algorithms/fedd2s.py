@@ -258,7 +258,7 @@ def _schedule(hparams: HParams, task: types.Task) -> boundary.Schedule:
     """The layers at which a client distils, by participation."""
     if len(task.model.stage_names) < 2:
         raise ValueError(
-            f"--model={task.model.name} has one layer, fedd2s needs a deeper model"
+            f"--model={task.model.name} has one layer; take {boundary.SEVERAL_STAGES}"
         )
     if hparams.transfer == "mse":
         options.refuse(hparams, ("temperature",), "with --transfer=mse")

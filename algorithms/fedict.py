@@ -44,6 +44,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import (
+    boundary,
     each_client,
     local_training,
     losses,
@@ -116,7 +117,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     if len(model.stage_names) <= UPLOADED:
         raise ValueError(
             f"--model={model.name} has one layer and leaves none to the server; take "
-            "a deeper model"
+            f"{boundary.SEVERAL_STAGES}"
         )
     deep = jnp.arange(len(model.stage_names)) >= UPLOADED
     supervised = local_training.cross_entropy_loss(model)

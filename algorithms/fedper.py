@@ -174,16 +174,19 @@ def _schedule(hparams: HParams, task: types.Task) -> boundary.Schedule:
         options.refuse(hparams, others, "without --layer_dropping")
         cut = boundary.first_personal(hparams.personal_from, model, shape)
         if cut == len(model.stage_names) and not hparams.personal_from:
+            cure = "a model that has one, or name a stage with --personal_from"
+            if cut == 1:
+                cure = boundary.SEVERAL_STAGES
             raise ValueError(
                 f"--model={model.name} has no stage after its last convolution "
                 f"({', '.join(model.stage_names)}), so nothing would be personal; take "
-                "a model that has one, or name a stage with --personal_from"
+                f"{cure}"
             )
         return boundary.fixed(cut, model)
     if len(model.stage_names) == 1:
         raise ValueError(
-            f"--model={model.name} has one stage, so no boundary can move; take a "
-            "model of several stages"
+            f"--model={model.name} has one stage, so no boundary can move; take "
+            f"{boundary.SEVERAL_STAGES}"
         )
     if hparams.personal_from:
         raise ValueError(

@@ -261,7 +261,7 @@ def _net(
     if model.at_width is None:
         raise ValueError(
             f"--model={model.name} flattens maps or has exits, so no narrower form "
-            "is a slice of it; take convnet, resnet18 or resnet34"
+            f"is a slice of it; take {levels.WITH_WIDTHS}"
         )
     scaler = 1.0 if divisor is None else divisor / count
     return model.at_width(number / count, scaler)

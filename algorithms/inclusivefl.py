@@ -172,8 +172,7 @@ def _check(hparams: HParams, task: types.Task) -> None:
     if not model.has_exits:
         raise ValueError(
             f"--model={model.name} has one exit, this algorithm trains one for each "
-            "level; take a model with an exit at every stage, such as depth_convnet "
-            "or, for texts, depth_masked_lm"
+            f"level; take {levels.WITH_EXITS}"
         )
     if options.is_off(hparams.momentum_distill_weight):
         return

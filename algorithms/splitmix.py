@@ -161,8 +161,7 @@ def _check(hparams: HParams, task: types.Task) -> None:
     model, parts = task.model, len(levels.mix(hparams))
     if model.at_width is None:
         raise ValueError(
-            f"--model={model.name} has no narrower form; take convnet, resnet18 or "
-            "resnet34"
+            f"--model={model.name} has no narrower form; take {levels.WITH_WIDTHS}"
         )
     if parts != hparams.num_bases:
         raise ValueError(

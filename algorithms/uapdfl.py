@@ -241,7 +241,7 @@ def _cut(hparams: HParams, task: types.Task) -> int:
         raise ValueError(
             f"--personal_from={name} leaves --model={model.name} without "
             f"{'a classifier' if cut else 'an extractor'}; take "
-            f"{f'one of {later}' if later else 'a model of several stages'}"
+            f"{f'one of {later}' if later else boundary.SEVERAL_STAGES}"
         )
     return cut
 

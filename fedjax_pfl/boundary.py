@@ -121,6 +121,13 @@ def splice(
     )
 
 
+# What to take where a model of one stage cannot be divided
+SEVERAL_STAGES = (
+    "a model of several stages (your own: a list model=[Body(), Head()], an "
+    "nn.Sequential, or one module and split=('head',))"
+)
+
+
 def last_convolution(model: types.Model, example_shape: tuple[int, ...]) -> int:
     """The last stage with a four-dimensional kernel, or L - 1 for a model without any.
 

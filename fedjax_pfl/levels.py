@@ -179,6 +179,17 @@ def num_capable(hparams: Levels, num_clients: int) -> np.ndarray:
     return (able >= np.arange(1, top(hparams) + 1)[:, None]).sum(1)
 
 
+# What to take where a model has one exit, or no narrower form
+WITH_EXITS = (
+    "a model with an exit at every stage, such as depth_convnet or, for texts, "
+    "depth_masked_lm (your own: model=[('one', Body(), Exit()), ...])"
+)
+WITH_WIDTHS = (
+    "convnet, resnet18 or resnet34 (your own: a function of width, such as model="
+    "lambda width: [Body(ceil(64 * width)), Head()])"
+)
+
+
 def truncated(hparams: Levels, model: types.Model) -> types.Model:
     """The global model: the chain up to `--max_level` of a model with exits.
 
@@ -193,8 +204,7 @@ def truncated(hparams: Levels, model: types.Model) -> types.Model:
     if count == 1 < given:
         raise ValueError(
             f"--model={model.name} has one exit, --level_mix={hparams.level_mix} has "
-            f"{given} levels; take a model with an exit at every stage, such as "
-            "depth_convnet or, for texts, depth_masked_lm"
+            f"{given} levels; take {WITH_EXITS}"
         )
     if given != count:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Custom nnx modules as stages: their arrays as nested dicts, and the mode of a call."""
+"""Custom nnx modules as stages: arrays as nested dicts, and the mode of a call."""
 
 import contextlib
 import contextvars

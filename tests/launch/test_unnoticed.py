@@ -11,7 +11,7 @@ from launch import build
 from launch.run import model_files, summaries
 from launch.show import page as page_lib
 from launch.show import words
-from models import own
+from models import own, own_checks
 from tests import synthetic
 
 
@@ -218,7 +218,7 @@ def test_an_own_model_answers_for_itself():
         assert "\n" not in str(told.value)
     for module in (Fine(), Logs()):
         x = np.random.default_rng(0).uniform(-1, 1, (4, 8, 8, 1)).astype(np.float32)
-        assert own.depends_on_neighbours(own.chain(module), x) == ""
+        assert own_checks.depends_on_neighbours(own.chain(module), x) == ""
     build.experiment(algo="fedavg", **options(model=Fine()))
 
 

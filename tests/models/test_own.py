@@ -156,7 +156,7 @@ def test_equal_modules_are_one_model():
         ([nn.Dense(3), "mlp"], "got a str"),
         ([], "different names, got \\[\\]"),
         ([("a", nn.Dense(3)), ("a", nn.Dense(3))], "different names"),
-        ([("a", "b", nn.Dense(3))], "got a Dense"),
+        ([("a", "b", nn.Dense(3))], "got a str"),
     ],
 )
 def test_what_is_no_model(given, part):
