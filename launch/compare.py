@@ -11,6 +11,7 @@ import numpy as np
 
 from launch.config import registry
 from launch.experiment import Experiment, experiment
+from launch.run import given as given_lib
 from launch.run import processes
 from launch.show import frames, words
 
@@ -137,7 +138,8 @@ def _compared(algos: Any, options: Mapping[str, Any]) -> Comparison:
     runs = _runs(algos)
     fields = [registry.fields_of(own["algo"]) for own in runs.values()]
     for option in options:
-        if not any(option in known for known in fields):
+        is_known = any(option in known for known in fields)
+        if not is_known and option not in given_lib.ONLY_IN_PYTHON:
             raise ValueError(
                 f"--{option} is a flag of none of {', '.join(runs)}; omit it"
             )
@@ -189,6 +191,7 @@ def _built(
     first = next(iter(runs))
     for name, own in runs.items():
         known = registry.fields_of(own["algo"])
+        known = {*known, *given_lib.ONLY_IN_PYTHON}
         given = {option: value for option, value in options.items() if option in known}
         if given.get("workdir"):
             given["workdir"] = f"{given['workdir']}/{name}"

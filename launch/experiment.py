@@ -233,8 +233,12 @@ def experiment(**given: Any) -> Experiment:
     * `algo`: a custom algorithm, a module or any object with a dataclass `HParams` and
       a function `make`;
     * `dataset`: arrays `(x, y)` or `(x, y, client)`, see `loaders.from_arrays`;
-    * `model`, `client_model`: a linen module (one stage), or a list of modules (its
-      stages, for methods that treat layers differently);
+    * `model`, `client_model`: a flax linen or nnx module, a class or function that
+      makes an nnx module of `rngs`, a pair of functions `(init, apply)`, a list of
+      these (its stages, for methods that treat layers differently), or a function of
+      `width` that returns any of them, see `models.own.chain`;
+    * `split`: names of submodules of the one module `model`, such as `("head",)`, at
+      which a new stage begins;
     * `sweep`: `{"client_lr": [0.01, 0.1]}`, values of the algorithm's numeric options.
       A run of every point is trained in one program, and none is chosen as the best;
     * `target`: a chip, such as `tpu:v5e`, for which the programs are compiled and do

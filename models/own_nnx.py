@@ -213,7 +213,9 @@ def _builder(given: Any, pick: Callable[[Any], Any] | None) -> Callable[..., Any
 
     def build(rngs: nnx.Rngs) -> nnx.Module:
         try:
-            names = inspect.signature(given).parameters
+            # The metaclass hides the arguments of a class.
+            is_class = isinstance(given, type)
+            names = inspect.signature(given.__init__ if is_class else given).parameters
             whole = given(rngs=rngs) if "rngs" in names else given(rngs)
         except Exception as error:  # a custom class may raise anything
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]

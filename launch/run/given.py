@@ -15,6 +15,10 @@ from launch.run import devices, processes
 from models import own
 
 
+# Options that are not flags
+ONLY_IN_PYTHON = ("split",)
+
+
 class Settings(NamedTuple):
     """Everything that a run depends on.
 
