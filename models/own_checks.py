@@ -100,8 +100,8 @@ def check_narrower(
     for (path, a), b in zip(paths, jax.tree.leaves(small), strict=True):
         fits = len(a.shape) == len(b.shape)
         if not fits or any(n > m for n, m in zip(b.shape, a.shape, strict=True)):
-            name = "/".join(str(getattr(k, "key", getattr(k, "idx", ""))) for k in path)
+            name = "/".join(str(k.key) for k in path if hasattr(k, "key"))
             raise ValueError(
-                f"{line} gives {name} the shape {list(b.shape)}, which is no part of "
-                f"{list(a.shape)} at width=1; multiply hidden widths by it"
+                f"{line} gives {name} the shape {list(b.shape)}, expected at most "
+                f"{list(a.shape)}, as at width=1; multiply hidden widths by it"
             )

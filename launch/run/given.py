@@ -14,7 +14,6 @@ from launch.config import registry, resolve, schema, sweep
 from launch.run import devices, processes
 from models import own
 
-
 # Options that are not flags
 ONLY_IN_PYTHON = ("split",)
 

@@ -1,0 +1,211 @@
+"""Runs of custom models in the forms that people have."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from launch import build, contract
+
+
+def data():
+    """Examples of six numbers, of four owners."""
+    x = np.random.default_rng(0).normal(size=(72, 6)).astype(np.float32)
+    owner = np.repeat(np.arange(4), 18)
+    return x, (x[:, 0] * x[:, 1] > 0).astype(np.int32), owner
+
+
+def made(**given):
+    rules = {"preset": "none", "rounds": 2, "batch_size": 8, "client_lr": 0.1}
+    return build.experiment(**{"dataset": data(), **rules, **given})
+
+
+class Net(nnx.Module):
+    """With batch norm and dropout, as flax teaches."""
+
+    def __init__(self, rngs):
+        self.body = nnx.Linear(6, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, momentum=0.9, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.head = nnx.Linear(8, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.drop(nnx.relu(self.norm(self.body(x)))))
+
+
+class Twin(nn.Module):
+    """The same net in linen, from the same weights and with the same draws."""
+
+    start: object
+
+    @nn.compact
+    def __call__(self, x, train):
+        def dense(name, features):
+            given = getattr(self.start, name)
+            init = {
+                f"{part}_init": lambda *_, part=part: getattr(given, part)[...]
+                for part in ("kernel", "bias")
+            }
+            return nn.Dense(features, name=name, **init)
+
+        h = dense("body", 8)(x)
+        h = nn.BatchNorm(use_running_average=not train, momentum=0.9, name="norm")(h)
+        key = jax.random.key(0)
+        if train:
+            key = self.scope.rngs["dropout"].rng
+        # The first stream, its first place, and its first draw
+        for number in (0, 0, 0):
+            key = jax.random.fold_in(key, number)
+        h = nn.Dropout(0.5, deterministic=not train)(nn.relu(h), rng=key)
+        return dense("head", 2)(h)
+
+
+def test_nnx_and_linen_learn_the_same():
+    """From the same weights, with batch norm and dropout, to 1e-6."""
+    module = Net(nnx.Rngs(0))
+    runs = [made(algo="fedavg", model=one) for one in (module, Twin(module))]
+    one, other = (run.run(progress=False)["metrics"] for run in runs)
+    for name, value in one.items():
+        if "accuracy" in name:
+            np.testing.assert_allclose(
+                value["per_seed"], other[name]["per_seed"], atol=1e-6
+            )
+    x = data()[0]
+    probabilities = [run.predict(0, x) for run in runs]
+    np.testing.assert_allclose(*probabilities, atol=1e-6)
+    assert (
+        np.abs(probabilities[0] - made(algo="fedavg", model=module).predict(0, x)).max()
+        > 0.01
+    )
+
+
+def test_a_class_is_drawn_by_seed(tmp_path):
+    """Each seed has its own start, two runs the same bits, and a file its arrays."""
+    run = made(algo="fedavg", model=Net, num_seeds=2)
+    starts = [run.client_model(seed=seed).variables.params for seed in (0, 1)]
+    assert not jax.tree.all(jax.tree.map(jnp.array_equal, *starts))
+    run.run(progress=False)
+    path = run.save_model(tmp_path / "net.npz")
+    again = made(algo="fedavg", model=Net, init_from=str(path))
+    found = again.client_model().variables
+    assert jax.tree.all(
+        jax.tree.map(jnp.array_equal, found, run.client_model().variables)
+    )
+    # The file's arrays are those of the module by path.
+    module = Net(nnx.Rngs(7))
+    saved = {"params": found.params[0]["trunk"], "stats": found.stats[0]["trunk"]}
+    for tree in saved.values():
+        nnx.update(module, nnx.State(jax.tree.map(lambda leaf: leaf, tree)))
+    module.eval()
+    normal = run.data.normalised(data()[0])
+    wanted = jax.nn.softmax(module(normal))
+    np.testing.assert_allclose(run.predict(None, data()[0]), wanted, atol=1e-5)
+
+
+def test_a_sequential_keeps_its_numbers():
+    """As stages, what FedAvg makes of it is what it makes of one stage."""
+    seq = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)])
+    whole, parts = (made(algo="fedavg", model=given) for given in ([seq], seq))
+    assert len(whole.task.model.stage_names) == 1
+    assert len(parts.task.model.stage_names) == 2
+    one, other = (run.run(progress=False)["metrics"] for run in (whole, parts))
+    assert one["global_accuracy"] == other["global_accuracy"]
+    np.testing.assert_array_equal(*(r.predict(0, data()[0]) for r in (whole, parts)))
+
+
+def exits():
+    """Two stages with an exit each, the second in nnx."""
+    return [
+        ("one", nn.Dense(8), nn.Dense(2)),
+        ("two", lambda rngs: nnx.Linear(8, 8, rngs=rngs), nn.Dense(2)),
+    ]
+
+
+def of_width(width):
+    """A net whose hidden width is a factor of eight."""
+    return nn.Sequential([nn.Dense(math.ceil(8 * width)), nn.relu, nn.Dense(2)])
+
+
+@pytest.mark.parametrize(
+    "given, names",
+    [
+        ({"algo": "fedper", "model": Net, "split": "head"}, ("body", "head")),
+        ({"algo": "depthfl", "model": exits(), "level_mix": "1:1"}, ("one", "two")),
+        (
+            {"algo": "heterofl", "model": of_width, "level_mix": "1:1"},
+            ("stage1", "stage2"),
+        ),
+    ],
+)
+def test_methods_that_divide_a_model(given, names):
+    """They take a custom model in parts, and learn."""
+    run = made(**given)
+    assert run.task.model.stage_names == names
+    before = run.params(0)
+    run.run(progress=False)
+    after = run.params(0)
+    assert all(
+        np.isfinite(b).all() and not np.array_equal(a, b)
+        for a, b in zip(*map(jax.tree.leaves, (before, after)), strict=True)
+    )
+
+
+class Stuck(Net):
+    """Normalises by the batch in eval mode too."""
+
+    def __call__(self, x):
+        return self.head(self.norm(self.body(x), use_running_average=False))
+
+
+def bridged():
+    """nnx through flax's bridge, which does not pass the mode."""
+    return nnx.bridge.to_linen(Net)
+
+
+@pytest.mark.parametrize(
+    "given, part",
+    [
+        ({"model": Stuck}, "own_Stuck depends in eval mode on the other examples"),
+        ({"model": [("one", bridged())]}, "depends in eval mode on the other examples"),
+        ({"model": Net, "algo": "fedper"}, r"Body\(\), Head\(\).*Sequential.*split="),
+        ({"model": Net, "algo": "heterofl"}, "your own: a function of width"),
+        ({"model": Net, "algo": "depthfl"}, "your own: .*Body.., Exit"),
+        (
+            {"model": exits()},
+            "has an exit at every stage, which --algo=fedavg does not",
+        ),
+        ({"model": Net, "split": 3}, "split=3: expected names of submodules"),
+        ({"split": "head"}, "give it as model="),
+        ({"model": lambda rngs: nnx.Linear(6, 3, rngs=rngs)}, r"float32\[2, 3\] for"),
+        ({"model": lambda rngs: nnx.Linear(5, 2, rngs=rngs)}, "cannot take examples"),
+        (
+            {"model": lambda width: nn.Dense(math.ceil(2 * width))},
+            r"gives float32\[2, 1\] for 2 examples",
+        ),
+    ],
+)
+def test_one_line(given, part):
+    """What came, what was expected, what to change."""
+    with pytest.raises(ValueError, match=part) as error:
+        made(**{"algo": "fedavg"} | given)
+    assert "\n" not in str(error.value)
+
+
+def test_a_comparison_takes_split():
+    """All its runs have the stages."""
+    rules = {"preset": "none", "rounds": 1, "dataset": data(), "run": False}
+    compared = build.compare(["fedavg", "fedper"], model=Net, split=["head"], **rules)
+    assert [len(run.task.model.stage_names) for run in compared.values()] == [2, 2]
+
+
+@pytest.mark.slow
+def test_the_contract_of_nnx():
+    """Chunks, devices, a stop: the same for an nnx module in stages."""
+    rules = {"dataset": data(), "preset": "none", "rounds": 4, "batch_size": 8}
+    from algorithms import fedper
+
+    contract.check(fedper, model=Net, split="head", **rules)
