@@ -101,6 +101,9 @@ def fingerprint(given: Any, split: Sequence[str] = ()) -> str:
     if isinstance(given, Sequence) and not isinstance(given, (str, nnx.Module)):
         if _is_pair(given):
             return repr([*map(source, given)])
+        if len(given) == 1 and type(given[0]) is nn.Sequential:
+            # Runs of earlier versions recorded a Sequential, which was one stage, so.
+            return _fields(given[0])
         return repr([fingerprint(value) for value in given])
     if isinstance(given, nn.Module) or not own_nnx.is_source(given):
         return _fields(given)

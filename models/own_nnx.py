@@ -71,23 +71,24 @@ class Stage:
         settings: Its numbers, texts and functions by path, such as a dropout's rate.
     """
 
-    def __init__(self, given: Any, pick: Callable[[Any], Any] | None = None):
+    def __init__(self, given: Any, layers: tuple[int, int | None] | None = None):
         """Takes a module, where all seeds start, or what draws one for each seed.
 
         Args:
             given: A module, or a class or function of `nnx.Rngs` that makes one.
-            pick: Makes the stage's module of the whole one, None = it is the whole.
+            layers: The first and the end of those layers of an `nnx.Sequential` that
+                are the stage, None = all of the module.
 
         Raises:
             ValueError: one line: there is no module, or it cannot be made.
         """
         is_drawn = not isinstance(given, nnx.Module)
-        self._source = given if is_drawn else None
-        self._build = _builder(given, pick) if is_drawn else None
+        self._source = (given, layers) if is_drawn else None
+        self._build = functools.partial(_drawn, given, layers) if is_drawn else None
         if is_drawn:
             module, graph, *states = _any_draw(self._build)
         else:
-            module = pick(given) if pick else given
+            module = _picked(given, layers)
             graph, *states = _split(module)
         self.kind = type(module)
         self.kinds = tuple(dict.fromkeys(type(m) for _, m in nnx.iter_modules(module)))
@@ -103,7 +104,7 @@ class Stage:
         self._groups = tuple(map(Group.of, states))
         # Numpy's arrays, since those of jax belong to a device.
         kept = [states[-1]] if is_drawn else [states[0], states[1], states[-1]]
-        self._values = [list(map(_copied, jax.tree.leaves(one))) for one in kept]
+        self._values = [list(map(np.array, jax.tree.leaves(one))) for one in kept]
 
     def digest(self) -> str:
         """The SHA-256 of names, shapes, constants and, of a module, initial values."""
@@ -178,13 +179,14 @@ class Stage:
     def merged(self, variables: Mapping[str, Any], key: jax.Array) -> nnx.Module:
         """A new module with these variables, whose random streams start from a key."""
         params, stats, streams, constants = self._groups
-        draws = []
-        for index, (shape, dtype) in enumerate(streams.shapes):
-            if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-                own = jax.random.fold_in(jax.random.fold_in(key, 0), index)
-                draws.append(jax.random.split(own, shape) if shape else own)
-            else:
+        draws, number = [], 0
+        for shape, dtype in streams.shapes:
+            if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
                 draws.append(jnp.zeros(shape, dtype))  # how often it has drawn
+                continue
+            own = jax.random.fold_in(jax.random.fold_in(key, 0), number)
+            draws.append(jax.random.split(own, shape) if shape else own)
+            number += 1
         return nnx.merge(
             self._graph,
             params.state(variables["params"]),
@@ -208,29 +210,30 @@ def name(given: Any) -> str:
     return getattr(made_by, "__name__", type(made_by).__name__)
 
 
-def _builder(given: Any, pick: Callable[[Any], Any] | None) -> Callable[..., Any]:
-    """The function from `nnx.Rngs` to a stage's module."""
+def _drawn(given: Any, layers: Any, rngs: nnx.Rngs) -> nnx.Module:
+    """A stage's module by a class or function."""
+    try:
+        # The metaclass hides the arguments of a class.
+        is_class = isinstance(given, type)
+        names = inspect.signature(given.__init__ if is_class else given).parameters
+        whole = given(rngs=rngs) if "rngs" in names else given(rngs)
+    except Exception as error:  # a custom class may raise anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"model: {name(given)}(rngs) fails ({reason[:160]}); expected an nnx "
+            "module, or a class or function that makes one of nnx.Rngs alone"
+        ) from error
+    if not isinstance(whole, nnx.Module):
+        raise ValueError(
+            f"model: {name(given)}(rngs) gives a {type(whole).__name__}, expected "
+            "an nnx module; to make stages, give a list of such functions"
+        )
+    return _picked(whole, layers)
 
-    def build(rngs: nnx.Rngs) -> nnx.Module:
-        try:
-            # The metaclass hides the arguments of a class.
-            is_class = isinstance(given, type)
-            names = inspect.signature(given.__init__ if is_class else given).parameters
-            whole = given(rngs=rngs) if "rngs" in names else given(rngs)
-        except Exception as error:  # a custom class may raise anything
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ValueError(
-                f"model: {name(given)}(rngs) fails ({reason[:160]}); expected an nnx "
-                "module, or a class or function that makes one of nnx.Rngs alone"
-            ) from error
-        if not isinstance(whole, nnx.Module):
-            raise ValueError(
-                f"model: {name(given)}(rngs) gives a {type(whole).__name__}, expected "
-                "an nnx module; to make stages, give a list of such functions"
-            )
-        return pick(whole) if pick else whole
 
-    return build
+def _picked(whole: nnx.Module, layers: Any) -> nnx.Module:
+    """Those layers of a Sequential as one, or the whole module for None."""
+    return nnx.Sequential(*list(whole.layers)[slice(*layers)]) if layers else whole
 
 
 def _any_draw(build: Callable[..., Any]) -> tuple[Any, ...]:
@@ -253,10 +256,6 @@ def _any_draw(build: Callable[..., Any]) -> tuple[Any, ...]:
         module = build(nnx.Rngs(0))
         return module, *_split(module)
     return module, graph, *states
-
-
-def _copied(leaf: Any) -> np.ndarray:
-    return np.array(leaf)
 
 
 # Called for each submodule of the module in progress: (name, call, args, kwargs)

@@ -56,7 +56,7 @@ def layers(whole: Any, given: Any, example: jax.ShapeDtypeStruct) -> Staged:
         starts = sorted(held)
 
         def part(first: int, last: int) -> Any:
-            return own_nnx.Stage(given, functools.partial(_layers, first, last))
+            return own_nnx.Stage(given, (first, last))
 
     else:
         return ()
@@ -71,10 +71,6 @@ def layers(whole: Any, given: Any, example: jax.ShapeDtypeStruct) -> Staged:
     )
     count = len(jax.tree.leaves(found))
     return staged if count == len(jax.tree.leaves(variables)) else ()
-
-
-def _layers(first: int, last: int | None, whole: nnx.Sequential) -> nnx.Sequential:
-    return nnx.Sequential(*list(whole.layers)[first:last])
 
 
 def _shapes(stage: Any, example: jax.ShapeDtypeStruct) -> dict[str, Any]:

@@ -215,6 +215,7 @@ def _variables(
     stages = tree["stages"]
     _check_input(line, tree.get("input", {}), normal)
     wanted = _stages(model, shapes.variables(model, shape))
+    stages = _regrouped(stages, wanted)
     odd = _difference(wanted, stages)
     if odd:
         raise ValueError(f"{line} holds another model than {than}: {odd}")
@@ -237,6 +238,21 @@ def _variables(
         {n: own["stats"] for n, own in one.items() if "stats" in own} for one in parts
     ]
     return types.Variables(tuple(params), tuple(stats))
+
+
+def _regrouped(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The stages of a file, taken apart if it has one module as a single stage."""
+    if len(found) != 1 or len(wanted) < 2:
+        return dict(found)
+    (only,) = found.values()
+    whole = traverse_util.flatten_dict(only if isinstance(only, Mapping) else {})
+    parts = {name: traverse_util.flatten_dict(one) for name, one in wanted.items()}
+    if sorted(path for one in parts.values() for path in one) != sorted(whole):
+        return dict(found)
+    return {
+        name: traverse_util.unflatten_dict({path: whole[path] for path in one})
+        for name, one in parts.items()
+    }
 
 
 def _check_input(
