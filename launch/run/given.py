@@ -1,5 +1,6 @@
 """Turns given options into settings: resolves names, loads data, checks all values."""
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data import dataset, loaders
-from fedjax_pfl import types
+from fedjax_pfl import optimizer, types
 from launch.config import registry, resolve, schema, sweep
 from launch.run import devices, processes
 from models import own
@@ -49,10 +50,12 @@ def settled(**given: Any) -> Settings:
     """
     given = {name: value for name, value in given.items() if value is not None}
     devices.begin(given.get("distributed", ""))
-    own_sha256 = _own_sha256(given)
+    given, own_optimizer = _without_optimizer(given)
+    own_sha256 = _own_sha256(given, own_optimizer)
     given, source, own_models = _named(given)
     check_alike(given | {"own_sha256": own_sha256})
     config, hparams = resolve.configure(given)
+    hparams = _with_optimizer(hparams, own_optimizer, given)
     resolve.check_text(config)
     if source is None:
         source = loaders.load(
@@ -121,8 +124,63 @@ def check_alike(given: Mapping[str, Any]) -> None:
     processes.check_equal(named, "give all processes the same options")
 
 
-def _own_sha256(given: Mapping[str, Any]) -> str:
-    """The hash of the source of custom modules and algorithms, "" if there are none."""
+def _without_optimizer(
+    given: Mapping[str, Any],
+) -> tuple[dict[str, Any], optimizer.Custom | None]:
+    """The options without a `client_optimizer` that is an object, and that object."""
+    given, found = dict(given), given.get("client_optimizer", "")
+    if isinstance(found, str):
+        return given, None
+    return given, optimizer.custom(given.pop("client_optimizer"))
+
+
+# Options that a custom optimizer takes the place of
+_OF_OPTIMIZER = ("weight_decay", "client_momentum", "client_optimizer_options")
+_OF_RATE = ("client_lr", "client_lr_decay")
+
+
+def replaced_by(own: optimizer.Custom) -> tuple[str, ...]:
+    """The options that have no effect beside a custom optimizer."""
+    return _OF_OPTIMIZER if own.has_rate else (*_OF_OPTIMIZER, *_OF_RATE)
+
+
+def _with_optimizer(
+    hparams: Any, own: optimizer.Custom | None, given: Mapping[str, Any]
+) -> Any:
+    """The algorithm's options with a custom optimizer, tried once.
+
+    Raises:
+        ValueError: one line: the algorithm or another option does not go with it.
+    """
+    fields = {field.name: field for field in dataclasses.fields(hparams)}
+    if own is not None:
+        if "client_optimizer" not in fields:
+            algo = given.get("algo", schema.Config.algo)
+            raise ValueError(registry.unknown_option("client_optimizer", algo))
+        swept = given.get("sweep", "")
+        points = [one.partition("=")[0].strip() for one in swept.split(";")]
+        for name in replaced_by(own):
+            if name not in given and name not in points:
+                continue
+            flag = f"{name}={given[name]}" if name in given else f"sweep={swept}"
+            line = f"--{flag} has no effect with client_optimizer={own}; omit it"
+            if name in _OF_RATE:
+                line += ", or give a function of the learning rate"
+            raise ValueError(line)
+        if "level_mix" in fields and hparams.optimizer_state == "persist":
+            raise ValueError(
+                "--optimizer_state=persist: a client that holds a part of the model "
+                "has no state of a custom optimizer of all; give reset"
+            )
+        defaults = {name: fields[name].default for name in _OF_OPTIMIZER}
+        hparams = dataclasses.replace(hparams, client_optimizer=own, **defaults)
+    if "client_optimizer" in fields:
+        optimizer.check(hparams)
+    return hparams
+
+
+def _own_sha256(given: Mapping[str, Any], tx: optimizer.Custom | None) -> str:
+    """The hash of custom modules, algorithms and optimizers, "" if there are none."""
     texts = {
         name: own.fingerprint(given[name])
         for name in ("model", "client_model")
@@ -130,6 +188,8 @@ def _own_sha256(given: Mapping[str, Any]) -> str:
     }
     if not isinstance(given.get("algo", ""), str):
         texts["algo"] = own.source(getattr(given["algo"], "make", given["algo"]))
+    if tx is not None:
+        texts["client_optimizer"] = optimizer.fingerprint(tx)
     return hashlib.sha256(repr(texts).encode()).hexdigest() if texts else ""
 
 
