@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data import dataset, loaders
+from fedjax_pfl import measures as measures_lib
 from fedjax_pfl import optimizer, types
 from launch.config import registry, resolve, schema, sweep
 from launch.run import devices, processes
@@ -28,6 +29,7 @@ class Settings(NamedTuple):
         examples_sha256: Hash of the data set before its images were fitted.
         source_hash: Hash object of `source`, to copy and extend.
         dropped_owners: Owners of a text that were dropped, as they are too small.
+        measures: The metrics of `--eval_metrics`.
     """
 
     entry: Any
@@ -40,6 +42,7 @@ class Settings(NamedTuple):
     examples_sha256: str
     source_hash: Any
     dropped_owners: int
+    measures: tuple[measures_lib.Measure, ...] = ()
 
 
 def settled(**given: Any) -> Settings:
@@ -52,6 +55,7 @@ def settled(**given: Any) -> Settings:
     devices.begin(given.get("distributed", ""))
     given, own_optimizer = _without_optimizer(given)
     own_sha256 = _own_sha256(given, own_optimizer)
+    given, chosen = _measured(given)
     given, source, own_models = _named(given)
     check_alike(given | {"own_sha256": own_sha256})
     config, hparams = resolve.configure(given)
@@ -92,6 +96,7 @@ def settled(**given: Any) -> Settings:
         examples_sha256=examples.hexdigest(),
         source_hash=source_hash,
         dropped_owners=dropped_owners,
+        measures=chosen,
     )
 
 
@@ -132,6 +137,22 @@ def _without_optimizer(
     if isinstance(found, str):
         return given, None
     return given, optimizer.custom(given.pop("client_optimizer"))
+
+
+def _measured(
+    given: Mapping[str, Any],
+) -> tuple[dict[str, Any], tuple[measures_lib.Measure, ...]]:
+    """The options with the names of `eval_metrics`, and what these names mean.
+
+    Raises:
+        ValueError: one line: there is no such metric, or a function is not one.
+    """
+    asked = given.get("eval_metrics", "")
+    if not isinstance(asked, str):
+        asked = measures_lib.listed(asked)
+    chosen = measures_lib.chosen(asked)
+    names = ",".join(one.name for one in chosen)
+    return {**given, **({"eval_metrics": names} if names else {})}, chosen
 
 
 # Options that a custom optimizer takes the place of
@@ -188,6 +209,9 @@ def _own_sha256(given: Mapping[str, Any], tx: optimizer.Custom | None) -> str:
     }
     if not isinstance(given.get("algo", ""), str):
         texts["algo"] = own.source(getattr(given["algo"], "make", given["algo"]))
+    functions = given.get("eval_metrics", "")
+    if not isinstance(functions, str):
+        texts["eval_metrics"] = own.fingerprint(measures_lib.listed(functions))
     if tx is not None:
         texts["client_optimizer"] = optimizer.fingerprint(tx)
     return hashlib.sha256(repr(texts).encode()).hexdigest() if texts else ""
