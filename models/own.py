@@ -103,29 +103,29 @@ def fingerprint(given: Any, split: Sequence[str] = ()) -> str:
             return repr([*map(source, given)])
         if len(given) == 1 and type(given[0]) is nn.Sequential:
             # Runs of earlier versions recorded a Sequential, which was one stage, so.
-            return _fields(given[0])
+            return fields(given[0])
         return repr([fingerprint(value) for value in given])
     if isinstance(given, nn.Module) or not own_nnx.is_source(given):
-        return _fields(given)
+        return fields(given)
     stage, is_module = own_nnx.Stage(given), isinstance(given, nnx.Module)
     code = [*([] if is_module else [given]), *stage.kinds]
     code = [one for one in code if not one.__module__.startswith("flax.")]
-    return repr([*map(source, code), _fields(stage.settings), stage.digest()])
+    return repr([*map(source, code), fields(stage.settings), stage.digest()])
 
 
-def _fields(value: Any) -> str:
-    """A text that changes with the fields or the source of linen modules."""
+def fields(value: Any) -> str:
+    """A text that changes with values, and with fields and source of linen modules."""
     if isinstance(value, Mapping):
-        return repr({name: _fields(one) for name, one in value.items()})
+        return repr({name: fields(one) for name, one in value.items()})
     if isinstance(value, (list, tuple)):
-        return repr([_fields(one) for one in value])
+        return repr([fields(one) for one in value])
     if isinstance(value, nn.Module):
         fields = {
             field.name: getattr(value, field.name, None)
             for field in dataclasses.fields(value)
             if field.name not in ("parent", "name")
         }
-        return f"{source(type(value))} {_fields(fields)}"
+        return f"{source(type(value))} {fields(fields)}"
     if callable(value):
         return getattr(value, "__qualname__", getattr(value, "__name__", ""))
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
