@@ -120,12 +120,12 @@ def fields(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return repr([fields(one) for one in value])
     if isinstance(value, nn.Module):
-        fields = {
+        mine = {
             field.name: getattr(value, field.name, None)
             for field in dataclasses.fields(value)
             if field.name not in ("parent", "name")
         }
-        return f"{source(type(value))} {fields(fields)}"
+        return f"{source(type(value))} {fields(mine)}"
     if callable(value):
         return getattr(value, "__qualname__", getattr(value, "__name__", ""))
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
