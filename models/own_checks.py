@@ -105,3 +105,41 @@ def check_narrower(
                 f"{line} gives {name} the shape {list(b.shape)}, expected at most "
                 f"{list(a.shape)}, as at width=1; multiply hidden widths by it"
             )
+
+
+def flattens_maps(model: types.Model, narrow: types.Model, x: np.ndarray) -> bool:
+    """Whether a narrower form has other places of a map where the model has channels.
+
+    That is so where a map [H, W, C] is flattened: a leading slice of the next kernel is
+    then of some places and not of some channels. The narrower form's parameters, with
+    zeros around them, then read less of an image in the model than in the form.
+
+    Args:
+        model, narrow: The model and a narrower form, whose arrays are leading slices.
+        x: A few normalised images [B, H, W, C].
+    """
+
+    def read(one: types.Model, variables: types.Variables) -> jax.Array:
+        """How many numbers of the images have an effect."""
+
+        def answers(x: jax.Array) -> jax.Array:
+            out = jnp.stack(jax.tree.leaves(one.forward(*variables, x)[0]))
+            return (out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)).sum()
+
+        return (jax.grad(answers)(x) != 0).sum()
+
+    @jax.jit
+    def counts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        key = jax.random.key(0)
+        params, stats = narrow.init(key, x)
+        params, (wide, wide_stats) = moved(params), model.init(key, x)
+        padded = jax.tree.map(
+            lambda zeros, n: zeros.at[tuple(map(slice, n.shape))].set(n),
+            jax.tree.map(jnp.zeros_like, wide),
+            params,
+        )
+        whole = types.Variables(padded, wide_stats)
+        return read(narrow, types.Variables(params, stats)), read(model, whole)
+
+    in_narrow, in_wide = counts(x)
+    return bool(in_wide < 0.9 * in_narrow)

@@ -65,6 +65,12 @@ def check_own(
             f"{flag}: {model.name} gives nan for the hidden word {num_classes}; it "
             f"needs an embedding of {num_classes + 1} words"
         )
+    is_image = len(shape) == 3 and model.takes == "numbers"
+    if len(forms) > 1 and is_image and own_checks.flattens_maps(*forms, examples):
+        raise ValueError(
+            f"{flag}: {model.name} flattens a map, so that no narrower form is a slice "
+            "of it; average the map before the affine layer"
+        )
     reason = own_checks.depends_on_neighbours(model, examples)
     if reason:
         raise ValueError(

@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
+from algorithms import fedper
 from launch import build, contract
 
 
@@ -117,6 +118,21 @@ def test_a_sequential_keeps_its_numbers():
     np.testing.assert_array_equal(*(r.predict(0, data()[0]) for r in (whole, parts)))
 
 
+def test_a_file_of_one_stage_opens_as_stages(tmp_path):
+    """A run of a whole module, and one that divides it, start from one file."""
+    seq = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)])
+    whole = made(algo="fedavg", model=[seq])
+    path = str(whole.save_model(tmp_path / "whole.msgpack"))
+    parts = made(algo="fedper", model=seq, init_from=path)
+    np.testing.assert_array_equal(
+        *(run.predict(0, data()[0]) for run in (whole, parts))
+    )
+    assert whole.own_sha256 == parts.own_sha256
+    with pytest.raises(ValueError, match="holds another model than --model=own_Seq"):
+        other = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(3), nn.Dense(2)])
+        made(algo="fedper", model=other, init_from=path)
+
+
 def exits():
     """Two stages with an exit each, the second in nnx."""
     return [
@@ -206,6 +222,4 @@ def test_a_comparison_takes_split():
 def test_the_contract_of_nnx():
     """Chunks, devices, a stop: the same for an nnx module in stages."""
     rules = {"dataset": data(), "preset": "none", "rounds": 4, "batch_size": 8}
-    from algorithms import fedper
-
     contract.check(fedper, model=Net, split="head", **rules)

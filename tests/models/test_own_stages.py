@@ -9,7 +9,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from models import own
+from models import own, own_checks
 
 EXAMPLE = jax.ShapeDtypeStruct((2, 4), jnp.float32)
 KEY = jax.random.key(0)
@@ -241,6 +241,23 @@ def test_what_is_no_narrower_form(factory, part):
     model = own.chain(factory, (), EXAMPLE)
     with pytest.raises(ValueError, match=f"^model: at width=0.5 .*{part}"):
         model.at_width(0.5)
+
+
+@pytest.mark.parametrize("norm", [None, nn.LayerNorm])
+def test_a_map_must_be_averaged(norm):
+    """A slice of what reads a flattened map is of places, not of channels."""
+
+    def of_width(width, is_flat):
+        pool = (
+            (lambda h: h.reshape(len(h), -1)) if is_flat else (lambda h: h.mean((1, 2)))
+        )
+        layers = [nn.Conv(math.ceil(6 * width), (3, 3)), *([norm()] if norm else [])]
+        return nn.Sequential([*layers, jnp.tanh, pool, nn.Dense(3)])
+
+    x = np.random.default_rng(0).normal(size=(4, 8, 8, 1)).astype(np.float32)
+    for is_flat in (False, True):
+        forms = [own.chain(of_width(width, is_flat)) for width in (1.0, 0.5)]
+        assert own_checks.flattens_maps(*forms, x) == is_flat
 
 
 def init(key, x):
