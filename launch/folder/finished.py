@@ -135,9 +135,13 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
     """
     path = folder / SUMMARY
     try:
-        summary = json.loads(path.read_bytes())
+        files.check(path, "a run's summary")
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from error
+    try:
+        summary = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: it is not JSON") from error
     sealed = summary if isinstance(summary, dict) else {}

@@ -166,7 +166,7 @@ class Workdir(loop.Listener):
         """Locks the folder again if it is as this process left it."""
         self._lock.acquire()
         found = self.path / METRICS
-        if not found.exists() or found.read_text() != finished.lines(self.records):
+        if not found.is_file() or found.read_text() != finished.lines(self.records):
             raise ValueError(
                 f"{found} was changed since this run left it; open the run again: "
                 f"build.load({str(self.path)!r})"
@@ -309,7 +309,7 @@ class Workdir(loop.Listener):
         """Restores metrics.jsonl of `round` rounds, with a note if it was damaged."""
         path = self.path / METRICS
         expected = finished.lines(self.records).encode()
-        found = path.read_bytes() if path.exists() else b""
+        found = path.read_bytes() if path.is_file() else b""
         if not found.startswith(expected):
             same = os.path.commonprefix((expected, found)).count(b"\n")
             _note(
