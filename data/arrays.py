@@ -42,9 +42,11 @@ def from_arrays(
     if x.ndim not in (2, 3, 4) or not (
         x.dtype == np.uint8 or np.issubdtype(x.dtype, np.floating)
     ):
+        is_whole = x.dtype.kind in "biu" and x.ndim in (2, 3, 4)
+        cure = "; give x.astype(np.float32)" if is_whole else ""
         raise ValueError(
             f"{where}: x must be uint8 or float of shape [N, H, W, C], [N, H, W] or "
-            f"[N, D], got {x.dtype} {list(x.shape)}"
+            f"[N, D], got {x.dtype} {list(x.shape)}{cure}"
         )
     if 0 in x.shape[1:]:
         raise ValueError(f"{where}: x has empty examples of shape {list(x.shape[1:])}")

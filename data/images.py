@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from data import arrays, dataset, files
+from data import arrays, dataset, files, labels
 
 SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".bmp", ".gif"),
@@ -62,7 +62,8 @@ def from_folder(path: str, flag: str = "dataset") -> dataset.Dataset:
         pixels = [np.broadcast_to(one, (*one.shape[:2], 3)) for one in pixels]
         notes += (f"{num_gray} gray images among those in colour became RGB",)
     if others:
-        notes += (f"{len(others)} files that are not images are left out: {others[0]}",)
+        names = labels.listed([str(one) for one in others])
+        notes += (f"files that are not images are left out: {names}",)
     has_owners = len(found[0].parts) == 3
     made = arrays.from_arrays(
         np.stack(pixels),
