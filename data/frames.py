@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 import warnings
 from typing import TYPE_CHECKING
 
@@ -28,20 +27,22 @@ def from_csv(
     where = f"--{flag}=csv:{path}"
     import pandas  # takes long to import
 
+    place = files.given(path, where)
     try:
-        files.check(pathlib.Path(path), "a CSV file")
+        files.check(place, "a CSV file")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # lines that pandas cuts off or pads
-            frame = pandas.read_csv(path, low_memory=False)
+            # Lines that are longer than the header would be cut off.
+            warnings.simplefilter("error", pandas.errors.ParserWarning)
+            frame = pandas.read_csv(place, low_memory=False, index_col=False)
     except FileNotFoundError as error:
         raise ValueError(f"{where}: there is no such file") from error
-    except (ValueError, OSError, EOFError, UnicodeError) as error:
+    except (ValueError, OSError, EOFError, pandas.errors.ParserWarning) as error:
         reason = str(error).strip() or type(error).__name__
         raise ValueError(
             f"{where}: cannot be read as CSV: {' '.join(reason.split())[:200]}"
         ) from error
     unnamed = [str(name) for name in frame.columns if str(name).startswith("Unnamed: ")]
-    if unnamed or not isinstance(frame.index, pandas.RangeIndex):
+    if unnamed:
         raise ValueError(
             f"{where}: a column has no name, as of a saved index; write the file with "
             "index=False, or name the column"
@@ -84,6 +85,8 @@ def from_frame(
         raise ValueError(
             f"{where}: --label={label} and --owner={owner} are the same column"
         )
+    if not len(frame):
+        raise ValueError(f"{where}: there are no rows")
     features = [name for name in names if name not in (label, owner)]
     if not features:
         raise ValueError(f"{where}: there is no column beside the label and the owner")
@@ -105,8 +108,16 @@ def from_frame(
             f"{where}: columns are not numbers: {labels.listed(odd)}; drop them, "
             "encode them as numbers, or name one with --label or --owner"
         )
+    values = frame[features].to_numpy(np.float64)
+    if not np.isfinite(values).all():
+        endless = np.isinf(values).sum(0).tolist()
+        counts = {n: k for n, k in zip(features, endless, strict=True) if k}
+        raise ValueError(
+            f"{where}: values are infinite, of which {labels.sized(counts)}; replace "
+            "them, or drop these rows or columns"
+        )
     return arrays.from_arrays(
-        frame[features].to_numpy(np.float64),
+        values,
         frame[label],
         frame[owner] if owner else None,
         where,

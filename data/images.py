@@ -32,7 +32,7 @@ def from_folder(path: str, flag: str = "dataset") -> dataset.Dataset:
             images differ in size.
     """
     where = f"--{flag}=images:{path}"
-    root = pathlib.Path(path).expanduser()
+    root = files.given(path, where)
     if not root.is_dir():
         what = "a file" if root.exists() else "not there"
         raise ValueError(f"{where}: it is {what}; give a folder of folders of images")
@@ -72,7 +72,7 @@ def from_folder(path: str, flag: str = "dataset") -> dataset.Dataset:
         where,
         layout="nhwc",
         least_classes=2 if flag == "dataset" else 1,
-        names=("the folders of classes", "the folders of owners"),
+        names=("the class folder", "the owner folder"),
     )
     return made._replace(notes=made.notes + notes)
 

@@ -45,8 +45,8 @@ def classes(values: Any, num_rows: int, what: str, least: int = 2) -> Numbered:
     if len(odd := _not_whole(array)):
         raise ValueError(_regression(what, f"it holds {odd[0]:.6g}"))
     found = _numbered(array)
-    # Identities of few rows each may be integers with gaps, such as those of persons.
-    share = {"f": 10, "i": 2, "u": 2}.get(array.dtype.kind, 0)
+    # Integers with gaps may be the numbers of persons with few rows each.
+    share = {"f": 10, "i": 4, "u": 4}.get(array.dtype.kind, 0)
     if found.names and share and found.count > max(20, len(array) / share):
         different = f"it holds {found.count} different numbers in {len(array)} rows"
         raise ValueError(_regression(what, different))
@@ -179,7 +179,9 @@ def _plain(values: Any, num_rows: int, what: str, of: str) -> np.ndarray:
             raise ValueError(f"{what} holds bytes that are not UTF-8") from error
     if kind in "mM":
         _refuse_missing(np.isnat(array), what, of)
-        array = array.astype(str)
+        array = (
+            np.datetime_as_string(array, "auto") if kind == "M" else array.astype(str)
+        )
     elif kind == "f":
         _refuse_missing(~np.isfinite(array), what, of)
     elif kind in "US":

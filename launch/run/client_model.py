@@ -58,15 +58,17 @@ class ClientModel(NamedTuple):
         """
         x = labels.unmasked(x, "x")
         wanted = x.shape if self.data.num_words else x.shape[:1]
-        if self.classes is not None and len(x):
-            y = labels.found_in(y, self.classes, len(x), "y")
+        if x.shape[:1] == (0,):
+            raise ValueError("x and y hold no example")
+        is_number = labels.unmasked(y, "y").dtype.kind in "iu"
+        if wanted == x.shape[:1] and not (is_number and self.classes is None):
+            names = self.classes or tuple(map(str, range(self._num_classes())))
+            y = labels.found_in(y, names, *wanted, "y")
         y = labels.unmasked(y, "y")
         if y.shape != wanted or not np.issubdtype(y.dtype, np.integer):
             raise ValueError(
                 f"y must be integers {list(wanted)}, got {y.dtype} {list(y.shape)}"
             )
-        if not len(y):
-            raise ValueError("x and y hold no example")
         log_p = np.asarray(jax.nn.log_softmax(self._logits(x)))
         if y.min() < 0 or y.max() >= log_p.shape[-1]:
             raise ValueError(
