@@ -12,6 +12,7 @@ SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".bmp", ".gif"),
     *(".tif", ".tiff", ".webp", ".ppm", ".pgm"),
 )
+_TRANSPARENT = ("LA", "La", "PA", "RGBA", "RGBa")
 _COLOURS = ("RGB", "P", "CMYK", "YCbCr", "HSV", "LAB")
 
 
@@ -127,14 +128,13 @@ def _pixels(image: Any) -> np.ndarray:
     """The pixels of a pillow image, uint8 [H, W, 1 or 3]."""
     if getattr(image, "n_frames", 1) > 1:
         raise ValueError(f"it has {image.n_frames} frames, one is expected")
-    if image.has_transparency_data:
+    if image.mode in _TRANSPARENT or "transparency" in image.info:
         least = image.convert("RGBA").getextrema()[3][0]
         if least < 255:
             raise ValueError("it has transparent pixels; save it without transparency")
-    bands = image.getbands()
     if image.mode in ("1", "L", "LA", "La"):
         return np.asarray(image.convert("L"))[..., None]
-    if image.mode in _COLOURS or bands[:3] == ("R", "G", "B"):
+    if image.mode in (*_COLOURS, *_TRANSPARENT):
         return np.asarray(image.convert("RGB"))
     raise ValueError(
         f"its pixels are of the mode {image.mode}; save it with 8 bits a channel, gray "

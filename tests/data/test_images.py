@@ -1,6 +1,7 @@
 """Folders of images as data sets."""
 
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -157,3 +158,11 @@ def test_no_such_folder(tmp_path):
     for name, words in (("none", "it is not there"), ("file", "it is a file")):
         with pytest.raises(ValueError, match=words):
             loaders.load(f"images:{tmp_path}/{name}", "")
+
+
+def test_without_pillow(tmp_path, monkeypatch):
+    """One line says what to install."""
+    name = write(tmp_path, a__1_png=picture(), b__1_png=picture())
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ValueError, match="needs the package pillow: pip install"):
+        loaders.load(name, "")
