@@ -56,7 +56,8 @@ def settled(**given: Any) -> Settings:
     check_alike(given | {"own_sha256": own_sha256})
     config, hparams = resolve.configure(given)
     resolve.check_text(config)
-    resolve.check_own(config, is_table=_is_frame(in_memory))
+    if in_memory is not None or config.dataset != loaders.ARRAYS:
+        resolve.check_own(config, is_table=_is_frame(in_memory))
     source = _source(config, in_memory)
     if config.rotate_classes > 1:
         source = dataset.rotated(source, config.rotate_classes)

@@ -72,7 +72,9 @@ def write(
         facts = Facts(model.name, float(width), len(model.stage_names))
         tree["model"] = facts._asdict()
     if classes is not None:
-        tree["classes"] = list(classes)
+        # Names of folders may be bytes that are not UTF-8.
+        names = [name.encode("utf-8", "backslashreplace") for name in classes]
+        tree["classes"] = [name.decode() for name in names]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.stem}.partial{path.suffix}")
     with files.created(temporary) as file:

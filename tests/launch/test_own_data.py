@@ -180,6 +180,16 @@ def test_tables(tmp_path):
     assert runs[0].split_sha256 == runs[1].split_sha256
 
 
+def test_a_folder_of_a_table_needs_it_again(tmp_path):
+    """The line is about the data, not about the columns."""
+    options = {"label": "kind", "owner": "site", "min_owner_examples": 2}
+    given = SMALL | options | {"num_clients": None, "workdir": str(tmp_path)}
+    build.experiment(dataset=table(), **given).run(progress=False)
+    with pytest.raises(ValueError, match="were in memory; .* or the DataFrame"):
+        build.load(tmp_path)
+    assert build.load(tmp_path, dataset=table()).owners == ("nippur", "ur")
+
+
 def test_folder_of_images(tmp_path):
     """Owners are clients."""
     x, y = blobs(6, 6, 3)
