@@ -91,6 +91,7 @@ def variant(base: Any, summary: str, **defaults: Any) -> Any:
     return SimpleNamespace(**(vars(base) | {"HParams": hparams, "__doc__": summary}))
 
 
+_FEDAVG = entry(fedavg, text=True)
 _FEDPER = entry(fedper, preset="fedd2s", text=True)
 _FEDREP = variant(
     _FEDPER,
@@ -104,7 +105,33 @@ _DFEDAVG = entry(dfedavg, preset="uapdfl")
 ALGORITHMS = {
     "local": entry(local, text=True),
     "majority": entry(majority, preset="fedd2s"),
-    "fedavg": entry(fedavg, text=True),
+    "fedavg": _FEDAVG,
+    "fedavgm": variant(
+        _FEDAVG,
+        "FedAvgM: FedAvg with momentum at the server.",
+        server_optimizer="sgd",
+        server_momentum=0.9,
+    ),
+    "fedadam": variant(
+        _FEDAVG,
+        "FedAdam: FedAvg with an adaptive server (Reddi et al., 2021).",
+        server_optimizer="adam",
+        server_momentum=0.9,
+        server_lr=0.01,
+    ),
+    "fedyogi": variant(
+        _FEDAVG,
+        "FedYogi: FedAdam whose second moment moves by its sign.",
+        server_optimizer="yogi",
+        server_momentum=0.9,
+        server_lr=0.01,
+    ),
+    "fedadagrad": variant(
+        _FEDAVG,
+        "FedAdagrad: FedAdam whose second moment is a sum.",
+        server_optimizer="adagrad",
+        server_lr=0.01,
+    ),
     "fedprox": entry(fedprox, text=True),
     "scaffold": entry(scaffold, text=True),
     "ditto": entry(ditto, text=True),

@@ -57,7 +57,12 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 def _served_stale(
     hparams: HParams, task: types.Task, client_update: Callable
 ) -> types.Algorithm:
-    """The same rounds, in which clients keep their copy and the server two models."""
+    """The same rounds, in which clients keep their copy and the server two models.
+
+    Raises:
+        ValueError: an optimizer of the server's.
+    """
+    options.refuse(hparams, ("server_optimizer",), "with --eval_model=stale")
     model = task.model
 
     def and_keep(client: each_client.Client, server: types.Variables):

@@ -71,13 +71,18 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """SCAFFOLD as pure functions.
 
     Raises:
-        ValueError: an optimizer other than plain SGD.
+        ValueError: an optimizer other than plain SGD, or one of the server's.
     """
     others = (
-        *("client_optimizer", "client_momentum", "weight_decay"),
-        *("clip_norm", "optimizer_state"),
+        *("client_optimizer", "client_momentum", "client_optimizer_options"),
+        *("weight_decay", "clip_norm", "optimizer_state"),
     )
     options.refuse(hparams, others, "with scaffold, whose local steps are plain SGD")
+    options.refuse(
+        hparams,
+        ("server_optimizer", "server_momentum"),
+        "with scaffold, whose server has a step of its own",
+    )
     model = task.model
     loss_fn = local_training.cross_entropy_loss(model)
 

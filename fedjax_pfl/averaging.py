@@ -16,6 +16,7 @@ from fedjax_pfl import (
     each_client,
     local_training,
     options,
+    server_optimizer,
     stacked,
     traffic,
     types,
@@ -23,7 +24,7 @@ from fedjax_pfl import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Averaging(local_training.LocalTraining):
+class Averaging(server_optimizer.ServerOptimizer, local_training.LocalTraining):
     """Options of every algorithm whose server averages its clients' models."""
 
     aggregation: str = options.option(
@@ -40,7 +41,10 @@ def make(
     serving: Callable[..., tuple[types.Serving, ...]] | None = None,
     opt_state: Callable[..., Any] | None = None,
 ) -> types.Algorithm:
-    """An algorithm of the family as pure functions. `state.server` is its model.
+    """An algorithm of the family as pure functions.
+
+    `state.server` is its model, or with a `--server_optimizer` {"model": the model,
+    "moments": the optimizer's state}, which the functions given here do not see.
 
     Args:
         hparams: The algorithm's options.
@@ -69,11 +73,13 @@ def make(
         >>> experiment.run(progress=False)["metrics"]["global_accuracy"]["mean"]
         1.0
     """
-    model = task.model
+    model, tx = task.model, server_optimizer.make(hparams)
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         server = task.init(model, key)
         rows = () if own is None else stacked.repeat(own(server), task.num_rows)
+        if tx is not None:
+            server = {"model": server, "moments": tx.init(server.params)}
         return types.RoundState.first(server, rows, key)
 
     def update(client: each_client.Client, server: types.Variables):
@@ -84,18 +90,30 @@ def make(
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         weight = aggregate.cohort_weights(hparams.aggregation, cohort, data)
+        old = model_of(state)
         (trained, rows), mean, state = each_client.update(
-            update, task, state, cohort, data, shared=state.server, reduce=weight
+            update, task, state, cohort, data, shared=old, reduce=weight
         )
-        state = state.after(cohort, rows, server=mean)
+        server = mean
+        if tx is not None:
+            moments = state.server["moments"]
+            new, moments = server_optimizer.step(tx, moments, old, mean)
+            server = {"model": new, "moments": moments}
+        state = state.after(cohort, rows, server=server)
         return state, trained.metrics(cohort), {"model down": 1, "model up": 1}
+
+    def model_of(state: types.RoundState) -> types.Variables:
+        return state.server if tx is None else state.server["model"]
+
+    def served(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        return serving(state.replace(server=model_of(state)), cohort, data)
 
     return types.Algorithm(
         plans=(local_training.plan(hparams),),
         messages=traffic.model_both_ways(task, model),
         init=init,
         round=round,
-        server=lambda state, data: {"global": (model, state.server)},
-        serving=serving,
+        server=lambda state, data: {"global": (model, model_of(state))},
+        serving=served if serving and tx is not None else serving,
         opt_state=opt_state,
     )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl import evaluate, traffic, types
+from fedjax_pfl import evaluate, measures, traffic, types
 
 # (sums, counts) of the last round by name, a float for each variant.
 Metrics = Mapping[str, tuple[list[float], list[float]]]
@@ -141,7 +141,11 @@ class Call:
         self.pending = None
 
     def measured(
-        self, counts: Any, totals: Totals, kinds: Sequence[types.MessageKind]
+        self,
+        counts: Any,
+        totals: Totals,
+        kinds: Sequence[types.MessageKind],
+        chosen: tuple[measures.Measure, ...] = (),
     ) -> list[tuple[dict[str, float], np.ndarray | None]]:
         """The metrics of its variants, from the counts of `Program.evaluate`.
 
@@ -149,6 +153,7 @@ class Call:
             counts: As numpy, leaves [variants, ...].
             totals: The messages so far.
             kinds: The algorithm's messages.
+            chosen: The measures beside accuracy and loss.
 
         Returns:
             As `Simulation.evaluate`.
@@ -160,6 +165,7 @@ class Call:
                 jax.tree.map(lambda leaf, s=slot: leaf[s], counts),
                 test.count[seed],
                 (test.row[seed] >= 0).sum(),
+                chosen,
             )
             for name, (total, count) in self.metrics.items():
                 values[name] = total[slot] / max(count[slot], 1.0)

@@ -1,6 +1,7 @@
 """Counts correct answers per client for any algorithm, and computes the metrics.
 
-The device counts correct answers as integers, and the host divides in float64.
+The device counts correct answers as integers and sums the cross-entropy in float32, and
+the host divides in float64.
 
 A text has no correct answers. Wherever these are counted it has four sums in float32 in
 a last axis, (-log p, positions, -log p at chosen positions, chosen positions), of a
@@ -8,6 +9,8 @@ row, of a client or of all, where p is the probability of the word that is there
 rows of a shared model are summed by the host.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +20,7 @@ import optax
 from jax.experimental import layout
 
 from fedjax_pfl import each_client, execution, rng, stacked, types
+from fedjax_pfl import measures as measures_lib
 
 
 class Scoring(NamedTuple):
@@ -30,6 +34,7 @@ class Scoring(NamedTuple):
         num_sampled: Clients for which the own accuracy is measured, drawn once by the
             seed; 0 = all.
         has_train: Whether the server's model is measured on the clients' train rows.
+        measures: What else is measured, not of a text.
     """
 
     batch_size: int
@@ -38,6 +43,21 @@ class Scoring(NamedTuple):
     scored: str = "selected"
     num_sampled: int = 0
     has_train: bool = False
+    measures: tuple[measures_lib.Measure, ...] = ()
+
+
+class Tally(NamedTuple):
+    """What is added up over rows, or the same of each row.
+
+    Attributes:
+        right: int32[...], correct answers (bool[...] of single rows), or of a text
+            f32[..., 4].
+        loss: f32[...], the cross-entropy of the served output, or () of a text, whose
+            sums have it.
+    """
+
+    right: jax.Array
+    loss: jax.Array | tuple[()]
 
 
 def answer(model: types.Model, out: Any) -> jax.Array:
@@ -59,11 +79,11 @@ def _outputs(model: types.Model, out: Any) -> tuple[jax.Array, ...]:
 
 def _scored(
     model: types.Model, variables: types.Variables, data: types.Data, rows: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Tally, jax.Array]:
     """The answers of a model on rows int32[B], negative ones being padding.
 
     Returns:
-        (bool[J, B], whether each row is answered correctly, or of a text f32[J, B, 4];
+        (a `Tally` with `right` [J, B, ...] and `loss` [B];
         bool[B], whether exits disagree about it).
     """
     image, label, is_chosen = data.test_batch(rows)
@@ -72,10 +92,14 @@ def _scored(
     if is_chosen is not None:
         sums = [_surprise(z, label, is_chosen) for z in _outputs(model, out)]
         sums = jnp.where(is_real[:, None], jnp.stack(sums), 0)
-        return sums, jnp.zeros_like(is_real)
-    found = jnp.argmax(jnp.stack(_outputs(model, out)), -1)
+        return Tally(sums, ()), jnp.zeros_like(is_real)
+    outputs = _outputs(model, out)
+    loss = optax.softmax_cross_entropy_with_integer_labels(outputs[-1], label)
+    loss = jnp.where(is_real, loss.astype(jnp.float32), 0)
+    found = jnp.argmax(jnp.stack(outputs), -1)
     exits = found[:-2] if model.has_exits else found
-    return (found == label) & is_real, (exits != exits[0]).any(0) & is_real
+    right = (found == label) & is_real
+    return Tally(right, loss), (exits != exits[0]).any(0) & is_real
 
 
 def _surprise(logits: jax.Array, word: jax.Array, is_chosen: jax.Array) -> jax.Array:
@@ -85,9 +109,15 @@ def _surprise(logits: jax.Array, word: jax.Array, is_chosen: jax.Array) -> jax.A
     return jnp.stack([part.sum(1, dtype=jnp.float32) for part in parts], -1)
 
 
-def _nothing(data: types.Data, *shape: int) -> jax.Array:
-    """Where answers are summed: int32[*shape], or of a text f32[*shape, 4]."""
-    return jnp.zeros((*shape, 4)) if data.num_words else jnp.zeros(shape, jnp.int32)
+def _nothing(data: types.Data, *shape: int) -> Tally:
+    """Zeros to which tallies are added."""
+    if data.num_words:
+        return Tally(jnp.zeros((*shape, 4)), ())
+    return Tally(jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
+
+
+def _plus(one: Tally, other: Tally) -> Tally:
+    return jax.tree.map(jnp.add, one, other)
 
 
 def _summed(right: jax.Array) -> jax.Array:
@@ -95,7 +125,35 @@ def _summed(right: jax.Array) -> jax.Array:
     return right.sum(-1) if right.dtype == bool else right
 
 
-def _correct_from(
+# From a model, its variables, the tables and rows int32[B] to sums over these rows
+_OfBatch = Callable[[types.Model, types.Variables, types.Data, jax.Array], Any]
+
+
+def _tally(
+    model: types.Model, variables: types.Variables, data: types.Data, rows: jax.Array
+) -> Tally:
+    """The sums of the served output over rows int32[B], negative ones being padding."""
+    found = _scored(model, variables, data, rows)[0]
+    served = found._replace(right=found.right[-1])
+    return jax.tree.map(
+        lambda total, x: x.sum(0, dtype=total.dtype), _nothing(data), served
+    )
+
+
+def _measures(
+    chosen: tuple[measures_lib.Measure, ...],
+    model: types.Model,
+    variables: types.Variables,
+    data: types.Data,
+    rows: jax.Array,
+) -> tuple[Any, ...]:
+    """The sums of measures of the served output over rows int32[B]."""
+    image, label, _ = data.test_batch(rows)
+    out, _ = model.forward(*variables, image)
+    return measures_lib.of(chosen, answer(model, out), label, rows >= 0)
+
+
+def _sums_from(
     model: types.Model,
     variables: types.Variables,
     data: types.Data,
@@ -103,16 +161,22 @@ def _correct_from(
     count: jax.Array,
     batch_size: int,
     bound: jax.Array,
-) -> jax.Array:
-    """Correct answers int32[] of the served output on test rows start..start+count."""
+    of_batch: _OfBatch = _tally,
+) -> Any:
+    """The sums of the served output on test rows start..start+count."""
 
-    def step(index: jax.Array, total: jax.Array) -> jax.Array:
+    def batch(index: jax.Array) -> Any:
         offset = index * batch_size + jnp.arange(batch_size)
         rows = jnp.take(data.partition.test.row, start + offset, mode="clip")
-        right = _scored(model, variables, data, jnp.where(offset < count, rows, -1))[0]
-        return total + right[-1].sum(0, dtype=total.dtype)
+        rows = jnp.where(offset < count, rows, -1)
+        return of_batch(model, variables, data, rows)
 
-    return jax.lax.fori_loop(0, bound, step, _nothing(data))
+    def step(index: jax.Array, total: Any) -> Any:
+        return jax.tree.map(jnp.add, total, batch(index))
+
+    like = jax.eval_shape(batch, 0)
+    nothing = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), like)
+    return jax.lax.fori_loop(0, bound, step, nothing)
 
 
 def _answers(
@@ -121,29 +185,31 @@ def _answers(
     data: types.Data,
     rows: jax.Array,
     batch_size: int,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Tally, jax.Array]:
     """`_scored` of one shared model on rows int32[U] of the example table."""
     batches = stacked.in_batches(rows, batch_size)
 
-    def step(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> Any:
-        right, differ = carry
-        one = _scored(model, variables, data, batches[index])
-        return right.at[:, index].set(one[0]), differ.at[index].set(one[1])
+    def step(index: jax.Array, carry: tuple[Tally, jax.Array]) -> Any:
+        (right, loss), differ = carry
+        one, apart = _scored(model, variables, data, batches[index])
+        right = right.at[:, index].set(one.right)
+        loss = jax.tree.map(lambda every, x: every.at[index].set(x), loss, one.loss)
+        return Tally(right, loss), differ.at[index].set(apart)
 
     like, _ = jax.eval_shape(
         lambda batch: _scored(model, variables, data, batch), batches[0]
     )
-    outputs, _, *sums = like.shape
-    first = (
-        jnp.zeros((outputs, *batches.shape, *sums), like.dtype),
-        jnp.zeros_like(batches, bool),
-    )
+    outputs, _, *sums = like.right.shape
+    right = jnp.zeros((outputs, *batches.shape, *sums), like.right.dtype)
+    loss = jax.tree.map(lambda x: jnp.zeros(batches.shape, x.dtype), like.loss)
     # Only real rows, since the table's length is rounded up with padding.
     num_batches = -(-(rows >= 0).sum() // batch_size)
-    right, differ = jax.lax.fori_loop(0, num_batches, step, first)
+    first = Tally(right, loss), jnp.zeros_like(batches, bool)
+    (right, loss), differ = jax.lax.fori_loop(0, num_batches, step, first)
     size = rows.shape[0]
-    right = right.reshape(outputs, -1, *sums)
-    return right[:, :size], differ.reshape(-1)[:size]
+    right = right.reshape(outputs, -1, *sums)[:, :size]
+    loss = jax.tree.map(lambda x: x.reshape(-1)[:size], loss)
+    return Tally(right, loss), differ.reshape(-1)[:size]
 
 
 def sampled_clients(key: jax.Array, num_clients: int, num_sampled: int) -> jax.Array:
@@ -179,17 +245,19 @@ def count_correct(
     Returns:
         `own` int32[K], each client's personalized model on its own test rows, 0 where
         `known` bool[K] is False (the client is not in the sample, or no model serves
-        it);
-        `server` {name: int32[J]}, the server's models on the union (absent without
-        one), as `_predictions`, and `differ` {name: int32[]}, rows on which the exits
-        of those that have some disagree; `train` (int32[], int32[]), correct answers of
-        the first of them on the clients' train rows, and the number of these rows;
+        it), and `own_loss` f32[K], the sum of its cross-entropy there; `server`
+        {name: int32[J]}, the server's models on the union (absent without one), as
+        `_outputs`, `server_loss` {name: f32[]}, the sum of the cross-entropy of what
+        serves, and `differ` {name: int32[]}, rows on which the exits of those that have
+        some disagree (the sums of a text hold its losses); `train` (int32[], int32[]),
+        correct answers of the first of them on the clients' train rows, and the number
+        of these rows;
         `scored` int32[num_scored], the ids of the scored clients (K = none), and
         `cross` int32[num_scored], their personalized models on the union; `trained`
         int32[K], as `own` for the models as training left them (absent where the
-        algorithm does not define them). With `ids`, `shared` {`own` or `trained`: a
-        tuple of int32[K]}: for every model that several clients share, its correct
-        answers on the test rows of each client.
+        algorithm does not define them). With `ids`, `shared` {`own`, `own_loss`
+        or `trained`: a tuple of [K]}: for every model that several clients share, its
+        sums on the test rows of each client.
     """
     test, num_clients = data.partition.test, data.partition.test.start.shape[0]
     start, count = test.start, test.count
@@ -214,9 +282,10 @@ def count_correct(
     out: dict[str, Any] = {}
     if algorithm.server is not None:
         models = algorithm.server(state, data)
-        out["server"] = {
-            name: _summed(answers_of(*one)[0]) for name, one in models.items()
-        }
+        answers = {name: answers_of(*one)[0] for name, one in models.items()}
+        out["server"] = {name: _summed(one.right) for name, one in answers.items()}
+        if not data.num_words:
+            out["server_loss"] = {name: one.loss.sum() for name, one in answers.items()}
         out["differ"] = {
             name: answers_of(*one)[1].sum()
             for name, one in models.items()
@@ -224,7 +293,7 @@ def count_correct(
         }
         if scoring.has_train:
             first, rows = next(iter(models.values())), data.partition.train.row
-            right, _ = _answers(*first, data, rows, scoring.batch_size)
+            (right, _), _ = _answers(*first, data, rows, scoring.batch_size)
             out["train"] = _summed(right[-1]), (rows >= 0).sum()
     scored = jnp.zeros(0, jnp.int32)
     if scoring.num_scored:
@@ -238,10 +307,10 @@ def count_correct(
         scored = jnp.where(hit, scored, num_rows)
         out["scored"] = jnp.where(hit, client, num_clients)
 
-    shared: dict[str, tuple[jax.Array, ...]] = {}
+    shared: dict[str, tuple[Tally, ...]] = {}
 
     def counted(name: str, groups: tuple[types.Serving, ...], scored: jax.Array) -> Any:
-        """(`own`, `known`, `cross`) of serving groups, `cross` for these clients."""
+        """(own `Tally`, `known`, `cross`) of serving groups, `cross` for `scored`."""
         shared[name] = ()
         own = _nothing(data, num_rows)
         known = jnp.zeros(num_rows, bool)
@@ -252,17 +321,23 @@ def count_correct(
             measured = serves & is_sampled
             known = known | measured
             if group.own is None:
-                right = answers_of(group.model, group.shared)[0][-1]
-                per_client = jax.ops.segment_sum(
-                    right.astype(own.dtype), test.owner(), num_clients
+                found = answers_of(group.model, group.shared)[0]
+                found = found._replace(right=found.right[-1])
+                per_client = jax.tree.map(
+                    lambda total, x: jax.ops.segment_sum(
+                        x.astype(total.dtype), test.owner(), num_clients
+                    ),
+                    own,
+                    found,
                 )
                 if is_block:
                     shared[name] += (per_client,)
-                    per_client = jnp.take(per_client, ids, mode="clip")
-                own = own + stacked.where(measured, per_client, jnp.zeros_like(own))
+                    per_client = stacked.take(per_client, ids)
+                nothing = jax.tree.map(jnp.zeros_like, own)
+                own = _plus(own, stacked.where(measured, per_client, nothing))
                 if scored.size:
                     hit = jnp.take(serves, scored, mode="fill", fill_value=False)
-                    cross += jnp.where(hit, right.sum(), 0)
+                    cross += jnp.where(hit, found.right.sum(), 0)
                 continue
 
             size = min(scoring.num_sampled or num_rows, end)
@@ -273,7 +348,7 @@ def count_correct(
             # The entry is one past the end for clients without one, and for the id K,
             # which is padding.
             entry_of = jnp.append(jnp.where(serves, number - 1, end), end)
-            right = _each_entry(
+            found = _each_entry(
                 group,
                 entry_of[rows],
                 jnp.take(start, rows, mode="clip"),
@@ -282,14 +357,15 @@ def count_correct(
                 scoring.own_batch_size,
                 how,
             )
-            own = own.at[rows].add(right, mode="drop")
+            own = jax.tree.map(
+                lambda total, x, at=rows: total.at[at].add(x, mode="drop"), own, found
+            )
             if scored.size:
                 entries = entry_of[scored]
                 counts = jnp.where(entries < end, union, 0)
                 starts = jnp.zeros_like(counts)
-                cross += _each_entry(
-                    group, entries, starts, counts, data, scoring.batch_size, how
-                )
+                given = group, entries, starts, counts, data, scoring.batch_size, how
+                cross += _each_entry(*given).right
         return own, known, cross
 
     served = algorithm.serving_groups(state, cohort, data, num_rows)
@@ -297,13 +373,79 @@ def count_correct(
     if scoring.num_scored:
         out["cross"] = cross
     if algorithm.trained is not None:
-        out["trained"] = own
+        trained = own
         if algorithm.trained is not algorithm.serving:
             found = algorithm.trained(state, cohort, data)
-            out["trained"], _, _ = counted("trained", found, scored[:0])
+            trained, _, _ = counted("trained", found, scored[:0])
+        out["trained"] = trained.right
     if is_block:
-        out["shared"] = shared
-    return {**out, "own": own, "known": known}
+        out["shared"] = {n: tuple(t.right for t in many) for n, many in shared.items()}
+        if not data.num_words:
+            out["shared"]["own_loss"] = tuple(t.loss for t in shared["own"])
+    out |= {**_of_clients(own), "known": known}
+    if scoring.measures:
+        given = algorithm, state, data, served, scoring, how
+        out["measured"] = _measured(*given, start, count, is_sampled)
+    return out
+
+
+def _measured(
+    algorithm: types.Algorithm,
+    state: types.RoundState,
+    data: types.Data,
+    served: tuple[types.Serving, ...],
+    scoring: Scoring,
+    how: execution.Execution,
+    start: jax.Array,
+    count: jax.Array,
+    is_sampled: jax.Array,
+) -> dict[str, Any]:
+    """The sums of `scoring.measures`: `server` on the union, `own` leaves [K', ...].
+
+    The clients of a shared model are measured one by one, as others are. `start`,
+    `count` and `is_sampled` are the test rows of K' clients, and which are measured.
+    """
+    of_batch, test = functools.partial(_measures, scoring.measures), data.partition.test
+    out, num_rows = {}, is_sampled.shape[0]
+    if algorithm.server is not None:
+        model, variables = next(iter(algorithm.server(state, data).values()))
+        union, size = (test.row >= 0).sum(), scoring.batch_size
+        where = jnp.zeros((), jnp.int32), union, size, -(-union // size)
+        out["server"] = _sums_from(model, variables, data, *where, of_batch)
+    own = None
+    for group in served:
+        number = _numbers(group, num_rows)
+        measured = (number > 0) & is_sampled
+        size = min(scoring.num_sampled or num_rows, group.mask.shape[0])
+        if how.shares_rows and group.is_by_row:
+            rows = _by_device(measured, how.num_devices, size)
+        else:
+            (rows,) = jnp.nonzero(measured, size=size, fill_value=num_rows)
+        entries = jnp.append(jnp.maximum(number, 1) - 1, group.mask.shape[0])
+        found = _each_entry(
+            group,
+            entries[rows],
+            jnp.take(start, rows, mode="clip"),
+            jnp.take(count, rows, mode="fill", fill_value=0),
+            data,
+            scoring.own_batch_size,
+            how,
+            of_batch,
+        )
+        if own is None:
+            own = jax.tree.map(
+                lambda x: jnp.zeros((num_rows, *x.shape[1:]), x.dtype), found
+            )
+        own = jax.tree.map(
+            lambda total, x, at=rows: total.at[at].add(x, mode="drop"), own, found
+        )
+    return out | {"own": own}
+
+
+def _of_clients(own: Tally) -> dict[str, jax.Array]:
+    """The sums of the personalized models by name; those of a text have the loss."""
+    loss = {} if isinstance(own.loss, tuple) else {"own_loss": own.loss}
+    return {"own": own.right} | loss
 
 
 def count_rest(
@@ -324,9 +466,10 @@ def count_rest(
         cohort: One in which all rows are padding.
 
     Returns:
-        `own`, `known` and `trained` as `count_correct` has them, but without what the
-        shared models answer. `by_shared`, with the keys of `shared` and a bool[K'] for
-        each of these models, says which clients it serves.
+        `own`, `own_loss`, `known` and `trained` as `count_correct` has them, but
+        without what the shared models answer. `by_shared`, with the keys `own` and
+        `trained` of `shared` and a bool[K'] for each of these models, says which
+        clients it serves.
     """
     given = state, cohort, data
     every = data.partition.test
@@ -345,15 +488,17 @@ def count_rest(
                 by_shared[name] += (serves,)
                 continue
             rows = jnp.maximum(number, 1) - 1, start, jnp.where(serves, count, 0)
-            own += _each_entry(group, *rows, data, scoring.own_batch_size, how)
+            found = _each_entry(group, *rows, data, scoring.own_batch_size, how)
+            own = _plus(own, found)
         return own, known
 
     own, known = counted("own", algorithm.serving_groups(*given, ids.shape[0]))
-    out = {"own": own, "known": known}
+    out = {**_of_clients(own), "known": known}
     if algorithm.trained is not None:
-        out["trained"] = own
+        trained = own
         if algorithm.trained is not algorithm.serving:
-            out["trained"], _ = counted("trained", algorithm.trained(*given))
+            trained, _ = counted("trained", algorithm.trained(*given))
+        out["trained"] = trained.right
     return out | {"by_shared": by_shared}
 
 
@@ -399,8 +544,9 @@ def _each_entry(
     data: types.Data,
     batch_size: int,
     how: execution.Execution,
-) -> jax.Array:
-    """Correct answers int32[A] of some of a group's models, on test rows for each.
+    of_batch: _OfBatch = _tally,
+) -> Any:
+    """The sums [A] of some of a group's models, on test rows for each.
 
     Args:
         group: The serving group, with a model for each entry.
@@ -411,6 +557,7 @@ def _each_entry(
         how: Chunks and devices. Models that do not fill whole chunks are padded. Where
             a group has the private rows and these are shared out, each device has as
             many of these entries, in the order of the devices.
+        of_batch: What is summed.
     """
     size, own, parts, first = entries.shape[0], group.own, 1, 0
     if stays := how.shares_rows and group.is_by_row:
@@ -424,22 +571,26 @@ def _each_entry(
         by_device = leaf.reshape(parts, -1) - first
         return jnp.pad(by_device, ((0, 0), (0, short))).reshape(-1)
 
-    def one(row: Any, given: Any, bound: jax.Array, local: Any) -> jax.Array:
+    def one(row: Any, given: Any, bound: jax.Array, local: Any) -> Any:
         entry, start, count = row
         data, own, shared = given
         # The model is made only here, so that they never all exist at once.
         mine = _taken(local if stays else own, entry)
         mine = group.replace(shared=shared).variables(mine)
-        return _correct_from(group.model, mine, data, start, count, batch_size, bound)
+        where = start, count, batch_size, bound
+        return _sums_from(group.model, mine, data, *where, of_batch)
 
     rows = padded(entries, first), padded(starts), padded(counts)
     num_steps = -(-rows[2] // batch_size)
     given = (data, () if stays else own, group.shared)
     local = own if stays else ()
     over = each_client.over_clients([one], how)
-    right = over(rows, given, num_steps, local=local)
-    sums = right.shape[1:]
-    return right.reshape(parts, -1, *sums)[:, : size // parts].reshape(-1, *sums)
+
+    def without_padding(leaf: jax.Array) -> jax.Array:
+        sums = leaf.shape[1:]
+        return leaf.reshape(parts, -1, *sums)[:, : size // parts].reshape(-1, *sums)
+
+    return jax.tree.map(without_padding, over(rows, given, num_steps, local=local))
 
 
 def _taken(tree: Any, entry: jax.Array) -> Any:
@@ -468,7 +619,10 @@ def _taken(tree: Any, entry: jax.Array) -> Any:
 
 
 def metrics(
-    counts: dict[str, Any], test_count: np.ndarray, union: int
+    counts: dict[str, Any],
+    test_count: np.ndarray,
+    union: int,
+    chosen: tuple[measures_lib.Measure, ...] = (),
 ) -> tuple[dict[str, float], np.ndarray | None]:
     """Turns one seed's counts into metrics by name; see `perplexities` for a text.
 
@@ -476,10 +630,12 @@ def metrics(
         counts: What `count_correct` returned, as numpy.
         test_count: int[K], own test rows per client.
         union: U, rows in the union of all test rows.
+        chosen: The measures of `counts["measured"]`.
 
     Returns:
-        Metrics as fractions 0..1 by name, absent where there is no model or no row for
-        them; and the per-client accuracies f64[K] (nan without own test rows).
+        Accuracies as fractions 0..1 and losses by name, absent where there is no model
+        or no row for them; and the per-client accuracies f64[K] (nan without own test
+        rows). A value that is not finite is absent too.
     """
     if counts["own"].ndim > 1:
         return perplexities(counts, test_count)
@@ -487,6 +643,7 @@ def metrics(
     for name, right in (counts.get("server", {}) if union else {}).items():
         right = right.astype(np.float64) / union
         out[f"{name}_accuracy"] = float(right[-1])
+        out[f"{name}_loss"] = float(counts["server_loss"][name] / union)
         prefix = "" if name == "global" else f"{name}_"
         if len(right) == 1:
             continue
@@ -509,6 +666,8 @@ def metrics(
         out["client_accuracy_pooled"] = float(own.sum() / test_count[tested].sum())
         out["worst_decile_accuracy"] = float(worst.mean())
         out["client_accuracy_std"] = float(accuracy[tested].std())
+        loss = counts["own_loss"].astype(np.float64)[tested] / test_count[tested]
+        out["client_loss"] = float(loss.mean())
         if "trained" in counts:
             trained = counts["trained"].astype(np.int64)[tested] / test_count[tested]
             out["trained_accuracy"] = float(trained.mean())
@@ -526,6 +685,10 @@ def metrics(
             out["c_gen"] = float(right / (int(real.sum()) * union))
         if {"c_spec", "c_gen"} <= out.keys():
             out["c_per"] = (out["c_spec"] + out["c_gen"]) / 2
+    if chosen:
+        out |= measures_lib.metrics(chosen, counts["measured"], tested)
+    # A run that diverged has accuracies, but no losses.
+    out = {name: value for name, value in out.items() if np.isfinite(value)}
     return out, accuracy if tested.any() else None
 
 

@@ -34,23 +34,29 @@ class LocalTraining:
         minimum=0,
     )
     client_optimizer: str = option(
-        "sgd", "optimizer of the local steps", choices=("sgd", "adam")
+        "sgd", "optimizer of the local steps", choices=optimizer.NAMES
     )
     client_lr: float = option(0.05, "learning rate of the clients", minimum=0)
     client_lr_decay: float = option(
         1.0, "factor on the clients' learning rate after each round", above=0, maximum=1
     )
     client_momentum: float = option(
-        0.0, "momentum of sgd", minimum=0, maximum=1, zero_is_off=True
+        0.0, "momentum of sgd, rmsprop and lars", minimum=0, maximum=1, zero_is_off=True
     )
     weight_decay: float = option(
-        0.0, "L2 term added to the gradient", minimum=0, zero_is_off=True
+        0.0,
+        "L2 term added to the gradient; decoupled in adamw, lion and their like",
+        minimum=0,
+        zero_is_off=True,
     )
     clip_norm: float = option(
         0.0,
         "clip the gradient of a local step at this global norm, 0 = never",
         minimum=0,
         zero_is_off=True,
+    )
+    client_optimizer_options: str = option(
+        "", "other arguments of the optimizer, such as b1=0.8,eps=1e-6"
     )
     optimizer_state: str = option(
         "reset",

@@ -1,30 +1,257 @@
 """The clients' optimizer, masked: untrained parts keep their parameters and moments.
 
-`hparams` are options of `local_training.LocalTraining`.
+`hparams` are options of `local_training.LocalTraining`. `--client_optimizer` names one
+of `NAMES`, and in Python it may be any optax transformation, see `custom`.
 """
 
+import dataclasses
 import functools
-from typing import Any
+import hashlib
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fedjax_pfl import boundary, options, shapes, stacked, types
+
+# Those of optax that need a learning rate and gradients alone, each entry by itself or
+# each array by itself, so that a stage may have a state of its own
+_OF_OPTAX = (
+    *("adabelief", "adadelta", "adagrad", "adamax", "adamaxw", "adamw", "adan"),
+    *("amsgrad", "fromage", "lamb", "lars", "lion", "nadam", "nadamw", "radam"),
+    *("rmsprop", "rprop", "sign_sgd", "yogi"),
+)
+NAMES = ("sgd", "adam", *_OF_OPTAX)
+# Arguments of optax's functions that are options of a run
+_AS_FLAGS = {
+    "learning_rate": "client_lr",
+    "weight_decay": "weight_decay",
+    "momentum": "client_momentum",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Custom:
+    """An optimizer that was given as an object, as the value of `client_optimizer`.
+
+    Attributes:
+        name: Its name in records.
+        make: `learning rate -> optax.GradientTransformation`.
+        has_rate: Whether `make` uses the learning rate.
+    """
+
+    name: str
+    make: Callable[[Any], optax.GradientTransformation]
+    has_rate: bool
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class _Constant:
+    """A transformation that has a learning rate of its own."""
+
+    transformation: optax.GradientTransformation
+
+    def __call__(self, learning_rate: Any) -> optax.GradientTransformation:
+        return self.transformation
+
+
+class _Joint(optax.GradientTransformation):
+    """One that sees all stages at once, such as a clip by their global norm."""
+
+
+class Joined(NamedTuple):
+    """An optimizer state of all stages together."""
+
+    state: Any
 
 
 def make(
     hparams: Any, learning_rate: float | jax.Array
 ) -> optax.GradientTransformation:
-    """The clients' optimizer. Weight decay is L2 on the gradient, as in PyTorch."""
-    steps = []
-    if not options.is_off(hparams.weight_decay):
+    """The clients' optimizer.
+
+    `--weight_decay` is L2 on the gradient, as in PyTorch, but for those of optax that
+    take it as their own argument (AdamW, LAMB, Lion and others).
+
+    Raises:
+        ValueError: `--client_optimizer_options` has one that the optimizer lacks.
+    """
+    name = hparams.client_optimizer
+    if isinstance(name, Custom):
+        return _Joint(*name.make(learning_rate))
+    more, steps = parsed(hparams), []
+    takes = (
+        () if name in ("sgd", "adam") else inspect.signature(_found(name)).parameters
+    )
+    if "weight_decay" not in takes and not options.is_off(hparams.weight_decay):
         steps.append(optax.add_decayed_weights(hparams.weight_decay))
-    if hparams.client_optimizer == "adam":
-        steps.append(optax.scale_by_adam())
+    if name in _OF_OPTAX:
+        flags = {of: flag for of, flag in _AS_FLAGS.items() if of in takes}
+        del flags["learning_rate"]
+        given = {of: getattr(hparams, flag) for of, flag in flags.items()}
+        return optax.chain(*steps, _found(name)(learning_rate, **given, **more))
+    if name == "adam":
+        steps.append(optax.scale_by_adam(**more))
     elif not options.is_off(hparams.client_momentum):
-        steps.append(optax.trace(decay=hparams.client_momentum))
+        steps.append(optax.trace(decay=hparams.client_momentum, **more))
     return optax.chain(*steps, optax.scale_by_learning_rate(learning_rate))
+
+
+def _found(name: str) -> Callable[..., optax.GradientTransformation]:
+    return getattr(optax, name)
+
+
+def parsed(hparams: Any) -> dict[str, float | bool]:
+    """`--client_optimizer_options` as arguments of the optimizer.
+
+    Raises:
+        ValueError: one line: it is not such a list, or the optimizer has no such one.
+    """
+    text, name = hparams.client_optimizer_options, hparams.client_optimizer
+    if not text:
+        return {}
+    line = f"--client_optimizer_options={text}"
+    made = {"sgd": optax.trace, "adam": optax.scale_by_adam}.get(name)
+    takes = inspect.signature(made or _found(name)).parameters.values()
+    known = {
+        one.name
+        for one in takes
+        if isinstance(one.default, (bool, int, float)) and one.name not in _AS_FLAGS
+    }
+    out: dict[str, float | bool] = {}
+    for part in text.split(","):
+        option, equals, value = (one.strip() for one in part.partition("="))
+        if not equals:
+            raise ValueError(f"{line}: expected pairs such as b1=0.8,eps=1e-6")
+        if option not in known:
+            flag = _AS_FLAGS.get(option)
+            hint = f"; give --{flag}" if flag else ""
+            raise ValueError(
+                f"{line}: {name} has no option {option}, expected one of "
+                f"{', '.join(sorted(known))}{hint}"
+            )
+        if value.lower() in ("true", "false"):
+            out[option] = value.lower() == "true"
+            continue
+        try:
+            out[option] = float(value)
+        except ValueError as error:
+            raise ValueError(
+                f"{line}: {option} is {value}, expected a number, true or false"
+            ) from error
+        if not np.isfinite(out[option]):
+            raise ValueError(f"{line}: {option} is {value}, expected a finite number")
+    return out
+
+
+def custom(given: Any) -> Custom:
+    """The value of `client_optimizer` for an object.
+
+    Args:
+        given: An `optax.GradientTransformation`, or a function of the learning rate
+            (which may be a tracer) that makes one, such as `optax.adamw`.
+
+    Raises:
+        ValueError: one line: it is neither.
+    """
+    if isinstance(given, optax.GradientTransformation):
+        return _tried(Custom("own_transformation", _Constant(given), False))
+    made = None
+    if callable(given):
+        try:
+            made = given(0.1)
+        except TypeError as error:
+            raise ValueError(
+                "client_optimizer: expected a function of the learning rate that makes "
+                f"an optax.GradientTransformation, but {error}"
+            ) from error
+    if not isinstance(made, optax.GradientTransformation):
+        kind = type(given if made is None else made).__name__
+        raise ValueError(
+            "client_optimizer: expected a name, an optax.GradientTransformation or a "
+            f"function of the learning rate that makes one, got a {kind}"
+        )
+    name = getattr(given, "__name__", type(given).__name__)
+    name = re.sub(r"\W+", "", name) or "lambda"
+    return _tried(Custom(f"own_{name}", given, True))
+
+
+def _tried(own: Custom) -> Custom:
+    """The same optimizer, after a step on two parameters.
+
+    Raises:
+        ValueError: one line: it needs more than gradients and parameters, or its state
+            cannot be masked.
+    """
+    tx = _Joint(*own.make(0.1))
+
+    def trained(params: Any) -> Any:
+        mask = tuple(jnp.ones((), bool) for _ in params)
+        return apply_gradients(tx, params, init(tx, params), params, mask)[0]
+
+    try:
+        found = jax.eval_shape(trained, _PROBE)
+    except Exception as error:  # whatever the user's functions raise
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+        raise ValueError(
+            f"client_optimizer: {own} fails on gradients and parameters alone "
+            f"({reason})"
+        ) from error
+    kinds = [
+        [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(one)]
+        for one in (found, _PROBE)
+    ]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"client_optimizer: {own} changes the shapes or types of parameters"
+        )
+    return own
+
+
+def check(hparams: Any) -> None:
+    """Checks the optimizer's options before anything is compiled.
+
+    Raises:
+        ValueError: one line: an option that it lacks, or a first state that cannot be
+            made before the parameters are there.
+    """
+    tx = make(hparams, 0.1)
+    is_kept = getattr(hparams, "optimizer_state", "reset") == "persist"
+    if not is_kept or not isinstance(tx, _Joint):
+        return
+    ones = jax.tree.map(np.ones_like, _PROBE)
+    pairs = zip(*map(jax.tree.leaves, (tx.init(_PROBE), tx.init(ones))), strict=True)
+    if not all(np.array_equal(zero, one) for zero, one in pairs):
+        raise ValueError(
+            f"--optimizer_state=persist: the first state of "
+            f"{hparams.client_optimizer} depends on the parameters; give reset"
+        )
+
+
+_PROBE = ({"kernel": np.zeros((2, 3), np.float32)}, {"bias": np.zeros(3, np.float32)})
+
+
+def fingerprint(given: Custom) -> str:
+    """A text that changes with what a custom optimizer computes."""
+
+    def step(learning_rate: Any, grads: Any, params: Any) -> Any:
+        tx = given.make(learning_rate)
+        state = tx.init(params)
+        return state, tx.update(grads, state, params)
+
+    traced = jax.make_jaxpr(step)(0.1, _PROBE, _PROBE)
+    digest = hashlib.sha256()
+    for constant in traced.consts:
+        digest.update(np.ascontiguousarray(constant).data)
+    return re.sub(r" at 0x[0-9a-f]+", "", str(traced)) + digest.hexdigest()
 
 
 def learning_rate(hparams: Any, round: jax.Array) -> jax.Array:
@@ -33,7 +260,12 @@ def learning_rate(hparams: Any, round: jax.Array) -> jax.Array:
 
 
 def init(tx: optax.GradientTransformation, params: types.Params) -> tuple:
-    """One independent optimizer state per stage, so that masks can freeze a stage."""
+    """One independent optimizer state per stage, so that masks can freeze a stage.
+
+    A custom optimizer has one state of all stages, since it may couple them.
+    """
+    if isinstance(tx, _Joint):
+        return Joined(tx.init(params))
     return tuple(tx.init(stage) for stage in params)
 
 
@@ -89,29 +321,43 @@ def apply_gradients(
     Args:
         tx: The optimizer.
         grads: Gradients.
-        opt_state: One state per stage, so that a frozen stage's count stays too.
+        opt_state: One state per stage, so that a frozen stage's count stays too, or
+            `Joined`, whose counts move where anything is trained.
         params: Parameters.
         mask: Prefix pytree of `params` with one entry per stage.
     """
+    if isinstance(opt_state, Joined):
+        # What is frozen counts in no norm.
+        grads = boundary.select(mask, grads, jax.tree.map(jnp.zeros_like, grads))
+        new, state = _step(tx, grads, opt_state.state, params, mask)
+        return new, Joined(state)
     new_params, new_state = [], []
     for grad, state, stage, part in zip(grads, opt_state, params, mask, strict=True):
-        update, moved = tx.update(grad, state, stage)
-        moved_stage = optax.apply_updates(stage, update)
-        new_params.append(boundary.select(part, moved_stage, stage))
-        state_mask = _of_state(tx, part, stage, state)
-        new_state.append(boundary.select(state_mask, moved, state))
+        stage, state = _step(tx, grad, state, stage, part)
+        new_params.append(stage)
+        new_state.append(state)
     return tuple(new_params), tuple(new_state)
 
 
-def _of_state(tx: Any, mask: Any, stage: Any, state: Any) -> Any:
-    """The mask of a stage's optimizer state: moments follow parameters, counts any."""
+def _step(
+    tx: optax.GradientTransformation, grads: Any, state: Any, params: Any, mask: Any
+) -> tuple[Any, Any]:
+    """(parameters, state) of one stage, or of all, after a step where `mask` is."""
+    update, moved = tx.update(grads, state, params)
+    new = optax.apply_updates(params, update)
+    state_mask = _of_state(tx, mask, params, state)
+    return boundary.select(mask, new, params), boundary.select(state_mask, moved, state)
+
+
+def _of_state(tx: Any, mask: Any, params: Any, state: Any) -> Any:
+    """The mask of an optimizer state: moments follow parameters, counts any."""
     if isinstance(mask, jax.Array) and not mask.ndim:
         return mask
 
     def spread(mask: jax.Array, part: Any) -> Any:
         return jax.tree.map(lambda leaf: jnp.broadcast_to(mask, leaf.shape), part)
 
-    entries = jax.tree.map(spread, mask, stage)
+    entries = jax.tree.map(spread, mask, params)
     moves = any_of(mask)
     return optax.tree_utils.tree_map_params(
         tx,

@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
+
 
 def option(
     default: Any,
@@ -73,7 +75,8 @@ def validate(values: Any) -> None:
         if value is None:
             continue
         flag = f"--{field.name}={value}"
-        if meta["choices"] and not _is_choice(value, meta["choices"]):
+        is_text = isinstance(value, str)  # an object was checked where it was given
+        if meta["choices"] and is_text and not _is_choice(value, meta["choices"]):
             known = ", ".join(choice for choice in meta["choices"] if choice)
             raise ValueError(f"{flag}: expected one of {known}")
         if isinstance(value, float) and not math.isfinite(value):
@@ -99,8 +102,8 @@ def refuse(values: Any, names: tuple[str, ...], reason: str) -> None:
     """
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)
-        static = isinstance(value, (int, float, str))
-        if field.name in names and static and value != field.default:
+        is_traced = isinstance(value, jax.Array)
+        if field.name in names and not is_traced and value != field.default:
             raise ValueError(f"--{field.name}={value} has no effect {reason}; omit it")
 
 

@@ -27,7 +27,7 @@ MAX_WINDOW_ROUNDS = 64
 # Of a population, rows of more bytes are not hashed for clients that never trained.
 HASHED_BYTES = 8 << 30
 # What an evaluation counts for each client.
-BY_CLIENT = {"own", "known", "trained"}
+BY_CLIENT = {"own", "own_loss", "known", "trained"}
 
 
 class Planner(Protocol):
@@ -509,7 +509,13 @@ class Simulation:
                     name: counts[name][:, self._owners.slots]
                     for name in BY_CLIENT & counts.keys()
                 }
-            out += call.measured(counts, self.totals, algorithm.messages)
+                if "measured" in counts:
+                    slots, own = self._owners.slots, counts["measured"]["own"]
+                    counts["measured"]["own"] = jax.tree.map(
+                        lambda leaf, at=slots: leaf[:, at], own
+                    )
+            chosen = self.program.scoring.measures
+            out += call.measured(counts, self.totals, algorithm.messages, chosen)
         return out
 
     @property
@@ -583,10 +589,11 @@ class Simulation:
                     whole[name][slot, block] = found[name][slot, : len(block)]
                 if not number:
                     continue
-                for name in {"own", "trained"}.intersection(names):
+                for name in {"own", "own_loss", "trained"}.intersection(names):
                     # Without a key the models that training left are those that serve.
                     key = name if name in shared else "own"
-                    pairs = zip(found["by_shared"][key], shared[key], strict=True)
+                    group = key.removesuffix("_loss")
+                    pairs = zip(found["by_shared"][group], shared[key], strict=True)
                     for serves, right in pairs:
                         mine = serves[slot, : len(block)]
                         served = block[mine]

@@ -13,7 +13,7 @@ import numpy as np
 
 import algorithms
 from data import files
-from fedjax_pfl import types
+from fedjax_pfl import measures, optimizer, types
 from launch.config import flagfile, registry
 from launch.folder import workdir
 from launch.run import (
@@ -240,6 +240,10 @@ def experiment(**given: Any) -> Experiment:
       pandas DataFrame with the columns `label=` and `owner=`;
     * `model`, `client_model`: a linen module (one stage), or a list of modules (its
       stages, for methods that treat layers differently);
+    * `client_optimizer`: an `optax.GradientTransformation`, or a function of the
+      learning rate that makes one, such as `optax.adamw`;
+    * `eval_metrics`: names, or functions `(logits, labels, mask) -> (sum, count)`, as a
+      list or by name;
     * `sweep`: `{"client_lr": [0.01, 0.1]}`, values of the algorithm's numeric options.
       A run of every point is trained in one program, and none is chosen as the best;
     * `target`: a chip, such as `tpu:v5e`, for which the programs are compiled and do
@@ -312,6 +316,22 @@ def load(path: Any, **given: Any) -> Experiment:
             raise ValueError(
                 f"{path}: --{name}={options[name]} was a custom module; give {name}=..."
             )
+    named = options.get("client_optimizer", "")
+    if named.startswith("own_") and "client_optimizer" not in given:
+        raise ValueError(
+            f"{path}: --client_optimizer={named} was a custom optimizer; give "
+            "client_optimizer=..."
+        )
+    measured = options.get("eval_metrics", "").split(",")
+    custom = [name for name in measured if name and name not in measures.NAMES]
+    if custom and "eval_metrics" not in given:
+        raise ValueError(
+            f"{path}: --eval_metrics={custom[0]} was a custom function; give "
+            "eval_metrics=..."
+        )
+    if not isinstance(own := given.get("client_optimizer", ""), str):
+        for name in given_lib.replaced_by(optimizer.custom(own)):
+            options.pop(name, None)
     # A given way to train clients together replaces the recorded one.
     ways = {"lanes"}, {"client_chunk", "min_chunk"}
     for mine, others in (ways, ways[::-1]):

@@ -240,6 +240,7 @@ _ONLY_IMAGES = {
     "proxy_fraction": (0,),
     "public_set": ("none",),
     "c_gen": (False,),
+    "eval_metrics": ("",),
     "train_share": (1,),
 }
 _OF_TEXT = ("contiguous", "iid", "natural")

@@ -9,7 +9,7 @@ from typing import Any
 
 from data import arrays, partitions, texts
 from data import dataset as dataset_lib
-from fedjax_pfl import augment, options
+from fedjax_pfl import augment, measures, options
 from launch.config import presets
 
 SUMMARIES = ("median_last10", "mean_last10", "last")
@@ -217,6 +217,10 @@ class Evaluation:
         0, "evaluate only this many clients, drawn once by seed, 0 = all", minimum=0
     )
     eval_train: bool = option(False, "also evaluate the server's model on train rows")
+    eval_metrics: str = option(
+        "",
+        f"also measure these, separated by commas: {', '.join(measures.NAMES)}",
+    )
     c_gen: bool | None = option(
         None, "also evaluate clients' models on all clients' test rows"
     )

@@ -1,5 +1,6 @@
 """Turns given options into settings: resolves names, loads data, checks all values."""
 
+import dataclasses
 import hashlib
 import sys
 from collections.abc import Mapping
@@ -8,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data import arrays, dataset, frames, loaders
-from fedjax_pfl import types
+from fedjax_pfl import measures as measures_lib
+from fedjax_pfl import optimizer, types
 from launch.config import registry, resolve, schema, sweep
 from launch.run import devices, processes
 from models import own
@@ -29,6 +31,7 @@ class Settings(NamedTuple):
         source_hash: Hash object of `source`, to copy and extend.
         dropped_owners: The rows of owners that were dropped, as they are too small, by
             the owner's name.
+        measures: The metrics of `--eval_metrics`.
     """
 
     entry: Any
@@ -41,6 +44,7 @@ class Settings(NamedTuple):
     examples_sha256: str
     source_hash: Any
     dropped_owners: Mapping[str, int]
+    measures: tuple[measures_lib.Measure, ...] = ()
 
 
 def settled(**given: Any) -> Settings:
@@ -51,10 +55,13 @@ def settled(**given: Any) -> Settings:
     """
     given = {name: value for name, value in given.items() if value is not None}
     devices.begin(given.get("distributed", ""))
-    own_sha256 = _own_sha256(given)
+    given, own_optimizer = _without_optimizer(given)
+    own_sha256 = _own_sha256(given, own_optimizer)
+    given, chosen = _measured(given)
     given, in_memory, own_models = _named(given)
     check_alike(given | {"own_sha256": own_sha256})
     config, hparams = resolve.configure(given)
+    hparams = _with_optimizer(hparams, own_optimizer, given)
     resolve.check_text(config)
     if in_memory is not None or config.dataset != loaders.ARRAYS:
         resolve.check_own(config, is_table=_is_frame(in_memory))
@@ -89,6 +96,7 @@ def settled(**given: Any) -> Settings:
         examples_sha256=examples.hexdigest(),
         source_hash=source_hash,
         dropped_owners=dropped_owners,
+        measures=chosen,
     )
 
 
@@ -148,8 +156,79 @@ def check_alike(given: Mapping[str, Any]) -> None:
     processes.check_equal(named, "give all processes the same options")
 
 
-def _own_sha256(given: Mapping[str, Any]) -> str:
-    """The hash of the source of custom modules and algorithms, "" if there are none."""
+def _without_optimizer(
+    given: Mapping[str, Any],
+) -> tuple[dict[str, Any], optimizer.Custom | None]:
+    """The options without a `client_optimizer` that is an object, and that object."""
+    given, found = dict(given), given.get("client_optimizer", "")
+    if isinstance(found, str):
+        return given, None
+    return given, optimizer.custom(given.pop("client_optimizer"))
+
+
+def _measured(
+    given: Mapping[str, Any],
+) -> tuple[dict[str, Any], tuple[measures_lib.Measure, ...]]:
+    """The options with the names of `eval_metrics`, and what these names mean.
+
+    Raises:
+        ValueError: one line: there is no such metric, or a function is not one.
+    """
+    asked = given.get("eval_metrics", "")
+    if not isinstance(asked, str):
+        asked = measures_lib.listed(asked)
+    chosen = measures_lib.chosen(asked)
+    names = ",".join(one.name for one in chosen)
+    return {**given, **({"eval_metrics": names} if names else {})}, chosen
+
+
+# Options that a custom optimizer takes the place of
+_OF_OPTIMIZER = ("weight_decay", "client_momentum", "client_optimizer_options")
+_OF_RATE = ("client_lr", "client_lr_decay")
+
+
+def replaced_by(own: optimizer.Custom) -> tuple[str, ...]:
+    """The options that have no effect beside a custom optimizer."""
+    return _OF_OPTIMIZER if own.has_rate else (*_OF_OPTIMIZER, *_OF_RATE)
+
+
+def _with_optimizer(
+    hparams: Any, own: optimizer.Custom | None, given: Mapping[str, Any]
+) -> Any:
+    """The algorithm's options with a custom optimizer, tried once.
+
+    Raises:
+        ValueError: one line: the algorithm or another option does not go with it.
+    """
+    fields = {field.name: field for field in dataclasses.fields(hparams)}
+    if own is not None:
+        if "client_optimizer" not in fields:
+            algo = given.get("algo", schema.Config.algo)
+            raise ValueError(registry.unknown_option("client_optimizer", algo))
+        swept = given.get("sweep", "")
+        points = [one.partition("=")[0].strip() for one in swept.split(";")]
+        for name in replaced_by(own):
+            if name not in given and name not in points:
+                continue
+            flag = f"{name}={given[name]}" if name in given else f"sweep={swept}"
+            line = f"--{flag} has no effect with client_optimizer={own}; omit it"
+            if name in _OF_RATE:
+                line += ", or give a function of the learning rate"
+            raise ValueError(line)
+        if "level_mix" in fields and hparams.optimizer_state == "persist":
+            raise ValueError(
+                "--optimizer_state=persist: a client that holds a part of the model "
+                "has no state of a custom optimizer of all; give reset"
+            )
+        defaults = {name: fields[name].default for name in _OF_OPTIMIZER}
+        hparams = dataclasses.replace(hparams, client_optimizer=own, **defaults)
+    if "client_optimizer" in fields:
+        optimizer.check(hparams)
+    return hparams
+
+
+def _own_sha256(given: Mapping[str, Any], tx: optimizer.Custom | None) -> str:
+    """The hash of custom modules, algorithms and optimizers, "" if there are none."""
     texts = {
         name: own.fingerprint(given[name])
         for name in ("model", "client_model")
@@ -157,6 +236,11 @@ def _own_sha256(given: Mapping[str, Any]) -> str:
     }
     if not isinstance(given.get("algo", ""), str):
         texts["algo"] = own.source(getattr(given["algo"], "make", given["algo"]))
+    functions = given.get("eval_metrics", "")
+    if not isinstance(functions, str):
+        texts["eval_metrics"] = own.fingerprint(measures_lib.listed(functions))
+    if tx is not None:
+        texts["client_optimizer"] = optimizer.fingerprint(tx)
     return hashlib.sha256(repr(texts).encode()).hexdigest() if texts else ""
 
 

@@ -36,6 +36,11 @@ def place(config: schema.Config) -> str | None:
             f"--client_state={name}: c_gen of all clients needs all their models at "
             "once; take --eval_clients=selected, or --noc_gen"
         )
+    if config.eval_metrics:
+        raise ValueError(
+            f"--client_state={name}: --eval_metrics={config.eval_metrics} needs all "
+            "clients' models at once; omit one of them"
+        )
     return "" if name == "host" else str(pathlib.Path(name).expanduser())
 
 

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from data import plan
+from fedjax_pfl import measures, simulate, traffic, types
 from fedjax_pfl import program as program_lib
-from fedjax_pfl import simulate, traffic, types
 from launch.config import limits, sweep
 from launch.run import devices, summaries
 from launch.run.given import Settings
@@ -107,9 +107,16 @@ class Run:
 
     @property
     def fractions(self) -> dict[str, bool]:
-        """Whether each metric that rounds measure is a fraction; others are numbers."""
+        """Whether a metric is a fraction, for those that rounds measure and numbers.
+
+        Metrics of an evaluation that are not named are fractions.
+        """
         declared = self.program.algorithm.shares
-        return {name: name in declared for name in self.simulation.metrics}
+        out = {name: name in declared for name in self.simulation.metrics}
+        measured = {name for record in self.metrics[-1:] for name in record}
+        custom = measures.number_names(self.program.scoring.measures)
+        numbers = {n for n in measured if summaries.is_loss(n) or n in custom}
+        return out | dict.fromkeys(sorted(numbers), False)
 
     @property
     def compile_seconds(self) -> float:

@@ -87,6 +87,11 @@ def is_fraction(name: str) -> bool:
     return "perplexity" not in name
 
 
+def is_loss(name: str) -> bool:
+    """Whether a metric of an evaluation is a cross-entropy."""
+    return name.endswith("_loss")
+
+
 def is_number(summary: Mapping[str, Any], name: str) -> bool:
     """Whether a metric of a run's summary is a number, and so not shown in percent."""
     return name in summary.get("numbers", ())

@@ -116,15 +116,15 @@ def _control(entries: Sequence[Entry], wanted: str) -> Entry:
 
 
 def _metrics(entries: Sequence[Entry]) -> list[str]:
-    """The metrics in percent that any run has, in the order of `words.METRICS`.
+    """The metrics of evaluations that any run has, in the order of `words.METRICS`.
 
-    Perplexities of a text are numbers.
+    Perplexities and losses are numbers, and what rounds measure is not shown if it is.
     """
     found = dict.fromkeys(
         name
         for entry in entries
         for name, is_fraction in entry.run.fractions.items()
-        if is_fraction or not summaries.is_fraction(name)
+        if is_fraction or words.is_evaluated(name)
         if name not in ("client_accuracy_pooled", "client_perplexity_pooled")
     )
     order = dict.fromkeys([*words.METRICS, *found])
@@ -159,7 +159,7 @@ def _columns(
 
 def _unit(metric: str) -> tuple[int, int, str]:
     """(factor, digits, percent sign or nothing) of a metric of `_metrics`."""
-    is_fraction = summaries.is_fraction(metric)
+    is_fraction = not words.is_evaluated(metric) or words.metric(metric).is_fraction
     return *words.unit(metric, is_fraction), " %" if is_fraction else ""
 
 

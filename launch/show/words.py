@@ -47,6 +47,8 @@ METRICS = {
     "worst_decile_accuracy": Metric("Worst decile"),
     "client_accuracy_std": Metric("Std over clients", better="lower"),
     "ensemble_accuracy": Metric("Ensemble"),
+    "global_loss": Metric("Global, test loss", is_fraction=False, better="lower"),
+    "client_loss": Metric("Client, test loss", is_fraction=False, better="lower"),
     "train_loss": Metric("train loss", is_fraction=False, better="lower"),
     "dropped": Metric("dropped", better=""),
     "critical": Metric("critical", better=""),
@@ -58,6 +60,22 @@ METRICS |= {
     )
     for name, one in METRICS.items()
     if "accuracy" in name
+}
+# Those of `--eval_metrics` but for classes and custom ones
+_MEASURES = {
+    "macro_f1": Metric("macro F1"),
+    "balanced_accuracy": Metric("balanced accuracy"),
+    "auc": Metric("AUC"),
+    "ece": Metric("calibration error", better="lower"),
+}
+METRICS |= {
+    form.format(name): one._replace(title=f"{title} {one.title}{more}")
+    for name, one in _MEASURES.items()
+    for form, title, more in (
+        ("global_{}", "Global", ""),
+        ("client_{}", "Client", ""),
+        ("client_{}_pooled", "Client", ", pooled"),
+    )
 }
 _NUMBER = METRICS["global_perplexity"]
 METRICS |= {
@@ -78,6 +96,9 @@ def metric(name: str) -> Metric:
     """The description of a metric, for unknown ones derived from the name."""
     if name in METRICS:
         return METRICS[name]
+    of_class = re.fullmatch(r"(global|client)_class(\d+)_accuracy(_pooled)?", name)
+    if of_class:
+        return Metric(f"{of_class[1].capitalize()}, class {of_class[2]}")
     exit = re.fullmatch(r"exit(\d+)_(accuracy|perplexity)", name)
     title = f"Exit {exit[1]}" if exit else name.replace("_", " ")
     if not summaries.is_fraction(name):
@@ -88,6 +109,11 @@ def metric(name: str) -> Metric:
 def title(name: str) -> str:
     """A metric's name in tables and pictures."""
     return metric(name).title
+
+
+def is_evaluated(name: str) -> bool:
+    """Whether a number is measured on test rows: a perplexity, a loss, a custom one."""
+    return not summaries.is_fraction(name) or name.startswith(("global_", "client_"))
 
 
 def is_fraction(name: str, known: Mapping[str, bool]) -> bool:

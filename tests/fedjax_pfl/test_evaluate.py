@@ -50,6 +50,14 @@ def answers(data, variables):
     return logits.argmax(1) == np.asarray(data.label)[rows]
 
 
+def cross_entropies(data, variables):
+    """f64[U]: the cross-entropy of a model with one stage on the union."""
+    rows = np.asarray(data.partition.test.row)[: sum(TEST)]
+    logits = np.asarray(data.image, np.float64)[rows] @ variables.params[0]["w"]
+    right = logits[np.arange(len(rows)), np.asarray(data.label)[rows]]
+    return np.log(np.exp(logits).sum(1)) - right
+
+
 def own_rows(client):
     """The slice of the union that belongs to a client."""
     start = sum(TEST[:client])
@@ -97,6 +105,24 @@ def test_one_model_for_all(data, jit):
     assert counts["known"].all()
     np.testing.assert_array_equal(counts["server"]["global"], [right.sum()])
     assert 0 < right.sum() < sum(TEST)
+    losses = cross_entropies(data, shared)
+    expected = [losses[own_rows(k)].sum() for k in range(K)]
+    np.testing.assert_allclose(counts["own_loss"], expected, rtol=1e-5)
+    total = counts["server_loss"]["global"]
+    np.testing.assert_allclose(total, losses.sum(), rtol=1e-5)
+
+
+@every_way
+def test_losses_of_each_clients_model(data, name):
+    """Rows of padding add nothing, nor does the client that no model serves."""
+    own, shared = random_variables(4), random_variables(seed=1)
+    counts = count(data, algorithm(stacked_groups(own, shared)), how=name)
+    served = {4: of(own, 0), 0: of(own, 1), 6: of(own, 2), 1: shared, 5: shared}
+    expected = [
+        cross_entropies(data, served[k])[own_rows(k)].sum() if k in served else 0
+        for k in range(K)
+    ]
+    np.testing.assert_allclose(counts["own_loss"], expected, rtol=1e-5)
 
 
 def stacked_groups(own, shared):
@@ -340,6 +366,7 @@ def test_no_c_gen_where_the_sample_has_no_scored_client():
     """The sample of the clients and the next cohort may be apart: no nan, no metric."""
     counts = {
         "own": np.array([1, 0]),
+        "own_loss": np.zeros(2),
         "known": np.array([True, False]),
         "scored": np.array([2, 2]),
         "cross": np.array([0, 0]),
@@ -422,6 +449,7 @@ def test_metrics_by_hand():
     own = np.array([1, 2, *[5] * 17, 36])
     server = {"global": np.array([115])}
     counts = {"own": own, "known": np.ones(20, bool), "server": server}
+    counts |= {"own_loss": 0.25 * test_count, "server_loss": {"global": 23.0}}
     values, accuracies = evaluate.metrics(counts, test_count, 230)
     fractions = np.array([0.1, 0.2, *[0.5] * 17, 0.9])
     np.testing.assert_allclose(accuracies, fractions)
@@ -431,6 +459,8 @@ def test_metrics_by_hand():
         "client_accuracy_pooled": (3 + 85 + 36) / 230,
         "worst_decile_accuracy": 0.15,
         "client_accuracy_std": fractions.std(),
+        "global_loss": 0.1,
+        "client_loss": 0.25,
     }
     assert values == pytest.approx(expected)
     # Of a sample: by its own test rows.
@@ -444,14 +474,16 @@ def test_official_split_has_no_client_accuracy():
     """Nobody owns a test row; what clients know of all rows can still be scored."""
     counts = {
         "own": np.zeros(3, int),
+        "own_loss": np.zeros(3),
         "known": np.ones(3, bool),
         "server": {"global": np.array([7])},
+        "server_loss": {"global": 5.0},
         "scored": np.array([2, 3]),
         "cross": np.array([5, 0]),
     }
     values, accuracies = metrics(counts, [0, 0, 0], 10)
     assert accuracies is None
-    assert values == {"global_accuracy": 0.7, "c_gen": 0.5}
+    assert values == {"global_accuracy": 0.7, "global_loss": 0.5, "c_gen": 0.5}
 
 
 def test_no_rows_no_metrics():

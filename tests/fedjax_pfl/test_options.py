@@ -13,7 +13,7 @@ from fedjax_pfl import local_training, options
     [
         ({"client_lr": -1.0}, "--client_lr=-1.0: expected at least 0"),
         ({"client_lr": float("nan")}, "finite"),
-        ({"client_optimizer": "rmsprop"}, "one of sgd, adam"),
+        ({"client_optimizer": "sgdm"}, "one of sgd, adam"),
         ({"client_lr_decay": 0.0}, "more than 0"),
         ({"client_momentum": 1.5}, "at most 1"),
     ],

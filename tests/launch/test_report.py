@@ -102,7 +102,7 @@ def test_it_is_whole(folders):
     assert all(part.startswith("#") for part in page.loads)
     assert not re.search(r"@import|url\((?!#)|<script|<link", text)
     # Rounds, messages, seconds; fairness, gain; the loss; the partition.
-    assert text.count("<svg") == 7
+    assert text.count("<svg") == 9
     assert svg.INK not in text and "prefers-color-scheme: dark" in text
     assert "over its local model" in page.text
     # Of arrays in memory: only Python can run it again.

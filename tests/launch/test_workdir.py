@@ -195,7 +195,7 @@ def test_summary(finished):
         assert sent["direction"] == way
         assert sent["messages"]["per_seed"] == [2 * ROUNDS] * 2
         assert sent["bytes"] == result["metrics"][f"bytes_{way}"]
-    assert result["numbers"] == []
+    assert result["numbers"] == ["client_loss", "global_loss"]
     assert 0 < result["padding_efficiency"] <= 1
     assert {"jax", "python", "numpy"} <= result["versions"].keys()
     assert "git_commit" in result and result["device"]
@@ -692,6 +692,7 @@ def test_diverging_run_writes_valid_json(blobs, tmp_path):
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line, parse_constant=refuse) for line in lines]
     assert records[-1]["train_loss"] is None
+    assert not {"global_loss", "client_loss"} & records[-1].keys()
     text = (tmp_path / "run" / "summary.json").read_text()
     assert json.loads(text, parse_constant=refuse)["rounds"] == 2
 

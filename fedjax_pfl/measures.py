@@ -1,0 +1,263 @@
+"""More metrics of an evaluation than accuracy and loss (`--eval_metrics`).
+
+A measure sums numbers over the rows of a model's evaluation, and the host turns the
+sums into metrics. It is computed for the server's first model on the union of all test
+rows, and for each client's personalized model on the client's own test rows.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ECE_BINS = 15  # as in Guo et al., "On Calibration of Modern Neural Networks", ICML 2017
+AUC_BINS, AUC_RANGE = 256, 16.0
+
+
+class Measure(NamedTuple):
+    """A metric that is computed from sums over rows.
+
+    Attributes:
+        name: Its name in `--eval_metrics`.
+        sums: `(logits f32[B, Y], labels int32[B], mask bool[B]) -> sums`, a pytree of
+            f32, in which rows with a mask of False count nothing.
+        finish: From such sums f64 over all rows to values by name, nan where one is not
+            defined.
+        is_mean: Whether there is also the mean over clients of their own values.
+        is_fraction: Whether the values are fractions 0..1.
+    """
+
+    name: str
+    sums: Callable[[jax.Array, jax.Array, jax.Array], Any]
+    finish: Callable[[Any], dict[str, float]]
+    is_mean: bool = True
+    is_fraction: bool = True
+
+
+def of(measures: Sequence[Measure], *batch: jax.Array) -> tuple[Any, ...]:
+    """The sums of several measures over one batch (logits, labels, mask)."""
+    return tuple(measure.sums(*batch) for measure in measures)
+
+
+def _by_class(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> dict:
+    """f32[Y] each: rows answered rightly, rows so answered, and rows of each class."""
+    size = logits.shape[-1]
+    found = logits.argmax(-1)
+    real, zeros = mask.astype(jnp.float32), jnp.zeros(size)
+    return {
+        "right": zeros.at[labels].add(jnp.where(found == labels, real, 0)),
+        "answered": zeros.at[found].add(real),
+        "rows": zeros.at[labels].add(real),
+    }
+
+
+def _mean_of(values: np.ndarray, is_defined: np.ndarray) -> float:
+    return float(values[is_defined].mean()) if is_defined.any() else float("nan")
+
+
+def _recalls(sums: dict) -> np.ndarray:
+    return sums["right"] / np.maximum(sums["rows"], 1)
+
+
+def _macro_f1(sums: dict) -> dict[str, float]:
+    """The mean over classes, among labels or answers, of 2 TP / (2 TP + FP + FN)."""
+    total = sums["answered"] + sums["rows"]
+    f1 = 2 * sums["right"] / np.maximum(total, 1)
+    return {"macro_f1": _mean_of(f1, total > 0)}
+
+
+def _balanced(sums: dict) -> dict[str, float]:
+    """The mean recall over the classes that occur."""
+    return {"balanced_accuracy": _mean_of(_recalls(sums), sums["rows"] > 0)}
+
+
+def _per_class(sums: dict) -> dict[str, float]:
+    """The recall of each class, nan where it does not occur."""
+    recall = np.where(sums["rows"] > 0, _recalls(sums), np.nan)
+    return {f"class{n}_accuracy": float(one) for n, one in enumerate(recall)}
+
+
+def _by_score(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
+    """f32[2, Y, bins]: rows of other classes and of each class, by their log-odds."""
+    log_p = jax.nn.log_softmax(logits)
+    odds = log_p - jnp.log(jnp.maximum(-jnp.expm1(log_p), 1e-30))
+    place = (odds / AUC_RANGE + 1) / 2 * AUC_BINS
+    place = jnp.clip(place, 0, AUC_BINS - 1).astype(jnp.int32)
+    classes = jnp.arange(logits.shape[-1])
+    is_own = (labels[:, None] == classes).astype(jnp.int32)
+    real = jnp.broadcast_to(mask[:, None], place.shape).astype(jnp.float32)
+    zeros = jnp.zeros((2, logits.shape[-1], AUC_BINS))
+    return zeros.at[is_own, classes, place].add(real)
+
+
+def _auc(sums: np.ndarray) -> dict[str, float]:
+    """One class against the others, the mean over classes that have both.
+
+    Rows in the same bin of log-odds count as ties, one half.
+    """
+    other, own = sums
+    below = np.cumsum(other, -1) - other
+    pairs = own.sum(-1) * other.sum(-1)
+    area = (own * (below + other / 2)).sum(-1) / np.maximum(pairs, 1)
+    return {"auc": _mean_of(area, pairs > 0)}
+
+
+def _by_confidence(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
+    """f32[3, bins]: rows, their confidences, and right answers, by confidence."""
+    p = jax.nn.softmax(logits).max(-1)
+    # The bins are ]0, 1/15], ]1/15, 2/15], ...
+    place = jnp.clip(jnp.ceil(p * ECE_BINS) - 1, 0, ECE_BINS - 1).astype(jnp.int32)
+    values = jnp.stack([jnp.ones_like(p), p, logits.argmax(-1) == labels])
+    return jnp.zeros((3, ECE_BINS)).at[:, place].add(jnp.where(mask, values, 0))
+
+
+def _ece(sums: np.ndarray) -> dict[str, float]:
+    """The mean over rows of |accuracy - confidence| of their bin."""
+    rows, confidence, right = sums
+    return {"ece": float(np.abs(right - confidence).sum() / max(rows.sum(), 1))}
+
+
+NAMES = {
+    one.name: one
+    for one in (
+        Measure("macro_f1", _by_class, _macro_f1),
+        Measure("balanced_accuracy", _by_class, _balanced),
+        Measure("auc", _by_score, _auc),
+        Measure("ece", _by_confidence, _ece),
+        Measure("per_class", _by_class, _per_class, is_mean=False),
+    )
+}
+
+
+def listed(given: Any) -> list[Any]:
+    """Names and functions of `eval_metrics` as a list.
+
+    Args:
+        given: A name, a function, a list of these, or functions by name.
+
+    Raises:
+        ValueError: one line: it is none of these.
+    """
+    if isinstance(given, Mapping):
+        return list(given.items())
+    if callable(given) or isinstance(given, str):
+        return [given]
+    if isinstance(given, (list, tuple)):
+        return list(given)
+    raise ValueError(
+        "eval_metrics: expected names, or functions (logits, labels, mask) -> (sum, "
+        f"count), got a {type(given).__name__}"
+    )
+
+
+def chosen(asked: str | Sequence[Any]) -> tuple[Measure, ...]:
+    """The measures of `--eval_metrics`, a text or what `listed` returns.
+
+    Raises:
+        ValueError: one line: an unknown name, or a function that is not a measure.
+    """
+    if isinstance(asked, str):
+        asked = [name.strip() for name in asked.split(",")] if asked else []
+    out = []
+    for one in asked:
+        name, fn = one if isinstance(one, tuple) else (None, one)
+        if callable(fn):
+            out.append(custom(name or getattr(fn, "__name__", ""), fn))
+        elif fn in NAMES:
+            out.append(NAMES[fn])
+        else:
+            raise ValueError(
+                f"--eval_metrics={fn}: expected one of {', '.join(NAMES)}, or in "
+                "Python a function (logits, labels, mask) -> (sum, count)"
+            )
+    names = [one.name for one in out]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--eval_metrics={','.join(names)} names a metric twice")
+    return tuple(out)
+
+
+def custom(name: str, fn: Callable[..., tuple[jax.Array, jax.Array]]) -> Measure:
+    """A measure of a user's function `(logits, labels, mask) -> (sum, count)`.
+
+    The value is the sum over all rows divided by the count.
+
+    Raises:
+        ValueError: one line: it has no name, or does not return two scalars.
+    """
+    if not (name.isidentifier() and name.islower()) or name in NAMES:
+        raise ValueError(
+            f"eval_metrics: {name or fn!r} is not a name for a metric; give functions "
+            "by name, such as {'margin': fn}"
+        )
+
+    def finish(sums: tuple[np.ndarray, np.ndarray]) -> dict[str, float]:
+        total, count = map(float, sums)
+        return {name: total / count if count else float("nan")}
+
+    def sums(*batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total, count = fn(*batch)
+        return jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32)
+
+    probe = (((4, 3), jnp.float32), ((4,), jnp.int32), ((4,), jnp.bool_))
+    try:
+        found = jax.eval_shape(sums, *(jax.ShapeDtypeStruct(*one) for one in probe))
+    except Exception as error:  # whatever the user's function raises
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+        raise ValueError(
+            f"eval_metrics: {name} fails on logits [B, Y], labels [B] and a mask [B] "
+            f"({reason})"
+        ) from error
+    if any(one.shape for one in found):
+        shapes = ", ".join(str(list(one.shape)) for one in found)
+        raise ValueError(
+            f"eval_metrics: {name} returns arrays of shapes {shapes}, expected a sum "
+            "and a count without axes"
+        )
+    return Measure(name, sums, finish, is_fraction=False)
+
+
+def number_names(measures: Sequence[Measure]) -> set[str]:
+    """The metrics of measures that are numbers and not fractions."""
+    names = [one.name for one in measures if not one.is_fraction]
+    forms = "global_{}", "client_{}", "client_{}_pooled"
+    return {form.format(name) for name in names for form in forms}
+
+
+def metrics(
+    measures: Sequence[Measure], found: dict[str, Any], known: np.ndarray
+) -> dict[str, float]:
+    """The values of measures by name, without those that are not defined.
+
+    Args:
+        measures: The measures.
+        found: `server`, the sums of each measure on the union (absent without a
+            server's model), and `own`, leaves [K, ...] of the clients' models.
+        known: bool[K], the clients that were measured and have test rows.
+
+    Returns:
+        `global_<name>`; `client_<name>_pooled` of the sums over clients; and
+        `client_<name>`, the mean over the clients in which it is defined.
+    """
+    out: dict[str, float] = {}
+    as_numpy = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), found)
+    for number, measure in enumerate(measures):
+        if "server" in as_numpy:
+            values = measure.finish(as_numpy["server"][number])
+            out |= {f"global_{name}": value for name, value in values.items()}
+        if not known.any():
+            continue
+        own = jax.tree.map(lambda leaf: leaf[known], as_numpy["own"][number])
+        pooled = measure.finish(jax.tree.map(lambda leaf: leaf.sum(0), own))
+        out |= {f"client_{name}_pooled": value for name, value in pooled.items()}
+        if not measure.is_mean:
+            continue
+        each = [
+            measure.finish(jax.tree.map(lambda leaf, k=k: leaf[k], own))
+            for k in range(int(known.sum()))
+        ]
+        for name in pooled:
+            values = np.array([one[name] for one in each])
+            out[f"client_{name}"] = _mean_of(values, ~np.isnan(values))
+    return {name: value for name, value in out.items() if np.isfinite(value)}

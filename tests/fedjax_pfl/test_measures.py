@@ -1,0 +1,139 @@
+"""Metrics beside accuracy: against scikit-learn, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sklearn import metrics as sklearn_metrics
+
+from fedjax_pfl import measures
+
+GEN = np.random.default_rng(0)
+Y = 4
+LABELS = GEN.choice(Y, size=600, p=[0.6, 0.25, 0.15, 0.0]).astype(np.int32)
+LOGITS = (GEN.normal(size=(600, Y)) + 1.5 * np.eye(Y)[LABELS]).astype(np.float32)
+MASK = GEN.random(600) < 0.9
+
+
+def value_of(name, batches=4):
+    """The value of a measure, summed over batches."""
+    measure = measures.NAMES[name]
+    parts = zip(
+        *(np.split(one, batches) for one in (LOGITS, LABELS, MASK)), strict=True
+    )
+    sums = [jax.jit(measure.sums)(*part) for part in parts]
+    total = jax.tree.map(lambda *leaves: np.sum(leaves, 0, np.float64), *sums)
+    return measure.finish(total)
+
+
+def real():
+    """(labels, answers, probabilities) of the rows that count."""
+    p = np.asarray(jax.nn.softmax(LOGITS))[MASK]
+    return LABELS[MASK], p.argmax(1), p
+
+
+def test_f1_and_balanced_accuracy_equal_scikit_learn():
+    """A class without rows counts in F1 where it is answered, and never in recall."""
+    labels, answers, _ = real()
+    assert 3 in answers and 3 not in labels
+    f1 = sklearn_metrics.f1_score(labels, answers, average="macro")
+    assert value_of("macro_f1") == {"macro_f1": pytest.approx(f1)}
+    recalls = [(answers[labels == one] == one).mean() for one in range(3)]
+    found = value_of("balanced_accuracy")
+    assert found == {"balanced_accuracy": pytest.approx(np.mean(recalls))}
+    by_class = value_of("per_class")
+    np.testing.assert_allclose(
+        [by_class[f"class{n}_accuracy"] for n in (0, 1, 2)], recalls
+    )
+    assert np.isnan(by_class["class3_accuracy"])
+
+
+def test_auc_is_near_scikit_learns():
+    """Bins of log-odds cost less than a thousandth."""
+    labels, _, p = real()
+    exact = [
+        sklearn_metrics.roc_auc_score(labels == one, p[:, one]) for one in range(3)
+    ]
+    assert value_of("auc")["auc"] == pytest.approx(np.mean(exact), abs=1e-3)
+
+
+def test_auc_of_answers_without_information():
+    """Ties count one half; one class alone has no area."""
+    measure = measures.NAMES["auc"]
+    sums = measure.sums(jnp.zeros((6, 2)), jnp.arange(6) % 2, jnp.ones(6, bool))
+    assert measure.finish(np.asarray(sums)) == {"auc": 0.5}
+    sums = measure.sums(jnp.zeros((6, 2)), jnp.zeros(6, int), jnp.ones(6, bool))
+    assert np.isnan(measure.finish(np.asarray(sums))["auc"])
+
+
+def test_calibration_error_by_hand():
+    """The gap of each of 15 bins, weighted by its rows."""
+    labels, answers, p = real()
+    confidence = p.max(1)
+    bins = np.minimum(np.ceil(confidence * 15).astype(int) - 1, 14)
+    gaps = [
+        abs((answers == labels)[bins == b].mean() - confidence[bins == b].mean())
+        * (bins == b).mean()
+        for b in np.unique(bins)
+    ]
+    assert value_of("ece")["ece"] == pytest.approx(sum(gaps), abs=1e-5)
+
+
+def right(logits, labels, mask):
+    """Right answers and rows."""
+    return jnp.where(mask, logits.argmax(1) == labels, 0).sum(), mask.sum()
+
+
+def test_metrics_of_clients_and_the_server():
+    """The server's, that of all clients' rows, and the mean where it is defined."""
+    chosen = measures.chosen(["macro_f1", right, "per_class"])
+    batches = [(LOGITS[:40], LABELS[:40]), (LOGITS[40:45], LABELS[40:45])]
+    batches.append((LOGITS[:0], LABELS[:0]))
+    sums = [measures.of(chosen, z, y, jnp.ones(len(y), bool)) for z, y in batches]
+    own = jax.tree.map(lambda *leaves: np.stack(leaves), *sums)
+    known = np.array([True, True, False])
+    found = {"server": sums[0], "own": own}
+    values = measures.metrics(chosen, found, known)
+    hits = [(z.argmax(1) == y) for z, y in batches[:2]]
+    assert values["global_right"] == pytest.approx(hits[0].mean())
+    assert values["client_right"] == pytest.approx(np.mean([h.mean() for h in hits]))
+    pooled = np.concatenate(hits).mean()
+    assert values["client_right_pooled"] == pytest.approx(pooled)
+    assert "client_class0_accuracy" not in values
+    assert "client_class0_accuracy_pooled" in values
+    assert "global_class3_accuracy" not in values  # it does not occur
+    names = measures.number_names(chosen)
+    assert names == {"global_right", "client_right", "client_right_pooled"}
+    assert measures.metrics(chosen, {"own": own}, known & False) == {}
+
+
+def test_forms():
+    """A text, a list, a function, functions by name."""
+    assert measures.chosen("") == ()
+    assert [one.name for one in measures.chosen("auc, ece")] == ["auc", "ece"]
+    by_name = measures.listed({"hits": right})
+    assert [one.name for one in measures.chosen(by_name)] == ["hits"]
+    assert [one.name for one in measures.chosen(measures.listed(right))] == ["right"]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (5, "expected names, or functions .* got a int"),
+        (["f1"], "--eval_metrics=f1: expected one of macro_f1"),
+        (["auc", "auc"], "names a metric twice"),
+        ([lambda *batch: 1], "is not a name for a metric"),
+        ({"auc": right}, "'?auc'? is not a name for a metric"),
+        ({"hits": lambda logits: 1}, "hits fails on logits"),
+        (
+            {"hits": lambda z, y, m: (z.sum(1), m.sum())},
+            r"arrays of shapes \[4\], \[\]",
+        ),
+        ({"hits": lambda z, y, m: z.sum()}, "hits fails on logits"),
+    ],
+)
+def test_what_is_no_metric(given, reason):
+    """One line each."""
+    with pytest.raises(ValueError, match=reason) as error:
+        measures.chosen(measures.listed(given))
+    assert "\n" not in str(error.value)

@@ -1,0 +1,240 @@
+"""The clients' optimizers by name and as objects, masked, against plain optax."""
+
+import types as python_types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fedjax_pfl import local_training, optimizer
+
+PARAMS = (
+    {"kernel": jnp.linspace(-1, 1, 6).reshape(2, 3), "bias": jnp.ones(3)},
+    {"kernel": jnp.linspace(2, 3, 3)},
+)
+
+
+def grads_at(params):
+    """Gradients of a bowl with another curvature for each entry."""
+    return jax.tree.map(
+        lambda leaf: leaf * jnp.linspace(0.1, 2, leaf.size).reshape(leaf.shape), params
+    )
+
+
+def hparams_of(**given):
+    """Options of local training."""
+    return local_training.LocalTraining(client_lr=0.05, **given)
+
+
+def steps(hparams, masks):
+    """Parameters after a step for each mask, by our optimizer."""
+    tx = optimizer.make(hparams, hparams.client_lr)
+    state, params = optimizer.init(tx, PARAMS), PARAMS
+    step = jax.jit(
+        lambda *given: optimizer.apply_gradients(
+            tx, grads_at(given[1]), *given[:2], given[2]
+        )
+    )
+    for mask in masks:
+        params, state = step(state, params, mask)
+    return params
+
+
+def plain(tx, count, params=PARAMS):
+    """Parameters after optax's own loop."""
+    state = tx.init(params)
+    for _ in range(count):
+        update, state = tx.update(grads_at(params), state, params)
+        params = optax.apply_updates(params, update)
+    return params
+
+
+def all_of(value):
+    """A mask of both stages."""
+    return (jnp.bool_(value), jnp.bool_(value))
+
+
+def equal(found, wanted, **given):
+    """Compares two trees."""
+    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        np.testing.assert_allclose(one, other, **given)
+
+
+@pytest.mark.parametrize("name", optimizer.NAMES)
+def test_names_equal_optax(name):
+    """Three steps; a mask that holds one stage keeps its parameters and moments."""
+    made = {"adam": optax.adam, "sgd": optax.sgd}.get(name) or getattr(optax, name)
+    more = {"weight_decay": 0.0} if name in ("adamw", "nadamw", "lion", "adan") else {}
+    more |= {"weight_decay": 0.0} if name in ("adamaxw", "lamb", "lars") else {}
+    more |= {"momentum": 0.0} if name in ("rmsprop", "lars") else {}
+    tx, hparams = made(0.05, **more), hparams_of(client_optimizer=name)
+    equal(steps(hparams, [all_of(True)] * 3), plain(tx, 3), rtol=1e-5, atol=1e-7)
+    first = (jnp.bool_(True), jnp.bool_(False))
+    held = steps(hparams, [all_of(True), first, all_of(True)])
+    np.testing.assert_array_equal(
+        steps(hparams, [first] * 2)[1]["kernel"], PARAMS[1]["kernel"]
+    )
+    equal(held[1], plain(tx, 2, PARAMS[1:])[0], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("given", [{}, {"client_momentum": 0.5, "weight_decay": 0.1}])
+def test_flags_reach_optax(given):
+    """Decay is decoupled where optax has it, and momentum is that of the flag."""
+    decay, momentum = given.get("weight_decay", 0.0), given.get("client_momentum", 0.0)
+    pairs = {
+        "adamw": optax.adamw(0.05, weight_decay=decay),
+        "rmsprop": optax.chain(
+            optax.add_decayed_weights(decay), optax.rmsprop(0.05, momentum=momentum)
+        ),
+    }
+    for name, tx in pairs.items():
+        found = steps(hparams_of(client_optimizer=name, **given), [all_of(True)] * 3)
+        equal(found, plain(tx, 3), rtol=1e-5)
+
+
+def test_options():
+    """Numbers and switches reach the function; others are refused in one line."""
+    text = "b1=0.8, eps=1e-2,nesterov=true"
+    given = hparams_of(client_optimizer="adamw", client_optimizer_options=text)
+    tx = optax.adamw(0.05, b1=0.8, eps=1e-2, nesterov=True, weight_decay=0.0)
+    equal(steps(given, [all_of(True)] * 3), plain(tx, 3), rtol=1e-5)
+    given = hparams_of(client_optimizer="adam", client_optimizer_options="b2=0.9")
+    equal(
+        steps(given, [all_of(True)] * 3), plain(optax.adam(0.05, b2=0.9), 3), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("b3=1", "adamw has no option b3, expected one of b1, b2, eps"),
+        ("b1", "expected pairs such as"),
+        ("b1=x", "b1 is x, expected a number"),
+        ("b1=nan", "expected a finite number"),
+        ("weight_decay=1", "give --weight_decay"),
+        ("mask=1", "adamw has no option mask"),
+    ],
+)
+def test_other_options_are_refused(text, reason):
+    """One line says which there are."""
+    given = hparams_of(client_optimizer="adamw", client_optimizer_options=text)
+    with pytest.raises(ValueError, match=f"^--client_optimizer_options={text}.*"):
+        optimizer.check(given)
+    with pytest.raises(ValueError, match=reason):
+        optimizer.check(given)
+
+
+def chained(learning_rate):
+    """A clip of all stages together, and a rate that falls within a round."""
+    schedule = optax.cosine_decay_schedule(1.0, 5)
+    return optax.chain(
+        optax.clip_by_global_norm(0.7),
+        optax.sgd(learning_rate, momentum=0.9),
+        optax.scale_by_schedule(schedule),
+    )
+
+
+@pytest.mark.parametrize("given", [chained, chained(0.05)])
+def test_a_custom_one_sees_all_stages(given):
+    """Its clip is by the norm of all of them, so that it equals optax's own loop."""
+    hparams = hparams_of(client_optimizer=optimizer.custom(given))
+    found = steps(hparams, [all_of(True)] * 4)
+    equal(found, plain(chained(0.05), 4), rtol=1e-5)
+    apart = [plain(chained(0.05), 4, PARAMS[n : n + 1])[0] for n in (0, 1)]
+    assert not np.allclose(apart[1]["kernel"], found[1]["kernel"], rtol=1e-3)
+
+
+def test_a_custom_one_is_masked():
+    """What is frozen keeps its values and moments, and is left out of the norm."""
+    hparams = hparams_of(client_optimizer=optimizer.custom(chained))
+    first = (jnp.bool_(True), jnp.bool_(False))
+    found = steps(hparams, [first] * 3)
+    np.testing.assert_array_equal(found[1]["kernel"], PARAMS[1]["kernel"])
+    equal(found[0], plain(chained(0.05), 3, PARAMS[:1])[0], rtol=1e-5)
+    none = steps(hparams, [all_of(False)] * 2 + [all_of(True)] * 2)
+    equal(none, plain(chained(0.05), 2), rtol=1e-5)
+
+
+def entry_mask():
+    """One that trains single entries."""
+    every = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, bool), PARAMS)
+    every[0]["kernel"] = every[0]["kernel"].at[0].set(False)
+    return every
+
+
+def test_single_entries():
+    """Masks may be for single entries of a parameter."""
+    hparams = hparams_of(client_optimizer=optimizer.custom(chained))
+    found = steps(hparams, [entry_mask()] * 2)[0]["kernel"]
+    np.testing.assert_array_equal(found[0], PARAMS[0]["kernel"][0])
+    assert (np.asarray(found[1]) != PARAMS[0]["kernel"][1]).all()
+
+
+def narrowing(params):
+    """An init whose state cannot be masked."""
+    return {"first": params[0]["kernel"]}
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (5, "got a int"),
+        (lambda rate: 3, "got a int"),
+        (lambda: optax.sgd(0.1), "expected a function of the learning rate"),
+        (optax.lbfgs(), "fails on gradients and parameters alone .*value"),
+        (
+            optax.GradientTransformation(narrowing, lambda g, s, p: (g, s)),
+            "fails on gradients and parameters alone",
+        ),
+        (
+            optax.stateless(lambda g, p: jax.tree.map(lambda x: x[None], g)),
+            "changes the shapes",
+        ),
+    ],
+)
+def test_what_is_no_optimizer(given, reason):
+    """One line says what came and what was expected."""
+    with pytest.raises(ValueError, match=f"^client_optimizer: .*{reason}"):
+        optimizer.custom(given)
+
+
+def test_fingerprints():
+    """Equal functions have one text, other numbers another, arrays count too."""
+
+    def made(decay, scale=1.0):
+        return optimizer.custom(
+            lambda rate: optax.chain(
+                optax.adamw(rate, b1=decay),
+                optax.stateless(lambda g, p: jax.tree.map(lambda x: x * scale, g)),
+            )
+        )
+
+    texts = [optimizer.fingerprint(made(decay)) for decay in (0.9, 0.9, 0.8)]
+    assert texts[0] == texts[1] != texts[2]
+    arrays = [optimizer.fingerprint(made(0.9, jnp.full(3, x))) for x in (1.0, 2.0)]
+    assert arrays[0] != arrays[1]
+
+
+def test_a_kept_state_must_not_depend_on_the_parameters():
+    """It is made before they are there."""
+    given = optax.contrib.schedule_free_adamw
+    own = optimizer.custom(given)
+    optimizer.check(hparams_of(client_optimizer=own))
+    with pytest.raises(ValueError, match="^--optimizer_state=persist: .* give reset$"):
+        optimizer.check(hparams_of(client_optimizer=own, optimizer_state="persist"))
+    for name in optimizer.NAMES:
+        tx = optimizer.make(hparams_of(client_optimizer=name), 0.1)
+        one, other = (
+            optimizer.init(tx, jax.tree.map(lambda leaf, v=v: leaf * v, PARAMS))
+            for v in (0, 1)
+        )
+        equal(one, other)
+
+
+def test_check_needs_no_other_options():
+    """Algorithms without `optimizer_state` may have an optimizer, too."""
+    given = {"client_optimizer": "sgd", "client_optimizer_options": ""}
+    given |= {"weight_decay": 0.0, "client_momentum": 0.0}
+    optimizer.check(python_types.SimpleNamespace(**given))

@@ -1,0 +1,228 @@
+"""Optimizers as a user gives them: by name, as objects, at the server."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+from launch import build
+
+GEN = np.random.default_rng(0)
+X = GEN.normal(size=(48, 5)).astype(np.float32)
+Y = (X[:, 0] > 0).astype(int)
+COMMON = {
+    "dataset": (X, Y, np.arange(48) // 12),
+    "preset": "none",
+    "rounds": 2,
+    "batch_size": 12,
+    "normalization": "none",
+}
+
+
+def made(**given):
+    """A small experiment."""
+    return build.experiment(**{"algo": "fedavg", "model": "mlp"} | COMMON | given)
+
+
+def ran(**given):
+    """The same after its rounds."""
+    experiment = made(**given)
+    experiment.run(progress=False)
+    return experiment
+
+
+def loaded(folder, **given):
+    """The run in a folder, with its data."""
+    return build.load(folder, dataset=COMMON["dataset"], **given)
+
+
+def chained(learning_rate):
+    """A clip, AdamW and a cosine within a round."""
+    return optax.chain(
+        optax.clip_by_global_norm(0.5),
+        optax.adamw(optax.cosine_decay_schedule(learning_rate, 4), weight_decay=0.1),
+    )
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Four clients of one batch: (start, the model of two rounds) by name."""
+    names = "none", "sgd", "adam", "adagrad", "yogi"
+    return {name: _server_of(name) for name in names}
+
+
+def _server_of(name):
+    more = {} if name == "none" else {"server_lr": 0.1, "server_momentum": 0.5}
+    given = {"server_optimizer": name, "client_lr": 0.3, "local_epochs": 1} | more
+    experiment = made(test_split="pool", **given)
+    out = []
+    for until in range(3):
+        experiment.run(until, progress=False)
+        out.append(jax.tree.map(np.asarray, experiment.client_model().variables.params))
+    return out
+
+
+def test_a_chain_equals_optax_alone():
+    """One client's round is optax's own loop over its batches, with one global clip."""
+    module = nn.Sequential([nn.Dense(7), nn.relu, nn.Dense(2)])
+    given = {"model": module, "num_clients": 1, "partition": "iid", "rounds": 1}
+    given |= {"dataset": (X, Y), "test_split": "pool", "local_epochs": 4}
+    experiment = made(client_optimizer=chained, client_lr=0.05, **given)
+    start = jax.tree.map(jnp.asarray, experiment.client_model().variables.params)
+    experiment.run(progress=False)
+    rows = np.asarray(experiment.data.partition.train.row).ravel()
+    rows = rows[rows >= 0]
+    # One batch has all rows, so that their order does not matter.
+    assert experiment.hparams.batch_size < len(rows)
+    experiment = made(
+        client_optimizer=chained, client_lr=0.05, **given | {"batch_size": len(rows)}
+    )
+    experiment.run(progress=False)
+    found = experiment.client_model().variables.params
+
+    def loss(params):
+        logits = experiment.client_model().model.forward(params, ({},), X[rows])[0]
+        pairs = optax.softmax_cross_entropy_with_integer_labels(logits, Y[rows])
+        return pairs.mean()
+
+    tx = chained(0.05)
+    params, state = start, tx.init(start)
+    for _ in range(4):
+        update, state = tx.update(jax.grad(loss)(params), state, params)
+        params = optax.apply_updates(params, update)
+    for one, other in zip(*map(jax.tree.leaves, (found, params)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adagrad", "yogi"])
+def test_the_servers_optimizer_equals_numpy(name, server):
+    """Two rounds along the mean change, that of the first round being FedAvg's."""
+    start, plain, _ = map(jax.tree.leaves, server["none"])
+    begin, first, _ = map(jax.tree.leaves, server[name])
+    for x, same, mean, got in zip(start, begin, plain, first, strict=True):
+        np.testing.assert_array_equal(x, same)
+        change = np.float64(mean) - x
+        step = change
+        if name != "sgd":
+            v = {"adam": 0.99e-6, "adagrad": 1e-6, "yogi": 1e-6}[name]
+            v = v + (1 if name == "adagrad" else 0.01) * change**2
+            if name == "yogi":
+                v = 1e-6 - 0.01 * change**2 * np.sign(1e-6 - change**2)
+            step = 0.5 * change / (np.sqrt(v) + 1e-3)
+        np.testing.assert_allclose(got, x + 0.1 * step, rtol=1e-3, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["fedavgm", "fedyogi"])
+def test_stopped_and_resumed(name, tmp_path):
+    """The moments are part of the state."""
+    whole = ran(algo=name, rounds=3)
+    stopped = made(algo=name, rounds=3, workdir=str(tmp_path / "run"))
+    stopped.run(1, progress=False)
+    again = loaded(tmp_path / "run")
+    assert again.round == 1
+    again.run(progress=False)
+    pairs = (one.client_model().variables for one in (whole, again))
+    for one, other in zip(*map(jax.tree.leaves, pairs), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["ditto", "apfl", "pfedsd"])
+def test_personal_methods_take_one(name):
+    """Their own models are served as before, and the run differs from FedAvg's mean."""
+    one, other = (
+        ran(algo=name, server_optimizer=kind, **more)
+        for kind, more in (("none", {}), ("adam", {"server_lr": 0.01}))
+    )
+    assert one.predict(0, X).shape == other.predict(0, X).shape == (48, 2)
+    assert not np.allclose(one.predict(None, X), other.predict(None, X), atol=1e-4)
+
+
+def test_a_custom_one_belongs_to_a_run(tmp_path):
+    """Another one is another run; a folder asks for it; the rate can be swept."""
+    folder = str(tmp_path / "run")
+    ran(client_optimizer=chained, workdir=folder)
+    with pytest.raises(ValueError, match="own_chained was a custom optimizer; give"):
+        loaded(folder)
+    again = loaded(folder, client_optimizer=chained, rounds=3)
+    assert (again.round, str(again.hparams.client_optimizer)) == (2, "own_chained")
+    again.run(progress=False)
+    with pytest.raises(ValueError, match="own_chained, not own_adamw"):
+        loaded(folder, client_optimizer=optax.adamw)
+    swept = ran(client_optimizer=optax.adamw, sweep={"client_lr": [0.001, 0.1]})
+    first, last = (swept.predict(None, X, point=point) for point in swept.points)
+    assert not np.allclose(first, last, atol=1e-3)
+
+
+def test_a_fixed_one_has_its_own_rate(tmp_path):
+    """It can be resumed, and options without an effect are refused."""
+    folder = str(tmp_path / "run")
+    tx = optax.adam(0.01)
+    ran(client_optimizer=tx, workdir=folder)
+    loaded(folder, client_optimizer=tx, rounds=3).run(progress=False)
+    for more in ({"client_lr": 0.1}, {"sweep": {"client_lr": [0.1, 0.2]}}):
+        with pytest.raises(ValueError, match="no effect with client_optimizer=own_"):
+            made(client_optimizer=tx, **more)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"client_optimizer": "adamz"}, "--client_optimizer=adamz: expected one of"),
+        ({"client_optimizer": 5}, "client_optimizer: expected a name, an optax"),
+        (
+            {"client_optimizer": optax.adamw, "weight_decay": 0.1},
+            "--weight_decay=0.1 has no effect",
+        ),
+        (
+            {"algo": "majority", "batch_size": None, "client_optimizer": optax.adamw},
+            "--client_optimizer belongs to .*; --algo=majority has no such flag",
+        ),
+        (
+            {"algo": "scaffold", "client_optimizer": optax.adamw},
+            "--client_optimizer=own_adamw has no effect with scaffold",
+        ),
+        (
+            {"algo": "scaffold", "server_optimizer": "adam"},
+            "--server_optimizer=adam has no effect with scaffold, whose server has",
+        ),
+        (
+            {"algo": "cdkt", "server_optimizer": "adam"},
+            "--server_optimizer belongs to .*; --algo=cdkt has no such flag",
+        ),
+        ({"server_momentum": 0.5}, "no effect with --server_optimizer=none"),
+        (
+            {"server_optimizer": "adam", "eval_model": "stale"},
+            "no effect with --eval_model=stale",
+        ),
+        (
+            {
+                "algo": "depthfl",
+                "model": None,
+                "client_optimizer": optax.adamw,
+                "optimizer_state": "persist",
+            },
+            "--optimizer_state=persist: .*; give reset",
+        ),
+    ],
+)
+def test_bad_input(given, reason):
+    """One line each."""
+    with pytest.raises(ValueError, match=reason) as error:
+        made(**given)
+    assert "\n" not in str(error.value)
+
+
+def test_every_frame_takes_a_custom_one():
+    """Stages, phases, peers, levels and proxies, with states that persist or not."""
+    image = GEN.normal(size=(40, 8, 8, 1)).astype(np.float32)
+    data = {"dataset": (image, np.arange(40) % 2, np.arange(40) // 10)}
+    for algo, more in {
+        "fedrep": {"model": "mlp"},
+        "dfedavg": {"model": "mlp", "num_peers": 2, "optimizer_state": "persist"},
+        "heterofl": {"model": "mlp", "level_mix": "1:1"},
+        "fedict": {"model": "mlp", "optimizer_state": "persist"},
+    }.items():
+        experiment = ran(algo=algo, client_optimizer=optax.adamw, **data | more)
+        assert np.isfinite(experiment.predict(0, image)).all(), algo
