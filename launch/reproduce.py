@@ -44,9 +44,10 @@ def available(dataset: str, data_dir: str) -> str:
     """
     dataset = "emnist/byclass" if dataset == "femnist" else dataset
     known = [*loaders.DATASETS, *texts.TEXTS]
-    if dataset not in known and not dataset.startswith("npz:"):
+    if dataset not in known and not loaders.is_own(dataset):
         raise ValueError(
-            f"--dataset={dataset}: expected one of {', '.join(known)} or npz:PATH"
+            f"--dataset={dataset}: expected one of "
+            f"{', '.join([*known, *loaders.FILES])}"
         )
     if dataset == "mnist":
         try:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from data import files
+from data import files, loaders
 from fedjax_pfl import checkpoint
 from launch.config import flagfile, resolve
 from launch.folder import finished, lock, tracking
@@ -26,8 +26,8 @@ RUN_FLAGS, METRICS = finished.RUN_FLAGS, finished.METRICS
 def default_name(config: Any) -> str:
     """runs/<algo>-<dataset>-seed<seed>[-<last seed>]."""
     dataset = config.dataset
-    if dataset.startswith("npz:"):
-        dataset = pathlib.Path(dataset.removeprefix("npz:")).stem
+    if loaders.is_own(dataset) and ":" in dataset:
+        dataset = pathlib.Path(dataset.partition(":")[2]).stem
     dataset = dataset.replace("/", "_")
     last = f"-{config.seed + config.num_seeds - 1}" if config.num_seeds > 1 else ""
     return f"runs/{config.algo}-{dataset}-seed{config.seed}{last}"
