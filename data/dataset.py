@@ -14,6 +14,9 @@ class Dataset(NamedTuple):
         num_train: Rows of the official train split. The others are the test split.
         num_classes: Y, or the number of words V.
         client: int32[N], the natural owner of each row, or None.
+        classes: The names of the classes, None if they are numbers 0..Y-1.
+        owners: The names of the owners, None if they are numbers 0, 1, ...
+        notes: Lines about how the data were taken, such as how labels are numbered.
     """
 
     image: np.ndarray
@@ -21,6 +24,9 @@ class Dataset(NamedTuple):
     num_train: int
     num_classes: int
     client: np.ndarray | None = None
+    classes: tuple[str, ...] | None = None
+    owners: tuple[str, ...] | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def is_text(self) -> bool:
@@ -28,22 +34,32 @@ class Dataset(NamedTuple):
         return self.label.ndim == 2
 
 
-def with_large_owners(source: Dataset, least: int) -> tuple[Dataset, int]:
+def owner_names(source: Dataset) -> tuple[str, ...]:
+    """The name of each owner, which is its number where it has no other."""
+    return source.owners or tuple(map(str, range(int(source.client.max()) + 1)))
+
+
+def with_large_owners(source: Dataset, least: int) -> tuple[Dataset, dict[str, int]]:
     """Drops the rows of owners that have fewer than `least`.
 
     Returns:
-        (the data set of the others, numbered 0, 1, ... again; how many were dropped).
+        (the data set of the others, numbered 0, 1, ... again; the rows of each owner
+        that was dropped, by its name).
     """
-    is_large = np.bincount(source.client) >= least
+    size, names = np.bincount(source.client), owner_names(source)
+    is_large = size >= least
+    dropped = {names[k]: int(size[k]) for k in np.flatnonzero(~is_large)}
+    if not dropped:
+        return source, dropped
     kept = is_large[source.client]
     client = np.cumsum(is_large)[source.client[kept]].astype(np.int32) - 1
     is_train = np.arange(len(kept)) < source.num_train
-    dropped = int((~is_large).sum())
     return source._replace(
         image=source.image[kept],
         label=source.label[kept],
         num_train=int((kept & is_train).sum()),
         client=client,
+        owners=tuple(names[k] for k in np.flatnonzero(is_large)),
     ), dropped
 
 
@@ -71,8 +87,16 @@ def rotated(source: Dataset, angles: int) -> Dataset:
     for number in range(angles):
         turned[angle == number] = np.rot90(image[angle == number], number, (1, 2))
     label = (angle * source.num_classes + source.label).astype(np.int32)
+    names = source.classes and tuple(
+        f"{name}, {90 * number} degrees"
+        for number in range(angles)
+        for name in source.classes
+    )
     return source._replace(
-        image=turned, label=label, num_classes=angles * source.num_classes
+        image=turned,
+        label=label,
+        num_classes=angles * source.num_classes,
+        classes=names,
     )
 
 

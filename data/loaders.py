@@ -16,14 +16,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import dataset, npz, texts
+from data import arrays, dataset, frames, images, npz, texts
 from data.builders import cinic10, tiny_imagenet
 
 TFDS_HOST = "storage.googleapis.com"
 PATHMNIST = "pathmnist.npz"
 DEBIAN_FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")
-MAX_CLASSES = 100_000
-ARRAYS = "arrays"  # the name of a data set that was given as arrays
+ARRAYS = "arrays"  # the name of a data set that was given in memory
+FILES = {
+    "npz:PATH": "your own arrays x, y and optionally client",
+    "csv:PATH": "your own table, with columns --label and optionally --owner",
+    "images:PATH": "your own folder of images, class/file or owner/class/file",
+}
 IDX_FILES = (
     ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -222,12 +226,12 @@ def load_pathmnist(data_dir: str) -> dataset.Dataset:
     parts = ("train", "test")
     names = [f"{part}_{kind}" for part in parts for kind in ("images", "labels")]
     try:
-        arrays = npz.read(path, names)
+        found = npz.read(path, names)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; fetch it again") from error
     images, labels = [], []
     for part in parts:
-        image, label = arrays[f"{part}_images"], arrays[f"{part}_labels"]
+        image, label = found[f"{part}_images"], found[f"{part}_labels"]
         if image.dtype != np.uint8 or image.shape[1:] != (28, 28, 3) or not len(image):
             raise ValueError(
                 f"{path}: {part}_images must be uint8 [N, 28, 28, 3], got "
@@ -255,90 +259,17 @@ def load_pathmnist(data_dir: str) -> dataset.Dataset:
     )
 
 
-def load_npz(path: str, flag: str = "dataset") -> dataset.Dataset:
-    """A user's npz file with `x`, `y` and optionally `client`; see `from_arrays`."""
+def load_npz(path: str, flag: str = "dataset", layout: str = "auto") -> dataset.Dataset:
+    """A user's npz file with `x`, `y` and optionally `client`; see `arrays`."""
     where = f"--{flag}=npz:{path}"
     try:
-        arrays = npz.read(pathlib.Path(path), ("x", "y"), ("client",))
+        found = npz.read(pathlib.Path(path), ("x", "y"), ("client",))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    return from_arrays(arrays["x"], arrays["y"], arrays.get("client"), where)
-
-
-def from_arrays(
-    x: Any, y: Any, client: Any = None, where: str = "dataset"
-) -> dataset.Dataset:
-    """A data set of a user's arrays.
-
-    Args:
-        x: uint8 or float [N, H, W, C] or [N, D].
-        y: Integers [N], the labels 0, 1, 2, ...
-        client: Integers [N], the owner of each row, or None.
-        where: The name of the arrays in errors.
-
-    Raises:
-        ValueError: one line: what came, what was expected.
-    """
-    try:
-        x, y = np.asarray(x), np.asarray(y)
-    except ValueError as error:
-        raise ValueError(
-            f"{where}: x and y must be one array each, got ragged ones; join train and "
-            "test rows, which --test_split divides"
-        ) from error
-    if x.ndim not in (2, 4) or not (
-        x.dtype == np.uint8 or np.issubdtype(x.dtype, np.floating)
-    ):
-        raise ValueError(
-            f"{where}: x must be uint8 or float of shape [N, H, W, C] or [N, D], got "
-            f"{x.dtype} {list(x.shape)}"
-        )
-    if x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[1] < x.shape[2] == x.shape[3]:
-        raise ValueError(
-            f"{where}: x {list(x.shape)} looks like [N, C, H, W]; give [N, H, W, C], "
-            "that is x.transpose(0, 2, 3, 1)"
-        )
-    if y.ndim != 1 or len(x) != len(y) or not np.issubdtype(y.dtype, np.integer):
-        raise ValueError(
-            f"{where}: y must be integers [{len(x)}], got {y.dtype} {list(y.shape)}"
-        )
-    if 0 in x.shape[1:]:
-        raise ValueError(f"{where}: x has empty examples of shape {list(x.shape[1:])}")
-    if not len(y) or y.min() < 0:
-        raise ValueError(f"{where}: labels must be 0, 1, 2, ...")
-    if y.max() >= MAX_CLASSES:
-        # Every class costs a row of the model's last layer, even if it never occurs.
-        raise ValueError(
-            f"{where}: y has the label {y.max()}, at most {MAX_CLASSES - 1} is "
-            "possible; number the classes 0, 1, 2, ..."
-        )
-    if client is not None:
-        client = np.asarray(client)
-        if client.shape != y.shape or not np.issubdtype(client.dtype, np.integer):
-            raise ValueError(
-                f"{where}: client must be integers [{len(y)}], got {client.dtype} "
-                f"{list(client.shape)}"
-            )
-        client = np.unique(client, return_inverse=True)[1].astype(np.int32)
-    image = x if x.dtype == np.uint8 else _as_float32(x, where)
-    return dataset.Dataset(image, y.astype(np.int32), len(y), int(y.max()) + 1, client)
-
-
-def _as_float32(x: np.ndarray, source: str) -> np.ndarray:
-    """Converts floats to f32, any two of which have a finite difference.
-
-    Raises:
-        ValueError: nan, infinity, or a number beyond float32's range.
-    """
-    largest = max(float(x.max()), -float(x.min()))
-    if not np.isfinite(largest):
-        raise ValueError(f"{source}: x holds nan or infinity")
-    if largest > float(np.finfo(np.float32).max) / 4:
-        raise ValueError(
-            f"{source}: x holds {largest:.3g}, which is beyond the range of float32; "
-            "scale it"
-        )
-    return x.astype(np.float32)
+    given = found["x"], found["y"], found.get("client"), where
+    # Labels of a public set are never read.
+    least = 2 if flag == "dataset" else 1
+    return arrays.from_arrays(*given, layout=layout, least_classes=least)
 
 
 def _from_tfds(name: str) -> Callable[[str], dataset.Dataset]:
@@ -401,6 +332,12 @@ DATASETS: dict[str, Source] = {
 }
 
 
+def is_own(name: str) -> bool:
+    """Whether a data set is a user's own: one of `FILES`, or arrays in memory."""
+    kinds = [one.partition(":")[0] for one in FILES]
+    return name == ARRAYS or (":" in name and name.partition(":")[0] in kinds)
+
+
 def load(
     name: str,
     data_dir: str,
@@ -408,15 +345,20 @@ def load(
     *,
     text_length: int = 0,
     owners: str = "book",
+    layout: str = "auto",
+    label: str = "",
+    owner: str = "",
 ) -> dataset.Dataset:
-    """Loads a data set by name, or `npz:PATH`.
+    """Loads a data set by name, or a user's own, one of `FILES`.
 
     Args:
-        name: A key of `DATASETS` or `texts.TEXTS`, or `npz:PATH`.
+        name: A key of `DATASETS` or `texts.TEXTS`, or one of `FILES` with a path.
         data_dir: The folder of files, "" = none.
         flag: The flag that names it, for errors.
         text_length: Tokens of a row of a text, 0 = as the text says.
         owners: The kind of owners of a text's rows, one of `texts.OWNERS`.
+        layout: How images lie in an npz file, one of `arrays.LAYOUTS`.
+        label, owner: The columns of a CSV file, see `frames.from_frame`.
 
     Raises:
         ValueError: one line: what is missing, and how to get it.
@@ -424,16 +366,21 @@ def load(
     text = texts.TEXTS.get(name) if flag == "dataset" else None
     if text is not None:
         return text.load(data_dir, text_length or text.default_length, owners)
-    if name.startswith("npz:"):
-        return load_npz(name[len("npz:") :], flag)
+    kind, _, path = name.partition(":")
+    if kind == "npz" and is_own(name):
+        return load_npz(path, flag, layout)
+    if kind == "csv" and is_own(name):
+        return frames.from_csv(path, label, owner, flag)
+    if kind == "images" and is_own(name):
+        return images.from_folder(path, flag)
     if name == ARRAYS:
         raise ValueError(
-            f"--{flag}={ARRAYS} were arrays in memory; give dataset=(x, y)"
+            f"--{flag}={ARRAYS} were in memory; give dataset=(x, y), or the DataFrame"
         )
     if name not in DATASETS:
         known = [*DATASETS, *(texts.TEXTS if flag == "dataset" else ())]
         raise ValueError(
-            f"--{flag}={name}: expected one of {', '.join(known)} or npz:PATH"
+            f"--{flag}={name}: expected one of {', '.join([*known, *FILES])}"
         )
     try:
         return DATASETS[name].load(data_dir)

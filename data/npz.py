@@ -64,7 +64,7 @@ def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
         except ValueError as error:
             reason = f": {error}"
             if "Object arrays" in str(error):
-                reason = " holds pickled Python objects; numbers are needed"
+                reason = " holds pickled Python objects; give numbers or astype(str)"
             raise ValueError(f"{name}{reason}") from error
         if member.read(1):
             raise ValueError(f"{name} is longer than its header says")

@@ -326,6 +326,8 @@ _PARTS = {"round", "host", "arrays", "files"}
 def _manifest(path: pathlib.Path) -> dict:
     """The manifest of a checkpoint, whose other files are not read."""
     try:
+        if not (path / MANIFEST).is_file():  # a pipe would wait
+            raise FileNotFoundError
         wrapped = json.loads((path / MANIFEST).read_text())
         text = wrapped["body"]
         intact = hashlib.sha256(text.encode()).hexdigest() == wrapped["sha256"]

@@ -147,7 +147,8 @@ class Experiment(Run):
     ) -> np.ndarray:
         """Probabilities f32[N, Y] of the classes by a model, see `client_model`.
 
-        The images [N, ...] are as in the data set, and are fitted and normalised here.
+        The images [N, ...] are as in the data set, and are laid out, fitted and
+        normalised here. The columns are in the order of `classes`.
         """
         return self.client_model(client_id, seed, point).predict(images)
 
@@ -161,7 +162,7 @@ class Experiment(Run):
     ) -> dict[str, float]:
         """Accuracy (0..1) and mean cross-entropy of a model, see `client_model`.
 
-        `x` are images [N, ...] as in the data set, and `y` their labels, integers [N].
+        `x` are images [N, ...] and `y` their labels [N], both as in the data set.
         """
         return self.client_model(client_id, seed, point).evaluate(x, y)
 
@@ -192,7 +193,10 @@ class Experiment(Run):
         return frames.of(self.metrics)
 
     def partition_counts(self, seed: int | None = None) -> pandas.DataFrame:
-        """Train examples of each client (lines) and class; None = the first seed."""
+        """Train examples of each client (lines) and class; None = the first seed.
+
+        Classes have their names, and `owners` has those of the clients.
+        """
         return frames.partition_counts(self, seed)
 
     def plot(self, kind: str = "curves", metric: str = "") -> Any:
@@ -232,7 +236,8 @@ def experiment(**given: Any) -> Experiment:
 
     * `algo`: a custom algorithm, a module or any object with a dataclass `HParams` and
       a function `make`;
-    * `dataset`: arrays `(x, y)` or `(x, y, client)`, see `loaders.from_arrays`;
+    * `dataset`: arrays `(x, y)` or `(x, y, client)`, see `arrays.from_arrays`, or a
+      pandas DataFrame with the columns `label=` and `owner=`;
     * `model`, `client_model`: a flax linen or nnx module, a class or function that
       makes an nnx module of `rngs`, a pair of functions `(init, apply)`, a list of
       these (its stages, for methods that treat layers differently), or a function of

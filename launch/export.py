@@ -21,7 +21,9 @@ class Options:
     client: int = option(-1, "the client to export, -1 = the server")
     seed: int = option(-1, "one of the run's seeds, -1 = its first")
     data_dir: str = option("", "folder of the data set, if it moved")
-    dataset: str = option("", "npz:PATH of the data, if the file moved")
+    dataset: str = option(
+        "", "npz:PATH, csv:PATH or images:PATH of the data, if they moved"
+    )
 
 
 @ending.command

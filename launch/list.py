@@ -57,7 +57,7 @@ def main() -> None:
         "data sets (--dataset)": {
             name: entry.help for name, entry in (loaders.DATASETS | texts.TEXTS).items()
         }
-        | {"npz:PATH": "your own arrays x, y and optionally client"},
+        | loaders.FILES,
         "models (--model, --client_model), hidden channels x --model_width": {
             name: models.describe(name) for name in models.MODELS
         },

@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data import loaders, texts
+from data import files, loaders, texts
 from fedjax_pfl import levels
 from fedjax_pfl.options import option
 from launch import cells, ending
@@ -44,9 +44,10 @@ def available(dataset: str, data_dir: str) -> str:
     """
     dataset = "emnist/byclass" if dataset == "femnist" else dataset
     known = [*loaders.DATASETS, *texts.TEXTS]
-    if dataset not in known and not dataset.startswith("npz:"):
+    if dataset not in known and not loaders.is_own(dataset):
         raise ValueError(
-            f"--dataset={dataset}: expected one of {', '.join(known)} or npz:PATH"
+            f"--dataset={dataset}: expected one of "
+            f"{', '.join([*known, *loaders.FILES])}"
         )
     if dataset == "mnist":
         try:
@@ -110,6 +111,7 @@ class Cells:
         if self._path is None or not self._path.exists():
             return {}
         try:
+            files.check(self._path, "a file of cells")
             return dict(json.loads(self._path.read_text()))
         except (ValueError, TypeError, OSError) as error:
             line = f"--cells={self._path} is not a file of cells: {error}"

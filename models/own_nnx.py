@@ -170,11 +170,13 @@ class Stage:
             out = module(x, **modes)
         if not (train and old):
             return out, {"stats": old} if old else {}
-        state = _split(module)[2]
-        found = dict(zip(Group.of(state).names, jax.tree.leaves(state), strict=True))
-        # What a call adds, such as a sown value, is left out.
+        found = {
+            tuple(map(str, path)): jax.tree.leaves(variable)
+            for path, variable in nnx.to_flat_state(_split(module)[2])
+        }
+        # What a call adds, such as sown values, is left out.
         group = self._groups[1]
-        return out, {"stats": group.nested(found[name] for name in group.names)}
+        return out, {"stats": group.nested(found[name][0] for name in group.names)}
 
     def merged(self, variables: Mapping[str, Any], key: jax.Array) -> nnx.Module:
         """A new module with these variables, whose random streams start from a key."""

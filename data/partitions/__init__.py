@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import dataset
+from data import dataset, labels
 from data.partitions import (
     cdkt,
     classes,
@@ -188,12 +188,15 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
             )
         pool = pool[:wanted]
     too_few = len(pool) < spec.min_examples * spec.num_clients
-    if too_few and not spec.partition.startswith("cdkt"):
+    # Sizes of owners are checked below, where those that are too small are named.
+    if too_few and spec.partition not in ("cdkt", "cdkt_paper", "natural"):
         raise ValueError(
             f"--num_clients={spec.num_clients}: {len(pool)} examples are too few, "
             f"{spec.min_examples} for each client are needed; lower it"
         )
     drawn = _draw(source, pool, spec, gen)
+    if spec.partition == "natural":
+        _check_owners(drawn.count, source, spec)
     _check_sizes(drawn.count, spec)
     owned = parts.Parts(pool[drawn.row], drawn.count)
     train, test = held_out.split(owned, source.label, spec.test_split, seed)
@@ -220,6 +223,25 @@ def export(split: Split, path: str) -> None:
     file.write(pathlib.Path(path).expanduser(), file.Rows(*split))
 
 
+def _check_owners(
+    sizes: np.ndarray, source: dataset.Dataset, spec: PartitionSpec
+) -> None:
+    """Refuses owners that are too small, all of them in one line."""
+    small = np.flatnonzero(sizes < spec.min_examples)
+    names = dataset.owner_names(source)
+    if not len(small):
+        return
+    cure = "lower --num_clients"
+    if not source.is_text:
+        cure = f"drop them with --min_owner_examples={spec.min_examples} or more, or "
+        cure += "lower --num_clients"
+    raise ValueError(
+        f"--partition=natural leaves {len(small)} of {spec.num_clients} owners with "
+        f"fewer than {spec.min_examples} examples (--min_examples): "
+        f"{labels.sized({names[k]: int(sizes[k]) for k in small})}; {cure}"
+    )
+
+
 def _check_sizes(sizes: np.ndarray, spec: PartitionSpec) -> None:
     worst = int(sizes.argmin())
     if sizes[worst] >= spec.min_examples:
@@ -233,7 +255,6 @@ def _check_sizes(sizes: np.ndarray, spec: PartitionSpec) -> None:
     cause, cure = {
         "client_dirichlet": (f"--num_clients={spec.num_clients}", "lower it"),
         "pathological": (f"--num_clients={spec.num_clients}", "lower it"),
-        "natural": ("--partition=natural", "drop that client"),
         "classes": ("--client_classes", "give it another class"),
     }.get(spec.partition, (f"--partition={spec.partition}", "take another one"))
     raise ValueError(

@@ -80,14 +80,18 @@ def resolve(
         "public_images": getattr(entry, "public_images", False) and not has_images,
     }
     partition = config.partition or presets.values(config.preset, facts)["partition"]
-    is_own = name == loaders.ARRAYS or name.startswith("npz:")
-    if is_own and config.partition is None:
+    if loaders.is_own(name) and config.partition is None:
         # A paper's users exist for its own data only, and a user's arrays have owners.
         partition = "client_dirichlet" if source.client is None else "natural"
     if source.is_text and config.partition is None:
         partition = "contiguous"
     rules = presets.values(config.preset, facts | {"partition": partition})
     rules["partition"] = partition
+    if config.min_owner_examples and partition != "natural":
+        raise ValueError(
+            f"--min_owner_examples={config.min_owner_examples} has no effect with "
+            f"--partition={partition}; omit it, or give --partition=natural"
+        )
     if partition == "natural":
         least = config.min_examples
         if "min_examples" not in is_given:
@@ -153,6 +157,42 @@ def _of_text(name: str, source: dataset.Dataset) -> dict[str, Any]:
     }
 
 
+def check_own(config: schema.Config, *, is_table: bool = False) -> None:
+    """Refuses options of a user's own data on other data.
+
+    Args:
+        config: From `configure`.
+        is_table: Whether the data were given as a DataFrame.
+
+    Raises:
+        ValueError: one line.
+    """
+    name, is_csv = config.dataset, config.dataset.startswith("csv:")
+    for flag in ("label", "owner"):
+        value = getattr(config, flag)
+        if value and not (is_table or is_csv):
+            raise ValueError(
+                f"--{flag}={value} is a column of a CSV file or DataFrame, and "
+                f"--dataset={name} is not one; omit it"
+            )
+    has_axes = name.startswith("npz:") or (name == loaders.ARRAYS and not is_table)
+    if config.layout != "auto" and not has_axes:
+        raise ValueError(
+            f"--layout={config.layout} is for your own arrays (npz:PATH), and "
+            f"--dataset={name} has its own; omit it"
+        )
+    if config.layout == "ntc" and config.rotate_classes > 1:
+        raise ValueError(
+            f"--rotate_classes={config.rotate_classes} turns images, and with "
+            "--layout=ntc examples are series; omit it"
+        )
+    if config.min_owner_examples and name in texts.TEXTS:
+        raise ValueError(
+            f"--min_owner_examples={config.min_owner_examples}: owners of a text are "
+            "left out by --min_examples; give that"
+        )
+
+
 def check_text(config: schema.Config) -> None:
     """Refuses options of images on a text, and those of a text on images.
 
@@ -209,21 +249,21 @@ _OF_TEXT = ("contiguous", "iid", "natural")
 def _owners(config: schema.Config, source: dataset.Dataset, least: int) -> int:
     """The number of owners in the data; refuses a partition that needs more.
 
-    Owners of a text count if they have at least `least` rows.
+    Owners of a text count if they have at least `least` rows, and other owners with
+    `--min_owner_examples`.
     """
     if source.client is None:
         raise ValueError(
             f"--partition=natural: --dataset={config.dataset} has no client ids; take "
             "another partition, or data with owners, such as an npz file with an array "
-            "`client` or the text kjv"
+            "`client`, a table with --owner or the text kjv"
         )
-    owners = int(source.client.max()) + 1
-    if source.is_text:
-        owners = int((np.bincount(source.client) >= least).sum())
-        if not owners:
-            raise ValueError(
-                f"--min_examples={least}: every owner has fewer rows; lower it"
-            )
+    flag = "min_examples" if source.is_text else "min_owner_examples"
+    if not source.is_text:
+        least = config.min_owner_examples
+    owners = int((np.bincount(source.client) >= least).sum())
+    if not owners:
+        raise ValueError(f"--{flag}={least}: every owner has fewer rows; lower it")
     if config.num_clients is not None and config.num_clients > owners:
         raise ValueError(
             f"--num_clients={config.num_clients}: the data have {owners} clients"
@@ -239,7 +279,7 @@ def _model(name: str, source: dataset.Dataset, wanted: str | None) -> str:
     if name in loaders.DATASETS:
         return wanted or loaders.DATASETS[name].default_model
     # Two convolutions with pooling leave nothing of smaller images.
-    if image.ndim == 2 or min(image.shape[1:3]) < 16:
+    if image.ndim < 4 or min(image.shape[1:3]) < 16:
         return "mlp"
     return wanted or "fedavg_cnn"
 

@@ -7,8 +7,8 @@ adds are in its `HParams`.
 import dataclasses
 from typing import Any
 
+from data import arrays, partitions, texts
 from data import dataset as dataset_lib
-from data import partitions, texts
 from fedjax_pfl import augment, measures, options
 from launch.config import presets
 
@@ -81,7 +81,24 @@ class Data:
     """The examples, and how they are split over clients."""
 
     dataset: str = option(
-        "mnist_5k", "a data set's name, or npz:PATH for your arrays", label="always"
+        "mnist_5k",
+        "a data set's name, or your own: npz:PATH, csv:PATH, images:PATH",
+        label="always",
+    )
+    layout: str = option(
+        "auto",
+        "the axes of your own x: images nhwc, nchw or nhw (gray), or a series ntc for "
+        "a custom model; auto = by the shape",
+        choices=arrays.LAYOUTS,
+    )
+    label: str = option(
+        "",
+        "column of the labels of a CSV file or DataFrame; default label, y, target or "
+        "class",
+    )
+    owner: str = option("", "column of the owners of a CSV file's or DataFrame's rows")
+    min_owner_examples: int = option(
+        0, "leave owners with fewer rows out (natural), 0 = keep all", minimum=0
     )
     data_dir: str = option(
         "", "folder of the data set's files or prepared tfds data", role=EXECUTION

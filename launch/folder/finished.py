@@ -22,6 +22,8 @@ RUN_FLAGS, METRICS, CLIENTS = "run.flags", "metrics.jsonl", "clients.npz"
 SUMMARY, PARTIAL = "summary.json", ".partial"
 # Arrays of `CLIENTS`: one of the first two, and the third except for a text
 ACCURACY, PERPLEXITY, CLASS_COUNTS = "accuracy", "perplexity", "class_counts"
+# Arrays of names, where classes or owners are not numbers
+CLASS_NAMES, OWNER_NAMES = "class_names", "owner_names"
 
 
 def clients(run: Run) -> dict[str, np.ndarray]:
@@ -29,6 +31,7 @@ def clients(run: Run) -> dict[str, np.ndarray]:
 
     In a sweep they are [seed, point, round, client], with the points' numbers by name.
     A text has perplexities instead, under the name `perplexity`, and no class counts.
+    Names of classes and of the clients' owners are there if they are not numbers.
     """
     accuracy = run.client_accuracies[:, : len(run.window)]
     points, seeds = run.points, len(run.seeds)
@@ -36,13 +39,19 @@ def clients(run: Run) -> dict[str, np.ndarray]:
         accuracy = accuracy.reshape(seeds, len(points), *accuracy.shape[1:])
     swept = {name: np.array([one[name] for one in points]) for name in points[0]}
     is_text = bool(run.data.num_words)
-    return swept | {
-        PERPLEXITY if is_text else ACCURACY: accuracy,
-        "rounds": np.asarray(run.window),
-        "seeds": np.asarray(run.seeds),
-        "test_size": np.asarray(run.data.partition.test.count),
-        **({} if is_text else {CLASS_COUNTS: class_counts(run)}),
-    }
+    names = {CLASS_NAMES: run.classes, OWNER_NAMES: run.owners}
+    names = {kind: np.array(found) for kind, found in names.items() if found}
+    return (
+        swept
+        | names
+        | {
+            PERPLEXITY if is_text else ACCURACY: accuracy,
+            "rounds": np.asarray(run.window),
+            "seeds": np.asarray(run.seeds),
+            "test_size": np.asarray(run.data.partition.test.count),
+            **({} if is_text else {CLASS_COUNTS: class_counts(run)}),
+        }
+    )
 
 
 def class_counts(run: Run) -> np.ndarray:
@@ -135,9 +144,13 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
     """
     path = folder / SUMMARY
     try:
-        summary = json.loads(path.read_bytes())
+        files.check(path, "a run's summary")
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from error
+    try:
+        summary = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: it is not JSON") from error
     sealed = summary if isinstance(summary, dict) else {}

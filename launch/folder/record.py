@@ -133,6 +133,11 @@ def is_text(run: Record) -> bool:
     return finished.PERPLEXITY in run.clients
 
 
+def class_names(run: Record) -> tuple[str, ...]:
+    """The names of a finished run's classes, () if they are numbers."""
+    return tuple(map(str, run.clients.get(finished.CLASS_NAMES, ())))
+
+
 def measured(run: Record) -> str:
     """The array of what is known of each client of a finished run."""
     return finished.PERPLEXITY if is_text(run) else finished.ACCURACY

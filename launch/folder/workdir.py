@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from data import files
+from data import files, loaders
 from fedjax_pfl import checkpoint
 from launch.config import flagfile, resolve
 from launch.folder import finished, lock, tracking
@@ -26,8 +26,8 @@ RUN_FLAGS, METRICS = finished.RUN_FLAGS, finished.METRICS
 def default_name(config: Any) -> str:
     """runs/<algo>-<dataset>-seed<seed>[-<last seed>]."""
     dataset = config.dataset
-    if dataset.startswith("npz:"):
-        dataset = pathlib.Path(dataset.removeprefix("npz:")).stem
+    if loaders.is_own(dataset) and ":" in dataset:
+        dataset = pathlib.Path(dataset.partition(":")[2]).stem
     dataset = dataset.replace("/", "_")
     last = f"-{config.seed + config.num_seeds - 1}" if config.num_seeds > 1 else ""
     return f"runs/{config.algo}-{dataset}-seed{config.seed}{last}"
@@ -166,7 +166,7 @@ class Workdir(loop.Listener):
         """Locks the folder again if it is as this process left it."""
         self._lock.acquire()
         found = self.path / METRICS
-        if not found.exists() or found.read_text() != finished.lines(self.records):
+        if not found.is_file() or found.read_text() != finished.lines(self.records):
             raise ValueError(
                 f"{found} was changed since this run left it; open the run again: "
                 f"build.load({str(self.path)!r})"
@@ -309,7 +309,7 @@ class Workdir(loop.Listener):
         """Restores metrics.jsonl of `round` rounds, with a note if it was damaged."""
         path = self.path / METRICS
         expected = finished.lines(self.records).encode()
-        found = path.read_bytes() if path.exists() else b""
+        found = path.read_bytes() if path.is_file() else b""
         if not found.startswith(expected):
             same = os.path.commonprefix((expected, found)).count(b"\n")
             _note(

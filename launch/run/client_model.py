@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import models
-from data import dataset
+from data import arrays, dataset, labels
 from fedjax_pfl import evaluate, execution, shapes, types
 from launch.run import model_files, processes
 from launch.run.run import Run
@@ -23,7 +23,8 @@ class ClientModel(NamedTuple):
     Attributes:
         model, variables: The model.
         data: The run's data, which define the normalisation and the type of images.
-        image_size, image_channels, model_width: The options of these names.
+        image_size, image_channels, model_width, layout: The options of these names.
+        classes: The names of the classes in the order of the columns, None = 0..Y-1.
     """
 
     model: types.Model
@@ -32,11 +33,14 @@ class ClientModel(NamedTuple):
     image_size: int
     image_channels: int
     model_width: float
+    layout: str = "auto"
+    classes: tuple[str, ...] | None = None
 
     def predict(self, images: Any) -> np.ndarray:
         """Probabilities f32[N, Y] of raw images [N, ...].
 
-        Of the rows int[N, T] of a text, in which V is a hidden word, f32[N, T, V].
+        The columns are in the order of `classes`. Of the rows int[N, T] of a text, in
+        which V is a hidden word, f32[N, T, V].
 
         Raises:
             ValueError: images have another shape or type than the data set's.
@@ -46,19 +50,25 @@ class ClientModel(NamedTuple):
     def evaluate(self, x: Any, y: Any) -> dict[str, float]:
         """`accuracy` (0..1) and `loss`, the mean cross-entropy, on raw images.
 
-        `y` is int[N], or of a text int[N, T] with the words that are there.
+        `y` are labels [N] as in the data set, or of a text int[N, T] with the words
+        that are there.
 
         Raises:
             ValueError: there are no images, or labels do not fit them.
         """
-        x, y = np.asarray(x), np.asarray(y)
+        x = labels.unmasked(x, "x")
         wanted = x.shape if self.data.num_words else x.shape[:1]
+        if x.shape[:1] == (0,):
+            raise ValueError("x and y hold no example")
+        is_number = labels.unmasked(y, "y").dtype.kind in "iu"
+        if wanted == x.shape[:1] and not (is_number and self.classes is None):
+            names = self.classes or tuple(map(str, range(self._num_classes())))
+            y = labels.found_in(y, names, *wanted, "y")
+        y = labels.unmasked(y, "y")
         if y.shape != wanted or not np.issubdtype(y.dtype, np.integer):
             raise ValueError(
                 f"y must be integers {list(wanted)}, got {y.dtype} {list(y.shape)}"
             )
-        if not len(y):
-            raise ValueError("x and y hold no example")
         log_p = np.asarray(jax.nn.log_softmax(self._logits(x)))
         if y.min() < 0 or y.max() >= log_p.shape[-1]:
             raise ValueError(
@@ -95,7 +105,7 @@ class ClientModel(NamedTuple):
 
         def write() -> str:
             given = path, self.model, self.variables, normal, width
-            return str(model_files.write(*given))
+            return str(model_files.write(*given, classes=self.classes))
 
         return pathlib.Path(processes.on_first(write))
 
@@ -109,7 +119,7 @@ class ClientModel(NamedTuple):
 
     def _logits(self, images: Any) -> np.ndarray:
         """The served logits f32[N, Y] of raw images."""
-        images = self._checked(np.asarray(images))
+        images = self._checked(labels.unmasked(images, "images"))
         kind = self.data.replace(image=(), label=(), partition=())
         fixed = self.model, self.variables, kind
         parts = np.split(images, range(BATCH, len(images), BATCH))
@@ -118,6 +128,9 @@ class ClientModel(NamedTuple):
     def _checked(self, images: np.ndarray) -> np.ndarray:
         """The images as in the data set, or a refusal."""
         shape, kind = self.data.image.shape[1:], self.data.image.dtype
+        is_whole = self.layout == "auto" and images.shape[1:] == shape
+        if images.ndim in (3, 4) and not is_whole and not self.data.num_words:
+            images, _ = arrays.laid_out(images, self.layout, "images")
         if images.shape[1:] != shape and images.ndim == len(shape) + 1:
             raw = dataset.Dataset(images, np.zeros(len(images)), 0, 0)
             images = dataset.fitted(raw, self.image_size, self.image_channels).image
@@ -166,7 +179,7 @@ def find(
     data = run.data.replace(partition=execution.place(part, where))
     model, variables = _found(run, client_id, slot, state, cohort, data)
     sizes = config.image_size, config.image_channels, config.model_width
-    return ClientModel(model, variables, data, *sizes)
+    return ClientModel(model, variables, data, *sizes, config.layout, run.classes)
 
 
 def _found(

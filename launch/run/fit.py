@@ -26,6 +26,12 @@ def check_model(
             f"--{flag}={model.name} takes {model.takes} and not {what}; take another "
             f"model, for instance {' or '.join(fitting)}"
         )
+    if len(shape) == 2 and not is_text:
+        raise ValueError(
+            f"--{flag}={model.name} takes images or vectors, and the examples are "
+            f"series {list(shape)} (--layout=ntc); give a custom model (model=...), or "
+            "omit --layout=ntc for gray images"
+        )
     try:
         shapes.variables(model, shape)
     except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import hashlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from data import dataset, loaders
+from data import arrays, dataset, frames, loaders
 from fedjax_pfl import measures as measures_lib
 from fedjax_pfl import optimizer, types
 from launch.config import registry, resolve, schema, sweep
@@ -33,7 +34,8 @@ class Settings(NamedTuple):
         own_sha256: Hash of custom code, since a run with edited code is another run.
         examples_sha256: Hash of the data set before its images were fitted.
         source_hash: Hash object of `source`, to copy and extend.
-        dropped_owners: Owners of a text that were dropped, as they are too small.
+        dropped_owners: The rows of owners that were dropped, as they are too small, by
+            the owner's name.
         measures: The metrics of `--eval_metrics`.
     """
 
@@ -46,7 +48,7 @@ class Settings(NamedTuple):
     own_sha256: str
     examples_sha256: str
     source_hash: Any
-    dropped_owners: int
+    dropped_owners: Mapping[str, int]
     measures: tuple[measures_lib.Measure, ...] = ()
 
 
@@ -62,26 +64,24 @@ def settled(**given: Any) -> Settings:
     given, own_optimizer = _without_optimizer(given)
     own_sha256 = _own_sha256(given, own_optimizer)
     given, chosen = _measured(given)
-    given, source, own_models = _named(given)
+    given, in_memory, own_models = _named(given)
     check_alike(given | {"own_sha256": own_sha256})
     config, hparams = resolve.configure(given)
     hparams = _with_optimizer(hparams, own_optimizer, given)
     resolve.check_text(config)
-    if source is None:
-        source = loaders.load(
-            config.dataset,
-            config.data_dir,
-            text_length=config.text_length,
-            owners=config.owners,
-        )
+    if in_memory is not None or config.dataset != loaders.ARRAYS:
+        resolve.check_own(config, is_table=_is_frame(in_memory))
+    source = _source(config, in_memory)
     if config.rotate_classes > 1:
         source = dataset.rotated(source, config.rotate_classes)
     examples = sha256(source.image, source.label)
     config = resolve.resolve(config, source, given)
     resolve.check(config, own_models)
-    fitted, dropped_owners = source, 0
-    if source.is_text and config.partition == "natural":
-        fitted, dropped_owners = dataset.with_large_owners(source, config.min_examples)
+    fitted, dropped_owners = source, {}
+    if config.partition == "natural":
+        is_text = source.is_text
+        least = config.min_examples if is_text else config.min_owner_examples
+        fitted, dropped_owners = dataset.with_large_owners(source, least)
     fitted = dataset.fitted(fitted, config.image_size, config.image_channels)
     is_same = fitted is source
     source_hash = examples if is_same else sha256(fitted.image, fitted.label)
@@ -106,10 +106,37 @@ def settled(**given: Any) -> Settings:
     )
 
 
-def sha256(*arrays: Any) -> Any:
+def _is_frame(given: Any) -> bool:
+    """Whether data are a pandas DataFrame, without importing pandas."""
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and isinstance(given, pandas.DataFrame)
+
+
+def _source(config: schema.Config, in_memory: Any) -> dataset.Dataset:
+    """The data set: what was given in Python, or what `--dataset` names.
+
+    Raises:
+        ValueError: one line.
+    """
+    if _is_frame(in_memory):
+        return frames.from_frame(in_memory, config.label, config.owner)
+    if in_memory is not None:
+        return arrays.from_arrays(*in_memory, layout=config.layout)
+    return loaders.load(
+        config.dataset,
+        config.data_dir,
+        text_length=config.text_length,
+        owners=config.owners,
+        layout=config.layout,
+        label=config.label,
+        owner=config.owner,
+    )
+
+
+def sha256(*every: Any) -> Any:
     """A hash object of the contents of arrays, one after another."""
     digest = hashlib.sha256()
-    for array in arrays:
+    for array in every:
         digest.update(np.ascontiguousarray(array).data)
     return digest
 
@@ -252,21 +279,21 @@ def _split_of(given: Mapping[str, Any], flag: str) -> tuple[str, ...]:
 
 def _named(
     given: Mapping[str, Any],
-) -> tuple[dict[str, Any], dataset.Dataset | None, dict[str, Callable[..., Any]]]:
+) -> tuple[dict[str, Any], Any, dict[str, Callable[..., Any]]]:
     """Replaces custom data and models by names, and returns what these names mean."""
-    given, source, own_models, chains = dict(given), None, {}, {}
+    given, in_memory, own_models, chains = dict(given), None, {}, {}
     if "sweep" in given:
         given["sweep"] = sweep.text(given["sweep"])
     if "lanes" in given:
         given["lanes"] = str(given["lanes"])
-    if not isinstance(arrays := given.get("dataset", ""), str):
-        if not isinstance(arrays, (tuple, list)) or len(arrays) not in (2, 3):
+    if not isinstance(found := given.get("dataset", ""), str):
+        is_tuple = isinstance(found, (tuple, list)) and len(found) in (2, 3)
+        if not is_tuple and not _is_frame(found):
             raise ValueError(
-                "dataset: expected a name, or arrays (x, y) or (x, y, client), got a "
-                f"{type(arrays).__name__}"
+                "dataset: expected a name, arrays (x, y) or (x, y, client), or a "
+                f"pandas DataFrame, got a {type(found).__name__}"
             )
-        source = loaders.from_arrays(*arrays)
-        given["dataset"] = loaders.ARRAYS
+        given["dataset"], in_memory = loaders.ARRAYS, found
     for flag in ("model", "client_model"):
         modules = given.get(flag, "")
         if not isinstance(modules, str):
@@ -279,7 +306,7 @@ def _named(
             own_models.setdefault(name, functools.partial(own.chain, modules, split))
             given[flag] = name
     given.pop("split", None)
-    return given, source, own_models
+    return given, in_memory, own_models
 
 
 def _public_images(config: schema.Config, source: dataset.Dataset) -> np.ndarray:
@@ -295,7 +322,13 @@ def _public_images(config: schema.Config, source: dataset.Dataset) -> np.ndarray
             f"--dataset={config.dataset}; take another, or set a fraction aside with "
             "--proxy_fraction"
         )
-    public = loaders.load(config.public_set, config.data_dir, flag="public_set")
+    is_own = config.public_set.startswith("npz:")
+    public = loaders.load(
+        config.public_set,
+        config.data_dir,
+        flag="public_set",
+        layout=config.layout if is_own else "auto",
+    )
     public = dataset.fitted(public, config.image_size, config.image_channels)
     image = public.image[: public.num_train]
     if image.shape[1:] != source.image.shape[1:] or image.dtype != source.image.dtype:

@@ -6,7 +6,8 @@ A file holds a nested dictionary of arrays, which can be read without this packa
   `stats` (running statistics); a stage with an exit has these under `trunk` and `exit`;
 * `input`: `mean` and `scale`; the first stage gets `(image - mean) * scale`;
 * `sha256`: the hexadecimal hash of all these arrays (`checkpoint.digest`);
-* `model`: its `name`, `width` (`--model_width`) and `level`, the number of its stages.
+* `model`: its `name`, `width` (`--model_width`) and `level`, the number of its stages;
+* `classes`: the names of its classes in the order of the logits, if they have names.
 
 `.msgpack` is flax.serialization's format; the keys of an `.npz` are paths such as
 `stages/conv1/params/kernel`.
@@ -14,7 +15,7 @@ A file holds a nested dictionary of arrays, which can be read without this packa
 
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +45,7 @@ def write(
     variables: types.Variables,
     normal: Mapping[str, Any],
     width: float | None,
+    classes: Sequence[str] | None = None,
 ) -> pathlib.Path:
     """Writes a model to a file atomically.
 
@@ -52,6 +54,7 @@ def write(
         model, variables: The model.
         normal: Has the `mean` and the `scale` of its images.
         width: Its `--model_width`, None = no value of it makes this model.
+        classes: The names of its classes, None = they are numbers.
 
     Raises:
         ValueError: the path has another suffix, or is a folder.
@@ -68,12 +71,16 @@ def write(
     if width is not None:
         facts = Facts(model.name, float(width), len(model.stage_names))
         tree["model"] = facts._asdict()
+    if classes is not None:
+        # Names of folders may be bytes that are not UTF-8.
+        names = [name.encode("utf-8", "backslashreplace") for name in classes]
+        tree["classes"] = [name.decode() for name in names]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.stem}.partial{path.suffix}")
     with files.created(temporary) as file:
         if path.suffix == ".npz":
             flat = traverse_util.flatten_dict(tree, sep="/")
-            np.savez(file, **jax.tree.map(np.asarray, flat))
+            np.savez(file, **{name: np.asarray(leaf) for name, leaf in flat.items()})
         else:
             # A copy, as without `in_place`, would sort the stages by name.
             file.write(serialization.msgpack_serialize(tree, in_place=True))
@@ -82,6 +89,8 @@ def write(
 
 def read(path: Any) -> dict[str, Any]:
     """The nested dictionary in a file, whose `model` is a `Facts` if it is there.
+
+    Its `classes` are a tuple, if they are there.
 
     Raises:
         ValueError: one line: there is no file, or it is not a model's.
@@ -98,6 +107,7 @@ def read(path: Any) -> dict[str, Any]:
         if not isinstance(tree, dict) or not isinstance(tree.get("stages"), dict):
             raise ValueError("it has no stages")
         facts, recorded = tree.pop("model", None), tree.pop("sha256", None)
+        names = tree.pop("classes", None)
         if recorded is not None and str(recorded) != checkpoint.digest(tree):
             raise ValueError("its arrays do not match its checksum")
         if facts is not None:
@@ -106,6 +116,8 @@ def read(path: Any) -> dict[str, Any]:
             if not (0 < found.width < math.inf and found.level > 0):
                 raise ValueError(f"it records a model of {found}")
             tree["model"] = found
+        if names is not None:
+            tree["classes"] = tuple(map(str, names))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from error
     except Exception as error:  # msgpack, zipfile and numpy have various errors

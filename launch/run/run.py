@@ -33,7 +33,13 @@ class Run:
             the first seed come first, then those of the second, ...
         target: The chip for which it is compiled without running, "" = it runs here.
         settings: What it was assembled from, if there is a target.
-        dropped_owners: Owners of a text that were dropped, as they are too small.
+        classes: The names of the classes, in the order of `predict`'s columns; None if
+            they are the numbers 0..Y-1.
+        owners: With the partition natural the name of the owner of each client, None if
+            they are the numbers 0..K-1.
+        dropped_owners: The rows of owners that were dropped, as they are too small, by
+            the owner's name.
+        notes: Lines about how the data were taken.
         parts_with: `Execution -> (task, program, planner)` for a chunk or lanes other
             than those that were chosen, None = they are not to be changed.
     """
@@ -61,6 +67,10 @@ class Run:
         self.parts_with = parts_with
         self.data_sha256, self.split_sha256, self.teacher_sha256 = hashes
         self.own_sha256 = settings.own_sha256
+        source, is_natural = settings.source, config.partition == "natural"
+        self.classes, self.notes = source.classes, source.notes
+        self.owners = source.owners if is_natural else None
+        self.owners = self.owners and self.owners[: config.num_clients]
         self.dropped_owners = settings.dropped_owners
         self.examples_sha256 = settings.examples_sha256
         self.points = [dict(point) for point in points]

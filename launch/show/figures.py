@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib import figure as figure_lib
 from matplotlib import ticker
 
+from data import labels
 from launch.folder import finished, record
 from launch.folder.record import Record
 from launch.run import summaries
@@ -17,6 +18,7 @@ from launch.show import words
 
 KINDS = ("curves", "fairness", "bubbles")
 FORMATS = ("png", "pdf", "svg")
+MAX_NAMES = 25  # of classes beside an axis; of more, some are shown
 PREFERRED = (
     "client_accuracy",
     "c_per",
@@ -205,6 +207,8 @@ def draw_curve(
 def partitions(runs: Sequence[Record]) -> list[tuple[list[int], np.ndarray]]:
     """Each different partition: its runs, and its counts [client, class].
 
+    Partitions of classes of other names are different.
+
     Those of a text, which has no classes, are left out.
     """
     found: dict[Any, tuple[list[int], np.ndarray]] = {}
@@ -212,18 +216,37 @@ def partitions(runs: Sequence[Record]) -> list[tuple[list[int], np.ndarray]]:
         if finished.CLASS_COUNTS not in run.clients:
             continue
         counts = run.clients[finished.CLASS_COUNTS][0]
-        key = counts.shape, counts.tobytes()
+        key = counts.shape, counts.tobytes(), record.class_names(run)
         found.setdefault(key, ([], counts))[0].append(number)
     return list(found.values())
 
 
-def draw_bubbles(axes: Any, counts: np.ndarray, scale: float, **style: Any) -> None:
-    """Draws the numbers of examples [client, class] as areas."""
+def draw_bubbles(
+    axes: Any,
+    counts: np.ndarray,
+    scale: float,
+    names: Sequence[str] = (),
+    **style: Any,
+) -> None:
+    """Draws the numbers of examples [client, class] as areas.
+
+    `names` are those of the classes, () = numbers.
+    """
     client, label = np.nonzero(counts)
     size = scale * counts[client, label]
     axes.scatter(client, label, s=size, alpha=0.7, linewidths=0, **style)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(ticker.MaxNLocator(integer=True))
+    if names:
+        texts = [_unformatted(labels.limited(name)) for name in names]
+        if len(texts) <= MAX_NAMES:
+            axes.yaxis.set_major_locator(ticker.FixedLocator(range(len(texts))))
+
+        def name_at(place: float, _: int) -> str:
+            is_class = place == round(place) and 0 <= place < len(texts)
+            return texts[round(place)] if is_class else ""
+
+        axes.yaxis.set_major_formatter(name_at)
 
 
 def fairness(runs: Sequence[Record], names: Sequence[str]) -> Figure:
@@ -273,8 +296,11 @@ def bubbles(runs: Sequence[Record], names: Sequence[str]) -> Figure:
     figure, panels = _panels(len(shown), width=max(3.6, 0.14 * longest), height=3.2)
     largest = max(int(counts.max()) for *_, counts in shown)
     scale = 160 / largest
+    every = {record.class_names(run) for run, *_ in shown}
+    # Panels share their axes.
+    classes = next(iter(every)) if len(every) == 1 else ()
     for axes, (run, name, counts) in zip(panels, shown, strict=True):
-        draw_bubbles(axes, counts, scale)
+        draw_bubbles(axes, counts, scale, classes)
         alphas = {other.flags.get("partition_alpha") for other, *_ in shown}
         if len(alphas) > 1:
             name = f"alpha {run.flags.get('partition_alpha')}"

@@ -27,7 +27,7 @@ def of(records: Sequence[dict[str, Any]]) -> pandas.DataFrame:
 
 
 def partition_counts(run: Run, seed: int | None) -> pandas.DataFrame:
-    """Train examples of each client (lines) and class (columns).
+    """Train examples of each client (lines) and class (columns, by name if it has one).
 
     A text has one column, `no classes`.
     """
@@ -38,7 +38,7 @@ def partition_counts(run: Run, seed: int | None) -> pandas.DataFrame:
         count = np.asarray(run.data.partition.train.count)[index]
         frame = pandas.DataFrame({"no classes": count})
     else:
-        frame = pandas.DataFrame(finished.class_counts(run)[index])
+        frame = pandas.DataFrame(finished.class_counts(run)[index], columns=run.classes)
     return frame.rename_axis(index="client", columns="class")
 
 

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import algorithms
-from data import loaders
+from data import labels, loaders
 from launch.config import flagfile, schema
 from launch.folder import finished, record
 from launch.run import summaries
 from launch.show import curves, figures, sheets, svg, words
 
-MAX_POINTS, MAX_BUBBLES = 1500, 60
+MAX_POINTS, MAX_BUBBLES, MAX_CLASSES = 1500, 60, 200
 
 
 class Entry(NamedTuple):
@@ -379,6 +379,8 @@ def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
         note = "A text has no classes."
     if len(shown) > 1:
         note += " The runs have different partitions."
+    for names in dict.fromkeys(filter(None, map(record.class_names, runs))):
+        note += f" The classes are, in order: {labels.listed(names, MAX_CLASSES)}."
     return [*sections, _section("Partition", shown, note, has_legend=False)]
 
 
@@ -458,7 +460,9 @@ def _bubbles(entries: Sequence[Entry]) -> list[dict[str, str]]:
     for numbers, counts in kinds[:6]:
         drawn = counts[:MAX_BUBBLES]
         figure, axes = svg.figure("client", "class")
-        figures.draw_bubbles(axes, drawn, 90 / drawn.max(), color=svg.COLORS[0])
+        classes = record.class_names(entries[numbers[0]].run)
+        style = {"names": classes, "color": svg.COLORS[0]}
+        figures.draw_bubbles(axes, drawn, 90 / drawn.max(), **style)
         names = [entries[number].name for number in numbers]
         more = len(counts) - len(drawn)
         caption = f"{', '.join(names)}. " if len(kinds) > 1 else ""

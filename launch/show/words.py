@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data import labels
 from launch.config import presets, resolve, sweep
 from launch.run import summaries
 from launch.run.run import Run
@@ -183,11 +184,18 @@ def diverged(round: int | None) -> str:
 def rules(run: Run) -> str:
     """The rules that a run follows, and notes about its options."""
     notes = resolve.notes(run.config, run.hparams)
+    notes += [f"note: {note}" for note in run.notes]
     if run.dropped_owners:
-        least = run.config.min_examples
+        name = "min_examples" if run.data.num_words else "min_owner_examples"
         notes.append(
-            f"note: {run.dropped_owners} owners have fewer than --min_examples={least} "
-            "rows and are left out"
+            f"note: {len(run.dropped_owners)} owners have fewer than --{name}="
+            f"{getattr(run.config, name)} rows and are left out: "
+            f"{labels.sized(run.dropped_owners)}"
+        )
+    if run.owners:
+        notes.append(
+            f"note: owners are clients 0 to {len(run.owners) - 1} in this order: "
+            f"{labels.listed(run.owners)}"
         )
     return "\n".join((presets.sentence(run.config.preset), *notes))
 

@@ -289,6 +289,34 @@ def test_truncated_npz_file(refused, tmp_path, blobs):
     assert "cut.npz" in refused(*SMALL, "--dataset=npz:cut.npz")
 
 
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        (["--dataset=csv:own.csv"], ["no column is known", "--label", "price"]),
+        (["--dataset=csv:own.csv", "--label=sort"], ["no column --label=sort", "kind"]),
+        (
+            ["--dataset=csv:own.csv", "--label=price", "--owner=site"],
+            ["not numbers: kind"],
+        ),
+        (["--dataset=csv:own.csv", "--label=kind"], ["not numbers: site", "--owner"]),
+        (
+            ["--dataset=csv:own.csv", "--label=kind", "--owner=site"],
+            ["2 of 2 owners", "a has 1, b has 1", "--min_owner_examples=2"],
+        ),
+        (["--dataset=csv:none.csv"], ["csv:none.csv", "no such file"]),
+        (["--dataset=images:."], ["images:.", "there are no images"]),
+        (["--dataset=mnist_5k", "--layout=nchw"], ["--layout=nchw", "mnist_5k"]),
+        (["--dataset=mnist_5k", "--owner=site"], ["--owner=site", "DataFrame"]),
+    ],
+)
+def test_tables_and_folders(refused, tmp_path, arguments, parts):
+    """A user's own data that do not fit their options."""
+    (tmp_path / "own.csv").write_text("price,site,kind\n1.5,a,oak\n2.5,b,elm\n")
+    line = refused(*SMALL, *arguments)
+    for part in parts:
+        assert part in line
+
+
 @pytest.fixture
 def no_network(monkeypatch):
     """Names do not resolve and waiting costs nothing; returns the naps taken."""

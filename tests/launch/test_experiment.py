@@ -368,8 +368,8 @@ def test_a_folder_keeps_it(arrays, tmp_path):
 @pytest.mark.parametrize(
     "change, part",
     [
-        ({}, "were arrays in memory; give dataset="),
-        ({"dataset": 0}, "expected a name, or arrays"),
+        ({}, "were in memory; give dataset="),
+        ({"dataset": 0}, "expected a name, arrays"),
         ({"other": True}, "holds a run with --data_sha256="),
     ],
 )
@@ -572,8 +572,8 @@ def test_modules_that_do_not_fit(arrays, change, part):
 @pytest.mark.parametrize(
     "given, part",
     [
-        ((np.zeros((5, 2)), np.zeros(4, int)), "y must be integers \\[5\\]"),
-        ((np.zeros((5, 2)),), "expected a name, or arrays"),
+        ((np.zeros((5, 2)), np.zeros(4, int)), "y must be labels \\[5\\]"),
+        ((np.zeros((5, 2)),), "expected a name, arrays"),
     ],
 )
 def test_arrays_that_do_not_fit(given, part):
@@ -818,7 +818,7 @@ def test_what_serves_may_be_no_single_model(blobs, tmp_path, algo):
 def test_ragged_arrays(arrays):
     """As Keras returns them: train and test pairs."""
     x, y = arrays
-    with pytest.raises(ValueError, match="x and y must be one array each"):
+    with pytest.raises(ValueError, match="x must be one array, got ragged ones"):
         build.experiment(algo="fedavg", dataset=((x, y), (x[:9], y[:9])))
 
 

@@ -1,0 +1,129 @@
+"""Data sets of a user's arrays: how images lie in them, and whose rows they are."""
+
+from typing import Any
+
+import numpy as np
+
+from data import dataset, labels
+
+# The order of the axes of `x`: examples, height, width, channels; time
+LAYOUTS = ("auto", "nhwc", "nchw", "nhw", "ntc")
+
+
+def from_arrays(
+    x: Any,
+    y: Any,
+    client: Any = None,
+    where: str = "dataset",
+    *,
+    layout: str = "auto",
+    least_classes: int = 2,
+    names: tuple[str, str] = ("y", "client"),
+) -> dataset.Dataset:
+    """A data set of a user's arrays.
+
+    Args:
+        x: uint8 or float [N, H, W, C], [N, H, W] or [N, D]. With `layout` nchw it is
+            [N, C, H, W], with ntc a series [N, T, C].
+        y: Labels [N]: text, bools, integers or whole floats.
+        client: The owner of each row [N], of the same types, or None.
+        where: The name of the arrays in errors.
+        layout: One of `LAYOUTS`; see `laid_out`.
+        least_classes: The number of different labels that are needed.
+        names: The names of labels and owners in errors.
+
+    Raises:
+        ValueError: one line: what came, what was expected.
+    """
+    try:
+        x = labels.unmasked(x, "x")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    if x.ndim not in (2, 3, 4) or not (
+        x.dtype == np.uint8 or np.issubdtype(x.dtype, np.floating)
+    ):
+        is_whole = x.dtype.kind in "biu" and x.ndim in (2, 3, 4)
+        cure = "; give x.astype(np.float32)" if is_whole else ""
+        raise ValueError(
+            f"{where}: x must be uint8 or float of shape [N, H, W, C], [N, H, W] or "
+            f"[N, D], got {x.dtype} {list(x.shape)}{cure}"
+        )
+    if 0 in x.shape[1:]:
+        raise ValueError(f"{where}: x has empty examples of shape {list(x.shape[1:])}")
+    try:
+        known = labels.classes(y, len(x), names[0], least_classes)
+        owned = None
+        if client is not None:
+            owned = labels.owners(client, len(x), names[1])
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    x, note = laid_out(x, layout, where)
+    image = np.ascontiguousarray(x) if x.dtype == np.uint8 else _as_float32(x, where)
+    notes = (note,) if note else ()
+    if known.names:
+        notes += (
+            f"labels are numbered 0 to {known.count - 1} in this order: "
+            f"{labels.listed(known.names)}",
+        )
+    return dataset.Dataset(
+        image,
+        known.number,
+        len(image),
+        known.count,
+        None if owned is None else owned.number,
+        classes=known.names,
+        owners=None if owned is None else owned.names,
+        notes=notes,
+    )
+
+
+def laid_out(x: np.ndarray, layout: str, where: str) -> tuple[np.ndarray, str]:
+    """The examples as [N, H, W, C], [N, D], or with the layout `ntc` [N, T, C].
+
+    Args:
+        x: Examples in the given layout.
+        layout: One of `LAYOUTS`. With `auto` [N, H, W] are gray images, and [N, 1, H,
+            W] and [N, 3, H, W] with more than four rows and columns are NCHW.
+        where: The name of the arrays in errors.
+
+    Returns:
+        (the examples, a line about what `auto` has decided, or "").
+
+    Raises:
+        ValueError: the layout has another number of axes.
+    """
+    shape = list(x.shape)
+    if layout == "auto":
+        if x.ndim == 3:
+            taken = f"x {shape} is taken as gray images; --layout=ntc if it is a series"
+            return x[..., None], taken
+        if x.ndim == 4 and shape[1] in (1, 3) and min(shape[2:]) > 4:
+            taken = f"x {shape} is taken as NCHW; --layout=nhwc if not"
+            return x.transpose(0, 2, 3, 1), taken
+        return x, ""
+    wanted = len(layout)
+    if x.ndim != wanted:
+        raise ValueError(
+            f"{where}: --layout={layout} is of {wanted} axes, x has the shape {shape}; "
+            "omit it, or take another"
+        )
+    if layout == "nchw":
+        return x.transpose(0, 2, 3, 1), ""
+    return (x[..., None] if layout == "nhw" else x), ""
+
+
+def _as_float32(x: np.ndarray, source: str) -> np.ndarray:
+    """Converts floats to f32, any two of which have a finite difference.
+
+    Raises:
+        ValueError: nan, infinity, or a number beyond float32's range.
+    """
+    largest = max(float(x.max()), -float(x.min()))
+    if not np.isfinite(largest):
+        raise ValueError(f"{source}: x holds nan or infinity")
+    if largest > float(np.finfo(np.float32).max) / 4:
+        raise ValueError(
+            f"{source}: x holds {largest:.3g}, which is beyond the range of float32; "
+            "scale it"
+        )
+    return x.astype(np.float32, order="C")

@@ -1,0 +1,244 @@
+"""Data sets that nobody prepared, from the arguments to the names in the report."""
+
+import numpy as np
+import pandas
+import pytest
+from flax import linen as nn
+from PIL import Image
+
+from launch import build, main, report
+from launch.folder import record
+from launch.run import model_files
+from tests import synthetic
+
+CLASSES = ("cat", "cow", "dog", "eel")
+SMALL = {
+    "algo": "fedavg",
+    "preset": "none",
+    "rounds": 1,
+    "devices": 1,
+    "model": "mlp",
+    "num_clients": 3,
+}
+
+
+def blobs(*shape):
+    """(examples uint8 [48, ...], labels as numbers) in four classes."""
+    source = synthetic.blobs(48, shape, 4)
+    return source.image, source.label
+
+
+def words(y):
+    """The names of labels."""
+    return np.array(CLASSES)[y]
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory):
+    """A finished run on gray images [N, H, W] with text for labels."""
+    x, y = blobs(6, 6)
+    folder = str(tmp_path_factory.mktemp("named") / "run")
+    made = build.experiment(dataset=(x, words(y)), workdir=folder, **SMALL)
+    made.run(progress=False)
+    return made
+
+
+def test_names_do_not_change_the_numbers(named):
+    """Labels 0..Y-1 of images with a channel give the same bits, and have no names."""
+    x, y = blobs(6, 6)
+    plain = build.experiment(dataset=(x[..., None], y), **SMALL)
+    assert plain.run(progress=False)["metrics"] == named.summary()["metrics"]
+    assert plain.classes is None and named.classes == CLASSES
+    assert plain.data_sha256 == named.data_sha256
+    assert list(named.partition_counts().columns) == list(CLASSES)
+    np.testing.assert_array_equal(named.partition_counts(), plain.partition_counts())
+
+
+def test_predictions_take_what_the_data_set_took(named):
+    """Layout and labels as they were given; columns are in the order of the names."""
+    x, y = blobs(6, 6)
+    p = named.predict(None, x)
+    np.testing.assert_array_equal(p, named.predict(None, x[..., None]))
+    found = named.evaluate(x, words(y))
+    assert found["accuracy"] == pytest.approx((p.argmax(1) == y).mean())
+    with pytest.raises(ValueError, match="y has the labels fox, the model's are cat"):
+        named.evaluate(x[:2], ["fox", "cat"])
+    with pytest.raises(ValueError, match="the labels 0, 1, 2, 3, the model's are cat"):
+        named.evaluate(x, y)
+    with pytest.raises(ValueError, match="masked"):
+        named.predict(None, np.ma.masked_less(x, 100))
+
+
+def test_what_a_run_leaves_behind(named, tmp_path):
+    """Names in clients.npz, in the pictures, in the report and beside the model."""
+    folder = named.config.workdir
+    assert record.class_names(record.read(named.folder.path)) == CLASSES
+    axes = named.plot("bubbles").axes[0]
+    form = axes.yaxis.get_major_formatter()
+    assert [form(place) for place in axes.get_yticks()] == list(CLASSES)
+    report.command(["report", folder, f"--output={tmp_path}/page.html"])
+    page = (tmp_path / "page.html").read_text()
+    assert "The classes are, in order: cat, cow, dog, eel." in page
+    assert page.count("cow") >= 2  # and beside the bubbles
+    for suffix in model_files.SUFFIXES:
+        path = named.save_model(tmp_path / f"model{suffix}")
+        assert model_files.read(path)["classes"] == CLASSES
+        again = build.experiment(
+            dataset=blobs(6, 6), init_from=str(path), **SMALL
+        ).predict(None, blobs(6, 6)[0])
+        np.testing.assert_array_equal(again, named.predict(None, blobs(6, 6)[0]))
+    opened = build.load(folder, dataset=(blobs(6, 6)[0], words(blobs(6, 6)[1])))
+    assert opened.classes == CLASSES and opened.round == 1
+
+
+def test_notes_say_what_was_taken(tmp_path, capsys, monkeypatch):
+    """On the command line: NCHW, text in an npz, owners of few rows; one line each."""
+    monkeypatch.chdir(tmp_path)
+    x, y = blobs(3, 6, 6)
+    owner = np.repeat(["a", "b", "c", "d"], [20, 3, 24, 1])
+    np.savez("own.npz", x=x, y=words(y), client=owner)
+    given = ["--rounds=1", "--model=mlp", "--devices=1", "--preset=none"]
+    given += ["--min_owner_examples=5"]
+    main.main(["main", "--algo=local", "--dataset=npz:own.npz", *given])
+    lines = capsys.readouterr().out.splitlines()
+    notes = [line for line in lines if line.startswith("note: ")]
+    assert notes == [
+        "note: x [48, 3, 6, 6] is taken as NCHW; --layout=nhwc if not",
+        "note: labels are numbered 0 to 3 in this order: cat, cow, dog, eel",
+        "note: 2 owners have fewer than --min_owner_examples=5 rows and are left out: "
+        "b has 3, d has 1",
+        "note: owners are clients 0 to 1 in this order: a, c",
+    ]
+    found = record.read(tmp_path / "runs" / "local-own-seed0")
+    assert found.clients["owner_names"].tolist() == ["a", "c"]
+    made = build.load("runs/local-own-seed0")
+    assert made.owners == ("a", "c") and made.data.image.shape == (44, 6, 6, 3)
+    by_channel = made.predict(1, x)
+    np.testing.assert_array_equal(by_channel, made.predict(1, np.moveaxis(x, 1, -1)))
+
+
+def test_layout_is_part_of_a_run(tmp_path):
+    """With an explicit layout every shape is transposed, also in `predict`."""
+    x, y = blobs(3, 4, 4)
+    made = build.experiment(dataset=(x, y), layout="nchw", **SMALL)
+    assert made.data.image.shape == (48, 4, 4, 3)
+    with pytest.raises(ValueError, match=r"images are of shape \[48, 4, 3, 4\]"):
+        made.predict(0, np.moveaxis(x, 1, -1))
+    wanted = np.moveaxis(x, 1, -1)
+    np.testing.assert_array_equal(
+        made.predict(0, x),
+        build.experiment(dataset=(wanted, y), **SMALL).predict(0, wanted),
+    )
+
+
+class OverTime(nn.Module):
+    """A convolution over the steps of a series."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(nn.relu(nn.Conv(4, (3,))(x)).mean(1))
+
+
+def test_a_series():
+    """[N, T, C] for a custom model, with labels -1 and 1."""
+    x = np.random.default_rng(0).normal(size=(48, 7, 2))
+    y = np.where(x[:, :, 0].mean(1) > 0, 1, -1)
+    given = SMALL | {"model": OverTime()}
+    made = build.experiment(dataset=(x, y), layout="ntc", partition="iid", **given)
+    made.run(progress=False)
+    assert made.data.image.shape == (48, 7, 2) and made.classes == ("-1", "1")
+    right = (made.predict(None, x)[:, 1] > 0.5) == (y == 1)
+    found = made.evaluate(x, y.astype(float))["accuracy"]
+    assert found == pytest.approx(right.mean())
+    with pytest.raises(ValueError, match="=mlp .*series .7, 2. .*custom model"):
+        build.experiment(dataset=(x, y), layout="ntc", **SMALL)
+
+
+def table():
+    """A table with text for labels and owners of 1 to 30 rows."""
+    x, y = blobs(3)
+    frame = pandas.DataFrame(x, columns=["a", "b", "c"])
+    site = np.repeat(["ur", "eridu", "nippur"], [17, 1, 30])
+    return frame.assign(kind=words(y), site=site, is_old=y > 1)
+
+
+def test_tables(tmp_path):
+    """A DataFrame and the same table as CSV are the same run."""
+    table().to_csv(tmp_path / "own.csv", index=False)
+    given = SMALL | {"num_clients": None, "label": "kind", "owner": "site"}
+    with pytest.raises(ValueError, match="1 of 3 owners .*: eridu has 1; drop them"):
+        build.experiment(dataset=table(), **given)
+    given["min_owner_examples"] = 2
+    runs = [
+        build.experiment(dataset=one, **given)
+        for one in (table(), f"csv:{tmp_path}/own.csv")
+    ]
+    for one in runs:
+        assert one.classes == CLASSES and one.owners == ("nippur", "ur")
+        assert one.dropped_owners == {"eridu": 1}
+        assert one.config.partition == "natural" and one.config.num_clients == 2
+    assert runs[0].split_sha256 == runs[1].split_sha256
+
+
+def test_a_folder_of_a_table_needs_it_again(tmp_path):
+    """The line is about the data, not about the columns."""
+    options = {"label": "kind", "owner": "site", "min_owner_examples": 2}
+    given = SMALL | options | {"num_clients": None, "workdir": str(tmp_path)}
+    build.experiment(dataset=table(), **given).run(progress=False)
+    with pytest.raises(ValueError, match="were in memory; .* or the DataFrame"):
+        build.load(tmp_path)
+    assert build.load(tmp_path, dataset=table()).owners == ("nippur", "ur")
+
+
+def test_folder_of_images(tmp_path):
+    """Owners are clients."""
+    x, y = blobs(6, 6, 3)
+    for number, (pixels, name) in enumerate(zip(x, words(y), strict=True)):
+        folder = tmp_path / ("ann" if number < 30 else "bob") / name
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(folder / f"{number:03}.png")
+    given = SMALL | {"num_clients": None}
+    made = build.experiment(dataset=f"images:{tmp_path}", **given)
+    assert made.owners == ("ann", "bob") and made.classes == CLASSES
+    count = made.data.partition.train.count + made.data.partition.test.count
+    assert np.asarray(count)[0].tolist() == [30, 18]
+
+
+X, Y = blobs(4)
+
+
+@pytest.mark.parametrize(
+    "given, part",
+    [
+        ({"label": "kind"}, "--label=kind is a column of a CSV file or DataFrame, and"),
+        ({"owner": "site"}, "--owner=site is a column"),
+        ({"layout": "nhwc"}, "--layout=nhwc is of 4 axes, x has the shape"),
+        ({"layout": "hwcn"}, "--layout=hwcn: expected one of auto, nhwc"),
+        ({"dataset": "mnist_5k", "layout": "nchw"}, "--layout=nchw is for your own"),
+        (
+            {"layout": "ntc", "rotate_classes": 2},
+            "--rotate_classes=2 turns images, and with --layout=ntc",
+        ),
+        ({"min_owner_examples": 2}, "--min_owner_examples=2 has no effect with"),
+        (
+            {"dataset": (X, Y, Y), "min_owner_examples": 99, "num_clients": None},
+            "--min_owner_examples=99: every owner has fewer rows; lower it",
+        ),
+        (
+            {"dataset": (X, Y, Y), "min_owner_examples": 2, "partition": "iid"},
+            "=2 has no effect with --partition=iid; omit it",
+        ),
+        (
+            {"dataset": "python_topics", "min_owner_examples": 2},
+            "owners of a text are left out by --min_examples",
+        ),
+        ({"dataset": 5}, "arrays .x, y. or .x, y, client., or a pandas DataFrame"),
+        ({"dataset": table()["a"]}, "or a pandas DataFrame, got a Series"),
+        ({"dataset": table(), "layout": "nhwc"}, "--dataset=arrays has its own"),
+    ],
+)
+def test_options_of_other_data(given, part):
+    """One line that names the option."""
+    with pytest.raises(ValueError, match=part) as error:
+        build.experiment(**SMALL | {"dataset": (X, Y)} | given)
+    assert "\n" not in str(error.value)
