@@ -17,7 +17,8 @@ from models import own_checks, own_linen, own_nnx, own_pair, own_split, stages
 FORMS = (
     "a name, a flax linen module, an nnx module or a class or function that makes one "
     "of rngs, a pair of functions (init, apply), or a list of these (its stages), in "
-    "which (name, module) names a stage and (name, body, exit) gives it an exit"
+    "which (name, module) names a stage and (name, body, exit) gives it an exit, or "
+    "a function of width that makes any of these"
 )
 
 
@@ -97,7 +98,7 @@ def fingerprint(given: Any, split: Sequence[str] = ()) -> str:
     if split:
         return f"{fingerprint(given)} {list(split)}"
     if is_of_width(given):
-        return f"{source(given)} {fingerprint(given(width=1.0))}"
+        return f"{source(given)} {fingerprint(_at_width(given))}"
     if isinstance(given, Sequence) and not isinstance(given, (str, nnx.Module)):
         if _is_pair(given):
             return repr([*map(source, given)])
@@ -242,12 +243,29 @@ def _of_width(
     Raises:
         ValueError: one line: it makes no model, or a narrower form does not fit.
     """
+    given = _at_width(factory, rate, scaler)
+    is_widest = rate == 1 and isinstance(scaler, float) and scaler == 1
+    model = chain(given, split, example, is_checked=is_widest)
+    return _narrowing(model, factory, split, example) if is_widest else model
+
+
+def _at_width(factory: Callable[..., Any], rate: float = 1.0, scaler: Any = 1.0) -> Any:
+    """What a function of the width makes.
+
+    Raises:
+        ValueError: one line: it fails.
+    """
     given = {"width": rate}
     if "scaler" in _arguments(factory):
         given["scaler"] = scaler
-    is_widest = rate == 1 and isinstance(scaler, float) and scaler == 1
-    model = chain(factory(**given), split, example, is_checked=is_widest)
-    return _narrowing(model, factory, split, example) if is_widest else model
+    try:
+        return factory(**given)
+    except Exception as error:  # a custom function may raise anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"model: {own_nnx.name(factory)}(width={rate:g}) fails ({reason[:160]}); "
+            "expected a function of width alone, or of width and scaler"
+        ) from error
 
 
 @functools.lru_cache(maxsize=64)

@@ -260,6 +260,14 @@ def test_a_map_must_be_averaged(norm):
         assert own_checks.flattens_maps(*forms, x) == is_flat
 
 
+@pytest.mark.parametrize("act", [own.chain, own.fingerprint])
+def test_a_function_of_the_width_may_fail(act):
+    """One line."""
+    line = r"lambda>\(width=1\) fails \(.*division by zero"
+    with pytest.raises(ValueError, match=line):
+        act(lambda width: width / 0)
+
+
 def init(key, x):
     return {"mlp/linear": {"w": jax.random.normal(key, (x.shape[-1], 3))}}
 
