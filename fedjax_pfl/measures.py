@@ -27,6 +27,7 @@ class Measure(NamedTuple):
             defined.
         is_mean: Whether there is also the mean over clients of their own values.
         is_fraction: Whether the values are fractions 0..1.
+        given: The user's function of a custom measure.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Measure(NamedTuple):
     finish: Callable[[Any], dict[str, float]]
     is_mean: bool = True
     is_fraction: bool = True
+    given: Callable[..., Any] | None = None
 
 
 def of(measures: Sequence[Measure], *batch: jax.Array) -> tuple[Any, ...]:
@@ -215,7 +217,7 @@ def custom(name: str, fn: Callable[..., tuple[jax.Array, jax.Array]]) -> Measure
             f"eval_metrics: {name} returns arrays of shapes {shapes}, expected a sum "
             "and a count without axes"
         )
-    return Measure(name, sums, finish, is_fraction=False)
+    return Measure(name, sums, finish, is_fraction=False, given=fn)
 
 
 def number_names(measures: Sequence[Measure]) -> set[str]:

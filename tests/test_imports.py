@@ -6,6 +6,8 @@ launch -> {algorithms, models, data} -> fedjax_pfl.
 import ast
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -187,3 +189,13 @@ def test_a_name_would_be_found(tmp_path):
         'plan = "local"\nfrom algorithms import fedper\n'
     )
     assert named(path) == {"fedd2s": [2], "local": [2], "fedmd": [2], "fedper": [4]}
+
+
+def test_the_command_imports_no_slow_library():
+    """Each takes longer than the rest together, and few runs need it."""
+    slow = "flax.nnx", "IPython", "pandas", "PIL", "matplotlib", "tensorflow", "sklearn"
+    code = f"import sys, launch.main; print([n for n in {slow} if n in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[]", done.stderr

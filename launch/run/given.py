@@ -15,7 +15,6 @@ from fedjax_pfl import measures as measures_lib
 from fedjax_pfl import optimizer, types
 from launch.config import registry, resolve, schema, sweep
 from launch.run import devices, processes
-from models import own
 
 # Options that are not flags
 ONLY_IN_PYTHON = ("split",)
@@ -234,20 +233,29 @@ def _with_optimizer(
 
 
 def _own_sha256(given: Mapping[str, Any], tx: optimizer.Custom | None) -> str:
-    """The hash of custom modules, algorithms and optimizers, "" if there are none."""
+    """The hash of custom code, "" if there is none."""
+    custom = [
+        name
+        for name in ("model", "client_model", "algo", "eval_metrics")
+        if not isinstance(given.get(name, ""), str)
+    ]
+    if not custom and tx is None:
+        return ""
+    from models import own  # imports nnx, which takes long
+
     texts = {
         name: own.fingerprint(given[name], _split_of(given, name))
         for name in ("model", "client_model")
-        if not isinstance(given.get(name, ""), str)
+        if name in custom
     }
-    if not isinstance(given.get("algo", ""), str):
+    if "algo" in custom:
         texts["algo"] = own.source(getattr(given["algo"], "make", given["algo"]))
-    functions = given.get("eval_metrics", "")
-    if not isinstance(functions, str):
-        texts["eval_metrics"] = own.fields(measures_lib.listed(functions))
+    if "eval_metrics" in custom:
+        chosen = measures_lib.chosen(measures_lib.listed(given["eval_metrics"]))
+        texts["eval_metrics"] = [(one.name, own.source(one.given)) for one in chosen]
     if tx is not None:
         texts["client_optimizer"] = optimizer.fingerprint(tx)
-    return hashlib.sha256(repr(texts).encode()).hexdigest() if texts else ""
+    return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
 def _split(given: Mapping[str, Any]) -> tuple[str, ...]:
@@ -297,6 +305,8 @@ def _named(
     for flag in ("model", "client_model"):
         modules = given.get(flag, "")
         if not isinstance(modules, str):
+            from models import own  # imports nnx, which takes long
+
             made = own.chain(modules)
             name = made.name
             if chains.get(name, made) is not made:
