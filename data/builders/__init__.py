@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 
 def of_images(
@@ -62,4 +61,6 @@ def of_images(
 
 def _decoded(content: bytes) -> np.ndarray:
     """An image as uint8 [H, W, 3]. Some of ImageNet are gray."""
+    from PIL import Image  # takes long to import
+
     return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
