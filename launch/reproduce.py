@@ -9,6 +9,7 @@ values of such an option are omitted. Tables are data: `launch/papers/<paper>.js
 import dataclasses
 import json
 import pathlib
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,6 +69,11 @@ class Options:
     output: str = option("", "also write the Markdown table to this file")
     report: str = option("", "also write an HTML page about the runs to this file")
     cells: str = option("", "JSON file of finished cells, which do not run again")
+    drop_checkpoints: bool = option(
+        False,
+        "delete the checkpoints of each cell that this command finishes, which may be "
+        "gigabytes and which only more --rounds would need",
+    )
     dry_run: bool = option(False, "print the finished cells, run nothing")
 
 
@@ -225,6 +231,9 @@ def command(argv: list[str]) -> None:
                     cells.write_model(folder_of(teacher), of_teacher, execution)
                 found = cells.run(folder, options | taught | execution)
                 kept.put(folder.name, options, found)
+                is_teacher = cell.name in {one.teacher for one in wanted}
+                if own.drop_checkpoints and not is_teacher and processes.is_first():
+                    shutil.rmtree(folder / finished.CHECKPOINTS, ignore_errors=True)
             finished_cells[cell.name] = found
             if is_new or cell is in_turn[-1]:
                 show()

@@ -20,6 +20,7 @@ from launch.run.run import Run
 
 RUN_FLAGS, METRICS, CLIENTS = "run.flags", "metrics.jsonl", "clients.npz"
 SUMMARY, PARTIAL = "summary.json", ".partial"
+CHECKPOINTS = "checkpoints"
 # Arrays of `CLIENTS`: one of the first two, and the third except for a text
 ACCURACY, PERPLEXITY, CLASS_COUNTS = "accuracy", "perplexity", "class_counts"
 # Arrays of names, where classes or owners are not numbers

@@ -85,7 +85,7 @@ def _check_begun(path: pathlib.Path, records: Sequence[Mapping[str, Any]]) -> No
     Raises:
         ValueError: one line.
     """
-    kept = checkpoint.last_host(path / "checkpoints") or {}
+    kept = checkpoint.last_host(path / finished.CHECKPOINTS) or {}
     known, found = finished.lines(kept.get("records", ())), finished.lines(records)
     if not found.startswith(known) and not known.startswith(found):
         raise ValueError(

@@ -70,7 +70,7 @@ class Workdir(loop.Listener):
     def __init__(self, run: Run):
         self.run = run
         self.path = pathlib.Path(run.config.workdir or default_name(run.config))
-        self.checkpoints = self.path / "checkpoints"
+        self.checkpoints = self.path / finished.CHECKPOINTS
         self.records: list[dict[str, Any]] = []
         self._lock = lock.Lock(self.path)
         self._has_begun = False

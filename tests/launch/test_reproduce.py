@@ -62,6 +62,21 @@ def test_cells_run_once_and_are_kept(tiny, tmp_path, capsys):
     assert "2 rounds, 1 seed(s)" not in capsys.readouterr().out
 
 
+def test_checkpoints_of_finished_cells_are_dropped(tiny, tmp_path, capsys):
+    """The numbers stay, and a second command runs nothing."""
+    argv = ["reproduce", "tiny.table1", f"--dataset={tiny}", "--scenario=fixed"]
+    argv += ["--workdir=out", "--drop_checkpoints"]
+    reproduce.command(argv)
+    first = capsys.readouterr().out
+    assert len(sorted(tmp_path.glob("out/**/summary.json"))) == 2
+    assert not sorted(tmp_path.glob("out/**/checkpoints"))
+    reproduce.command(argv)
+    second = capsys.readouterr().out
+    assert "2 rounds, 1 seed(s)" in first and "2 rounds, 1 seed(s)" not in second
+    table = first[first.rindex("| Local") :]
+    assert second.endswith(table)
+
+
 @pytest.fixture
 def sweep(tmp_path, monkeypatch, blobs):
     """A table of one metric: columns are values of alpha, one paper number with std."""
