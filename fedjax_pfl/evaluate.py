@@ -35,6 +35,7 @@ class Scoring(NamedTuple):
             seed; 0 = all.
         has_train: Whether the server's model is measured on the clients' train rows.
         measures: What else is measured, not of a text.
+        own_rows: The most test rows of a client, for `measures`.
     """
 
     batch_size: int
@@ -44,6 +45,7 @@ class Scoring(NamedTuple):
     num_sampled: int = 0
     has_train: bool = False
     measures: tuple[measures_lib.Measure, ...] = ()
+    own_rows: int = 0
 
 
 class Tally(NamedTuple):
@@ -125,12 +127,17 @@ def _summed(right: jax.Array) -> jax.Array:
     return right.sum(-1) if right.dtype == bool else right
 
 
-# From a model, its variables, the tables and rows int32[B] to sums over these rows
-_OfBatch = Callable[[types.Model, types.Variables, types.Data, jax.Array], Any]
+# From a model, its variables, the tables, rows int32[B] and the place of the first of
+# them to sums over these rows
+_OfBatch = Callable[..., Any]
 
 
 def _tally(
-    model: types.Model, variables: types.Variables, data: types.Data, rows: jax.Array
+    model: types.Model,
+    variables: types.Variables,
+    data: types.Data,
+    rows: jax.Array,
+    first: jax.Array,
 ) -> Tally:
     """The sums of the served output over rows int32[B], negative ones being padding."""
     found = _scored(model, variables, data, rows)[0]
@@ -142,15 +149,18 @@ def _tally(
 
 def _measures(
     chosen: tuple[measures_lib.Measure, ...],
+    num_rows: int,
     model: types.Model,
     variables: types.Variables,
     data: types.Data,
     rows: jax.Array,
+    first: jax.Array,
 ) -> tuple[Any, ...]:
     """The sums of measures of the served output over rows int32[B]."""
     image, label, _ = data.test_batch(rows)
     out, _ = model.forward(*variables, image)
-    return measures_lib.of(chosen, answer(model, out), label, rows >= 0)
+    batch = answer(model, out), label, rows >= 0
+    return measures_lib.of(chosen, *batch, first=first, num_rows=num_rows)
 
 
 def _sums_from(
@@ -169,7 +179,7 @@ def _sums_from(
         offset = index * batch_size + jnp.arange(batch_size)
         rows = jnp.take(data.partition.test.row, start + offset, mode="clip")
         rows = jnp.where(offset < count, rows, -1)
-        return of_batch(model, variables, data, rows)
+        return of_batch(model, variables, data, rows, index * batch_size)
 
     def step(index: jax.Array, total: Any) -> Any:
         return jax.tree.map(jnp.add, total, batch(index))
@@ -405,13 +415,18 @@ def _measured(
     The clients of a shared model are measured one by one, as others are. `start`,
     `count` and `is_sampled` are the test rows of K' clients, and which are measured.
     """
-    of_batch, test = functools.partial(_measures, scoring.measures), data.partition.test
-    out, num_rows = {}, is_sampled.shape[0]
+    test, num_rows = data.partition.test, is_sampled.shape[0]
+
+    def measured_on(rows: int) -> _OfBatch:
+        return functools.partial(_measures, scoring.measures, rows)
+
+    out: dict[str, Any] = {}
     if algorithm.server is not None:
         model, variables = next(iter(algorithm.server(state, data).values()))
         union, size = (test.row >= 0).sum(), scoring.batch_size
         where = jnp.zeros((), jnp.int32), union, size, -(-union // size)
-        out["server"] = _sums_from(model, variables, data, *where, of_batch)
+        of_union = measured_on(test.row.shape[0])
+        out["server"] = _sums_from(model, variables, data, *where, of_union)
     own = None
     for group in served:
         number = _numbers(group, num_rows)
@@ -430,7 +445,7 @@ def _measured(
             data,
             scoring.own_batch_size,
             how,
-            of_batch,
+            measured_on(scoring.own_rows),
         )
         if own is None:
             own = jax.tree.map(

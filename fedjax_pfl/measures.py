@@ -5,15 +5,20 @@ sums into metrics. It is computed for the server's first model on the union of a
 rows, and for each client's personalized model on the client's own test rows.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy import special, stats
 
 ECE_BINS = 15  # as in Guo et al., "On Calibration of Modern Neural Networks", ICML 2017
-AUC_BINS, AUC_RANGE = 256, 16.0
+# Names of functions that would be taken for metrics that every run has
+_TAKEN = (
+    r"(accuracy|loss|perplexity|masked_perplexity)(_std|_pooled)?|class\d+_accuracy"
+)
 
 
 class Measure(NamedTuple):
@@ -22,7 +27,9 @@ class Measure(NamedTuple):
     Attributes:
         name: Its name in `--eval_metrics`.
         sums: `(logits f32[B, Y], labels int32[B], mask bool[B]) -> sums`, a pytree of
-            f32, in which rows with a mask of False count nothing.
+            f32, in which rows with a mask of False count nothing. None = the rows
+            themselves are kept: `logits` f32[N, Y] and `label` f32[N], which is 1 + the
+            class, and 0 of rows that are not there.
         finish: From such sums f64 over all rows to values by name, nan where one is not
             defined.
         is_mean: Whether there is also the mean over clients of their own values.
@@ -31,16 +38,43 @@ class Measure(NamedTuple):
     """
 
     name: str
-    sums: Callable[[jax.Array, jax.Array, jax.Array], Any]
+    sums: Callable[[jax.Array, jax.Array, jax.Array], Any] | None
     finish: Callable[[Any], dict[str, float]]
     is_mean: bool = True
     is_fraction: bool = True
     given: Callable[..., Any] | None = None
 
 
-def of(measures: Sequence[Measure], *batch: jax.Array) -> tuple[Any, ...]:
-    """The sums of several measures over one batch (logits, labels, mask)."""
-    return tuple(measure.sums(*batch) for measure in measures)
+def of(
+    measures: Sequence[Measure],
+    logits: jax.Array,
+    labels: jax.Array,
+    mask: jax.Array,
+    *,
+    first: jax.Array | int = 0,
+    num_rows: int = 0,
+) -> tuple[Any, ...]:
+    """The sums of several measures over one batch.
+
+    Args:
+        measures: The measures.
+        logits, labels, mask: As in `Measure.sums`.
+        first: The place of the batch's first row among `num_rows`, N.
+        num_rows: At least the rows of all batches together.
+    """
+    place = first + jnp.arange(len(labels))
+
+    def kept(values: jax.Array) -> jax.Array:
+        values = jnp.where(mask.reshape(-1, *[1] * (values.ndim - 1)), values, 0)
+        zeros = jnp.zeros((num_rows, *values.shape[1:]))
+        return zeros.at[place].set(values.astype(jnp.float32), mode="drop")
+
+    return tuple(
+        {"logits": kept(logits), "label": kept(labels + 1)}
+        if measure.sums is None
+        else measure.sums(logits, labels, mask)
+        for measure in measures
+    )
 
 
 def _by_class(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> dict:
@@ -81,29 +115,22 @@ def _per_class(sums: dict) -> dict[str, float]:
     return {f"class{n}_accuracy": float(one) for n, one in enumerate(recall)}
 
 
-def _by_score(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
-    """f32[2, Y, bins]: rows of other classes and of each class, by their log-odds."""
-    log_p = jax.nn.log_softmax(logits)
-    odds = log_p - jnp.log(jnp.maximum(-jnp.expm1(log_p), 1e-30))
-    place = (odds / AUC_RANGE + 1) / 2 * AUC_BINS
-    place = jnp.clip(place, 0, AUC_BINS - 1).astype(jnp.int32)
-    classes = jnp.arange(logits.shape[-1])
-    is_own = (labels[:, None] == classes).astype(jnp.int32)
-    real = jnp.broadcast_to(mask[:, None], place.shape).astype(jnp.float32)
-    zeros = jnp.zeros((2, logits.shape[-1], AUC_BINS))
-    return zeros.at[is_own, classes, place].add(real)
-
-
-def _auc(sums: np.ndarray) -> dict[str, float]:
+def _auc(rows: dict[str, np.ndarray]) -> dict[str, float]:
     """One class against the others, the mean over classes that have both.
 
-    Rows in the same bin of log-odds count as ties, one half.
+    Ties count one half, as the mean of their ranks does.
     """
-    other, own = sums
-    below = np.cumsum(other, -1) - other
-    pairs = own.sum(-1) * other.sum(-1)
-    area = (own * (below + other / 2)).sum(-1) / np.maximum(pairs, 1)
-    return {"auc": _mean_of(area, pairs > 0)}
+    label, found = rows["label"].astype(int) - 1, rows["logits"].astype(np.float64)
+    label, found = label[rows["label"] > 0], found[rows["label"] > 0]
+    found = found - special.logsumexp(found, -1, keepdims=True)
+    areas = []
+    for number, score in enumerate(found.T):
+        own = int((label == number).sum())
+        pairs = own * (len(label) - own)
+        if pairs:
+            above = stats.rankdata(score)[label == number].sum() - own * (own + 1) / 2
+            areas.append(above / pairs)
+    return {"auc": float(np.mean(areas)) if areas else float("nan")}
 
 
 def _by_confidence(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
@@ -126,7 +153,7 @@ NAMES = {
     for one in (
         Measure("macro_f1", _by_class, _macro_f1),
         Measure("balanced_accuracy", _by_class, _balanced),
-        Measure("auc", _by_score, _auc),
+        Measure("auc", None, _auc),
         Measure("ece", _by_confidence, _ece),
         Measure("per_class", _by_class, _per_class, is_mean=False),
     )
@@ -146,7 +173,9 @@ def listed(given: Any) -> list[Any]:
         return list(given.items())
     if callable(given) or isinstance(given, str):
         return [given]
-    if isinstance(given, (list, tuple)):
+    if isinstance(given, (list, tuple)) and all(
+        isinstance(one, (str, tuple)) or callable(one) for one in given
+    ):
         return list(given)
     raise ValueError(
         "eval_metrics: expected names, or functions (logits, labels, mask) -> (sum, "
@@ -180,18 +209,20 @@ def chosen(asked: str | Sequence[Any]) -> tuple[Measure, ...]:
     return tuple(out)
 
 
-def custom(name: str, fn: Callable[..., tuple[jax.Array, jax.Array]]) -> Measure:
+def custom(name: Any, fn: Callable[..., tuple[jax.Array, jax.Array]]) -> Measure:
     """A measure of a user's function `(logits, labels, mask) -> (sum, count)`.
 
     The value is the sum over all rows divided by the count.
 
     Raises:
-        ValueError: one line: it has no name, or does not return two scalars.
+        ValueError: one line: it has no name, or that of another metric.
     """
-    if not (name.isidentifier() and name.islower()) or name in NAMES:
+    is_name = isinstance(name, str) and name.isidentifier() and name.islower()
+    if not is_name or name in NAMES or re.fullmatch(_TAKEN, name):
+        taken = " (it is that of another)" if is_name else ""
         raise ValueError(
-            f"eval_metrics: {name or fn!r} is not a name for a metric; give functions "
-            "by name, such as {'margin': fn}"
+            f"eval_metrics: {name or fn!r} is not a name for a metric{taken}; give "
+            "functions by name, such as {'margin': fn}"
         )
 
     def finish(sums: tuple[np.ndarray, np.ndarray]) -> dict[str, float]:
@@ -202,22 +233,42 @@ def custom(name: str, fn: Callable[..., tuple[jax.Array, jax.Array]]) -> Measure
         total, count = fn(*batch)
         return jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32)
 
-    probe = (((4, 3), jnp.float32), ((4,), jnp.int32), ((4,), jnp.bool_))
-    try:
-        found = jax.eval_shape(sums, *(jax.ShapeDtypeStruct(*one) for one in probe))
-    except Exception as error:  # whatever the user's function raises
-        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-        raise ValueError(
-            f"eval_metrics: {name} fails on logits [B, Y], labels [B] and a mask [B] "
-            f"({reason})"
-        ) from error
-    if any(one.shape for one in found):
-        shapes = ", ".join(str(list(one.shape)) for one in found)
-        raise ValueError(
-            f"eval_metrics: {name} returns arrays of shapes {shapes}, expected a sum "
-            "and a count without axes"
-        )
     return Measure(name, sums, finish, is_fraction=False, given=fn)
+
+
+def check(measures: Sequence[Measure], num_classes: int) -> None:
+    """Tries the custom ones on four examples of `num_classes` classes.
+
+    Raises:
+        ValueError: one line: one fails, or does not return two scalars.
+    """
+    kinds = ((4, num_classes), jnp.float32), ((4,), jnp.int32), ((4,), jnp.bool_)
+    probe = [jax.ShapeDtypeStruct(*one) for one in kinds]
+    for measure in measures:
+        if measure.given is None:
+            continue
+        try:
+            found = jax.eval_shape(measure.sums, *probe)
+        except Exception as error:  # whatever the user's function raises
+            reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+            raise ValueError(
+                f"eval_metrics: {measure.name} fails on logits [B, {num_classes}], "
+                f"labels [B] and a mask [B] ({reason})"
+            ) from error
+        if any(one.shape for one in found):
+            shapes = ", ".join(str(list(one.shape)) for one in found)
+            raise ValueError(
+                f"eval_metrics: {measure.name} returns arrays of shapes {shapes}, "
+                "expected a sum and a count without axes"
+            )
+
+
+def _sum(leaf: np.ndarray) -> np.ndarray:
+    return leaf.sum(0)
+
+
+def _joined(leaf: np.ndarray) -> np.ndarray:
+    return leaf.reshape(-1, *leaf.shape[2:])
 
 
 def number_names(measures: Sequence[Measure]) -> set[str]:
@@ -251,7 +302,9 @@ def metrics(
         if not known.any():
             continue
         own = jax.tree.map(lambda leaf: leaf[known], as_numpy["own"][number])
-        pooled = measure.finish(jax.tree.map(lambda leaf: leaf.sum(0), own))
+        pooled = measure.finish(
+            jax.tree.map(_joined if measure.sums is None else _sum, own)
+        )
         out |= {f"client_{name}_pooled": value for name, value in pooled.items()}
         if not measure.is_mean:
             continue

@@ -126,9 +126,13 @@ def parsed(hparams: Any) -> dict[str, float | bool]:
         for one in takes
         if isinstance(one.default, (bool, int, float)) and one.name not in _AS_FLAGS
     }
+    if name == "sgd" and options.is_off(hparams.client_momentum):
+        raise ValueError(f"{line} has no effect without --client_momentum; give both")
     out: dict[str, float | bool] = {}
     for part in text.split(","):
         option, equals, value = (one.strip() for one in part.partition("="))
+        if option in out:
+            raise ValueError(f"{line} names {option} twice")
         if not equals:
             raise ValueError(f"{line}: expected pairs such as b1=0.8,eps=1e-6")
         if option not in known:
@@ -168,10 +172,10 @@ def custom(given: Any) -> Custom:
     if callable(given):
         try:
             made = given(0.1)
-        except TypeError as error:
+        except Exception as error:  # whatever the user's function raises
             raise ValueError(
                 "client_optimizer: expected a function of the learning rate that makes "
-                f"an optax.GradientTransformation, but {error}"
+                f"an optax.GradientTransformation, but it fails ({_reason(error)})"
             ) from error
     if not isinstance(made, optax.GradientTransformation):
         kind = type(given if made is None else made).__name__
@@ -191,29 +195,34 @@ def _tried(own: Custom) -> Custom:
         ValueError: one line: it needs more than gradients and parameters, or its state
             cannot be masked.
     """
-    tx = _Joint(*own.make(0.1))
 
-    def trained(params: Any) -> Any:
-        mask = tuple(jnp.ones((), bool) for _ in params)
-        return apply_gradients(tx, params, init(tx, params), params, mask)[0]
+    def trained(learning_rate: Any, params: Any) -> Any:
+        tx = _Joint(*own.make(learning_rate))
+        mask, state = tuple(jnp.ones((), bool) for _ in params), init(tx, params)
+        return (params, state), apply_gradients(tx, params, state, params, mask)
 
     try:
-        found = jax.eval_shape(trained, _PROBE)
+        # The learning rate is a tracer in every run, so that it may be swept.
+        before, after = jax.eval_shape(trained, 0.1, _PROBE)
     except Exception as error:  # whatever the user's functions raise
-        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise ValueError(
-            f"client_optimizer: {own} fails on gradients and parameters alone "
-            f"({reason})"
+            f"client_optimizer: {own} fails on gradients and parameters alone, or on a "
+            f"learning rate that is traced ({_reason(error)})"
         ) from error
-    kinds = [
-        [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(one)]
-        for one in (found, _PROBE)
-    ]
-    if kinds[0] != kinds[1]:
+    if _kinds(before) != _kinds(after):
         raise ValueError(
-            f"client_optimizer: {own} changes the shapes or types of parameters"
+            f"client_optimizer: {own} changes the shapes or types of parameters or of "
+            "its state in a step"
         )
     return own
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def _kinds(tree: Any) -> list[tuple[Any, Any]]:
+    return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
 
 
 def check(hparams: Any) -> None:
@@ -345,7 +354,8 @@ def _step(
     """(parameters, state) of one stage, or of all, after a step where `mask` is."""
     update, moved = tx.update(grads, state, params)
     new = optax.apply_updates(params, update)
-    state_mask = _of_state(tx, mask, params, state)
+    of_state = _of_custom_state if isinstance(tx, _Joint) else _of_state
+    state_mask = of_state(tx, mask, params, state)
     return boundary.select(mask, new, params), boundary.select(state_mask, moved, state)
 
 
@@ -366,6 +376,28 @@ def _of_state(tx: Any, mask: Any, params: Any, state: Any) -> Any:
         entries,
         transform_non_params=lambda _: moves,
     )
+
+
+def _of_custom_state(tx: Any, mask: Any, params: Any, state: Any) -> Any:
+    """`_of_state` of any state, in which a moment is found by the end of its path.
+
+    A part of the parameters may have no moments there (`optax.masked`), and a leaf of
+    another shape than its parameter is a count.
+    """
+    entries = boundary.select(
+        jax.tree.map(lambda m: jnp.asarray(m), mask),
+        jax.tree.map(lambda leaf: jnp.ones(leaf.shape, bool), params),
+        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, bool), params),
+    )
+    by_path = dict(jax.tree_util.tree_flatten_with_path(entries)[0])
+    moves = any_of(mask)
+
+    def of(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        ends = (by_path.get(path[first:]) for first in range(len(path)))
+        found = next((one for one in ends if one is not None), moves)
+        return found if found.shape == leaf.shape else moves
+
+    return jax.tree_util.tree_map_with_path(of, state)
 
 
 def any_of(mask: Any) -> jax.Array:

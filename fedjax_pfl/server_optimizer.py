@@ -68,7 +68,8 @@ def make(hparams: ServerOptimizer) -> optax.GradientTransformation | None:
     """The server's optimizer of x - mean, or None where the mean is the new model.
 
     Raises:
-        ValueError: an option has no effect without an optimizer.
+        ValueError: an option has no effect without an optimizer, or all others have
+            none.
     """
     kind = hparams.server_optimizer
     if kind == "none":
@@ -76,6 +77,11 @@ def make(hparams: ServerOptimizer) -> optax.GradientTransformation | None:
         options.refuse(hparams, others, "with --server_optimizer=none")
         return None
     rate, momentum = hparams.server_lr, hparams.server_momentum
+    if kind != "sgd" and not isinstance(momentum, jax.Array) and momentum == 1:
+        raise ValueError(
+            f"--server_momentum=1: with --server_optimizer={kind} the model would "
+            "never move; expected less than 1"
+        )
     if kind == "sgd":
         return optax.sgd(rate, None if options.is_off(momentum) else momentum)
     scaled = scale_by_moments(kind, momentum)

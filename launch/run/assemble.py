@@ -212,7 +212,10 @@ def assemble(
             how = how._replace(shares_rows=True)
             layout = owners.Layout(config.num_clients, how.num_devices)
             task = task._replace(execution=how, num_residents=layout.num_rows)
-    scoring = _scoring(config, data, how)._replace(measures=settings.measures)
+    scoring = _scoring(config, data, how)
+    if settings.measures:
+        most = int(data.partition.test.count.max())
+        scoring = scoring._replace(measures=settings.measures, own_rows=most)
 
     def built(task: types.Task) -> program_lib.Program:
         return program_lib.build(entry.make, first, task, scoring)

@@ -73,6 +73,8 @@ def settled(**given: Any) -> Settings:
     source = _source(config, in_memory)
     if config.rotate_classes > 1:
         source = dataset.rotated(source, config.rotate_classes)
+    if not source.is_text:
+        measures_lib.check(chosen, source.num_classes)
     examples = sha256(source.image, source.label)
     config = resolve.resolve(config, source, given)
     resolve.check(config, own_models)
@@ -179,12 +181,14 @@ def _measured(
     Raises:
         ValueError: one line: there is no such metric, or a function is not one.
     """
-    asked = given.get("eval_metrics", "")
+    if "eval_metrics" not in given:
+        return dict(given), ()
+    asked = given["eval_metrics"]
     if not isinstance(asked, str):
         asked = measures_lib.listed(asked)
     chosen = measures_lib.chosen(asked)
     names = ",".join(one.name for one in chosen)
-    return {**given, **({"eval_metrics": names} if names else {})}, chosen
+    return {**given, "eval_metrics": names}, chosen
 
 
 # Options that a custom optimizer takes the place of

@@ -1,5 +1,7 @@
 """Metrics beside accuracy: against scikit-learn, and what is refused."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +23,9 @@ def value_of(name, batches=4):
     parts = zip(
         *(np.split(one, batches) for one in (LOGITS, LABELS, MASK)), strict=True
     )
-    sums = [jax.jit(measure.sums)(*part) for part in parts]
+    size = len(LABELS) // batches
+    of = functools.partial(measures.of, (measure,), num_rows=len(LABELS) + 7)
+    sums = [jax.jit(of)(*part, first=size * n)[0] for n, part in enumerate(parts)]
     total = jax.tree.map(lambda *leaves: np.sum(leaves, 0, np.float64), *sums)
     return measure.finish(total)
 
@@ -48,22 +52,22 @@ def test_f1_and_balanced_accuracy_equal_scikit_learn():
     assert np.isnan(by_class["class3_accuracy"])
 
 
-def test_auc_is_near_scikit_learns():
-    """Bins of log-odds cost less than a thousandth."""
+def test_auc_is_scikit_learns():
+    """By ranks, whatever the scale of the logits."""
     labels, _, p = real()
     exact = [
         sklearn_metrics.roc_auc_score(labels == one, p[:, one]) for one in range(3)
     ]
-    assert value_of("auc")["auc"] == pytest.approx(np.mean(exact), abs=1e-3)
+    assert value_of("auc")["auc"] == pytest.approx(np.mean(exact), abs=1e-5)
 
 
 def test_auc_of_answers_without_information():
     """Ties count one half; one class alone has no area."""
     measure = measures.NAMES["auc"]
-    sums = measure.sums(jnp.zeros((6, 2)), jnp.arange(6) % 2, jnp.ones(6, bool))
-    assert measure.finish(np.asarray(sums)) == {"auc": 0.5}
-    sums = measure.sums(jnp.zeros((6, 2)), jnp.zeros(6, int), jnp.ones(6, bool))
-    assert np.isnan(measure.finish(np.asarray(sums))["auc"])
+    rows = {"logits": np.zeros((6, 2)), "label": np.array([1, 2, 1, 2, 0, 0])}
+    assert measure.finish(rows) == {"auc": 0.5}
+    rows["label"] = np.array([1, 1, 1, 0, 0, 0])
+    assert np.isnan(measure.finish(rows)["auc"])
 
 
 def test_calibration_error_by_hand():
@@ -86,10 +90,13 @@ def right(logits, labels, mask):
 
 def test_metrics_of_clients_and_the_server():
     """The server's, that of all clients' rows, and the mean where it is defined."""
-    chosen = measures.chosen(["macro_f1", right, "per_class"])
+    chosen = measures.chosen(["macro_f1", right, "per_class", "auc"])
     batches = [(LOGITS[:40], LABELS[:40]), (LOGITS[40:45], LABELS[40:45])]
     batches.append((LOGITS[:0], LABELS[:0]))
-    sums = [measures.of(chosen, z, y, jnp.ones(len(y), bool)) for z, y in batches]
+    sums = [
+        measures.of(chosen, z, y, jnp.ones(len(y), bool), num_rows=40)
+        for z, y in batches
+    ]
     own = jax.tree.map(lambda *leaves: np.stack(leaves), *sums)
     known = np.array([True, True, False])
     found = {"server": sums[0], "own": own}
@@ -97,6 +104,10 @@ def test_metrics_of_clients_and_the_server():
     hits = [(z.argmax(1) == y) for z, y in batches[:2]]
     assert values["global_right"] == pytest.approx(hits[0].mean())
     assert values["client_right"] == pytest.approx(np.mean([h.mean() for h in hits]))
+    both = [np.concatenate(one) for one in zip(*batches, strict=True)]
+    together = measures.of(chosen, *both, jnp.ones(45, bool), num_rows=45)[3]
+    auc = chosen[3].finish(jax.tree.map(np.asarray, together))["auc"]
+    assert values["client_auc_pooled"] == pytest.approx(auc)
     pooled = np.concatenate(hits).mean()
     assert values["client_right_pooled"] == pytest.approx(pooled)
     assert "client_class0_accuracy" not in values
@@ -105,6 +116,16 @@ def test_metrics_of_clients_and_the_server():
     names = measures.number_names(chosen)
     assert names == {"global_right", "client_right", "client_right_pooled"}
     assert measures.metrics(chosen, {"own": own}, known & False) == {}
+
+
+def test_functions_may_name_the_number_of_classes():
+    """They are tried with that of the data."""
+    brier = measures.chosen(
+        measures.listed({"brier": lambda z, y, m: ((z - jnp.eye(5)[y]).sum(), m.sum())})
+    )
+    measures.check(brier, 5)
+    with pytest.raises(ValueError, match=r"brier fails on logits \[B, 4\]"):
+        measures.check(brier, 4)
 
 
 def test_forms():
@@ -124,6 +145,10 @@ def test_forms():
         (["auc", "auc"], "names a metric twice"),
         ([lambda *batch: 1], "is not a name for a metric"),
         ({"auc": right}, "'?auc'? is not a name for a metric"),
+        ({"accuracy": right}, "is not a name for a metric .it is that of another"),
+        ({"class0_accuracy": right}, "it is that of another"),
+        ({1: right}, "1 is not a name for a metric"),
+        (["auc", {"a": right}], "expected names, or functions .* got a list"),
         ({"hits": lambda logits: 1}, "hits fails on logits"),
         (
             {"hits": lambda z, y, m: (z.sum(1), m.sum())},
@@ -135,5 +160,5 @@ def test_forms():
 def test_what_is_no_metric(given, reason):
     """One line each."""
     with pytest.raises(ValueError, match=reason) as error:
-        measures.chosen(measures.listed(given))
+        measures.check(measures.chosen(measures.listed(given)), 5)
     assert "\n" not in str(error.value)

@@ -111,6 +111,7 @@ def test_options():
     [
         ("b3=1", "adamw has no option b3, expected one of b1, b2, eps"),
         ("b1", "expected pairs such as"),
+        ("b1=0.5,b1=0.6", "names b1 twice"),
         ("b1=x", "b1 is x, expected a number"),
         ("b1=nan", "expected a finite number"),
         ("weight_decay=1", "give --weight_decay"),
@@ -172,9 +173,38 @@ def test_single_entries():
     assert (np.asarray(found[1]) != PARAMS[0]["kernel"][1]).all()
 
 
-def narrowing(params):
-    """An init whose state cannot be masked."""
-    return {"first": params[0]["kernel"]}
+def labels_of(params):
+    """Kernels and others."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "kernel" if path[-1].key == "kernel" else "bias", params
+    )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda rate: optax.multi_transform(
+            {"kernel": optax.adam(rate), "bias": optax.sgd(rate, 0.9)}, labels_of
+        ),
+        lambda rate: optax.masked(
+            optax.adam(rate), lambda p: jax.tree.map(lambda leaf: leaf.ndim > 1, p)
+        ),
+        optax.adafactor,
+        optax.contrib.muon,
+    ],
+    ids=["multi_transform", "masked", "adafactor", "muon"],
+)
+def test_states_of_a_part_of_the_parameters(given):
+    """They equal optax's own loop, and what is frozen keeps its moments."""
+    hparams = hparams_of(client_optimizer=optimizer.custom(given))
+    found = steps(hparams, [all_of(True)] * 3)
+    equal(found, plain(given(0.05), 3), rtol=1e-4, atol=1e-6)
+    first = (jnp.bool_(True), jnp.bool_(False))
+    held = steps(hparams, [first] * 2)
+    np.testing.assert_array_equal(held[1]["kernel"], PARAMS[1]["kernel"])
+    equal(held[0], plain(given(0.05), 2, PARAMS[:1])[0], rtol=1e-4, atol=1e-6)
+    none = steps(hparams, [all_of(False)] * 2 + [all_of(True)] * 2)
+    equal(none, plain(given(0.05), 2), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -183,11 +213,9 @@ def narrowing(params):
         (5, "got a int"),
         (lambda rate: 3, "got a int"),
         (lambda: optax.sgd(0.1), "expected a function of the learning rate"),
-        (optax.lbfgs(), "fails on gradients and parameters alone .*value"),
-        (
-            optax.GradientTransformation(narrowing, lambda g, s, p: (g, s)),
-            "fails on gradients and parameters alone",
-        ),
+        (lambda rate: {}["no"], "but it fails .'no'"),
+        (lambda rate: optax.adam(float(rate)), "a learning rate that is traced"),
+        (optax.lbfgs(), "fails on gradients and parameters alone.*value"),
         (
             optax.stateless(lambda g, p: jax.tree.map(lambda x: x[None], g)),
             "changes the shapes",

@@ -83,11 +83,12 @@ def test_a_chain_equals_optax_alone():
     found = experiment.client_model().variables.params
 
     def loss(params):
-        logits = experiment.client_model().model.forward(params, ({},), X[rows])[0]
+        logits = experiment.client_model().model.forward(params, stats, X[rows])[0]
         pairs = optax.softmax_cross_entropy_with_integer_labels(logits, Y[rows])
         return pairs.mean()
 
     tx = chained(0.05)
+    stats = ({},) * len(start)
     params, state = start, tx.init(start)
     for _ in range(4):
         update, state = tx.update(jax.grad(loss)(params), state, params)
