@@ -17,6 +17,7 @@ class Dataset(NamedTuple):
         classes: The names of the classes, None if they are numbers 0..Y-1.
         owners: The names of the owners, None if they are numbers 0, 1, ...
         notes: Lines about how the data were taken, such as how labels are numbered.
+        columns: The names of the columns of a table, in the order of the vectors.
     """
 
     image: np.ndarray
@@ -27,6 +28,7 @@ class Dataset(NamedTuple):
     classes: tuple[str, ...] | None = None
     owners: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
+    columns: tuple[str, ...] | None = None
 
     @property
     def is_text(self) -> bool:
@@ -61,6 +63,19 @@ def with_large_owners(source: Dataset, least: int) -> tuple[Dataset, dict[str, i
         client=client,
         owners=tuple(names[k] for k in np.flatnonzero(is_large)),
     ), dropped
+
+
+def with_note_of_empty_classes(source: Dataset) -> Dataset:
+    """The same data with a note if a class has no row, as after dropping owners."""
+    names = source.classes or tuple(map(str, range(source.num_classes)))
+    count = np.bincount(source.label, minlength=source.num_classes)
+    empty = [name for name, rows in zip(names, count, strict=True) if not rows]
+    if not empty:
+        return source
+    line = (
+        f"no row is left of the class {', '.join(empty)}, which the models still have"
+    )
+    return source._replace(notes=(*source.notes, line))
 
 
 def rotated(source: Dataset, angles: int) -> Dataset:

@@ -14,6 +14,20 @@ if TYPE_CHECKING:
 
 # Columns that hold the labels if there is exactly one of them
 LABELS = ("label", "y", "target", "class")
+# What means in other columns that there is no number
+_MISSING = [
+    "",
+    "NA",
+    "N/A",
+    "n/a",
+    "<NA>",
+    "#N/A",
+    "NaN",
+    "nan",
+    "null",
+    "NULL",
+    "None",
+]
 
 
 def from_csv(
@@ -33,7 +47,19 @@ def from_csv(
         with warnings.catch_warnings():
             # Lines that are longer than the header would be cut off.
             warnings.simplefilter("error", pandas.errors.ParserWarning)
-            frame = pandas.read_csv(place, low_memory=False, index_col=False)
+            names = pandas.read_csv(place, nrows=0, index_col=False).columns
+            given = {label, owner} if label else {owner, *LABELS}
+            # As text "NA" is a name, and "01" is not "1".
+            as_text = {name: str for name in names if name in given}
+            missing = {name: _MISSING for name in names if name not in given}
+            frame = pandas.read_csv(
+                place,
+                low_memory=False,
+                index_col=False,
+                dtype=as_text,
+                keep_default_na=False,
+                na_values=missing,
+            )
     except FileNotFoundError as error:
         raise ValueError(f"{where}: there is no such file") from error
     except (ValueError, OSError, EOFError, pandas.errors.ParserWarning) as error:
@@ -47,7 +73,18 @@ def from_csv(
             f"{where}: a column has no name, as of a saved index; write the file with "
             "index=False, or name the column"
         )
+    for name in as_text:
+        frame[name] = _plain_numbers(frame[name])
     return from_frame(frame, label, owner, where)
+
+
+def _plain_numbers(column: pandas.Series) -> pandas.Series:
+    """A column of text as numbers, if all of it are numbers without leading zeros."""
+    import pandas
+
+    numbers = pandas.to_numeric(column, errors="coerce")
+    has_zeros = column.str.match(r"\s*[+-]?0\d").any()
+    return column if has_zeros or numbers.isna().any() else numbers
 
 
 def from_frame(
@@ -116,13 +153,30 @@ def from_frame(
             f"{where}: values are infinite, of which {labels.sized(counts)}; replace "
             "them, or drop these rows or columns"
         )
-    return arrays.from_arrays(
+    made = arrays.from_arrays(
         values,
         frame[label],
         frame[owner] if owner else None,
         where,
         names=(f"the column {label}", f"the column {owner}"),
     )
+    return made._replace(columns=tuple(features))
+
+
+def ordered(frame: pandas.DataFrame, columns: tuple[str, ...]) -> np.ndarray:
+    """The columns of a table in the order of training, without others; f64[N, D].
+
+    Raises:
+        ValueError: one line: one of them is missing.
+    """
+    frame = frame.set_axis(list(map(str, frame.columns)), axis=1)
+    missing = [name for name in columns if name not in frame.columns]
+    if missing:
+        raise ValueError(
+            f"the table lacks the columns {labels.listed(missing)}, with which the "
+            "model was trained"
+        )
+    return frame[list(columns)].to_numpy(np.float64)
 
 
 def _usual_label(names: list[str], where: str) -> str:

@@ -12,6 +12,8 @@ SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".bmp", ".gif"),
     *(".tif", ".tiff", ".webp", ".ppm", ".pgm"),
 )
+# Folders of downloads that are no owners
+_SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation"}
 _TRANSPARENT = ("LA", "La", "PA", "RGBA", "RGBa")
 _COLOURS = ("RGB", "P", "CMYK", "YCbCr", "HSV", "LAB")
 
@@ -66,6 +68,12 @@ def from_folder(path: str, flag: str = "dataset") -> dataset.Dataset:
         names = labels.listed([str(one) for one in others])
         notes += (f"files that are not images are left out: {names}",)
     has_owners = len(found[0].parts) == 3
+    if has_owners and {one.parts[0].lower() for one in found} <= _SPLITS:
+        raise ValueError(
+            f"{where}: its folders look like splits and not like owners "
+            f"({labels.listed(sorted({one.parts[0] for one in found}))}); put their "
+            "classes into one folder, which --test_split divides"
+        )
     made = arrays.from_arrays(
         np.stack(pixels),
         [one.parts[-2] for one in found],

@@ -186,6 +186,7 @@ def _plain(values: Any, num_rows: int, what: str, of: str) -> np.ndarray:
         _refuse_missing(~np.isfinite(array), what, of)
     elif kind in "US":
         _refuse_missing(np.char.strip(array) == "", what, of)
+        _check_unicode(array, what)
     elif kind not in "biu":
         raise ValueError(
             f"{what} must be {of} as text, bools or whole numbers, got {array.dtype}"
@@ -242,6 +243,16 @@ def _of_objects(array: np.ndarray, what: str, of: str) -> np.ndarray:
     raise ValueError(
         f"{what} must be {of} of one type, text, bools or whole numbers, got {names}"
     )
+
+
+def _check_unicode(array: np.ndarray, what: str) -> None:
+    for name in np.unique(array).tolist():
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{what} holds {ascii(name)[:40]}, which is not valid text; rename it"
+            ) from error
 
 
 def _refuse_missing(is_missing: np.ndarray, what: str, of: str) -> None:

@@ -216,7 +216,10 @@ def at(whole: Any, names: tuple[str, ...], example: jax.ShapeDtypeStruct) -> Sta
     starts = sorted({*names}, key=calls.index)
     starts = ["", *starts] if calls[0] not in starts else starts
     if len(starts) < 2:
-        raise ValueError(f"{line} leaves one stage; name a submodule after {calls[0]}")
+        raise ValueError(
+            f"{line} leaves one stage; name a submodule that is called after "
+            f"{calls[0]}. Layers in a list are not found by name; {cure}"
+        )
     stops = [*starts[1:], ""]
     bounds = [0, *map(calls.index, starts[1:]), len(calls)]
     owned = [frozenset(calls[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]

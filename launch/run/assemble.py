@@ -78,7 +78,7 @@ def assemble(
             f"{config.algo} does not use; take another model, or {fit.able('exits')}"
         )
     for name, model in by_name.items():
-        flag = "model" if name == server_model.name else "client_model"
+        flag = "model" if name == config.model else "client_model"
         if name in own_models:
             few = source.image[:4].copy()
             if source.is_text:
@@ -89,7 +89,7 @@ def assemble(
         else:
             fit.check_model(flag, model, shape, is_text=source.is_text)
     if config.init_from:
-        if list(by_name) != [server_model.name]:
+        if list(by_name) != [config.model]:
             raise ValueError(
                 f"--init_from={config.init_from} holds one model: --model="
                 f"{config.model} and --client_model={config.client_model} are several; "

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import models
-from data import arrays, dataset, labels
+from data import arrays, dataset, frames, labels
 from fedjax_pfl import evaluate, execution, shapes, types
 from launch.run import model_files, processes
 from launch.run.run import Run
@@ -25,6 +25,7 @@ class ClientModel(NamedTuple):
         data: The run's data, which define the normalisation and the type of images.
         image_size, image_channels, model_width, layout: The options of these names.
         classes: The names of the classes in the order of the columns, None = 0..Y-1.
+        columns: The columns of the table that it was trained on, None = no table.
     """
 
     model: types.Model
@@ -35,6 +36,7 @@ class ClientModel(NamedTuple):
     model_width: float
     layout: str = "auto"
     classes: tuple[str, ...] | None = None
+    columns: tuple[str, ...] | None = None
 
     def predict(self, images: Any) -> np.ndarray:
         """Probabilities f32[N, Y] of raw images [N, ...].
@@ -56,7 +58,7 @@ class ClientModel(NamedTuple):
         Raises:
             ValueError: there are no images, or labels do not fit them.
         """
-        x = labels.unmasked(x, "x")
+        x = labels.unmasked(self._values(x), "x")
         wanted = x.shape if self.data.num_words else x.shape[:1]
         if x.shape[:1] == (0,):
             raise ValueError("x and y hold no example")
@@ -119,11 +121,16 @@ class ClientModel(NamedTuple):
 
     def _logits(self, images: Any) -> np.ndarray:
         """The served logits f32[N, Y] of raw images."""
-        images = self._checked(labels.unmasked(images, "images"))
+        images = self._checked(labels.unmasked(self._values(images), "images"))
         kind = self.data.replace(image=(), label=(), partition=())
         fixed = self.model, self.variables, kind
         parts = np.split(images, range(BATCH, len(images), BATCH))
         return np.concatenate([np.asarray(_forward(*fixed, part)) for part in parts])
+
+    def _values(self, x: Any) -> Any:
+        """The columns of a table in the order of training; anything else as it is."""
+        is_table = self.columns is not None and hasattr(x, "columns")
+        return frames.ordered(x, self.columns) if is_table else x
 
     def _checked(self, images: np.ndarray) -> np.ndarray:
         """The images as in the data set, or a refusal."""
@@ -179,7 +186,9 @@ def find(
     data = run.data.replace(partition=execution.place(part, where))
     model, variables = _found(run, client_id, slot, state, cohort, data)
     sizes = config.image_size, config.image_channels, config.model_width
-    return ClientModel(model, variables, data, *sizes, config.layout, run.classes)
+    return ClientModel(
+        model, variables, data, *sizes, config.layout, run.classes, run.columns
+    )
 
 
 def _found(

@@ -83,6 +83,8 @@ def settled(**given: Any) -> Settings:
         is_text = source.is_text
         least = config.min_examples if is_text else config.min_owner_examples
         fitted, dropped_owners = dataset.with_large_owners(source, least)
+        if dropped_owners and not is_text:
+            fitted = dataset.with_note_of_empty_classes(fitted)
     fitted = dataset.fitted(fitted, config.image_size, config.image_channels)
     is_same = fitted is source
     source_hash = examples if is_same else sha256(fitted.image, fitted.label)

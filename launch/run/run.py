@@ -40,6 +40,7 @@ class Run:
         dropped_owners: The rows of owners that were dropped, as they are too small, by
             the owner's name.
         notes: Lines about how the data were taken.
+        columns: The columns of a table, None of other data.
         parts_with: `Execution -> (task, program, planner)` for a chunk or lanes other
             than those that were chosen, None = they are not to be changed.
     """
@@ -69,6 +70,7 @@ class Run:
         self.own_sha256 = settings.own_sha256
         source, is_natural = settings.source, config.partition == "natural"
         self.classes, self.notes = source.classes, source.notes
+        self.columns = source.columns
         self.owners = source.owners if is_natural else None
         self.owners = self.owners and self.owners[: config.num_clients]
         self.dropped_owners = settings.dropped_owners

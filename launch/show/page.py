@@ -137,7 +137,8 @@ def _columns(
     """The table: each column's head and its cells, one for each run."""
     out = []
     for name in _metrics(entries):
-        out.append((words.title(name), _cells(entries, name)))
+        classes = record.class_names(base.run)
+        out.append((words.title(name, classes), _cells(entries, name)))
         if name == metric and len(entries) > 1:
             cells = [_against(entry, base, metric) for entry in entries]
             out.append((f"against {base.name}", cells))

@@ -85,6 +85,7 @@ METRICS |= {
         title="Client, pooled, masked", is_headline=False
     ),
 }
+_OF_CLASS = re.compile(r"(global|client)_class(\d+)_accuracy(_pooled)?")
 NOT_TO_CHOOSE_BY = (
     "These are measured on test rows, and choosing a point by them would be training "
     "on the test set"
@@ -96,8 +97,7 @@ def metric(name: str) -> Metric:
     """The description of a metric, for unknown ones derived from the name."""
     if name in METRICS:
         return METRICS[name]
-    of_class = re.fullmatch(r"(global|client)_class(\d+)_accuracy(_pooled)?", name)
-    if of_class:
+    if of_class := _OF_CLASS.fullmatch(name):
         return Metric(f"{of_class[1].capitalize()}, class {of_class[2]}")
     exit = re.fullmatch(r"exit(\d+)_(accuracy|perplexity)", name)
     title = f"Exit {exit[1]}" if exit else name.replace("_", " ")
@@ -106,8 +106,11 @@ def metric(name: str) -> Metric:
     return Metric(title, is_fraction="accuracy" in name)
 
 
-def title(name: str) -> str:
-    """A metric's name in tables and pictures."""
+def title(name: str, classes: Sequence[str] | None = None) -> str:
+    """A metric's name in tables and pictures; `classes` are the names of classes."""
+    found = _OF_CLASS.fullmatch(name)
+    if found and classes and int(found[2]) < len(classes):
+        return f"{found[1].capitalize()}, class {classes[int(found[2])]}"
     return metric(name).title
 
 

@@ -122,7 +122,7 @@ def test_tables_that_do_not_fit():
         (b"\x1f\x8b\x00", "cannot be read as CSV|no column"),
         (b",a,y\n0,1,p\n1,2,q\n", "a column has no name, as of a saved index"),
         (b"a;y\n1;2\n", "give --label, one of the columns a;y"),
-        (b"a,y\n1,NA\n2,q\n", "the column y has 1 missing labels"),
+        (b"a,y\n1,\n2,q\n", "the column y has 1 missing labels"),
     ],
 )
 def test_files_that_do_not_fit(tmp_path, raw, words):

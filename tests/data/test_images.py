@@ -166,3 +166,14 @@ def test_without_pillow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ValueError, match="needs the package pillow: pip install"):
         loaders.load(name, "")
+
+
+def test_splits_are_no_owners(tmp_path):
+    """The usual folders of a download are not two clients."""
+    for split in ("train", "Test"):
+        for name in ("cat", "dog"):
+            folder = tmp_path / split / name
+            folder.mkdir(parents=True)
+            Image.fromarray(np.zeros((4, 4), np.uint8)).save(folder / "one.png")
+    with pytest.raises(ValueError, match="look like splits and not like owners .Test"):
+        loaders.load(f"images:{tmp_path}", "")

@@ -152,3 +152,9 @@ def test_names_in_a_line():
         f"a, 'b, c', 'd\\n', {'e' * 27}..., 0, 1, 2, 3 and 5 more"
     )
     assert labels.sized({"a": 1, "b": 2}) == "a has 1, b has 2"
+
+
+def test_text_that_is_not_unicode():
+    """Half of a surrogate pair cannot be written anywhere."""
+    with pytest.raises(ValueError, match=r"y holds '\\udc80', which is not valid text"):
+        labels.classes(["a", "\udc80"], 2, "y")

@@ -242,3 +242,50 @@ def test_options_of_other_data(given, part):
     with pytest.raises(ValueError, match=part) as error:
         build.experiment(**SMALL | {"dataset": (X, Y)} | given)
     assert "\n" not in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def of_file(tmp_path_factory):
+    """A CSV whose label NA and owner 01 are names, and a run on it."""
+    folder = tmp_path_factory.mktemp("named")
+    gen = np.random.default_rng(0)
+    frame = pandas.DataFrame(gen.normal(size=(60, 3)), columns=["a", "b", "c"])
+    frame["y"] = np.where(frame.a > 0, "NA", "y")
+    frame["site"] = ["01"] * 30 + ["1"] * 28 + ["odd"] * 2
+    frame.loc[58:, "y"] = "rare"
+    frame.to_csv(folder / "named.csv", index=False)
+    given = {"owner": "site", "min_owner_examples": 5, "model": "mlp", "rounds": 2}
+    experiment = build.experiment(
+        algo="fedavg",
+        preset="none",
+        dataset=f"csv:{folder / 'named.csv'}",
+        eval_metrics="per_class",
+        workdir=str(folder / "run"),
+        **given,
+    )
+    experiment.run(progress=False)
+    return frame, experiment
+
+
+def test_text_of_a_file_is_as_it_is(of_file, tmp_path):
+    """NA is a class, 01 is not 1, a class that has lost its rows is said."""
+    _, experiment = of_file
+    assert experiment.classes == ("NA", "rare", "y")
+    assert experiment.owners == ("01", "1")
+    assert "no row is left of the class rare" in " ".join(experiment.notes)
+    page = tmp_path / "page.html"
+    report.command(["report", experiment.config.workdir, f"--output={page}"])
+    assert "Global, class NA" in page.read_text()
+
+
+def test_columns_are_taken_by_name(of_file):
+    """In any order, and others are left out."""
+    frame, experiment = of_file
+    whole = experiment.predict(None, frame)
+    turned = experiment.predict(None, frame[["c", "a", "b"]])
+    plain = experiment.predict(None, frame[["a", "b", "c"]].to_numpy())
+    np.testing.assert_array_equal(whole, turned)
+    np.testing.assert_array_equal(whole, plain)
+    assert experiment.evaluate(frame, frame.y)["accuracy"] > 0.5
+    with pytest.raises(ValueError, match="the table lacks the columns c, with which"):
+        experiment.predict(None, frame[["a", "b"]])

@@ -179,7 +179,11 @@ class Bare(nn.Module):
         (Twice(), ("second",), "some parameters belong to two of the stages"),
         (Bare(), ("Dense_0",), "or to no submodule"),
         (Net(), ("tail",), "of body, norm, drop, neck, head"),
-        (Net(), ("body",), "leaves one stage; name a submodule after body"),
+        (
+            Net(),
+            ("body",),
+            "leaves one stage; name a submodule that is called after body",
+        ),
         (Net2, ("tail",), "of body, norm, drop, neck, head"),
         ([nn.Dense(3)], ("Dense_0",), "splits one module, and model= is several"),
     ],
