@@ -182,7 +182,7 @@ class Bare(nn.Module):
         (
             Net(),
             ("body",),
-            "leaves one stage; name a submodule that is called after body",
+            "leaves one stage; name a submodule that is called",
         ),
         (Net2, ("tail",), "of body, norm, drop, neck, head"),
         ([nn.Dense(3)], ("Dense_0",), "splits one module, and model= is several"),
