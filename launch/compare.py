@@ -11,8 +11,7 @@ import numpy as np
 
 from launch.config import registry
 from launch.experiment import Experiment, experiment
-from launch.run import given as given_lib
-from launch.run import processes
+from launch.run import custom, processes
 from launch.show import frames, words
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ def _compared(algos: Any, options: Mapping[str, Any]) -> Comparison:
     fields = [registry.fields_of(own["algo"]) for own in runs.values()]
     for option in options:
         is_known = any(option in known for known in fields)
-        if not is_known and option not in given_lib.ONLY_IN_PYTHON:
+        if not is_known and option not in custom.ONLY_IN_PYTHON:
             raise ValueError(
                 f"--{option} is a flag of none of {', '.join(runs)}; omit it"
             )
@@ -191,7 +190,7 @@ def _built(
     first = next(iter(runs))
     for name, own in runs.items():
         known = registry.fields_of(own["algo"])
-        known = {*known, *given_lib.ONLY_IN_PYTHON}
+        known = {*known, *custom.ONLY_IN_PYTHON}
         given = {option: value for option, value in options.items() if option in known}
         if given.get("workdir"):
             given["workdir"] = f"{given['workdir']}/{name}"

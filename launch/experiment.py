@@ -13,13 +13,14 @@ import numpy as np
 
 import algorithms
 from data import files
-from fedjax_pfl import measures, optimizer, types
+from fedjax_pfl import types
 from launch.config import flagfile, registry
 from launch.folder import workdir
 from launch.run import (
     assemble,
     client_model,
     cost,
+    custom,
     devices,
     loop,
     processes,
@@ -315,27 +316,7 @@ def load(path: Any, **given: Any) -> Experiment:
     if options.get("client_model") == options.get("model"):
         # The clients' model follows the server's, also if another model is given.
         options.pop("client_model", None)
-    for name in ("model", "client_model"):
-        if options.get(name, "").startswith("own_") and name not in given:
-            raise ValueError(
-                f"{path}: --{name}={options[name]} was a custom module; give {name}=..."
-            )
-    named = options.get("client_optimizer", "")
-    if named.startswith("own_") and "client_optimizer" not in given:
-        raise ValueError(
-            f"{path}: --client_optimizer={named} was a custom optimizer; give "
-            "client_optimizer=..."
-        )
-    measured = options.get("eval_metrics", "").split(",")
-    custom = [name for name in measured if name and name not in measures.NAMES]
-    if custom and "eval_metrics" not in given:
-        raise ValueError(
-            f"{path}: --eval_metrics={custom[0]} was a custom function; give "
-            "eval_metrics=..."
-        )
-    if not isinstance(own := given.get("client_optimizer", ""), str):
-        for name in given_lib.replaced_by(optimizer.custom(own)):
-            options.pop(name, None)
+    options = custom.given_again(options, given, path)
     # A given way to train clients together replaces the recorded one.
     ways = {"lanes"}, {"client_chunk", "min_chunk"}
     for mine, others in (ways, ways[::-1]):

@@ -1,9 +1,6 @@
 """Turns given options into settings: resolves names, loads data, checks all values."""
 
-import dataclasses
-import functools
 import hashlib
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,12 +9,9 @@ import numpy as np
 
 from data import arrays, dataset, frames, loaders
 from fedjax_pfl import measures as measures_lib
-from fedjax_pfl import optimizer, types
-from launch.config import registry, resolve, schema, sweep
-from launch.run import devices, processes
-
-# Options that are not flags
-ONLY_IN_PYTHON = ("split",)
+from fedjax_pfl import types
+from launch.config import registry, resolve, schema
+from launch.run import custom, devices, processes
 
 
 class Settings(NamedTuple):
@@ -59,17 +53,18 @@ def settled(**given: Any) -> Settings:
     """
     given = {name: value for name, value in given.items() if value is not None}
     devices.begin(given.get("distributed", ""))
-    given = given | {"split": _split(given)} if "split" in given else given
-    given, own_optimizer = _without_optimizer(given)
-    own_sha256 = _own_sha256(given, own_optimizer)
-    given, chosen = _measured(given)
-    given, in_memory, own_models = _named(given)
+    if "split" in given:
+        given["split"] = custom.split_names(given)
+    given, own_optimizer = custom.without_optimizer(given)
+    own_sha256 = custom.own_sha256(given, own_optimizer)
+    given, chosen = custom.measured(given)
+    given, in_memory, own_models = custom.named(given)
     check_alike(given | {"own_sha256": own_sha256})
     config, hparams = resolve.configure(given)
-    hparams = _with_optimizer(hparams, own_optimizer, given)
+    hparams = custom.with_optimizer(hparams, own_optimizer, given)
     resolve.check_text(config)
     if in_memory is not None or config.dataset != loaders.ARRAYS:
-        resolve.check_own(config, is_table=_is_frame(in_memory))
+        resolve.check_own(config, is_table=custom.is_frame(in_memory))
     source = _source(config, in_memory)
     if config.rotate_classes > 1:
         source = dataset.rotated(source, config.rotate_classes)
@@ -109,19 +104,13 @@ def settled(**given: Any) -> Settings:
     )
 
 
-def _is_frame(given: Any) -> bool:
-    """Whether data are a pandas DataFrame, without importing pandas."""
-    pandas = sys.modules.get("pandas")
-    return pandas is not None and isinstance(given, pandas.DataFrame)
-
-
 def _source(config: schema.Config, in_memory: Any) -> dataset.Dataset:
     """The data set: what was given in Python, or what `--dataset` names.
 
     Raises:
         ValueError: one line.
     """
-    if _is_frame(in_memory):
+    if custom.is_frame(in_memory):
         return frames.from_frame(in_memory, config.label, config.owner)
     if in_memory is not None:
         return arrays.from_arrays(*in_memory, layout=config.layout)
@@ -163,166 +152,6 @@ def check_alike(given: Mapping[str, Any]) -> None:
         if name not in _OF_ONE_PROCESS
     }
     processes.check_equal(named, "give all processes the same options")
-
-
-def _without_optimizer(
-    given: Mapping[str, Any],
-) -> tuple[dict[str, Any], optimizer.Custom | None]:
-    """The options without a `client_optimizer` that is an object, and that object."""
-    given, found = dict(given), given.get("client_optimizer", "")
-    if isinstance(found, str):
-        return given, None
-    return given, optimizer.custom(given.pop("client_optimizer"))
-
-
-def _measured(
-    given: Mapping[str, Any],
-) -> tuple[dict[str, Any], tuple[measures_lib.Measure, ...]]:
-    """The options with the names of `eval_metrics`, and what these names mean.
-
-    Raises:
-        ValueError: one line: there is no such metric, or a function is not one.
-    """
-    if "eval_metrics" not in given:
-        return dict(given), ()
-    asked = given["eval_metrics"]
-    if not isinstance(asked, str):
-        asked = measures_lib.listed(asked)
-    chosen = measures_lib.chosen(asked)
-    names = ",".join(one.name for one in chosen)
-    return {**given, "eval_metrics": names}, chosen
-
-
-# Options that a custom optimizer takes the place of
-_OF_OPTIMIZER = ("weight_decay", "client_momentum", "client_optimizer_options")
-_OF_RATE = ("client_lr", "client_lr_decay")
-
-
-def replaced_by(own: optimizer.Custom) -> tuple[str, ...]:
-    """The options that have no effect beside a custom optimizer."""
-    return _OF_OPTIMIZER if own.has_rate else (*_OF_OPTIMIZER, *_OF_RATE)
-
-
-def _with_optimizer(
-    hparams: Any, own: optimizer.Custom | None, given: Mapping[str, Any]
-) -> Any:
-    """The algorithm's options with a custom optimizer, tried once.
-
-    Raises:
-        ValueError: one line: the algorithm or another option does not go with it.
-    """
-    fields = {field.name: field for field in dataclasses.fields(hparams)}
-    if own is not None:
-        if "client_optimizer" not in fields:
-            algo = given.get("algo", schema.Config.algo)
-            raise ValueError(registry.unknown_option("client_optimizer", algo))
-        swept = given.get("sweep", "")
-        points = [one.partition("=")[0].strip() for one in swept.split(";")]
-        for name in replaced_by(own):
-            if name not in given and name not in points:
-                continue
-            flag = f"{name}={given[name]}" if name in given else f"sweep={swept}"
-            line = f"--{flag} has no effect with client_optimizer={own}; omit it"
-            if name in _OF_RATE:
-                line += ", or give a function of the learning rate"
-            raise ValueError(line)
-        if "level_mix" in fields and hparams.optimizer_state == "persist":
-            raise ValueError(
-                "--optimizer_state=persist: a client that holds a part of the model "
-                "has no state of a custom optimizer of all; give reset"
-            )
-        defaults = {name: fields[name].default for name in _OF_OPTIMIZER}
-        hparams = dataclasses.replace(hparams, client_optimizer=own, **defaults)
-    if "client_optimizer" in fields:
-        optimizer.check(hparams)
-    return hparams
-
-
-def _own_sha256(given: Mapping[str, Any], tx: optimizer.Custom | None) -> str:
-    """The hash of custom code, "" if there is none."""
-    custom = [
-        name
-        for name in ("model", "client_model", "algo", "eval_metrics")
-        if not isinstance(given.get(name, ""), str)
-    ]
-    if not custom and tx is None:
-        return ""
-    from models import own  # imports nnx, which takes long
-
-    texts = {
-        name: own.fingerprint(given[name], _split_of(given, name))
-        for name in ("model", "client_model")
-        if name in custom
-    }
-    if "algo" in custom:
-        texts["algo"] = own.source(getattr(given["algo"], "make", given["algo"]))
-    if "eval_metrics" in custom:
-        chosen = measures_lib.chosen(measures_lib.listed(given["eval_metrics"]))
-        texts["eval_metrics"] = [(one.name, own.source(one.given)) for one in chosen]
-    if tx is not None:
-        texts["client_optimizer"] = optimizer.fingerprint(tx)
-    return hashlib.sha256(repr(texts).encode()).hexdigest()
-
-
-def _split(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of `split=`.
-
-    Raises:
-        ValueError: they are not names, or there is no custom model.
-    """
-    split = given["split"]
-    names = (split,) if isinstance(split, str) else split
-    if not isinstance(names, (tuple, list)) or not all(
-        isinstance(name, str) for name in names
-    ):
-        raise ValueError(
-            f"split={split!r}: expected names of submodules, such as ('head',)"
-        )
-    if isinstance(given.get("model", ""), str):
-        raise ValueError(
-            f"split={split!r} splits a custom module, give it as model=; a model by "
-            "name has stages"
-        )
-    return tuple(names)
-
-
-def _split_of(given: Mapping[str, Any], flag: str) -> tuple[str, ...]:
-    """Where the model of a flag is split: `split=` is of `model`."""
-    return given.get("split", ()) if flag == "model" else ()
-
-
-def _named(
-    given: Mapping[str, Any],
-) -> tuple[dict[str, Any], Any, dict[str, Callable[..., Any]]]:
-    """Replaces custom data and models by names, and returns what these names mean."""
-    given, in_memory, own_models, chains = dict(given), None, {}, {}
-    if "sweep" in given:
-        given["sweep"] = sweep.text(given["sweep"])
-    if "lanes" in given:
-        given["lanes"] = str(given["lanes"])
-    if not isinstance(found := given.get("dataset", ""), str):
-        is_tuple = isinstance(found, (tuple, list)) and len(found) in (2, 3)
-        if not is_tuple and not _is_frame(found):
-            raise ValueError(
-                "dataset: expected a name, arrays (x, y) or (x, y, client), or a "
-                f"pandas DataFrame, got a {type(found).__name__}"
-            )
-        given["dataset"], in_memory = loaders.ARRAYS, found
-    for flag in ("model", "client_model"):
-        modules = given.get(flag, "")
-        if not isinstance(modules, str):
-            from models import own  # imports nnx, which takes long
-
-            made = own.chain(modules)
-            name = made.name
-            if chains.get(name, made) is not made:
-                name = f"{name}_2"
-            chains[name] = made
-            split = _split_of(given, flag)
-            own_models.setdefault(name, functools.partial(own.chain, modules, split))
-            given[flag] = name
-    given.pop("split", None)
-    return given, in_memory, own_models
 
 
 def _public_images(config: schema.Config, source: dataset.Dataset) -> np.ndarray:

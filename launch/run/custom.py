@@ -1,0 +1,211 @@
+"""Objects that are given in Python where the command line has names.
+
+Custom models, optimizers and metrics are replaced by names in a run's options, and what
+these mean, with a hash of their code, goes into the settings.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from data import loaders
+from fedjax_pfl import measures as measures_lib
+from fedjax_pfl import optimizer
+from launch.config import registry, schema, sweep
+
+# Options that are not flags
+ONLY_IN_PYTHON = ("split",)
+
+
+def is_frame(given: Any) -> bool:
+    """Whether data are a pandas DataFrame, without importing pandas."""
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and isinstance(given, pandas.DataFrame)
+
+
+def without_optimizer(
+    given: Mapping[str, Any],
+) -> tuple[dict[str, Any], optimizer.Custom | None]:
+    """The options without a `client_optimizer` that is an object, and that object."""
+    given, found = dict(given), given.get("client_optimizer", "")
+    if isinstance(found, str):
+        return given, None
+    return given, optimizer.custom(given.pop("client_optimizer"))
+
+
+def measured(
+    given: Mapping[str, Any],
+) -> tuple[dict[str, Any], tuple[measures_lib.Measure, ...]]:
+    """The options with the names of `eval_metrics`, and what these names mean.
+
+    Raises:
+        ValueError: one line: there is no such metric, or a function is not one.
+    """
+    if "eval_metrics" not in given:
+        return dict(given), ()
+    asked = given["eval_metrics"]
+    if not isinstance(asked, str):
+        asked = measures_lib.listed(asked)
+    chosen = measures_lib.chosen(asked)
+    names = ",".join(one.name for one in chosen)
+    return {**given, "eval_metrics": names}, chosen
+
+
+# Options that a custom optimizer takes the place of
+_OF_OPTIMIZER = ("weight_decay", "client_momentum", "client_optimizer_options")
+_OF_RATE = ("client_lr", "client_lr_decay")
+
+
+def replaced_by(own: optimizer.Custom) -> tuple[str, ...]:
+    """The options that have no effect beside a custom optimizer."""
+    return _OF_OPTIMIZER if own.has_rate else (*_OF_OPTIMIZER, *_OF_RATE)
+
+
+def with_optimizer(
+    hparams: Any, own: optimizer.Custom | None, given: Mapping[str, Any]
+) -> Any:
+    """The algorithm's options with a custom optimizer, tried once.
+
+    Raises:
+        ValueError: one line: the algorithm or another option does not go with it.
+    """
+    fields = {field.name: field for field in dataclasses.fields(hparams)}
+    if own is not None:
+        if "client_optimizer" not in fields:
+            algo = given.get("algo", schema.Config.algo)
+            raise ValueError(registry.unknown_option("client_optimizer", algo))
+        swept = given.get("sweep", "")
+        points = [one.partition("=")[0].strip() for one in swept.split(";")]
+        for name in replaced_by(own):
+            if name not in given and name not in points:
+                continue
+            flag = f"{name}={given[name]}" if name in given else f"sweep={swept}"
+            line = f"--{flag} has no effect with client_optimizer={own}; omit it"
+            if name in _OF_RATE:
+                line += ", or give a function of the learning rate"
+            raise ValueError(line)
+        if "level_mix" in fields and hparams.optimizer_state == "persist":
+            raise ValueError(
+                "--optimizer_state=persist: a client that holds a part of the model "
+                "has no state of a custom optimizer of all; give reset"
+            )
+        defaults = {name: fields[name].default for name in _OF_OPTIMIZER}
+        hparams = dataclasses.replace(hparams, client_optimizer=own, **defaults)
+    if "client_optimizer" in fields:
+        optimizer.check(hparams)
+    return hparams
+
+
+def own_sha256(given: Mapping[str, Any], tx: optimizer.Custom | None) -> str:
+    """The hash of custom code, "" if there is none."""
+    custom = [
+        name
+        for name in ("model", "client_model", "algo", "eval_metrics")
+        if not isinstance(given.get(name, ""), str)
+    ]
+    if not custom and tx is None:
+        return ""
+    from models import own  # imports nnx, which takes long
+
+    texts = {
+        name: own.fingerprint(given[name], _split_of(given, name))
+        for name in ("model", "client_model")
+        if name in custom
+    }
+    if "algo" in custom:
+        texts["algo"] = own.source(getattr(given["algo"], "make", given["algo"]))
+    if "eval_metrics" in custom:
+        chosen = measures_lib.chosen(measures_lib.listed(given["eval_metrics"]))
+        texts["eval_metrics"] = [(one.name, own.source(one.given)) for one in chosen]
+    if tx is not None:
+        texts["client_optimizer"] = optimizer.fingerprint(tx)
+    return hashlib.sha256(repr(texts).encode()).hexdigest()
+
+
+def split_names(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of `split=`.
+
+    Raises:
+        ValueError: they are not names, or there is no custom model.
+    """
+    split = given["split"]
+    names = (split,) if isinstance(split, str) else split
+    if not isinstance(names, (tuple, list)) or not all(
+        isinstance(name, str) for name in names
+    ):
+        raise ValueError(
+            f"split={split!r}: expected names of submodules, such as ('head',)"
+        )
+    if isinstance(given.get("model", ""), str):
+        raise ValueError(
+            f"split={split!r} splits a custom module, give it as model=; a model by "
+            "name has stages"
+        )
+    return tuple(names)
+
+
+def _split_of(given: Mapping[str, Any], flag: str) -> tuple[str, ...]:
+    """Where the model of a flag is split: `split=` is of `model`."""
+    return given.get("split", ()) if flag == "model" else ()
+
+
+def named(
+    given: Mapping[str, Any],
+) -> tuple[dict[str, Any], Any, dict[str, Callable[..., Any]]]:
+    """Replaces custom data and models by names, and returns what these names mean."""
+    given, in_memory, own_models, chains = dict(given), None, {}, {}
+    if "sweep" in given:
+        given["sweep"] = sweep.text(given["sweep"])
+    if "lanes" in given:
+        given["lanes"] = str(given["lanes"])
+    if not isinstance(found := given.get("dataset", ""), str):
+        is_tuple = isinstance(found, (tuple, list)) and len(found) in (2, 3)
+        if not is_tuple and not is_frame(found):
+            raise ValueError(
+                "dataset: expected a name, arrays (x, y) or (x, y, client), or a "
+                f"pandas DataFrame, got a {type(found).__name__}"
+            )
+        given["dataset"], in_memory = loaders.ARRAYS, found
+    for flag in ("model", "client_model"):
+        modules = given.get(flag, "")
+        if not isinstance(modules, str):
+            from models import own  # imports nnx, which takes long
+
+            made = own.chain(modules)
+            name = made.name
+            if chains.get(name, made) is not made:
+                name = f"{name}_2"
+            chains[name] = made
+            split = _split_of(given, flag)
+            own_models.setdefault(name, functools.partial(own.chain, modules, split))
+            given[flag] = name
+    given.pop("split", None)
+    return given, in_memory, own_models
+
+
+def given_again(
+    recorded: Mapping[str, Any], given: Mapping[str, Any], path: Any
+) -> dict[str, Any]:
+    """The recorded options of a folder, without those that a given optimizer replaces.
+
+    Raises:
+        ValueError: one line: a custom object of the run is not given.
+    """
+    names = {name: recorded.get(name, "") for name in ("model", "client_model")}
+    kinds = {name: "module" for name, value in names.items() if value[:4] == "own_"}
+    if recorded.get("client_optimizer", "").startswith("own_"):
+        kinds["client_optimizer"] = "optimizer"
+    metrics = recorded.get("eval_metrics", "").split(",")
+    if not {*filter(None, metrics)} <= measures_lib.NAMES.keys():
+        kinds["eval_metrics"] = "function"
+    for name, kind in kinds.items():
+        if name not in given:
+            flag = f"--{name}={recorded[name]}"
+            raise ValueError(f"{path}: {flag} was a custom {kind}; give {name}=...")
+    if isinstance(tx := given.get("client_optimizer", ""), str):
+        return dict(recorded)
+    replaced = replaced_by(optimizer.custom(tx))
+    return {name: value for name, value in recorded.items() if name not in replaced}
