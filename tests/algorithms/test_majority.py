@@ -103,7 +103,7 @@ def test_user_accuracy_of_the_last_ten_rounds():
     assert window == tuple(range(31, 41))
     records = []
     for round, own in enumerate(right, start=1):
-        counts = {"own": own, "known": np.ones(5, bool)}
+        counts = {"own": own, "own_loss": np.zeros(5), "known": np.ones(5, bool)}
         values, _ = evaluate.metrics(counts, size, int(size.sum()))
         np.testing.assert_allclose(values["client_accuracy"], (own / size).mean())
         records.append({"round": round, "seed": 0, **values, **BYTES})

@@ -247,7 +247,9 @@ def test_nothing_copies_the_population(name):
     )
     ((metrics, own),) = found
     assert {"client_accuracy", "c_gen"} <= expected.keys()
+    loss = expected.pop("client_loss")
     assert metrics.items() >= expected.items()
+    np.testing.assert_allclose(metrics["client_loss"], loss, rtol=1e-6)
     np.testing.assert_array_equal(own, accuracies)
 
 

@@ -17,7 +17,7 @@ FIT = {
     *("apfl", "fedavg", "fedprox", "scaffold", "pfedsd", "feddyn"),
     *("fedper", "fedrep", "fedper_plus", "fedrep_plus"),
     *("dfedavg", "dfedper", "dfedavgm", "uapdfl", "criticalfl", "dispfl"),
-    *("local", "cdkt", "distill"),
+    *("fedavgm", "fedadam", "fedyogi", "fedadagrad", "local", "cdkt", "distill"),
 }
 
 
