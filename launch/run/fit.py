@@ -109,6 +109,13 @@ def _check_logits(
             f"{flag}: {model.name} cannot take examples {kind}[2, "
             f"{', '.join(map(str, shape))}] ({reason[0][:200]}); change its modules"
         ) from error
+    odd = {str(leaf.dtype) for leaf in jax.tree.leaves(variables.params)}
+    odd = sorted(kind for kind in odd if "float" not in kind)
+    if odd:
+        raise ValueError(
+            f"{flag}: {model.name} has parameters of {odd[0]}, which cannot be trained; "
+            "keep them as another variable"
+        )
     wanted = (2, *(shape if model.takes == "tokens" else ()), num_classes)
     for shape_of, dtype in found:
         if (shape_of, dtype) != (wanted, np.float32):
