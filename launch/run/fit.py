@@ -113,8 +113,8 @@ def _check_logits(
     odd = sorted(kind for kind in odd if "float" not in kind)
     if odd:
         raise ValueError(
-            f"{flag}: {model.name} has parameters of {odd[0]}, which cannot be trained; "
-            "keep them as another variable"
+            f"{flag}: {model.name} has parameters of {odd[0]}, which cannot be "
+            "trained; keep them as another variable"
         )
     wanted = (2, *(shape if model.takes == "tokens" else ()), num_classes)
     for shape_of, dtype in found:
