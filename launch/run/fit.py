@@ -63,6 +63,20 @@ def check_own(
     if width != 1:
         line = f"--model_width={width:g} has no effect on a custom model"
         raise ValueError(f"{line}; omit it")
+    _ask(flag, model, num_classes, shape, examples.dtype, examples.tobytes())
+
+
+@functools.lru_cache(maxsize=64)
+def _ask(
+    flag: str,
+    model: types.Model,
+    num_classes: int,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    buffer: bytes,
+) -> None:
+    """The questions of `check_own`, once for each model: they compile programs."""
+    examples = np.frombuffer(buffer, dtype).reshape(-1, *shape)
     forms = [model] if model.at_width is None else [model, model.at_width(0.5)]
     for one in forms:
         _check_logits(flag, one._replace(takes=model.takes), num_classes, shape)
