@@ -120,12 +120,14 @@ COVERED = {
     "sheterofl": "heterofl",
 }
 OURS = [name for name in algorithms.ALGORITHMS if name not in COVERED]
-NAMES = [*OURS, *TOYS, *ON_TEXT]
+# Its programs are the largest; `pytest -m slow` runs it.
+DEPTH_ON_TEXT = pytest.param("text_depthfl", marks=pytest.mark.slow)
+NAMES = [*OURS, *TOYS, "text_fedper", DEPTH_ON_TEXT]
 LEVELLED = [
     name
     for name in OURS
     if issubclass(algorithms.ALGORITHMS[name].HParams, levels.Levels)
-] + ["text_depthfl"]
+] + [DEPTH_ON_TEXT]
 # A name of each frame: FedAvg's, control variates, a boundary, levels of stages, widths
 # and numbers, peers, a proxy set, architectures, clients in turn, tables by sample.
 FRAMES = (

@@ -195,7 +195,9 @@ def peers_of_three(name, arrays, **options):
     )
 
 
-@pytest.mark.parametrize("name", ["dfedavg", "dispfl"])
+@pytest.mark.parametrize(
+    "name", ["dfedavg", pytest.param("dispfl", marks=pytest.mark.slow)]
+)
 def test_nothing_copies_the_population(name):
     """The same counts as from one population with the mixed rows put into it.
 

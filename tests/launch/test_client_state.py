@@ -55,7 +55,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# Large programs, or those of another case; `pytest -m slow` runs them.
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("uapdfl", "points")]
+
+
+@pytest.mark.parametrize("case", ["pfedsd", "scaffold", "state", "fedper", *SLOW])
 def test_the_same_bits_as_on_the_device(case, vectors, tmp_path):
     here, there = (made(vectors, w, **CASES[case]) for w in ("device", tmp_path))
     assert there.task.num_rows < NUM_CLIENTS
@@ -122,6 +126,7 @@ def test_refused(options, line, vectors):
         experiment.start()  # again in a notebook
 
 
+@pytest.mark.slow
 def test_all_rows_fit(vectors, monkeypatch):
     """Slots are then clients, so that an algorithm may read fixed rows."""
     options = {"algo": "uapdfl", "num_peers": 2, "track_pairs": 3, "eval_sample": 7}

@@ -35,6 +35,7 @@ def changed(**by_name):
     return SimpleNamespace(HParams=fedper.HParams, make=make, __name__="mine")
 
 
+@pytest.mark.slow
 def test_rounding_errors_break_nothing(options):
     """A bias before a norm has no other gradient; Adam makes whole steps of it.
 

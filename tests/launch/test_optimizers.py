@@ -210,6 +210,7 @@ def test_bad_input(given, reason):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_other_frames_take_a_custom_one():
     """Widths, and phases with a state that persists."""
     image = GEN.normal(size=(40, 8, 8, 1)).astype(np.float32)

@@ -105,7 +105,9 @@ def test_every_point_is_its_own_run(swept, blobs):
     assert len(rounds.executables) == 1
 
 
-@pytest.mark.parametrize("algo", ["fedper", "depthfl"])
+@pytest.mark.parametrize(
+    "algo", ["fedper", pytest.param("depthfl", marks=pytest.mark.slow)]
+)
 def test_points_as_a_vmapped_axis(algo, blobs, monkeypatch):
     """As on accelerators: a call for each seed, with its plans once for all points.
 

@@ -62,7 +62,10 @@ def test_every_such_method_is_assembled(algo):
     assert made.config.normalization == made.config.augment == "none"
 
 
-@pytest.mark.parametrize("algo", ["ditto", "scaffold", "inclusivefl"])
+SLOW = [pytest.param(algo, marks=pytest.mark.slow) for algo in ("ditto", "inclusivefl")]
+
+
+@pytest.mark.parametrize("algo", ["scaffold", *SLOW])
 def test_two_corrected_models_and_momentum(algo):
     """They learn: two objectives, control variates, movements between layers."""
     options = {
@@ -180,6 +183,7 @@ def test_small_owners_are_left_out():
     assert np.asarray(made.data.partition.train.count)[0].tolist() == [22, 36, 45, 72]
 
 
+@pytest.mark.slow
 def test_rows_on_the_host_and_several_devices():
     """The run on one device bit for bit, or to rounding."""
     given = SMALL | {"algo": "fedper", "rounds": 1}
