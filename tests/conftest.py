@@ -24,6 +24,8 @@ from fedjax_pfl import program
 from launch.run import devices
 from tests import synthetic
 
+# Nobody reads where an operation came from, and to note it takes a part of every trace.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 # Traces are many small objects without cycles: to look for some takes a tenth of a run.
 gc.set_threshold(200_000, 20, 50)
 # Above so many bytes a worker forgets the programs that its tests compiled.

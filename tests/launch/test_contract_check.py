@@ -47,6 +47,7 @@ def test_rounding_errors_break_nothing(options):
     assert len(rules) == 5 and all(rule.endswith(".") for rule in rules)
 
 
+@pytest.mark.slow
 def test_what_could_not_be_tested_is_not_claimed(options):
     """Where everybody is drawn nobody is absent."""
     rules = contract.check("fedper", **options, clients_per_round=6)

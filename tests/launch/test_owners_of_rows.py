@@ -68,7 +68,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "case", ["pfedsd", "fedper", "scaffold", "cdkt", pytest.param("state", marks=SLOW)]
+)
 def test_as_on_one_device(case, vectors):
     one, four = (made(vectors, n, **CASES[case]) for n in (1, 4))
     assert four.task.execution.shares_rows and not one.task.execution.shares_rows
@@ -87,7 +92,9 @@ def test_as_on_one_device(case, vectors):
             np.testing.assert_allclose(*found, atol=1e-6)
 
 
-@pytest.mark.parametrize("before,after", [(4, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize(
+    "before,after", [(4, 2), (1, 4), pytest.param(4, 1, marks=SLOW)]
+)
 def test_goes_on_with_another_number_of_devices(before, after, vectors, tmp_path):
     """And where rows were on the host: a checkpoint has the order of clients."""
     options = {"algo": "pfedsd", "num_seeds": 2}
