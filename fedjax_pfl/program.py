@@ -32,10 +32,15 @@ KEPT_PROGRAMS = 8
 
 
 class Compiled:
-    """A jitted function that is compiled ahead, once for all arguments of one shape."""
+    """A jitted function that is compiled ahead, once for all arguments of one shape.
+
+    Attributes:
+        jitted: The function.
+        seconds: What compiling has taken so far.
+    """
 
     def __init__(self, jitted: Callable):
-        self.jitted = jitted
+        self.jitted, self.seconds = jitted, 0.0
         self._by_shape: dict[Any, Callable] = {}
 
     @property
@@ -60,7 +65,9 @@ class Compiled:
         with while_compiling():
             executable = self.jitted.lower(*args).compile()
         self._by_shape[key] = executable
-        return executable, time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        self.seconds += seconds
+        return executable, seconds
 
 
 class Program(NamedTuple):

@@ -611,15 +611,13 @@ class Simulation:
         self.program, self.planner, self.execution = program, planner, execution
         self._window = None
 
-    def rounds_ahead(self) -> jax.stages.Compiled:
-        """The executable of the rounds of the first call, compiled now if need be.
+    def ahead(self, name: str) -> jax.stages.Compiled:
+        """The executable of `init`, `rounds` or `evaluate` of the first call.
 
-        `advance` finds it again.
+        It is compiled now if need be, and a run finds it again.
         """
-        call = self._shaped(self.calls[0])
-        window = self._current_window(call.round, self.rounds)
-        args = self._round_args(call, window.cohorts[0], 0, 1)
-        executable, seconds = self._compiled(self.program.rounds, args)
+        args = self._first_args()[name]
+        executable, seconds = self._compiled(getattr(self.program, name), args)
         self.compile_seconds += seconds
         return executable
 
@@ -633,6 +631,13 @@ class Simulation:
 
     def lowered(self) -> dict[str, jax.stages.Lowered]:
         """`init`, `rounds` and `evaluate` of the first call, ready to be compiled."""
+        return {
+            name: getattr(self.program, name).jitted.lower(*args)
+            for name, args in self._first_args().items()
+        }
+
+    def _first_args(self) -> dict[str, tuple[Any, ...]]:
+        """Arguments of `init`, `rounds` and `evaluate` of the first call, or shapes."""
         init_args = self.calls[0].init_args(self.data)
         call = self._shaped(self.calls[0])
         state = call.state
@@ -643,14 +648,10 @@ class Simulation:
             blocks = [self.population.residents(one) for one in drawn]
             state = state.replace(opt_state=())
             evaluate_args = self._block_args(call, state, drawn, blocks)
-        of = {
+        return {
             "init": init_args,
             "rounds": self._round_args(call, window.cohorts[0], 0, 1),
             "evaluate": evaluate_args,
-        }
-        return {
-            name: getattr(self.program, name).jitted.lower(*args)
-            for name, args in of.items()
         }
 
     def _round_args(

@@ -9,7 +9,7 @@ ratios compare programs that do the same work.
 import dataclasses
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -136,8 +136,24 @@ def planned(lowered: jax.stages.Lowered) -> Plan:
         ValueError: one line: the compiler finds no plan that fits into the memory.
     """
     begin = time.perf_counter()
+    made = _fitting(lowered.compile)
+    return read(made, time.perf_counter() - begin)
+
+
+def _ahead(run: Run, name: str) -> Plan:
+    """`planned` of a run's `init`, `rounds` or `evaluate`, compiled once."""
+    made = _fitting(lambda: run.simulation.ahead(name))
+    return read(made, getattr(run.simulation.program, name).seconds)
+
+
+def _fitting(compile: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
+    """What is compiled.
+
+    Raises:
+        ValueError: one line: the compiler finds no plan that fits into the memory.
+    """
     try:
-        made = lowered.compile()
+        return compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -146,7 +162,6 @@ def planned(lowered: jax.stages.Lowered) -> Plan:
             f"a program does not fit into the chip's memory ({reason}); "
             "lower --client_chunk"
         ) from error
-    return read(made, time.perf_counter() - begin)
 
 
 def read(made: jax.stages.Compiled, seconds: float) -> Plan:
@@ -182,10 +197,12 @@ def estimate(run: Run) -> dict[str, Any]:
             does a part of it, or the compiler finds no plan for a given one.
     """
     note = narrow.fit(run)
-    plans = {name: planned(one) for name, one in run.simulation.lowered().items()}
+    plans = {name: _ahead(run, name) for name in ("init", "rounds", "evaluate")}
     how, specs = run.task.execution, run.program.algorithm.plans
     step, every = plans["rounds"].step_cycles, plans["rounds"].parts.total
     clients = (how.lanes or how.chunk) * len(run.simulation.calls[0].variants)
+    is_alone = clients == 1 and not how.lanes
+    alone = step if is_alone else _alone(run)
     most = int(np.max(run.data.partition.train.count))
     batch_size = max((shapes.capped(s.batch_size, most) for s in specs), default=1)
     worst = max(plans.values(), key=lambda plan: plan.needed_bytes)
@@ -196,7 +213,7 @@ def estimate(run: Run) -> dict[str, Any]:
         "cycles_per_step": step,
         "cycles_per_example": step / (clients * batch_size),
         "cycles_outside_steps": every - step,
-        "over_one_by_one": clients * _alone(run) / step if step else 1.0,
+        "over_one_by_one": clients * alone / step if step else 1.0,
         "temporary_bytes": worst.temporary_bytes,
         "argument_bytes": worst.argument_bytes,
         "fits": worst.needed_bytes <= target.chip(run.target).memory,
@@ -230,4 +247,4 @@ def _alone(run: Run) -> int:
     one = {"num_seeds": 1, "sweep": "", "client_chunk": 1, "min_chunk": 0, "lanes": "0"}
     config = dataclasses.replace(run.settings.config, **one)
     alone = assemble(run.settings._replace(config=config), target=run.target)
-    return planned(alone.simulation.lowered()["rounds"]).step_cycles
+    return _ahead(alone, "rounds").step_cycles

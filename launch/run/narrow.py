@@ -1,4 +1,4 @@
-"""Fits the chunk of an accelerator to its memory, as the compiler plans a round.
+"""Fits the chunk of an accelerator to its memory, as the compiler plans programs.
 
 What `memory` predicts from numbers leaves activations out. A compiler knows them.
 """
@@ -9,15 +9,18 @@ from fedjax_pfl import types
 from launch.run import memory, processes
 from launch.run.run import Run
 
+# A program -> what it does, for people.
+PROGRAMS = {"rounds": "a round", "evaluate": "an evaluation"}
+
 
 def fit(run: Run) -> str:
-    """Halves a chunk that was chosen automatically until a round fits the memory.
+    """Halves a chunk that was chosen automatically until its programs fit the memory.
 
-    It compiles the round, and the program that fits is the one that runs. A chunk that
-    the user gave stays.
+    It compiles a round and an evaluation, and the programs that fit are those that run.
+    A chunk that the user gave stays.
 
     Returns:
-        A line that says what was changed, "" if nothing was.
+        A line for each of them that says what was changed, "" if nothing was.
 
     Raises:
         ValueError: one line: not even the least chunk fits.
@@ -26,33 +29,38 @@ def fit(run: Run) -> str:
     limits = processes.gathered(memory.device_bytes(run.target))
     if run.parts_with is None or None in limits:
         return ""
-    limit = min(limits)
-    first = run.task.execution
+    lines = (_fit(run, name, min(limits)) for name in PROGRAMS)
+    return "\n".join(line for line in lines if line)
+
+
+def _fit(run: Run, name: str, limit: int) -> str:
+    """`fit` of one program to a number of bytes."""
+    first, what = run.task.execution, PROGRAMS[name]
     least = max(run.config.min_chunk, 1)
-    asked = needed = _planned_bytes(run)
+    asked = needed = _planned_bytes(run, name)
     while needed is None or needed > limit:
         how = run.task.execution
         if _width(how) <= least:
             raise ValueError(
-                f"--num_clients={run.config.num_clients}: a round needs "
+                f"--num_clients={run.config.num_clients}: {what} needs "
                 f"{_amount(needed)} of a device's memory, as the compiler plans it for "
                 f"{_width(how)} side by side, and {memory.size(limit)} are there; "
                 "lower it or --batch_size, or take a smaller --model"
             )
         run.compute(_halved(how, least))
-        needed = _planned_bytes(run)
+        needed = _planned_bytes(run, name)
     how = run.task.execution
     if how == first:
         return ""
     return (
-        f"note: the compiler plans {_amount(asked)} for a round with {_width(first)} "
+        f"note: the compiler plans {_amount(asked)} for {what} with {_width(first)} "
         f"clients side by side, and {memory.size(limit)} are there; with "
         f"{_width(how)} it plans {memory.size(needed)}, so --{_flag(how)}={_width(how)}"
     )
 
 
-def _planned_bytes(run: Run) -> int | None:
-    """Bytes of a round's program and of the states of calls that wait meanwhile.
+def _planned_bytes(run: Run, name: str) -> int | None:
+    """Bytes of a program and of the states of calls that wait meanwhile.
 
     None where a compiler finds no plan that fits, in any of the processes.
     """
@@ -61,7 +69,7 @@ def _planned_bytes(run: Run) -> int | None:
     every = memory.state_bytes(simulation.template(), run.task.execution)
     waiting = every * (calls - 1) // calls
     try:
-        needed = memory.planned_bytes(simulation.rounds_ahead()) + waiting
+        needed = memory.planned_bytes(simulation.ahead(name)) + waiting
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -32,7 +32,7 @@ def make(dataset, **given):
 
 
 def planned(dataset, **given):
-    return memory.planned_bytes(make(dataset, **given).simulation.rounds_ahead())
+    return memory.planned_bytes(make(dataset, **given).simulation.ahead("rounds"))
 
 
 @pytest.fixture
@@ -53,9 +53,10 @@ def test_what_fits_is_compiled_once(unequal, limited):
     assert made.task.execution.chunk == 4
     assert narrow.fit(made) == ""
     assert len(made.program.rounds.executables) <= before + 1
-    known = len(made.program.rounds.executables)
+    functions = made.program.rounds, made.program.evaluate
+    known = [len(one.executables) for one in functions]
     made.run(progress=False)
-    assert len(made.program.rounds.executables) == known
+    assert [len(one.executables) for one in functions] == known
     assert made.summary()["client_chunk"] == 4
 
 
@@ -74,6 +75,33 @@ def test_it_is_halved(unequal, limited, capsys):
     assert made.simulation.digest() == alone.simulation.digest()
     accuracies = [one.metrics[-1]["global_accuracy"] for one in (made, alone)]
     assert accuracies[0] == accuracies[1]
+
+
+@pytest.mark.parametrize("client_state", ["device", "host"])
+def test_an_evaluation_fits_too(unequal, limited, client_state, monkeypatch):
+    """The model that each client has is measured in chunks as well."""
+    monkeypatch.setattr("fedjax_pfl.population.RESIDENT_BYTES", 1)
+    given = {"algo": "local", "client_state": client_state}
+    made = make(unequal, **given)
+    needed = {
+        name: memory.planned_bytes(made.simulation.ahead(name))
+        for name in ("rounds", "evaluate")
+    }
+    known = len(made.program.evaluate.executables)
+    real = memory.planned_bytes
+
+    def more(compiled):
+        """An evaluation of four needs more than is there."""
+        is_large = real(compiled) == needed["evaluate"] != needed["rounds"]
+        return 1 << 50 if is_large else real(compiled)
+
+    limited(1 << 40)
+    monkeypatch.setattr(memory, "planned_bytes", more)
+    line = narrow.fit(made)
+    assert "for an evaluation with 4 clients" in line and "\n" not in line
+    assert made.task.execution.chunk < 4
+    made.run(progress=False)
+    assert len(made.program.evaluate.executables) == known
 
 
 def test_lanes_are_halved_too(unequal, limited, monkeypatch):
@@ -108,15 +136,15 @@ def test_one_client_is_too_much(unequal, limited):
 
 def test_a_compiler_that_finds_no_plan(unequal, limited, monkeypatch):
     """It counts as too much."""
-    made, ahead = make(unequal), type(make(unequal).simulation).rounds_ahead
+    made, ahead = make(unequal), type(make(unequal).simulation).ahead
     limited(1 << 40)
 
-    def refusing(simulation):
+    def refusing(simulation, name):
         if simulation.execution.chunk > 2:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory")
-        return ahead(simulation)
+        return ahead(simulation, name)
 
-    monkeypatch.setattr(type(made.simulation), "rounds_ahead", refusing)
+    monkeypatch.setattr(type(made.simulation), "ahead", refusing)
     assert "plans too much for a round with 4" in narrow.fit(made)
     assert made.task.execution.chunk == 2
 
@@ -141,7 +169,7 @@ def test_states_that_wait_count(unequal):
     given = {"sweep": "client_lr=0.01,0.1"}
     one, three = (make(unequal, num_seeds=n, **given) for n in (1, 3))
     assert len(three.simulation.calls) == 3
-    more = narrow._planned_bytes(three) - narrow._planned_bytes(one)
+    more = narrow._planned_bytes(three, "rounds") - narrow._planned_bytes(one, "rounds")
     state = one.simulation.template()
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.server))
     assert more >= 2 * size
