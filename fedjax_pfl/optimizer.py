@@ -109,6 +109,13 @@ def _found(name: str) -> Callable[..., optax.GradientTransformation]:
     return getattr(optax, name)
 
 
+def takes_momentum(name: str | Custom) -> bool:
+    """Whether an optimizer by name has a `--client_momentum`."""
+    if isinstance(name, Custom) or name == "adam":
+        return False
+    return name == "sgd" or "momentum" in inspect.signature(_found(name)).parameters
+
+
 def parsed(hparams: Any) -> dict[str, float | bool]:
     """`--client_optimizer_options` as arguments of the optimizer.
 

@@ -9,7 +9,7 @@ import numpy as np
 import models
 from data import dataset, loaders, texts
 from data.partitions import classes, file, pathological
-from fedjax_pfl import options
+from fedjax_pfl import optimizer, options
 from launch.config import limits, presets, registry, schema
 
 
@@ -286,13 +286,21 @@ def _model(name: str, source: dataset.Dataset, wanted: str | None) -> str:
 
 def notes(config: schema.Config, hparams: Any) -> list[str]:
     """Notes about values that are allowed but probably not meant."""
-    return [
+    out = [
         f"note: --{field.name}={getattr(hparams, field.name)} is more than --rounds="
         f"{config.rounds}: {field.metadata['help']}"
         for field in dataclasses.fields(hparams)
         if field.metadata.get("is_in_rounds")
         and getattr(hparams, field.name) > config.rounds
     ]
+    if not options.is_off(momentum := getattr(hparams, "client_momentum", 0.0)):
+        name = hparams.client_optimizer
+        if not optimizer.takes_momentum(name):
+            out.append(
+                f"note: --client_momentum={momentum:g} has no effect with "
+                f"--client_optimizer={name}"
+            )
+    return out
 
 
 def client_classes(config: schema.Config) -> tuple[tuple[int, ...], ...]:

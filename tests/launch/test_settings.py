@@ -511,6 +511,14 @@ def test_what_is_probably_not_meant():
     assert resolve.notes(*resolved(algo="depthfl", rounds=60)) == []
 
 
+@pytest.mark.parametrize("name", ["sgd", "rmsprop", "adam", "adamw"])
+def test_momentum_of_optimizers_that_have_none(name):
+    """One line says that it does nothing; presets may give it, so it is allowed."""
+    made = resolved(algo="fedavg", client_optimizer=name, client_momentum=0.5)
+    wanted = f"note: --client_momentum=0.5 has no effect with --client_optimizer={name}"
+    assert resolve.notes(*made) == [wanted] * name.startswith("adam")
+
+
 def test_defaults_that_differ_by_data_set():
     """Help tells the default that holds where no rule does, or that of a data set."""
     found = registry.default_text("depthfl", "ramp_rounds")
