@@ -42,11 +42,6 @@ class Options:
     dry_run: bool = option(False, "list the cells and their minutes, run nothing")
 
 
-def _minutes(cells: Sequence[tables.Cell]) -> str:
-    minutes = sum(cell.seconds for cell in cells) / 60
-    return f"about {minutes:,.0f} minutes on two quiet cores"
-
-
 def _list(study: study_lib.Study) -> None:
     """Prints every cell and whether it is finished."""
     left = study.left()
@@ -54,6 +49,8 @@ def _list(study: study_lib.Study) -> None:
         state = "to run" if cell in left else study.lacks.get(cell.how, "finished")
         if state != "to run" and study.folder.get(cell) is not None:
             state = "finished"
+        if state == "to run" and study.alike(cell) is not None:
+            state = "as another cell"
         print(f"{str(cell):<70} {cell.seconds:6.0f} s  {state}")
 
 
@@ -81,10 +78,10 @@ def _made(study: study_lib.Study, cell: tables.Cell) -> dict[str, Any]:
 
 def _run(study: study_lib.Study, left: Sequence[tables.Cell]) -> int:
     """Runs the missing cells; returns how many failed."""
-    failed, every = 0, study.wanted()
+    failed = 0
     study.folder.begin()
     for index, cell in enumerate(left):
-        found = study.folder.like(cell, every)
+        found = study.alike(cell)
         try:
             done = study.folder.put(cell, found or _made(study, cell))
         except child.Failed as error:
@@ -111,7 +108,8 @@ def command(argv: list[str]) -> None:
         _list(study)
     print(
         f"{study.name}: {len(left)} of {len(study.wanted())} cells are to run, "
-        f"{_minutes(left)} -> {study.folder.path}",
+        f"about {study.seconds_left() / 60:,.0f} minutes on two quiet cores -> "
+        f"{study.folder.path}",
         flush=True,
     )
     for how, reason in study.lacks.items():

@@ -1,7 +1,10 @@
 """A study with its folder: what is finished, what is left, and what is shown."""
 
 import importlib.util
+import json
 import pathlib
+from collections.abc import Sequence
+from typing import Any
 
 from launch.folder import finished
 from launch.show import sheets as show
@@ -44,6 +47,7 @@ class Study:
         self.name, self.target = self.folder.name, target
         self.table = tables.load(self.name)
         self.cells = tables.cells(self.table, part)
+        self._every = tables.cells(self.table, "")
         hows = {cell.how for cell in self.wanted()}
         self.lacks = {
             how: reason
@@ -53,9 +57,12 @@ class Study:
         self.results()  # so that a damaged file is named before anything runs
 
     def wanted(self) -> list[tables.Cell]:
-        """Every cell, each with its estimate behind it."""
+        """The cells asked for, each with its estimate behind it."""
+        return self._with_estimates(self.cells)
+
+    def _with_estimates(self, cells: Sequence[tables.Cell]) -> list[tables.Cell]:
         out = []
-        for cell in self.cells:
+        for cell in cells:
             out.append(cell)
             if cell.is_estimated and self.target:
                 out.append(
@@ -70,6 +77,19 @@ class Study:
             for cell in self.wanted()
             if cell.how not in self.lacks and self.folder.get(cell) is None
         ]
+
+    def alike(self, cell: tables.Cell) -> dict[str, Any] | None:
+        """The result of a finished cell of the whole study with the same settings."""
+        return self.folder.like(cell, self._with_estimates(self._every))
+
+    def seconds_left(self) -> float:
+        """Of two quiet cores for `left`, of which equal cells run once."""
+        once = {
+            json.dumps(cell.settings, sort_keys=True): cell.seconds
+            for cell in self.left()
+            if self.alike(cell) is None
+        }
+        return sum(once.values())
 
     def result(self, cell: tables.Cell) -> sheets.Result:
         """What is known of a cell."""

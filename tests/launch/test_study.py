@@ -131,6 +131,25 @@ def test_other_settings_run_again(toy, made):
     assert len(list(toy.glob("*/*.json"))) == 4
 
 
+def test_equal_cells_of_other_sheets_cost_nothing(toy, made, capsys):
+    """With a part alone, too, and among the minutes that are said first."""
+    path = toy.parents[2] / "toy.json"
+    study = json.loads(path.read_text())
+    study["common"]["seconds"] = 120
+    study["sheets"]["again"] = SHEET
+    path.write_text(json.dumps(study))
+    command.command(["study", "toy", "--dry_run"])
+    shown = capsys.readouterr().out
+    assert "4 of 8 cells are to run, about 4 minutes" in shown
+    command.command(["study", "toy", "--part=few"])
+    capsys.readouterr()
+    command.command(["study", "toy", "--part=again", "--dry_run"])
+    shown = capsys.readouterr().out
+    assert shown.count("as another cell") == 2 and "about 0 minutes" in shown
+    command.command(["study", "toy", "--part=again"])
+    assert len(made) == 2 and len(list(toy.glob("again/*.json"))) == 2
+
+
 def test_a_failed_cell_is_a_line(toy, made, monkeypatch, capsys):
     """The others run, and the code is 1."""
 
