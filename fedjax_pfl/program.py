@@ -32,21 +32,20 @@ KEPT_PROGRAMS = 8
 
 
 class Compiled:
-    """A jitted function that is compiled ahead, once for all arguments of one shape.
-
-    Attributes:
-        jitted: The function.
-        seconds: What compiling has taken so far.
-    """
+    """A jitted function that is compiled ahead, once for all arguments of one shape."""
 
     def __init__(self, jitted: Callable):
-        self.jitted, self.seconds = jitted, 0.0
-        self._by_shape: dict[Any, Callable] = {}
+        self.jitted = jitted
+        self._by_shape: dict[Any, tuple[Callable, float]] = {}
 
     @property
     def executables(self) -> list[Callable]:
         """The executables compiled so far."""
-        return list(self._by_shape.values())
+        return [executable for executable, _ in self._by_shape.values()]
+
+    def seconds_of(self, executable: Callable) -> float:
+        """What compiling one of `executables` took."""
+        return next(s for one, s in self._by_shape.values() if one is executable)
 
     def ahead(
         self, *args: Any, while_compiling: Callable[[], Any] = contextlib.nullcontext
@@ -60,14 +59,12 @@ class Compiled:
         leaves, structure = jax.tree.flatten(args)
         key = structure, tuple(jax.typeof(leaf) for leaf in leaves)
         if key in self._by_shape:
-            return self._by_shape[key], 0.0
+            return self._by_shape[key][0], 0.0
         begin = time.perf_counter()
         with while_compiling():
             executable = self.jitted.lower(*args).compile()
-        self._by_shape[key] = executable
-        seconds = time.perf_counter() - begin
-        self.seconds += seconds
-        return executable, seconds
+        self._by_shape[key] = executable, time.perf_counter() - begin
+        return self._by_shape[key]
 
 
 class Program(NamedTuple):

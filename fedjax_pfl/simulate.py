@@ -498,7 +498,7 @@ class Simulation:
         for call in self.calls:
             call.settle(self.totals)
             algorithm = self.program.algorithm
-            if self._goes_by_block:
+            if self.goes_by_block:
                 self._write_back(call)
                 counts = self._counts_by_block(call)
             else:
@@ -519,7 +519,7 @@ class Simulation:
         return out
 
     @property
-    def _goes_by_block(self) -> bool:
+    def goes_by_block(self) -> bool:
         """Whether an evaluation needs rows that the device does not have."""
         algorithm = self.program.algorithm
         reads_rows = algorithm.serving or algorithm.trained
@@ -643,7 +643,7 @@ class Simulation:
         state = call.state
         window = self._current_window(call.round, self.rounds)
         evaluate_args = self._evaluate_args(call)
-        if self._goes_by_block:
+        if self.goes_by_block:
             drawn = [self.planner.drawn(index, call.round) for index in call.seeds]
             blocks = [self.population.residents(one) for one in drawn]
             state = state.replace(opt_state=())

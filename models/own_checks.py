@@ -61,7 +61,9 @@ def depends_on_neighbours(model: types.Model, x: np.ndarray) -> str:
         _, stats = model.forward(params, stats, x, train=True, key=key)
         return types.Variables(params, stats)
 
-    variables, forward = changed(x, jax.random.key(0)), jax.jit(model.forward)
+    variables = changed(x, jax.random.key(0))
+    # A new function, since jax knows what the same one computed before.
+    forward = jax.jit(lambda *given: model.forward(*given))
     # Both batches have the same size, since other shapes may be rounded differently.
     # Every place of `alone` counts: dropout with a fixed key differs between places.
     alone = forward(*variables, np.repeat(x[:1], len(x), 0))[0]

@@ -9,8 +9,8 @@ import numpy as np
 import models
 from data import dataset, loaders, texts
 from data.partitions import classes, file, pathological
-from fedjax_pfl import optimizer, options
-from launch.config import limits, presets, registry, schema
+from fedjax_pfl import local_training, optimizer, options
+from launch.config import limits, presets, registry, schema, sweep
 
 
 def _made(dataclass: Any, values: Mapping[str, Any]) -> Any:
@@ -293,11 +293,14 @@ def notes(config: schema.Config, hparams: Any) -> list[str]:
         if field.metadata.get("is_in_rounds")
         and getattr(hparams, field.name) > config.rounds
     ]
-    if not options.is_off(momentum := getattr(hparams, "client_momentum", 0.0)):
-        name = hparams.client_optimizer
-        if not optimizer.takes_momentum(name):
+    if isinstance(hparams, local_training.LocalTraining):
+        name, momentum = hparams.client_optimizer, f"{hparams.client_momentum:g}"
+        values = [one.get("client_momentum") for one in sweep.points(config.sweep)]
+        if None not in values:
+            momentum = ",".join(f"{value:g}" for value in dict.fromkeys(values))
+        if momentum != "0" and not optimizer.takes_momentum(name):
             out.append(
-                f"note: --client_momentum={momentum:g} has no effect with "
+                f"note: --client_momentum={momentum} has no effect with "
                 f"--client_optimizer={name}"
             )
     return out

@@ -143,7 +143,7 @@ def planned(lowered: jax.stages.Lowered) -> Plan:
 def _ahead(run: Run, name: str) -> Plan:
     """`planned` of a run's `init`, `rounds` or `evaluate`, compiled once."""
     made = _fitting(lambda: run.simulation.ahead(name))
-    return read(made, getattr(run.simulation.program, name).seconds)
+    return read(made, getattr(run.simulation.program, name).seconds_of(made))
 
 
 def _fitting(compile: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:

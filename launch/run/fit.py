@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 from typing import Any
 
 import jax
@@ -63,23 +64,31 @@ def check_own(
     if width != 1:
         line = f"--model_width={width:g} has no effect on a custom model"
         raise ValueError(f"{line}; omit it")
-    _ask(flag, model, num_classes, shape, examples.dtype, examples.tobytes())
+    forms = [model] if model.at_width is None else [model, model.at_width(0.5)]
+    for one in forms:
+        _check_logits(flag, one._replace(takes=model.takes), num_classes, shape)
+    # What equal modules refer to may have changed, so they are traced anew, which jax
+    # does for a new function.
+    variables = shapes.variables(model, shape)
+    forward = jax.make_jaxpr(lambda *given: model.forward(*given))
+    traced = str(forward(*variables, examples))
+    given = shape, examples.dtype, examples.tobytes()
+    _ask(flag, model, num_classes, hashlib.sha256(traced.encode()).digest(), *given)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def _ask(
     flag: str,
     model: types.Model,
     num_classes: int,
+    traced: bytes,
     shape: tuple[int, ...],
     dtype: np.dtype,
     buffer: bytes,
 ) -> None:
-    """The questions of `check_own`, once for each model: they compile programs."""
+    """The questions of `check_own` that compile programs, once for the same model."""
     examples = np.frombuffer(buffer, dtype).reshape(-1, *shape)
     forms = [model] if model.at_width is None else [model, model.at_width(0.5)]
-    for one in forms:
-        _check_logits(flag, one._replace(takes=model.takes), num_classes, shape)
     if model.takes == "tokens" and own_checks.gives_nan(model, examples):
         raise ValueError(
             f"{flag}: {model.name} gives nan for the hidden word {num_classes}; it "

@@ -9,8 +9,11 @@ from fedjax_pfl import types
 from launch.run import memory, processes
 from launch.run.run import Run
 
-# A program -> what it does, for people.
-PROGRAMS = {"rounds": "a round", "evaluate": "an evaluation"}
+# A program -> what it does, and what needs less memory there.
+PROGRAMS = {
+    "rounds": ("a round", "lower it or --batch_size, or take a smaller --model"),
+    "evaluate": ("an evaluation", "lower it, or take a smaller --model"),
+}
 
 
 def fit(run: Run) -> str:
@@ -29,26 +32,33 @@ def fit(run: Run) -> str:
     limits = processes.gathered(memory.device_bytes(run.target))
     if run.parts_with is None or None in limits:
         return ""
-    lines = (_fit(run, name, min(limits)) for name in PROGRAMS)
-    return "\n".join(line for line in lines if line)
+    lines: list[str] = []
+    while True:
+        before = run.task.execution
+        lines += [_fit(run, name, min(limits)) for name in PROGRAMS]
+        # An evaluation that was narrowed makes another round, too.
+        if run.task.execution == before:
+            return "\n".join(line for line in lines if line)
 
 
 def _fit(run: Run, name: str, limit: int) -> str:
     """`fit` of one program to a number of bytes."""
-    first, what = run.task.execution, PROGRAMS[name]
+    first, (what, cure) = run.task.execution, PROGRAMS[name]
     least = max(run.config.min_chunk, 1)
     asked = needed = _planned_bytes(run, name)
+    before = None
     while needed is None or needed > limit:
         how = run.task.execution
-        if _width(how) <= least:
+        is_in_vain = before is not None and needed == before
+        if _width(how) <= least or is_in_vain:
             raise ValueError(
                 f"--num_clients={run.config.num_clients}: {what} needs "
                 f"{_amount(needed)} of a device's memory, as the compiler plans it for "
                 f"{_width(how)} side by side, and {memory.size(limit)} are there; "
-                "lower it or --batch_size, or take a smaller --model"
+                f"{cure}"
             )
         run.compute(_halved(how, least))
-        needed = _planned_bytes(run, name)
+        before, needed = needed, _planned_bytes(run, name)
     how = run.task.execution
     if how == first:
         return ""
@@ -67,7 +77,9 @@ def _planned_bytes(run: Run, name: str) -> int | None:
     simulation = run.simulation
     calls = len(simulation.calls)
     every = memory.state_bytes(simulation.template(), run.task.execution)
-    waiting = every * (calls - 1) // calls
+    # Where an evaluation goes by blocks of rows, those of a round are there too.
+    is_by_block = name == "evaluate" and simulation.goes_by_block
+    waiting = every * (calls - (not is_by_block)) // calls
     try:
         needed = memory.planned_bytes(simulation.ahead(name)) + waiting
     except jax.errors.JaxRuntimeError as error:

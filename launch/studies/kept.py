@@ -1,5 +1,6 @@
 """The finished cells of a study: a folder with a small JSON file for each."""
 
+import contextlib
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -98,9 +99,16 @@ class Folder:
     def like(
         self, cell: tables.Cell, others: Sequence[tables.Cell]
     ) -> dict[str, Any] | None:
-        """The result of another finished cell with the same settings, if any."""
-        same = (one for one in others if one.settings == cell.settings and one != cell)
-        return next(filter(None, map(self.get, same)), None)
+        """The result of another finished cell with the same settings, if any.
+
+        A damaged file is no result; it is named where its own cell is asked for.
+        """
+        for one in others:
+            if one.settings == cell.settings and one != cell:
+                with contextlib.suppress(ValueError):
+                    if done := self.get(one):
+                        return done
+        return None
 
     def put(self, cell: tables.Cell, done: Mapping[str, Any]) -> dict[str, Any]:
         """Keeps the result of a cell, in one step.

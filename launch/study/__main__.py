@@ -44,13 +44,15 @@ class Options:
 
 def _list(study: study_lib.Study) -> None:
     """Prints every cell and whether it is finished."""
-    left = study.left()
+    left, seen = study.left(), []
     for cell in study.wanted():
         state = "to run" if cell in left else study.lacks.get(cell.how, "finished")
         if state != "to run" and study.folder.get(cell) is not None:
             state = "finished"
-        if state == "to run" and study.alike(cell) is not None:
-            state = "as another cell"
+        if state == "to run":
+            if study.alike(cell) is not None or cell.settings in seen:
+                state = "as another cell"
+            seen.append(cell.settings)
         print(f"{str(cell):<70} {cell.seconds:6.0f} s  {state}")
 
 

@@ -84,11 +84,10 @@ class Study:
 
     def seconds_left(self) -> float:
         """Of two quiet cores for `left`, of which equal cells run once."""
-        once = {
-            json.dumps(cell.settings, sort_keys=True): cell.seconds
-            for cell in self.left()
-            if self.alike(cell) is None
-        }
+        once: dict[str, float] = {}
+        for cell in self.left():
+            if self.alike(cell) is None:
+                once.setdefault(json.dumps(cell.settings, sort_keys=True), cell.seconds)
         return sum(once.values())
 
     def result(self, cell: tables.Cell) -> sheets.Result:

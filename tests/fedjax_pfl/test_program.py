@@ -2,9 +2,11 @@
 
 from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
 
-from fedjax_pfl import averaging, local_training
+from fedjax_pfl import averaging, local_training, program
 from launch import build
 from tests import synthetic
 
@@ -64,3 +66,13 @@ def test_states_that_are_kept():
     """The same without the change; and with plain SGD there is nothing to keep."""
     assert run(lambda made, task: made)
     assert run(lost, client_momentum=0.0)
+
+
+def test_seconds_are_those_of_an_executable():
+    """Not of all shapes, which other runs may have."""
+    compiled = program.Compiled(jax.jit(lambda x: x + 1))
+    first, taken = compiled.ahead(np.zeros(2))
+    second, more = compiled.ahead(np.zeros(3))
+    assert compiled.ahead(np.zeros(2)) == (first, 0.0)
+    assert (compiled.seconds_of(first), compiled.seconds_of(second)) == (taken, more)
+    assert compiled.executables == [first, second] and min(taken, more) > 0

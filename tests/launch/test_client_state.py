@@ -56,10 +56,12 @@ CASES = {
 
 
 # Large programs, or those of another case; `pytest -m slow` runs them.
-SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("uapdfl", "points")]
+SLOW = "uapdfl", "points"
 
 
-@pytest.mark.parametrize("case", ["pfedsd", "scaffold", "state", "fedper", *SLOW])
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES]
+)
 def test_the_same_bits_as_on_the_device(case, vectors, tmp_path):
     here, there = (made(vectors, w, **CASES[case]) for w in ("device", tmp_path))
     assert there.task.num_rows < NUM_CLIENTS

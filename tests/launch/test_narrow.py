@@ -87,7 +87,6 @@ def test_an_evaluation_fits_too(unequal, limited, client_state, monkeypatch):
         name: memory.planned_bytes(made.simulation.ahead(name))
         for name in ("rounds", "evaluate")
     }
-    known = len(made.program.evaluate.executables)
     real = memory.planned_bytes
 
     def more(compiled):
@@ -100,8 +99,37 @@ def test_an_evaluation_fits_too(unequal, limited, client_state, monkeypatch):
     line = narrow.fit(made)
     assert "for an evaluation with 4 clients" in line and "\n" not in line
     assert made.task.execution.chunk < 4
+    functions = made.program.rounds, made.program.evaluate
+    known = [len(one.executables) for one in functions]
+    assert min(known) > 0
     made.run(progress=False)
-    assert len(made.program.evaluate.executables) == known
+    assert [len(one.executables) for one in functions] == known
+
+
+def test_what_halving_does_not_help(unequal, limited, monkeypatch):
+    """Refused at once, with what would help an evaluation."""
+    monkeypatch.setattr(memory, "planned_bytes", lambda compiled: 1 << 50)
+    monkeypatch.setitem(narrow.PROGRAMS, "rounds", narrow.PROGRAMS["evaluate"])
+    limited(1 << 40)
+    made = make(unequal)
+    with pytest.raises(ValueError, match="for 2 side by side.*smaller --model") as no:
+        narrow.fit(made)
+    assert "batch_size" not in str(no.value)
+
+
+def test_rows_of_a_round_are_there_while_others_are_measured(unequal, monkeypatch):
+    """Where an evaluation goes by blocks of rows."""
+    monkeypatch.setattr("fedjax_pfl.population.RESIDENT_BYTES", 1)
+    given = {"algo": "local", "client_chunk": 2}
+    here, there = (make(unequal, client_state=s, **given) for s in ("device", "host"))
+    extra = [
+        narrow._planned_bytes(one, "evaluate")
+        - memory.planned_bytes(one.simulation.ahead("evaluate"))
+        for one in (here, there)
+    ]
+    rows = there.simulation.template().clients
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(rows))
+    assert extra[0] == 0 and extra[1] >= size > 0
 
 
 def test_lanes_are_halved_too(unequal, limited, monkeypatch):

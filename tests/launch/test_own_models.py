@@ -211,6 +211,32 @@ def test_one_line(given, part):
     assert "\n" not in str(error.value)
 
 
+CLASSES = 2
+NEIGHBOURS = False
+
+
+class Global(nn.Module):
+    """A notebook's module, which refers to what another cell may change."""
+
+    @nn.compact
+    def __call__(self, x):
+        if NEIGHBOURS:
+            x = x - x.mean(0)
+        return nn.Dense(CLASSES)(x)
+
+
+@pytest.mark.parametrize(
+    "name, value, part",
+    [("CLASSES", 3, "cannot take examples"), ("NEIGHBOURS", True, "other examples")],
+)
+def test_a_module_is_asked_again(name, value, part, monkeypatch):
+    """It is equal to the one before, and computes something else."""
+    made(algo="fedavg", model=Global())
+    monkeypatch.setitem(globals(), name, value)
+    with pytest.raises(ValueError, match=part):
+        made(algo="fedavg", model=Global())
+
+
 def test_a_comparison_takes_split():
     """All its runs have the stages."""
     rules = {"preset": "none", "rounds": 1, "dataset": data(), "run": False}

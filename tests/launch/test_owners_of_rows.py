@@ -72,7 +72,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "case", ["pfedsd", "fedper", "scaffold", "cdkt", pytest.param("state", marks=SLOW)]
+    "case", [pytest.param(n, marks=[SLOW] * (n == "state")) for n in CASES]
 )
 def test_as_on_one_device(case, vectors):
     one, four = (made(vectors, n, **CASES[case]) for n in (1, 4))

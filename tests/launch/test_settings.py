@@ -514,9 +514,26 @@ def test_what_is_probably_not_meant():
 @pytest.mark.parametrize("name", ["sgd", "rmsprop", "adam", "adamw"])
 def test_momentum_of_optimizers_that_have_none(name):
     """One line says that it does nothing; presets may give it, so it is allowed."""
-    made = resolved(algo="fedavg", client_optimizer=name, client_momentum=0.5)
-    wanted = f"note: --client_momentum=0.5 has no effect with --client_optimizer={name}"
-    assert resolve.notes(*made) == [wanted] * name.startswith("adam")
+    for given, shown in (
+        ({"client_momentum": 0.5}, "0.5"),
+        ({"sweep": "client_momentum=0.5,0.9"}, "0.5,0.9"),
+        ({"client_momentum": 0.5, "sweep": "client_momentum=0.0"}, ""),
+    ):
+        made = resolved(algo="fedavg", client_optimizer=name, **given)
+        line = f"note: --client_momentum={shown} has no effect with "
+        wanted = [f"{line}--client_optimizer={name}"] * bool(shown)
+        assert resolve.notes(*made) == wanted * name.startswith("adam")
+
+
+def test_momentum_of_another_kind():
+    """An algorithm of a user's may have one without an optimizer."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Mine:
+        client_momentum: float = 0.5
+
+    made, _ = resolved(algo="fedavg")
+    assert resolve.notes(made, Mine()) == []
 
 
 def test_defaults_that_differ_by_data_set():
