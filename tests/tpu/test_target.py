@@ -11,7 +11,7 @@ from fedjax_pfl import shapes
 from launch import build
 from launch.bench import forms
 from launch.config import registry
-from launch.run import cost, target
+from launch.run import cost, narrow, target
 from launch.study import examples
 from tests import test_contract
 from tests.toys import taught
@@ -148,6 +148,8 @@ def test_a_chip_that_is_too_small(unequal, monkeypatch):
 def test_a_chunk_that_does_not_fit(unequal, monkeypatch):
     """What was chosen is halved until the compiler's plan fits, in one line."""
     monkeypatch.setattr("data.plan.choose_chunk", lambda *_, **__: (4, 1.0))
+    # An evaluation of so few examples needs more than their round.
+    monkeypatch.delitem(narrow.PROGRAMS, "evaluate")
     options = {"client_chunk": 0, "clients_per_round": 4, "model": "mlp"}
     whole = compiled_for("fedavg", unequal, **options).cost_analysis()
     half = compiled_for("fedavg", unequal, **options | {"client_chunk": 2})
