@@ -9,7 +9,7 @@ import functools
 import hashlib
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -88,9 +88,7 @@ def make(
     if isinstance(name, Custom):
         return _Joint(*name.make(learning_rate))
     more, steps = parsed(hparams), []
-    takes = (
-        () if name in ("sgd", "adam") else inspect.signature(_found(name)).parameters
-    )
+    takes = _taken(name)
     if "weight_decay" not in takes and not options.is_off(hparams.weight_decay):
         steps.append(optax.add_decayed_weights(hparams.weight_decay))
     if name in _OF_OPTAX:
@@ -109,11 +107,18 @@ def _found(name: str) -> Callable[..., optax.GradientTransformation]:
     return getattr(optax, name)
 
 
+def _taken(name: str) -> Mapping[str, Any]:
+    """The arguments of optax's function, none of those that are chained here."""
+    if name in ("sgd", "adam"):
+        return {}
+    return inspect.signature(_found(name)).parameters
+
+
 def takes_momentum(name: str | Custom) -> bool:
-    """Whether an optimizer by name has a `--client_momentum`."""
-    if isinstance(name, Custom) or name == "adam":
+    """Whether an optimizer has a `--client_momentum`."""
+    if isinstance(name, Custom):
         return False
-    return name == "sgd" or "momentum" in inspect.signature(_found(name)).parameters
+    return name == "sgd" or "momentum" in _taken(name)
 
 
 def parsed(hparams: Any) -> dict[str, float | bool]:

@@ -616,7 +616,7 @@ class Simulation:
 
         It is compiled now if need be, and a run finds it again.
         """
-        args = self._first_args()[name]
+        args = self._first_args(name)
         executable, seconds = self._compiled(getattr(self.program, name), args)
         self.compile_seconds += seconds
         return executable
@@ -632,27 +632,24 @@ class Simulation:
     def lowered(self) -> dict[str, jax.stages.Lowered]:
         """`init`, `rounds` and `evaluate` of the first call, ready to be compiled."""
         return {
-            name: getattr(self.program, name).jitted.lower(*args)
-            for name, args in self._first_args().items()
+            name: getattr(self.program, name).jitted.lower(*self._first_args(name))
+            for name in ("init", "rounds", "evaluate")
         }
 
-    def _first_args(self) -> dict[str, tuple[Any, ...]]:
-        """Arguments of `init`, `rounds` and `evaluate` of the first call, or shapes."""
-        init_args = self.calls[0].init_args(self.data)
+    def _first_args(self, name: str) -> tuple[Any, ...]:
+        """Arguments of `init`, `rounds` or `evaluate` of the first call, or shapes."""
+        if name == "init":
+            return self.calls[0].init_args(self.data)
         call = self._shaped(self.calls[0])
-        state = call.state
-        window = self._current_window(call.round, self.rounds)
-        evaluate_args = self._evaluate_args(call)
-        if self.goes_by_block:
-            drawn = [self.planner.drawn(index, call.round) for index in call.seeds]
-            blocks = [self.population.residents(one) for one in drawn]
-            state = state.replace(opt_state=())
-            evaluate_args = self._block_args(call, state, drawn, blocks)
-        return {
-            "init": init_args,
-            "rounds": self._round_args(call, window.cohorts[0], 0, 1),
-            "evaluate": evaluate_args,
-        }
+        if name == "rounds":
+            window = self._current_window(call.round, self.rounds)
+            return self._round_args(call, window.cohorts[0], 0, 1)
+        if not self.goes_by_block:
+            return self._evaluate_args(call)
+        drawn = [self.planner.drawn(index, call.round) for index in call.seeds]
+        blocks = [self.population.residents(one) for one in drawn]
+        state = call.state.replace(opt_state=())
+        return self._block_args(call, state, drawn, blocks)
 
     def _round_args(
         self, call: Call, cohorts: types.Cohort, first: int, count: int

@@ -294,14 +294,13 @@ def notes(config: schema.Config, hparams: Any) -> list[str]:
         and getattr(hparams, field.name) > config.rounds
     ]
     if isinstance(hparams, local_training.LocalTraining):
-        name, momentum = hparams.client_optimizer, f"{hparams.client_momentum:g}"
-        values = [one.get("client_momentum") for one in sweep.points(config.sweep)]
-        if None not in values:
-            momentum = ",".join(f"{value:g}" for value in dict.fromkeys(values))
-        if momentum != "0" and not optimizer.takes_momentum(name):
+        name, points = hparams.client_optimizer, sweep.points(config.sweep)
+        given = hparams.client_momentum
+        values = dict.fromkeys(one.get("client_momentum", given) for one in points)
+        if any(values) and not optimizer.takes_momentum(name):
             out.append(
-                f"note: --client_momentum={momentum} has no effect with "
-                f"--client_optimizer={name}"
+                f"note: --client_momentum={','.join(f'{v:g}' for v in values)} has no "
+                f"effect with --client_optimizer={name}"
             )
     return out
 

@@ -202,7 +202,6 @@ def estimate(run: Run) -> dict[str, Any]:
     step, every = plans["rounds"].step_cycles, plans["rounds"].parts.total
     clients = (how.lanes or how.chunk) * len(run.simulation.calls[0].variants)
     is_alone = clients == 1 and not how.lanes
-    alone = step if is_alone else _alone(run)
     most = int(np.max(run.data.partition.train.count))
     batch_size = max((shapes.capped(s.batch_size, most) for s in specs), default=1)
     worst = max(plans.values(), key=lambda plan: plan.needed_bytes)
@@ -213,7 +212,9 @@ def estimate(run: Run) -> dict[str, Any]:
         "cycles_per_step": step,
         "cycles_per_example": step / (clients * batch_size),
         "cycles_outside_steps": every - step,
-        "over_one_by_one": clients * alone / step if step else 1.0,
+        "over_one_by_one": (
+            clients * _alone(run) / step if step and not is_alone else 1.0
+        ),
         "temporary_bytes": worst.temporary_bytes,
         "argument_bytes": worst.argument_bytes,
         "fits": worst.needed_bytes <= target.chip(run.target).memory,

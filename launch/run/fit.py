@@ -73,13 +73,14 @@ def check_own(
     forward = jax.make_jaxpr(lambda *given: model.forward(*given))
     traced = str(forward(*variables, examples))
     given = shape, examples.dtype, examples.tobytes()
-    _ask(flag, model, num_classes, hashlib.sha256(traced.encode()).digest(), *given)
+    traced = hashlib.sha256(traced.encode()).digest()
+    _ask(flag, tuple(forms), num_classes, traced, *given)
 
 
 @functools.lru_cache(maxsize=16)
 def _ask(
     flag: str,
-    model: types.Model,
+    forms: tuple[types.Model, ...],
     num_classes: int,
     traced: bytes,
     shape: tuple[int, ...],
@@ -87,8 +88,7 @@ def _ask(
     buffer: bytes,
 ) -> None:
     """The questions of `check_own` that compile programs, once for the same model."""
-    examples = np.frombuffer(buffer, dtype).reshape(-1, *shape)
-    forms = [model] if model.at_width is None else [model, model.at_width(0.5)]
+    model, examples = forms[0], np.frombuffer(buffer, dtype).reshape(-1, *shape)
     if model.takes == "tokens" and own_checks.gives_nan(model, examples):
         raise ValueError(
             f"{flag}: {model.name} gives nan for the hidden word {num_classes}; it "

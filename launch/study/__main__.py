@@ -44,15 +44,14 @@ class Options:
 
 def _list(study: study_lib.Study) -> None:
     """Prints every cell and whether it is finished."""
-    left, seen = study.left(), []
+    left, computed = study.left(), study.computed()
     for cell in study.wanted():
-        state = "to run" if cell in left else study.lacks.get(cell.how, "finished")
-        if state != "to run" and study.folder.get(cell) is not None:
+        if cell in left:
+            state = "to run" if cell in computed else "as another cell"
+        elif study.folder.get(cell) is not None:
             state = "finished"
-        if state == "to run":
-            if study.alike(cell) is not None or cell.settings in seen:
-                state = "as another cell"
-            seen.append(cell.settings)
+        else:
+            state = study.lacks[cell.how]
         print(f"{str(cell):<70} {cell.seconds:6.0f} s  {state}")
 
 
@@ -108,10 +107,10 @@ def command(argv: list[str]) -> None:
         left = study.left()
     if asked.dry_run:
         _list(study)
+    minutes = sum(cell.seconds for cell in study.computed()) / 60
     print(
         f"{study.name}: {len(left)} of {len(study.wanted())} cells are to run, "
-        f"about {study.seconds_left() / 60:,.0f} minutes on two quiet cores -> "
-        f"{study.folder.path}",
+        f"about {minutes:,.0f} minutes on two quiet cores -> {study.folder.path}",
         flush=True,
     )
     for how, reason in study.lacks.items():

@@ -1,7 +1,6 @@
 """A study with its folder: what is finished, what is left, and what is shown."""
 
 import importlib.util
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -47,7 +46,7 @@ class Study:
         self.name, self.target = self.folder.name, target
         self.table = tables.load(self.name)
         self.cells = tables.cells(self.table, part)
-        self._every = tables.cells(self.table, "")
+        self._every = self._with_estimates(tables.cells(self.table, ""))
         hows = {cell.how for cell in self.wanted()}
         self.lacks = {
             how: reason
@@ -80,15 +79,16 @@ class Study:
 
     def alike(self, cell: tables.Cell) -> dict[str, Any] | None:
         """The result of a finished cell of the whole study with the same settings."""
-        return self.folder.like(cell, self._with_estimates(self._every))
+        return self.folder.like(cell, self._every)
 
-    def seconds_left(self) -> float:
-        """Of two quiet cores for `left`, of which equal cells run once."""
-        once: dict[str, float] = {}
+    def computed(self) -> list[tables.Cell]:
+        """The cells of `left` whose result is not that of an equal cell."""
+        out: list[tables.Cell] = []
         for cell in self.left():
-            if self.alike(cell) is None:
-                once.setdefault(json.dumps(cell.settings, sort_keys=True), cell.seconds)
-        return sum(once.values())
+            is_new = all(one.settings != cell.settings for one in out)
+            if is_new and self.alike(cell) is None:
+                out.append(cell)
+        return out
 
     def result(self, cell: tables.Cell) -> sheets.Result:
         """What is known of a cell."""
