@@ -71,11 +71,23 @@ def entry(
         exits=exits,
         text=text,
         shares_rows=shares_rows,
+        fixed={},
     )
 
 
-def variant(base: Any, summary: str, **defaults: Any) -> Any:
-    """A second name for an entry, with other defaults for some of its options."""
+def variant(
+    base: Any, summary: str, *, fixed: tuple[str, ...] = (), **defaults: Any
+) -> Any:
+    """A second name for an entry, with other defaults for some of its options.
+
+    Args:
+        base: The entry.
+        summary: One sentence, its description in lists.
+        fixed: The options among `defaults` that make it another method than `base`: a
+            run with other values of these is not what its name says. A number may be
+            any but 0, and `personal_from` any stage, see `registry.departure`.
+        **defaults: Option -> default.
+    """
     fields = [
         (
             field.name,
@@ -88,7 +100,9 @@ def variant(base: Any, summary: str, **defaults: Any) -> Any:
     hparams = dataclasses.make_dataclass(
         "HParams", fields, bases=(base.HParams,), frozen=True
     )
-    return SimpleNamespace(**(vars(base) | {"HParams": hparams, "__doc__": summary}))
+    is_fixed = {name: defaults[name] for name in fixed}
+    more = {"HParams": hparams, "__doc__": summary, "fixed": base.fixed | is_fixed}
+    return SimpleNamespace(**(vars(base) | more))
 
 
 _FEDAVG = entry(fedavg, text=True)
@@ -96,6 +110,7 @@ _FEDPER = entry(fedper, preset="fedd2s", text=True)
 _FEDREP = variant(
     _FEDPER,
     "FedRep: a shared base and personal heads, trained one after the other.",
+    fixed=("head_epochs",),
     local_epochs=4,
     head_epochs=3,
 )
@@ -109,12 +124,14 @@ ALGORITHMS = {
     "fedavgm": variant(
         _FEDAVG,
         "FedAvgM: FedAvg with momentum at the server.",
+        fixed=("server_optimizer", "server_momentum"),
         server_optimizer="sgd",
         server_momentum=0.9,
     ),
     "fedadam": variant(
         _FEDAVG,
         "FedAdam: FedAvg with an adaptive server (Reddi et al., 2021).",
+        fixed=("server_optimizer",),
         server_optimizer="adam",
         server_momentum=0.9,
         server_lr=0.01,
@@ -122,6 +139,7 @@ ALGORITHMS = {
     "fedyogi": variant(
         _FEDAVG,
         "FedYogi: FedAdam whose second moment moves by its sign.",
+        fixed=("server_optimizer",),
         server_optimizer="yogi",
         server_momentum=0.9,
         server_lr=0.01,
@@ -129,6 +147,7 @@ ALGORITHMS = {
     "fedadagrad": variant(
         _FEDAVG,
         "FedAdagrad: FedAdam whose second moment is a sum.",
+        fixed=("server_optimizer",),
         server_optimizer="adagrad",
         server_lr=0.01,
     ),
@@ -141,10 +160,16 @@ ALGORITHMS = {
     "fedper": _FEDPER,
     "fedrep": _FEDREP,
     "fedper_plus": variant(
-        _FEDPER, "FedPer+: FedPer with FedD2S's layer dropping.", layer_dropping=True
+        _FEDPER,
+        "FedPer+: FedPer with FedD2S's layer dropping.",
+        fixed=("layer_dropping",),
+        layer_dropping=True,
     ),
     "fedrep_plus": variant(
-        _FEDREP, "FedRep+: FedRep with FedD2S's layer dropping.", layer_dropping=True
+        _FEDREP,
+        "FedRep+: FedRep with FedD2S's layer dropping.",
+        fixed=("layer_dropping",),
+        layer_dropping=True,
     ),
     "fedmd": entry(fedmd, preset="fedd2s", public_images=True, several_models=True),
     "fedict": entry(fedict, preset="fedd2s"),
@@ -154,11 +179,13 @@ ALGORITHMS = {
     "dfedper": variant(
         _DFEDAVG,
         "Decentralised FedPer: peers share all layers but the last.",
+        fixed=("personal_from",),
         personal_from="last",
     ),
     "dfedavgm": variant(
         _DFEDAVG,
         "DFedAvgM: equal weights among peers, momentum that restarts in every round.",
+        fixed=("aggregation", "optimizer_state"),
         aggregation="uniform",
         optimizer_state="reset",
     ),
@@ -170,6 +197,7 @@ ALGORITHMS = {
     "sheterofl": variant(
         _HETEROFL,
         "SHeteroFL: HeteroFL in which clients train every smaller width too.",
+        fixed=("all_widths",),
         all_widths=True,
     ),
     "splitmix": entry(splitmix, preset="depthfl"),
@@ -177,6 +205,8 @@ ALGORITHMS = {
     "feddyn": variant(
         _DEPTHFL,
         "FedDyn: local losses corrected by the clients' drifts, on one whole model.",
+        fixed=("level_mix", "self_distill_weight", "feddyn_alpha"),
+        feddyn_alpha=0.1,
         level_mix="1",
         self_distill_weight=0.0,
     ),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import html as html_lib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from launch.config import registry
+import algorithms
+from data import labels
+from launch.config import presets, registry
 from launch.experiment import Experiment, experiment
 from launch.run import custom, processes
 from launch.show import frames, words
@@ -19,10 +22,17 @@ if TYPE_CHECKING:
 
 
 class Comparison(Mapping):
-    """Experiments by name, all of them on the same examples of the same clients."""
+    """Experiments by name, all of them on the same examples of the same clients.
 
-    def __init__(self, experiments: Mapping[str, Experiment]):
+    Attributes:
+        notes: Lines about how shared options were taken.
+    """
+
+    def __init__(
+        self, experiments: Mapping[str, Experiment], notes: Sequence[str] = ()
+    ):
         self._experiments = dict(experiments)
+        self.notes, self._shown = tuple(notes), set()
 
     def __getitem__(self, name: str) -> Experiment:
         return self._experiments[name]
@@ -42,8 +52,10 @@ class Comparison(Mapping):
         """Runs the experiments that are not finished, and returns itself.
 
         Arguments and errors are those of `Experiment.run`. Records have the name under
-        `algo`.
+        `algo`. Lines say how shared options were taken, and which rows have ended with
+        equal parameters.
         """
+        self._show(self.notes, progress)
         for name, one in self.items():
             if progress:
                 processes.say(f"{name}:", flush=True)
@@ -52,7 +64,19 @@ class Comparison(Mapping):
                 on_record({"algo": name, **record})
 
             one.run(progress=progress, on_record=None if on_record is None else named)
+        hashes = {name: one.simulation.digest() for name, one in self.items()}
+        self._show(words.equal_parameters(hashes), progress)
         return self
+
+    def _show(self, lines: Iterable[str], progress: bool) -> None:
+        """Shows lines once, without progress as Python warnings."""
+        new = [line for line in lines if line not in self._shown]
+        self._shown.update(new)
+        for line in new if processes.is_first() else ():
+            if progress:
+                processes.say(f"note: {line}", flush=True)
+            else:
+                warnings.warn(f"note: {line}", stacklevel=3)
 
     def to_frame(self) -> pandas.DataFrame:
         """All records: one line for every algorithm, evaluated round and seed."""
@@ -90,9 +114,11 @@ def compare(
 ) -> Comparison:
     """Runs several algorithms on the same clients.
 
-    An option that only some of them have is passed to those. Without a `preset` all
-    follow that of the first algorithm whose preset is a paper's. After an interrupt the
-    finished part is returned, and its `run()` continues.
+    An option that only some of them have is passed to those. One that would make a row
+    another method than its name says, as `head_epochs` makes FedPer FedRep, goes to the
+    other rows alone. Without a `preset` all follow that of the first algorithm whose
+    preset is a paper's. After an interrupt the finished part is returned, and its
+    `run()` continues.
 
     Example:
         >>> compared = compare(
@@ -182,32 +208,105 @@ def _runs(algos: Any) -> dict[str, Mapping[str, Any]]:
     return runs
 
 
+def _shared(
+    runs: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The shared options that each row gets, and lines about how they were taken.
+
+    Raises:
+        ValueError: one line: a row would be another method than its name says.
+    """
+    out: dict[str, dict[str, Any]] = {}
+    makes: dict[str, dict[str, str]] = {}  # option -> {row: the method it makes it}
+    for name, own in runs.items():
+        known = {*registry.fields_of(own["algo"]), *custom.ONLY_IN_PYTHON}
+        out[name] = {option: options[option] for option in options if option in known}
+        facts = {"algo": own["algo"], "dataset": options.get("dataset")}
+        ruled = presets.values(options.get("preset") or presets.BASE, facts)
+        values = ruled | {k: v for k, v in (out[name] | own).items() if v is not None}
+        other = registry.departure(own["algo"], values)
+        found = other.options if other else {}
+        by_shared = [o for o in found if o in out[name] and o not in own]
+        for option in by_shared:
+            del out[name][option]
+            makes.setdefault(option, {})[name] = other.name
+        is_now = other.name if other and not by_shared else own["algo"]
+        if name in algorithms.ALGORITHMS and name != is_now:
+            raise ValueError(
+                f"compare: the row {name} would be "
+                f"{registry.algorithm_name(is_now)}; give it another name"
+            )
+    notes = []
+    for option, rows in makes.items():
+        others = [name for name in out if option in out[name]]
+        line = f"{option}={options[option]} makes " + ", ".join(
+            f"{name} the method {method}" for name, method in rows.items()
+        )
+        if not others:
+            raise ValueError(
+                f"compare: {line}; omit it, compare that method, or name the rows: "
+                f"{{'mine': {{'algo': {next(iter(rows))!r}, {option!r}: ...}}, ...}}"
+            )
+        notes.append(f"{line}, so that only {', '.join(others)} gets it")
+    return out, notes + _meanings(runs, out)
+
+
+def _meanings(
+    runs: Mapping[str, Mapping[str, Any]], shared: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Lines about shared options that have another meaning in some of the rows."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for name, own in runs.items():
+        fields = registry.fields_of(own["algo"])
+        for option in shared[name].keys() & fields.keys():
+            about = fields[option].metadata.get("help", "")
+            found.setdefault(option, {}).setdefault(about, []).append(name)
+    return [
+        f"{option} has several meanings: "
+        + "; ".join(f"{', '.join(rows)}: {about}" for about, rows in meanings.items())
+        for option, meanings in sorted(found.items())
+        if len(meanings) > 1
+    ]
+
+
 def _built(
     runs: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
 ) -> Comparison:
     """Builds the experiments under one preset, all with the clients of the first."""
     made: dict[str, Experiment] = {}
     first = next(iter(runs))
+    shared, notes = _shared(runs, options)
     for name, own in runs.items():
-        known = registry.fields_of(own["algo"])
-        known = {*known, *custom.ONLY_IN_PYTHON}
-        given = {option: value for option, value in options.items() if option in known}
+        given = dict(shared[name])
         if given.get("workdir"):
             given["workdir"] = f"{given['workdir']}/{name}"
         made[name] = experiment(**given | own)
-        if made[first].examples_sha256 != made[name].examples_sha256:
+        one, other = made[first], made[name]
+        if one.examples_sha256 != other.examples_sha256:
             raise ValueError(
                 f"compare: {name} has other examples (--dataset="
-                f"{made[name].config.dataset}) than {first} (--dataset="
-                f"{made[first].config.dataset}); give all of them one data set"
+                f"{other.config.dataset}) than {first} (--dataset="
+                f"{one.config.dataset}); give all of them one data set"
             )
-        if not _is_same_split(made[first], made[name]):
+        if one.classes != other.classes:
+            raise ValueError(
+                f"compare: the classes of {name} are called "
+                f"{labels.listed(other.classes or ())}, those of {first} "
+                f"{labels.listed(one.classes or ())}; give all of them one data set"
+            )
+        shapes = [list(each.task.example_shape) for each in (one, other)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"compare: {name} has examples of shape {shapes[1]}, {first} of "
+                f"{shapes[0]}; give all of them one --image_size and --image_channels"
+            )
+        if not _is_same_split(one, other):
             raise ValueError(
                 f"compare: {name} would have other clients than {first}; "
                 "give partition, test_split and proxy_fraction, or another preset than "
                 f"{options['preset']}"
             )
-    return Comparison(made)
+    return Comparison(made, notes)
 
 
 def _is_same_split(one: Experiment, other: Experiment) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import numbers
 import pathlib
+import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 class Experiment(Run):
     """One configuration, ready to run; see `Run` for its attributes."""
 
+    _has_shown_notes = False
+
     def run(
         self,
         until: int | None = None,
@@ -54,7 +57,7 @@ class Experiment(Run):
 
         Args:
             until: The round to stop after, None = the last.
-            progress: Whether to show progress.
+            progress: Whether to show progress. Without it `notes` are Python warnings.
             on_record: Called at once with each record, one for every evaluated round
                 and seed.
 
@@ -82,8 +85,7 @@ class Experiment(Run):
                 folder = entered.enter_context(self.folder)
                 if folder.open(restores=True) is not None and progress:
                     processes.say(f"{folder.path} holds this finished run", flush=True)
-            if progress and not self.round:
-                processes.say(words.rules(self), flush=True)
+            self._show_notes(progress)
             stop = entered.enter_context(stop_lib.Stop(twice_interrupts=False))
             shown = self.listeners(folder, progress, on_record)
             loop.run(self, shown, stop, until)
@@ -94,6 +96,17 @@ class Experiment(Run):
                 f"stopped after round {self.round}; run() continues"
             )
         return self.summary()
+
+    def _show_notes(self, progress: bool) -> None:
+        """Shows the rules and the notes once, without progress notes as warnings."""
+        if self._has_shown_notes or not processes.is_first():
+            return
+        self._has_shown_notes = True
+        if progress:
+            processes.say(words.rules(self), flush=True)
+            return
+        for note in self.notes:
+            warnings.warn(f"note: {note}", stacklevel=3)
 
     @functools.cached_property
     def folder(self) -> workdir.Workdir:

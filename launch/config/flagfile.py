@@ -32,11 +32,6 @@ def _text(path: pathlib.Path) -> str:
         ) from error
 
 
-def text(value: Any) -> str:
-    """An option's value as a flagfile has it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 @dataclasses.dataclass(frozen=True)
 class RunFlags:
     """The contents of `run.flags`: everything that identifies a run, as texts.
@@ -65,7 +60,7 @@ class RunFlags:
         unrecorded = schema.names(schema.NOWHERE)
         pairs = [pair for one in values for pair in vars(one).items()]
         found = {
-            name: text(value)
+            name: limits.text(value)
             for name, value in pairs
             if value is not None and name not in unrecorded
         }
@@ -131,7 +126,9 @@ class RunFlags:
     def completed(self, *values: Any) -> RunFlags:
         """The same flags with defaults for those that older files do not have."""
         fields = [field for one in values for field in dataclasses.fields(one)]
-        known = {f.name: text(f.default) for f in fields if f.default is not None}
+        known = {
+            f.name: limits.text(f.default) for f in fields if f.default is not None
+        }
         return RunFlags(known | self.options, self.hashes)
 
     def differences(self, now: RunFlags) -> list[str]:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import typing
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import algorithms
 from fedjax_pfl import local_training
@@ -68,6 +69,76 @@ def algorithm_name(algo: Any) -> str:
 def default_preset(algo: Any) -> str:
     """The preset of a run without `--preset`."""
     return getattr(algorithm(algo), "preset", presets.BASE)
+
+
+class Departure(NamedTuple):
+    """What a run is whose options make it another method than its algorithm's name.
+
+    Attributes:
+        name: The algorithm that it is.
+        options: The options that make it so, with the values of the run.
+    """
+
+    name: str
+    options: dict[str, Any]
+
+    @property
+    def flags(self) -> str:
+        """The options as on a command line."""
+        pairs = self.options.items()
+        return " ".join(f"--{name}={limits.text(value)}" for name, value in pairs)
+
+
+def departure(algo: Any, values: Mapping[str, Any]) -> Departure | None:
+    """Whether options make a run another method of the registry than its name says.
+
+    Algorithms that share their code differ in the options that `algorithms.variant`
+    fixes. A run is what it is called as long as it has what its own name fixes, and not
+    all of what a more special name fixes too.
+
+    Args:
+        algo: A name; a custom algorithm is always itself.
+        values: Option -> value of the run; those that are missing have their defaults.
+
+    Returns:
+        None if the run is what its name says.
+
+    Example:
+        >>> departure("fedper", {"head_epochs": 1})
+        Departure(name='fedrep', options={'head_epochs': 1})
+        >>> departure("fedrep", {"head_epochs": 1})
+    """
+    known = algorithms.ALGORITHMS
+    mine = known.get(algo) if isinstance(algo, str) else None
+    if mine is None:
+        return None
+    own = getattr(mine, "fixed", {})
+    family = {
+        name: entry.fixed
+        for name, entry in known.items()
+        if entry.make is mine.make and hasattr(entry, "fixed")
+    }
+    found = {f.name: f.default for f in dataclasses.fields(mine.HParams)}
+    found |= {name: value for name, value in values.items() if name in found}
+
+    def holds(fixed: Mapping[str, Any]) -> bool:
+        return all(_is_like(name, found[name], value) for name, value in fixed.items())
+
+    fitting = [name for name, fixed in family.items() if holds(fixed)]
+    more = [name for name in fitting if family[name].keys() > own.keys()]
+    if holds(own) and not more:
+        return None
+    name = max(more or fitting, key=lambda one: len(family[one]))
+    usual = {f.name: f.default for f in dataclasses.fields(mine.HParams)}
+    names = [n for n in own | family[name] if not _is_like(n, found[n], usual[n])]
+    return Departure(name, {n: found[n] for n in names})
+
+
+def _is_like(name: str, value: Any, fixed: Any) -> bool:
+    """Whether a value is what a variant fixes: the same choice, or as much as on."""
+    if isinstance(fixed, (int, float)) or name == "personal_from":
+        return (value in (0, "none")) == (fixed in (0, "none"))
+    return value == fixed
 
 
 def field_types(dataclass: Any) -> dict[str, type]:

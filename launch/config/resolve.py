@@ -9,8 +9,8 @@ import numpy as np
 import models
 from data import dataset, loaders, texts
 from data.partitions import classes, file, pathological
-from fedjax_pfl import local_training, optimizer, options
-from launch.config import limits, presets, registry, schema, sweep
+from fedjax_pfl import options
+from launch.config import limits, presets, registry, schema
 
 
 def _made(dataclass: Any, values: Mapping[str, Any]) -> Any:
@@ -282,27 +282,6 @@ def _model(name: str, source: dataset.Dataset, wanted: str | None) -> str:
     if image.ndim < 4 or min(image.shape[1:3]) < 16:
         return "mlp"
     return wanted or "fedavg_cnn"
-
-
-def notes(config: schema.Config, hparams: Any) -> list[str]:
-    """Notes about values that are allowed but probably not meant."""
-    out = [
-        f"note: --{field.name}={getattr(hparams, field.name)} is more than --rounds="
-        f"{config.rounds}: {field.metadata['help']}"
-        for field in dataclasses.fields(hparams)
-        if field.metadata.get("is_in_rounds")
-        and getattr(hparams, field.name) > config.rounds
-    ]
-    if isinstance(hparams, local_training.LocalTraining):
-        name, points = hparams.client_optimizer, sweep.points(config.sweep)
-        given = hparams.client_momentum
-        values = dict.fromkeys(one.get("client_momentum", given) for one in points)
-        if any(values) and not optimizer.takes_momentum(name):
-            out.append(
-                f"note: --client_momentum={','.join(f'{v:g}' for v in values)} has no "
-                f"effect with --client_optimizer={name}"
-            )
-    return out
 
 
 def client_classes(config: schema.Config) -> tuple[tuple[int, ...], ...]:

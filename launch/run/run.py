@@ -12,7 +12,7 @@ from data import plan
 from fedjax_pfl import measures, simulate, traffic, types
 from fedjax_pfl import program as program_lib
 from launch.config import limits, sweep
-from launch.run import devices, summaries
+from launch.run import devices, notes, summaries
 from launch.run.given import Settings
 
 PartsWith = Callable[
@@ -39,7 +39,8 @@ class Run:
             they are the numbers 0..K-1.
         dropped_owners: The rows of owners that were dropped, as they are too small, by
             the owner's name.
-        notes: Lines about how the data were taken.
+        notes: Lines about how options, data and models were taken. A run shows them
+            once: as lines with its progress, or as Python warnings without.
         columns: The columns of a table, None of other data.
         parts_with: `Execution -> (task, program, planner)` for a chunk or lanes other
             than those that were chosen, None = they are not to be changed.
@@ -69,11 +70,17 @@ class Run:
         self.data_sha256, self.split_sha256, self.teacher_sha256 = hashes
         self.own_sha256 = settings.own_sha256
         source, is_natural = settings.source, config.partition == "natural"
-        self.classes, self.notes = source.classes, source.notes
+        self.classes = source.classes
         self.columns = source.columns
         self.owners = source.owners if is_natural else None
         self.owners = self.owners and self.owners[: config.num_clients]
         self.dropped_owners = settings.dropped_owners
+        is_text = bool(data.num_words)
+        self.notes = (
+            *notes.of_options(config, self.hparams),
+            *source.notes,
+            *notes.of_owners(config, self.owners, self.dropped_owners, is_text),
+        )
         self.examples_sha256 = settings.examples_sha256
         self.points = [dict(point) for point in points]
         self.metrics: list[dict[str, Any]] = []

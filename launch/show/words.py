@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import labels
-from launch.config import presets, resolve, sweep
+from launch.config import presets, sweep
 from launch.run import summaries
 from launch.run.run import Run
 
@@ -185,22 +184,25 @@ def diverged(round: int | None) -> str:
 
 
 def rules(run: Run) -> str:
-    """The rules that a run follows, and notes about its options."""
-    notes = resolve.notes(run.config, run.hparams)
-    notes += [f"note: {note}" for note in run.notes]
-    if run.dropped_owners:
-        name = "min_examples" if run.data.num_words else "min_owner_examples"
-        notes.append(
-            f"note: {len(run.dropped_owners)} owners have fewer than --{name}="
-            f"{getattr(run.config, name)} rows and are left out: "
-            f"{labels.sized(run.dropped_owners)}"
-        )
-    if run.owners:
-        notes.append(
-            f"note: owners are clients 0 to {len(run.owners) - 1} in this order: "
-            f"{labels.listed(run.owners)}"
-        )
+    """The rules that a run follows, and notes about how its options were taken."""
+    notes = [f"note: {note}" for note in run.notes]
     return "\n".join((presets.sentence(run.config.preset), *notes))
+
+
+def equal_parameters(hashes: Mapping[str, str | None]) -> list[str]:
+    """Lines about runs that have ended with equal parameters.
+
+    `hashes` are the SHA-256 of the parameters by the run's name, None = not known.
+    """
+    names: dict[str, list[str]] = {}
+    for name, digest in hashes.items():
+        if digest:
+            names.setdefault(digest, []).append(name)
+    return [
+        f"{' and '.join(equal)} have equal parameters, bit for bit: they are one result"
+        for equal in names.values()
+        if len(equal) > 1
+    ]
 
 
 def described(run: Run) -> str:

@@ -1,0 +1,65 @@
+"""Lines about how the options, the data and the models of a run were taken."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from data import labels
+from fedjax_pfl import local_training, optimizer
+from launch.config import registry, schema, sweep
+
+
+def of_options(config: schema.Config, hparams: Any) -> list[str]:
+    """Lines about values that are allowed but probably not meant."""
+    out = [
+        f"--{field.name}={getattr(hparams, field.name)} is more than --rounds="
+        f"{config.rounds}: {field.metadata['help']}"
+        for field in dataclasses.fields(hparams)
+        if field.metadata.get("is_in_rounds")
+        and getattr(hparams, field.name) > config.rounds
+    ]
+    other = registry.departure(config.algo, vars(hparams))
+    if other is not None:
+        out.append(
+            f"--algo={config.algo} with {other.flags} is the method {other.name}, and "
+            f"results are called {config.algo}"
+        )
+    if isinstance(hparams, local_training.LocalTraining):
+        name, points = hparams.client_optimizer, sweep.points(config.sweep)
+        given = hparams.client_momentum
+        values = dict.fromkeys(one.get("client_momentum", given) for one in points)
+        if any(values) and not optimizer.takes_momentum(name):
+            out.append(
+                f"--client_momentum={','.join(f'{v:g}' for v in values)} has no effect "
+                f"with --client_optimizer={name}"
+            )
+    return out
+
+
+def of_owners(
+    config: schema.Config,
+    owners: tuple[str, ...] | None,
+    dropped: Mapping[str, int],
+    is_text: bool,
+) -> list[str]:
+    """Lines about the owners of rows: those that are left out, and the clients' order.
+
+    Args:
+        config: The options.
+        owners: The name of each client's owner, None if they have none.
+        dropped: The rows of owners that were left out, by the owner's name.
+        is_text: Whether the data are a text.
+    """
+    out = []
+    if dropped:
+        name = "min_examples" if is_text else "min_owner_examples"
+        out.append(
+            f"{len(dropped)} owners have fewer than --{name}={getattr(config, name)} "
+            f"rows and are left out: {labels.sized(dropped)}"
+        )
+    if owners:
+        out.append(
+            f"owners are clients 0 to {len(owners) - 1} in this order: "
+            f"{labels.listed(owners)}"
+        )
+    return out
