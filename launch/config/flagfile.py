@@ -132,13 +132,21 @@ class RunFlags:
         return RunFlags(known | self.options, self.hashes)
 
     def differences(self, now: RunFlags) -> list[str]:
-        """The parts of a run's identity that have changed, as readable pairs."""
+        """The parts of a run's identity that have changed, as readable pairs.
+
+        Custom code is compared by what it computes if both were traced by the same
+        versions, and else by its text, see `is_by_text`. Files of earlier versions lack
+        hashes, which are then not compared.
+        """
         before, after = self.options | self.hashes, now.options | now.hashes
         names = (before.keys() | after.keys()) - schema.names(schema.EXECUTION)
+        names -= {"computed_by"}
+        names -= {"computed_sha256"} if self.is_by_text(now) else {"own_sha256"}
+        names -= {"split_sha256", "names_sha256"} - before.keys()
         digests = ("data_sha256", "split_sha256")
-        if "split_sha256" not in before:  # of an earlier version
-            names -= {"split_sha256"}
-        elif all(before.get(name) == after.get(name) for name in digests):
+        if "split_sha256" in before and all(
+            before.get(name) == after.get(name) for name in digests
+        ):
             # The same clients have another name: a file has moved, or became arrays.
             names -= {"dataset"}
         return [
@@ -146,6 +154,15 @@ class RunFlags:
             for name in sorted(names)
             if before.get(name) != after.get(name)
         ]
+
+    def is_by_text(self, now: RunFlags) -> bool:
+        """Whether custom code can be compared by its text alone.
+
+        Its file is then of an earlier version, or other versions traced the code.
+        """
+        by = self.hashes.get("computed_by")
+        is_traced = by is not None and by == now.hashes.get("computed_by")
+        return "own_sha256" in self.hashes and not is_traced
 
 
 def expand(argv: Sequence[str]) -> list[str]:

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import algorithms
 from fedjax_pfl import checkpoint
-from launch.config import flagfile, schema, sweep
+from launch.config import flagfile, registry, schema, sweep
 from launch.folder import finished
 from launch.run import summaries
 
@@ -17,7 +18,8 @@ class Record(NamedTuple):
 
     `clients` is empty for an unfinished run, and `summary` is None if it has no folder
     or is unfinished. Each point of a sweep is a run with its numbers in `point` and in
-    `flags`. `fractions` holds whether each metric is a fraction, where known.
+    `flags`. `fractions` holds whether each metric is a fraction, where known, and
+    `hashes` the SHA-256 of its data, partition and code by name.
     """
 
     path: pathlib.Path
@@ -27,6 +29,7 @@ class Record(NamedTuple):
     summary: dict[str, Any] | None = None
     point: Mapping[str, float] = {}
     fractions: Mapping[str, bool] = {}
+    hashes: Mapping[str, str] = {}
 
 
 def by_point(run: Record) -> list[Record]:
@@ -69,8 +72,9 @@ def read(path: pathlib.Path) -> Record:
     metrics = path / finished.METRICS
     if summary is None and not (metrics.is_file() and metrics.stat().st_size):
         raise ValueError(f"{path} holds no run that has measured anything")
-    recorded = flagfile.RunFlags.read(path / finished.RUN_FLAGS).options
-    found = Record(path, recorded, finished.records(path), {}, summary)
+    recorded = flagfile.RunFlags.read(path / finished.RUN_FLAGS)
+    found = Record(path, recorded.options, finished.records(path), {}, summary)
+    found = found._replace(hashes=recorded.hashes)
     if summary is None:
         _check_begun(path, found.records)
         return found
@@ -101,31 +105,77 @@ def diverged(run: Record) -> int | None:
 
 
 def labels(runs: Sequence[Record]) -> list[str]:
-    """Names each run by its algorithm and the flags that distinguish it.
+    """Names each run by its algorithm and what distinguishes it.
 
-    They are the data and the partition if runs differ in them, and any option in which
-    runs of one algorithm differ. Seeds are named only if nothing else differs.
+    These are the options that make it another method than its algorithm's name says,
+    the data and the partition if runs differ in them, and any option in which runs of
+    one algorithm differ. Seeds are named only if nothing else differs. Names that are
+    still equal get the options of execution that differ, such as the rounds, then the
+    hashes of data, partition or code, and in the end the folder.
     """
-
-    def differing(others: Sequence[Record], names: Sequence[str]) -> list[str]:
-        return [n for n in names if len({other.flags.get(n) for other in others}) > 1]
-
     silent = schema.names(schema.EXECUTION).union(schema.labelled("never"))
     setting = schema.labelled("always")
     out = []
     for run in runs:
         same = [other for other in runs if other.flags["algo"] == run.flags["algo"]]
         every = sorted({n for other in same for n in other.flags if n not in silent})
-        names = differing(same, every)
-        told = {tuple(other.flags.get(n) for n in names) for other in same}
-        if len(told) < len(same):
-            names += differing(same, ("seed", "num_seeds"))
-        names += [n for n in differing(runs, setting) if n not in names]
+        names = _differing(same, every)
+        texts = {tuple(other.flags.get(n) for n in names) for other in same}
+        if len(texts) < len(same):
+            names += _differing(same, ("seed", "num_seeds"))
+        names += [n for n in _differing(runs, setting) if n not in names]
+        makes = departure(run)
+        names += [n for n in (makes.options if makes else ()) if n not in names]
         values = [f"{n}={run.flags.get(n, 'unset')}" for n in names]
         done = run.records[-1]["round"] if run.records else 0
         note = [] if run.clients else [f"(round {done} of {run.flags['rounds']})"]
         out.append(" ".join([run.flags["algo"], *values, *note]))
-    return out
+    return _distinct(runs, out)
+
+
+def departure(run: Record) -> registry.Departure | None:
+    """Whether a run's options make it another method than its name says."""
+    algo = run.flags["algo"]
+    if algo not in algorithms.ALGORITHMS:
+        return None
+    return registry.departure(algo, flagfile.RunFlags(run.flags).typed(algo))
+
+
+def _differing(
+    runs: Sequence[Record], names: Sequence[str], of: str = "flags"
+) -> list[str]:
+    """The names of flags or hashes in which runs differ."""
+    return [n for n in names if len({getattr(run, of).get(n) for run in runs}) > 1]
+
+
+def _distinct(runs: Sequence[Record], names: list[str]) -> list[str]:
+    """The names of runs, with more of what differs where some are equal."""
+    how = ["rounds", *sorted(schema.names(schema.EXECUTION) - {"rounds"})]
+
+    def flags_of(group: Sequence[Record], run: Record) -> list[str]:
+        found = _differing(group, how)
+        return [f"{name}={run.flags.get(name, 'unset')}" for name in found]
+
+    def hashes_of(group: Sequence[Record], run: Record) -> list[str]:
+        every = dict.fromkeys(name for other in group for name in other.hashes)
+        return [
+            f"{name.removesuffix('_sha256')}={run.hashes.get(name, 'unset')[:6]}"
+            for name in _differing(group, list(every), "hashes")
+        ]
+
+    def folder_of(group: Sequence[Record], run: Record) -> list[str]:
+        return [f"in {run.path}"] if len({other.path for other in group}) > 1 else []
+
+    for more in (flags_of, hashes_of, folder_of):
+        groups = {
+            name: [run for run, other in zip(runs, names, strict=True) if other == name]
+            for name in names
+        }
+        names = [
+            " ".join([name, *more(groups[name], run)])
+            for run, name in zip(runs, names, strict=True)
+        ]
+    return names
 
 
 def is_text(run: Record) -> bool:

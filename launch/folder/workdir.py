@@ -73,7 +73,7 @@ class Workdir(loop.Listener):
         self.checkpoints = self.path / finished.CHECKPOINTS
         self.records: list[dict[str, Any]] = []
         self._lock = lock.Lock(self.path)
-        self._has_begun = False
+        self._has_begun = self._has_noted_text = False
         self._done: dict[str, Any] | None = None  # the summary of a finished run
         self._events: tracking.TensorBoard | None = None
         self._restored: tuple[int, Any, dict] | None = None
@@ -82,11 +82,7 @@ class Workdir(loop.Listener):
     def _flags(self) -> flagfile.RunFlags:
         """The present flags of the run, as run.flags holds them."""
         run = self.run
-        hashes = {"data_sha256": run.data_sha256, "split_sha256": run.split_sha256}
-        # A run with an edited custom module, or with another teacher, is another run.
-        more = {"own_sha256": run.own_sha256, "teacher_sha256": run.teacher_sha256}
-        hashes |= {name: value for name, value in more.items() if value}
-        return flagfile.RunFlags.of(run.config, run.hparams, hashes=hashes)
+        return flagfile.RunFlags.of(run.config, run.hparams, hashes=run.hashes)
 
     def __enter__(self) -> Workdir:
         return self
@@ -213,7 +209,14 @@ class Workdir(loop.Listener):
             return None
         stored = flagfile.RunFlags.read(path)
         stored = stored.completed(self.run.config, self.run.hparams)
-        odd = stored.differences(self._flags)
+        now = self._flags
+        odd = stored.differences(now)
+        if not odd and stored.is_by_text(now) and not self._has_noted_text:
+            self._has_noted_text = True
+            _note(
+                f"{path} is of other versions, so that custom code was compared by its "
+                "text: an edited closure, constant or helper would not be noticed"
+            )
         if odd:
             raise ValueError(
                 f"--workdir={self.path} holds a run with {'; '.join(odd[:4])}; "

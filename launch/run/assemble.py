@@ -17,7 +17,7 @@ from fedjax_pfl import evaluate, execution, levels, owners, rng, shapes, types
 from fedjax_pfl import program as program_lib
 from fedjax_pfl import teacher as teacher_lib
 from launch.config import resolve, schema, sweep
-from launch.run import devices, fit, memory, model_files, processes, residence
+from launch.run import computed, devices, fit, memory, model_files, processes, residence
 from launch.run.given import Settings, sha256
 from launch.run.run import Run
 from models import counts, mixed
@@ -68,8 +68,6 @@ def assemble(
 
     names = config.model, *config.client_model.split(",")
     by_name = {name: model_of(name) for name in dict.fromkeys(names)}
-    server_model, *client_models = (by_name[name] for name in names)
-    client_models = tuple(client_models)
     mean, scale = normal = dataset.normalization(source.image, config.normalization)
     with_exits = [name for name, model in by_name.items() if model.has_exits]
     if with_exits and not getattr(entry, "exits", False):
@@ -77,6 +75,7 @@ def assemble(
             f"--model={with_exits[0]} has an exit at every stage, which --algo="
             f"{config.algo} does not use; take another model, or {fit.able('exits')}"
         )
+    own_hashes: dict[str, str] = {}
     for name, model in by_name.items():
         flag = "model" if name == config.model else "client_model"
         if name in own_models:
@@ -85,9 +84,14 @@ def assemble(
                 few[:, 0] = num_classes  # a hidden word
             else:
                 few = np.asarray((few.astype(np.float32) - mean) * scale, np.float32)
-            fit.check_own(flag, model, num_classes, config.model_width, few)
+            own_hashes[name] = fit.check_own(
+                flag, model, num_classes, config.model_width, few
+            )
+            by_name[name] = computed.distinct(model, own_hashes[name])
         else:
             fit.check_model(flag, model, shape, is_text=source.is_text)
+    server_model, *client_models = (by_name[name] for name in names)
+    client_models = tuple(client_models)
     if config.init_from:
         if list(by_name) != [config.model]:
             raise ValueError(
@@ -220,6 +224,8 @@ def assemble(
     def built(task: types.Task) -> program_lib.Program:
         return program_lib.build(entry.make, first, task, scoring)
 
+    whole = task._replace(num_residents=0)
+    own_hashes |= computed.of_others(settings, first, whole, data, planner_of)
     program = built(task)
     if public is not None and program.algorithm.ships_proxy != "unlabelled":
         raise ValueError(
@@ -265,6 +271,7 @@ def assemble(
         planner=planner,
         seeds=seeds,
         hashes=hashes,
+        computed_sha256=computed.sha256(own_hashes),
         points=points,
         target=target,
         rows_in=rows_in,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import models
 from data import plan
 from fedjax_pfl import lanes, program, shapes, types
 from launch.config import sweep
+from launch.run import computed
 from models import own_checks, stages
 
 
@@ -52,10 +52,13 @@ def check_model(
 
 def check_own(
     flag: str, model: types.Model, num_classes: int, width: float, examples: np.ndarray
-) -> None:
+) -> str:
     """Refuses a custom model that does not give logits of all classes.
 
     `examples` are a few normalised examples of the data set.
+
+    Returns:
+        A hash of what the model computes, see `computed.of_model`.
 
     Raises:
         ValueError: one line: it does not take the examples, or has another output.
@@ -67,14 +70,17 @@ def check_own(
     forms = [model] if model.at_width is None else [model, model.at_width(0.5)]
     for one in forms:
         _check_logits(flag, one._replace(takes=model.takes), num_classes, shape)
-    # What equal modules refer to may have changed, so they are traced anew, which jax
-    # does for a new function.
-    variables = shapes.variables(model, shape)
-    forward = jax.make_jaxpr(lambda *given: model.forward(*given))
-    traced = str(forward(*variables, examples))
-    given = shape, examples.dtype, examples.tobytes()
-    traced = hashlib.sha256(traced.encode()).digest()
-    _ask(flag, tuple(forms), num_classes, traced, *given)
+    digest = computed.of_model(model, shape)
+    _ask(
+        flag,
+        tuple(forms),
+        num_classes,
+        digest,
+        shape,
+        examples.dtype,
+        examples.tobytes(),
+    )
+    return digest
 
 
 @functools.lru_cache(maxsize=16)
@@ -82,12 +88,15 @@ def _ask(
     flag: str,
     forms: tuple[types.Model, ...],
     num_classes: int,
-    traced: bytes,
+    digest: str,
     shape: tuple[int, ...],
     dtype: np.dtype,
     buffer: bytes,
 ) -> None:
-    """The questions of `check_own` that compile programs, once for the same model."""
+    """The questions of `check_own` that compile programs, once for the same model.
+
+    Equal modules may refer to what has changed, which `digest` tells apart.
+    """
     model, examples = forms[0], np.frombuffer(buffer, dtype).reshape(-1, *shape)
     if model.takes == "tokens" and own_checks.gives_nan(model, examples):
         raise ValueError(

@@ -1,6 +1,7 @@
 """A run: its state and its measurements, independent of how they are shown."""
 
 import dataclasses
+import hashlib
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -12,7 +13,7 @@ from data import plan
 from fedjax_pfl import measures, simulate, traffic, types
 from fedjax_pfl import program as program_lib
 from launch.config import limits, sweep
-from launch.run import devices, notes, summaries
+from launch.run import computed, devices, notes, summaries
 from launch.run.given import Settings
 
 PartsWith = Callable[
@@ -56,6 +57,7 @@ class Run:
         planner: plan.Planner,
         seeds: list[int],
         hashes: tuple[str, str, str],
+        computed_sha256: str = "",
         points: Sequence[sweep.Point],
         target: str = "",
         rows_in: str | None = None,
@@ -68,12 +70,15 @@ class Run:
         self.target, self.settings = target, settings if target else None
         self.parts_with = parts_with
         self.data_sha256, self.split_sha256, self.teacher_sha256 = hashes
-        self.own_sha256 = settings.own_sha256
+        self.own_sha256, self.computed_sha256 = settings.own_sha256, computed_sha256
         source, is_natural = settings.source, config.partition == "natural"
         self.classes = source.classes
         self.columns = source.columns
         self.owners = source.owners if is_natural else None
         self.owners = self.owners and self.owners[: config.num_clients]
+        names = repr((self.classes, self.owners)).encode()
+        has_names = bool(self.classes or self.owners)
+        self.names_sha256 = hashlib.sha256(names).hexdigest() * has_names
         self.dropped_owners = settings.dropped_owners
         is_text = bool(data.num_words)
         self.notes = (
@@ -98,6 +103,24 @@ class Run:
         """Goes on with clients in other chunks or lanes, see `parts_with`."""
         self.task, self.program, self.planner = self.parts_with(how)
         self.simulation.compute(self.program, self.planner, how)
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """What identifies the run beside its options: hashes of data and code by name.
+
+        `own_sha256` is of the text of custom code, and `computed_sha256` of what it
+        computes, as the versions in `computed_by` trace it.
+        """
+        every = {
+            "data_sha256": self.data_sha256,
+            "split_sha256": self.split_sha256,
+            "own_sha256": self.own_sha256,
+            "computed_sha256": self.computed_sha256,
+            "computed_by": computed.versions() if self.computed_sha256 else "",
+            "names_sha256": self.names_sha256,
+            "teacher_sha256": self.teacher_sha256,
+        }
+        return {name: value for name, value in every.items() if value}
 
     @property
     def round(self) -> int:

@@ -63,8 +63,14 @@ def _runs(run: Run) -> list[record.Record]:
         raise ValueError("nothing is measured yet; run() first")
     path = pathlib.Path(run.config.workdir)
     options = flagfile.RunFlags.of(run.config, run.hparams).options
-    clients = finished.clients(run)
-    found = record.Record(path, options, run.metrics, clients, fractions=run.fractions)
+    found = record.Record(
+        path,
+        options,
+        run.metrics,
+        finished.clients(run),
+        fractions=run.fractions,
+        hashes=run.hashes,
+    )
     return record.by_point(found)
 
 

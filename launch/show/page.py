@@ -9,7 +9,7 @@ import numpy as np
 
 import algorithms
 from data import labels, loaders
-from launch.config import flagfile, schema
+from launch.config import schema
 from launch.folder import finished, record
 from launch.run import summaries
 from launch.show import curves, figures, sheets, svg, words
@@ -82,7 +82,9 @@ def page(
         "report.html",
         title=title or _title(entries),
         setting=_setting(entries),
-        answer=" ".join([_answer(entries, metric, base), *_diverged(entries)]),
+        answer=" ".join(
+            [_answer(entries, metric, base), *_diverged(entries), *_equal(entries)]
+        ),
         heads=[head for head, _ in columns],
         runs=[
             {
@@ -96,8 +98,8 @@ def page(
         legend=(
             f"{'Percent' if percent else 'Numbers'}"
             f"{f', mean ± standard deviation of {seeds} seeds' * (seeds > 1)}"
-            f"{_rules(entries)}. The best value of a column is bold. MB are those of "
-            "all clients in both directions, mean over seeds."
+            f"{_rules(entries)}. {_best(entries)} MB are those of all clients in both "
+            "directions, mean over seeds."
         ),
         tables=tables,
         sections=_sections(entries, metric),
@@ -174,8 +176,10 @@ def _cells(entries: Sequence[Entry], name: str) -> list[Cell]:
     found = [entry.summary["metrics"].get(name) for entry in entries]
     sound = [one for one in _sound(entries) if name in one.summary["metrics"]]
     better, best = words.metric(name).better, None
-    # Nothing is marked for a single run, or for the points of one sweep.
-    if sound and better and len(entries) > 1 and not _is_sweep(entries):
+    # Nothing is marked for a single run, for the points of one sweep, or for runs that
+    # answer different questions.
+    is_one = len(entries) > 1 and not _is_sweep(entries) and not _unlike(entries)
+    if sound and better and is_one:
         means = [one.summary["metrics"][name]["mean"] for one in sound]
         best = (min if better == "lower" else max)(means)
     return [
@@ -204,8 +208,46 @@ def _gap(entry: Entry, base: Entry, metric: str) -> np.ndarray | None:
 
 def _data(run: record.Record) -> str:
     """The hash of a run's examples, which does not depend on the name of a file."""
-    recorded = flagfile.RunFlags.read(run.path / finished.RUN_FLAGS)
-    return recorded.hashes.get("data_sha256", recorded.options["dataset"])
+    return run.hashes.get("data_sha256", run.flags["dataset"])
+
+
+def _unlike(entries: Sequence[Entry]) -> dict[str, list[list[str]]]:
+    """What is not the same in all runs: the names of the runs that agree in it.
+
+    These are the data, the clients' rows, the seeds, the rounds and the rounds of the
+    summary. Runs of other seeds have other clients, which then are not named.
+    """
+    found = {
+        "data": [_data(entry.run) for entry in entries],
+        "seeds": [tuple(entry.run.clients["seeds"].tolist()) for entry in entries],
+        "clients": [entry.run.hashes.get("split_sha256") for entry in entries],
+        "rounds": [entry.summary["rounds"] for entry in entries],
+        "summary": [words.summary_rule(entry.summary) for entry in entries],
+    }
+    out: dict[str, list[list[str]]] = {}
+    for what, values in found.items():
+        if what == "clients" and ("seeds" in out or None in values):
+            continue
+        if what == "summary" and "rounds" in out:
+            continue
+        groups: dict[Any, list[str]] = {}
+        for entry, value in zip(entries, values, strict=True):
+            groups.setdefault(value, []).append(entry.name)
+        if len(groups) > 1:
+            out[what] = list(groups.values())
+    return out
+
+
+def _best(entries: Sequence[Entry]) -> str:
+    """A sentence about the marked values, or why none is marked."""
+    unlike = _unlike(entries)
+    if not unlike:
+        return "The best value of a column is bold."
+    parts = [
+        f"{what} ({'; '.join(', '.join(names) for names in groups)})"
+        for what, groups in unlike.items()
+    ]
+    return f"No value is marked as the best, as the runs differ in {', '.join(parts)}."
 
 
 def _rules(entries: Sequence[Entry]) -> str:
@@ -293,7 +335,8 @@ def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
     if len(gap) > 1:
         ahead = gap < 0 if _is_lower_better(metric) else gap > 0
         text += f", ahead in {ahead.sum()} of {len(gap)} seeds"
-    return f"{text}."
+    unlike = _unlike([best, other])
+    return f"{text}; the two differ in {', '.join(unlike)}." if unlike else f"{text}."
 
 
 def _sound(entries: Sequence[Entry]) -> list[Entry]:
@@ -307,6 +350,13 @@ def _diverged(entries: Sequence[Entry]) -> list[str]:
     names = ", ".join(figures.named(entry.run, entry.name) for entry in bad)
     reason = "losses or parameters are not finite, so its results are meaningless"
     return [f"{names}: {reason}."] if bad else []
+
+
+def _equal(entries: Sequence[Entry]) -> list[str]:
+    """Sentences about runs with equal parameters; points of a sweep share a hash."""
+    alone = [entry for entry in entries if not entry.run.point]
+    hashes = {one.name: one.summary.get("parameters_sha256") for one in alone}
+    return [f"{line}." for line in words.equal_parameters(hashes)]
 
 
 def _command_of(run: record.Record) -> str:

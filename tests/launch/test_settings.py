@@ -17,6 +17,7 @@ from fedjax_pfl import options
 from launch import build
 from launch import list as listing
 from launch.config import limits, presets, registry, resolve, schema
+from launch.run import notes
 
 
 def source(num_rows=60, shape=(28, 28, 1), clients=0):
@@ -506,9 +507,9 @@ def test_every_option_has_a_group():
 def test_what_is_probably_not_meant():
     """A ramp that ends behind the last round."""
     made, hparams = resolved(algo="depthfl", dataset="fashion_mnist", rounds=60)
-    (line,) = resolve.notes(made, hparams)
-    assert line.startswith("note: --ramp_rounds=300 is more than --rounds=60: ")
-    assert resolve.notes(*resolved(algo="depthfl", rounds=60)) == []
+    (line,) = notes.of_options(made, hparams)
+    assert line.startswith("--ramp_rounds=300 is more than --rounds=60: ")
+    assert notes.of_options(*resolved(algo="depthfl", rounds=60)) == []
 
 
 @pytest.mark.parametrize("name", ["sgd", "rmsprop", "adam", "adamw"])
@@ -520,9 +521,9 @@ def test_momentum_of_optimizers_that_have_none(name):
         ({"client_momentum": 0.5, "sweep": "client_momentum=0.0"}, ""),
     ):
         made = resolved(algo="fedavg", client_optimizer=name, **given)
-        line = f"note: --client_momentum={shown} has no effect with "
+        line = f"--client_momentum={shown} has no effect with "
         wanted = [f"{line}--client_optimizer={name}"] * bool(shown)
-        assert resolve.notes(*made) == wanted * name.startswith("adam")
+        assert notes.of_options(*made) == wanted * name.startswith("adam")
 
 
 def test_momentum_of_another_kind():
@@ -533,7 +534,7 @@ def test_momentum_of_another_kind():
         client_momentum: float = 0.5
 
     made, _ = resolved(algo="fedavg")
-    assert resolve.notes(made, Mine()) == []
+    assert notes.of_options(made, Mine()) == []
 
 
 def test_defaults_that_differ_by_data_set():

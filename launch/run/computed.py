@@ -1,0 +1,155 @@
+"""What custom code computes: one hash, by which a resumed run knows its own code.
+
+It is made of the jaxprs and constants of custom models, optimizers, metrics and
+algorithms (`fingerprint.of`), so that an edited closure, global constant, helper or
+base class is another run, and a comment is not. All is traced as on one device, client
+after client, so that devices, chunks and lanes do not matter.
+"""
+
+import functools
+import hashlib
+import pathlib
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from typing import Any
+
+import jax
+import numpy as np
+
+import algorithms
+import fedjax_pfl
+from data import plan
+from fedjax_pfl import evaluate, execution, fingerprint, measures, optimizer, types
+from fedjax_pfl import program as program_lib
+from launch.run.given import Settings
+
+_ROWS = 8  # of a batch of an evaluation that is traced
+
+
+@functools.cache
+def versions() -> str:
+    """The versions by which code is traced: of jax, flax and this package's engine."""
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(fedjax_pfl.__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    known = [f"{name} {metadata.version(name)}" for name in ("jax", "flax", "optax")]
+    return ", ".join([*known, f"engine {digest.hexdigest()[:8]}"])
+
+
+def of_model(model: types.Model, shape: tuple[int, ...]) -> str:
+    """A hash of what a model computes, of its first parameters and of its half width.
+
+    Args:
+        model: The model.
+        shape: That of an example.
+    """
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    example = model.example(2, *shape)
+    first = jax.eval_shape(model.init, key, example)
+
+    def answer(params: Any, stats: Any, x: jax.Array) -> Any:
+        return model.forward(params, stats, x)
+
+    def trained(params: Any, stats: Any, x: jax.Array, key: jax.Array) -> Any:
+        return model.forward(params, stats, x, train=True, key=key)
+
+    parts = [
+        repr((model.stage_names, model.has_exits, model.takes)),
+        fingerprint.of(model.init, key, example),
+        fingerprint.of(answer, *first, example),
+        fingerprint.of(trained, *first, example, key, gradient=True),
+    ]
+    if model.at_width is not None:
+        parts.append(of_model(model.at_width(0.5), shape))
+    return _joined(parts)
+
+
+@functools.lru_cache(maxsize=64)
+def distinct(model: types.Model, digest: str) -> types.Model:
+    """The same model, equal to another only if both compute the same.
+
+    What a module refers to may have changed while it is equal to what it was, and a
+    program that was compiled for an equal model would be taken again.
+    """
+    return model._replace(forward=functools.partial(model.forward))
+
+
+def of_measures(every: tuple[measures.Measure, ...], num_classes: int) -> str:
+    """A hash of what custom metrics compute, "" if there are none."""
+    kinds = ((4, num_classes), np.float32), ((4,), np.int32), ((4,), np.bool_)
+    batch = [jax.ShapeDtypeStruct(*one) for one in kinds]
+    own = [one for one in every if one.given is not None]
+    return _joined([f"{m.name} {fingerprint.of(m.sums, *batch)}" for m in own])
+
+
+def of_others(
+    settings: Settings,
+    hparams: Any,
+    task: types.Task,
+    data: types.Data,
+    planner_of: Callable[[types.Algorithm, types.Execution], plan.Planner],
+) -> dict[str, str]:
+    """Hashes of what the custom objects beside models compute, by the option's name.
+
+    Args:
+        settings: Settings with the custom objects.
+        hparams, task, data, planner_of: As in `of_algorithm`.
+    """
+    out = {"eval_metrics": of_measures(settings.measures, task.num_classes)}
+    tx = getattr(hparams, "client_optimizer", "")
+    if isinstance(tx, optimizer.Custom):
+        out["client_optimizer"] = _joined([optimizer.fingerprint(tx)])
+    if not any(settings.entry is one for one in algorithms.ALGORITHMS.values()):
+        make = settings.entry.make
+        out["algo"] = of_algorithm(make, hparams, task, data, planner_of)
+    return out
+
+
+def of_algorithm(
+    make: Callable[[Any, types.Task], types.Algorithm],
+    hparams: Any,
+    task: types.Task,
+    data: types.Data,
+    planner_of: Callable[[types.Algorithm, types.Execution], plan.Planner],
+) -> str:
+    """A hash of what a custom algorithm computes: first state, round and evaluation.
+
+    Args:
+        make: `(hparams, task) -> Algorithm`.
+        hparams: Its options.
+        task: What it may use; how it is executed does not matter.
+        data: The data with all seeds' partitions.
+        planner_of: Makes the planner of its rounds.
+    """
+    how = execution.Execution()
+    task = task._replace(execution=how, num_residents=0)
+    method = make(hparams, task)
+    planner = planner_of(method, how)
+    tables = data.replace(partition=jax.tree.map(lambda x: x[0], data.partition))
+    scoring = evaluate.Scoring(batch_size=_ROWS, own_batch_size=_ROWS)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def first(tables: types.Data, key: jax.Array) -> types.RoundState:
+        return program_lib.first_state(method, hparams, task, tables, key)
+
+    def score(state: Any, cohort: types.Cohort, tables: types.Data) -> Any:
+        return evaluate.count_correct(method, state, cohort, tables, scoring, how)
+
+    state = jax.eval_shape(first, tables, key)
+    parts = [
+        repr((method.plans, method.peers, method.messages, method.ships_proxy)),
+        fingerprint.of(first, tables, key),
+        fingerprint.of(method.round, state, planner.cohort(0, 0), tables),
+        fingerprint.of(score, state, planner.drawn(0, 1), tables),
+    ]
+    return _joined(parts)
+
+
+def sha256(parts: Mapping[str, str]) -> str:
+    """One hash of those of custom objects by the option's name, "" of none."""
+    found = {name: value for name, value in sorted(parts.items()) if value}
+    return _joined([repr(found)]) if found else ""
+
+
+def _joined(texts: list[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest() if texts else ""

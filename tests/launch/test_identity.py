@@ -1,0 +1,298 @@
+"""A resumed run is the run that it resumes: edits of custom code are another run."""
+
+import functools
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import averaging, fingerprint, local_training
+from launch import build
+from launch.config import flagfile
+from tests import synthetic
+
+SOURCE = synthetic.blobs(120, (8, 8, 1), 4, seed=0)
+BASE = {
+    "algo": "fedavg",
+    "preset": "none",
+    "model": "mlp",
+    "dataset": (SOURCE.image, SOURCE.label),
+    "partition": "iid",
+    "num_clients": 6,
+    "clients_per_round": 3,
+    "local_epochs": 1,
+    "rounds": 2,
+    "devices": 1,
+}
+
+
+def pair(scale):
+    """`(init, apply)` whose closure is edited."""
+
+    def init(key, x):
+        return {"w": 0.1 * jax.random.normal(key, (64, 4))}
+
+    def apply(params, x):
+        return scale * x.reshape(len(x), -1) @ params["w"]
+
+    return {"model": (init, apply)}
+
+
+class Field(nn.Module):
+    """Has a function or an array as a field."""
+
+    act: object = None
+    table: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = x.reshape(len(x), -1)
+        if self.table is not None:
+            x = x * jnp.asarray(self.table)[: x.shape[1]]
+        x = nn.Dense(4)(x)
+        return x if self.act is None else self.act(x)
+
+
+def a_lambda(scale):
+    return {"model": Field(lambda x: scale * x)}
+
+
+def a_partial(scale):
+    return {"model": Field(functools.partial(jnp.multiply, scale))}
+
+
+def a_large_array(scale):
+    """Of which `repr` shows a part."""
+    table = np.ones(3000, np.float32)
+    table[50] = scale
+    return {"model": Field(table=table)}
+
+
+K = 1.0
+
+
+def helper(x):
+    return K * x
+
+
+class UsesHelper(nn.Module):
+    """Refers to a helper and a global constant."""
+
+    @nn.compact
+    def __call__(self, x):
+        return helper(nn.Dense(4)(x.reshape(len(x), -1)))
+
+
+def a_global(scale):
+    global K
+    K = scale
+    return {"model": UsesHelper()}
+
+
+def a_base(scale):
+    class Base(nn.Module):
+        def scaled(self, x):
+            return scale * x
+
+    class Child(Base):
+        @nn.compact
+        def __call__(self, x):
+            return self.scaled(nn.Dense(4)(x.reshape(len(x), -1)))
+
+    return {"model": Child()}
+
+
+def a_longer_base():
+    class Child(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return 2 * nn.Dense(4)(x.reshape(len(x), -1))
+
+    return {"model": Child()}
+
+
+def lambdas(scale):
+    flat = functools.partial(jnp.reshape, shape=(-1, 64))
+    return {"model": nn.Sequential([flat, nn.Dense(4), lambda x: scale * x])}
+
+
+def a_metric(scale):
+    def margin(logits, labels, mask):
+        return scale * jnp.where(mask, logits.max(-1), 0).sum(), mask.sum()
+
+    return {"eval_metrics": {"margin": margin}}
+
+
+def a_partial_metric(scale):
+    def margin(scale, logits, labels, mask):
+        return scale * jnp.where(mask, logits.max(-1), 0).sum(), mask.sum()
+
+    return {"eval_metrics": {"margin": functools.partial(margin, scale)}}
+
+
+def an_algorithm(scale):
+    def make(hparams, task):
+        supervised = local_training.cross_entropy_loss(task.model)
+
+        def loss_fn(*given):
+            loss, stats = supervised(*given)
+            return scale * loss, stats
+
+        def client_update(client, server):
+            return local_training.train(hparams, loss_fn, server, client)
+
+        return averaging.make(hparams, task, client_update)
+
+    return {"algo": SimpleNamespace(HParams=averaging.Averaging, make=make)}
+
+
+class Method:
+    """An algorithm whose edit is a field of an object."""
+
+    HParams = averaging.Averaging
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def make(self, hparams, task):
+        return an_algorithm(self.scale)["algo"].make(hparams, task)
+
+
+def a_method(scale):
+    return {"algo": Method(scale)}
+
+
+def an_optimizer(scale):
+    import optax
+
+    return {"client_optimizer": lambda rate: optax.sgd(scale * rate)}
+
+
+EDITS = [
+    pair, a_lambda, a_partial, a_large_array, a_global, a_base, lambdas, a_metric,
+    a_partial_metric, an_algorithm, a_method, an_optimizer,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_is_another_run(edit, tmp_path):
+    """Refused in one line with another value, and continued with the same."""
+    options = BASE | {"workdir": str(tmp_path)}
+    build.experiment(**options | edit(1.0)).run(1, progress=False)
+    with pytest.raises(ValueError, match="holds a run with --computed_sha256=") as told:
+        build.experiment(**options | edit(3.0), resume=True).run(progress=False)
+    assert "\n" not in str(told.value)
+    again = build.experiment(**options | edit(1.0), resume=True)
+    assert again.run(progress=False)["rounds"] == 2
+
+
+def test_an_edited_global_is_trained_and_not_a_cached_program():
+    """An equal module that computes something else is compiled again."""
+    losses = {}
+    for scale in (1.0, 7.0, 1.0):
+        made = build.experiment(**BASE | a_global(scale))
+        made.run(progress=False)
+        losses.setdefault(scale, []).append(made.metrics[-1]["global_loss"])
+    assert losses[1.0][0] == losses[1.0][1] != losses[7.0][0]
+
+
+def test_a_comment_is_not_an_edit():
+    """Text and names of functions do not count."""
+
+    def one(x):
+        return x + 1  # a comment
+
+    def other(given):
+        return given + 1
+
+    x = np.ones(3, np.float32)
+    assert fingerprint.of(one, x) == fingerprint.of(other, x)
+    assert fingerprint.of(one, x) != fingerprint.of(lambda x: x + 2, x)
+
+
+def test_a_gradient_of_its_own_counts():
+    """`custom_vjp` computes the same forward."""
+
+    def of(factor):
+        @jax.custom_vjp
+        def double(x):
+            return 2 * x
+
+        double.defvjp(lambda x: (double(x), None), lambda _, g: (factor * g,))
+        return double
+
+    x = np.ones(3, np.float32)
+    assert fingerprint.of(of(1.0), x) == fingerprint.of(of(2.0), x)
+    hashes = {fingerprint.of(of(f), x, gradient=True) for f in (1.0, 1.0, 2.0)}
+    assert len(hashes) == 2
+
+
+def test_hashes_are_the_same_in_another_process(tmp_path):
+    """Whatever the seed of Python's own hashes."""
+    code = (
+        "from tests.launch import test_identity as t\n"
+        "from launch import build\n"
+        "for edit in (t.a_base, t.a_metric, t.an_algorithm):\n"
+        "    print(build.experiment(**t.BASE | edit(1.0)).computed_sha256)\n"
+    )
+    found = set()
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu", "PATH": ""},
+        )
+        found.add(done.stdout)
+    assert len(found) == 1 and len(set(found.pop().split())) == 3
+
+
+def test_how_it_is_executed_does_not_matter():
+    """Chunks, devices and the place of rows leave the hash."""
+    ways = {}, {"client_chunk": 3}, {"devices": 2}, {"lanes": 2}
+    found = {build.experiment(**BASE | a_method(1.0) | w).computed_sha256 for w in ways}
+    assert len(found) == 1
+
+
+def test_older_folders_resume_with_a_note(tmp_path, capsys):
+    """With the text alone, or traced by another version; an edited text is refused."""
+    options = BASE | {"workdir": str(tmp_path)}
+    build.experiment(**options | a_base(1.0)).run(1, progress=False)
+    path = tmp_path / "run.flags"
+    now = path.read_text()
+    lines = [line for line in now.splitlines() if "--computed_" not in line]
+    other = now.replace("computed_by=jax ", "computed_by=jax 0.")
+    other = other.replace("computed_sha256=", "computed_sha256=0")
+    for text in ("\n".join(lines) + "\n", other):
+        path.write_text(text)
+        again = build.experiment(**options | a_base(1.0), resume=True)
+        again.run(1, progress=False)
+        assert "custom code was compared by its text" in capsys.readouterr().err
+        path.write_text(text)
+        with pytest.raises(ValueError, match="holds a run with --own_sha256="):
+            build.experiment(**options | a_longer_base(), resume=True).run()
+    path.write_text(now)
+    again = build.experiment(**options | a_base(1.0), resume=True)
+    again.run(progress=False)
+    assert "by its text" not in capsys.readouterr().err
+
+
+def test_names_belong_to_the_data(tmp_path):
+    """Classes and owners that are called otherwise are other data (S11)."""
+    rows = SOURCE.image, np.array(list("abcd"))[SOURCE.label], np.arange(120) // 20
+    options = BASE | {"workdir": str(tmp_path), "partition": "natural"}
+    build.experiment(**options | {"dataset": rows}).run(1, progress=False)
+    renamed = np.array(list("wxyz"))[SOURCE.label]
+    owned = np.array([f"o{one}" for one in rows[2]])
+    for data in ((rows[0], renamed, rows[2]), (rows[0], rows[1], owned)):
+        with pytest.raises(ValueError, match="holds a run with --names_sha256="):
+            build.experiment(**options | {"dataset": data}, resume=True).run()
+    again = build.experiment(**options | {"dataset": rows}, resume=True)
+    assert again.run(progress=False)["rounds"] == 2
+    assert "names_sha256" in flagfile.RunFlags.read(tmp_path / "run.flags").hashes
