@@ -62,7 +62,11 @@ def _served_stale(
     Raises:
         ValueError: an optimizer of the server's.
     """
-    options.refuse(hparams, ("server_optimizer",), "with --eval_model=stale")
+    if hparams.server_optimizer != "none":
+        raise ValueError(
+            f"--server_optimizer={hparams.server_optimizer} has no effect with "
+            "--eval_model=stale; omit it, or give none"
+        )
     model = task.model
 
     def and_keep(client: each_client.Client, server: types.Variables):

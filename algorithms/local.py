@@ -59,6 +59,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         return (types.Serving.each(client_model, state.clients),)
 
+    of_server = dataclasses.fields(proxy.ServerTraining)
+    reasons = {field.name: "without a proxy set" for field in of_server}
     return types.Algorithm(
         plans=(local_training.plan(hparams),),
         init=init,
@@ -66,4 +68,5 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         server=global_model if has_server else None,
         serving=serving,
         trained=serving,
+        unused={} if has_server else reasons,
     )

@@ -33,6 +33,14 @@ _AS_FLAGS = {
     "weight_decay": "weight_decay",
     "momentum": "client_momentum",
 }
+# What arguments of optax's functions may be, in words and as a condition
+_NOT_NEGATIVE = "a finite number of at least 0", lambda x: x >= 0
+_RANGES = dict.fromkeys(
+    ("b1", "b3", "decay", "rho", "eta_minus"),
+    ("a finite number from 0 to below 1", lambda x: 0 <= x < 1),
+)
+_RANGES["b2"] = "a finite number between 0 and 1", lambda x: 0 < x < 1
+_RANGES["eta_plus"] = "a finite number of at least 1", lambda x: x >= 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +142,7 @@ def parsed(hparams: Any) -> dict[str, float | bool]:
     made = {"sgd": optax.trace, "adam": optax.scale_by_adam}.get(name)
     takes = inspect.signature(made or _found(name)).parameters.values()
     known = {
-        one.name
+        one.name: one.default
         for one in takes
         if isinstance(one.default, (bool, int, float)) and one.name not in _AS_FLAGS
     }
@@ -154,18 +162,24 @@ def parsed(hparams: Any) -> dict[str, float | bool]:
                 f"{line}: {name} has no option {option}, expected one of "
                 f"{', '.join(sorted(known))}{hint}"
             )
-        if value.lower() in ("true", "false"):
+        if isinstance(known[option], bool):
+            wanted, is_right = "true or false", value.lower() in ("true", "false")
             out[option] = value.lower() == "true"
-            continue
-        try:
-            out[option] = float(value)
-        except ValueError as error:
-            raise ValueError(
-                f"{line}: {option} is {value}, expected a number, true or false"
-            ) from error
-        if not np.isfinite(out[option]):
-            raise ValueError(f"{line}: {option} is {value}, expected a finite number")
+        else:
+            wanted, holds = _RANGES.get(option, _NOT_NEGATIVE)
+            out[option] = _number(value)
+            is_right = np.isfinite(out[option]) and holds(out[option])
+        if not is_right:
+            raise ValueError(f"{line}: {option} is {value}, expected {wanted}")
     return out
+
+
+def _number(text: str) -> float:
+    """The number in a text, nan if it holds none."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
 
 
 def custom(given: Any) -> Custom:

@@ -639,6 +639,8 @@ class Algorithm(NamedTuple):
             which it sees the shapes alone. None = that of the client's model.
         by_architecture: Whether private rows and optimizer states are tuples by
             architecture (`each_client.update_by_architecture`).
+        unused: Options without an effect on this task, and the reason for each, such as
+            `without a proxy set`; a run in which they are given says so.
     """
 
     plans: tuple[PlanSpec, ...]
@@ -655,6 +657,7 @@ class Algorithm(NamedTuple):
     shares: tuple[str, ...] = ()
     opt_state: Callable[[Callable[[Params], Any]], Any] | None = None
     by_architecture: bool = False
+    unused: Mapping[str, str] = {}
 
     def serving_groups(
         self, state: RoundState, cohort: Cohort, data: Data, num_clients: int

@@ -87,11 +87,6 @@ def resolve(
         partition = "contiguous"
     rules = presets.values(config.preset, facts | {"partition": partition})
     rules["partition"] = partition
-    if config.min_owner_examples and partition != "natural":
-        raise ValueError(
-            f"--min_owner_examples={config.min_owner_examples} has no effect with "
-            f"--partition={partition}; omit it, or give --partition=natural"
-        )
     if partition == "natural":
         least = config.min_examples
         if "min_examples" not in is_given:
@@ -288,17 +283,12 @@ def client_classes(config: schema.Config) -> tuple[tuple[int, ...], ...]:
     """The classes of each client, () if the partition does not need them.
 
     Raises:
-        ValueError: `--client_classes` is missing, has no effect, is not a list of
-            classes, or is for another number of clients.
+        ValueError: `--client_classes` is missing, is not a list of classes, or is for
+            another number of clients.
     """
     given = config.client_classes
     if config.partition != "classes":
-        if not given:
-            return ()
-        raise ValueError(
-            f"--client_classes={given} has no effect with --partition="
-            f"{config.partition}; omit it, or give --partition=classes"
-        )
+        return ()
     if not given:
         example = "0,1/0,1/2,3 for three clients"
         raise ValueError(
@@ -329,6 +319,60 @@ def _check_lanes(config: schema.Config) -> None:
             )
 
 
+def without_effect(config: schema.Config, names: Collection[str]) -> list[str]:
+    """Lines about options that have no effect beside others, by their `needs`.
+
+    Args:
+        config: The resolved options.
+        names: The options to look at.
+    """
+    out = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in names or value in ("", 0):
+            continue
+        for other, values in field.metadata["needs"].items():
+            now = getattr(config, other)
+            if now not in values:
+                wanted = " or ".join(map(limits.text, values))
+                out.append(
+                    f"--{field.name}={limits.text(value)} has no effect with --{other}="
+                    f"{limits.text(now)}; omit it, or give --{other}={wanted}"
+                )
+    return out
+
+
+def asked(
+    config: schema.Config, hparams: Any, given: Mapping[str, Any]
+) -> frozenset[str]:
+    """The options that somebody asked for.
+
+    These are all that are given. A `run.flags` gives every option, and of these only
+    those count that differ from what they are without it.
+
+    Args:
+        config: The resolved common options.
+        hparams: The algorithm's options.
+        given: Option -> value.
+    """
+    named = {name: value for name, value in given.items() if value is not None}
+    facts = {name: getattr(config, name) for name in ("algo", "dataset", "partition")}
+    rules = presets.values(config.preset, facts)
+    fields = dataclasses.fields(config) + dataclasses.fields(hparams)
+    usual = {field.name: rules.get(field.name, field.default) for field in fields}
+    recorded = {
+        field.name
+        for field in dataclasses.fields(config)
+        if field.metadata["role"] == schema.IDENTITY and field.default is not None
+    }
+    is_replay = recorded <= named.keys()
+    return frozenset(
+        name
+        for name, value in named.items()
+        if name in usual and not (is_replay and value == usual[name])
+    )
+
+
 def check(config: schema.Config, own: Collection[str] = ()) -> None:
     """Checks the relations between the options of a resolved configuration.
 
@@ -348,6 +392,9 @@ def check(config: schema.Config, own: Collection[str] = ()) -> None:
             f"--clients_per_round={config.clients_per_round} is more than "
             f"--num_clients={config.num_clients}; lower it"
         )
+    refused = without_effect(config, schema.refused())
+    if refused:
+        raise ValueError(refused[0])
     client_classes(config)
     _check_lanes(config)
     draw, partition = config.partition_draw, config.partition

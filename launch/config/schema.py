@@ -5,6 +5,7 @@ adds are in its `HParams`.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from data import arrays, partitions, texts
@@ -24,7 +25,14 @@ IDENTITY, EXECUTION, NOWHERE = "identity", "execution", "nowhere"
 
 
 def option(
-    default: Any, help: str, *, role: str = IDENTITY, label: str = "", **bounds: Any
+    default: Any,
+    help: str,
+    *,
+    role: str = IDENTITY,
+    label: str = "",
+    needs: Mapping[str, tuple[Any, ...]] | None = None,
+    is_refused: bool = False,
+    **bounds: Any,
 ) -> Any:
     """An option of every run.
 
@@ -36,10 +44,15 @@ def option(
             recorded in `run.flags`.
         label: Whether the name of a run in a picture contains the option: `always` if
             runs differ in it, `never`, or "" if runs of one algorithm differ in it.
+        needs: Another option -> its values with which this one has an effect. With
+            others a line says that it has none, see `resolve.without_effect`.
+        is_refused: Whether it is then refused and not just noted: what is off by
+            default was wanted by who gave it.
         **bounds: As in `options.option`.
     """
     field = options.option(default, help, **bounds)
     metadata = {**field.metadata, "role": role, "label": label}
+    metadata |= {"needs": dict(needs or {}), "is_refused": is_refused}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -98,7 +111,11 @@ class Data:
     )
     owner: str = option("", "column of the owners of a CSV file's or DataFrame's rows")
     min_owner_examples: int = option(
-        0, "leave owners with fewer rows out (natural), 0 = keep all", minimum=0
+        0,
+        "leave owners with fewer rows out (natural), 0 = keep all",
+        minimum=0,
+        needs={"partition": ("natural",)},
+        is_refused=True,
     )
     data_dir: str = option(
         "", "folder of the data set's files or prepared tfds data", role=EXECUTION
@@ -134,22 +151,33 @@ class Data:
         label="always",
     )
     partition_alpha: float = option(
-        0.5, "concentration of Dirichlet partitions [alpha]", above=0, label="always"
+        0.5,
+        "concentration of Dirichlet partitions [alpha]",
+        above=0,
+        label="always",
+        needs={"partition": ("client_dirichlet", "dirichlet")},
     )
     partition_draw: str = option(
         "ipf",
         "how client_dirichlet meets the supply of each class; with overlap "
         "pathological draws with replacement",
         choices=tuple(partitions.DRAWS),
+        needs={"partition": ("client_dirichlet", "pathological")},
     )
     partition_seed: int = option(
         -1, "seed of the partition, -1 = the run's seed", minimum=-1
     )
     classes_per_client: int | None = option(
-        None, "classes of each client (pathological, cdkt)", minimum=1
+        None,
+        "classes of each client (pathological, cdkt)",
+        minimum=1,
+        needs={"partition": ("pathological", "cdkt", "cdkt_paper")},
     )
     client_classes: str = option(
-        "", "clients' classes for --partition=classes, such as 0,1/0,1/2,3 for three"
+        "",
+        "clients' classes for --partition=classes, such as 0,1/0,1/2,3 for three",
+        needs={"partition": ("classes",)},
+        is_refused=True,
     )
     min_examples: int = option(2, "examples that every client must get", minimum=2)
     examples_per_client: int = option(
@@ -211,7 +239,10 @@ class Evaluation:
         None, "rounds between evaluations", minimum=1, label="never"
     )
     eval_clients: str | None = option(
-        None, "clients behind c_spec, c_gen, c_per", choices=("selected", "all")
+        None,
+        "clients behind c_spec, c_gen, c_per",
+        choices=("selected", "all"),
+        needs={"c_gen": (True,)},
     )
     eval_sample: int = option(
         0, "evaluate only this many clients, drawn once by seed, 0 = all", minimum=0
@@ -309,3 +340,9 @@ def labelled(how: str) -> list[str]:
     """The options with this `label`."""
     fields = dataclasses.fields(Config)
     return [field.name for field in fields if field.metadata["label"] == how]
+
+
+def refused() -> list[str]:
+    """The options that are refused where they have no effect."""
+    fields = dataclasses.fields(Config)
+    return [field.name for field in fields if field.metadata["is_refused"]]

@@ -225,6 +225,7 @@ def assemble(
         return program_lib.build(entry.make, first, task, scoring)
 
     whole = task._replace(num_residents=0)
+    fit.check_swept(config.sweep, entry, hparams, points, whole, data, planner_of)
     own_hashes |= computed.of_others(settings, first, whole, data, planner_of)
     program = built(task)
     if public is not None and program.algorithm.ships_proxy != "unlabelled":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -197,6 +198,37 @@ def check_points(
             f"--sweep={line}: its points differ in plans, peers or messages; from "
             "Python build.compare({...}) runs any settings side by side"
         )
+
+
+def check_swept(
+    line: str,
+    entry: Any,
+    hparams: Any,
+    points: list[sweep.Point],
+    task: types.Task,
+    data: types.Data,
+    planner_of: Callable[[types.Algorithm, types.Execution], plan.Planner],
+) -> None:
+    """Refuses a sweep of an option that nothing in the program uses.
+
+    Raises:
+        ValueError: one line: some of its points would be equal.
+    """
+    for name in points[0]:
+        values = dict.fromkeys(point[name] for point in points)
+        hashes = {
+            computed.of_algorithm(
+                entry.make,
+                dataclasses.replace(hparams, **points[0] | {name: value}),
+                *(task, data, planner_of),
+            )
+            for value in list(values)[:2]
+        }
+        if len(values) > 1 and len(hashes) == 1:
+            raise ValueError(
+                f"--sweep={line}: {name} has no effect here, so that points would be "
+                "equal; omit it"
+            )
 
 
 def able(need: str) -> str:

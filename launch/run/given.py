@@ -30,6 +30,7 @@ class Settings(NamedTuple):
         dropped_owners: The rows of owners that were dropped, as they are too small, by
             the owner's name.
         measures: The metrics of `--eval_metrics`.
+        asked: The options that somebody asked for, see `resolve.asked`.
     """
 
     entry: Any
@@ -43,6 +44,7 @@ class Settings(NamedTuple):
     source_hash: Any
     dropped_owners: Mapping[str, int]
     measures: tuple[measures_lib.Measure, ...] = ()
+    asked: frozenset[str] = frozenset()
 
 
 def settled(**given: Any) -> Settings:
@@ -101,6 +103,7 @@ def settled(**given: Any) -> Settings:
         source_hash=source_hash,
         dropped_owners=dropped_owners,
         measures=chosen,
+        asked=resolve.asked(config, hparams, given),
     )
 
 

@@ -1,17 +1,43 @@
 """Lines about how the options, the data and the models of a run were taken."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from data import labels
-from fedjax_pfl import local_training, optimizer
-from launch.config import registry, schema, sweep
+from fedjax_pfl import levels, local_training, optimizer, types
+from launch.config import limits, registry, resolve, schema, sweep
 
 
-def of_options(config: schema.Config, hparams: Any) -> list[str]:
-    """Lines about values that are allowed but probably not meant."""
-    out = [
+def of_options(
+    config: schema.Config,
+    hparams: Any,
+    asked: Collection[str] = (),
+    algorithm: types.Algorithm | None = None,
+) -> list[str]:
+    """Lines about values that are allowed but probably not meant.
+
+    Args:
+        config: The resolved common options.
+        hparams: The algorithm's options.
+        asked: The options that somebody asked for.
+        algorithm: The algorithm on its task, None = it is not known.
+    """
+    out = resolve.without_effect(config, asked)
+    reasons: dict[str, str] = {}
+    if algorithm is not None:
+        reasons = dict(algorithm.unused)
+        if algorithm.server is None:
+            reasons["eval_train"] = f"with --algo={config.algo}, which has no server"
+        if not isinstance(hparams, levels.Levels):
+            reasons["bucketed"] = f"with --algo={config.algo}, which has no submodels"
+    values = vars(config) | vars(hparams)
+    out += [
+        f"--{name}={limits.text(values[name])} has no effect {reason}; omit it"
+        for name, reason in reasons.items()
+        if name in asked
+    ]
+    out += [
         f"--{field.name}={getattr(hparams, field.name)} is more than --rounds="
         f"{config.rounds}: {field.metadata['help']}"
         for field in dataclasses.fields(hparams)

@@ -82,7 +82,7 @@ class Run:
         self.dropped_owners = settings.dropped_owners
         is_text = bool(data.num_words)
         self.notes = (
-            *notes.of_options(config, self.hparams),
+            *notes.of_options(config, self.hparams, settings.asked, program.algorithm),
             *source.notes,
             *notes.of_owners(config, self.owners, self.dropped_owners, is_text),
         )
