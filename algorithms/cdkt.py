@@ -229,6 +229,13 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         }
         return state, trained.metrics(cohort), sent
 
+    kinds = {hparams.server_distance, hparams.client_distance}
+    needs = {"js_form": "js", "temperature": "kl"}
+    reasons = {
+        name: f"without a distance {kind}"
+        for name, kind in needs.items()
+        if kind not in kinds
+    }
     return types.Algorithm(
         plans=(local_training.plan(hparams),),
         messages=tuple(
@@ -241,4 +248,5 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         server=lambda state, data: {"global": (server_model, state.server)},
         serving=lambda state, *_: (types.Serving.each(client_model, state.clients),),
         ships_proxy="labelled",
+        unused=reasons,
     )

@@ -154,7 +154,12 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         round=round,
         server=(lambda s, _: {"global": (model, s.server)}) if is_whole else None,
         serving=None if is_whole else serving,
+        unused={} if hparams.layer_dropping else _OF_DROPPING,
     )
+
+
+# Rules of a paper may set it for all its methods.
+_OF_DROPPING = {"drop_every": "without --layer_dropping"}
 
 
 def _schedule(hparams: HParams, task: types.Task) -> boundary.Schedule:

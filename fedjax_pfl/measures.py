@@ -21,6 +21,11 @@ _TAKEN = (
 )
 
 
+# Before a metric's name in records: the clients over which it is a mean, where it is
+# not defined for all
+CLIENTS_IN = "clients_in_"
+
+
 class Measure(NamedTuple):
     """A metric that is computed from sums over rows.
 
@@ -291,7 +296,8 @@ def metrics(
 
     Returns:
         `global_<name>`; `client_<name>_pooled` of the sums over clients; and
-        `client_<name>`, the mean over the clients in which it is defined.
+        `client_<name>`, the mean over the clients in which it is defined, with the
+        number of these as `clients_in_client_<name>` where they are not all.
     """
     out: dict[str, float] = {}
     as_numpy = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), found)
@@ -314,5 +320,8 @@ def metrics(
         ]
         for name in pooled:
             values = np.array([one[name] for one in each])
-            out[f"client_{name}"] = _mean_of(values, ~np.isnan(values))
+            is_defined = ~np.isnan(values)
+            out[f"client_{name}"] = _mean_of(values, is_defined)
+            if 0 < is_defined.sum() < len(values):
+                out[f"{CLIENTS_IN}client_{name}"] = int(is_defined.sum())
     return {name: value for name, value in out.items() if np.isfinite(value)}

@@ -27,6 +27,8 @@ _OF_OPTAX = (
     *("rmsprop", "rprop", "sign_sgd", "yogi"),
 )
 NAMES = ("sgd", "adam", *_OF_OPTAX)
+# What these are without weight decay, in which alone they differ
+DECOUPLED = {"adamw": "adam", "adamaxw": "adamax", "nadamw": "nadam"}
 # Arguments of optax's functions that are options of a run
 _AS_FLAGS = {
     "learning_rate": "client_lr",

@@ -24,8 +24,12 @@ from launch.run import devices, processes
 from launch.show import curves, sheets
 
 
-def _check(cell: sheets.Cell) -> None:
-    """Refuses a cell that could not run, before any cell runs."""
+def _check(cell: sheets.Cell, common: Mapping[str, Any]) -> None:
+    """Refuses a cell that could not run, before any cell runs.
+
+    `common` are the options given for every cell, which may not make a row another
+    method.
+    """
     given = cells.known(cell.options)
     try:
         config, hparams = resolve.configure(given)
@@ -33,6 +37,10 @@ def _check(cell: sheets.Cell) -> None:
             facts = {"algo": config.algo, "dataset": config.dataset}
             ruled = presets.values(config.preset, facts)["num_clients"]
             levels.assigned(hparams, config.num_clients or ruled)
+        other = registry.departure(config.algo, vars(hparams))
+        if other is not None and other.options.keys() & common.keys():
+            rows = "choose the other rows with --row"
+            raise ValueError(f"{other.flags} is the method {other.name}; {rows}")
     except ValueError as error:
         raise ValueError(f"{cell.scenario}, {cell.row}: {error}") from error
 
@@ -185,7 +193,7 @@ def command(argv: list[str]) -> None:
         seeds = {"seed": given.pop("seed", 0), "num_seeds": given.pop("num_seeds", 1)}
         wanted = tables.cells(table, dataset, own.scenario, own.row, given)
         for cell in wanted:
-            _check(cell)
+            _check(cell, given)
         for flag, path in (("output", own.output), ("cells", own.cells)):
             if path and not pathlib.Path(path).parent.is_dir():
                 raise ValueError(f"--{flag}={path}: there is no such folder")

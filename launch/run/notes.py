@@ -54,6 +54,11 @@ def of_options(
         name, points = hparams.client_optimizer, sweep.points(config.sweep)
         given = hparams.client_momentum
         values = dict.fromkeys(one.get("client_momentum", given) for one in points)
+        if name in optimizer.DECOUPLED and not hparams.weight_decay:
+            out.append(
+                f"--client_optimizer={name} without --weight_decay is "
+                f"{optimizer.DECOUPLED[name]}, as optax's default decay is not taken"
+            )
         if any(values) and not optimizer.takes_momentum(name):
             out.append(
                 f"--client_momentum={','.join(f'{v:g}' for v in values)} has no effect "

@@ -395,11 +395,15 @@ class Run:
             for name in metrics
             if not self.fractions.get(name, summaries.is_fraction(name))
         }
+        own = [m.name for m in self.program.scoring.measures if m.given is not None]
+        names = {name: {f"global_{name}", f"client_{name}_pooled"} for name in own}
+        undefined = [name for name in own if metrics and not names[name] & set(metrics)]
         out = {
             "metrics": metrics,
             "diverged": self.diverged(point),
             "last_round": last,
             "numbers": sorted(numbers),
+            **({"undefined": undefined} if undefined else {}),
             "traffic": self._traffic(self.points.index(point)),
         }
         return {"point": point, **out} if point else out

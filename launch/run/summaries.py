@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_pfl import measures
+
 COUNTERS = (
     "round",
     "seed",
@@ -15,6 +17,9 @@ COUNTERS = (
     "clients_evaluated",
     "diverged",
 )
+
+# Before a metric's name: the clients over which it is a mean, where they are fewer
+CLIENTS_IN = measures.CLIENTS_IN
 
 
 def window(rule_name: str, rounds: int) -> tuple[int, ...]:
@@ -51,19 +56,33 @@ def summarize(
     """Metrics by the summary rule: {name: {mean, std, per_seed}}.
 
     Values are those of rounds in `window`, and bytes those of the record of `rounds`.
+    A metric that is not defined everywhere also has what its values are of, see
+    `fewer`: `rounds` (the number for each seed) of `of_rounds`, `seeds` (their places
+    among all) of `of_seeds`, and `clients`, the fewest in a round.
     """
     by_seed: dict[int, dict[str, list[float]]] = {s: {} for s in seeds}
+    measured = dict.fromkeys(seeds, 0)
     for record in records:
         if record["round"] in window:
+            measured[record["seed"]] += 1
             for name, value in record.items():
                 if name not in COUNTERS:
                     by_seed[record["seed"]].setdefault(name, []).append(value)
     rule = np.median if rule_name.startswith("median") else np.mean
-    metrics = {}
-    shared = set.intersection(*(set(one) for one in by_seed.values()))
-    for name in (n for n in by_seed[seeds[0]] if n in shared):
-        values = [float(rule(by_seed[seed][name])) for seed in seeds]
-        metrics[name] = spread(values)
+    metrics: dict[str, Any] = {}
+    names = dict.fromkeys(name for seed in seeds for name in by_seed[seed])
+    for name in (n for n in names if not n.startswith(CLIENTS_IN)):
+        has = [place for place, seed in enumerate(seeds) if name in by_seed[seed]]
+        every = [by_seed[seeds[place]][name] for place in has]
+        metrics[name] = spread([float(rule(values)) for values in every])
+        rounds_of = [measured[seeds[place]] for place in has]
+        if list(map(len, every)) != rounds_of:
+            metrics[name] |= {"rounds": [*map(len, every)], "of_rounds": max(rounds_of)}
+        if len(has) < len(seeds):
+            metrics[name] |= {"seeds": has, "of_seeds": len(seeds)}
+        clients = [n for s in seeds for n in by_seed[s].get(CLIENTS_IN + name, ())]
+        if clients:
+            metrics[name]["clients"] = int(min(clients))
     if {"c_spec", "c_gen"} <= metrics.keys():
         # The mean of the two summaries, not the summary of the means.
         spec, gen = metrics["c_spec"]["per_seed"], metrics["c_gen"]["per_seed"]
@@ -74,6 +93,32 @@ def summarize(
         if last:
             metrics[name] = spread(last)
     return metrics
+
+
+def fewer(entry: Mapping[str, Any]) -> str:
+    """What a metric's values are of, where it is not defined everywhere, else "".
+
+    For instance `2 of 3 rounds, 1 client`.
+    """
+    parts = []
+    if "rounds" in entry:
+        parts.append(f"{min(entry['rounds'])} of {entry['of_rounds']} rounds")
+    if "seeds" in entry:
+        parts.append(f"{len(entry['seeds'])} of {entry['of_seeds']} seeds")
+    if "clients" in entry:
+        parts.append(f"{entry['clients']} client{'s' * (entry['clients'] > 1)}")
+    return ", ".join(parts)
+
+
+def paired(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[np.ndarray]:
+    """The values of two metrics by seed, of the seeds for which both are defined."""
+    sides = [
+        dict(zip(entry.get("seeds", range(len(values))), values, strict=True))
+        for entry in (one, other)
+        for values in [entry["per_seed"]]
+    ]
+    both = [seed for seed in sides[0] if seed in sides[1]]
+    return [np.array([side[seed] for seed in both]) for side in sides]
 
 
 def spread(values: list[float]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from launch.config import flagfile, sweep
 from launch.folder import finished, record
+from launch.run import summaries as summaries_lib
 from launch.run.run import Run
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ def summaries(experiments: Mapping[str, Run]) -> pandas.DataFrame:
                 line["diverged"] = part["diverged"]
             for metric, entry in part.get("metrics", {}).items():
                 line[metric] = entry["mean"]
+                if fewer := summaries_lib.fewer(entry):
+                    line[f"{metric} of"] = fewer
                 if len(experiment.seeds) > 1:
                     line[f"{metric} std"] = entry["std"]
                 if rule != "last" and metric in part.get("last_round", {}):

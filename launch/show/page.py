@@ -168,7 +168,8 @@ def _unit(metric: str) -> tuple[int, int, str]:
 
 def _text(metric: str, entry: Mapping[str, Any]) -> str:
     scale, digits, _ = _unit(metric)
-    return words.mean_and_std(entry, scale, digits)
+    text, fewer = words.mean_and_std(entry, scale, digits), summaries.fewer(entry)
+    return f"{text} ({fewer})" if fewer else text
 
 
 def _cells(entries: Sequence[Entry], name: str) -> list[Cell]:
@@ -199,10 +200,13 @@ def _gap(entry: Entry, base: Entry, metric: str) -> np.ndarray | None:
     pair = [one.summary["metrics"].get(metric) for one in (entry, base)]
     if None in pair or _data(entry.run) != _data(base.run):
         return None
-    sides = [np.asarray(one["per_seed"]) for one in pair]
     seeds = [one.run.clients["seeds"] for one in (entry, base)]
-    if not np.array_equal(*seeds):
-        sides = [side.mean(keepdims=True) for side in sides]
+    if np.array_equal(*seeds):
+        sides = summaries.paired(*pair)
+    else:
+        sides = [np.array([one["mean"]]) for one in pair]
+    if not len(sides[0]):
+        return None
     return _unit(metric)[0] * (sides[0] - sides[1])
 
 
@@ -221,7 +225,7 @@ def _unlike(entries: Sequence[Entry]) -> dict[str, list[list[str]]]:
         "data": [_data(entry.run) for entry in entries],
         "seeds": [tuple(entry.run.clients["seeds"].tolist()) for entry in entries],
         "clients": [entry.run.hashes.get("split_sha256") for entry in entries],
-        "rounds": [entry.summary["rounds"] for entry in entries],
+        "rounds": [entry.run.flags.get("rounds") for entry in entries],
         "summary": [words.summary_rule(entry.summary) for entry in entries],
     }
     out: dict[str, list[list[str]]] = {}

@@ -70,6 +70,8 @@ def _text(done: Mapping[str, Any] | None, metric: str, number: Number | None) ->
     scale, digits = words.unit(metric, not summaries.is_number(done, metric))
     mean = scale * entry["mean"]
     ours = words.mean_and_std(entry, scale, digits)
+    if fewer := summaries.fewer(entry):
+        ours += f" ({fewer})"
     if done.get("diverged"):
         ours += f" ({words.diverged(done['diverged'])})"
     return f"{paper} / {ours} / {mean - pair[0]:+.{digits}f}" if paper else ours
@@ -155,6 +157,14 @@ def sheet(
         grids += [_traffic(scenario, results) for scenario in scenarios]
     if "until" in table:
         grids += [_until(table["until"], s, results) for s in scenarios]
+    for scenario in scenarios:
+        hashes = {
+            cell.row: done.get("parameters_sha256")
+            for cell, done in results
+            if done and cell.scenario == scenario
+        }
+        equal = words.equal_parameters(hashes)
+        notes += [f"note: {scenario}: {line}." for line in equal]
     notes += _shown_by_nothing(table.get("ablated", {}), results)
     return Sheet(table["title"], notes, grids)
 
@@ -216,7 +226,9 @@ def _against(
         pair = [done[name] for name in names]
         if any(one is None or metric not in one["metrics"] for one in pair):
             return "missing"
-        sides = [np.array(one["metrics"][metric]["per_seed"]) for one in pair]
+        sides = summaries.paired(*(one["metrics"][metric] for one in pair))
+        if not len(sides[0]):
+            return "-"
         scale, digits = words.unit(metric, not summaries.is_number(pair[0], metric))
         return words.paired(scale * (sides[0] - sides[1]), digits)
 

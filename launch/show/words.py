@@ -294,7 +294,10 @@ def _lines(summary: dict[str, Any]) -> list[str]:
             if name in last:
                 value = f"{scale * last[name]['mean']:.{digits}f}"
                 line = f"{line:<{len(head)}}  {value:>10}"
-            lines.append(line)
+            fewer = summaries.fewer(entry)
+            lines.append(f"{line}  ({fewer})" if fewer else line)
+    for name in summary.get("undefined", ()):
+        lines.append(f"{name:<18} is not defined in any of these rounds")
     for name in ("bytes_up", "bytes_down"):
         if name in summary["metrics"]:
             value = summary["metrics"][name]["mean"] / 1e6

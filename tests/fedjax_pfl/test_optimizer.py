@@ -112,7 +112,7 @@ def test_options():
         ("b3=1", "adamw has no option b3, expected one of b1, b2, eps"),
         ("b1", "expected pairs such as"),
         ("b1=0.5,b1=0.6", "names b1 twice"),
-        ("b1=x", "b1 is x, expected a number"),
+        ("b1=x", "b1 is x, expected a finite number"),
         ("b1=nan", "expected a finite number"),
         ("weight_decay=1", "give --weight_decay"),
         ("mask=1", "adamw has no option mask"),

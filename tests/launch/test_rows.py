@@ -1,0 +1,326 @@
+"""A row is what it is called: names of methods, equal rows, options without effect."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+import algorithms
+from launch import build, reproduce
+from launch.config import registry
+from launch.folder import record
+from launch.run import summaries
+from launch.show import page as page_lib
+from launch.show import sheets, words
+from tests import synthetic
+
+SOURCE = synthetic.blobs(120, (8, 8, 1), 4, seed=0)
+BASE = {
+    "preset": "none",
+    "model": "mlp",
+    "dataset": (SOURCE.image, SOURCE.label),
+    "partition": "iid",
+    "num_clients": 6,
+    "clients_per_round": 3,
+    "local_epochs": 1,
+    "rounds": 2,
+    "devices": 1,
+}
+
+
+@pytest.mark.parametrize("name", algorithms.ALGORITHMS)
+def test_every_name_is_itself(name):
+    """With its defaults."""
+    assert registry.departure(name, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "is_really"),
+    [
+        ("fedper", {"head_epochs": 1}, "fedrep"),
+        ("fedrep", {"head_epochs": 1}, None),
+        ("fedrep", {"head_epochs": 0}, "fedper"),
+        ("fedrep", {"head_epochs": 0, "layer_dropping": True}, "fedper_plus"),
+        ("fedper_plus", {"head_epochs": 2}, "fedrep_plus"),
+        ("fedavg", {"server_optimizer": "yogi"}, "fedyogi"),
+        ("fedavg", {"server_optimizer": "sgd"}, None),
+        ("fedadam", {"server_optimizer": "none"}, "fedavg"),
+        ("fedavgm", {"server_momentum": 0.5}, None),
+        ("dfedper", {"personal_from": "dense1"}, None),
+        ("dfedper", {"personal_from": "none"}, "dfedavg"),
+        ("dfedavg", {"aggregation": "uniform"}, "dfedavgm"),
+        ("dfedper", {"aggregation": "uniform"}, None),
+        ("heterofl", {"all_widths": True}, "sheterofl"),
+        ("depthfl", {"self_distill_weight": 0.0}, None),
+        ("depthfl", {"self_distill_weight": 0.0, "level_mix": "1"}, "feddyn"),
+        ("feddyn", {"level_mix": "4:3:2:1"}, "depthfl"),
+        (object(), {"head_epochs": 1}, None),
+    ],
+)
+def test_what_a_run_really_is(name, options, is_really):
+    """By the options that variants fix."""
+    found = registry.departure(name, options)
+    assert (found and found.name) == is_really
+
+
+def test_an_option_of_one_row_does_not_make_another(tmp_path):
+    """FedPer stays FedPer where FedRep needs fewer head epochs."""
+    options = BASE | {"local_epochs": 2, "personal_from": "last"}
+    with pytest.warns(UserWarning, match="makes fedper the method fedrep, so that"):
+        made = build.compare(
+            ["fedper", "fedrep"], **options, head_epochs=1, progress=False
+        )
+    assert [one.hparams.head_epochs for one in made.values()] == [0, 1]
+    hashes = {one.simulation.digest() for one in made.values()}
+    assert len(hashes) == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "line"),
+    [
+        (
+            ["fedavg", "fedadam", "fedavgm"],
+            {"server_optimizer": "yogi"},
+            "makes fedavg the method fedyogi, fedadam the method fedyogi, fedavgm",
+        ),
+        (
+            {"fedrep": {"algo": "fedrep", "head_epochs": 0, "layer_dropping": True}},
+            {},
+            "the row fedrep would be fedper_plus",
+        ),
+        ({"fedper": {"algo": "fedavg"}}, {}, "the row fedper would be fedavg"),
+        (
+            {"a": {"algo": "fedavg"}, "b": {"algo": "fedavg", "image_size": 16}},
+            {},
+            "b has examples of shape",
+        ),
+    ],
+)
+def test_rows_that_would_lie_are_refused(rows, options, line):
+    """In one line."""
+    with pytest.raises(ValueError, match=f"^compare: .*{line}") as told:
+        build.compare(rows, **BASE, **options, run=False)
+    assert "\n" not in str(told.value)
+
+
+def test_other_names_of_classes_are_other_data():
+    """Of the same rows in the same order."""
+    named = [np.array(list(text))[SOURCE.label] for text in ("abcd", "wxyz")]
+    rows = {
+        text: {"algo": "fedavg", "dataset": (SOURCE.image, labels)}
+        for text, labels in zip("ab", named, strict=True)
+    }
+    with pytest.raises(ValueError, match="the classes of b are called w, x, y, z"):
+        build.compare(rows, **BASE, run=False)
+
+
+def test_one_name_with_two_meanings_is_said():
+    """FedProx's mu and Ditto's lambda."""
+    made = build.compare(["fedprox", "ditto"], **BASE, proximal_weight=0.5, run=False)
+    (line,) = made.notes
+    assert line.startswith("proximal_weight has several meanings: fedprox: ")
+    assert "[mu]" in line and "[lambda]" in line
+    both = build.compare(["fedprox", "fedavg"], **BASE, client_lr=0.5, run=False)
+    assert both.notes == ()
+
+
+def test_equal_parameters_are_said(tmp_path):
+    """By a comparison and by a report."""
+    rows = {name: {"algo": "fedavg"} for name in ("one", "other")}
+    rows["third"] = {"algo": "fedavg", "client_lr": 0.3}
+    line = "one and other have equal parameters"
+    with pytest.warns(UserWarning, match=line):
+        build.compare(rows, **BASE, workdir=str(tmp_path), progress=False)
+    page = page_lib.page(page_lib.read([tmp_path / name for name in rows], list(rows)))
+    assert f"{line}, bit for bit" in page
+
+
+def test_a_table_s_rows_keep_their_methods():
+    """Options of every cell that would make a row another method."""
+    with pytest.raises(
+        ValueError, match="FedPer.*--head_epochs=1 is the method fedrep"
+    ):
+        cell = sheets.Cell("s", "FedPer", {"algo": "fedper", "head_epochs": 1}, None)
+        reproduce._check(cell, {"head_epochs": 1})
+    reproduce._check(cell, {})  # as the table itself defines it
+
+
+def test_reports_name_what_differs(tmp_path):
+    """Rows of equal names, and no best value across other data or rounds."""
+    other = synthetic.blobs(120, (8, 8, 1), 4, seed=1)
+    runs = {
+        "a": {},
+        "b": {"dataset": (other.image, other.label)},
+        "c": {"rounds": 4},
+        "d": {"seed": 9},
+    }
+    for name, more in runs.items():
+        options = BASE | more | {"workdir": str(tmp_path / name)}
+        build.experiment(algo="fedavg", **options).run(progress=False)
+
+    def page_of(*names):
+        entries = page_lib.read([tmp_path / name for name in names])
+        assert len({entry.name for entry in entries}) == len(names)
+        return [entry.name for entry in entries], page_lib.page(entries)
+
+    (one, two), page = page_of("a", "b")
+    assert one.startswith("fedavg data=") and two.startswith("fedavg data=")
+    assert "No value is marked as the best, as the runs differ in data" in page
+    (one, two), page = page_of("a", "c")
+    assert (one, two) == ("fedavg rounds=2", "fedavg rounds=4")
+    assert "differ in rounds (fedavg rounds=2; fedavg rounds=4)" in page
+    assert 'class="best"' not in page
+    (one, two), page = page_of("a", "d")
+    assert (one, two) == ("fedavg seed=0", "fedavg seed=9")
+    assert "the two differ in seeds" in page
+    runs = [record.read(tmp_path / "a")] * 2
+    assert len(set(record.labels(runs))) == 1  # one folder given twice
+
+
+def test_a_departure_is_in_the_name(tmp_path):
+    """A single run that is not what its algorithm is called."""
+    options = BASE | {"workdir": str(tmp_path), "server_optimizer": "yogi"}
+    made = build.experiment(algo="fedavg", **options)
+    assert made.notes == (
+        "--algo=fedavg with --server_optimizer=yogi is the method fedyogi, and results "
+        "are called fedavg",
+    )
+    with pytest.warns(UserWarning, match="^note: --algo=fedavg with"):
+        made.run(progress=False)
+    assert record.labels([record.read(tmp_path)]) == ["fedavg server_optimizer=yogi"]
+
+
+def test_notes_are_shown_once(capsys):
+    """As lines with the progress, or as warnings without."""
+    options = BASE | {"partition_alpha": 0.1, "algo": "fedavg"}
+    made = build.experiment(**options)
+    made.run(1)
+    made.run()
+    assert capsys.readouterr().out.count("note: --partition_alpha=0.1") == 1
+    made = build.experiment(**options)
+    with pytest.warns(UserWarning, match="note: --partition_alpha=0.1") as found:
+        made.run(1, progress=False)
+    assert len(found) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made.run(progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"partition_alpha": 0.1}, "--partition_alpha=0.1 has no effect with --part"),
+        ({"classes_per_client": 2}, "--classes_per_client=2 has no effect with"),
+        ({"partition_draw": "sequential"}, "--partition_draw=sequential has no effect"),
+        (
+            {"eval_clients": "all"},
+            "--eval_clients=all has no effect with --c_gen=false",
+        ),
+        ({"algo": "local", "server_lr": 0.1}, "--server_lr=0.1 has no effect without"),
+        ({"algo": "local", "server_epochs": 5}, "--server_epochs=5 has no effect"),
+        ({"algo": "local", "eval_train": True}, "--eval_train=true has no effect with"),
+        ({"bucketed": False}, "--bucketed=false has no effect with --algo=fedavg"),
+        ({"partition": "client_dirichlet", "partition_alpha": 0.1}, ""),
+        ({"eval_clients": "all", "c_gen": True}, ""),
+        ({"algo": "local", "server_lr": 0.1, "proxy_fraction": 0.1}, ""),
+    ],
+)
+def test_options_without_effect_are_noted(options, line):
+    """Where they are allowed: presets and flagfiles may give them."""
+    found = build.experiment(**{"algo": "fedavg"} | BASE | options).notes
+    assert [note.startswith(line) for note in found] == [True] * bool(line)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"min_owner_examples": 3}, "--min_owner_examples=3 has no effect with --part"),
+        ({"client_classes": "0,1/2"}, "--client_classes=0,1/2 has no effect with"),
+        ({"algo": "local", "sweep": "server_lr=0.1,0.2"}, "server_lr has no effect"),
+        ({"algo": "fedavgm", "eval_model": "stale"}, "--server_optimizer=sgd has no"),
+    ],
+)
+def test_options_without_effect_are_refused(options, line):
+    """Where somebody wanted what is off by default."""
+    with pytest.raises(ValueError, match=line) as told:
+        build.experiment(**{"algo": "fedavg"} | BASE | options)
+    assert "\n" not in str(told.value)
+
+
+def test_a_recorded_run_has_no_notes_of_its_defaults(tmp_path):
+    """A run.flags gives every option."""
+    options = BASE | {"workdir": str(tmp_path)}
+    build.experiment(algo="fedavg", **options).run(progress=False)
+    assert build.load(tmp_path, dataset=BASE["dataset"]).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("adam", "b1=-1"), ("adam", "b2=0"), ("adam", "b2=2"), ("adam", "eps=-1"),
+        ("rmsprop", "decay=5"), ("lion", "b1=1"), ("yogi", "b1=1e9"),
+        ("adagrad", "initial_accumulator_value=-1"), ("adam", "eps_root=true"),
+        ("adam", "nesterov=1"), ("rprop", "eta_plus=0.5"),
+    ],
+)  # fmt: skip
+def test_optimizers_options_have_bounds(name, given):
+    """What is outside an optimizer's domain."""
+    options = {"client_optimizer": name, "client_optimizer_options": given}
+    with pytest.raises(ValueError, match=f"_options={given}: .* expected"):
+        build.experiment(algo="fedavg", **BASE, **options)
+
+
+def values(name, per_round, seed=0):
+    """Records of one metric, None = it is not defined in that round."""
+    return [
+        {"round": number, "seed": seed} | ({} if value is None else {name: value})
+        for number, value in enumerate(per_round, start=10)
+    ]
+
+
+def test_a_summary_over_fewer_values_says_so():
+    """Fewer rounds, seeds or clients than it says (S14)."""
+    window = (10, 11, 12)
+    some = values("client_auc", [0.85, None, 0.65])
+    found = summaries.summarize(some, [0], window, "mean_last10", 0)["client_auc"]
+    assert found["mean"] == pytest.approx(0.75)
+    assert summaries.fewer(found) == "2 of 3 rounds"
+    seeds = some + values("client_auc", [None] * 3, seed=1)
+    found = summaries.summarize(seeds, [0, 1], window, "mean_last10", 0)["client_auc"]
+    assert found["seeds"] == [0] and found["per_seed"] == pytest.approx([0.75])
+    assert summaries.fewer(found) == "2 of 3 rounds, 1 of 2 seeds"
+    clients = [one | {"clients_in_client_auc": 1} for one in some]
+    found = summaries.summarize(clients, [0], window, "mean_last10", 0)
+    assert list(found) == ["client_auc"]
+    assert summaries.fewer(found["client_auc"]) == "2 of 3 rounds, 1 client"
+    whole = values("client_auc", [0.5, 0.5, 0.8])
+    entry = summaries.summarize(whole, [0], window, "mean_last10", 0)["client_auc"]
+    assert summaries.fewer(entry) == "" and entry.keys() == {"mean", "std", "per_seed"}
+
+
+def test_pairs_are_of_the_same_seeds():
+    """A seed that one of two lacks is in no difference."""
+    one = {"per_seed": [1.0, 2.0, 3.0]}
+    other = {"per_seed": [1.5, 2.5], "seeds": [0, 2], "of_seeds": 3}
+    assert [side.tolist() for side in summaries.paired(one, other)] == [
+        [1.0, 3.0],
+        [1.5, 2.5],
+    ]
+
+
+def test_the_table_says_over_how_many_clients():
+    """One client of six has both classes, and one metric is never defined."""
+    label = np.zeros(120, int)
+    label[:30] = SOURCE.label[:30]
+
+    def never(logits, labels, mask):
+        return logits.sum() * 0.0, mask.sum() * 0.0
+
+    options = BASE | {"dataset": (SOURCE.image, label), "partition": "contiguous"}
+    made = build.experiment(
+        algo="fedavg", eval_metrics=["auc", ("never", never)], **options
+    )
+    made.run(progress=False)
+    text = words.table(made.summary())
+    assert "client)" in text or "clients)" in text
+    assert "never              is not defined in any of these rounds" in text
