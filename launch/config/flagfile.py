@@ -14,6 +14,16 @@ from launch.config import limits, registry, schema
 
 FLAGFILES = pathlib.Path(__file__).parent.parent / "flagfiles"
 
+# What has changed where one of the hashes of a run has
+HASHED = {
+    "data_sha256": "other data",
+    "split_sha256": "other rows of clients",
+    "names_sha256": "other names of classes or owners",
+    "own_sha256": "custom code was edited",
+    "computed_sha256": "custom code computes something else",
+    "teacher_sha256": "another teacher",
+}
+
 
 class UsageError(ValueError):
     """Bad input: one line for the user, exit code 2."""
@@ -149,8 +159,13 @@ class RunFlags:
         ):
             # The same clients have another name: a file has moved, or became arrays.
             names -= {"dataset"}
+
+        def shown(side: Mapping[str, str], name: str) -> str:
+            return side.get(name, "unset")[: 12 if name in HASHED else None]
+
         return [
-            f"--{name}={before.get(name, 'unset')}, not {after.get(name, 'unset')}"
+            f"--{name}={shown(before, name)}, not {shown(after, name)}"
+            + (f" ({HASHED[name]})" if name in HASHED else "")
             for name in sorted(names)
             if before.get(name) != after.get(name)
         ]
