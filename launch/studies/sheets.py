@@ -127,7 +127,16 @@ def sheet(
             (one.cell.value, [one.text(name) for name, _ in shown]) for one in found
         ]
         grids.append(sheets.Grid(row, sheet["axis"], [h for _, h in shown], lines))
-    return sheets.Sheet(sheet["title"], [sheet["about"]], grids)
+    notes = [sheet["about"]]
+    for value in dict.fromkeys(one.cell.value for one in results):
+        hashes = {
+            one.cell.row: one.figure("parameters_sha256")
+            for one in results
+            if one.cell.value == value and one.cell.how == "run"
+        }
+        equal = words.equal_parameters(hashes)
+        notes += [f"note: at {value}, {line}." for line in equal]
+    return sheets.Sheet(sheet["title"], notes, grids)
 
 
 def measured_on(results: Sequence[Result]) -> list[str]:

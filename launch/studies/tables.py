@@ -14,6 +14,7 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import algorithms
 from launch.config import limits, registry, resolve
 from launch.papers import tables as papers
 
@@ -165,6 +166,12 @@ def _check(cell: Cell) -> None:
         for name in options:
             if name not in known:
                 raise ValueError(registry.unknown_option(name, options["algo"]))
-        resolve.configure(options)
+        _, hparams = resolve.configure(options)
+        other = registry.departure(options["algo"], vars(hparams))
+        is_named = papers.slug(cell.row) in algorithms.ALGORITHMS
+        if other is not None and is_named and papers.slug(cell.row) != other.name:
+            raise ValueError(
+                f"{other.flags} is the method {other.name}; rename the row"
+            )
     except ValueError as error:
         raise ValueError(f"{cell}: {error}") from error

@@ -131,6 +131,7 @@ def run(settings: Settings) -> dict[str, Any]:
         "client_updates_per_second": done["client_updates_per_second"],
         "peak_memory_bytes": done["peak_memory_bytes"],
         "diverged": done["diverged"],
+        "parameters_sha256": done["parameters_sha256"],
         "minutes": (time.perf_counter() - begin) / 60,
     }
 

@@ -12,6 +12,8 @@ from launch.folder import record
 from launch.run import summaries
 from launch.show import page as page_lib
 from launch.show import sheets, words
+from launch.studies import sheets as study_sheets
+from launch.studies import tables
 from tests import synthetic
 
 SOURCE = synthetic.blobs(120, (8, 8, 1), 4, seed=0)
@@ -324,3 +326,19 @@ def test_the_table_says_over_how_many_clients():
     text = words.table(made.summary())
     assert "client)" in text or "clients)" in text
     assert "never              is not defined in any of these rounds" in text
+
+
+def test_a_study_s_rows_are_their_methods():
+    """A row that has a method's name, and equal rows."""
+    options = {"algo": "fedavg", "server_optimizer": "yogi"}
+    cell = tables.Cell("s", "FedAvg", "10", {"how": "run", "options": options}, 1.0)
+    with pytest.raises(ValueError, match="is the method fedyogi; rename the row"):
+        tables._check(cell)
+    tables._check(cell._replace(row="Mine"))
+    done = {"figures": {"parameters_sha256": "ab"}}
+    results = [
+        study_sheets.Result(cell._replace(row=row), done) for row in ("One", "Other")
+    ]
+    sheet = {"title": "t", "about": "a", "axis": "x", "columns": []}
+    notes = study_sheets.sheet(sheet, results, "").notes
+    assert "at 10, One and Other have equal parameters" in notes[1]
