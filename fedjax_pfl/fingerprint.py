@@ -25,7 +25,7 @@ def of(fn: Callable[..., Any], *args: Any, gradient: bool = False) -> str:
         *args: Arrays or shape structs.
         gradient: Whether the gradient of the sum of its floats in the first argument is
             part of it, as a function may have a gradient of its own (`jax.custom_vjp`).
-            What a callback to Python computes is not seen.
+            Of a callback to Python its code and the numbers of its closure count.
 
     Example:
         >>> def times(factor):
@@ -77,6 +77,23 @@ def _inner(jaxpr: core.Jaxpr) -> Iterator[np.ndarray]:
                 yield from _inner(value)
             elif isinstance(value, (np.ndarray, jax.Array)):
                 yield np.asarray(value)
+            elif hasattr(value, "callback_func"):
+                yield from _of_python(value.callback_func)
+
+
+def _of_python(fn: Any) -> Iterator[np.ndarray]:
+    """The code of a callback to Python, and the numbers and arrays of its closure."""
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return
+    yield np.frombuffer(code.co_code + repr(code.co_consts).encode(), np.uint8)
+    for cell in getattr(fn, "__closure__", None) or ():
+        value = cell.cell_contents
+        if callable(value):
+            yield from _of_python(value)
+        elif isinstance(value, (bool, int, float, str, np.ndarray, jax.Array)):
+            array = np.asarray(value)
+            yield np.frombuffer(array.tobytes(), np.uint8)
 
 
 def _is_jaxpr(value: Any) -> bool:
