@@ -7,6 +7,7 @@ comment or a new name does not. Versions of jax may trace the same function diff
 import hashlib
 import re
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import jax
@@ -83,10 +84,14 @@ def _inner(jaxpr: core.Jaxpr) -> Iterator[np.ndarray]:
 
 def _of_python(fn: Any) -> Iterator[np.ndarray]:
     """The code of a callback to Python, and the numbers and arrays of its closure."""
-    code = getattr(fn, "__code__", None)
+    code = fn if isinstance(fn, CodeType) else getattr(fn, "__code__", None)
     if code is None:
         return
-    yield np.frombuffer(code.co_code + repr(code.co_consts).encode(), np.uint8)
+    plain = [one for one in code.co_consts if not isinstance(one, CodeType)]
+    yield np.frombuffer(code.co_code + repr(plain).encode(), np.uint8)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _of_python(inner)
     for cell in getattr(fn, "__closure__", None) or ():
         value = cell.cell_contents
         if callable(value):
