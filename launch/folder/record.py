@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data import npz
 from fedjax_pfl import checkpoint
 from launch.config import flagfile, schema, sweep
 from launch.folder import finished
@@ -74,9 +75,36 @@ def read(path: pathlib.Path) -> Record:
     if summary is None:
         _check_begun(path, found.records)
         return found
-    with np.load(path / finished.CLIENTS) as file:
-        clients = {name: file[name] for name in file.files}
-    return found._replace(clients=clients, fractions=summaries.fractions(summary))
+    found = found._replace(clients=_clients(found))
+    return found._replace(fractions=summaries.fractions(summary))
+
+
+def _clients(run: Record) -> dict[str, np.ndarray]:
+    """The per-client arrays of a finished run.
+
+    Raises:
+        ValueError: one line: one is missing, or of another shape than the others.
+    """
+    path = run.path / finished.CLIENTS
+    points = sweep.points(run.flags.get("sweep", ""))
+    several = [len(points)] if points[0] else []
+    needed = ("rounds", "seeds", "test_size")
+    others = (finished.ACCURACY, finished.PERPLEXITY, finished.CLASS_COUNTS)
+    names = (finished.CLASS_NAMES, finished.OWNER_NAMES, *points[0])
+    try:
+        found = npz.read(path, needed, (*others, *names))
+        rounds, seeds, test_size = (np.shape(found[name]) for name in needed)
+        kind = measured(run._replace(clients=found))
+        shape = [*seeds, *several, *rounds, *test_size[-1:]]
+        if kind not in found or [*found[kind].shape] != shape:
+            raise ValueError(f"is damaged: it has no {kind} of shape {shape}")
+        if len(run.summary.get("sweep", ())) != sum(several):
+            raise ValueError(
+                f"has not the points of {path.with_name(finished.SUMMARY)}"
+            )
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from error
+    return found
 
 
 def _check_begun(path: pathlib.Path, records: Sequence[Mapping[str, Any]]) -> None:
