@@ -7,7 +7,7 @@ adds are in its `HParams`.
 import dataclasses
 from typing import Any
 
-from data import arrays, partitions, texts
+from data import arrays, images, partitions, texts
 from data import dataset as dataset_lib
 from fedjax_pfl import augment, measures, options
 from launch.config import presets
@@ -113,7 +113,10 @@ class Data:
         1, "right angles of images, each another class; 1 = as is", minimum=1, maximum=4
     )
     image_size: int = option(
-        0, "pad images with black to this side; 0 = as is", minimum=0, maximum=4096
+        0,
+        "pad images with black to this side; 0 = as is",
+        minimum=0,
+        maximum=images.MAX_SIDE,
     )
     image_channels: int = option(
         0, "repeat gray images to so many channels; 0 = as is", minimum=0, maximum=64

@@ -131,7 +131,8 @@ def test_folders_that_do_not_fit(tmp_path, pictures, words):
 
 def test_files_that_cannot_be_read(tmp_path):
     """Damaged, cut off, animated, a pipe."""
-    name = write(tmp_path, a__1_png=picture(), b__1_png=picture(width=90, height=90))
+    large = picture(width=90, height=90)
+    name = write(tmp_path, a__1_png=large, b__1_png=large)
     path = tmp_path / "b" / "1.png"
     raw = path.read_bytes()
     path.write_bytes(raw[: len(raw) // 2])
@@ -145,7 +146,7 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match="b/1.png cannot be read: is a pipe"):
         loaders.load(name, "")
     path.unlink()
-    frames = [Image.fromarray(np.full((3, 4), 90 * n, np.uint8)) for n in range(3)]
+    frames = [Image.fromarray(np.full((90, 90), 90 * n, np.uint8)) for n in range(3)]
     moving = tmp_path / "b" / "1.gif"
     frames[0].save(moving, save_all=True, append_images=frames[1:])
     with pytest.raises(ValueError, match="b/1.gif cannot be read: it has 3 frames"):
