@@ -6,6 +6,7 @@ import contextlib
 import functools
 import numbers
 import pathlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -268,7 +269,10 @@ def experiment(**given: Any) -> Experiment:
 
 
 def load(path: Any, **given: Any) -> Experiment:
-    """Opens the folder of a run, finished or stopped.
+    """Opens the folder of a run, finished or stopped, perhaps a stranger's.
+
+    Options that runs do not record (`export_partition`, `distributed`, `compile_cache`
+    and others that act outside of the folder) are not taken from it.
 
     Example:
         >>> import tempfile
@@ -300,7 +304,10 @@ def load(path: Any, **given: Any) -> Experiment:
             raise ValueError(
                 f"{path} holds no run: there is no {flags_path.name} in it"
             )
-        return flagfile.RunFlags.read(flags_path).options
+        found = flagfile.RunFlags.read(flags_path)
+        if note := found.note(flags_path):
+            print(note, file=sys.stderr, flush=True)
+        return found.options
 
     recorded = processes.on_first(read)
     algo = given.get("algo", recorded["algo"])

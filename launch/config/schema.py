@@ -33,7 +33,8 @@ def option(
         help: One sentence.
         role: `IDENTITY`: a run with another value is another run. `EXECUTION`: how,
             where and for how long it is computed. `NOWHERE`: the same, but never
-            recorded in `run.flags`.
+            recorded in `run.flags` and never taken from it, as the folder may be a
+            stranger's: what writes files, opens connections or loads programs.
         label: Whether the name of a run in a picture contains the option: `always` if
             runs differ in it, `never`, or "" if runs of one algorithm differ in it.
         **bounds: As in `options.option`.
@@ -280,7 +281,7 @@ class Machine:
         choices=tuple(PRECISIONS),
     )
     compile_cache: str = option(
-        "", "folder of compiled programs, or off; default the user's", role=EXECUTION
+        "", "folder of compiled programs, or off; default the user's", role=NOWHERE
     )
 
 

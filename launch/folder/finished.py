@@ -17,9 +17,10 @@ import numpy as np
 
 from data import files
 from fedjax_pfl import json_text
+from launch.config import flagfile
 from launch.run.run import Run
 
-RUN_FLAGS, METRICS, CLIENTS = "run.flags", "metrics.jsonl", "clients.npz"
+RUN_FLAGS, METRICS, CLIENTS = flagfile.RUN_FLAGS, "metrics.jsonl", "clients.npz"
 SUMMARY, PARTIAL = "summary.json", ".partial"
 CHECKPOINTS = "checkpoints"
 # Arrays of `CLIENTS`: one of the first two, and the third except for a text

@@ -183,10 +183,10 @@ def test_read_returns_what_lines_wrote(tmp_path):
 @pytest.mark.parametrize(
     "raw, reason",
     [
-        (b"--algo=cdkt\n--rounds\n", "line 2: '--rounds' is not --name=value"),
-        (b"--algo=cdkt\nrounds=3\n", "line 2: 'rounds=3' is not --name=value"),
-        (b"--algo=cdkt\n--ro", "line 2: '--ro' is not --name=value"),
-        (b"\0" * 100, "line 1: .* is not --name=value"),
+        (b"--algo=cdkt\n--rounds\n", "line 2 is not --name=value"),
+        (b"--algo=cdkt\nrounds=3\n", "line 2 is not --name=value"),
+        (b"--algo=cdkt\n--ro", "line 2 is not --name=value"),
+        (b"\0" * 100, "line 1 is not --name=value"),
         (b"--algo=cdkt\n--seed=1\n--seed=2\n", "line 3: --seed has two values"),
         (b"--rounds=3\n", "names no --algo"),
         (b"", "names no --algo"),
