@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import html as html_lib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from launch.config import registry
+from launch.config import limits, registry
 from launch.experiment import Experiment, experiment
-from launch.run import custom, processes
+from launch.run import custom, loop, processes
 from launch.show import frames, words
 
 if TYPE_CHECKING:
     import pandas
+
+
+# Of a folder's name, as most file systems allow it
+MAX_NAME_BYTES = 255
 
 
 class Comparison(Mapping):
@@ -44,14 +49,15 @@ class Comparison(Mapping):
         Arguments and errors are those of `Experiment.run`. Records have the name under
         `algo`.
         """
+        told = None if on_record is None else loop.OnRecord(on_record).act
         for name, one in self.items():
             if progress:
                 processes.say(f"{name}:", flush=True)
 
             def named(record: dict[str, Any], name: str = name) -> None:
-                on_record({"algo": name, **record})
+                told({"algo": name, **record})
 
-            one.run(progress=progress, on_record=None if on_record is None else named)
+            one.run(progress=progress, on_record=None if told is None else named)
         return self
 
     def to_frame(self) -> pandas.DataFrame:
@@ -160,8 +166,11 @@ def _runs(algos: Any) -> dict[str, Mapping[str, Any]]:
     """The runs' own options by name, each with its `algo`."""
     if isinstance(algos, Mapping):
         for name, own in algos.items():
-            if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
-                raise ValueError(f"compare: {name!r} cannot be the name of a folder")
+            is_odd = not isinstance(name, str) or "/" in name or name in ("", ".", "..")
+            if is_odd or len(os.fsencode(name)) > MAX_NAME_BYTES:
+                raise ValueError(
+                    f"compare: {limits.shown(name)} cannot be the name of a folder"
+                )
             if not isinstance(own, Mapping) or "algo" not in own:
                 raise ValueError(
                     f"compare: expected options with an algo for {name!r}, got {own!r}"

@@ -7,7 +7,7 @@ import functools
 import numbers
 import pathlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,8 +63,9 @@ class Experiment(Run):
             See `summary`.
 
         Raises:
-            ValueError: `until` is not a round of this experiment, the folder belongs to
-                another run, or an option writes files but there is no `workdir`.
+            ValueError: `until` is not a round of this experiment, `on_record` is not a
+                function, the folder belongs to another run, or an option writes files
+                but there is no `workdir`.
             OSError: results cannot be written.
             KeyboardInterrupt: after SIGINT or SIGTERM, once the call in progress is
                 done. `run()` continues from there.
@@ -74,6 +75,7 @@ class Experiment(Run):
         until = rounds if until is None else until
         if not isinstance(until, numbers.Integral) or not 0 <= until <= rounds:
             raise ValueError(f"until={until!r}: expected 0..{rounds} rounds")
+        records = [loop.OnRecord(on_record)] if on_record is not None else []
         for name in ("tensorboard", "csv"):
             if getattr(self.config, name) and not self.config.workdir:
                 raise ValueError(f"{name}=True writes files; give a workdir too")
@@ -86,7 +88,7 @@ class Experiment(Run):
             if progress and not self.round:
                 processes.say(words.rules(self), flush=True)
             stop = entered.enter_context(stop_lib.Stop(twice_interrupts=False))
-            shown = self.listeners(folder, progress, on_record)
+            shown = self.listeners(folder, progress, records)
             loop.run(self, shown, stop, until)
             if folder is not None and self.round == rounds:
                 folder.finish(self.summary)
@@ -105,13 +107,14 @@ class Experiment(Run):
         self,
         folder: workdir.Workdir | None,
         progress: bool = True,
-        on_record: Callable[[dict[str, Any]], None] | None = None,
+        others: Sequence[loop.Listener] = (),
     ) -> list[loop.Listener]:
         """The listeners of the run: its folder first, and its checkpoints last."""
         out: list[loop.Listener] = [folder] if folder is not None else []
         out += progress_lib.shown(words.headline if progress else None)
-        out += [loop.OnRecord(on_record)] if on_record is not None else []
-        return out + ([workdir.Checkpoints(folder)] if folder is not None else [])
+        return [*out, *others] + (
+            [workdir.Checkpoints(folder)] if folder is not None else []
+        )
 
     def params(
         self,
