@@ -67,11 +67,12 @@ def read(path: pathlib.Path) -> Record:
         ValueError: it holds no run with measurements, or a damaged one.
     """
     summary = finished.read(path)
-    metrics = path / finished.METRICS
-    if summary is None and not (metrics.is_file() and metrics.stat().st_size):
+    is_there = (path / finished.METRICS).is_file()
+    records = finished.records(path) if is_there else []
+    if not records:
         raise ValueError(f"{path} holds no run that has measured anything")
     recorded = flagfile.RunFlags.read(path / finished.RUN_FLAGS).options
-    found = Record(path, recorded, finished.records(path), {}, summary)
+    found = Record(path, recorded, records, {}, summary)
     if summary is None:
         _check_begun(path, found.records)
         return found
@@ -93,10 +94,16 @@ def _clients(run: Record) -> dict[str, np.ndarray]:
     names = (finished.CLASS_NAMES, finished.OWNER_NAMES, *points[0])
     try:
         found = npz.read(path, needed, (*others, *names))
-        rounds, seeds, test_size = (np.shape(found[name]) for name in needed)
         kind = measured(run._replace(clients=found))
-        shape = [*seeds, *several, *rounds, *test_size[-1:]]
-        if kind not in found or [*found[kind].shape] != shape:
+        counts = [found[name] for name in needed]
+        counts += [found[name] for name in others[2:] if name in found]
+        axes = [one.ndim for one in counts if one.dtype.kind in "iu"]
+        if axes != [1, 1, 2, 3][: len(counts)]:
+            raise ValueError(f"is damaged: {', '.join(needed)} are of another form")
+        rounds, seeds, test_size = (found[name].shape for name in needed)
+        shape = [*seeds, *several, *rounds, test_size[1]]
+        accuracy = found.get(kind, np.zeros(()))
+        if [*accuracy.shape] != shape or accuracy.dtype.kind != "f":
             raise ValueError(f"is damaged: it has no {kind} of shape {shape}")
         if len(run.summary.get("sweep", ())) != sum(several):
             raise ValueError(
