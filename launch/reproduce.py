@@ -106,7 +106,7 @@ def _parse(argv: Sequence[str]) -> tuple[str, Options, dict[str, Any]]:
 
 
 # The form of a finished cell
-_CELL = {"options?": dict, "records?": [finished.RECORD], **finished.PART}
+_CELL = {"options?": dict, "records?": [finished.CURVE], **finished.PART}
 
 
 class Cells:

@@ -27,8 +27,17 @@ CHECKPOINTS = "checkpoints"
 ACCURACY, PERPLEXITY, CLASS_COUNTS = "accuracy", "perplexity", "class_counts"
 # Arrays of names, where classes or owners are not numbers
 CLASS_NAMES, OWNER_NAMES = "class_names", "owner_names"
-# The forms of JSON, see `json_text.check`: a record, and the metrics of one run
-RECORD = {"round": int, "seed": int, "diverged?": int, str: json_text.NUMBER_OR_NULL}
+# The forms of JSON, see `json_text.check`: what a cell keeps of a record, a record, and
+# the metrics of one run
+CURVE = {
+    "round": int,
+    "seed": int,
+    "bytes_up": json_text.NUMBER,
+    "bytes_down": json_text.NUMBER,
+    "diverged?": int,
+    str: json_text.NUMBER_OR_NULL,
+}
+RECORD = CURVE | {"seconds": json_text.NUMBER}
 _ENTRY = {
     "mean": json_text.NUMBER,
     "std": json_text.NUMBER,

@@ -95,16 +95,21 @@ def _clients(run: Record) -> dict[str, np.ndarray]:
     try:
         found = npz.read(path, needed, (*others, *names))
         kind = measured(run._replace(clients=found))
-        counts = [found[name] for name in needed]
-        counts += [found[name] for name in others[2:] if name in found]
-        axes = [one.ndim for one in counts if one.dtype.kind in "iu"]
-        if axes != [1, 1, 2, 3][: len(counts)]:
-            raise ValueError(f"is damaged: {', '.join(needed)} are of another form")
-        rounds, seeds, test_size = (found[name].shape for name in needed)
-        shape = [*seeds, *several, *rounds, test_size[1]]
-        accuracy = found.get(kind, np.zeros(()))
-        if [*accuracy.shape] != shape or accuracy.dtype.kind != "f":
-            raise ValueError(f"is damaged: it has no {kind} of shape {shape}")
+        num_seeds, num_rounds = found["seeds"].size, found["rounds"].size
+        num_clients = found["test_size"].size // max(num_seeds, 1)
+        shapes = {
+            "seeds": [num_seeds],
+            "rounds": [num_rounds],
+            "test_size": [num_seeds, num_clients],
+            kind: [num_seeds, *several, num_rounds, num_clients],
+        }
+        if finished.CLASS_COUNTS in found:
+            num_classes = found[finished.CLASS_COUNTS].shape[-1:]
+            shapes[finished.CLASS_COUNTS] = [num_seeds, num_clients, *num_classes]
+        for name, shape in shapes.items():
+            one = found.get(name, np.array(None))
+            if [*one.shape] != shape or one.dtype.kind not in "iuf" or not one.size:
+                raise ValueError(f"is damaged: it has no {name} of shape {shape}")
         if len(run.summary.get("sweep", ())) != sum(several):
             raise ValueError(
                 f"has not the points of {path.with_name(finished.SUMMARY)}"
