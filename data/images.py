@@ -194,17 +194,11 @@ def _check_size(width: int, height: int, count: int, where: str) -> None:
     Raises:
         ValueError: one line.
     """
-    try:
-        if max(width, height) > MAX_SIDE:
-            raise ValueError(
-                f"{count} images of {width}x{height} pixels, at most {MAX_SIDE}x"
-                f"{MAX_SIDE} are read; resize them"
-            )
-        # They are in the memory one by one, and then as one array.
-        what = f"{count} images of {width}x{height} pixels"
-        memory.check(2 * count * width * height, what)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    what = f"{where}: {count} images of {width}x{height} pixels"
+    if max(width, height) > MAX_SIDE:
+        raise ValueError(f"{what}, at most {MAX_SIDE}x{MAX_SIDE} are read; resize them")
+    # They are in the memory one by one, and then as one array.
+    memory.check(2 * count * width * height, what)
 
 
 def _read(

@@ -106,14 +106,18 @@ def _clients(run: Record) -> dict[str, np.ndarray]:
         if finished.CLASS_COUNTS in found:
             num_classes = found[finished.CLASS_COUNTS].shape[-1:]
             shapes[finished.CLASS_COUNTS] = [num_seeds, num_clients, *num_classes]
-        for name, shape in shapes.items():
-            one = found.get(name, np.array(None))
-            if [*one.shape] != shape or one.dtype.kind not in "iuf" or not one.size:
-                raise ValueError(f"is damaged: it has no {name} of shape {shape}")
+        arrays = {name: found.get(name, np.array(None)) for name in shapes}
+        odd = [
+            f"{name} of shape {shapes[name]}"
+            for name, one in arrays.items()
+            if [*one.shape] != shapes[name]
+            or one.dtype.kind not in "iuf"
+            or not one.size
+        ]
         if len(run.summary.get("sweep", ())) != sum(several):
-            raise ValueError(
-                f"has not the points of {path.with_name(finished.SUMMARY)}"
-            )
+            odd += [f"points of a sweep that {finished.SUMMARY} has"]
+        if odd:
+            raise ValueError(f"is damaged: it has no {odd[0]}")
     except ValueError as error:
         raise ValueError(f"{path} {error}") from error
     return found

@@ -371,14 +371,15 @@ def c1_numbers_that_are_a_number(folder) -> str:
 
 def c1_a_mean_that_is_text(folder) -> str:
     """The mean of a metric in a resealed summary is a text."""
-    entry = {"mean": "x", "std": 0.0, "per_seed": [0.5]}
-    return _reported(folder, metrics={"client_accuracy": entry})
+    entry = {"mean": 0.5, "std": 0.0, "per_seed": [0.5]}
+    metrics = {"bytes_up": entry, "bytes_down": entry | {"mean": "x"}}
+    return _reported(folder, metrics=metrics)
 
 
 def c1_metrics_that_no_record_has(folder) -> str:
     """A resealed summary has bytes alone, and the page has no accuracy to show."""
     entry = {"mean": 1.0, "std": 0.0, "per_seed": [1.0]}
-    line = _reported(folder, metrics={"bytes_up": entry})
+    line = _reported(folder, metrics={"bytes_up": entry, "bytes_down": entry})
     text = (folder / "page.html").read_text()
     return line or text[text.index("No summary has") :].partition("<")[0]
 
