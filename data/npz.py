@@ -43,7 +43,7 @@ def read(
             warnings.simplefilter("ignore")
             held = {name.removesuffix(".npy") for name in archive.namelist()}
             there = [name for name in wanted if name in held]
-            # Of all before any is read, as a small file may hold very many zeros.
+            # A small file may hold very many zeros, so sizes are summed before reading.
             memory.check(sum(_num_bytes(archive, name) for name in there), "its arrays")
             arrays = {name: _array(archive, name) for name in there}
     except Exception as error:  # damaged bytes raise various errors

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas
 
 
-# Of a folder's name, as most file systems allow it
+# The longest name of a folder on most file systems
 MAX_NAME_BYTES = 255
 
 
@@ -49,15 +49,15 @@ class Comparison(Mapping):
         Arguments and errors are those of `Experiment.run`. Records have the name under
         `algo`.
         """
-        told = None if on_record is None else loop.OnRecord(on_record).act
+        act = None if on_record is None else loop.OnRecord(on_record).act
         for name, one in self.items():
             if progress:
                 processes.say(f"{name}:", flush=True)
 
             def named(record: dict[str, Any], name: str = name) -> None:
-                told({"algo": name, **record})
+                act({"algo": name, **record})
 
-            one.run(progress=progress, on_record=None if told is None else named)
+            one.run(progress=progress, on_record=None if act is None else named)
         return self
 
     def to_frame(self) -> pandas.DataFrame:

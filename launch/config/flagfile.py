@@ -127,11 +127,11 @@ class RunFlags:
     def note(self, path: pathlib.Path) -> str:
         """A line about options that were not taken, "" if their values are defaults."""
         defaults = {f.name: text(f.default) for f in dataclasses.fields(schema.Config)}
-        told = [f"--{n}" for n, v in self.dropped.items() if defaults.get(n) != v]
-        if not told:
+        names = [f"--{n}" for n, v in self.dropped.items() if defaults.get(n) != v]
+        if not names:
             return ""
         return (
-            f"note: {path}: {', '.join(told)} is not taken from the folder of a run; "
+            f"note: {path}: {', '.join(names)} is not taken from the folder of a run; "
             "give it again if you want it"
         )
 

@@ -62,7 +62,7 @@ def start(
 
 
 def settings() -> dict[str, Any]:
-    """What `start` told this process, which from now on ends when its parent does."""
+    """Reads the settings that `start` wrote; this process then ends with its parent."""
     found = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     return found

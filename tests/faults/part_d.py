@@ -504,8 +504,8 @@ def d7_a_study_that_is_killed(folder) -> str:
     path.touch()
     code = (
         "from launch.study import child\n"
-        f"told = {{'path': {str(path)!r}}}\n"
-        "one = child.start('tests.toys.waits', told, is_leader=True)\n"
+        f"settings = {{'path': {str(path)!r}}}\n"
+        "one = child.start('tests.toys.waits', settings, is_leader=True)\n"
         "child.ended(one)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code]) as parent:

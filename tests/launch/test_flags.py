@@ -216,7 +216,7 @@ def test_what_no_run_records_is_not_taken(tmp_path):
     assert flagfile.RunFlags.read(older).note(older) == ""
 
 
-def test_the_record_of_a_run_is_no_flagfile_of_a_user(in_file, tmp_path, capsys):
+def test_a_record_names_less_than_a_flagfile(in_file, tmp_path, capsys):
     """What a user's own file may name, `run.flags` may not, also by another file."""
     lines = ("--algo=cdkt", *STRANGE, f"--workdir={tmp_path}")
     got = parse(in_file(*lines))
