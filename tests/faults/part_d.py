@@ -491,9 +491,9 @@ def d6_a_full_disk_under_client_state(folder) -> str:
     made = build.experiment(**options)
     with unittest.mock.patch.object(population.os, "posix_fallocate", full):
         line = _line(made.run, progress=False)
-    again = build.experiment(**options, resume=True).run(progress=False)
-    del options["workdir"], options["client_state"]
-    alone = build.experiment(**options).run(progress=False)
+    with contextlib.redirect_stderr(io.StringIO()):
+        again = build.experiment(**options, resume=True).run(progress=False)
+    alone = build.experiment(**options | {"workdir": None}).run(progress=False)
     assert again["parameters_sha256"] == alone["parameters_sha256"]
     return line
 
