@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import warnings
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 # Columns that hold the labels if there is exactly one of them
 LABELS = ("label", "y", "target", "class")
+# The columns of a CSV file. These take pandas half a minute, and ten times as many an
+# hour.
+MAX_COLUMNS, MAX_HEADER_BYTES = 32768, 1 << 24
 # What means in other columns that there is no number
 _MISSING = [
     "",
@@ -44,6 +48,7 @@ def from_csv(
     place = files.given(path, where)
     try:
         files.check(place, "a CSV file")
+        _check_width(place)
         with warnings.catch_warnings():
             # Lines that are longer than the header would be cut off.
             warnings.simplefilter("error", pandas.errors.ParserWarning)
@@ -76,6 +81,23 @@ def from_csv(
     for name in as_text:
         frame[name] = _plain_numbers(frame[name])
     return from_frame(frame, label, owner, where)
+
+
+def _check_width(place: pathlib.Path) -> None:
+    """Refuses a file of very many columns, for which pandas takes hours.
+
+    Raises:
+        ValueError: a phrase.
+    """
+    from pandas.io import common
+
+    with common.get_handle(place, "rb", compression="infer", is_text=False) as opened:
+        header = opened.handle.readline(MAX_HEADER_BYTES)
+    if (count := header.count(b",") + 1) > MAX_COLUMNS:
+        raise ValueError(
+            f"its first line has {count:,} columns, at most {MAX_COLUMNS:,} are read; "
+            "give the data as npz:PATH"
+        )
 
 
 def _plain_numbers(column: pandas.Series) -> pandas.Series:

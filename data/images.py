@@ -2,18 +2,32 @@
 
 import os
 import pathlib
+import re
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from data import arrays, dataset, files, labels
+from data import arrays, dataset, files, labels, memory
 
 SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".bmp", ".gif"),
     *(".tif", ".tiff", ".webp", ".ppm", ".pgm"),
 )
-# Folders of downloads that are no owners
-_SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation"}
+# Pillow's names of the formats that are read. It knows many more, some of which start
+# other programs.
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
+# Larger images are not for training, and a small file may hold very many pixels.
+MAX_SIDE = 4096
+# Words in the names of folders of downloads that are neither owners nor classes
+_SPLITS = (
+    *("train", "training", "trainset", "test", "testing", "testset", "dev"),
+    *("val", "valid", "validation", "eval", "evaluation", "holdout", "pred"),
+)
+_KINDS = {"image", "images", "img", "imgs", "mask", "masks", "label", "labels"}
+# What an archive of a Mac has beside its files
+_LEFT_OVER = "__MACOSX"
 _TRANSPARENT = ("LA", "La", "PA", "RGBA", "RGBa")
 _COLOURS = ("RGB", "P", "CMYK", "YCbCr", "HSV", "LAB")
 
@@ -21,7 +35,8 @@ _COLOURS = ("RGB", "P", "CMYK", "YCbCr", "HSV", "LAB")
 def from_folder(path: str, flag: str = "dataset") -> dataset.Dataset:
     """A data set of the images in class/file or owner/class/file.
 
-    Rows are in the order of the paths. Names that begin with a dot are not read.
+    Rows are in the order of the paths. Names that begin with a dot, and folders
+    `__MACOSX`, are not read. All sizes are checked before the pixels of any image are.
 
     Args:
         path: The folder.
@@ -51,33 +66,31 @@ def from_folder(path: str, flag: str = "dataset") -> dataset.Dataset:
             f"{where}: images must be in class/file or owner/class/file, all of them "
             f"alike; there is {shown}"
         )
-    pixels = [_read(root, one, where) for one in found]
-    sizes = {image.shape[:2]: one for one, image in zip(found, pixels, strict=True)}
+    _check_names(sorted({one.parts[0] for one in found}), len(found[0].parts), where)
+    notes = _notes_of_links(root, found, where)
+    sizes = {_read(root, one, where, lambda image: image.size): one for one in found}
     if len(sizes) > 1:
         (first, one), (second, other) = list(sizes.items())[:2]
         raise ValueError(
-            f"{where}: {one} has {first[1]}x{first[0]} pixels and {other} "
-            f"{second[1]}x{second[0]}; resize all of them to one size"
+            f"{where}: {one} has {first[0]}x{first[1]} pixels and {other} "
+            f"{second[0]}x{second[1]}; resize all of them to one size"
         )
+    _check_size(*next(iter(sizes)), len(found), where)
+    pixels = [_read(root, one, where, _pixels) for one in found]
     num_gray = sum(image.shape[2] == 1 for image in pixels)
-    notes = ()
     if 0 < num_gray < len(pixels):
         pixels = [np.broadcast_to(one, (*one.shape[:2], 3)) for one in pixels]
         notes += (f"{num_gray} gray images among those in colour became RGB",)
     if others:
-        names = labels.listed([str(one) for one in others])
-        notes += (f"files that are not images are left out: {names}",)
-    has_owners = len(found[0].parts) == 3
-    if has_owners and {one.parts[0].lower() for one in found} <= _SPLITS:
-        raise ValueError(
-            f"{where}: its folders look like splits and not like owners "
-            f"({labels.listed(sorted({one.parts[0] for one in found}))}); put their "
-            "classes into one folder, which --test_split divides"
-        )
+        notes += (f"files that are not images are left out: {others}",)
+    owners = [one.parts[0] for one in found] if len(found[0].parts) == 3 else None
+    if owners and len(set(owners)) == 1:
+        notes += (f"the one folder {owners[0]} over the classes is not an owner",)
+        owners = None
     made = arrays.from_arrays(
         np.stack(pixels),
         [one.parts[-2] for one in found],
-        [one.parts[0] for one in found] if has_owners else None,
+        owners,
         where,
         layout="nhwc",
         least_classes=2 if flag == "dataset" else 1,
@@ -86,29 +99,112 @@ def from_folder(path: str, flag: str = "dataset") -> dataset.Dataset:
     return made._replace(notes=made.notes + notes)
 
 
-def _listed(
-    root: pathlib.Path, where: str
-) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
-    """(images, other files) below a folder, relative to it, in order."""
+def _listed(root: pathlib.Path, where: str) -> tuple[list[pathlib.Path], str]:
+    """The images below a folder, relative to it and in order, and its other files.
+
+    Names of other files are shown if they are in the folder itself, and counted if they
+    are in a folder to which one of its links leads.
+    """
 
     def refuse(error: OSError) -> None:
         raise ValueError(f"{where}: {error.filename}: {error.strerror}") from error
 
-    images, others = [], []
+    images, others, num_behind, behind = [], [], 0, set()
     for folder, inside, names in os.walk(root, onerror=refuse, followlinks=True):
         place = pathlib.Path(folder).relative_to(root)
-        inside[:] = [name for name in inside if not name.startswith(".")]
+        inside[:] = [name for name in inside if name[0] != "." and name != _LEFT_OVER]
         if len(place.parts) > 3:
             inside[:] = []  # refused by its depth, also where links make a circle
+        below = (os.path.join(folder, name) for name in inside)
+        behind.update(one for one in below if folder in behind or os.path.islink(one))
         for name in names:
-            if not name.startswith("."):
-                is_image = name.lower().endswith(SUFFIXES)
-                (images if is_image else others).append(place / name)
-    return sorted(images), sorted(others)
+            if name.startswith("."):
+                continue
+            if name.lower().endswith(SUFFIXES):
+                images.append(place / name)
+            elif folder in behind:
+                num_behind += 1
+            else:
+                others.append(str(place / name))
+    shown = [labels.listed(sorted(others))] if others else []
+    shown += [f"{num_behind} in folders that are links"] if num_behind else []
+    return sorted(images), " and ".join(shown)
 
 
-def _read(root: pathlib.Path, name: pathlib.Path, where: str) -> np.ndarray:
-    """An image as uint8 [H, W, 1 or 3].
+def _check_names(top: list[str], depth: int, where: str) -> None:
+    """Refuses folders that are the parts of a download, not owners or classes.
+
+    Args:
+        top: The names of the first folders.
+        depth: 3 if they are over the classes, 2 if they are the classes.
+        where: The name of the folder in errors.
+
+    Raises:
+        ValueError: one line.
+    """
+    role = "owners" if depth == 3 else "classes"
+    is_split = all(name.lower() in _SPLITS for name in top)
+    if role == "owners":
+        # Such as seg_train and seg_test, but not test_01 and test_02
+        words = [set(re.findall("[a-z]+", one.lower())) & {*_SPLITS} for one in top]
+        is_split |= all(words) and len(set.union(*words)) > 1
+    is_kind = len(top) > 1 and all(name.lower() in _KINDS for name in top)
+    if is_split or is_kind:
+        kind = "splits" if is_split else "images and their masks"
+        cure = "put their classes into one folder, which --test_split divides"
+        if is_kind:
+            cure = "give a folder of the images alone"
+        raise ValueError(
+            f"{where}: its folders look like {kind} and not like {role} "
+            f"({labels.listed(top)}); {cure}"
+        )
+
+
+def _notes_of_links(
+    root: pathlib.Path, found: list[pathlib.Path], where: str
+) -> tuple[str, ...]:
+    """A line about files that are links to one another, and so the same row twice.
+
+    Raises:
+        ValueError: one line: such files are in the folders of different classes.
+    """
+    first: dict[tuple[int, int], pathlib.Path] = {}
+    twice = []
+    for one in found:
+        try:
+            status = os.stat(root / one)
+        except OSError:
+            continue  # it cannot be read either, which is said there
+        other = first.setdefault((status.st_dev, status.st_ino), one)
+        if other is not one:
+            twice.append(f"{one} is {other}")
+        if other.parts[-2] != one.parts[-2]:
+            raise ValueError(
+                f"{where}: {other} and {one} are one file by a link, with two labels; "
+                "remove one of them"
+            )
+    if not twice:
+        return ()
+    return (f"{len(twice)} images are links to others: {labels.listed(twice)}",)
+
+
+def _check_size(width: int, height: int, count: int, where: str) -> None:
+    """Refuses images that are too large, or too many for the memory.
+
+    Raises:
+        ValueError: one line.
+    """
+    what = f"{where}: {count} images of {width}x{height} pixels"
+    if max(width, height) > MAX_SIDE:
+        raise ValueError(f"{what}, at most {MAX_SIDE}x{MAX_SIDE} are read; resize them")
+    # They are in the memory one by one, and then as one array.
+    memory.check(2 * count * width * height, what)
+
+
+def _read(
+    root: pathlib.Path, name: pathlib.Path, where: str, take: Callable[[Any], Any]
+) -> Any:
+    """What `take` returns for an image as pillow opened it, without its pixels.
 
     Raises:
         ValueError: one line that names the file.
@@ -121,14 +217,18 @@ def _read(root: pathlib.Path, name: pathlib.Path, where: str) -> np.ndarray:
         ) from error
     try:
         files.check(root / name, "an image")
-        with Image.open(root / name) as image:
-            return _pixels(image)
+        with warnings.catch_warnings():
+            # Pillow warns about many pixels, which are refused here.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(root / name, formats=FORMATS)
+        with image:
+            return take(image)
     except Exception as error:  # damaged bytes raise various errors
         if isinstance(error, MemoryError):
             raise
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         if "cannot identify" in reason:
-            reason = "it is not an image, or damaged"
+            reason = f"it is not an image ({', '.join(FORMATS)}), or damaged"
         raise ValueError(f"{where}: {name} cannot be read: {reason}") from error
 
 

@@ -1,4 +1,4 @@
-"""The memory that is still available to this process on its machine and cgroup."""
+"""The memory that is available to this process on its machine and in its cgroups."""
 
 import os
 import pathlib
@@ -27,6 +27,29 @@ def available_bytes(root: pathlib.Path = pathlib.Path("/")) -> int | None:
     """
     found = [*_machine(root), *_cgroups(root)]
     return min(found, default=None)
+
+
+def check(num_bytes: int, what: str) -> None:
+    """Refuses to read what is larger than the memory that is available.
+
+    Args:
+        num_bytes: What is needed at least.
+        what: What needs it, a plural.
+
+    Raises:
+        ValueError: a phrase that begins with `what`.
+    """
+    available = available_bytes()
+    if available is not None and num_bytes > available:
+        raise ValueError(
+            f"{what} need {in_words(num_bytes)} of memory at least, and "
+            f"{in_words(available)} are free"
+        )
+
+
+def in_words(num_bytes: float) -> str:
+    """A number of bytes in words."""
+    return f"{num_bytes / 2**30:,.1f} GiB"
 
 
 def _machine(root: pathlib.Path) -> Iterator[int]:

@@ -1,5 +1,6 @@
 """Reads users' npz files without unpickling objects."""
 
+import math
 import pathlib
 import warnings
 import zipfile
@@ -7,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data import files
+from data import files, memory
 
 
 def read(
@@ -26,7 +27,8 @@ def read(
         others: Whether other arrays may exist.
 
     Raises:
-        ValueError: one phrase about the file, without its path.
+        ValueError: one phrase about the file, without its path; also if its arrays are
+            larger than the memory that is free.
     """
     wanted = (*required, *optional)
     try:
@@ -40,7 +42,10 @@ def read(
             # numpy warns about headers of Python 2, which it can read.
             warnings.simplefilter("ignore")
             held = {name.removesuffix(".npy") for name in archive.namelist()}
-            arrays = {name: _array(archive, name) for name in wanted if name in held}
+            there = [name for name in wanted if name in held]
+            # A small file may hold very many zeros, so sizes are summed before reading.
+            memory.check(sum(_num_bytes(archive, name) for name in there), "its arrays")
+            arrays = {name: _array(archive, name) for name in there}
     except Exception as error:  # damaged bytes raise various errors
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"cannot be read: {reason}") from error
@@ -56,6 +61,29 @@ def read(
     return arrays
 
 
+def _num_bytes(archive: zipfile.ZipFile, name: str) -> int:
+    """The bytes of an array by its header, which must be those of its member.
+
+    Raises:
+        ValueError: they are not.
+    """
+    with archive.open(f"{name}.npy") as member:
+        try:
+            version = np.lib.format.read_magic(member)
+            is_first = version == (1, 0)
+            read = np.lib.format.read_array_header_2_0
+            read = np.lib.format.read_array_header_1_0 if is_first else read
+            shape, _, dtype = read(member)
+        except ValueError:
+            return 0  # nothing can be read either, and `_array` says why
+        held = archive.getinfo(f"{name}.npy").file_size - member.tell()
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes != held and not dtype.hasobject:
+        than = "longer" if held > num_bytes else "shorter"
+        raise ValueError(f"{name} is {than} than its header says")
+    return held
+
+
 def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     """Reads a whole member, so that the archive's checksum is compared."""
     with archive.open(f"{name}.npy") as member:
@@ -66,8 +94,7 @@ def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
             if "Object arrays" in str(error):
                 reason = " holds pickled Python objects; give numbers or astype(str)"
             raise ValueError(f"{name}{reason}") from error
-        if member.read(1):
-            raise ValueError(f"{name} is longer than its header says")
+        member.read(1)  # at the end of a member its checksum is compared
     return array
 
 

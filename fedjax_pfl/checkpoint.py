@@ -25,6 +25,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pfl import json_text
+
 KEEP = 2
 MANIFEST = "manifest.json"
 FORMAT = 3
@@ -263,7 +265,7 @@ def save(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob("partial_*"):
-        shutil.rmtree(left)
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
     partial = folder / f"partial_{round:08d}"
     final = folder / f"round_{round:08d}"
     try:
@@ -320,7 +322,9 @@ def _checkpointer() -> Any:
     )
 
 
-_PARTS = {"round", "host", "arrays", "files"}
+# The form of a manifest, and of its body
+_SEALED = {"sha256": str, "body": str}
+_PARTS = {"round?": int, "host?": dict, "arrays?": dict, "files?": {str: str}}
 
 
 def _manifest(path: pathlib.Path) -> dict:
@@ -328,17 +332,18 @@ def _manifest(path: pathlib.Path) -> dict:
     try:
         if not (path / MANIFEST).is_file():  # a pipe would wait
             raise FileNotFoundError
-        wrapped = json.loads((path / MANIFEST).read_text())
+        wrapped = json_text.read((path / MANIFEST).read_bytes(), _SEALED)
         text = wrapped["body"]
+        # A half of a surrogate pair has no bytes.
         intact = hashlib.sha256(text.encode()).hexdigest() == wrapped["sha256"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        manifest = json_text.read(text, _PARTS)
+    except (OSError, ValueError):
         intact = False
     if not intact:
         raise ValueError(f"{path / MANIFEST} is missing or damaged")
-    manifest = json.loads(text)
-    if not isinstance(manifest, dict) or manifest.get("format") not in READABLE:
+    if manifest.get("format") not in READABLE:
         raise ValueError(f"{path} was written by another version of this program")
-    if not _PARTS <= manifest.keys():
+    if not {name.removesuffix("?") for name in _PARTS} <= manifest.keys():
         raise ValueError(f"{path / MANIFEST} is damaged: it is not a manifest")
     return manifest
 

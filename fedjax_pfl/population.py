@@ -142,7 +142,7 @@ class Store:
         """Keeps `records` uint8[n, bytes] as the rows of clients int[n], all distinct.
 
         Raises:
-            ValueError: the file cannot grow.
+            OSError: the file cannot grow.
         """
         new = ids[self._slot[ids] < 0]
         while self._used + len(new) > len(self._parts) * self._part_rows:
@@ -167,7 +167,7 @@ class Store:
             # disk is full.
             os.posix_fallocate(self._file.fileno(), begin, size)
         except OSError as error:
-            raise ValueError(
+            raise OSError(
                 f"--client_state={self._folder}: rows of clients cannot be written "
                 f"there: {error.strerror}"
             ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html as html_lib
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,17 @@ import numpy as np
 
 import algorithms
 from data import labels
-from launch.config import presets, registry
+from launch.config import limits, presets, registry
 from launch.experiment import Experiment, experiment
-from launch.run import custom, processes
+from launch.run import custom, loop, processes
 from launch.show import frames, words
 
 if TYPE_CHECKING:
     import pandas
+
+
+# The longest name of a folder on most file systems
+MAX_NAME_BYTES = 255
 
 
 class Comparison(Mapping):
@@ -56,14 +61,15 @@ class Comparison(Mapping):
         equal parameters.
         """
         self._show(self.notes, progress)
+        act = None if on_record is None else loop.OnRecord(on_record).act
         for name, one in self.items():
             if progress:
                 processes.say(f"{name}:", flush=True)
 
             def named(record: dict[str, Any], name: str = name) -> None:
-                on_record({"algo": name, **record})
+                act({"algo": name, **record})
 
-            one.run(progress=progress, on_record=None if on_record is None else named)
+            one.run(progress=progress, on_record=None if act is None else named)
         hashes = {name: one.simulation.digest() for name, one in self.items()}
         self._show(words.equal_parameters(hashes), progress)
         return self
@@ -186,8 +192,11 @@ def _runs(algos: Any) -> dict[str, Mapping[str, Any]]:
     """The runs' own options by name, each with its `algo`."""
     if isinstance(algos, Mapping):
         for name, own in algos.items():
-            if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
-                raise ValueError(f"compare: {name!r} cannot be the name of a folder")
+            is_odd = not isinstance(name, str) or "/" in name or name in ("", ".", "..")
+            if is_odd or len(os.fsencode(name)) > MAX_NAME_BYTES:
+                raise ValueError(
+                    f"compare: {limits.shown(name)} cannot be the name of a folder"
+                )
             if not isinstance(own, Mapping) or "algo" not in own:
                 raise ValueError(
                     f"compare: expected options with an algo for {name!r}, got {own!r}"

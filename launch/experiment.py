@@ -6,8 +6,9 @@ import contextlib
 import functools
 import numbers
 import pathlib
+import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,8 +66,9 @@ class Experiment(Run):
             See `summary`.
 
         Raises:
-            ValueError: `until` is not a round of this experiment, the folder belongs to
-                another run, or an option writes files but there is no `workdir`.
+            ValueError: `until` is not a round of this experiment, `on_record` is not a
+                function, the folder belongs to another run, or an option writes files
+                but there is no `workdir`.
             OSError: results cannot be written.
             KeyboardInterrupt: after SIGINT or SIGTERM, once the call in progress is
                 done. `run()` continues from there.
@@ -76,6 +78,7 @@ class Experiment(Run):
         until = rounds if until is None else until
         if not isinstance(until, numbers.Integral) or not 0 <= until <= rounds:
             raise ValueError(f"until={until!r}: expected 0..{rounds} rounds")
+        records = [loop.OnRecord(on_record)] if on_record is not None else []
         for name in ("tensorboard", "csv"):
             if getattr(self.config, name) and not self.config.workdir:
                 raise ValueError(f"{name}=True writes files; give a workdir too")
@@ -87,7 +90,7 @@ class Experiment(Run):
                     processes.say(f"{folder.path} holds this finished run", flush=True)
             self._show_notes(progress)
             stop = entered.enter_context(stop_lib.Stop(twice_interrupts=False))
-            shown = self.listeners(folder, progress, on_record)
+            shown = self.listeners(folder, progress, records)
             loop.run(self, shown, stop, until)
             if folder is not None and self.round == rounds:
                 folder.finish(self.summary)
@@ -117,13 +120,14 @@ class Experiment(Run):
         self,
         folder: workdir.Workdir | None,
         progress: bool = True,
-        on_record: Callable[[dict[str, Any]], None] | None = None,
+        others: Sequence[loop.Listener] = (),
     ) -> list[loop.Listener]:
         """The listeners of the run: its folder first, and its checkpoints last."""
         out: list[loop.Listener] = [folder] if folder is not None else []
         out += progress_lib.shown(words.headline if progress else None)
-        out += [loop.OnRecord(on_record)] if on_record is not None else []
-        return out + ([workdir.Checkpoints(folder)] if folder is not None else [])
+        return [*out, *others] + (
+            [workdir.Checkpoints(folder)] if folder is not None else []
+        )
 
     def params(
         self,
@@ -281,7 +285,10 @@ def experiment(**given: Any) -> Experiment:
 
 
 def load(path: Any, **given: Any) -> Experiment:
-    """Opens the folder of a run, finished or stopped.
+    """Opens the folder of a run, finished or stopped, perhaps a stranger's.
+
+    Options that runs do not record (`export_partition`, `distributed`, `compile_cache`
+    and others that act outside of the folder) are not taken from it.
 
     Example:
         >>> import tempfile
@@ -313,7 +320,10 @@ def load(path: Any, **given: Any) -> Experiment:
             raise ValueError(
                 f"{path} holds no run: there is no {flags_path.name} in it"
             )
-        return flagfile.RunFlags.read(flags_path).options
+        found = flagfile.RunFlags.read(flags_path)
+        if note := found.note(flags_path):
+            print(note, file=sys.stderr, flush=True)
+        return found.options
 
     recorded = processes.on_first(read)
     algo = given.get("algo", recorded["algo"])

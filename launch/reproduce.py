@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data import files, loaders, texts
-from fedjax_pfl import levels
+from fedjax_pfl import json_text, levels
 from fedjax_pfl.options import option
 from launch import cells, ending
 from launch.config import flagfile, flags, presets, registry, resolve, schema
@@ -113,6 +113,10 @@ def _parse(argv: Sequence[str]) -> tuple[str, Options, dict[str, Any]]:
     return names[0], Options(**mine), given
 
 
+# The form of a finished cell
+_CELL = {"options?": dict, "records?": [finished.CURVE], **finished.PART}
+
+
 class Cells:
     """A file of finished cells, with which a table outlives its runs' folders."""
 
@@ -126,8 +130,8 @@ class Cells:
             return {}
         try:
             files.check(self._path, "a file of cells")
-            return dict(json.loads(self._path.read_text()))
-        except (ValueError, TypeError, OSError) as error:
+            return json_text.read(self._path.read_bytes(), {str: _CELL})
+        except (ValueError, OSError) as error:
             line = f"--cells={self._path} is not a file of cells: {error}"
             raise ValueError(line) from error
 

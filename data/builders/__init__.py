@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from data import images
+
 
 def of_images(
     name: str,
@@ -63,4 +65,5 @@ def _decoded(content: bytes) -> np.ndarray:
     """An image as uint8 [H, W, 3]. Some of ImageNet are gray."""
     from PIL import Image  # takes long to import
 
-    return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+    opened = Image.open(io.BytesIO(content), formats=images.FORMATS)
+    return np.asarray(opened.convert("RGB"))

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pathlib
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,12 @@ from data import files
 from launch.config import limits, registry, schema
 
 FLAGFILES = pathlib.Path(__file__).parent.parent / "flagfiles"
+# The name of the flagfile in a run's folder
+RUN_FLAGS = "run.flags"
+# Flagfiles that name one another, at most
+MAX_DEPTH = 50
+# Flags of absl, which options of a run are not
+_OF_ABSL = {"flagfile", "undefok"}
 
 # What has changed where one of the hashes of a run has
 HASHED = {
@@ -50,10 +57,12 @@ class RunFlags:
         options: Option -> text.
         hashes: Name -> SHA-256 of what a flag cannot hold, such as the data. Written
             as `#--name=value`, a comment to absl; other data are another run.
+        dropped: Options that were read but not taken, see `read`.
     """
 
     options: dict[str, str]
     hashes: dict[str, str] = dataclasses.field(default_factory=dict)
+    dropped: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, *values: Any, hashes: Mapping[str, str] | None = None) -> RunFlags:
@@ -82,15 +91,25 @@ class RunFlags:
     def read(cls, path: pathlib.Path) -> RunFlags:
         """The flags in a run's folder.
 
+        The folder may be a stranger's. Options that no run records (`schema.NOWHERE`)
+        would write files, open connections or load programs, and are not taken.
+
         Raises:
             ValueError: one line that names the file and the line that is not a flag.
             OSError: the file is missing or cannot be read.
         """
         try:
-            content = _text(path)
+            return cls._of_text(_text(path))
         except ValueError as error:
             raise ValueError(f"{path} {error}") from error
-        out = cls({})
+
+    @classmethod
+    def _of_text(cls, content: str) -> RunFlags:
+        """The flags in the text of a file; a ValueError is a phrase without the path.
+
+        Contents are not in the phrase, as the file may be a link to another one.
+        """
+        out, never = cls({}), schema.names(schema.NOWHERE) | _OF_ABSL
         # Not `splitlines`, which also breaks at characters that a value may hold.
         for number, line in enumerate(content.split("\n"), start=1):
             found = re.fullmatch(r"(#?)--([^\W\d]\w*)=(.*?)\r?", line, re.DOTALL)
@@ -98,17 +117,30 @@ class RunFlags:
                 continue
             if found is None:
                 raise ValueError(
-                    f"{path} line {number}: {limits.shown(line)} is not --name=value; "
-                    "the file is damaged"
+                    f"line {number} is not --name=value; the file is damaged"
                 )
             is_hash, name, value = found.groups()
-            kind = out.hashes if is_hash else out.options
+            kind = out.dropped if name in never else out.options
+            kind = out.hashes if is_hash else kind
             if {out.options.get(name, value), out.hashes.get(name, value)} != {value}:
-                raise ValueError(f"{path} line {number}: --{name} has two values")
+                raise ValueError(f"line {number}: --{name} has two values")
             kind[name] = value
         if "algo" not in out.options:
-            raise ValueError(f"{path} names no --algo; the file is damaged")
+            raise ValueError("names no --algo; the file is damaged")
         return out
+
+    def note(self, path: pathlib.Path) -> str:
+        """A line about options that were not taken, "" if their values are defaults."""
+        defaults = {
+            f.name: limits.text(f.default) for f in dataclasses.fields(schema.Config)
+        }
+        names = [f"--{n}" for n, v in self.dropped.items() if defaults.get(n) != v]
+        if not names:
+            return ""
+        return (
+            f"note: {path}: {', '.join(names)} is not taken from the folder of a run; "
+            "give it again if you want it"
+        )
 
     def lines(self) -> list[str]:
         """The file's lines, which replay the run."""
@@ -139,7 +171,7 @@ class RunFlags:
         known = {
             f.name: limits.text(f.default) for f in fields if f.default is not None
         }
-        return RunFlags(known | self.options, self.hashes)
+        return RunFlags(known | self.options, self.hashes, self.dropped)
 
     def differences(self, now: RunFlags) -> list[str]:
         """The parts of a run's identity that have changed, as readable pairs.
@@ -186,6 +218,10 @@ def expand(argv: Sequence[str]) -> list[str]:
     absl itself would wait for pipes, skip a file that includes itself, and not find our
     flagfiles by name.
 
+    A file named `run.flags` is what a run recorded, perhaps a stranger's run: its
+    options are those of `RunFlags.read`, and a line on stderr names others. Flagfiles
+    of any other name are the user's own and may have every option.
+
     Raises:
         UsageError: one line that names the flagfile.
     """
@@ -216,16 +252,24 @@ def _lines_of(value: str, inside: tuple[str, ...]) -> list[str]:
     ours = {one.stem: one for one in sorted(FLAGFILES.glob("*.flags"))}
     try:
         path = path if path.exists() else ours.get(name, path)
-        lines = _text(path).split("\n")
+        if is_record := path.name == RUN_FLAGS:
+            recorded = RunFlags._of_text(_text(path))
+            lines = recorded.lines()
+            if note := recorded.note(path):
+                print(note, file=sys.stderr)
+        else:
+            lines = _text(path).split("\n")
     except FileNotFoundError as error:
         hint = limits.nearest(path.name.removesuffix(".flags"), ours)
         raise UsageError(f"{where}: there is no such file{hint}") from error
     except OSError as error:
         raise UsageError(f"{where} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise UsageError(f"{where} {error}") from error
-    if (identity := os.path.realpath(path)) in inside:
-        raise UsageError(f"{where} includes itself; remove that line")
+        hint = "; rename it if it is not the record of a run" * is_record
+        raise UsageError(f"{where} {error}{hint}") from error
+    if (identity := os.path.realpath(path)) in inside or len(inside) >= MAX_DEPTH:
+        odd = "includes itself" if identity in inside else "is the end of a long chain"
+        raise UsageError(f"{where} {odd}; remove that line")
     flags = [line.strip() for line in lines]
     flags = [flag for flag in flags if flag and not flag.startswith(("#", "//"))]
     return _expanded(flags, (*inside, identity))

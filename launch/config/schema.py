@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from data import arrays, partitions, texts
+from data import arrays, images, partitions, texts
 from data import dataset as dataset_lib
 from fedjax_pfl import augment, measures, options
 from launch.config import presets
@@ -41,7 +41,8 @@ def option(
         help: One sentence.
         role: `IDENTITY`: a run with another value is another run. `EXECUTION`: how,
             where and for how long it is computed. `NOWHERE`: the same, but never
-            recorded in `run.flags`.
+            recorded in `run.flags` and never taken from it, as the folder may be a
+            stranger's: what writes files, opens connections or loads programs.
         label: Whether the name of a run in a picture contains the option: `always` if
             runs differ in it, `never`, or "" if runs of one algorithm differ in it.
         needs: Another option -> its values with which this one has an effect. With
@@ -130,7 +131,10 @@ class Data:
         1, "right angles of images, each another class; 1 = as is", minimum=1, maximum=4
     )
     image_size: int = option(
-        0, "pad images with black to this side; 0 = as is", minimum=0, maximum=4096
+        0,
+        "pad images with black to this side; 0 = as is",
+        minimum=0,
+        maximum=images.MAX_SIDE,
     )
     image_channels: int = option(
         0, "repeat gray images to so many channels; 0 = as is", minimum=0, maximum=64
@@ -308,7 +312,7 @@ class Machine:
         choices=tuple(PRECISIONS),
     )
     compile_cache: str = option(
-        "", "folder of compiled programs, or off; default the user's", role=EXECUTION
+        "", "folder of compiled programs, or off; default the user's", role=NOWHERE
     )
 
 

@@ -16,15 +16,64 @@ from typing import Any
 import numpy as np
 
 from data import files
+from fedjax_pfl import json_text
+from launch.config import flagfile
 from launch.run.run import Run
 
-RUN_FLAGS, METRICS, CLIENTS = "run.flags", "metrics.jsonl", "clients.npz"
+RUN_FLAGS, METRICS, CLIENTS = flagfile.RUN_FLAGS, "metrics.jsonl", "clients.npz"
 SUMMARY, PARTIAL = "summary.json", ".partial"
 CHECKPOINTS = "checkpoints"
 # Arrays of `CLIENTS`: one of the first two, and the third except for a text
 ACCURACY, PERPLEXITY, CLASS_COUNTS = "accuracy", "perplexity", "class_counts"
 # Arrays of names, where classes or owners are not numbers
 CLASS_NAMES, OWNER_NAMES = "class_names", "owner_names"
+# The forms of JSON, see `json_text.check`: what a cell keeps of a record, a record, and
+# the metrics of one run
+CURVE = {
+    "round": int,
+    "seed": int,
+    "bytes_up": json_text.NUMBER,
+    "bytes_down": json_text.NUMBER,
+    "diverged?": int,
+    str: json_text.NUMBER_OR_NULL,
+}
+RECORD = CURVE | {"seconds": json_text.NUMBER}
+_ENTRY = {
+    "mean": json_text.NUMBER,
+    "std": json_text.NUMBER,
+    "per_seed": [json_text.NUMBER],
+}
+PART = {
+    "metrics": {"bytes_up": _ENTRY, "bytes_down": _ENTRY, str: _ENTRY},
+    "diverged?": int | None,
+    "last_round?": {str: _ENTRY},
+    "numbers?": [str],
+    "traffic?": {str: {"direction": str, "messages": _ENTRY, "bytes": _ENTRY}},
+}
+_FILES = (RUN_FLAGS, METRICS, CLIENTS)
+_SEALS = {"sha256": str, "files_sha256": dict}
+_KINDS = {
+    # A folder's summary names no file outside of it.
+    "files_sha256": {**dict.fromkeys(_FILES, str), str: json_text.NOTHING},
+    "rounds": int,
+    "summary": str,
+    "summary_of?": str,
+    "sweep?": [{"point": {str: json_text.NUMBER}}],
+    **dict.fromkeys(
+        (
+            "client_updates_per_second",
+            "samples_per_second",
+            "compile_seconds",
+            "padding_efficiency",
+            "step_efficiency?",
+            "device_balance?",
+        ),
+        json_text.NUMBER,
+    ),
+    "versions?": {str: str},
+    "git_commit?": str,
+    "device": str,
+}
 
 
 def clients(run: Run) -> dict[str, np.ndarray]:
@@ -92,7 +141,7 @@ def records(folder: pathlib.Path) -> list[dict[str, Any]]:
     """The records of a run, finished or not, in order of rounds.
 
     Raises:
-        ValueError: one line: a line is no record, or it is not a file.
+        ValueError: one line: a line is not a record, or it is not a file.
     """
     path = folder / METRICS
     try:
@@ -104,12 +153,10 @@ def records(folder: pathlib.Path) -> list[dict[str, Any]]:
         if not line:
             continue
         try:
-            out.append(json.loads(line))
-            if not all(isinstance(out[-1][n], int) for n in ("round", "seed")):
-                raise TypeError
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            out.append(json_text.read(line, RECORD))
+        except ValueError as error:
             raise ValueError(
-                f"{path} is damaged: line {number} is not a record"
+                f"{path} is damaged: line {number} is not a record: {error}"
             ) from error
     return out
 
@@ -131,8 +178,7 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 def seal(folder: pathlib.Path, summary: dict[str, Any]) -> dict[str, Any]:
     """`summary` with the hashes of the folder's files and its own."""
-    names = (RUN_FLAGS, METRICS, CLIENTS)
-    files = {name: _file_digest(folder / name) for name in names}
+    files = {name: _file_digest(folder / name) for name in _FILES}
     sealed = summary | {"files_sha256": files}
     return sealed | {"sha256": _own_digest(sealed)}
 
@@ -151,56 +197,41 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise ValueError(f"{path} {error}") from error
     try:
-        summary = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: it is not JSON") from error
-    sealed = summary if isinstance(summary, dict) else {}
-    if "parameters_sha256" in sealed and not {"sha256", "files_sha256"} & sealed.keys():
+        summary = json_text.read(path.read_bytes(), {})
+        is_sealed = bool(_SEALS.keys() & summary.keys())
+        if is_sealed or "parameters_sha256" not in summary:
+            _check_form(summary)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not is_sealed:
         raise ValueError(
             f"{path} is of an earlier version without checksums; run it again: "
             f"--flagfile={folder / RUN_FLAGS} with another --workdir"
         )
-    body = {name: value for name, value in sealed.items() if name != "sha256"}
-    for name in ("sha256", "files_sha256"):
-        if name not in sealed:
-            raise ValueError(f"{path} is damaged: its {name} is missing")
-    if _own_digest(body) != sealed["sha256"]:
-        raise ValueError(f"{path} is damaged: its sha256 differs")
-    _check_form(path, sealed)
-    for name, expected in sealed["files_sha256"].items():
-        beside = folder / name
+    for name, expected in summary["files_sha256"].items():
+        beside, odd = folder / name, ""
         if not beside.is_file():
-            raise ValueError(f"{beside} is missing")
-        if _file_digest(beside) != expected:
-            raise ValueError(f"{beside} is damaged: {SUMMARY} has another SHA-256")
+            odd = "is missing"
+        elif _file_digest(beside) != expected:
+            odd = f"is damaged: {SUMMARY} has another SHA-256"
+        if odd:
+            raise ValueError(f"{beside} {odd}")
     return summary
 
 
-def _check_form(path: pathlib.Path, summary: Mapping[str, Any]) -> None:
-    """Refuses a summary whose parts are not of their types, as after an edit."""
-    kinds = {
-        "files_sha256": dict,
-        "rounds": int,
-        "summary": str,
-        "client_updates_per_second": (int, float),
-        "samples_per_second": (int, float),
-        "compile_seconds": (int, float),
-        "padding_efficiency": (int, float),
-    }
-    for name, kind in kinds.items():
-        if not isinstance(summary.get(name), kind):
-            raise ValueError(f"{path} is damaged: its {name} is missing or no number")
-    parts = summary["sweep"] if "sweep" in summary else [summary]
-    for part in parts if isinstance(parts, list) else [None]:
-        metrics = part.get("metrics") if isinstance(part, dict) else None
-        sound = isinstance(metrics, dict) and all(
-            isinstance(one, dict)
-            and isinstance(one.get("per_seed"), list)
-            and {"mean", "std"} <= one.keys()
-            for one in metrics.values()
-        )
-        if not sound:
-            raise ValueError(f"{path} is damaged: its metrics are of another form")
+def _check_form(summary: dict[str, Any]) -> None:
+    """Refuses a summary that was edited, or whose parts are not of their kinds.
+
+    Raises:
+        ValueError: a phrase without the file.
+    """
+    json_text.check(summary, _SEALS)
+    body = {name: value for name, value in summary.items() if name != "sha256"}
+    if _own_digest(body) != summary["sha256"]:
+        raise ValueError("its sha256 differs")
+    json_text.check(summary, _KINDS)
+    for part in summary.get("sweep", [summary]):
+        json_text.check(part, PART)
 
 
 def _own_digest(summary: dict[str, Any]) -> str:

@@ -8,6 +8,8 @@ import os
 import pathlib
 import socket
 
+from fedjax_pfl import json_text
+
 NAME = "run.lock"
 
 
@@ -88,7 +90,6 @@ class Lock:
 def _owner(file: int) -> dict | None:
     """The owner that a lock names, None if it is not written completely."""
     try:
-        owner = json.loads(os.pread(file, 1000, 0))
-        return {"pid": int(owner["pid"]), "host": str(owner["host"])}
-    except (ValueError, KeyError, TypeError):
+        return json_text.read(os.pread(file, 1000, 0), {"pid": int, "host": str})
+    except ValueError:
         return None

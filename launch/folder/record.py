@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import algorithms
+from data import npz
 from fedjax_pfl import checkpoint
 from launch.config import flagfile, registry, schema, sweep
 from launch.folder import finished
@@ -69,18 +70,61 @@ def read(path: pathlib.Path) -> Record:
         ValueError: it holds no run with measurements, or a damaged one.
     """
     summary = finished.read(path)
-    metrics = path / finished.METRICS
-    if summary is None and not (metrics.is_file() and metrics.stat().st_size):
+    is_there = (path / finished.METRICS).is_file()
+    records = finished.records(path) if is_there else []
+    if not records:
         raise ValueError(f"{path} holds no run that has measured anything")
     recorded = flagfile.RunFlags.read(path / finished.RUN_FLAGS)
-    found = Record(path, recorded.options, finished.records(path), {}, summary)
+    found = Record(path, recorded.options, records, {}, summary)
     found = found._replace(hashes=recorded.hashes)
     if summary is None:
         _check_begun(path, found.records)
         return found
-    with np.load(path / finished.CLIENTS) as file:
-        clients = {name: file[name] for name in file.files}
-    return found._replace(clients=clients, fractions=summaries.fractions(summary))
+    found = found._replace(clients=_clients(found))
+    return found._replace(fractions=summaries.fractions(summary))
+
+
+def _clients(run: Record) -> dict[str, np.ndarray]:
+    """The per-client arrays of a finished run.
+
+    Raises:
+        ValueError: one line: one is missing, or of another shape than the others.
+    """
+    path = run.path / finished.CLIENTS
+    points = sweep.points(run.flags.get("sweep", ""))
+    several = [len(points)] if points[0] else []
+    needed = ("rounds", "seeds", "test_size")
+    others = (finished.ACCURACY, finished.PERPLEXITY, finished.CLASS_COUNTS)
+    names = (finished.CLASS_NAMES, finished.OWNER_NAMES, *points[0])
+    try:
+        found = npz.read(path, needed, (*others, *names))
+        kind = measured(run._replace(clients=found))
+        num_seeds, num_rounds = found["seeds"].size, found["rounds"].size
+        num_clients = found["test_size"].size // max(num_seeds, 1)
+        shapes = {
+            "seeds": [num_seeds],
+            "rounds": [num_rounds],
+            "test_size": [num_seeds, num_clients],
+            kind: [num_seeds, *several, num_rounds, num_clients],
+        }
+        if finished.CLASS_COUNTS in found:
+            num_classes = found[finished.CLASS_COUNTS].shape[-1:]
+            shapes[finished.CLASS_COUNTS] = [num_seeds, num_clients, *num_classes]
+        arrays = {name: found.get(name, np.array(None)) for name in shapes}
+        odd = [
+            f"{name} of shape {shapes[name]}"
+            for name, one in arrays.items()
+            if [*one.shape] != shapes[name]
+            or one.dtype.kind not in "iuf"
+            or not one.size
+        ]
+        if len(run.summary.get("sweep", ())) != sum(several):
+            odd += [f"points of a sweep that {finished.SUMMARY} has"]
+        if odd:
+            raise ValueError(f"is damaged: it has no {odd[0]}")
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from error
+    return found
 
 
 def _check_begun(path: pathlib.Path, records: Sequence[Mapping[str, Any]]) -> None:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from launch.config import limits
 from launch.run import narrow, processes
 from launch.run.run import Run
 from launch.run.stop import Stop
@@ -53,11 +54,20 @@ class OnRecord(Listener):
     """Calls a function with every record, in the first of several processes."""
 
     def __init__(self, act: Callable[[dict[str, Any]], None]):
-        self._act = act
+        """Checks what is to be called.
+
+        Raises:
+            ValueError: it is not a function.
+        """
+        if not callable(act):
+            raise ValueError(
+                f"on_record={limits.shown(act)}: expected a function of a record"
+            )
+        self.act = act
 
     def on_call(self, run: Run, records: Records) -> None:
         for record in records if processes.is_first() else ():
-            self._act(dict(record))
+            self.act(dict(record))
 
 
 def run(

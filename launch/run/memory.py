@@ -110,15 +110,11 @@ def refuse(needed: Sequence[Need], options: dict[str, Any], target: str = "") ->
         worst = max(here, key=lambda one: one.bytes)
         flag = max(worst.factors, key=worst.factors.__getitem__)
         raise ValueError(
-            f"--{flag}={options[flag]} needs {size(total)} of memory at least, most "
-            f"of it for {worst.what}, and {size(limit)} are free; "
+            f"--{flag}={options[flag]} needs {memory.in_words(total)} of memory at "
+            f"least, most of it for {worst.what}, and {memory.in_words(limit)} are "
+            "free; "
             f"{'take a smaller one' if flag == 'model' else 'lower it'}"
         )
-
-
-def size(count: float) -> str:
-    """A number of bytes in words."""
-    return f"{count / 2**30:,.1f} GiB"
 
 
 def planned_bytes(compiled: jax.stages.Compiled) -> int:

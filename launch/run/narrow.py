@@ -5,6 +5,7 @@ What `memory` predicts from numbers leaves activations out. A compiler knows the
 
 import jax
 
+from data import memory as data_memory
 from fedjax_pfl import types
 from launch.run import memory, processes
 from launch.run.run import Run
@@ -54,7 +55,7 @@ def _fit(run: Run, name: str, limit: int) -> str:
             raise ValueError(
                 f"--num_clients={run.config.num_clients}: {what} needs "
                 f"{_amount(needed)} of a device's memory, as the compiler plans it for "
-                f"{_width(how)} side by side, and {memory.size(limit)} are there; "
+                f"{_width(how)} side by side, and {_amount(limit)} are there; "
                 f"{cure}"
             )
         run.compute(_halved(how, least))
@@ -64,8 +65,8 @@ def _fit(run: Run, name: str, limit: int) -> str:
         return ""
     return (
         f"note: the compiler plans {_amount(asked)} for {what} with {_width(first)} "
-        f"clients side by side, and {memory.size(limit)} are there; with "
-        f"{_width(how)} it plans {memory.size(needed)}, so --{_flag(how)}={_width(how)}"
+        f"clients side by side, and {_amount(limit)} are there; with "
+        f"{_width(how)} it plans {_amount(needed)}, so --{_flag(how)}={_width(how)}"
     )
 
 
@@ -91,7 +92,7 @@ def _planned_bytes(run: Run, name: str) -> int | None:
 
 
 def _amount(count: int | None) -> str:
-    return "too much" if count is None else memory.size(count)
+    return "too much" if count is None else data_memory.in_words(count)
 
 
 def _flag(how: types.Execution) -> str:

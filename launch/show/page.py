@@ -320,6 +320,8 @@ def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
         key=lambda entry: entry.summary["metrics"][metric]["mean"],
         reverse=not _is_lower_better(metric),
     )
+    if not ranked:
+        return f"No summary has a value of {words.title(metric)}."
     means = [_text(metric, one.summary["metrics"][metric]) for one in ranked]
     if _is_sweep(entries):
         return (

@@ -6,12 +6,19 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedjax_pfl import json_text
 from launch.folder import finished
 from launch.studies import tables
 
 STUDY = "study.json"
 # The parts of a cell's file
-_PARTS = ("settings", "figures", "versions", "machine", "cell_seconds")
+_PARTS = {
+    "settings": dict,
+    "figures": dict,
+    "versions": {str: str},
+    "machine": {"cpu": str, "cores": int, "device": str, "devices": int},
+    "cell_seconds": json_text.NUMBER,
+}
 
 
 def is_study(folder: pathlib.Path) -> bool:
@@ -52,8 +59,8 @@ class Folder:
         if not is_study(self.path):
             return ""
         try:
-            return json.loads(path.read_bytes())["study"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            return json_text.read(path.read_bytes(), {"study": str})["study"]
+        except ValueError as error:
             raise ValueError(f"{path} is damaged: it names no study") from error
 
     def begin(self) -> None:
@@ -79,21 +86,13 @@ class Folder:
         """
         path = self.file(cell)
         try:
-            done = json.loads(path.read_bytes())
+            done = json_text.read(path.read_bytes(), _PARTS)
         except FileNotFoundError:
             return None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ValueError(
-                f"{path} is damaged: it is not JSON; remove it, and its cell runs again"
+                f"{path} is damaged: {error}; remove it, and its cell runs again"
             ) from error
-        missing = [
-            p for p in _PARTS if not isinstance(done, dict) or done.get(p) is None
-        ]
-        if missing:
-            raise ValueError(
-                f"{path} is damaged: it has no {missing[0]}; remove it, and its cell "
-                "runs again"
-            )
         return done if done["settings"] == cell.settings else None
 
     def like(
@@ -116,7 +115,9 @@ class Folder:
         Raises:
             OSError: it cannot be written.
         """
-        entry = {"settings": cell.settings} | {name: done[name] for name in _PARTS[1:]}
+        entry = {"settings": cell.settings} | {
+            name: done[name] for name in _PARTS if name != "settings"
+        }
         path = self.file(cell)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(finished.finite(entry), indent=1, sort_keys=True)

@@ -1,7 +1,8 @@
 """One cell of a study, in a process of its own: `python -m launch.study.cell`.
 
-It reads the settings of the cell as JSON from its input. The last line of its output is
-a JSON object with the figures, the versions and the machine.
+It reads the settings of the cell as a line of JSON from its input, and ends when its
+input does. The last line of its output is a JSON object with the figures, the versions
+and the machine.
 """
 
 import json
@@ -175,7 +176,7 @@ def _versions(how: str) -> dict[str, str]:
 @ending.command
 def command(argv: list[str]) -> None:
     """Makes the cell whose settings are on the input."""
-    settings = json.load(sys.stdin)
+    settings = child.settings()
     with ending.refused():
         try:
             figures = KINDS[settings["how"]](settings)

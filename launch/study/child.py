@@ -1,4 +1,8 @@
-"""Processes of a study: settings as JSON on their input, a JSON object as last line."""
+"""Processes of a study: settings as JSON on their input, a JSON object as last line.
+
+The input stays open as long as the process that started them lives, and they end when
+it does, however it ended.
+"""
 
 import contextlib
 import json
@@ -7,6 +11,9 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
+import time
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,11 +52,28 @@ def start(
         env=env | (given or {}),
         start_new_session=is_leader,
     )
+    # `communicate` would close the input, whose end is the end of this process.
+    weakref.finalize(one, os.close, os.dup(one.stdin.fileno()))
     with contextlib.suppress(BrokenPipeError):  # it has ended, and said why
-        one.stdin.write(json.dumps(told))
+        one.stdin.write(f"{json.dumps(told)}\n")
         one.stdin.close()
     one.stdin = None
     return one
+
+
+def settings() -> dict[str, Any]:
+    """Reads the settings that `start` wrote; this process then ends with its parent."""
+    found = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    return found
+
+
+def _end_with_parent() -> None:
+    """Waits for the end of the input, and ends this process; a run is saved."""
+    os.read(sys.stdin.fileno(), 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(END_SECONDS)
+    os._exit(1)
 
 
 def ended(one: subprocess.Popen) -> dict[str, Any]:

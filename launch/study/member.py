@@ -10,7 +10,6 @@ import os
 import pathlib
 import re
 import socket
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -115,7 +114,7 @@ def _kept(state: Any) -> dict[str, np.ndarray]:
 @ending.command
 def command(argv: list[str]) -> None:
     """Runs the rounds whose settings are on the input."""
-    settings = json.load(sys.stdin)
+    settings = child.settings()
     with ending.refused():
         total = settings["rounds"]
         made = experiment(settings, total, distributed=settings["distributed"])

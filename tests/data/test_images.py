@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import loaders
+from data import images, loaders, memory
 
 GEN = np.random.default_rng(0)
 
@@ -131,7 +131,8 @@ def test_folders_that_do_not_fit(tmp_path, pictures, words):
 
 def test_files_that_cannot_be_read(tmp_path):
     """Damaged, cut off, animated, a pipe."""
-    name = write(tmp_path, a__1_png=picture(), b__1_png=picture(width=90, height=90))
+    large = picture(width=90, height=90)
+    name = write(tmp_path, a__1_png=large, b__1_png=large)
     path = tmp_path / "b" / "1.png"
     raw = path.read_bytes()
     path.write_bytes(raw[: len(raw) // 2])
@@ -145,7 +146,7 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match="b/1.png cannot be read: is a pipe"):
         loaders.load(name, "")
     path.unlink()
-    frames = [Image.fromarray(np.full((3, 4), 90 * n, np.uint8)) for n in range(3)]
+    frames = [Image.fromarray(np.full((90, 90), 90 * n, np.uint8)) for n in range(3)]
     moving = tmp_path / "b" / "1.gif"
     frames[0].save(moving, save_all=True, append_images=frames[1:])
     with pytest.raises(ValueError, match="b/1.gif cannot be read: it has 3 frames"):
@@ -177,3 +178,105 @@ def test_splits_are_no_owners(tmp_path):
             Image.fromarray(np.zeros((4, 4), np.uint8)).save(folder / "one.png")
     with pytest.raises(ValueError, match="look like splits and not like owners .Test"):
         loaders.load(f"images:{tmp_path}", "")
+
+
+def tops(root, *names, depth=3):
+    """A folder whose first folders have these names."""
+    for name in names:
+        for kind in ("cat", "dog") if depth == 3 else ("",):
+            folder = root / name / kind
+            folder.mkdir(parents=True)
+            Image.fromarray(np.zeros((4, 4), np.uint8)).save(folder / "one.png")
+    return f"images:{root}"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("test_01", "test_02"), ("ann_train", "bob"), ("train", "extra"), ("images", "x")],
+)
+def test_owners_whose_names_are_like_splits(tmp_path, names):
+    """Neither all of them nor different splits."""
+    found = loaders.load(tops(tmp_path, *names), "")
+    assert found.owners == tuple(sorted(names))
+
+
+@pytest.mark.parametrize(
+    "depth, names, words",
+    [
+        (3, ("Train", "dev"), "look like splits and not like owners .Train, dev"),
+        (3, ("seg_train", "seg_test"), "look like splits and not like owners"),
+        (3, ("x_train", "y_train", "x_test"), "look like splits and not like owners"),
+        (
+            3,
+            ("images", "masks"),
+            "look like images and their masks and not like owners",
+        ),
+        (2, ("train", "test"), "look like splits and not like classes .test, train"),
+    ],
+)
+def test_folders_of_downloads_are_refused(tmp_path, depth, names, words):
+    """They would be clients or classes."""
+    with pytest.raises(ValueError, match=words):
+        loaders.load(tops(tmp_path, *names, depth=depth), "")
+
+
+def test_classes_whose_names_are_like_splits(tmp_path):
+    """A train is also a vehicle."""
+    found = loaders.load(tops(tmp_path, "train", "test_tube", depth=2), "")
+    assert found.classes == ("test_tube", "train")
+
+
+def test_left_overs_of_archives_are_not_read(tmp_path):
+    """What lies beside them is then no owner, which a note says."""
+    found = loaders.load(tops(tmp_path, "mine", "__MACOSX"), "")
+    assert found.client is None and found.classes == ("cat", "dog")
+    assert found.notes[1:] == ("the one folder mine over the classes is not an owner",)
+
+
+def test_links_to_images(tmp_path):
+    """Twice in a class is said, in two classes it is refused, also by a hard link."""
+    name = write(tmp_path, a__1_png=picture(), b__1_png=picture())
+    (tmp_path / "b" / "2.png").symlink_to("1.png")
+    found = loaders.load(name, "")
+    assert found.notes[1:] == ("1 images are links to others: b/2.png is b/1.png",)
+    os.link(tmp_path / "a" / "1.png", tmp_path / "b" / "3.png")
+    with pytest.raises(ValueError, match="a/1.png and b/3.png are one file .* two lab"):
+        loaders.load(name, "")
+
+
+def test_folders_that_are_links(tmp_path):
+    """They are read, and their other files are counted and not named."""
+    name = write(tmp_path / "mine", a__1_png=picture(), b__1_png=picture())
+    write(tmp_path / "theirs", c__1_png=picture())
+    (tmp_path / "theirs" / "c" / "secret.txt").write_text("hello")
+    (tmp_path / "mine" / "b" / "notes.txt").write_text("hello")
+    (tmp_path / "mine" / "c").symlink_to(tmp_path / "theirs" / "c")
+    found = loaders.load(name, "")
+    assert found.classes == ("a", "b", "c")
+    left_out = "files that are not images are left out: b/notes.txt and 1 in folders"
+    assert found.notes[1:] == (f"{left_out} that are links",)
+
+
+def test_sizes_are_asked_before_pixels(tmp_path, monkeypatch):
+    """Of all images, and no pixel is decoded."""
+    monkeypatch.setattr(images, "_pixels", None)
+    pair = {"a__1_png": picture(width=5000), "b__1_png": picture(width=5000)}
+    name = write(tmp_path, **pair)
+    with pytest.raises(
+        ValueError, match="2 images of 5000x3 pixels, at most 4096x4096"
+    ):
+        loaders.load(name, "")
+    name = write(tmp_path, a__1_png=picture(), b__1_png=picture())
+    monkeypatch.setattr(memory, "available_bytes", lambda: 40)
+    with pytest.raises(
+        ValueError, match="2 images of 4x3 pixels need 0.0 GiB of memor"
+    ):
+        loaders.load(name, "")
+
+
+def test_formats_are_named(tmp_path):
+    """What another decoder of pillow would open, by whatever suffix."""
+    name = write(tmp_path, a__1_png=picture(), b__1_png=picture())
+    picture("L").save(tmp_path / "b" / "1.png", "PCX")
+    with pytest.raises(ValueError, match="b/1.png cannot be read: it is not an image"):
+        loaders.load(name, "")

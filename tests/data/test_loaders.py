@@ -211,7 +211,7 @@ def npy(array, **header):
         (b"\x93NUMPY\x01\x00\x40\x00" + b"{" * 64, "cannot be read"),
         (npy(X, shape=(10**15, 4)), "cannot be read"),
         (npy(X, shape=(-6, -4)), "cannot be read"),
-        (npy(X, descr="<f8"), "x: EOF"),
+        (npy(X, descr="<f8"), "x is shorter than its header says"),
         (npy(X) + b"more", "x is longer than its header says"),
     ],
 )

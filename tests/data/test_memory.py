@@ -26,6 +26,17 @@ CONTAINER = {
 }
 
 
+def test_what_does_not_fit_is_said(monkeypatch):
+    """A forecast in one phrase; nothing where the free memory is not known."""
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2**30)
+    memory.check(2**30, "its arrays")
+    expected = "its arrays need 3.0 GiB of memory at least, and 1.0 GiB are free"
+    with pytest.raises(ValueError, match=expected):
+        memory.check(3 * 2**30, "its arrays")
+    monkeypatch.setattr(memory, "available_bytes", lambda: None)
+    memory.check(2**60, "its arrays")
+
+
 @pytest.mark.parametrize(
     "files, expected",
     [

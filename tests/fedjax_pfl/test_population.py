@@ -81,7 +81,7 @@ def test_a_full_disk_is_one_line(monkeypatch, tmp_path):
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     store = population.Store(np.zeros(4, np.uint8), NUM_CLIENTS, str(tmp_path))
-    with pytest.raises(ValueError, match="--client_state=.*No space left"):
+    with pytest.raises(OSError, match="--client_state=.*No space left"):
         store.write(np.array([1]), np.ones((1, 4), np.uint8))
 
 

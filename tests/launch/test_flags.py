@@ -183,10 +183,10 @@ def test_read_returns_what_lines_wrote(tmp_path):
 @pytest.mark.parametrize(
     "raw, reason",
     [
-        (b"--algo=cdkt\n--rounds\n", "line 2: '--rounds' is not --name=value"),
-        (b"--algo=cdkt\nrounds=3\n", "line 2: 'rounds=3' is not --name=value"),
-        (b"--algo=cdkt\n--ro", "line 2: '--ro' is not --name=value"),
-        (b"\0" * 100, "line 1: .* is not --name=value"),
+        (b"--algo=cdkt\n--rounds\n", "line 2 is not --name=value"),
+        (b"--algo=cdkt\nrounds=3\n", "line 2 is not --name=value"),
+        (b"--algo=cdkt\n--ro", "line 2 is not --name=value"),
+        (b"\0" * 100, "line 1 is not --name=value"),
         (b"--algo=cdkt\n--seed=1\n--seed=2\n", "line 3: --seed has two values"),
         (b"--rounds=3\n", "names no --algo"),
         (b"", "names no --algo"),
@@ -194,10 +194,56 @@ def test_read_returns_what_lines_wrote(tmp_path):
     ],
 )
 def test_read_names_a_damaged_file(tmp_path, raw, reason):
-    """Its name, the line, and what stands there."""
+    """Its name and the line, but no contents: it may be a link to another file."""
     with pytest.raises(ValueError, match=f"some.flags.*{reason}") as error:
         flagfile.RunFlags.read(write(tmp_path, raw))
     assert "\n" not in str(error.value)
+
+
+STRANGE = ("--export_partition=x", "--distributed=h:9,2,1", "--compile_cache=/programs")
+
+
+def test_what_no_run_records_is_not_taken(tmp_path):
+    """Each is named in a note, unless it has its default as in older files."""
+    text = "\n".join(("--algo=cdkt", "--rounds=3", *STRANGE, "--flagfile=more.flags"))
+    path = write(tmp_path, text.encode())
+    found = flagfile.RunFlags.read(path)
+    assert found.options == {"algo": "cdkt", "rounds": "3"}
+    assert found.note(path).startswith(
+        f"note: {path}: --export_partition, --distributed, --compile_cache, --flagfile "
+    )
+    older = write(tmp_path, b"--algo=cdkt\n--compile_cache=\n--resume=false\n")
+    assert flagfile.RunFlags.read(older).note(older) == ""
+
+
+def test_a_record_names_less_than_a_flagfile(in_file, tmp_path, capsys):
+    """What a user's own file may name, `run.flags` may not, also by another file."""
+    lines = ("--algo=cdkt", *STRANGE, f"--workdir={tmp_path}")
+    got = parse(in_file(*lines))
+    assert (got["export_partition"], got["workdir"]) == ("x", str(tmp_path))
+    assert capsys.readouterr().err == ""
+    record = in_file(*lines, name="run.flags")
+    for argument in (record, in_file(record, name="mine.flags")):
+        assert parse(argument, "--rounds=3") == {"algo": "cdkt", "rounds": 3}
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("note: ") and "--export_partition" in line
+    assert parse(record, "--workdir=a")["workdir"] == "a"
+
+
+def test_a_file_called_run_flags_that_no_run_wrote(in_file):
+    """One line says how to use it."""
+    with pytest.raises(flagfile.UsageError, match="names no --algo.*; rename it if"):
+        parse("--algo=cdkt", in_file("--rounds=3", name="run.flags"))
+
+
+def test_a_chain_of_flagfiles_has_an_end(in_file, tmp_path):
+    """Fifty are read, and more are one line."""
+    for number in range(2000):
+        in_file(f"--flagfile={tmp_path / str(number + 1)}", name=str(number))
+    with pytest.raises(flagfile.UsageError, match="/50 is the end of a long chain"):
+        parse(f"--flagfile={tmp_path / '0'}")
+    in_file("--rounds=3", name="50")
+    assert parse(f"--flagfile={tmp_path / '1'}")["rounds"] == 3
 
 
 def test_read_of_a_file_that_is_not_there(tmp_path):

@@ -66,7 +66,17 @@ def test_another_host_is_named(tmp_path):
     assert path.read_text() == '{"pid": 7, "host": "elsewhere"}'
 
 
-@pytest.mark.parametrize("text", ["", '{"pid": 7, "ho', "5", '{"pid": "x"}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        '{"pid": 7, "ho',
+        "5",
+        '{"pid": "x"}',
+        '{"pid": 1e400, "host": "elsewhere"}',
+        "[" * 5000,
+    ],
+)
 def test_an_unreadable_lock_is_taken_over(tmp_path, text):
     """Killed between making the file and writing its name."""
     (tmp_path / lock.NAME).write_text(text)

@@ -1,6 +1,11 @@
 """Studies: cells run once and are kept, loops are the rounds, bad input is a line."""
 
+import fcntl
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import chex
 import jax
@@ -211,6 +216,42 @@ def test_a_child_s_last_line_is_its_error():
     wrong = SETTINGS | {"options": OPTIONS | {"batch_size": -1}}
     with pytest.raises(child.Failed, match="--batch_size=-1"):
         child.ended(child.start("launch.study.cell", wrong))
+
+
+PARENT = """
+import sys
+from launch.study import child
+one = child.start("tests.toys.waits", {"path": sys.argv[1]}, is_leader=True)
+child.ended(one)
+"""
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_a_cell_ends_with_the_study(tmp_path, sign):
+    """Also where the process that started it cannot stop it."""
+    path = tmp_path / "lock"
+    path.touch()
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(path)])
+
+    def wait_until(is_so):
+        end = time.monotonic() + 60
+        while not is_so():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+    def is_free():
+        with open(path) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+    wait_until(path.read_text)
+    assert not is_free()
+    parent.send_signal(sign)
+    parent.wait()
+    wait_until(is_free)
 
 
 def test_rounds_are_measured():
