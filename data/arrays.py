@@ -1,5 +1,6 @@
 """Data sets of a user's arrays: how images lie in them, and whose rows they are."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ def from_arrays(
     layout: str = "auto",
     least_classes: int = 2,
     names: tuple[str, str] = ("y", "client"),
+    columns: Mapping[str, np.ndarray] | None = None,
 ) -> dataset.Dataset:
     """A data set of a user's arrays.
 
@@ -31,6 +33,8 @@ def from_arrays(
         layout: One of `LAYOUTS`; see `laid_out`.
         least_classes: The number of different labels that are needed.
         names: The names of labels and owners in errors.
+        columns: The columns of `x` [N, D] by name, as they were given, if it is of a
+            table.
 
     Raises:
         ValueError: one line: what came, what was expected.
@@ -59,12 +63,17 @@ def from_arrays(
         raise ValueError(f"{where}: {error}") from error
     x, note = laid_out(x, layout, where)
     image = np.ascontiguousarray(x) if x.dtype == np.uint8 else _as_float32(x, where)
-    notes = (note,) if note else ()
+    notes = [note]
     if known.names:
-        notes += (
+        notes.append(
             f"labels are numbered 0 to {known.count - 1} in this order: "
-            f"{labels.listed(known.names)}",
+            f"{labels.listed(known.names)}"
         )
+    notes += [labels.alike(known.names, "labels")]
+    notes += [labels.alike(owned and owned.names, "owners")]
+    if x.ndim == 2 and x.dtype.itemsize > 4:
+        of_x = {f"x[:, {j}]": x[:, j] for j in range(x.shape[1])}
+        notes.append(merged(of_x if columns is None else columns))
     return dataset.Dataset(
         image,
         known.number,
@@ -73,7 +82,34 @@ def from_arrays(
         None if owned is None else owned.number,
         classes=known.names,
         owners=None if owned is None else owned.names,
-        notes=notes,
+        notes=tuple(filter(None, notes)),
+        columns=None if columns is None else tuple(columns),
+    )
+
+
+def merged(columns: Mapping[str, np.ndarray]) -> str:
+    """A line about the columns [N] whose different numbers float32 makes equal, or "".
+
+    Numbers that are not whole may meet by chance where there are many, so that only
+    columns far from zero, for how much they vary, are compared.
+    """
+    found = []
+    for name, column in columns.items():
+        numbers = column.astype(np.float64)
+        low, high = float(numbers.min()), float(numbers.max())
+        largest = max(high, -low)
+        step = float(np.spacing(np.float32(min(largest, 1e38))))
+        if step >= 2 or step > 1e-5 * (high - low):
+            before = len(np.unique(column))
+            after = len(np.unique(column.astype(np.float32)))
+            if after < before:
+                found.append(f"{labels.limited(name)} ({before} become {after})")
+    if not found:
+        return ""
+    more = f" and {len(found) - labels.SHOWN} more" * (len(found) > labels.SHOWN)
+    return (
+        "float32 makes different numbers equal in "
+        f"{', '.join(found[: labels.SHOWN])}{more}; subtract the least, or scale them"
     )
 
 
@@ -93,13 +129,17 @@ def laid_out(x: np.ndarray, layout: str, where: str) -> tuple[np.ndarray, str]:
         ValueError: the layout has another number of axes.
     """
     shape = list(x.shape)
+    if layout == "auto" and x.ndim == 3:
+        taken = f"x {shape} is taken as gray images; --layout=ntc if it is a series"
+        return x[..., None], taken
+    if layout == "auto" and x.ndim == 4:
+        is_nchw = shape[1] in (1, 3) and min(shape[2:]) > 4
+        taken, other = ("NCHW", "nhwc") if is_nchw else ("NHWC", "nchw")
+        x = x.transpose(0, 2, 3, 1) if is_nchw else x
+        high, wide, deep = x.shape[1:]
+        taken = f"{taken}: H {high}, W {wide}, C {deep}; --layout={other} if not"
+        return x, f"x {shape} is taken as {taken}"
     if layout == "auto":
-        if x.ndim == 3:
-            taken = f"x {shape} is taken as gray images; --layout=ntc if it is a series"
-            return x[..., None], taken
-        if x.ndim == 4 and shape[1] in (1, 3) and min(shape[2:]) > 4:
-            taken = f"x {shape} is taken as NCHW; --layout=nhwc if not"
-            return x.transpose(0, 2, 3, 1), taken
         return x, ""
     wanted = len(layout)
     if x.ndim != wanted:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,8 +14,16 @@ from data import arrays, dataset, files, labels
 if TYPE_CHECKING:
     import pandas
 
-# Columns that hold the labels if there is exactly one of them
+# Columns, in any case, that hold the labels if there is exactly one of them
 LABELS = ("label", "y", "target", "class")
+# Columns, in any case, that hold the owners if there is exactly one of them
+OWNERS = ("client", "client_id", "owner", "owner_id")
+# Columns that name rows or their owners, as those whose last word is `id` do
+_PERSONS = ("client", "owner", "user", "subject", "patient", "person", "participant")
+_NAMES = {*_PERSONS, *(f"{one}id" for one in _PERSONS)}
+_NAMES |= {"author", "customer", "speaker", "writer", "index", "row", "uid", "uuid"}
+# Columns of two values that say which rows test
+_SPLITS = {"test", "train", "split", "is_test", "is_train", "is_training", "is_val"}
 # What means in other columns that there is no number
 _MISSING = [
     "",
@@ -48,7 +58,12 @@ def from_csv(
             # Lines that are longer than the header would be cut off.
             warnings.simplefilter("error", pandas.errors.ParserWarning)
             names = pandas.read_csv(place, nrows=0, index_col=False).columns
-            given = {label, owner} if label else {owner, *LABELS}
+            # pandas would rename the second of two columns `a` to `a.1`.
+            header = pandas.read_csv(place, nrows=1, header=None, dtype=str)
+            _check_names(header.iloc[0].dropna().tolist(), where)
+            given = {label, owner}
+            given |= set() if label else _called(names, LABELS)
+            given |= set() if owner else _called(names, OWNERS)
             # As text "NA" is a name, and "01" is not "1".
             as_text = {name: str for name in names if name in given}
             missing = {name: _MISSING for name in names if name not in given}
@@ -63,6 +78,8 @@ def from_csv(
     except FileNotFoundError as error:
         raise ValueError(f"{where}: there is no such file") from error
     except (ValueError, OSError, EOFError, pandas.errors.ParserWarning) as error:
+        if str(error).startswith(where):
+            raise
         reason = str(error).strip() or type(error).__name__
         raise ValueError(
             f"{where}: cannot be read as CSV: {' '.join(reason.split())[:200]}"
@@ -79,12 +96,21 @@ def from_csv(
 
 
 def _plain_numbers(column: pandas.Series) -> pandas.Series:
-    """A column of text as numbers, if all of it are numbers without leading zeros."""
+    """A column of text as numbers, if each text is the usual way to write its number.
+
+    `01`, `1e3`, and `7` beside `7.0` are names. Fractions are numbers, which are
+    refused as labels and as owners.
+    """
     import pandas
 
     numbers = pandas.to_numeric(column, errors="coerce")
-    has_zeros = column.str.match(r"\s*[+-]?0\d").any()
-    return column if has_zeros or numbers.isna().any() else numbers
+    if numbers.isna().any() or column.str.match(r"\s*[+-]?0\d").any():
+        return column
+    if not (np.isfinite(numbers) & (numbers == np.floor(numbers))).all():
+        return numbers
+    forms = (r"\s*-?\d+\s*", r"\s*-?\d+\.0+\s*")
+    is_usual = any(column.str.fullmatch(form).all() for form in forms)
+    return numbers if is_usual and numbers.nunique() == column.nunique() else column
 
 
 def from_frame(
@@ -95,23 +121,22 @@ def from_frame(
     Args:
         frame: The table. Bools are 0 and 1, and its index is not used.
         label: The column of the labels, "" = the one named as in `LABELS`.
-        owner: The column of the rows' owners, "" = there is none.
+        owner: The column of the rows' owners, "" = the one named as in `OWNERS`, or
+            there is none.
         where: The name of the table in errors.
 
     Raises:
-        ValueError: one line: a column is missing, has missing values, or is neither a
-            number nor the label or the owner.
+        ValueError: one line: a column is missing, has missing values, is neither a
+            number nor the label or the owner, or is named like what is not a feature.
     """
     import pandas
 
     names = [str(name) for name in frame.columns]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(
-            f"{where}: several columns are named {labels.listed(twice)}; rename them"
-        )
+    _check_names(names, where)
     frame = frame.set_axis(names, axis=1)
     label = label or _usual_label(names, where)
+    owned = _called(names, OWNERS) - {label}
+    owner = owner or (owned.pop() if len(owned) == 1 else "")
     for flag, name in (("label", label), ("owner", owner)):
         if name and name not in names:
             raise ValueError(
@@ -145,6 +170,7 @@ def from_frame(
             f"{where}: columns are not numbers: {labels.listed(odd)}; drop them, "
             "encode them as numbers, or name one with --label or --owner"
         )
+    _check_features(frame[features], where)
     values = frame[features].to_numpy(np.float64)
     if not np.isfinite(values).all():
         endless = np.isinf(values).sum(0).tolist()
@@ -159,8 +185,82 @@ def from_frame(
         frame[owner] if owner else None,
         where,
         names=(f"the column {label}", f"the column {owner}"),
+        columns={name: frame[name].to_numpy() for name in features},
     )
-    return made._replace(columns=tuple(features))
+    line = (
+        f"label: {labels.limited(label)}; owners: "
+        f"{labels.limited(owner) if owner else 'none'}; features ({len(features)}): "
+        f"{labels.listed(features)}"
+    )
+    doubts = _doubts(values, features, made.label)
+    return made._replace(notes=(line, *made.notes, *doubts))
+
+
+def _check_names(names: Sequence[str], where: str) -> None:
+    """Refuses columns of one name."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(
+            f"{where}: several columns are named {labels.listed(twice)}; rename them"
+        )
+
+
+def _called(names: Sequence[str], usual: Sequence[str]) -> set[str]:
+    """The columns that have one of the usual names, in any case."""
+    return {name for name in names if name.strip().lower() in usual}
+
+
+def _check_features(frame: pandas.DataFrame, where: str) -> None:
+    """Refuses columns whose names say that they are not features.
+
+    Columns with fractions are features, whatever they are called.
+    """
+    reasons = {}
+    for name in frame.columns:
+        words = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
+        words = "_".join(filter(None, re.split(r"[\W_]+", words)))
+        numbers = frame[name].to_numpy(np.float64)
+        if words in _NAMES or re.fullmatch(r"(.*_)?ids?", words):
+            if (numbers == np.floor(numbers)).all():
+                reasons[name] = "names rows or their owners"
+        elif words in _SPLITS and len(np.unique(numbers)) <= 2:
+            reasons[name] = "says which rows test"
+    if reasons:
+        found = [f"{labels.limited(name)} {why}" for name, why in reasons.items()]
+        cures = [f"name the owner with --owner={next(iter(reasons))}"]
+        if "says which rows test" in reasons.values():
+            cures = ["give the test rows as test=frame from Python"]
+        raise ValueError(
+            f"{where}: columns are not features by their names: {', '.join(found)}; "
+            f"{cures[0]}, drop such columns, or rename those that are features"
+        )
+
+
+def _doubts(values: np.ndarray, names: Sequence[str], label: np.ndarray) -> list[str]:
+    """Lines about features f64[N, D] that number the rows, or that are the label."""
+    first = np.unique(label, return_index=True)[1]
+    counts, copies = [], []
+    for name, column in zip(names, values.T, strict=True):
+        low = column.min()
+        is_whole = column.max() - low == len(column) - 1 and low == np.floor(low)
+        if is_whole and (np.sort(column) == low + np.arange(len(column))).all():
+            counts.append(name)
+        one = column[first]
+        is_known = len(np.unique(one)) == len(one) <= len(column) / 2
+        if is_known and (column == one[label]).all():
+            copies.append(name)
+    out = []
+    if counts:
+        out.append(
+            f"features that number the rows: {labels.listed(counts)}; drop them if "
+            "they say nothing else"
+        )
+    if copies:
+        out.append(
+            "features that have one value for each label, and so give it away: "
+            f"{labels.listed(copies)}; drop them if new rows do not have them"
+        )
+    return out
 
 
 def ordered(frame: pandas.DataFrame, columns: tuple[str, ...]) -> np.ndarray:
@@ -180,7 +280,7 @@ def ordered(frame: pandas.DataFrame, columns: tuple[str, ...]) -> np.ndarray:
 
 
 def _usual_label(names: list[str], where: str) -> str:
-    found = [name for name in names if name in LABELS]
+    found = sorted(_called(names, LABELS), key=names.index)
     if len(found) == 1:
         return found[0]
     reason = f"{labels.listed(found)} could" if found else "no column is known to"

@@ -103,7 +103,7 @@ def test_notes_say_what_was_taken(tmp_path, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     notes = [line for line in lines if line.startswith("note: ")]
     assert notes == [
-        "note: x [48, 3, 6, 6] is taken as NCHW; --layout=nhwc if not",
+        "note: x [48, 3, 6, 6] is taken as NCHW: H 6, W 6, C 3; --layout=nhwc if not",
         "note: labels are numbered 0 to 3 in this order: cat, cow, dog, eel",
         "note: 2 owners have fewer than --min_owner_examples=5 rows and are left out: "
         "b has 3, d has 1",
