@@ -62,7 +62,9 @@ def from_arrays(
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     x, note = laid_out(x, layout, where)
-    image = np.ascontiguousarray(x) if x.dtype == np.uint8 else _as_float32(x, where)
+    image = (
+        np.ascontiguousarray(x) if x.dtype == np.uint8 else as_float32(x, f"{where}: x")
+    )
     notes = [note]
     if known.names:
         notes.append(
@@ -152,18 +154,19 @@ def laid_out(x: np.ndarray, layout: str, where: str) -> tuple[np.ndarray, str]:
     return (x[..., None] if layout == "nhw" else x), ""
 
 
-def _as_float32(x: np.ndarray, source: str) -> np.ndarray:
+def as_float32(x: np.ndarray, what: str) -> np.ndarray:
     """Converts floats to f32, any two of which have a finite difference.
 
     Raises:
-        ValueError: nan, infinity, or a number beyond float32's range.
+        ValueError: one line that begins with `what`: nan, infinity, or a number beyond
+            float32's range.
     """
     largest = max(float(x.max()), -float(x.min()))
     if not np.isfinite(largest):
-        raise ValueError(f"{source}: x holds nan or infinity")
+        raise ValueError(f"{what} holds nan or infinity; fill or drop such values")
     if largest > float(np.finfo(np.float32).max) / 4:
         raise ValueError(
-            f"{source}: x holds {largest:.3g}, which is beyond the range of float32; "
-            "scale it"
+            f"{what} holds {largest:.3g}, which is beyond the range of float32; scale "
+            "it"
         )
     return x.astype(np.float32, order="C")

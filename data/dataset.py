@@ -168,7 +168,8 @@ def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]
         image: [N, ...]. Those of uint8 are divided by 255 first.
         kind: `none` does nothing else. `channel` standardises the last axis, `global`
             all values together and `pixel` every position, with .001 added to the
-            standard deviation of the latter two as in the CDKT code. `half` is
+            standard deviation of the latter two as in the CDKT code; what is the same
+            in all examples becomes 0 and is not scaled, as in `none`. `half` is
             (x - .5) / .5. `cifar100` has the constants of DepthFL's code.
 
     Raises:
@@ -194,13 +195,26 @@ def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]
     }[kind]
     # Slices are summed in float64, without a float copy of the whole table.
     total = np.zeros(np.mean(image[:1], axis=axes, dtype=np.float64).shape)
-    square = np.zeros_like(total)
+    square, low, high = np.zeros_like(total), np.inf, -np.inf
     for begin in range(0, len(image), 4096):
-        part = image[begin : begin + 4096].astype(np.float64)
+        raw = image[begin : begin + 4096]
+        part = raw.astype(np.float64)
         total += part.sum(axis=axes)
         square += (part**2).sum(axis=axes)
+        low = np.minimum(low, raw.min(axis=axes))
+        high = np.maximum(high, raw.max(axis=axes))
     count = image.size / max(total.size, 1)
     mean = total / count
     std = np.sqrt(np.maximum(square / count - mean**2, 0))
     margin = unit * (0.001 if kind in ("global", "pixel") else 1e-7)
-    return mean.astype(np.float32), (1 / (std + margin)).astype(np.float32)
+    # New rows may differ where these do not, and 1e7 standard deviations mean nothing.
+    is_constant = low == high
+    mean, scale = np.where(is_constant, low, mean), 1 / (std + margin)
+    scale = np.where(is_constant, 1 / unit, scale)
+    return mean.astype(np.float32), scale.astype(np.float32)
+
+
+def was_constant(scale: np.ndarray) -> np.ndarray:
+    """Whether each scale is that of a constant in a file of an earlier version."""
+    margins = np.array([1e-7, 255e-7, 0.001, 0.255])
+    return np.isclose(np.asarray(scale)[..., None] * margins, 1, rtol=0.01).any(-1)

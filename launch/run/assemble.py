@@ -88,6 +88,7 @@ def assemble(
             fit.check_own(flag, model, num_classes, config.model_width, few)
         else:
             fit.check_model(flag, model, shape, is_text=source.is_text)
+    known: list[model_files.Known] = []
     if config.init_from:
         if list(by_name) != [config.model]:
             raise ValueError(
@@ -95,14 +96,23 @@ def assemble(
                 f"{config.model} and --client_model={config.client_model} are several; "
                 "name one"
             )
-        server_model = model_files.starting(
-            config.init_from, server_model, shape, normal
+        of_classes = None
+        if config.model not in own_models:
+            of_classes = functools.partial(
+                models.make, config.model, width=config.model_width
+            )
+        server_model, found = model_files.starting(
+            *(config.init_from, server_model, shape, normal, source.classes),
+            of_classes,
         )
-        client_models = (server_model,)
+        client_models, known = (server_model,), [found]
     teacher, taught = None, ()
     is_taught = isinstance(hparams, teacher_lib.Taught) and bool(hparams.teacher)
     if is_taught:
-        teacher, taught = model_files.teacher(hparams, num_classes, shape, normal)
+        teacher, taught, found = model_files.teacher(
+            hparams, num_classes, shape, normal, source.classes
+        )
+        known.append(found)
     if config.precision == "bf16":
         server_model, *client_models = (
             mixed.in_bfloat16(model, rounds=source.is_text or model.name in own_models)
@@ -117,6 +127,10 @@ def assemble(
 
     seeds = [config.seed + i for i in range(config.num_seeds)]
     data = _data(config, source, seeds, public, normal).replace(teacher=taught)
+    tests = data.partition.test.row
+    for one in known:
+        lines = *one.notes, model_files.seen(one, source.image, tests)
+        source = source._replace(notes=(*source.notes, *filter(None, lines)))
     num_rows = np.asarray(data.partition.train.count)
     group = np.arange(config.num_clients, dtype=np.int32) % len(client_models)
     num_levels, eligible = 1, None
@@ -258,7 +272,7 @@ def assemble(
 
     is_given = config.lanes != "auto" if how.lanes else config.client_chunk
     made = kind(
-        settings,
+        settings._replace(source=source),
         task=task,
         program=program,
         data=placed.replace(partition=data.partition),
@@ -269,6 +283,7 @@ def assemble(
         target=target,
         rows_in=rows_in,
         parts_with=None if is_given or not how.vmaps_runs else parts_with,
+        trained_before=[one.rows for one in known if one.rows is not None],
     )
     kept = [memory.kept(chosen, made.simulation.template(), how)]
     if rows_in == "":

@@ -41,6 +41,9 @@ class Run:
             the owner's name.
         notes: Lines about how the data were taken.
         columns: The columns of a table, None of other data.
+        num_examples: Rows of the data set, without public images.
+        trained_before: The rows that models of files were trained on, from which this
+            run starts or learns.
         parts_with: `Execution -> (task, program, planner)` for a chunk or lanes other
             than those that were chosen, None = they are not to be changed.
     """
@@ -59,6 +62,7 @@ class Run:
         target: str = "",
         rows_in: str | None = None,
         parts_with: PartsWith | None = None,
+        trained_before: Sequence[Any] = (),
     ):
         self.config, self.hparams, self.task = settings.config, settings.hparams, task
         self.program, self.data, self.planner = program, data, planner
@@ -70,7 +74,8 @@ class Run:
         self.own_sha256 = settings.own_sha256
         source, is_natural = settings.source, config.partition == "natural"
         self.classes, self.notes = source.classes, source.notes
-        self.columns = source.columns
+        self.columns, self.num_examples = source.columns, len(source.label)
+        self.trained_before = tuple(trained_before)
         self.owners = source.owners if is_natural else None
         self.owners = self.owners and self.owners[: config.num_clients]
         self.dropped_owners = settings.dropped_owners
