@@ -12,7 +12,7 @@ import numpy as np
 
 import models
 from data import dataset, partitions, plan
-from data.partitions import cdkt
+from data.partitions import cdkt, file
 from fedjax_pfl import evaluate, execution, levels, owners, rng, shapes, types
 from fedjax_pfl import program as program_lib
 from fedjax_pfl import teacher as teacher_lib
@@ -126,8 +126,11 @@ def assemble(
     memory.refuse(needed, chosen, target)
 
     seeds = [config.seed + i for i in range(config.num_seeds)]
-    data = _data(config, source, seeds, public, normal).replace(teacher=taught)
-    tests = data.partition.test.row
+    identity = _identity(settings)
+    data = _data(config, source, identity, seeds, public, normal)
+    data, tests = data.replace(teacher=taught), data.partition.test.row
+    if line := partitions.note(config.partition, identity):
+        source = source._replace(notes=(*source.notes, line))
     for one in known:
         lines = *one.notes, model_files.seen(one, source.image, tests)
         source = source._replace(notes=(*source.notes, *filter(None, lines)))
@@ -308,9 +311,19 @@ def _partition_spec(config: schema.Config, seed: int) -> partitions.PartitionSpe
     return partitions.PartitionSpec(**given)
 
 
+def _identity(settings: Settings) -> file.Identity:
+    """The data set that row numbers are of, whatever margins its images have."""
+    label = np.asarray(settings.source.label, np.int32)
+    digest = settings.examples_sha256
+    if settings.dropped_owners:
+        digest = settings.source_hash.hexdigest()
+    return file.Identity(len(label), digest, sha256(label).hexdigest())
+
+
 def _data(
     config: schema.Config,
     source: dataset.Dataset,
+    identity: file.Identity,
     seeds: Sequence[int],
     public: np.ndarray | None,
     normal: tuple[np.ndarray, np.ndarray],
@@ -331,7 +344,7 @@ def _data(
             )
         try:
             processes.on_first(
-                lambda: partitions.export(splits[0], config.export_partition)
+                lambda: partitions.export(splits[0], config.export_partition, identity)
             )
         except OSError as error:
             reason = error.strerror or error
