@@ -21,12 +21,14 @@ def from_arrays(
     least_classes: int = 2,
     names: tuple[str, str] = ("y", "client"),
     columns: Mapping[str, np.ndarray] | None = None,
+    test: tuple[Any, ...] | None = None,
 ) -> dataset.Dataset:
     """A data set of a user's arrays.
 
     Args:
         x: uint8 or float [N, H, W, C], [N, H, W] or [N, D]. With `layout` nchw it is
-            [N, C, H, W], with ntc a series [N, T, C].
+            [N, C, H, W], with ntc a series [N, T, C]. Other integers [N, T] that are
+            not negative are tokens.
         y: Labels [N]: text, bools, integers or whole floats.
         client: The owner of each row [N], of the same types, or None.
         where: The name of the arrays in errors.
@@ -35,16 +37,23 @@ def from_arrays(
         names: The names of labels and owners in errors.
         columns: The columns of `x` [N, D] by name, as they were given, if it is of a
             table.
+        test: Official test rows (x, y) of the same kind, or None.
 
     Raises:
         ValueError: one line: what came, what was expected.
     """
     try:
         x = labels.unmasked(x, "x")
+        num_train = len(x) if x.ndim else 0
+        if test is not None:
+            x, y, client = _with_tests(x, y, client, test)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+    are_tokens = x.dtype.kind in "iu" and x.dtype != np.uint8 and x.ndim == 2
+    if are_tokens and x.size:
+        are_tokens = x.min() >= 0 and x.max() < 2**31
     if x.ndim not in (2, 3, 4) or not (
-        x.dtype == np.uint8 or np.issubdtype(x.dtype, np.floating)
+        x.dtype == np.uint8 or np.issubdtype(x.dtype, np.floating) or are_tokens
     ):
         is_whole = x.dtype.kind in "biu" and x.ndim in (2, 3, 4)
         cure = "; give x.astype(np.float32)" if is_whole else ""
@@ -62,10 +71,17 @@ def from_arrays(
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     x, note = laid_out(x, layout, where)
-    image = (
-        np.ascontiguousarray(x) if x.dtype == np.uint8 else as_float32(x, f"{where}: x")
-    )
     notes = [note]
+    if are_tokens:
+        image = x.astype(np.int32, order="C")
+        notes.append(
+            f"x {x.dtype} {list(x.shape)} is taken as tokens 0 to {x.max()}; give "
+            "x.astype(np.float32) if they are numbers"
+        )
+    elif x.dtype == np.uint8:
+        image = np.ascontiguousarray(x)
+    else:
+        image = as_float32(x, f"{where}: x")
     if known.names:
         notes.append(
             f"labels are numbered 0 to {known.count - 1} in this order: "
@@ -73,13 +89,13 @@ def from_arrays(
         )
     notes += [labels.alike(known.names, "labels")]
     notes += [labels.alike(owned and owned.names, "owners")]
-    if x.ndim == 2 and x.dtype.itemsize > 4:
+    if x.ndim == 2 and x.dtype.kind == "f" and x.dtype.itemsize > 4:
         of_x = {f"x[:, {j}]": x[:, j] for j in range(x.shape[1])}
         notes.append(merged(of_x if columns is None else columns))
     return dataset.Dataset(
         image,
         known.number,
-        len(image),
+        num_train,
         known.count,
         None if owned is None else owned.number,
         classes=known.names,
@@ -87,6 +103,30 @@ def from_arrays(
         notes=tuple(filter(None, notes)),
         columns=None if columns is None else tuple(columns),
     )
+
+
+def _with_tests(
+    x: np.ndarray, y: Any, client: Any, test: tuple[Any, ...]
+) -> tuple[np.ndarray, Any, Any]:
+    """The rows (x, y, client) with official test rows behind them."""
+    both = [x, labels.unmasked(y, "y")]
+    others = [labels.unmasked(one, "test") for one in test[:2]]
+    for name, one, other in zip("xy", both, others, strict=True):
+        is_like = name == "y" or one.dtype.kind == other.dtype.kind
+        if len(test) > 2 or one.shape[1:] != other.shape[1:] or not is_like:
+            raise ValueError(
+                f"test must be (x, y) like the train rows, whose {name} is {one.dtype} "
+                f"{list(one.shape)}; got {len(test)} arrays with {other.dtype} "
+                f"{list(other.shape)}"
+            )
+    if both[1].dtype.kind != others[1].dtype.kind:
+        # numpy would make text of a number beside a text.
+        both[1], others[1] = both[1].astype(object), others[1].astype(object)
+    if client is not None:
+        # Official test rows belong to no client.
+        client = labels.unmasked(client, "client")
+        client = np.concatenate([client, np.repeat(client[:1], len(others[0]))])
+    return *map(np.concatenate, zip(both, others, strict=True)), client
 
 
 def merged(columns: Mapping[str, np.ndarray]) -> str:

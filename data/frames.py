@@ -24,6 +24,7 @@ _NAMES = {*_PERSONS, *(f"{one}id" for one in _PERSONS)}
 _NAMES |= {"author", "customer", "speaker", "writer", "index", "row", "uid", "uuid"}
 # Columns of two values that say which rows test
 _SPLITS = {"test", "train", "split", "is_test", "is_train", "is_training", "is_val"}
+_INF = (float("inf"), float("-inf"))
 # What means in other columns that there is no number
 _MISSING = [
     "",
@@ -114,7 +115,11 @@ def _plain_numbers(column: pandas.Series) -> pandas.Series:
 
 
 def from_frame(
-    frame: pandas.DataFrame, label: str = "", owner: str = "", where: str = "dataset"
+    frame: pandas.DataFrame,
+    label: str = "",
+    owner: str = "",
+    where: str = "dataset",
+    test: pandas.DataFrame | None = None,
 ) -> dataset.Dataset:
     """A data set of vectors: the numeric columns of a table, as float32.
 
@@ -124,6 +129,7 @@ def from_frame(
         owner: The column of the rows' owners, "" = the one named as in `OWNERS`, or
             there is none.
         where: The name of the table in errors.
+        test: Official test rows, a table with the same columns, or None.
 
     Raises:
         ValueError: one line: a column is missing, has missing values, is neither a
@@ -134,31 +140,19 @@ def from_frame(
     names = [str(name) for name in frame.columns]
     _check_names(names, where)
     frame = frame.set_axis(names, axis=1)
-    label = label or _usual_label(names, where)
-    owned = _called(names, OWNERS) - {label}
-    owner = owner or (owned.pop() if len(owned) == 1 else "")
-    for flag, name in (("label", label), ("owner", owner)):
-        if name and name not in names:
-            raise ValueError(
-                f"{where}: there is no column --{flag}={name}; the columns are "
-                f"{labels.listed(names)}"
-            )
-    if label == owner:
-        raise ValueError(
-            f"{where}: --label={label} and --owner={owner} are the same column"
-        )
+    label, owner = chosen(names, label, owner, where)
+    count = len(frame)
+    if test is not None:
+        test = test.set_axis(list(map(str, test.columns)), axis=1)
+        if owner:
+            # Official test rows belong to no client.
+            test = test.assign(**{owner: frame[owner].iloc[0]})
+        frame = pandas.concat([frame, _with_columns(test, names)], ignore_index=True)
     if not len(frame):
         raise ValueError(f"{where}: there are no rows")
     features = [name for name in names if name not in (label, owner)]
     if not features:
         raise ValueError(f"{where}: there is no column beside the label and the owner")
-    missing = frame[features].isna().sum()
-    missing = {name: int(count) for name, count in missing.items() if count}
-    if missing:
-        raise ValueError(
-            f"{where}: values are missing, of which {labels.sized(missing)}; fill "
-            "them, or drop these rows or columns"
-        )
 
     def is_number(dtype: object) -> bool:
         kinds = pandas.api.types
@@ -168,17 +162,20 @@ def from_frame(
     if odd:
         raise ValueError(
             f"{where}: columns are not numbers: {labels.listed(odd)}; drop them, "
-            "encode them as numbers, or name one with --label or --owner"
+            "encode them as numbers, or name one with --label or --owner; texts can be "
+            "given as numbers of tokens [N, T] to a custom model"
         )
     _check_features(frame[features], where)
+    kinds = {"missing": frame[features].isna(), "infinite": frame[features].isin(_INF)}
+    for kind, is_odd in kinds.items():
+        counts = {name: int(count) for name, count in is_odd.sum().items() if count}
+        if counts:
+            raise ValueError(
+                f"{where}: values are {kind}, of which {labels.sized(counts)}; replace "
+                "them, or drop these rows or columns"
+            )
+    _check_features(frame[features], where)
     values = frame[features].to_numpy(np.float64)
-    if not np.isfinite(values).all():
-        endless = np.isinf(values).sum(0).tolist()
-        counts = {n: k for n, k in zip(features, endless, strict=True) if k}
-        raise ValueError(
-            f"{where}: values are infinite, of which {labels.sized(counts)}; replace "
-            "them, or drop these rows or columns"
-        )
     made = arrays.from_arrays(
         values,
         frame[label],
@@ -193,7 +190,29 @@ def from_frame(
         f"{labels.listed(features)}"
     )
     doubts = _doubts(values, features, made.label)
-    return made._replace(notes=(line, *made.notes, *doubts))
+    return made._replace(num_train=count, notes=(line, *made.notes, *doubts))
+
+
+def chosen(names: Sequence[str], label: str, owner: str, where: str) -> tuple[str, str]:
+    """The columns of the labels and of the owners; "" = there are no owners.
+
+    Raises:
+        ValueError: one line: there is no such column, or no usual one.
+    """
+    label = label or _usual_label(names, where)
+    owned = _called(names, OWNERS) - {label}
+    owner = owner or (owned.pop() if len(owned) == 1 else "")
+    for flag, name in (("label", label), ("owner", owner)):
+        if name and name not in names:
+            raise ValueError(
+                f"{where}: there is no column --{flag}={name}; the columns are "
+                f"{labels.listed(names)}"
+            )
+    if label == owner:
+        raise ValueError(
+            f"{where}: --label={label} and --owner={owner} are the same column"
+        )
+    return label, owner
 
 
 def _check_names(names: Sequence[str], where: str) -> None:
@@ -270,13 +289,18 @@ def ordered(frame: pandas.DataFrame, columns: tuple[str, ...]) -> np.ndarray:
         ValueError: one line: one of them is missing.
     """
     frame = frame.set_axis(list(map(str, frame.columns)), axis=1)
-    missing = [name for name in columns if name not in frame.columns]
+    return _with_columns(frame, columns).to_numpy(np.float64)
+
+
+def _with_columns(frame: pandas.DataFrame, names: Sequence[str]) -> pandas.DataFrame:
+    """The columns of a table in this order, without others."""
+    missing = [name for name in names if name not in frame.columns]
     if missing:
         raise ValueError(
-            f"the table lacks the columns {labels.listed(missing)}, with which the "
-            "model was trained"
+            f"the table lacks the columns {labels.listed(missing)}, which the train "
+            "rows have; add them"
         )
-    return frame[list(columns)].to_numpy(np.float64)
+    return frame[list(names)]
 
 
 def _usual_label(names: list[str], where: str) -> str:

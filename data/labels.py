@@ -240,8 +240,8 @@ def unmasked(values: Any, what: str) -> np.ndarray:
         return np.asarray(values)
     except ValueError as error:
         raise ValueError(
-            f"{what} must be one array, got ragged ones; join train and test rows, "
-            "which --test_split divides"
+            f"{what} must be one array, got ragged ones; give test rows from Python as "
+            "test=(x, y), or join them with the train rows"
         ) from error
 
 

@@ -56,13 +56,12 @@ def assemble(
             f"not take; take images, or {fit.able('text')}"
         )
 
-    takes = "tokens" if source.is_text else "numbers"
-
     def model_of(name: str) -> types.Model:
         own = own_models.get(name)
         if own is None:
             return models.make(name, num_classes, config.model_width)
-        kind = jax.numpy.int32 if source.is_text else jax.numpy.float32
+        takes = source.takes
+        kind = jax.numpy.float32 if takes == "numbers" else jax.numpy.int32
         example = jax.ShapeDtypeStruct((2, *shape), kind)
         return own(example)._replace(name=name, takes=takes)
 
@@ -83,11 +82,11 @@ def assemble(
             few = source.image[:4].copy()
             if source.is_text:
                 few[:, 0] = num_classes  # a hidden word
-            else:
+            elif source.takes == "numbers":
                 few = np.asarray((few.astype(np.float32) - mean) * scale, np.float32)
             fit.check_own(flag, model, num_classes, config.model_width, few)
         else:
-            fit.check_model(flag, model, shape, is_text=source.is_text)
+            fit.check_model(flag, model, shape, takes=source.takes)
     known: list[model_files.Known] = []
     if config.init_from:
         if list(by_name) != [config.model]:

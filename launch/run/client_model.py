@@ -155,7 +155,7 @@ class ClientModel(NamedTuple):
         wanted = np.integer if np.issubdtype(kind, np.integer) else np.floating
         fits, of, most = np.issubdtype(images.dtype, wanted), "", np.inf
         if wanted is np.integer:
-            most = self.data.num_words or 255
+            most = self.data.num_words or (255 if kind == np.uint8 else 2**31 - 1)
             of = f" from 0 to {most}"
         elif self.columns is not None:
             fits = images.dtype.kind in "biuf"  # as columns of the table may be

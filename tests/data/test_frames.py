@@ -69,7 +69,7 @@ def test_usual_names_of_labels(name):
             {"count": [1, None, None, 4]},
             "species",
             "site",
-            "values are missing, of which count has 2; fill",
+            "values are missing, of which count has 2; replace",
         ),
         ({"z": [1, 2, np.inf, 4]}, "species", "site", "infinite, of which z has 1"),
         ({"z": 1e300}, "species", "site", "beyond the range of float32"),
