@@ -169,7 +169,9 @@ def _of_columns(given: Mapping[str, Any], where: str, label: str, owner: str) ->
 def _plain(value: Any) -> Any:
     """A tensor or an image as an array; anything else as it is."""
     if hasattr(value, "detach"):
-        value = value.detach().cpu().numpy()
+        value = value.detach().cpu()
+        # numpy has no bfloat16.
+        value = (value.float() if "bfloat16" in str(value.dtype) else value).numpy()
     return np.asarray(value) if hasattr(value, "getbands") else value
 
 

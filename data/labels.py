@@ -1,6 +1,7 @@
 """Numbers the labels and the owners of a user's rows, whatever their type."""
 
 import datetime
+import functools
 import numbers
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -112,7 +113,10 @@ def alike(names: Sequence[str] | None, what: str) -> str:
     found = [name for group in groups.values() if len(group) > 1 for name in group]
     if not found:
         return ""
-    return f"{what} that look alike stay different: {listed(found)}; rename them if not"
+    # A letter and its accent that are two characters are shown as such.
+    is_usual = functools.partial(unicodedata.is_normalized, "NFC")
+    shown = listed([name if is_usual(name) else ascii(name)[1:-1] for name in found])
+    return f"{what} that look alike are different ones: {shown}; rename them if not"
 
 
 def _plainest(name: str) -> Any:

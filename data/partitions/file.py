@@ -142,10 +142,12 @@ def note(name: str, of: Identity) -> str:
     if odd == ["data_sha256"]:
         return f"{where} was made for other examples, whose labels are the same"
     if odd:
+        how = f"these are {of.num_rows}"
+        if "num_rows" not in odd:
+            how = "these have other labels, or another order"
         raise ValueError(
-            f"{where} was made for other data: {found.get('num_rows', of.num_rows)} "
-            f"rows, and these are {of.num_rows} with other labels or in another order; "
-            "make it again with --export_partition"
+            f"{where} was made for other data, of {found.get('num_rows', 'other')} rows, "
+            f"and {how}; make it again with --export_partition"
         )
     return ""
 

@@ -160,11 +160,12 @@ class ClientModel(NamedTuple):
         elif self.columns is not None:
             fits = images.dtype.kind in "biuf"  # as columns of the table may be
         if not fits or (of and (images.min() < 0 or images.max() > most)):
+            cure = ", such as x / 255" if images.dtype == np.uint8 else ""
             raise ValueError(
                 f"images are {images.dtype} from {images.min()} to {images.max()}; "
-                f"expected {kind}{of}, as in the data"
+                f"expected {kind}{of}, as in the data{cure}"
             )
-        return images.astype(kind) if of else arrays.as_float32(images, "images")
+        return images.astype(kind) if of else arrays.as_float32(images, "x")
 
 
 def find(

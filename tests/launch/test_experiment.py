@@ -819,7 +819,9 @@ def test_what_serves_may_be_no_single_model(blobs, tmp_path, algo):
 def test_ragged_arrays(arrays):
     """Train and test examples in one list."""
     x, y = arrays
-    with pytest.raises(ValueError, match="x must be one array, got ragged .*test=.x, y"):
+    with pytest.raises(
+        ValueError, match="x must be one array, got ragged .*test=.x, y"
+    ):
         build.experiment(algo="fedavg", dataset=([x, x[:9]], y))
 
 
