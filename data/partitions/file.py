@@ -142,12 +142,12 @@ def note(name: str, of: Identity) -> str:
     if odd == ["data_sha256"]:
         return f"{where} was made for other examples, whose labels are the same"
     if odd:
-        how = f"these are {of.num_rows}"
+        how = f"{found.get('num_rows')} rows, and these are {of.num_rows}"
         if "num_rows" not in odd:
-            how = "these have other labels, or another order"
+            how = "rows in another order, or with other labels"
         raise ValueError(
-            f"{where} was made for other data, of {found.get('num_rows', 'other')} rows, "
-            f"and {how}; make it again with --export_partition"
+            f"{where} was made for other data, {how}; make it again with "
+            "--export_partition"
         )
     return ""
 
