@@ -161,9 +161,11 @@ class ClientModel(NamedTuple):
             fits = images.dtype.kind in "biuf"  # as columns of the table may be
         if not fits or (of and (images.min() < 0 or images.max() > most)):
             cure = ", such as x / 255" if images.dtype == np.uint8 else ""
+            found = str(images.dtype)
+            if images.dtype.kind in "biuf":
+                found += f" from {images.min()} to {images.max()}"
             raise ValueError(
-                f"images are {images.dtype} from {images.min()} to {images.max()}; "
-                f"expected {kind}{of}, as in the data{cure}"
+                f"images are {found}; expected {kind}{of}, as in the data{cure}"
             )
         return images.astype(kind) if of else arrays.as_float32(images, "x")
 

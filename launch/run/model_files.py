@@ -57,7 +57,8 @@ class Rows(NamedTuple):
 
     def is_trained(self) -> np.ndarray:
         """bool[N]: whether the model was trained on a row."""
-        return np.unpackbits(self.trained, count=int(self.count)).astype(bool)
+        bits = np.unpackbits(self.trained)[: int(self.count)]
+        return bits.reshape(int(self.count)).astype(bool)
 
     def are_of(self, image: np.ndarray) -> bool:
         """Whether they are rows of these examples."""
