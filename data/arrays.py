@@ -137,6 +137,8 @@ def merged(columns: Mapping[str, np.ndarray]) -> str:
     """
     found = []
     for name, column in columns.items():
+        if column.dtype.kind != "O" and column.dtype.itemsize < 3:
+            continue
         numbers = column.astype(np.float64)
         low, high = float(numbers.min()), float(numbers.max())
         largest = max(high, -low)

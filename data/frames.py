@@ -24,7 +24,6 @@ _NAMES = {*_PERSONS, *(f"{one}id" for one in _PERSONS)}
 _NAMES |= {"author", "customer", "speaker", "writer", "index", "row", "uid", "uuid"}
 # Columns of two values that say which rows test
 _SPLITS = {"test", "train", "split", "is_test", "is_train", "is_training", "is_val"}
-_INF = (float("inf"), float("-inf"))
 # What means in other columns that there is no number
 _MISSING = [
     "",
@@ -166,16 +165,18 @@ def from_frame(
             "given as numbers of tokens [N, T] to a custom model"
         )
     _check_features(frame[features], where)
-    kinds = {"missing": frame[features].isna(), "infinite": frame[features].isin(_INF)}
-    for kind, is_odd in kinds.items():
-        counts = {name: int(count) for name, count in is_odd.sum().items() if count}
-        if counts:
-            raise ValueError(
-                f"{where}: values are {kind}, of which {labels.sized(counts)}; replace "
-                "them, or drop these rows or columns"
-            )
+    kind, values = "missing", None
+    counts = frame[features].isna().sum().to_numpy()
+    if not counts.any():
+        values = frame[features].to_numpy(np.float64)
+        kind, counts = "infinite", np.isinf(values).sum(0)
+    if counts.any():
+        odd = {n: int(k) for n, k in zip(features, counts, strict=True) if k}
+        raise ValueError(
+            f"{where}: values are {kind}, of which {labels.sized(odd)}; replace them, "
+            "or drop these rows or columns"
+        )
     _check_features(frame[features], where)
-    values = frame[features].to_numpy(np.float64)
     made = arrays.from_arrays(
         values,
         frame[label],
@@ -238,11 +239,13 @@ def _check_features(frame: pandas.DataFrame, where: str) -> None:
     for name in frame.columns:
         words = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
         words = "_".join(filter(None, re.split(r"[\W_]+", words)))
+        is_name = words in _NAMES or re.fullmatch(r"(.*_)?ids?", words)
+        if not is_name and words not in _SPLITS:
+            continue
         numbers = frame[name].to_numpy(np.float64)
-        if words in _NAMES or re.fullmatch(r"(.*_)?ids?", words):
-            if (numbers == np.floor(numbers)).all():
-                reasons[name] = "names rows or their owners"
-        elif words in _SPLITS and len(np.unique(numbers)) <= 2:
+        if is_name and (numbers == np.floor(numbers)).all():
+            reasons[name] = "names rows or their owners"
+        elif not is_name and len(np.unique(numbers)) <= 2:
             reasons[name] = "says which rows test"
     if reasons:
         found = [f"{labels.limited(name)} {why}" for name, why in reasons.items()]
@@ -257,17 +260,22 @@ def _check_features(frame: pandas.DataFrame, where: str) -> None:
 
 def _doubts(values: np.ndarray, names: Sequence[str], label: np.ndarray) -> list[str]:
     """Lines about features f64[N, D] that number the rows, or that are the label."""
-    first = np.unique(label, return_index=True)[1]
-    counts, copies = [], []
-    for name, column in zip(names, values.T, strict=True):
-        low = column.min()
-        is_whole = column.max() - low == len(column) - 1 and low == np.floor(low)
-        if is_whole and (np.sort(column) == low + np.arange(len(column))).all():
-            counts.append(name)
-        one = column[first]
-        is_known = len(np.unique(one)) == len(one) <= len(column) / 2
-        if is_known and (column == one[label]).all():
-            copies.append(name)
+    size, low = len(values), values.min(0)
+    is_count = (values.max(0) - low == size - 1) & (low == np.floor(low))
+    counts = [
+        names[j]
+        for j in np.flatnonzero(is_count)
+        if (np.sort(values[:, j]) == low[j] + np.arange(size)).all()
+    ]
+    one = values[np.unique(label, return_index=True)[1]]
+    # Few rows tell for nearly all columns that they are no copies.
+    is_copy = (values[:500] == one[label[:500]]).all(0) & (2 * len(one) <= size)
+    copies = [
+        names[j]
+        for j in np.flatnonzero(is_copy)
+        if len(np.unique(one[:, j])) == len(one)
+        and (values[:, j] == one[label, j]).all()
+    ]
     out = []
     if counts:
         out.append(

@@ -153,6 +153,15 @@ def test_npz_without_owners(tmp_path):
     assert loaders.load(save(tmp_path, x=X, y=Y), "").client is None
 
 
+def test_npz_with_other_arrays(tmp_path):
+    """A line names what is not used."""
+    np.savez(tmp_path / "own.npz", x=X, y=Y, owner=Y, x_test=X)
+    found = loaders.load(f"npz:{tmp_path}/own.npz", "")
+    assert found.notes[-1] == "arrays of the file that are not used: owner, x_test"
+    np.savez(tmp_path / "own.npz", x=X, y=Y, client=Y)
+    assert "not used" not in "".join(loaders.load(f"npz:{tmp_path}/own.npz", "").notes)
+
+
 @pytest.mark.parametrize(
     "arrays, reason",
     [

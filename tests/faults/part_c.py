@@ -110,6 +110,12 @@ def s5_numbers_of_arrays(folder) -> str:
     return _line("float32", "x[:, 64]", dataset=data)
 
 
+def s1_owners_of_an_npz_file_by_another_name(folder) -> str:
+    """The owners of an npz file are called `owner`."""
+    np.savez(folder / "own.npz", x=xv, y=y, owner=np.arange(400) // 50)
+    return _line("not used: owner", dataset=f"npz:{folder}/own.npz")
+
+
 # Labels and owners
 
 
