@@ -1,5 +1,6 @@
 """Data sets of a user's arrays: how images lie in them, and whose rows they are."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,28 +20,40 @@ def from_arrays(
     layout: str = "auto",
     least_classes: int = 2,
     names: tuple[str, str] = ("y", "client"),
+    columns: Mapping[str, np.ndarray] | None = None,
+    test: tuple[Any, ...] | None = None,
 ) -> dataset.Dataset:
     """A data set of a user's arrays.
 
     Args:
         x: uint8 or float [N, H, W, C], [N, H, W] or [N, D]. With `layout` nchw it is
-            [N, C, H, W], with ntc a series [N, T, C].
+            [N, C, H, W], with ntc a series [N, T, C]. Other integers [N, T] that are
+            not negative are tokens.
         y: Labels [N]: text, bools, integers or whole floats.
         client: The owner of each row [N], of the same types, or None.
         where: The name of the arrays in errors.
         layout: One of `LAYOUTS`; see `laid_out`.
         least_classes: The number of different labels that are needed.
         names: The names of labels and owners in errors.
+        columns: The columns of `x` [N, D] by name, as they were given, if it is of a
+            table.
+        test: Official test rows (x, y) of the same kind, or None.
 
     Raises:
         ValueError: one line: what came, what was expected.
     """
     try:
         x = labels.unmasked(x, "x")
+        num_train = len(x) if x.ndim else 0
+        if test is not None:
+            x, y, client = _with_tests(x, y, client, test)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+    are_tokens = x.dtype.kind in "iu" and x.dtype != np.uint8 and x.ndim == 2
+    if are_tokens and x.size:
+        are_tokens = x.min() >= 0 and x.max() < 2**31
     if x.ndim not in (2, 3, 4) or not (
-        x.dtype == np.uint8 or np.issubdtype(x.dtype, np.floating)
+        x.dtype == np.uint8 or np.issubdtype(x.dtype, np.floating) or are_tokens
     ):
         is_whole = x.dtype.kind in "biu" and x.ndim in (2, 3, 4)
         cure = "; give x.astype(np.float32)" if is_whole else ""
@@ -58,22 +71,89 @@ def from_arrays(
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     x, note = laid_out(x, layout, where)
-    image = np.ascontiguousarray(x) if x.dtype == np.uint8 else _as_float32(x, where)
-    notes = (note,) if note else ()
-    if known.names:
-        notes += (
-            f"labels are numbered 0 to {known.count - 1} in this order: "
-            f"{labels.listed(known.names)}",
+    notes = [note]
+    if are_tokens:
+        image = x.astype(np.int32, order="C")
+        notes.append(
+            f"x {x.dtype} {list(x.shape)} is taken as tokens 0 to {x.max()}; give "
+            "x.astype(np.float32) if they are numbers"
         )
+    elif x.dtype == np.uint8:
+        image = np.ascontiguousarray(x)
+    else:
+        image = as_float32(x, f"{where}: x")
+    if known.names:
+        notes.append(
+            f"labels are numbered 0 to {known.count - 1} in this order: "
+            f"{labels.listed(known.names)}"
+        )
+    notes += [labels.alike(known.names, "labels")]
+    notes += [labels.alike(owned and owned.names, "owners")]
+    if x.ndim == 2 and x.dtype.kind == "f" and x.dtype.itemsize > 4:
+        of_x = {f"x[:, {j}]": x[:, j] for j in range(x.shape[1])}
+        notes.append(merged(of_x if columns is None else columns))
     return dataset.Dataset(
         image,
         known.number,
-        len(image),
+        num_train,
         known.count,
         None if owned is None else owned.number,
         classes=known.names,
         owners=None if owned is None else owned.names,
-        notes=notes,
+        notes=tuple(filter(None, notes)),
+        columns=None if columns is None else tuple(columns),
+    )
+
+
+def _with_tests(
+    x: np.ndarray, y: Any, client: Any, test: tuple[Any, ...]
+) -> tuple[np.ndarray, Any, Any]:
+    """The rows (x, y, client) with official test rows behind them."""
+    both = [x, labels.unmasked(y, "y")]
+    others = [labels.unmasked(one, "test") for one in test[:2]]
+    for name, one, other in zip("xy", both, others, strict=True):
+        is_like = name == "y" or one.dtype.kind == other.dtype.kind
+        if len(test) > 2 or one.shape[1:] != other.shape[1:] or not is_like:
+            raise ValueError(
+                f"test must be (x, y) like the train rows, whose {name} is {one.dtype} "
+                f"{list(one.shape)}; got {len(test)} arrays with {other.dtype} "
+                f"{list(other.shape)}"
+            )
+    if both[1].dtype.kind != others[1].dtype.kind:
+        # numpy would make text of a number beside a text.
+        both[1], others[1] = both[1].astype(object), others[1].astype(object)
+    if client is not None:
+        # Official test rows belong to no client.
+        client = labels.unmasked(client, "client")
+        client = np.concatenate([client, np.repeat(client[:1], len(others[0]))])
+    return *map(np.concatenate, zip(both, others, strict=True)), client
+
+
+def merged(columns: Mapping[str, np.ndarray]) -> str:
+    """A line about the columns [N] whose different numbers float32 makes equal, or "".
+
+    Numbers that are not whole may meet by chance where there are many, so that only
+    columns far from zero, for how much they vary, are compared.
+    """
+    found = []
+    for name, column in columns.items():
+        if column.dtype.kind != "O" and column.dtype.itemsize < 3:
+            continue
+        numbers = column.astype(np.float64)
+        low, high = float(numbers.min()), float(numbers.max())
+        largest = max(high, -low)
+        step = float(np.spacing(np.float32(min(largest, 1e38))))
+        if step >= 2 or step > 1e-5 * (high - low):
+            before = len(np.unique(column))
+            after = len(np.unique(column.astype(np.float32)))
+            if after < before:
+                found.append(f"{labels.limited(name)} ({before} become {after})")
+    if not found:
+        return ""
+    more = f" and {len(found) - labels.SHOWN} more" * (len(found) > labels.SHOWN)
+    return (
+        "float32 makes different numbers equal in "
+        f"{', '.join(found[: labels.SHOWN])}{more}; subtract the least, or scale them"
     )
 
 
@@ -93,13 +173,17 @@ def laid_out(x: np.ndarray, layout: str, where: str) -> tuple[np.ndarray, str]:
         ValueError: the layout has another number of axes.
     """
     shape = list(x.shape)
+    if layout == "auto" and x.ndim == 3:
+        taken = f"x {shape} is taken as gray images; --layout=ntc if it is a series"
+        return x[..., None], taken
+    if layout == "auto" and x.ndim == 4:
+        is_nchw = shape[1] in (1, 3) and min(shape[2:]) > 4
+        taken, other = ("NCHW", "nhwc") if is_nchw else ("NHWC", "nchw")
+        x = x.transpose(0, 2, 3, 1) if is_nchw else x
+        high, wide, deep = x.shape[1:]
+        taken = f"{taken}: H {high}, W {wide}, C {deep}; --layout={other} if not"
+        return x, f"x {shape} is taken as {taken}"
     if layout == "auto":
-        if x.ndim == 3:
-            taken = f"x {shape} is taken as gray images; --layout=ntc if it is a series"
-            return x[..., None], taken
-        if x.ndim == 4 and shape[1] in (1, 3) and min(shape[2:]) > 4:
-            taken = f"x {shape} is taken as NCHW; --layout=nhwc if not"
-            return x.transpose(0, 2, 3, 1), taken
         return x, ""
     wanted = len(layout)
     if x.ndim != wanted:
@@ -112,18 +196,19 @@ def laid_out(x: np.ndarray, layout: str, where: str) -> tuple[np.ndarray, str]:
     return (x[..., None] if layout == "nhw" else x), ""
 
 
-def _as_float32(x: np.ndarray, source: str) -> np.ndarray:
+def as_float32(x: np.ndarray, what: str) -> np.ndarray:
     """Converts floats to f32, any two of which have a finite difference.
 
     Raises:
-        ValueError: nan, infinity, or a number beyond float32's range.
+        ValueError: one line that begins with `what`: nan, infinity, or a number beyond
+            float32's range.
     """
     largest = max(float(x.max()), -float(x.min()))
     if not np.isfinite(largest):
-        raise ValueError(f"{source}: x holds nan or infinity")
+        raise ValueError(f"{what} holds nan or infinity; fill or drop such values")
     if largest > float(np.finfo(np.float32).max) / 4:
         raise ValueError(
-            f"{source}: x holds {largest:.3g}, which is beyond the range of float32; "
-            "scale it"
+            f"{what} holds {largest:.3g}, which is beyond the range of float32; scale "
+            "it"
         )
     return x.astype(np.float32, order="C")

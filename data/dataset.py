@@ -9,8 +9,8 @@ class Dataset(NamedTuple):
     """All examples of a data set, with the official test rows last.
 
     Attributes:
-        image: uint8 or float [N, ...], or the tokens int32[N, T] of a text.
-        label: int32[N], or the tokens again.
+        image: uint8 or float [N, ...], or tokens int32[N, T].
+        label: int32[N], or of a text the tokens again.
         num_train: Rows of the official train split. The others are the test split.
         num_classes: Y, or the number of words V.
         client: int32[N], the natural owner of each row, or None.
@@ -35,6 +35,13 @@ class Dataset(NamedTuple):
         """Whether examples are rows of tokens, with a label at each position."""
         return self.label.ndim == 2
 
+    @property
+    def takes(self) -> str:
+        """What a model of these examples takes, see `types.Model`."""
+        if self.is_text:
+            return "tokens"
+        return "labelled tokens" if self.image.dtype == np.int32 else "numbers"
+
 
 def owner_names(source: Dataset) -> tuple[str, ...]:
     """The name of each owner, which is its number where it has no other."""
@@ -48,14 +55,17 @@ def with_large_owners(source: Dataset, least: int) -> tuple[Dataset, dict[str, i
         (the data set of the others, numbered 0, 1, ... again; the rows of each owner
         that was dropped, by its name).
     """
-    size, names = np.bincount(source.client), owner_names(source)
+    names = owner_names(source)
+    size = np.bincount(source.client[: source.num_train], minlength=len(names))
     is_large = size >= least
     dropped = {names[k]: int(size[k]) for k in np.flatnonzero(~is_large)}
     if not dropped:
         return source, dropped
-    kept = is_large[source.client]
+    is_train = np.arange(len(source.client)) < source.num_train
+    # Official test rows belong to no client.
+    kept = is_large[source.client] | ~is_train
     client = np.cumsum(is_large)[source.client[kept]].astype(np.int32) - 1
-    is_train = np.arange(len(kept)) < source.num_train
+    client = np.maximum(client, 0)
     return source._replace(
         image=source.image[kept],
         label=source.label[kept],
@@ -168,7 +178,8 @@ def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]
         image: [N, ...]. Those of uint8 are divided by 255 first.
         kind: `none` does nothing else. `channel` standardises the last axis, `global`
             all values together and `pixel` every position, with .001 added to the
-            standard deviation of the latter two as in the CDKT code. `half` is
+            standard deviation of the latter two as in the CDKT code; what is the same
+            in all examples becomes 0 and is not scaled, as in `none`. `half` is
             (x - .5) / .5. `cifar100` has the constants of DepthFL's code.
 
     Raises:
@@ -179,12 +190,16 @@ def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]
         return np.zeros((), np.float32), np.float32(1 / unit)
     if kind == "half":
         return np.float32(unit / 2), np.float32(2 / unit)
+    is_odd = kind == "cifar100" and (image.shape[-1] != 3 or image.ndim != 4)
+    if is_odd or image.dtype == np.int32:
+        of, cure = "numbers", "none"
+        if is_odd:
+            of, cure = "images of three channels", "channel"
+        raise ValueError(
+            f"--normalization={kind} is for {of}, these examples are {image.dtype} of "
+            f"shape {list(image.shape[1:])}; take {cure}"
+        )
     if kind == "cifar100":
-        if image.shape[-1] != 3 or image.ndim != 4:
-            raise ValueError(
-                "--normalization=cifar100 is for images of three channels, these "
-                f"examples have the shape {list(image.shape[1:])}; take channel"
-            )
         mean, std = (np.array(one, np.float32) * np.float32(unit) for one in CIFAR100)
         return mean, 1 / std
     axes = {
@@ -194,13 +209,26 @@ def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]
     }[kind]
     # Slices are summed in float64, without a float copy of the whole table.
     total = np.zeros(np.mean(image[:1], axis=axes, dtype=np.float64).shape)
-    square = np.zeros_like(total)
+    square, low, high = np.zeros_like(total), np.inf, -np.inf
     for begin in range(0, len(image), 4096):
-        part = image[begin : begin + 4096].astype(np.float64)
+        raw = image[begin : begin + 4096]
+        part = raw.astype(np.float64)
         total += part.sum(axis=axes)
         square += (part**2).sum(axis=axes)
+        low = np.minimum(low, raw.min(axis=axes))
+        high = np.maximum(high, raw.max(axis=axes))
     count = image.size / max(total.size, 1)
     mean = total / count
     std = np.sqrt(np.maximum(square / count - mean**2, 0))
     margin = unit * (0.001 if kind in ("global", "pixel") else 1e-7)
-    return mean.astype(np.float32), (1 / (std + margin)).astype(np.float32)
+    # New rows may differ where these do not, and 1e7 standard deviations mean nothing.
+    is_constant = low == high
+    mean, scale = np.where(is_constant, low, mean), 1 / (std + margin)
+    scale = np.where(is_constant, 1 / unit, scale)
+    return mean.astype(np.float32), scale.astype(np.float32)
+
+
+def was_constant(scale: np.ndarray) -> np.ndarray:
+    """Whether each scale is that of a constant in a file of an earlier version."""
+    margins = np.array([1e-7, 255e-7, 0.001, 0.255])
+    return np.isclose(np.asarray(scale)[..., None] * margins, 1, rtol=0.01).any(-1)

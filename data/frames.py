@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,8 +15,16 @@ from data import arrays, dataset, files, labels
 if TYPE_CHECKING:
     import pandas
 
-# Columns that hold the labels if there is exactly one of them
+# Columns, in any case, that hold the labels if there is exactly one of them
 LABELS = ("label", "y", "target", "class")
+# Columns, in any case, that hold the owners if there is exactly one of them
+OWNERS = ("client", "client_id", "owner", "owner_id")
+# Columns that name rows or their owners, as those whose last word is `id` do
+_PERSONS = ("client", "owner", "user", "subject", "patient", "person", "participant")
+_NAMES = {*_PERSONS, *(f"{one}id" for one in _PERSONS)}
+_NAMES |= {"author", "customer", "speaker", "writer", "index", "row", "uid", "uuid"}
+# Columns of two values that say which rows test
+_SPLITS = {"test", "train", "split", "is_test", "is_train", "is_training", "is_val"}
 # The columns of a CSV file. These take pandas half a minute, and ten times as many an
 # hour.
 MAX_COLUMNS, MAX_HEADER_BYTES = 32768, 1 << 24
@@ -53,7 +63,12 @@ def from_csv(
             # Lines that are longer than the header would be cut off.
             warnings.simplefilter("error", pandas.errors.ParserWarning)
             names = pandas.read_csv(place, nrows=0, index_col=False).columns
-            given = {label, owner} if label else {owner, *LABELS}
+            # pandas would rename the second of two columns `a` to `a.1`.
+            header = pandas.read_csv(place, nrows=1, header=None, dtype=str)
+            _check_names(header.iloc[0].dropna().tolist(), where)
+            given = {label, owner}
+            given |= set() if label else _called(names, LABELS)
+            given |= set() if owner else _called(names, OWNERS)
             # As text "NA" is a name, and "01" is not "1".
             as_text = {name: str for name in names if name in given}
             missing = {name: _MISSING for name in names if name not in given}
@@ -68,6 +83,8 @@ def from_csv(
     except FileNotFoundError as error:
         raise ValueError(f"{where}: there is no such file") from error
     except (ValueError, OSError, EOFError, pandas.errors.ParserWarning) as error:
+        if str(error).startswith(where):
+            raise
         reason = str(error).strip() or type(error).__name__
         raise ValueError(
             f"{where}: cannot be read as CSV: {' '.join(reason.split())[:200]}"
@@ -101,39 +118,113 @@ def _check_width(place: pathlib.Path) -> None:
 
 
 def _plain_numbers(column: pandas.Series) -> pandas.Series:
-    """A column of text as numbers, if all of it are numbers without leading zeros."""
+    """A column of text as numbers, if each text is the usual way to write its number.
+
+    `01`, `1e3`, and `7` beside `7.0` are names. Fractions are numbers, which are
+    refused as labels and as owners.
+    """
     import pandas
 
     numbers = pandas.to_numeric(column, errors="coerce")
-    has_zeros = column.str.match(r"\s*[+-]?0\d").any()
-    return column if has_zeros or numbers.isna().any() else numbers
+    if numbers.isna().any() or column.str.match(r"\s*[+-]?0\d").any():
+        return column
+    if not (np.isfinite(numbers) & (numbers == np.floor(numbers))).all():
+        return numbers
+    forms = (r"\s*-?\d+\s*", r"\s*-?\d+\.0+\s*")
+    is_usual = any(column.str.fullmatch(form).all() for form in forms)
+    return numbers if is_usual and numbers.nunique() == column.nunique() else column
 
 
 def from_frame(
-    frame: pandas.DataFrame, label: str = "", owner: str = "", where: str = "dataset"
+    frame: pandas.DataFrame,
+    label: str = "",
+    owner: str = "",
+    where: str = "dataset",
+    test: pandas.DataFrame | None = None,
 ) -> dataset.Dataset:
     """A data set of vectors: the numeric columns of a table, as float32.
 
     Args:
         frame: The table. Bools are 0 and 1, and its index is not used.
         label: The column of the labels, "" = the one named as in `LABELS`.
-        owner: The column of the rows' owners, "" = there is none.
+        owner: The column of the rows' owners, "" = the one named as in `OWNERS`, or
+            there is none.
         where: The name of the table in errors.
+        test: Official test rows, a table with the same columns, or None.
 
     Raises:
-        ValueError: one line: a column is missing, has missing values, or is neither a
-            number nor the label or the owner.
+        ValueError: one line: a column is missing, has missing values, is neither a
+            number nor the label or the owner, or is named like what is not a feature.
     """
     import pandas
 
     names = [str(name) for name in frame.columns]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(
-            f"{where}: several columns are named {labels.listed(twice)}; rename them"
-        )
+    _check_names(names, where)
     frame = frame.set_axis(names, axis=1)
+    label, owner = chosen(names, label, owner, where)
+    count = len(frame)
+    if test is not None:
+        test = test.set_axis(list(map(str, test.columns)), axis=1)
+        if owner:
+            # Official test rows belong to no client.
+            test = test.assign(**{owner: frame[owner].iloc[0]})
+        frame = pandas.concat([frame, _with_columns(test, names)], ignore_index=True)
+    if not len(frame):
+        raise ValueError(f"{where}: there are no rows")
+    features = [name for name in names if name not in (label, owner)]
+    if not features:
+        raise ValueError(f"{where}: there is no column beside the label and the owner")
+
+    def is_number(dtype: object) -> bool:
+        kinds = pandas.api.types
+        return kinds.is_numeric_dtype(dtype) and not kinds.is_complex_dtype(dtype)
+
+    odd = [name for name in features if not is_number(frame[name].dtype)]
+    if odd:
+        raise ValueError(
+            f"{where}: columns are not numbers: {labels.listed(odd)}; drop them, "
+            "encode them as numbers, or name one with --label or --owner; texts can be "
+            "given as numbers of tokens [N, T] to a custom model"
+        )
+    _check_features(frame[features], where)
+    kind, values = "missing", None
+    counts = frame[features].isna().sum().to_numpy()
+    if not counts.any():
+        values = frame[features].to_numpy(np.float64)
+        kind, counts = "infinite", np.isinf(values).sum(0)
+    if counts.any():
+        odd = {n: int(k) for n, k in zip(features, counts, strict=True) if k}
+        raise ValueError(
+            f"{where}: values are {kind}, of which {labels.sized(odd)}; replace them, "
+            "or drop these rows or columns"
+        )
+    _check_features(frame[features], where)
+    made = arrays.from_arrays(
+        values,
+        frame[label],
+        frame[owner] if owner else None,
+        where,
+        names=(f"the column {label}", f"the column {owner}"),
+        columns={name: frame[name].to_numpy() for name in features},
+    )
+    line = (
+        f"label: {labels.limited(label)}; owners: "
+        f"{labels.limited(owner) if owner else 'none'}; features ({len(features)}): "
+        f"{labels.listed(features)}"
+    )
+    doubts = _doubts(values, features, made.label)
+    return made._replace(num_train=count, notes=(line, *made.notes, *doubts))
+
+
+def chosen(names: Sequence[str], label: str, owner: str, where: str) -> tuple[str, str]:
+    """The columns of the labels and of the owners; "" = there are no owners.
+
+    Raises:
+        ValueError: one line: there is no such column, or no usual one.
+    """
     label = label or _usual_label(names, where)
+    owned = _called(names, OWNERS) - {label}
+    owner = owner or (owned.pop() if len(owned) == 1 else "")
     for flag, name in (("label", label), ("owner", owner)):
         if name and name not in names:
             raise ValueError(
@@ -144,45 +235,81 @@ def from_frame(
         raise ValueError(
             f"{where}: --label={label} and --owner={owner} are the same column"
         )
-    if not len(frame):
-        raise ValueError(f"{where}: there are no rows")
-    features = [name for name in names if name not in (label, owner)]
-    if not features:
-        raise ValueError(f"{where}: there is no column beside the label and the owner")
-    missing = frame[features].isna().sum()
-    missing = {name: int(count) for name, count in missing.items() if count}
-    if missing:
+    return label, owner
+
+
+def _check_names(names: Sequence[str], where: str) -> None:
+    """Refuses columns of one name."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
         raise ValueError(
-            f"{where}: values are missing, of which {labels.sized(missing)}; fill "
-            "them, or drop these rows or columns"
+            f"{where}: several columns are named {labels.listed(twice)}; rename them"
         )
 
-    def is_number(dtype: object) -> bool:
-        kinds = pandas.api.types
-        return kinds.is_numeric_dtype(dtype) and not kinds.is_complex_dtype(dtype)
 
-    odd = [name for name in features if not is_number(frame[name].dtype)]
-    if odd:
+def _called(names: Sequence[str], usual: Sequence[str]) -> set[str]:
+    """The columns that have one of the usual names, in any case."""
+    return {name for name in names if name.strip().lower() in usual}
+
+
+def _check_features(frame: pandas.DataFrame, where: str) -> None:
+    """Refuses columns whose names say that they are not features.
+
+    Columns with fractions are features, whatever they are called.
+    """
+    reasons = {}
+    for name in frame.columns:
+        words = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
+        words = "_".join(filter(None, re.split(r"[\W_]+", words)))
+        is_name = words in _NAMES or re.fullmatch(r"(.*_)?ids?", words)
+        if not is_name and words not in _SPLITS:
+            continue
+        numbers = frame[name].to_numpy(np.float64)
+        if is_name and (numbers == np.floor(numbers)).all():
+            reasons[name] = "names rows or their owners"
+        elif not is_name and len(np.unique(numbers)) <= 2:
+            reasons[name] = "says which rows test"
+    if reasons:
+        found = [f"{labels.limited(name)} {why}" for name, why in reasons.items()]
+        cures = [f"name the owner with --owner={next(iter(reasons))}"]
+        if "says which rows test" in reasons.values():
+            cures = ["give the test rows as test=frame from Python"]
         raise ValueError(
-            f"{where}: columns are not numbers: {labels.listed(odd)}; drop them, "
-            "encode them as numbers, or name one with --label or --owner"
+            f"{where}: columns are not features by their names: {', '.join(found)}; "
+            f"{cures[0]}, drop such columns, or rename those that are features"
         )
-    values = frame[features].to_numpy(np.float64)
-    if not np.isfinite(values).all():
-        endless = np.isinf(values).sum(0).tolist()
-        counts = {n: k for n, k in zip(features, endless, strict=True) if k}
-        raise ValueError(
-            f"{where}: values are infinite, of which {labels.sized(counts)}; replace "
-            "them, or drop these rows or columns"
+
+
+def _doubts(values: np.ndarray, names: Sequence[str], label: np.ndarray) -> list[str]:
+    """Lines about features f64[N, D] that number the rows, or that are the label."""
+    size, low = len(values), values.min(0)
+    is_count = (values.max(0) - low == size - 1) & (low == np.floor(low))
+    counts = [
+        names[j]
+        for j in np.flatnonzero(is_count)
+        if (np.sort(values[:, j]) == low[j] + np.arange(size)).all()
+    ]
+    one = values[np.unique(label, return_index=True)[1]]
+    # Few rows tell for nearly all columns that they are no copies.
+    is_copy = (values[:500] == one[label[:500]]).all(0) & (2 * len(one) <= size)
+    copies = [
+        names[j]
+        for j in np.flatnonzero(is_copy)
+        if len(np.unique(one[:, j])) == len(one)
+        and (values[:, j] == one[label, j]).all()
+    ]
+    out = []
+    if counts:
+        out.append(
+            f"features that number the rows: {labels.listed(counts)}; drop them if "
+            "they say nothing else"
         )
-    made = arrays.from_arrays(
-        values,
-        frame[label],
-        frame[owner] if owner else None,
-        where,
-        names=(f"the column {label}", f"the column {owner}"),
-    )
-    return made._replace(columns=tuple(features))
+    if copies:
+        out.append(
+            "features that have one value for each label, and so give it away: "
+            f"{labels.listed(copies)}; drop them if new rows do not have them"
+        )
+    return out
 
 
 def ordered(frame: pandas.DataFrame, columns: tuple[str, ...]) -> np.ndarray:
@@ -192,17 +319,22 @@ def ordered(frame: pandas.DataFrame, columns: tuple[str, ...]) -> np.ndarray:
         ValueError: one line: one of them is missing.
     """
     frame = frame.set_axis(list(map(str, frame.columns)), axis=1)
-    missing = [name for name in columns if name not in frame.columns]
+    return _with_columns(frame, columns).to_numpy(np.float64)
+
+
+def _with_columns(frame: pandas.DataFrame, names: Sequence[str]) -> pandas.DataFrame:
+    """The columns of a table in this order, without others."""
+    missing = [name for name in names if name not in frame.columns]
     if missing:
         raise ValueError(
-            f"the table lacks the columns {labels.listed(missing)}, with which the "
-            "model was trained"
+            f"the table lacks the columns {labels.listed(missing)}, which the train "
+            "rows have; add them"
         )
-    return frame[list(columns)].to_numpy(np.float64)
+    return frame[list(names)]
 
 
 def _usual_label(names: list[str], where: str) -> str:
-    found = [name for name in names if name in LABELS]
+    found = sorted(_called(names, LABELS), key=names.index)
     if len(found) == 1:
         return found[0]
     reason = f"{labels.listed(found)} could" if found else "no column is known to"

@@ -1,8 +1,10 @@
 """Numbers the labels and the owners of a user's rows, whatever their type."""
 
 import datetime
+import functools
 import numbers
-from collections.abc import Mapping, Sequence
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,6 +101,33 @@ def found_in(values: Any, names: Sequence[str], num_rows: int, what: str) -> np.
     return np.array([place[name] for name in mine])[given.number]
 
 
+def alike(names: Sequence[str] | None, what: str) -> str:
+    """A line about names that differ in a way that is easily overlooked, or "".
+
+    These differ in case, white space or the form of a letter only, or are two ways to
+    write one number. `what` is such as `labels`.
+    """
+    groups: dict[Any, list[str]] = {}
+    for name in names or ():
+        groups.setdefault(_plainest(name), []).append(name)
+    found = [name for group in groups.values() if len(group) > 1 for name in group]
+    if not found:
+        return ""
+    # A letter and its accent that are two characters are shown as such.
+    is_usual = functools.partial(unicodedata.is_normalized, "NFC")
+    shown = listed([name if is_usual(name) else ascii(name)[1:-1] for name in found])
+    return f"{what} that look alike are different ones: {shown}; rename them if not"
+
+
+def _plainest(name: str) -> Any:
+    """What a reader may take a name for: a number, or text without case and spaces."""
+    text = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def listed(names: Sequence[str], most: int = SHOWN) -> str:
     """The first names in a line, and how many more there are."""
     texts = [limited(name) for name in names[:most]]
@@ -154,9 +183,11 @@ def _plain(values: Any, num_rows: int, what: str, of: str) -> np.ndarray:
         ValueError: one line.
     """
     array = unmasked(values, what)
-    if isinstance(values, (list, tuple)) and array.dtype.kind in "US":
-        # numpy makes one text of a text and a number side by side.
-        array = np.asarray(values, object)
+    if isinstance(values, (list, tuple)) and array.dtype.kind in "USiuf":
+        kinds = set(map(type, values))
+        # numpy makes one text of a text and a number side by side, and 1 of True.
+        if array.dtype.kind in "US" or kinds > {bool}:
+            array = np.asarray(values, object)
     if array.shape != (num_rows,):
         hint = ""
         if array.ndim == 2 and len(array) == num_rows:
@@ -178,15 +209,16 @@ def _plain(values: Any, num_rows: int, what: str, of: str) -> np.ndarray:
         except UnicodeDecodeError as error:
             raise ValueError(f"{what} holds bytes that are not UTF-8") from error
     if kind in "mM":
-        _refuse_missing(np.isnat(array), what, of)
+        _refuse(np.isnat(array), what, of)
         array = (
             np.datetime_as_string(array, "auto") if kind == "M" else array.astype(str)
         )
     elif kind == "f":
-        _refuse_missing(~np.isfinite(array), what, of)
+        _refuse(np.isnan(array), what, of)
+        _refuse(np.isinf(array), what, of, "infinite", "replace them")
     elif kind in "US":
-        _refuse_missing(np.char.strip(array) == "", what, of)
-        _check_unicode(array, what)
+        _refuse(np.char.strip(array) == "", what, of)
+        _check_text(np.unique(array).tolist(), what)
     elif kind not in "biu":
         raise ValueError(
             f"{what} must be {of} as text, bools or whole numbers, got {array.dtype}"
@@ -212,8 +244,8 @@ def unmasked(values: Any, what: str) -> np.ndarray:
         return np.asarray(values)
     except ValueError as error:
         raise ValueError(
-            f"{what} must be one array, got ragged ones; join train and test rows, "
-            "which --test_split divides"
+            f"{what} must be one array, got ragged ones; give test rows from Python as "
+            "test=(x, y), or join them with the train rows"
         ) from error
 
 
@@ -221,13 +253,14 @@ def _of_objects(array: np.ndarray, what: str, of: str) -> np.ndarray:
     """An array of Python objects of one kind as bools, numbers or text."""
     import pandas  # takes long to import
 
-    _refuse_missing(pandas.isna(array), what, of)
+    _refuse(pandas.isna(array), what, of)
     kinds = {type(value) for value in array}
 
     def are(*wanted: type) -> bool:
         return all(issubclass(kind, wanted) for kind in kinds)
 
     if are(str):
+        _check_text(set(array.tolist()), what)
         return array.astype(str)
     if are(bytes):
         return array.astype(bytes)
@@ -245,20 +278,27 @@ def _of_objects(array: np.ndarray, what: str, of: str) -> np.ndarray:
     )
 
 
-def _check_unicode(array: np.ndarray, what: str) -> None:
-    for name in np.unique(array).tolist():
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
+def _check_text(names: Iterable[str], what: str) -> None:
+    """Refuses text that is not Unicode, or that numpy would shorten."""
+    for name in names:
+        if name.encode(errors="ignore").decode() != name or name.endswith("\0"):
             raise ValueError(
                 f"{what} holds {ascii(name)[:40]}, which is not valid text; rename it"
-            ) from error
+            )
 
 
-def _refuse_missing(is_missing: np.ndarray, what: str, of: str) -> None:
-    count = int(is_missing.sum())
+def _refuse(
+    is_odd: np.ndarray,
+    what: str,
+    of: str,
+    kind: str = "missing",
+    cure: str = "fill them",
+) -> None:
+    """Refuses values some of which are missing, or are of another `kind`."""
+    count = int(is_odd.sum())
     if count:
+        reason = " (nan, None or empty)" if kind == "missing" else ""
         raise ValueError(
-            f"{what} has {count} missing {of} (nan, None or empty) in "
-            f"{len(is_missing)} rows; fill them, or drop these rows"
+            f"{what} has {count} {kind} {of}{reason} in {len(is_odd)} rows; {cure}, or "
+            "drop these rows"
         )

@@ -11,13 +11,14 @@ import math
 import pathlib
 import socket
 import struct
+import zipfile
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import arrays, dataset, frames, images, npz, texts
+from data import arrays, dataset, frames, images, labels, npz, texts
 from data.builders import cinic10, tiny_imagenet
 
 TFDS_HOST = "storage.googleapis.com"
@@ -276,7 +277,13 @@ def load_npz(path: str, flag: str = "dataset", layout: str = "auto") -> dataset.
     given = found["x"], found["y"], found.get("client"), where
     # Labels of a public set are never read.
     least = 2 if flag == "dataset" else 1
-    return arrays.from_arrays(*given, layout=layout, least_classes=least)
+    made = arrays.from_arrays(*given, layout=layout, least_classes=least)
+    with zipfile.ZipFile(path) as archive:
+        held = {name.removesuffix(".npy") for name in archive.namelist()}
+    if others := sorted(held - {"x", "y", "client"}):
+        line = f"arrays of the file that are not used: {labels.listed(others)}"
+        made = made._replace(notes=(*made.notes, line))
+    return made
 
 
 def _from_tfds(name: str) -> Callable[[str], dataset.Dataset]:

@@ -67,8 +67,8 @@ class Model(NamedTuple):
             such form. `scaler` is HeteroFL's, a number that may be traced: in train
             mode what a convolution passes to its norm is divided by it, except in the
             convolutions of shortcuts. In eval mode nothing is divided.
-        takes: What examples are: `numbers` f32[B, ...], or `tokens` int32[B, T] with
-            logits f32[B, T, Y].
+        takes: What examples are: `numbers` f32[B, ...], `tokens` int32[B, T] with
+            logits f32[B, T, Y], or `labelled tokens` int32[B, T] with logits f32[B, Y].
     """
 
     name: str
@@ -82,7 +82,7 @@ class Model(NamedTuple):
 
     def example(self, *shape: int) -> jax.ShapeDtypeStruct:
         """An array of the type of examples."""
-        kind = jnp.int32 if self.takes == "tokens" else jnp.float32
+        kind = jnp.float32 if self.takes == "numbers" else jnp.int32
         return jax.ShapeDtypeStruct(shape, kind)
 
 
@@ -228,11 +228,11 @@ class Data:
 
     `image` [N, ...] stays uint8 (or the user's float) on the device and is normalised
     when gathered: `(image - mean) * scale`. `label` is int32[N]. Of a text both are the
-    words int32[N, T], which stay as they are. Static are `augment`, one of
-    `augment.KINDS`, which says how train batches differ from what is gathered, and
-    `num_words`, V of a text, 0 = no text. In train and test batches of a text some
-    words are hidden or random, see `augment.mask_words`. `teacher` has the variables of
-    `Task.teacher`, () = none.
+    words int32[N, T]. Tokens int32, with labels or of a text, stay as they are. Static
+    are `augment`, one of `augment.KINDS`, which says how train batches differ from what
+    is gathered, and `num_words`, V of a text, 0 = no text. In train and test batches of
+    a text some words are hidden or random, see `augment.mask_words`. `teacher` has the
+    variables of `Task.teacher`, () = none.
     """
 
     image: jax.Array
@@ -302,8 +302,8 @@ class Data:
         return image, jnp.take(self.label, rows, axis=0, mode="clip")
 
     def normalised(self, image: jax.Array) -> jax.Array:
-        """Raw images [..., *example_shape] as f32; the words of a text as they are."""
-        if self.num_words:
+        """Raw images [..., *example_shape] as f32; tokens int32 as they are."""
+        if self.num_words or image.dtype == jnp.int32:
             return image
         return (image.astype(jnp.float32) - self.mean) * self.scale
 

@@ -145,8 +145,7 @@ def command(argv: list[str]) -> None:
         limits.check_one_of("model", asked.model, models.MODELS)
         shape = _shape(asked.example_shape)
         model = models.make(asked.model, asked.num_classes, asked.model_width)
-        is_text = model.takes == "tokens"
-        fit.check_model("model", model, shape, is_text=is_text)
+        fit.check_model("model", model, shape, takes=model.takes)
     print(
         f"{asked.model}, {asked.num_classes} classes, examples of "
         f"{'x'.join(map(str, shape))}, width {asked.model_width:g}"

@@ -214,13 +214,22 @@ def _from_file(source: dataset.Dataset, spec: PartitionSpec) -> Split:
     return split._replace(train=train)
 
 
-def export(split: Split, path: str) -> None:
-    """Writes a split to a file for `--partition=file:PATH`.
+def export(split: Split, path: str, of: file.Identity | None = None) -> None:
+    """Writes a split of the data set `of` to a file for `--partition=file:PATH`.
 
     Raises:
         OSError: it cannot be written.
     """
-    file.write(pathlib.Path(path).expanduser(), file.Rows(*split))
+    file.write(pathlib.Path(path).expanduser(), file.Rows(*split), of)
+
+
+def note(partition: str, of: file.Identity) -> str:
+    """A line about a partition of a file that may be for other data, or "".
+
+    Raises:
+        ValueError: one line: it is for other data.
+    """
+    return file.note(partition, of) if partition.startswith(file.PREFIX) else ""
 
 
 def _check_owners(

@@ -8,7 +8,9 @@ come after train rows.
 * `test_row` and `test_count`: the same for the clients' own test rows;
 * `official_test_row` and `proxy_row`, both optional: test rows and proxy rows, which no
   client owns;
-* `may_repeat`, optional: 1 = a row may occur several times.
+* `may_repeat`, optional: 1 = a row may occur several times;
+* `num_rows`, `data_sha256` and `label_sha256`, optional: the data set that it was made
+  for, see `Identity`.
 """
 
 import pathlib
@@ -21,7 +23,22 @@ from data.partitions import parts
 
 PREFIX = "file:"
 REQUIRED = ("train_row", "train_count", "test_row", "test_count")
-OPTIONAL = ("official_test_row", "proxy_row", "may_repeat")
+OPTIONAL = ("official_test_row", "proxy_row", "may_repeat", "num_rows")
+HASHES = ("data_sha256", "label_sha256")
+
+
+class Identity(NamedTuple):
+    """What a file says of its data set.
+
+    Attributes:
+        num_rows: The number of rows.
+        data_sha256: The hexadecimal hash of examples and labels.
+        label_sha256: That of the labels alone, as int32.
+    """
+
+    num_rows: int
+    data_sha256: str
+    label_sha256: str
 
 
 class Rows(NamedTuple):
@@ -33,8 +50,8 @@ class Rows(NamedTuple):
     proxy: np.ndarray
 
 
-def write(path: pathlib.Path, rows: Rows) -> None:
-    """Writes a file atomically.
+def write(path: pathlib.Path, rows: Rows, of: Identity | None = None) -> None:
+    """Writes a file atomically; `of` is the data set of the rows.
 
     Raises:
         OSError: it cannot be written.
@@ -53,6 +70,7 @@ def write(path: pathlib.Path, rows: Rows) -> None:
         official_test_row=rows.official_test,
         proxy_row=rows.proxy,
         may_repeat=np.int64(len(np.unique(every)) < len(every)),
+        **({} if of is None else of._asdict()),
     )
     temporary.rename(path)
 
@@ -109,6 +127,31 @@ def read(name: str, num_rows: int) -> Rows:
     return Rows(train, test, official, proxy)
 
 
+def note(name: str, of: Identity) -> str:
+    """A line about a file that may be for other data than `of`, or "".
+
+    Raises:
+        ValueError: one line: it says that its data have other rows or labels.
+    """
+    arrays = _arrays(name)
+    where = f"--partition={name}"
+    found = {key: arrays[key].item() for key in Identity._fields if key in arrays}
+    if not found:
+        return f"{where} does not say for which data it was made"
+    odd = [k for k, value in of._asdict().items() if found.get(k, value) != value]
+    if odd == ["data_sha256"]:
+        return f"{where} was made for other examples, whose labels are the same"
+    if odd:
+        how = f"{found.get('num_rows')} rows, and these are {of.num_rows}"
+        if "num_rows" not in odd:
+            how = "rows in another order, or with other labels"
+        raise ValueError(
+            f"{where} was made for other data, {how}; make it again with "
+            "--export_partition"
+        )
+    return ""
+
+
 def _arrays(name: str) -> dict[str, np.ndarray]:
     """The arrays of a file as int64, checked without the data set."""
     where = f"--partition={name}"
@@ -116,16 +159,22 @@ def _arrays(name: str) -> dict[str, np.ndarray]:
         raise ValueError(f"{where} names no file; write --partition={PREFIX}PATH")
     path = pathlib.Path(name.removeprefix(PREFIX)).expanduser()
     try:
-        arrays = npz.read(path, REQUIRED, OPTIONAL, others=False)
+        arrays = npz.read(path, REQUIRED, (*OPTIONAL, *HASHES), others=False)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     for key, array in arrays.items():
-        if not np.issubdtype(array.dtype, np.integer) or array.ndim > 1:
+        kind, most, wanted = np.integer, 1, "integers of one dimension"
+        if key in (*HASHES, "num_rows"):
+            kind, wanted = (
+                (np.str_, "one text") if key in HASHES else (kind, "one number")
+            )
+            most = 0
+        if not np.issubdtype(array.dtype, kind) or array.ndim > most:
             raise ValueError(
-                f"{where}: {key} must be integers of one dimension, got {array.dtype} "
+                f"{where}: {key} must be {wanted}, got {array.dtype} "
                 f"{list(array.shape)}"
             )
-        arrays[key] = np.atleast_1d(array).astype(np.int64)
+        arrays[key] = np.atleast_1d(array).astype(np.int64) if most else array
     for kind in ("train", "test"):
         row, count = arrays[f"{kind}_row"], arrays[f"{kind}_count"]
         if (count < 0).any() or count.sum() != len(row):

@@ -96,6 +96,10 @@ def resolve(
     if source.num_train == len(source.label) and rules["test_split"] == "official":
         # These data have no official test rows as those of the paper have.
         rules["test_split"] = "client_share"
+    if loaders.is_own(name) and source.num_train < len(source.label):
+        rules["test_split"] = "official"
+    if source.takes == "labelled tokens":
+        rules |= {"normalization": "none", "augment": "none"}
     if partition.startswith(file.PREFIX):
         rules |= _of_file(config, partition) | {"examples_per_client": 0}
     if partition == "classes" and config.client_classes:
@@ -152,12 +156,15 @@ def _of_text(name: str, source: dataset.Dataset) -> dict[str, Any]:
     }
 
 
-def check_own(config: schema.Config, *, is_table: bool = False) -> None:
+def check_own(
+    config: schema.Config, *, has_columns: bool = False, has_axes: bool = False
+) -> None:
     """Refuses options of a user's own data on other data.
 
     Args:
         config: From `configure`.
-        is_table: Whether the data were given as a DataFrame.
+        has_columns: Whether data in memory have columns with names.
+        has_axes: Whether data in memory are arrays.
 
     Raises:
         ValueError: one line.
@@ -165,13 +172,12 @@ def check_own(config: schema.Config, *, is_table: bool = False) -> None:
     name, is_csv = config.dataset, config.dataset.startswith("csv:")
     for flag in ("label", "owner"):
         value = getattr(config, flag)
-        if value and not (is_table or is_csv):
+        if value and not (has_columns or is_csv):
             raise ValueError(
                 f"--{flag}={value} is a column of a CSV file or DataFrame, and "
                 f"--dataset={name} is not one; omit it"
             )
-    has_axes = name.startswith("npz:") or (name == loaders.ARRAYS and not is_table)
-    if config.layout != "auto" and not has_axes:
+    if config.layout != "auto" and not (has_axes or name.startswith("npz:")):
         raise ValueError(
             f"--layout={config.layout} is for your own arrays (npz:PATH), and "
             f"--dataset={name} has its own; omit it"
@@ -256,7 +262,7 @@ def _owners(config: schema.Config, source: dataset.Dataset, least: int) -> int:
     flag = "min_examples" if source.is_text else "min_owner_examples"
     if not source.is_text:
         least = config.min_owner_examples
-    owners = int((np.bincount(source.client) >= least).sum())
+    owners = int((np.bincount(source.client[: source.num_train]) >= least).sum())
     if not owners:
         raise ValueError(f"--{flag}={least}: every owner has fewer rows; lower it")
     if config.num_clients is not None and config.num_clients > owners:

@@ -110,7 +110,11 @@ class Data:
         "column of the labels of a CSV file or DataFrame; default label, y, target or "
         "class",
     )
-    owner: str = option("", "column of the owners of a CSV file's or DataFrame's rows")
+    owner: str = option(
+        "",
+        "column of the owners of a CSV file's or DataFrame's rows; default client or "
+        "owner",
+    )
     min_owner_examples: int = option(
         0,
         "leave owners with fewer rows out (natural), 0 = keep all",

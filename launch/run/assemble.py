@@ -12,7 +12,7 @@ import numpy as np
 
 import models
 from data import dataset, partitions, plan
-from data.partitions import cdkt
+from data.partitions import cdkt, file
 from fedjax_pfl import evaluate, execution, levels, owners, rng, shapes, types
 from fedjax_pfl import program as program_lib
 from fedjax_pfl import teacher as teacher_lib
@@ -56,13 +56,12 @@ def assemble(
             f"not take; take images, or {fit.able('text')}"
         )
 
-    takes = "tokens" if source.is_text else "numbers"
-
     def model_of(name: str) -> types.Model:
         own = own_models.get(name)
         if own is None:
             return models.make(name, num_classes, config.model_width)
-        kind = jax.numpy.int32 if source.is_text else jax.numpy.float32
+        takes = source.takes
+        kind = jax.numpy.float32 if takes == "numbers" else jax.numpy.int32
         example = jax.ShapeDtypeStruct((2, *shape), kind)
         return own(example)._replace(name=name, takes=takes)
 
@@ -82,16 +81,17 @@ def assemble(
             few = source.image[:4].copy()
             if source.is_text:
                 few[:, 0] = num_classes  # a hidden word
-            else:
+            elif source.takes == "numbers":
                 few = np.asarray((few.astype(np.float32) - mean) * scale, np.float32)
             own_hashes[name] = fit.check_own(
                 flag, model, num_classes, config.model_width, few
             )
             by_name[name] = computed.distinct(model, own_hashes[name])
         else:
-            fit.check_model(flag, model, shape, is_text=source.is_text)
+            fit.check_model(flag, model, shape, takes=source.takes)
     server_model, *client_models = (by_name[name] for name in names)
     client_models = tuple(client_models)
+    known: list[model_files.Known] = []
     if config.init_from:
         if list(by_name) != [config.model]:
             raise ValueError(
@@ -99,14 +99,23 @@ def assemble(
                 f"{config.model} and --client_model={config.client_model} are several; "
                 "name one"
             )
-        server_model = model_files.starting(
-            config.init_from, server_model, shape, normal
+        of_classes = None
+        if config.model not in own_models:
+            of_classes = functools.partial(
+                models.make, config.model, width=config.model_width
+            )
+        server_model, found = model_files.starting(
+            *(config.init_from, server_model, shape, normal, source.classes),
+            of_classes,
         )
-        client_models = (server_model,)
+        client_models, known = (server_model,), [found]
     teacher, taught = None, ()
     is_taught = isinstance(hparams, teacher_lib.Taught) and bool(hparams.teacher)
     if is_taught:
-        teacher, taught = model_files.teacher(hparams, num_classes, shape, normal)
+        teacher, taught, found = model_files.teacher(
+            hparams, num_classes, shape, normal, source.classes
+        )
+        known.append(found)
     if config.precision == "bf16":
         server_model, *client_models = (
             mixed.in_bfloat16(model, rounds=source.is_text or model.name in own_models)
@@ -120,7 +129,14 @@ def assemble(
     memory.refuse(needed, chosen, target)
 
     seeds = [config.seed + i for i in range(config.num_seeds)]
-    data = _data(config, source, seeds, public, normal).replace(teacher=taught)
+    identity = _identity(settings)
+    data = _data(config, source, identity, seeds, public, normal)
+    data, tests = data.replace(teacher=taught), data.partition.test.row
+    if line := partitions.note(config.partition, identity):
+        source = source._replace(notes=(*source.notes, line))
+    for one in known:
+        lines = *one.notes, model_files.seen(one, source.image, tests)
+        source = source._replace(notes=(*source.notes, *filter(None, lines)))
     num_rows = np.asarray(data.partition.train.count)
     group = np.arange(config.num_clients, dtype=np.int32) % len(client_models)
     num_levels, eligible = 1, None
@@ -265,7 +281,7 @@ def assemble(
 
     is_given = config.lanes != "auto" if how.lanes else config.client_chunk
     made = kind(
-        settings,
+        settings._replace(source=source),
         task=task,
         program=program,
         data=placed.replace(partition=data.partition),
@@ -277,6 +293,7 @@ def assemble(
         target=target,
         rows_in=rows_in,
         parts_with=None if is_given or not how.vmaps_runs else parts_with,
+        trained_before=[one.rows for one in known if one.rows is not None],
     )
     kept = [memory.kept(chosen, made.simulation.template(), how)]
     if rows_in == "":
@@ -301,9 +318,19 @@ def _partition_spec(config: schema.Config, seed: int) -> partitions.PartitionSpe
     return partitions.PartitionSpec(**given)
 
 
+def _identity(settings: Settings) -> file.Identity:
+    """The data set that row numbers are of, whatever margins its images have."""
+    label = np.asarray(settings.source.label, np.int32)
+    digest = settings.examples_sha256
+    if settings.dropped_owners:
+        digest = settings.source_hash.hexdigest()
+    return file.Identity(len(label), digest, sha256(label).hexdigest())
+
+
 def _data(
     config: schema.Config,
     source: dataset.Dataset,
+    identity: file.Identity,
     seeds: Sequence[int],
     public: np.ndarray | None,
     normal: tuple[np.ndarray, np.ndarray],
@@ -324,7 +351,7 @@ def _data(
             )
         try:
             processes.on_first(
-                lambda: partitions.export(splits[0], config.export_partition)
+                lambda: partitions.export(splits[0], config.export_partition, identity)
             )
         except OSError as error:
             reason = error.strerror or error

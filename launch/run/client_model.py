@@ -1,8 +1,9 @@
 """The models of a run's clients and server: predictions on raw examples, and files."""
 
 import functools
+import numbers
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,7 @@ class ClientModel(NamedTuple):
         image_size, image_channels, model_width, layout: The options of these names.
         classes: The names of the classes in the order of the columns, None = 0..Y-1.
         columns: The columns of the table that it was trained on, None = no table.
+        rows: Gives the rows that it was trained on, for its file.
     """
 
     model: types.Model
@@ -37,6 +39,7 @@ class ClientModel(NamedTuple):
     layout: str = "auto"
     classes: tuple[str, ...] | None = None
     columns: tuple[str, ...] | None = None
+    rows: Callable[[], model_files.Rows] | None = None
 
     def predict(self, images: Any) -> np.ndarray:
         """Probabilities f32[N, Y] of raw images [N, ...].
@@ -107,7 +110,8 @@ class ClientModel(NamedTuple):
 
         def write() -> str:
             given = path, self.model, self.variables, normal, width
-            return str(model_files.write(*given, classes=self.classes))
+            rows = self.rows and self.rows()
+            return str(model_files.write(*given, classes=self.classes, rows=rows))
 
         return pathlib.Path(processes.on_first(write))
 
@@ -148,17 +152,22 @@ class ClientModel(NamedTuple):
             )
         if not len(images):
             raise ValueError("images hold no example")
-        if np.issubdtype(kind, np.integer):
-            fits, most = np.issubdtype(images.dtype, np.integer), 255
-            if self.data.num_words:
-                most = self.data.num_words
-            if not fits or images.min() < 0 or images.max() > most:
-                raise ValueError(
-                    f"images are {images.dtype} from {images.min():g} to "
-                    f"{images.max():g}; expected {kind} from 0 to {most}, as in the "
-                    "data"
-                )
-        return images.astype(kind)
+        wanted = np.integer if np.issubdtype(kind, np.integer) else np.floating
+        fits, of, most = np.issubdtype(images.dtype, wanted), "", np.inf
+        if wanted is np.integer:
+            most = self.data.num_words or (255 if kind == np.uint8 else 2**31 - 1)
+            of = f" from 0 to {most}"
+        elif self.columns is not None:
+            fits = images.dtype.kind in "biuf"  # as columns of the table may be
+        if not fits or (of and (images.min() < 0 or images.max() > most)):
+            cure = ", such as x / 255" if images.dtype == np.uint8 else ""
+            found = str(images.dtype)
+            if images.dtype.kind in "biuf":
+                found += f" from {images.min()} to {images.max()}"
+            raise ValueError(
+                f"images are {found}; expected {kind}{of}, as in the data{cure}"
+            )
+        return images.astype(kind) if of else arrays.as_float32(images, "x")
 
 
 def find(
@@ -174,8 +183,12 @@ def find(
     """
     processes.meet("a client's or the server's model")
     index, config = run.seed_index(seed), run.config
-    if client_id is not None and client_id not in range(config.num_clients):
-        raise ValueError(f"client_id={client_id}: expected 0..{config.num_clients - 1}")
+    is_number = isinstance(client_id, numbers.Integral)
+    is_id = is_number and not isinstance(client_id, bool)
+    if client_id is not None and not (is_id and 0 <= client_id < config.num_clients):
+        raise ValueError(
+            f"client_id={client_id!r}: expected 0..{config.num_clients - 1}"
+        )
     run.start()
     variant, cohort = run.variant(seed, point), run.planner.drawn(index, run.round)
     state, cohort, slot = run.simulation.around(client_id, variant, cohort)
@@ -186,9 +199,14 @@ def find(
     data = run.data.replace(partition=execution.place(part, where))
     model, variables = _found(run, client_id, slot, state, cohort, data)
     sizes = config.image_size, config.image_channels, config.model_width
-    return ClientModel(
-        model, variables, data, *sizes, config.layout, run.classes, run.columns
-    )
+
+    def rows() -> model_files.Rows:
+        trained = [np.asarray(one).reshape(-1) for one in (part.train.row, part.proxy)]
+        image = np.asarray(data.image)[: run.num_examples]
+        return model_files.rows_of(image, np.concatenate(trained), run.trained_before)
+
+    names = config.layout, run.classes, run.columns
+    return ClientModel(model, variables, data, *sizes, *names, rows)
 
 
 def _found(

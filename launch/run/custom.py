@@ -7,7 +7,6 @@ these mean, with a hash of their code, goes into the settings.
 import dataclasses
 import functools
 import hashlib
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,13 +16,7 @@ from fedjax_pfl import optimizer
 from launch.config import registry, schema, sweep
 
 # Options that are not flags
-ONLY_IN_PYTHON = ("split",)
-
-
-def is_frame(given: Any) -> bool:
-    """Whether data are a pandas DataFrame, without importing pandas."""
-    pandas = sys.modules.get("pandas")
-    return pandas is not None and isinstance(given, pandas.DataFrame)
+ONLY_IN_PYTHON = ("split", "test")
 
 
 def without_optimizer(
@@ -155,20 +148,18 @@ def _split_of(given: Mapping[str, Any], flag: str) -> tuple[str, ...]:
 def named(
     given: Mapping[str, Any],
 ) -> tuple[dict[str, Any], Any, dict[str, Callable[..., Any]]]:
-    """Replaces custom data and models by names, and returns what these names mean."""
+    """Replaces custom data and models by names, and returns what these names mean.
+
+    Data are a pair of what was given as `dataset` and as `test`.
+    """
     given, in_memory, own_models, chains = dict(given), None, {}, {}
     if "sweep" in given:
         given["sweep"] = sweep.text(given["sweep"])
     if "lanes" in given:
         given["lanes"] = str(given["lanes"])
-    if not isinstance(found := given.get("dataset", ""), str):
-        is_tuple = isinstance(found, (tuple, list)) and len(found) in (2, 3)
-        if not is_tuple and not is_frame(found):
-            raise ValueError(
-                "dataset: expected a name, arrays (x, y) or (x, y, client), or a "
-                f"pandas DataFrame, got a {type(found).__name__}"
-            )
-        given["dataset"], in_memory = loaders.ARRAYS, found
+    found, test = given.get("dataset", ""), given.pop("test", None)
+    if not isinstance(found, str) or test is not None:
+        given["dataset"], in_memory = loaders.ARRAYS, (found, test)
     for flag in ("model", "client_model"):
         modules = given.get(flag, "")
         if not isinstance(modules, str):

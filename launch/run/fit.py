@@ -18,15 +18,19 @@ from models import own_checks, stages
 
 
 def check_model(
-    flag: str, model: types.Model, shape: tuple[int, ...], *, is_text: bool = False
+    flag: str, model: types.Model, shape: tuple[int, ...], *, takes: str = "numbers"
 ) -> None:
     """Refuses a built-in model that cannot take the examples (ValueError)."""
-    if is_text != (model.takes == "tokens"):
+    is_text = takes == "tokens"
+    if takes != model.takes:
         what = "rows of tokens" if is_text else f"examples of shape {list(shape)}"
         fitting = models.OF_TEXT if is_text else ("mlp", "depth_convnet")
+        cure = f"take another model, for instance {' or '.join(fitting)}"
+        if takes == "labelled tokens":
+            what = f"rows of {shape[0]} tokens with a label"
+            cure = "give a custom model (model=...), or x.astype(np.float32)"
         raise ValueError(
-            f"--{flag}={model.name} takes {model.takes} and not {what}; take another "
-            f"model, for instance {' or '.join(fitting)}"
+            f"--{flag}={model.name} takes {model.takes} and not {what}; {cure}"
         )
     if len(shape) == 2 and not is_text:
         raise ValueError(
@@ -137,7 +141,7 @@ def _check_logits(
             raise ValueError("its collections grow in train mode; sow nothing")
     except Exception as error:  # a custom module may raise anything
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        kind = "int32" if model.takes == "tokens" else "f32"
+        kind = "f32" if model.takes == "numbers" else "int32"
         raise ValueError(
             f"{flag}: {model.name} cannot take examples {kind}[2, "
             f"{', '.join(map(str, shape))}] ({reason[0][:200]}); change its modules"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from data import arrays, dataset, frames, loaders
+from data import arrays, dataset, doors, frames, loaders
 from fedjax_pfl import measures as measures_lib
 from fedjax_pfl import types
 from launch.config import registry, resolve, schema
@@ -65,9 +65,14 @@ def settled(**given: Any) -> Settings:
     config, hparams = resolve.configure(given)
     hparams = custom.with_optimizer(hparams, own_optimizer, given)
     resolve.check_text(config)
+    rows = None
+    if in_memory is not None:
+        rows = doors.opened(*in_memory, config.label, config.owner)
     if in_memory is not None or config.dataset != loaders.ARRAYS:
-        resolve.check_own(config, is_table=custom.is_frame(in_memory))
-    source = _source(config, in_memory)
+        train = rows[0] if rows else doors.Rows(None)
+        has_axes = train.arrays is not None
+        resolve.check_own(config, has_columns=train.has_columns, has_axes=has_axes)
+    source = _source(config, rows)
     if config.rotate_classes > 1:
         source = dataset.rotated(source, config.rotate_classes)
     if not source.is_text:
@@ -107,16 +112,28 @@ def settled(**given: Any) -> Settings:
     )
 
 
-def _source(config: schema.Config, in_memory: Any) -> dataset.Dataset:
+def _source(
+    config: schema.Config, rows: tuple[doors.Rows, doors.Rows | None] | None
+) -> dataset.Dataset:
     """The data set: what was given in Python, or what `--dataset` names.
+
+    `rows` are those of `doors.opened`, None = there is a name.
 
     Raises:
         ValueError: one line.
     """
-    if custom.is_frame(in_memory):
-        return frames.from_frame(in_memory, config.label, config.owner)
-    if in_memory is not None:
-        return arrays.from_arrays(*in_memory, layout=config.layout)
+    if rows is not None:
+        train, test = rows
+        if train.frame is not None:
+            named = train.frame, config.label, config.owner
+            source = frames.from_frame(*named, test=test and test.frame)
+        else:
+            given = {"layout": config.layout, "test": test and test.arrays}
+            source = arrays.from_arrays(*train.arrays, **given)
+        notes = *train.notes, *source.notes
+        if config.test_split == "client_share" and source.num_train < len(source.label):
+            notes += ("--test_split=client_share does not use the rows of test=",)
+        return source._replace(notes=notes)
     return loaders.load(
         config.dataset,
         config.data_dir,

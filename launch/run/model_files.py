@@ -5,6 +5,7 @@ A file holds a nested dictionary of arrays, which can be read without this packa
 * `stages`: by name in the order of the chain, each with `params` and, if it has any,
   `stats` (running statistics); a stage with an exit has these under `trunk` and `exit`;
 * `input`: `mean` and `scale`; the first stage gets `(image - mean) * scale`;
+* `rows`: the rows of the data set on which it was trained, see `Rows`;
 * `sha256`: the hexadecimal hash of all these arrays (`checkpoint.digest`);
 * `model`: its `name`, `width` (`--model_width`) and `level`, the number of its stages;
 * `classes`: the names of its classes in the order of the logits, if they have names.
@@ -13,9 +14,10 @@ A file holds a nested dictionary of arrays, which can be read without this packa
 `stages/conv1/params/kernel`.
 """
 
+import hashlib
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +25,7 @@ import numpy as np
 from flax import serialization, traverse_util
 
 import models
-from data import files
+from data import dataset, files, labels
 from fedjax_pfl import checkpoint, shapes, types
 from fedjax_pfl import teacher as teacher_lib
 from launch.run import fit
@@ -39,6 +41,102 @@ class Facts(NamedTuple):
     level: int
 
 
+class Rows(NamedTuple):
+    """The rows of a data set on which a model was trained.
+
+    Attributes:
+        images_sha256: uint8[32], the SHA-256 of the type, shape and bytes of all
+            examples [N, ...].
+        count: N.
+        trained: uint8[ceil(N / 8)], one bit for each row (`np.packbits`).
+    """
+
+    images_sha256: np.ndarray
+    count: np.ndarray
+    trained: np.ndarray
+
+    def is_trained(self) -> np.ndarray:
+        """bool[N]: whether the model was trained on a row."""
+        bits = np.unpackbits(self.trained)[: int(self.count)]
+        return bits.reshape(int(self.count)).astype(bool)
+
+    def are_of(self, image: np.ndarray) -> bool:
+        """Whether they are rows of these examples."""
+        if len(image) != int(self.count):
+            return False
+        return np.array_equal(self.images_sha256, _sha256(image))
+
+
+class Known(NamedTuple):
+    """What a file says beside its parameters.
+
+    Attributes:
+        line: The flag that names the file, for notes.
+        notes: Lines about how its classes were taken.
+        rows: Those on which its model was trained, None = it does not say.
+    """
+
+    line: str
+    notes: tuple[str, ...]
+    rows: Rows | None
+
+
+def rows_of(
+    image: np.ndarray, trained: np.ndarray, before: Sequence[Rows] = ()
+) -> Rows:
+    """The rows of a model that was trained on the rows `trained` of the examples.
+
+    `before` are those of the models that it started or learned from. Negative rows and
+    rows of public images, which follow the examples, are left out.
+    """
+    is_trained = np.zeros(len(image), bool)
+    is_trained[trained[(trained >= 0) & (trained < len(image))]] = True
+    made = Rows(_sha256(image), np.int64(len(image)), np.packbits(is_trained))
+    for one in before:
+        if np.array_equal(one.images_sha256, made.images_sha256):
+            made = made._replace(trained=made.trained | one.trained)
+    return made
+
+
+def _sha256(image: np.ndarray) -> np.ndarray:
+    """uint8[32]: the hash of examples with their type and shape."""
+    digest = hashlib.sha256(f"{image.dtype.str} {image.shape}".encode())
+    digest.update(np.ascontiguousarray(image).data)
+    return np.frombuffer(digest.digest(), np.uint8)
+
+
+def seen(known: Known, image: np.ndarray, test_row: np.ndarray) -> str:
+    """A line about test rows that a file's model may have been trained on, or "".
+
+    Args:
+        known: Of the file.
+        image: The examples of the run [N, ...].
+        test_row: int[S, ...], the test rows of each seed, -1 = padding.
+    """
+    line, _, rows = known
+    if rows is None:
+        return (
+            f"{line} does not say on which rows its model was trained; they may be "
+            "test rows of this run"
+        )
+    if not rows.are_of(image):
+        return (
+            f"{line}: its model was trained on other examples than this run's, so that "
+            "its train rows cannot be compared with this run's test rows"
+        )
+    is_trained = rows.is_trained()
+    tests = [np.unique(row[row >= 0]) for row in test_row]
+    counts = [(int(is_trained[row].sum()), len(row)) for row in tests]
+    most, total = max(counts)
+    if not most:
+        return ""
+    return (
+        f"{line}: {most} of this run's {total} test rows are train rows of its model, "
+        "so that accuracies are too high; give the --seed, --partition and "
+        "--test_split that it was trained with"
+    )
+
+
 def write(
     path: Any,
     model: types.Model,
@@ -46,6 +144,7 @@ def write(
     normal: Mapping[str, Any],
     width: float | None,
     classes: Sequence[str] | None = None,
+    rows: Rows | None = None,
 ) -> pathlib.Path:
     """Writes a model to a file atomically.
 
@@ -55,6 +154,7 @@ def write(
         normal: Has the `mean` and the `scale` of its images.
         width: Its `--model_width`, None = no value of it makes this model.
         classes: The names of its classes, None = they are numbers.
+        rows: The rows on which it was trained, None = they are not known.
 
     Raises:
         ValueError: the path has another suffix, or is a folder.
@@ -65,16 +165,17 @@ def write(
         raise ValueError(f"{path}: a model's file ends in {' or '.join(SUFFIXES)}")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give the name of a file")
-    tree = _arrays({"stages": _stages(model, variables), "input": dict(normal)})
+    tree = {"stages": _stages(model, variables), "input": dict(normal)}
+    if rows is not None:
+        tree["rows"] = rows._asdict()
+    tree = _arrays(tree)
     digest = checkpoint.digest(tree)
     tree["sha256"] = digest
     if width is not None:
         facts = Facts(model.name, float(width), len(model.stage_names))
         tree["model"] = facts._asdict()
     if classes is not None:
-        # Names of folders may be bytes that are not UTF-8.
-        names = [name.encode("utf-8", "backslashreplace") for name in classes]
-        tree["classes"] = [name.decode() for name in names]
+        tree["classes"] = list(_written(classes))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.stem}.partial{path.suffix}")
     with files.created(temporary) as file:
@@ -87,10 +188,15 @@ def write(
     return temporary.rename(path)
 
 
+def _written(names: Sequence[str]) -> tuple[str, ...]:
+    """Names as a file has them: names of folders may be bytes that are not UTF-8."""
+    return tuple(name.encode("utf-8", "backslashreplace").decode() for name in names)
+
+
 def read(path: Any) -> dict[str, Any]:
     """The nested dictionary in a file, whose `model` is a `Facts` if it is there.
 
-    Its `classes` are a tuple, if they are there.
+    Its `classes` are a tuple and its `rows` are `Rows`, if they are there.
 
     Raises:
         ValueError: one line: there is no file, or it is not a model's.
@@ -118,6 +224,11 @@ def read(path: Any) -> dict[str, Any]:
             tree["model"] = found
         if names is not None:
             tree["classes"] = tuple(map(str, names))
+        if "rows" in tree:
+            rows = Rows(
+                **{name: np.asarray(tree["rows"][name]) for name in Rows._fields}
+            )
+            tree["rows"] = rows if rows.is_trained().shape == (rows.count,) else None
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from error
     except Exception as error:  # msgpack, zipfile and numpy have various errors
@@ -131,19 +242,30 @@ def starting(
     model: types.Model,
     shape: tuple[int, ...],
     normal: tuple[np.ndarray, np.ndarray],
-) -> types.Model:
+    classes: Sequence[str] | None,
+    of_classes: Callable[[int], types.Model] | None,
+) -> tuple[types.Model, Known]:
     """The same model with the initial variables of a file.
 
-    Its narrower forms start from leading slices of them. `shape` is that of an example,
-    and `normal` are mean and scale of the run's images.
+    Its narrower forms start from leading slices of them.
+
+    Args:
+        path: The file.
+        model: The model, for the classes of the run.
+        shape: That of an example of the run.
+        normal: Mean and scale of the run's images.
+        classes: The names of the run's classes, None = they are numbers.
+        of_classes: Makes the model for another number of classes, None = of a custom
+            model, in which the outputs of classes cannot be found.
 
     Raises:
         ValueError: one line: it is not a model's file, holds another model, another
-            normalisation, or values that are not finite.
+            normalisation, other classes, or values that are not finite.
     """
     line, tree = f"--init_from={path}", read(path)
     saved = _variables(line, tree, model, shape, normal, f"--model={model.name}")
-    return _from(saved, model)
+    saved, notes = _by_name(line, tree, saved, classes, of_classes, shape)
+    return _from(saved, model), Known(line, notes, tree.get("rows"))
 
 
 def teacher(
@@ -151,7 +273,8 @@ def teacher(
     num_classes: int,
     shape: tuple[int, ...],
     normal: tuple[np.ndarray, np.ndarray],
-) -> tuple[types.Model, types.Variables]:
+    classes: Sequence[str] | None = None,
+) -> tuple[types.Model, types.Variables, Known]:
     """The model that a file holds and its variables f32, as numpy arrays.
 
     Args:
@@ -159,10 +282,12 @@ def teacher(
         num_classes: Y of the run.
         shape: That of an example of the run.
         normal: Mean and scale of the run's images.
+        classes: The names of the run's classes, None = they are numbers.
 
     Raises:
         ValueError: one line: it is not a model's file, holds another model than it or
-            the options say, another normalisation, or values that are not finite.
+            the options say, another normalisation, other classes, or values that are
+            not finite.
     """
     line = f"--teacher={given.teacher}"
     try:
@@ -189,7 +314,59 @@ def teacher(
     than = f"{name} of width {width:g} with {len(model.stage_names)} stages"
     than += f" for {num_classes} classes and examples of {'x'.join(map(str, shape))}"
     saved = _variables(line, tree, model, shape, normal, than)
-    return model, jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), saved)
+
+    def of_classes(num_classes: int) -> types.Model:
+        return models.make(name, num_classes, width, level)
+
+    saved, notes = _by_name(line, tree, saved, classes, of_classes, shape)
+    saved = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), saved)
+    return model, saved, Known(line, notes, tree.get("rows"))
+
+
+def _by_name(
+    line: str,
+    tree: Mapping[str, Any],
+    saved: types.Variables,
+    classes: Sequence[str] | None,
+    of_classes: Callable[[int], types.Model] | None,
+    shape: tuple[int, ...],
+) -> tuple[types.Variables, tuple[str, ...]]:
+    """The variables of a file with their outputs in the order of the run's classes.
+
+    Returns:
+        (the variables; a line if the order was another, or the names on one side are
+        not known).
+
+    Raises:
+        ValueError: one line: the classes have other names.
+    """
+    found, mine = tree.get("classes"), classes and _written(classes)
+    if found == mine:
+        return saved, ()
+    if found is None or mine is None:
+        whose = "this run" if found is None else "its model"
+        return saved, (
+            f"{line}: only {whose} names the classes ({labels.listed(found or mine)}), "
+            "which are taken to be in this order on both sides",
+        )
+    if set(found) != set(mine) or of_classes is None:
+        raise ValueError(
+            f"{line}: its model has the classes {labels.listed(found)}, this run's are "
+            f"{labels.listed(mine)}; take a model of these, or give labels as the "
+            "numbers 0, 1, ... of the model's classes"
+        )
+    order = np.array([found.index(name) for name in mine])
+    kinds = [shapes.variables(of_classes(len(mine) + more), shape) for more in (0, 1)]
+    # The outputs are where one more class is one more entry, along the last axis.
+    saved = jax.tree.map(
+        lambda leaf, one, more: leaf if one.shape == more.shape else leaf[..., order],
+        saved,
+        *kinds,
+    )
+    return saved, (
+        f"{line}: its model has the classes in another order ({labels.listed(found)}); "
+        "its outputs were put into that of this run",
+    )
 
 
 def _facts(line: str, found: Facts | None, given: teacher_lib.Taught) -> Facts:
@@ -280,7 +457,9 @@ def _check_input(
     mean, scale = (np.asarray(one, np.float64) for one in normal)
     try:
         before = np.asarray(found["mean"], np.float64), np.asarray(found["scale"])
-        gaps = (mean - before[0]) * scale, before[1] / scale - 1
+        # Earlier versions scaled a constant by 1e7, which says nothing.
+        is_same = dataset.was_constant(before[1]) | dataset.was_constant(scale)
+        gaps = (mean - before[0]) * scale, np.where(is_same, 0, before[1] / scale - 1)
         is_like = all(np.sqrt(np.mean(gap**2)) <= 0.3 for gap in gaps)
     except (ValueError, TypeError):
         is_like = False

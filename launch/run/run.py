@@ -43,6 +43,9 @@ class Run:
         notes: Lines about how options, data and models were taken. A run shows them
             once: as lines with its progress, or as Python warnings without.
         columns: The columns of a table, None of other data.
+        num_examples: Rows of the data set, without public images.
+        trained_before: The rows that models of files were trained on, from which this
+            run starts or learns.
         parts_with: `Execution -> (task, program, planner)` for a chunk or lanes other
             than those that were chosen, None = they are not to be changed.
     """
@@ -62,6 +65,7 @@ class Run:
         target: str = "",
         rows_in: str | None = None,
         parts_with: PartsWith | None = None,
+        trained_before: Sequence[Any] = (),
     ):
         self.config, self.hparams, self.task = settings.config, settings.hparams, task
         self.program, self.data, self.planner = program, data, planner
@@ -73,7 +77,8 @@ class Run:
         self.own_sha256, self.computed_sha256 = settings.own_sha256, computed_sha256
         source, is_natural = settings.source, config.partition == "natural"
         self.classes = source.classes
-        self.columns = source.columns
+        self.columns, self.num_examples = source.columns, len(source.label)
+        self.trained_before = tuple(trained_before)
         self.owners = source.owners if is_natural else None
         self.owners = self.owners and self.owners[: config.num_clients]
         names = repr((self.classes, self.owners)).encode()

@@ -69,7 +69,7 @@ def test_usual_names_of_labels(name):
             {"count": [1, None, None, 4]},
             "species",
             "site",
-            "values are missing, of which count has 2; fill",
+            "values are missing, of which count has 2; replace",
         ),
         ({"z": [1, 2, np.inf, 4]}, "species", "site", "infinite, of which z has 1"),
         ({"z": 1e300}, "species", "site", "beyond the range of float32"),
@@ -140,3 +140,168 @@ def test_csv_that_is_no_file(tmp_path):
         loaders.load(f"csv:{tmp_path}/none.csv", "")
     with pytest.raises(ValueError, match="is a folder, a CSV file is expected"):
         loaders.load(f"csv:{tmp_path}", "")
+
+
+NUMBERS = np.random.default_rng(0).normal(size=(60, 3))
+TABLE = pandas.DataFrame(NUMBERS, columns=["a", "b", "c"])
+KINDS = np.arange(60) % 3
+
+
+def notes(**columns):
+    """The lines about `TABLE` with more columns."""
+    return frames.from_frame(TABLE.assign(**columns)).notes
+
+
+@pytest.mark.parametrize("name", ["client", "Client", "client_id", "owner", "OWNER"])
+@pytest.mark.parametrize("is_file", [False, True])
+def test_usual_names_of_owners(tmp_path, name, is_file):
+    """As in an npz file; never a feature."""
+    table = TABLE.assign(y=KINDS, **{name: np.arange(60) // 20 + 3})
+    if is_file:
+        table.to_csv(tmp_path / "own.csv", index=False)
+        found = loaders.load(f"csv:{tmp_path}/own.csv", "")
+    else:
+        found = frames.from_frame(table)
+    assert found.owners == ("3", "4", "5") and found.columns == ("a", "b", "c")
+    assert found.notes[0] == f"label: y; owners: {name}; features (3): a, b, c"
+    other = frames.from_frame(table.rename(columns={name: "x"}).assign(who=1), "y", "x")
+    assert other.columns == ("a", "b", "c", "who")
+
+
+@pytest.mark.parametrize(
+    "name, values, words",
+    [
+        ("user_id", KINDS, "user_id names rows or their owners; .* --owner=user_id"),
+        ("PassengerId", np.arange(60) * 7, "PassengerId names rows"),
+        ("User ID", KINDS, "User ID names rows"),
+        ("subject", KINDS * 1.0, "subject names rows"),
+        ("index", np.arange(60), "index names rows"),
+        (
+            "is_test",
+            KINDS == 0,
+            "is_test says which rows test; give the test rows as te",
+        ),
+        ("Train", KINDS > 0, "Train says which rows test"),
+        ("split", (KINDS > 1) * 1, "split says which rows test"),
+    ],
+)
+def test_columns_that_are_no_features(name, values, words):
+    """Refused by name, with the cure; with another name they are features."""
+    with pytest.raises(ValueError, match=f"not features by their names: {words}"):
+        notes(y=KINDS, **{name: values})
+    assert "features (4): a, b, c, renamed" in notes(y=KINDS, renamed=values)[0]
+
+
+def test_two_owners():
+    """Only one of them can be the owner."""
+    with pytest.raises(ValueError, match="client names rows .*, owner names rows"):
+        notes(y=KINDS, client=KINDS, owner=KINDS)
+
+
+@pytest.mark.parametrize(
+    "name, values",
+    [
+        ("user", NUMBERS[:, 0]),
+        ("test", np.arange(60) % 7),
+        ("body mass index", np.arange(60) % 7),
+        ("humid", KINDS),
+        ("paid", KINDS),
+        ("users", KINDS * 2 % 5),
+    ],
+)
+def test_columns_that_are_features(name, values):
+    """Fractions, many values, and other words."""
+    line = notes(label=KINDS[::-1], **{name: values})[0]
+    assert line == f"label: label; owners: none; features (4): a, b, c, {name}"
+
+
+def test_two_labels_in_any_case():
+    """Which one it is cannot be known."""
+    assert notes(Target=KINDS)[0].startswith("label: Target; ")
+    with pytest.raises(
+        ValueError, match="Label, y could hold the labels; give --label"
+    ):
+        notes(Label=KINDS, y=KINDS)
+
+
+@pytest.mark.parametrize(
+    "label, columns, line",
+    [
+        (KINDS, {"n": np.arange(60) + 1}, "features that number the rows: n; drop"),
+        (KINDS, {"n": np.arange(60)[::-1]}, "features that number the rows: n; drop"),
+        (KINDS, {"n": np.arange(60) // 2}, ""),
+        (KINDS, {"n": np.arange(60) + 0.5}, ""),
+        (KINDS, {"n": 7 - KINDS, "m": KINDS * 0.1}, "so give it away: n, m; drop"),
+        (
+            np.array(["u", "v", "w"])[KINDS],
+            {"n": 2 * KINDS},
+            "so give it away: n; drop",
+        ),
+        (KINDS, {"n": KINDS > 0}, ""),
+        (KINDS, {"n": np.where(np.arange(60) == 59, 0, KINDS)}, ""),
+        (KINDS, {"t": 1.7e9 + 2 * np.arange(60)}, r"in t .60 become \d.; subtract"),
+        (KINDS, {"t": 2**24 + np.arange(60) * 3 // 2}, r"in t .60 become \d+."),
+        (KINDS, {"t": 10**18 + np.arange(60) * 50}, "in t .60 become 1."),
+        (KINDS, {"t": 0.1 + 1e-10 * np.arange(60)}, r"in t .60 become \d."),
+        (KINDS, {"t": 2**24 + np.arange(60) * 4}, ""),
+        (KINDS, {"t": 1 + NUMBERS[:, 0] * 1e-3}, ""),
+    ],
+)
+def test_lines_about_features(label, columns, line):
+    """Row numbers, copies of the label, and numbers that float32 merges."""
+    if "t" in columns:
+        columns = {"t": np.random.default_rng(0).permutation(columns["t"])}
+    more = [n for n in notes(y=label, **columns)[1:] if "numbered" not in n]
+    assert len(more) == bool(line)
+    assert not line or pandas.Series(more).str.contains(line).all()
+
+
+@pytest.mark.parametrize(
+    "texts, names",
+    [
+        (["0", "1", "2"], None),
+        ([" 0", " 1", " 2"], None),
+        (["1.0", "2.0", "3.0"], ("1", "2", "3")),
+        (["-1", "0", "1"], ("-1", "0", "1")),
+        (["10", "9", "8"], ("8", "9", "10")),
+        (["01", "1", "2"], ("01", "1", "2")),
+        (["1e3", "10e2", "2"], ("10e2", "1e3", "2")),
+        (["7", "7.0", "8"], ("7", "7.0", "8")),
+        (["1e5", "2e5", "3e5"], ("1e5", "2e5", "3e5")),
+    ],
+)
+def test_text_of_a_file_stays_text(tmp_path, texts, names):
+    """Numbers are numbers only if all are written in the usual way."""
+    lines = [f"{row % 5},{texts[row % 3]},{texts[row % 3]}" for row in range(30)]
+    (tmp_path / "own.csv").write_text("\n".join(["a,y,who", *lines]))
+    found = loaders.load(f"csv:{tmp_path}/own.csv", "", owner="who")
+    assert found.num_classes == 3 and found.classes == found.owners == names
+    is_alike = len({float(text) for text in texts}) < 3
+    assert [" look alike " in n for n in found.notes].count(True) == 2 * is_alike
+
+
+@pytest.mark.parametrize(
+    "texts, words",
+    [
+        (["0.5", "1e-05", "2"], "target of a regression .it holds 0.5."),
+        (["inf", "1", "2"], "has 10 infinite labels in 30 rows"),
+    ],
+)
+def test_numbers_of_a_file_that_are_no_labels(tmp_path, texts, words):
+    """They are not taken as text."""
+    lines = [f"{row % 5},{texts[row % 3]}" for row in range(30)]
+    (tmp_path / "own.csv").write_text("\n".join(["a,y", *lines]))
+    with pytest.raises(ValueError, match=words):
+        loaders.load(f"csv:{tmp_path}/own.csv", "")
+
+
+def test_columns_of_one_name_in_a_file(tmp_path):
+    """pandas would call the second one a.1."""
+    path = tmp_path / "own.csv"
+    path.write_text("a,b,a,y\n" + "1,2,3,u\n3,1,2,v\n" * 5)
+    with pytest.raises(
+        ValueError, match=f"csv:{path}: several columns are named a; ren"
+    ):
+        loaders.load(f"csv:{path}", "")
+    path.write_text("a,a.1,y\n" + "1,2,u\n3,1,v\n" * 5)
+    assert loaders.load(f"csv:{path}", "").columns == ("a", "a.1")

@@ -74,7 +74,9 @@ def test_bools(values):
         (of(np.nan, 1.0, 2.0), "2 missing .* in 6 rows"),
         (of("a", None, "c"), "1 missing"),
         (of("a", "b", " "), "3 missing"),
-        (of(1.0, np.inf, 2.0), "1 missing"),
+        (of(1.0, np.inf, 2.0), "1 infinite .* in 6 rows; replace them, or drop"),
+        (of("a", "a\0", "c"), "not valid text; rename it"),
+        (of(True, 2, 3), "got bool and int"),
         (pandas.Series(of("a", pandas.NA, "c"), dtype=object), "1 missing"),
         (np.array(of("NaT", "2020-01-01", "NaT"), "M8[D]"), "5 missing"),
         (np.ma.masked_equal(PLACE, 2), "masked array with 3 masked values"),
@@ -158,3 +160,32 @@ def test_text_that_is_not_unicode():
     """Half of a surrogate pair cannot be written anywhere."""
     with pytest.raises(ValueError, match=r"y holds '\\udc80', which is not valid text"):
         labels.classes(["a", "\udc80"], 2, "y")
+
+
+@pytest.mark.parametrize(
+    "names, shown",
+    [
+        (("cat", "Cat", "dog"), "cat, Cat"),
+        (("cat", "cat ", "dog"), "cat, 'cat '"),
+        (("a  b", "a b"), "a  b, a b"),
+        (("\xe9", "e\u0301"), r"é, e\u0301"),
+        (("7", "7.0", "07", "8"), "7, 7.0, 07"),
+        (("1e3", "1000"), "1e3, 1000"),
+        (("\uff21", "a"), "\uff21, a"),
+        (("cat", "cats", "7", "77"), ""),
+        (("\xe9", "e"), ""),
+        (None, ""),
+    ],
+)
+def test_names_that_look_alike(names, shown):
+    """One line with all of them."""
+    line = f"labels that look alike are different ones: {shown}; rename them if not"
+    assert labels.alike(names, "labels") == (line if shown else "")
+
+
+def test_text_of_numpy_cannot_end_in_a_nul():
+    """Python's can, and would be merged with the text before it."""
+    for values in (["a\0", "a"], np.array(["a\0", "a"], object)):
+        with pytest.raises(ValueError, match="which is not valid text; rename it"):
+            labels.owners(values, 2, "client")
+    assert labels.classes(["a\0b", "a"], 2, "y").names == ("a", "a\0b")

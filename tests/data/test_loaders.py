@@ -153,6 +153,15 @@ def test_npz_without_owners(tmp_path):
     assert loaders.load(save(tmp_path, x=X, y=Y), "").client is None
 
 
+def test_npz_with_other_arrays(tmp_path):
+    """A line names what is not used."""
+    np.savez(tmp_path / "own.npz", x=X, y=Y, owner=Y, x_test=X)
+    found = loaders.load(f"npz:{tmp_path}/own.npz", "")
+    assert found.notes[-1] == "arrays of the file that are not used: owner, x_test"
+    np.savez(tmp_path / "own.npz", x=X, y=Y, client=Y)
+    assert "not used" not in "".join(loaders.load(f"npz:{tmp_path}/own.npz", "").notes)
+
+
 @pytest.mark.parametrize(
     "arrays, reason",
     [
@@ -164,7 +173,7 @@ def test_npz_without_owners(tmp_path):
         ({"x": X, "y": np.eye(3, dtype=int)[Y]}, "one-hot rows y.argmax.1."),
         ({"x": X, "y": 0 * Y}, "y holds one label only, 0; at least 2 classes"),
         ({"x": X[:0], "y": Y[:0]}, "y holds no labels"),
-        ({"x": X.astype(np.int32), "y": Y}, "x must be uint8 or float"),
+        ({"x": X.astype(np.int32) - 300, "y": Y}, "x must be uint8 or float"),
         ({"x": X.astype(complex), "y": Y}, "x must be uint8 or float"),
         ({"x": X.reshape(6, 2, 1, 2, 1), "y": Y}, "x must be uint8 or float of sha"),
         ({"x": np.float32(3), "y": Y}, "x must be"),
@@ -486,12 +495,20 @@ def test_normalization(kind, is_float):
 
 
 @pytest.mark.parametrize("kind", ["channel", "global", "pixel"])
-def test_normalization_of_constant_pixels_is_finite(kind):
-    """A pixel that never changes becomes 0, not nan."""
-    image = np.full((50, 4, 4, 1), 200, np.uint8)
+@pytest.mark.parametrize("dtype, unit", [(np.uint8, 255), (np.float32, 1)])
+def test_constants_are_not_scaled(kind, dtype, unit):
+    """What never changes becomes 0, and a new value differs by as much as it does."""
+    image = np.full((50, 4, 4, 2), 0.1 * unit, dtype)
+    if kind != "global":
+        image[:, 1:, :, 1] = np.random.default_rng(0).normal(size=(50, 3, 4)) * unit / 9
     mean, scale = dataset.normalization(image, kind)
-    assert np.isfinite(scale).all()
-    np.testing.assert_allclose((image - mean) * scale, 0, atol=1e-4)
+    assert mean.dtype == scale.dtype == np.float32
+    out = (image - mean) * scale
+    np.testing.assert_array_equal(out[..., 0], 0)
+    new = image.astype(np.float32)
+    new[..., 0] += unit / 16
+    moved = ((new - mean) * scale)[..., 0]
+    np.testing.assert_allclose(moved, 1 / 16, rtol=1e-5)
 
 
 @pytest.mark.parametrize("angles", [1, 2, 3, 4])

@@ -116,6 +116,51 @@ def test_no_name(source):
         partitions.split(source, spec("file:"), seed=0)
 
 
+OF = file.Identity(120, "a" * 64, "b" * 64)
+
+
+@pytest.mark.parametrize(
+    "change, line",
+    [
+        ({}, ""),
+        ({"data_sha256": "c" * 64}, "for other examples, whose labels are the same"),
+        (
+            {"num_rows": 240, "data_sha256": "c"},
+            "other data, 120 rows, and these are 240",
+        ),
+        (
+            {"label_sha256": "c", "data_sha256": "c"},
+            "rows in another order, or with oth",
+        ),
+    ],
+)
+def test_other_data(source, tmp_path, change, line):
+    """Rows of another number or with other labels are refused, others are said."""
+    path = tmp_path / "rows.npz"
+    partitions.export(partitions.split(source, spec("iid"), 0), str(path), OF)
+    asked = f"file:{path}", OF._replace(**change)
+    if change.keys() <= {"data_sha256"}:
+        assert line in (found := partitions.note(*asked)) and bool(found) == bool(line)
+    else:
+        with pytest.raises(ValueError, match=f"^--partition=file:{path} .*{line}"):
+            partitions.note(*asked)
+    assert partitions.note("iid", asked[1]) == ""
+
+
+def test_a_file_of_another_program(source, tmp_path):
+    """It is read, and a line says what is not known."""
+    path = tmp_path / "rows.npz"
+    np.savez(path, **GOOD)
+    assert partitions.note(f"file:{path}", OF).endswith("for which data it was made")
+    np.savez(path, **GOOD, num_rows=120)
+    assert partitions.note(f"file:{path}", OF) == ""
+    for odd in ({"num_rows": [120]}, {"data_sha256": 5}, {"label_sha256": ["a", "b"]}):
+        np.savez(path, **GOOD, **odd)
+        (name,) = odd
+        with pytest.raises(ValueError, match=f"{name} must be one (number|text), got"):
+            partitions.note(f"file:{path}", OF)
+
+
 @pytest.mark.parametrize("name", ["nix.npz", ".", "text.npz"])
 def test_what_is_no_file(source, tmp_path, name):
     """One line too."""

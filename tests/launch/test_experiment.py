@@ -113,8 +113,9 @@ def test_progress_and_records(arrays, capsys):
     experiment = made(arrays)
     experiment.run(on_record=records.append)
     assert records == experiment.metrics and len(records) == 3
-    rules, *lines = capsys.readouterr().out.splitlines()
+    rules, note, *lines = capsys.readouterr().out.splitlines()
     assert rules.startswith("rules: --preset=fedd2s (")
+    assert note.endswith("is taken as NHWC: H 8, W 8, C 1; --layout=nchw if not")
     assert [line.split("  ")[0] for line in lines] == [f"round {r}/2" for r in range(3)]
     made(arrays).run(progress=False, until=1)
     assert capsys.readouterr().out == ""
@@ -816,10 +817,12 @@ def test_what_serves_may_be_no_single_model(blobs, tmp_path, algo):
 
 
 def test_ragged_arrays(arrays):
-    """As Keras returns them: train and test pairs."""
+    """Train and test examples in one list."""
     x, y = arrays
-    with pytest.raises(ValueError, match="x must be one array, got ragged ones"):
-        build.experiment(algo="fedavg", dataset=((x, y), (x[:9], y[:9])))
+    with pytest.raises(
+        ValueError, match="x must be one array, got ragged .*test=.x, y"
+    ):
+        build.experiment(algo="fedavg", dataset=([x, x[:9]], y))
 
 
 def test_a_name_is_no_list():

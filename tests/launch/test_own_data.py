@@ -103,7 +103,7 @@ def test_notes_say_what_was_taken(tmp_path, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     notes = [line for line in lines if line.startswith("note: ")]
     assert notes == [
-        "note: x [48, 3, 6, 6] is taken as NCHW; --layout=nhwc if not",
+        "note: x [48, 3, 6, 6] is taken as NCHW: H 6, W 6, C 3; --layout=nhwc if not",
         "note: labels are numbered 0 to 3 in this order: cat, cow, dog, eel",
         "note: 2 owners have fewer than --min_owner_examples=5 rows and are left out: "
         "b has 3, d has 1",
@@ -232,8 +232,11 @@ X, Y = blobs(4)
             {"dataset": "python_topics", "min_owner_examples": 2},
             "owners of a text are left out by --min_examples",
         ),
-        ({"dataset": 5}, "arrays .x, y. or .x, y, client., or a pandas DataFrame"),
-        ({"dataset": table()["a"]}, "or a pandas DataFrame, got a Series"),
+        (
+            {"dataset": 5},
+            "arrays .x, y. or .x, y, client., a pandas or polars DataFrame",
+        ),
+        ({"dataset": table()["a"]}, "or Hugging Face, got a Series"),
         ({"dataset": table(), "layout": "nhwc"}, "--dataset=arrays has its own"),
     ],
 )
@@ -287,5 +290,7 @@ def test_columns_are_taken_by_name(of_file):
     np.testing.assert_array_equal(whole, turned)
     np.testing.assert_array_equal(whole, plain)
     assert experiment.evaluate(frame, frame.y)["accuracy"] > 0.5
-    with pytest.raises(ValueError, match="the table lacks the columns c, with which"):
+    with pytest.raises(
+        ValueError, match="the table lacks the columns c, which the train"
+    ):
         experiment.predict(None, frame[["a", "b"]])

@@ -1,0 +1,197 @@
+"""Data sets of other libraries as arrays or tables, by what their objects can do.
+
+Taken are arrays, pandas and polars frames, tables with `to_pandas`, dictionaries of
+columns, data sets of Hugging Face, and of torch with `__len__` and `__getitem__`. No
+such library is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from data import frames, labels
+
+if TYPE_CHECKING:
+    import pandas
+
+FORMS = (
+    "a name, arrays (x, y) or (x, y, client), a pandas or polars DataFrame, a dict of "
+    "columns, or a data set of torch or Hugging Face"
+)
+
+
+class Rows(NamedTuple):
+    """Rows of a user's object: arrays, or a table.
+
+    Attributes:
+        arrays: (x, y) or (x, y, client), None = they are a table.
+        frame: The table, None = they are arrays.
+        has_columns: Whether label and owner are columns that have names.
+        notes: Lines about how the object was taken.
+    """
+
+    arrays: tuple[Any, ...] | None
+    frame: pandas.DataFrame | None = None
+    has_columns: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def opened(
+    given: Any, test: Any = None, label: str = "", owner: str = ""
+) -> tuple[Rows, Rows | None]:
+    """The rows of `dataset=`, and official test rows if there are any.
+
+    Args:
+        given: The object.
+        test: That of `test=`, None = there is none.
+        label, owner: Names of columns, as in `frames.from_frame`.
+
+    Raises:
+        ValueError: one line: what came, and what to give instead.
+    """
+    if test is None and isinstance(given, Mapping) and {*given} == {"train", "test"}:
+        given, test = given["train"], given["test"]
+    elif test is None and _is_pair_of_pairs(given):
+        given, test = given
+    rows = _rows(given, "dataset", label, owner)
+    tests = None if test is None else _rows(test, "test", label, owner)
+    if tests is not None and (tests.frame is None) != (rows.frame is None):
+        forms = ["arrays" if one.frame is None else "a table" for one in (rows, tests)]
+        raise ValueError(f"dataset is {forms[0]} and test is {forms[1]}; give one form")
+    return rows, tests
+
+
+def _is_pair_of_pairs(given: Any) -> bool:
+    """Whether it is ((x, y), (x_test, y_test)), as of keras."""
+    return (
+        isinstance(given, tuple)
+        and [
+            isinstance(one, tuple) and [hasattr(array, "shape") for array in one]
+            for one in given
+        ]
+        == [[True, True]] * 2
+    )
+
+
+def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
+    """The rows of an object; see `opened`."""
+    if hasattr(given, "collect_schema") and hasattr(given, "collect"):
+        given = given.collect()  # a lazy frame of polars
+    has_rows = hasattr(given, "__len__") and hasattr(given, "__getitem__")
+    if hasattr(given, "with_format") and has_rows:
+        return _of_columns(_hugging_face(given), where, label, owner)
+    if hasattr(given, "to_pandas") and hasattr(given, "column_names"):
+        given = given.to_pandas()  # a table of pyarrow
+    if is_frame(given):
+        objects = [name for name in given.columns if given[name].dtype == object]
+        if not any(np.ndim(_plain(one)) for name in objects for one in given[name][:1]):
+            return Rows(None, given, True)
+        given = {name: given[name].to_numpy() for name in given.columns}
+    if hasattr(given, "get_columns") and hasattr(given, "to_dict"):
+        given = {one.name: one.to_numpy() for one in given.get_columns()}  # polars
+    if isinstance(given, Mapping):
+        return _of_columns(given, where, label, owner)
+    if isinstance(given, (tuple, list)) and len(given) in (2, 3):
+        return Rows(tuple(map(_plain, given)))
+    reason, sampler = f"got a {type(given).__name__}", getattr(given, "sampler", None)
+    if isinstance(given, str):
+        reason = f"got the name {given} beside test=, which has its own test rows"
+    elif sampler is not None and hasattr(given, "dataset"):
+        # The order of a loader is drawn again each time, that of its data set is not.
+        rows, sampled = (
+            getattr(one, "__len__", int) for one in (given.dataset, sampler)
+        )
+        if rows() and rows() == sampled():
+            line = f"{where}: the rows of its .dataset are taken once, in their order"
+            found = _rows(given.dataset, where, label, owner)
+            return found._replace(notes=(line, *found.notes))
+        reason += " that draws some of its rows; give its .dataset"
+    elif isinstance(getattr(given, "tensors", None), tuple):
+        return _rows(given.tensors, where, label, owner)
+    elif has_rows and not hasattr(given, "dtype") and not isinstance(given, bytes):
+        items = [given[row] for row in range(len(given))]
+        kinds = {len(one) if isinstance(one, (tuple, list)) else 0 for one in items}
+        if kinds in ({2}, {3}):
+            parts = zip(*items, strict=True)
+            return Rows(tuple(_stacked(list(part), where) for part in parts))
+        if items and all(isinstance(one, Mapping) for one in items):
+            columns = {name: [one[name] for one in items] for name in items[0]}
+            return _of_columns(columns, where, label, owner)
+        reason += " whose items are neither (x, y) nor dicts"
+    elif hasattr(given, "__iter__") and not hasattr(given, "dtype"):
+        reason += " without __len__ and __getitem__; join its batches to arrays"
+    raise ValueError(f"{where}: expected {FORMS}, {reason}")
+
+
+def _hugging_face(given: Any) -> dict[str, Any]:
+    """The columns of a data set of Hugging Face; its numpy format rounds floats."""
+    plain, arrays = given.with_format(None), given.with_format("numpy")
+    first = plain[0] if len(plain) else {}
+    return {
+        name: (arrays if np.ndim(_plain(value)) else plain)[name][:]
+        for name, value in first.items()
+    }
+
+
+def is_frame(given: Any) -> bool:
+    """Whether data are a pandas DataFrame, without importing pandas."""
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and isinstance(given, pandas.DataFrame)
+
+
+def _of_columns(given: Mapping[str, Any], where: str, label: str, owner: str) -> Rows:
+    """The rows of columns by name, one of which may hold an array for each row."""
+    columns = {str(name): _stacked(one, where) for name, one in given.items()}
+    wide = [name for name, one in columns.items() if np.ndim(one) > 1]
+    if not wide:
+        import pandas  # takes long to import
+
+        columns = {name: pandas.Series(one) for name, one in columns.items()}
+        return Rows(None, pandas.DataFrame(columns), True)
+    x = "x" if "x" in wide else wide[0]
+    if len(wide) > 1 and x != "x":
+        raise ValueError(
+            f"{where}: the columns {labels.listed(wide)} hold an array for each row; "
+            "keep the one of the examples, or name it x"
+        )
+    label, owner = frames.chosen([n for n in columns if n != x], label, owner, where)
+    named = [x, label, *filter(None, [owner])]
+    others = [name for name in columns if name not in named]
+    line = f"label: {label}; owners: {owner or 'none'}; x: {x}"
+    line += f"; not used: {labels.listed(others)}" if others else ""
+    return Rows(tuple(columns[name] for name in named), None, True, (line,))
+
+
+def _plain(value: Any) -> Any:
+    """A tensor or an image as an array; anything else as it is."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        # numpy has no bfloat16.
+        value = (value.float() if "bfloat16" in str(value.dtype) else value).numpy()
+    return np.asarray(value) if hasattr(value, "getbands") else value
+
+
+def _stacked(values: Any, where: str) -> Any:
+    """A column: an array, or a list of texts and numbers.
+
+    Raises:
+        ValueError: one line: its examples differ in shape.
+    """
+    values = _plain(values)
+    is_of_objects = getattr(getattr(values, "dtype", None), "kind", "") == "O"
+    if not (isinstance(values, Sequence) or is_of_objects) or isinstance(values, str):
+        return values
+    rows = [_plain(one) for one in values]
+    shapes = {np.shape(one): None for one in rows if not isinstance(one, (str, bytes))}
+    if len(shapes) > 1 and () not in shapes:
+        some = " and ".join(str(list(shape)) for shape in list(shapes)[:2])
+        raise ValueError(
+            f"{where}: examples differ in shape, such as {some}; give all one shape"
+        )
+    if shapes and () not in shapes:
+        return np.stack([np.asarray(one) for one in rows])
+    return [one.item() if isinstance(one, np.ndarray) else one for one in rows]

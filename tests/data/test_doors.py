@@ -1,0 +1,322 @@
+"""Data sets of other libraries, by small objects with their methods."""
+
+import numpy as np
+import pandas
+import pytest
+
+from data import arrays, doors, frames
+
+X = np.random.default_rng(0).integers(0, 256, (12, 5, 6, 3), np.uint8)
+Y = np.arange(12) % 3
+TABLE = pandas.DataFrame({"a": X[:, 0, 0, 0] / 7, "b": X[:, 1, 0, 0], "label": Y})
+
+
+class Tensor:
+    """A tensor of torch."""
+
+    def __init__(self, value, dtype="torch.float32"):
+        self.value, self.dtype = value, dtype
+
+    def detach(self):
+        return self
+
+    def cpu(self):
+        return self
+
+    def float(self):
+        return Tensor(np.asarray(self.value, np.float32))
+
+    def numpy(self):
+        if "bfloat16" in self.dtype:
+            raise TypeError("Got unsupported ScalarType BFloat16")
+        return self.value
+
+
+class Rows:
+    """A data set of torch: one example after another."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+
+class Loader:
+    """A DataLoader of torch."""
+
+    def __init__(self, dataset, sampler):
+        self.dataset, self.sampler = dataset, sampler
+
+
+class Stream:
+    """Rows of which no number is known."""
+
+    def __iter__(self):
+        return iter([(X[0], 0)])
+
+
+class Image:
+    """An image of pillow."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def getbands(self):
+        return "R", "G", "B"
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.value, dtype)
+
+
+class HuggingFace:
+    """A data set of Hugging Face, whose numpy format rounds floats."""
+
+    def __init__(self, columns, is_numpy=False):
+        self.columns, self.is_numpy = columns, is_numpy
+
+    def __len__(self):
+        return 12
+
+    def with_format(self, kind):
+        return HuggingFace(self.columns, kind == "numpy")
+
+    def __getitem__(self, key):
+        if not isinstance(key, str):
+            return {name: column[key] for name, column in self.columns.items()}
+        column = self.columns[key]
+        if not self.is_numpy:
+            return column
+        column = [np.asarray(one) for one in column]
+        if len({one.shape for one in column}) > 1:
+            return np.array([*column, None], object)[:-1]
+        found = np.stack(column)
+        return found.astype("f4") if found.dtype == np.float64 else found
+
+
+class Series:
+    """A column of polars."""
+
+    def __init__(self, name, values):
+        self.name, self.values = name, values
+
+    def to_numpy(self):
+        return self.values
+
+
+class Polars:
+    """A DataFrame of polars."""
+
+    def __init__(self, columns):
+        self.columns = columns
+
+    def get_columns(self):
+        return [Series(name, values) for name, values in self.columns.items()]
+
+    def to_dict(self, as_series=True):
+        raise NotImplementedError
+
+
+class Lazy:
+    """A LazyFrame of polars."""
+
+    def collect_schema(self):
+        raise NotImplementedError
+
+    def collect(self):
+        return Polars(dict(TABLE.items()) | {"label": TABLE["label"].to_numpy()})
+
+
+class Arrow:
+    """A table of pyarrow."""
+
+    column_names = tuple(TABLE.columns)
+
+    def to_pandas(self):
+        return TABLE
+
+
+def pairs(rows=range(12)):
+    """Items (example, label) of torch."""
+    return Rows([(Tensor(X[row]), Y[row].item()) for row in rows])
+
+
+def images(**more):
+    """Columns of Hugging Face."""
+    return {"image": [Image(one) for one in X], "label": Y.tolist()} | more
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ((X, Y), ""),
+        ([Tensor(X), Tensor(Y)], ""),
+        ({"x": X, "y": Y}, "label: y; owners: none; x: x"),
+        ({"images": (X / 1).tolist(), "y": Y.tolist()}, "x: images"),
+        (pairs(), ""),
+        ([(X[row], Y[row]) for row in range(12)], ""),
+        (Loader(pairs(), range(12)), "the rows of its .dataset are taken once"),
+        (type("TensorDataset", (Rows,), {"tensors": (Tensor(X), Tensor(Y))})([]), ""),
+        (Rows([{"img": X[k], "Label": Y[k]} for k in range(12)]), "label: Label"),
+        (HuggingFace(images(name=["a"] * 12)), "x: image; not used: name"),
+        (Polars({"x": np.array([*X, None], object)[:12], "y": Y}), "x: x"),
+        (pandas.DataFrame({"pixels": list(X), "target": Y}), "x: pixels"),
+    ],
+)
+def test_examples_that_are_arrays(given, words):
+    """All of them are the same arrays, with a line where columns were chosen."""
+    rows, test = doors.opened(given)
+    assert test is None and rows.frame is None
+    assert words in " ".join(rows.notes) and len(rows.notes) == bool(words)
+    found = arrays.from_arrays(*rows.arrays, layout="nhwc")
+    np.testing.assert_array_equal(found.image, X.astype(found.image.dtype))
+    np.testing.assert_array_equal(found.label, Y)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        TABLE,
+        Arrow(),
+        Lazy(),
+        dict(TABLE.items()),
+        TABLE.to_dict("list"),
+        Rows(TABLE.to_dict("records")),
+        HuggingFace(TABLE.to_dict("list")),
+        Polars({name: TABLE[name].to_numpy() for name in TABLE}),
+    ],
+)
+def test_tables(given):
+    """All of them are the same table, to the last bit of a float64."""
+    rows, _ = doors.opened(given)
+    assert rows.arrays is None and rows.has_columns
+    pandas.testing.assert_frame_equal(rows.frame, TABLE, check_dtype=False)
+    assert frames.from_frame(rows.frame).columns == ("a", "b")
+
+
+def test_owners_and_names_of_columns():
+    """A usual column, or the one that is named."""
+    owner, columns = np.repeat(["p", "q"], 6), {"x": X, "kind": Y, "y": 0 * Y}
+    for given in ({"label": "kind"}, {"label": "kind", "owner": "site"}):
+        name = given.get("owner", "Client")
+        rows, _ = doors.opened(columns | {name: owner}, **given)
+        assert [len(one) for one in rows.arrays] == [12] * 3
+        np.testing.assert_array_equal(rows.arrays[1], Y)
+        np.testing.assert_array_equal(rows.arrays[2], owner)
+
+
+@pytest.mark.parametrize(
+    "given, test",
+    [
+        ((X[:8], Y[:8]), (X[8:], Y[8:])),
+        (((X[:8], Y[:8]), (X[8:], Y[8:])), None),
+        ({"train": pairs(range(8)), "test": pairs(range(8, 12))}, None),
+    ],
+)
+def test_official_test_rows(given, test):
+    """Behind the train rows, with labels numbered together."""
+    rows, tests = doors.opened(given, test)
+    found = arrays.from_arrays(*rows.arrays, layout="nhwc", test=tests.arrays)
+    assert found.num_train == 8 and len(found.label) == 12
+    np.testing.assert_array_equal(found.image, X.astype(found.image.dtype))
+    np.testing.assert_array_equal(found.label, Y)
+
+
+def test_official_test_rows_of_a_table():
+    """Columns by name; they belong to no owner."""
+    table = TABLE.assign(client=np.arange(12) // 4, label=list("uvw") * 4)
+    for more in (table[8:], table[8:][["label", "b", "a"]]):
+        found = frames.from_frame(table[:8], test=more)
+        assert found.num_train == 8 and found.classes == ("u", "v", "w")
+        assert found.client.max() == 1
+        np.testing.assert_array_equal(found.image[:, 1], TABLE["b"])
+    with pytest.raises(ValueError, match="table lacks the columns b, label, which"):
+        frames.from_frame(table[:8], test=table[["a"]])
+
+
+@pytest.mark.parametrize(
+    "given, test, words",
+    [
+        (5, None, "got a int"),
+        (X, None, "got a ndarray"),
+        (TABLE["a"], None, "got a Series"),
+        ("mnist_5k", (X, Y), "the name mnist_5k beside test=, which has its own"),
+        (Stream(), None, "got a Stream without __len__ .* join its batches to arrays"),
+        (Loader(pairs(), range(5)), None, "draws some of its rows; give its .dataset"),
+        (Loader(Stream(), Stream()), None, "draws some of its rows; give its .dataset"),
+        (Rows([1, 2, 3, 4]), None, "items are neither .x, y. nor dicts"),
+        (
+            HuggingFace(images(image=[Image(X[0]), *[Image(X[0, 1:])] * 11])),
+            None,
+            r"examples differ in shape, such as \[5, 6, 3\] and \[4, 6, 3\]; give all",
+        ),
+        ({"a": X, "b": X, "y": Y}, None, "columns a, b hold an array .* name it x"),
+        ({"x": X, "kind": Y}, None, "no column is known to hold the labels; give --la"),
+        ((X, Y), TABLE, "dataset is arrays and test is a table; give one form"),
+    ],
+)
+def test_what_is_not_taken(given, test, words):
+    """One line that says what to give instead."""
+    with pytest.raises(ValueError, match=words) as error:
+        rows, _ = doors.opened(given, test)
+    assert "\n" not in str(error.value) and str(error.value).startswith("dataset")
+
+
+@pytest.mark.parametrize(
+    "test, words",
+    [
+        (
+            (X[:, :4], Y),
+            r"whose x is uint8 \[12, 5, 6, 3\]; got 2 arrays with uint8 \[",
+        ),
+        ((X / 255, Y), "whose x is uint8 .* got 2 arrays with float64"),
+        ((X, Y, Y), "got 3 arrays"),
+        ((X, Y[:, None]), r"whose y is int64 \[12\]; got 2 arrays with int64 \[12, 1"),
+        ((X, np.array(list("uvw"))[Y]), "of one type, .* got int and str"),
+    ],
+)
+def test_official_test_rows_that_differ(test, words):
+    """Examples and labels are of the same kind as the train rows."""
+    with pytest.raises(ValueError, match=words):
+        arrays.from_arrays(X, Y, test=test)
+
+
+def test_bfloat16():
+    """numpy has no such numbers."""
+    given = Tensor(Y.astype("f4")[:, None], "torch.bfloat16"), Y
+    np.testing.assert_array_equal(doors.opened(given)[0].arrays[0][:, 0], Y)
+
+
+def test_real_libraries():
+    """Those that are installed."""
+    polars = pytest.importorskip("polars")
+    rows, _ = doors.opened(polars.DataFrame(TABLE.to_dict("list")))
+    pandas.testing.assert_frame_equal(rows.frame, TABLE, check_dtype=False)
+
+
+def test_real_data_sets_of_torch():
+    """Where torch is installed."""
+    torch = pytest.importorskip("torch")
+    made = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+    for given in (made, torch.utils.data.DataLoader(made, 5, shuffle=True)):
+        x, y = doors.opened(given)[0].arrays
+        np.testing.assert_array_equal(x, X)
+        np.testing.assert_array_equal(y, Y)
+    part = torch.utils.data.Subset(made, [3, 1])
+    np.testing.assert_array_equal(doors.opened(part)[0].arrays[0], X[[3, 1]])
+
+
+def test_real_data_sets_of_hugging_face():
+    """Where datasets is installed."""
+    datasets = pytest.importorskip("datasets")
+    rows, _ = doors.opened(datasets.Dataset.from_dict(TABLE.to_dict("list")))
+    pandas.testing.assert_frame_equal(rows.frame, TABLE, check_dtype=False)
+    kinds = {"x": datasets.Array3D((5, 6, 3), "uint8"), "y": datasets.Value("int64")}
+    columns = {"x": list(X), "y": Y.tolist()}
+    made = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
+    x, y = doors.opened(made)[0].arrays
+    np.testing.assert_array_equal(x, X)
+    np.testing.assert_array_equal(y, Y)
