@@ -306,7 +306,7 @@ def s14_clients(folder) -> str:
     return summaries.fewer(made.summary()["metrics"]["client_auc"])
 
 
-def notes_without_progress(folder) -> str:
+def t4_notes_without_progress(folder) -> str:
     """Runs without progress, where a note says how the data were taken."""
     series = X.reshape(400, 8, 8)
     made = build.experiment(**base | {"dataset": (series, y), "rounds": 1})
