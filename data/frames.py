@@ -164,7 +164,6 @@ def from_frame(
             "encode them as numbers, or name one with --label or --owner; texts can be "
             "given as numbers of tokens [N, T] to a custom model"
         )
-    _check_features(frame[features], where)
     kind, values = "missing", None
     counts = frame[features].isna().sum().to_numpy()
     if not counts.any():
