@@ -22,8 +22,6 @@ FORMS = (
     "a name, arrays (x, y) or (x, y, client), a pandas or polars DataFrame, a dict of "
     "columns, or a data set of torch or Hugging Face"
 )
-
-
 # Parts of a dict of data sets, of which validation rows are not used
 SPLITS = {"train", "test", "validation", "valid", "val", "dev"}
 
@@ -75,13 +73,12 @@ def opened(
 
 def _is_pair_of_pairs(given: Any) -> bool:
     """Whether it is ((x, y), (x_test, y_test)), as of keras."""
-    return (
-        isinstance(given, tuple)
-        and [
-            isinstance(one, tuple) and [hasattr(array, "shape") for array in one]
-            for one in given
-        ]
-        == [[True, True]] * 2
+
+    def are_two(one: Any) -> bool:
+        return isinstance(one, tuple) and len(one) == 2
+
+    return are_two(given) and all(
+        are_two(one) and all(hasattr(array, "shape") for array in one) for one in given
     )
 
 
@@ -149,6 +146,7 @@ def _with_labels(given: Any, others: Sequence[Any]) -> pandas.DataFrame | None:
 
     None if these do not fit, or if the columns are the bytes of images.
     """
+    others = [_plain(one) for one in others]
     if given is None or any(np.ndim(one) != 1 for one in others):
         return None
     import pandas  # takes long to import
