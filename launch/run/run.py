@@ -12,7 +12,7 @@ from data import plan
 from fedjax_pfl import measures, simulate, traffic, types
 from fedjax_pfl import program as program_lib
 from launch.config import limits, sweep
-from launch.run import devices, model_files, summaries
+from launch.run import devices, summaries
 from launch.run.given import Settings
 
 PartsWith = Callable[
@@ -62,7 +62,7 @@ class Run:
         target: str = "",
         rows_in: str | None = None,
         parts_with: PartsWith | None = None,
-        trained_before: Sequence[model_files.Rows] = (),
+        trained_before: Sequence[Any] = (),
     ):
         self.config, self.hparams, self.task = settings.config, settings.hparams, task
         self.program, self.data, self.planner = program, data, planner
