@@ -87,6 +87,11 @@ def from_arrays(
             f"labels are numbered 0 to {known.count - 1} in this order: "
             f"{labels.listed(known.names)}"
         )
+    untrained = np.setdiff1d(known.number, known.number[:num_train]).tolist()
+    if untrained:
+        names_of = known.names or tuple(map(str, range(known.count)))
+        only = labels.listed([names_of[one] for one in untrained])
+        notes.append(f"labels that only test rows have: {only}")
     notes += [labels.alike(known.names, "labels")]
     notes += [labels.alike(owned and owned.names, "owners")]
     if x.ndim == 2 and x.dtype.kind == "f" and x.dtype.itemsize > 4:
@@ -113,7 +118,8 @@ def _with_tests(
     others = [labels.unmasked(one, "test") for one in test[:2]]
     for name, one, other in zip("xy", both, others, strict=True):
         is_like = name == "y" or one.dtype.kind == other.dtype.kind
-        if len(test) > 2 or one.shape[1:] != other.shape[1:] or not is_like:
+        is_like = is_like and one.shape[1:] == other.shape[1:] and len(other) > 0
+        if len(test) > 2 or not is_like:
             raise ValueError(
                 f"test must be (x, y) like the train rows, whose {name} is {one.dtype} "
                 f"{list(one.shape)}; got {len(test)} arrays with {other.dtype} "

@@ -228,7 +228,13 @@ def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]
     return mean.astype(np.float32), scale.astype(np.float32)
 
 
-def was_constant(scale: np.ndarray) -> np.ndarray:
-    """Whether each scale is that of a constant in a file of an earlier version."""
+def is_of_constant(scale: np.ndarray) -> np.ndarray:
+    """Whether each scale of a normalisation is that of a constant.
+
+    Earlier versions divided by the margin alone.
+    """
+    scale = np.asarray(scale)
     margins = np.array([1e-7, 255e-7, 0.001, 0.255])
-    return np.isclose(np.asarray(scale)[..., None] * margins, 1, rtol=0.01).any(-1)
+    is_old = np.isclose(scale[..., None] * margins, 1, rtol=0.01).any(-1)
+    # A single scale of 1 is that of `none`.
+    return is_old | (np.isin(scale, np.float32([1, 1 / 255])) & (scale.ndim > 0))

@@ -22,6 +22,8 @@ FORMS = (
     "a name, arrays (x, y) or (x, y, client), a pandas or polars DataFrame, a dict of "
     "columns, or a data set of torch or Hugging Face"
 )
+# Parts of a dict of data sets, of which validation rows are not used
+SPLITS = {"train", "test", "validation", "valid", "val", "dev"}
 
 
 class Rows(NamedTuple):
@@ -53,11 +55,15 @@ def opened(
     Raises:
         ValueError: one line: what came, and what to give instead.
     """
-    if test is None and isinstance(given, Mapping) and {*given} == {"train", "test"}:
-        given, test = given["train"], given["test"]
+    line = ""
+    if test is None and isinstance(given, Mapping) and {"train"} <= {*given} <= SPLITS:
+        others = sorted({*given} - {"train", "test"})
+        line = f"parts that are not used: {', '.join(others)}" if others else ""
+        given, test = given["train"], given.get("test")
     elif test is None and _is_pair_of_pairs(given):
         given, test = given
     rows = _rows(given, "dataset", label, owner)
+    rows = rows._replace(notes=(*filter(None, [line]), *rows.notes))
     tests = None if test is None else _rows(test, "test", label, owner)
     if tests is not None and (tests.frame is None) != (rows.frame is None):
         forms = ["arrays" if one.frame is None else "a table" for one in (rows, tests)]
@@ -67,39 +73,29 @@ def opened(
 
 def _is_pair_of_pairs(given: Any) -> bool:
     """Whether it is ((x, y), (x_test, y_test)), as of keras."""
-    return (
-        isinstance(given, tuple)
-        and [
-            isinstance(one, tuple) and [hasattr(array, "shape") for array in one]
-            for one in given
-        ]
-        == [[True, True]] * 2
+
+    def are_two(one: Any) -> bool:
+        return isinstance(one, tuple) and len(one) == 2
+
+    return are_two(given) and all(
+        are_two(one) and all(hasattr(array, "shape") for array in one) for one in given
     )
 
 
 def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
     """The rows of an object; see `opened`."""
-    if hasattr(given, "collect_schema") and hasattr(given, "collect"):
-        given = given.collect()  # a lazy frame of polars
+    columns = _columns(given)
+    if columns is not None:
+        return _of_columns(columns, where, label, owner)
     has_rows = hasattr(given, "__len__") and hasattr(given, "__getitem__")
-    if hasattr(given, "with_format") and has_rows:
-        return _of_columns(_hugging_face(given), where, label, owner)
-    if hasattr(given, "to_pandas") and hasattr(given, "column_names"):
-        given = given.to_pandas()  # a table of pyarrow
-    if is_frame(given):
-        objects = [name for name in given.columns if given[name].dtype == object]
-        if not any(np.ndim(_plain(one)) for name in objects for one in given[name][:1]):
-            return Rows(None, given, True)
-        given = {name: given[name].to_numpy() for name in given.columns}
-    if hasattr(given, "get_columns") and hasattr(given, "to_dict"):
-        given = {one.name: one.to_numpy() for one in given.get_columns()}  # polars
-    if isinstance(given, Mapping):
-        return _of_columns(given, where, label, owner)
     if isinstance(given, (tuple, list)) and len(given) in (2, 3):
+        frame = _with_labels(_columns(given[0]), given[1:])
+        if frame is not None:
+            return Rows(None, frame, True)
         return Rows(tuple(map(_plain, given)))
     reason, sampler = f"got a {type(given).__name__}", getattr(given, "sampler", None)
     if isinstance(given, str):
-        reason = f"got the name {given} beside test=, which has its own test rows"
+        reason = f"got the name {given!r}; test= is for data that are given in Python"
     elif sampler is not None and hasattr(given, "dataset"):
         # The order of a loader is drawn again each time, that of its data set is not.
         rows, sampled = (
@@ -127,14 +123,42 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
     raise ValueError(f"{where}: expected {FORMS}, {reason}")
 
 
-def _hugging_face(given: Any) -> dict[str, Any]:
-    """The columns of a data set of Hugging Face; its numpy format rounds floats."""
-    plain, arrays = given.with_format(None), given.with_format("numpy")
-    first = plain[0] if len(plain) else {}
-    return {
-        name: (arrays if np.ndim(_plain(value)) else plain)[name][:]
-        for name, value in first.items()
-    }
+def _columns(given: Any) -> Any:
+    """A frame of pandas or columns by name, None if an object has none."""
+    if hasattr(given, "collect_schema") and hasattr(given, "collect"):
+        given = given.collect()  # a lazy frame of polars
+    if hasattr(given, "with_format") and hasattr(given, "__len__"):
+        # Hugging Face; its numpy format rounds floats.
+        plain, arrays = given.with_format(None), given.with_format("numpy")
+        return {
+            name: (arrays if np.ndim(_plain(value)) else plain)[name][:]
+            for name, value in (plain[0] if len(plain) else {}).items()
+        }
+    if hasattr(given, "get_columns") and hasattr(given, "to_dict"):  # polars
+        return {one.name: one.to_numpy() for one in given.get_columns()}
+    if hasattr(given, "to_pandas") and hasattr(given, "column_names"):
+        return given.to_pandas()  # a table of pyarrow
+    return given if isinstance(given, Mapping) or is_frame(given) else None
+
+
+def _with_labels(given: Any, others: Sequence[Any]) -> pandas.DataFrame | None:
+    """A table of columns and, as `y` and `client`, labels and owners beside them.
+
+    None if these do not fit, or if the columns are the bytes of images.
+    """
+    others = [_plain(one) for one in others]
+    if given is None or any(np.ndim(one) != 1 for one in others):
+        return None
+    import pandas  # takes long to import
+
+    frame = given if is_frame(given) else pandas.DataFrame(given)
+    are_bytes = all(kind == np.uint8 for kind in frame.dtypes)
+    if are_bytes or any(len(one) != len(frame) for one in others):
+        return None
+    named = dict(zip(("y", "client"), others, strict=False))
+    beside = {name: pandas.Series(list(one)) for name, one in named.items()}
+    parts = [frame.reset_index(drop=True), pandas.DataFrame(beside)]
+    return pandas.concat(parts, axis=1)
 
 
 def is_frame(given: Any) -> bool:
@@ -143,21 +167,30 @@ def is_frame(given: Any) -> bool:
     return pandas is not None and isinstance(given, pandas.DataFrame)
 
 
-def _of_columns(given: Mapping[str, Any], where: str, label: str, owner: str) -> Rows:
+def _of_columns(given: Any, where: str, label: str, owner: str) -> Rows:
     """The rows of columns by name, one of which may hold an array for each row."""
+    if is_frame(given):
+        first = given.iloc[:1].select_dtypes(object)
+        if not any(np.ndim(_plain(one)) for one in first.to_numpy().reshape(-1)):
+            return Rows(None, given, True)
+        given = {name: given[name].to_numpy() for name in given.columns}
     columns = {str(name): _stacked(one, where) for name, one in given.items()}
+    sizes = {name: len(one) if np.ndim(one) else 1 for name, one in columns.items()}
     wide = [name for name, one in columns.items() if np.ndim(one) > 1]
+    x = "x" if "x" in wide or not wide else wide[0]
+    reason = ""
+    if len(set(sizes.values())) > 1:
+        reason = f"differ in their number of rows: {labels.sized(sizes)}; give one"
+    elif len(wide) > 1 and x != "x":
+        reason = f"{labels.listed(wide)} hold an array for each row; keep the one of "
+        reason += "the examples, or name it x"
+    if reason:
+        raise ValueError(f"{where}: the columns {reason}")
     if not wide:
         import pandas  # takes long to import
 
         columns = {name: pandas.Series(one) for name, one in columns.items()}
         return Rows(None, pandas.DataFrame(columns), True)
-    x = "x" if "x" in wide else wide[0]
-    if len(wide) > 1 and x != "x":
-        raise ValueError(
-            f"{where}: the columns {labels.listed(wide)} hold an array for each row; "
-            "keep the one of the examples, or name it x"
-        )
     label, owner = frames.chosen([n for n in columns if n != x], label, owner, where)
     named = [x, label, *filter(None, [owner])]
     others = [name for name in columns if name not in named]

@@ -65,7 +65,6 @@ def from_csv(
             names = pandas.read_csv(place, nrows=0, index_col=False).columns
             # pandas would rename the second of two columns `a` to `a.1`.
             header = pandas.read_csv(place, nrows=1, header=None, dtype=str)
-            _check_names(header.iloc[0].dropna().tolist(), where)
             given = {label, owner}
             given |= set() if label else _called(names, LABELS)
             given |= set() if owner else _called(names, OWNERS)
@@ -83,12 +82,11 @@ def from_csv(
     except FileNotFoundError as error:
         raise ValueError(f"{where}: there is no such file") from error
     except (ValueError, OSError, EOFError, pandas.errors.ParserWarning) as error:
-        if str(error).startswith(where):
-            raise
         reason = str(error).strip() or type(error).__name__
         raise ValueError(
             f"{where}: cannot be read as CSV: {' '.join(reason.split())[:200]}"
         ) from error
+    _check_names(header.iloc[0].dropna().tolist(), where)
     unnamed = [str(name) for name in frame.columns if str(name).startswith("Unnamed: ")]
     if unnamed:
         raise ValueError(
@@ -186,7 +184,6 @@ def from_frame(
             "encode them as numbers, or name one with --label or --owner; texts can be "
             "given as numbers of tokens [N, T] to a custom model"
         )
-    _check_features(frame[features], where)
     kind, values = "missing", None
     counts = frame[features].isna().sum().to_numpy()
     if not counts.any():

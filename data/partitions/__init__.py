@@ -157,8 +157,8 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
     official = spec.test_split == "official"
     if official and source.num_train == len(source.label):
         raise ValueError(
-            "--test_split=official: this data set has no official test rows; "
-            "take client_share"
+            "--test_split=official: this data set has no official test rows; take "
+            "client_share, or give test=(x, y) from Python"
         )
     merged = spec.test_split in ("pool", "pool_stratified")
     size = len(source.label) if merged else source.num_train

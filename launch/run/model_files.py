@@ -45,8 +45,7 @@ class Rows(NamedTuple):
     """The rows of a data set on which a model was trained.
 
     Attributes:
-        images_sha256: uint8[32], the SHA-256 of the type, shape and bytes of all
-            examples [N, ...].
+        images_sha256: uint8[32], the SHA-256 of the bytes of all examples [N, ...].
         count: N.
         trained: uint8[ceil(N / 8)], one bit for each row (`np.packbits`).
     """
@@ -99,10 +98,9 @@ def rows_of(
 
 
 def _sha256(image: np.ndarray) -> np.ndarray:
-    """uint8[32]: the hash of examples with their type and shape."""
-    digest = hashlib.sha256(f"{image.dtype.str} {image.shape}".encode())
-    digest.update(np.ascontiguousarray(image).data)
-    return np.frombuffer(digest.digest(), np.uint8)
+    """uint8[32]: the hash of the bytes of examples, whatever their layout."""
+    digest = hashlib.sha256(np.ascontiguousarray(image).data).digest()
+    return np.frombuffer(digest, np.uint8)
 
 
 def seen(known: Known, image: np.ndarray, test_row: np.ndarray) -> str:
@@ -132,7 +130,7 @@ def seen(known: Known, image: np.ndarray, test_row: np.ndarray) -> str:
         return ""
     return (
         f"{line}: {most} of this run's {total} test rows are train rows of its model, "
-        "so that accuracies are too high; give the --seed, --partition and "
+        "so that accuracies may be too high; give the --seed, --partition and "
         "--test_split that it was trained with"
     )
 
@@ -457,9 +455,10 @@ def _check_input(
     mean, scale = (np.asarray(one, np.float64) for one in normal)
     try:
         before = np.asarray(found["mean"], np.float64), np.asarray(found["scale"])
-        # Earlier versions scaled a constant by 1e7, which says nothing.
-        is_same = dataset.was_constant(before[1]) | dataset.was_constant(scale)
-        gaps = (mean - before[0]) * scale, np.where(is_same, 0, before[1] / scale - 1)
+        # The scale of a constant says nothing about the numbers of other rows.
+        is_free = [dataset.is_of_constant(one) for one in (before[1], scale)]
+        ratio = np.where(np.logical_or(*is_free), 1, before[1] / scale)
+        gaps = (mean - before[0]) * scale, ratio - 1
         is_like = all(np.sqrt(np.mean(gap**2)) <= 0.3 for gap in gaps)
     except (ValueError, TypeError):
         is_like = False

@@ -197,6 +197,48 @@ def test_tables(given):
     assert frames.from_frame(rows.frame).columns == ("a", "b")
 
 
+@pytest.mark.parametrize(
+    "of", [lambda table: table, lambda table: Polars(dict(table.items()))]
+)
+def test_a_table_beside_its_labels(of):
+    """As scikit-learn takes them: columns keep their names, rows their places."""
+    shuffled = pandas.Series(Y, index=np.arange(12)[::-1])
+    for others in ((Y,), (shuffled,), (Y.tolist(), np.repeat(["p", "q"], 6))):
+        rows, _ = doors.opened((of(TABLE[["a", "b"]]), *others))
+        found = frames.from_frame(rows.frame)
+        assert found.columns == ("a", "b")
+        assert found.owners == (("p", "q") if len(others) > 1 else None)
+        np.testing.assert_array_equal(found.label, Y)
+        np.testing.assert_array_equal(found.image[:, 1], TABLE["b"])
+    with pytest.raises(ValueError, match="several columns are named y"):
+        rows, _ = doors.opened((of(TABLE[["a"]].assign(y=Y)), Y))
+        frames.from_frame(rows.frame)
+
+
+def test_tables_beside_labels_that_are_arrays():
+    """Bytes of images stay bytes, and what does not fit is refused as arrays are."""
+    pixels = pandas.DataFrame(X.reshape(12, -1))
+    assert arrays.from_arrays(*doors.opened((pixels, Y))[0].arrays).image.dtype == "u1"
+    for labels in (Y[:5], Y[:, None]):
+        rows, _ = doors.opened((TABLE[["a"]], labels))
+        with pytest.raises(ValueError, match=r"y must be labels \[12\], got"):
+            arrays.from_arrays(*rows.arrays)
+
+
+def test_parts():
+    """Validation rows are not used, and a line says so."""
+    rows, tests = doors.opened({"train": (X, Y), "validation": (X, Y)})
+    assert tests is None and rows.notes == ("parts that are not used: validation",)
+    rows, tests = doors.opened({"train": (X, Y), "dev": 0, "test": (X[:2], Y[:2])})
+    assert len(tests.arrays[0]) == 2 and rows.notes == ("parts that are not used: dev",)
+
+
+def test_labels_of_test_rows_alone():
+    """No model learns them."""
+    found = arrays.from_arrays(X, 0 * Y, test=(X, Y), layout="nhwc")
+    assert found.notes == ("labels that only test rows have: 1, 2",)
+
+
 def test_owners_and_names_of_columns():
     """A usual column, or the one that is named."""
     owner, columns = np.repeat(["p", "q"], 6), {"x": X, "kind": Y, "y": 0 * Y}
@@ -243,7 +285,7 @@ def test_official_test_rows_of_a_table():
         (5, None, "got a int"),
         (X, None, "got a ndarray"),
         (TABLE["a"], None, "got a Series"),
-        ("mnist_5k", (X, Y), "the name mnist_5k beside test=, which has its own"),
+        ("mnist_5k", (X, Y), "the name .mnist_5k.; test= is for data that are given"),
         (Stream(), None, "got a Stream without __len__ .* join its batches to arrays"),
         (Loader(pairs(), range(5)), None, "draws some of its rows; give its .dataset"),
         (Loader(Stream(), Stream()), None, "draws some of its rows; give its .dataset"),
@@ -255,6 +297,8 @@ def test_official_test_rows_of_a_table():
         ),
         ({"a": X, "b": X, "y": Y}, None, "columns a, b hold an array .* name it x"),
         ({"x": X, "kind": Y}, None, "no column is known to hold the labels; give --la"),
+        ({"a": Y, "y": Y[:5]}, None, "number of rows: a has 12, y has 5; give one"),
+        ({"a": 1, "y": Y}, None, "number of rows: a has 1, y has 12; give one"),
         ((X, Y), TABLE, "dataset is arrays and test is a table; give one form"),
     ],
 )
@@ -274,6 +318,7 @@ def test_what_is_not_taken(given, test, words):
         ),
         ((X / 255, Y), "whose x is uint8 .* got 2 arrays with float64"),
         ((X, Y, Y), "got 3 arrays"),
+        ((X[:0], Y[:0]), r"got 2 arrays with uint8 \[0, 5, 6, 3\]"),
         ((X, Y[:, None]), r"whose y is int64 \[12\]; got 2 arrays with int64 \[12, 1"),
         ((X, np.array(list("uvw"))[Y]), "of one type, .* got int and str"),
     ],

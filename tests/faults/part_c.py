@@ -87,6 +87,12 @@ def s1_another_label(folder) -> str:
     return _line("label: class; owners: none; features (5)", dataset=data)
 
 
+def s1_a_frame_beside_its_labels(folder) -> str:
+    """A frame with a column `user_id` and labels, as scikit-learn takes them."""
+    data = TABLE.drop(columns="label").assign(user_id=np.arange(400) // 50)
+    return _line("user_id", dataset=(data, y))
+
+
 def s1_two_labels(folder) -> str:
     """Two columns could be the label."""
     return _line("Label", dataset=TABLE.rename(columns={"label": "Label"}).assign(y=y))
