@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     import pandas
 
 FORMS = (
-    "a name, arrays (x, y) or (x, y, client), a pandas or polars DataFrame, a dict of "
-    "columns, or a data set of torch or Hugging Face"
+    "a name, arrays (x, y[, client]), a DataFrame, a dict, torch's or Hugging Face's"
 )
 # Parts of a dict of data sets, of which validation rows are not used
 SPLITS = {"train", "test", "validation", "valid", "val", "dev"}

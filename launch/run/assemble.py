@@ -240,10 +240,9 @@ def assemble(
     def built(task: types.Task) -> program_lib.Program:
         return program_lib.build(entry.make, first, task, scoring)
 
-    whole = task._replace(num_residents=0)
-    fit.check_swept(config.sweep, entry, hparams, points, whole, data, planner_of)
-    own_hashes |= computed.of_others(settings, first, whole, data, planner_of)
     program = built(task)
+    fit.check_swept(config.sweep, entry, hparams, points, task, data, planner_of)
+    own_hashes |= computed.of_others(settings, first, task, data, planner_of)
     if public is not None and program.algorithm.ships_proxy != "unlabelled":
         raise ValueError(
             f"--public_set={config.public_set}: --algo={config.algo} does not use "

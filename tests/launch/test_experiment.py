@@ -682,9 +682,9 @@ def test_an_edited_module_is_another_run(arrays, tmp_path):
     options = {"algo": "fedavg", "workdir": tmp_path / "run", "rounds": 1}
     made(arrays, model=Act(nn.relu), **options).run(progress=False)
     edited = made(arrays, model=Act(nn.tanh), **options)
-    with pytest.raises(ValueError, match="holds a run with --own_sha256="):
+    with pytest.raises(ValueError, match="holds a run with --computed_sha256="):
         edited.run(progress=False)
-    with pytest.raises(ValueError, match="holds a run with --own_sha256="):
+    with pytest.raises(ValueError, match="holds a run with --computed_sha256="):
         build.load(tmp_path / "run", dataset=arrays, model=Act(nn.tanh))
     with pytest.raises(ValueError, match="--model=own_Act was a custom module"):
         build.load(tmp_path / "run", dataset=arrays)
