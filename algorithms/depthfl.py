@@ -80,7 +80,12 @@ def ramp(round: jax.Array, ramp_rounds: int) -> jax.Array:
     return jnp.exp(-5 * left**2)
 
 
-def mutual_gap(logits: jax.Array, reached: jax.Array, mask: jax.Array) -> jax.Array:
+def mutual_gap(
+    logits: jax.Array,
+    reached: jax.Array,
+    mask: jax.Array,
+    chosen: jax.Array | None = None,
+) -> jax.Array:
     """sum_i sum_{j != i} KL(sg p_j || p_i) / (d - 1), f32[]; Eq. 1, second sum.
 
     The sum over j is taken before the product with log p_i, so that nothing of the size
@@ -90,6 +95,7 @@ def mutual_gap(logits: jax.Array, reached: jax.Array, mask: jax.Array) -> jax.Ar
         logits: f32[E, B, ..., Y] of the exits, finite.
         reached: bool[E], the d exits that the client holds.
         mask: bool[B], the real samples.
+        chosen: The positions of a text that count, as in `losses.batch_mean`.
     """
     log_p = jax.nn.log_softmax(logits)
     fixed, is_held = jax.lax.stop_gradient(log_p), stacked.column(reached, log_p)
@@ -98,7 +104,7 @@ def mutual_gap(logits: jax.Array, reached: jax.Array, mask: jax.Array) -> jax.Ar
     others, of_others = p.sum(0) - p, negentropy.sum(0) - negentropy
     cross = jnp.where(others > 0, others * log_p, 0).sum(-1)
     gaps = jnp.where(is_held[..., 0], of_others - cross, 0)
-    gap = losses.masked_mean(losses.by_example(gaps.sum(0)), mask)
+    gap = losses.batch_mean(gaps.sum(0), mask, chosen)
     return gap / jnp.maximum(reached.sum() - 1, 1)
 
 
@@ -133,12 +139,13 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             exits = jnp.stack(out) if model.has_exits else out[None]
             # Masked before any softmax, since exits that are not held are arbitrary.
             exits = jnp.where(stacked.column(reached, exits), exits, 0)
-            hard = [losses.cross_entropy(z, batch.label, batch.mask) for z in exits]
+            which = batch.mask, batch.chosen
+            hard = [losses.cross_entropy(z, batch.label, *which) for z in exits]
             loss = jnp.where(reached, jnp.stack(hard), 0).sum()
             if distils:
                 weight = ramp(client.round, hparams.ramp_rounds)
                 weight *= hparams.self_distill_weight
-                loss += weight * mutual_gap(exits, reached, batch.mask)
+                loss += weight * mutual_gap(exits, reached, *which)
             return loss, stats
 
         def feddyn_pull(params, grads):

@@ -131,14 +131,21 @@ class Cells:
         is_short = curves.wanted(self._table) and not found.get("records")
         return None if is_short else found
 
-    def put(self, name: str, options: Mapping[str, Any], done: Mapping[str, Any]):
-        """Stores a cell with the parts of its curves that its table needs."""
+    def put(
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        done: Mapping[str, Any],
+        folder: pathlib.Path,
+    ) -> None:
+        """Stores a cell, its clients, and the parts of its curves for its table."""
         if self._path is None or not processes.is_first():
             return
         records = curves.kept(done.get("records", ()), self._table)
         # Another command may have written to the file meanwhile.
         self._done = self._read()
-        self._done[name] = {**done, "options": dict(options), "records": records}
+        parts = {"records": records, "clients": cells.clients(folder)}
+        self._done[name] = {**done, "options": dict(options), **parts}
         lines = [
             f"{json.dumps(key)}: {json.dumps(one, sort_keys=True)}"
             for key, one in sorted(self._done.items())
@@ -178,7 +185,7 @@ def command(argv: list[str]) -> None:
         devices.begin(given.get("distributed") or "")
         dataset = given.pop("dataset", None) or table.get("dataset", "fashion_mnist")
         dataset = available(dataset, given.get("data_dir", ""))
-        table = tables.of_dataset(table, dataset)
+        table = tables.of_dataset(table, dataset, given.get("masked_loss"))
         # Options of execution are not shown above the table.
         how = schema.names(schema.EXECUTION) - {"rounds"}
         execution = {key: given.pop(key) for key in how & given.keys()}
@@ -230,7 +237,7 @@ def command(argv: list[str]) -> None:
                     of_teacher = teacher.options | seeds
                     cells.write_model(folder_of(teacher), of_teacher, execution)
                 found = cells.run(folder, options | taught | execution)
-                kept.put(folder.name, options, found)
+                kept.put(folder.name, options, found, folder)
                 is_teacher = cell.name in {one.teacher for one in wanted}
                 if own.drop_checkpoints and not is_teacher and processes.is_first():
                     shutil.rmtree(folder / finished.CHECKPOINTS, ignore_errors=True)

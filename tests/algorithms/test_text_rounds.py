@@ -144,7 +144,7 @@ def reference(state, cohort, data):
         for step in range(steps.num_steps):
             place = jnp.asarray([at for at in steps.position[step] if at >= 0])
             own = jax.random.fold_in(key, step)
-            image, label = data.train_batch(owned(place), place, own)
+            image, label, _ = data.train_batch(owned(place), place, own)
             given = level, image, label, own, o.weight(round)
             loss, grads = loss_of(params, *given)
             total += len(place) * float(loss)

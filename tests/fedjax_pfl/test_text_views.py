@@ -48,9 +48,9 @@ def test_train_rows_are_named_by_position(data):
     """A step's draws differ from the next one's, and not with the batch."""
     rows, place = jnp.array([5, 9, 2]), jnp.array([0, 4, 1])
     key, other = jax.random.split(jax.random.key(1))
-    image, label = data.train_batch(rows, place, key)
+    image, label, _ = data.train_batch(rows, place, key)
     np.testing.assert_array_equal(label, data.label[rows])
-    alone, _ = data.train_batch(rows[1:2], place[1:2], key)
+    alone, *_ = data.train_batch(rows[1:2], place[1:2], key)
     np.testing.assert_array_equal(image[1:2], alone)
     assert (image != data.train_batch(rows, place, other)[0]).any()
     assert (image != data.train_batch(rows, place[::-1], key)[0]).any()
