@@ -48,9 +48,12 @@ def clients(folder: pathlib.Path) -> dict[str, Any]:
 
     Returns:
         The means over the rounds of the summary as `accuracy` or `perplexity`, and
-        `test_size`, a list of all clients for each seed; None where nothing is known.
+        `test_size`, a list of all clients for each seed. None is a client of which
+        nothing is known, and {} a run without any other.
     """
     run = record.read(folder)
+    if not record.has_clients(run):
+        return {}
     name = record.measured(run)
     mean = np.ma.masked_invalid(run.clients[name]).mean(1).filled(np.nan)
     values = [[float(f"{one:.6g}") for one in line] for line in mean.tolist()]
