@@ -131,21 +131,14 @@ class Cells:
         is_short = curves.wanted(self._table) and not found.get("records")
         return None if is_short else found
 
-    def put(
-        self,
-        name: str,
-        options: Mapping[str, Any],
-        done: Mapping[str, Any],
-        folder: pathlib.Path,
-    ) -> None:
-        """Stores a cell, its clients, and the parts of its curves for its table."""
+    def put(self, name: str, options: Mapping[str, Any], done: Mapping[str, Any]):
+        """Stores a cell with the parts of its curves that its table needs."""
         if self._path is None or not processes.is_first():
             return
         records = curves.kept(done.get("records", ()), self._table)
         # Another command may have written to the file meanwhile.
         self._done = self._read()
-        parts = {"records": records, "clients": cells.clients(folder)}
-        self._done[name] = {**done, "options": dict(options), **parts}
+        self._done[name] = {**done, "options": dict(options), "records": records}
         lines = [
             f"{json.dumps(key)}: {json.dumps(one, sort_keys=True)}"
             for key, one in sorted(self._done.items())
@@ -230,6 +223,7 @@ def command(argv: list[str]) -> None:
             found = kept.get(folder.name, options)
             if found is None and own.dry_run:
                 found = cells.stored(folder, options | taught)
+                found = found and found | {"clients": cells.clients(folder)}
             is_new = found is None and not own.dry_run
             if is_new:
                 processes.say(f"{cell.scenario}, {cell.row} -> {folder}", flush=True)
@@ -237,7 +231,10 @@ def command(argv: list[str]) -> None:
                     of_teacher = teacher.options | seeds
                     cells.write_model(folder_of(teacher), of_teacher, execution)
                 found = cells.run(folder, options | taught | execution)
-                kept.put(folder.name, options, found, folder)
+                found["clients"] = processes.on_first(
+                    lambda at=folder: cells.clients(at)
+                )
+                kept.put(folder.name, options, found)
                 is_teacher = cell.name in {one.teacher for one in wanted}
                 if own.drop_checkpoints and not is_teacher and processes.is_first():
                     shutil.rmtree(folder / finished.CHECKPOINTS, ignore_errors=True)

@@ -49,8 +49,8 @@ def of_dataset(
         return dict(table)
     names = [name.replace("accuracy", "perplexity") for name in table["metrics"]]
     if masked_loss == "chosen":
-        whole = [name for name in names if "masked" not in name]
-        names = [name.replace("perplexity", "masked_perplexity") for name in whole]
+        names = [name.replace("masked_", "") for name in names]
+        names = [name.replace("perplexity", "masked_perplexity") for name in names]
         # The names of the server's model and of pooled clients are shorter.
         names = [name.removeprefix("global_").removesuffix("_pooled") for name in names]
         names = list(dict.fromkeys(names))
