@@ -29,7 +29,11 @@ mean over all clients that may be drawn, as in the code, or with
 `--h_denominator=capable` over those that hold the level. A stage that no client of the
 round holds stays as it is, and so does its h. Running statistics are averaged over the
 holders, without h. Where N/K is not an integer, the first clients of `--partition=iid`
-get one example more, while the code drops these examples.
+get one example more, while the code drops these examples. Of a text the paper's
+Appendix B describes BERT's masks (of 15 % of the words 80 % hidden, 10 % random), whose
+loss is over the chosen 15 % alone. Here the masks are these, but the loss and the
+perplexities are over all positions, as in HeteroFL's released code, which hides all of
+the 15 %. `--masked_loss=chosen` is BERT's loss.
 """
 
 import dataclasses

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+import algorithms
 import models
 from data import dataset, loaders, texts
 from data.partitions import classes, file, pathological
@@ -302,6 +303,11 @@ def notes(config: schema.Config, hparams: Any) -> list[str]:
                 f"note: --client_momentum={','.join(f'{v:g}' for v in values)} has no "
                 f"effect with --client_optimizer={name}"
             )
+    if config.masked_loss == "chosen" and config.algo not in algorithms.ALGORITHMS:
+        out.append(
+            "note: --masked_loss=chosen: a loss of a custom algorithm gets the "
+            "positions as batch.chosen, and is of all unless it uses them"
+        )
     return out
 
 
