@@ -23,11 +23,11 @@ https://arxiv.org/abs/2002.03532.
 W has the columns of the kernel of the teacher's last layer, each divided by its norm.
 
 Differs from the paper: it gives no weights of the two terms. Here both have the weight
-1, so that their sum pulls the model twice as hard as Base's loss does at the same
-learning rate, and LS with e = .1 is half cross-entropy on the label itself, which makes
-it twice the usual label smoothing with e = .05. `--label_weight=.5 --distill_weight=.5`
-is the mean of both terms instead, and the control of their sum is Base at twice the
-learning rate. Several clients share one teacher, which the paper does not try.
+1, so that their sum doubles the step of the cross-entropy alone (the paper's Base) at
+the same learning rate, and LS with e = .1 is twice the usual label smoothing with
+e = .05. `--label_weight=0.5 --distill_weight=0.5` is the mean of both terms instead,
+and the control of their sum is Base at twice the learning rate. Several clients share
+one teacher, which the paper does not try.
 """
 
 import dataclasses

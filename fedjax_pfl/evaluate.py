@@ -766,7 +766,7 @@ def perplexities(
     if "trained" in counts:
         trained = counts["trained"].astype(np.float64)[tested, first:]
         out[f"trained_{kind}"] = float(np.mean(_perplexity(trained.T)))
-    if not counts["known"].all():
+    if not counts["known"].all() or tested.sum() < (test_count > 0).sum():
         out["clients_evaluated"] = int(tested.sum())
     return out, of_client
 

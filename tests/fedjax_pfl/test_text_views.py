@@ -177,3 +177,4 @@ def test_perplexities_by_hand(num_exits):
     found, of_client = evaluate.metrics(counts, *given)
     np.testing.assert_allclose(of_client, [own[0], np.nan, np.nan], rtol=1e-5)
     assert found["client_masked_perplexity"] == pytest.approx(own[0], rel=1e-5)
+    assert found["clients_evaluated"] == 1 and "clients_evaluated" not in alone
