@@ -191,7 +191,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         place = jnp.maximum(position, 0)
         row = client.data.partition.train.of(client.id)(place)
         key = client.stream(rng.Tag.REGROWN)
-        image, label = client.data.train_batch(row, place, key)
+        image, label, _ = client.data.train_batch(row, place, key)
 
         def loss(params: types.Params) -> jax.Array:
             logits, _ = model.forward(params, own.stats, image)

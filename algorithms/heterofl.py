@@ -216,7 +216,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
                 image, _ = data.gather(batches[index])
             else:
                 place = index * hparams.batch_size + jnp.arange(hparams.batch_size)
-                image, _ = data.train_batch(batches[index], place, key)
+                image, *_ = data.train_batch(batches[index], place, key)
             mode = {"sample_mask": batches[index] >= 0, "train": True}
             before = nothing if is_average else stats
             _, new = net.forward(own.params, before, image, **mode)

@@ -91,7 +91,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             )
             exits = jnp.stack(exits)
             own = jnp.where(stacked.column(is_last, exits), exits, 0).sum(0)
-            return losses.cross_entropy(own, batch.label, batch.mask), stats
+            loss = losses.cross_entropy(own, batch.label, batch.mask, batch.chosen)
+            return loss, stats
 
         parts = _parts(server.params, held, is_last)
         objective = local_training.Objective(loss_fn, parts, held)

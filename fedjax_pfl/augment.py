@@ -7,6 +7,8 @@ KINDS = ("none", "crop_flip")
 # Of the positions of a text a share is chosen. Of these most become the mask, some
 # become a random word, and the others stay as they are.
 CHOSEN, MASKED, RANDOM = 0.15, 0.8, 0.1
+# The positions of a text behind its loss: all, or those that the model has to guess
+POSITIONS = ("all", "chosen")
 
 
 def crop_flip(image: jax.Array, key: jax.Array) -> jax.Array:

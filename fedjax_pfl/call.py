@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl import evaluate, measures, traffic, types
+from fedjax_pfl import evaluate, traffic, types
 
 # (sums, counts) of the last round by name, a float for each variant.
 Metrics = Mapping[str, tuple[list[float], list[float]]]
@@ -145,7 +145,7 @@ class Call:
         counts: Any,
         totals: Totals,
         kinds: Sequence[types.MessageKind],
-        chosen: tuple[measures.Measure, ...] = (),
+        scoring: evaluate.Scoring,
     ) -> list[tuple[dict[str, float], np.ndarray | None]]:
         """The metrics of its variants, from the counts of `Program.evaluate`.
 
@@ -153,7 +153,7 @@ class Call:
             counts: As numpy, leaves [variants, ...].
             totals: The messages so far.
             kinds: The algorithm's messages.
-            chosen: The measures beside accuracy and loss.
+            scoring: What is measured.
 
         Returns:
             As `Simulation.evaluate`.
@@ -165,7 +165,8 @@ class Call:
                 jax.tree.map(lambda leaf, s=slot: leaf[s], counts),
                 test.count[seed],
                 (test.row[seed] >= 0).sum(),
-                chosen,
+                scoring.measures,
+                scoring.positions,
             )
             for name, (total, count) in self.metrics.items():
                 values[name] = total[slot] / max(count[slot], 1.0)

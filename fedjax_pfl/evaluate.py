@@ -35,6 +35,7 @@ class Scoring(NamedTuple):
             seed; 0 = all.
         has_train: Whether the server's model is measured on the clients' train rows.
         measures: What else is measured, not of a text.
+        positions: One of `augment.POSITIONS`, see `perplexities`.
         own_rows: The most test rows of a client, for `measures`.
     """
 
@@ -46,6 +47,7 @@ class Scoring(NamedTuple):
     has_train: bool = False
     measures: tuple[measures_lib.Measure, ...] = ()
     own_rows: int = 0
+    positions: str = "all"
 
 
 class Tally(NamedTuple):
@@ -638,6 +640,7 @@ def metrics(
     test_count: np.ndarray,
     union: int,
     chosen: tuple[measures_lib.Measure, ...] = (),
+    positions: str = "all",
 ) -> tuple[dict[str, float], np.ndarray | None]:
     """Turns one seed's counts into metrics by name; see `perplexities` for a text.
 
@@ -646,6 +649,7 @@ def metrics(
         test_count: int[K], own test rows per client.
         union: U, rows in the union of all test rows.
         chosen: The measures of `counts["measured"]`.
+        positions: Which positions of a text are measured.
 
     Returns:
         Accuracies as fractions 0..1 and losses by name, absent where there is no model
@@ -653,7 +657,7 @@ def metrics(
         rows). A value that is not finite is absent too.
     """
     if counts["own"].ndim > 1:
-        return perplexities(counts, test_count)
+        return perplexities(counts, test_count, positions)
     out: dict[str, float] = {}
     for name, right in (counts.get("server", {}) if union else {}).items():
         right = right.astype(np.float64) / union
@@ -708,7 +712,7 @@ def metrics(
 
 
 def perplexities(
-    counts: dict[str, Any], test_count: np.ndarray
+    counts: dict[str, Any], test_count: np.ndarray, positions: str = "all"
 ) -> tuple[dict[str, float], np.ndarray | None]:
     """Turns one seed's sums of a text into perplexities by name.
 
@@ -717,41 +721,52 @@ def perplexities(
 
     Args:
         counts, test_count: As in `metrics`.
+        positions: `all`, or `chosen` for masked perplexities alone: a model that was
+            trained at the chosen positions has not learned to repeat visible words.
 
     Returns:
-        Numbers by name; and the per-client perplexities f64[K] (nan without own test
-        rows).
+        Numbers by name; and the per-client perplexities f64[K], with `chosen` the
+        masked ones (nan without own test rows, or without a position to guess).
     """
     out: dict[str, float] = {}
+    # The first of the sums that belong to a kind
+    kinds = {"perplexity": 0, "masked_perplexity": 2}
+    if positions == "chosen":
+        del kinds["perplexity"]
+    kind, first = next(iter(kinds.items()))
     for name, rows in counts.get("server", {}).items():
         *exits, served = rows.astype(np.float64).sum(1)
-        out[f"{name}_perplexity"] = _perplexity(served)
         prefix = "" if name == "global" else f"{name}_"
+        if "perplexity" in kinds:
+            out[f"{name}_perplexity"] = _perplexity(served)
         out[f"{prefix}masked_perplexity"] = _perplexity(served[2:])
-        if exits:
-            *exits, ensemble = exits
-            for number, sums in enumerate(exits, start=1):
-                out[f"{prefix}exit{number}_perplexity"] = _perplexity(sums)
-            out[f"{prefix}ensemble_perplexity"] = _perplexity(ensemble)
+        for number, sums in enumerate(exits, start=1):
+            exit = f"exit{number}" if number < len(exits) else "ensemble"
+            for one, begin in kinds.items():
+                out[f"{prefix}{exit}_{one}"] = _perplexity(sums[begin:])
     if "train" in counts:
         rows, _ = counts["train"]
-        out["train_perplexity"] = _perplexity(rows.astype(np.float64).sum(0))
+        out[f"train_{kind}"] = _perplexity(rows.astype(np.float64).sum(0)[first:])
     tested = (test_count > 0) & counts["known"]
+    own = counts["own"].astype(np.float64)[:, first:]
+    # Few test rows may have no chosen position.
+    tested[tested] = own[tested, 1] > 0
     of_client = np.full(len(tested), np.nan)
     if not tested.any():
         return out, None
-    own = counts["own"].astype(np.float64)[tested]
-    of_client[tested] = _perplexity(own.T)
+    of_client[tested] = _perplexity(own[tested].T)
     worst = np.sort(of_client[tested])[-max(1, int(tested.sum()) // 10) :]
-    out["client_perplexity"] = float(of_client[tested].mean())
-    out["client_perplexity_pooled"] = _perplexity(own.sum(0))
-    out["client_masked_perplexity"] = _perplexity(own.sum(0)[2:])
-    out["worst_decile_perplexity"] = float(worst.mean())
-    out["client_perplexity_std"] = float(of_client[tested].std())
+    total = counts["own"].astype(np.float64)[tested].sum(0)
+    if "perplexity" in kinds:
+        out["client_perplexity"] = float(of_client[tested].mean())
+        out["client_perplexity_pooled"] = _perplexity(total)
+    out["client_masked_perplexity"] = _perplexity(total[2:])
+    out[f"worst_decile_{kind}"] = float(worst.mean())
+    out[f"client_{kind}_std"] = float(of_client[tested].std())
     if "trained" in counts:
-        trained = counts["trained"].astype(np.float64)[tested]
-        out["trained_perplexity"] = float(np.mean(_perplexity(trained.T)))
-    if not counts["known"].all():
+        trained = counts["trained"].astype(np.float64)[tested, first:]
+        out[f"trained_{kind}"] = float(np.mean(_perplexity(trained.T)))
+    if not counts["known"].all() or tested.sum() < (test_count > 0).sum():
         out["clients_evaluated"] = int(tested.sum())
     return out, of_client
 

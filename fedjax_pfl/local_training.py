@@ -71,7 +71,8 @@ class Batch:
 
     `image` f32[B, ...], `label` int32[B], `mask` bool[B], `position` int32[B] (index
     among the client's rows, for tables aligned by sample), `step` and `epoch` int32[],
-    and a `key` for this step.
+    and a `key` for this step. Of a text `label` is int32[B, T], and `chosen` bool[B, T]
+    has the positions that count in the loss, None = all.
     """
 
     image: jax.Array
@@ -81,6 +82,7 @@ class Batch:
     step: jax.Array
     epoch: jax.Array
     key: jax.Array
+    chosen: jax.Array | None = None
 
     @property
     def mode(self) -> dict[str, Any]:
@@ -123,7 +125,8 @@ def cross_entropy_loss(model: types.Model) -> LossFn:
 
     def loss_fn(params, stats, batch):
         logits, stats = model.forward(params, stats, batch.image, **batch.mode)
-        return losses.cross_entropy(logits, batch.label, batch.mask), stats
+        loss = losses.cross_entropy(logits, batch.label, batch.mask, batch.chosen)
+        return loss, stats
 
     return loss_fn
 
@@ -221,7 +224,7 @@ def train(
         mask = position >= 0
         own = jax.random.fold_in(key, index)
         place = jnp.maximum(position, 0)
-        image, label = data.train_batch(row_at(place), place, own)
+        image, label, chosen = data.train_batch(row_at(place), place, own)
         batch = Batch(
             image=image,
             label=label,
@@ -230,6 +233,7 @@ def train(
             step=index,
             epoch=epoch,
             key=own,
+            chosen=chosen,
         )
         params, stats, opt_state = carry.params, carry.stats, carry.opt_state
         real, measured = mask.any(), []

@@ -28,13 +28,35 @@ def by_example(values: jax.Array) -> jax.Array:
     return values.reshape(len(values), -1).mean(1) if values.ndim > 1 else values
 
 
-def cross_entropy(logits: jax.Array, label: jax.Array, mask: jax.Array) -> jax.Array:
-    """The mean cross-entropy f32[] over examples, of each over its positions first.
+def batch_mean(
+    values: jax.Array, mask: jax.Array, chosen: jax.Array | None = None
+) -> jax.Array:
+    """The mean f32[] over the examples of a batch, or over its chosen positions.
+
+    Args:
+        values: f32[B] of examples, or f32[B, T] of positions.
+        mask: bool[B], the real examples.
+        chosen: bool[B, T], the positions that count, all alike. None = all positions,
+            and the mean is over those of an example first.
+    """
+    if chosen is None:
+        return masked_mean(by_example(values), mask)
+    return masked_mean(values, chosen & mask[:, None])
+
+
+def cross_entropy(
+    logits: jax.Array,
+    label: jax.Array,
+    mask: jax.Array,
+    chosen: jax.Array | None = None,
+) -> jax.Array:
+    """The mean cross-entropy f32[] over examples, or over chosen positions.
 
     Args:
         logits: f32[B, ..., Y].
         label: int32[B, ...], one label for an example or one for each position.
         mask: bool[B], the real examples.
+        chosen: bool[B, T] or None, as in `batch_mean`.
 
     Example:
         >>> logits, label = jnp.zeros((2, 3, 4)), jnp.zeros((2, 3), int)
@@ -42,4 +64,4 @@ def cross_entropy(logits: jax.Array, label: jax.Array, mask: jax.Array) -> jax.A
         1.3863
     """
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
-    return masked_mean(by_example(losses), mask)
+    return batch_mean(losses, mask, chosen)

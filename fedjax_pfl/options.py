@@ -30,8 +30,8 @@ def option(
         above: The number must be greater than this.
         zero_is_off: Marks a float whose 0 removes code instead of multiplying by 0. It
             then stays a Python 0.0 (static).
-        is_static: Marks a float that decides sizes. It is never traced, and each value
-            is compiled separately.
+        is_static: Marks a float that is part of the program, such as one that decides
+            sizes. It is never traced, and each value is compiled separately.
         is_in_rounds: Marks a number of rounds after which something is complete, which
             a run should reach.
 

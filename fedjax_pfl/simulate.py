@@ -514,8 +514,8 @@ class Simulation:
                     counts["measured"]["own"] = jax.tree.map(
                         lambda leaf, at=slots: leaf[:, at], own
                     )
-            chosen = self.program.scoring.measures
-            out += call.measured(counts, self.totals, algorithm.messages, chosen)
+            what = algorithm.messages, self.program.scoring
+            out += call.measured(counts, self.totals, *what)
         return out
 
     @property

@@ -231,8 +231,9 @@ class Data:
     words int32[N, T]. Tokens int32, with labels or of a text, stay as they are. Static
     are `augment`, one of `augment.KINDS`, which says how train batches differ from what
     is gathered, and `num_words`, V of a text, 0 = no text. In train and test batches of
-    a text some words are hidden or random, see `augment.mask_words`. `teacher` has the
-    variables of `Task.teacher`, () = none.
+    a text some words are hidden or random, see `augment.mask_words`, and `masked_loss`,
+    one of `augment.POSITIONS`, says which positions count in the loss. `teacher` has
+    the variables of `Task.teacher`, () = none.
     """
 
     image: jax.Array
@@ -243,6 +244,7 @@ class Data:
     teacher: Any = ()
     augment: str = struct.field(pytree_node=False, default="none")
     num_words: int = struct.field(pytree_node=False, default=0)
+    masked_loss: str = struct.field(pytree_node=False, default="all")
 
     def gather(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Normalised images f32[..., *example_shape] and labels int32[...].
@@ -254,7 +256,7 @@ class Data:
 
     def train_batch(
         self, rows: jax.Array, position: jax.Array, key: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Like `gather`, the examples of a step that trains, changed at random.
 
         Args:
@@ -262,14 +264,20 @@ class Data:
             position: int32[B], by which each draw is named: an example's index among
                 the client's rows. So neither padding nor its place in the batch matter.
             key: The step's key.
+
+        Returns:
+            (examples, labels, the positions bool[B, T] that count in the loss or None
+            if all do).
         """
         image, label = self._taken(rows)
         if self.num_words:
-            return self._hidden(image, position, rng.stream(key, "words"))[0], label
+            key = rng.stream(key, "words")
+            image, is_chosen = self._hidden(image, position, key)
+            return image, label, is_chosen if self.masked_loss == "chosen" else None
         if self.augment == "crop_flip":
             key = rng.stream(key, "augment")
             image = jax.vmap(augment.crop_flip)(image, _keys(key, position))
-        return self.normalised(image), label
+        return self.normalised(image), label, None
 
     def test_batch(
         self, rows: jax.Array

@@ -8,9 +8,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from launch import build, main
 from launch.config import flagfile, registry, resolve
-from launch.folder import finished
+from launch.folder import finished, record
 from launch.run import processes
 
 MODEL = "model.msgpack"
@@ -39,6 +41,24 @@ def run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
     resumes = processes.on_first((folder / finished.RUN_FLAGS).exists)
     done = main.execute(known(options) | {"workdir": str(folder), "resume": resumes})
     return processes.on_first(lambda: done | {"records": finished.records(folder)})
+
+
+def clients(folder: pathlib.Path) -> dict[str, Any]:
+    """The accuracy of each client of a finished cell, or its perplexity.
+
+    Returns:
+        The means over the rounds of the summary as `accuracy` or `perplexity`, and
+        `test_size`, a list of all clients for each seed. None is a client of which
+        nothing is known, and {} a run without any other.
+    """
+    run = record.read(folder)
+    if not record.has_clients(run):
+        return {}
+    name = record.measured(run)
+    mean = np.ma.masked_invalid(run.clients[name]).mean(1).filled(np.nan)
+    values = [[float(f"{one:.6g}") for one in line] for line in mean.tolist()]
+    sizes = run.clients["test_size"].tolist()
+    return finished.finite({name: values, "test_size": sizes})
 
 
 def write_model(

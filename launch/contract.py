@@ -47,12 +47,10 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
 
         return made._replace(round=round)
 
-    # The other members that the registry may read
-    names = ("HParams", "preset", "public_images", "several_models", "exits")
-    names += ("shares_rows",)
-    members = {name: getattr(entry, name) for name in names if hasattr(entry, name)}
+    members = [member for member in dir(entry) if not member.startswith("__")]
+    members = {member: getattr(entry, member) for member in members}
     name = registry.algorithm_name(algo)
-    watched = SimpleNamespace(**members, make=make, __name__=name)
+    watched = SimpleNamespace(**members | {"make": make, "__name__": name})
 
     options = {"rounds": rounds, "eval_every": rounds, "devices": 1} | options
     for varied in ("client_chunk", "min_chunk", "lanes"):

@@ -190,7 +190,7 @@ def command(argv: list[str]) -> None:
         devices.begin(given.get("distributed") or "")
         dataset = given.pop("dataset", None) or table.get("dataset", "fashion_mnist")
         dataset = available(dataset, given.get("data_dir", ""))
-        table = tables.of_dataset(table, dataset)
+        table = tables.of_dataset(table, dataset, given.get("masked_loss"))
         # Options of execution are not shown above the table.
         how = schema.names(schema.EXECUTION) - {"rounds"}
         execution = {key: given.pop(key) for key in how & given.keys()}
@@ -235,6 +235,7 @@ def command(argv: list[str]) -> None:
             found = kept.get(folder.name, options)
             if found is None and own.dry_run:
                 found = cells.stored(folder, options | taught)
+                found = found and found | {"clients": cells.clients(folder)}
             is_new = found is None and not own.dry_run
             if is_new:
                 processes.say(f"{cell.scenario}, {cell.row} -> {folder}", flush=True)
@@ -242,6 +243,9 @@ def command(argv: list[str]) -> None:
                     of_teacher = teacher.options | seeds
                     cells.write_model(folder_of(teacher), of_teacher, execution)
                 found = cells.run(folder, options | taught | execution)
+                found["clients"] = processes.on_first(
+                    lambda at=folder: cells.clients(at)
+                )
                 kept.put(folder.name, options, found)
                 is_teacher = cell.name in {one.teacher for one in wanted}
                 if own.drop_checkpoints and not is_teacher and processes.is_first():

@@ -202,8 +202,8 @@ def check_text(config: schema.Config) -> None:
     """
     given = {name: getattr(config, name) for name in _ONLY_IMAGES}
     if config.dataset not in texts.TEXTS:
-        odd = {"text_length": config.text_length, "owners": config.owners}
-        for name, value in odd.items():
+        for name in ("text_length", "owners", "masked_loss"):
+            value = getattr(config, name)
             if value != getattr(schema.Config, name):
                 raise ValueError(
                     f"--{name}={value} is an option of texts, and --dataset="

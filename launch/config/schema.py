@@ -131,6 +131,12 @@ class Data:
     owners: str = option(
         "book", "the owners of the rows of --dataset=kjv", choices=texts.OWNERS
     )
+    masked_loss: str = option(
+        "all",
+        "the positions of a text behind losses and compared perplexities: all, or the "
+        "chosen 15 % that a model must guess",
+        choices=augment.POSITIONS,
+    )
     rotate_classes: int = option(
         1, "right angles of images, each another class; 1 = as is", minimum=1, maximum=4
     )

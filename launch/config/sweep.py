@@ -120,7 +120,9 @@ def _why_not(
     value, kind = getattr(hparams, name), str(known[name].type)
     if kind.startswith("float") or known[name].type is float:
         is_static = known[name].metadata.get("is_static")
-        return "decides sizes, each of which is another program" if is_static else ""
+        return (
+            "is part of the program, so that each value is another" if is_static else ""
+        )
     if isinstance(value, int) and not isinstance(value, bool):
         return "is an integer, each of which is another program"
     return "is a choice, each of which is another program"

@@ -38,11 +38,22 @@ def load_table(name: str) -> dict[str, Any]:
     return known[name]
 
 
-def of_dataset(table: Mapping[str, Any], dataset: str) -> dict[str, Any]:
-    """The table with the metrics of a data set: a text has no accuracies."""
+def of_dataset(
+    table: Mapping[str, Any], dataset: str, masked_loss: str | None = None
+) -> dict[str, Any]:
+    """The table with the metrics of a data set: a text has no accuracies.
+
+    With `masked_loss="chosen"` they are perplexities at the chosen positions.
+    """
     if dataset not in texts.TEXTS:
         return dict(table)
     names = [name.replace("accuracy", "perplexity") for name in table["metrics"]]
+    if masked_loss == "chosen":
+        names = [name.replace("masked_", "") for name in names]
+        names = [name.replace("perplexity", "masked_perplexity") for name in names]
+        # The names of the server's model and of pooled clients are shorter.
+        names = [name.removeprefix("global_").removesuffix("_pooled") for name in names]
+        names = list(dict.fromkeys(names))
     return {**table, "metrics": names}
 
 

@@ -374,8 +374,12 @@ def _data(
             f"{list(image.shape[1:])}; omit it"
         )
     num_words = source.num_classes if source.is_text else 0
-    kinds = {"augment": config.augment, "num_words": num_words}
-    return types.Data(image, label, *normal, stacked, **kinds)
+    return types.Data(
+        *(image, label, *normal, stacked),
+        augment=config.augment,
+        num_words=num_words,
+        masked_loss=config.masked_loss,
+    )
 
 
 def _typical_steps(
@@ -417,4 +421,5 @@ def _scoring(
         scored=config.eval_clients,
         num_sampled=sampled,
         has_train=config.eval_train,
+        positions=config.masked_loss,
     )

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import algorithms
 from data import labels
 from fedjax_pfl import levels, local_training, optimizer, types
 from launch.config import limits, registry, resolve, schema, sweep
@@ -64,6 +65,11 @@ def of_options(
                 f"--client_momentum={','.join(f'{v:g}' for v in values)} has no effect "
                 f"with --client_optimizer={name}"
             )
+    if config.masked_loss == "chosen" and config.algo not in algorithms.ALGORITHMS:
+        out.append(
+            "--masked_loss=chosen: a loss of a custom algorithm gets the positions as "
+            "batch.chosen, and is of all unless it uses them"
+        )
     return out
 
 

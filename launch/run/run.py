@@ -266,12 +266,14 @@ class Run:
         return {r for r in window if r <= self.round} - set(self.window)
 
     def _by_architecture(self, accuracies: np.ndarray | None) -> dict[str, float]:
-        """`client_accuracy_<model>`, or of a text a perplexity, of several models."""
+        """`client_accuracy_<model>` of several models; a text has a perplexity."""
         models = self.task.client_models
         if len(models) == 1 or accuracies is None:
             return {}
         group = np.asarray(self.task.group_of_client)
         kind = "perplexity" if self.data.num_words else "accuracy"
+        if self.data.masked_loss == "chosen":
+            kind = "masked_perplexity"
         return {
             f"client_{kind}_{model.name}": float(np.nanmean(accuracies[group == g]))
             for g, model in enumerate(models)

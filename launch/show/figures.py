@@ -25,6 +25,8 @@ PREFERRED = (
     "global_accuracy",
     "client_perplexity",
     "global_perplexity",
+    "client_masked_perplexity",
+    "masked_perplexity",
 )
 
 

@@ -110,7 +110,8 @@ def sheet(
     A table with `columns` has one part per metric, with the scenarios as columns. Any
     other has one part per scenario, with the metrics as columns. After each part come,
     for each of the table's `controls`, the differences of the other rows to that one.
-    With `traffic` the bytes of every kind of message follow, one part per scenario, and
+    With `by_client` the numbers of clients follow that a row serves better or worse
+    than a control, with `traffic` the bytes of every kind of message, by scenario, and
     with `until` the bytes to a fraction of a row's last accuracy. A row of `ablated`
     without an effect gets a warning. A single number of the paper is beside every
     metric if the paper does not specify when it was measured.
@@ -153,6 +154,8 @@ def sheet(
         grids.append(Grid(scenario, title, [head for head, *_ in columns], body))
         for control in table.get("controls", ()):
             grids += _against(control, results, columns)
+    for control in table.get("by_client", ()):
+        grids += [_by_client(control, scenario, results) for scenario in scenarios]
     if table.get("traffic"):
         grids += [_traffic(scenario, results) for scenario in scenarios]
     if "until" in table:
@@ -241,6 +244,26 @@ def _against(
     unit = "" if is_number else " points,"
     heads = [title for title, _, _ in columns]
     return [Grid("", f"Minus {control},{unit} paired by seed", heads, body)]
+
+
+def _by_client(control: str, scenario: str, results: Results) -> Grid:
+    """Clients that each row serves better or worse than one row does in all seeds."""
+    runs = {cell.row: done for cell, done in results if cell.scenario == scenario}
+    known = {row: (done or {}).get("clients") or {} for row, done in runs.items()}
+
+    def texts(row: str) -> list[str]:
+        names = known[row].keys() & known.get(control, {}).keys()
+        name = next(iter(names - {"test_size"}), "")
+        if not name:
+            return ["missing"] * 3
+        sides = [np.array(known[one][name], float) for one in (row, control)]
+        gap = sides[0] - sides[1] if name == "accuracy" else sides[1] - sides[0]
+        better, worse = (gap > 0).all(0).sum(), (gap < 0).all(0).sum()
+        return [f"{better}", f"{worse}", f"{np.isfinite(gap).all(0).sum()}"]
+
+    body = [(row, texts(row)) for row in runs if row != control]
+    title = f"clients that a row serves better or worse than {control} in all seeds"
+    return Grid(scenario, title, ["better", "worse", "clients"], body)
 
 
 def _traffic(scenario: str, results: Results) -> Grid:

@@ -1,7 +1,7 @@
 """The metrics' titles and units, and tables of them as text."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,10 +79,20 @@ METRICS |= {
 _NUMBER = METRICS["global_perplexity"]
 METRICS |= {
     "client_perplexity": _NUMBER._replace(title="Client"),
-    "masked_perplexity": _NUMBER._replace(title="Global, masked", is_headline=False),
-    "client_masked_perplexity": _NUMBER._replace(
-        title="Client, pooled, masked", is_headline=False
-    ),
+    "masked_perplexity": _NUMBER._replace(title="Global, masked"),
+    "client_masked_perplexity": _NUMBER._replace(title="Client, pooled, masked"),
+}
+METRICS |= {
+    name.replace("perplexity", "masked_perplexity"): METRICS[name]._replace(
+        title=f"{METRICS[name].title}, masked"
+    )
+    for name in (
+        "trained_perplexity",
+        "train_perplexity",
+        "worst_decile_perplexity",
+        "client_perplexity_std",
+        "ensemble_perplexity",
+    )
 }
 _OF_CLASS = re.compile(r"(global|client)_class(\d+)_accuracy(_pooled)?")
 NOT_TO_CHOOSE_BY = (
@@ -92,14 +102,25 @@ NOT_TO_CHOOSE_BY = (
 HEADLINES = tuple(name for name, metric in METRICS.items() if metric.is_headline)
 
 
+def headlines(found: Collection[str]) -> list[str]:
+    """The headline metrics among others.
+
+    A masked perplexity is one of them where no other perplexity was measured.
+    """
+    shown = [name for name in HEADLINES if name in found]
+    plain = [name for name in shown if "masked" not in name]
+    return plain or shown
+
+
 def metric(name: str) -> Metric:
     """The description of a metric, for unknown ones derived from the name."""
     if name in METRICS:
         return METRICS[name]
     if of_class := _OF_CLASS.fullmatch(name):
         return Metric(f"{of_class[1].capitalize()}, class {of_class[2]}")
-    exit = re.fullmatch(r"exit(\d+)_(accuracy|perplexity)", name)
+    exit = re.fullmatch(r"exit(\d+)_(accuracy|(masked_)?perplexity)", name)
     title = f"Exit {exit[1]}" if exit else name.replace("_", " ")
+    title += ", masked" if exit and exit[3] else ""
     if not summaries.is_fraction(name):
         return METRICS["global_perplexity"]._replace(title=title, is_headline=False)
     return Metric(title, is_fraction="accuracy" in name)
@@ -171,7 +192,7 @@ def headline(
         return sum(record[name] for record in records) / len(records)
 
     out = {}
-    for name in (n for n in HEADLINES if n in shared - hidden):
+    for name in headlines(shared - hidden):
         scale, digits = unit(name, metric(name).is_fraction)
         out[title(name)] = f"{scale * mean(name):.{digits}f}"
     loss = {"loss": f"{mean('train_loss'):.3f}"} if "train_loss" in shared else {}
@@ -254,7 +275,7 @@ def summary_rule(summary: Mapping[str, Any]) -> str:
 def _sweep_lines(summary: dict[str, Any]) -> list[str]:
     """A line for each point of a sweep, with the headline metrics."""
     parts = summary["sweep"]
-    names = [n for n in HEADLINES if n in parts[0]["metrics"]]
+    names = headlines(parts[0]["metrics"])
     labels = [sweep.label(part["point"]) for part in parts]
     width = max(map(len, labels))
     seeds = len(parts[0]["metrics"][names[0]]["per_seed"]) if names else 1

@@ -1,5 +1,7 @@
 """Distillation: its targets against numpy, its teacher, and what is refused."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -88,6 +90,10 @@ def test_targets_and_loss_by_hand(kind, taught_by, batch):
     gap = (expected * (np.log(expected) - np.log(p))).sum(1).mean()
     loss, _ = distill.distillation(hparams, task, data)(*student, batch)
     np.testing.assert_allclose(loss, hard + 0.7 * gap, rtol=1e-5)
+    for weight, expected in (0.7, 0.3 * hard + 0.7 * gap), (0.0, 0.3 * hard):
+        mixed = dataclasses.replace(hparams, label_weight=0.3, distill_weight=weight)
+        loss, _ = distill.distillation(mixed, task, data)(*student, batch)
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
 def test_the_last_exit_teaches(taught_by, batch):

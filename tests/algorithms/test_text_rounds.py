@@ -144,7 +144,7 @@ def reference(state, cohort, data):
         for step in range(steps.num_steps):
             place = jnp.asarray([at for at in steps.position[step] if at >= 0])
             own = jax.random.fold_in(key, step)
-            image, label = data.train_batch(owned(place), place, own)
+            image, label, _ = data.train_batch(owned(place), place, own)
             given = level, image, label, own, o.weight(round)
             loss, grads = loss_of(params, *given)
             total += len(place) * float(loss)
@@ -215,3 +215,32 @@ def test_losses_are_means_of_positions(data):
     log_p = np.asarray(jax.nn.log_softmax(out))
     by_row = [np.mean([log_p[b, t, label[b, t]] for t in range(T)]) for b in range(2)]
     np.testing.assert_allclose(loss, -np.mean(by_row), rtol=1e-6)
+
+
+def test_losses_at_chosen_positions(data):
+    """Means of the chosen words of real rows, all alike; others change nothing."""
+    net = text.masked_lm(V, 1 / 64)
+    params = net.init(jax.random.key(0), data.image[:1])[0]
+    image, label = data.image[:3], data.label[:3]
+    chosen = jnp.array([[1, 0, 0, 1], [0, 0, 1, 0], [1, 1, 1, 1]], bool)
+    mask, key = jnp.array([True, True, False]), jax.random.key(1)
+    batch = local_training.Batch(image, label, mask, (), (), (), key, chosen)
+    stats = ({},) * len(params)
+    loss_fn = local_training.cross_entropy_loss(net)
+    loss, _ = loss_fn(params, stats, batch)
+    out, _ = net.forward(params, stats, image, train=True, key=key)
+    log_p = np.asarray(jax.nn.log_softmax(out))
+    found = [log_p[b, t, label[b, t]] for b, t in ((0, 0), (0, 3), (1, 2))]
+    np.testing.assert_allclose(loss, -np.mean(found), rtol=1e-6)
+    other = batch.replace(label=jnp.where(chosen, label, 0))
+    assert loss_fn(params, stats, other)[0] == loss
+    nothing = batch.replace(chosen=jnp.zeros_like(chosen))
+    assert loss_fn(params, stats, nothing)[0] == 0
+
+    exits = jnp.stack([out, 2 * out + 1, out[..., ::-1]])
+    reached = jnp.array([True, True, False])
+    gap = depthfl.mutual_gap(exits, reached, mask, chosen)
+    p, q = (np.asarray(jax.nn.softmax(z)) for z in exits[:2])
+    pairs = p * np.log(p / q) + q * np.log(q / p)
+    found = [pairs[b, t].sum() for b, t in ((0, 0), (0, 3), (1, 2))]
+    np.testing.assert_allclose(gap, np.mean(found), rtol=1e-6)

@@ -41,12 +41,12 @@ def test_draws_are_named_by_example():
     plain, data = types.Data(*given), types.Data(*given, augment="crop_flip")
     rows, key = jnp.array([3, 5, 7, -1]), jax.random.key(1)
     position = jnp.array([0, 1, 2, 0])
-    found, label = data.train_batch(rows, position, key)
+    found, label, _ = data.train_batch(rows, position, key)
     order = np.array([2, 0, 1])
-    other, _ = data.train_batch(rows[order], position[order], key)
+    other, *_ = data.train_batch(rows[order], position[order], key)
     np.testing.assert_array_equal(found[order], other)
     assert label[:3].tolist() == [3, 5, 7]
-    again, _ = data.train_batch(rows, position, jax.random.key(2))
+    again, *_ = data.train_batch(rows, position, jax.random.key(2))
     assert not np.array_equal(found, again)
     # What serves and tests are gathered as they are.
     np.testing.assert_array_equal(data.gather(rows)[0], plain.gather(rows)[0])

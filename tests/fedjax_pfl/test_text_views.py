@@ -48,13 +48,26 @@ def test_train_rows_are_named_by_position(data):
     """A step's draws differ from the next one's, and not with the batch."""
     rows, place = jnp.array([5, 9, 2]), jnp.array([0, 4, 1])
     key, other = jax.random.split(jax.random.key(1))
-    image, label = data.train_batch(rows, place, key)
+    image, label, _ = data.train_batch(rows, place, key)
     np.testing.assert_array_equal(label, data.label[rows])
-    alone, _ = data.train_batch(rows[1:2], place[1:2], key)
+    alone, *_ = data.train_batch(rows[1:2], place[1:2], key)
     np.testing.assert_array_equal(image[1:2], alone)
     assert (image != data.train_batch(rows, place, other)[0]).any()
     assert (image != data.train_batch(rows, place[::-1], key)[0]).any()
     np.testing.assert_array_equal(data.gather(rows)[0], data.image[rows])
+
+
+def test_chosen_positions_of_train_rows(data):
+    """The same hidden words, and with `chosen` where they may be."""
+    rows, place, key = jnp.arange(6), jnp.arange(6), jax.random.key(1)
+    image, _, every = data.train_batch(rows, place, key)
+    assert every is None
+    guessed, label, chosen = data.replace(masked_loss="chosen").train_batch(
+        rows, place, key
+    )
+    np.testing.assert_array_equal(image, guessed)
+    assert chosen.any() and not chosen.all()
+    assert not (np.asarray(guessed != label) & ~np.asarray(chosen)).any()
 
 
 def test_a_mask_is_no_word():
@@ -136,10 +149,32 @@ def test_perplexities_by_hand(num_exits):
     }
     if num_exits > 1:
         expected["ensemble_perplexity"] = expected["global_perplexity"]
+        expected["ensemble_masked_perplexity"] = expected["masked_perplexity"]
         for number, z in enumerate(logits, start=1):
             expected[f"exit{number}_perplexity"] = perplexity(z, union)
+            name = f"exit{number}_masked_perplexity"
+            expected[name] = perplexity(z, union, chosen[union])
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
     np.testing.assert_allclose(of_client[0], perplexity(mean, [4, 1, 7]), rtol=1e-5)
     assert np.isnan(of_client[2])
+
+    # At the chosen positions alone
+    own = [perplexity(mean, rows, chosen[rows]) for rows in ([4, 1, 7], [0])]
+    alone = {name: one for name, one in expected.items() if "masked" in name}
+    alone |= {"train_masked_perplexity": expected["masked_perplexity"]}
+    alone |= {"worst_decile_masked_perplexity": max(own)}
+    alone |= {"client_masked_perplexity_std": np.std(own)}
+    given = np.array([3, 1, 0]), 5, (), "chosen"
+    found, of_client = evaluate.metrics(counts, *given)
+    assert found.keys() == alone.keys()
+    for name, value in alone.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(of_client, [*own, np.nan], rtol=1e-5)
+    # A client without a chosen position has no masked perplexity.
+    counts["own"] = counts["own"] * np.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]])
+    found, of_client = evaluate.metrics(counts, *given)
+    np.testing.assert_allclose(of_client, [own[0], np.nan, np.nan], rtol=1e-5)
+    assert found["client_masked_perplexity"] == pytest.approx(own[0], rel=1e-5)
+    assert found["clients_evaluated"] == 1 and "clients_evaluated" not in alone

@@ -9,7 +9,7 @@ from flax import linen as nn
 
 from algorithms import fedper
 from launch import contract
-from tests import synthetic
+from tests import synthetic, test_contract
 
 OPTIONS = {"model": "mlp", "num_clients": 6, "partition": "iid", "local_epochs": 1}
 OPTIONS |= {"rounds": 2}
@@ -118,3 +118,28 @@ def test_too_few_rounds(options):
     """A stop needs a round on each side."""
     with pytest.raises(ValueError, match="rounds=1: expected at least 2"):
         contract.check("fedper", **options | {"rounds": 1})
+
+
+def test_every_member_reaches_the_registry(options, monkeypatch):
+    """An algorithm that says that it takes texts is checked on a text."""
+    test_contract.register_toys(monkeypatch)
+    seen = []
+
+    class Mine:
+        """FedPer, with a member that no list of names here has."""
+
+        HParams, preset, text, hints = fedper.HParams, "none", True, ("mine",)
+
+        def make(hparams, task):
+            return fedper.make(hparams, task)
+
+    monkeypatch.setattr(contract, "_ran", lambda made: made)
+    monkeypatch.setattr(contract, "_resumed", lambda fresh, rounds: fresh())
+    monkeypatch.setattr(contract, "_equal", lambda one, other, tolerance=0: True)
+    monkeypatch.setattr(
+        contract, "_absent_stay", lambda made: seen.append(made) or True
+    )
+    given = {"dataset": "small", "partition": "natural", "model": "one_layer"}
+    rules = contract.check(Mine, **given, rounds=2)
+    assert len(rules) == 5
+    assert seen[0].task.num_classes == seen[0].data.num_words == 8

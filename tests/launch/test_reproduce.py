@@ -13,7 +13,7 @@ from launch import main, reproduce
 from launch.config import flags, registry, resolve
 from launch.papers import tables
 from launch.run import progress
-from launch.show import sheets
+from launch.show import sheets, words
 
 
 @pytest.fixture
@@ -434,6 +434,66 @@ def test_dry_run_names_a_damaged_cell(sweep, tmp_path, capsys):
     assert "missing" not in capsys.readouterr().out
 
 
+def test_cells_have_the_clients(sweep, tmp_path, capsys):
+    """Each client's accuracy by seed, from which a table counts them."""
+    path = tmp_path / "swept.json"
+    table = json.loads(path.read_text())
+    table["fig1"]["by_client"] = ["Majority"]
+    path.write_text(json.dumps(table))
+    argv = ["reproduce", "swept.fig1", f"--dataset={sweep}", "--workdir=out"]
+    argv += ["--scenario=alpha=1", "--num_seeds=2", "--cells=cells.json"]
+    reproduce.command(argv)
+    shown = capsys.readouterr().out
+    kept = json.loads((tmp_path / "cells.json").read_text())
+    found = {}
+    for name, cell in kept.items():
+        (folder,) = tmp_path.glob(f"out/**/{name}")
+        with np.load(folder / "clients.npz") as file:
+            mean, size = file["accuracy"].mean(1), file["test_size"]
+        assert mean.shape == (2, 4) and mean.std() > 0
+        np.testing.assert_allclose(cell["clients"]["accuracy"], mean, rtol=1e-5)
+        assert cell["clients"]["test_size"] == size.tolist()
+        found[name.split("-")[1]] = mean
+    gap = found["fedavg"] - found["majority"]
+    better, worse = (gap > 0).all(0).sum(), (gap < 0).all(0).sum()
+    title = "clients that a row serves better or worse than Majority in all seeds"
+    line = f"| FedAvg | {better} | {worse} | 4 |"
+    assert (
+        f"{title}\n\n| | better | worse | clients |\n|---|---|---|---|\n{line}" in shown
+    )
+    # Cells of earlier versions have no clients.
+    for cell in kept.values():
+        del cell["clients"]
+    (tmp_path / "cells.json").write_text(json.dumps(kept))
+    reproduce.command([*argv, "--dry_run"])
+    again = capsys.readouterr().out
+    assert "| FedAvg | missing | missing | missing |" in again
+    assert again.count("missing") == 3
+
+
+@pytest.mark.parametrize(
+    "table, expected",
+    [
+        (
+            "depthfl.small_text",
+            ["Exit 1, masked", "Ensemble, masked", "Global, masked"],
+        ),
+        ("text.books", ["Client, pooled, masked", "Worst decile, masked"]),
+        ("depthfl.table5", ["Exit 4, masked", "Ensemble, masked"]),
+    ],
+)
+def test_tables_of_losses_at_chosen_positions(table, expected):
+    """They compare masked perplexities, each once, which such runs have."""
+    loaded = tables.load_table(table)
+    plain = tables.of_dataset(loaded, "kjv")["metrics"]
+    assert any("masked" not in name for name in plain)
+    assert tables.of_dataset(loaded, "kjv", "all")["metrics"] == plain
+    names = tables.of_dataset(loaded, "kjv", "chosen")["metrics"]
+    assert len(names) == len(set(names)) and all("masked" in name for name in names)
+    titles = [words.title(name) for name in names]
+    assert set(expected) <= set(titles), titles
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_in_a_cell_s_last_chunk_ends_the_table(
     sweep, tmp_path, monkeypatch, number, code
@@ -480,7 +540,7 @@ def test_dry_run_runs_nothing(tiny, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("argv", "parts"),
     [
         (["tiny.table9"], "no table tiny.table9"),
         ([], "give one table"),
@@ -490,7 +550,7 @@ def test_dry_run_runs_nothing(tiny, tmp_path, capsys):
         (["tiny.table1", "--head_epochs=1"], "head_epochs"),
     ],
 )
-def test_bad_tables_are_one_line(tiny, capsys, argv, words):
+def test_bad_tables_are_one_line(tiny, capsys, argv, parts):
     """Exit code 2 and one line that names what is wrong."""
     if any("nix" in word for word in argv):
         argv = [*argv, f"--dataset={tiny}"]
@@ -498,4 +558,4 @@ def test_bad_tables_are_one_line(tiny, capsys, argv, words):
         reproduce.command(["reproduce", *argv])
     assert stop.value.code == 2
     error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1
+    assert parts in error and error.count("\n") == 1

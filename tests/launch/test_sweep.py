@@ -249,7 +249,7 @@ def test_points_that_are_nearly_equal_stay_apart(blobs, tmp_path):
 
 def test_numbers_that_decide_sizes_are_refused(blobs):
     """DisPFL's density; and what is not a mapping."""
-    with pytest.raises(ValueError, match="density decides sizes"):
+    with pytest.raises(ValueError, match="density is part of the program"):
         make(blobs, algo="dispfl", num_peers=2, sweep={"density": [0.2, 0.5]})
     with pytest.raises(ValueError, match="expected names and values"):
         make(blobs, sweep=[0.1])

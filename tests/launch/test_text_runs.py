@@ -11,7 +11,7 @@ import algorithms
 from algorithms import fedavg
 from launch import build, main, plot, report
 from launch.folder import record
-from launch.show import figures
+from launch.show import figures, words
 from tests import test_contract, texts
 
 SMALL = {
@@ -81,6 +81,28 @@ def test_two_corrected_models_and_momentum(algo):
     made.run(progress=False)
     first, last = made.metrics[0], made.metrics[-1]
     assert last["client_perplexity"] < first["client_perplexity"]
+
+
+def test_the_loss_at_chosen_positions(tmp_path):
+    """Another model, whose tables, pictures and lines have masked perplexities."""
+    given = SMALL | {"algo": "fedavg"}
+    plain = build.experiment(**given)
+    plain.run(progress=False)
+    made = build.experiment(**given, masked_loss="chosen", workdir=str(tmp_path))
+    summary = made.run(progress=False)
+    before, after = made.metrics[0], made.metrics[-1]
+    assert after["masked_perplexity"] < before["masked_perplexity"]
+    assert after["train_loss"] != plain.metrics[-1]["train_loss"]
+    assert plain.metrics[0]["masked_perplexity"] == before["masked_perplexity"]
+    names = {name for name in summary["metrics"] if "perplexity" in name}
+    assert names and all("masked" in name for name in names)
+    run = record.read(tmp_path)
+    assert run.flags["masked_loss"] == "chosen"
+    assert figures.metrics_of([run], "") == ["client_masked_perplexity"]
+    shown = words.headline(run.records[-1:])
+    assert list(shown) == ["Global, masked", "Client, pooled, masked", "loss"]
+    both = words.headline(plain.metrics[-1:])
+    assert list(both) == ["Global", "Client", "loss"]
 
 
 def test_rows_from_a_file(tmp_path):
@@ -277,6 +299,7 @@ def test_refused_on_a_text(given, words):
         ({"model": "depth_masked_lm"}, ["--model=depth_masked_lm", "takes tokens"]),
         ({"text_length": 9}, ["--text_length=9", "python_topics"]),
         ({"owners": "chapter"}, ["--owners=chapter", "kjv"]),
+        ({"masked_loss": "chosen"}, ["--masked_loss=chosen", "kjv", "omit it"]),
     ],
 )
 def test_refused_on_images(given, words, blobs):
