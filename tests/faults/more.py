@@ -303,12 +303,7 @@ def edits() -> Iterator[Try]:
         "a factor": lambda k: lambda rate: optax.sgd(k * rate),
         "momentum": lambda k: lambda rate: optax.sgd(rate, momentum=k / 10),
         "a clip": lambda k: lambda rate: optax.chain(optax.clip(k), optax.sgd(rate)),
-        "a mask": lambda k: (
-            lambda rate: optax.chain(
-                optax.masked(optax.add_decayed_weights(k / 100), lambda p: p),
-                optax.sgd(rate),
-            )
-        ),
+        "decay": lambda k: lambda rate: optax.adamw(rate, weight_decay=k / 100),
         "a transformation": lambda k: optax.sgd(k / 100),
     }
     for name, of in optimizers.items():
