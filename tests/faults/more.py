@@ -19,7 +19,7 @@ import pandas
 from flax import nnx
 
 import algorithms
-from fedjax_pfl import averaging, local_training, losses, types
+from fedjax_pfl import averaging, local_training, losses
 from launch import build
 from tests.faults import __main__ as faults
 from tests.faults.given import X, base, xv, y
@@ -347,14 +347,11 @@ def edits() -> Iterator[Try]:
                     return state.replace(server=server)
 
                 return made._replace(init=init)
-            if where == "messages":
-                kind = types.MessageKind("more", "up", int(k))
-                return made._replace(messages=(*made.messages, kind))
             return made
 
         return SimpleNamespace(HParams=averaging.Averaging, make=make, __name__="mine")
 
-    for where in ("loss", "start", "served", "init", "messages"):
+    for where in ("loss", "start", "served", "init"):
         yield (
             f"an edited algorithm: {where}",
             functools.partial(
