@@ -169,8 +169,8 @@ def is_frame(given: Any) -> bool:
 def _of_columns(given: Any, where: str, label: str, owner: str) -> Rows:
     """The rows of columns by name, one of which may hold an array for each row."""
     if is_frame(given):
-        first = given.iloc[:1].select_dtypes(object)
-        if not any(np.ndim(_plain(one)) for one in first.to_numpy().reshape(-1)):
+        first = [one for _, column in given.iloc[:1].items() for one in column]
+        if not any(np.ndim(_plain(one)) for one in first):
             return Rows(None, given, True)
         given = {name: given[name].to_numpy() for name in given.columns}
     columns = {str(name): _stacked(one, where) for name, one in given.items()}

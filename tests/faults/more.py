@@ -442,10 +442,84 @@ def spoken(**options) -> str:
     return " ".join(n for n in made[0].notes if any(name in n for name in names))
 
 
+def arrays(gen: np.random.Generator) -> Iterator[Try]:
+    """Arrays in other layouts, names that look alike, and what a model has not seen."""
+    sides = (4, 16, 16), (2, 8, 8), (12, 10, 10), (3, 5, 64), (3, 4, 4), (8, 8, 6)
+    for side in (*sides, (16, 4, 16), (1, 3, 3), (9, 1, 9)):
+        x = gen.normal(size=(400, *side)).astype("f")
+        yield f"images {side}", lambda _, x=x: with_data((x, y), "H ")
+    for length, width in ((20, 6), (3, 30), (8, 8)):
+        x = gen.normal(size=(400, length, width)).astype("f")
+        yield f"series {length} x {width}", lambda _, x=x: with_data((x, y), "gray")
+    pairs = [
+        ("1e3", "10e2"), ("7", "7.0"), ("\u00e9", "e\u0301"), ("Bern", "bern"),
+        ("a", "a "), ("1_0", "1 0"), ("0x10", "0X10"), ("1.50", "1.5"),
+    ]  # fmt: skip
+    for one, other in pairs:
+        names = np.array([one, other, "c", "d"], object)[np.arange(400) % 4]
+        data = pandas.DataFrame(xv[:, :4], columns=list("abcd")).assign(label=y)
+        for column, values in (("client", names), ("label", names)):
+            frame = data.assign(**{column: values})
+            yield (
+                f"{column} {one!r} and {other!r}",
+                lambda _, f=frame: with_data(f, "look alike"),
+            )
+    odd = {
+        "uint8": (X * 20).clip(0, 255).astype(np.uint8), "nan": X * np.nan,
+        "infinity": X + np.inf, "int64": X.astype(np.int64), "bool": X > 0,
+    }  # fmt: skip
+    for name, x in odd.items():
+        yield f"predict of {name}", lambda _, x=x: predicted(x, 0)
+    for client in (True, 1.0, "0", -1, 8, np.float32(2), None.__class__):
+        yield f"predict by {client!r}", lambda _, c=client: predicted(X, c)
+    for names in (list("wxyz"), list("bcda"), list("abce"), ["A", "B", "C", "D"]):
+        yield f"a start from other classes {names}", functools.partial(started, names)
+
+
+def with_data(data, word: str) -> str:
+    """The notes of a run on data that have a word."""
+    made = []
+
+    def run() -> None:
+        few = {"num_clients": 4, "clients_per_round": 2}
+        made.append(build.experiment(**SMALL | few | {"dataset": data}))
+
+    return said(run) or " ".join(note for note in made[0].notes if word in note)
+
+
+@functools.cache
+def trained():
+    """An experiment after a round."""
+    made = build.experiment(**SMALL | {"dataset": (X, y)})
+    made.run(1, progress=False)
+    return made
+
+
+def predicted(x: np.ndarray, client: object) -> str:
+    """The line of a prediction that cannot be right."""
+    return said(lambda: trained().predict(client, x[:4]))
+
+
+def started(names: list[str], folder: pathlib.Path) -> str:
+    """The line of a run that starts from a model of other classes."""
+    first = SMALL | {"dataset": (X, np.array(list("abcd"))[y])}
+    made = build.experiment(**first)
+    made.run(1, progress=False)
+    made.save_model(folder / "one.npz")
+    options = SMALL | {"dataset": (X, np.array(names)[y])}
+    again = options | {"init_from": str(folder / "one.npz")}
+    found = []
+
+    def run() -> None:
+        found.append(build.experiment(**again))
+
+    return said(run) or " ".join(n for n in found[0].notes if "init_from" in n)
+
+
 def main(seed: int = 0) -> None:
     """Prints the silent tries and their share."""
     gen = np.random.default_rng(seed)
-    tries = [*names(), *columns(gen), *edits(), *without_effect(gen)]
+    tries = [*names(), *columns(gen), *edits(), *without_effect(gen), *arrays(gen)]
     silent = []
     for name, one in tries:
         line = faults.line(one)

@@ -27,7 +27,8 @@ def said(run, containing: str = "") -> str:
         except ValueError as error:
             return str(error)
     lines = [str(one.message) for one in found]
-    return next((line for line in lines if containing in line), "")
+    mine = [line for line in lines if line.startswith("note: ")]
+    return next((line for line in mine if containing in line), "")
 
 
 def compared(*rows, **options) -> str:

@@ -234,9 +234,9 @@ X, Y = blobs(4)
         ),
         (
             {"dataset": 5},
-            "arrays .x, y. or .x, y, client., a pandas or polars DataFrame",
+            "a DataFrame, a dict, torch",
         ),
-        ({"dataset": table()["a"]}, "or Hugging Face, got a Series"),
+        ({"dataset": table()["a"]}, "or Hugging Face's, got a Series"),
         ({"dataset": table(), "layout": "nhwc"}, "--dataset=arrays has its own"),
     ],
 )
