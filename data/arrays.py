@@ -114,12 +114,13 @@ def _with_tests(
     x: np.ndarray, y: Any, client: Any, test: tuple[Any, ...]
 ) -> tuple[np.ndarray, Any, Any]:
     """The rows (x, y, client) with official test rows behind them."""
-    both = [x, labels.unmasked(y, "y")]
-    others = [labels.unmasked(one, "test") for one in test[:2]]
+    both = [x, labels.as_array(y, "y")]
+    pair = (*test, *test)[:2]
+    others = [labels.unmasked(pair[0], "test"), labels.as_array(pair[1], "test")]
     for name, one, other in zip("xy", both, others, strict=True):
         is_like = name == "y" or one.dtype.kind == other.dtype.kind
         is_like = is_like and one.shape[1:] == other.shape[1:] and len(other) > 0
-        if len(test) > 2 or not is_like:
+        if len(test) != 2 or not is_like:
             raise ValueError(
                 f"test must be (x, y) like the train rows, whose {name} is {one.dtype} "
                 f"{list(one.shape)}; got {len(test)} arrays with {other.dtype} "
@@ -130,7 +131,7 @@ def _with_tests(
         both[1], others[1] = both[1].astype(object), others[1].astype(object)
     if client is not None:
         # Official test rows belong to no client.
-        client = labels.unmasked(client, "client")
+        client = labels.as_array(client, "client")
         client = np.concatenate([client, np.repeat(client[:1], len(others[0]))])
     return *map(np.concatenate, zip(both, others, strict=True)), client
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from data import frames, labels
+from data import frames, images, labels
 
 if TYPE_CHECKING:
     import pandas
@@ -114,7 +114,7 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
             parts = zip(*items, strict=True)
             return Rows(tuple(_stacked(list(part), where) for part in parts))
         if items and all(isinstance(one, Mapping) for one in items):
-            columns = {name: [one[name] for one in items] for name in items[0]}
+            columns = {name: [one.get(name) for one in items] for name in items[0]}
             return _of_columns(columns, where, label, owner)
         reason += " whose items are neither (x, y) nor dicts"
     elif hasattr(given, "__iter__") and not hasattr(given, "dtype"):
@@ -204,7 +204,7 @@ def _plain(value: Any) -> Any:
         value = value.detach().cpu()
         # numpy has no bfloat16.
         value = (value.float() if "bfloat16" in str(value.dtype) else value).numpy()
-    return np.asarray(value) if hasattr(value, "getbands") else value
+    return images.pixels_of(value) if hasattr(value, "getbands") else value
 
 
 def _stacked(values: Any, where: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import pathlib
 import re
 import warnings
@@ -161,29 +162,20 @@ def from_frame(
     frame = frame.set_axis(names, axis=1)
     label, owner = chosen(names, label, owner, where)
     count = len(frame)
+    if not len(frame):
+        raise ValueError(f"{where}: there are no rows")
     if test is not None:
         test = test.set_axis(list(map(str, test.columns)), axis=1)
+        _check_names(list(test.columns), where)
         if owner:
             # Official test rows belong to no client.
             test = test.assign(**{owner: frame[owner].iloc[0]})
         frame = pandas.concat([frame, _with_columns(test, names)], ignore_index=True)
-    if not len(frame):
-        raise ValueError(f"{where}: there are no rows")
     features = [name for name in names if name not in (label, owner)]
     if not features:
         raise ValueError(f"{where}: there is no column beside the label and the owner")
 
-    def is_number(dtype: object) -> bool:
-        kinds = pandas.api.types
-        return kinds.is_numeric_dtype(dtype) and not kinds.is_complex_dtype(dtype)
-
-    odd = [name for name in features if not is_number(frame[name].dtype)]
-    if odd:
-        raise ValueError(
-            f"{where}: columns are not numbers: {labels.listed(odd)}; drop them, "
-            "encode them as numbers, or name one with --label or --owner; texts can be "
-            "given as numbers of tokens [N, T] to a custom model"
-        )
+    _check_numbers(frame, features, where)
     kind, values = "missing", None
     counts = frame[features].isna().sum().to_numpy()
     if not counts.any():
@@ -237,7 +229,8 @@ def chosen(names: Sequence[str], label: str, owner: str, where: str) -> tuple[st
 
 def _check_names(names: Sequence[str], where: str) -> None:
     """Refuses columns of one name."""
-    twice = sorted({name for name in names if names.count(name) > 1})
+    counts = collections.Counter(names)
+    twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
         raise ValueError(
             f"{where}: several columns are named {labels.listed(twice)}; rename them"
@@ -313,10 +306,28 @@ def ordered(frame: pandas.DataFrame, columns: tuple[str, ...]) -> np.ndarray:
     """The columns of a table in the order of training, without others; f64[N, D].
 
     Raises:
-        ValueError: one line: one of them is missing.
+        ValueError: one line: one of them is missing, or is not of numbers.
     """
     frame = frame.set_axis(list(map(str, frame.columns)), axis=1)
-    return _with_columns(frame, columns).to_numpy(np.float64)
+    frame = _with_columns(frame, columns)
+    _check_numbers(frame, columns, "the table")
+    return frame.to_numpy(np.float64)
+
+
+def _check_numbers(frame: pandas.DataFrame, names: Sequence[str], where: str) -> None:
+    """Refuses columns that are not numbers."""
+    from pandas.api import types
+
+    def is_number(dtype: object) -> bool:
+        return types.is_numeric_dtype(dtype) and not types.is_complex_dtype(dtype)
+
+    odd = [name for name in names if not is_number(frame[name].dtype)]
+    if odd:
+        raise ValueError(
+            f"{where}: columns are not numbers: {labels.listed(odd)}; drop them, "
+            "encode them as numbers, or name one with --label or --owner; texts can be "
+            "given as numbers of tokens [N, T] to a custom model"
+        )
 
 
 def _with_columns(frame: pandas.DataFrame, names: Sequence[str]) -> pandas.DataFrame:

@@ -76,7 +76,7 @@ def from_folder(path: str, flag: str = "dataset") -> dataset.Dataset:
             f"{second[0]}x{second[1]}; resize all of them to one size"
         )
     _check_size(*next(iter(sizes)), len(found), where)
-    pixels = [_read(root, one, where, _pixels) for one in found]
+    pixels = [_read(root, one, where, pixels_of) for one in found]
     num_gray = sum(image.shape[2] == 1 for image in pixels)
     if 0 < num_gray < len(pixels):
         pixels = [np.broadcast_to(one, (*one.shape[:2], 3)) for one in pixels]
@@ -232,8 +232,12 @@ def _read(
         raise ValueError(f"{where}: {name} cannot be read: {reason}") from error
 
 
-def _pixels(image: Any) -> np.ndarray:
-    """The pixels of a pillow image, uint8 [H, W, 1 or 3]."""
+def pixels_of(image: Any) -> np.ndarray:
+    """The pixels of a pillow image, uint8 [H, W, 1 or 3].
+
+    Raises:
+        ValueError: a phrase: it has several frames, transparent pixels, or more bits.
+    """
     if getattr(image, "n_frames", 1) > 1:
         raise ValueError(f"it has {image.n_frames} frames, one is expected")
     if image.mode in _TRANSPARENT or "transparency" in image.info:

@@ -182,12 +182,7 @@ def _plain(values: Any, num_rows: int, what: str, of: str) -> np.ndarray:
     Raises:
         ValueError: one line.
     """
-    array = unmasked(values, what)
-    if isinstance(values, (list, tuple)) and array.dtype.kind in "USiuf":
-        kinds = set(map(type, values))
-        # numpy makes one text of a text and a number side by side, and 1 of True.
-        if array.dtype.kind in "US" or kinds > {bool}:
-            array = np.asarray(values, object)
+    array = as_array(values, what)
     if array.shape != (num_rows,):
         hint = ""
         if array.ndim == 2 and len(array) == num_rows:
@@ -247,6 +242,21 @@ def unmasked(values: Any, what: str) -> np.ndarray:
             f"{what} must be one array, got ragged ones; give test rows from Python as "
             "test=(x, y), or join them with the train rows"
         ) from error
+
+
+def as_array(values: Any, what: str) -> np.ndarray:
+    """The values as an array, in which objects of a list stay what they are.
+
+    Raises:
+        ValueError: one line: some of them are masked, or they are ragged.
+    """
+    array = unmasked(values, what)
+    if isinstance(values, (list, tuple)) and array.dtype.kind in "USiuf":
+        kinds = set(map(type, values))
+        # numpy makes one text of a text and a number side by side, and 1 of True.
+        if array.dtype.kind in "US" or kinds > {bool}:
+            array = np.asarray(values, object)
+    return array
 
 
 def _of_objects(array: np.ndarray, what: str, of: str) -> np.ndarray:

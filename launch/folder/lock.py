@@ -8,6 +8,7 @@ import os
 import pathlib
 import socket
 
+from data import labels
 from fedjax_pfl import json_text
 
 NAME = "run.lock"
@@ -83,7 +84,7 @@ class Lock:
         return file
 
     def _refusal(self, owner: dict | None) -> str:
-        name = owner and f"process {owner['pid']} on {owner['host']}"
+        name = owner and f"process {owner['pid']} on {labels.limited(owner['host'])}"
         return f"--workdir={self.path.parent} is in use by {name or 'another process'}"
 
 

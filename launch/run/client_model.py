@@ -12,6 +12,7 @@ import numpy as np
 import models
 from data import arrays, dataset, frames, labels
 from fedjax_pfl import evaluate, execution, shapes, types
+from launch.config import limits
 from launch.run import model_files, processes
 from launch.run.run import Run
 
@@ -65,7 +66,7 @@ class ClientModel(NamedTuple):
         wanted = x.shape if self.data.num_words else x.shape[:1]
         if x.shape[:1] == (0,):
             raise ValueError("x and y hold no example")
-        is_number = labels.unmasked(y, "y").dtype.kind in "iu"
+        is_number = labels.as_array(y, "y").dtype.kind in "iu"
         if wanted == x.shape[:1] and not (is_number and self.classes is None):
             names = self.classes or tuple(map(str, range(self._num_classes())))
             y = labels.found_in(y, names, *wanted, "y")
@@ -187,7 +188,7 @@ def find(
     is_id = is_number and not isinstance(client_id, bool)
     if client_id is not None and not (is_id and 0 <= client_id < config.num_clients):
         raise ValueError(
-            f"client_id={client_id!r}: expected 0..{config.num_clients - 1}"
+            f"client_id={limits.shown(client_id)}: expected 0..{config.num_clients - 1}"
         )
     run.start()
     variant, cohort = run.variant(seed, point), run.planner.drawn(index, run.round)

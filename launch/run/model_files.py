@@ -339,6 +339,10 @@ def _by_name(
         ValueError: one line: the classes have other names.
     """
     found, mine = tree.get("classes"), classes and _written(classes)
+    numbers = tuple(map(str, range(len(found or mine or ()))))
+    if set(found or mine or ()) == set(numbers):
+        # Classes without names are the numbers 0, 1, ..., which text has in its order.
+        found, mine = found or numbers, mine or numbers
     if found == mine:
         return saved, ()
     if found is None or mine is None:

@@ -3,6 +3,7 @@
 import numpy as np
 import pandas
 import pytest
+from PIL import Image as pillow
 
 from data import arrays, doors, frames
 
@@ -59,17 +60,9 @@ class Stream:
         return iter([(X[0], 0)])
 
 
-class Image:
+def Image(value):  # noqa: N802
     """An image of pillow."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def getbands(self):
-        return "R", "G", "B"
-
-    def __array__(self, dtype=None, copy=None):
-        return np.asarray(self.value, dtype)
+    return pillow.fromarray(np.asarray(value, np.uint8))
 
 
 class HuggingFace:
@@ -365,3 +358,13 @@ def test_real_data_sets_of_hugging_face():
     x, y = doors.opened(made)[0].arrays
     np.testing.assert_array_equal(x, X)
     np.testing.assert_array_equal(y, Y)
+
+
+def test_images_of_a_palette_are_in_colour():
+    """Their numbers are places in a table of colours, and not brightness."""
+    gen = np.random.default_rng(0)
+    colours = [gen.integers(0, 255, (8, 8, 3)).astype("u1") for _ in range(8)]
+    palette = [pillow.fromarray(one).convert("P") for one in colours]
+    found, _ = doors.opened([(one, k % 2) for k, one in enumerate(palette)])
+    wanted = [np.asarray(one.convert("RGB")) for one in palette]
+    np.testing.assert_array_equal(found.arrays[0], np.stack(wanted))

@@ -259,7 +259,7 @@ def test_folders_that_are_links(tmp_path):
 
 def test_sizes_are_asked_before_pixels(tmp_path, monkeypatch):
     """Of all images, and no pixel is decoded."""
-    monkeypatch.setattr(images, "_pixels", None)
+    monkeypatch.setattr(images, "pixels_of", None)
     pair = {"a__1_png": picture(width=5000), "b__1_png": picture(width=5000)}
     name = write(tmp_path, **pair)
     with pytest.raises(

@@ -359,3 +359,40 @@ def test_tokens_are_not_numbers(more, words):
     """One line."""
     with pytest.raises(ValueError, match=words):
         build.experiment(**options(dataset=(np.ones((120, 7), int), Y % 2)) | more)
+
+
+def test_numbers_as_text_are_the_same_classes(tmp_path):
+    """Of twelve classes, which text has in another order than numbers."""
+    gen = np.random.default_rng(0)
+    label = gen.integers(0, 12, 240)
+    x = (4 * gen.normal(size=(12, 20))[label] + gen.normal(size=(240, 20))).astype("f")
+    options = {"algo": "fedavg", "preset": "none", "model": "mlp", "num_clients": 4}
+    first = build.experiment(**options, dataset=(x, label), rounds=3, local_epochs=5)
+    first.run(progress=False)
+    first.save_model(tmp_path / "one.npz")
+    again = build.experiment(
+        **options, dataset=(x, label.astype(str)), init_from=str(tmp_path / "one.npz")
+    )
+    found = again.evaluate(x, label.astype(str))
+    assert found == pytest.approx(first.evaluate(x, label))
+    assert any("in another order" in note for note in again.notes)
+
+
+@pytest.mark.parametrize("test", [None, ([[0.0, 1.0]] * 4, [1, 2, 1, 2])])
+def test_labels_of_two_types_are_refused(test):
+    """Also beside test rows, which numpy would join to 1 and 2."""
+    x = np.random.default_rng(0).normal(size=(40, 2)).astype("f")
+    test = test and (np.array(test[0], "f"), test[1])
+    options = {"algo": "fedavg", "num_clients": 4, "dataset": (x, [True, 2] * 20)}
+    with pytest.raises(ValueError, match="got bool and int"):
+        build.experiment(**options, test=test)
+
+
+def test_a_table_to_predict_is_of_numbers():
+    """As the table of training, whose line names the columns and not their contents."""
+    frame = pandas.DataFrame({"a": np.arange(40.0), "label": np.arange(40) % 2})
+    made = build.experiment(algo="fedavg", dataset=frame, num_clients=4, model="mlp")
+    with pytest.raises(ValueError, match="the table: columns are not numbers: a;"):
+        made.predict(None, frame.assign(a="secret"))
+    with pytest.raises(ValueError, match=r"^client_id=<ndarray \[40\]>: expected"):
+        made.evaluate(None, frame, np.arange(40))
