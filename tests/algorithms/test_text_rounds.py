@@ -160,6 +160,7 @@ def reference(state, cohort, data):
     return *of_server(model, state.server["h"], trained, o), drifts, total
 
 
+@pytest.mark.slow
 def test_a_round_equals_a_plain_loop(data, state):
     """FedDyn and self-distillation by position, with a short last batch, B = T."""
     cohort = cohort_of(LEVEL, 2)
@@ -175,6 +176,7 @@ def test_a_round_equals_a_plain_loop(data, state):
     assert plain.differs(new.server["h"], state.server["h"])
 
 
+@pytest.mark.slow
 def test_masked_is_bucketed(data, state):
     """The whole net with masks gives what the held layers alone give."""
     made = [

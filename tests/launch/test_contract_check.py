@@ -120,6 +120,7 @@ def test_too_few_rounds(options):
         contract.check("fedper", **options | {"rounds": 1})
 
 
+@pytest.mark.slow
 def test_every_member_reaches_the_registry(options, monkeypatch):
     """An algorithm that says that it takes texts is checked on a text."""
     test_contract.register_toys(monkeypatch)

@@ -179,7 +179,13 @@ EDITS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("edit", EDITS)
+SOME = (a_global, a_base, a_metric, a_method)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one not in SOME)) for one in EDITS],
+)
 def test_an_edit_is_another_run(edit, tmp_path):
     """Refused in one line with another value, and continued with the same."""
     options = BASE | {"workdir": str(tmp_path)}
@@ -232,6 +238,7 @@ def test_a_gradient_of_its_own_counts():
     assert len(hashes) == 2
 
 
+@pytest.mark.slow
 def test_hashes_are_the_same_in_another_process(tmp_path):
     """Whatever the seed of Python's own hashes."""
     code = (
