@@ -53,7 +53,8 @@ def of(fn: Callable[..., Any], *args: Any, gradient: bool = False) -> str:
         digest.update(_NOT_COMPUTED.sub("", text).encode())
         for constant in _constants(jaxpr):
             digest.update(f"{constant.dtype}{constant.shape}".encode())
-            digest.update(np.ascontiguousarray(constant).data)
+            # Not its buffer, which numbers such as bfloat16 do not have.
+            digest.update(constant.tobytes())
     return digest.hexdigest()
 
 

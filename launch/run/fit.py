@@ -220,6 +220,8 @@ def check_swept(
     """
     for name in points[0]:
         values = dict.fromkeys(point[name] for point in points)
+        if len(values) < 2:
+            continue
         hashes = {
             computed.of_algorithm(
                 entry.make,
@@ -228,7 +230,7 @@ def check_swept(
             )
             for value in list(values)[:2]
         }
-        if len(values) > 1 and len(hashes) == 1:
+        if len(hashes) == 1:
             raise ValueError(
                 f"--sweep={line}: {name} has no effect here, so that points would be "
                 "equal; omit it"

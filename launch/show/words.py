@@ -220,7 +220,7 @@ def equal_parameters(hashes: Mapping[str, str | None]) -> list[str]:
         if digest:
             names.setdefault(digest, []).append(name)
     return [
-        f"{' and '.join(equal)} have equal parameters, bit for bit: they are one result"
+        f"{' and '.join(equal)} have equal parameters, bit for bit"
         for equal in names.values()
         if len(equal) > 1
     ]

@@ -303,3 +303,34 @@ def test_names_belong_to_the_data(tmp_path):
     again = build.experiment(**options | {"dataset": rows}, resume=True)
     assert again.run(progress=False)["rounds"] == 2
     assert "names_sha256" in flagfile.RunFlags.read(tmp_path / "run.flags").hashes
+
+
+class InBfloat16(nn.Module):
+    """Has products and constants in bfloat16."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(8, dtype=jnp.bfloat16)(x.reshape(len(x), -1)))
+        return nn.Dense(4)((x * jnp.bfloat16(2)).astype(jnp.float32))
+
+
+def in_bfloat16(logits, labels, mask):
+    """A metric with a constant in bfloat16."""
+    z = (logits.astype(jnp.bfloat16) * jnp.bfloat16(2)).astype(jnp.float32)
+    return jnp.where(mask, z.max(-1), 0).sum(), mask.sum()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model": InBfloat16()},
+        {"eval_metrics": {"mine": in_bfloat16}},
+        {"algo": Method(1.0), "precision": "bf16"},
+        {"precision": "bf16", "sweep": "client_lr=0.01,0.1"},
+    ],
+    ids=["model", "metric", "algorithm", "sweep"],
+)
+def test_numbers_of_lower_precision_have_a_hash(given):
+    """Numpy has no buffer of bfloat16."""
+    made = build.experiment(**BASE | given)
+    assert len(made.computed_sha256) == 64 * ("sweep" not in given)
