@@ -17,7 +17,9 @@ import jax
 import numpy as np
 
 import algorithms
+import data
 import fedjax_pfl
+import models
 from data import plan
 from fedjax_pfl import evaluate, execution, fingerprint, measures, optimizer, types
 from fedjax_pfl import program as program_lib
@@ -28,12 +30,14 @@ _ROWS = 8  # of a batch of an evaluation that is traced
 
 @functools.cache
 def versions() -> str:
-    """The versions by which code is traced: of jax, flax and this package's engine."""
+    """The versions by which code is traced: of jax, flax, optax and this package."""
     digest = hashlib.sha256()
-    for path in sorted(pathlib.Path(fedjax_pfl.__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
+    traced = fedjax_pfl, models, algorithms, data
+    for folder in (pathlib.Path(one.__file__).parent for one in traced):
+        for path in sorted(folder.glob("*.py")):
+            digest.update(path.read_bytes())
     known = [f"{name} {metadata.version(name)}" for name in ("jax", "flax", "optax")]
-    return ", ".join([*known, f"engine {digest.hexdigest()[:8]}"])
+    return ", ".join([*known, f"code {digest.hexdigest()[:8]}"])
 
 
 def of_model(model: types.Model, shape: tuple[int, ...]) -> str:

@@ -82,8 +82,7 @@ class Run:
         self.owners = source.owners if is_natural else None
         self.owners = self.owners and self.owners[: config.num_clients]
         names = repr((self.classes, self.owners)).encode()
-        has_names = bool(self.classes or self.owners)
-        self.names_sha256 = hashlib.sha256(names).hexdigest() * has_names
+        self.names_sha256 = hashlib.sha256(names).hexdigest()
         self.dropped_owners = settings.dropped_owners
         is_text = bool(data.num_words)
         self.notes = (

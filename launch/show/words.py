@@ -310,7 +310,11 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         for name in names:
             digits = 2 if kind == "percent" else metric(name).digits
             entry = summary["metrics"][name]
-            std = f" +- {scale * entry['std']:.{digits}f}" if seeds > 1 else ""
+            std = (
+                f" +- {scale * entry['std']:.{digits}f}"
+                if len(entry["per_seed"]) > 1
+                else ""
+            )
             line = f"{title(name):<18} {scale * entry['mean']:6.{digits}f}{std}"
             if name in last:
                 value = f"{scale * last[name]['mean']:.{digits}f}"

@@ -38,39 +38,51 @@ def names() -> Iterator[Try]:
         if not getattr(entry, "fixed", {}):
             continue
         family = [n for n, e in algorithms.ALGORITHMS.items() if e.make is entry.make]
+        models = {"heterofl": "convnet", "depthfl": "depth_convnet"}
+        options["model"] = models.get(family[0], "fedavg_cnn")
         usual = vars(algorithms.ALGORITHMS[family[0]].HParams())
         for other in family:
             theirs = algorithms.ALGORITHMS[other].fixed
             if other != name and not theirs.keys() - entry.fixed.keys():
                 more = options | entry.fixed | {"algo": other}
-                yield f"{other} with what makes {name}", functools.partial(noted, more)
+                yield (
+                    f"{other} with what makes {name}",
+                    functools.partial(noted, "is the method", more),
+                )
         plain = options | {option: usual[option] for option in entry.fixed}
         more = plain | {"algo": name}
-        yield f"{name} without what makes it", functools.partial(noted, more)
+        yield (
+            f"{name} without what makes it",
+            functools.partial(noted, "is the method", more),
+        )
         yield (
             f"{family[0]} beside {name}, both with its options",
             functools.partial(beside, (family[0], name), options | entry.fixed),
         )
 
 
-def noted(options: dict, _: pathlib.Path) -> str:
-    """What a run says before it begins."""
-    made = []
-
-    def run() -> None:
-        made.append(build.experiment(preset="none", **options))
-
-    return said(run) or " ".join(made[0].notes)
+def noted(word: str, options: dict, _: pathlib.Path) -> str:
+    """What a run says before it begins about its method, or an option's effect."""
+    return _lines(
+        lambda: build.experiment(preset="none", **options).notes, word, "has no effect"
+    )
 
 
 def beside(rows: tuple[str, ...], options: dict, _: pathlib.Path) -> str:
     """What a comparison says before it begins."""
-    made = []
+    return _lines(
+        lambda: build.compare(rows, preset="none", run=False, **options).notes,
+        f"makes {rows[0]} the method",
+    )
 
-    def run() -> None:
-        made.append(build.compare(rows, preset="none", run=False, **options))
 
-    return said(run) or " ".join(made[0].notes)
+def _lines(notes: Callable, *words: str) -> str:
+    """The notes, or the error, that have one of some words."""
+    try:
+        found = list(notes())
+    except ValueError as error:
+        found = [str(error)]
+    return " ".join(line for line in found if any(word in line for word in words))
 
 
 def columns(gen: np.random.Generator) -> Iterator[Try]:
@@ -96,12 +108,8 @@ def columns(gen: np.random.Generator) -> Iterator[Try]:
         frame.insert(min(place, 5), name, values)
 
         def of(_: pathlib.Path, frame: pandas.DataFrame = frame, name: str = name):
-            def run() -> None:
-                made = build.experiment(**SMALL | {"dataset": frame})
-                found.extend(n for n in made.notes if name in n)
-
-            found: list[str] = []
-            return said(run) or " ".join(found)
+            made = functools.partial(build.experiment, **SMALL | {"dataset": frame})
+            return _lines(lambda: made().notes, name)
 
         yield f"a column {name!r}", of
 
@@ -376,7 +384,8 @@ def resumed(name: str, of: Callable, folder: pathlib.Path) -> str:
     options = SMALL | {"dataset": (X, y), "workdir": str(folder), "partition": "iid"}
     build.experiment(**options | {name: of(1.0)}).run(1, progress=False)
     again = options | {name: of(7.0), "resume": True}
-    return said(lambda: build.experiment(**again).run(progress=False), "holds a run")
+    continued = functools.partial(build.experiment, **again)
+    return said(lambda: continued().run(progress=False), "computes something")
 
 
 def without_effect(gen: np.random.Generator) -> Iterator[Try]:
@@ -431,15 +440,8 @@ def spoken(**options) -> str:
     """What a run says of options before it begins."""
     names = [name for name in options if name not in ("algo", "partition")]
     more = {"num_peers": 3} if options.get("algo") == "dfedavg" else {}
-    made = []
-
-    def run() -> None:
-        made.append(build.experiment(**SMALL | {"dataset": (X, y)} | more | options))
-
-    line = said(run)
-    if line:
-        return line
-    return " ".join(n for n in made[0].notes if any(name in n for name in names))
+    given = SMALL | {"dataset": (X, y)} | more | options
+    return _lines(lambda: build.experiment(**given).notes, *names)
 
 
 def arrays(gen: np.random.Generator) -> Iterator[Try]:
@@ -478,13 +480,8 @@ def arrays(gen: np.random.Generator) -> Iterator[Try]:
 
 def with_data(data, word: str) -> str:
     """The notes of a run on data that have a word."""
-    made = []
-
-    def run() -> None:
-        few = {"num_clients": 4, "clients_per_round": 2}
-        made.append(build.experiment(**SMALL | few | {"dataset": data}))
-
-    return said(run) or " ".join(note for note in made[0].notes if word in note)
+    few = {"num_clients": 4, "clients_per_round": 2, "dataset": data}
+    return _lines(lambda: build.experiment(**SMALL | few).notes, word)
 
 
 @functools.cache
@@ -497,7 +494,8 @@ def trained():
 
 def predicted(x: np.ndarray, client: object) -> str:
     """The line of a prediction that cannot be right."""
-    return said(lambda: trained().predict(client, x[:4]))
+    words = "expected", "holds nan"
+    return _lines(lambda: trained().predict(client, x[:4])[:0], *words)
 
 
 def started(names: list[str], folder: pathlib.Path) -> str:
@@ -508,12 +506,7 @@ def started(names: list[str], folder: pathlib.Path) -> str:
     made.save_model(folder / "one.npz")
     options = SMALL | {"dataset": (X, np.array(names)[y])}
     again = options | {"init_from": str(folder / "one.npz")}
-    found = []
-
-    def run() -> None:
-        found.append(build.experiment(**again))
-
-    return said(run) or " ".join(n for n in found[0].notes if "init_from" in n)
+    return _lines(lambda: build.experiment(**again).notes, "classes", "train rows")
 
 
 def main(seed: int = 0) -> None:

@@ -18,55 +18,55 @@ from tests.faults.given import X, base, xv, y
 OF_ALL = {k: v for k, v in base.items() if k != "algo"} | {"dataset": (X, y)}
 
 
-def said(run, containing: str = "") -> str:
-    """The first line that a call raises as an error, or warns of."""
+def said(run, containing: str) -> str:
+    """The line with a text that a call raises as an error or warns of, "" if none."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         try:
             run()
         except ValueError as error:
-            return str(error)
+            return str(error) if containing in str(error) else ""
     lines = [str(one.message) for one in found]
-    mine = [line for line in lines if line.startswith("note: ")]
-    return next((line for line in mine if containing in line), "")
+    return next((line for line in lines if containing in line), "")
 
 
-def compared(*rows, **options) -> str:
-    return said(
-        lambda: build.compare(
-            *rows, **OF_ALL | {"rounds": 1} | options, progress=False
-        ),
-        "compare" if not rows else "",
-    )
+def compared(containing: str, *rows, **options) -> str:
+    """The line with a text that a comparison gives."""
+    given = OF_ALL | {"rounds": 1} | options
+    return said(lambda: build.compare(*rows, **given, progress=False), containing)
 
 
 def s1_4_fedper_with_head_epochs(folder) -> str:
     """Compares FedPer with FedRep, whose head needs fewer epochs."""
     rows = ["fedper", "fedrep"]
     more = {"local_epochs": 2, "head_epochs": 1, "personal_from": "last"}
-    return compared(rows, **more)
+    return compared("makes fedper the method fedrep", rows, **more)
 
 
 def s1_4_one_server_optimizer_for_three(folder) -> str:
     """Compares three server optimizers, and gives all of them a fourth."""
-    return compared(["fedavg", "fedadam", "fedavgm"], server_optimizer="yogi")
+    rows = ["fedavg", "fedadam", "fedavgm"]
+    return compared("makes fedavg the method fedyogi", rows, server_optimizer="yogi")
 
 
 def s1_4_one_number_with_two_meanings(folder) -> str:
     """Compares FedProx with Ditto at one proximal weight."""
-    return compared(["fedprox", "ditto"], proximal_weight=0.5)
+    rows = ["fedprox", "ditto"]
+    return compared("has several meanings", rows, proximal_weight=0.5)
 
 
 def s1_4_fedrep_that_is_fedper_plus(folder) -> str:
     """Runs FedRep without head epochs and with layer dropping."""
     options = OF_ALL | {"layer_dropping": True, "head_epochs": 0, "model": "fedavg_cnn"}
     data = np.tile(X, (1, 2, 2, 1)), y
-    return build.experiment(algo="fedrep", **options | {"dataset": data}).notes[0]
+    notes = build.experiment(algo="fedrep", **options | {"dataset": data}).notes
+    return next((line for line in notes if "is the method fedper_plus" in line), "")
 
 
 def s1_4_two_equal_rows(folder) -> str:
     """Compares a method with itself under two names."""
-    return compared({"a": {"algo": "fedavg"}, "b": {"algo": "fedavg"}})
+    rows = {"a": {"algo": "fedavg"}, "b": {"algo": "fedavg"}}
+    return compared("a and b have equal parameters", rows)
 
 
 def edited(folder, of, name: str = "model") -> str:
@@ -74,7 +74,9 @@ def edited(folder, of, name: str = "model") -> str:
     options = base | {"dataset": (X, y), "rounds": 2, "workdir": str(folder)}
     build.experiment(**options | {name: of(1.0)}).run(1, progress=False)
     again = options | {name: of(7.0), "resume": True}
-    return said(lambda: build.experiment(**again).run(progress=False), "own_")
+    return said(
+        lambda: build.experiment(**again).run(progress=False), "computes something"
+    )
 
 
 def s3_closure(folder) -> str:
@@ -158,38 +160,45 @@ def s3_metric(folder) -> str:
     return edited(folder, of, "eval_metrics")
 
 
-def noted(**options) -> str:
-    return " ".join(build.experiment(**base | {"dataset": (X, y)} | options).notes)
+def noted(containing: str, **options) -> str:
+    """The line with a text that a run says before it begins."""
+    notes: list[str] = []
+
+    def run() -> None:
+        made = build.experiment(**base | {"dataset": (X, y)} | options)
+        notes.extend(line for line in made.notes if containing in line)
+
+    return said(run, containing) or " ".join(notes)
 
 
 def s8_alpha_of_iid(folder) -> str:
     """Gives an IID partition a concentration."""
-    return noted(partition="iid", partition_alpha=0.1)
+    return noted("--partition_alpha=0.1 has no", partition="iid", partition_alpha=0.1)
 
 
 def s8_classes_of_iid(folder) -> str:
     """Gives an IID partition a number of classes."""
-    return noted(partition="iid", classes_per_client=2)
+    return noted("_per_client=2 has no", partition="iid", classes_per_client=2)
 
 
 def s8_eval_clients(folder) -> str:
     """Asks for all clients behind metrics that are not measured."""
-    return noted(eval_clients="all")
+    return noted("--eval_clients=all has no", eval_clients="all")
 
 
 def s8_no_server_optimizer(folder) -> str:
     """Takes FedAdam's optimizer away."""
-    return noted(algo="fedadam", server_optimizer="none")
+    return noted("is the method fedavg,", algo="fedadam", server_optimizer="none")
 
 
 def s8_plain_server_optimizer(folder) -> str:
     """Gives FedAdam SGD at the server."""
-    return noted(algo="fedadam", server_optimizer="sgd")
+    return noted("is the method fedavgm", algo="fedadam", server_optimizer="sgd")
 
 
 def s8_swept_without_effect(folder) -> str:
     """Sweeps the server's learning rate where no server trains."""
-    return said(lambda: noted(algo="local", sweep="server_lr=0.1,0.2"))
+    return noted("server_lr has no effect", algo="local", sweep="server_lr=0.1,0.2")
 
 
 def reported(folder, *others) -> str:
@@ -199,7 +208,7 @@ def reported(folder, *others) -> str:
         paths.append(folder / str(number))
         options = base | {"dataset": (X, y), "rounds": 2} | more
         made = build.experiment(**options, workdir=str(paths[-1]))
-        said(lambda made=made: made.run(progress=False))
+        said(lambda made=made: made.run(progress=False), "")
     names = record.labels([record.read(path) for path in paths])
     if len(set(names)) < len(names):
         return ""
@@ -230,18 +239,18 @@ def s9_other_names_of_classes(folder) -> str:
         name: {"algo": "fedavg", "dataset": (X, labels)}
         for name, labels in texts.items()
     }
-    return compared(rows)
+    return compared("the classes of wxyz are called", rows)
 
 
 def s9_other_image_sizes(folder) -> str:
     """Compares two sizes of images."""
     sizes = {f"s{n}": {"algo": "fedavg", "image_size": n} for n in (8, 16)}
-    return compared(sizes)
+    return compared("has examples of shape", sizes)
 
 
 def optimizer_options(name: str, text: str) -> str:
     more = {"client_optimizer": name, "client_optimizer_options": text}
-    return said(lambda: noted(**more))
+    return noted("expected", **more)
 
 
 def s10_b1(folder) -> str:
@@ -267,9 +276,9 @@ def s10_bool(folder) -> str:
 def renamed(folder, before, after) -> str:
     options = base | {"rounds": 2, "workdir": str(folder), "partition": "natural"}
     first = build.experiment(**options | {"dataset": before})
-    said(lambda: first.run(1, progress=False))
+    said(lambda: first.run(1, progress=False), "")
     again = options | {"dataset": after, "resume": True}
-    return said(lambda: build.experiment(**again).run(progress=False), "names")
+    return said(lambda: build.experiment(**again).run(progress=False), "other names of")
 
 
 OWNER = np.arange(400) // 50
@@ -303,7 +312,7 @@ def s14_clients(folder) -> str:
     label = np.where(np.arange(400) < 360, 0, y)
     options = base | {"dataset": (X, label), "partition": "contiguous", "rounds": 1}
     made = build.experiment(**options | {"eval_metrics": "auc"})
-    said(lambda: made.run(progress=False))
+    said(lambda: made.run(progress=False), "")
     return summaries.fewer(made.summary()["metrics"]["client_auc"])
 
 

@@ -334,3 +334,17 @@ def test_numbers_of_lower_precision_have_a_hash(given):
     """Numpy has no buffer of bfloat16."""
     made = build.experiment(**BASE | given)
     assert len(made.computed_sha256) == 64 * ("sweep" not in given)
+
+
+def test_names_that_come_later_are_other_data(tmp_path):
+    """Numbers that a resume would call otherwise, as names that become numbers."""
+    options = BASE | {"workdir": str(tmp_path), "algo": "fedavg"}
+    build.experiment(**options).run(1, progress=False)
+    named = SOURCE.image, np.array(list("abcd"))[SOURCE.label]
+    with pytest.raises(ValueError, match="holds a run with --names_sha256="):
+        build.experiment(**options | {"dataset": named}, resume=True).run()
+    path = tmp_path / "run.flags"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(x for x in lines if "names_sha256" not in x) + "\n")
+    again = build.experiment(**options, resume=True)  # of an earlier version
+    assert again.run(progress=False)["rounds"] == 2
