@@ -120,14 +120,12 @@ COVERED = {
     "sheterofl": "heterofl",
 }
 OURS = [name for name in algorithms.ALGORITHMS if name not in COVERED]
-# Its programs are the largest; `pytest -m slow` runs it.
-DEPTH_ON_TEXT = pytest.param("text_depthfl", marks=pytest.mark.slow)
-NAMES = [*OURS, *TOYS, "text_fedper", DEPTH_ON_TEXT]
+SLOW = (*TOYS, *ON_TEXT)
 LEVELLED = [
     name
     for name in OURS
     if issubclass(algorithms.ALGORITHMS[name].HParams, levels.Levels)
-] + [DEPTH_ON_TEXT]
+]
 # A name of each frame: FedAvg's, control variates, a boundary, levels of stages, widths
 # and numbers, peers, a proxy set, architectures, clients in turn, tables by sample.
 FRAMES = (
@@ -147,6 +145,13 @@ COMMON = {
     "client_chunk": 1,
     "seed": 5,
 }
+
+
+def of_names(*names):
+    """A test of each of these; the toys and the texts with `pytest -m slow` alone."""
+    slow = pytest.mark.slow
+    cases = [pytest.param(one, marks=slow) if one in SLOW else one for one in names]
+    return pytest.mark.parametrize("name", cases, scope="module")
 
 
 @pytest.fixture(autouse=True)
@@ -228,7 +233,7 @@ def reference(name, unequal, tmp_path_factory):
         return Reference(name, unequal, tmp_path_factory.mktemp("checkpoints"))
 
 
-@pytest.mark.parametrize("name", NAMES, scope="module")
+@of_names(*OURS, *SLOW)
 def test_learns_and_compiles_once(name, reference):
     """init, rounds and evaluate compile once each; all finite; the loss falls."""
     assert reference.compiled == [1, 1, 1]
@@ -238,7 +243,7 @@ def test_learns_and_compiles_once(name, reference):
     assert name == "majority" or losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("name", NAMES, scope="module")
+@of_names(*OURS, *SLOW)
 def test_chunks_and_devices_do_not_matter(name, reference, unequal):
     """Chunks of two rows, padding among them, are as one by one; so are two devices.
 
@@ -254,7 +259,7 @@ def test_chunks_and_devices_do_not_matter(name, reference, unequal):
             assert value == pytest.approx(mine[key], abs=1e-6), key
 
 
-@pytest.mark.parametrize("name", LEVELLED, scope="module")
+@of_names(*LEVELLED, "text_depthfl")
 def test_masked_is_bucketed(name, reference, unequal):
     """Clients that compute the whole model, masked: the oracle of those that do not."""
     other = build_experiment(name, unequal, bucketed=False)
@@ -262,7 +267,7 @@ def test_masked_is_bucketed(name, reference, unequal):
     chex.assert_trees_all_close(arrays_of(other), reference.last, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES, scope="module")
+@of_names(*OURS, *SLOW)
 def test_restored_run_is_the_same(name, reference, unequal):
     """4 rounds at once = 2, save, restore, 2: bit for bit, metrics too."""
     second = build_experiment(name, unequal)
@@ -273,7 +278,7 @@ def test_restored_run_is_the_same(name, reference, unequal):
     assert untimed(second.metrics) == untimed(reference.experiment.metrics)
 
 
-@pytest.mark.parametrize("name", NAMES, scope="module")
+@of_names(*OURS, *SLOW)
 def test_seeds_in_one_run(name, reference, unequal):
     """The second of two seeds equals the reference, its single run, bit for bit."""
     both = build_experiment(name, unequal, num_seeds=2, seed=4)
@@ -282,7 +287,7 @@ def test_seeds_in_one_run(name, reference, unequal):
     chex.assert_trees_all_equal(mine, reference.last)
 
 
-@pytest.mark.parametrize("name", NAMES, scope="module")
+@of_names(*OURS, *SLOW)
 def test_absent_clients_are_untouched(name, reference):
     """A round leaves the private rows of absent clients bitwise alone."""
     experiment = reference.experiment
@@ -308,7 +313,7 @@ def _assert_alone(before, after, slots):
     chex.assert_trees_all_equal(rows(before), rows(after))
 
 
-@pytest.mark.parametrize("name", ["dfedavg", "toy_gossip"], scope="module")
+@of_names("dfedavg", "toy_gossip")
 def test_a_client_is_alone_in_the_drawn_graph(name, reference):
     """What the tests above hold for: one without a peer, and others with some."""
     planner = reference.experiment.planner
@@ -317,7 +322,7 @@ def test_a_client_is_alone_in_the_drawn_graph(name, reference):
     assert 0 in degrees and degrees.max() > 1
 
 
-@pytest.mark.parametrize("name", ["depthfl", "toy_ledger"], scope="module")
+@of_names("depthfl", "toy_ledger")
 def test_stages_travel_to_who_holds_them(name, reference):
     """Messages of a run: a stage as often as one that holds it took part, each way."""
     experiment = reference.experiment
@@ -353,7 +358,7 @@ def test_the_last_exit_serves(name, reference):
         assert sum(sent[f"width {level}/3 {way}"] for level in (1, 2, 3)) == 20
 
 
-@pytest.mark.parametrize("name", ["fedd2s", "criticalfl", "toy_gossip"], scope="module")
+@of_names("fedd2s", "criticalfl", "toy_gossip")
 def test_a_summary_tells_numbers_from_shares(name, reference):
     """What rounds measure is a number unless the algorithm calls it a share."""
     summary = reference.experiment.summary()
@@ -362,7 +367,7 @@ def test_a_summary_tells_numbers_from_shares(name, reference):
     assert ("copies" in summary["metrics"]) == (name == "toy_gossip")
 
 
-@pytest.mark.parametrize("name", NAMES, scope="module")
+@of_names(*OURS, *SLOW)
 def test_help_shows_every_option(name, capsys):
     """--algo=NAME --help lists every field with its help text."""
     with pytest.raises(SystemExit):
