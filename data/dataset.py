@@ -18,6 +18,8 @@ class Dataset(NamedTuple):
         owners: The names of the owners, None if they are numbers 0, 1, ...
         notes: Lines about how the data were taken, such as how labels are numbered.
         columns: The names of the columns of a table, in the order of the vectors.
+        row: int64[N], the number of each row before owners were left out, None = all
+            rows are there.
     """
 
     image: np.ndarray
@@ -29,6 +31,7 @@ class Dataset(NamedTuple):
     owners: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
     columns: tuple[str, ...] | None = None
+    row: np.ndarray | None = None
 
     @property
     def is_text(self) -> bool:
@@ -72,6 +75,7 @@ def with_large_owners(source: Dataset, least: int) -> tuple[Dataset, dict[str, i
         num_train=int((kept & is_train).sum()),
         client=client,
         owners=tuple(names[k] for k in np.flatnonzero(is_large)),
+        row=np.flatnonzero(kept),
     ), dropped
 
 

@@ -88,7 +88,7 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
         return _of_columns(columns, where, label, owner)
     has_rows = hasattr(given, "__len__") and hasattr(given, "__getitem__")
     if isinstance(given, (tuple, list)) and len(given) in (2, 3):
-        frame = _with_labels(_columns(given[0]), given[1:])
+        frame = _with_labels(_columns(given[0]), given[1:], where)
         if frame is not None:
             return Rows(None, frame, True)
         return Rows(tuple(map(_plain, given)))
@@ -140,10 +140,15 @@ def _columns(given: Any) -> Any:
     return given if isinstance(given, Mapping) or is_frame(given) else None
 
 
-def _with_labels(given: Any, others: Sequence[Any]) -> pandas.DataFrame | None:
+def _with_labels(
+    given: Any, others: Sequence[Any], where: str
+) -> pandas.DataFrame | None:
     """A table of columns and, as `y` and `client`, labels and owners beside them.
 
     None if these do not fit, or if the columns are the bytes of images.
+
+    Raises:
+        ValueError: one line: they have the index of the table in another order.
     """
     others = [_plain(one) for one in others]
     if given is None or any(np.ndim(one) != 1 for one in others):
@@ -155,6 +160,16 @@ def _with_labels(given: Any, others: Sequence[Any]) -> pandas.DataFrame | None:
     if are_bytes or any(len(one) != len(frame) for one in others):
         return None
     named = dict(zip(("y", "client"), others, strict=False))
+    for name, one in named.items():
+        index = getattr(one, "index", None)
+        is_permuted = is_frame(given) and hasattr(index, "equals")
+        is_permuted = is_permuted and not index.equals(frame.index)
+        if is_permuted and index.sort_values().equals(frame.index.sort_values()):
+            raise ValueError(
+                f"{where}: {name} has the index of the table in another order; give "
+                f"{name}.loc[table.index], or {name}.to_numpy() if its order is that "
+                "of the rows"
+            )
     beside = {name: pandas.Series(list(one)) for name, one in named.items()}
     parts = [frame.reset_index(drop=True), pandas.DataFrame(beside)]
     return pandas.concat(parts, axis=1)
@@ -204,7 +219,12 @@ def _plain(value: Any) -> Any:
         value = value.detach().cpu()
         # numpy has no bfloat16.
         value = (value.float() if "bfloat16" in str(value.dtype) else value).numpy()
-    return images.pixels_of(value) if hasattr(value, "getbands") else value
+    if not hasattr(value, "getbands"):
+        return value
+    try:
+        return images.pixels_of(value)
+    except ValueError as error:
+        raise ValueError(f"dataset: an image cannot be taken: {error}") from error
 
 
 def _stacked(values: Any, where: str) -> Any:

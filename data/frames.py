@@ -26,8 +26,7 @@ _NAMES = {*_PERSONS, *(f"{one}id" for one in _PERSONS)}
 _NAMES |= {"author", "customer", "speaker", "writer", "index", "row", "uid", "uuid"}
 # Columns of two values that say which rows test
 _SPLITS = {"test", "train", "split", "is_test", "is_train", "is_training", "is_val"}
-# The columns of a CSV file. These take pandas half a minute, and ten times as many an
-# hour.
+# The columns of a CSV file, and the bytes of its first line
 MAX_COLUMNS, MAX_HEADER_BYTES = 32768, 1 << 24
 # What means in other columns that there is no number
 _MISSING = [
@@ -94,9 +93,17 @@ def from_csv(
             f"{where}: a column has no name, as of a saved index; write the file with "
             "index=False, or name the column"
         )
+    texts = {name: sorted({*frame[name]} & {*_MISSING} - {""}) for name in as_text}
     for name in as_text:
         frame[name] = _plain_numbers(frame[name])
-    return from_frame(frame, label, owner, where)
+    made = from_frame(frame, label, owner, where)
+    doubts = [
+        f"{labels.limited(name)} holds the text {labels.listed(found)}, which is taken "
+        "as a name; leave the cell empty if it is missing"
+        for name, found in texts.items()
+        if found
+    ]
+    return made._replace(notes=(*made.notes, *doubts))
 
 
 def _check_width(place: pathlib.Path) -> None:
@@ -144,7 +151,8 @@ def from_frame(
     """A data set of vectors: the numeric columns of a table, as float32.
 
     Args:
-        frame: The table. Bools are 0 and 1, and its index is not used.
+        frame: The table. Bools are 0 and 1. Its index is not used, with a note if it
+            has a name.
         label: The column of the labels, "" = the one named as in `LABELS`.
         owner: The column of the rows' owners, "" = the one named as in `OWNERS`, or
             there is none.
@@ -161,8 +169,8 @@ def from_frame(
     _check_names(names, where)
     frame = frame.set_axis(names, axis=1)
     label, owner = chosen(names, label, owner, where)
-    count = len(frame)
-    if not len(frame):
+    count, unused = len(frame), frame.index.names
+    if not count:
         raise ValueError(f"{where}: there are no rows")
     if test is not None:
         test = test.set_axis(list(map(str, test.columns)), axis=1)
@@ -196,11 +204,15 @@ def from_frame(
         names=(f"the column {label}", f"the column {owner}"),
         columns={name: frame[name].to_numpy() for name in features},
     )
+    index = [str(name) for name in unused if name is not None]
     line = (
         f"label: {labels.limited(label)}; owners: "
         f"{labels.limited(owner) if owner else 'none'}; features ({len(features)}): "
         f"{labels.listed(features)}"
     )
+    if index:
+        line += f"; the index {labels.listed(index)} is not used, .reset_index() makes "
+        line += "it a column"
     doubts = _doubts(values, features, made.label)
     return made._replace(num_train=count, notes=(line, *made.notes, *doubts))
 
@@ -214,16 +226,14 @@ def chosen(names: Sequence[str], label: str, owner: str, where: str) -> tuple[st
     label = label or _usual_label(names, where)
     owned = _called(names, OWNERS) - {label}
     owner = owner or (owned.pop() if len(owned) == 1 else "")
-    for flag, name in (("label", label), ("owner", owner)):
-        if name and name not in names:
-            raise ValueError(
-                f"{where}: there is no column --{flag}={name}; the columns are "
-                f"{labels.listed(names)}"
-            )
-    if label == owner:
-        raise ValueError(
-            f"{where}: --label={label} and --owner={owner} are the same column"
-        )
+    reason = f"--label={label} and --owner={owner} are the same column"
+    missing = [
+        f"there is no column --{flag}={name}; the columns are {labels.listed(names)}"
+        for flag, name in (("label", label), ("owner", owner))
+        if name and name not in names
+    ]
+    if missing or label == owner:
+        raise ValueError(f"{where}: {[*missing, reason][0]}")
     return label, owner
 
 

@@ -185,7 +185,7 @@ def _notes_of_links(
             )
     if not twice:
         return ()
-    return (f"{len(twice)} images are links to others: {labels.listed(twice)}",)
+    return (f"images that are links to others: {labels.listed(twice)}",)
 
 
 def _check_size(width: int, height: int, count: int, where: str) -> None:
@@ -238,17 +238,16 @@ def pixels_of(image: Any) -> np.ndarray:
     Raises:
         ValueError: a phrase: it has several frames, transparent pixels, or more bits.
     """
+    is_clear = image.mode in _TRANSPARENT or "transparency" in image.info
     if getattr(image, "n_frames", 1) > 1:
-        raise ValueError(f"it has {image.n_frames} frames, one is expected")
-    if image.mode in _TRANSPARENT or "transparency" in image.info:
-        least = image.convert("RGBA").getextrema()[3][0]
-        if least < 255:
-            raise ValueError("it has transparent pixels; save it without transparency")
-    if image.mode in ("1", "L", "LA", "La"):
+        reason = f"it has {image.n_frames} frames, one is expected"
+    elif is_clear and image.convert("RGBA").getextrema()[3][0] < 255:
+        reason = "it has transparent pixels; save it without transparency"
+    elif image.mode in ("1", "L", "LA", "La"):
         return np.asarray(image.convert("L"))[..., None]
-    if image.mode in (*_COLOURS, *_TRANSPARENT):
+    elif image.mode in (*_COLOURS, *_TRANSPARENT):
         return np.asarray(image.convert("RGB"))
-    raise ValueError(
-        f"its pixels are of the mode {image.mode}; save it with 8 bits a channel, gray "
-        "or RGB"
-    )
+    else:
+        reason = f"its pixels are of the mode {image.mode}; save it with 8 bits a "
+        reason += "channel, gray or RGB"
+    raise ValueError(reason)

@@ -231,7 +231,7 @@ def _tried(own: Custom) -> Custom:
 
     try:
         # The learning rate is a tracer in every run, so that it may be swept.
-        before, after = jax.eval_shape(trained, 0.1, _PROBE)
+        before, after = jax.eval_shape(trained, 0.1, PROBE)
     except Exception as error:  # whatever the user's functions raise
         raise ValueError(
             f"client_optimizer: {own} fails on gradients and parameters alone, or on a "
@@ -264,8 +264,8 @@ def check(hparams: Any) -> None:
     is_kept = getattr(hparams, "optimizer_state", "reset") == "persist"
     if not is_kept or not isinstance(tx, _Joint):
         return
-    ones = jax.tree.map(np.ones_like, _PROBE)
-    pairs = zip(*map(jax.tree.leaves, (tx.init(_PROBE), tx.init(ones))), strict=True)
+    ones = jax.tree.map(np.ones_like, PROBE)
+    pairs = zip(*map(jax.tree.leaves, (tx.init(PROBE), tx.init(ones))), strict=True)
     if not all(np.array_equal(zero, one) for zero, one in pairs):
         raise ValueError(
             f"--optimizer_state=persist: the first state of "
@@ -273,7 +273,7 @@ def check(hparams: Any) -> None:
         )
 
 
-_PROBE = ({"kernel": np.zeros((2, 3), np.float32)}, {"bias": np.zeros(3, np.float32)})
+PROBE = ({"kernel": np.zeros((2, 3), np.float32)}, {"bias": np.zeros(3, np.float32)})
 
 
 def fingerprint(given: Custom) -> str:
@@ -284,7 +284,7 @@ def fingerprint(given: Custom) -> str:
         state = tx.init(params)
         return state, tx.update(grads, state, params)
 
-    traced = jax.make_jaxpr(step)(0.1, _PROBE, _PROBE)
+    traced = jax.make_jaxpr(step)(0.1, PROBE, PROBE)
     digest = hashlib.sha256()
     for constant in traced.consts:
         digest.update(np.ascontiguousarray(constant).data)

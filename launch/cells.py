@@ -8,8 +8,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from launch import build, main
 from launch.config import flagfile, registry, resolve
 from launch.folder import finished, record
@@ -54,11 +52,10 @@ def clients(folder: pathlib.Path) -> dict[str, Any]:
     run = record.read(folder)
     if not record.has_clients(run):
         return {}
-    name = record.measured(run)
-    mean = np.ma.masked_invalid(run.clients[name]).mean(1).filled(np.nan)
-    values = [[float(f"{one:.6g}") for one in line] for line in mean.tolist()]
+    means = record.client_means(run).tolist()
+    values = [[float(f"{one:.6g}") for one in line] for line in means]
     sizes = run.clients["test_size"].tolist()
-    return finished.finite({name: values, "test_size": sizes})
+    return finished.finite({record.measured(run): values, "test_size": sizes})
 
 
 def write_model(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-import algorithms
 from data import labels
 from launch.config import limits, presets, registry
 from launch.experiment import Experiment, experiment
@@ -240,7 +239,7 @@ def _shared(
             del out[name][option]
             makes.setdefault(option, {})[name] = other.name
         is_now = other.name if other and not by_shared else own["algo"]
-        if name in algorithms.ALGORITHMS and name != is_now:
+        if registry.called(name) not in (None, is_now):
             raise ValueError(
                 f"compare: the row {name} would be "
                 f"{registry.algorithm_name(is_now)}; give it another name"
@@ -256,7 +255,8 @@ def _shared(
                 f"compare: {line}; omit it, compare that method, or name the rows: "
                 f"{{'mine': {{'algo': {next(iter(rows))!r}, {option!r}: ...}}, ...}}"
             )
-        notes.append(f"{line}, so that only {', '.join(others)} gets it")
+        gets = "gets" if len(others) == 1 else "get"
+        notes.append(f"{line}, so that only {', '.join(others)} {gets} it")
     return out, notes + _meanings(runs, out)
 
 

@@ -214,12 +214,27 @@ def _from_file(source: dataset.Dataset, spec: PartitionSpec) -> Split:
     return split._replace(train=train)
 
 
-def export(split: Split, path: str, of: file.Identity | None = None) -> None:
+def export(
+    split: Split,
+    path: str,
+    of: file.Identity | None = None,
+    row: np.ndarray | None = None,
+) -> None:
     """Writes a split of the data set `of` to a file for `--partition=file:PATH`.
+
+    Args:
+        split: The rows of clients, and those of nobody.
+        path: The file.
+        of: The data set, None = the file does not say which.
+        row: int64[N], the number in `of` of each row that `split` names, None = they
+            are these numbers.
 
     Raises:
         OSError: it cannot be written.
     """
+    if row is not None:
+        train, test = (one._replace(row=row[one.row]) for one in split[:2])
+        split = Split(train, test, *(row[one] for one in split[2:]))
     file.write(pathlib.Path(path).expanduser(), file.Rows(*split), of)
 
 

@@ -66,6 +66,21 @@ def algorithm_name(algo: Any) -> str:
     return f"own_{name}" if is_other else name
 
 
+def called(name: str) -> str | None:
+    """The algorithm that a row's name is the name of, whatever its case and signs.
+
+    Example:
+        >>> called("FedRep+"), called("S-HeteroFL"), called("mine")
+        ('fedrep_plus', 'sheterofl', None)
+    """
+
+    def letters(text: str) -> str:
+        return "".join(filter(str.isalnum, text.lower().replace("+", "plus")))
+
+    known = {letters(one): one for one in algorithms.ALGORITHMS}
+    return known.get(letters(name))
+
+
 def default_preset(algo: Any) -> str:
     """The preset of a run without `--preset`."""
     return getattr(algorithm(algo), "preset", presets.BASE)
@@ -118,8 +133,8 @@ def departure(algo: Any, values: Mapping[str, Any]) -> Departure | None:
         for name, entry in known.items()
         if entry.make is mine.make and hasattr(entry, "fixed")
     }
-    found = {f.name: f.default for f in dataclasses.fields(mine.HParams)}
-    found |= {name: value for name, value in values.items() if name in found}
+    usual = {f.name: f.default for f in dataclasses.fields(mine.HParams)}
+    found = usual | {name: value for name, value in values.items() if name in usual}
 
     def holds(fixed: Mapping[str, Any]) -> bool:
         return all(_is_like(name, found[name], value) for name, value in fixed.items())
@@ -129,7 +144,6 @@ def departure(algo: Any, values: Mapping[str, Any]) -> Departure | None:
     if holds(own) and not more:
         return None
     name = max(more or fitting, key=lambda one: len(family[one]))
-    usual = {f.name: f.default for f in dataclasses.fields(mine.HParams)}
     names = [n for n in own | family[name] if not _is_like(n, found[n], usual[n])]
     return Departure(name, {n: found[n] for n in names})
 

@@ -242,13 +242,18 @@ def has_clients(run: Record) -> bool:
     return bool(np.isfinite(run.clients[measured(run)]).any())
 
 
+def client_means(run: Record) -> np.ndarray:
+    """The means of `measured` over the summary's rounds, nan = unknown; f64[S, K]."""
+    values = run.clients[measured(run)]
+    return np.ma.masked_invalid(values).mean(1).filled(np.nan)
+
+
 def of_clients(run: Record) -> np.ndarray:
     """Each client's accuracy in percent, or perplexity of a text; f64[seeds, K].
 
     It is the mean over the summary's rounds.
     """
-    name = measured(run)
-    mean = np.ma.masked_invalid(run.clients[name]).mean(1).filled(np.nan)
+    mean = client_means(run)
     return mean if is_text(run) else 100 * mean
 
 

@@ -105,7 +105,7 @@ def assemble(
                 models.make, config.model, width=config.model_width
             )
         server_model, found = model_files.starting(
-            *(config.init_from, server_model, shape, normal, source.classes),
+            *(config.init_from, server_model, shape, normal, source),
             of_classes,
         )
         client_models, known = (server_model,), [found]
@@ -113,7 +113,7 @@ def assemble(
     is_taught = isinstance(hparams, teacher_lib.Taught) and bool(hparams.teacher)
     if is_taught:
         teacher, taught, found = model_files.teacher(
-            hparams, num_classes, shape, normal, source.classes
+            hparams, num_classes, shape, normal, source
         )
         known.append(found)
     if config.precision == "bf16":
@@ -129,7 +129,7 @@ def assemble(
     memory.refuse(needed, chosen, target)
 
     seeds = [config.seed + i for i in range(config.num_seeds)]
-    identity = _identity(settings)
+    identity = settings.identity
     data = _data(config, source, identity, seeds, public, normal)
     data, tests = data.replace(teacher=taught), data.partition.test.row
     if line := partitions.note(config.partition, identity):
@@ -317,15 +317,6 @@ def _partition_spec(config: schema.Config, seed: int) -> partitions.PartitionSpe
     return partitions.PartitionSpec(**given)
 
 
-def _identity(settings: Settings) -> file.Identity:
-    """The data set that row numbers are of, whatever margins its images have."""
-    label = np.asarray(settings.source.label, np.int32)
-    digest = settings.examples_sha256
-    if settings.dropped_owners:
-        digest = settings.source_hash.hexdigest()
-    return file.Identity(len(label), digest, sha256(label).hexdigest())
-
-
 def _data(
     config: schema.Config,
     source: dataset.Dataset,
@@ -350,7 +341,9 @@ def _data(
             )
         try:
             processes.on_first(
-                lambda: partitions.export(splits[0], config.export_partition, identity)
+                lambda: partitions.export(
+                    splits[0], config.export_partition, identity, source.row
+                )
             )
         except OSError as error:
             reason = error.strerror or error

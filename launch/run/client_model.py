@@ -112,7 +112,8 @@ class ClientModel(NamedTuple):
         def write() -> str:
             given = path, self.model, self.variables, normal, width
             rows = self.rows and self.rows()
-            return str(model_files.write(*given, classes=self.classes, rows=rows))
+            names = {"classes": self.classes, "columns": self.columns}
+            return str(model_files.write(*given, rows=rows, **names))
 
         return pathlib.Path(processes.on_first(write))
 
@@ -161,8 +162,10 @@ class ClientModel(NamedTuple):
         elif self.columns is not None:
             fits = images.dtype.kind in "biuf"  # as columns of the table may be
         if not fits or (of and (images.min() < 0 or images.max() > most)):
-            cure = ", such as x / 255" if images.dtype == np.uint8 else ""
-            found = str(images.dtype)
+            cure, found = "", str(images.dtype)
+            if images.dtype.kind in "biu" and not of:
+                is_byte = images.dtype == np.uint8
+                cure = ", such as " + ("x / 255" if is_byte else "x.astype(np.float32)")
             if images.dtype.kind in "biuf":
                 found += f" from {images.min()} to {images.max()}"
             raise ValueError(

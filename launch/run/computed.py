@@ -33,15 +33,18 @@ def versions() -> str:
     """The versions by which code is traced: of jax, flax, optax and this package."""
     digest = hashlib.sha256()
     traced = fedjax_pfl, models, algorithms, data
-    for folder in (pathlib.Path(one.__file__).parent for one in traced):
-        for path in sorted(folder.glob("*.py")):
-            digest.update(path.read_bytes())
+    folders = [pathlib.Path(one.__file__).parent for one in traced]
+    files = [path for one in folders for path in sorted(one.glob("*.py"))]
+    for path in (*files, pathlib.Path(__file__)):
+        digest.update(path.read_bytes())
     known = [f"{name} {metadata.version(name)}" for name in ("jax", "flax", "optax")]
     return ", ".join([*known, f"code {digest.hexdigest()[:8]}"])
 
 
 def of_model(model: types.Model, shape: tuple[int, ...]) -> str:
     """A hash of what a model computes, of its first parameters and of its half width.
+
+    The half width has HeteroFL's scaler of that width.
 
     Args:
         model: The model.
@@ -64,7 +67,7 @@ def of_model(model: types.Model, shape: tuple[int, ...]) -> str:
         fingerprint.of(trained, *first, example, key, gradient=True),
     ]
     if model.at_width is not None:
-        parts.append(of_model(model.at_width(0.5), shape))
+        parts.append(of_model(model.at_width(0.5, 0.5), shape))
     return _joined(parts)
 
 
@@ -102,11 +105,22 @@ def of_others(
     out = {"eval_metrics": of_measures(settings.measures, task.num_classes)}
     tx = getattr(hparams, "client_optimizer", "")
     if isinstance(tx, optimizer.Custom):
-        out["client_optimizer"] = _joined([optimizer.fingerprint(tx)])
+        out["client_optimizer"] = _of_optimizer(tx)
     if not any(settings.entry is one for one in algorithms.ALGORITHMS.values()):
         make = settings.entry.make
         out["algo"] = of_algorithm(make, hparams, task, data, planner_of)
     return out
+
+
+def _of_optimizer(given: optimizer.Custom) -> str:
+    """A hash of the first state and of a step of a custom optimizer."""
+
+    def step(learning_rate: Any, grads: Any, params: Any) -> Any:
+        tx = given.make(learning_rate)
+        state = tx.init(params)
+        return state, tx.update(grads, state, params)
+
+    return fingerprint.of(step, 0.1, optimizer.PROBE, optimizer.PROBE)
 
 
 def of_algorithm(

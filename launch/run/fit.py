@@ -218,19 +218,20 @@ def check_swept(
     Raises:
         ValueError: one line: some of its points would be equal.
     """
-    for name in points[0]:
-        values = dict.fromkeys(point[name] for point in points)
-        if len(values) < 2:
-            continue
-        hashes = {
-            computed.of_algorithm(
-                entry.make,
-                dataclasses.replace(hparams, **points[0] | {name: value}),
-                *(task, data, planner_of),
-            )
-            for value in list(values)[:2]
-        }
-        if len(hashes) == 1:
+
+    def hashed(point: sweep.Point) -> str:
+        options = dataclasses.replace(hparams, **point)
+        return computed.of_algorithm(entry.make, options, task, data, planner_of)
+
+    first = points[0]
+    others = {
+        name: next((one[name] for one in points if one[name] != value), value)
+        for name, value in first.items()
+    }
+    varied = [name for name in first if others[name] != first[name]]
+    usual = hashed(first) if varied else ""
+    for name in varied:
+        if hashed(first | {name: others[name]}) == usual:
             raise ValueError(
                 f"--sweep={line}: {name} has no effect here, so that points would be "
                 "equal; omit it"

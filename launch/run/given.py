@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from data import arrays, dataset, doors, frames, loaders
+from data.partitions import file
 from fedjax_pfl import measures as measures_lib
 from fedjax_pfl import types
 from launch.config import registry, resolve, schema
@@ -25,7 +26,8 @@ class Settings(NamedTuple):
         public: Unlabelled images that all clients share, or None.
         own_models: Custom models by name, as functions of a batch of examples.
         own_sha256: Hash of custom code, since a run with edited code is another run.
-        examples_sha256: Hash of the data set before its images were fitted.
+        identity: The data set before owners were left out and images were fitted, of
+            which partition files name rows.
         source_hash: Hash object of `source`, to copy and extend.
         dropped_owners: The rows of owners that were dropped, as they are too small, by
             the owner's name.
@@ -40,7 +42,7 @@ class Settings(NamedTuple):
     public: np.ndarray | None
     own_models: Mapping[str, Callable[[jax.ShapeDtypeStruct], types.Model]]
     own_sha256: str
-    examples_sha256: str
+    identity: file.Identity
     source_hash: Any
     dropped_owners: Mapping[str, int]
     measures: tuple[measures_lib.Measure, ...] = ()
@@ -78,6 +80,8 @@ def settled(**given: Any) -> Settings:
     if not source.is_text:
         measures_lib.check(chosen, source.num_classes)
     examples = sha256(source.image, source.label)
+    label_hash = sha256(np.asarray(source.label, np.int32)).hexdigest()
+    identity = file.Identity(len(source.label), examples.hexdigest(), label_hash)
     config = resolve.resolve(config, source, given)
     resolve.check(config, own_models)
     fitted, dropped_owners = source, {}
@@ -104,7 +108,7 @@ def settled(**given: Any) -> Settings:
         public=_public_images(config, fitted) if wants_public else None,
         own_models=own_models,
         own_sha256=own_sha256,
-        examples_sha256=examples.hexdigest(),
+        identity=identity,
         source_hash=source_hash,
         dropped_owners=dropped_owners,
         measures=chosen,

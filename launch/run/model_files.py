@@ -8,7 +8,8 @@ A file holds a nested dictionary of arrays, which can be read without this packa
 * `rows`: the rows of the data set on which it was trained, see `Rows`;
 * `sha256`: the hexadecimal hash of all these arrays (`checkpoint.digest`);
 * `model`: its `name`, `width` (`--model_width`) and `level`, the number of its stages;
-* `classes`: the names of its classes in the order of the logits, if they have names.
+* `classes`: the names of its classes in the order of the logits, if they have names;
+* `columns`: the names of a table's columns in the order of the vectors.
 
 `.msgpack` is flax.serialization's format; the keys of an `.npz` are paths such as
 `stages/conv1/params/kernel`.
@@ -143,6 +144,7 @@ def write(
     width: float | None,
     classes: Sequence[str] | None = None,
     rows: Rows | None = None,
+    columns: Sequence[str] | None = None,
 ) -> pathlib.Path:
     """Writes a model to a file atomically.
 
@@ -153,6 +155,7 @@ def write(
         width: Its `--model_width`, None = no value of it makes this model.
         classes: The names of its classes, None = they are numbers.
         rows: The rows on which it was trained, None = they are not known.
+        columns: The names of a table's columns, None = it is of no table.
 
     Raises:
         ValueError: the path has another suffix, or is a folder.
@@ -172,8 +175,9 @@ def write(
     if width is not None:
         facts = Facts(model.name, float(width), len(model.stage_names))
         tree["model"] = facts._asdict()
-    if classes is not None:
-        tree["classes"] = list(_written(classes))
+    for key, names in (("classes", classes), ("columns", columns)):
+        if names is not None:
+            tree[key] = list(_written(names))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.stem}.partial{path.suffix}")
     with files.created(temporary) as file:
@@ -194,7 +198,7 @@ def _written(names: Sequence[str]) -> tuple[str, ...]:
 def read(path: Any) -> dict[str, Any]:
     """The nested dictionary in a file, whose `model` is a `Facts` if it is there.
 
-    Its `classes` are a tuple and its `rows` are `Rows`, if they are there.
+    Its `classes` and `columns` are tuples and its `rows` are `Rows`, if they are there.
 
     Raises:
         ValueError: one line: there is no file, or it is not a model's.
@@ -211,7 +215,7 @@ def read(path: Any) -> dict[str, Any]:
         if not isinstance(tree, dict) or not isinstance(tree.get("stages"), dict):
             raise ValueError("it has no stages")
         facts, recorded = tree.pop("model", None), tree.pop("sha256", None)
-        names = tree.pop("classes", None)
+        names = {key: tree.pop(key, None) for key in ("classes", "columns")}
         if recorded is not None and str(recorded) != checkpoint.digest(tree):
             raise ValueError("its arrays do not match its checksum")
         if facts is not None:
@@ -220,8 +224,9 @@ def read(path: Any) -> dict[str, Any]:
             if not (0 < found.width < math.inf and found.level > 0):
                 raise ValueError(f"it records a model of {found}")
             tree["model"] = found
-        if names is not None:
-            tree["classes"] = tuple(map(str, names))
+        for key, found in names.items():
+            if found is not None:
+                tree[key] = tuple(map(str, found))
         if "rows" in tree:
             rows = Rows(
                 **{name: np.asarray(tree["rows"][name]) for name in Rows._fields}
@@ -240,7 +245,7 @@ def starting(
     model: types.Model,
     shape: tuple[int, ...],
     normal: tuple[np.ndarray, np.ndarray],
-    classes: Sequence[str] | None,
+    source: dataset.Dataset,
     of_classes: Callable[[int], types.Model] | None,
 ) -> tuple[types.Model, Known]:
     """The same model with the initial variables of a file.
@@ -252,7 +257,7 @@ def starting(
         model: The model, for the classes of the run.
         shape: That of an example of the run.
         normal: Mean and scale of the run's images.
-        classes: The names of the run's classes, None = they are numbers.
+        source: The run's data.
         of_classes: Makes the model for another number of classes, None = of a custom
             model, in which the outputs of classes cannot be found.
 
@@ -261,8 +266,9 @@ def starting(
             normalisation, other classes, or values that are not finite.
     """
     line, tree = f"--init_from={path}", read(path)
-    saved = _variables(line, tree, model, shape, normal, f"--model={model.name}")
-    saved, notes = _by_name(line, tree, saved, classes, of_classes, shape)
+    _check_input(line, tree, normal, source.columns)
+    saved = _variables(line, tree, model, shape, f"--model={model.name}")
+    saved, notes = _by_name(line, tree, saved, source.classes, of_classes, shape)
     return _from(saved, model), Known(line, notes, tree.get("rows"))
 
 
@@ -271,7 +277,7 @@ def teacher(
     num_classes: int,
     shape: tuple[int, ...],
     normal: tuple[np.ndarray, np.ndarray],
-    classes: Sequence[str] | None = None,
+    source: dataset.Dataset,
 ) -> tuple[types.Model, types.Variables, Known]:
     """The model that a file holds and its variables f32, as numpy arrays.
 
@@ -280,7 +286,7 @@ def teacher(
         num_classes: Y of the run.
         shape: That of an example of the run.
         normal: Mean and scale of the run's images.
-        classes: The names of the run's classes, None = they are numbers.
+        source: The run's data.
 
     Raises:
         ValueError: one line: it is not a model's file, holds another model than it or
@@ -311,12 +317,13 @@ def teacher(
     fit.check_model("teacher_model", model, shape)
     than = f"{name} of width {width:g} with {len(model.stage_names)} stages"
     than += f" for {num_classes} classes and examples of {'x'.join(map(str, shape))}"
-    saved = _variables(line, tree, model, shape, normal, than)
+    _check_input(line, tree, normal, source.columns)
+    saved = _variables(line, tree, model, shape, than)
 
     def of_classes(num_classes: int) -> types.Model:
         return models.make(name, num_classes, width, level)
 
-    saved, notes = _by_name(line, tree, saved, classes, of_classes, shape)
+    saved, notes = _by_name(line, tree, saved, source.classes, of_classes, shape)
     saved = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), saved)
     return model, saved, Known(line, notes, tree.get("rows"))
 
@@ -393,7 +400,6 @@ def _variables(
     tree: Mapping[str, Any],
     model: types.Model,
     shape: tuple[int, ...],
-    normal: tuple[np.ndarray, np.ndarray],
     than: str,
 ) -> types.Variables:
     """The variables of `model` in a file's tree.
@@ -404,7 +410,6 @@ def _variables(
         ValueError: one line.
     """
     stages = tree["stages"]
-    _check_input(line, tree.get("input", {}), normal)
     wanted = _stages(model, shapes.variables(model, shape))
     stages = _regrouped(stages, wanted)
     odd = _difference(wanted, stages)
@@ -447,15 +452,30 @@ def _regrouped(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str,
 
 
 def _check_input(
-    line: str, found: Mapping[str, Any], normal: tuple[np.ndarray, np.ndarray]
+    line: str,
+    tree: Mapping[str, Any],
+    normal: tuple[np.ndarray, np.ndarray],
+    columns: Sequence[str] | None,
 ) -> None:
-    """Refuses a model that was trained with another normalisation.
+    """Refuses a model that was trained on other columns or with other constants.
 
     Constants may differ by .3 standard deviations, in the root mean square over all
     numbers with a mean of their own. Other rows of the same data differ by less.
     """
-    if not {"mean", "scale"} <= found.keys():
-        return
+    found, names = tree.get("input", {}), tree.get("columns")
+    reason = ""
+    if {"mean", "scale"} <= found.keys() and not _is_like(found, normal):
+        reason = "with another normalisation; "
+        reason += "give its --normalization, --image_size and --dataset"
+    if names and columns and names != _written(columns):
+        reason = f"on the columns {labels.listed(names)} in this order, this table has "
+        reason += f"{labels.listed(columns)}; give the same"
+    if reason:
+        raise ValueError(f"{line}: its model was trained {reason}")
+
+
+def _is_like(found: Mapping[str, Any], normal: tuple[np.ndarray, np.ndarray]) -> bool:
+    """Whether a file's `mean` and `scale` are nearly those of the run."""
     mean, scale = (np.asarray(one, np.float64) for one in normal)
     try:
         before = np.asarray(found["mean"], np.float64), np.asarray(found["scale"])
@@ -463,14 +483,9 @@ def _check_input(
         is_free = [dataset.is_of_constant(one) for one in (before[1], scale)]
         ratio = np.where(np.logical_or(*is_free), 1, before[1] / scale)
         gaps = (mean - before[0]) * scale, ratio - 1
-        is_like = all(np.sqrt(np.mean(gap**2)) <= 0.3 for gap in gaps)
+        return all(np.sqrt(np.mean(gap**2)) <= 0.3 for gap in gaps)
     except (ValueError, TypeError):
-        is_like = False
-    if not is_like:
-        raise ValueError(
-            f"{line}: its model was trained with another normalisation; "
-            "give its --normalization, --image_size and --dataset"
-        )
+        return False
 
 
 def _from(saved: types.Variables, model: types.Model) -> types.Model:

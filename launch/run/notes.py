@@ -91,8 +91,8 @@ def of_owners(
     if dropped:
         name = "min_examples" if is_text else "min_owner_examples"
         out.append(
-            f"{len(dropped)} owners have fewer than --{name}={getattr(config, name)} "
-            f"rows and are left out: {labels.sized(dropped)}"
+            f"owners with fewer than --{name}={getattr(config, name)} rows are left "
+            f"out, {len(dropped)}: {labels.sized(dropped)}"
         )
     if owners:
         out.append(

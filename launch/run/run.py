@@ -90,7 +90,7 @@ class Run:
             *source.notes,
             *notes.of_owners(config, self.owners, self.dropped_owners, is_text),
         )
-        self.examples_sha256 = settings.examples_sha256
+        self.examples_sha256 = settings.identity.data_sha256
         self.points = [dict(point) for point in points]
         self.metrics: list[dict[str, Any]] = []
         # The shape does not depend on `rounds`, so that a longer run can resume.

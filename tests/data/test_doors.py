@@ -195,8 +195,8 @@ def test_tables(given):
 )
 def test_a_table_beside_its_labels(of):
     """As scikit-learn takes them: columns keep their names, rows their places."""
-    shuffled = pandas.Series(Y, index=np.arange(12)[::-1])
-    for others in ((Y,), (shuffled,), (Y.tolist(), np.repeat(["p", "q"], 6))):
+    other = pandas.Series(Y, index=np.arange(12)[::-1] + 7)
+    for others in ((Y,), (other,), (Y.tolist(), np.repeat(["p", "q"], 6))):
         rows, _ = doors.opened((of(TABLE[["a", "b"]]), *others))
         found = frames.from_frame(rows.frame)
         assert found.columns == ("a", "b")
@@ -368,3 +368,20 @@ def test_images_of_a_palette_are_in_colour():
     found, _ = doors.opened([(one, k % 2) for k, one in enumerate(palette)])
     wanted = [np.asarray(one.convert("RGB")) for one in palette]
     np.testing.assert_array_equal(found.arrays[0], np.stack(wanted))
+
+
+def test_labels_in_another_order_than_their_table():
+    """pandas would join them by index, and numpy by place."""
+    label = pandas.Series(Y)
+    given = TABLE[["a", "b"]], label.sample(frac=1, random_state=0)
+    with pytest.raises(ValueError, match=r"y has the index of the table in another"):
+        doors.opened(given)
+    rows, _ = doors.opened((TABLE[["a", "b"]][::-1], label[::-1]))
+    assert rows.frame["y"].tolist() == Y[::-1].tolist()
+
+
+def test_an_image_that_cannot_be_taken():
+    """The line names the data."""
+    image = pillow.new("I;16", (5, 6))
+    with pytest.raises(ValueError, match="dataset: an image cannot be taken: its pix"):
+        doors.opened(Rows([(image, 0), (image, 1)]))

@@ -238,7 +238,7 @@ def test_links_to_images(tmp_path):
     name = write(tmp_path, a__1_png=picture(), b__1_png=picture())
     (tmp_path / "b" / "2.png").symlink_to("1.png")
     found = loaders.load(name, "")
-    assert found.notes[1:] == ("1 images are links to others: b/2.png is b/1.png",)
+    assert found.notes[1:] == ("images that are links to others: b/2.png is b/1.png",)
     os.link(tmp_path / "a" / "1.png", tmp_path / "b" / "3.png")
     with pytest.raises(ValueError, match="a/1.png and b/3.png are one file .* two lab"):
         loaders.load(name, "")

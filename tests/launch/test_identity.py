@@ -14,6 +14,8 @@ import pytest
 from fedjax_pfl import averaging, fingerprint, local_training
 from launch import build
 from launch.config import flagfile
+from launch.run import computed
+from models import own
 from tests import synthetic
 
 SOURCE = synthetic.blobs(120, (8, 8, 1), 4, seed=0)
@@ -219,6 +221,24 @@ def test_a_comment_is_not_an_edit():
     x = np.ones(3, np.float32)
     assert fingerprint.of(one, x) == fingerprint.of(other, x)
     assert fingerprint.of(one, x) != fingerprint.of(lambda x: x + 2, x)
+
+
+def scaled(scale):
+    """A net of widths whose use of HeteroFL's scaler is edited."""
+
+    def net(width, scaler):
+        return Field(lambda x: x / (scaler if scale == 1 else scaler**2))
+
+    return net
+
+
+def test_the_use_of_a_scaler_counts():
+    """With the scaler 1 both nets compute the same."""
+    shape = (64,)
+    example = jax.ShapeDtypeStruct((2, *shape), np.float32)
+    made = [own.chain(scaled(scale), (), example) for scale in (1, 1, 2)]
+    one, same, other = (computed.of_model(model, shape) for model in made)
+    assert one == same != other
 
 
 def test_a_gradient_of_its_own_counts():

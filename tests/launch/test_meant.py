@@ -220,7 +220,7 @@ def test_new_values_where_nothing_varied():
     "x, words",
     [
         (np.uint8(255 * X), "images are uint8 from .*expected float32.* x / 255"),
-        (np.int64(255 * X), "images are int64 .* expected float32, as in the data$"),
+        (np.int64(255 * X), "images are int64 .* in the data, such as x.astype"),
         (X > 0.5, "images are bool from False to True; expected float32"),
         (np.where(X > 0.9, np.nan, X), "x holds nan or infinity"),
         (np.where(X > 0.9, np.inf, X), "x holds nan or infinity"),
@@ -396,3 +396,46 @@ def test_a_table_to_predict_is_of_numbers():
         made.predict(None, frame.assign(a="secret"))
     with pytest.raises(ValueError, match=r"^client_id=<ndarray \[40\]>: expected"):
         made.evaluate(None, frame, np.arange(40))
+
+
+def test_an_exported_partition_names_rows_of_the_whole(tmp_path):
+    """Also where owners were left out, whose rows have numbers too."""
+    owners = np.repeat(np.arange(5), [3, 30, 30, 30, 27])
+    path, given = tmp_path / "part.npz", {"dataset": (X, Y, owners), "num_clients": 4}
+    more = {"partition": "natural", "min_owner_examples": 10}
+    build.experiment(**options(**given, **more, export_partition=str(path)))
+    with np.load(path) as file:
+        rows = np.split(file["train_row"], np.cumsum(file["train_count"])[:-1])
+        assert file["num_rows"] == 120
+    assert [set(owners[one]) for one in rows] == [{1}, {2}, {3}, {4}]
+    again = build.experiment(**options(**given, partition=f"file:{path}"))
+    trained = np.unique(again.data.partition.train.row)
+    assert np.array_equal(trained[trained >= 0], np.sort(np.concatenate(rows)))
+
+
+def test_columns_of_a_model_s_file(tmp_path):
+    """A model starts from a file of the same columns in the same order only."""
+    table = pandas.DataFrame(X, columns=list("abcdef")).assign(y=NAMES[Y])
+    made = build.experiment(**options(dataset=table, rounds=1))
+    made.run(progress=False)
+    given = {"init_from": str(made.save_model(tmp_path / "one.msgpack"))}
+    build.experiment(**options(dataset=table, **given))
+    build.experiment(**options(**given))  # arrays do not name their columns
+    for other in (table[list("bacdefy")], table.rename(columns={"a": "z"})):
+        with pytest.raises(ValueError, match="trained on the columns a, b, c, d, e, f"):
+            build.experiment(**options(dataset=other, **given))
+
+
+def test_an_index_with_a_name_is_noted():
+    table = pandas.DataFrame(X).add_prefix("x").assign(y=Y, user_id=np.arange(120) // 9)
+    found = build.experiment(**options(dataset=table.set_index("user_id"))).notes[0]
+    assert "the index user_id is not used, .reset_index() makes it a column" in found
+
+
+def test_names_that_may_be_missing_values(tmp_path):
+    """Of owners and labels `NA` is a name; one line says so."""
+    path = tmp_path / "rows.csv"
+    table = pandas.DataFrame(X).add_prefix("x").assign(y=Y, owner=["NA", "u", "v"] * 40)
+    table.to_csv(path, index=False)
+    found = build.experiment(**options(dataset=f"csv:{path}", num_clients=3)).notes
+    assert "owner holds the text NA, which is taken as a name" in " ".join(found)

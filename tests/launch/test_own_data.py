@@ -105,7 +105,7 @@ def test_notes_say_what_was_taken(tmp_path, capsys, monkeypatch):
     assert notes == [
         "note: x [48, 3, 6, 6] is taken as NCHW: H 6, W 6, C 3; --layout=nhwc if not",
         "note: labels are numbered 0 to 3 in this order: cat, cow, dog, eel",
-        "note: 2 owners have fewer than --min_owner_examples=5 rows and are left out: "
+        "note: owners with fewer than --min_owner_examples=5 rows are left out, 2: "
         "b has 3, d has 1",
         "note: owners are clients 0 to 1 in this order: a, c",
     ]

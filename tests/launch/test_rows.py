@@ -91,6 +91,7 @@ def test_an_option_of_one_row_does_not_make_another(tmp_path):
             "the row fedrep would be fedper_plus",
         ),
         ({"fedper": {"algo": "fedavg"}}, {}, "the row fedper would be fedavg"),
+        ({"FedAvg": {"algo": "fedadam"}}, {}, "the row FedAvg would be fedadam"),
         (
             {"a": {"algo": "fedavg"}, "b": {"algo": "fedavg", "image_size": 16}},
             {},
