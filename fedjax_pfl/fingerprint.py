@@ -4,10 +4,11 @@ A closure's value, a global constant, a helper or a base class changes the hash,
 comment or a new name does not. Versions of jax may trace the same function differently.
 """
 
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator
-from types import CodeType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ def of(fn: Callable[..., Any], *args: Any, gradient: bool = False) -> str:
         *args: Arrays or shape structs.
         gradient: Whether the gradient of the sum of its floats in the first argument is
             part of it, as a function may have a gradient of its own (`jax.custom_vjp`).
-            Of a callback to Python its code and the numbers of its closure count.
+            Of a callback to Python its code and the numbers that it holds count.
 
     Example:
         >>> def times(factor):
@@ -83,23 +84,43 @@ def _inner(jaxpr: core.Jaxpr) -> Iterator[np.ndarray]:
                 yield from _of_python(value.callback_func)
 
 
-def _of_python(fn: Any) -> Iterator[np.ndarray]:
-    """The code of a callback to Python, and the numbers and arrays of its closure."""
-    code = fn if isinstance(fn, CodeType) else getattr(fn, "__code__", None)
-    if code is None:
+def _of_python(fn: Any, known: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
+    """The code of a callback to Python, and the numbers and arrays that it refers to.
+
+    These are in closures, defaults, partial functions and attributes of objects, and
+    not in globals. `known` are the ids of what is being read.
+    """
+    if id(fn) in known:
         return
-    plain = [one for one in code.co_consts if not isinstance(one, CodeType)]
-    yield np.frombuffer(code.co_code + repr(plain).encode(), np.uint8)
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _of_python(inner)
-    for cell in getattr(fn, "__closure__", None) or ():
-        value = cell.cell_contents
+    known += (id(fn),)
+    code = fn if isinstance(fn, CodeType) else getattr(fn, "__code__", None)
+    if code is not None:
+        plain = [one for one in code.co_consts if not isinstance(one, CodeType)]
+        yield np.frombuffer(code.co_code + repr(plain).encode(), np.uint8)
+        for inner in code.co_consts:
+            if isinstance(inner, CodeType):
+                yield from _of_python(inner, known)
+    for value in _referred(fn):
         if callable(value):
-            yield from _of_python(value)
+            yield from _of_python(value, known)
         elif isinstance(value, (bool, int, float, str, np.ndarray, jax.Array)):
-            array = np.asarray(value)
-            yield np.frombuffer(array.tobytes(), np.uint8)
+            yield np.frombuffer(np.asarray(value).tobytes(), np.uint8)
+
+
+def _referred(fn: Any) -> list[Any]:
+    """What a Python function, method, partial function or callable object holds."""
+    if isinstance(fn, (type, CodeType)):
+        return []
+    if isinstance(fn, functools.partial):
+        return [fn.func, *fn.args, *fn.keywords.values()]
+    if isinstance(fn, MethodType):
+        return [fn.__func__, *getattr(fn.__self__, "__dict__", {}).values()]
+    if not isinstance(fn, FunctionType):
+        # Of a compiled function, such as numpy's, the name says what it computes.
+        names = type(fn).__name__, getattr(fn, "__name__", "")
+        return [*names, type(fn).__call__, *getattr(fn, "__dict__", {}).values()]
+    cells = [one.cell_contents for one in fn.__closure__ or ()]
+    return [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
 
 
 def _is_jaxpr(value: Any) -> bool:

@@ -259,6 +259,43 @@ def test_a_gradient_of_its_own_counts():
 
 
 @pytest.mark.slow
+class Times:
+    """A callable object, and its method."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, x):
+        return self.scale * x
+
+    def times(self, x):
+        return self.scale * x
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda scale: lambda x: scale * x,
+        lambda scale: lambda x, by=scale: by * x,
+        lambda scale: lambda x, *, by=scale: by * x,
+        lambda scale: functools.partial(np.multiply, np.float32(scale)),
+        lambda scale: Times(scale),
+        lambda scale: Times(scale).times,
+        lambda scale: [np.sin, np.cos][int(scale) - 1],
+    ],
+)
+def test_callbacks_to_python_count(made):
+    """Numbers that they hold, wherever they do."""
+    x = jax.ShapeDtypeStruct((3,), np.float32)
+
+    def called(scale):
+        callback = made(scale)
+        return lambda x: jax.pure_callback(callback, x, x)
+
+    one, same, other = (fingerprint.of(called(scale), x) for scale in (1.0, 1.0, 2.0))
+    assert one == same != other
+
+
 def test_hashes_are_the_same_in_another_process(tmp_path):
     """Whatever the seed of Python's own hashes."""
     code = (
