@@ -79,8 +79,8 @@ _SETTING = jax.make_user_context(None)
 
 
 def setting() -> Setting:
-    """The present setting: one model on a CPU, unless a program says otherwise."""
-    return _SETTING.value or Setting()
+    """The present setting: one model on jax's platform, or what a program says."""
+    return _SETTING.value or Setting(jax.default_backend())
 
 
 def traced_in(inner: Setting) -> contextlib.AbstractContextManager:

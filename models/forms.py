@@ -47,7 +47,7 @@ def patches(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.A
     """The values of all windows side by side, times the kernel as a matrix."""
     side, features = kernel.shape[0], kernel.shape[-1]
     seen = jnp.concatenate([*windows(h, side, stride, padding)])
-    return _product(kernel, seen).reshape(features, *seen.shape[1:])
+    return product(kernel, seen).reshape(features, *seen.shape[1:])
 
 
 def flat(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Array:
@@ -69,7 +69,7 @@ def flat(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Arra
         wide = [one.reshape(*one.shape[:2], width, batch) for one in seen]
         seen = [one[:, :, ::stride].reshape(*one.shape[:2], -1) for one in wide]
     columns = jnp.concatenate(seen)
-    out = _product(kernel, columns)
+    out = product(kernel, columns)
     return out.reshape(len(out), columns.shape[1], -1, batch)
 
 
@@ -125,7 +125,7 @@ LANES = 128
 FORMS = {"patches": patches, "flat": flat, "direct": direct}
 
 
-def _product(kernel: jax.Array, seen: jax.Array) -> jax.Array:
+def product(kernel: jax.Array, seen: jax.Array) -> jax.Array:
     """f32[O, ...]: the kernel as a matrix times `seen` f32[S * S * C, ...]."""
     matrix = kernel.reshape(-1, kernel.shape[-1])
     columns = seen.reshape(len(matrix), -1)

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from fedjax_pfl import types
-from models import forms
+from fedjax_pfl import execution, types
+from models import forms, pooled
 
 NORM_EPSILON = 1e-5
 
@@ -191,7 +191,12 @@ class Conv(nn.Module):
 
         h = batch_last(h)
         dtype = h.dtype
-        h, form = forms.convolve(h, kernel.astype(dtype), self.stride, self.padding)
+        kernel = kernel.astype(dtype)
+        has_pool = self.pool
+        if self._pools_first(h.shape):
+            h, has_pool = pooled.convolve(h, kernel, self.padding), False
+        else:
+            h, form = forms.convolve(h, kernel, self.stride, self.padding)
         if self.bias:
             bias = self.param("bias", bias_init, (self.features,))
             h = (h + bias[:, None, None, None]).astype(dtype)
@@ -201,10 +206,21 @@ class Conv(nn.Module):
             norm = Norm(name="norm")
             h = norm(batch_last(h), sample_mask=sample_mask, train=train)
             h = batch_last(h)
-        if self.pool:
+        if has_pool:
             h = forms.pooled(h, form)
         h = batch_last(nn.relu(h) if self.relu else h)
         return Dropout(self.dropout)(h, train=train)
+
+    @nn.nowrap
+    def _pools_first(self, given: tuple[int, ...]) -> bool:
+        """Whether the pool of an input [C, H, W, B] comes before all but the product.
+
+        The bias is the same in a window and the relu is monotonous, so that they may
+        follow, and a norm may not.
+        """
+        if not self.pool or self.norm or self.stride > 1:
+            return False
+        return pooled.suits(given, self.kernel, self.padding, execution.setting())
 
     @nn.nowrap
     def macs(self, given, out):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import execution
-from models import forms
+from models import forms, pooled, stages
 
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
@@ -86,3 +86,78 @@ def test_pools_agree(form, size):
     chex.assert_trees_all_equal(
         both(execution.Setting("tpu", 2))[0], both(execution.Setting())[0]
     )
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize("side", [2, 3, 4, 5])
+@pytest.mark.parametrize("size", [(6, 9), (8, 7)])
+def test_a_pool_in_one_layout_agrees(padding, side, size):
+    """Values and derivatives in both directions, of kernels of several clients."""
+    gen = np.random.default_rng(side)
+    with jax.enable_x64(True):
+        h = jnp.asarray(gen.normal(size=(3, 2, *size, 4)))
+        kernel = jnp.asarray(gen.normal(size=(3, side, side, 2, 5)))
+        slopes = jnp.sin(h), jnp.cos(kernel)
+
+        def apart(h, kernel):
+            out = forms.patches(h, kernel, 1, padding)
+            return forms.pooled(out, "patches")
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def all_of(fn, h, kernel):
+            fn = jax.vmap(fn)
+            out, slope = jax.jvp(fn, (h, kernel), slopes)
+            weight = jnp.cos(jnp.arange(out.size).reshape(out.shape))
+
+            def total(h, kernel):
+                return (weight * fn(h, kernel) ** 2).sum()
+
+            found = jax.jvp(jax.grad(total, (0, 1)), (h, kernel), slopes)
+            return out, slope, found
+
+        both = [
+            all_of(fn, h, kernel)
+            for fn in (lambda h, k: pooled.convolve(h, k, padding), apart)
+        ]
+        assert both[0][0].dtype == jnp.float64 and both[0][0].size
+        chex.assert_trees_all_close(*both, rtol=0, atol=1e-10)
+        one = pooled.convolve(h[0], kernel[0], padding)  # outside of any program
+        chex.assert_trees_all_close(one, both[0][0][0], rtol=0, atol=1e-10)
+
+
+def test_equal_values_share_the_gradient_in_one_layout():
+    """As those of `forms.pooled`."""
+    gen = np.random.default_rng(0)
+    h = jnp.asarray(gen.integers(-2, 3, (2, 6, 6, 3)), jnp.float32)
+    kernel = jnp.zeros((3, 3, 2, 2), jnp.float32).at[1, 1].set(jnp.eye(2))
+    found = []
+    for fn in (
+        lambda h: pooled.convolve(h, kernel, "SAME"),
+        lambda h: forms.pooled(forms.patches(h, kernel, 1, "SAME"), "patches"),
+    ):
+        out, pull = jax.vjp(fn, h)
+        found.append((out, *pull(1.0 + jnp.arange(out.size).reshape(out.shape))))
+    chex.assert_trees_all_close(*found, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("more", "platform", "form", "is_used"),
+    [
+        ({}, "cpu", "", True),
+        ({}, "tpu", "", False),
+        ({}, "gpu", "", False),
+        ({}, "cpu", "direct", False),
+        ({"norm": True}, "cpu", "", False),
+        ({"stride": 2}, "cpu", "", False),
+        ({"kernel": 1}, "cpu", "", False),
+        ({"pool": False}, "cpu", "", False),
+        ({"kernel": 5, "padding": "VALID"}, "cpu", "", False),  # a map of one number
+    ],
+)
+def test_where_a_pool_comes_first(more, platform, form, is_used):
+    """On a CPU alone, of convolutions that are pooled before all but the bias."""
+    layer = stages.Conv(**{"features": 2, "kernel": 3} | more)
+    x = jnp.ones((2, 5, 5, 1))
+    with execution.traced_in(execution.Setting(platform, form=form)):
+        text = str(jax.make_jaxpr(layer.init)(jax.random.key(0), x))
+    assert ("cut_windows" in text) == is_used
