@@ -129,7 +129,22 @@ def product(kernel: jax.Array, seen: jax.Array) -> jax.Array:
     """f32[O, ...]: the kernel as a matrix times `seen` f32[S * S * C, ...]."""
     matrix = kernel.reshape(-1, kernel.shape[-1])
     columns = seen.reshape(len(matrix), -1)
-    return jax.lax.dot_general(matrix, columns, (((0,), (0,)), ((), ())))
+    out = jax.lax.dot_general(
+        matrix,
+        columns,
+        (((0,), (0,)), ((), ())),
+        preferred_element_type=summed_in(seen.dtype),
+    )
+    return out.astype(seen.dtype)
+
+
+def summed_in(dtype: Any) -> Any:
+    """The type that a product of numbers of `dtype` should return, None = the same.
+
+    A CPU multiplies bfloat16 with its own instructions only where float32 is returned.
+    """
+    is_slow = dtype == jnp.bfloat16 and execution.setting().platform == "cpu"
+    return jnp.float32 if is_slow else None
 
 
 def chosen(

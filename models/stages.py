@@ -289,7 +289,9 @@ class Dense(nn.Module):
         )
         kernel = self.param("kernel", kernel_init, (h.shape[-1], self.features))
         bias = self.param("bias", bias_init, (self.features,))
-        h = (h @ kernel.astype(h.dtype) + bias).astype(h.dtype)
+        wide = forms.summed_in(h.dtype)
+        out = jnp.matmul(h, kernel.astype(h.dtype), preferred_element_type=wide)
+        h = (out + bias).astype(h.dtype)
         if self.relu:
             h = nn.relu(h)
         return Dropout(self.dropout)(h, train=train)
