@@ -7,6 +7,7 @@ such library is imported.
 
 from __future__ import annotations
 
+import collections
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -156,23 +157,36 @@ def _with_labels(
     import pandas  # takes long to import
 
     frame = given if is_frame(given) else pandas.DataFrame(given)
+    named = dict(zip(("y", "client"), others, strict=False))
+    for name, one in named.items():
+        check_order(frame, one, name, where)
     are_bytes = all(kind == np.uint8 for kind in frame.dtypes)
     if are_bytes or any(len(one) != len(frame) for one in others):
         return None
-    named = dict(zip(("y", "client"), others, strict=False))
-    for name, one in named.items():
-        index = getattr(one, "index", None)
-        is_permuted = is_frame(given) and hasattr(index, "equals")
-        is_permuted = is_permuted and not index.equals(frame.index)
-        if is_permuted and index.sort_values().equals(frame.index.sort_values()):
-            raise ValueError(
-                f"{where}: {name} has the index of the table in another order; give "
-                f"{name}.loc[table.index], or {name}.to_numpy() if its order is that "
-                "of the rows"
-            )
     beside = {name: pandas.Series(list(one)) for name, one in named.items()}
+    names = [str(name) for name in frame.index.names if name is not None]
     parts = [frame.reset_index(drop=True), pandas.DataFrame(beside)]
-    return pandas.concat(parts, axis=1)
+    # A name is noted, as that of a table with its labels is.
+    return pandas.concat(parts, axis=1).rename_axis(", ".join(names) or None)
+
+
+def check_order(table: Any, column: Any, name: str, where: str) -> None:
+    """Refuses a Series whose rows are those of a table in another order.
+
+    pandas would join both by their indexes, and here the places of rows count.
+    """
+    indexes = [getattr(one, "index", None) for one in (table, column)]
+    if not all(hasattr(one, "equals") for one in indexes):
+        return
+    first, second = indexes
+    if not first.equals(second) and collections.Counter(first) == collections.Counter(
+        second
+    ):
+        raise ValueError(
+            f"{where}: {name} has the index of the table in another order; give "
+            f"{name}.loc[table.index], or {name}.to_numpy() if its order is that of "
+            "the rows"
+        )
 
 
 def is_frame(given: Any) -> bool:

@@ -8,7 +8,13 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType, MethodType
+from types import (
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import jax
@@ -27,7 +33,7 @@ def of(fn: Callable[..., Any], *args: Any, gradient: bool = False) -> str:
         *args: Arrays or shape structs.
         gradient: Whether the gradient of the sum of its floats in the first argument is
             part of it, as a function may have a gradient of its own (`jax.custom_vjp`).
-            Of a callback to Python its code and the numbers that it holds count.
+            Of a callback to Python its code and all that it holds count, but globals.
 
     Example:
         >>> def times(factor):
@@ -84,43 +90,64 @@ def _inner(jaxpr: core.Jaxpr) -> Iterator[np.ndarray]:
                 yield from _of_python(value.callback_func)
 
 
-def _of_python(fn: Any, known: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
-    """The code of a callback to Python, and the numbers and arrays that it refers to.
+def _of_python(value: Any, known: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
+    """The code of a callback to Python, and all values that it holds, as bytes.
 
-    These are in closures, defaults, partial functions and attributes of objects, and
-    not in globals. `known` are the ids of what is being read.
+    They are held in closures, defaults, partial functions, containers and attributes,
+    and not in globals. `known` are the ids of what is being read.
     """
-    if id(fn) in known:
+    if id(value) in known:
         return
-    known += (id(fn),)
-    code = fn if isinstance(fn, CodeType) else getattr(fn, "__code__", None)
-    if code is not None:
-        plain = [one for one in code.co_consts if not isinstance(one, CodeType)]
-        yield np.frombuffer(code.co_code + repr(plain).encode(), np.uint8)
-        for inner in code.co_consts:
-            if isinstance(inner, CodeType):
-                yield from _of_python(inner, known)
-    for value in _referred(fn):
-        if callable(value):
-            yield from _of_python(value, known)
-        elif isinstance(value, (bool, int, float, str, np.ndarray, jax.Array)):
-            yield np.frombuffer(np.asarray(value).tobytes(), np.uint8)
+    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(
+        value.dtype, jax.dtypes.prng_key
+    ):
+        value = jax.random.key_data(value)
+    if isinstance(value, (np.ndarray, np.generic, jax.Array)):
+        array = np.asarray(value)
+        yield np.frombuffer(f"{array.dtype}{array.shape}".encode(), np.uint8)
+        yield np.frombuffer(array.tobytes(), np.uint8)
+    elif value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        yield np.frombuffer(repr(value).encode(), np.uint8)
+    else:
+        for one in _held(value):
+            yield from _of_python(one, (*known, id(value)))
 
 
-def _referred(fn: Any) -> list[Any]:
-    """What a Python function, method, partial function or callable object holds."""
-    if isinstance(fn, (type, CodeType)):
-        return []
-    if isinstance(fn, functools.partial):
-        return [fn.func, *fn.args, *fn.keywords.values()]
-    if isinstance(fn, MethodType):
-        return [fn.__func__, *getattr(fn.__self__, "__dict__", {}).values()]
-    if not isinstance(fn, FunctionType):
-        # Of a compiled function, such as numpy's, the name says what it computes.
-        names = type(fn).__name__, getattr(fn, "__name__", "")
-        return [*names, type(fn).__call__, *getattr(fn, "__dict__", {}).values()]
-    cells = [one.cell_contents for one in fn.__closure__ or ()]
-    return [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+def _held(value: Any) -> list[Any]:
+    """What a container, a piece of code, a function or an object holds."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=repr)
+    if isinstance(value, dict):
+        return [one for pair in value.items() for one in pair]
+    if isinstance(value, (list, tuple)):
+        return [*value]
+    if isinstance(value, CodeType):
+        return [value.co_code, value.co_names, value.co_consts]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, FunctionType):
+        cells = [one.cell_contents for one in value.__closure__ or ()]
+        return [value.__code__, cells, value.__defaults__, value.__kwdefaults__]
+    if isinstance(value, (type, ModuleType)):
+        return [value.__name__]
+    # Of a compiled function, such as numpy's, the name says what it computes.
+    names = type(value).__name__, getattr(value, "__name__", "")
+    classes = [vars(one) for one in type(value).__mro__]
+    methods = [
+        one
+        for of_class in classes
+        for name, one in sorted(of_class.items())
+        if isinstance(one, FunctionType) or not (name.startswith("__") or callable(one))
+    ]
+    slots = [
+        getattr(value, one.__name__, None)
+        for one in methods
+        if isinstance(one, MemberDescriptorType)
+    ]
+    methods = [one for one in methods if not isinstance(one, MemberDescriptorType)]
+    return [names, methods, getattr(value, "__dict__", {}), slots]
 
 
 def _is_jaxpr(value: Any) -> bool:

@@ -239,7 +239,8 @@ def _shared(
             del out[name][option]
             makes.setdefault(option, {})[name] = other.name
         is_now = other.name if other and not by_shared else own["algo"]
-        if registry.called(name) not in (None, is_now):
+        is_own = name == registry.algorithm_name(own["algo"]) != own["algo"]
+        if not is_own and registry.called(name) not in (None, is_now):
             raise ValueError(
                 f"compare: the row {name} would be "
                 f"{registry.algorithm_name(is_now)}; give it another name"

@@ -132,6 +132,11 @@ def assemble(
     identity = settings.identity
     data = _data(config, source, identity, seeds, public, normal)
     data, tests = data.replace(teacher=taught), data.partition.test.row
+    if config.export_partition and settings.dropped_owners:
+        line = f"--export_partition={config.export_partition}: a run on this file has "
+        line += "all rows of the data, so that owners that are left out here count in "
+        line += "the constants of its --normalization"
+        source = source._replace(notes=(*source.notes, line))
     if line := partitions.note(config.partition, identity):
         source = source._replace(notes=(*source.notes, line))
     for one in known:

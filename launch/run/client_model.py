@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import models
-from data import arrays, dataset, frames, labels
+from data import arrays, dataset, doors, frames, labels
 from fedjax_pfl import evaluate, execution, shapes, types
 from launch.config import limits
 from launch.run import model_files, processes
@@ -62,6 +62,7 @@ class ClientModel(NamedTuple):
         Raises:
             ValueError: there are no images, or labels do not fit them.
         """
+        doors.check_order(x, y, "y", "evaluate")
         x = labels.unmasked(self._values(x), "x")
         wanted = x.shape if self.data.num_words else x.shape[:1]
         if x.shape[:1] == (0,):

@@ -266,10 +266,10 @@ def starting(
             normalisation, other classes, or values that are not finite.
     """
     line, tree = f"--init_from={path}", read(path)
-    _check_input(line, tree, normal, source.columns)
+    about = _check_input(line, tree, normal, source.columns)
     saved = _variables(line, tree, model, shape, f"--model={model.name}")
     saved, notes = _by_name(line, tree, saved, source.classes, of_classes, shape)
-    return _from(saved, model), Known(line, notes, tree.get("rows"))
+    return _from(saved, model), Known(line, about + notes, tree.get("rows"))
 
 
 def teacher(
@@ -317,7 +317,7 @@ def teacher(
     fit.check_model("teacher_model", model, shape)
     than = f"{name} of width {width:g} with {len(model.stage_names)} stages"
     than += f" for {num_classes} classes and examples of {'x'.join(map(str, shape))}"
-    _check_input(line, tree, normal, source.columns)
+    about = _check_input(line, tree, normal, source.columns)
     saved = _variables(line, tree, model, shape, than)
 
     def of_classes(num_classes: int) -> types.Model:
@@ -325,7 +325,7 @@ def teacher(
 
     saved, notes = _by_name(line, tree, saved, source.classes, of_classes, shape)
     saved = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), saved)
-    return model, saved, Known(line, notes, tree.get("rows"))
+    return model, saved, Known(line, about + notes, tree.get("rows"))
 
 
 def _by_name(
@@ -456,22 +456,38 @@ def _check_input(
     tree: Mapping[str, Any],
     normal: tuple[np.ndarray, np.ndarray],
     columns: Sequence[str] | None,
-) -> None:
+) -> tuple[str, ...]:
     """Refuses a model that was trained on other columns or with other constants.
 
     Constants may differ by .3 standard deviations, in the root mean square over all
     numbers with a mean of their own. Other rows of the same data differ by less.
+
+    Returns:
+        A line if only one side names columns.
     """
-    found, names = tree.get("input", {}), tree.get("columns")
-    reason = ""
+    found, reason = tree.get("input", {}), ""
+    before, mine = tree.get("columns"), columns and _written(columns)
     if {"mean", "scale"} <= found.keys() and not _is_like(found, normal):
         reason = "with another normalisation; "
         reason += "give its --normalization, --image_size and --dataset"
-    if names and columns and names != _written(columns):
-        reason = f"on the columns {labels.listed(names)} in this order, this table has "
-        reason += f"{labels.listed(columns)}; give the same"
+    if before and mine and before != mine:
+        reason = f"on {len(before)} columns, and this table has {len(mine)}"
+        pairs = enumerate(zip(before, mine, strict=False), 1)
+        for number, (one, other) in pairs:
+            if one != other:
+                reason += f"; number {number} was {labels.limited(one)}, and here it "
+                reason += f"is {labels.limited(other)}"
+                break
+        reason += "; give the same columns in the same order"
     if reason:
         raise ValueError(f"{line}: its model was trained {reason}")
+    if bool(before) == bool(mine):
+        return ()
+    whose = "its model" if before else "this run"
+    return (
+        f"{line}: only {whose} names the columns ({labels.listed(before or mine)}), "
+        "which are taken to be in this order on both sides",
+    )
 
 
 def _is_like(found: Mapping[str, Any], normal: tuple[np.ndarray, np.ndarray]) -> bool:

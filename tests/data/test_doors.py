@@ -376,6 +376,11 @@ def test_labels_in_another_order_than_their_table():
     given = TABLE[["a", "b"]], label.sample(frac=1, random_state=0)
     with pytest.raises(ValueError, match=r"y has the index of the table in another"):
         doors.opened(given)
+    pixels = pandas.DataFrame(X.reshape(12, -1))
+    for table in (pixels, dict(TABLE[["a", "b"]].items())):
+        with pytest.raises(ValueError, match="y has the index of the table in another"):
+            doors.opened((table, label.sample(frac=1, random_state=0)))
+    doors.opened((TABLE[["a", "b"]], pandas.Series(Y, index=[1, "a"] * 6)))
     rows, _ = doors.opened((TABLE[["a", "b"]][::-1], label[::-1]))
     assert rows.frame["y"].tolist() == Y[::-1].tolist()
 

@@ -258,7 +258,6 @@ def test_a_gradient_of_its_own_counts():
     assert len(hashes) == 2
 
 
-@pytest.mark.slow
 class Times:
     """A callable object, and its method."""
 
@@ -272,6 +271,21 @@ class Times:
         return self.scale * x
 
 
+class Held:
+    """Calls a method that uses a slot."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+    def __call__(self, x):
+        return self.helper(x)
+
+    def helper(self, x):
+        return x
+
+
 @pytest.mark.parametrize(
     "made",
     [
@@ -281,7 +295,11 @@ class Times:
         lambda scale: functools.partial(np.multiply, np.float32(scale)),
         lambda scale: Times(scale),
         lambda scale: Times(scale).times,
-        lambda scale: [np.sin, np.cos][int(scale) - 1],
+        lambda scale: [lambda x: np.sin(x), lambda x: np.cos(x)][int(scale) - 1],
+        lambda scale: lambda x, by=[{"of": (scale,)}]: by[0]["of"][0] * x,
+        lambda scale: Held(np.float32(scale)),
+        lambda scale: Held(Times(scale)),
+        lambda scale: Held(jax.random.key(int(scale))),
     ],
 )
 def test_callbacks_to_python_count(made):
@@ -296,6 +314,7 @@ def test_callbacks_to_python_count(made):
     assert one == same != other
 
 
+@pytest.mark.slow
 def test_hashes_are_the_same_in_another_process(tmp_path):
     """Whatever the seed of Python's own hashes."""
     code = (

@@ -401,9 +401,11 @@ def test_a_table_to_predict_is_of_numbers():
 def test_an_exported_partition_names_rows_of_the_whole(tmp_path):
     """Also where owners were left out, whose rows have numbers too."""
     owners = np.repeat(np.arange(5), [3, 30, 30, 30, 27])
-    path, given = tmp_path / "part.npz", {"dataset": (X, Y, owners), "num_clients": 4}
+    path = str(tmp_path / "part.npz")
+    given = {"dataset": (X, Y, owners), "num_clients": 4}
     more = {"partition": "natural", "min_owner_examples": 10}
-    build.experiment(**options(**given, **more, export_partition=str(path)))
+    about = notes("constants of its --norm", **given, **more, export_partition=path)
+    assert len(about) == 1
     with np.load(path) as file:
         rows = np.split(file["train_row"], np.cumsum(file["train_count"])[:-1])
         assert file["num_rows"] == 120
@@ -420,16 +422,28 @@ def test_columns_of_a_model_s_file(tmp_path):
     made.run(progress=False)
     given = {"init_from": str(made.save_model(tmp_path / "one.msgpack"))}
     build.experiment(**options(dataset=table, **given))
-    build.experiment(**options(**given))  # arrays do not name their columns
-    for other in (table[list("bacdefy")], table.rename(columns={"a": "z"})):
-        with pytest.raises(ValueError, match="trained on the columns a, b, c, d, e, f"):
+    assert notes("only its model names the columns (a, b, c, d, e, f)", **given)
+    for other in (table[list("abdcefy")], table.rename(columns={"c": "d", "d": "c"})):
+        line = "trained on 6 columns, and this table has 6; number 3 was c, and here it"
+        with pytest.raises(ValueError, match=line):
             build.experiment(**options(dataset=other, **given))
 
 
 def test_an_index_with_a_name_is_noted():
     table = pandas.DataFrame(X).add_prefix("x").assign(y=Y, user_id=np.arange(120) // 9)
-    found = build.experiment(**options(dataset=table.set_index("user_id"))).notes[0]
-    assert "the index user_id is not used, .reset_index() makes it a column" in found
+    table = table.set_index("user_id")
+    line = "the index user_id is not used, .reset_index() makes it a column"
+    for given in (table, (table.drop(columns="y"), table["y"])):
+        assert notes(line, dataset=given)
+
+
+def test_labels_in_another_order_than_the_table_that_is_measured(trained):
+    """As among the train rows, a Series would be joined by place."""
+    model, table = trained.client_model(None), pandas.DataFrame(X)
+    label = pandas.Series(NAMES[Y])
+    assert model.evaluate(table, label)["accuracy"] > 0.5
+    with pytest.raises(ValueError, match="evaluate: y has the index of the table in "):
+        model.evaluate(table, label.sample(frac=1, random_state=0))
 
 
 def test_names_that_may_be_missing_values(tmp_path):

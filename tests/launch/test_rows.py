@@ -106,6 +106,21 @@ def test_rows_that_would_lie_are_refused(rows, options, line):
     assert "\n" not in str(told.value)
 
 
+def test_a_custom_algorithm_may_be_called_as_one_of_ours():
+    """In a list it has the name of its class."""
+
+    class FedAvg:
+        HParams = algorithms.ALGORITHMS["fedavg"].HParams
+
+        @staticmethod
+        def make(hparams, task):
+            return algorithms.ALGORITHMS["fedavg"].make(hparams, task)
+
+    own = FedAvg
+    made = build.compare([own, "fedprox"], **BASE, run=False)
+    assert list(made) == ["FedAvg", "fedprox"]
+
+
 def test_other_names_of_classes_are_other_data():
     """Of the same rows in the same order."""
     named = [np.array(list(text))[SOURCE.label] for text in ("abcd", "wxyz")]
