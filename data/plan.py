@@ -5,6 +5,7 @@ all methods get the same clients, or on history, so that a run can resume. A cli
 draws are named by (seed, round, client), not by its place in the cohort.
 """
 
+import heapq
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -188,8 +189,12 @@ class Planner:
             size = execution_lib.padded_size(len(chosen), self._execution)
             index = np.full(size, -1)
             index[size - len(chosen) :] = order
-            # They are dealt to devices in turn, so that all get large and small ones.
-            index = index.reshape(-1, self._devices).T.reshape(-1)
+            if self._execution.chunk == 1 and not self._execution.lanes:
+                # A client of a higher level computes more of the model in each step.
+                index = by_work(index, (owned * levels)[index], self._devices)
+            else:
+                # In turn, so that the chunks of all devices end together.
+                index = index.reshape(-1, self._devices).T.reshape(-1)
         else:
             size = self._devices * self.rows_per_device(round)
             index = np.full((self._devices, size // self._devices), -1)
@@ -388,6 +393,32 @@ class Planner:
             spec.name: spec.epochs * -(-spec.rows(owned) // spec.batch_size)
             for spec in self._specs
         }
+
+
+def by_work(index: np.ndarray, work: np.ndarray, devices: int) -> np.ndarray:
+    """Deals rows to devices so that all end nearly at the same time.
+
+    The longest client comes first, and each goes to the device with the least work.
+
+    Args:
+        index: int[C], clients in the order that they have on a device, -1 = padding,
+            which comes first. Every device gets as many rows.
+        work: int[C], what each client computes.
+        devices: D, a divisor of C.
+
+    Returns:
+        int[C], the rows of one device after those of another.
+    """
+    each = len(index) // devices
+    found: list[list[int]] = [[] for _ in range(devices)]
+    loads = [(0, device) for device in range(devices)]
+    work = np.where(index < 0, 0, work)
+    for place in np.argsort(-work, kind="stable").tolist():
+        load, device = heapq.heappop(loads)
+        found[device].append(place)
+        if len(found[device]) < each:
+            heapq.heappush(loads, (load + int(work[place]), device))
+    return index[np.sort(np.array(found), axis=1).reshape(-1)]
 
 
 def choose_chunk(

@@ -356,9 +356,36 @@ def test_padding_rows_stand_first_and_are_masked():
     assert cohort.level.min() >= 1
 
 
-def test_rows_are_dealt_over_devices():
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_devices_get_as_much_work(devices):
+    """As many rows each, in their order; much nearer to even than in turn."""
+    gen = np.random.default_rng(devices)
+    shares = []
+    for _ in range(50):
+        work = np.sort(np.ceil(gen.lognormal(3, 1, 96)).astype(int))
+        index = np.r_[np.full(4, -1), gen.permutation(96)]
+        index = index[-(len(index) // devices * devices) :]
+        of_client = np.zeros(96, int)
+        of_client[index[index >= 0]] = work[-(index >= 0).sum() :]
+        found = plan.by_work(index, of_client[index], devices)
+        assert sorted(found) == sorted(index)
+        loads = np.where(found < 0, 0, of_client[found]).reshape(devices, -1)
+        assert (np.diff(loads) >= 0).all()
+        in_turn = np.where(index < 0, 0, of_client[index]).reshape(-1, devices)
+        shares.append([loads.sum(1).max(), in_turn.sum(0).max(), of_client.sum()])
+    slowest, before, total = np.mean(shares, axis=0)
+    assert total / devices / slowest > max(0.9, total / devices / before + 0.03)
+
+
+def test_padding_has_no_work():
+    """A device with padding gets the largest client."""
+    found = plan.by_work(np.array([-1, 0, 1, 2]), np.array([99, 5, 6, 11]), 2)
+    np.testing.assert_array_equal(found.reshape(2, 2), [[-1, 2], [0, 1]])
+
+
+def test_chunks_are_dealt_in_turn():
     """Device d gets every fourth row of the sorted cohort, from d on."""
-    execution = types.Execution(1, four_devices())
+    execution = types.Execution(2, four_devices())
     cohort = make(clients_per_round=7, execution=execution).cohort(0, 2)
     assert len(cohort.client_id) == 8
     order = np.argsort(SIZES[0], kind="stable")
