@@ -294,7 +294,10 @@ class Machine:
         True, "compute submodels alone, not whole models with masks", role=EXECUTION
     )
     devices: int = option(
-        0, "devices that share the clients, 0 = all", minimum=0, role=EXECUTION
+        0,
+        "devices that share the clients, 0 = all (of a CPU one, with all of its cores)",
+        minimum=0,
+        role=EXECUTION,
     )
     distributed: str = option(
         "",

@@ -1,5 +1,6 @@
 """Devices: the mesh over clients, settings of XLA, and the compilation cache."""
 
+import functools
 import hashlib
 import os
 import pathlib
@@ -17,7 +18,8 @@ from fedjax_pfl import types
 from launch.run import processes
 from launch.run import target as targets
 
-SMALL_MODEL_BYTES = 400_000
+# Clients with fewer bytes of parameters are computed several at a time on a CPU.
+SMALL_MODEL_BYTES = 50_000
 CACHE_BYTES = 4 << 30
 CACHE_MIN_SECONDS = 0.2
 
@@ -25,7 +27,8 @@ CACHE_MIN_SECONDS = 0.2
 def begin(distributed: str) -> None:
     """Sets up XLA and joins the processes, before the first computation.
 
-    XLA may use 512-bit vectors on CPUs that have them, unless XLA_FLAGS decides it.
+    XLA may use 512-bit vectors on CPUs that have them, and each core is a device that
+    `--devices` may take, unless XLA_FLAGS decides it.
 
     Raises:
         ValueError: one line about `distributed`.
@@ -33,7 +36,32 @@ def begin(distributed: str) -> None:
     flag, given = "xla_cpu_prefer_vector_width", os.environ.get("XLA_FLAGS", "")
     if flag not in given and "avx512f" in _cpuinfo():
         os.environ["XLA_FLAGS"] = f"{given} --{flag}=512".strip()
+    if not distributed:
+        cores_are_devices()
     processes.start(distributed)
+
+
+@functools.cache
+def cores_are_devices() -> bool:
+    """Makes a device of each core that this process may use, once.
+
+    Returns:
+        Whether it has done so; not if XLA_FLAGS or jax's settings say how many devices
+        a CPU has, or if jax has begun to compute.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    is_decided = "xla_force_host_platform_device_count" in flags
+    if is_decided or jax.config.jax_num_cpu_devices > 0:
+        return False
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        cores = os.cpu_count() or 1
+    try:
+        jax.config.update("jax_num_cpu_devices", cores)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _cpuinfo() -> str:
@@ -128,7 +156,8 @@ def execution(
         client_chunk: The given chunk, 0 = by backend: on a CPU one client at a time, or
             for tiny models as many as make about 80 examples a step; on an accelerator
             the cheapest chunk (`plan.choose_chunk`).
-        num_devices: Devices that share the clients, 0 = all.
+        num_devices: Devices that share the clients, 0 = all, or one with all cores of a
+            CPU.
         clients_per_round: Clients of a cohort.
         model_bytes: Size of one client's parameters.
         batch_size: Examples of one client's step.
@@ -154,7 +183,9 @@ def execution(
             f"--devices={num_devices}: {present} present "
             f"({target or jax.default_backend()})"
         )
-    count = num_devices or (1 if target else present)
+    is_cpu = not target and jax.default_backend() == "cpu"
+    is_one = bool(target) or (is_cpu and cores_are_devices())
+    count = num_devices or (1 if is_one else present)
     if not target and count < present and jax.process_count() > 1:
         raise ValueError(
             f"--devices={num_devices}: all {present} devices of {jax.process_count()} "
