@@ -213,13 +213,15 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         batches = proxy.batches(data, hparams.batch_size)
-        knowledge = proxy.outputs(server_model, state.server, data, batches)
+        given = server_model, state.server, data, batches
+        knowledge = proxy.outputs(*given, how=task.execution)
         sent_down = batches, knowledge
         (trained, answers), state = each_client.update(
             client_update, task, state, cohort, data, shared=sent_down
         )
         teachers = teacher(answers, cohort, hparams.ensemble, task.num_clients)
-        server = proxy.train_server(hparams, server_loss(teachers), state, data)
+        loss_fn = server_loss(teachers)
+        server = proxy.train_server(hparams, loss_fn, task, state, data)
         state = state.after(cohort, trained.variables, server=server)
         sent = {
             "server logits": 1,

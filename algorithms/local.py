@@ -49,7 +49,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         server = ()
         if has_server:
             supervised = local_training.cross_entropy_loss(server_model)
-            server = proxy.train_server(hparams, supervised, state, data)
+            server = proxy.train_server(hparams, supervised, task, state, data)
         state = state.after(cohort, trained.variables, server=server)
         return state, trained.metrics(cohort), {}
 

@@ -14,9 +14,18 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import PartitionSpec
 
-from fedjax_pfl import aggregate, execution, lanes, losses, owners, rng, stacked, types
+from fedjax_pfl import (
+    aggregate,
+    execution,
+    lanes,
+    losses,
+    over_devices,
+    owners,
+    rng,
+    stacked,
+    types,
+)
 
 
 @struct.dataclass
@@ -275,7 +284,9 @@ def update(
             return one(row, given, None, local, loop)
 
         on_device = lanes.one_after_another(in_lane, task.execution)
-        over = _over_devices(on_device, task.execution, is_summed=reduce is not None)
+        over = over_devices.rows(
+            on_device, task.execution, is_summed=reduce is not None
+        )
         out = over((rows, reduce), given, positions)
     else:
         is_bucketed = task.execution.is_bucketed and levels > 0
@@ -327,7 +338,7 @@ def in_turn(
     """Runs `carry = fn(client, carry)` for one client after another.
 
     The order is drawn by client id, independently of places in the cohort. Padding rows
-    come last and take no step. Every device computes it.
+    come last and take no step. Devices compute it as `over_devices.once` says.
 
     Args:
         fn: What the server does with one client.
@@ -362,7 +373,10 @@ def in_turn(
         )
         return fn(client, carry)
 
-    return jax.lax.fori_loop(0, order.shape[0], step, start)
+    def every(start: Any) -> Any:
+        return jax.lax.fori_loop(0, order.shape[0], step, start)
+
+    return over_devices.once(every, task.execution, start)
 
 
 def over_clients(
@@ -445,79 +459,10 @@ def over_clients(
                 "pad the cohort to execution.padded_size"
             )
         mine = (rows, num_steps, level, reduce)
-        over = _over_devices(on_device, how, is_summed=reduce is not None)
+        over = over_devices.rows(on_device, how, is_summed=reduce is not None)
         return over(mine, shared, local)
 
     return run
-
-
-def _over_devices(
-    on_device: Callable[[Any, Any, Any], Any],
-    how: execution.Execution,
-    *,
-    is_summed: bool,
-) -> Callable[[Any, Any, Any], Any]:
-    """Maps a function of a device's rows over all devices.
-
-    Args:
-        on_device: `(mine, shared, local) -> out`, leaves [C / D, ...], and [...] of
-            `local`.
-        how: The D devices, and whether each has its own clients' private rows.
-        is_summed: Whether `out` is `(kept, part of a sum)`.
-
-    Returns:
-        `(every, shared, local) -> out` with `every` and `out` leaves [C, ...] (a sum
-        [...]) and `local` [D, ...].
-    """
-
-    mesh, stays = how.mesh, how.shares_rows
-
-    def one(every: Any, shared: Any, local: Any) -> Any:
-        mine = every if mesh is None or stays else _part_of_device(every, mesh)
-        local = jax.tree.map(lambda leaf: leaf[0], local)
-        out = on_device(mine, shared, local)
-        if mesh is None:
-            return out
-        kept = out[0] if is_summed else out
-        if not stays:
-            kept = jax.lax.all_gather(kept, "clients", tiled=True)
-        return (kept, _summed(out[1], mesh)) if is_summed else kept
-
-    if mesh is None:
-        return one
-    by_device, everywhere = PartitionSpec("clients"), PartitionSpec()
-    of_rows = by_device if stays else everywhere
-    return jax.shard_map(
-        one,
-        mesh=mesh,
-        in_specs=(of_rows, everywhere, by_device),
-        out_specs=(of_rows, everywhere) if is_summed else of_rows,
-        check_vma=False,
-    )
-
-
-def _part_of_device(rows: Any, mesh: jax.sharding.Mesh) -> Any:
-    """This device's rows of leaves [C, ...]."""
-    index = jax.lax.axis_index("clients")
-
-    def part(leaf: jax.Array) -> jax.Array:
-        size = leaf.shape[0] // mesh.size
-        return jax.lax.dynamic_slice_in_dim(leaf, index * size, size)
-
-    return jax.tree.map(part, rows)
-
-
-def _summed(parts: Any, mesh: jax.sharding.Mesh) -> Any:
-    """The sum over devices, on CPUs in their order, whichever processes have them.
-
-    On the CPUs of several processes the order of `psum` would depend on how these are
-    connected. Sums that an algorithm takes over rows that stay on their devices have
-    XLA's order.
-    """
-    if mesh.devices.flat[0].platform != "cpu" or jax.process_count() == 1:
-        return jax.lax.psum(parts, "clients")
-    every = jax.lax.all_gather(parts, "clients")
-    return jax.tree.map(lambda leaf: leaf.sum(0), every)
 
 
 def _in_turn(on_chunk: Callable[[Any], Any], parts: Any, *, is_summed: bool) -> Any:

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jax.experimental import layout
 
-from fedjax_pfl import each_client, execution, rng, stacked, types
+from fedjax_pfl import each_client, execution, over_devices, rng, stacked, types
 from fedjax_pfl import measures as measures_lib
 
 
@@ -197,31 +197,22 @@ def _answers(
     data: types.Data,
     rows: jax.Array,
     batch_size: int,
+    how: execution.Execution,
 ) -> tuple[Tally, jax.Array]:
     """`_scored` of one shared model on rows int32[U] of the example table."""
     batches = stacked.in_batches(rows, batch_size)
 
-    def step(index: jax.Array, carry: tuple[Tally, jax.Array]) -> Any:
-        (right, loss), differ = carry
-        one, apart = _scored(model, variables, data, batches[index])
-        right = right.at[:, index].set(one.right)
-        loss = jax.tree.map(lambda every, x: every.at[index].set(x), loss, one.loss)
-        return Tally(right, loss), differ.at[index].set(apart)
+    def one(index: jax.Array) -> tuple[Tally, jax.Array]:
+        (right, loss), differ = _scored(model, variables, data, batches[index])
+        return Tally(right.swapaxes(0, 1), loss), differ
 
-    like, _ = jax.eval_shape(
-        lambda batch: _scored(model, variables, data, batch), batches[0]
-    )
-    outputs, _, *sums = like.right.shape
-    right = jnp.zeros((outputs, *batches.shape, *sums), like.right.dtype)
-    loss = jax.tree.map(lambda x: jnp.zeros(batches.shape, x.dtype), like.loss)
     # Only real rows, since the table's length is rounded up with padding.
     num_batches = -(-(rows >= 0).sum() // batch_size)
-    first = Tally(right, loss), jnp.zeros_like(batches, bool)
-    (right, loss), differ = jax.lax.fori_loop(0, num_batches, step, first)
-    size = rows.shape[0]
-    right = right.reshape(outputs, -1, *sums)[:, :size]
-    loss = jax.tree.map(lambda x: x.reshape(-1)[:size], loss)
-    return Tally(right, loss), differ.reshape(-1)[:size]
+    found = over_devices.batches(one, len(batches), how, num_batches)
+    (right, loss), differ = jax.tree.map(
+        lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[: len(rows)], found
+    )
+    return Tally(right.swapaxes(0, 1), loss), differ
 
 
 def sampled_clients(key: jax.Array, num_clients: int, num_sampled: int) -> jax.Array:
@@ -286,7 +277,8 @@ def count_correct(
         # then the same leaves of the state, which the identity of tracers shows.
         name = model, tuple(id(leaf) for leaf in jax.tree.leaves(variables))
         if name not in remembered:
-            found = _answers(model, variables, data, test.row, scoring.batch_size)
+            size = scoring.batch_size
+            found = _answers(model, variables, data, test.row, size, how)
             # Kept with its variables, since a freed leaf's identity may be reused.
             remembered[name] = variables, found
         return remembered[name][1]
@@ -305,7 +297,7 @@ def count_correct(
         }
         if scoring.has_train:
             first, rows = next(iter(models.values())), data.partition.train.row
-            (right, _), _ = _answers(*first, data, rows, scoring.batch_size)
+            (right, _), _ = _answers(*first, data, rows, scoring.batch_size, how)
             out["train"] = _summed(right[-1]), (rows >= 0).sum()
     scored = jnp.zeros(0, jnp.int32)
     if scoring.num_scored:
@@ -428,7 +420,11 @@ def _measured(
         union, size = (test.row >= 0).sum(), scoring.batch_size
         where = jnp.zeros((), jnp.int32), union, size, -(-union // size)
         of_union = measured_on(test.row.shape[0])
-        out["server"] = _sums_from(model, variables, data, *where, of_union)
+
+        def sums(variables: types.Variables) -> Any:
+            return _sums_from(model, variables, data, *where, of_union)
+
+        out["server"] = over_devices.once(sums, how, variables)
     own = None
     for group in served:
         number = _numbers(group, num_rows)

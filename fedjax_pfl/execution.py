@@ -63,7 +63,9 @@ class Setting(NamedTuple):
         platform: The kind of the devices that will run the program, of a `target` too.
         models: Models of equal shapes that are computed side by side, in one vmapped
             axis or several: clients of a chunk, lanes, seeds, points of a sweep.
-        form: The form of all convolutions, to measure it, "" = by their shapes.
+        form: The form of all convolutions, "" = by their shapes. With one, nothing that
+            is traced depends on how many models there are, or on the platform of an
+            `Execution`.
         owners: The devices that share out the private rows, None = each has all.
     """
 
@@ -93,9 +95,9 @@ def side_by_side(how: Execution, count: int) -> contextlib.AbstractContextManage
 
     Inside another one the counts multiply. On a CPU it does nothing.
     """
-    if how.platform == "cpu":
-        return contextlib.nullcontext()
     outer = setting()
+    if how.platform == "cpu" or outer.form:
+        return contextlib.nullcontext()
     return traced_in(outer._replace(platform=how.platform, models=count * outer.models))
 
 

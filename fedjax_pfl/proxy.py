@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl import each_client, local_training, options, rng, stacked, types
+from fedjax_pfl import (
+    each_client,
+    execution,
+    local_training,
+    options,
+    over_devices,
+    rng,
+    stacked,
+    types,
+)
 
 
 def batches(data: types.Data, batch_size: int) -> jax.Array:
@@ -48,11 +57,13 @@ def outputs(
     batches: jax.Array,
     *,
     key: jax.Array | None = None,
+    how: execution.Execution | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Logits f32[n, B, Y] and embeddings f32[n, B, D] on batches of rows int32[n, B].
 
     They are computed in eval mode, or with a `key` in train mode, so that the outputs
-    contain dropout noise.
+    contain dropout noise. With `how`, as for the server's model, devices share the
+    batches; a client's model has one device.
     """
 
     def one(index: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -62,7 +73,7 @@ def outputs(
             mode["key"] = jax.random.fold_in(key, index)
         return logits_and_embedding(model, variables, image, **mode)[:2]
 
-    return jax.lax.map(one, jnp.arange(batches.shape[0]))
+    return over_devices.batches(one, len(batches), how or execution.Execution())
 
 
 def outputs_by_sample(
@@ -190,19 +201,25 @@ class ServerTraining:
 def train_server(
     hparams: Any,
     loss_fn: local_training.LossFn,
+    task: types.Task,
     state: types.RoundState,
     data: types.Data,
 ) -> types.Variables:
     """`state.server` after `server_epochs` over the proxy set.
 
-    `hparams` has the options of `ServerTraining` and a `batch_size`.
+    `hparams` has the options of `ServerTraining` and a `batch_size`. Devices compute it
+    as `over_devices.once` says.
     """
-    return fit(
-        loss_fn,
-        optax.sgd(hparams.server_lr),
-        state.server,
-        data=data,
-        batches=batches(data, hparams.batch_size),
-        epochs=hparams.server_epochs,
-        key=rng.stream(state.key, rng.Tag.SERVER, state.round),
-    )
+
+    def trained(start: types.Variables) -> types.Variables:
+        return fit(
+            loss_fn,
+            optax.sgd(hparams.server_lr),
+            start,
+            data=data,
+            batches=batches(data, hparams.batch_size),
+            epochs=hparams.server_epochs,
+            key=rng.stream(state.key, rng.Tag.SERVER, state.round),
+        )
+
+    return over_devices.once(trained, task.execution, state.server)

@@ -37,7 +37,9 @@ def suits(
     """
     lost = side - 1 - sum(forms.paddings(side, padding))
     has_windows = min(given[1:3]) - lost > 1
-    return setting.platform == "cpu" and not setting.form and side > 1 and has_windows
+    is_known = isinstance(given[3], int)  # not so in an export for any batch
+    is_cpu = setting.platform == "cpu" and not setting.form
+    return is_cpu and is_known and side > 1 and has_windows
 
 
 def convolve(h: jax.Array, kernel: jax.Array, padding: str) -> jax.Array:
@@ -72,13 +74,17 @@ def convolve(h: jax.Array, kernel: jax.Array, padding: str) -> jax.Array:
         for a, b in itertools.product(range(2), repeat=2)
     )
     seen = _cut.bind(h, places=places, size=(height, width * batch))
-    out = forms.product(kernel, seen).reshape(kernel.shape[-1], 4, -1)
-    return _largest(out).reshape(-1, height, width, batch)
+    out = forms.product(kernel, seen)
+    largest = _largest(out.reshape(len(out), 4, height * width * batch))
+    return largest.reshape(len(out), height, width, batch)
 
 
 @jax.custom_jvp
 def _largest(h: jax.Array) -> jax.Array:
-    """float[O, 4, N] -> float[O, N], with the gradient of `jnp.max`."""
+    """float[O, 4, N] -> float[O, N], with the gradient of `jnp.max`.
+
+    NaN, which equals nothing, gets no gradient.
+    """
     # XLA keeps the result of a reduction, and would compute another maximum anew.
     return h.max(1)
 
@@ -169,7 +175,11 @@ def _primitive(name: str, fn: Any, num_axes: int, shape_of: Any) -> core.Primiti
     def batched(args: Any, axes: Any, **params: Any) -> tuple[jax.Array, int]:
         return made.bind(jnp.moveaxis(args[0], axes[0], 0), **params), 0
 
-    made.def_impl(lambda h, **params: jax.jit(functools.partial(computed, **params))(h))
+    @functools.lru_cache(maxsize=64)
+    def jitted(**params: Any) -> Any:
+        return jax.jit(functools.partial(computed, **params))
+
+    made.def_impl(lambda h, **params: jitted(**params)(h))
     made.def_abstract_eval(shaped)
     batching.primitive_batchers[made] = batched
     mlir.register_lowering(made, mlir.lower_fun(computed, multiple_results=False))

@@ -3,7 +3,8 @@
 It is made of the jaxprs and constants of custom models, optimizers, metrics and
 algorithms (`fingerprint.of`), so that an edited closure, global constant, helper or
 base class is another run, and a comment is not. All is traced as on one device, client
-after client, so that devices, chunks and lanes do not matter.
+after client, with one form of the convolutions, so that platforms, devices, chunks and
+lanes do not matter.
 """
 
 import functools
@@ -26,6 +27,7 @@ from fedjax_pfl import program as program_lib
 from launch.run.given import Settings
 
 _ROWS = 8  # of a batch of an evaluation that is traced
+_SETTING = execution.Setting(form="patches")
 
 
 @functools.cache
@@ -62,9 +64,9 @@ def of_model(model: types.Model, shape: tuple[int, ...]) -> str:
 
     parts = [
         repr((model.stage_names, model.has_exits, model.takes)),
-        fingerprint.of(model.init, key, example),
-        fingerprint.of(answer, *first, example),
-        fingerprint.of(trained, *first, example, key, gradient=True),
+        _traced(model.init, key, example),
+        _traced(answer, *first, example),
+        _traced(trained, *first, example, key, gradient=True),
     ]
     if model.at_width is not None:
         parts.append(of_model(model.at_width(0.5, 0.5), shape))
@@ -86,7 +88,7 @@ def of_measures(every: tuple[measures.Measure, ...], num_classes: int) -> str:
     kinds = ((4, num_classes), np.float32), ((4,), np.int32), ((4,), np.bool_)
     batch = [jax.ShapeDtypeStruct(*one) for one in kinds]
     own = [one for one in every if one.given is not None]
-    return _joined([f"{m.name} {fingerprint.of(m.sums, *batch)}" for m in own])
+    return _joined([f"{m.name} {_traced(m.sums, *batch)}" for m in own])
 
 
 def of_others(
@@ -120,7 +122,7 @@ def _of_optimizer(given: optimizer.Custom) -> str:
         state = tx.init(params)
         return state, tx.update(grads, state, params)
 
-    return fingerprint.of(step, 0.1, optimizer.PROBE, optimizer.PROBE)
+    return _traced(step, 0.1, optimizer.PROBE, optimizer.PROBE)
 
 
 def of_algorithm(
@@ -156,9 +158,9 @@ def of_algorithm(
     state = jax.eval_shape(first, tables, key)
     parts = [
         repr((method.plans, method.peers, method.messages, method.ships_proxy)),
-        fingerprint.of(first, tables, key),
-        fingerprint.of(method.round, state, planner.cohort(0, 0), tables),
-        fingerprint.of(score, state, planner.drawn(0, 1), tables),
+        _traced(first, tables, key),
+        _traced(method.round, state, planner.cohort(0, 0), tables),
+        _traced(score, state, planner.drawn(0, 1), tables),
     ]
     return _joined(parts)
 
@@ -167,6 +169,12 @@ def sha256(parts: Mapping[str, str]) -> str:
     """One hash of those of custom objects by the option's name, "" of none."""
     found = {name: value for name, value in sorted(parts.items()) if value}
     return _joined([repr(found)]) if found else ""
+
+
+def _traced(*given: Any, **kwargs: Any) -> str:
+    """`fingerprint.of`, equal on all platforms."""
+    with execution.traced_in(_SETTING):
+        return fingerprint.of(*given, **kwargs)
 
 
 def _joined(texts: list[str]) -> str:

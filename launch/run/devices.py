@@ -20,6 +20,12 @@ from launch.run import target as targets
 
 # Clients with fewer bytes of parameters are computed several at a time on a CPU.
 SMALL_MODEL_BYTES = 50_000
+# Seconds for which a CPU's device waits for another one. XLA ends the process after 40,
+# and the clients of one device may take a minute longer than those of another.
+PATIENCE = {
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 10**6,
+    "xla_cpu_collective_call_terminate_timeout_seconds": 10**6,
+}
 CACHE_BYTES = 4 << 30
 CACHE_MIN_SECONDS = 0.2
 
@@ -27,16 +33,19 @@ CACHE_MIN_SECONDS = 0.2
 def begin(distributed: str) -> None:
     """Sets up XLA and joins the processes, before the first computation.
 
-    XLA may use 512-bit vectors on CPUs that have them, and each core is a device that
-    `--devices` may take, unless XLA_FLAGS decides it.
+    XLA may use 512-bit vectors on CPUs that have them, each core is a device, and a
+    device may wait long for another one, unless XLA_FLAGS decides it.
 
     Raises:
         ValueError: one line about `distributed`.
     """
-    flag, given = "xla_cpu_prefer_vector_width", os.environ.get("XLA_FLAGS", "")
-    if flag not in given and "avx512f" in _cpuinfo():
-        os.environ["XLA_FLAGS"] = f"{given} --{flag}=512".strip()
-    if not distributed:
+    flags = dict(PATIENCE)
+    if "avx512f" in _cpuinfo():
+        flags["xla_cpu_prefer_vector_width"] = 512
+    given = os.environ.get("XLA_FLAGS", "")
+    new = [f"--{name}={value}" for name, value in flags.items() if name not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *new]).strip()
+    if not distributed and not jax.distributed.is_initialized():
         cores_are_devices()
     processes.start(distributed)
 
@@ -54,14 +63,32 @@ def cores_are_devices() -> bool:
     if is_decided or jax.config.jax_num_cpu_devices > 0:
         return False
     try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        cores = os.cpu_count() or 1
-    try:
-        jax.config.update("jax_num_cpu_devices", cores)
+        jax.config.update("jax_num_cpu_devices", _usable_cores())
     except RuntimeError:
         return False
     return True
+
+
+def _usable_cores() -> int:
+    """The cores that this process may use, by its affinity and its cgroup's quota."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        return os.cpu_count() or 1
+    for quota, period in (
+        ("cpu.max", ""),
+        ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"),
+    ):
+        try:
+            found = pathlib.Path("/sys/fs/cgroup", quota).read_text().split()
+            if period:
+                found += pathlib.Path("/sys/fs/cgroup", period).read_text().split()
+            allowed = int(found[0]) // int(found[1])
+        except (OSError, ValueError, IndexError, ZeroDivisionError):
+            continue  # no such file, or "max"
+        if allowed >= 0:  # -1: no quota
+            cores = min(cores, max(allowed, 1))
+    return cores
 
 
 def _cpuinfo() -> str:
@@ -156,8 +183,8 @@ def execution(
         client_chunk: The given chunk, 0 = by backend: on a CPU one client at a time, or
             for tiny models as many as make about 80 examples a step; on an accelerator
             the cheapest chunk (`plan.choose_chunk`).
-        num_devices: Devices that share the clients, 0 = all, or one with all cores of a
-            CPU.
+        num_devices: Devices that share the clients, 0 = all, or of a CPU's cores as
+            many as a round has clients.
         clients_per_round: Clients of a cohort.
         model_bytes: Size of one client's parameters.
         batch_size: Examples of one client's step.
@@ -183,16 +210,21 @@ def execution(
             f"--devices={num_devices}: {present} present "
             f"({target or jax.default_backend()})"
         )
-    is_cpu = not target and jax.default_backend() == "cpu"
-    is_one = bool(target) or (is_cpu and cores_are_devices())
-    count = num_devices or (1 if is_one else present)
+    is_accelerator = chooses(emulate, target)
+    is_alone = not target and jax.process_count() == 1
+    has_cores = is_alone and jax.default_backend() == "cpu" and cores_are_devices()
+    count = num_devices or present
+    if not num_devices and (target or (has_cores and is_accelerator)):
+        count = 1
+    elif not num_devices and has_cores:
+        count = min(present, clients_per_round)
     if not target and count < present and jax.process_count() > 1:
         raise ValueError(
             f"--devices={num_devices}: all {present} devices of {jax.process_count()} "
             "processes take part; omit it"
         )
     per_device, dealt_to = -(-clients_per_round // count), 1 if by_owner else count
-    is_accelerator, step_macs = chooses(emulate, target), batch_size * macs
+    step_macs = batch_size * macs
     chunk = client_chunk
     if not chunk and is_accelerator:
         chunk, _ = plan.choose_chunk(

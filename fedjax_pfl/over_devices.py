@@ -1,0 +1,156 @@
+"""Work shared out over the devices of a mesh: rows of clients, batches, server steps.
+
+Within each function there is no communication until its end. Without a mesh the one
+device computes all of it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from fedjax_pfl import execution
+
+_MINE, _ALL = PartitionSpec("clients"), PartitionSpec()
+
+
+def rows(
+    on_device: Callable[[Any, Any, Any], Any],
+    how: execution.Execution,
+    *,
+    is_summed: bool,
+) -> Callable[[Any, Any, Any], Any]:
+    """Maps a function of a device's rows over all devices.
+
+    Args:
+        on_device: `(mine, shared, local) -> out`, leaves [C / D, ...], and [...] of
+            `local`.
+        how: The D devices, and whether each has its own clients' private rows.
+        is_summed: Whether `out` is `(kept, part of a sum)`.
+
+    Returns:
+        `(every, shared, local) -> out` with `every` and `out` leaves [C, ...] (a sum
+        [...]) and `local` [D, ...].
+    """
+    mesh, stays = how.mesh, how.shares_rows
+
+    def one(every: Any, shared: Any, local: Any) -> Any:
+        mine = every if mesh is None or stays else _part_of_device(every, mesh)
+        local = jax.tree.map(lambda leaf: leaf[0], local)
+        out = on_device(mine, shared, local)
+        if mesh is None:
+            return out
+        kept = out[0] if is_summed else out
+        if not stays:
+            kept = jax.lax.all_gather(kept, "clients", tiled=True)
+        return (kept, _summed(out[1], mesh)) if is_summed else kept
+
+    if mesh is None:
+        return one
+    of_rows = _MINE if stays else _ALL
+    return jax.shard_map(
+        one,
+        mesh=mesh,
+        in_specs=(of_rows, _ALL, _MINE),
+        out_specs=(of_rows, _ALL) if is_summed else of_rows,
+        check_vma=False,
+    )
+
+
+def batches(
+    one: Callable[[jax.Array], Any],
+    size: int,
+    how: execution.Execution,
+    count: jax.Array | None = None,
+) -> Any:
+    """`one` of each index, as `jax.lax.map` has it, in turn over the devices.
+
+    Args:
+        one: int32[] to leaves [...]: a forward pass of a batch, for instance.
+        size: n, the indices.
+        how: The devices.
+        count: int32[], traced: only so many are computed, None = all. The others are 0.
+
+    Returns:
+        Leaves [n, ...].
+    """
+    devices, mesh = how.num_devices, how.mesh
+    each = -(-size // devices)
+    like = jax.eval_shape(one, jnp.int32(0))
+    count = jnp.int32(size) if count is None else count
+
+    def on_device(count: jax.Array) -> Any:
+        place = 0 if mesh is None else jax.lax.axis_index("clients")
+        zeros = jax.tree.map(lambda x: jnp.zeros((each, *x.shape), x.dtype), like)
+
+        def step(index: jax.Array, out: Any) -> Any:
+            found = one(index * devices + place)
+            return jax.tree.map(lambda every, x: every.at[index].set(x), out, found)
+
+        out = jax.lax.fori_loop(
+            0, (count - place + devices - 1) // devices, step, zeros
+        )
+        if mesh is None:
+            return out
+        every = jax.lax.all_gather(out, "clients", axis=1)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:size], every)
+
+    if mesh is None:
+        return on_device(count)
+    shared = jax.shard_map(
+        on_device, mesh=mesh, in_specs=_ALL, out_specs=_ALL, check_vma=False
+    )
+    return shared(count)
+
+
+def once(fn: Callable[[Any], Any], how: execution.Execution, given: Any) -> Any:
+    """`fn(given)`, steps that follow one another: of the server, for instance.
+
+    The devices of a CPU are its cores. There the first computes it with all cores and
+    the others wait, since to compute it on each would take as long as on one core.
+    Every other device computes it.
+    """
+    mesh = how.mesh
+    if mesh is None or how.platform != "cpu" or jax.process_count() > 1:
+        return fn(given)
+
+    def on_device(given: Any) -> Any:
+        like = jax.eval_shape(fn, given)
+
+        def nothing(_: Any) -> Any:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+        is_first = jax.lax.axis_index("clients") == 0
+        out = jax.lax.cond(is_first, fn, nothing, given)
+        return jax.lax.psum(out, "clients")
+
+    shared = jax.shard_map(
+        on_device, mesh=mesh, in_specs=_ALL, out_specs=_ALL, check_vma=False
+    )
+    return shared(given)
+
+
+def _part_of_device(rows: Any, mesh: jax.sharding.Mesh) -> Any:
+    """This device's rows of leaves [C, ...]."""
+    index = jax.lax.axis_index("clients")
+
+    def part(leaf: jax.Array) -> jax.Array:
+        size = leaf.shape[0] // mesh.size
+        return jax.lax.dynamic_slice_in_dim(leaf, index * size, size)
+
+    return jax.tree.map(part, rows)
+
+
+def _summed(parts: Any, mesh: jax.sharding.Mesh) -> Any:
+    """The sum over devices, on CPUs in their order, whichever processes have them.
+
+    On the CPUs of several processes the order of `psum` would depend on how these are
+    connected. Sums that an algorithm takes over rows that stay on their devices have
+    XLA's order.
+    """
+    if mesh.devices.flat[0].platform != "cpu" or jax.process_count() == 1:
+        return jax.lax.psum(parts, "clients")
+    every = jax.lax.all_gather(parts, "clients")
+    return jax.tree.map(lambda leaf: leaf.sum(0), every)
