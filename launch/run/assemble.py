@@ -232,7 +232,8 @@ def assemble(
     may_share = getattr(entry, "shares_rows", False)
     if config.client_state == "device" and how.mesh and may_share:
         make = functools.partial(entry.make, first)
-        if residence.can_be_shared(make, first, task, data):
+        row_bytes = residence.bytes_to_share(make, first, task, data)
+        if row_bytes > devices.copied_row_bytes(config.emulate, target):
             how = execution_with(config.lanes if how.lanes else "0", how.num_devices)
             how = how._replace(shares_rows=True)
             layout = owners.Layout(config.num_clients, how.num_devices)

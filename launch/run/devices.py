@@ -26,6 +26,9 @@ PATIENCE = {
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": 10**6,
     "xla_cpu_collective_call_terminate_timeout_seconds": 10**6,
 }
+# Private rows of more bytes are shared out over the cores of a CPU, where each device
+# has a copy of smaller ones: any of them may then train any client.
+COPIED_ROW_BYTES = 256 << 20
 CACHE_BYTES = 4 << 30
 CACHE_MIN_SECONDS = 0.2
 
@@ -162,6 +165,23 @@ def chooses(emulate: str, target: str) -> bool:
     return emulates or jax.default_backend() != "cpu"
 
 
+def _are_cores(emulate: str, target: str) -> bool:
+    """Whether the devices of a run are the cores that one process may use."""
+    is_here = not chooses(emulate, target) and jax.process_count() == 1
+    return is_here and cores_are_devices()
+
+
+def _is_emulated_on_cores(emulate: str) -> bool:
+    """Whether a CPU's cores, which do nothing else, stand for one accelerator."""
+    is_cpu = jax.default_backend() == "cpu" and jax.process_count() == 1
+    return bool(emulate) and is_cpu and cores_are_devices()
+
+
+def copied_row_bytes(emulate: str, target: str) -> int:
+    """The bytes of private rows of which each device has a copy, 0 = of none."""
+    return COPIED_ROW_BYTES if _are_cores(emulate, target) else 0
+
+
 def execution(
     client_chunk: int,
     num_devices: int,
@@ -210,14 +230,11 @@ def execution(
             f"--devices={num_devices}: {present} present "
             f"({target or jax.default_backend()})"
         )
-    is_accelerator = chooses(emulate, target)
-    is_alone = not target and jax.process_count() == 1
-    has_cores = is_alone and jax.default_backend() == "cpu" and cores_are_devices()
-    count = num_devices or present
-    if not num_devices and (target or (has_cores and is_accelerator)):
-        count = 1
-    elif not num_devices and has_cores:
+    is_accelerator, count = chooses(emulate, target), num_devices or present
+    if not num_devices and _are_cores(emulate, target):
         count = min(present, clients_per_round)
+    elif not num_devices and (target or _is_emulated_on_cores(emulate)):
+        count = 1
     if not target and count < present and jax.process_count() > 1:
         raise ValueError(
             f"--devices={num_devices}: all {present} devices of {jax.process_count()} "

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from data import plan
-from fedjax_pfl import population, types
+from fedjax_pfl import population, shapes, types
 from fedjax_pfl import program as program_lib
 from launch.config import schema
 
@@ -87,11 +87,11 @@ def of_few(
     """
     given = f"--client_state={config.client_state}"
 
-    def shapes(task: types.Task) -> tuple[program_lib.Program, types.RoundState]:
+    def built(task: types.Task) -> tuple[program_lib.Program, types.RoundState]:
         program = build(task)
         return program, _first_state(program, data)
 
-    program, state = shapes(task)
+    program, state = built(task)
     kept = jax.tree.leaves(state.private)
     if _has_keys(kept):
         raise ValueError(
@@ -108,7 +108,7 @@ def of_few(
         most = cohort.client_id.size + cohort.peers.size
         count = population.num_residents(state, config.num_clients, most)
         task = task._replace(num_residents=count)
-        program, state = shapes(task)
+        program, state = built(task)
         is_grouped = not _has_rows(state, count)
     if is_grouped:
         raise ValueError(
@@ -118,16 +118,16 @@ def of_few(
     return task, program
 
 
-def can_be_shared(
+def bytes_to_share(
     make: Callable[[types.Task], types.Algorithm],
     hparams: Any,
     task: types.Task,
     data: types.Data,
-) -> bool:
-    """Whether each device may have the private rows of its own clients alone.
+) -> int:
+    """Bytes of one seed's private rows, if a device may have those of its own clients.
 
-    It may not where clients keep nothing, differ in architecture, read rows of peers,
-    or keep what depends on their number.
+    0 where it may not: clients keep nothing, differ in architecture, read rows of
+    peers, or keep what depends on their number.
 
     Args:
         make: The algorithm of a task.
@@ -137,7 +137,7 @@ def can_be_shared(
     """
     algorithm = make(task)
     if algorithm.by_architecture or algorithm.peers is not None:
-        return False
+        return 0
     # More rows than clients tell them from what has K entries for another reason.
     task = task._replace(num_residents=task.num_clients + 1)
     data = data.replace(partition=jax.tree.map(lambda leaf: leaf[0], data.partition))
@@ -145,7 +145,7 @@ def can_be_shared(
     state = jax.eval_shape(first, data, jax.eval_shape(lambda: jax.random.key(0)))
     kept = jax.tree.leaves(state.private)
     is_by_row = all(leaf.shape[:1] == (task.num_rows,) for leaf in kept)
-    return bool(kept) and is_by_row and not _has_keys(kept)
+    return 0 if _has_keys(kept) or not is_by_row else shapes.tree_bytes(kept)
 
 
 def _first_state(program: program_lib.Program, data: types.Data) -> types.RoundState:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import execution
-from models import forms, pooled, stages
+from models import forms, pooled, rows, stages
 
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
@@ -90,9 +90,13 @@ def test_pools_agree(form, size):
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
 @pytest.mark.parametrize("side", [2, 3, 4, 5])
-@pytest.mark.parametrize("size", [(6, 9), (8, 7)])
-def test_a_pool_in_one_layout_agrees(padding, side, size):
-    """Values and derivatives in both directions, of kernels of several clients."""
+@pytest.mark.parametrize(("size", "limit"), [((6, 9), 10**9), ((8, 7), 0)])
+def test_a_pool_in_one_layout_agrees(padding, side, size, limit, monkeypatch):
+    """Values and derivatives in both directions, of kernels of several clients.
+
+    Of patches at once, and row after row.
+    """
+    monkeypatch.setattr(rows, "PATCH_BYTES", limit)
     gen = np.random.default_rng(side)
     with jax.enable_x64(True):
         h = jnp.asarray(gen.normal(size=(3, 2, *size, 4)))

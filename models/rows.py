@@ -1,0 +1,333 @@
+"""A convolution row after row, and the windows of maps, as suits a CPU.
+
+Patches of all windows of a layer are many times larger than its input, and two clients
+on two cores wait for memory where theirs do not fit the caches. So each row of the
+result has its patches made, multiplied and forgotten, and they are made again for the
+gradient. Maps are split by the step between windows, with which every place of a window
+is a slice: a convolution of stride 2 has four maps, and so has a convolution of stride
+1 with the 2x2 pool after it (`models.pooled`), which has four parts.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+# Above so many bytes of patches a row at a time costs less than all at once.
+PATCH_BYTES = 2_000_000
+
+
+class Layout(NamedTuple):
+    """Where the windows of a layer are in its maps.
+
+    Attributes:
+        places: The map, the row and the column where the first window begins, of each
+            part [F] and place of a kernel [T].
+        size: The rows R of a part, and its columns L, which are width times batch.
+    """
+
+    places: tuple[tuple[tuple[int, int, int], ...], ...]
+    size: tuple[int, int]
+
+    @property
+    def patch_bytes(self) -> int:
+        """Bytes of the patches of one channel, of four bytes each."""
+        return 4 * len(self.places) * len(self.places[0]) * self.size[0] * self.size[1]
+
+    def windows(self) -> np.ndarray:
+        """int32[F * R, T, 3]: the map, row and column of each row of the result."""
+        first = np.array(self.places, np.int32)[:, None]
+        row = np.arange(self.size[0], dtype=np.int32)[:, None, None] * [0, 1, 0]
+        return (first + row).reshape(-1, *first.shape[2:]).astype(np.int32)
+
+
+def split(
+    h: jax.Array, side: int, step: int, pads: tuple[int, int], parts: int = 1
+) -> tuple[jax.Array, Layout]:
+    """The maps of which windows are slices, and where these begin.
+
+    Args:
+        h: float[C, H, W, B].
+        side: S, the side of the kernel.
+        step: The distance between windows.
+        pads: Rows of zeros before and after a map.
+        parts: Of each window so many rows and columns of the convolution are computed:
+            2 with a 2x2 pool.
+
+    Returns:
+        (float[step ** 2, C, rows, columns * B], the layout of `parts` ** 2 parts).
+    """
+    batch, before = h.shape[-1], pads[0]
+    reach = side + parts - 2
+    counts = [(n + sum(pads) - reach - 1) // step + 1 for n in h.shape[1:3]]
+    sizes = [count + reach // step for count in counts]
+    ends = [step * m - before - n for m, n in zip(sizes, h.shape[1:3], strict=True)]
+    zero = jnp.zeros((), h.dtype)
+    pad = [(0, 0, 0), *((before, end, 0) for end in ends), (0, 0, 0)]
+    h = jax.lax.pad(h, zero, pad).reshape(len(h), sizes[0], step, sizes[1], step, batch)
+    maps = h.transpose(2, 4, 0, 1, 3, 5).reshape(step**2, len(h), sizes[0], -1)
+    pairs = [*itertools.product(range(side), repeat=2)]
+    places = tuple(
+        tuple(
+            ((i + a) % step * step + (j + b) % step, (i + a) // step, (j + b) // step)
+            for i, j in pairs
+        )
+        for a, b in itertools.product(range(parts), repeat=2)
+    )
+    places = tuple(tuple((m, i, j * batch) for m, i, j in part) for part in places)
+    return maps, Layout(places, (counts[0], counts[1] * batch))
+
+
+def convolve(
+    h: jax.Array, kernel: jax.Array, stride: int, pads: tuple[int, int]
+) -> jax.Array:
+    """The convolution, row after row.
+
+    Args:
+        h: float[C, H, W, B].
+        kernel: float[S, S, C, O].
+        stride: The distance between windows.
+        pads: Rows of zeros before and after a map.
+
+    Returns:
+        float[O, H', W', B].
+    """
+    maps, layout = split(h, len(kernel), stride, pads)
+    out = product(kernel.reshape(-1, kernel.shape[-1]), maps, layout)
+    height, length = layout.size
+    return out.reshape(len(out), height, length // max(h.shape[-1], 1), h.shape[-1])
+
+
+def product(kernel: jax.Array, maps: jax.Array, layout: Layout) -> jax.Array:
+    """The kernel times all windows of the maps: float[O, F, R, L].
+
+    Args:
+        kernel: float[T * C, O].
+        maps: float[P, C, rows, columns].
+        layout: The windows.
+    """
+    return _times.bind(kernel, maps, layout=layout)
+
+
+def _taken(
+    maps: jax.Array, windows: np.ndarray, index: jax.Array, size: tuple[int, int]
+) -> jax.Array:
+    """The windows `windows[index]` of maps side by side: float[T, C, *size]."""
+    numbers = jax.lax.GatherDimensionNumbers(
+        offset_dims=(1, 2, 3), collapsed_slice_dims=(0,), start_index_map=(0, 2, 3)
+    )
+    at, sizes = jnp.asarray(windows)[index], (1, maps.shape[1], *size)
+    return jax.lax.gather(maps, at, numbers, sizes, mode="promise_in_bounds")
+
+
+def _added(
+    total: jax.Array, given: jax.Array, windows: np.ndarray, index: jax.Array
+) -> jax.Array:
+    """`total` [P, C, rows, columns] plus float[T, C, *size] at `windows[index]`.
+
+    One place after another, since XLA's scatter is slow.
+    """
+    at, (_, *shape) = jnp.asarray(windows)[index], given.shape
+
+    def add(place: jax.Array, total: jax.Array) -> jax.Array:
+        one = jax.lax.dynamic_slice_in_dim(given, place, 1)
+        here = at[place, 0], jnp.int32(0), at[place, 1], at[place, 2]
+        old = jax.lax.dynamic_slice(total, here, (1, *shape))
+        return jax.lax.dynamic_update_slice(total, old + one, here)
+
+    return jax.lax.fori_loop(0, len(given), add, total)
+
+
+def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
+    """A product of matrices that sums in float32 at least."""
+    # A CPU has instructions for bfloat16 only where float32 is returned.
+    kind = jnp.float32 if a.dtype == jnp.bfloat16 else None
+    dims = (((axis_a,), (axis_b,)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=kind)
+
+
+def _forward(kernel: jax.Array, maps: jax.Array, *, layout: Layout) -> jax.Array:
+    """`product`."""
+    windows, (rows, length) = layout.windows(), layout.size
+
+    def fill(index: jax.Array, out: jax.Array) -> jax.Array:
+        seen = _taken(maps, windows, index, (1, length)).reshape(len(kernel), length)
+        one = _dot(kernel, seen, 0, 0).astype(out.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(out, one[:, None], index, 1)
+
+    first = jnp.zeros((kernel.shape[1], len(windows), length), maps.dtype)
+    out = jax.lax.fori_loop(0, len(windows), fill, first)
+    return out.reshape(len(out), -1, rows, length)
+
+
+def _of_kernel(g: jax.Array, maps: jax.Array, *, layout: Layout) -> jax.Array:
+    """What the kernel gets of `g` float[O, F, R, L]: float[T * C, O]."""
+    windows, length = layout.windows(), layout.size[1]
+    g = g.reshape(len(g), -1, length)
+    size = windows.shape[1] * maps.shape[1]
+
+    def add(index: jax.Array, total: jax.Array) -> jax.Array:
+        seen = _taken(maps, windows, index, (1, length)).reshape(size, length)
+        one = jax.lax.dynamic_index_in_dim(g, index, 1, keepdims=False)
+        return total + _dot(seen, one, 1, 1)
+
+    kind = jnp.promote_types(g.dtype, jnp.float32)
+    total = jax.lax.fori_loop(0, len(windows), add, jnp.zeros((size, len(g)), kind))
+    return total.astype(g.dtype)
+
+
+def _of_maps(
+    g: jax.Array, kernel: jax.Array, *, layout: Layout, shape: tuple[int, ...]
+) -> jax.Array:
+    """What the maps of `shape` get of `g` float[O, F, R, L]."""
+    windows, length = layout.windows(), layout.size[1]
+    g = g.reshape(len(g), -1, length)
+
+    def add(index: jax.Array, total: jax.Array) -> jax.Array:
+        one = jax.lax.dynamic_index_in_dim(g, index, 1, keepdims=False)
+        each = _dot(kernel, one, 1, 0).astype(g.dtype)
+        each = each.reshape(-1, shape[1], 1, length)
+        return _added(total, each, windows, index)
+
+    return jax.lax.fori_loop(0, len(windows), add, jnp.zeros(shape, g.dtype))
+
+
+def all_windows(maps: jax.Array, layout: Layout) -> jax.Array:
+    """The patches of all windows at once: float[T, C, F, R, L]."""
+    return _cut.bind(maps, layout=layout)
+
+
+def _whole(maps: jax.Array, *, layout: Layout) -> jax.Array:
+    """`all_windows`, part after part.
+
+    XLA would compute what comes before anew in every window if it were no loop.
+    """
+    first = np.array(layout.places, np.int32)
+    parts, count, _ = first.shape
+
+    def fill(part: jax.Array, out: jax.Array) -> jax.Array:
+        seen = _taken(maps, first, part, layout.size)
+        return jax.lax.dynamic_update_slice_in_dim(out, seen[:, :, None], part, 2)
+
+    whole = jnp.zeros((count, maps.shape[1], parts, *layout.size), maps.dtype)
+    return jax.lax.fori_loop(0, parts, fill, whole)
+
+
+def _total(g: jax.Array, *, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
+    """The transpose of `_whole`: adds windows to the maps [P, C, H, L] of `shape`."""
+    first = np.array(layout.places, np.int32)
+
+    def add(part: jax.Array, total: jax.Array) -> jax.Array:
+        one = jax.lax.dynamic_index_in_dim(g, part, 2, keepdims=False)
+        return _added(total, one, first, part)
+
+    return jax.lax.fori_loop(0, len(first), add, jnp.zeros(shape, g.dtype))
+
+
+def _primitive(
+    name: str,
+    fn: Callable[..., jax.Array],
+    num_axes: tuple[int, ...],
+    shape_of: Callable[..., tuple[int, ...]],
+) -> core.Primitive:
+    """A function, linear in each of its arrays, of any number of leading axes.
+
+    As a primitive it has derivatives in both directions, and its own transpose.
+
+    Args:
+        name: Its name in a jaxpr.
+        fn: The function of arrays without leading axes.
+        num_axes: Those of each array.
+        shape_of: `(*shapes, **params) -> shape` of the result without leading axes.
+    """
+    made = core.Primitive(name)
+
+    def computed(*given: jax.Array, **params: Any) -> jax.Array:
+        one = functools.partial(fn, **params)
+        for _ in range(given[0].ndim - num_axes[0]):
+            one = jax.vmap(one)
+        return one(*given)
+
+    def shaped(*given: Any, **params: Any) -> Any:
+        leading = given[0].shape[: len(given[0].shape) - num_axes[0]]
+        shape = shape_of(*(one.shape[len(leading) :] for one in given), **params)
+        return jax.core.ShapedArray((*leading, *shape), given[0].dtype)
+
+    def batched(given: Any, axes: Any, **params: Any) -> tuple[jax.Array, int]:
+        pairs = [*zip(given, axes, strict=True)]
+        (size,) = {x.shape[axis] for x, axis in pairs if axis is not None}
+        given = [
+            jnp.broadcast_to(x, (size, *x.shape))
+            if axis is None
+            else jnp.moveaxis(x, axis, 0)
+            for x, axis in pairs
+        ]
+        return made.bind(*given, **params), 0
+
+    @functools.lru_cache(maxsize=64)
+    def jitted(**params: Any) -> Any:
+        return jax.jit(functools.partial(computed, **params))
+
+    made.def_impl(lambda *given, **params: jitted(**params)(*given))
+    made.def_abstract_eval(shaped)
+    batching.primitive_batchers[made] = batched
+    mlir.register_lowering(made, mlir.lower_fun(computed, multiple_results=False))
+    return made
+
+
+_cut = _primitive(
+    "cut_windows",
+    _whole,
+    (4,),
+    lambda maps, *, layout: (
+        *(len(layout.places[0]), maps[1], len(layout.places)),
+        *layout.size,
+    ),
+)
+_add = _primitive("add_windows", _total, (5,), lambda _, *, layout, shape: shape)
+ad.deflinear2(
+    _cut, lambda g, h, **params: [_add.bind(g, shape=h.aval.shape[-4:], **params)]
+)
+ad.deflinear2(_add, lambda g, _, *, shape, **params: [_cut.bind(g, **params)])
+
+# The three derivatives of one function that is linear in the kernel, the maps and `g`
+_times = _primitive(
+    "rows_times_kernel",
+    _forward,
+    (2, 4),
+    lambda kernel, maps, *, layout: (kernel[1], len(layout.places), *layout.size),
+)
+_to_kernel = _primitive(
+    "rows_to_kernel",
+    _of_kernel,
+    (4, 4),
+    lambda g, maps, *, layout: (len(layout.places[0]) * maps[1], g[0]),
+)
+_to_maps = _primitive(
+    "rows_to_maps", _of_maps, (4, 2), lambda g, kernel, *, layout, shape: shape
+)
+ad.defbilinear(
+    _times,
+    lambda g, kernel, maps, *, layout: _to_kernel.bind(g, maps, layout=layout),
+    lambda g, kernel, maps, *, layout: _to_maps.bind(
+        g, kernel, layout=layout, shape=maps.aval.shape[-4:]
+    ),
+)
+ad.defbilinear(
+    _to_kernel,
+    lambda t, g, maps, *, layout: _times.bind(t, maps, layout=layout),
+    lambda t, g, maps, *, layout: _to_maps.bind(
+        g, t, layout=layout, shape=maps.aval.shape[-4:]
+    ),
+)
+ad.defbilinear(
+    _to_maps,
+    lambda t, g, kernel, *, layout, shape: _times.bind(kernel, t, layout=layout),
+    lambda t, g, kernel, *, layout, shape: _to_kernel.bind(g, t, layout=layout),
+)
