@@ -244,14 +244,22 @@ class Planner:
         drawn = [self._choose(seed, round) for seed in self._seeds]
         return [int(np.bincount(self._owners.device_of(c)).max()) for c in drawn]
 
+    def _work(self, seed_index: int, round: int) -> np.ndarray:
+        """int[D]: what each device computes in a round, in examples times levels."""
+        client, _, level = self._placed(seed_index, round)
+        work = self.owned(seed_index, client) * level
+        return work.reshape(self._devices, -1).sum(1)
+
     @property
     def balance(self) -> float:
-        """Clients of a round over those for which all devices wait, on average.
+        """What all devices compute in a round over what they could while they wait.
 
-        Each device waits for the one with the most clients: 1 without owners.
+        Each device waits for the one with most work, which with owners is counted in
+        clients, and else in examples times levels.
         """
         if self._owners is None:
-            return 1.0
+            work = np.stack([self._work(0, round) for round in range(SEEN_ROUNDS)])
+            return float(work.sum() / max(work.max(1).sum() * self._devices, 1))
         fullest = self._owned_by_fullest(self._owned_rounds)
         return float(self._clients_per_round / self._devices / fullest.mean())
 

@@ -11,6 +11,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
+# Smaller arrays are copied for each device.
+ALIGNED_BYTES = 1 << 16
+
 
 class Execution(NamedTuple):
     """How client rows are computed, which never changes what is computed.
@@ -206,6 +209,27 @@ def place(tree: Any, where: jax.sharding.Sharding) -> Any:
         return jax.random.wrap_key_data(out) if is_key else out
 
     return jax.tree.map(one, tree)
+
+
+def place_tables(tree: Any, how: Execution) -> Any:
+    """Arrays of the host that programs only read, on all devices.
+
+    The devices of a CPU read one array in the host's memory, and others have copies.
+    """
+    if how.num_devices > 1 and how.platform == "cpu" and jax.process_count() == 1:
+        tree = jax.tree.map(_aligned, tree)
+    return place(tree, replicated(how))
+
+
+def _aligned(leaf: Any) -> Any:
+    """An array where XLA reads it without a copy: at a multiple of 64 bytes."""
+    if not isinstance(leaf, np.ndarray) or leaf.nbytes < ALIGNED_BYTES:
+        return leaf
+    room = np.empty(leaf.nbytes + 64, np.uint8)
+    begin = -room.ctypes.data % 64
+    out = room[begin : begin + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape)
+    out[...] = leaf
+    return out
 
 
 def placed_shapes(tree: Any, where: jax.sharding.Sharding) -> Any:

@@ -192,7 +192,7 @@ class Simulation:
                 part = jax.tree.map(
                     lambda leaf, s=seeds_of: leaf[np.array(s)], data.partition
                 )
-                placed[seeds_of] = self._place(part)
+                placed[seeds_of] = execution_lib.place_tables(part, execution)
             values = [program.floats | dict(points[i % len(points)]) for i in own]
             floats = values[0]  # also of seeds that are vmapped
             if len(own) > 1 and len(points) > 1:

@@ -45,7 +45,9 @@ def _execute(experiment: build.Experiment, folder: workdir.Workdir) -> dict[str,
     say(
         f"{config.algo} on {config.dataset}: {config.num_clients} clients, "
         f"{config.clients_per_round} a round, {config.rounds} rounds, "
-        f"{config.num_seeds} seed(s) -> {folder.path}",
+        f"{config.num_seeds} seed(s), on "
+        f"{words.devices(experiment.task.execution.num_devices, devices.name())} -> "
+        f"{folder.path}",
         flush=True,
     )
     if config.resume and is_new:

@@ -3,10 +3,12 @@
 There small products wait for memory: patches, the pool and its gradient take more of a
 step than the multiplications. So the input is split once into its four parities, with
 which the four places of a pool's window are four slabs of every row of patches, and the
-pool is a maximum of slabs. What the pool leaves out is not computed. It agrees with
-`forms.patches` and `forms.pooled` up to the rounding of sums in another order.
+pool is a maximum of slabs. What the pool leaves out is not computed. Large layers are
+computed row after row (`models.rows`). It agrees with `forms.patches` and
+`forms.pooled` up to the rounding of sums in another order.
 """
 
+import itertools
 from typing import Any
 
 import jax
@@ -47,8 +49,8 @@ def convolve(h: jax.Array, kernel: jax.Array, padding: str) -> jax.Array:
     Returns:
         float[O, H' // 2, W' // 2, B] for a convolution of H' rows and W' columns.
     """
-    side, batch = kernel.shape[0], h.shape[-1]
-    maps, layout = rows.split(h, side, 2, forms.paddings(side, padding), parts=2)
+    batch = h.shape[-1]
+    maps, layout = _parities(h, len(kernel), padding)
     if layout.patch_bytes * len(h) > rows.PATCH_BYTES:
         matrix = kernel.reshape(-1, kernel.shape[-1])
         out = rows.product(matrix, maps, layout)
@@ -57,6 +59,33 @@ def convolve(h: jax.Array, kernel: jax.Array, padding: str) -> jax.Array:
     height, length = layout.size
     largest = _largest(out.reshape(len(out), 4, height * length))
     return largest.reshape(len(out), height, length // max(batch, 1), batch)
+
+
+def _parities(h: jax.Array, side: int, padding: str) -> tuple[jax.Array, rows.Layout]:
+    """The four parities of h float[C, H, W, B], and the windows of four parts in them.
+
+    Part 2 * a + b has the places (a, b) of all windows of the pool.
+
+    Returns:
+        (float[4, C, rows, columns * B], the layout).
+    """
+    batch, (before, after) = h.shape[-1], forms.paddings(side, padding)
+    counts = [(n + before + after - side + 1) // 2 for n in h.shape[1:3]]
+    sizes = [count + side // 2 for count in counts]
+    ends = [2 * m - before - n for m, n in zip(sizes, h.shape[1:3], strict=True)]
+    pads = [(0, 0, 0), *((before, end, 0) for end in ends), (0, 0, 0)]
+    h = jax.lax.pad(h, jnp.zeros((), h.dtype), pads)
+    h = h.reshape(len(h), sizes[0], 2, sizes[1], 2, batch).transpose(2, 4, 0, 1, 3, 5)
+    pairs = [*itertools.product(range(side), repeat=2)]
+    places = tuple(
+        tuple(
+            ((i + a) % 2 * 2 + (j + b) % 2, (i + a) // 2, (j + b) // 2 * batch)
+            for i, j in pairs
+        )
+        for a, b in itertools.product(range(2), repeat=2)
+    )
+    maps = h.reshape(4, h.shape[2], sizes[0], sizes[1] * batch)
+    return maps, rows.Layout(places, (counts[0], counts[1] * batch))
 
 
 @jax.custom_jvp

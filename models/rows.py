@@ -1,15 +1,11 @@
-"""A convolution row after row, and the windows of maps, as suits a CPU.
+"""Windows of maps times a kernel, all at once or row after row, as suits a CPU.
 
-Patches of all windows of a layer are many times larger than its input, and two clients
-on two cores wait for memory where theirs do not fit the caches. So each row of the
-result has its patches made, multiplied and forgotten, and they are made again for the
-gradient. Maps are split by the step between windows, with which every place of a window
-is a slice: a convolution of stride 2 has four maps, and so has a convolution of stride
-1 with the 2x2 pool after it (`models.pooled`), which has four parts.
+The patches of all windows are many times larger than the maps, and the clients on the
+cores of a CPU wait for memory where these do not fit its caches. Row after row, the
+patches of a row are made, multiplied and forgotten, and made again for the gradient.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,63 +41,6 @@ class Layout(NamedTuple):
         first = np.array(self.places, np.int32)[:, None]
         row = np.arange(self.size[0], dtype=np.int32)[:, None, None] * [0, 1, 0]
         return (first + row).reshape(-1, *first.shape[2:]).astype(np.int32)
-
-
-def split(
-    h: jax.Array, side: int, step: int, pads: tuple[int, int], parts: int = 1
-) -> tuple[jax.Array, Layout]:
-    """The maps of which windows are slices, and where these begin.
-
-    Args:
-        h: float[C, H, W, B].
-        side: S, the side of the kernel.
-        step: The distance between windows.
-        pads: Rows of zeros before and after a map.
-        parts: Of each window so many rows and columns of the convolution are computed:
-            2 with a 2x2 pool.
-
-    Returns:
-        (float[step ** 2, C, rows, columns * B], the layout of `parts` ** 2 parts).
-    """
-    batch, before = h.shape[-1], pads[0]
-    reach = side + parts - 2
-    counts = [(n + sum(pads) - reach - 1) // step + 1 for n in h.shape[1:3]]
-    sizes = [count + reach // step for count in counts]
-    ends = [step * m - before - n for m, n in zip(sizes, h.shape[1:3], strict=True)]
-    zero = jnp.zeros((), h.dtype)
-    pad = [(0, 0, 0), *((before, end, 0) for end in ends), (0, 0, 0)]
-    h = jax.lax.pad(h, zero, pad).reshape(len(h), sizes[0], step, sizes[1], step, batch)
-    maps = h.transpose(2, 4, 0, 1, 3, 5).reshape(step**2, len(h), sizes[0], -1)
-    pairs = [*itertools.product(range(side), repeat=2)]
-    places = tuple(
-        tuple(
-            ((i + a) % step * step + (j + b) % step, (i + a) // step, (j + b) // step)
-            for i, j in pairs
-        )
-        for a, b in itertools.product(range(parts), repeat=2)
-    )
-    places = tuple(tuple((m, i, j * batch) for m, i, j in part) for part in places)
-    return maps, Layout(places, (counts[0], counts[1] * batch))
-
-
-def convolve(
-    h: jax.Array, kernel: jax.Array, stride: int, pads: tuple[int, int]
-) -> jax.Array:
-    """The convolution, row after row.
-
-    Args:
-        h: float[C, H, W, B].
-        kernel: float[S, S, C, O].
-        stride: The distance between windows.
-        pads: Rows of zeros before and after a map.
-
-    Returns:
-        float[O, H', W', B].
-    """
-    maps, layout = split(h, len(kernel), stride, pads)
-    out = product(kernel.reshape(-1, kernel.shape[-1]), maps, layout)
-    height, length = layout.size
-    return out.reshape(len(out), height, length // max(h.shape[-1], 1), h.shape[-1])
 
 
 def product(kernel: jax.Array, maps: jax.Array, layout: Layout) -> jax.Array:

@@ -295,7 +295,8 @@ class Machine:
     )
     devices: int = option(
         0,
-        "devices that share the clients, 0 = all (of a CPU one, with all of its cores)",
+        "devices that share the clients, 0 = all; the cores of a CPU are devices, of "
+        "which a round has as many as clients at most",
         minimum=0,
         role=EXECUTION,
     )

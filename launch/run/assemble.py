@@ -275,8 +275,7 @@ def assemble(
         dict(zip(("dataset", "partition", "teacher"), hashes, strict=True)),
         "by the SHA-256 of its contents; give all processes the same data",
     )
-    where = execution.replicated(how)
-    placed = execution.place(data.replace(partition=None), where)
+    placed = execution.place_tables(data.replace(partition=None), how)
 
     def parts_with(
         how: types.Execution,

@@ -255,16 +255,22 @@ def table(summary: dict[str, Any]) -> str:
     # Summaries of earlier versions have no step counts.
     steps = summary.get("step_efficiency")
     of_steps = "" if steps is None else f"of steps {steps:.2f}, "
-    # It is 1 where clients go to any device.
+    # It is 1 on one device.
     balance = summary.get("device_balance", 1.0)
     of_devices = "" if balance == 1 else f" and of devices {balance:.2f}"
     lines.append(
         f"{summary['samples_per_second']:,.0f} samples/s, "
         f"{summary['client_updates_per_second']:.1f} client updates/s, compiled in "
         f"{summary['compile_seconds']:.0f} s, efficiency {of_steps}of padding "
-        f"{summary['padding_efficiency']:.2f}{of_devices}, on {summary['device']}"
+        f"{summary['padding_efficiency']:.2f}{of_devices}, on "
+        f"{devices(summary.get('num_devices', 1), summary['device'])}"
     )
     return "\n".join(lines)
+
+
+def devices(count: int, name: str) -> str:
+    """How many devices of which kind."""
+    return f"{count} devices ({name})" if count > 1 else name
 
 
 def summary_rule(summary: Mapping[str, Any]) -> str:
