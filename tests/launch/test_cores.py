@@ -1,4 +1,4 @@
-"""The cores of a CPU are devices where nobody decided how many it has."""
+"""The cores of a CPU are devices, unless XLA_FLAGS says how many there are."""
 
 import json
 import os
@@ -13,20 +13,26 @@ import numpy as np
 from launch import build
 given = json.loads(sys.argv[1])
 gen = np.random.default_rng(0)
-x, y = gen.normal(size=(96, 6)).astype("f4"), np.arange(96) % 3
+x, y = gen.normal(size=(96, 300)).astype("f4"), np.arange(96) % 3
 made = build.experiment(
     algo="fedper", preset="none", model="mlp", dataset=(x, y), partition="iid",
-    num_clients=8, clients_per_round=4, rounds=2, **given,
+    num_clients=8, rounds=2, **({"clients_per_round": 4} | given),
 )
 made.run(progress=False)
 import jax
 norms = [float(np.linalg.norm(one)) for one in jax.tree.leaves(made.state.server)]
-print(json.dumps([made.summary()["num_devices"], norms]))
+how, leaf = made.task.execution, made.data.image
+copies = {one.data.unsafe_buffer_pointer() for one in leaf.addressable_shards}
+print(json.dumps([how.num_devices, norms, how.shares_rows, len(copies)]))
 """
 
 
 def ran(flags="", **given):
-    """(the number of devices, norms of parameters) of a run in a process of its own."""
+    """What a run in a process of its own prints.
+
+    The number of devices, norms of parameters, whether private rows are shared out, and
+    the number of copies of the images.
+    """
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(given)]
     done = subprocess.run(
         command,
@@ -41,13 +47,16 @@ def ran(flags="", **given):
 
 @pytest.mark.slow
 def test_cores_are_devices():
-    """By default one device has all cores, and with --devices=2 two have one each."""
+    """By default all take part, at most as many as a round has clients."""
     cores = len(os.sched_getaffinity(0))
     if cores < 2:
         pytest.skip("needs two cores")
-    one, two = ran(), ran(devices=2)
-    assert (one[0], two[0]) == (1, 2)
-    assert one[1] == pytest.approx(two[1], rel=1e-5)
+    one, every = ran(devices=1), ran()
+    assert (one[0], every[0]) == (1, min(cores, 4))
+    assert one[1] == pytest.approx(every[1], rel=1e-5)
+    # Any core may train any client, and all read the same images.
+    assert every[2:] == [False, 1]
+    assert ran(clients_per_round=1)[0] == ran(emulate="accelerator")[0] == 1
     with pytest.raises(AssertionError, match=f"--devices=99: {cores} present"):
         ran(devices=99)
 
@@ -55,4 +64,5 @@ def test_cores_are_devices():
 @pytest.mark.slow
 def test_flags_of_xla_decide():
     """All devices that they make take part, as on an accelerator."""
-    assert ran("--xla_force_host_platform_device_count=3")[0] == 3
+    found = ran("--xla_force_host_platform_device_count=3")
+    assert (found[0], found[2]) == (3, True)
