@@ -69,12 +69,14 @@ class Setting(NamedTuple):
         form: The form of all convolutions, "" = by their shapes. With one, nothing that
             is traced depends on how many models there are, or on the platform of an
             `Execution`.
+        devices: The devices that compute at the same time.
         owners: The devices that share out the private rows, None = each has all.
     """
 
     platform: str = "cpu"
     models: int = 1
     form: str = ""
+    devices: int = 1
     owners: jax.sharding.Mesh | None = None
 
 
@@ -104,11 +106,15 @@ def side_by_side(how: Execution, count: int) -> contextlib.AbstractContextManage
     return traced_in(outer._replace(platform=how.platform, models=count * outer.models))
 
 
-def with_owners(how: Execution) -> contextlib.AbstractContextManager:
-    """A context for tracing a program whose state has rows as `how` places them."""
-    if not how.shares_rows:
+def over_devices(how: Execution) -> contextlib.AbstractContextManager:
+    """A context for tracing a program of the devices of `how`.
+
+    Its state has private rows as `how` places them.
+    """
+    if how.mesh is None:
         return contextlib.nullcontext()
-    return traced_in(setting()._replace(owners=how.mesh))
+    owners = how.mesh if how.shares_rows else None
+    return traced_in(setting()._replace(devices=how.num_devices, owners=owners))
 
 
 def padded_size(num_rows: int, execution: Execution) -> int:

@@ -117,12 +117,12 @@ def _over_variants(fn: Callable, how: types.Execution, *args: Any) -> Any:
         for arg, alone in zip(args, shared, strict=True)
     ]
     if all(shared):
-        with execution.with_owners(how), execution.side_by_side(how, 1):
+        with execution.over_devices(how), execution.side_by_side(how, 1):
             return jax.tree.map(lambda leaf: leaf[None], fn(*args))
     axes = tuple(None if one else 0 for one in shared)
     own = [arg for arg, alone in zip(args, shared, strict=True) if not alone]
     count = len(jax.tree.leaves(own)[0])
-    with execution.with_owners(how), execution.side_by_side(how, count):
+    with execution.over_devices(how), execution.side_by_side(how, count):
         return jax.vmap(fn, axes)(*args)
 
 

@@ -51,7 +51,7 @@ def convolve(h: jax.Array, kernel: jax.Array, padding: str) -> jax.Array:
     """
     batch = h.shape[-1]
     maps, layout = _parities(h, len(kernel), padding)
-    if layout.patch_bytes * len(h) > rows.PATCH_BYTES:
+    if rows.suits(layout.patch_bytes * len(h), execution.setting().devices):
         matrix = kernel.reshape(-1, kernel.shape[-1])
         out = rows.product(matrix, maps, layout)
     else:

@@ -3,6 +3,7 @@
 The patches of all windows are many times larger than the maps, and the clients on the
 cores of a CPU wait for memory where these do not fit its caches. Row after row, the
 patches of a row are made, multiplied and forgotten, and made again for the gradient.
+The products of a row are too small for several cores.
 """
 
 import functools
@@ -15,7 +16,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-# Above so many bytes of patches a row at a time costs less than all at once.
+# Above so many bytes of patches a core computes rows at less cost than all at once.
 PATCH_BYTES = 2_000_000
 
 
@@ -41,6 +42,16 @@ class Layout(NamedTuple):
         first = np.array(self.places, np.int32)[:, None]
         row = np.arange(self.size[0], dtype=np.int32)[:, None, None] * [0, 1, 0]
         return (first + row).reshape(-1, *first.shape[2:]).astype(np.int32)
+
+
+def suits(patch_bytes: int, devices: int) -> bool:
+    """Whether row after row costs less than all windows at once.
+
+    Args:
+        patch_bytes: Bytes of the patches of all windows.
+        devices: The devices that compute at the same time, each on a core of its own.
+    """
+    return devices > 1 and patch_bytes > PATCH_BYTES
 
 
 def product(kernel: jax.Array, maps: jax.Array, layout: Layout) -> jax.Array:

@@ -58,7 +58,7 @@ def test_take_and_put(on_devices):
     row = jax.device_put(row.astype(np.int32), where)
 
     def both(tree, row):
-        with execution.with_owners(how):
+        with execution.over_devices(how):
             taken = owners.take(tree, row)
             more = jax.tree.map(lambda leaf: leaf + 100, taken)
             return taken, owners.put(tree, row, more)

@@ -90,13 +90,13 @@ def test_pools_agree(form, size):
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
 @pytest.mark.parametrize("side", [2, 3, 4, 5])
-@pytest.mark.parametrize(("size", "limit"), [((6, 9), 10**9), ((8, 7), 0)])
-def test_a_pool_in_one_layout_agrees(padding, side, size, limit, monkeypatch):
+@pytest.mark.parametrize(("size", "is_by_row"), [((6, 9), False), ((8, 7), True)])
+def test_a_pool_in_one_layout_agrees(padding, side, size, is_by_row, monkeypatch):
     """Values and derivatives in both directions, of kernels of several clients.
 
     Of patches at once, and row after row.
     """
-    monkeypatch.setattr(rows, "PATCH_BYTES", limit)
+    monkeypatch.setattr(rows, "suits", lambda *_: is_by_row)
     gen = np.random.default_rng(side)
     with jax.enable_x64(True):
         h = jnp.asarray(gen.normal(size=(3, 2, *size, 4)))
@@ -165,3 +165,14 @@ def test_where_a_pool_comes_first(more, platform, form, is_used):
     with execution.traced_in(execution.Setting(platform, form=form)):
         text = str(jax.make_jaxpr(layer.init)(jax.random.key(0), x))
     assert ("cut_windows" in text) == is_used
+
+
+@pytest.mark.parametrize(
+    ("batch", "devices", "is_by_row"), [(40, 2, True), (40, 1, False), (2, 2, False)]
+)
+def test_large_layers_go_by_rows_on_each_core(batch, devices, is_by_row):
+    """14x14 maps of 32 channels have 12.5 KB of patches a channel and image."""
+    layer, x = stages.Conv(32, 5), jnp.ones((batch, 14, 14, 32))
+    with execution.traced_in(execution.Setting("cpu", devices=devices)):
+        text = str(jax.make_jaxpr(layer.init)(jax.random.key(0), x))
+    assert ("rows_times_kernel" in text) == is_by_row
