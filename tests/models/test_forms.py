@@ -171,7 +171,7 @@ def test_where_a_pool_comes_first(more, platform, form, is_used):
     ("batch", "devices", "is_by_row"), [(40, 2, True), (40, 1, False), (2, 2, False)]
 )
 def test_large_layers_go_by_rows_on_each_core(batch, devices, is_by_row):
-    """14x14 maps of 32 channels have 12.5 KB of patches a channel and image."""
+    """14x14 maps of 32 channels have 627 KB of patches an image."""
     layer, x = stages.Conv(32, 5), jnp.ones((batch, 14, 14, 32))
     with execution.traced_in(execution.Setting("cpu", devices=devices)):
         text = str(jax.make_jaxpr(layer.init)(jax.random.key(0), x))
