@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from launch.experiment import Experiment
@@ -29,9 +30,10 @@ def reference(experiment: Experiment) -> Callable[[int], float] | None:
     if not one_seed or (hparams.transfer, hparams.client_optimizer) != ("head", "adam"):
         return None
     model, tx = task.model, optax.adam(hparams.client_lr)
-    data = experiment.data.replace(
-        partition=jax.tree.map(lambda leaf: leaf[0], experiment.data.partition)
-    )
+    partition = jax.tree.map(lambda leaf: leaf[0], experiment.data.partition)
+    # On one device, with all cores of a CPU
+    data = jax.tree.map(np.asarray, experiment.data.replace(partition=None))
+    data = jax.tree.map(jnp.asarray, data.replace(partition=partition))
     example = jnp.zeros((1, *task.example_shape))
     start, stats = model.init(jax.random.key(0), example)
     shape = (task.num_examples + hparams.batch_size, task.num_classes)
@@ -42,8 +44,8 @@ def reference(experiment: Experiment) -> Callable[[int], float] | None:
         owned = data.partition.train
 
         def client(row):
-            client_id, steps = row
-            steps = steps.joined(position)
+            client_id, place = row
+            steps = plan.of_row(place)
             begin = owned.start[client_id]
 
             def step(index, carry):
@@ -77,8 +79,8 @@ def reference(experiment: Experiment) -> Callable[[int], float] | None:
             first_carry = (deep, tx.init(deep))
             return jax.lax.fori_loop(0, steps.num_steps, step, first_carry)[0]
 
-        rows, (position,) = plan.split()
-        return jax.lax.map(client, (cohort.client_id, rows))
+        every = jnp.arange(len(cohort.client_id))
+        return jax.lax.map(client, (cohort.client_id, every))
 
     @jax.jit
     def steps(cohort, data, start, teacher):
