@@ -295,8 +295,8 @@ class Machine:
     )
     devices: int = option(
         0,
-        "devices that share the clients, 0 = all; the cores of a CPU are devices, of "
-        "which a round has as many as clients at most",
+        "devices that share the clients, 0 = all; the cores of a CPU are devices, at "
+        "most as many as a round has clients, or one for 32 of tiny models",
         minimum=0,
         role=EXECUTION,
     )

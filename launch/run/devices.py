@@ -18,8 +18,10 @@ from fedjax_pfl import types
 from launch.run import processes
 from launch.run import target as targets
 
-# Clients with fewer bytes of parameters are computed several at a time on a CPU.
+# Clients with fewer bytes of parameters are computed several at a time on a CPU, and a
+# core for fewer of them than these costs more than it gains.
 SMALL_MODEL_BYTES = 50_000
+SMALL_CLIENTS = 32
 # Seconds for which a CPU's device waits for another one. XLA ends the process after 40,
 # and the clients of one device may take a minute longer than those of another.
 PATIENCE = {
@@ -203,8 +205,8 @@ def execution(
         client_chunk: The given chunk, 0 = by backend: on a CPU one client at a time, or
             for tiny models as many as make about 80 examples a step; on an accelerator
             the cheapest chunk (`plan.choose_chunk`).
-        num_devices: Devices that share the clients, 0 = all, or of a CPU's cores as
-            many as a round has clients.
+        num_devices: Devices that share the clients, 0 = all, or of a CPU's cores at
+            most as many as a round has clients, of tiny models one for 32 of them.
         clients_per_round: Clients of a cohort.
         model_bytes: Size of one client's parameters.
         batch_size: Examples of one client's step.
@@ -232,7 +234,8 @@ def execution(
         )
     is_accelerator, count = chooses(emulate, target), num_devices or present
     if not num_devices and _are_cores(emulate, target):
-        count = min(present, clients_per_round)
+        each = SMALL_CLIENTS if model_bytes < SMALL_MODEL_BYTES else 1
+        count = min(present, max(1, clients_per_round // each))
     elif not num_devices and (target or _is_emulated_on_cores(emulate)):
         count = 1
     if not target and count < present and jax.process_count() > 1:

@@ -270,7 +270,7 @@ def table(summary: dict[str, Any]) -> str:
 
 def devices(count: int, name: str) -> str:
     """How many devices of which kind."""
-    return f"{count} devices ({name})" if count > 1 else name
+    return f"{count} device{'s' * (count > 1)} ({name})"
 
 
 def summary_rule(summary: Mapping[str, Any]) -> str:

@@ -15,8 +15,8 @@ given = json.loads(sys.argv[1])
 gen = np.random.default_rng(0)
 x, y = gen.normal(size=(96, 300)).astype("f4"), np.arange(96) % 3
 made = build.experiment(
-    algo="fedper", preset="none", model="mlp", dataset=(x, y), partition="iid",
-    num_clients=8, rounds=2, **({"clients_per_round": 4} | given),
+    algo="fedper", preset="none", dataset=(x, y), partition="iid",
+    num_clients=8, rounds=2, **({"clients_per_round": 4, "model": "mlp"} | given),
 )
 made.run(progress=False)
 import jax
@@ -57,6 +57,8 @@ def test_cores_are_devices():
     # Any core may train any client, and all read the same images.
     assert every[2:] == [False, 1]
     assert ran(clients_per_round=1)[0] == ran(emulate="accelerator")[0] == 1
+    # A tiny model
+    assert ran(model="mlp", model_width=0.01)[0] == 1
     with pytest.raises(AssertionError, match=f"--devices=99: {cores} present"):
         ran(devices=99)
 
