@@ -389,8 +389,8 @@ def over_clients(
     devices share the rows by `shard_map`, so that the computation of the clients needs
     no communication. Where private rows are shared out, results stay on the devices of
     their clients, and what an algorithm sums over clients is summed by device first.
-    Else results are gathered at the end, and before and after it every device computes
-    the same.
+    Else results are gathered at the end, and before and after it all devices compute
+    the same, but for what `over_devices` shares out.
 
     Args:
         fns: `(row, shared, bound, local) -> out`, one for each level, or just one.

@@ -77,6 +77,8 @@ def batches(
         Leaves [n, ...].
     """
     devices, mesh = how.num_devices, how.mesh
+    if mesh is None and count is None:
+        return jax.lax.map(one, jnp.arange(size))
     each = -(-size // devices)
     like = jax.eval_shape(one, jnp.int32(0))
     count = jnp.int32(size) if count is None else count
@@ -116,20 +118,42 @@ def once(fn: Callable[[Any], Any], how: execution.Execution, given: Any) -> Any:
     if mesh is None or how.platform != "cpu" or jax.process_count() > 1:
         return fn(given)
 
+    def first(given: Any) -> Any:
+        return jax.tree.map(_as_numbers, fn(given))
+
     def on_device(given: Any) -> Any:
         like = jax.eval_shape(fn, given)
+        sent = jax.eval_shape(first, given)
 
         def nothing(_: Any) -> Any:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sent)
 
         is_first = jax.lax.axis_index("clients") == 0
-        out = jax.lax.cond(is_first, fn, nothing, given)
-        return jax.lax.psum(out, "clients")
+        out = jax.lax.psum(jax.lax.cond(is_first, first, nothing, given), "clients")
+        return jax.tree.map(_as_it_was, out, like)
 
     shared = jax.shard_map(
         on_device, mesh=mesh, in_specs=_ALL, out_specs=_ALL, check_vma=False
     )
     return shared(given)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _as_numbers(leaf: jax.Array) -> jax.Array:
+    """A leaf that can be summed: of keys their data, of bools integers."""
+    leaf = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    return leaf.astype(jnp.uint8) if leaf.dtype == bool else leaf
+
+
+def _as_it_was(leaf: jax.Array, like: Any) -> jax.Array:
+    """The inverse of `_as_numbers`."""
+    if _is_key(like):
+        impl = jax.random.key_impl(jnp.zeros(like.shape, like.dtype))
+        return jax.random.wrap_key_data(leaf, impl=impl)
+    return leaf.astype(like.dtype)
 
 
 def _part_of_device(rows: Any, mesh: jax.sharding.Mesh) -> Any:

@@ -50,24 +50,25 @@ def convolve(h: jax.Array, kernel: jax.Array, padding: str) -> jax.Array:
         float[O, H' // 2, W' // 2, B] for a convolution of H' rows and W' columns.
     """
     batch = h.shape[-1]
-    maps, layout = _parities(h, len(kernel), padding)
+    maps, layout, (height, width) = _parities(h, len(kernel), padding)
     if rows.suits(layout.patch_bytes * len(h), execution.setting().devices):
         matrix = kernel.reshape(-1, kernel.shape[-1])
         out = rows.product(matrix, maps, layout)
     else:
         out = forms.product(kernel, rows.all_windows(maps, layout))
-    height, length = layout.size
-    largest = _largest(out.reshape(len(out), 4, height * length))
-    return largest.reshape(len(out), height, length // max(batch, 1), batch)
+    largest = _largest(out.reshape(len(out), 4, height * width * batch))
+    return largest.reshape(len(out), height, width, batch)
 
 
-def _parities(h: jax.Array, side: int, padding: str) -> tuple[jax.Array, rows.Layout]:
+def _parities(
+    h: jax.Array, side: int, padding: str
+) -> tuple[jax.Array, rows.Layout, list[int]]:
     """The four parities of h float[C, H, W, B], and the windows of four parts in them.
 
     Part 2 * a + b has the places (a, b) of all windows of the pool.
 
     Returns:
-        (float[4, C, rows, columns * B], the layout).
+        (float[4, C, rows, columns * B], the layout, the rows and columns of the pool).
     """
     batch, (before, after) = h.shape[-1], forms.paddings(side, padding)
     counts = [(n + before + after - side + 1) // 2 for n in h.shape[1:3]]
@@ -85,7 +86,7 @@ def _parities(h: jax.Array, side: int, padding: str) -> tuple[jax.Array, rows.La
         for a, b in itertools.product(range(2), repeat=2)
     )
     maps = h.reshape(4, h.shape[2], sizes[0], sizes[1] * batch)
-    return maps, rows.Layout(places, (counts[0], counts[1] * batch))
+    return maps, rows.Layout(places, (counts[0], counts[1] * batch)), counts
 
 
 @jax.custom_jvp

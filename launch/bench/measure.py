@@ -74,6 +74,7 @@ def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
         "lanes": task.execution.lanes,
         "backend": jax.default_backend(),
         "device": devices.name(),
+        "num_devices": task.execution.num_devices,
     }
     if config.algo in references.PLAIN_STEPS:
         flops = _flops(task.client_models[0], task.example_shape)

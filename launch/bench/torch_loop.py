@@ -56,7 +56,8 @@ def net(torch: Any, params: tuple[Any, ...], padding: str) -> Any:
 
 def timed(torch: Any, given: dict[str, Any], padding: str, rounds: int) -> list[Any]:
     """(seconds, samples) of each round, the first of which warms up."""
-    experiment = build.experiment(**given, rounds=rounds + 1, eval_every=rounds + 1)
+    given |= {"rounds": rounds + 1, "eval_every": rounds + 1, "devices": 1}
+    experiment = build.experiment(**given)
     hparams, data = experiment.hparams, experiment.data
     image, label = data.gather(jnp.arange(len(data.label)))
     image = torch.tensor(np.asarray(image)).movedim(-1, 1).contiguous()

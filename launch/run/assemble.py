@@ -167,7 +167,7 @@ def assemble(
         steps = _typical_steps(config, used, batch_size, num_owners)
         return devices.execution(
             config.client_chunk,
-            config.devices,
+            num_owners if num_owners > 1 else config.devices,
             steps.shape[-1] * num_owners,
             model_bytes,
             batch_size,
@@ -233,7 +233,8 @@ def assemble(
     if config.client_state == "device" and how.mesh and may_share:
         make = functools.partial(entry.make, first)
         row_bytes = residence.bytes_to_share(make, first, task, data)
-        if row_bytes > devices.copied_row_bytes(config.emulate, target):
+        copies = config.num_seeds * len(points) * how.num_devices
+        if row_bytes * copies > devices.copied_row_bytes(config.emulate, target):
             how = execution_with(config.lanes if how.lanes else "0", how.num_devices)
             how = how._replace(shares_rows=True)
             layout = owners.Layout(config.num_clients, how.num_devices)

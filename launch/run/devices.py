@@ -28,9 +28,9 @@ PATIENCE = {
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": 10**6,
     "xla_cpu_collective_call_terminate_timeout_seconds": 10**6,
 }
-# Private rows of more bytes are shared out over the cores of a CPU, where each device
-# has a copy of smaller ones: any of them may then train any client.
-COPIED_ROW_BYTES = 256 << 20
+# Private rows of which all copies take more bytes are shared out over the cores of a
+# CPU, where each device has a copy of smaller ones and may train any client.
+COPIED_ROW_BYTES = 1 << 30
 CACHE_BYTES = 4 << 30
 CACHE_MIN_SECONDS = 0.2
 
@@ -179,8 +179,15 @@ def _is_emulated_on_cores(emulate: str) -> bool:
     return bool(emulate) and is_cpu and cores_are_devices()
 
 
+def _decided(target: str) -> str:
+    """Why a CPU's cores are not its devices, if they are not."""
+    if target or jax.default_backend() != "cpu" or cores_are_devices():
+        return ""
+    return "; XLA_FLAGS, jax_num_cpu_devices or an earlier computation decided it"
+
+
 def copied_row_bytes(emulate: str, target: str) -> int:
-    """The bytes of private rows of which each device has a copy, 0 = of none."""
+    """The bytes of all copies of private rows that devices may have, 0 = none."""
     return COPIED_ROW_BYTES if _are_cores(emulate, target) else 0
 
 
@@ -230,7 +237,7 @@ def execution(
     if num_devices > present:
         raise ValueError(
             f"--devices={num_devices}: {present} present "
-            f"({target or jax.default_backend()})"
+            f"({target or jax.default_backend()}){_decided(target)}"
         )
     is_accelerator, count = chooses(emulate, target), num_devices or present
     if not num_devices and _are_cores(emulate, target):

@@ -75,12 +75,14 @@ def kept(
 
 
 def state_bytes(state: types.RoundState, how: types.Execution) -> int:
-    """Bytes of a state in the memory of one device, from its shapes."""
-    # The devices of a CPU are all in the host's memory.
-    is_part = how.shares_rows and how.platform != "cpu"
-    of_clients = shapes.tree_bytes(state.private)
-    of_clients //= how.num_devices if is_part else 1
-    return of_clients + shapes.tree_bytes(state.with_private(((), ())))
+    """Bytes of a state in the memory of one device, from its shapes.
+
+    The devices of a CPU are all in the host's memory.
+    """
+    copies = how.num_devices if how.platform == "cpu" else 1
+    of_clients = shapes.tree_bytes(state.private) * copies
+    of_clients //= how.num_devices if how.shares_rows else 1
+    return of_clients + copies * shapes.tree_bytes(state.with_private(((), ())))
 
 
 def kept_on_host(options: dict[str, Any], row_bytes: int, variants: int) -> Need:

@@ -75,7 +75,8 @@ def rounds(settings: Settings) -> dict[str, Any]:
 
 def loop(settings: Settings) -> dict[str, Any]:
     """Times the same rounds with one client after another."""
-    options = settings["options"] | {"client_chunk": 1, "lanes": "0"}
+    # On one device, so that no other computes the same
+    options = settings["options"] | {"client_chunk": 1, "lanes": "0", "devices": 1}
     experiment = member.experiment(settings | {"options": options}, _total(settings))
     made = loops.LOOPS[settings["how"]](experiment)
     made.prepare(0, _total(settings))

@@ -86,11 +86,13 @@ def _cohort(experiment: Experiment, seed: int, round: int) -> Iterator[Batches]:
     drawn = experiment.planner.cohort(seed, round)
     plan = drawn.plans["local"]
     owned = jax.tree.map(lambda leaf: leaf[seed], experiment.data.partition.train)
+    rows_per_device = len(drawn.client_id) // len(plan.position)
     for place in np.flatnonzero(drawn.row_mask):
         size, batch = int(plan.num_rows[place]), plan.batch_size
         epochs = int(plan.num_steps[place]) // -(-size // batch)
         first = int(plan.first[place])
-        position = plan.position[0][first : first + epochs * size]
+        position = plan.position[place // rows_per_device]
+        position = position[first : first + epochs * size]
         rows = owned.row[owned.start[drawn.client_id[place]] + position]
         rows = np.reshape(rows, (epochs, size))
         padding = ((0, 0), (0, -size % batch))

@@ -285,6 +285,22 @@ def test_a_loop_is_the_rounds(how):
     assert all(np.abs(first - other).max() > 1e-4 for other in others)
 
 
+def test_a_loop_trains_on_the_clients_own_rows():
+    """Whichever of two devices computes a client in the rounds."""
+    experiment = member.experiment(SETTINGS | {"options": OPTIONS | {"devices": 2}}, 2)
+    owned = experiment.data.partition.train
+    for (seed, round), clients in loops.planned(experiment, 0, 2).items():
+        drawn = experiment.planner.cohort(seed, round)
+        ids = drawn.client_id[drawn.row_mask]
+        assert len(ids) == len(clients) > 1
+        for client, one in zip(ids, clients, strict=True):
+            first = owned.start[seed, client]
+            mine = owned.row[seed, first : first + owned.count[seed, client]]
+            rows = np.sort(one.rows[one.rows >= 0])
+            epochs = len(rows) // len(mine)
+            np.testing.assert_array_equal(rows, np.sort(np.tile(mine, epochs)))
+
+
 def test_a_loop_refuses_what_it_does_not_do():
     """One line that names the options."""
     settings = SETTINGS | {"options": OPTIONS | {"client_momentum": 0.9}}

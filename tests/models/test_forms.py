@@ -167,6 +167,11 @@ def test_where_a_pool_comes_first(more, platform, form, is_used):
     assert ("cut_windows" in text) == is_used
 
 
+def test_a_batch_of_none_has_a_shape():
+    out = pooled.convolve(jnp.ones((2, 8, 6, 0)), jnp.ones((3, 3, 2, 4)), "SAME")
+    assert out.shape == (4, 4, 3, 0)
+
+
 @pytest.mark.parametrize(
     ("batch", "devices", "is_by_row"), [(40, 2, True), (40, 1, False), (2, 2, False)]
 )
