@@ -110,9 +110,8 @@ def batches(
 def once(fn: Callable[[Any], Any], how: execution.Execution, given: Any) -> Any:
     """`fn(given)`, steps that follow one another: of the server, for instance.
 
-    The devices of a CPU are its cores. There the first computes it with all cores and
-    the others wait, since to compute it on each would take as long as on one core.
-    Every other device computes it.
+    The devices of a CPU are its cores. There the first computes it and the others wait,
+    so that they leave it the caches and the memory. Of other devices each computes it.
     """
     mesh = how.mesh
     if mesh is None or how.platform != "cpu" or jax.process_count() > 1:

@@ -141,7 +141,8 @@ def product(kernel: jax.Array, seen: jax.Array) -> jax.Array:
 def summed_in(dtype: Any) -> Any:
     """The type that a product of numbers of `dtype` should return, None = the same.
 
-    A CPU multiplies bfloat16 with its own instructions only where float32 is returned.
+    Sums on a CPU are then of float32. Instructions for bfloat16, where it has them, are
+    used for some shapes of factors that are returned as float32, and for no others.
     """
     is_slow = dtype == jnp.bfloat16 and execution.setting().platform == "cpu"
     return jnp.float32 if is_slow else None

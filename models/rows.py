@@ -96,7 +96,7 @@ def _added(
 
 def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
     """A product of matrices that sums in float32 at least."""
-    # A CPU has instructions for bfloat16 only where float32 is returned.
+    # As `forms.summed_in`
     kind = jnp.float32 if a.dtype == jnp.bfloat16 else None
     dims = (((axis_a,), (axis_b,)), ((), ()))
     return jax.lax.dot_general(a, b, dims, preferred_element_type=kind)
