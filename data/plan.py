@@ -14,7 +14,8 @@ import numpy as np
 
 from data import shuffle, topology
 from fedjax_pfl import execution as execution_lib
-from fedjax_pfl import owners, rng, shapes, types
+from fedjax_pfl import rng, shapes, types
+from fedjax_pfl.rows import slots
 
 # Rounds from whose sizes the capacity of a window's plans is estimated
 SEEN_ROUNDS = 16
@@ -129,9 +130,9 @@ class Planner:
         self._fullest = np.zeros((0, len(self._seeds)), np.int64)
         fits = OWNED_DRAWS // max(clients_per_round, 1)
         self._owned_rounds = min(max(fits, 64), OWNED_ROUNDS)
-        self._owners: owners.Layout | None = None
+        self._owners: slots.Layout | None = None
         if execution.shares_rows:
-            self._owners = owners.Layout(num_clients, self._devices)
+            self._owners = slots.Layout(num_clients, self._devices)
             self._slot, self._padding = self._owners.slots, self._owners.num_rows
         most = int(self._num_rows.max())
         self._specs = tuple(

@@ -12,13 +12,12 @@ import errno
 import hashlib
 import json
 import logging
-import math
 import os
 import pathlib
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,49 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl import json_text
+from fedjax_pfl.rows import views
 
 KEEP = 2
 MANIFEST = "manifest.json"
 FORMAT = 3
 # In format 2 every array is a single piece, and all are in one group.
 READABLE = (2, FORMAT)
-# Bytes copied at once. A leaf may be most of a state, and a state most of the memory.
-PIECE_BYTES = 64 << 20
-
-
-class Joined:
-    """Arrays joined along their leading axis, as a leaf that is never materialised.
-
-    `shape` and `dtype` are those of the whole, and so is the result of an index.
-    """
-
-    def __init__(self, parts: Sequence[jax.Array]):
-        self.parts, self.dtype = tuple(parts), parts[0].dtype
-        self.shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-
-    def __getitem__(self, index: Any) -> jax.Array:
-        return jnp.concatenate(self.parts)[index]
-
-
-class Streamed:
-    """An array as a leaf that is never materialised.
-
-    Attributes:
-        shape, dtype: Of the array.
-        pieces: Returns its numbers in order, flat, in arrays of bounded size.
-    """
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: np.dtype,
-        pieces: Callable[[], Iterator[np.ndarray]],
-    ):
-        self.shape, self.dtype, self.pieces = shape, dtype, pieces
-
-
-def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _shapes(state: Any) -> dict[str, list[Any]]:
@@ -77,7 +40,7 @@ def _shapes(state: Any) -> dict[str, list[Any]]:
     out = {}
     for path, leaf in flat:
         shape = tuple(leaf.shape)
-        if _is_key(leaf):
+        if views.is_key(leaf):
             one = jax.eval_shape(
                 lambda like=leaf: jax.random.key_data(jnp.zeros((), like.dtype))
             )
@@ -86,72 +49,12 @@ def _shapes(state: Any) -> dict[str, list[Any]]:
     return out
 
 
-def _pieces(leaf: Any) -> Iterator[np.ndarray]:
-    """A leaf's numbers in order, flat, at most `PIECE_BYTES` at once."""
-    if isinstance(leaf, Streamed):
-        yield from (piece for piece in leaf.pieces() if piece.size)
-        return
-    for array in leaf.parts if isinstance(leaf, Joined) else (leaf,):
-        if isinstance(array, jax.Array):
-            # This process's copy, so that computing with it involves no other.
-            array = array.addressable_data(0)
-        if _is_key(array):
-            array = jax.random.key_data(array)
-        if array.nbytes <= PIECE_BYTES:
-            if array.size:
-                yield np.ascontiguousarray(jax.device_get(array)).reshape(-1)
-            continue
-        # Cut along the first axis with rows that are small enough.
-        inner = [
-            array.dtype.itemsize * math.prod(array.shape[i:])
-            for i in range(1, array.ndim)
-        ]
-        axis = next(
-            (i for i, n in enumerate(inner) if n <= PIECE_BYTES), array.ndim - 1
-        )
-        size = (*inner, array.dtype.itemsize)[axis]
-        rows, behind = max(PIECE_BYTES // size, 1), array.shape[axis + 1 :]
-        for before in np.ndindex(array.shape[:axis]):
-            for at in range(0, array.shape[axis], rows):
-                count = min(rows, array.shape[axis] - at)
-                start = (*before, at, *(0 for _ in behind))
-                many = (*(1 for _ in before), count, *behind)
-                yield np.asarray(_cut(array, start, many)).reshape(-1)
-
-
-def materialised(leaf: Any) -> Any:
-    """A leaf as an array: what is joined or streamed is put together."""
-    if isinstance(leaf, Joined):
-        return leaf[...]
-    if not isinstance(leaf, Streamed):
-        return leaf
-    return _filled(leaf.shape, leaf.dtype, leaf.pieces())
-
-
-def _filled(shape: Sequence[int], dtype: Any, pieces: Iterator[np.ndarray]) -> Any:
-    """An array of the next of these pieces, as many as it takes."""
-    array, done = np.empty(math.prod(shape), dtype), 0
-    while done < array.size:
-        piece = next(pieces)
-        array[done : done + piece.size] = piece
-        done += piece.size
-    return array.reshape(shape)
-
-
-def _cut(array: Any, start: tuple[int, ...], size: tuple[int, ...]) -> Any:
-    """A part of an array. Of a host array it is a view, which may have 64 bits."""
-    if isinstance(array, np.ndarray):
-        return array[tuple(slice(i, i + n) for i, n in zip(start, size, strict=True))]
-    # The start is an argument, so that one program serves all pieces of one size.
-    return jax.lax.dynamic_slice(array, start, size)
-
-
 def digest(state: Any) -> str:
     """One SHA-256 over the names, shapes, dtypes and bits of all leaves of a pytree."""
 
     def of_bits(leaf: Any) -> str:
         bits = hashlib.sha256()
-        for piece in _pieces(leaf):
+        for piece in views.pieces_of(leaf):
             bits.update(piece.view(np.uint8))
         return bits.hexdigest()
 
@@ -168,11 +71,11 @@ def digest(state: Any) -> str:
 
 
 def _groups(state: Any) -> Iterator[list[np.ndarray]]:
-    """The pieces of all leaves in order, grouped up to `PIECE_BYTES`."""
+    """The pieces of all leaves in order, grouped up to `views.PIECE_BYTES`."""
     group: list[np.ndarray] = []
     for leaf in jax.tree.leaves(state):
-        for piece in _pieces(leaf):
-            if group and sum(one.nbytes for one in (*group, piece)) > PIECE_BYTES:
+        for piece in views.pieces_of(leaf):
+            if group and sum(one.nbytes for one in (*group, piece)) > views.PIECE_BYTES:
                 yield group
                 group = []
             group.append(piece)
@@ -393,8 +296,8 @@ def _restore_one(path: pathlib.Path, templates: Sequence[Any]) -> tuple[int, Any
 
     def restored(leaf: Any, kind: list[Any]) -> Any:
         dtype, shape = kind
-        array = _filled(shape, dtype, stored)
-        return jax.random.wrap_key_data(array) if _is_key(leaf) else array
+        array = views.filled(shape, dtype, stored)
+        return jax.random.wrap_key_data(array) if views.is_key(leaf) else array
 
     state = treedef.unflatten(map(restored, leaves, found.values()))
     return manifest["round"], state, manifest["host"]

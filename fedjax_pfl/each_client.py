@@ -21,11 +21,11 @@ from fedjax_pfl import (
     lanes,
     losses,
     over_devices,
-    owners,
     rng,
     stacked,
     types,
 )
+from fedjax_pfl.rows import slots
 
 
 @struct.dataclass
@@ -253,7 +253,7 @@ def update(
     steps, positions = cohort.plans[plan].split()
     if own is None:
         own = state.rows(cohort)
-    opt_state = owners.take(state.opt_state, cohort.row)
+    opt_state = slots.take(state.opt_state, cohort.row)
 
     def one(
         row: Any, given: Any, bound: Any, local: Any, loop: Any = None, **level: int
@@ -320,7 +320,7 @@ def _with_opt_states(
             "state; train one of them with client.fresh()"
         )
     for new in found:
-        state = state.replace(opt_state=owners.put(state.opt_state, cohort.row, new))
+        state = state.replace(opt_state=slots.put(state.opt_state, cohort.row, new))
     return state
 
 

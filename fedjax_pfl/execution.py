@@ -29,7 +29,7 @@ class Execution(NamedTuple):
             another; 0 = rounds are computed in chunks.
         device: The single device where there is no mesh, None = the first.
         shares_rows: Whether a device of the mesh has the private rows of its own
-            clients alone (see `owners`); else every device has all.
+            clients alone (see `rows.slots`); else every device has all.
     """
 
     chunk: int = 1

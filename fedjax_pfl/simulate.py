@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import checkpoint, evaluate, owners, shapes, types
+from fedjax_pfl import checkpoint, evaluate, shapes, types
 from fedjax_pfl import execution as execution_lib
-from fedjax_pfl import population as population_lib
 from fedjax_pfl import program as program_lib
 from fedjax_pfl.call import Call, Totals, Work
+from fedjax_pfl.rows import slots, views
+from fedjax_pfl.rows import store as population_lib
 
 CALL_SECONDS = 10.0
 WINDOW_BYTES = 64 << 20
@@ -205,9 +206,9 @@ class Simulation:
         self._length = window_rounds(
             planner.drawn(0, 0), program.algorithm.plans, planner.round_examples
         )
-        self._owners: owners.Layout | None = None
+        self._owners: slots.Layout | None = None
         if execution.shares_rows:
-            self._owners = owners.Layout(self._num_clients, execution.num_devices)
+            self._owners = slots.Layout(self._num_clients, execution.num_devices)
         self.population: population_lib.Population | None = None
         if rows_in is not None:
             self.population = population_lib.Population(
@@ -236,7 +237,7 @@ class Simulation:
         if states[0] is None:
             return None
         if self.population is not None or self._owners is not None:
-            return jax.tree.map(checkpoint.materialised, self.whole)
+            return jax.tree.map(views.materialised, self.whole)
         if len(states) == 1:
             return states[0]
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *states)
@@ -398,7 +399,7 @@ class Simulation:
                 if self.population is not None:
                     self.population.begin(call.variants, state)
                 if self._owners is not None:
-                    owners.check_equal(state.private)
+                    slots.check_equal(state.private)
                 call.state = state
                 self.compile_seconds += time.perf_counter() - begin
 
@@ -785,7 +786,7 @@ class Simulation:
 
 def _joined(states: Sequence[types.RoundState]) -> types.RoundState:
     """The states of several calls as one, without a copy."""
-    return jax.tree.map(lambda *leaves: checkpoint.Joined(leaves), *states)
+    return jax.tree.map(lambda *leaves: views.Joined(leaves), *states)
 
 
 def _stack(cohorts: Sequence[types.Cohort]) -> types.Cohort:

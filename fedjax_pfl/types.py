@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from fedjax_pfl import augment, execution, owners, rng
+from fedjax_pfl import augment, execution, rng
 from fedjax_pfl.execution import Execution
+from fedjax_pfl.rows import slots
 
 # In train mode running statistics move by this fraction towards those of the batch.
 STATS_MOMENTUM = 0.1
@@ -117,8 +118,8 @@ class Task(NamedTuple):
         num_levels: Capacity levels of the clients; 1 means that all hold the whole
             model.
         num_residents: Private rows of the state where these are not one for each
-            client: those that are on the device at once (`population`), or all with
-            empty ones at the end of some devices (`owners`); 0 = one for each.
+            client: those that are on the device at once (`rows.store`), or all with
+            empty ones at the end of some devices (`rows.slots`); 0 = one for each.
         teacher: The model whose variables are `Data.teacher`, or None; see `teacher`.
     """
 
@@ -537,7 +538,7 @@ class RoundState:
 
     def rows(self, cohort: Cohort) -> Any:
         """The private rows of a cohort's clients, leaves [C, ...]."""
-        return owners.take(self.clients, cohort.row)
+        return slots.take(self.clients, cohort.row)
 
     def after(
         self, cohort: Cohort | None = None, rows: Any = None, **changed: Any
@@ -551,7 +552,7 @@ class RoundState:
             **changed: What else has changed: `server=`, or all of `clients=`.
         """
         if rows is not None:
-            changed["clients"] = owners.put(self.clients, cohort.row, rows)
+            changed["clients"] = slots.put(self.clients, cohort.row, rows)
         return self.replace(round=self.round + 1, **changed)
 
 

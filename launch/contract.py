@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_pfl import checkpoint
+from fedjax_pfl.rows import views
 from launch import build
 from launch.config import registry
 from launch.experiment import Experiment
@@ -126,7 +126,7 @@ def _resumed(fresh: Callable[[], Experiment], rounds: int) -> Experiment:
     before, after = fresh(), fresh()
     before.run(rounds // 2, progress=False)
     arrays, host = before.saved()
-    arrays = jax.tree.map(lambda leaf: checkpoint.materialised(leaf).copy(), arrays)
+    arrays = jax.tree.map(lambda leaf: views.materialised(leaf).copy(), arrays)
     after.load(before.round, arrays, host, before.metrics)
     return _ran(after)
 

@@ -13,9 +13,10 @@ import numpy as np
 import models
 from data import dataset, partitions, plan
 from data.partitions import cdkt, file
-from fedjax_pfl import evaluate, execution, levels, owners, rng, shapes, types
+from fedjax_pfl import evaluate, execution, levels, rng, shapes, types
 from fedjax_pfl import program as program_lib
 from fedjax_pfl import teacher as teacher_lib
+from fedjax_pfl.rows import slots
 from launch.config import resolve, schema, sweep
 from launch.run import computed, devices, fit, memory, model_files, processes, residence
 from launch.run.given import Settings, sha256
@@ -237,7 +238,7 @@ def assemble(
         if row_bytes * copies > devices.copied_row_bytes(config.emulate, target):
             how = execution_with(config.lanes if how.lanes else "0", how.num_devices)
             how = how._replace(shares_rows=True)
-            layout = owners.Layout(config.num_clients, how.num_devices)
+            layout = slots.Layout(config.num_clients, how.num_devices)
             task = task._replace(execution=how, num_residents=layout.num_rows)
     scoring = _scoring(config, data, how)
     if settings.measures:
@@ -394,7 +395,7 @@ def _typical_steps(
     drawn = [gen.choice(len(steps), size, replace=False) for _ in range(16)]
     if num_owners == 1:
         return steps[np.stack(drawn)]
-    layout = owners.Layout(len(steps), num_owners)
+    layout = slots.Layout(len(steps), num_owners)
     every = range(num_owners)
     rows = [steps[one[layout.device_of(one) == d]] for one in drawn for d in every]
     out = np.zeros((len(rows), max(map(len, rows))), steps.dtype)

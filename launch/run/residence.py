@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from data import plan
-from fedjax_pfl import population, shapes, types
 from fedjax_pfl import program as program_lib
+from fedjax_pfl import shapes, types
+from fedjax_pfl.rows import store
 from launch.config import schema
 
 
@@ -106,7 +107,7 @@ def of_few(
     cohort, is_grouped = planner.drawn(0, 0), program.algorithm.by_architecture
     if not is_grouped:
         most = cohort.client_id.size + cohort.peers.size
-        count = population.num_residents(state, config.num_clients, most)
+        count = store.num_residents(state, config.num_clients, most)
         task = task._replace(num_residents=count)
         program, state = built(task)
         is_grouped = not _has_rows(state, count)

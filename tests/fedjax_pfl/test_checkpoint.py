@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from fedjax_pfl import checkpoint
+from fedjax_pfl.rows import views
 
 
 def state(seed=0):
@@ -153,10 +154,10 @@ def test_digest():
 def test_in_pieces(tmp_path, monkeypatch, limit):
     """Whatever is copied at once: the same bits, the same hash, no more than that."""
     wanted, whole = checkpoint.digest(state(3)), state(3)
-    monkeypatch.setattr(checkpoint, "PIECE_BYTES", limit)
+    monkeypatch.setattr(views, "PIECE_BYTES", limit)
     assert checkpoint.digest(whole) == wanted
     for leaf in jax.tree.leaves(whole):
-        sizes = [piece.nbytes for piece in checkpoint._pieces(leaf)]
+        sizes = [piece.nbytes for piece in views.pieces_of(leaf)]
         assert max(sizes, default=0) <= limit
     checkpoint.save(tmp_path, 3, whole, {})
     groups = list((tmp_path / "round_00000003" / "state").iterdir())
@@ -171,9 +172,9 @@ def test_joined_leaves_are_their_concatenation(tmp_path, monkeypatch):
     parts = [state(seed) for seed in range(3)]
     parts = [jax.tree.map(lambda x: jnp.asarray(x)[None], one) for one in parts]
     whole = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
-    joined = jax.tree.map(lambda *leaves: checkpoint.Joined(leaves), *parts)
+    joined = jax.tree.map(lambda *leaves: views.Joined(leaves), *parts)
     assert checkpoint.digest(joined) == checkpoint.digest(whole)
-    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(views, "PIECE_BYTES", 1000)
     assert checkpoint.digest(joined) == checkpoint.digest(whole)
     checkpoint.save(tmp_path, 3, joined, {})
     _, found, _ = checkpoint.restore(tmp_path, jax.eval_shape(lambda: whole))

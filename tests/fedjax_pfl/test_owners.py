@@ -5,14 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import checkpoint, execution, owners
+from fedjax_pfl import execution
+from fedjax_pfl.rows import slots, views
 from tests.fedjax_pfl import small
 
 
 @pytest.mark.parametrize("num_clients, devices", [(8, 4), (10, 4), (3, 4), (7, 1)])
 def test_layout(num_clients, devices):
     """Client k is on device k mod D; there are as many rows for each device."""
-    layout = owners.Layout(num_clients, devices)
+    layout = slots.Layout(num_clients, devices)
     device, place = np.divmod(layout.slots, layout.rows_per_device)
     np.testing.assert_array_equal(device, np.arange(num_clients) % devices)
     np.testing.assert_array_equal(place, np.arange(num_clients) // devices)
@@ -24,7 +25,7 @@ def test_layout(num_clients, devices):
 @pytest.fixture
 def on_devices():
     """Ten clients on four devices: the layout, and two variants' rows by client."""
-    layout = owners.Layout(10, 4)
+    layout = slots.Layout(10, 4)
     how = execution.Execution(mesh=small.mesh_of(4), shares_rows=True)
     rows = {
         "a": np.arange(60.0, dtype=np.float32).reshape(2, 10, 3),
@@ -36,12 +37,12 @@ def on_devices():
 @pytest.mark.parametrize("piece", [8, 1 << 20])
 def test_there_and_back(on_devices, piece, monkeypatch):
     """Rows in slots and in the order of clients again, in pieces of any size."""
-    monkeypatch.setattr(checkpoint, "PIECE_BYTES", piece)
+    monkeypatch.setattr(views, "PIECE_BYTES", piece)
     layout, how, rows = on_devices
     placed = execution.place(layout.in_slots(rows), execution.of_rows(how))
     assert placed["a"].addressable_shards[0].data.shape == (2, 3, 3)
-    joined = jax.tree.map(lambda leaf: checkpoint.Joined([leaf, leaf[:1]]), placed)
-    back = jax.tree.map(checkpoint.materialised, layout.by_client(joined))
+    joined = jax.tree.map(lambda leaf: views.Joined([leaf, leaf[:1]]), placed)
+    back = jax.tree.map(views.materialised, layout.by_client(joined))
     for name, leaf in rows.items():
         np.testing.assert_array_equal(back[name], np.concatenate([leaf, leaf[:1]]))
 
@@ -59,27 +60,27 @@ def test_take_and_put(on_devices):
 
     def both(tree, row):
         with execution.over_devices(how):
-            taken = owners.take(tree, row)
+            taken = slots.take(tree, row)
             more = jax.tree.map(lambda leaf: leaf + 100, taken)
-            return taken, owners.put(tree, row, more)
+            return taken, slots.put(tree, row, more)
 
     mapped = jax.jit(jax.vmap(both, (0, None)))
     compiled = mapped.lower(placed, row).compile()
     text = compiled.as_text()
     assert "all-gather" not in text and "all-reduce" not in text
     taken, put = compiled(placed, row)
-    slots = layout.slots
+    held = layout.slots
     for name, leaf in rows.items():
         found = np.asarray(taken[name])[:, is_real]
         np.testing.assert_array_equal(found, leaf[:, chosen[is_real]])
         expected = leaf.copy()
         expected[:, chosen[is_real]] += 100
-        np.testing.assert_array_equal(np.asarray(put[name])[:, slots], expected)
+        np.testing.assert_array_equal(np.asarray(put[name])[:, held], expected)
 
 
 def test_rows_of_their_own_are_refused():
     rows = {"a": jnp.ones((1, 4, 2)), "b": jnp.full((1, 4), jnp.nan)}
-    owners.check_equal(rows)
+    slots.check_equal(rows)
     rows["a"] = rows["a"].at[0, 3].set(2)
     with pytest.raises(ValueError, match="take --client_state=replicated"):
-        owners.check_equal(rows)
+        slots.check_equal(rows)

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import checkpoint, execution, population, types
+from fedjax_pfl import checkpoint, execution, types
+from fedjax_pfl.rows import store as population
+from fedjax_pfl.rows import views
 
 NUM_CLIENTS = 9
 
@@ -147,17 +149,17 @@ def test_a_state_is_saved_in_two_forms(tmp_path):
         for name, leaf in whole.clients.items():
             leaf[variant, ids] = rows[name]
     assert_equal(
-        jax.tree.map(checkpoint.materialised, made.whole(range(2), whole)).clients,
+        jax.tree.map(views.materialised, made.whole(range(2), whole)).clients,
         whole.clients,
     )
     assert checkpoint.digest(made.whole(range(2), whole)) == checkpoint.digest(whole)
 
-    checkpoint.save(tmp_path, 3, made.kept(range(2), whole), {})
+    views.save(tmp_path, 3, made.kept(range(2), whole), {})
     forms = [
         population.whole_template(template, NUM_CLIENTS),
         population.kept_template(template),
     ]
-    round, kept, _ = checkpoint.restore(tmp_path, *forms)
+    round, kept, _ = views.restore(tmp_path, *forms)
     assert round == 3 and kept.ids.tolist() == [1, 5, 6, 0]
     assert kept.count.tolist() == [3, 1]
     assert_equal(population.expanded(kept, NUM_CLIENTS).clients, whole.clients)
@@ -166,7 +168,7 @@ def test_a_state_is_saved_in_two_forms(tmp_path):
         other, _ = _population(num_variants=2)
         other.load(range(2), form)
         assert [other.ids(0).tolist(), other.ids(1).tolist()] == [[1, 5, 6], [0]]
-        again = jax.tree.map(checkpoint.materialised, other.whole(range(2), whole))
+        again = jax.tree.map(views.materialised, other.whole(range(2), whole))
         assert_equal(again.clients, whole.clients)
 
 

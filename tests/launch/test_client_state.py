@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from fedjax_pfl import population, simulate
+from fedjax_pfl import simulate
+from fedjax_pfl.rows import store as population
 from launch import build, contract
 from tests import vectors
 

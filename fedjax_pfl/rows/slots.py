@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from fedjax_pfl import checkpoint, execution, stacked
+from fedjax_pfl import execution, stacked
+from fedjax_pfl.rows import views
 
 
 class Layout(NamedTuple):
@@ -69,10 +70,10 @@ class Layout(NamedTuple):
         call it together, and each gets all rows on its host.
 
         Args:
-            rows: Leaves as `checkpoint` takes them: what several calls have, joined.
+            rows: Leaves as `views` has them: what several calls have, joined.
         """
 
-        def one(leaf: checkpoint.Joined) -> checkpoint.Streamed | np.ndarray:
+        def one(leaf: views.Joined) -> views.Streamed | np.ndarray:
             count, _, *shape = leaf.shape
 
             def pieces() -> Iterator[np.ndarray]:
@@ -80,16 +81,16 @@ class Layout(NamedTuple):
                     yield from self._pieces(part)
 
             whole = (count, self.num_clients, *shape)
-            found = checkpoint.Streamed(whole, np.dtype(leaf.dtype), pieces)
+            found = views.Streamed(whole, np.dtype(leaf.dtype), pieces)
             is_here = jax.process_count() == 1
-            return found if is_here else checkpoint.materialised(found)
+            return found if is_here else views.materialised(found)
 
         return jax.tree.map(one, rows)
 
     def _pieces(self, leaf: jax.Array) -> Iterator[np.ndarray]:
         """The rows of one array in the order of clients, in parts of bounded size."""
         size = leaf.dtype.itemsize * math.prod(leaf.shape[2:]) * self.devices
-        step = max(checkpoint.PIECE_BYTES // max(size, 1), 1)
+        step = max(views.PIECE_BYTES // max(size, 1), 1)
         for variant in range(leaf.shape[0]):
             for first in range(0, self.rows_per_device, step):
                 end = min(first + step, self.rows_per_device)

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl import checkpoint, execution, shapes, types
+from fedjax_pfl import execution, shapes, types
+from fedjax_pfl.rows import views
 
 # The device holds the rows of one round, and more while they take fewer bytes.
 RESIDENT_BYTES = 256 << 20
@@ -78,14 +79,14 @@ class Layout:
             records: Returns all rows in order, as parts uint8[n, bytes].
         """
 
-        def of(index: int) -> checkpoint.Streamed:
+        def of(index: int) -> views.Streamed:
             shape, dtype, _ = self._leaves[index]
 
             def pieces() -> Iterator[np.ndarray]:
                 for part in records():
                     yield self.leaf(index, part).reshape(-1)
 
-            return checkpoint.Streamed((*lead, *shape), dtype, pieces)
+            return views.Streamed((*lead, *shape), dtype, pieces)
 
         return self._structure.unflatten(map(of, range(len(self._leaves))))
 
@@ -473,7 +474,7 @@ class Population:
             found = compressed(found, common)
         common = self.layout.pack(found.common)
         rows = found.state.clients, found.state.opt_state
-        rows = jax.tree.map(checkpoint.materialised, rows)
+        rows = jax.tree.map(views.materialised, rows)
         for variant in variants:
             part = found.part(variant)
             self._stores[variant] = store = self._new(common[variant])

@@ -1,0 +1,1 @@
+"""Where clients' private rows live, and how they are read and written there."""

@@ -1,0 +1,110 @@
+"""Leaves that are never whole in memory, and their numbers in pieces of bounded size.
+
+A state of many clients is hashed and written piece by piece.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Bytes copied at once. A leaf may be most of a state, and a state most of the memory.
+PIECE_BYTES = 64 << 20
+
+
+class Joined:
+    """Arrays joined along their leading axis, as a leaf that is never materialised.
+
+    `shape` and `dtype` are those of the whole, and so is the result of an index.
+    """
+
+    def __init__(self, parts: Sequence[jax.Array]):
+        self.parts, self.dtype = tuple(parts), parts[0].dtype
+        self.shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return jnp.concatenate(self.parts)[index]
+
+
+class Streamed:
+    """An array as a leaf that is never materialised.
+
+    Attributes:
+        shape, dtype: Of the array.
+        pieces: Returns its numbers in order, flat, in arrays of bounded size.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        pieces: Callable[[], Iterator[np.ndarray]],
+    ):
+        self.shape, self.dtype, self.pieces = shape, dtype, pieces
+
+
+def is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def pieces_of(leaf: Any) -> Iterator[np.ndarray]:
+    """A leaf's numbers in order, flat, at most `PIECE_BYTES` at once."""
+    if isinstance(leaf, Streamed):
+        yield from (piece for piece in leaf.pieces() if piece.size)
+        return
+    for array in leaf.parts if isinstance(leaf, Joined) else (leaf,):
+        if isinstance(array, jax.Array):
+            # This process's copy, so that computing with it involves no other.
+            array = array.addressable_data(0)
+        if is_key(array):
+            array = jax.random.key_data(array)
+        if array.nbytes <= PIECE_BYTES:
+            if array.size:
+                yield np.ascontiguousarray(jax.device_get(array)).reshape(-1)
+            continue
+        # Cut along the first axis with rows that are small enough.
+        inner = [
+            array.dtype.itemsize * math.prod(array.shape[i:])
+            for i in range(1, array.ndim)
+        ]
+        axis = next(
+            (i for i, n in enumerate(inner) if n <= PIECE_BYTES), array.ndim - 1
+        )
+        size = (*inner, array.dtype.itemsize)[axis]
+        rows, behind = max(PIECE_BYTES // size, 1), array.shape[axis + 1 :]
+        for before in np.ndindex(array.shape[:axis]):
+            for at in range(0, array.shape[axis], rows):
+                count = min(rows, array.shape[axis] - at)
+                start = (*before, at, *(0 for _ in behind))
+                many = (*(1 for _ in before), count, *behind)
+                yield np.asarray(_cut(array, start, many)).reshape(-1)
+
+
+def materialised(leaf: Any) -> Any:
+    """A leaf as an array: what is joined or streamed is put together."""
+    if isinstance(leaf, Joined):
+        return leaf[...]
+    if not isinstance(leaf, Streamed):
+        return leaf
+    return filled(leaf.shape, leaf.dtype, leaf.pieces())
+
+
+def filled(shape: Sequence[int], dtype: Any, pieces: Iterator[np.ndarray]) -> Any:
+    """An array of the next of these pieces, as many as it takes."""
+    array, done = np.empty(math.prod(shape), dtype), 0
+    while done < array.size:
+        piece = next(pieces)
+        array[done : done + piece.size] = piece
+        done += piece.size
+    return array.reshape(shape)
+
+
+def _cut(array: Any, start: tuple[int, ...], size: tuple[int, ...]) -> Any:
+    """A part of an array. Of a host array it is a view, which may have 64 bits."""
+    if isinstance(array, np.ndarray):
+        return array[tuple(slice(i, i + n) for i, n in zip(start, size, strict=True))]
+    # The start is an argument, so that one program serves all pieces of one size.
+    return jax.lax.dynamic_slice(array, start, size)
