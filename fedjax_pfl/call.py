@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl import evaluate, traffic, types
+from fedjax_pfl import evaluate, scores, traffic, types
 
 # (sums, counts) of the last round by name, a float for each variant.
 Metrics = Mapping[str, tuple[list[float], list[float]]]
@@ -73,14 +73,14 @@ class Call:
         partition: That of their seeds, which are its leading axis.
         state: Stacked RoundState, None before the start.
         round: Rounds done.
+        pairs: Each of its variants with the index of its seed.
         pending: (metrics, messages, diverged, work) of a call not yet accounted for.
         metrics: (sums, counts) of the last round by name, a float for each variant.
-        window: With a population, the window whose clients' rows the state has.
-        written: The round up to which the population has what they trained.
     """
 
     variants: range
     seeds: tuple[int, ...]
+    pairs: tuple[tuple[int, int], ...]
     values: np.ndarray
     floats: dict[str, float | np.ndarray]
     partition: types.Partition
@@ -88,8 +88,6 @@ class Call:
     round: int = 0
     pending: tuple[Any, jax.Array, jax.Array, Work] | None = None
     metrics: Metrics = dataclasses.field(default_factory=dict)
-    window: Any = None
-    written: int = 0
 
     @property
     def rows(self) -> slice:
@@ -104,10 +102,13 @@ class Call:
         """The state before the first round; `args` from `init_args`."""
         return jax.block_until_ready(executable(*args))
 
+    def with_state(self, state: types.RoundState) -> "Call":
+        """The same call with another state, or with its shapes."""
+        return dataclasses.replace(self, state=state)
+
     def load(self, round: int, state: types.RoundState, metrics: Metrics) -> None:
         """Continues from the state of all variants after `round` rounds."""
         self.state, self.round, self.pending = state, round, None
-        self.window, self.written = None, round
         self.metrics = {
             name: (sums[self.rows], counts[self.rows])
             for name, (sums, counts) in metrics.items()
@@ -142,34 +143,43 @@ class Call:
 
     def measured(
         self,
-        counts: Any,
+        shared: Any,
+        blocks: Sequence[tuple[np.ndarray, Any]],
         totals: Totals,
         kinds: Sequence[types.MessageKind],
-        scoring: evaluate.Scoring,
+        score: scores.Score,
     ) -> list[tuple[dict[str, float], np.ndarray | None]]:
-        """The metrics of its variants, from the counts of `Program.evaluate`.
+        """The metrics of its variants.
 
         Args:
-            counts: As numpy, leaves [variants, ...].
+            shared: What `Program.of_shared` found, as numpy, leaves [variants, ...].
+            blocks: For each block the clients int[seeds, R], and what
+                `Program.of_clients` found, leaves [variants, ...].
             totals: The messages so far.
             kinds: The algorithm's messages.
-            scoring: What is measured.
+            score: What was summed.
 
         Returns:
             As `Simulation.evaluate`.
         """
         out, test = [], jax.tree.map(np.asarray, self.partition.test)
-        for slot, variant in enumerate(self.variants):
-            seed = slot % len(self.seeds)
-            values, accuracies = evaluate.metrics(
-                jax.tree.map(lambda leaf, s=slot: leaf[s], counts),
-                test.count[seed],
-                (test.row[seed] >= 0).sum(),
-                scoring.measures,
-                scoring.positions,
-            )
-            for name, (total, count) in self.metrics.items():
-                values[name] = total[slot] / max(count[slot], 1.0)
+        for slot, (variant, seed) in enumerate(self.pairs):
+            place = self.seeds.index(seed)
+            mine = [
+                (ids[place % len(ids)], _of_variant(found, slot))
+                for ids, found in blocks
+            ]
+            count = test.count[place]
+            counts = evaluate.joined(_of_variant(shared, slot), mine, len(count))
+            union = int((test.row[place] >= 0).sum())
+            values, accuracies = score.metrics(counts, count, union)
+            for name, (total, number) in self.metrics.items():
+                values[name] = total[slot] / max(number[slot], 1.0)
             values |= traffic.cumulative(totals.messages[variant], kinds)
             out.append((values, accuracies))
         return out
+
+
+def _of_variant(tree: Any, slot: int) -> Any:
+    """One variant's part of leaves [variants, ...]."""
+    return jax.tree.map(lambda leaf: leaf[slot], tree)

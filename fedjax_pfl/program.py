@@ -76,9 +76,9 @@ class Program(NamedTuple):
             diverged int32[variants])` runs `cohorts[first : first + num_rounds]` of a
     window of T rounds, where `diverged` is the first of them, counted from 1, after
     which a metric or a parameter is not finite, 0 = none;
-    `evaluate(floats, state, cohort, ids, data, partition) -> counts`, where `ids` are
-    the clients whose rows the state has, or () for all; `evaluate_rest` is
-    `evaluate.count_rest` with these arguments.
+    `of_shared(floats, state, cohort, data, partition)` and
+    `of_clients(floats, state, cohort, data, partition, ids)` are those of `evaluate`,
+    where `ids` are the clients whose rows the state has.
 
     All arguments but `first`, `num_rounds` and `data` have a leading axis of variants,
     or of 1 where they share it. Floats that they share are scalars. Several seeds may
@@ -88,8 +88,8 @@ class Program(NamedTuple):
 
     init: Compiled
     rounds: Compiled
-    evaluate: Compiled
-    evaluate_rest: Compiled
+    of_shared: Compiled
+    of_clients: Compiled
     scoring: evaluate.Scoring
     vmaps_seeds: bool
     vmaps_points: bool
@@ -313,13 +313,21 @@ def _jitted(of: _Structure) -> Program:
 
         return _over_variants(one, how, values, state, cohorts, partition)
 
-    def count(counted, values, state, cohort, ids, data, partition):
-        def one(values, state, cohort, ids, partition):
-            method, tables = algorithm(values), data.replace(partition=partition)
-            where = task.execution.without_lanes
-            return counted(method, state, cohort, tables, scoring, where, ids)
+    def of_shared(values, state, cohort, data, partition):
+        def one(values, state, cohort, partition):
+            given = state, cohort, data.replace(partition=partition)
+            where = how.without_lanes
+            return evaluate.of_shared(algorithm(values), *given, scoring, where)
 
-        return _over_variants(one, how, values, state, cohort, ids, partition)
+        return _over_variants(one, how, values, state, cohort, partition)
+
+    def of_clients(values, state, cohort, data, partition, ids):
+        def one(values, state, cohort, partition, ids):
+            given = state, cohort, data.replace(partition=partition)
+            where = how.without_lanes, ids
+            return evaluate.of_clients(algorithm(values), *given, scoring, *where)
+
+        return _over_variants(one, how, values, state, cohort, partition, ids)
 
     everywhere, rarely = execution.replicated(how), _soon_compiled(how.platform)
     of_state = types.RoundState.placed(how)
@@ -332,8 +340,8 @@ def _jitted(of: _Structure) -> Program:
     return Program(
         init=seldom(init, of_state),
         rounds=Compiled(jax.jit(rounds, donate_argnums=1, out_shardings=where)),
-        evaluate=seldom(functools.partial(count, evaluate.count_correct)),
-        evaluate_rest=seldom(functools.partial(count, evaluate.count_rest)),
+        of_shared=seldom(of_shared),
+        of_clients=seldom(of_clients),
         scoring=scoring,
         vmaps_seeds=how.vmaps_runs and not has_branches,
         vmaps_points=how.vmaps_runs,

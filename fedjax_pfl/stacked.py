@@ -1,9 +1,11 @@
 """Pytrees stacked along a leading axis: take, put, repeat and select their rows."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def take(tree: Any, row: jax.Array) -> Any:
@@ -37,3 +39,8 @@ def in_batches(row: jax.Array, batch_size: int) -> jax.Array:
     """Rows int32[N] in order as int32[ceil(N / B), B], -1 = padding."""
     short = -row.shape[0] % batch_size
     return jnp.pad(row, (0, short), constant_values=-1).reshape(-1, batch_size)
+
+
+def on_host(trees: Sequence[Any]) -> Any:
+    """Pytrees of numpy arrays, leaves [...], as one with leaves [n, ...]."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)

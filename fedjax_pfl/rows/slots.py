@@ -20,20 +20,23 @@ from fedjax_pfl.rows import views
 
 
 class Layout(NamedTuple):
-    """Where the row of each client is.
+    """Where the rows of clients are on the devices.
 
     Attributes:
         num_clients: K.
         devices: D.
+        most: Slots of a device where it does not have the rows of all its clients at
+            once, 0 = it has.
     """
 
     num_clients: int
     devices: int
+    most: int = 0
 
     @property
     def rows_per_device(self) -> int:
         """Slots of a device, of which the last may be empty."""
-        return -(-self.num_clients // self.devices)
+        return self.most or -(-self.num_clients // self.devices)
 
     @property
     def num_rows(self) -> int:
@@ -42,21 +45,40 @@ class Layout(NamedTuple):
 
     @property
     def slots(self) -> np.ndarray:
-        """int32[K]: the slot of each client."""
-        client = np.arange(self.num_clients)
-        first = self.device_of(client) * self.rows_per_device
-        return (first + client // self.devices).astype(np.int32)
+        """int32[K]: the slot of each client, where all have one."""
+        return self.slots_of(np.arange(self.num_clients))
 
     @property
     def clients(self) -> np.ndarray:
-        """int32[num_rows]: the client of each slot, K = none."""
+        """int32[num_rows]: the client of each slot, K = none, where all have one."""
+        return self.clients_of(np.arange(self.num_clients))
+
+    def slots_of(self, ids: np.ndarray) -> np.ndarray:
+        """int32[n]: slots for clients int[n], which follow one another on a device."""
+        device = self.device_of(ids)
+        order = np.argsort(device, kind="stable")
+        first = np.cumsum(self._counts(ids)) - self._counts(ids)
+        place = np.empty(len(ids), np.int64)
+        place[order] = np.arange(len(ids)) - first[device[order]]
+        return (device * self.rows_per_device + place).astype(np.int32)
+
+    def clients_of(self, ids: np.ndarray) -> np.ndarray:
+        """int32[num_rows]: which of clients int[n] has each slot, K = none."""
         out = np.full(self.num_rows, self.num_clients, np.int32)
-        out[self.slots] = np.arange(self.num_clients)
+        out[self.slots_of(ids)] = ids
         return out
 
     def device_of(self, client: np.ndarray) -> np.ndarray:
         """int[...]: the device that has the rows of clients int[...]."""
         return client % self.devices
+
+    def _counts(self, ids: np.ndarray) -> np.ndarray:
+        """int[D]: how many of clients int[n] each device has."""
+        return np.bincount(self.device_of(ids), minlength=self.devices)
+
+    def fullest(self, ids: np.ndarray) -> int:
+        """The slots that clients int[n] need on the device that has most of them."""
+        return int(self._counts(ids).max())
 
     def in_slots(self, rows: Any) -> Any:
         """Leaves [variants, K, ...] in the order of clients as [variants, num_rows]."""

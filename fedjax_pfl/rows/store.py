@@ -1,10 +1,8 @@
-"""Private rows on the host or in a file, for more clients than a device can hold.
+"""Private rows as bytes, in the host's memory or in a file.
 
 A client that has never trained has the row with which all begin, so that only those
-that have trained take memory. The device holds the rows of the clients and peers of a
-window of rounds. An evaluation goes through all clients in blocks of as many.
-
-A row is a client's part of `RoundState.clients` and `RoundState.opt_state`.
+that have trained take memory, here and in a checkpoint. A row is a client's part of
+`RoundState.clients` and `RoundState.opt_state`.
 """
 
 import os
@@ -15,16 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl import execution, shapes, types
+from fedjax_pfl import types
 from fedjax_pfl.rows import views
 
-# The device holds the rows of one round, and more while they take fewer bytes.
-RESIDENT_BYTES = 256 << 20
 # A store grows by so many bytes.
 PART_BYTES = 64 << 20
 
 
-class Layout:
+class Record:
     """How one row lies in memory: the bytes of its leaves, one after another.
 
     Attributes:
@@ -180,23 +176,6 @@ class Store:
             yield self.read(ids[first : first + self._part_rows])
 
 
-class Residents(NamedTuple):
-    """The clients of one seed's window whose rows are on the device.
-
-    Attributes:
-        ids: int64[n], in order, at most as many as there are rows. A client's slot is
-            its place among them.
-        drawn: The clients of each round, which train.
-    """
-
-    ids: np.ndarray
-    drawn: list[np.ndarray]
-
-    def trained(self, num_rounds: int) -> np.ndarray:
-        """int64[n]: the clients that trained in the first rounds."""
-        return np.unique(np.concatenate([*self.drawn[:num_rounds], self.ids[:0]]))
-
-
 class Kept(NamedTuple):
     """A whole run's state, as checkpoints have it.
 
@@ -217,270 +196,6 @@ class Kept(NamedTuple):
         """The places of a variant's clients among `ids` and the rows."""
         end = int(self.count[: variant + 1].sum())
         return slice(end - int(self.count[variant]), end)
-
-
-def needed(cohort: types.Cohort) -> np.ndarray:
-    """int64[n]: the clients of a cohort and their peers, in order, each once."""
-    peers = cohort.peers[cohort.peer_mask & cohort.row_mask[..., None]]
-    return np.unique(np.concatenate([cohort.client_id[cohort.row_mask], peers]))
-
-
-def mapped(cohort: types.Cohort, ids: np.ndarray, num_clients: int) -> types.Cohort:
-    """A cohort (or a window) whose slots are places among `ids`.
-
-    Clients and peers that are not among them are padding.
-    """
-    table = np.full(num_clients + 1, num_clients, np.int32)
-    table[ids] = np.arange(len(ids))
-    row = table[np.where(cohort.row_mask, cohort.client_id, num_clients)]
-    peers = np.where(cohort.peer_mask, cohort.peers, num_clients)
-    is_here = table[peers] < num_clients
-    return cohort.replace(
-        row=row,
-        row_mask=cohort.row_mask & (row < num_clients),
-        peers=np.where(is_here, table[peers], 0).astype(np.int32),
-        peer_mask=cohort.peer_mask & is_here,
-        peer_id=cohort.peers,
-    )
-
-
-def num_residents(state: types.RoundState, num_clients: int, most_needed: int) -> int:
-    """The rows that the device holds, at most K.
-
-    Args:
-        state: The shapes of a state of all clients; leaves [variants, K, ...].
-        num_clients: K.
-        most_needed: The clients and peers of one round, at most.
-    """
-    row = Layout(state.private).num_bytes
-    fits = shapes.rounded_up(max(RESIDENT_BYTES // row, 1) + 1) // 2
-    # Two rows show whether all clients begin with equal ones.
-    return min(num_clients, max(shapes.rounded_up(most_needed), fits, 2))
-
-
-class Population:
-    """All private rows of a run, of which the device holds some.
-
-    Attributes:
-        num_rows: Rows on the device.
-        num_clients: K.
-        layout: The layout of a row.
-    """
-
-    def __init__(
-        self,
-        template: types.RoundState,
-        num_clients: int,
-        how: execution.Execution,
-        folder: str = "",
-    ):
-        """Makes the population of a run that has not started.
-
-        Args:
-            template: The shapes of the device's state; leaves [variants, rows, ...].
-            num_clients: K.
-            how: The devices.
-            folder: Where the rows are kept in a file, "" = in memory.
-        """
-        rows = template.clients, template.opt_state
-        self.num_rows = jax.tree.leaves(rows)[0].shape[1]
-        self.num_clients, self.layout = num_clients, Layout(rows)
-        self._how, self._folder, self._stores = how, folder, {}
-        # The variants and the rows of a block in which no client has trained.
-        self._common: tuple[Sequence[int], Any] | None = None
-
-    def residents(self, cohort: types.Cohort) -> np.ndarray:
-        """int64[n]: the clients whose rows a cohort (or a window) needs, in order.
-
-        They are all clients where there is room for all, whose slots are then as on a
-        device that has all rows.
-        """
-        if self.num_rows == self.num_clients:
-            return np.arange(self.num_clients)
-        return needed(cohort)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the rows of all clients and variants."""
-        return len(self._stores) * self.num_clients * self.layout.num_bytes
-
-    def begin(self, variants: Sequence[int], state: types.RoundState) -> None:
-        """Makes the stores of some variants, from the state before the first round.
-
-        Raises:
-            ValueError: clients do not begin with equal rows.
-        """
-        rows = jax.device_get(state.private)
-        for slot, variant in enumerate(variants):
-            mine = jax.tree.map(lambda leaf, s=slot: np.asarray(leaf)[s], rows)
-            records = self.layout.pack(mine)
-            if (records != records[0]).any():
-                raise ValueError(
-                    "--client_state: with these options each client begins with a row "
-                    "of its own, and all must be on the device; omit it"
-                )
-            self._stores[variant] = self._new(records[0].copy())
-
-    def _new(self, common: np.ndarray) -> Store:
-        return Store(common, self.num_clients, self._folder)
-
-    def ids(self, variant: int) -> np.ndarray:
-        """int64[n]: the clients of a variant that have trained."""
-        return self._stores[variant].ids
-
-    def read(self, variants: Sequence[int], ids: Sequence[np.ndarray]) -> np.ndarray:
-        """uint8[variants, rows, bytes]: rows of clients of each; others are common."""
-        out = np.empty((len(variants), self.num_rows, self.layout.num_bytes), np.uint8)
-        for slot, variant in enumerate(variants):
-            store = self._stores[variant]
-            out[slot, : len(ids[slot])] = store.read(ids[slot])
-            out[slot, len(ids[slot]) :] = store.common
-        return out
-
-    def on_device(
-        self, state: types.RoundState, records: np.ndarray
-    ) -> types.RoundState:
-        """The state with these rows uint8[variants, rows, bytes]."""
-        where = execution.replicated(self._how)
-        rows = execution.place(self.layout.unpack(records), where)
-        return state.with_private(rows)
-
-    def block(
-        self,
-        variants: Sequence[int],
-        state: types.RoundState,
-        ids: Sequence[np.ndarray],
-    ) -> types.RoundState:
-        """The state with the rows of some clients of each variant, to be evaluated."""
-        pairs = zip(variants, ids, strict=True)
-        is_common = not any(self._stores[v].have_trained(one) for v, one in pairs)
-        # Most clients of a large population have never trained.
-        if is_common and self._common is not None and self._common[0] == variants:
-            return state.replace(clients=self._common[1], opt_state=())
-        self.forget_block()
-        rows, _ = self.layout.unpack(self.read(variants, ids))
-        rows = execution.place(rows, execution.replicated(self._how))
-        self._common = (variants, rows) if is_common else None
-        return state.replace(clients=rows, opt_state=())
-
-    def forget_block(self) -> None:
-        """Frees the device's memory of the last block."""
-        self._common = None
-
-    def resident(self, found: Kept | types.RoundState) -> types.RoundState:
-        """What `load` took, with the common rows in place of all others."""
-        state = found.state if isinstance(found, Kept) else found
-        variants = range(len(self._stores))
-        none = [np.zeros(0, np.int64) for _ in variants]
-        rows = self.layout.unpack(self.read(variants, none))
-        return state.with_private(rows)
-
-    def write(
-        self,
-        variants: Sequence[int],
-        state: types.RoundState,
-        residents: Sequence[Residents],
-        num_rounds: int,
-    ) -> None:
-        """Keeps what the clients of the first rounds of a window have trained."""
-        trained = [one.trained(num_rounds) for one in residents]
-        rows = jax.device_get(state.private)
-        for slot, variant in enumerate(variants):
-            place = np.searchsorted(residents[slot].ids, trained[slot])
-            mine = jax.tree.map(lambda leaf, s=slot, p=place: leaf[s][p], rows)
-            if len(place):
-                self._stores[variant].write(trained[slot], self.layout.pack(mine))
-
-    def refresh(
-        self,
-        records: np.ndarray,
-        variants: Sequence[int],
-        ids: Sequence[np.ndarray],
-        changed: Sequence[np.ndarray],
-    ) -> None:
-        """Reads rows again that were read before `changed` clients were written."""
-        for slot, variant in enumerate(variants):
-            both = np.intersect1d(ids[slot], changed[slot])
-            place = np.searchsorted(ids[slot], both)
-            records[slot, place] = self._stores[variant].read(both)
-
-    def blocks(
-        self, variants: Sequence[int], first: np.ndarray, wanted: np.ndarray | None
-    ) -> list[np.ndarray]:
-        """All clients in blocks of at most `num_rows`, those that have trained first.
-
-        Args:
-            variants: Those for which they have trained.
-            first: Clients of the first block.
-            wanted: bool[K], the other clients; None = all.
-        """
-        others = np.ones(self.num_clients, bool) if wanted is None else wanted.copy()
-        others[first] = False
-        has_trained = np.zeros(self.num_clients, bool)
-        for variant in variants:
-            has_trained[self.ids(variant)] = True
-        rest = np.concatenate(
-            [
-                np.flatnonzero(others & has_trained),
-                np.flatnonzero(others & ~has_trained),
-            ]
-        )
-        room = self.num_rows - len(first)
-        out = [np.sort(np.concatenate([first, rest[:room]]))]
-        for begin in range(room, len(rest), self.num_rows):
-            out.append(np.sort(rest[begin : begin + self.num_rows]))
-        return out
-
-    def kept(self, variants: Sequence[int], state: types.RoundState) -> Kept:
-        """The whole state as checkpoints have it, without a copy of the rows.
-
-        Args:
-            variants: All variants.
-            state: The stacked state, or its shapes, whose rows do not matter.
-        """
-        ids = [self.ids(variant) for variant in variants]
-        common = np.stack([self._stores[variant].common for variant in variants])
-
-        def records() -> Iterator[np.ndarray]:
-            for variant, mine in zip(variants, ids, strict=True):
-                yield from self._stores[variant].parts(mine)
-
-        count = np.array([len(one) for one in ids])
-        rows = self.layout.streamed((int(count.sum()),), records)
-        state = state.with_private(rows)
-        return Kept(state, self.layout.unpack(common), np.concatenate(ids), count)
-
-    def whole(self, variants: Sequence[int], state: types.RoundState) -> Any:
-        """The state of all clients, leaves [variants, K, ...], never in memory."""
-        every = np.arange(self.num_clients)
-
-        def records() -> Iterator[np.ndarray]:
-            for variant in variants:
-                yield from self._stores[variant].parts(every)
-
-        lead = len(variants), self.num_clients
-        rows = self.layout.streamed(lead, records)
-        return state.with_private(rows)
-
-    def load(self, variants: Sequence[int], found: Kept | types.RoundState) -> None:
-        """Takes the rows of a checkpoint in place of those that there were.
-
-        Args:
-            variants: All variants.
-            found: What `kept` gave, or a state of all clients.
-        """
-        if isinstance(found, types.RoundState):
-            common = [self._stores[variant].common for variant in variants]
-            found = compressed(found, common)
-        common = self.layout.pack(found.common)
-        rows = found.state.clients, found.state.opt_state
-        rows = jax.tree.map(views.materialised, rows)
-        for variant in variants:
-            part = found.part(variant)
-            self._stores[variant] = store = self._new(common[variant])
-            mine = jax.tree.map(lambda leaf, p=part: np.asarray(leaf)[p], rows)
-            if part.start < part.stop:
-                store.write(found.ids[part], self.layout.pack(mine))
 
 
 def _shaped(state: types.RoundState, *lead: int) -> types.RoundState:
@@ -518,7 +233,7 @@ def compressed(state: types.RoundState, common: Sequence[np.ndarray]) -> Kept:
             has not trained.
     """
     rows = jax.tree.map(np.asarray, state.private)
-    layout = Layout(rows)
+    layout = Record(rows)
     ids = []
     for variant, record in enumerate(common):
         mine = layout.pack(jax.tree.map(lambda leaf, v=variant: leaf[v], rows))

@@ -26,7 +26,8 @@ class Joined:
         self.shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
 
     def __getitem__(self, index: Any) -> jax.Array:
-        return jnp.concatenate(self.parts)[index]
+        alone = len(self.parts) == 1
+        return (self.parts[0] if alone else jnp.concatenate(self.parts))[index]
 
 
 class Streamed:
@@ -44,6 +45,11 @@ class Streamed:
         pieces: Callable[[], Iterator[np.ndarray]],
     ):
         self.shape, self.dtype, self.pieces = shape, dtype, pieces
+
+
+def joined(trees: Sequence[Any]) -> Any:
+    """Pytrees of equal structure as one with leaves `Joined`."""
+    return jax.tree.map(lambda *leaves: Joined(leaves), *trees)
 
 
 def is_key(leaf: Any) -> bool:

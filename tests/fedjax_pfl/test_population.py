@@ -154,12 +154,12 @@ def test_a_state_is_saved_in_two_forms(tmp_path):
     )
     assert checkpoint.digest(made.whole(range(2), whole)) == checkpoint.digest(whole)
 
-    views.save(tmp_path, 3, made.kept(range(2), whole), {})
+    checkpoint.save(tmp_path, 3, made.kept(range(2), whole), {})
     forms = [
         population.whole_template(template, NUM_CLIENTS),
         population.kept_template(template),
     ]
-    round, kept, _ = views.restore(tmp_path, *forms)
+    round, kept, _ = checkpoint.restore(tmp_path, *forms)
     assert round == 3 and kept.ids.tolist() == [1, 5, 6, 0]
     assert kept.count.tolist() == [3, 1]
     assert_equal(population.expanded(kept, NUM_CLIENTS).clients, whole.clients)

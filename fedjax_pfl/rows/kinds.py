@@ -1,0 +1,646 @@
+"""The three kinds of homes of private rows.
+
+`Replicated`: every device has the rows of all clients. `Sharded`: each device has those
+of its own clients. `Hosted`: the host has them, in memory or in a file, and the devices
+have those that a window of rounds needs, placed as one of the other kinds places them.
+A simulation asks its `Rows` and does not know the kind.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedjax_pfl import checkpoint, execution, shapes, stacked, types
+from fedjax_pfl.call import Call
+from fedjax_pfl.rows import slots, store, views
+
+# The devices hold the rows of one round, and more while they take fewer bytes.
+RESIDENT_BYTES = 256 << 20
+# Rows of more bytes are not hashed for clients that never trained.
+HASHED_BYTES = 8 << 30
+
+
+class Block(NamedTuple):
+    """Clients that are evaluated together, for all variants of a call.
+
+    Attributes:
+        state: The call's state, with their rows.
+        cohort: The next round's clients of each seed, leaves [S, C, ...]; those of
+            which the state has no row are padding.
+        ids: int32[S, R], the client of each row, K = none.
+    """
+
+    state: types.RoundState
+    cohort: types.Cohort
+    ids: np.ndarray
+
+
+class Rows:
+    """Private rows of all clients on every device, the first kind and the base.
+
+    Attributes:
+        layout: Where rows are on the devices.
+        needs_start: Whether `begin` must come before `loaded`.
+    """
+
+    needs_start = False
+
+    def __init__(self, num_clients: int, how: execution.Execution):
+        """The rows of K clients on the devices of `how`."""
+        self.layout, self._how = slots.Layout(num_clients, 1), how
+
+    @property
+    def num_clients(self) -> int:
+        """K."""
+        return self.layout.num_clients
+
+    def begin(self, call: Call, state: types.RoundState) -> None:
+        """Takes the rows of a call before the first round.
+
+        Raises:
+            ValueError: clients begin with rows that differ, and this kind needs equal
+                ones.
+        """
+
+    def room(self) -> Callable[[Iterable[types.Cohort]], bool]:
+        """Whether a window has room for one more round, asked for each in turn.
+
+        The function takes the cohorts of all seeds, which it need not draw.
+        """
+        return lambda cohorts: True
+
+    def grow(self, cohorts: Iterable[types.Cohort]) -> bool:
+        """Makes room for a round of these cohorts; whether the rows are more now."""
+        return False
+
+    def window(
+        self, first: int, cohorts: list[types.Cohort], num_rounds: int
+    ) -> tuple[list[types.Cohort], Any]:
+        """A window of cohorts for each seed with their slots, and what `before` takes.
+
+        Args:
+            first: The first of its rounds.
+            cohorts: From the planner, leaves [T, ...].
+            num_rounds: Of these T.
+        """
+        return cohorts, None
+
+    def before(self, call: Call, window: Any) -> None:
+        """Puts the rows of a window's clients into the call's state."""
+
+    def during(self, call: Call, window: Any) -> None:
+        """Prepares `before` of the next window while the device computes."""
+
+    def after(self, call: Call) -> None:
+        """Takes what the clients of a call's last rounds have trained."""
+
+    def goes_by_block(self, algorithm: types.Algorithm) -> bool:
+        """Whether an evaluation needs rows that the devices do not have."""
+        return False
+
+    def blocks(
+        self,
+        call: Call,
+        algorithm: types.Algorithm,
+        drawn: Sequence[types.Cohort],
+        sampled: Callable[[int], np.ndarray | None],
+    ) -> Iterator[Block]:
+        """All clients whose models are evaluated, in blocks.
+
+        Args:
+            call: The call, or its shapes for the first block alone.
+            algorithm: What is evaluated.
+            drawn: The next round's cohort of each seed.
+            sampled: From the place of a seed in the call to bool[K], None = all.
+        """
+        ids = np.arange(self.num_clients, dtype=np.int32)[None]
+        yield Block(call.state, stacked.on_host(drawn), ids)
+
+    def whole(self, state: types.RoundState) -> types.RoundState:
+        """The stacked state of all variants with all rows, in the order of clients.
+
+        Args:
+            state: That of the devices, with leaves as `views` has them.
+        """
+        return state
+
+    def saved(self, state: types.RoundState) -> types.RoundState | store.Kept:
+        """Like `whole`, the form that a checkpoint has."""
+        return self.whole(state)
+
+    def digest(self, state: types.RoundState) -> str:
+        """SHA-256 of the parameters of the server and of all clients, in order."""
+        whole = self.whole(state)
+        return checkpoint.digest((whole.server, whole.clients))
+
+    def templates(self, state: types.RoundState) -> list[Any]:
+        """The shapes of `saved`, and of the other form in which a state may be.
+
+        Args:
+            state: The shapes of the devices' state.
+        """
+        whole = store.whole_template(state, self.num_clients)
+        # Several processes load what the first one has read, in this form alone.
+        alone = jax.process_count() > 1
+        return [whole] if alone else [whole, store.kept_template(state)]
+
+    def loaded(self, found: types.RoundState | store.Kept) -> types.RoundState:
+        """The devices' state from either form, as arrays of the host."""
+        if isinstance(found, store.Kept):
+            return store.expanded(found, self.num_clients)
+        return found
+
+    def around(
+        self,
+        call: Call,
+        variant: int,
+        state: types.RoundState,
+        cohort: types.Cohort,
+        client: int | None,
+    ) -> tuple[types.RoundState, types.Cohort, int | None]:
+        """What defines the model that serves a client, where the device has it.
+
+        Args:
+            call: The call of the variant.
+            variant: The variant.
+            state: The call's state of this variant, with a leading axis of 1.
+            cohort: The next round's clients.
+            client: The client, None = the server.
+
+        Returns:
+            (the state with the client's row, the cohort with its slots in it, the
+            client's slot).
+        """
+        return state, cohort, client
+
+
+class Replicated(Rows):
+    """Every device has the rows of all clients, in groups where architectures differ."""
+
+    def templates(self, state: types.RoundState) -> list[Any]:
+        """See `Rows`."""
+        alone = jax.process_count() > 1
+        return [state] if alone else [state, store.kept_template(state)]
+
+
+class Sharded(Rows):
+    """Each device has the rows of its own clients: client k those of device k mod D."""
+
+    def __init__(self, num_clients: int, how: execution.Execution):
+        """See `Rows`."""
+        super().__init__(num_clients, how)
+        self.layout = slots.Layout(num_clients, how.num_devices)
+
+    def begin(self, call: Call, state: types.RoundState) -> None:
+        """See `Rows`."""
+        slots.check_equal(state.private)
+
+    def blocks(
+        self,
+        call: Call,
+        algorithm: types.Algorithm,
+        drawn: Sequence[types.Cohort],
+        sampled: Callable[[int], np.ndarray | None],
+    ) -> Iterator[Block]:
+        """See `Rows`; one block in the order of the slots."""
+        yield Block(call.state, stacked.on_host(drawn), self.layout.clients[None])
+
+    def whole(self, state: types.RoundState) -> types.RoundState:
+        """See `Rows`."""
+        return state.with_private(self.layout.by_client(state.private))
+
+    def loaded(self, found: types.RoundState | store.Kept) -> types.RoundState:
+        """See `Rows`."""
+        found = super().loaded(found)
+        return found.with_private(self.layout.in_slots(found.private))
+
+    def around(
+        self,
+        call: Call,
+        variant: int,
+        state: types.RoundState,
+        cohort: types.Cohort,
+        client: int | None,
+    ) -> tuple[types.RoundState, types.Cohort, int | None]:
+        """See `Rows`."""
+        if jax.process_count() > 1:
+            # Other processes have some of the rows.
+            rows = self.layout.by_client(views.joined([state.private]))
+            state = state.with_private(rows)
+            row = np.where(cohort.row_mask, cohort.client_id, self.layout.num_rows)
+            return state, cohort.replace(row=row), client
+        return state, cohort, None if client is None else int(self.layout.slots[client])
+
+
+class Residents(NamedTuple):
+    """The clients of one seed's window whose rows are on the devices.
+
+    Attributes:
+        ids: int64[n], in order.
+        drawn: The clients of each round, which train.
+    """
+
+    ids: np.ndarray
+    drawn: list[np.ndarray]
+
+    def trained(self, num_rounds: int) -> np.ndarray:
+        """int64[n]: the clients that trained in the first rounds."""
+        return np.unique(np.concatenate([*self.drawn[:num_rounds], self.ids[:0]]))
+
+
+class _Window(NamedTuple):
+    """The residents of each seed from round `first` on.
+
+    `records` has the rows of calls that were read ahead, by the call's first variant.
+    """
+
+    first: int
+    residents: list[Residents]
+    records: dict[int, np.ndarray]
+
+
+class Hosted(Rows):
+    """The host has all rows, and the devices those that a window of rounds needs.
+
+    A client that has never trained has the row with which all begin, so that only those
+    that have trained take memory. An evaluation goes through all clients in blocks of
+    as many as the devices have rows.
+
+    Attributes:
+        record: The layout of a row's bytes.
+    """
+
+    needs_start = True
+
+    def __init__(
+        self,
+        layout: slots.Layout,
+        how: execution.Execution,
+        template: types.RoundState,
+        folder: str = "",
+    ):
+        """The rows of a run that has not started.
+
+        Args:
+            layout: Where the devices have rows: of one device those that every device
+                has, of several those of each device's own clients.
+            how: The devices.
+            template: The shapes of the devices' state; leaves [variants, rows, ...].
+            folder: Where the rows are kept in a file, "" = in memory.
+        """
+        super().__init__(layout.num_clients, how)
+        self.layout, self.record = layout, store.Record(template.private)
+        self._folder, self._stores = folder, {}
+        # By a call's first variant, the window whose rows its state has, and the round
+        # up to which the host has what they trained.
+        self._held: dict[int, tuple[_Window, int]] = {}
+        # The call and the rows of a block in which no client has trained.
+        self._common: tuple[int, Any] | None = None
+
+    @property
+    def _has_all(self) -> bool:
+        """Whether the devices have room for all clients."""
+        return self.layout.rows_per_device * self.layout.devices >= self.num_clients
+
+    def _residents(self, cohort: types.Cohort) -> np.ndarray:
+        """int64[n]: the clients whose rows a cohort (or a window) needs, in order.
+
+        They are all clients where there is room for all, whose slots are then as on
+        devices that have all rows.
+        """
+        return np.arange(self.num_clients) if self._has_all else needed(cohort)
+
+    def _new(self, common: np.ndarray) -> store.Store:
+        return store.Store(common, self.num_clients, self._folder)
+
+    def begin(self, call: Call, state: types.RoundState) -> None:
+        """See `Rows`; clients must begin with equal rows."""
+        rows = jax.device_get(state.private)
+        for slot, variant in enumerate(call.variants):
+            mine = jax.tree.map(lambda leaf, s=slot: np.asarray(leaf)[s], rows)
+            records = self.record.pack(mine)
+            if (records != records[0]).any():
+                raise ValueError(
+                    "--client_state: with these options each client begins with a row "
+                    "of its own, and all must be on the device; omit it"
+                )
+            self._stores[variant] = self._new(records[0].copy())
+
+    def room(self) -> Callable[[Iterable[types.Cohort]], bool]:
+        """See `Rows`."""
+        ids: dict[int, np.ndarray] = {}
+
+        def fits(cohorts: Iterable[types.Cohort]) -> bool:
+            for seed, cohort in enumerate(() if self._has_all else cohorts):
+                ids[seed] = np.union1d(ids.get(seed, []), needed(cohort)).astype(int)
+            most = max(map(self.layout.fullest, ids.values()), default=0)
+            return most <= self.layout.rows_per_device
+
+        return fits
+
+    def grow(self, cohorts: Iterable[types.Cohort]) -> bool:
+        """See `Rows`; of several devices one may need more than ever before."""
+        most = max(self.layout.fullest(needed(cohort)) for cohort in cohorts)
+        if self._has_all or most <= self.layout.rows_per_device:
+            return False
+        most = min(shapes.rounded_up_finely(most), self._whole_layout.rows_per_device)
+        self.layout = self.layout._replace(most=most)
+        self._common = None
+        return True
+
+    @property
+    def _whole_layout(self) -> slots.Layout:
+        return self.layout._replace(most=0)
+
+    def window(
+        self, first: int, cohorts: list[types.Cohort], num_rounds: int
+    ) -> tuple[list[types.Cohort], Any]:
+        """See `Rows`."""
+        residents = []
+        for one in cohorts:
+            drawn = [one.client_id[t][one.row_mask[t]] for t in range(num_rounds)]
+            residents.append(Residents(self._residents(one), drawn))
+        pairs = zip(cohorts, residents, strict=True)
+        mapped = [in_slots(one, found.ids, self.layout) for one, found in pairs]
+        return mapped, _Window(first, residents, {})
+
+    def before(self, call: Call, window: _Window) -> None:
+        """See `Rows`."""
+        name = call.variants.start
+        held = self._held.get(name)
+        if held is not None and held[0] is window:
+            return
+        self.after(call)
+        if name not in window.records:
+            self.during(call, window)
+        elif held is not None:
+            # They were read before the last clients of the present window had trained.
+            old = held[0].residents
+            for slot, (variant, seed) in enumerate(call.pairs):
+                ids = window.residents[seed].ids
+                both = np.intersect1d(ids, old[seed].ids)
+                place = self.layout.slots_of(ids)[np.searchsorted(ids, both)]
+                window.records[name][slot, place] = self._stores[variant].read(both)
+        rows = self.record.unpack(window.records.pop(name))
+        rows = execution.place(rows, execution.of_rows(self._how))
+        call.state = call.state.with_private(rows)
+        self._held[name] = window, call.round
+
+    def during(self, call: Call, window: _Window) -> None:
+        """See `Rows`."""
+        ids = [window.residents[seed].ids for _, seed in call.pairs]
+        window.records[call.variants.start] = self._read(call.variants, ids)
+
+    def _read(self, variants: Sequence[int], ids: Sequence[np.ndarray]) -> np.ndarray:
+        """uint8[variants, rows, bytes]: rows of clients of each; others are common."""
+        shape = len(variants), self.layout.num_rows, self.record.num_bytes
+        out = np.empty(shape, np.uint8)
+        for mine, variant, one in zip(out, variants, ids, strict=True):
+            mine[:] = self._stores[variant].common
+            mine[self.layout.slots_of(one)] = self._stores[variant].read(one)
+        return out
+
+    def after(self, call: Call) -> None:
+        """See `Rows`."""
+        window, written = self._held.get(call.variants.start, (None, call.round))
+        if call.round == written:
+            return
+        rows = jax.device_get(call.state.private)
+        for slot, (variant, seed) in enumerate(call.pairs):
+            found = window.residents[seed]
+            trained = found.trained(call.round - window.first)
+            place = np.searchsorted(found.ids, trained)
+            place = self.layout.slots_of(found.ids)[place]
+            mine = jax.tree.map(lambda leaf, s=slot, p=place: leaf[s][p], rows)
+            if len(place):
+                self._stores[variant].write(trained, self.record.pack(mine))
+        self._held[call.variants.start] = window, call.round
+
+    def goes_by_block(self, algorithm: types.Algorithm) -> bool:
+        """See `Rows`."""
+        return bool(algorithm.serving or algorithm.trained)
+
+    def blocks(
+        self,
+        call: Call,
+        algorithm: types.Algorithm,
+        drawn: Sequence[types.Cohort],
+        sampled: Callable[[int], np.ndarray | None],
+    ) -> Iterator[Block]:
+        """See `Rows`; first the cohort, then clients that have trained, then others."""
+        if not self.goes_by_block(algorithm):
+            yield from super().blocks(call, algorithm, drawn, sampled)
+            return
+        by_seed = []
+        for place, cohort in enumerate(drawn):
+            mine = [v for v, seed in call.pairs if seed == call.seeds[place]]
+            first = self._residents(cohort)
+            by_seed.append(self._split(mine, first, sampled(place)))
+        for number in range(max(map(len, by_seed))):
+            none = np.zeros(0, np.int64)
+            ids = [one[number] if number < len(one) else none for one in by_seed]
+            pairs = zip(drawn, ids, strict=True)
+            cohorts = [in_slots(one, mine, self.layout) for one, mine in pairs]
+            of_call = [ids[call.seeds.index(seed)] for _, seed in call.pairs]
+            lines = np.stack([self.layout.clients_of(one) for one in ids])
+            rows = call, call.variants, call.state, of_call
+            # Without a name, so that there are not two blocks in memory.
+            yield Block(self._with(*rows), stacked.on_host(cohorts), lines)
+        self._common = None
+
+    def _split(
+        self, variants: Sequence[int], first: np.ndarray, wanted: np.ndarray | None
+    ) -> list[np.ndarray]:
+        """All clients in blocks that the devices have rows for, the trained ones first.
+
+        Args:
+            variants: Those for which they have trained.
+            first: Clients of the first block.
+            wanted: bool[K], the other clients; None = all.
+        """
+        others = np.ones(self.num_clients, bool) if wanted is None else wanted.copy()
+        others[first] = False
+        trained = np.zeros(self.num_clients, bool)
+        for variant in variants:
+            # Shapes of a state have no stores yet.
+            if variant in self._stores:
+                trained[self._stores[variant].ids] = True
+        order = np.concatenate(
+            [first, np.flatnonzero(others & trained), np.flatnonzero(others & ~trained)]
+        )
+        most, device = self.layout.rows_per_device, self.layout.device_of(order)
+        by_device = [order[device == d] for d in range(self.layout.devices)]
+        count = -(-max(map(len, by_device)) // most)
+        parts = [
+            [one[number * most : (number + 1) * most] for one in by_device]
+            for number in range(max(count, 1))
+        ]
+        return [np.sort(np.concatenate(one)) for one in parts]
+
+    def _with(
+        self,
+        call: Call,
+        variants: Sequence[int],
+        state: types.RoundState,
+        ids: Sequence[np.ndarray],
+    ) -> types.RoundState:
+        """The state with the rows of some clients of each variant, to be evaluated."""
+        if isinstance(state.round, jax.ShapeDtypeStruct):
+            return state.replace(opt_state=())
+        pairs = zip(variants, ids, strict=True)
+        is_common = not any(self._stores[v].have_trained(one) for v, one in pairs)
+        # Most clients of a large population have never trained.
+        known, self._common = self._common, None
+        if not is_common or known is None or known[0] != call.variants.start:
+            known = None  # its memory is free before there are other rows
+            rows, _ = self.record.unpack(self._read(variants, ids))
+            rows = execution.place(rows, execution.of_rows(self._how))
+            known = call.variants.start, rows
+        self._common = known if is_common else None
+        return state.replace(clients=known[1], opt_state=())
+
+    def whole(self, state: types.RoundState) -> types.RoundState:
+        """See `Rows`; rows are streamed, never in memory together."""
+        every = np.arange(self.num_clients)
+
+        def records() -> Iterator[np.ndarray]:
+            for one in self._stores.values():
+                yield from one.parts(every)
+
+        lead = len(self._stores), self.num_clients
+        return state.with_private(self.record.streamed(lead, records))
+
+    def saved(self, state: types.RoundState) -> store.Kept:
+        """See `Rows`; the rows that have trained."""
+        every = list(self._stores.values())
+        ids = [one.ids for one in every]
+
+        def records() -> Iterator[np.ndarray]:
+            for one, mine in zip(every, ids, strict=True):
+                yield from one.parts(mine)
+
+        count = np.array([len(one) for one in ids])
+        rows = self.record.streamed((int(count.sum()),), records)
+        common = self.record.unpack(np.stack([one.common for one in every]))
+        state = state.with_private(rows)
+        return store.Kept(state, common, np.concatenate(ids), count)
+
+    def digest(self, state: types.RoundState) -> str:
+        """See `Rows`; of the rows that have trained where all are too many to hash."""
+        num_bytes = len(self._stores) * self.num_clients * self.record.num_bytes
+        if num_bytes <= HASHED_BYTES:
+            return super().digest(state)
+        kept = self.saved(state)
+        rows = kept.state.clients, kept.common[0], kept.ids, kept.count
+        return checkpoint.digest((kept.state.server, *rows))
+
+    def templates(self, state: types.RoundState) -> list[Any]:
+        """See `Rows`."""
+        return super().templates(state)[::-1]
+
+    def loaded(self, found: types.RoundState | store.Kept) -> types.RoundState:
+        """See `Rows`; the stores take the rows, and the devices' are common ones."""
+        if isinstance(found, types.RoundState):
+            common = [one.common for one in self._stores.values()]
+            found = store.compressed(found, common)
+        common = self.record.pack(found.common)
+        rows = jax.tree.map(views.materialised, found.state.private)
+        for variant in self._stores:
+            part = found.part(variant)
+            self._stores[variant] = self._new(common[variant])
+            mine = jax.tree.map(lambda leaf, p=part: np.asarray(leaf)[p], rows)
+            if part.start < part.stop:
+                ids = found.ids[part]
+                self._stores[variant].write(ids, self.record.pack(mine))
+        self._held.clear()
+        none = [np.zeros(0, np.int64) for _ in self._stores]
+        common = self.record.unpack(self._read(list(self._stores), none))
+        return found.state.with_private(common)
+
+    def around(
+        self,
+        call: Call,
+        variant: int,
+        state: types.RoundState,
+        cohort: types.Cohort,
+        client: int | None,
+    ) -> tuple[types.RoundState, types.Cohort, int | None]:
+        """See `Rows`."""
+        ids = self._residents(cohort)
+        if client is not None and client not in ids:
+            ids = np.array([client])
+        state = self._with(call, [variant], state, [ids])
+        self._common = None
+        cohort = in_slots(cohort, ids, self.layout)
+        if client is None:
+            return state, cohort, None
+        return state, cohort, int(self.layout.slots_of(ids)[ids.searchsorted(client)])
+
+
+def needed(cohort: types.Cohort) -> np.ndarray:
+    """int64[n]: the clients of a cohort and their peers, in order, each once."""
+    peers = cohort.peers[cohort.peer_mask & cohort.row_mask[..., None]]
+    return np.unique(np.concatenate([cohort.client_id[cohort.row_mask], peers]))
+
+
+def in_slots(
+    cohort: types.Cohort, ids: np.ndarray, layout: slots.Layout
+) -> types.Cohort:
+    """A cohort (or a window) with the slots of clients `ids` int[n].
+
+    Clients and peers that are not among them are padding.
+    """
+    padding = max(layout.num_rows, layout.num_clients)
+    table = np.full(layout.num_clients + 1, padding, np.int32)
+    table[ids] = layout.slots_of(ids)
+    row = table[np.where(cohort.row_mask, cohort.client_id, layout.num_clients)]
+    peers = np.where(cohort.peer_mask, cohort.peers, layout.num_clients)
+    is_here = table[peers] < padding
+    return cohort.replace(
+        row=row,
+        row_mask=cohort.row_mask & (row < padding),
+        peers=np.where(is_here, table[peers], 0).astype(np.int32),
+        peer_mask=cohort.peer_mask & is_here,
+        peer_id=cohort.peers,
+    )
+
+
+def num_residents(
+    state: types.RoundState, num_clients: int, most_needed: int, devices: int = 1
+) -> int:
+    """The rows that each device holds of a hosted run, at most those of its clients.
+
+    Args:
+        state: The shapes of a state; leaves [variants, rows, ...].
+        num_clients: K.
+        most_needed: The clients and peers of one round on one device, at most.
+        devices: Devices that share out the rows; each of them has its own clients'.
+    """
+    row = store.Record(state.private).num_bytes
+    fits = shapes.rounded_up(max(RESIDENT_BYTES // row, 1) + 1) // 2 // devices
+    # Two rows show whether all clients begin with equal ones.
+    most = max(shapes.rounded_up(most_needed), fits, 2)
+    return min(-(-num_clients // devices), most)
+
+
+def chosen(
+    num_clients: int,
+    how: execution.Execution,
+    template: Callable[[], types.RoundState],
+    rows_in: str | None = None,
+) -> Rows:
+    """The rows of a run, by where they are.
+
+    Args:
+        num_clients: K.
+        how: The devices, and whether each has its own clients' rows alone.
+        template: Returns the shapes of the devices' state.
+        rows_in: See `simulate.Simulation`.
+    """
+    if rows_in is None:
+        return (Sharded if how.shares_rows else Replicated)(num_clients, how)
+    state, devices = template(), how.num_devices if how.shares_rows else 1
+    most = jax.tree.leaves(state.private)[0].shape[1] // devices
+    return Hosted(slots.Layout(num_clients, devices, most), how, state, rows_in)

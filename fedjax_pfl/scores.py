@@ -1,0 +1,382 @@
+"""What an evaluation sums over rows, and the metrics that the host makes of the sums.
+
+A `Score` is one of two kinds, `Classes` for labels and `Words` for texts. It says what
+a model answers on a row, what is summed of it over a batch, over a client's rows and
+over the union of all test rows, and which metrics these sums give. The device counts
+correct answers as integers and sums the cross-entropy in float32, and the host divides
+in float64.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fedjax_pfl import measures as measures_lib
+from fedjax_pfl import types
+
+Metrics = tuple[dict[str, float], np.ndarray | None]
+
+
+class Answers(NamedTuple):
+    """What a model answers on rows, leaves [B, ...] with zeros on padding.
+
+    Attributes:
+        exits: [B, J, ...], what is counted of each exit, of their ensemble and of the
+            served output; J is 1 for a model without exits.
+        served: What is summed of the served output, leaves [B, ...].
+        differ: bool[B], whether the exits disagree.
+        logits: f32[B, Y] of the served output where measures need them, else ().
+    """
+
+    exits: jax.Array
+    served: Any
+    differ: jax.Array
+    logits: Any = ()
+
+
+class Score(Protocol):
+    """A kind of evaluation. Its instances are hashable, and part of a program.
+
+    Attributes:
+        measures: What else is measured.
+        without_measures: The same without these.
+    """
+
+    measures: tuple[measures_lib.Measure, ...]
+    without_measures: "Score"
+
+    def answers(
+        self,
+        outputs: tuple[jax.Array, ...],
+        label: jax.Array,
+        is_chosen: jax.Array | None,
+        is_real: jax.Array,
+    ) -> Answers:
+        """The answers of J outputs [B, ...] on rows of which `is_real` bool[B]."""
+
+    def of_batch(
+        self, found: Answers, label: jax.Array, is_real: jax.Array, first: jax.Array
+    ) -> Any:
+        """Sums over a batch, whose first row has the place `first` of a client's."""
+
+    def of_each(
+        self, found: Answers, label: jax.Array, rows: types.ClientRows, owner: jax.Array
+    ) -> Any:
+        """Sums over each client's rows, leaves [K, ...], of a model that they share.
+
+        Args:
+            found: The answers on all rows of the union.
+            label: Their labels [U, ...].
+            rows: Where each client's rows are among these.
+            owner: int32[U], the client of each row, K = none.
+        """
+
+    def of_union(self, found: Answers) -> dict[str, jax.Array]:
+        """`server` and `server_loss` of the answers on all rows of the union."""
+
+    def measured(self, found: Answers, label: jax.Array, is_real: jax.Array) -> Any:
+        """The sums of the measures over all rows of the union, () without measures."""
+
+    def metrics(
+        self, counts: dict[str, Any], test_count: np.ndarray, union: int
+    ) -> Metrics:
+        """The metrics of one variant by name, and those of each client f64[K].
+
+        Args:
+            counts: See `evaluate.joined`.
+            test_count: int[K], test rows of each client.
+            union: U, rows in the union of all test rows.
+        """
+
+
+def _by_owner(values: Any, owner: jax.Array, zeros: Any) -> Any:
+    """Leaves [U, ...] summed by owner int32[U] into leaves like `zeros`, [K, ...]."""
+    return jax.tree.map(
+        lambda total, x: jax.ops.segment_sum(
+            x.astype(total.dtype), owner, total.shape[0]
+        ),
+        zeros,
+        values,
+    )
+
+
+class Classes(NamedTuple):
+    """Correct answers, the cross-entropy and measures of a classifier.
+
+    Sums are `right` int32[...], `loss` f32[...] and, with measures, `measured`.
+
+    Attributes:
+        measures: What else is measured.
+        own_rows: The most test rows of a client, for the measures.
+    """
+
+    measures: tuple[measures_lib.Measure, ...] = ()
+    own_rows: int = 0
+
+    @property
+    def without_measures(self) -> "Classes":
+        """Correct answers and the cross-entropy alone."""
+        return Classes()
+
+    def answers(
+        self,
+        outputs: tuple[jax.Array, ...],
+        label: jax.Array,
+        is_chosen: jax.Array | None,
+        is_real: jax.Array,
+    ) -> Answers:
+        """See `Score`; `exits` is bool[B, J]."""
+        served = outputs[-1]
+        loss = optax.softmax_cross_entropy_with_integer_labels(served, label)
+        loss = jnp.where(is_real, loss.astype(jnp.float32), 0)
+        found = jnp.argmax(jnp.stack(outputs), -1)
+        right = (found == label) & is_real
+        exits = found[:-2] if len(outputs) > 1 else found
+        differ = (exits != exits[0]).any(0) & is_real
+        logits = served.astype(jnp.float32) if self.measures else ()
+        return Answers(right.T, {"right": right[-1], "loss": loss}, differ, logits)
+
+    def _zeros(self, *shape: int) -> dict[str, jax.Array]:
+        return {"right": jnp.zeros(shape, jnp.int32), "loss": jnp.zeros(shape)}
+
+    def of_batch(
+        self, found: Answers, label: jax.Array, is_real: jax.Array, first: jax.Array
+    ) -> dict[str, Any]:
+        """See `Score`."""
+        total = jax.tree.map(
+            lambda zero, x: x.sum(0, dtype=zero.dtype), self._zeros(), found.served
+        )
+        if self.measures:
+            batch = found.logits, label, is_real
+            where = {"first": first, "num_rows": self.own_rows}
+            total["measured"] = measures_lib.of(self.measures, *batch, **where)
+        return total
+
+    def of_each(
+        self, found: Answers, label: jax.Array, rows: types.ClientRows, owner: jax.Array
+    ) -> dict[str, Any]:
+        """See `Score`."""
+        total = _by_owner(found.served, owner, self._zeros(rows.start.shape[0]))
+        if self.measures:
+
+            def one(of: tuple[jax.Array, jax.Array]) -> Any:
+                start, count = of
+                index = jnp.arange(self.own_rows)
+                place = jnp.minimum(start + index, len(label) - 1)
+                batch = found.logits[place], label[place], index < count
+                return measures_lib.of(self.measures, *batch, num_rows=self.own_rows)
+
+            total["measured"] = jax.lax.map(one, (rows.start, rows.count))
+        return total
+
+    def of_union(self, found: Answers) -> dict[str, jax.Array]:
+        """See `Score`; int32[J] and f32[]."""
+        return {
+            "server": found.exits.sum(0, dtype=jnp.int32),
+            "server_loss": found.served["loss"].sum(),
+        }
+
+    def measured(self, found: Answers, label: jax.Array, is_real: jax.Array) -> Any:
+        """See `Score`."""
+        batch = found.logits, label, is_real
+        return measures_lib.of(self.measures, *batch, num_rows=len(label))
+
+    def metrics(
+        self, counts: dict[str, Any], test_count: np.ndarray, union: int
+    ) -> Metrics:
+        """See `Score`. Accuracies are fractions 0..1.
+
+        A metric is absent where there is no model or no row for it, or where its value
+        is not finite. The accuracies of clients are nan without own test rows.
+        """
+        out: dict[str, float] = {}
+        for name, right in (counts.get("server", {}) if union else {}).items():
+            right = right.astype(np.float64) / union
+            out[f"{name}_accuracy"] = float(right[-1])
+            out[f"{name}_loss"] = float(counts["server_loss"][name] / union)
+            prefix = "" if name == "global" else f"{name}_"
+            if len(right) == 1:
+                continue
+            *exits, ensemble, _ = right.tolist()
+            for number, value in enumerate(exits, start=1):
+                out[f"{prefix}exit{number}_accuracy"] = value
+            out[f"{prefix}ensemble_accuracy"] = ensemble
+            if len(exits) > 1:
+                out[f"{prefix}exits_disagree"] = float(counts["differ"][name] / union)
+        if "train" in counts:
+            right, count = counts["train"]
+            out["train_accuracy"] = float(right / count)
+        own = counts["own"]["right"].astype(np.int64)
+        tested = (test_count > 0) & counts["known"]
+        accuracy = np.full(len(own), np.nan)
+        accuracy[tested] = own[tested] / test_count[tested]
+        if tested.any():
+            worst = np.sort(accuracy[tested])[: max(1, int(tested.sum()) // 10)]
+            out["client_accuracy"] = float(accuracy[tested].mean())
+            out["client_accuracy_pooled"] = float(own.sum() / test_count[tested].sum())
+            out["worst_decile_accuracy"] = float(worst.mean())
+            out["client_accuracy_std"] = float(accuracy[tested].std())
+            loss = counts["own"]["loss"].astype(np.float64)
+            out["client_loss"] = float((loss[tested] / test_count[tested]).mean())
+            if "trained" in counts:
+                trained = counts["trained"]["right"].astype(np.int64)
+                of_each = trained[tested] / test_count[tested]
+                out["trained_accuracy"] = float(of_each.mean())
+            if not counts["known"].all():
+                out["clients_evaluated"] = int(tested.sum())
+        if "scored" in counts:
+            out |= _of_scored(counts, own, test_count, union)
+        if self.measures:
+            found = {"own": counts["own"]["measured"]}
+            if "measured" in counts:
+                found["server"] = counts["measured"]
+            out |= measures_lib.metrics(self.measures, found, tested)
+        # A run that diverged has accuracies, but no losses.
+        out = {name: value for name, value in out.items() if np.isfinite(value)}
+        return out, accuracy if tested.any() else None
+
+
+def _of_scored(
+    counts: dict[str, Any], own: np.ndarray, test_count: np.ndarray, union: int
+) -> dict[str, float]:
+    """c_spec, c_gen and c_per of the scored clients."""
+    out: dict[str, float] = {}
+    real = counts["scored"] < len(own)
+    scored = counts["scored"][real]
+    own_rows = test_count[scored].sum()
+    if own_rows:
+        out["c_spec"] = float(own[scored].sum() / own_rows)
+    # A sample of the clients may contain none of the scored ones.
+    if real.any() and union:
+        right = counts["cross"][real].astype(np.int64).sum()
+        out["c_gen"] = float(right / (int(real.sum()) * union))
+    if {"c_spec", "c_gen"} <= out.keys():
+        out["c_per"] = (out["c_spec"] + out["c_gen"]) / 2
+    return out
+
+
+class Words(NamedTuple):
+    """Perplexities of a text, which has no correct answers.
+
+    Sums are f32[..., 4]: -log p, positions, -log p at chosen positions and chosen
+    positions, where p is the probability of the word that is there. A perplexity is exp
+    of the mean -log p over all positions, and a masked one over the chosen positions,
+    which the model had to guess. All rows of a shared model are summed by the host.
+
+    Attributes:
+        positions: `all`, or `chosen` for masked perplexities alone: a model that was
+            trained at the chosen positions has not learned to repeat visible words.
+    """
+
+    positions: str = "all"
+
+    @property
+    def measures(self) -> tuple[measures_lib.Measure, ...]:
+        """A text has none."""
+        return ()
+
+    @property
+    def without_measures(self) -> "Words":
+        """The same."""
+        return self
+
+    def answers(
+        self,
+        outputs: tuple[jax.Array, ...],
+        label: jax.Array,
+        is_chosen: jax.Array | None,
+        is_real: jax.Array,
+    ) -> Answers:
+        """See `Score`; `exits` is f32[B, J, 4]."""
+        sums = [_surprise(one, label, is_chosen) for one in outputs]
+        sums = jnp.where(is_real[:, None], jnp.stack(sums), 0)
+        return Answers(sums.swapaxes(0, 1), sums[-1], jnp.zeros_like(is_real))
+
+    def of_batch(
+        self, found: Answers, label: jax.Array, is_real: jax.Array, first: jax.Array
+    ) -> jax.Array:
+        """See `Score`."""
+        return found.served.sum(0)
+
+    def of_each(
+        self, found: Answers, label: jax.Array, rows: types.ClientRows, owner: jax.Array
+    ) -> jax.Array:
+        """See `Score`."""
+        return _by_owner(found.served, owner, jnp.zeros((rows.start.shape[0], 4)))
+
+    def of_union(self, found: Answers) -> dict[str, jax.Array]:
+        """See `Score`; f32[J, U, 4], which the host sums."""
+        return {"server": found.exits.swapaxes(0, 1)}
+
+    def measured(self, found: Answers, label: jax.Array, is_real: jax.Array) -> Any:
+        """See `Score`; a text has none."""
+        return ()
+
+    def metrics(
+        self, counts: dict[str, Any], test_count: np.ndarray, union: int
+    ) -> Metrics:
+        """See `Score`. The numbers of clients are their perplexities.
+
+        With the positions `chosen` these are the masked ones. They are nan without own
+        test rows, or without a position to guess.
+        """
+        out: dict[str, float] = {}
+        # The first of the sums that belong to a kind
+        kinds = {"perplexity": 0, "masked_perplexity": 2}
+        if self.positions == "chosen":
+            del kinds["perplexity"]
+        kind, first = next(iter(kinds.items()))
+        for name, rows in counts.get("server", {}).items():
+            *exits, served = rows.astype(np.float64).sum(1)
+            prefix = "" if name == "global" else f"{name}_"
+            if "perplexity" in kinds:
+                out[f"{name}_perplexity"] = _perplexity(served)
+            out[f"{prefix}masked_perplexity"] = _perplexity(served[2:])
+            for number, sums in enumerate(exits, start=1):
+                exit = f"exit{number}" if number < len(exits) else "ensemble"
+                for one, begin in kinds.items():
+                    out[f"{prefix}{exit}_{one}"] = _perplexity(sums[begin:])
+        if "train" in counts:
+            rows, _ = counts["train"]
+            total = rows.astype(np.float64).sum(0)
+            out[f"train_{kind}"] = _perplexity(total[first:])
+        tested = (test_count > 0) & counts["known"]
+        own = counts["own"].astype(np.float64)[:, first:]
+        # Few test rows may have no chosen position.
+        tested[tested] = own[tested, 1] > 0
+        of_client = np.full(len(tested), np.nan)
+        if not tested.any():
+            return out, None
+        of_client[tested] = _perplexity(own[tested].T)
+        worst = np.sort(of_client[tested])[-max(1, int(tested.sum()) // 10) :]
+        total = counts["own"].astype(np.float64)[tested].sum(0)
+        if "perplexity" in kinds:
+            out["client_perplexity"] = float(of_client[tested].mean())
+            out["client_perplexity_pooled"] = _perplexity(total)
+        out["client_masked_perplexity"] = _perplexity(total[2:])
+        out[f"worst_decile_{kind}"] = float(worst.mean())
+        out[f"client_{kind}_std"] = float(of_client[tested].std())
+        if "trained" in counts:
+            trained = counts["trained"].astype(np.float64)[tested, first:]
+            out[f"trained_{kind}"] = float(np.mean(_perplexity(trained.T)))
+        if not counts["known"].all() or tested.sum() < (test_count > 0).sum():
+            out["clients_evaluated"] = int(tested.sum())
+        return out, of_client
+
+
+def _surprise(logits: jax.Array, word: jax.Array, is_chosen: jax.Array) -> jax.Array:
+    """The four sums f32[B, 4] of logits f32[B, T, V] and words int32[B, T]."""
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, word)
+    parts = loss, jnp.ones_like(loss), jnp.where(is_chosen, loss, 0), is_chosen
+    return jnp.stack([part.sum(1, dtype=jnp.float32) for part in parts], -1)
+
+
+def _perplexity(sums: Sequence[Any] | np.ndarray) -> Any:
+    """exp of a sum of -log p over its positions; `sums` begins with both."""
+    with np.errstate(over="ignore"):
+        out = np.exp(sums[0] / np.maximum(sums[1], 1))
+    return out if out.ndim else float(out)
