@@ -21,8 +21,8 @@ import models
 from data import texts as texts_lib
 from fedjax_pfl import checkpoint, levels, program, shapes
 from launch import build
+from launch.assemble import assemble, given
 from launch.config import flags, registry
-from launch.run import assemble, given
 from models import text
 from tests import texts
 from tests.toys import frozen, gossip, ledger, model, sparse, spliced, taught, widths
@@ -188,7 +188,7 @@ def build_experiment(name, dataset, **more):
     settings = given.settled(algo=name, **options)
     num_levels = 2 if name in ON_TEXT else 3
     level_of = 1 + np.arange(settings.config.num_clients, dtype=np.int32) % num_levels
-    return assemble.assemble(settings, kind=build.Experiment, level_of=level_of)
+    return build.Experiment(assemble.assemble(settings, level_of=level_of))
 
 
 def arrays_of(experiment):

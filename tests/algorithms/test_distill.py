@@ -12,7 +12,7 @@ import models
 from algorithms import distill
 from fedjax_pfl import local_training, teacher, types
 from launch import build
-from launch.run import model_files
+from launch.assemble import model_files
 from tests.algorithms import conftest, plain
 from tests.toys import model as toys
 from tests.toys import taught

@@ -10,7 +10,7 @@ import pytest
 
 import models
 from launch import main
-from launch.run import memory
+from launch.machine import memory
 from tests.conftest import write_npz
 from tests.toys import model as toy_model
 

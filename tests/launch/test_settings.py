@@ -16,8 +16,8 @@ from data.partitions import cdkt
 from fedjax_pfl import options
 from launch import build
 from launch import list as listing
+from launch.assemble import notes
 from launch.config import limits, presets, registry, resolve, schema
-from launch.run import notes
 
 
 def source(num_rows=60, shape=(28, 28, 1), clients=0):

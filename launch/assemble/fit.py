@@ -12,8 +12,8 @@ import algorithms
 import models
 from data import plan
 from fedjax_pfl import lanes, program, shapes, types
+from launch.assemble import computed
 from launch.config import sweep
-from launch.run import computed
 from models import own_checks, stages
 
 

@@ -4,8 +4,8 @@ import dataclasses
 import functools
 import hashlib
 import pathlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,25 +17,58 @@ from fedjax_pfl import evaluate, execution, levels, rng, shapes, types
 from fedjax_pfl import program as program_lib
 from fedjax_pfl import teacher as teacher_lib
 from fedjax_pfl.rows import slots
+from launch.assemble import computed, fit, model_files
+from launch.assemble.given import Settings, sha256
 from launch.config import resolve, schema, sweep
-from launch.run import computed, devices, fit, memory, model_files, processes, residence
-from launch.run.given import Settings, sha256
-from launch.run.run import Run
+from launch.machine import devices, memory, processes, residence
 from models import counts, mixed
+
+PartsWith = Callable[
+    [types.Execution], tuple[types.Task, program_lib.Program, plan.Planner]
+]
+
+
+class Parts(NamedTuple):
+    """What a run consists of.
+
+    Attributes:
+        settings: The settings, with the notes that assembling added.
+        task, program, data, planner: What is computed.
+        seeds: One seed for each variant of the data.
+        hashes: The hashes of data, partitions and teacher.
+        computed_sha256: The hash of what custom code computes.
+        points: The points of a sweep, [{}] without one.
+        target: The chip for which it is compiled without running, "" = it runs here.
+        rows_in: Where the clients' rows are, see `residence.place`.
+        parts_with: Other chunks or lanes, see `Run`.
+        trained_before: The rows that models of files were trained on.
+    """
+
+    settings: Settings
+    task: types.Task
+    program: program_lib.Program
+    data: types.Data
+    planner: plan.Planner
+    seeds: list[int]
+    hashes: tuple[str, str, str]
+    computed_sha256: str
+    points: Sequence[sweep.Point]
+    target: str
+    rows_in: str | None
+    parts_with: PartsWith | None
+    trained_before: Sequence[Any]
 
 
 def assemble(
     settings: Settings,
     *,
-    kind: type[Run] = Run,
     level_of: Any = None,
     target: str = "",
-) -> Run:
-    """Assembles data, models and algorithm of resolved settings into a run.
+) -> Parts:
+    """Assembles the parts of a run from its resolved settings.
 
     Args:
         settings: The resolved settings.
-        kind: The class of the run.
         level_of: int[K], the largest level that each client holds, or a function as in
             `plan.Planner`, None = all stages.
 
@@ -286,8 +319,8 @@ def assemble(
         return other, built(other), planner_of(program.algorithm, how)
 
     is_given = config.lanes != "auto" if how.lanes else config.client_chunk
-    made = kind(
-        settings._replace(source=source),
+    return Parts(
+        settings=settings._replace(source=source),
         task=task,
         program=program,
         data=placed.replace(partition=data.partition),
@@ -301,13 +334,6 @@ def assemble(
         parts_with=None if is_given or not how.vmaps_runs else parts_with,
         trained_before=[one.rows for one in known if one.rows is not None],
     )
-    kept = [memory.kept(chosen, made.simulation.template(), how)]
-    if rows_in == "":
-        row_bytes = made.simulation.population.layout.num_bytes
-        variants = config.num_seeds * len(points)
-        kept.append(memory.kept_on_host(chosen, row_bytes, variants))
-    memory.refuse(kept, chosen, target)
-    return made
 
 
 def _partition_spec(config: schema.Config, seed: int) -> partitions.PartitionSpec:
