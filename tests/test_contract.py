@@ -161,7 +161,7 @@ def _toys(monkeypatch):
 
 def register_toys(monkeypatch):
     for name, module in TOYS.items():
-        monkeypatch.setitem(algorithms.ALGORITHMS, name, module)
+        monkeypatch.setitem(algorithms.ALGORITHMS, name, algorithms.custom(module))
     for name, base in ON_TEXT.items():
         monkeypatch.setitem(algorithms.ALGORITHMS, name, algorithms.ALGORITHMS[base])
     monkeypatch.setitem(texts_lib.TEXTS, "small", texts.SMALL)
@@ -241,6 +241,8 @@ def test_learns_and_compiles_once(name, reference):
     records = reference.experiment.metrics
     losses = [r["train_loss"] for r in records if "train_loss" in r]
     assert name == "majority" or losses[-1] < losses[0]
+    ships = reference.experiment.program.algorithm.ships_proxy
+    assert algorithms.ALGORITHMS[name].public_images == (ships == "unlabelled")
 
 
 @of_names(*OURS, *SLOW)

@@ -84,11 +84,8 @@ def assemble(
         "jax_default_matmul_precision", schema.PRECISIONS[config.precision]
     )
     shape, num_classes = source.image.shape[1:], source.num_classes
-    if source.is_text and not getattr(entry, "text", False):
-        raise ValueError(
-            f"--dataset={config.dataset} is a text, which --algo={config.algo} does "
-            f"not take; take images, or {fit.able('text')}"
-        )
+    if source.is_text and not entry.text:
+        fit.refuse_need(config, "text", f"--dataset={config.dataset} is a text")
 
     def model_of(name: str) -> types.Model:
         own = own_models.get(name)
@@ -103,11 +100,9 @@ def assemble(
     by_name = {name: model_of(name) for name in dict.fromkeys(names)}
     mean, scale = normal = dataset.normalization(source.image, config.normalization)
     with_exits = [name for name, model in by_name.items() if model.has_exits]
-    if with_exits and not getattr(entry, "exits", False):
-        raise ValueError(
-            f"--model={with_exits[0]} has an exit at every stage, which --algo="
-            f"{config.algo} does not use; take another model, or {fit.able('exits')}"
-        )
+    if with_exits and not entry.exits:
+        line = f"--model={with_exits[0]} has an exit at every stage"
+        fit.refuse_need(config, "exits", line)
     own_hashes: dict[str, str] = {}
     for name, model in by_name.items():
         flag = "model" if name == config.model else "client_model"
@@ -242,11 +237,6 @@ def assemble(
         num_levels=num_levels,
         teacher=teacher,
     )
-    if len(client_models) > 1 and not getattr(entry, "several_models", False):
-        raise ValueError(
-            f"--client_model={config.client_model}: --algo={config.algo} gives all "
-            f"clients one architecture; name one, or take {fit.able('several_models')}"
-        )
     points = sweep.of(config.sweep, hparams, tuple(vars(config)))
     fit.check_points(config.sweep, entry, hparams, points, task)
     # The compiled program takes the points' numbers as arguments.
@@ -263,8 +253,7 @@ def assemble(
         if reason:
             task = task._replace(execution=execution_with("0"))
     how = task.execution
-    may_share = getattr(entry, "shares_rows", False)
-    if config.client_state == "device" and how.mesh and may_share:
+    if config.client_state == "device" and how.mesh and entry.shares_rows:
         make = functools.partial(entry.make, first)
         row_bytes = residence.bytes_to_share(make, first, task, data)
         copies = config.num_seeds * len(points) * how.num_devices
@@ -285,10 +274,8 @@ def assemble(
     fit.check_swept(config.sweep, entry, hparams, points, task, data, planner_of)
     own_hashes |= computed.of_others(settings, first, task, data, planner_of)
     if public is not None and program.algorithm.ships_proxy != "unlabelled":
-        raise ValueError(
-            f"--public_set={config.public_set}: --algo={config.algo} does not use "
-            f"images without labels; omit it, or take {fit.able('public_images')}"
-        )
+        line = f"--public_set={config.public_set} has images without labels"
+        fit.refuse_need(config, "public_images", line)
     planner = planner_of(program.algorithm, how)
     rows_in = residence.place(config)
     if rows_in is not None:
