@@ -1,13 +1,12 @@
 """The registry of algorithms: one file for each, and one line here.
 
-A line names the file's module and states what `launch` needs to know of the algorithm:
-its default preset, and whether it uses public images, several architectures, exits or
-texts. A plain module is allowed too: it has no preset and no needs, and every device
-keeps all private rows of it.
+A line names the file's module and states what `launch` needs to know of the algorithm
+before it is made for a task: its default preset, and whether it uses public images,
+exits or texts.
 """
 
 import dataclasses
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 from algorithms import (
@@ -36,48 +35,64 @@ from algorithms import (
 )
 
 
-def entry(
-    module: Any,
-    *,
-    preset: str = "none",
-    public_images: bool = False,
-    several_models: bool = False,
-    exits: bool = False,
-    text: bool = False,
-    shares_rows: bool = True,
-) -> Any:
-    """An algorithm as an entry of the registry.
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """An algorithm as `launch` knows it.
 
-    Args:
-        module: Has `HParams`, `make` and a docstring.
+    Attributes:
+        HParams: The dataclass of its options.
+        make: `(hparams, task) -> types.Algorithm`.
+        about: What it is, the first line in lists.
+        name: The name of a custom algorithm in records. Others have their key.
         preset: Name of the paper's rules for options that are not given.
-        public_images: Whether it learns from unlabelled images that all clients share.
-            A default set is chosen where none is given.
-        several_models: Whether its clients may have different architectures.
+        public_images: Whether it learns from unlabelled images that all clients share
+            (`Algorithm.ships_proxy`). A default set is chosen where none is given.
         exits: Whether it uses models with an exit at every stage.
         text: Whether an example may be a row of tokens with a label at each position,
             as its losses are means of cross-entropies.
         shares_rows: Whether several devices may share out its private rows. It then
             reads and writes them with `state.rows` and `state.after` alone, and masks
             of its `serving` have `task.num_rows` entries.
+        fixed: Option -> value that makes a variant another method than its base.
     """
-    return SimpleNamespace(
-        HParams=module.HParams,
-        make=module.make,
-        __doc__=module.__doc__,
-        preset=preset,
-        public_images=public_images,
-        several_models=several_models,
-        exits=exits,
-        text=text,
-        shares_rows=shares_rows,
-        fixed={},
-    )
+
+    HParams: type
+    make: Callable[[Any, Any], Any]
+    about: str
+    name: str
+    preset: str = "none"
+    public_images: bool = False
+    exits: bool = False
+    text: bool = False
+    shares_rows: bool = False
+    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def entry(module: Any, *, shares_rows: bool = True, **facts: Any) -> Entry:
+    """The entry of a module that has `HParams`, `make` and a docstring.
+
+    Args:
+        module: The module.
+        shares_rows, **facts: As in `Entry`.
+    """
+    made = module.HParams, module.make, module.__doc__, "custom"
+    return Entry(*made, shares_rows=shares_rows, **facts)
+
+
+def custom(algo: Any) -> Entry:
+    """The entry of an object with `HParams` and `make`, and facts of `Entry` if any."""
+    name = getattr(algo, "__name__", "custom").rpartition(".")[2].strip("_")
+    facts = {
+        one.name: getattr(algo, one.name, one.default)
+        for one in dataclasses.fields(Entry)
+        if one.default is not dataclasses.MISSING
+    }
+    return Entry(algo.HParams, algo.make, algo.__doc__ or "", name, **facts)
 
 
 def variant(
-    base: Any, summary: str, *, fixed: tuple[str, ...] = (), **defaults: Any
-) -> Any:
+    base: Entry, summary: str, *, fixed: tuple[str, ...] = (), **defaults: Any
+) -> Entry:
     """A second name for an entry, with other defaults for some of its options.
 
     Args:
@@ -101,8 +116,9 @@ def variant(
         "HParams", fields, bases=(base.HParams,), frozen=True
     )
     is_fixed = {name: defaults[name] for name in fixed}
-    more = {"HParams": hparams, "__doc__": summary, "fixed": base.fixed | is_fixed}
-    return SimpleNamespace(**(vars(base) | more))
+    return dataclasses.replace(
+        base, HParams=hparams, about=summary, fixed=base.fixed | is_fixed
+    )
 
 
 _FEDAVG = entry(fedavg, text=True)
@@ -171,7 +187,7 @@ ALGORITHMS = {
         fixed=("layer_dropping",),
         layer_dropping=True,
     ),
-    "fedmd": entry(fedmd, preset="fedd2s", public_images=True, several_models=True),
+    "fedmd": entry(fedmd, preset="fedd2s", public_images=True),
     "fedict": entry(fedict, preset="fedd2s"),
     "pfedsd": entry(pfedsd, preset="fedd2s"),
     "uapdfl": entry(uapdfl, preset="uapdfl"),
@@ -215,4 +231,4 @@ ALGORITHMS = {
 
 def describe(name: str) -> str:
     """The first line of an algorithm's module docstring."""
-    return ALGORITHMS[name].__doc__.splitlines()[0]
+    return ALGORITHMS[name].about.splitlines()[0]

@@ -218,7 +218,8 @@ def build(
         scoring: What to evaluate.
 
     Raises:
-        ValueError: one line: `make` returned something else.
+        ValueError: one line: `make` returned something else, or clients have several
+            architectures and the algorithm takes one.
     """
     algorithm = make(hparams, task)
     if not isinstance(algorithm, types.Algorithm):
@@ -226,6 +227,8 @@ def build(
             f"algo: its make returned a {type(algorithm).__name__}, expected a "
             "fedjax_pfl.types.Algorithm"
         )
+    if not algorithm.by_architecture:
+        _ = task.client_model  # refuses several
     structure, floats = options.split_floats(hparams)
     fields = dataclasses.fields(structure)
     # A method or a closure may hold what cannot be compared, so it is built again.

@@ -11,7 +11,7 @@ from typing import Any
 from launch import build, main
 from launch.config import flagfile, registry, resolve
 from launch.folder import finished, record
-from launch.run import processes
+from launch.machine import processes
 
 MODEL = "model.msgpack"
 

@@ -12,9 +12,11 @@ import jax
 import numpy as np
 
 from data import labels
+from launch.assemble import custom
 from launch.config import limits, presets, registry
 from launch.experiment import Experiment, experiment
-from launch.run import custom, loop, processes
+from launch.machine import processes
+from launch.run import loop
 from launch.show import frames, words
 
 if TYPE_CHECKING:

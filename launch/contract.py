@@ -1,7 +1,7 @@
 """Checks a custom algorithm against the rules that every algorithm here follows."""
 
+import dataclasses
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -47,10 +47,8 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
 
         return made._replace(round=round)
 
-    members = [member for member in dir(entry) if not member.startswith("__")]
-    members = {member: getattr(entry, member) for member in members}
     name = registry.algorithm_name(algo)
-    watched = SimpleNamespace(**members | {"make": make, "__name__": name})
+    watched = dataclasses.replace(entry, make=make, name=name)
 
     options = {"rounds": rounds, "eval_every": rounds, "devices": 1} | options
     for varied in ("client_chunk", "min_chunk", "lanes"):

@@ -13,7 +13,7 @@ from absl import logging as absl_logging
 
 import launch
 from launch.config import flagfile, flags
-from launch.run import processes
+from launch.machine import processes
 
 
 def command(

@@ -16,20 +16,13 @@ import numpy as np
 import algorithms
 from data import files
 from fedjax_pfl import types
+from launch.assemble import assemble, custom
+from launch.assemble import given as given_lib
 from launch.config import flagfile, registry
 from launch.folder import workdir
-from launch.run import (
-    assemble,
-    client_model,
-    cost,
-    custom,
-    devices,
-    loop,
-    processes,
-    residence,
-    target,
-)
-from launch.run import given as given_lib
+from launch.machine import devices, processes, residence, target
+from launch.models_out import client_model
+from launch.run import cost, loop
 from launch.run import progress as progress_lib
 from launch.run import stop as stop_lib
 from launch.run.run import Run
@@ -283,7 +276,7 @@ def experiment(**given: Any) -> Experiment:
     if chosen is not None:
         target.devices(chosen)  # before jax looks for chips that are there
     settings = given_lib.settled(**given)
-    return assemble.assemble(settings, kind=Experiment, target=chosen or "")
+    return Experiment(assemble.assemble(settings, target=chosen or ""))
 
 
 def load(path: Any, **given: Any) -> Experiment:

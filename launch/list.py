@@ -18,9 +18,11 @@ from data import loaders, partitions, texts
 from fedjax_pfl import types
 from fedjax_pfl.options import option
 from launch import ending, experiment
+from launch.assemble import fit
 from launch.config import flags, limits, presets, registry
+from launch.machine import target
 from launch.papers import tables
-from launch.run import cost, fit, target
+from launch.run import cost
 from launch.studies import tables as studies
 from models import counts
 

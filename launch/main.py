@@ -9,10 +9,11 @@ import sys
 from typing import Any
 
 from launch import build, ending
+from launch.assemble import given as given_lib
 from launch.config import flags
 from launch.folder import workdir
-from launch.run import devices, loop, processes
-from launch.run import given as given_lib
+from launch.machine import devices, processes
+from launch.run import loop
 from launch.run.stop import Stop
 from launch.show import words
 

@@ -19,8 +19,8 @@ from fedjax_pfl.options import option
 from launch import cells, ending
 from launch.config import flagfile, flags, presets, registry, resolve, schema
 from launch.folder import finished
+from launch.machine import devices, processes
 from launch.papers import tables
-from launch.run import devices, processes
 from launch.show import curves, sheets
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import program
-from launch.run import devices
+from launch.machine import devices
 from tests import synthetic
 
 # Nobody reads where an operation came from, and to note it takes a part of every trace.

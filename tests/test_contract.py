@@ -21,8 +21,8 @@ import models
 from data import texts as texts_lib
 from fedjax_pfl import checkpoint, levels, program, shapes
 from launch import build
+from launch.assemble import assemble, given
 from launch.config import flags, registry
-from launch.run import assemble, given
 from models import text
 from tests import texts
 from tests.toys import frozen, gossip, ledger, model, sparse, spliced, taught, widths
@@ -161,7 +161,7 @@ def _toys(monkeypatch):
 
 def register_toys(monkeypatch):
     for name, module in TOYS.items():
-        monkeypatch.setitem(algorithms.ALGORITHMS, name, module)
+        monkeypatch.setitem(algorithms.ALGORITHMS, name, algorithms.custom(module))
     for name, base in ON_TEXT.items():
         monkeypatch.setitem(algorithms.ALGORITHMS, name, algorithms.ALGORITHMS[base])
     monkeypatch.setitem(texts_lib.TEXTS, "small", texts.SMALL)
@@ -188,7 +188,7 @@ def build_experiment(name, dataset, **more):
     settings = given.settled(algo=name, **options)
     num_levels = 2 if name in ON_TEXT else 3
     level_of = 1 + np.arange(settings.config.num_clients, dtype=np.int32) % num_levels
-    return assemble.assemble(settings, kind=build.Experiment, level_of=level_of)
+    return build.Experiment(assemble.assemble(settings, level_of=level_of))
 
 
 def arrays_of(experiment):
@@ -241,6 +241,8 @@ def test_learns_and_compiles_once(name, reference):
     records = reference.experiment.metrics
     losses = [r["train_loss"] for r in records if "train_loss" in r]
     assert name == "majority" or losses[-1] < losses[0]
+    ships = reference.experiment.program.algorithm.ships_proxy
+    assert algorithms.ALGORITHMS[name].public_images == (ships == "unlabelled")
 
 
 @of_names(*OURS, *SLOW)

@@ -104,8 +104,8 @@ MAY_NAME = {
     "cdkt": {
         "launch/config/flags.py",
         "launch/config/schema.py",
-        "launch/run/assemble.py",
-        "launch/run/given.py",
+        "launch/assemble/assemble.py",
+        "launch/assemble/given.py",
         "launch/reproduce.py",
     },
     "fedavg": {"launch/bench/works.py"},

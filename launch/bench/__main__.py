@@ -7,7 +7,8 @@ from absl import flags as absl_flags
 from launch import ending
 from launch.bench import measure, works
 from launch.config import flags, limits
-from launch.run import cost, target
+from launch.machine import target
+from launch.run import cost
 
 # A figure -> the line that is printed where it was measured.
 LINES = {

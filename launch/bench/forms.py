@@ -16,7 +16,8 @@ from fedjax_pfl import execution, losses, shapes, types
 from fedjax_pfl.options import option
 from launch import ending
 from launch.config import flags, limits, schema
-from launch.run import cost, target
+from launch.machine import target
+from launch.run import cost
 from models import forms, mixed
 
 RULE = "rule"

@@ -13,7 +13,8 @@ from fedjax_pfl import execution, shapes, types
 from launch import build
 from launch.bench import references
 from launch.config import registry
-from launch.run import devices, narrow
+from launch.machine import devices
+from launch.run import narrow
 
 REPEATS = 5
 

@@ -73,14 +73,14 @@ def check_text(name: str, value: str) -> None:
         raise ValueError(f"{line} begins or ends with a space; omit it")
 
 
-def check_one_of(flag: str, value: str, known: Collection[str]) -> None:
-    """Refuses a value that is not among the known ones.
+def check_one_of(flag: str, value: str, known: Collection[str], hint: str = "") -> None:
+    """Refuses a value that is not among the known ones; `hint` ends the line.
 
     Raises:
         ValueError: one line with all of them.
     """
     if value not in known:
-        raise ValueError(f"--{flag}={value}: expected one of {', '.join(known)}")
+        raise ValueError(f"--{flag}={value}: expected one of {', '.join(known)}{hint}")
 
 
 def shown(value: Any) -> str:

@@ -35,35 +35,35 @@ _ELSEWHERE = {
 }  # fmt: skip
 
 
-def algorithm(algo: Any) -> Any:
-    """The registry's entry of a name; a custom algorithm is returned unchanged.
+def algorithm(algo: Any) -> algorithms.Entry:
+    """The entry of a name, or of a custom algorithm.
 
     Raises:
         ValueError: an unknown name, or an object without `HParams` and `make`.
     """
     known = algorithms.ALGORITHMS
     if isinstance(algo, str):
-        if algo not in known:
-            hint = limits.nearest(algo.lower(), known)
-            raise ValueError(f"--algo={algo}: expected one of {', '.join(known)}{hint}")
+        limits.check_one_of("algo", algo, known, limits.nearest(algo.lower(), known))
         return known[algo]
+    if isinstance(algo, algorithms.Entry):
+        return algo
     has_options = dataclasses.is_dataclass(getattr(algo, "HParams", None))
     if not has_options or not callable(getattr(algo, "make", None)):
         raise ValueError(
             f"algo: expected a name, or an object with a dataclass HParams and a "
             f"function make, got a {type(algo).__name__}"
         )
-    return algo
+    return algorithms.custom(algo)
 
 
 def algorithm_name(algo: Any) -> str:
     """The name of an algorithm in records and folders."""
     if isinstance(algo, str):
         return algo
-    name = getattr(algo, "__name__", "custom").rpartition(".")[2].strip("_")
-    ours = algorithms.ALGORITHMS.get(name)
-    is_other = ours is not None and ours.make is not getattr(algo, "make", None)
-    return f"own_{name}" if is_other else name
+    found = algorithm(algo)
+    ours = algorithms.ALGORITHMS.get(found.name)
+    is_other = ours is not None and ours.make is not found.make
+    return f"own_{found.name}" if is_other else found.name
 
 
 def called(name: str) -> str | None:
@@ -83,7 +83,7 @@ def called(name: str) -> str | None:
 
 def default_preset(algo: Any) -> str:
     """The preset of a run without `--preset`."""
-    return getattr(algorithm(algo), "preset", presets.BASE)
+    return algorithm(algo).preset
 
 
 class Departure(NamedTuple):
@@ -127,11 +127,9 @@ def departure(algo: Any, values: Mapping[str, Any]) -> Departure | None:
     mine = known.get(algo) if isinstance(algo, str) else None
     if mine is None:
         return None
-    own = getattr(mine, "fixed", {})
+    own = mine.fixed
     family = {
-        name: entry.fixed
-        for name, entry in known.items()
-        if entry.make is mine.make and hasattr(entry, "fixed")
+        name: entry.fixed for name, entry in known.items() if entry.make is mine.make
     }
     usual = {f.name: f.default for f in dataclasses.fields(mine.HParams)}
     found = usual | {name: value for name, value in values.items() if name in usual}
@@ -219,7 +217,7 @@ def default_text(algo: Any, name: str, dataset: str = "") -> str:
         return repr(preset)
     facts = {
         "algo": algorithm_name(algo),
-        "public_images": getattr(algorithm(algo), "public_images", False),
+        "public_images": algorithm(algo).public_images,
     } | ({"dataset": dataset} if dataset else {})
     if name == "client_model":
         return "that of --model"

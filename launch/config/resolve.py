@@ -77,7 +77,7 @@ def resolve(
         "dataset": name,
         "num_examples": len(source.label),
         "image_shape": "x".join(map(str, source.image.shape[1:])),
-        "public_images": getattr(entry, "public_images", False) and not has_images,
+        "public_images": entry.public_images and not has_images,
     }
     partition = config.partition or presets.values(config.preset, facts)["partition"]
     if loaders.is_own(name) and config.partition is None:

@@ -16,7 +16,8 @@ from data import files, loaders
 from fedjax_pfl import checkpoint
 from launch.config import flagfile, resolve
 from launch.folder import finished, lock, tracking
-from launch.run import loop, processes
+from launch.machine import processes
+from launch.run import loop
 from launch.run.run import Run
 
 SAVE_SECONDS = 60.0

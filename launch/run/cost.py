@@ -16,8 +16,9 @@ import jax
 import numpy as np
 
 from fedjax_pfl import shapes
-from launch.run import memory, narrow, target
-from launch.run.assemble import assemble
+from launch.assemble.assemble import assemble
+from launch.machine import memory, target
+from launch.run import narrow
 from launch.run.run import Run
 
 # Lines of an optimised program: the head of a computation, and what it refers to
@@ -247,5 +248,6 @@ def _alone(run: Run) -> int:
     """Cycles of a local step of a single client."""
     one = {"num_seeds": 1, "sweep": "", "client_chunk": 1, "min_chunk": 0, "lanes": "0"}
     config = dataclasses.replace(run.settings.config, **one)
-    alone = assemble(run.settings._replace(config=config), target=run.target)
-    return _ahead(alone, "rounds").step_cycles
+    settings = run.settings._replace(config=config)
+    alone = assemble(settings, target=run.target)
+    return _ahead(Run(alone), "rounds").step_cycles

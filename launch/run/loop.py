@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from launch.config import limits
-from launch.run import narrow, processes
+from launch.machine import processes
+from launch.run import narrow
 from launch.run.run import Run
 from launch.run.stop import Stop
 

@@ -7,7 +7,7 @@ import jax
 
 from data import memory as data_memory
 from fedjax_pfl import types
-from launch.run import memory, processes
+from launch.machine import memory, processes
 from launch.run.run import Run
 
 # A program -> what it does, and what needs less memory there.

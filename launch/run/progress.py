@@ -10,7 +10,7 @@ from typing import Any
 
 import tqdm
 
-from launch.run import processes
+from launch.machine import processes
 from launch.run.loop import Listener, Records
 from launch.run.run import Run
 

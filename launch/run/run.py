@@ -3,22 +3,17 @@
 import dataclasses
 import hashlib
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import jax
 import numpy as np
 
-from data import plan
 from fedjax_pfl import measures, simulate, traffic, types
-from fedjax_pfl import program as program_lib
+from launch.assemble import assemble, computed, notes
 from launch.config import limits, sweep
-from launch.run import computed, devices, notes, summaries
-from launch.run.given import Settings
-
-PartsWith = Callable[
-    [types.Execution], tuple[types.Task, program_lib.Program, plan.Planner]
-]
+from launch.machine import devices, memory
+from launch.run import summaries
 
 
 class Run:
@@ -50,35 +45,28 @@ class Run:
             than those that were chosen, None = they are not to be changed.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        task: types.Task,
-        program: program_lib.Program,
-        data: types.Data,
-        planner: plan.Planner,
-        seeds: list[int],
-        hashes: tuple[str, str, str],
-        computed_sha256: str = "",
-        points: Sequence[sweep.Point],
-        target: str = "",
-        rows_in: str | None = None,
-        parts_with: PartsWith | None = None,
-        trained_before: Sequence[Any] = (),
-    ):
+    def __init__(self, parts: assemble.Parts):
+        """Takes the parts of a run.
+
+        Raises:
+            ValueError: one line: its state needs more memory than there is.
+        """
+        settings, program, data = parts.settings, parts.program, parts.data
+        task, points, seeds = parts.task, parts.points, parts.seeds
         self.config, self.hparams, self.task = settings.config, settings.hparams, task
-        self.program, self.data, self.planner = program, data, planner
+        self.program, self.data, self.planner = program, data, parts.planner
         config, self.seeds = self.config, seeds
         self.window = window = summaries.window(config.summary, config.rounds)
-        self.target, self.settings = target, settings if target else None
-        self.parts_with = parts_with
-        self.data_sha256, self.split_sha256, self.teacher_sha256 = hashes
-        self.own_sha256, self.computed_sha256 = settings.own_sha256, computed_sha256
+        self.target = parts.target
+        self.settings = settings if parts.target else None
+        self.parts_with = parts.parts_with
+        self.data_sha256, self.split_sha256, self.teacher_sha256 = parts.hashes
+        self.own_sha256 = settings.own_sha256
+        self.computed_sha256 = parts.computed_sha256
         source, is_natural = settings.source, config.partition == "natural"
         self.classes = source.classes
         self.columns, self.num_examples = source.columns, len(source.label)
-        self.trained_before = tuple(trained_before)
+        self.trained_before = tuple(parts.trained_before)
         self.owners = source.owners if is_natural else None
         self.owners = self.owners and self.owners[: config.num_clients]
         names = repr((self.classes, self.owners)).encode()
@@ -98,10 +86,22 @@ class Run:
             (len(seeds) * len(points), max(len(window), 10), config.num_clients), np.nan
         )
         self.simulation = simulate.Simulation(
-            *(program, data, planner, seeds, task.execution, config.rounds),
+            *(program, data, self.planner, seeds, task.execution, config.rounds),
             points,
-            rows_in,
+            parts.rows_in,
         )
+        self._refuse_large(parts.rows_in)
+
+    def _refuse_large(self, rows_in: str | None) -> None:
+        """Refuses a state that needs more memory than there is (ValueError)."""
+        options = vars(self.config) | vars(self.hparams)
+        template = self.simulation.template()
+        kept = [memory.kept(options, template, self.task.execution)]
+        if rows_in == "":
+            variants = len(self.seeds) * len(self.points)
+            row_bytes = self.simulation.population.layout.num_bytes
+            kept.append(memory.kept_on_host(options, row_bytes, variants))
+        memory.refuse(kept, options, self.target)
 
     def compute(self, how: types.Execution) -> None:
         """Goes on with clients in other chunks or lanes, see `parts_with`."""

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 
-from launch.run import processes
+from launch.machine import processes
 
 
 class Stop:

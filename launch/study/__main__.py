@@ -17,7 +17,7 @@ from typing import Any
 from fedjax_pfl.options import option
 from launch import ending
 from launch.config import flags
-from launch.run import target
+from launch.machine import target
 from launch.show import sheets as show
 from launch.studies import tables
 from launch.study import child

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from launch import cells, ending
-from launch.run import devices
+from launch.machine import devices
 from launch.study import child, loops, member
 
 Settings = Mapping[str, Any]

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from launch import build, ending
-from launch.run import processes
+from launch.machine import processes
 from launch.study import child, examples
 
 COLLECTIVES = {"all_gathers": "all-gather", "all_reduces": "all-reduce"}

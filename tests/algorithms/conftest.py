@@ -13,6 +13,7 @@ from fedjax_pfl import options, shapes, types
 from launch import build
 from models import stages
 from tests import padded
+from tests.algorithms import plain
 
 WIDTHS = (8, 6)
 
@@ -97,9 +98,11 @@ def problem(unequal):
             execution=types.Execution(chunk),
         )._replace(**more)
 
+    data = made.data.replace(partition=first_seed(made.data.partition))
     return namespace.SimpleNamespace(
         task_of=task_of,
-        data=made.data.replace(partition=first_seed(made.data.partition)),
+        data=data,
+        table=plain.Table(data),
         cohort=lambda round: padded.cohort(made.planner, 0, round),
         execution=types.Execution(3),
     )
@@ -141,10 +144,10 @@ def jitted(module, hparams, task):
 
 @pytest.fixture(scope="session")
 def compiled(problem):
-    """Jitted rounds by structure."""
+    """Jitted rounds by structure; `floats` are traced."""
     cache = {}
 
-    def get(algo, server="tiny", clients=None, chunk=3, **structure):
+    def get(algo, server="tiny", clients=None, chunk=3, floats=(), **structure):
         name = (algo, server, clients, chunk, *sorted(structure.items()))
         if name not in cache:
             module = algorithms.ALGORITHMS[algo]
@@ -156,7 +159,7 @@ def compiled(problem):
         def one_round(state, cohort=None, data=None, **changed):
             cohort = problem.cohort(int(state.round)) if cohort is None else cohort
             data = problem.data if data is None else data
-            return cache[name](state, cohort, data, **changed)
+            return cache[name](state, cohort, data, **dict(floats) | changed)
 
         return one_round
 

@@ -1,8 +1,16 @@
 """The one reference of these tests: chains of dense layers in plain numpy.
 
-Parameters are lists of [kernel, bias] in float64; gradients are written by hand. And
-what all tests ask of a state: whose model is whose, who is served what, what was sent.
+Parameters are lists of [kernel, bias] in float64; gradients are written by hand. A
+method's own reference is a function of a round, `(state, cohort, table, values) ->
+(the server's layers or None, the layers of the round's clients by id or None, and what
+else the method knows)`, which `follow` compares with the compiled round. The rest is
+what all tests ask of a state: which model is whose, which serves a client, what was
+sent.
 """
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -154,11 +162,84 @@ def assert_start_alike(state):
         chex.assert_trees_all_equal(own(state, number), host(server(state)))
 
 
+class Step(NamedTuple):
+    """A round that equals its reference: states around it, and what it returned.
+
+    `own` are the reference's layers of clients by id, `more` is what else it gave.
+    """
+
+    before: types.RoundState
+    after: types.RoundState
+    cohort: types.Cohort
+    own: dict[int, list] | None
+    more: list[Any]
+    metrics: dict[str, Any]
+    sent: dict[str, Any]
+
+
+def follow(
+    run,
+    reference,
+    state,
+    problem,
+    values,
+    *,
+    cohort_at=None,
+    num_rounds=2,
+    changes=(),
+    by=1e-4,
+    rtol=1e-3,
+    atol=1e-5,
+):
+    """Compares rounds with those of a method's reference.
+
+    Args:
+        run: A compiled round `(state, cohort) -> (state, metrics, sent)`.
+        reference: The method's, see above.
+        state: The state before the first round.
+        problem: The fixture of that name.
+        values: The options that the reference uses.
+        cohort_at: `round -> Cohort`, None = the problem's.
+        num_rounds: How many rounds.
+        changes: Other values of options, each of which must give another last round,
+            so that none is ignored unnoticed.
+        by: The least difference that they make.
+        rtol, atol: How close layers are.
+
+    Returns:
+        A `Step` for each round.
+    """
+    close, steps = {"rtol": rtol, "atol": atol}, []
+    for _ in range(num_rounds):
+        cohort = (cohort_at or problem.cohort)(int(state.round))
+        expected = functools.partial(reference, state, cohort, problem.table)
+        server, own, *more = expected(values)
+        after, metrics, sent = run(state, cohort)
+        if server is not None:
+            found = server_layers(after)
+            chex.assert_trees_all_close(found, server, **close)
+            assert differs(found, server_layers(state), 1e-3)
+        if own is not None:
+            assert_models(after, state, own, **close)
+        steps.append(Step(state, after, cohort, own, more, metrics, sent))
+        state = after
+    assert int(state.round) == int(steps[0].before.round) + num_rounds
+    if changes:
+        assert_matters(expected, values, changes, by)
+    return steps
+
+
 def assert_matters(reference, values, changes, by=1e-4):
     """Each of these changes gives another result: none is ignored unnoticed."""
     found = reference(values)
     for option, value in changes.items():
         assert differs(found, reference(values | {option: value}), by), option
+
+
+def assert_both_ways(made, sent, num_bytes):
+    """Each of three clients sent this many bytes, and received as many."""
+    both = {"bytes_up": num_bytes, "bytes_down": num_bytes}
+    assert sent_bytes(made, sent, 3) == [both] * 3
 
 
 def sent_bytes(made, sent, num_rows):
@@ -251,14 +332,20 @@ def of_divergence(student, target, temperature):
 
 def total(*terms):
     """Sum of gradients of all layers."""
-    return [
-        [sum(parts) for parts in zip(*layer, strict=True)]
-        for layer in zip(*terms, strict=True)
-    ]
+    return jax.tree.map(lambda *parts: sum(parts), *terms)
 
 
 def scaled(factor, grads):
-    return [[factor * g for g in layer] for layer in grads]
+    return jax.tree.map(lambda g: factor * g, grads)
+
+
+def minus(first, second):
+    return jax.tree.map(lambda a, b: a - b, first, second)
+
+
+def pull(weight, anchor):
+    """Gradients of weight / 2 ||w - anchor||^2, as `One.train` adds them."""
+    return lambda params, *_: scaled(weight, minus(params, anchor))
 
 
 # Optimizers.
@@ -285,12 +372,12 @@ class Sgd:
                 out.append(layer)
                 continue
             old = self.buffer.get(number, [0.0, 0.0])
-            new = [
-                factor * g + self.decay * w + self.momentum * b
-                for w, g, b in zip(layer, grad, old, strict=True)
-            ]
+            new = jax.tree.map(
+                lambda g, w, b: factor * g + self.decay * w + self.momentum * b,
+                *(grad, layer, old),
+            )
             self.buffer[number] = new
-            out.append([w - self.rate * b for w, b in zip(layer, new, strict=True)])
+            out.append(jax.tree.map(lambda w, b: w - self.rate * b, layer, new))
         return out
 
 
@@ -308,20 +395,15 @@ class Adam:
                 continue
             count, first, second = self.moments.get(number, (0, [0, 0], [0, 0]))
             count += 1
-            first = [0.9 * m + 0.1 * g for m, g in zip(first, grad, strict=True)]
-            second = [
-                0.999 * v + 0.001 * g**2 for v, g in zip(second, grad, strict=True)
-            ]
+            first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first, grad)
+            second = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, second, grad)
             self.moments[number] = (count, first, second)
-            out.append(
-                [
-                    w
-                    - self.rate
-                    * (m / (1 - 0.9**count))
-                    / (np.sqrt(v / (1 - 0.999**count)) + 1e-8)
-                    for w, m, v in zip(layer, first, second, strict=True)
-                ]
-            )
+
+            def moved(w, m, v, count=count):
+                size = np.sqrt(v / (1 - 0.999**count)) + 1e-8
+                return w - self.rate * (m / (1 - 0.9**count)) / size
+
+            out.append(jax.tree.map(moved, layer, first, second))
         return out
 
 
@@ -385,63 +467,81 @@ def members(cohort):
     return {int(cohort.client_id[row]): int(row) for row in rows}
 
 
-def train(table, params, one, number, tx, *, trained=None, extra=None):
-    """Cross-entropy over a client's plan.
+@dataclasses.dataclass
+class One:
+    """A client of a round."""
 
-    Args:
-        table: The problem.
-        params: Where to start.
-        one: The client's row of a plan.
-        number: The client.
-        tx: `Sgd` or `Adam`.
-        trained: Epoch to bool[L], or None.
-        extra: (params, positions, rows) to gradients that are added, or None.
-    """
-    for position, rows, epoch in table.steps(one, number):
-        x = table.images(rows)
-        grads = gradients(params, x, cross_entropy(table.label[rows]))
-        if extra is not None:
-            grads = total(grads, extra(params, position, rows))
-        params = tx.step(params, grads, None if trained is None else trained(epoch))
-    return params
+    state: types.RoundState
+    cohort: types.Cohort
+    table: Table
+    number: int
+    row: int
+
+    @property
+    def server(self):
+        """The server's layers before the round."""
+        return server_layers(self.state)
+
+    @property
+    def own(self):
+        """The client's own layers before the round."""
+        return own_layers(self.state, self.number)
+
+    @property
+    def peers(self):
+        """The ids of its peers."""
+        return self.cohort.peers[self.row][self.cohort.peer_mask[self.row]].tolist()
+
+    def rate(self, values):
+        """The learning rate of the round."""
+        return values["client_lr"] * values["client_lr_decay"] ** int(self.state.round)
+
+    def sgd(self, values, **more):
+        """An optimizer of the round."""
+        return Sgd(self.rate(values), values.get("client_momentum", 0.0), **more)
+
+    def plan(self, name="local"):
+        """Its row of a plan."""
+        return at(self.cohort.plans[name], self.row)
+
+    def steps(self, name="local"):
+        """(positions, rows, epoch) of each step of a plan."""
+        return self.table.steps(self.plan(name), self.number)
+
+    def train(self, params, tx, name="local", *, trained=None, extra=None):
+        """Cross-entropy over a plan.
+
+        Args:
+            params: Where to start.
+            tx: `Sgd` or `Adam`.
+            name: The plan.
+            trained: Epoch to bool[L], or None.
+            extra: (params, positions, rows) to gradients that are added, or None.
+        """
+        for position, rows, epoch in self.steps(name):
+            of_logits = cross_entropy(self.table.label[rows])
+            grads = gradients(params, self.table.images(rows), of_logits)
+            if extra is not None:
+                grads = total(grads, extra(params, position, rows))
+            params = tx.step(params, grads, None if trained is None else trained(epoch))
+        return params
+
+
+def clients(state, cohort, table):
+    """The clients of a round, padding left out."""
+    return [One(state, cohort, table, *pair) for pair in members(cohort).items()]
 
 
 def mean(trees, weight):
     """Weighted mean of layers; weights need not sum to 1."""
     weight = np.asarray(weight, float) / np.sum(weight)
-    return [
-        [sum(w * a for w, a in zip(weight, arrays, strict=True)) for arrays in pairs]
-        for pairs in (
-            list(zip(*layer, strict=True)) for layer in zip(*trees, strict=True)
-        )
-    ]
+    return total(*(scaled(w, tree) for w, tree in zip(weight, trees, strict=True)))
 
 
-def assert_equal_steps(found, expected, before, share=1e-3):
-    """Two 32-bit results of one round agree, measured by how far the round moved.
-
-    Rounding is of the size of the numbers in the sums, whatever their result, and
-    differs from processor to processor; a step that is missing, doubled or masked
-    wrongly is of the size of the movement itself.
-
-    Args:
-        found, expected: Pytrees of equal structure.
-        before: What both moved from.
-        share: The largest difference in a leaf, as a fraction of the leaf's largest
-            movement; a thousandth of it, of the largest movement of all leaves, is
-            allowed everywhere, also where nothing should move.
-    """
-
-    def gaps(one, other):
-        pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-        return np.array(
-            [np.abs(np.float64(a) - np.float64(b)).max(initial=0) for a, b in pairs]
-        )
-
-    moved = gaps(expected, before)
-    assert moved.any()
-    bound = share * moved + 1e-3 * share * moved.max()
-    assert (gaps(found, expected) <= bound).all(), gaps(found, expected) / bound
+def averaged(trained, table, is_uniform=False):
+    """The mean of layers by client, by default weighted by their examples."""
+    weight = [1] * len(trained) if is_uniform else table.train.count[list(trained)]
+    return mean(list(trained.values()), weight)
 
 
 # Cohorts.

@@ -1,7 +1,5 @@
 """APFL against numpy, and at the ends of its share: FedAvg and a model of one's own."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -24,56 +22,47 @@ def state_of(start, weights=WEIGHTS):
 
 def inner(first, second):
     """The sum of products of all numbers of two lists of layers."""
-    pairs = zip(first, second, strict=True)
-    return sum(
-        (a * b).sum() for one, two in pairs for a, b in zip(one, two, strict=True)
-    )
+    products = jax.tree.map(lambda a, b: (a * b).sum(), first, second)
+    return sum(jax.tree.leaves(products))
 
 
 def mixture(alpha, own, server):
     return plain.total(plain.scaled(alpha, own), plain.scaled(1 - alpha, server))
 
 
-def reference(state, cohort, table, learns, values):
-    """(the server's layers, v and alpha by client) of a round of Algorithm 1."""
-    tx = plain.Sgd(values["client_lr"] * values["client_lr_decay"] ** int(state.round))
-    rate, shared, personal, shares = tx.rate, {}, {}, {}
-    for number, row in plain.members(cohort).items():
-        w, v = plain.server_layers(state), plain.own_layers(state, number)
-        alpha = float(state.clients["own_weight"][number])
-        steps = table.steps(plain.at(cohort.plans["local"], row), number)
-        for step, (_, rows, _) in enumerate(steps):
+def reference(state, cohort, table, values):
+    """Algorithm 1; alpha by client too.
+
+    v and alpha step along f(vbar) at w before its own step; alpha once a round.
+    """
+    shared, personal, shares = {}, {}, {}
+    for one in plain.clients(state, cohort, table):
+        w, v, tx = one.server, one.own, one.sgd(values)
+        alpha = float(state.clients["own_weight"][one.number])
+        for step, (_, rows, _) in enumerate(one.steps()):
             x, of_logits = table.images(rows), plain.cross_entropy(table.label[rows])
             slope = plain.gradients(mixture(alpha, v, w), x, of_logits)
-            gap = plain.total(v, plain.scaled(-1.0, w))
-            v = plain.total(v, plain.scaled(-rate * alpha, slope))
+            gap = plain.minus(v, w)
+            v = plain.total(v, plain.scaled(-tx.rate * alpha, slope))
             w = tx.step(w, plain.gradients(w, x, of_logits))
-            if learns and step == 0:
-                alpha = np.clip(alpha - rate * inner(gap, slope), 0, 1)
-        shared[number], personal[number], shares[number] = w, v, alpha
-    size = table.train.count[list(shared)]
-    return plain.mean(list(shared.values()), size), personal, shares
+            if values["learn_weight"] and step == 0:
+                alpha = np.clip(alpha - tx.rate * inner(gap, slope), 0, 1)
+        shared[one.number], personal[one.number], shares[one.number] = w, v, alpha
+    return plain.averaged(shared, table), personal, shares
 
 
 @pytest.mark.parametrize("learns", [True, False])
 def test_rounds_equal_a_numpy_reference(learns, compiled, start, problem):
-    """v and alpha step along f(vbar) at w before its own step; alpha once a round."""
-    table, state = plain.Table(problem.data), state_of(start)
-    run = compiled("apfl", learn_weight=learns)
-    for round in (1, 2):
-        cohort = problem.cohort(round)
-        expected = functools.partial(reference, state, cohort, table, learns)
-        after, *_ = run(state, cohort, **FLOATS)
-        server, personal, shares = expected(FLOATS)
-        found = plain.server_layers(after)
-        chex.assert_trees_all_close(found, server, rtol=1e-3, atol=1e-5)
-        plain.assert_models(after, state, personal)
-        for number, share in shares.items():
-            found = after.clients["own_weight"][number]
+    """Both models and the share, which is fixed without `learn_weight`."""
+    run, state = compiled("apfl", floats=FLOATS, learn_weight=learns), state_of(start)
+    values, changes = {"learn_weight": learns} | FLOATS, dict.fromkeys(FLOATS, 0.3)
+    steps = plain.follow(run, reference, state, problem, values, changes=changes)
+    for step in steps:
+        for number, share in step.more[0].items():
+            found = step.after.clients["own_weight"][number]
             np.testing.assert_allclose(found, share, atol=1e-5)
-        state = after
-    plain.assert_matters(expected, FLOATS, dict.fromkeys(FLOATS, 0.3))
-    assert plain.differs(state.clients["own_weight"], WEIGHTS) == learns
+    moved = steps[-1].after.clients["own_weight"]
+    assert plain.differs(moved, WEIGHTS) == learns
 
 
 def test_with_a_share_of_none_the_own_model_does_not_move(compiled, start):

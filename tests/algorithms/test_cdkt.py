@@ -1,7 +1,5 @@
 """CDKT against numpy, and its properties one by one."""
 
-import functools
-
 import chex
 import jax
 import numpy as np
@@ -74,7 +72,7 @@ def of_distance(kind, student, target, temperature, js_form="true"):
 
 
 def reference(state, cohort, table, values):
-    """Section 1A's round with Python loops: (client layers by id, server's)."""
+    """Section 1A's round with Python loops."""
     proxy = table.batches(5)
     mix, tau = values["label_mix"], values["temperature"]
     use_rep = values["transfer"] in ("rep", "repfull")
@@ -107,11 +105,10 @@ def reference(state, cohort, table, values):
     known, kind = answers(server), values["client_distance"]
     is_cut = values.get("proxy_pairing") == "truncate"
     trained = {}
-    for number, row in plain.members(cohort).items():
-        one = plain.at(cohort.plans["local"], row)
+    for one in plain.clients(state, cohort, table):
         if is_cut:
-            one = one.replace(num_steps=min(int(one.num_steps), len(proxy)))
-        pairs = iter(range(int(one.num_steps)))
+            one.cohort = plain.cut(cohort, len(proxy))
+        pairs = iter(range(int(one.plan().num_steps)))
 
         def extra(params, position, rows, pairs=pairs):
             pair = next(pairs) % len(proxy)
@@ -120,8 +117,8 @@ def reference(state, cohort, table, values):
                 params, proxy[pair], *known[pair], kind, alpha, True, hard=False
             )
 
-        start, tx = plain.own_layers(state, number), plain.Sgd(values["client_lr"])
-        trained[number] = plain.train(table, start, one, number, tx, extra=extra)
+        tx = plain.Sgd(values["client_lr"])
+        trained[one.number] = one.train(one.own, tx, extra=extra)
 
     told = [answers(params) for params in trained.values()]
     if values.get("ensemble") == "code_last":
@@ -139,27 +136,18 @@ def reference(state, cohort, table, values):
         for rows, target in zip(proxy, teacher, strict=True):
             grads = gradients(server, rows, *target, kind, beta, use_full, hard=True)
             server = tx.step(server, grads)
-    return trained, server
+    return server, trained
 
 
 @pytest.mark.parametrize("name", [*STRUCTURES, "code"])
 def test_rounds_equal_a_numpy_reference(name, compiled, start, problem):
     """Tests 19 to 28: section 1A's rounds, all modes, distances, the code's forms."""
-    structure, table = {**STRUCTURES, "code": CODE}[name], plain.Table(problem.data)
-    state = start()
-    for round in (1, 2):
-        cohort = problem.cohort(round)
-        steps = cohort.plans["local"].num_steps
+    structure = {**STRUCTURES, "code": CODE}[name]
+    run, state = compiled("cdkt", floats=FLOATS, **structure), start()
+    values, more = structure | FLOATS, {"changes": MATTERS.get(name, {}), "rtol": 1e-4}
+    for step in plain.follow(run, reference, state, problem, values, **more):
+        steps = step.cohort.plans["local"].num_steps
         assert max(steps) > 3 and len(set(steps)) > 1  # more than proxy batches
-        expected = functools.partial(reference, state, cohort, table)
-        trained, server = expected(structure | FLOATS)
-        after, _, _ = compiled("cdkt", **structure)(state, cohort, **FLOATS)
-        plain.assert_models(after, state, trained, rtol=1e-4)
-        got = plain.server_layers(after)
-        chex.assert_trees_all_close(got, server, rtol=1e-4, atol=1e-5)
-        assert plain.differs(got, plain.server_layers(state), 1e-3)
-        state = after
-    plain.assert_matters(expected, structure | FLOATS, MATTERS.get(name, {}))
 
 
 @pytest.mark.parametrize(

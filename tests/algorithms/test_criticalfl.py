@@ -111,11 +111,10 @@ def test_rounds_equal_a_numpy_reference(
     structure = STRUCTURE | {"sparsify": sparsify}
     run = compiled("criticalfl", chunk=clients_per_round, **structure)
     made, state = make(problem.task_of(), **structure), given(**structure)
-    table, cohort_at = plain.Table(problem.data), cohorts(clients_per_round)
-    expected, sizes = [Expected(1, 3) for _ in range(5)], table.train.count
-    seen = set()
+    cohort_at, sizes = cohorts(clients_per_round), problem.table.train.count
+    expected, seen = [Expected(1, 3) for _ in range(5)], set()
     for round in range(num_rounds):
-        cohort, rate = cohort_at(round), 0.1 * 0.9**round
+        cohort = cohort_at(round)
         own = [plain.own_layers(state, number) for number in range(5)]
         known = plain.host(state.clients["private"])
         changed = sparsify and [
@@ -123,9 +122,9 @@ def test_rounds_equal_a_numpy_reference(
         ]
         after, metrics, sent = run(state, cohort, critical_threshold=NEVER, **FLOATS)
         found, bytes_down = plain.host(after.clients["private"]), []
-        for number, row in plain.members(cohort).items():
-            period = expected[number]
-            sources = [number, *cohort.peers[row][: period.num_peers]]
+        for one in plain.clients(state, cohort, problem.table):
+            period = expected[one.number]
+            sources = [one.number, *one.peers[: period.num_peers]]
             is_sparse = sparsify and period.critical
             if is_sparse:
                 mixed = sparse_mean(own, changed, sources, sizes)
@@ -134,18 +133,17 @@ def test_rounds_equal_a_numpy_reference(
             bytes_down.append(period.num_peers * (4 + bytes_of(own[0], is_sparse)))
             seen.add((period.num_peers, period.critical))
             period.add(np.mean(known["norm"][sources]), NEVER)
-            tx = Measured(rate, 0.5)
-            one = plain.at(cohort.plans["local"], row)
-            trained = plain.train(table, mixed, one, number, tx)
-            got = plain.own_layers(after, number)
+            tx = Measured(one.rate(FLOATS), 0.5)
+            trained = one.train(mixed, tx)
+            got = plain.own_layers(after, one.number)
             chex.assert_trees_all_close(got, trained, rtol=1e-4, atol=1e-5)
             # Two epochs.
             np.testing.assert_allclose(
-                found["norm"][number], rate * tx.total / 2, rtol=1e-4
+                found["norm"][one.number], tx.rate * tx.total / 2, rtol=1e-4
             )
             if sparsify:
-                mask = plain.layers(plain.at(found["changed"], number))
-                moved = jax.tree.map(lambda a, b: np.abs(a - b), trained, mixed)
+                mask = plain.layers(plain.at(found["changed"], one.number))
+                moved = jax.tree.map(np.abs, plain.minus(trained, mixed))
                 plain.assert_largest(mask, moved, math.ceil(0.2 * size_of(own[0])))
         periods = found["period"]
         for name in ("num_peers", "was_full", "critical", "rounds"):

@@ -283,7 +283,7 @@ CASES = {
 def test_rounds_equal_a_plain_loop(name, run_of, of_levels, problem):
     """Clients and server of 1.1, h and every g; and property 10, the ledger."""
     way, drawn = CASES[name]
-    run, state, table = run_of(name, *way), given(name), plain.Table(problem.data)
+    run, state, table = run_of(name, *way), given(name), problem.table
     if name == "depthfl":
         run = functools.partial(run, client_momentum=0.0)
     options_of, seen = SHARED | FLOATS | STRUCTURES[name], set()
@@ -325,27 +325,26 @@ def test_feddyn_equals_plain_feddyn(problem, start):
     drifts = state.clients.params
     h = jax.tree.map(lambda g: g.sum(0) / 5, drifts)
     state = state.replace(server={"model": state.server, "h": h}, clients=drifts)
-    table, run = plain.Table(problem.data), jax.jit(made.round)
-    server, ledger = plain.server_layers(state), plain.layers(h)
+    run, ledger = jax.jit(made.round), plain.layers(h)
+    server = plain.server_layers(state)
     own = [plain.layers(plain.at(drifts, k)) for k in range(5)]
 
     def plus(first, factor, second):
         return plain.total(first, plain.scaled(factor, second))
 
     for round in range(2):
-        cohort, trained, rate = problem.cohort(round), [], 0.1 * 0.9**round
-        for number, row in plain.members(cohort).items():
-            one, g = plain.at(cohort.plans["local"], row), own[number]
+        cohort, trained = problem.cohort(round), []
+        for one in plain.clients(state, cohort, problem.table):
+            g = own[one.number]
 
             def pull(params, position, rows, g=g, old=server):
-                back = plain.scaled(alpha, plus(params, -1, old))
-                return plain.total(plus(back, 0.05, params), plain.scaled(-1, g))
+                back = plain.scaled(alpha, plain.minus(params, old))
+                return plain.minus(plus(back, 0.05, params), g)
 
-            tx = plain.Sgd(rate)
-            trained.append(plain.train(table, server, one, number, tx, extra=pull))
-            own[number] = plus(g, -alpha, plus(trained[-1], -1, server))
+            trained.append(one.train(server, one.sgd(FLOATS), extra=pull))
+            own[one.number] = plus(g, -alpha, plain.minus(trained[-1], server))
         mean = plain.mean(trained, [1, 1, 1])
-        ledger = plus(ledger, -alpha * 3 / 5, plus(mean, -1, server))
+        ledger = plus(ledger, -alpha * 3 / 5, plain.minus(mean, server))
         server = plus(mean, -1 / alpha, ledger)
         with jax.enable_x64(False):
             state = jax.tree.map(jnp.asarray, state)
@@ -354,8 +353,7 @@ def test_feddyn_equals_plain_feddyn(problem, start):
         found += ([plain.layers(plain.at(state.clients, k)) for k in range(5)],)
         chex.assert_trees_all_close(found, (server, ledger, own), rtol=0, atol=1e-5)
     size = shapes.tree_bytes(start().server)
-    expected = {"bytes_up": size, "bytes_down": size}
-    assert plain.sent_bytes(made, sent, 3) == [expected] * 3
+    plain.assert_both_ways(made, sent, size)
 
 
 # What stays.

@@ -1,5 +1,7 @@
 """Decentralised FedAvg, FedPer and DFedAvgM against numpy, and what is counted."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -53,56 +55,51 @@ def given(start):
     return make
 
 
-def mean_of(own, number, row, cohort, sizes, name):
+def mixed(one, name):
     """A client's layers after mixing: those shared, then its own."""
-    peers = cohort.peers[row][cohort.peer_mask[row]].tolist()
-    sources = [number, *peers]
-    weight = [1] * len(sources) if name == "dfedavgm" else sizes[sources]
-    mean = plain.mean([own[source] for source in sources], weight)
+    sources = [one.number, *one.peers]
+    own = {k: plain.own_layers(one.state, k) for k in sources}
+    mean = plain.averaged(own, one.table, is_uniform=name == "dfedavgm")
     cut = NUM_STAGES - (name == "dfedper")
-    return mean[:cut] + own[number][cut:]
+    return mean[:cut] + own[one.number][cut:]
+
+
+def reference(name, txs, state, cohort, table, values):
+    """Pull the last round's end, mix, train."""
+    return None, {
+        one.number: one.train(mixed(one, name), txs.of(one.number, one.rate(values)))
+        for one in plain.clients(state, cohort, table)
+    }
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_rounds_equal_a_numpy_reference(name, compiled, given, problem, cohort_at):
-    """Pull the last round's end, mix, train; momentum kept, or begun anew (test 18)."""
-    run, state = compiled(name, **STRUCTURES[name]), given(name)
-    table, degrees = plain.Table(problem.data), []
+    """Momentum is kept, or begins again (test 18)."""
     keep = STRUCTURES[name].get("optimizer_state") == "persist"
     txs = plain.Optimizers(lambda rate: plain.Sgd(rate, 0.5), keep)
-    own = [plain.own_layers(state, number) for number in range(5)]
-    for round in range(4):
-        cohort, trained = cohort_at(round), {}
-        for number, row in plain.members(cohort).items():
-            mixed = mean_of(own, number, row, cohort, table.train.count, name)
-            one = plain.at(cohort.plans["local"], row)
-            tx = txs.of(number, 0.1 * 0.8**round)
-            trained[number] = plain.train(table, mixed, one, number, tx)
-        state, _, sent = run(state, cohort, **FLOATS)
-        own = [trained.get(number, own[number]) for number in range(5)]
-        found = [plain.own_layers(state, number) for number in range(5)]
-        chex.assert_trees_all_close(found, own, rtol=1e-3, atol=1e-5)
-        degrees += cohort.peer_mask.sum(1).tolist()
-        made = make(name, problem.task_of(), **STRUCTURES[name])
-        sizes = [4 * sum(leaf.size for leaf in layer) for layer in own[0]]
-        shared = sum(sizes[: NUM_STAGES - (name == "dfedper")])
-        assert plain.sent_bytes(made, sent, 3) == [
-            {"bytes_up": 0, "bytes_down": shared * degree}
-            for degree in cohort.peer_mask.sum(1)
+    run, state = compiled(name, floats=FLOATS, **STRUCTURES[name]), given(name)
+    expected, more = functools.partial(reference, name, txs), {"cohort_at": cohort_at}
+    steps = plain.follow(run, expected, state, problem, FLOATS, num_rounds=4, **more)
+    made, degrees = make(name, problem.task_of(), **STRUCTURES[name]), []
+    sizes = [
+        4 * sum(leaf.size for leaf in layer) for layer in steps[0].own.popitem()[1]
+    ]
+    shared = sum(sizes[: NUM_STAGES - (name == "dfedper")])
+    for step in steps:
+        mine = step.cohort.peer_mask.sum(1).tolist()
+        assert plain.sent_bytes(made, step.sent, 3) == [
+            {"bytes_up": 0, "bytes_down": shared * degree} for degree in mine
         ]
+        degrees += mine
     assert 0 in degrees and max(degrees) > 1
 
 
 def test_the_reference_tells_the_names_apart(given, problem, cohort_at):
     """Guards the test above: weights and the private layer matter."""
-    cohort, table = cohort_at(1), plain.Table(problem.data)
-    own = [plain.own_layers(given(), number) for number in range(5)]
-    row = int(cohort.peer_mask.sum(1).argmax())
-    number = int(cohort.client_id[row])
-    found = [
-        mean_of(own, number, row, cohort, table.train.count, name)
-        for name in STRUCTURES
-    ]
+    one = max(
+        plain.clients(given(), cohort_at(1), problem.table), key=lambda c: len(c.peers)
+    )
+    found = [mixed(one, name) for name in STRUCTURES]
     assert plain.differs(found[0], found[1], 1e-2)
     assert plain.differs(found[0], found[2], 1e-2)
 
@@ -146,10 +143,8 @@ def test_all_peers_make_all_alike(name, given, problem, everybody):
     made, state = make(name, problem.task_of()), given()
     jitted = made._replace(serving=jax.jit(made.serving))
     served = plain.served(jitted, state, everybody, problem.data)
-    own = [plain.own_layers(state, number) for number in range(5)]
-    table = plain.Table(problem.data)
-    weight = [1] * 5 if name == "dfedavgm" else table.train.count
-    expected = plain.mean(own, weight)
+    own = {number: plain.own_layers(state, number) for number in range(5)}
+    expected = plain.averaged(own, problem.table, is_uniform=name == "dfedavgm")
     cut = NUM_STAGES - (name == "dfedper")
     for number in range(5):
         found = plain.layers(served[number].params)

@@ -130,7 +130,7 @@ def with_short_first_batch(cohort):
 def test_rounds_equal_a_numpy_reference(compiled, given, problem, cohort_at):
     """Masked means, masked steps, pruning and regrowth; clipped by the whole norm."""
     run, state = compiled("dispfl", **STRUCTURE), given()
-    made, table = make(problem.task_of(), **STRUCTURE), plain.Table(problem.data)
+    made, table = make(problem.task_of(), **STRUCTURE), problem.table
     count = dispfl.allotted(SHAPE.params, STRUCTURE["density"])
     num_bytes = 4 * sum(jax.tree.leaves(count)) + math.ceil(602 / 8)
     in_layers = plain.layers(jax.tree.map(np.array, count))
@@ -142,18 +142,17 @@ def test_rounds_equal_a_numpy_reference(compiled, given, problem, cohort_at):
         held, mask = masks_of(state, "held"), masks_of(state, "mask")
         after, _, sent = run(state, cohort, **FLOATS)
         rate = 0.25 * (1 + math.cos(math.pi * min(round / 7, 1)))
-        for number, row in plain.members(cohort).items():
-            peers = cohort.peers[row][cohort.peer_mask[row]].tolist()
-            mean = times(mask[number], mean_of(own, held, [number, *peers]))
-            tx = Masked(mask[number], 0.1 * 0.8**round, 0.5, clip=0.5)
-            one = plain.at(cohort.plans["local"], row)
-            trained = plain.train(table, mean, one, number, tx)
+        for one in plain.clients(state, cohort, table):
+            number = one.number
+            mean = times(mask[number], mean_of(own, held, [number, *one.peers]))
+            tx = Masked(mask[number], one.rate(FLOATS), 0.5, clip=0.5)
+            trained = one.train(mean, tx)
             found = plain.own_layers(after, number)
             chex.assert_trees_all_close(found, trained, rtol=1e-4, atol=1e-5)
             outside = jax.tree.map(lambda w, m: w[m == 0], found, mask[number])
             assert not any(part.any() for part in jax.tree.leaves(outside))
             chex.assert_trees_all_equal(masks_of(after, "held")[number], mask[number])
-            _, rows, _ = next(table.steps(one, number))
+            _, rows, _ = next(one.steps())
             x, label = table.images(rows), table.label[rows]
             slope = plain.gradients(trained, x, plain.cross_entropy(label))
             assert_exchanged(
@@ -228,13 +227,11 @@ def test_equal_masks_are_those_of_the_mean(given, problem, cohort_at):
     jitted = made._replace(serving=jax.jit(made.serving))
     state = state.replace(clients=clients)
     served = plain.served(jitted, state, cohort, problem.data)
-    for number, row in plain.members(cohort).items():
-        peers = cohort.peers[row][cohort.peer_mask[row]].tolist()
-        rows = [plain.layers(plain.at(own, k).params) for k in [number, *peers]]
-        found = plain.layers(served[number].params)
-        chex.assert_trees_all_close(
-            found, plain.mean(rows, np.ones(len(rows))), atol=1e-6
-        )
+    for one in plain.clients(state, cohort, problem.table):
+        rows = [plain.own_layers(state, k) for k in [one.number, *one.peers]]
+        found = plain.layers(served[one.number].params)
+        expected = plain.mean(rows, np.ones(len(rows)))
+        chex.assert_trees_all_close(found, expected, atol=1e-6)
 
 
 def test_who_starts_with_what(problem):

@@ -12,7 +12,7 @@ import models
 from algorithms import distill
 from fedjax_pfl import local_training, teacher, types
 from launch import build
-from launch.run import model_files
+from launch.assemble import model_files
 from tests.algorithms import conftest, plain
 from tests.toys import model as toys
 from tests.toys import taught
@@ -23,7 +23,7 @@ KINDS = ("kd", "ls", "pt", "sim", "pt_sim")
 @pytest.fixture
 def batch(problem):
     """Four real examples and a padding row of nan."""
-    rows = plain.Table(problem.data).owned(0)[:5]
+    rows = problem.table.owned(0)[:5]
     image, _ = problem.data.gather(jnp.asarray(rows))
     return local_training.Batch(
         image=image.at[4].set(jnp.nan),

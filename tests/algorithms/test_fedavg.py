@@ -1,7 +1,5 @@
 """FedAvg against numpy, stale evaluation, and the metrics of constant predictors."""
 
-import functools
-
 import chex
 import jax
 import numpy as np
@@ -35,46 +33,31 @@ def given(start):
     return make
 
 
-def reference(server, cohort, table, rate, structure):
-    """(the server's layers, trained layers by client) of one round."""
-    trained = {}
-    for number, row in plain.members(cohort).items():
-        one = plain.at(cohort.plans["local"], row)
-        tx = plain.Sgd(rate, structure.get("client_momentum", 0.0))
-        trained[number] = plain.train(table, server, one, number, tx)
-    size = [table.train.count[number] for number in trained]
-    is_uniform = structure.get("aggregation") == "uniform"
-    weight = [1] * len(size) if is_uniform else size
-    return plain.mean(list(trained.values()), weight), trained
+def reference(state, cohort, table, values):
+    """All start from w_g, which becomes sum n_k w_k / n; copies are as trained."""
+    trained = {
+        one.number: one.train(one.server, one.sgd(values))
+        for one in plain.clients(state, cohort, table)
+    }
+    server = plain.averaged(trained, table, values.get("aggregation") == "uniform")
+    return server, trained if "eval_model" in values else None
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_rounds_equal_a_numpy_reference(name, compiled, given, problem):
-    """Test 29: all start from w_g, which becomes sum n_k w_k / n; bytes of a model."""
-    run, state = compiled("fedavg", **STRUCTURES[name]), given(name)
-    table, server = plain.Table(problem.data), plain.server_layers(state)
-    for round in range(3):
-        cohort = problem.cohort(round)
-        assert len(set(table.train.count[cohort.client_id])) > 1
-        before, rate = server, 0.1 * 0.8**round
-        expected = functools.partial(reference, server, cohort, table, rate)
-        server, trained = expected(STRUCTURES[name])
-        after, metrics, sent = run(state, cohort, **FLOATS)
-        found = plain.server_layers(after)
-        chex.assert_trees_all_close(found, server, rtol=1e-3, atol=1e-5)
-        assert plain.differs(found, before, 1e-3)
-        if name == "stale":
-            plain.assert_models(after, state, trained)
-        examples = 2 * table.train.count[list(trained)].sum()
-        assert int(metrics["train_loss"][1]) == examples
-        state = after
+    """Test 29: both means, the copies, momentum; and bytes of a model each way."""
+    structure, more = STRUCTURES[name], {"num_rounds": 3, "by": 1e-3}
     if name == "uniform":
-        changes = {"aggregation": "examples", "client_momentum": 0.0}
-        plain.assert_matters(expected, STRUCTURES[name], changes, 1e-3)
+        more["changes"] = {"aggregation": "examples", "client_momentum": 0.0}
+    run, state = compiled("fedavg", floats=FLOATS, **structure), given(name)
+    steps = plain.follow(run, reference, state, problem, structure | FLOATS, **more)
+    for step in steps:
+        size = problem.table.train.count[step.cohort.client_id]
+        assert len(set(size)) > 1
+        assert int(step.metrics["train_loss"][1]) == 2 * size.sum()
     made = fedavg.make(fedavg.HParams(), problem.task_of())
-    size = shapes.tree_bytes(plain.server(state))
-    both = {"bytes_up": size, "bytes_down": size}
-    assert plain.sent_bytes(made, sent, 3) == [both] * 3
+    size = shapes.tree_bytes(plain.server(steps[-1].after))
+    plain.assert_both_ways(made, steps[-1].sent, size)
 
 
 def right_answers(variables, table, rows):
@@ -104,7 +87,7 @@ def test_stale_evaluation(compiled, given, counted, problem):
     Those selected are scored with their own trained copies, and both on the union too.
     """
     made = fedavg.make(fedavg.HParams(eval_model="stale"), problem.task_of())
-    state, table = given(), plain.Table(problem.data)
+    state, table = given(), problem.table
     scored = counted(made)
     for round in range(3):
         assert int(state.round) == round
@@ -147,7 +130,7 @@ def constant(variables, label):
 
 def test_metrics_of_constant_predictors(problem, start, counted):
     """Test 30: C-Gen is a share of the union, C-Spec weighs users by test size."""
-    state, cohort, table = start(), problem.cohort(1), plain.Table(problem.data)
+    state, cohort, table = start(), problem.cohort(1), problem.table
     answer = [3, 1, 2, 3, 0]
     rows = [constant(plain.own(state, k), label) for k, label in enumerate(answer)]
     state = plain.with_own(state, plain.stack(rows))

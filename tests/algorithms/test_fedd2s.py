@@ -111,6 +111,7 @@ def tables():
 
 
 DATA = tables()
+TABLE = plain.Table(DATA)
 
 
 def cohort_of(*ids, seed=0):
@@ -190,7 +191,7 @@ def reference(state, cohort, hparams, txs=None):
     Returns:
         The layers of clients by id, the server's, (sum of Q over examples, examples).
     """
-    table, txs = plain.Table(DATA), txs or optimizers(hparams)
+    table, txs = TABLE, txs or optimizers(hparams)
     by_head, tau = hparams.transfer == "head", hparams.temperature
     rate = hparams.client_lr * hparams.client_lr_decay ** int(state.round)
     server = plain.server_layers(state)
@@ -211,18 +212,17 @@ def reference(state, cohort, hparams, txs=None):
         return plain.gradients(params, x, plain.cross_entropy(y), start)
 
     members, phis, new, loss, count = {}, [], {}, 0.0, 0
-    for number, row in plain.members(cohort).items():
-        taken = int(state.clients["participations"][number]) + 1
-        own, rows = plain.own_layers(state, number), table.owned(number)
-        one = {name: plain.at(made, row) for name, made in cohort.plans.items()}
-        members[number] = one, own, boundary_of(hparams, taken), table.images(rows)
+    for one in plain.clients(state, cohort, table):
+        taken = int(state.clients["participations"][one.number]) + 1
+        x = table.images(table.owned(one.number))
+        members[one.number] = one, one.own, boundary_of(hparams, taken), x
 
-    for number, (one, own, layer, x) in members.items():
+    for one, own, layer, x in members.values():
         phi, tx, h = server, optimizers(hparams).make(rate), outputs(own, x)[1]
         target = outputs(own[:layer] + server[layer:] if by_head else own, x)
         deepest = L if by_head else layer
         distilled = [layer > 1 and 0 < i < deepest for i in range(L)]
-        for b, rows, _ in table.steps(one["server"], number):
+        for b, rows, _ in one.steps("server"):
             if layer > 1:
                 acts = plain.activations(phi, h[b], 1)
                 found = slopes(acts, 1, layer, target, b)
@@ -237,7 +237,7 @@ def reference(state, cohort, hparams, txs=None):
         params, tx = own, txs.of(number, rate)
         target = outputs(averaged, outputs(own, x)[1], 1)
         distilled = [layer > 1 and i < layer for i in range(L)]
-        for b, rows, _ in table.steps(one["local"], number):
+        for b, rows, _ in one.steps():
             if layer > 1:
                 through = params[:layer] + averaged[layer:] if by_head else params
                 acts = plain.activations(through, x[b])
@@ -403,7 +403,7 @@ def test_at_layer_one_clients_train_alone(rounds):
     Clients are local training, whatever the server is; the server of equal, frozen
     first layers is FedAvg.
     """
-    state, cohort, table = start((1,) * 5), cohort_of(*COHORT), plain.Table(DATA)
+    state, cohort = start((1,) * 5), cohort_of(*COHORT)
     first = jax.tree.map(
         lambda leaf: np.repeat(leaf[None], NUM_CLIENTS, 0), state.server.params[0]
     )
@@ -411,16 +411,13 @@ def test_at_layer_one_clients_train_alone(rounds):
     state = plain.with_own(state, own._replace(params=(first, *own.params[1:])))
     after, metrics, _ = rounds()(state, cohort)
     assert metrics["mean_layer"][0] == 3
-    trained, rate = [], 0.01 * 0.8**2
-    server, deep = plain.server_layers(state), [i > 0 for i in range(L)]
-    for number, row in plain.members(cohort).items():
-        one, first = (plain.at(cohort.plans[name], row) for name in ("local", "server"))
-        expected = plain.own_layers(state, number)
-        expected = plain.train(table, expected, one, number, plain.Adam(rate))
-        got = plain.own_layers(after, number)
+    trained, deep = [], [i > 0 for i in range(L)]
+    for one in plain.clients(state, cohort, TABLE):
+        tx = [plain.Adam(one.rate(COMMON)) for _ in range(2)]
+        expected, got = one.train(one.own, tx[0]), plain.own_layers(after, one.number)
         chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
-        given = table, server, first, number, plain.Adam(rate)
-        trained.append(plain.train(*given, trained=lambda epoch: deep))
+        phi = one.train(one.server, tx[1], "server", trained=lambda epoch: deep)
+        trained.append(phi)
     mean = plain.mean(trained, [1, 1, 1])
     got = plain.server_layers(after)
     chex.assert_trees_all_close(got, mean, rtol=1e-4, atol=1e-5)

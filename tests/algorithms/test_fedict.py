@@ -69,7 +69,7 @@ def run(compiled, cohorts):
 @pytest.fixture(scope="session")
 def given(start, problem):
     """Makes states whose clients, server and label frequencies are all different."""
-    table = plain.Table(problem.data)
+    table = problem.table
     counts = np.stack(
         [np.bincount(table.label[table.owned(k)], minlength=4) for k in range(5)]
     ).astype(np.float32)
@@ -126,47 +126,33 @@ def order_of(state, cohort):
 
 
 def reference(state, cohort, table, values, order=None, shift=0):
-    """(server's layers, client layers by id). `shift` misaligns logits."""
-    rate = values["client_lr"] * values["client_lr_decay"] ** int(state.round)
-
-    def optimizer():
-        momentum, decay = (values.get(name, 0.0) for name in SHARED)
-        return plain.Sgd(rate, momentum, decay=decay)
-
+    """Section 1.9, (i) to (v). `shift` misaligns logits."""
     tau, alpha = values["temperature"], values["distill_weight"]
-    server, row_of = plain.server_layers(state), plain.members(cohort)
-    deep = [False, True, True]
+    deep, decay = [False, True, True], values.get("weight_decay", 0.0)
     frequency = np.float64(plain.host(state.clients["frequency"]))
     common = np.float64(plain.host(state.server["frequency"]))
-
-    def plan_of(kind, number):
-        return plain.at(cohort.plans[kind], row_of[number])
+    members = {one.number: one for one in plain.clients(state, cohort, table)}
 
     def features(params, rows):
         return plain.activations(params, table.images(rows))[1]
 
-    own, told = {}, {}
-    for number in row_of:
-        params, tx = plain.own_layers(state, number), optimizer()
-        own[number] = plain.train(table, params, plan_of("local", number), number, tx)
-        told[number] = plain.logits(own[number], table.images(table.owned(number)))
+    own, logits = {}, {}
+    for number, one in members.items():
+        own[number] = one.train(one.own, one.sgd(values, decay=decay))
+        logits[number] = plain.logits(own[number], table.images(table.owned(number)))
 
-    def serve(params, number, tx):
+    server, tx = plain.server_layers(state), one.sgd(values, decay=decay)
+    for number in order or order_of(state, cohort):
         weight = server_weight(frequency[number], common)
-        for position, rows, _ in table.steps(plan_of("server", number), number):
-            teacher, label = told[number][position], table.label[rows]
+        for position, rows, _ in members[number].steps("server"):
+            teacher, label = logits[number][position], table.label[rows]
 
             def of_logits(z, teacher=teacher, label=label, weight=weight):
                 hard = plain.cross_entropy(label)(z)
                 return gap_to_logits(z, teacher, weight, tau) + alpha * hard
 
             h = features(own[number], rows)
-            params = tx.step(params, plain.gradients(params, h, of_logits, 1), deep)
-        return params
-
-    tx = optimizer()
-    for number in order or order_of(state, cohort):
-        server = serve(server, number, tx)
+            server = tx.step(server, plain.gradients(server, h, of_logits, 1), deep)
 
     for number, params in own.items():
         rows = table.owned(number)
@@ -181,8 +167,9 @@ def reference(state, cohort, table, values, order=None, shift=0):
                 lambda z: alpha * gap_to_logits(z, known[position], weight, tau),
             )
 
-        one, tx = plan_of("distill", number), optimizer()
-        own[number] = plain.train(table, params, one, number, tx, extra=extra)
+        one = members[number]
+        tx = one.sgd(values, decay=decay)
+        own[number] = one.train(params, tx, "distill", extra=extra)
     return server, own
 
 
@@ -260,38 +247,30 @@ def test_rounds_equal_a_numpy_reference(name, run, given, problem):
 
     Number 16, alignment: logits that came back in other rows give other clients.
     """
-    before, table = given(), plain.Table(problem.data)
-    cohorts = plain.planner(problem.data, make(name, problem).plans)
-    for round in (1, 2):
-        cohort, state = cohorts(round), before
-        after, metrics, _ = run(name, state, cohort)
-        expected = functools.partial(reference, state, cohort, table)
-        server, own = expected(STRUCTURES[name] | FLOATS)
-        found = plain.server_layers(after)
-        chex.assert_trees_all_close(found, server, rtol=1e-3, atol=1e-5)
-        plain.assert_models(after, state, own)
-        assert np.asarray(after.clients["has_joined"])[list(own)].all()
-        new, old = plain.server(after).params, plain.server(state).params
+    cohort_at = plain.planner(problem.data, make(name, problem).plans)
+    values, state = STRUCTURES[name] | FLOATS, given()
+    one_round, more = functools.partial(run, name), {"cohort_at": cohort_at}
+    if name == "momentum":
+        more["changes"] = MATTERS
+    steps = plain.follow(one_round, reference, state, problem, values, **more)
+    for step in steps:
+        assert np.asarray(step.after.clients["has_joined"])[list(step.own)].all()
+        new, old = (plain.server(one).params for one in (step.after, step.before))
         chex.assert_trees_all_equal(plain.host(new[0]), plain.host(old[0]))
         assert all(plain.differs(new[i], old[i], 1e-3) for i in (1, 2))
-        before = after
-    np.testing.assert_array_equal(
-        after.clients["frequency"], given().clients["frequency"]
-    )
-    np.testing.assert_array_equal(
-        after.server["frequency"], given().server["frequency"]
-    )
-    assert int(after.round) == 3 and np.isfinite(metrics["train_loss"][0])
-    _, misaligned = expected(STRUCTURES[name] | FLOATS, shift=1)
-    for number in own:
-        assert plain.differs(misaligned[number], own[number], 1e-3)
-    if name == "momentum":
-        plain.assert_matters(expected, STRUCTURES[name] | FLOATS, MATTERS)
+    for part in ("clients", "server"):
+        new, old = (getattr(one, part)["frequency"] for one in (step.after, state))
+        np.testing.assert_array_equal(new, old)
+    assert np.isfinite(step.metrics["train_loss"][0])
+    given = step.before, step.cohort, problem.table, values
+    _, misaligned = reference(*given, shift=1)
+    for number, layers in step.own.items():
+        assert plain.differs(misaligned[number], layers, 1e-3)
 
 
 def test_the_servers_order_matters(run, given, cohorts, problem):
     """Number 16: the sequential pass depends on its order, drawn by client."""
-    state, table, cohort = given(), plain.Table(problem.data), cohorts["momentum"]
+    state, table, cohort = given(), problem.table, cohorts["momentum"]
     drawn = order_of(state, cohort)
     after, _, _ = run("momentum", state)
     found = plain.server_layers(after)
@@ -322,7 +301,7 @@ def test_equal_frequencies_give_the_plain_distance(name, run, given):
 
 def test_label_frequencies(problem):
     """Section 1.9: d^n of a client's train rows, d^g of all of them; common init."""
-    made, table = make("momentum", problem), plain.Table(problem.data)
+    made, table = make("momentum", problem), problem.table
     state = jax.jit(made.init)(problem.data, jax.random.key(0))
     labels = [table.label[table.owned(k)] for k in range(5)]
     found = [*state.clients["frequency"], state.server["frequency"]]

@@ -137,10 +137,9 @@ def optimizers(hparams):
 def reference(state, cohort, table, hparams, txs=None):
     """Layers of the round's clients by id."""
     txs, kind = txs or optimizers(hparams), hparams.get("public_loss", "mae")
-    rate = 0.1 * 0.5 ** int(state.round)
     batches = public_rows(state, table, hparams.get("public_examples", 12))
-    rows = plain.members(cohort)
-    own = {k: layers_of(state, k) for k in rows}
+    members = plain.clients(state, cohort, table)
+    own = {one.number: layers_of(state, one.number) for one in members}
 
     def answer(params, rows):
         z = plain.logits(params, table.images(rows))
@@ -148,7 +147,8 @@ def reference(state, cohort, table, hparams, txs=None):
 
     heard = [k for k in own if private(state, k)["participations"] > 0] or list(own)
     targets = [np.mean([answer(own[k], rows) for k in heard], 0) for rows in batches]
-    for number, params in own.items():
+    for one in members:
+        params, rate = own[one.number], one.rate(FLOATS)
         tx = txs.make(rate)
         for _ in range(hparams.get("digest_epochs", 1)):
             for images, target in zip(batches, targets, strict=True):
@@ -158,8 +158,7 @@ def reference(state, cohort, table, hparams, txs=None):
 
                 grads = plain.gradients(params, table.images(images), of_logits)
                 params = tx.step(params, grads)
-        one = plain.at(cohort.plans["local"], rows[number])
-        own[number] = plain.train(table, params, one, number, txs.of(number, rate))
+        own[one.number] = one.train(params, txs.of(one.number, rate))
     return own
 
 
@@ -225,7 +224,7 @@ def test_rounds_equal_a_numpy_reference(name, run, given, problem, task, cohort_
 
     All losses and digest epochs; also 18 and 23: absent clients, bytes.
     """
-    state, table, taken = given(name=name), plain.Table(problem.data), np.full(5, 3)
+    state, table, taken = given(name=name), problem.table, np.full(5, 3)
     txs = optimizers(STRUCTURES[name])
 
     def twice(hparams):
@@ -250,9 +249,7 @@ def test_rounds_equal_a_numpy_reference(name, run, given, problem, task, cohort_
     assert int(after.round) == 4 and after.server == ()
 
     made = fedmd.make(fedmd.HParams(batch_size=5, **STRUCTURES[name]), task)
-    size = STRUCTURES[name].get("public_examples", 12) * 4 * 4
-    expected = {"bytes_up": size, "bytes_down": size}
-    assert plain.sent_bytes(made, sent, 3) == [expected] * 3
+    plain.assert_both_ways(made, sent, STRUCTURES[name].get("public_examples", 12) * 16)
     assert made.ships_proxy == "unlabelled" and made.server is None
 
 
@@ -266,7 +263,7 @@ def test_newcomers_are_not_heard(name, new, run, given, problem, cohort_at):
     cohort = cohort_at(1)
     newcomers = [int(cohort.client_id[row]) for row in new]
     counts = [0 if number in newcomers else 2 for number in range(5)]
-    state, table = given(counts, name=name), plain.Table(problem.data)
+    state, table = given(counts, name=name), problem.table
     after, _, _ = run(name, state, cohort)
     check(after, state, reference(state, cohort, table, STRUCTURES[name]))
 
@@ -299,7 +296,7 @@ def test_who_is_heard(run, given, cohort_at):
 
 def test_public_images_are_drawn_anew(problem, run, given, cohort_at):
     """`public_examples` images a round: others next time, no other image matters."""
-    table, seen = plain.Table(problem.data), []
+    table, seen = problem.table, []
     for round in (1, 2):
         state, cohort = given(round=round), cohort_at(1)
         rows = np.concatenate(public_rows(state, table, 7))

@@ -3,7 +3,6 @@
 The network has three layers, `dense1`, `dense2` and `last`.
 """
 
-import functools
 import types as namespace
 
 import chex
@@ -58,7 +57,7 @@ MATTERS = {
 @pytest.fixture(scope="session")
 def partial(compiled):
     """The compiled round of an entry of `STRUCTURES`."""
-    return lambda name: compiled(name, **STRUCTURES[name])
+    return lambda name: compiled(name, floats=FLOATS, **STRUCTURES[name])
 
 
 @pytest.fixture(scope="session")
@@ -85,39 +84,31 @@ def counts(problem):
     return found
 
 
-def reference(state, cohort, table, hparams):
-    """Server's layers, clients' layers by id and boundaries by id."""
-    server, rate = plain.server_layers(state), 0.1 * 0.5 ** int(state.round)
-    boundaries, own = {}, {}
-    for number, row in plain.members(cohort).items():
-        before = int(state.clients["participations"][number])
-        layer = SCHEDULE[before] if "drop_every" in hparams else 1
-        params = server[:layer] + plain.own_layers(state, number)[layer - 1 :]
+def reference(state, cohort, table, values):
+    """Also whole layers and boundaries by client."""
+    whole, boundaries = {}, {}
+    for one in plain.clients(state, cohort, table):
+        before = int(state.clients["participations"][one.number])
+        layer = SCHEDULE[before] if "drop_every" in values else 1
         trained = None
-        if "head_epochs" in hparams:
+        if "head_epochs" in values:
             body = [i < layer for i in range(3)]
             head = [not one for one in body] if layer < 3 else body
             trained = [head, body].__getitem__
-        tx = plain.Sgd(
-            rate,
-            momentum=hparams.get("client_momentum", 0.0),
-            clip=hparams.get("clip_norm", np.inf),
-            decay=hparams.get("weight_decay", 0.0),
-        )
-        if hparams.get("client_optimizer") == "adam":
-            tx = plain.Adam(rate)
-        one = plain.at(cohort.plans["local"], row)
-        own[number] = plain.train(table, params, one, number, tx, trained=trained)
-        boundaries[number] = layer
-    size = table.train.count
-    uniform = hparams.get("aggregation") == "uniform"
-    new = []
+        clip, decay = values.get("clip_norm", np.inf), values.get("weight_decay", 0.0)
+        tx = one.sgd(values, clip=clip, decay=decay)
+        if values.get("client_optimizer") == "adam":
+            tx = plain.Adam(one.rate(values))
+        params = one.server[:layer] + one.own[layer - 1 :]
+        whole[one.number] = one.train(params, tx, trained=trained)
+        boundaries[one.number] = layer
+    server, is_uniform = plain.server_layers(state), values.get("aggregation")
     for i in range(3):
-        who = [number for number in own if i < boundaries[number]]
-        weight = [1 if uniform else size[number] for number in who]
-        trees = [[own[number][i]] for number in who]
-        new += plain.mean(trees, weight) if who else [server[i]]
-    return new, own, boundaries
+        held = {k: whole[k][i : i + 1] for k in whole if i < boundaries[k]}
+        if held:
+            (server[i],) = plain.averaged(held, table, is_uniform == "uniform")
+    own = {number: layers[1:] for number, layers in whole.items()}
+    return server, own, whole, boundaries
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -126,41 +117,31 @@ def test_rounds_equal_a_numpy_reference(name, partial, given, counts, problem):
 
     Also 18 and 23: absent rows stay, Z counts, bytes are those of the shared layers.
     """
-    state, table, taken = given(counts), plain.Table(problem.data), counts.copy()
-    module = algorithms.ALGORITHMS[name]
-    made = module.make(module.HParams(**STRUCTURES[name]), problem.task_of())
-    for round in (1, 2):
-        cohort = problem.cohort(round)
-        assert len(set(table.train.count[cohort.client_id])) > 1
-        expected = functools.partial(reference, state, cohort, table)
-        server, own, boundaries = expected(STRUCTURES[name])
-        after, metrics, sent = partial(name)(state, cohort, **FLOATS)
+    made, taken = make(name, problem, **STRUCTURES[name]), counts.copy()
+    run, state, values = partial(name), given(counts), STRUCTURES[name] | FLOATS
+    more = {"changes": MATTERS[name], "by": 1e-3, "rtol": 1e-4}
+    steps = plain.follow(run, reference, state, problem, values, **more)
+    for step in steps:
+        whole, boundaries = step.more
+        size = problem.table.train.count[step.cohort.client_id]
+        assert len(set(size)) > 1
         if name.endswith("plus"):
             layers = sorted(boundaries.values())
-            assert round > 1 or layers == [1, 2, 3]
-            total, count = metrics["mean_layer"]
+            assert step is steps[1] or layers == [1, 2, 3]
+            total, count = step.metrics["mean_layer"]
             np.testing.assert_allclose(total / count, np.mean(layers))
-        found = plain.server_layers(after)
-        chex.assert_trees_all_close(found, server, rtol=1e-4, atol=1e-5)
+        new, old = (plain.server_layers(one) for one in (step.after, step.before))
         for i in range(3):
             held = any(i < layer for layer in boundaries.values())
-            old = plain.server_layers(state)[i]
-            assert plain.differs(found[i], old, 1e-3) == held
-        personal = {number: layers[1:] for number, layers in own.items()}
-        plain.assert_models(after, state, personal, rtol=1e-4)
-        selected = np.isin(np.arange(5), cohort.client_id)
-        taken += selected
-        np.testing.assert_array_equal(after.clients["participations"], taken)
-        examples = 2 * table.train.count[selected].sum()
-        assert int(metrics["train_loss"][1]) == examples
-        found = plain.sent_bytes(made, sent, 3)
-        for number, total in zip(cohort.client_id, found, strict=True):
-            size = [4 * sum(leaf.size for leaf in layer) for layer in own[number]]
+            assert plain.differs(new[i], old[i], 1e-3) == held
+        taken += np.isin(np.arange(5), step.cohort.client_id)
+        np.testing.assert_array_equal(step.after.clients["participations"], taken)
+        assert int(step.metrics["train_loss"][1]) == 2 * size.sum()
+        found = plain.sent_bytes(made, step.sent, 3)
+        for number, total in zip(step.cohort.client_id, found, strict=True):
+            size = [4 * sum(leaf.size for leaf in layer) for layer in whole[number]]
             shared = sum(size[: boundaries[number]])
             assert total == {"bytes_up": shared, "bytes_down": shared}
-        state = after
-    plain.assert_matters(expected, STRUCTURES[name], MATTERS[name], 1e-3)
-    assert int(state.round) == 3
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,10 @@ def put(part, layers):
     return out
 
 
-def trained(table, start, one, number, tx, level, name):
+def trained(one, start, tx, level, name):
     """A client's slice after its plan."""
-    params = slice_of(start, level)
-    present = np.isin(np.arange(4), table.label[table.owned(number)])
+    params, table = slice_of(start, level), one.table
+    present = np.isin(np.arange(4), table.label[table.owned(one.number)])
 
     def of_logits(label):
         def slopes(z):
@@ -70,7 +70,7 @@ def trained(table, start, one, number, tx, level, name):
 
         return slopes
 
-    for _, rows, _ in table.steps(one, number):
+    for _, rows, _ in one.steps():
         x, label = table.images(rows), table.label[rows]
         zeros = [[np.zeros_like(a) for a in layer] for layer in params]
         widths = range(1, level + 1) if name == "sheterofl" else [level]
@@ -97,7 +97,7 @@ def test_rounds_equal_a_numpy_reference(name, compiled, start, problem):
     hparams = heterofl.HParams(**structure, weight_decay=0.02)
     kept = small.opt_states(hparams, server.params, 5)
     state = state.replace(server=server, opt_state=kept)
-    table, layers = plain.Table(problem.data), plain.layers(server.params)
+    layers = plain.layers(server.params)
     momentum = structure.get("client_momentum", 0.0)
     txs = plain.Optimizers(
         lambda rate: plain.Sgd(rate, momentum, decay=0.02), bool(momentum)
@@ -108,10 +108,9 @@ def test_rounds_equal_a_numpy_reference(name, compiled, start, problem):
         cohort = plain.at_levels(problem.cohort(round), depth)
         sums = [[np.zeros_like(a) for a in layer] for layer in layers]
         counts = [[np.zeros_like(a) for a in layer] for layer in layers]
-        for number, row in plain.members(cohort).items():
-            one = plain.at(cohort.plans["local"], row)
-            tx = txs.of(number, 0.1 * 0.8**round)
-            mine, present = trained(table, layers, one, number, tx, depth[row], name)
+        for one in plain.clients(state, cohort, problem.table):
+            tx = txs.of(one.number, one.rate(FLOATS))
+            mine, present = trained(one, layers, tx, depth[one.row], name)
             ones = [[np.ones_like(a) for a in layer] for layer in mine]
             if name == "masked":
                 ones[-1] = [a * present for a in ones[-1]]
@@ -164,7 +163,7 @@ def test_static_norm(kind, problem):
     made = make(problem, model=normed(), static_norm=kind)
     state = made.init(problem.data, jax.random.key(1))
     served = made.server(state, problem.data)
-    table = plain.Table(problem.data)
+    table = problem.table
     rows = table.train.row[: table.train.count.sum()]
     assert len(rows) % 5
     for level in (1, 4):
@@ -207,7 +206,7 @@ def test_static_examples_are_of_every_client(problem, monkeypatch):
         made.server(state, problem.data)
     rows = np.concatenate(seen[: len(seen) // 4])
     owner = np.full(rows.max() + 1, -1)
-    table = plain.Table(problem.data)
+    table = problem.table
     for number in range(5):
         owner[table.owned(number)[table.owned(number) <= rows.max()]] = number
     assert len(rows) == 20 == len(set(rows.tolist())) and (rows >= 0).all()
@@ -267,7 +266,6 @@ def test_each_width_is_divided_by_its_own_share(problem):
     made = make(problem, "sheterofl", divided(has_norm=False), client_lr=0.1)
     state = jax.jit(made.init)(problem.data, jax.random.key(1))
     cohort = plain.cut(plain.at_levels(problem.cohort(0), [4, 4, 4]), 1)
-    plan, table = cohort.plans["local"], plain.Table(problem.data)
     after = jax.jit(made.round)(state, cohort, problem.data)[0].server
 
     def loss(params, image, label, own_share):
@@ -286,8 +284,8 @@ def test_each_width_is_divided_by_its_own_share(problem):
     def trained(own_share):
         """The mean of the clients after one step on all that each owns."""
         out = []
-        for number, row in plain.members(cohort).items():
-            _, rows, _ = next(table.steps(plain.at(plan, row), number))
+        for one in plain.clients(None, cohort, problem.table):
+            _, rows, _ = next(one.steps())
             image, label = problem.data.gather(jnp.asarray(rows))
             grads = slope(state.server.params, image, label, own_share)
             step = jax.tree.map(lambda p, g: p - 0.1 * g, state.server.params, grads)

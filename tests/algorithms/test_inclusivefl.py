@@ -35,13 +35,11 @@ def parts(params):
     )
 
 
-def trained(table, params, one, number, level):
+def trained(one, params, level):
     """Trunks 1..level and exit `level` after the client's plan."""
     trunks, exits = parts(params)
     # The chain that ends with the deepest exit is a plain network.
-    layers = [*trunks[:level], exits[level - 1]]
-    tx = plain.Sgd(0.1, decay=0.02)
-    layers = plain.train(table, layers, one, number, tx)
+    layers = one.train([*trunks[:level], exits[level - 1]], plain.Sgd(0.1, decay=0.02))
     return layers[:-1], layers[-1]
 
 
@@ -59,14 +57,14 @@ def test_rounds_equal_a_numpy_reference(head_count, compiled, problem, first_sta
     """Trunks: means over holders; exits: over holders or over those who train them."""
     structure = MIX | {"head_count": head_count}
     run = compiled("inclusivefl", "with_exits", **structure)
-    state, table = first_state, plain.Table(problem.data)
+    state = first_state
     for round, depth in enumerate(([1, 2, 3], [3, 1, 1], [2, 1, 2])):
         cohort = plain.at_levels(problem.cohort(round), depth)
         before = state.server["model"].params
         held = {"trunk": {0: [], 1: [], 2: []}, "exit": {0: [], 1: [], 2: []}}
-        for number, row in plain.members(cohort).items():
-            one, level = plain.at(cohort.plans["local"], row), depth[row]
-            trunks, head = trained(table, before, one, number, level)
+        for one in plain.clients(state, cohort, problem.table):
+            level = depth[one.row]
+            trunks, head = trained(one, before, level)
             for stage in range(level):
                 held["trunk"][stage].append(trunks[stage])
                 if stage == level - 1:
@@ -74,9 +72,8 @@ def test_rounds_equal_a_numpy_reference(head_count, compiled, problem, first_sta
                 elif head_count == "holders":
                     held["exit"][stage].append(parts(before)[1][stage])
         state, _, _ = run(state, cohort, **FLOATS)
-        found = dict(
-            zip(("trunk", "exit"), parts(state.server["model"].params), strict=True)
-        )
+        found = parts(state.server["model"].params)
+        found = {"trunk": found[0], "exit": found[1]}
         for part, by_stage in held.items():
             for stage, copies in by_stage.items():
                 new = found[part][stage]

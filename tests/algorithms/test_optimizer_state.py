@@ -85,22 +85,20 @@ def reference(start, cohorts, table, hparams, case, keep):
     """(the server's layers, own layers by client) after rounds with kept momentum."""
     txs = plain.Optimizers(lambda rate: plain.Sgd(rate, 0.5), keep)
     server, own, shared = start, dict.fromkeys(range(5), start), case.shared
+    body = [i < shared for i in range(3)]
+    stages = [[not one for one in body], body].__getitem__
+    stages = stages if getattr(hparams, "head_epochs", 0) else None
+    is_uniform = getattr(hparams, "aggregation", "uniform") == "uniform"
     for round, cohort in enumerate(cohorts):
-        rate, trained = 0.1 * 0.5**round, {}
-        for number, row in plain.members(cohort).items():
-            params = server[:shared] + own[number][shared:]
+        trained = {}
+        for one in plain.clients(None, cohort, table):
+            tx = txs.of(one.number, 0.1 * 0.5**round)
+            params = server[:shared] + own[one.number][shared:]
             for name in case.plans:
-                stages = None
-                if getattr(hparams, "head_epochs", 0):
-                    body = [i < shared for i in range(3)]
-                    stages = [[not one for one in body], body].__getitem__
-                one, tx = plain.at(cohort.plans[name], row), txs.of(number, rate)
-                params = plain.train(table, params, one, number, tx, trained=stages)
-            trained[number] = params
+                params = one.train(params, tx, name, trained=stages)
+            trained[one.number] = params
         own |= trained
-        size = table.train.count[list(trained)]
-        uniform = getattr(hparams, "aggregation", "uniform") == "uniform"
-        mean = plain.mean(list(trained.values()), [1] * 3 if uniform else size)
+        mean = plain.averaged(trained, table, is_uniform)
         server = mean[:shared] + server[shared:]
     return server, own
 
@@ -126,10 +124,8 @@ def test_kept_momentum_equals_a_numpy_reference(name, problem):
             pair = (plain.at(one.opt_state, absent) for one in (before, state))
             chex.assert_trees_all_equal(*pair)
 
-    table = plain.Table(problem.data)
-    kept, reset = (
-        reference(start, cohorts, table, hparams, case, keep) for keep in (True, False)
-    )
+    given = start, cohorts, problem.table, hparams, case
+    kept, reset = (reference(*given, keep) for keep in (True, False))
     for number in range(5) if case.shared < 3 else ():
         found = plain.own_layers(state, number)
         expected = kept[1][number][3 - len(found) :]

@@ -1,7 +1,5 @@
 """pFedSD against numpy and FedAvg; numbers are those of the spec's section 5."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -36,71 +34,44 @@ def given(start):
     return make
 
 
-def distillation(table, teacher, tau, weight):
-    """Gradients of weight * tau^2 * KL(teacher || student) on a batch."""
-
-    def extra(params, position, rows):
-        x = table.images(rows)
-        target = plain.logits(teacher, x)
-        return plain.gradients(
-            params, x, lambda z: weight * plain.of_divergence(z, target, tau)
-        )
-
-    return extra
-
-
 def reference(state, cohort, table, values):
-    """(the server's layers, client layers by id) of section 1.10's round."""
-    server = plain.server_layers(state)
-    rate = values["client_lr"] * values["client_lr_decay"] ** int(state.round)
-    own = {}
-    for number, row in plain.members(cohort).items():
-        extra = None
-        if state.clients["has_own"][number]:
-            teacher = plain.own_layers(state, number)
-            weight = values["self_distill_weight"]
-            extra = distillation(table, teacher, values["temperature"], weight)
-        tx = plain.Sgd(rate, values.get("client_momentum", 0.0))
-        one = plain.at(cohort.plans["local"], row)
-        own[number] = plain.train(table, server, one, number, tx, extra=extra)
-    size = table.train.count[list(own)]
+    """Section 1.10: from the server's weights, CE + lam tau^2 KL(own last || new)."""
+    tau, weight, own = values["temperature"], values["self_distill_weight"], {}
+    for one in plain.clients(state, cohort, table):
+
+        def extra(params, position, rows, teacher=one.own):
+            x = table.images(rows)
+            target = plain.logits(teacher, x)
+            return plain.gradients(
+                params, x, lambda z: weight * plain.of_divergence(z, target, tau)
+            )
+
+        has_own = state.clients["has_own"][one.number]
+        tx, extra = one.sgd(values), extra if has_own else None
+        own[one.number] = one.train(one.server, tx, extra=extra)
     is_uniform = values.get("aggregation") != "examples"
-    return plain.mean(list(own.values()), [1] * 3 if is_uniform else size), own
+    return plain.averaged(own, table, is_uniform), own
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_rounds_equal_a_numpy_reference(name, compiled, given, problem):
-    """Section 1.10: from the server's weights, CE + lam tau^2 KL(own last || new).
-
-    Number 14: a first participation has no teacher; absent teachers stay; and 23.
-    """
-    table = plain.Table(problem.data)
+    """Number 14: a first participation has no teacher; absent teachers stay; and 23."""
     first_time = int(problem.cohort(1).client_id[1])
     state = given([number != first_time for number in range(5)])
     changes = {"self_distill_weight": 0.4, "temperature": 1.0}
     if name == "uniform":
         changes |= {"aggregation": "examples", "client_momentum": 0.0}
-    for round in (1, 2):
-        cohort = problem.cohort(round)
-        expected = functools.partial(reference, state, cohort, table)
-        run = compiled("pfedsd", **STRUCTURES[name])
-        after, metrics, sent = run(state, cohort, **FLOATS)
-        server, own = expected(STRUCTURES[name] | FLOATS)
-        found = plain.server_layers(after)
-        chex.assert_trees_all_close(found, server, rtol=1e-3, atol=1e-5)
-        plain.assert_models(after, state, own)
-        state = after
-    plain.assert_matters(expected, STRUCTURES[name] | FLOATS, changes)
-    assert np.asarray(state.clients["has_own"]).all() and int(state.round) == 3
-    total, count = metrics["train_loss"]
-    size = table.train.count[list(own)]
+    run = compiled("pfedsd", floats=FLOATS, **STRUCTURES[name])
+    values = STRUCTURES[name] | FLOATS
+    _, last = plain.follow(run, reference, state, problem, values, changes=changes)
+    assert np.asarray(last.after.clients["has_own"]).all()
+    total, count = last.metrics["train_loss"]
+    size = problem.table.train.count[list(last.own)]
     assert len(set(size)) > 1
     assert np.isfinite(total) and int(count) == 2 * size.sum()
 
     made = pfedsd.make(pfedsd.HParams(), problem.task_of())
-    size = shapes.tree_bytes(plain.server(state))
-    expected = {"bytes_up": size, "bytes_down": size}
-    assert plain.sent_bytes(made, sent, 3) == [expected] * 3
+    plain.assert_both_ways(made, last.sent, shapes.tree_bytes(plain.server(state)))
 
 
 @pytest.mark.parametrize("tau", [1.0, 3.0])
@@ -108,7 +79,7 @@ def test_loss_by_hand(tau, problem):
     """Section 1.10: cross-entropy + weight tau^2 KL(teacher || student), no padding."""
     model = conftest.NETWORKS["tiny"]
     student, teacher = (conftest.random_params(model, seed) for seed in (1, 2))
-    table, label = plain.Table(problem.data), np.array([0, 3, 1, 2, 2])
+    table, label = problem.table, np.array([0, 3, 1, 2, 2])
     rows = table.owned(0)[:5]
     x, _ = problem.data.gather(jnp.asarray(rows))
     batch = local_training.Batch(
@@ -186,7 +157,7 @@ def test_teacher_has_no_dropout(compiled, problem, given):
     run = compiled("pfedsd", "noisy")
     after, _, _ = run(state, cohort, **FLOATS)
     number, model = int(cohort.client_id[0]), conftest.NETWORKS["noisy"]
-    table = plain.Table(problem.data)
+    table = problem.table
     ((_, rows, _),) = table.steps(plain.at(cohort.plans["local"], 0), number)
     assert len(rows) == 5
     x, label = problem.data.gather(jnp.asarray(rows))

@@ -1,7 +1,5 @@
 """SCAFFOLD against numpy and FedAvg."""
 
-import functools
-
 import chex
 import jax
 import numpy as np
@@ -30,55 +28,45 @@ def given(start):
 
 
 def reference(state, cohort, table, values):
-    """(x, c, c_i by client) after a round of Algorithm 1, option II."""
-    x, c = (
-        plain.layers(part)
-        for part in (state.server["model"].params, state.server["control"])
-    )
-    rate = values["client_lr"] * values["client_lr_decay"] ** int(state.round)
+    """Algorithm 1, option II; c and c_i by client too.
+
+    Steps along g(y) - c_i + c; c_i - c + (x - y) / (K eta_l); |S| / N.
+    """
+    x, c = plain.server_layers(state), plain.layers(state.server["control"])
     models, changes, own = [], [], {}
-    for number, row in plain.members(cohort).items():
-        mine = plain.layers(plain.at(state.clients, number))
-        one = plain.at(cohort.plans["local"], row)
-        correction = plain.total(c, plain.scaled(-1.0, mine))
-        y = plain.train(
-            table, x, one, number, plain.Sgd(rate), extra=lambda *_, g=correction: g
-        )
-        walked = plain.scaled(
-            1 / (rate * int(one.num_steps)), plain.total(x, plain.scaled(-1.0, y))
-        )
-        own[number] = plain.total(mine, plain.scaled(-1.0, c), walked)
+    for one in plain.clients(state, cohort, table):
+        mine = plain.layers(plain.at(state.clients, one.number))
+        tx, correction = one.sgd(values), plain.minus(c, mine)
+        y = one.train(x, tx, extra=lambda *_, g=correction: g)
+        num_steps = int(one.plan().num_steps)
+        walked = plain.scaled(1 / (tx.rate * num_steps), plain.minus(x, y))
+        own[one.number] = plain.total(plain.minus(mine, c), walked)
         models.append(y)
-        changes.append(plain.total(own[number], plain.scaled(-1.0, mine)))
+        changes.append(plain.minus(own[one.number], mine))
     equal = [1] * len(models)
-    step = plain.total(plain.mean(models, equal), plain.scaled(-1.0, x))
+    step = plain.minus(plain.mean(models, equal), x)
     x = plain.total(x, plain.scaled(values["server_lr"], step))
     share = len(models) / 5
-    return x, plain.total(c, plain.scaled(share, plain.mean(changes, equal))), own
+    c = plain.total(c, plain.scaled(share, plain.mean(changes, equal)))
+    return x, None, c, own
 
 
 def test_rounds_equal_a_numpy_reference(compiled, given, problem):
-    """Steps along g(y) - c_i + c; c_i - c + (x - y) / (K eta_l); |S| / N."""
-    table, state = plain.Table(problem.data), given()
-    for round in (1, 2):
-        cohort = problem.cohort(round)
-        expected = functools.partial(reference, state, cohort, table)
-        after, *_ = compiled("scaffold")(state, cohort, **FLOATS)
-        x, c, own = expected(FLOATS)
-        found = [
-            plain.layers(part)
-            for part in (after.server["model"].params, after.server["control"])
-        ]
-        chex.assert_trees_all_close(found, [x, c], rtol=1e-3, atol=1e-4)
+    """Both models and both control variates; every option matters."""
+    run, state = compiled("scaffold", floats=FLOATS), given()
+    close = {"rtol": 1e-3, "atol": 1e-4}
+    more = close | {"changes": dict.fromkeys(FLOATS, 0.3)}
+    for step in plain.follow(run, reference, state, problem, FLOATS, **more):
+        c, own = step.more
+        found = plain.layers(step.after.server["control"])
+        chex.assert_trees_all_close(found, c, **close)
         for number in range(5):
-            got = plain.at(after.clients, number)
+            got = plain.at(step.after.clients, number)
             if number in own:
-                got = plain.layers(got)
-                chex.assert_trees_all_close(got, own[number], rtol=1e-3, atol=1e-4)
+                chex.assert_trees_all_close(plain.layers(got), own[number], **close)
             else:
-                chex.assert_trees_all_equal(got, plain.at(state.clients, number))
-        state = after
-    plain.assert_matters(expected, FLOATS, dict.fromkeys(FLOATS, 0.3))
+                old = plain.at(step.before.clients, number)
+                chex.assert_trees_all_equal(got, old)
 
 
 def test_the_first_round_is_fedavgs(compiled, given, start, problem):
@@ -95,8 +83,7 @@ def test_twice_the_model_travels(problem, start):
     made = scaffold.make(scaffold.HParams(), problem.task_of())
     size = shapes.tree_bytes(start().server)
     sent = {kind.name: 1 for kind in made.messages}
-    expected = {"bytes_up": 2 * size, "bytes_down": 2 * size}
-    assert plain.sent_bytes(made, sent, 1) == [expected]
+    plain.assert_both_ways(made, sent, 2 * size)
 
 
 def test_other_optimizers_are_refused(problem):

@@ -73,17 +73,15 @@ def picks(state, cohort):
 def test_rounds_equal_a_numpy_reference(rounds, problem):
     """Each base is the mean over those who trained it, from its own start."""
     made, seen = rounds
-    table, trained_bases = plain.Table(problem.data), []
+    trained_bases = []
     for state, cohort, after, metrics, sent in seen:
         start = [plain.layers(plain.at(state.server.params, n)) for n in range(4)]
         copies, losses = {n: [] for n in range(4)}, []
         chosen = picks(state, cohort)
-        for number, row in plain.members(cohort).items():
-            one = plain.at(cohort.plans["local"], row)
-            for base in chosen[number][: cohort.level[row]]:
-                tx = plain.Sgd(0.1)
-                copies[base].append(plain.train(table, start[base], one, number, tx))
-                losses.append(sum(len(rows) for _, rows, _ in table.steps(one, number)))
+        for one in plain.clients(state, cohort, problem.table):
+            for base in chosen[one.number][: cohort.level[one.row]]:
+                copies[base].append(one.train(start[base], plain.Sgd(0.1)))
+                losses.append(sum(len(rows) for _, rows, _ in one.steps()))
         for base, found in copies.items():
             new = plain.at(after.server.params, base)
             if not found:

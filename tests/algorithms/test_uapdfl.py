@@ -1,5 +1,6 @@
 """UA-PDFL against numpy, and the properties of its specification's section 6."""
 
+import functools
 import itertools
 
 import chex
@@ -104,37 +105,39 @@ def picked(state, cohort, row):
     return int(cohort.peers[row, draws.argmin()])
 
 
-def mixed(state, own, number, row, cohort, sizes, name):
+def mixed(one, name):
     """Algorithm 1: (layers, anchor, whether it dropped, divergences of its peers)."""
-    cut, known = cut_of(name), [represent(one, cut_of(name)) for one in own]
-    peers = cohort.peers[row][cohort.peer_mask[row]].tolist()
+    cut, number, peers = cut_of(name), one.number, one.peers
+    sources, sizes = [number, *peers], one.table.train.count
+    own = {k: plain.own_layers(one.state, k) for k in sources}
+    known = {k: represent(own[k], cut) for k in sources}
     gap = {"js": js, "symkl": symkl}[option_of(name, "divergence")]
     gaps = [float(gap(known[number][0], known[peer][0])) for peer in peers]
     if not peers:
         return own[number], known[number][1], False, gaps
-    alike = [
-        p
-        for p, d in zip(peers, gaps, strict=True)
-        if d < FLOATS["divergence_threshold"]
+    near = [
+        peer
+        for peer, gap in zip(peers, gaps, strict=True)
+        if gap < FLOATS["divergence_threshold"]
     ]
-    drops = len(alike) == len(peers) and option_of(name, "client_dropout")
-    sources = [number, *peers]
+    drops = len(near) == len(peers) and option_of(name, "client_dropout")
     if option_of(name, "anchor") == "peers":
         anchor = np.average([known[p][1] for p in peers], 0, sizes[peers])
     else:
         anchor = np.mean([known[k][1] for k in sources], 0)
     if drops:
-        return own[picked(state, cohort, row)], anchor, True, gaps
-    heads = [number, *alike]
+        return own[picked(one.state, one.cohort, one.row)], anchor, True, gaps
+    heads = [number, *near]
     if not option_of(name, "layer_personalization"):
         heads = sources
-    below = plain.mean([own[k] for k in sources], sizes[sources])
-    above = plain.mean([own[k] for k in heads], sizes[heads])
+    below, above = (
+        plain.averaged({k: own[k] for k in ids}, one.table) for ids in (sources, heads)
+    )
     return below[:cut] + above[cut:], anchor, False, gaps
 
 
 def pull(anchor, name, table):
-    """Gradient of mu times the proximal term, as `plain.train` takes it."""
+    """Gradient of mu times the proximal term, as `One.train` takes it."""
     cut, mu = cut_of(name), FLOATS["proximal_weight"]
 
     def of_batch(params, position, rows):
@@ -149,74 +152,72 @@ def pull(anchor, name, table):
     return of_batch if option_of(name, "proximal") == "batch" else of_unit
 
 
-def received(problem, cohort, row, drops, alike, name):
+def received(one, drops, near, name):
     """Section 1B: N_com (C + d) + (dropout ? P : N_com P_g + n_sim P_h) floats."""
     sizes = shapes.stage_bytes(conftest.NETWORKS["tiny"], (8, 8, 1))
-    cut, peers = cut_of(name), int(cohort.peer_mask[row].sum())
-    heads = alike if option_of(name, "layer_personalization") else peers
+    cut, peers = cut_of(name), len(one.peers)
+    heads = near if option_of(name, "layer_personalization") else peers
     model = peers * sum(sizes[:cut]) + heads * sum(sizes[cut:])
     model = sum(sizes) if drops else model
     return {"bytes_up": 0, "bytes_down": peers * 4 * (4 + (8, 6)[cut - 1]) + model}
 
 
+def reference(name, txs, state, cohort, table, values):
+    """Algorithms 1 and 2; what each client receives, and its divergences, too."""
+    own, seen = {}, []
+    for one in plain.clients(state, cohort, table):
+        begin, anchor, drops, gaps = mixed(one, name)
+        is_pulled = option_of(name, "layer_personalization")
+        extra = pull(anchor, name, table) if is_pulled else None
+        tx = txs.of(one.number, one.rate(values))
+        own[one.number] = one.train(begin, tx, extra=extra)
+        near = sum(gap < values["divergence_threshold"] for gap in gaps)
+        seen.append((received(one, drops, near, name), drops, near, gaps))
+    return None, own, seen
+
+
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_rounds_equal_a_numpy_reference(name, compiled, given, problem, cohort_at):
-    """Algorithms 1 and 2 over rounds, with what was known at the end of the last."""
-    run, state = compiled("uapdfl", **STRUCTURES[name]), given(name)
-    table, made = plain.Table(problem.data), make(problem, **STRUCTURES[name])
+    """Over rounds, with what was known at the end of the last."""
+    made, all_seen = make(problem, **STRUCTURES[name]), []
+    run, state = compiled("uapdfl", floats=FLOATS, **STRUCTURES[name]), given(name)
     txs = plain.Optimizers(lambda rate: plain.Sgd(rate, 0.5), True)
-    own, seen = [plain.own_layers(state, number) for number in range(5)], []
-    for round in range(6):
-        cohort, trained, gaps, expected = cohort_at(round), {}, [], []
-        for number, row in plain.members(cohort).items():
-            begin, anchor, drops, found = mixed(
-                state, own, number, row, cohort, table.train.count, name
-            )
-            one = plain.at(cohort.plans["local"], row)
-            tx = txs.of(number, 0.1 * 0.8**round)
-            is_pulled = option_of(name, "layer_personalization")
-            extra = pull(anchor, name, table) if is_pulled else None
-            trained[number] = plain.train(table, begin, one, number, tx, extra=extra)
-            alike = sum(gap < FLOATS["divergence_threshold"] for gap in found)
-            expected.append(received(problem, cohort, row, drops, alike, name))
-            seen.append((drops, bool(found), 0 < alike < len(found)))
-            gaps += found
-        state, metrics, sent = run(state, cohort, **FLOATS)
-        own = [trained.get(number, own[number]) for number in range(5)]
-        found = [plain.own_layers(state, number) for number in range(5)]
-        chex.assert_trees_all_close(found, own, rtol=1e-3, atol=1e-5)
-        answer, features = zip(
-            *(represent(one, cut_of(name)) for one in own), strict=True
-        )
-        private = state.clients["private"]
-        np.testing.assert_allclose(private["answer"], answer, rtol=1e-3, atol=1e-4)
-        np.testing.assert_allclose(private["features"], features, rtol=1e-3, atol=1e-4)
-        assert plain.sent_bytes(made, sent, 3) == expected
-        drops = sum(one[0] for one in seen[-3:])
+    expected, more = functools.partial(reference, name, txs), {"cohort_at": cohort_at}
+    steps = plain.follow(run, expected, state, problem, FLOATS, num_rounds=6, **more)
+    for step in steps:
+        layers = [plain.own_layers(step.after, number) for number in range(5)]
+        known = [represent(one, cut_of(name)) for one in layers]
+        private = step.after.clients["private"]
+        for place, key in enumerate(("answer", "features")):
+            part = [one[place] for one in known]
+            np.testing.assert_allclose(private[key], part, rtol=1e-3, atol=1e-4)
+        seen, metrics = step.more[0], step.metrics
+        assert plain.sent_bytes(made, step.sent, 3) == [one[0] for one in seen]
+        drops = sum(one[1] for one in seen)
         assert [int(part) for part in metrics["dropped"]] == [drops, 3]
+        gaps = sum((one[3] for one in seen), [])
         for share, key in ((0.5, "median"), (0.95, "p95")):
             value = np.quantile(gaps, share) if gaps else 0.0
             found = metrics[f"divergence_{key}"][0]
             np.testing.assert_allclose(found, value, rtol=1e-3, atol=1e-6)
-    dropped, has_peers, partly = (any(part) for part in zip(*seen, strict=True))
-    assert dropped == option_of(name, "client_dropout")
-    assert has_peers and partly and not all(one[1] for one in seen)
+        all_seen += seen
+    assert any(one[1] for one in all_seen) == option_of(name, "client_dropout")
+    assert any(0 < near < len(gaps) for _, _, near, gaps in all_seen)
+    assert {bool(gaps) for *_, gaps in all_seen} == {True, False}
 
 
 @pytest.mark.parametrize("name", list(STRUCTURES)[1:])
 def test_the_reference_tells_the_readings_apart(name, given, problem, cohort_at):
     """Guards the test above: every reading mixes or is pulled in its own way."""
-    state, table = given(), plain.Table(problem.data)
-    own = [plain.own_layers(state, number) for number in range(5)]
-    found = []
-    for one in ("code", name):
-        found.append(
-            [
-                mixed(state, own, k, row, cohort, table.train.count, one)[0]
-                for cohort in map(cohort_at, range(4))
-                for k, row in plain.members(cohort).items()
-            ]
-        )
+    state, table = given(), problem.table
+    found = [
+        [
+            mixed(client, one)[0]
+            for cohort in map(cohort_at, range(4))
+            for client in plain.clients(state, cohort, table)
+        ]
+        for one in ("code", name)
+    ]
     assert plain.differs(*found, 1e-3)
 
 

@@ -35,7 +35,7 @@ def names() -> Iterator[Try]:
     rest = {k: v for k, v in SMALL.items() if k not in ("algo", "model", "preset")}
     options = rest | {"dataset": (image, y), "partition": "iid", "local_epochs": 4}
     for name, entry in algorithms.ALGORITHMS.items():
-        if not getattr(entry, "fixed", {}):
+        if not entry.fixed:
             continue
         family = [n for n, e in algorithms.ALGORITHMS.items() if e.make is entry.make]
         models = {"heterofl": "convnet", "depthfl": "depth_convnet"}

@@ -10,7 +10,7 @@ import pytest
 
 import models
 from launch import main
-from launch.run import memory
+from launch.machine import memory
 from tests.conftest import write_npz
 from tests.toys import model as toy_model
 
@@ -93,7 +93,7 @@ def public(tmp_path_factory):
             ["--algo=fedmd", "--public_set=npz:PUBLIC"],
             ["[5, 5, 1]", "[8, 8, 1]", "--public_set"],
         ),
-        (["--algo=fedavg", "--client_model=m1,m2"], ["--client_model=m1,m2", "fedmd"]),
+        (["--algo=fedavg", "--client_model=m1,m2"], ["--client_model=m1,m2", "name one"]),
         (["--examples_per_client=100"], ["--examples_per_client=100", "lower"]),
     ],
 )
@@ -151,7 +151,7 @@ def toys(monkeypatch):
                 "--model=with_exits",
                 "exit at every stage",
                 "--algo=fedavg",
-                "depthfl or",
+                "depthfl,",
             ],
         ),
         (

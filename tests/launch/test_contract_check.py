@@ -121,15 +121,15 @@ def test_too_few_rounds(options):
 
 
 @pytest.mark.slow
-def test_every_member_reaches_the_registry(options, monkeypatch):
+def test_the_whole_entry_is_checked(options, monkeypatch):
     """An algorithm that says that it takes texts is checked on a text."""
     test_contract.register_toys(monkeypatch)
     seen = []
 
     class Mine:
-        """FedPer, with a member that no list of names here has."""
+        """FedPer, which declares that it takes texts."""
 
-        HParams, preset, text, hints = fedper.HParams, "none", True, ("mine",)
+        HParams, preset, text = fedper.HParams, "none", True
 
         def make(hparams, task):
             return fedper.make(hparams, task)
@@ -141,6 +141,7 @@ def test_every_member_reaches_the_registry(options, monkeypatch):
         contract, "_absent_stay", lambda made: seen.append(made) or True
     )
     given = {"dataset": "small", "partition": "natural", "model": "one_layer"}
-    rules = contract.check(Mine, **given, rounds=2)
-    assert len(rules) == 5
+    for algo in (Mine, "fedavg"):
+        assert len(contract.check(algo, **given, rounds=2)) == 5
     assert seen[0].task.num_classes == seen[0].data.num_words == 8
+    assert [one.config.algo for one in seen] == ["Mine", "own_fedavg"]

@@ -13,8 +13,8 @@ import pytest
 
 from fedjax_pfl import averaging, fingerprint, local_training
 from launch import build
+from launch.assemble import computed
 from launch.config import flagfile
-from launch.run import computed
 from models import own
 from tests import synthetic
 

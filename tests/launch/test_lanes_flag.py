@@ -8,7 +8,7 @@ import pytest
 import algorithms
 from fedjax_pfl import execution as execution_lib
 from launch import build
-from launch.run import devices
+from launch.machine import devices
 from tests.toys import taught
 
 # Of the others a client's round is more than one loop over its examples, or of parts of

@@ -9,7 +9,7 @@ import pytest
 from fedjax_pfl.types import Execution, RoundState
 from launch import build
 from launch.config import limits
-from launch.run import memory
+from launch.machine import memory
 
 GIB = 2**30
 

@@ -10,7 +10,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from fedjax_pfl import program
 from launch import main
-from launch.run import devices, progress
+from launch.machine import devices
+from launch.run import progress
 
 
 def run(dataset, folder, *more):

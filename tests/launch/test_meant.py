@@ -8,7 +8,7 @@ import pytest
 
 from data import dataset
 from launch import build
-from launch.run import model_files
+from launch.assemble import model_files
 from tests import synthetic
 
 NAMES = np.array(["ant", "bee", "cow", "dog"])

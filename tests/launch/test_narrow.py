@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from launch import build
-from launch.run import memory, narrow
+from launch.machine import memory
+from launch.run import narrow
 
 COMMON = {
     "algo": "fedavg",

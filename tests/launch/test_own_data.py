@@ -7,8 +7,8 @@ from flax import linen as nn
 from PIL import Image
 
 from launch import build, main, report
+from launch.assemble import model_files
 from launch.folder import record
-from launch.run import model_files
 from tests import synthetic
 
 CLASSES = ("cat", "cow", "dog", "eel")

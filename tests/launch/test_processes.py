@@ -12,7 +12,7 @@ import chex
 import pytest
 
 from launch import build
-from launch.run import processes
+from launch.machine import processes
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 OPTIONS = {

@@ -16,8 +16,9 @@ from data.partitions import cdkt
 from fedjax_pfl import options
 from launch import build
 from launch import list as listing
+from launch.assemble import notes
 from launch.config import limits, presets, registry, resolve, schema
-from launch.run import notes
+from tests.toys import model as toy_model
 
 
 def source(num_rows=60, shape=(28, 28, 1), clients=0):
@@ -309,19 +310,12 @@ def test_one_file_of_rules_adds_a_paper(tmp_path, monkeypatch):
     assert resolved(algo="pfedsd", preset="new", dataset="mnist")[1].client_lr == 0.25
 
 
-def test_plain_modules_are_entries(monkeypatch):
-    """A module in the registry: no preset, no needs."""
-    monkeypatch.setitem(algorithms.ALGORITHMS, "plain", fedavg)
-    made, _ = resolved(algo="plain", dataset="cifar10")
-    assert (made.preset, made.public_set) == ("none", "none")
-
-
 def test_variants_keep_their_base():
     """A second name: same preset and code, another default."""
     one = algorithms.variant(
         algorithms.entry(fedavg, preset="cdkt"), "Mine.", local_epochs=9
     )
-    assert (one.preset, one.make, one.__doc__) == ("cdkt", fedavg.make, "Mine.")
+    assert (one.preset, one.make, one.about) == ("cdkt", fedavg.make, "Mine.")
     assert one.HParams().local_epochs == 9
     assert registry.field_types(one.HParams) == registry.field_types(fedavg.HParams)
 
@@ -362,6 +356,15 @@ def test_what_is_no_algorithm(algo):
     """Neither a name nor an object with HParams and make."""
     with pytest.raises(ValueError, match="expected a name, or an object"):
         build.experiment(algo=algo)
+
+
+@pytest.mark.parametrize("algo", ["fedavg", "majority", "local", "fedict"])
+def test_several_architectures_where_all_have_one(blobs, algo, monkeypatch):
+    """Refused, also by an algorithm that does not read the clients' model."""
+    monkeypatch.setitem(models.MODELS, "narrow", toy_model.narrow)
+    data = {"dataset": blobs, "num_clients": 4, "partition": "iid", "rounds": 1}
+    with pytest.raises(ValueError, match="--client_model=mlp,narrow: .*name one"):
+        build.experiment(algo=algo, model="mlp", client_model="mlp,narrow", **data)
 
 
 def test_an_algorithm_of_ones_own(blobs):

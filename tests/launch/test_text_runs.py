@@ -46,13 +46,13 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "algo", [n for n, e in algorithms.ALGORITHMS.items() if getattr(e, "text", False)]
+    "algo", [n for n, e in algorithms.ALGORITHMS.items() if e.text]
 )
 def test_every_such_method_is_assembled(algo):
     """With models of words, and nothing that belongs to images."""
     entry = algorithms.ALGORITHMS[algo]
     options = {"min_layer": 1} if algo.endswith("_plus") else {}
-    if getattr(entry, "exits", False) and algo != "feddyn":
+    if entry.exits and algo != "feddyn":
         options |= {"level_mix": "1:1", "model": "two_layers"}
     if algo == "scaffold":
         options |= {"client_optimizer": "sgd"}

@@ -8,7 +8,8 @@ import pytest
 
 from fedjax_pfl import checkpoint
 from launch import build
-from launch.run import model_files, summaries
+from launch.assemble import model_files
+from launch.run import summaries
 from launch.show import page as page_lib
 from launch.show import words
 from models import own, own_checks

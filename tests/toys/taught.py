@@ -7,8 +7,8 @@ import numpy as np
 
 import models
 from fedjax_pfl import shapes, types
+from launch.assemble import model_files
 from launch.config import registry
-from launch.run import model_files
 
 
 def options(name, dataset):

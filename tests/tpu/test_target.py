@@ -11,7 +11,8 @@ from fedjax_pfl import shapes
 from launch import build
 from launch.bench import forms
 from launch.config import registry
-from launch.run import cost, narrow, target
+from launch.machine import target
+from launch.run import cost, narrow
 from launch.study import examples
 from tests import test_contract
 from tests.toys import taught

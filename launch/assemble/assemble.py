@@ -4,8 +4,8 @@ import dataclasses
 import functools
 import hashlib
 import pathlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,25 +17,58 @@ from fedjax_pfl import evaluate, execution, levels, rng, shapes, types
 from fedjax_pfl import program as program_lib
 from fedjax_pfl import teacher as teacher_lib
 from fedjax_pfl.rows import slots
+from launch.assemble import computed, fit, model_files
+from launch.assemble.given import Settings, sha256
 from launch.config import resolve, schema, sweep
-from launch.run import computed, devices, fit, memory, model_files, processes, residence
-from launch.run.given import Settings, sha256
-from launch.run.run import Run
+from launch.machine import devices, memory, processes, residence
 from models import counts, mixed
+
+PartsWith = Callable[
+    [types.Execution], tuple[types.Task, program_lib.Program, plan.Planner]
+]
+
+
+class Parts(NamedTuple):
+    """What a run consists of.
+
+    Attributes:
+        settings: The settings, with the notes that assembling added.
+        task, program, data, planner: What is computed.
+        seeds: One seed for each variant of the data.
+        hashes: The hashes of data, partitions and teacher.
+        computed_sha256: The hash of what custom code computes.
+        points: The points of a sweep, [{}] without one.
+        target: The chip for which it is compiled without running, "" = it runs here.
+        rows_in: Where the clients' rows are, see `residence.place`.
+        parts_with: Other chunks or lanes, see `Run`.
+        trained_before: The rows that models of files were trained on.
+    """
+
+    settings: Settings
+    task: types.Task
+    program: program_lib.Program
+    data: types.Data
+    planner: plan.Planner
+    seeds: list[int]
+    hashes: tuple[str, str, str]
+    computed_sha256: str
+    points: Sequence[sweep.Point]
+    target: str
+    rows_in: str | None
+    parts_with: PartsWith | None
+    trained_before: Sequence[Any]
 
 
 def assemble(
     settings: Settings,
     *,
-    kind: type[Run] = Run,
     level_of: Any = None,
     target: str = "",
-) -> Run:
-    """Assembles data, models and algorithm of resolved settings into a run.
+) -> Parts:
+    """Assembles the parts of a run from its resolved settings.
 
     Args:
         settings: The resolved settings.
-        kind: The class of the run.
         level_of: int[K], the largest level that each client holds, or a function as in
             `plan.Planner`, None = all stages.
 
@@ -51,11 +84,8 @@ def assemble(
         "jax_default_matmul_precision", schema.PRECISIONS[config.precision]
     )
     shape, num_classes = source.image.shape[1:], source.num_classes
-    if source.is_text and not getattr(entry, "text", False):
-        raise ValueError(
-            f"--dataset={config.dataset} is a text, which --algo={config.algo} does "
-            f"not take; take images, or {fit.able('text')}"
-        )
+    if source.is_text and not entry.text:
+        fit.refuse_need(config, "text", f"--dataset={config.dataset} is a text")
 
     def model_of(name: str) -> types.Model:
         own = own_models.get(name)
@@ -70,11 +100,9 @@ def assemble(
     by_name = {name: model_of(name) for name in dict.fromkeys(names)}
     mean, scale = normal = dataset.normalization(source.image, config.normalization)
     with_exits = [name for name, model in by_name.items() if model.has_exits]
-    if with_exits and not getattr(entry, "exits", False):
-        raise ValueError(
-            f"--model={with_exits[0]} has an exit at every stage, which --algo="
-            f"{config.algo} does not use; take another model, or {fit.able('exits')}"
-        )
+    if with_exits and not entry.exits:
+        line = f"--model={with_exits[0]} has an exit at every stage"
+        fit.refuse_need(config, "exits", line)
     own_hashes: dict[str, str] = {}
     for name, model in by_name.items():
         flag = "model" if name == config.model else "client_model"
@@ -209,11 +237,6 @@ def assemble(
         num_levels=num_levels,
         teacher=teacher,
     )
-    if len(client_models) > 1 and not getattr(entry, "several_models", False):
-        raise ValueError(
-            f"--client_model={config.client_model}: --algo={config.algo} gives all "
-            f"clients one architecture; name one, or take {fit.able('several_models')}"
-        )
     points = sweep.of(config.sweep, hparams, tuple(vars(config)))
     fit.check_points(config.sweep, entry, hparams, points, task)
     # The compiled program takes the points' numbers as arguments.
@@ -230,8 +253,7 @@ def assemble(
         if reason:
             task = task._replace(execution=execution_with("0"))
     how = task.execution
-    may_share = getattr(entry, "shares_rows", False)
-    if config.client_state == "device" and how.mesh and may_share:
+    if config.client_state == "device" and how.mesh and entry.shares_rows:
         make = functools.partial(entry.make, first)
         row_bytes = residence.bytes_to_share(make, first, task, data)
         copies = config.num_seeds * len(points) * how.num_devices
@@ -252,10 +274,8 @@ def assemble(
     fit.check_swept(config.sweep, entry, hparams, points, task, data, planner_of)
     own_hashes |= computed.of_others(settings, first, task, data, planner_of)
     if public is not None and program.algorithm.ships_proxy != "unlabelled":
-        raise ValueError(
-            f"--public_set={config.public_set}: --algo={config.algo} does not use "
-            f"images without labels; omit it, or take {fit.able('public_images')}"
-        )
+        line = f"--public_set={config.public_set} has images without labels"
+        fit.refuse_need(config, "public_images", line)
     planner = planner_of(program.algorithm, how)
     rows_in = residence.place(config)
     if rows_in is not None:
@@ -286,8 +306,8 @@ def assemble(
         return other, built(other), planner_of(program.algorithm, how)
 
     is_given = config.lanes != "auto" if how.lanes else config.client_chunk
-    made = kind(
-        settings._replace(source=source),
+    return Parts(
+        settings=settings._replace(source=source),
         task=task,
         program=program,
         data=placed.replace(partition=data.partition),
@@ -301,13 +321,6 @@ def assemble(
         parts_with=None if is_given or not how.vmaps_runs else parts_with,
         trained_before=[one.rows for one in known if one.rows is not None],
     )
-    kept = [memory.kept(chosen, made.simulation.template(), how)]
-    if rows_in == "":
-        row_bytes = made.simulation.population.layout.num_bytes
-        variants = config.num_seeds * len(points)
-        kept.append(memory.kept_on_host(chosen, row_bytes, variants))
-    memory.refuse(kept, chosen, target)
-    return made
 
 
 def _partition_spec(config: schema.Config, seed: int) -> partitions.PartitionSpec:

@@ -29,7 +29,7 @@ import models
 from data import dataset, files, labels
 from fedjax_pfl import checkpoint, shapes, types
 from fedjax_pfl import teacher as teacher_lib
-from launch.run import fit
+from launch.assemble import fit
 
 SUFFIXES = (".msgpack", ".npz")
 

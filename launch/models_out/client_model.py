@@ -12,8 +12,9 @@ import numpy as np
 import models
 from data import arrays, dataset, doors, frames, labels
 from fedjax_pfl import evaluate, execution, shapes, types
+from launch.assemble import model_files
 from launch.config import limits
-from launch.run import model_files, processes
+from launch.machine import processes
 from launch.run.run import Run
 
 BATCH = 256

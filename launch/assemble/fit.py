@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -12,8 +12,8 @@ import algorithms
 import models
 from data import plan
 from fedjax_pfl import lanes, program, shapes, types
-from launch.config import sweep
-from launch.run import computed
+from launch.assemble import computed
+from launch.config import schema, sweep
 from models import own_checks, stages
 
 
@@ -238,7 +238,20 @@ def check_swept(
             )
 
 
-def able(need: str) -> str:
-    """The algorithms that have a feature, from their registry entries."""
+def refuse_need(config: schema.Config, need: str, what: str) -> NoReturn:
+    """Refuses what the algorithm does not use, and names those that do.
+
+    Args:
+        config: The options.
+        need: The fact of `algorithms.Entry` that the algorithm lacks.
+        what: The option, and what it is.
+
+    Raises:
+        ValueError: always, one line.
+    """
     entries = algorithms.ALGORITHMS.items()
-    return " or ".join(name for name, one in entries if getattr(one, need, False))
+    able = ", ".join(name for name, one in entries if getattr(one, need))
+    raise ValueError(
+        f"{what}, which --algo={config.algo} does not use; give another, or one of the "
+        f"algorithms {able}"
+    )

@@ -15,8 +15,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from data import plan
 from fedjax_pfl import types
-from launch.run import processes
-from launch.run import target as targets
+from launch.machine import processes
+from launch.machine import target as targets
 
 # Clients with fewer bytes of parameters are computed several at a time on a CPU, and a
 # core for fewer of them than these costs more than it gains.

@@ -24,7 +24,7 @@ import models
 from data import plan
 from fedjax_pfl import evaluate, execution, fingerprint, measures, optimizer, types
 from fedjax_pfl import program as program_lib
-from launch.run.given import Settings
+from launch.assemble.given import Settings
 
 _ROWS = 8  # of a batch of an evaluation that is traced
 _SETTING = execution.Setting(form="patches")

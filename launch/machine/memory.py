@@ -11,7 +11,7 @@ import jax
 
 from data import memory
 from fedjax_pfl import shapes, types
-from launch.run import target as targets
+from launch.machine import target as targets
 
 # Bytes of a client in a partition's tables
 _CLIENT_BYTES = 250

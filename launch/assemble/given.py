@@ -11,8 +11,9 @@ from data import arrays, dataset, doors, frames, loaders
 from data.partitions import file
 from fedjax_pfl import measures as measures_lib
 from fedjax_pfl import types
+from launch.assemble import custom
 from launch.config import registry, resolve, schema
-from launch.run import custom, devices, processes
+from launch.machine import devices, processes
 
 
 class Settings(NamedTuple):
