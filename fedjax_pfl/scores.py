@@ -210,7 +210,10 @@ class Classes(NamedTuple):
         if "train" in counts:
             right, count = counts["train"]
             out["train_accuracy"] = float(right / count)
-        own = counts["own"]["right"].astype(np.int64)
+        # Without any model that serves there are no sums.
+        nothing = {"right": np.zeros(len(test_count)), "loss": np.zeros(1)}
+        sums = counts.get("own", nothing)
+        own = sums["right"].astype(np.int64)
         tested = (test_count > 0) & counts["known"]
         accuracy = np.full(len(own), np.nan)
         accuracy[tested] = own[tested] / test_count[tested]
@@ -220,7 +223,7 @@ class Classes(NamedTuple):
             out["client_accuracy_pooled"] = float(own.sum() / test_count[tested].sum())
             out["worst_decile_accuracy"] = float(worst.mean())
             out["client_accuracy_std"] = float(accuracy[tested].std())
-            loss = counts["own"]["loss"].astype(np.float64)
+            loss = sums["loss"].astype(np.float64)
             out["client_loss"] = float((loss[tested] / test_count[tested]).mean())
             if "trained" in counts:
                 trained = counts["trained"]["right"].astype(np.int64)
@@ -231,7 +234,7 @@ class Classes(NamedTuple):
         if "scored" in counts:
             out |= _of_scored(counts, own, test_count, union)
         if self.measures:
-            found = {"own": counts["own"]["measured"]}
+            found = {"own": sums.get("measured")}
             if "measured" in counts:
                 found["server"] = counts["measured"]
             out |= measures_lib.metrics(self.measures, found, tested)
@@ -345,7 +348,9 @@ class Words(NamedTuple):
             total = rows.astype(np.float64).sum(0)
             out[f"train_{kind}"] = _perplexity(total[first:])
         tested = (test_count > 0) & counts["known"]
-        own = counts["own"].astype(np.float64)[:, first:]
+        # Without any model that serves there are no sums.
+        sums = counts.get("own", np.zeros((len(test_count), 4))).astype(np.float64)
+        own = sums[:, first:]
         # Few test rows may have no chosen position.
         tested[tested] = own[tested, 1] > 0
         of_client = np.full(len(tested), np.nan)
@@ -353,7 +358,7 @@ class Words(NamedTuple):
             return out, None
         of_client[tested] = _perplexity(own[tested].T)
         worst = np.sort(of_client[tested])[-max(1, int(tested.sum()) // 10) :]
-        total = counts["own"].astype(np.float64)[tested].sum(0)
+        total = sums[tested].sum(0)
         if "perplexity" in kinds:
             out["client_perplexity"] = float(of_client[tested].mean())
             out["client_perplexity_pooled"] = _perplexity(total)

@@ -13,11 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_pfl import evaluate, types, variants, windows
+from fedjax_pfl import evaluate, types, windows
 from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import program as program_lib
 from fedjax_pfl.call import Call, Totals, Work
 from fedjax_pfl.rows import kinds, views
+from fedjax_pfl.variants import Variants
 from fedjax_pfl.windows import Planner, Window
 
 CALL_SECONDS = 10.0
@@ -34,6 +35,7 @@ class Simulation:
         compile_seconds: Time spent on compiling and on the initial state.
         while_compiling: Returns a context that is entered while something is compiled,
             so that a caller can show it.
+        variants: The seeds and points of a sweep.
         rows: Where the private rows live.
         calls: The variants, by call of the program. On accelerators all seeds are in
             one call, or of a sweep all points of a seed, which share its plans. On a
@@ -51,7 +53,7 @@ class Simulation:
         rounds: int,
         points: Sequence[Mapping[str, float]] = ({},),
         rows_in: str | None = None,
-        with_rows: Callable[[int], program_lib.Program] | None = None,
+        with_rows: Callable[..., program_lib.Program] | None = None,
     ):
         """Prepares a run without computing anything yet.
 
@@ -66,16 +68,16 @@ class Simulation:
             points: Of a sweep, the numbers that each has instead of the program's own.
             rows_in: Where the private rows are that are not on the device: a folder, ""
                 for the host's memory, None = there are none.
-            with_rows: The program for a state of so many private rows, where these are
-                on the host and the devices may need more of them in a later round.
+            with_rows: `(num_rows, execution) -> Program` for a state of so many private
+                rows, where these are on the host and a later round may need more.
         """
         self.program, self.planner, self.execution = program, planner, execution
         self.rounds, self._with_rows = rounds, with_rows
         self.data = data.replace(partition=None)
         self.compile_seconds = 0.0
         self.while_compiling: Callable[[], Any] = contextlib.nullcontext
-        self._variants = variants.Variants(len(seeds), len(points))
-        count, kinds_of_messages = self._variants.count, len(program.algorithm.messages)
+        self.variants = Variants(len(seeds), len(points))
+        count, kinds_of_messages = self.variants.count, len(program.algorithm.messages)
         self.totals = Totals(
             np.zeros((count, kinds_of_messages), np.int64), np.zeros(count, np.int64)
         )
@@ -95,7 +97,7 @@ class Simulation:
         points: Sequence[Mapping[str, float]],
     ) -> list[Call]:
         """The calls, of which those of the same seeds share a placed partition."""
-        index, program, calls, placed = self._variants, self.program, [], {}
+        index, program, calls, placed = self.variants, self.program, [], {}
         vmaps = {
             "vmaps_seeds": program.vmaps_seeds,
             "vmaps_points": program.vmaps_points,
@@ -196,7 +198,7 @@ class Simulation:
 
     def template(self) -> types.RoundState:
         """Shapes of the state on the device, without computing anything."""
-        init, count = self.program.init.jitted, self._variants.count
+        init, count = self.program.init.jitted, self.variants.count
         return jax.tree.map(
             lambda s: jax.ShapeDtypeStruct((count, *s.shape[1:]), s.dtype),
             jax.eval_shape(init, *self.calls[0].init_args(self.data)),
@@ -292,7 +294,7 @@ class Simulation:
         rows = self.rows.layout
         window = self._windows.make(round, max(self.rounds, stop))
         if self.rows.layout != rows:
-            self.program = self._with_rows(self.rows.layout.num_rows)
+            self.program = self._with_rows(self.rows.layout.num_rows, self.execution)
         return window
 
     def _current_window(self, round: int, stop: int) -> Window:
@@ -334,7 +336,7 @@ class Simulation:
             count = self.program.scoring.num_sampled
             if not count or isinstance(call.state.round, jax.ShapeDtypeStruct):
                 return None
-            key = call.state.key[place * self._variants.num_points]
+            key = call.state.key[place * self.variants.num_points]
             return np.asarray(
                 evaluate.sampled_clients(key, self.rows.num_clients, count)
             )

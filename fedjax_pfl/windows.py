@@ -193,7 +193,7 @@ class Windows:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(window.plans)) / count
 
     def _placed(self, cohorts: types.Cohort) -> types.Cohort:
-        """A window on the devices, each of which gets only the plans of its own rows."""
+        """A window on the devices, which get only the plans of their own rows."""
         by_device = execution_lib.by_device(self._execution)
         positions = {
             name: execution_lib.place(plan.position, by_device)

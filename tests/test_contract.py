@@ -220,7 +220,7 @@ class Reference:
         self.folder, self.early = folder, list(self.experiment.metrics)
         self.experiment.run()
         made = self.experiment.simulation.program
-        functions = made.init, made.rounds, made.evaluate
+        functions = made.init, made.rounds, made.of_shared, made.of_clients
         self.compiled = [len(one.executables) for one in functions]
         self.last = arrays_of(self.experiment)
 
@@ -236,7 +236,7 @@ def reference(name, unequal, tmp_path_factory):
 @of_names(*OURS, *SLOW)
 def test_learns_and_compiles_once(name, reference):
     """init, rounds and evaluate compile once each; all finite; the loss falls."""
-    assert reference.compiled == [1, 1, 1]
+    assert reference.compiled == [1, 1, 1, 1]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(reference.last))
     records = reference.experiment.metrics
     losses = [r["train_loss"] for r in records if "train_loss" in r]

@@ -177,7 +177,7 @@ class Rows:
 
 
 class Replicated(Rows):
-    """Every device has the rows of all clients, in groups where architectures differ."""
+    """Every device has all rows, in groups where architectures differ."""
 
     def templates(self, state: types.RoundState) -> list[Any]:
         """See `Rows`."""
@@ -251,12 +251,13 @@ class Residents(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """The residents of each seed from round `first` on.
+    """The residents of each seed from round `first` on, and where they are.
 
     `records` has the rows of calls that were read ahead, by the call's first variant.
     """
 
     first: int
+    layout: slots.Layout
     residents: list[Residents]
     records: dict[int, np.ndarray]
 
@@ -364,7 +365,7 @@ class Hosted(Rows):
             residents.append(Residents(self._residents(one), drawn))
         pairs = zip(cohorts, residents, strict=True)
         mapped = [in_slots(one, found.ids, self.layout) for one, found in pairs]
-        return mapped, _Window(first, residents, {})
+        return mapped, _Window(first, self.layout, residents, {})
 
     def before(self, call: Call, window: _Window) -> None:
         """See `Rows`."""
@@ -381,7 +382,7 @@ class Hosted(Rows):
             for slot, (variant, seed) in enumerate(call.pairs):
                 ids = window.residents[seed].ids
                 both = np.intersect1d(ids, old[seed].ids)
-                place = self.layout.slots_of(ids)[np.searchsorted(ids, both)]
+                place = window.layout.slots_of(ids)[np.searchsorted(ids, both)]
                 window.records[name][slot, place] = self._stores[variant].read(both)
         rows = self.record.unpack(window.records.pop(name))
         rows = execution.place(rows, execution.of_rows(self._how))
@@ -412,7 +413,7 @@ class Hosted(Rows):
             found = window.residents[seed]
             trained = found.trained(call.round - window.first)
             place = np.searchsorted(found.ids, trained)
-            place = self.layout.slots_of(found.ids)[place]
+            place = window.layout.slots_of(found.ids)[place]
             mine = jax.tree.map(lambda leaf, s=slot, p=place: leaf[s][p], rows)
             if len(place):
                 self._stores[variant].write(trained, self.record.pack(mine))

@@ -13,7 +13,8 @@ import numpy as np
 import models
 from data import dataset, partitions, plan
 from data.partitions import cdkt, file
-from fedjax_pfl import evaluate, execution, levels, rng, shapes, types
+from fedjax_pfl import evaluate, execution, levels, rng, scores, shapes, types
+from fedjax_pfl import measures as measures_lib
 from fedjax_pfl import program as program_lib
 from fedjax_pfl import teacher as teacher_lib
 from fedjax_pfl.rows import slots
@@ -40,6 +41,7 @@ class Parts(NamedTuple):
         points: The points of a sweep, [{}] without one.
         target: The chip for which it is compiled without running, "" = it runs here.
         rows_in: Where the clients' rows are, see `residence.place`.
+        with_rows: The program for more private rows, see `simulate.Simulation`.
         parts_with: Other chunks or lanes, see `Run`.
         trained_before: The rows that models of files were trained on.
     """
@@ -55,6 +57,7 @@ class Parts(NamedTuple):
     points: Sequence[sweep.Point]
     target: str
     rows_in: str | None
+    with_rows: Callable[[int, types.Execution], program_lib.Program]
     parts_with: PartsWith | None
     trained_before: Sequence[Any]
 
@@ -253,19 +256,16 @@ def assemble(
         if reason:
             task = task._replace(execution=execution_with("0"))
     how = task.execution
-    if config.client_state == "device" and how.mesh and entry.shares_rows:
+    if config.client_state != "replicated" and how.mesh and entry.shares_rows:
         make = functools.partial(entry.make, first)
-        row_bytes = residence.bytes_to_share(make, first, task, data)
+        row_bytes = residence.bytes_to_share(make, first, task, data, config)
         copies = config.num_seeds * len(points) * how.num_devices
         if row_bytes * copies > devices.copied_row_bytes(config.emulate, target):
             how = execution_with(config.lanes if how.lanes else "0", how.num_devices)
             how = how._replace(shares_rows=True)
             layout = slots.Layout(config.num_clients, how.num_devices)
             task = task._replace(execution=how, num_residents=layout.num_rows)
-    scoring = _scoring(config, data, how)
-    if settings.measures:
-        most = int(data.partition.test.count.max())
-        scoring = scoring._replace(measures=settings.measures, own_rows=most)
+    scoring = _scoring(config, data, how, settings.measures)
 
     def built(task: types.Task) -> program_lib.Program:
         return program_lib.build(entry.make, first, task, scoring)
@@ -279,7 +279,7 @@ def assemble(
     planner = planner_of(program.algorithm, how)
     rows_in = residence.place(config)
     if rows_in is not None:
-        task, program = residence.of_few(config, task, built, planner, data)
+        task, program = residence.with_resident_rows(config, task, built, planner, data)
     digest = settings.source_hash.copy()
     if public is not None:
         digest = sha256(data.image, data.label)
@@ -305,6 +305,9 @@ def assemble(
         other = task._replace(execution=how)
         return other, built(other), planner_of(program.algorithm, how)
 
+    def with_rows(num_rows: int, how: types.Execution) -> program_lib.Program:
+        return built(task._replace(num_residents=num_rows, execution=how))
+
     is_given = config.lanes != "auto" if how.lanes else config.client_chunk
     return Parts(
         settings=settings._replace(source=source),
@@ -318,6 +321,7 @@ def assemble(
         points=points,
         target=target,
         rows_in=rows_in,
+        with_rows=with_rows,
         parts_with=None if is_given or not how.vmaps_runs else parts_with,
         trained_before=[one.rows for one in known if one.rows is not None],
     )
@@ -418,13 +422,20 @@ def _typical_steps(
 
 
 def _scoring(
-    config: schema.Config, data: types.Data, how: types.Execution
+    config: schema.Config,
+    data: types.Data,
+    how: types.Execution,
+    measures: tuple[measures_lib.Measure, ...],
 ) -> evaluate.Scoring:
     is_all = config.eval_clients == "all"
     num_scored = config.num_clients if is_all else config.clients_per_round
     sampled = config.eval_sample if config.eval_sample < config.num_clients else 0
     test, rows = data.partition.test, devices.evaluation_rows(how.platform)
+    score: scores.Score = scores.Classes(measures, int(test.count.max()))
+    if not measures:
+        score = scores.Classes()
     if data.num_words:
+        score = scores.Words(config.masked_loss)
         # The logits of an exit for a batch are 64 MiB.
         rows = min(rows, max(1, 2**24 // (data.num_words * data.image.shape[1])))
     return evaluate.Scoring(
@@ -434,5 +445,5 @@ def _scoring(
         scored=config.eval_clients,
         num_sampled=sampled,
         has_train=config.eval_train,
-        positions=config.masked_loss,
+        score=score,
     )

@@ -22,7 +22,15 @@ import data
 import fedjax_pfl
 import models
 from data import plan
-from fedjax_pfl import evaluate, execution, fingerprint, measures, optimizer, types
+from fedjax_pfl import (
+    evaluate,
+    execution,
+    fingerprint,
+    measures,
+    optimizer,
+    scores,
+    types,
+)
 from fedjax_pfl import program as program_lib
 from launch.assemble.given import Settings
 
@@ -36,7 +44,7 @@ def versions() -> str:
     digest = hashlib.sha256()
     traced = fedjax_pfl, models, algorithms, data
     folders = [pathlib.Path(one.__file__).parent for one in traced]
-    files = [path for one in folders for path in sorted(one.glob("*.py"))]
+    files = [path for one in folders for path in sorted(one.rglob("*.py"))]
     for path in (*files, pathlib.Path(__file__)):
         digest.update(path.read_bytes())
     known = [f"{name} {metadata.version(name)}" for name in ("jax", "flax", "optax")]
@@ -146,14 +154,17 @@ def of_algorithm(
     method = make(hparams, task)
     planner = planner_of(method, how)
     tables = data.replace(partition=jax.tree.map(lambda x: x[0], data.partition))
-    scoring = evaluate.Scoring(batch_size=_ROWS, own_batch_size=_ROWS)
+    kind = scores.Words() if data.num_words else scores.Classes()
+    scoring = evaluate.Scoring(batch_size=_ROWS, own_batch_size=_ROWS, score=kind)
+    ids = np.arange(task.num_clients)
     key = jax.eval_shape(lambda: jax.random.key(0))
 
     def first(tables: types.Data, key: jax.Array) -> types.RoundState:
         return program_lib.first_state(method, hparams, task, tables, key)
 
     def score(state: Any, cohort: types.Cohort, tables: types.Data) -> Any:
-        return evaluate.count_correct(method, state, cohort, tables, scoring, how)
+        given = method, state, cohort, tables, scoring, how
+        return evaluate.of_shared(*given), evaluate.of_clients(*given, ids)
 
     state = jax.eval_shape(first, tables, key)
     parts = [

@@ -127,7 +127,7 @@ def _mixing(experiment: build.Experiment) -> float | None:
     )
     if algorithm.peers is None or experiment.config.num_seeds > 1:
         return None
-    if experiment.simulation.population is not None:
+    if experiment.simulation.rows.goes_by_block(algorithm):
         return None
 
     @jax.jit

@@ -12,7 +12,7 @@ import numpy as np
 from data import plan
 from fedjax_pfl import program as program_lib
 from fedjax_pfl import shapes, types
-from fedjax_pfl.rows import store
+from fedjax_pfl.rows import kinds
 from launch.config import schema
 
 
@@ -31,16 +31,6 @@ def place(config: schema.Config) -> str | None:
         raise ValueError(
             f"--client_state={name}: several processes keep all rows on their devices; "
             "omit it, or start one process"
-        )
-    if config.c_gen and config.eval_clients == "all":
-        raise ValueError(
-            f"--client_state={name}: c_gen of all clients needs all their models at "
-            "once; take --eval_clients=selected, or --noc_gen"
-        )
-    if config.eval_metrics:
-        raise ValueError(
-            f"--client_state={name}: --eval_metrics={config.eval_metrics} needs all "
-            "clients' models at once; omit one of them"
         )
     return "" if name == "host" else str(pathlib.Path(name).expanduser())
 
@@ -67,18 +57,18 @@ def _try(name: str) -> None:
         ) from error
 
 
-def of_few(
+def with_resident_rows(
     config: schema.Config,
     task: types.Task,
     build: Callable[[types.Task], program_lib.Program],
     planner: plan.Planner,
     data: types.Data,
 ) -> tuple[types.Task, program_lib.Program]:
-    """The task and the program in which the device holds the rows of some clients.
+    """Task and program for devices that hold only some clients' rows.
 
     Args:
         config: The options.
-        task: The task in which it holds all.
+        task: The task in which they hold all.
         build: The program of a task.
         planner: The cohorts.
         data: With a partition of all seeds.
@@ -106,8 +96,12 @@ def of_few(
         )
     cohort, is_grouped = planner.drawn(0, 0), program.algorithm.by_architecture
     if not is_grouped:
+        how = task.execution
+        devices = how.num_devices if how.shares_rows else 1
         most = cohort.client_id.size + cohort.peers.size
-        count = store.num_residents(state, config.num_clients, most)
+        if how.shares_rows:
+            most = planner.rows_per_device(0)
+        count = kinds.num_residents(state, config.num_clients, most, devices) * devices
         task = task._replace(num_residents=count)
         program, state = built(task)
         is_grouped = not _has_rows(state, count)
@@ -124,8 +118,9 @@ def bytes_to_share(
     hparams: Any,
     task: types.Task,
     data: types.Data,
+    config: schema.Config,
 ) -> int:
-    """Bytes of one seed's private rows, if a device may have those of its own clients.
+    """Bytes of one seed's rows on devices, if each may have those of its own clients.
 
     0 where it may not: clients keep nothing, differ in architecture, read rows of
     peers, or keep what depends on their number.
@@ -135,6 +130,7 @@ def bytes_to_share(
         hparams: Its options.
         task: The task in which every device has all rows.
         data: With a partition of all seeds.
+        config: The options. Of rows on the host, devices have some.
     """
     algorithm = make(task)
     if algorithm.by_architecture or algorithm.peers is not None:
@@ -146,7 +142,13 @@ def bytes_to_share(
     state = jax.eval_shape(first, data, jax.eval_shape(lambda: jax.random.key(0)))
     kept = jax.tree.leaves(state.private)
     is_by_row = all(leaf.shape[:1] == (task.num_rows,) for leaf in kept)
-    return 0 if _has_keys(kept) or not is_by_row else shapes.tree_bytes(kept)
+    if _has_keys(kept) or not is_by_row:
+        return 0
+    every = shapes.tree_bytes(kept)
+    if config.client_state == "device":
+        return every
+    of_round = every * config.clients_per_round // config.num_clients
+    return min(every, max(kinds.RESIDENT_BYTES, of_round))
 
 
 def _first_state(program: program_lib.Program, data: types.Data) -> types.RoundState:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl import shapes
+from fedjax_pfl import shapes, simulate
 from launch.assemble.assemble import assemble
 from launch.machine import memory, target
 from launch.run import narrow
@@ -142,7 +142,7 @@ def planned(lowered: jax.stages.Lowered) -> Plan:
 
 
 def _ahead(run: Run, name: str) -> Plan:
-    """`planned` of a run's `init`, `rounds` or `evaluate`, compiled once."""
+    """`planned` of one of a run's programs, compiled once."""
     made = _fitting(lambda: run.simulation.ahead(name))
     return read(made, getattr(run.simulation.program, name).seconds_of(made))
 
@@ -190,7 +190,7 @@ def estimate(run: Run) -> dict[str, Any]:
         `temporary_bytes`, `argument_bytes`: of the program that needs most;
         `fits`: whether every program fits into the memory of the chip;
         `compile_seconds`: of all programs;
-        `programs`: cycles, bytes and seconds of `init`, `rounds` and `evaluate`, and
+        `programs`: cycles, bytes and seconds of each of `simulate.PROGRAMS`, and
         `note`: what `narrow.fit` changed, "" = nothing.
 
     Raises:
@@ -198,7 +198,7 @@ def estimate(run: Run) -> dict[str, Any]:
             does a part of it, or the compiler finds no plan for a given one.
     """
     note = narrow.fit(run)
-    plans = {name: _ahead(run, name) for name in ("init", "rounds", "evaluate")}
+    plans = {name: _ahead(run, name) for name in simulate.PROGRAMS}
     how, specs = run.task.execution, run.program.algorithm.plans
     step, every = plans["rounds"].step_cycles, plans["rounds"].parts.total
     clients = (how.lanes or how.chunk) * len(run.simulation.calls[0].variants)

@@ -13,7 +13,8 @@ from launch.run.run import Run
 # A program -> what it does, and what needs less memory there.
 PROGRAMS = {
     "rounds": ("a round", "lower it or --batch_size, or take a smaller --model"),
-    "evaluate": ("an evaluation", "lower it, or take a smaller --model"),
+    "of_shared": ("an evaluation", "lower it, or take a smaller --model"),
+    "of_clients": ("an evaluation", "lower it, or take a smaller --model"),
 }
 
 
@@ -79,7 +80,8 @@ def _planned_bytes(run: Run, name: str) -> int | None:
     calls = len(simulation.calls)
     every = memory.state_bytes(simulation.template(), run.task.execution)
     # Where an evaluation goes by blocks of rows, those of a round are there too.
-    is_by_block = name == "evaluate" and simulation.goes_by_block
+    algorithm = run.program.algorithm
+    is_by_block = name != "rounds" and simulation.rows.goes_by_block(algorithm)
     waiting = every * (calls - (not is_by_block)) // calls
     try:
         needed = memory.planned_bytes(simulation.ahead(name)) + waiting

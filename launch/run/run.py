@@ -89,6 +89,7 @@ class Run:
             *(program, data, self.planner, seeds, task.execution, config.rounds),
             points,
             parts.rows_in,
+            parts.with_rows,
         )
         self._refuse_large(parts.rows_in)
 
@@ -98,9 +99,9 @@ class Run:
         template = self.simulation.template()
         kept = [memory.kept(options, template, self.task.execution)]
         if rows_in == "":
-            variants = len(self.seeds) * len(self.points)
-            row_bytes = self.simulation.population.layout.num_bytes
-            kept.append(memory.kept_on_host(options, row_bytes, variants))
+            row_bytes = self.simulation.rows.record.num_bytes
+            count = self.simulation.variants.count
+            kept.append(memory.kept_on_host(options, row_bytes, count))
         memory.refuse(kept, options, self.target)
 
     def compute(self, how: types.Execution) -> None:
@@ -150,7 +151,7 @@ class Run:
         declared = self.program.algorithm.shares
         out = {name: name in declared for name in self.simulation.metrics}
         measured = {name for record in self.metrics[-1:] for name in record}
-        custom = measures.number_names(self.program.scoring.measures)
+        custom = measures.number_names(self.program.scoring.score.measures)
         numbers = {n for n in measured if summaries.is_loss(n) or n in custom}
         return out | dict.fromkeys(sorted(numbers), False)
 
@@ -212,11 +213,11 @@ class Run:
             return []
         records = []
         results = self.simulation.evaluate()
+        variants = self.simulation.variants
         for index, (values, accuracies) in enumerate(results):
             values = values | self._by_architecture(accuracies)
-            seed, point = divmod(index, len(self.points))
-            record = {"round": self.round, "seed": self.seeds[seed]}
-            record |= {**self.points[point], **values}
+            record = {"round": self.round, "seed": self.seeds[variants.seed(index)]}
+            record |= {**self.points[variants.point(index)], **values}
             if self.totals.diverged[index]:
                 record["diverged"] = int(self.totals.diverged[index])
             records.append(record | {"seconds": round(self.totals.seconds, 3)})
@@ -282,7 +283,7 @@ class Run:
     def saved(self) -> tuple[Any, dict[str, Any]]:
         """The (arrays, host counters) of a checkpoint, until the next round."""
         simulation = self.simulation
-        arrays = {"state": simulation.kept, "accuracies": self.client_accuracies}
+        arrays = {"state": simulation.saved, "accuracies": self.client_accuracies}
         host = dataclasses.asdict(simulation.totals) | {
             "messages": simulation.totals.messages.tolist(),
             "diverged": simulation.totals.diverged.tolist(),
@@ -296,7 +297,7 @@ class Run:
     def saved_templates(self) -> list[Any]:
         """The shapes of the arrays of `saved`, and of others that `load` takes."""
         accuracies = {"accuracies": self.client_accuracies}
-        return [{"state": s, **accuracies} for s in self.simulation.kept_templates()]
+        return [{"state": s, **accuracies} for s in self.simulation.saved_templates()]
 
     def load(
         self, round: int, arrays: Any, host: dict[str, Any], metrics: list[dict]
@@ -337,7 +338,8 @@ class Run:
         if point not in self.points:
             known = ", ".join(map(str, self.points[:4]))
             raise ValueError(f"point={point}: expected one of {known}, ...")
-        return self.seed_index(seed) * len(self.points) + self.points.index(point)
+        variants = self.simulation.variants
+        return variants.index(self.seed_index(seed), self.points.index(point))
 
     def seed_index(self, seed: int | None) -> int:
         """The index of a seed, None = the first.
@@ -401,7 +403,9 @@ class Run:
             for name in metrics
             if not self.fractions.get(name, summaries.is_fraction(name))
         }
-        own = [m.name for m in self.program.scoring.measures if m.given is not None]
+        own = [
+            m.name for m in self.program.scoring.score.measures if m.given is not None
+        ]
         names = {name: {f"global_{name}", f"client_{name}_pooled"} for name in own}
         undefined = [name for name in own if metrics and not names[name] & set(metrics)]
         out = {
@@ -422,13 +426,14 @@ class Run:
         """
         rounds = self.totals.diverged
         if point is not None:
-            rounds = rounds[self.points.index(dict(point)) :: len(self.points)]
+            index = self.points.index(dict(point))
+            rounds = rounds[self.simulation.variants.at_point(index)]
         return int(rounds[rounds > 0].min()) if rounds.any() else None
 
     def _traffic(self, point: int) -> dict[str, dict[str, Any]]:
         """Messages and their bytes so far: {kind: {direction, messages, bytes}}."""
         kinds = self.program.algorithm.messages
-        counts = self.totals.messages[point :: len(self.points)]
+        counts = self.totals.messages[self.simulation.variants.at_point(point)]
         seeds = [traffic.by_kind(one, kinds) for one in counts]
         return {
             kind.name: {

@@ -8,6 +8,7 @@ import pytest
 from algorithms import cdkt, fedavg
 from fedjax_pfl import evaluate, shapes
 from launch.run import summaries
+from tests import counted
 from tests.algorithms import plain
 
 SCORING = evaluate.Scoring(batch_size=8, own_batch_size=4, num_scored=3)
@@ -67,41 +68,37 @@ def right_answers(variables, table, rows):
 
 
 @pytest.fixture(scope="module")
-def counted(problem):
+def scored(problem):
     """Makes `(state, cohort) -> counts of correct answers` of an algorithm."""
 
     def program(made):
-        scored = jax.jit(
-            lambda state, cohort, data: evaluate.count_correct(
-                made, state, cohort, data, SCORING, problem.execution
-            )
-        )
-        return lambda state, cohort: plain.host(scored(state, cohort, problem.data))
+        given = problem.data, SCORING, problem.execution
+        return lambda state, cohort: counted.both(made, state, cohort, *given)
 
     return program
 
 
-def test_stale_evaluation(compiled, given, counted, problem):
+def test_stale_evaluation(compiled, given, scored, problem):
     """Test 29: users not selected last round score exactly as the previous global.
 
     Those selected are scored with their own trained copies, and both on the union too.
     """
     made = fedavg.make(fedavg.HParams(eval_model="stale"), problem.task_of())
     state, table = given(), problem.table
-    scored = counted(made)
+    counts_of = scored(made)
     for round in range(3):
         assert int(state.round) == round
         previous, chosen = plain.server(state), problem.cohort(round).client_id
         state, _, _ = compiled("fedavg", eval_model="stale")(state, client_lr=0.05)
         upcoming = problem.cohort(round + 1)
-        counts = scored(state, upcoming)
+        counts = counts_of(state, upcoming)
         in_hand = [
             plain.own(state, number) if number in chosen else previous
             for number in range(5)
         ]
         for number, one in enumerate(in_hand):
             expected = right_answers(one, table, table.tested(number))
-            assert counts["own"][number] == expected
+            assert counts["own"]["right"][number] == expected
         np.testing.assert_array_equal(counts["scored"], upcoming.client_id)
         for number, cross in zip(counts["scored"], counts["cross"], strict=True):
             assert cross == right_answers(in_hand[number], table, table.test.row)
@@ -128,7 +125,7 @@ def constant(variables, label):
     return out
 
 
-def test_metrics_of_constant_predictors(problem, start, counted):
+def test_metrics_of_constant_predictors(problem, start, scored):
     """Test 30: C-Gen is a share of the union, C-Spec weighs users by test size."""
     state, cohort, table = start(), problem.cohort(1), problem.table
     answer = [3, 1, 2, 3, 0]
@@ -136,10 +133,10 @@ def test_metrics_of_constant_predictors(problem, start, counted):
     state = plain.with_own(state, plain.stack(rows))
     state = plain.with_server(state, constant(plain.server(state), 2))
     made = cdkt.make(cdkt.HParams(), problem.task_of())
-    counts = counted(made)(state, cohort)
+    counts = scored(made)(state, cohort)
 
     tested = table.test.row[table.test.row >= 0]
-    values, accuracies = evaluate.metrics(counts, table.test.count, len(tested))
+    values, accuracies = SCORING.score.metrics(counts, table.test.count, len(tested))
     union = table.label[tested]
     own = [table.label[table.tested(number)] for number in range(5)]
     share = [(union == label).mean() for label in range(4)]

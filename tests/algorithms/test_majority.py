@@ -8,6 +8,7 @@ import pytest
 from algorithms import majority, pfedsd
 from fedjax_pfl import evaluate, types
 from launch.run import summaries
+from tests import counted
 from tests.algorithms import conftest, plain
 from tests.fedjax_pfl import small
 
@@ -42,11 +43,7 @@ def task(problem):
 def right_answers(made, state, data):
     """Correct answers of each model, as a run counts them."""
 
-    def count(state, data):
-        how = types.Execution(3)
-        return evaluate.count_correct(made, state, None, data, SCORING, how)
-
-    return plain.host(jax.jit(count)(state, data))
+    return counted.both(made, state, None, data, SCORING, types.Execution(3))
 
 
 def test_answers_the_biggest_class(data, task):
@@ -61,8 +58,8 @@ def test_answers_the_biggest_class(data, task):
     np.testing.assert_array_equal(state.clients, expected)
     np.testing.assert_array_equal(state.server, [5, 5, 3, 1])
     counts = right_answers(made, state, data)
-    np.testing.assert_array_equal(counts["own"], [2, 3, 1])
-    values, accuracies = evaluate.metrics(counts, np.array([3, 4, 2]), 9)
+    np.testing.assert_array_equal(counts["own"]["right"], [2, 3, 1])
+    values, accuracies = SCORING.score.metrics(counts, np.array([3, 4, 2]), 9)
     largest = [max(np.bincount(test)) / len(test) for test in TEST]
     np.testing.assert_allclose(accuracies, largest)
     np.testing.assert_allclose(values["client_accuracy"], np.mean([2 / 3, 0.75, 0.5]))
@@ -103,8 +100,9 @@ def test_user_accuracy_of_the_last_ten_rounds():
     assert window == tuple(range(31, 41))
     records = []
     for round, own in enumerate(right, start=1):
-        counts = {"own": own, "own_loss": np.zeros(5), "known": np.ones(5, bool)}
-        values, _ = evaluate.metrics(counts, size, int(size.sum()))
+        counts = {"known": np.ones(5, bool)}
+        counts |= {"own": {"right": own, "loss": np.zeros(5)}}
+        values, _ = SCORING.score.metrics(counts, size, int(size.sum()))
         np.testing.assert_allclose(values["client_accuracy"], (own / size).mean())
         records.append({"round": round, "seed": 0, **values, **BYTES})
     found = summaries.summarize(records, [0], window, "mean_last10", 40)
@@ -154,7 +152,7 @@ def test_clients_never_selected_count(data, task):
         round=np.int32(3),
     )
     counts = right_answers(made, state, data)
-    np.testing.assert_array_equal(counts["own"], [1, 3, 1])
-    values, _ = evaluate.metrics(counts, np.array([3, 4, 2]), 9)
+    np.testing.assert_array_equal(counts["own"]["right"], [1, 3, 1])
+    values, _ = SCORING.score.metrics(counts, np.array([3, 4, 2]), 9)
     expected = np.mean([1 / 3, 3 / 4, 1 / 2])
     np.testing.assert_allclose(values["client_accuracy"], expected)

@@ -22,7 +22,7 @@ from fedjax_pfl import (
     types,
 )
 from launch import build
-from tests import synthetic
+from tests import counted, synthetic
 from tests.algorithms import plain
 from tests.fedjax_pfl import small
 
@@ -220,7 +220,7 @@ def test_nothing_copies_the_population(name):
     simulation.advance_to(2)
     found = simulation.evaluate()
     size = shapes.tree_bytes(experiment.state.clients["own"])
-    for compiled in (experiment.program.rounds, experiment.program.evaluate):
+    for compiled in (experiment.program.rounds, experiment.program.of_clients):
         (executable,) = compiled.executables
         # A copy of masks alone would be a quarter.
         assert executable.memory_analysis().temp_size_in_bytes < size / 5
@@ -236,17 +236,12 @@ def test_nothing_copies_the_population(name):
     state, data = plain.at(experiment.state.replace(key=()), 0), experiment.data
     state = state.replace(key=experiment.state.key[0])
     scoring = evaluate.Scoring(64, 8, num_scored=300, scored="all")
-    counts = jax.jit(
-        lambda *given: evaluate.count_correct(one, *given, scoring, task.execution)
-    )(
-        state,
-        experiment.planner.drawn(0, 2),
-        data.replace(partition=plain.at(data.partition, 0)),
-    )
-    test = plain.at(data.partition.test, 0)
-    expected, accuracies = evaluate.metrics(
-        plain.host(counts), test.count, int((test.row >= 0).sum())
-    )
+    cohort = experiment.planner.drawn(0, 2)
+    data = data.replace(partition=plain.at(data.partition, 0))
+    counts = counted.both(one, state, cohort, data, scoring, task.execution)
+    test = plain.host(data.partition.test)
+    union = int((test.row >= 0).sum())
+    expected, accuracies = scoring.score.metrics(counts, test.count, union)
     ((metrics, own),) = found
     assert {"client_accuracy", "c_gen"} <= expected.keys()
     loss = expected.pop("client_loss")

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import evaluate, execution, types
+from fedjax_pfl import evaluate, execution, measures, scores, types
+from tests import counted
 from tests.fedjax_pfl import small
 
 K = 7
@@ -72,21 +73,17 @@ def algorithm(serving, server=None):
 
 
 def count(data, method, *, seed=0, round=0, cohort=None, how="one", jit=True, **given):
-    """`evaluate.count_correct` as numpy."""
+    """The counts of both programs of an evaluation."""
     scoring = evaluate.Scoring(**({"batch_size": 4, "own_batch_size": 2} | given))
     state = types.RoundState.first((), (), jax.random.key(seed))
     state = state.replace(round=jnp.int32(round))
 
-    def run(state, data):
-        return evaluate.count_correct(method, state, cohort, data, scoring, HOW[how])
-
-    counts = (jax.jit(run) if jit else run)(state, data)
-    return jax.tree.map(np.asarray, counts)
+    return counted.both(method, state, cohort, data, scoring, HOW[how], jit)
 
 
 def metrics(counts, test_count=TEST, union=sum(TEST)):
-    """`evaluate.metrics`."""
-    return evaluate.metrics(counts, np.array(test_count), union)
+    """The metrics of a classifier."""
+    return scores.Classes().metrics(counts, np.array(test_count), union)
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -101,13 +98,13 @@ def test_one_model_for_all(data, jit):
     counts = count(data, method, jit=jit)
     right = answers(data, shared)
     expected = [right[own_rows(k)].sum() for k in range(K)]
-    np.testing.assert_array_equal(counts["own"], expected)
+    np.testing.assert_array_equal(counts["own"]["right"], expected)
     assert counts["known"].all()
     np.testing.assert_array_equal(counts["server"]["global"], [right.sum()])
     assert 0 < right.sum() < sum(TEST)
     losses = cross_entropies(data, shared)
     expected = [losses[own_rows(k)].sum() for k in range(K)]
-    np.testing.assert_allclose(counts["own_loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(counts["own"]["loss"], expected, rtol=1e-5)
     total = counts["server_loss"]["global"]
     np.testing.assert_allclose(total, losses.sum(), rtol=1e-5)
 
@@ -122,7 +119,7 @@ def test_losses_of_each_clients_model(data, name):
         cross_entropies(data, served[k])[own_rows(k)].sum() if k in served else 0
         for k in range(K)
     ]
-    np.testing.assert_allclose(counts["own_loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(counts["own"]["loss"], expected, rtol=1e-5)
 
 
 def stacked_groups(own, shared):
@@ -144,7 +141,7 @@ def test_a_model_for_each(data, name):
         expected[client] = answers(data, of(own, row))[own_rows(client)].sum()
     for client in (1, 5):
         expected[client] = answers(data, shared)[own_rows(client)].sum()
-    np.testing.assert_array_equal(counts["own"], expected)
+    np.testing.assert_array_equal(counts["own"]["right"], expected)
     served = [True, True, False, False, True, True, True]
     np.testing.assert_array_equal(counts["known"], served)
     assert "server" not in counts
@@ -170,7 +167,7 @@ def test_models_made_where_they_are_needed(data, name):
     counts = count(data, algorithm([built_group(own, shared)]), how=name)
     whole = jax.tree.map(lambda one, many: one + many, shared, own)
     expected = [answers(data, of(whole, k))[own_rows(k)].sum() for k in range(K)]
-    np.testing.assert_array_equal(counts["own"], expected)
+    np.testing.assert_array_equal(counts["own"]["right"], expected)
 
 
 def test_never_all_models_at_once(data):
@@ -185,25 +182,27 @@ def test_never_all_models_at_once(data):
     state = types.RoundState.first((), (), jax.random.key(0))
     scoring = evaluate.Scoring(4, 2, num_scored=K, scored="all")
     run = functools.partial(
-        evaluate.count_correct,
+        evaluate.of_clients,
         algorithm([group]),
         scoring=scoring,
         how=execution.Execution(1),
+        ids=jnp.arange(K),
     )
     jaxpr = jax.make_jaxpr(run)(state, None, data)
     sizes = [v.aval.size for e in small.equations(jaxpr) for v in e.outvars]
     assert small.WIDTH * wide <= max(sizes) < 2 * small.WIDTH * wide
 
 
-def answered(method, data):
-    """How often a model is run in the graph: products of matrices."""
-    scoring = evaluate.Scoring(4, 2)
+def answered(method, data, score=scores.Classes()):
+    """How often a model is run in the graphs: products of matrices."""
+    scoring = evaluate.Scoring(4, 2, score=score)
     state = types.RoundState.first(
         random_variables(), random_variables(seed=1), jax.random.key(0)
     )
 
     def run(state):
-        return evaluate.count_correct(method, state, None, data, scoring, HOW["one"])
+        given = method, state, None, data, scoring, HOW["one"]
+        return evaluate.of_shared(*given), evaluate.of_clients(*given, jnp.arange(K))
 
     found = small.equations(jax.make_jaxpr(run)(state))
     return sum(equation.primitive.name == "dot_general" for equation in found)
@@ -222,8 +221,10 @@ def test_a_model_that_is_both_answers_once(data):
             serving=lambda state, *_: (types.Serving.one(MODEL, pick(state), mask),),
         )
 
-    assert answered(method(lambda state: state.server), data) == 1
-    assert answered(method(lambda state: state.clients), data) == 2
+    measured = scores.Classes(measures.chosen("macro_f1,auc,ece,per_class"), max(TEST))
+    for score in (scores.Classes(), measured):
+        assert answered(method(lambda state: state.server), data, score) == 1
+        assert answered(method(lambda state: state.clients), data, score) == 2
 
 
 def test_a_sample_is_the_same_in_every_evaluation():
@@ -254,8 +255,10 @@ def test_sampled_clients_have_the_accuracies_of_a_whole_evaluation(data, kind):
     known = sample["known"]
     expected = evaluate.sampled_clients(jax.random.key(0), K, 4)
     np.testing.assert_array_equal(known, expected)
-    np.testing.assert_array_equal(sample["own"], np.where(known, whole["own"], 0))
-    np.testing.assert_array_equal(later["own"], sample["own"])
+    np.testing.assert_array_equal(
+        sample["own"]["right"], np.where(known, whole["own"]["right"], 0)
+    )
+    np.testing.assert_array_equal(later["own"]["right"], sample["own"]["right"])
     np.testing.assert_array_equal(later["known"], known)
     values, accuracies = metrics(sample)
     full, everyone = metrics(whole)
@@ -273,7 +276,9 @@ def test_a_sample_counts_only_those_a_group_serves(data):
     sample = count(data, method, num_sampled=5)
     chosen = np.asarray(evaluate.sampled_clients(jax.random.key(0), K, 5))
     np.testing.assert_array_equal(sample["known"], whole["known"] & chosen)
-    np.testing.assert_array_equal(sample["own"], np.where(chosen, whole["own"], 0))
+    np.testing.assert_array_equal(
+        sample["own"]["right"], np.where(chosen, whole["own"]["right"], 0)
+    )
 
 
 @every_way
@@ -331,7 +336,7 @@ def test_several_server_models_by_name(data):
         assert values[f"{name}_accuracy"] == pytest.approx(expected)
     right = answers(data, models["a"])
     expected = [right[own_rows(k)].sum() for k in range(K)]
-    np.testing.assert_array_equal(counts["own"], expected)
+    np.testing.assert_array_equal(counts["own"]["right"], expected)
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -365,13 +370,12 @@ def test_two_models_of_the_same_variables_answer_apart(data, jit):
 def test_no_c_gen_where_the_sample_has_no_scored_client():
     """The sample of the clients and the next cohort may be apart: no nan, no metric."""
     counts = {
-        "own": np.array([1, 0]),
-        "own_loss": np.zeros(2),
+        "own": {"right": np.array([1, 0]), "loss": np.zeros(2)},
         "known": np.array([True, False]),
         "scored": np.array([2, 2]),
         "cross": np.array([0, 0]),
     }
-    values, _ = evaluate.metrics(counts, np.array([2, 2]), 4)
+    values, _ = metrics(counts, [2, 2], 4)
     assert values["client_accuracy"] == 0.5
     assert not {"c_gen", "c_spec", "c_per"} & values.keys()
 
@@ -448,9 +452,10 @@ def test_metrics_by_hand():
     test_count = np.array([10] * 19 + [40])
     own = np.array([1, 2, *[5] * 17, 36])
     server = {"global": np.array([115])}
-    counts = {"own": own, "known": np.ones(20, bool), "server": server}
-    counts |= {"own_loss": 0.25 * test_count, "server_loss": {"global": 23.0}}
-    values, accuracies = evaluate.metrics(counts, test_count, 230)
+    sums = {"right": own, "loss": 0.25 * test_count}
+    counts = {"own": sums, "known": np.ones(20, bool), "server": server}
+    counts |= {"server_loss": {"global": 23.0}}
+    values, accuracies = metrics(counts, test_count, 230)
     fractions = np.array([0.1, 0.2, *[0.5] * 17, 0.9])
     np.testing.assert_allclose(accuracies, fractions)
     expected = {
@@ -465,16 +470,15 @@ def test_metrics_by_hand():
     assert values == pytest.approx(expected)
     # Of a sample: by its own test rows.
     known = np.arange(20) < 2
-    counts |= {"known": known, "own": np.where(known, own, 0)}
-    values, _ = evaluate.metrics(counts, test_count, 230)
+    counts |= {"known": known, "own": sums | {"right": np.where(known, own, 0)}}
+    values, _ = metrics(counts, test_count, 230)
     assert values["client_accuracy_pooled"] == pytest.approx(3 / 20)
 
 
 def test_official_split_has_no_client_accuracy():
     """Nobody owns a test row; what clients know of all rows can still be scored."""
     counts = {
-        "own": np.zeros(3, int),
-        "own_loss": np.zeros(3),
+        "own": {"right": np.zeros(3, int), "loss": np.zeros(3)},
         "known": np.ones(3, bool),
         "server": {"global": np.array([7])},
         "server_loss": {"global": 5.0},
@@ -488,5 +492,5 @@ def test_official_split_has_no_client_accuracy():
 
 def test_no_rows_no_metrics():
     """No test rows at all, no model of the server."""
-    counts = {"own": np.zeros(2, int), "known": np.zeros(2, bool)}
+    counts = {"known": np.zeros(2, bool)}
     assert metrics(counts, [0, 0], 0) == ({}, None)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import augment, evaluate, types
+from fedjax_pfl import augment, evaluate, scores, types
+from tests import counted
 
 V = 50
 
@@ -109,16 +110,11 @@ def test_perplexities_by_hand(num_exits):
         server=lambda state, data: {"global": (model, empty)},
     )
     state = types.RoundState((), (), jax.random.key(5), jnp.int32(0))
-    counts = evaluate.count_correct(
-        algorithm,
-        state,
-        None,
-        data,
-        evaluate.Scoring(batch_size=2, own_batch_size=2, has_train=True),
-        types.Execution(1),
-    )
-    counts = jax.tree.map(np.asarray, counts)
-    found, of_client = evaluate.metrics(counts, np.array([3, 1, 0]), 5)
+    words_of = scores.Words()
+    scoring = evaluate.Scoring(2, 2, has_train=True, score=words_of)
+    given = state, None, data, scoring, types.Execution(1)
+    counts = counted.both(algorithm, *given, jit=False)
+    found, of_client = words_of.metrics(counts, np.array([3, 1, 0]), 5)
     _, _, chosen = (np.asarray(one) for one in data.test_batch(jnp.arange(9)))
 
     def surprise(z):
@@ -166,15 +162,15 @@ def test_perplexities_by_hand(num_exits):
     alone |= {"train_masked_perplexity": expected["masked_perplexity"]}
     alone |= {"worst_decile_masked_perplexity": max(own)}
     alone |= {"client_masked_perplexity_std": np.std(own)}
-    given = np.array([3, 1, 0]), 5, (), "chosen"
-    found, of_client = evaluate.metrics(counts, *given)
+    given, chosen_alone = (np.array([3, 1, 0]), 5), scores.Words("chosen")
+    found, of_client = chosen_alone.metrics(counts, *given)
     assert found.keys() == alone.keys()
     for name, value in alone.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
     np.testing.assert_allclose(of_client, [*own, np.nan], rtol=1e-5)
     # A client without a chosen position has no masked perplexity.
     counts["own"] = counts["own"] * np.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]])
-    found, of_client = evaluate.metrics(counts, *given)
+    found, of_client = chosen_alone.metrics(counts, *given)
     np.testing.assert_allclose(of_client, [own[0], np.nan, np.nan], rtol=1e-5)
     assert found["client_masked_perplexity"] == pytest.approx(own[0], rel=1e-5)
     assert found["clients_evaluated"] == 1 and "clients_evaluated" not in alone

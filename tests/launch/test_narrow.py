@@ -54,7 +54,7 @@ def test_what_fits_is_compiled_once(unequal, limited):
     assert made.task.execution.chunk == 4
     assert narrow.fit(made) == ""
     assert len(made.program.rounds.executables) <= before + 1
-    functions = made.program.rounds, made.program.evaluate
+    functions = made.program.rounds, made.program.of_clients
     known = [len(one.executables) for one in functions]
     made.run(progress=False)
     assert [len(one.executables) for one in functions] == known
@@ -81,18 +81,18 @@ def test_it_is_halved(unequal, limited, capsys):
 @pytest.mark.parametrize("client_state", ["device", "host"])
 def test_an_evaluation_fits_too(unequal, limited, client_state, monkeypatch):
     """The model that each client has is measured in chunks as well."""
-    monkeypatch.setattr("fedjax_pfl.rows.store.RESIDENT_BYTES", 1)
+    monkeypatch.setattr("fedjax_pfl.rows.kinds.RESIDENT_BYTES", 1)
     given = {"algo": "local", "client_state": client_state}
     made = make(unequal, **given)
     needed = {
         name: memory.planned_bytes(made.simulation.ahead(name))
-        for name in ("rounds", "evaluate")
+        for name in ("rounds", "of_clients")
     }
     real = memory.planned_bytes
 
     def more(compiled):
         """An evaluation of four needs more than is there."""
-        is_large = real(compiled) == needed["evaluate"] != needed["rounds"]
+        is_large = real(compiled) == needed["of_clients"] != needed["rounds"]
         return 1 << 50 if is_large else real(compiled)
 
     limited(1 << 40)
@@ -100,7 +100,7 @@ def test_an_evaluation_fits_too(unequal, limited, client_state, monkeypatch):
     line = narrow.fit(made)
     assert "for an evaluation with 4 clients" in line and "\n" not in line
     assert made.task.execution.chunk < 4
-    functions = made.program.rounds, made.program.evaluate
+    functions = made.program.rounds, made.program.of_clients
     known = [len(one.executables) for one in functions]
     assert min(known) > 0
     made.run(progress=False)
@@ -110,7 +110,7 @@ def test_an_evaluation_fits_too(unequal, limited, client_state, monkeypatch):
 def test_what_halving_does_not_help(unequal, limited, monkeypatch):
     """Refused at once, with what would help an evaluation."""
     monkeypatch.setattr(memory, "planned_bytes", lambda compiled: 1 << 50)
-    monkeypatch.setitem(narrow.PROGRAMS, "rounds", narrow.PROGRAMS["evaluate"])
+    monkeypatch.setitem(narrow.PROGRAMS, "rounds", narrow.PROGRAMS["of_clients"])
     limited(1 << 40)
     made = make(unequal)
     with pytest.raises(ValueError, match="for 2 side by side.*smaller --model") as no:
@@ -120,12 +120,12 @@ def test_what_halving_does_not_help(unequal, limited, monkeypatch):
 
 def test_rows_of_a_round_are_there_while_others_are_measured(unequal, monkeypatch):
     """Where an evaluation goes by blocks of rows."""
-    monkeypatch.setattr("fedjax_pfl.rows.store.RESIDENT_BYTES", 1)
+    monkeypatch.setattr("fedjax_pfl.rows.kinds.RESIDENT_BYTES", 1)
     given = {"algo": "local", "client_chunk": 2}
     here, there = (make(unequal, client_state=s, **given) for s in ("device", "host"))
     extra = [
-        narrow._planned_bytes(one, "evaluate")
-        - memory.planned_bytes(one.simulation.ahead("evaluate"))
+        narrow._planned_bytes(one, "of_clients")
+        - memory.planned_bytes(one.simulation.ahead("of_clients"))
         for one in (here, there)
     ]
     rows = there.simulation.template().clients

@@ -150,7 +150,8 @@ def test_a_chunk_that_does_not_fit(unequal, monkeypatch):
     """What was chosen is halved until the compiler's plan fits, in one line."""
     monkeypatch.setattr("data.plan.choose_chunk", lambda *_, **__: (4, 1.0))
     # An evaluation of so few examples needs more than their round.
-    monkeypatch.delitem(narrow.PROGRAMS, "evaluate")
+    monkeypatch.delitem(narrow.PROGRAMS, "of_shared")
+    monkeypatch.delitem(narrow.PROGRAMS, "of_clients")
     options = {"client_chunk": 0, "clients_per_round": 4, "model": "mlp"}
     whole = compiled_for("fedavg", unequal, **options).cost_analysis()
     half = compiled_for("fedavg", unequal, **options | {"client_chunk": 2})
@@ -178,5 +179,5 @@ def test_an_evaluation_copies_no_rows():
         client_chunk=20,
         **options,
     )
-    plan = check(made.simulation.lowered()["evaluate"])
+    plan = check(made.simulation.lowered()["of_clients"])
     assert plan.temporary_bytes < plan.argument_bytes / 4
