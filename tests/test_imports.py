@@ -108,15 +108,14 @@ MAY_NAME = {
         "launch/assemble/given.py",
         "launch/reproduce.py",
     },
-    "fedavg": {"launch/bench/works.py"},
+    "fedavg": {"launch/bench/__main__.py", "launch/bench/torch_loop.py"},
     # What each client gains over its own model.
     "local": {"launch/show/page.py"},
 }
 # The benchmark's plain implementations, each of one algorithm.
 REFERENCES = {
-    "launch/bench/fedd2s.py",
     "launch/bench/references.py",
-    "launch/study/loops.py",
+    "launch/tables/loops.py",
 }
 
 

@@ -6,7 +6,8 @@ trains it and adds its model to the mean. The loop in PyTorch is what one would 
 a model, an optimizer and a loop over batches. Clients train by plain SGD.
 """
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -184,6 +185,71 @@ def in_jax(experiment: Experiment) -> Loop:
     return Loop(run, lambda: every, prepare)
 
 
+def torch_net(torch: Any, params: tuple[Any, ...], padding: str = "valid") -> Any:
+    """Convolutions with a 2x2 pool, then affine layers, in the shapes of `params`."""
+    layers: list[Any] = []
+    for stage in params:
+        shape = stage["trunk"]["kernel"].shape
+        if len(shape) == 4:
+            side, _, channels, features = shape
+            conv = torch.nn.Conv2d(channels, features, side, padding=padding)
+            layers += [conv, torch.nn.ReLU(), torch.nn.MaxPool2d(2)]
+            continue
+        if layers and isinstance(layers[-1], torch.nn.MaxPool2d):
+            layers.append(torch.nn.Flatten())
+        layers += [torch.nn.Linear(*shape), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers[:-1])
+
+
+def torch_round(
+    torch: Any,
+    server: Any,
+    client: Any,
+    clients: Sequence[Batches],
+    examples: tuple[Any, Any],
+    optimizer: Callable[[Any], Any],
+) -> None:
+    """One round of FedAvg in PyTorch, after which `server` has the clients' mean.
+
+    Args:
+        torch: The package.
+        server, client: Two modules of the same form.
+        clients: Those of the round.
+        examples: (images, labels) of the data set.
+        optimizer: Makes the optimizer of a client from its parameters.
+    """
+    image, label = examples
+    state = {k: v.clone() for k, v in server.state_dict().items()}
+    total = {k: torch.zeros_like(v) for k, v in state.items()}
+    weights = 0
+    for one in clients:
+        client.load_state_dict(state)
+        tx = optimizer(client.parameters())
+        for rows in one.rows:
+            chosen = torch.from_numpy(rows[rows >= 0])
+            tx.zero_grad()
+            out = client(image[chosen])
+            torch.nn.functional.cross_entropy(out, label[chosen]).backward()
+            tx.step()
+        for name, value in client.state_dict().items():
+            total[name] += one.weight * value
+        weights += one.weight
+    server.load_state_dict({k: v / weights for k, v in total.items()})
+
+
+def imported_torch() -> Any:
+    """The package `torch`.
+
+    Raises:
+        ValueError: one line: it is not installed.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise ValueError(f"torch is not installed ({error})") from error
+    return torch
+
+
 def in_torch(experiment: Experiment) -> Loop:
     """The loop in PyTorch.
 
@@ -191,75 +257,45 @@ def in_torch(experiment: Experiment) -> Loop:
         ValueError: one line: it is not installed.
     """
     check(experiment)
-    try:
-        import torch
-    except ImportError as error:
-        raise ValueError(f"torch is not installed ({error})") from error
+    torch = imported_torch()
     # Operations on so few numbers take longer on several threads.
     torch.set_num_threads(1)
     data = experiment.data
     image, label = data.gather(jnp.arange(len(data.label)))
     image = torch.tensor(np.asarray(image)).flatten(1)
-    label = torch.tensor(np.asarray(label, np.int64))
+    examples = image, torch.tensor(np.asarray(label, np.int64))
 
     def module(params: Any) -> Any:
         """A chain of dense layers with these parameters."""
-        layers = []
-        for stage in params:
+        net = torch_net(torch, params)
+        for stage, dense in zip(params, net[::2], strict=True):
             kernel, bias = (torch.tensor(stage["trunk"][n]) for n in ("kernel", "bias"))
-            dense = torch.nn.Linear(*kernel.shape)
             dense.load_state_dict({"weight": kernel.T, "bias": bias})
-            layers += [dense, torch.nn.ReLU()]
-        return torch.nn.Sequential(*layers[:-1])
+        return net
 
     plans: Rounds = {}
     variants = _variants(experiment)
     servers = [module(params) for params in _begin(experiment)]
-    clients = [module(params) for params in _begin(experiment)]
+    client = torch_net(torch, _begin(experiment)[0])
 
     def run(first: int, end: int) -> None:
-        for server, client, (seed, rate) in zip(
-            servers, clients, variants, strict=True
-        ):
+        for server, (seed, rate) in zip(servers, variants, strict=True):
+            sgd = functools.partial(torch.optim.SGD, lr=rate)
             for round in range(first, end):
-                state = {k: v.clone() for k, v in server.state_dict().items()}
-                total = {k: torch.zeros_like(v) for k, v in state.items()}
-                weights = 0
-                for one in plans[seed, round]:
-                    client.load_state_dict(state)
-                    tx = torch.optim.SGD(client.parameters(), lr=rate)
-                    for rows in one.rows:
-                        chosen = torch.from_numpy(rows[rows >= 0])
-                        tx.zero_grad()
-                        out = client(image[chosen])
-                        torch.nn.functional.cross_entropy(out, label[chosen]).backward()
-                        tx.step()
-                    for name, value in client.state_dict().items():
-                        total[name] += one.weight * value
-                    weights += one.weight
-                server.load_state_dict({k: v / weights for k, v in total.items()})
+                clients = plans[seed, round]
+                torch_round(torch, server, client, clients, examples, sgd)
 
     def params() -> list[Any]:
-        out = []
-        for server in servers:
-            dense = [one for one in server if isinstance(one, torch.nn.Linear)]
-            out.append(
-                tuple(
-                    {
-                        "trunk": {
-                            "bias": one.bias.detach().numpy(),
-                            "kernel": one.weight.detach().numpy().T,
-                        }
-                    }
-                    for one in dense
-                )
-            )
-        return out
+        def stage(dense: Any) -> dict[str, Any]:
+            bias, weight = dense.bias.detach(), dense.weight.detach()
+            return {"trunk": {"bias": bias.numpy(), "kernel": weight.numpy().T}}
+
+        return [tuple(map(stage, server[::2])) for server in servers]
 
     def prepare(first: int, end: int) -> None:
         plans.update(planned(experiment, first, end))
         # PyTorch compiles nothing, but its first pass is slow.
-        clients[0](image[:1]).sum().backward()
+        client(image[:1]).sum().backward()
 
     return Loop(run, params, prepare)
 
