@@ -26,18 +26,50 @@ class Batches(NamedTuple):
     weight: int
 
 
-class Loop(NamedTuple):
-    """A plain loop.
+# The clients of rounds by the seed's index and the round
+Rounds = dict[tuple[int, int], list[Batches]]
 
-    Attributes:
-        run: Runs the rounds `first` to `end - 1`, and waits for them.
-        params: Returns the server's parameters of every variant, as in a RoundState.
-        prepare: Makes the batches of those rounds, and compiles, without running them.
-    """
 
-    run: Callable[[int, int], None]
-    params: Callable[[], list[Any]]
-    prepare: Callable[[int, int], None]
+class Loop:
+    """A plain loop over the rounds of all variants, which are seeds and points."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        servers: list[Any],
+        trained: Callable[[Any, Sequence[Batches], float], Any],
+        compile: Callable[[Rounds], None],
+        params_of: Callable[[Any], Any] = lambda server: server,
+    ):
+        """Makes a loop.
+
+        Args:
+            experiment: The rounds that it follows.
+            servers: The server of each variant before the first round.
+            trained: Returns a server after a round of some clients at a learning rate.
+            compile: Compiles what `trained` will run in some rounds.
+            params_of: Returns the parameters of a server, as in a RoundState.
+        """
+        self._experiment, self._servers = experiment, servers
+        self._trained, self._compile, self._params_of = trained, compile, params_of
+        self._plans: Rounds = {}
+
+    def prepare(self, first: int, end: int) -> None:
+        """Makes the batches of rounds, and compiles, without running them."""
+        self._plans.update(planned(self._experiment, first, end))
+        self._compile(self._plans)
+
+    def run(self, first: int, end: int) -> None:
+        """Runs the rounds `first` to `end - 1`, and waits for them."""
+        for index, (seed, rate) in enumerate(_variants(self._experiment)):
+            for round in range(first, end):
+                server, clients = self._servers[index], self._plans[seed, round]
+                self._servers[index] = self._trained(server, clients, rate)
+        jax.block_until_ready(self._servers)
+
+    def params(self) -> list[Any]:
+        """The server's parameters of every variant, as in a RoundState."""
+        return list(map(self._params_of, self._servers))
 
 
 def check(experiment: Experiment) -> None:
@@ -67,10 +99,6 @@ def check(experiment: Experiment) -> None:
             "a plain loop is FedAvg's with --model=mlp and plain SGD, not "
             + ", ".join([f"--algo={config.algo}", f"--model={config.model}", *other])
         )
-
-
-# The clients of rounds by the seed's index and the round
-Rounds = dict[tuple[int, int], list[Batches]]
 
 
 def planned(experiment: Experiment, first: int, end: int) -> Rounds:
@@ -155,34 +183,24 @@ def in_jax(experiment: Experiment) -> Loop:
         more = room - len(batches.rows)
         return np.pad(batches.rows, ((0, more), (0, 0)), constant_values=-1)
 
-    plans: Rounds = {}
-    variants = _variants(experiment)
-    every = [jax.tree.map(jnp.asarray, one) for one in _begin(experiment)]
-
-    def trained(params: Any, seed: int, rate: float, round: int) -> Any:
+    def trained(params: Any, clients: Sequence[Batches], rate: float) -> Any:
         total, weights = jax.tree.map(jnp.zeros_like, params), 0
-        for one in plans[seed, round]:
+        for one in clients:
             count = np.int32(len(one.rows))
             numbers = np.float32(rate), np.float32(one.weight)
             total = update(params, total, data, padded(one), count, *numbers)
             weights += one.weight
         return mean(total, np.float32(weights))
 
-    def run(first: int, end: int) -> None:
-        for index, (seed, rate) in enumerate(variants):
-            for round in range(first, end):
-                every[index] = trained(every[index], seed, rate, round)
-        jax.block_until_ready(every)
+    every = [jax.tree.map(jnp.asarray, one) for one in _begin(experiment)]
 
-    def prepare(first: int, end: int) -> None:
-        plans.update(planned(experiment, first, end))
-        shapes = {padded(one).shape for found in plans.values() for one in found}
-        for shape in shapes:
+    def compile(plans: Rounds) -> None:
+        for shape in {padded(one).shape for found in plans.values() for one in found}:
             rows, none = np.full(shape, -1, np.int32), np.int32(0)
             update(every[0], every[0], data, rows, none, *np.zeros(2, np.float32))
         jax.block_until_ready(mean(every[0], np.float32(1)))
 
-    return Loop(run, lambda: every, prepare)
+    return Loop(experiment, every, trained, compile)
 
 
 def torch_net(torch: Any, params: tuple[Any, ...], padding: str = "valid") -> Any:
@@ -273,31 +291,26 @@ def in_torch(experiment: Experiment) -> Loop:
             dense.load_state_dict({"weight": kernel.T, "bias": bias})
         return net
 
-    plans: Rounds = {}
-    variants = _variants(experiment)
-    servers = [module(params) for params in _begin(experiment)]
-    client = torch_net(torch, _begin(experiment)[0])
+    begin = _begin(experiment)
+    servers, client = [module(params) for params in begin], module(begin[0])
 
-    def run(first: int, end: int) -> None:
-        for server, (seed, rate) in zip(servers, variants, strict=True):
-            sgd = functools.partial(torch.optim.SGD, lr=rate)
-            for round in range(first, end):
-                clients = plans[seed, round]
-                torch_round(torch, server, client, clients, examples, sgd)
+    def trained(server: Any, clients: Sequence[Batches], rate: float) -> Any:
+        sgd = functools.partial(torch.optim.SGD, lr=rate)
+        torch_round(torch, server, client, clients, examples, sgd)
+        return server
 
-    def params() -> list[Any]:
+    def compile(plans: Rounds) -> None:
+        # PyTorch compiles nothing, but its first pass is slow.
+        client(image[:1]).sum().backward()
+
+    def params_of(server: Any) -> Any:
         def stage(dense: Any) -> dict[str, Any]:
             bias, weight = dense.bias.detach(), dense.weight.detach()
             return {"trunk": {"bias": bias.numpy(), "kernel": weight.numpy().T}}
 
-        return [tuple(map(stage, server[::2])) for server in servers]
+        return tuple(map(stage, server[::2]))
 
-    def prepare(first: int, end: int) -> None:
-        plans.update(planned(experiment, first, end))
-        # PyTorch compiles nothing, but its first pass is slow.
-        client(image[:1]).sum().backward()
-
-    return Loop(run, params, prepare)
+    return Loop(experiment, servers, trained, compile, params_of)
 
 
 LOOPS = {"loop": in_jax, "torch": in_torch}
