@@ -50,6 +50,7 @@ def test_read_without_this_package(source, tmp_path):
     partitions.export(split, str(tmp_path / "rows.npz"))
     rows = np.load(tmp_path / "rows.npz")
     clients = np.split(rows["train_row"], np.cumsum(rows["train_count"])[:-1])
+    assert len(clients) > 1
     for mine, theirs in zip(split.train.by_client(), clients, strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
