@@ -33,6 +33,7 @@ def imports():
         for path in (ROOT / "launch").rglob("*.py")
         if path.name != "__init__.py"
     }
+    assert paths
     found = {}
     for module, path in paths.items():
         names = set()

@@ -320,6 +320,7 @@ def test_bytes(name, run, given, cohorts, problem):
     _, _, sent = run(name, given(joined))
     made, count = make(name, problem), problem.data.partition.train.count
     found = plain.sent_bytes(made, sent, 3)
+    assert len(found) == len(cohorts[name].client_id) == 3
     for row, number in enumerate(cohorts[name].client_id):
         size = int(count[number])
         once = 0 if row == 1 else 4 * 4

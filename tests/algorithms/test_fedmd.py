@@ -334,6 +334,7 @@ def test_groups_start_from_one_model_each(task, problem):
     """Section 1.0: a common initialisation; nobody has taken part."""
     made = fedmd.make(fedmd.HParams(), task)
     state = jax.jit(made.init)(problem.data, jax.random.key(0))
+    assert len(state.clients) == len(GROUPS)
     for group in state.clients:
         assert all((leaf == leaf[:1]).all() for leaf in jax.tree.leaves(group))
         assert not np.asarray(group["participations"]).any()

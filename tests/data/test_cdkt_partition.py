@@ -5,7 +5,6 @@ import pytest
 
 from data import dataset, partitions
 from data.partitions import cdkt
-from tests.data import tables
 
 MNIST_COUNTS = np.array((6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958))
 # Images per class once the proxy share is set aside: floor(f * n_c).
@@ -196,13 +195,6 @@ def test_whole_split(name, counts, num_clients, fraction, proxy, tests):
     assert not set(users.tolist()) & set(split.proxy.tolist())
     if name != "cifar100":
         assert len(np.unique(users)) == len(users)
-
-
-def test_train_and_test_of_a_user_are_disjoint():
-    """Also where the data set's slices overlap."""
-    split = split_of("cifar100", [600] * 100, 50, 0.07)
-    for train, test in tables.by_client(split):
-        assert not set(train.tolist()) & set(test.tolist())
 
 
 def test_paper_split_has_the_asked_number_of_classes():

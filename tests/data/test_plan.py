@@ -95,6 +95,7 @@ def test_every_row_once_per_epoch_and_the_last_short_batch_kept():
     """Each epoch is a permutation of the client's rows in batches of five."""
     cohort = padded.cohort(make(clients_per_round=7), 0, 0)
     steps = cohort.plans["local"]
+    assert len(cohort.client_id) == 7
     for index, client in enumerate(cohort.client_id):
         rows = int(SIZES[0, client])
         per_epoch = -(-rows // 5)
