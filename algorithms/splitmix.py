@@ -39,6 +39,7 @@ from fedjax_pfl import (
     stacked,
     traffic,
     types,
+    widths,
 )
 
 
@@ -70,7 +71,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """
     _check(hparams, task)
     num_bases = hparams.num_bases
-    base = task.model.at_width(num_bases**-0.5)
+    base = widths.narrower(task.model, num_bases**-0.5)
     shape = shapes.variables(base, task.example_shape)
     loss_fn = local_training.cross_entropy_loss(base)
 
@@ -157,12 +158,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
 
 def _check(hparams: HParams, task: types.Task) -> None:
-    """Refuses a model without a narrower form, and other levels than bases."""
-    model, parts = task.model, len(levels.mix(hparams))
-    if model.at_width is None:
-        raise ValueError(
-            f"--model={model.name} has no narrower form; take {levels.WITH_WIDTHS}"
-        )
+    """Refuses other levels than bases."""
+    parts = len(levels.mix(hparams))
     if parts != hparams.num_bases:
         raise ValueError(
             f"--level_mix={hparams.level_mix} has {parts} levels, --num_bases="

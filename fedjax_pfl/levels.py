@@ -179,14 +179,10 @@ def num_capable(hparams: Levels, num_clients: int) -> np.ndarray:
     return (able >= np.arange(1, top(hparams) + 1)[:, None]).sum(1)
 
 
-# What to take where a model has one exit, or no narrower form
+# What to take where a model has one exit
 WITH_EXITS = (
     "a model with an exit at every stage, such as depth_convnet or, for texts, "
     "depth_masked_lm (your own: model=[('one', Body(), Exit()), ...])"
-)
-WITH_WIDTHS = (
-    "convnet, resnet18 or resnet34 (your own: a function of width, such as model="
-    "lambda width: [Body(ceil(64 * width)), Head()])"
 )
 
 
