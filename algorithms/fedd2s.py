@@ -49,7 +49,6 @@ from fedjax_pfl import (
     losses,
     options,
     proxy,
-    rng,
     shapes,
     stacked,
     traffic,
@@ -173,7 +172,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             local_training.Objective(supervised, deep),
         )
         return local_training.train(
-            hparams, objectives, server, client.fresh(), tag=rng.Tag.SERVER
+            hparams, objectives, server, client.fresh(), tag="engine.server"
         ).split()
 
     def server_to_client(client: each_client.Client, server: types.Variables):

@@ -51,7 +51,6 @@ from fedjax_pfl import (
     optimizer,
     options,
     proxy,
-    rng,
     shapes,
     stacked,
     traffic,
@@ -149,7 +148,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             hard = losses.cross_entropy(z, batch.label, batch.mask)
             return gap + hparams.distill_weight * hard, stats
 
-        objectives, tag = (local_training.Objective(loss_fn, deep),), rng.Tag.SERVER
+        objectives, tag = (local_training.Objective(loss_fn, deep),), "engine.server"
         trained = local_training.train(
             hparams, objectives, server, client, opt_state=opt_state, tag=tag
         )
@@ -172,7 +171,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             hard = losses.cross_entropy(z, batch.label, batch.mask)
             return hard + hparams.distill_weight * gap, stats
 
-        return local_training.train(hparams, loss_fn, own, client, tag=rng.Tag.TEACHER)
+        return local_training.train(hparams, loss_fn, own, client, tag="proxy.teacher")
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         start, counts = task.init(model, key), data.label_counts(task.num_classes)

@@ -99,7 +99,7 @@ class Drawn:
 
     def __call__(self, seed: int, round: int, client: np.ndarray) -> np.ndarray:
         """The levels int[C] of the clients int[C] in a round."""
-        words = rng.hashed(seed, rng.Tag.LEVEL, round, client)
+        words = rng.hashed(seed, "levels.level", round, client)
         # 53 bits: exact in a float64, below 1.
         chance = (words >> np.uint64(11)).astype(np.float64) / 2.0**53
         drawn = 1 + np.searchsorted(self._bounds[:-1], chance, side="right")
