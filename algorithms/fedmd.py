@@ -103,9 +103,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     num_public = min(hparams.public_examples, task.num_proxy)
     members = [task.members(group) for group in range(len(task.client_models))]
 
-    def answer(
-        client: each_client.Client, public: jax.Array
-    ) -> tuple[tuple[()], jax.Array]:
+    def answer(client: each_client.Client, public: jax.Array):
         """Logits on the public images, f32[>= A, Y]; probabilities for kl."""
 
         def forward(image: jax.Array) -> jax.Array:
@@ -114,9 +112,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         return (), proxy.shared_outputs(forward, client, public, task.num_classes)
 
-    def client_update(
-        client: each_client.Client, shared: tuple[jax.Array, jax.Array]
-    ) -> each_client.Trained:
+    def client_update(client: each_client.Client, shared: tuple[jax.Array, jax.Array]):
         """Digest: public images towards the consensus. Revisit: its own examples."""
         model, (public, consensus) = client.model, shared
 
@@ -147,9 +143,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         clients = tuple(map(first, task.client_models, map(len, members)))
         return types.RoundState.first((), clients, key)
 
-    def round(
-        state: types.RoundState, cohort: types.Cohort, data: types.Data
-    ) -> tuple[types.RoundState, dict, dict]:
+    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         """Algorithm 1: answers, their mean, digest and revisit."""
         here = each_client.Round(task, state, cohort, data, by_architecture=True)
         key = rng.stream(state.key, "proxy.public", state.round)
@@ -167,9 +161,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         ]
         return here.after(rows), here.metrics(trained), {"answers": 1, "consensus": 1}
 
-    def serving(
-        state: types.RoundState, cohort: types.Cohort, data: types.Data
-    ) -> tuple[types.Serving, ...]:
+    def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         groups = zip(task.client_models, state.clients, members, strict=True)
         return tuple(
             types.Serving.each(model, rows["own"], client_id=ids)

@@ -90,9 +90,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         scaler = width / count if hparams.scaler else 1.0
         return widths.narrower(task.model, number / count, scaler)
 
-    def classes(
-        state: types.RoundState, cohort: types.Cohort, data: types.Data
-    ) -> jax.Array:
+    def classes(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         """bool[C, Y]: the classes that each client has."""
         present = data.label_counts(task.num_classes) > 0
         return stacked.take(present, cohort.client_id)
@@ -111,9 +109,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         *hidden, last = mask.params
         return mask._replace(params=(*hidden, jax.tree.map(of_classes, last)))
 
-    def client_update(
-        client: each_client.Client, start: types.Variables, level: int
-    ) -> each_client.Trained:
+    def client_update(client: each_client.Client, start: types.Variables, level: int):
         """Trains the slice of the client's level, or every width that it holds."""
 
         def loss_of(
