@@ -188,11 +188,6 @@ def _schedule(hparams: HParams, task: types.Task) -> boundary.Schedule:
                 f"{cure}"
             )
         return boundary.fixed(cut, model)
-    if len(model.stage_names) == 1:
-        raise ValueError(
-            f"--model={model.name} has one stage, so no boundary can move; take "
-            f"{boundary.SEVERAL_STAGES}"
-        )
     if hparams.personal_from:
         raise ValueError(
             f"--personal_from={hparams.personal_from} fixes the boundary, "

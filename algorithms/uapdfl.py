@@ -154,7 +154,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         shared = jnp.pad(alike, ((0, 0), (1, 0)), constant_values=True)
         head = size * shared if by_layer else size
         own = decentralized.mix(rows, cohort, cut, size, head)
-        key = rng.stream(state.key, rng.Tag.REPLACED, state.round)
+        key = rng.stream(state.key, "decentralized.replaced", state.round)
         replaced = stacked.take(rows, drawn(key, cohort))
         return decentralized.Mixed(
             stacked.where(drop, replaced, own),

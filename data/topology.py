@@ -85,7 +85,7 @@ def uniform_peers(
         num_peers: P, below K.
     """
     own = client[:, None]
-    words = rng.hashed(seed, rng.Tag.PEERS, round, own, 0, np.arange(num_peers))
+    words = rng.hashed(seed, "engine.peers", round, own, 0, np.arange(num_peers))
     # Step i swaps the entries at i and at `taken[:, i]`, which then is `moved[:, i]`.
     taken, moved, peers = (np.zeros(words.shape, int) for _ in range(3))
 
@@ -155,7 +155,7 @@ def _erdos_renyi(spec: types.PeerSpec, num_clients: int) -> Graph:
     at_most = _binomial(others, probability, most)
 
     def draw(seed: int, round: int, client: np.ndarray):
-        words = rng.hashed(seed, rng.Tag.PEERS, round, client, 1)
+        words = rng.hashed(seed, "engine.peers", round, client, 1)
         degree = np.searchsorted(at_most, (words >> np.uint64(11)) / 2**53, "right")
         peers = uniform_peers(seed, round, client, num_clients, most)
         return peers, np.arange(most) < degree[:, None]
@@ -203,7 +203,7 @@ def regular_graph(
         num_clients: K.
         num_peers: P, below K. One of the two is even.
     """
-    gen = rng.generator(seed, rng.Tag.PEERS, round)
+    gen = rng.generator(seed, "engine.peers", round)
     place, half = np.arange(num_clients), num_clients // 2
     steps = [(place + step) % num_clients for step in range(1, num_peers // 2 + 1)]
     edges = [np.stack([place, ahead], 1) for ahead in steps]

@@ -195,7 +195,7 @@ def make(
         rows = stacked.repeat(one, task.num_rows)
         if not hparams.shared_init:
             ids = jnp.arange(task.num_rows)
-            own_key = functools.partial(rng.stream, key, rng.Tag.OWN_INIT)
+            own_key = functools.partial(rng.stream, key, "decentralized.own_init")
             rows = jax.lax.map(lambda number: first(own_key(number)), ids)
         return types.RoundState.first((), rows, key)
 

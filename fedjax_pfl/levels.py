@@ -99,7 +99,7 @@ class Drawn:
 
     def __call__(self, seed: int, round: int, client: np.ndarray) -> np.ndarray:
         """The levels int[C] of the clients int[C] in a round."""
-        words = rng.hashed(seed, rng.Tag.LEVEL, round, client)
+        words = rng.hashed(seed, "levels.level", round, client)
         # 53 bits: exact in a float64, below 1.
         chance = (words >> np.uint64(11)).astype(np.float64) / 2.0**53
         drawn = 1 + np.searchsorted(self._bounds[:-1], chance, side="right")
@@ -179,14 +179,10 @@ def num_capable(hparams: Levels, num_clients: int) -> np.ndarray:
     return (able >= np.arange(1, top(hparams) + 1)[:, None]).sum(1)
 
 
-# What to take where a model has one exit, or no narrower form
+# What to take where a model has one exit
 WITH_EXITS = (
     "a model with an exit at every stage, such as depth_convnet or, for texts, "
     "depth_masked_lm (your own: model=[('one', Body(), Exit()), ...])"
-)
-WITH_WIDTHS = (
-    "convnet, resnet18 or resnet34 (your own: a function of width, such as model="
-    "lambda width: [Body(ceil(64 * width)), Head()])"
 )
 
 

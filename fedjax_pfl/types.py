@@ -178,7 +178,7 @@ class Task(NamedTuple):
         """
         like = model.example(1, *self.example_shape)
         example = jnp.zeros(like.shape, like.dtype)
-        return Variables(*model.init(rng.stream(key, rng.Tag.INIT), example))
+        return Variables(*model.init(rng.stream(key, "engine.init"), example))
 
     def members(self, group: int) -> np.ndarray:
         """int[K_g]: the clients of a group, in the order of their private rows."""

@@ -153,7 +153,7 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
         )
     if is_file:
         return _from_file(source, spec)
-    gen = rng.generator(seed, rng.Tag.PARTITION)
+    gen = rng.generator(seed, "data.partition")
     official = spec.test_split == "official"
     if official and source.num_train == len(source.label):
         raise ValueError(

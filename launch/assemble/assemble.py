@@ -402,7 +402,7 @@ def _typical_steps(
 
     With several owners, int[T x owners, P] of the clients of each, padded with zeros.
     """
-    gen = rng.generator(config.seed, rng.Tag.COHORT)
+    gen = rng.generator(config.seed, "engine.cohort")
     steps = -(-num_rows // batch_size)
     size = config.clients_per_round
     drawn = [gen.choice(len(steps), size, replace=False) for _ in range(16)]

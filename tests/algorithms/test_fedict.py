@@ -118,7 +118,7 @@ def server_weight(own, everyone):
 
 def order_of(state, cohort):
     """The clients in the order of the server's draws."""
-    key = rng.stream(state.key, rng.Tag.ORDER, jnp.asarray(state.round))
+    key = rng.stream(state.key, "engine.order", jnp.asarray(state.round))
     ids = [int(k) for k in cohort.client_id]
     return sorted(
         ids, key=lambda k: float(jax.random.uniform(jax.random.fold_in(key, k)))

@@ -118,7 +118,7 @@ def every(state):
 
 def public_rows(state, table, count):
     """The public images of a round: a subset of the proxy rows, in batches of 5."""
-    key = rng.stream(state.key, rng.Tag.PUBLIC, jnp.asarray(state.round))
+    key = rng.stream(state.key, "proxy.public", jnp.asarray(state.round))
     rows = np.asarray(jax.random.permutation(key, table.proxy))[:count]
     return [rows[i : i + 5] for i in range(0, count, 5)]
 

@@ -98,7 +98,7 @@ def symkl(first, second):
 
 def picked(state, cohort, row):
     """The peer that a client takes where it drops: the least of its draws."""
-    key = rng.stream(state.key, rng.Tag.REPLACED, jnp.asarray(state.round))
+    key = rng.stream(state.key, "decentralized.replaced", jnp.asarray(state.round))
     key = jax.random.fold_in(key, int(cohort.client_id[row]))
     draws = np.asarray(jax.random.uniform(key, cohort.peers.shape[1:]))
     draws = np.where(cohort.peer_mask[row], draws, 2)

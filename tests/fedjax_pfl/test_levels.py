@@ -158,7 +158,7 @@ def test_draws_are_named_by_seed_round_and_client():
         4,
         1,
     ]
-    words = rng.hashed(5, rng.Tag.LEVEL, 3, everybody)
+    words = rng.hashed(5, "levels.level", 3, everybody)
     quarter = 1 + (words >> np.uint64(62)).astype(int)
     np.testing.assert_array_equal(drawn(everybody, round=3, seed=5), quarter)
 
