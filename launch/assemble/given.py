@@ -64,7 +64,7 @@ def settled(**given: Any) -> Settings:
     own_sha256 = custom.own_sha256(given, own_optimizer)
     given, chosen = custom.measured(given)
     given, in_memory, own_models = custom.named(given)
-    check_alike(given | {"own_sha256": own_sha256})
+    _check_alike(given | {"own_sha256": own_sha256})
     config, hparams = resolve.configure(given)
     hparams = custom.with_optimizer(hparams, own_optimizer, given)
     resolve.check_text(config)
@@ -162,7 +162,7 @@ def sha256(*every: Any) -> Any:
 _OF_ONE_PROCESS = ("distributed", "data_dir", "compile_cache", "workdir")
 
 
-def check_alike(given: Mapping[str, Any]) -> None:
+def _check_alike(given: Mapping[str, Any]) -> None:
     """Refuses processes of one run that were given different options.
 
     Raises:

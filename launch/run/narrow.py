@@ -3,11 +3,14 @@
 What `memory` predicts from numbers leaves activations out. A compiler knows them.
 """
 
+import sys
+
 import jax
 
 from data import memory as data_memory
 from fedjax_pfl import types
 from launch.machine import memory, processes
+from launch.run import loop
 from launch.run.run import Run
 
 # A program -> what it does, and what needs less memory there.
@@ -40,6 +43,17 @@ def fit(run: Run) -> str:
         # An evaluation that was narrowed makes another round, too.
         if run.task.execution == before:
             return "\n".join(line for line in lines if line)
+
+
+class Narrow(loop.Listener):
+    """Fits the chunk before the first call, if there are rounds to compute."""
+
+    def __init__(self, until: int):
+        self._until = until
+
+    def on_start(self, run: Run) -> None:
+        if run.round < self._until and (note := fit(run)):
+            processes.say(note, file=sys.stderr)
 
 
 def _fit(run: Run, name: str, limit: int) -> str:
