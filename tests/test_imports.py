@@ -111,7 +111,7 @@ MAY_NAME = {
     "cdkt": {
         "launch/config/flags.py",
         "launch/config/schema.py",
-        "launch/assemble/assemble.py",
+        "launch/assemble/data_step.py",
         "launch/assemble/given.py",
         "launch/reproduce.py",
     },

@@ -52,23 +52,31 @@ def of_options(
             f"results are called {config.algo}"
         )
     if isinstance(hparams, local_training.LocalTraining):
-        name, points = hparams.client_optimizer, sweep.points(config.sweep)
-        given = hparams.client_momentum
-        values = dict.fromkeys(one.get("client_momentum", given) for one in points)
-        if name in optimizer.DECOUPLED and not hparams.weight_decay:
-            out.append(
-                f"--client_optimizer={name} without --weight_decay is "
-                f"{optimizer.DECOUPLED[name]}, as optax's default decay is not taken"
-            )
-        if any(values) and not optimizer.takes_momentum(name):
-            out.append(
-                f"--client_momentum={','.join(f'{v:g}' for v in values)} has no effect "
-                f"with --client_optimizer={name}"
-            )
+        out += _of_optimizer(config, hparams)
     if config.masked_loss == "chosen" and config.algo not in algorithms.ALGORITHMS:
         out.append(
             "--masked_loss=chosen: a loss of a custom algorithm gets the positions as "
             "batch.chosen, and is of all unless it uses them"
+        )
+    return out
+
+
+def _of_optimizer(
+    config: schema.Config, hparams: local_training.LocalTraining
+) -> list[str]:
+    """Lines about the clients' optimizer."""
+    out, name = [], hparams.client_optimizer
+    if name in optimizer.DECOUPLED and not hparams.weight_decay:
+        out.append(
+            f"--client_optimizer={name} without --weight_decay is "
+            f"{optimizer.DECOUPLED[name]}, as optax's default decay is not taken"
+        )
+    usual, points = hparams.client_momentum, sweep.points(config.sweep)
+    values = dict.fromkeys(one.get("client_momentum", usual) for one in points)
+    if any(values) and not optimizer.takes_momentum(name):
+        out.append(
+            f"--client_momentum={','.join(f'{v:g}' for v in values)} has no effect "
+            f"with --client_optimizer={name}"
         )
     return out
 

@@ -100,7 +100,7 @@ class Run:
         if rows_in == "":
             variants = len(self.seeds) * len(self.points)
             row_bytes = self.simulation.population.layout.num_bytes
-            kept.append(memory.kept_on_host(options, row_bytes, variants))
+            kept.append(memory.on_host(options, row_bytes, variants))
         memory.refuse(kept, options, self.target)
 
     def compute(self, how: types.Execution) -> None:
