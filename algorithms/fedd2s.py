@@ -69,7 +69,9 @@ class HParams(boundary.LayerDropping, local_training.LocalTraining):
         "distil outputs through the other side's head, or features by squared error",
         choices=("head", "mse"),
     )
-    temperature: float = option(1.0, "temperature of kl [tau]", above=0)
+    temperature: float = option(
+        1.0, "temperature of kl [tau]", above=0, needs={"transfer": ("head",)}
+    )
 
 
 def feature_gap(
@@ -260,6 +262,4 @@ def _schedule(hparams: HParams, task: types.Task) -> boundary.Schedule:
         raise ValueError(
             f"--model={task.model.name} has one layer; take {boundary.SEVERAL_STAGES}"
         )
-    if hparams.transfer == "mse":
-        options.refuse(hparams, ("temperature",), "with --transfer=mse")
     return boundary.schedule(hparams, task.model, task.example_shape)

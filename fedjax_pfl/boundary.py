@@ -20,18 +20,24 @@ class LayerDropping:
     """Options of a boundary that moves from deep to shallow layers (FedD2S)."""
 
     drop_every: int = options.option(
-        3, "participations between two drops [Z0], 0 = never drop", minimum=0
+        3,
+        "participations between two drops [Z0], 0 = never drop",
+        minimum=0,
+        needs={"layer_dropping": (True,)},
+        is_noted=True,
     )
     first_layer: int = options.option(
         0,
         "boundary of the first participation, counted from 1; 0 = the last layer",
         minimum=0,
+        needs={"layer_dropping": (True,)},
     )
     min_layer: int = options.option(
         0,
         "shallowest boundary, counted from 1; 0 = the last convolution, or the last "
         "hidden layer of a model without any",
         minimum=0,
+        needs={"layer_dropping": (True,), "drop_every": options.ON},
     )
 
 
@@ -191,7 +197,6 @@ def schedule(
             )
     first = dropping.first_layer or len(names)
     if not dropping.drop_every:
-        options.refuse(dropping, ("min_layer",), "with --drop_every=0")
         return fixed(first, model)
     if dropping.min_layer > first:
         raise ValueError(

@@ -50,7 +50,9 @@ class Levels:
         minimum=0,
     )
     exclusive: bool = option(
-        False, "leave out clients that cannot hold the global model"
+        False,
+        "leave out clients that cannot hold the global model",
+        needs={"levels": ("fixed",)},
     )
 
 
@@ -135,11 +137,6 @@ def assigned(hparams: Levels, num_clients: int) -> tuple:
         ValueError: options contradict each other.
     """
     largest = top(hparams)
-    if hparams.exclusive and hparams.levels != "fixed":
-        raise ValueError(
-            f"--exclusive has no effect with --levels={hparams.levels}; take "
-            "--levels=fixed"
-        )
     is_drawn = hparams.levels == "dynamic"
     able = capability(hparams, num_clients)
     possible = 1 + np.flatnonzero(mix(hparams)) if is_drawn else able

@@ -145,13 +145,7 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
     Raises:
         ValueError: a client would have too few examples.
     """
-    is_file = spec.partition.startswith(file.PREFIX)
-    if spec.examples_per_client and (is_file or spec.partition == "natural"):
-        raise ValueError(
-            f"--examples_per_client={spec.examples_per_client} has no effect with "
-            f"--partition={spec.partition}; omit it"
-        )
-    if is_file:
+    if spec.partition.startswith(file.PREFIX):
         return _from_file(source, spec)
     gen = rng.generator(seed, rng.Tag.PARTITION)
     official = spec.test_split == "official"

@@ -47,11 +47,6 @@ def checked(name: str, value: Any, kind: type) -> Any:
     return kind(value)
 
 
-def text(value: Any) -> str:
-    """An option's value as a flagfile has it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def check_text(name: str, value: str) -> None:
     """Refuses text that a line of a flagfile cannot hold.
 

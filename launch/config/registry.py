@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import algorithms
-from fedjax_pfl import local_training
+from fedjax_pfl import local_training, options
 from launch.config import limits, presets, schema
 
 KINDS = (int, float, str, bool)
@@ -101,7 +101,7 @@ class Departure(NamedTuple):
     def flags(self) -> str:
         """The options as on a command line."""
         pairs = self.options.items()
-        return " ".join(f"--{name}={limits.text(value)}" for name, value in pairs)
+        return " ".join(f"--{name}={options.text(value)}" for name, value in pairs)
 
 
 def departure(algo: Any, values: Mapping[str, Any]) -> Departure | None:

@@ -275,24 +275,6 @@ def test_graphs_that_cannot_be(kind, num_peers, num_clients, words):
         graph(kind, num_peers, num_clients)
 
 
-@pytest.mark.parametrize(
-    "given, words",
-    [
-        ({"topology": "full", "num_peers": 3}, "--num_peers=3 .*--topology=full"),
-        ({"edge_probability": 0.5}, "--edge_probability=0.5 .*--topology=random"),
-        ({"topology": "ring", "fixed_graph": True}, "--fixed_graph=True .*=ring"),
-        ({"topology": "regular", "adjacency": "a.txt"}, "--adjacency=a.txt .*=regular"),
-        ({"topology": "erdos_renyi", "num_peers": 4}, "--num_peers=4 .*=erdos_renyi"),
-        ({"topology": "file", "adjacency": "a", "fixed_graph": True}, "--fixed_graph"),
-        ({"topology": "file"}, "--topology=file names no graph; give --adjacency=PATH"),
-    ],
-)
-def test_options_without_effect(given, words):
-    """Refused, with the kind of graph that does not look at them."""
-    with pytest.raises(ValueError, match=words):
-        decentralized.peer_spec(decentralized.Peers(**given))
-
-
 def test_options_arrive_in_the_graph():
     """All of them, by topology."""
     spec = decentralized.peer_spec(

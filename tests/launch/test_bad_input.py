@@ -93,7 +93,10 @@ def public(tmp_path_factory):
             ["--algo=fedmd", "--public_set=npz:PUBLIC"],
             ["[5, 5, 1]", "[8, 8, 1]", "--public_set"],
         ),
-        (["--algo=fedavg", "--client_model=m1,m2"], ["--client_model=m1,m2", "name one"]),
+        (
+            ["--algo=fedavg", "--client_model=m1,m2"],
+            ["--client_model=m1,m2", "name one"],
+        ),
         (["--examples_per_client=100"], ["--examples_per_client=100", "lower"]),
     ],
 )

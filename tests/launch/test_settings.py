@@ -185,12 +185,6 @@ def test_classes_named_for_each_client():
         ValueError, match="--client_classes=.* of 3 clients, --num_clie"
     ):
         resolve.check(resolved(**given, num_clients=4)[0])
-    with pytest.raises(ValueError, match="--partition=classes needs --client_classes"):
-        resolve.check(resolved(algo="fedavg", partition="classes")[0])
-    with pytest.raises(
-        ValueError, match="--client_classes=0,1/0,1/2,3 has no effect wi"
-    ):
-        resolve.check(resolved(**given | {"partition": "iid"})[0])
 
 
 @pytest.mark.parametrize("draw", partitions.DRAWS)
@@ -200,7 +194,7 @@ def test_draws_of_pathological(draw):
     made, _ = resolved(**given)
     if draw in ("ipf", "overlap"):
         return resolve.check(made)
-    with pytest.raises(ValueError, match=f"--partition_draw={draw}.*ipf, overlap"):
+    with pytest.raises(ValueError, match=f"--partition_draw={draw}.*ipf or overlap"):
         resolve.check(made)
 
 
@@ -252,7 +246,8 @@ def test_rules_name_what_exists():
                 assert rule.options.keys() <= common.keys()
         # With each preset every algorithm, and every data set, once.
         for algo, name in zip(algorithms.ALGORITHMS, itertools.cycle(datasets)):
-            made, _ = resolved(algo=algo, preset=preset, dataset=name)
+            given = {"teacher": "a"} if algo == "distill" else {}
+            made, _ = resolved(algo=algo, preset=preset, dataset=name, **given)
             options.validate(made)
             resolve.check(made)
 
@@ -493,7 +488,7 @@ def test_rotated_classes_reach_the_run(blobs):
     )
     assert turned.task.num_classes == 4 * plain.task.num_classes
     assert len(np.unique(turned.data.label)) == turned.task.num_classes
-    with pytest.raises(ValueError, match="--rotate_classes=2: --partition=cdkt "):
+    with pytest.raises(ValueError, match="--rotate_classes=2 .*--partition=cdkt"):
         build.experiment(**given | {"partition": "cdkt"}, rotate_classes=2)
 
 
