@@ -8,7 +8,7 @@ import pytest
 import algorithms
 from fedjax_pfl import options
 from launch.config import resolve, schema
-from launch.run import notes
+from launch.assemble import notes
 
 CONFIG = schema.Config(
     **{"partition": "iid", "public_set": "none", "proxy_fraction": 0.0, "c_gen": False},
