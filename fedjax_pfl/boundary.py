@@ -190,18 +190,12 @@ def schedule(
     names = model.stage_names
     for flag in ("first_layer", "min_layer"):
         layer = getattr(dropping, flag)
-        if layer > len(names):
-            raise ValueError(
-                f"--{flag}={layer}: --model={model.name} has {len(names)} layers "
-                f"({', '.join(names)}); lower it"
-            )
+        why = f"the layers of --model={model.name} ({', '.join(names)})"
+        options.check_at_most(flag, layer, len(names), why)
     first = dropping.first_layer or len(names)
     if not dropping.drop_every:
         return fixed(first, model)
-    if dropping.min_layer > first:
-        raise ValueError(
-            f"--min_layer={dropping.min_layer} is deeper than "
-            f"--first_layer={first}, where the boundary begins; lower it"
-        )
+    why = "where the boundary begins (--first_layer)"
+    options.check_at_most("min_layer", dropping.min_layer, first, why)
     last = dropping.min_layer or min(first, last_convolution(model, example_shape))
     return Schedule(first, last, dropping.drop_every, len(names))

@@ -82,11 +82,8 @@ def top(hparams: Levels) -> int:
         ValueError: there is no such level.
     """
     count = len(mix(hparams))
-    if hparams.max_level > count:
-        raise ValueError(
-            f"--max_level={hparams.max_level}: --level_mix={hparams.level_mix} has "
-            f"{count} levels; lower it"
-        )
+    why = f"the levels of --level_mix={hparams.level_mix}"
+    options.check_at_most("max_level", hparams.max_level, count, why)
     return hparams.max_level or count
 
 

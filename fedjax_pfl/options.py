@@ -198,6 +198,32 @@ def _is_choice(value: str, choices: tuple[str, ...]) -> bool:
     return value in choices or any(value.startswith(one[:-4]) for one in paths)
 
 
+def check_one_of(name: str, value: Any, known: Collection[Any], hint: str = "") -> None:
+    """Refuses a value that is not among the known ones; `hint` ends the line.
+
+    Raises:
+        ValueError: one line with all of them.
+    """
+    if value not in known:
+        listed = ", ".join(map(str, known))
+        raise ValueError(f"--{name}={value}: expected one of {listed}{hint}")
+
+
+def check_at_most(name: str, value: Any, most: Any, why: str) -> None:
+    """Refuses a number that is larger than another option or the data allow.
+
+    Args:
+        name, value: The option.
+        most: The largest value that is possible.
+        why: What it is, such as `the classes of the data`.
+
+    Raises:
+        ValueError: one line.
+    """
+    if value > most:
+        raise ValueError(f"--{name}={value}: expected at most {most}, {why}; lower it")
+
+
 def refuse(values: Any, names: tuple[str, ...], reason: str) -> None:
     """Raises ValueError for options that have no effect but are not at their defaults.
 

@@ -32,7 +32,7 @@ def algorithm(algo: Any) -> algorithms.Entry:
     """
     known = algorithms.ALGORITHMS
     if isinstance(algo, str):
-        limits.check_one_of("algo", algo, known, limits.nearest(algo.lower(), known))
+        options.check_one_of("algo", algo, known, limits.nearest(algo.lower(), known))
         return known[algo]
     if isinstance(algo, algorithms.Entry):
         return algo

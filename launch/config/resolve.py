@@ -50,7 +50,7 @@ def configure(given: Mapping[str, Any]) -> tuple[schema.Config, Any]:
     given["algo"] = registry.algorithm_name(algo)
     given.setdefault("preset", registry.default_preset(algo))
     config = _made(schema.Config, given)
-    limits.check_one_of("preset", config.preset, presets.PRESETS)
+    options.check_one_of("preset", config.preset, presets.PRESETS)
     facts = {"algo": config.algo, "dataset": config.dataset}
     rules = presets.values(config.preset, facts)
     return config, _made(registry.algorithm(algo).HParams, rules | given)
@@ -186,15 +186,9 @@ def check_data(
             raise ValueError(
                 options.without_effect(field.name, value, "dataset", name, wanted)
             )
-    known = _OF_TEXT if text is None or text.has_owners else _OF_TEXT[:-1]
-    if text and kind and kind not in known and not kind.startswith(file.PREFIX):
-        raise ValueError(
-            f"--partition={kind} is by labels, and --dataset={name} is a text; take "
-            f"one of {', '.join(known)} or file:PATH"
-        )
-
-
-_OF_TEXT = ("contiguous", "iid", "natural")
+    if text and kind and not kind.startswith(file.PREFIX):
+        known = "contiguous", "iid", *["natural"] * text.has_owners
+        options.check_one_of("partition", kind, known, " or file:PATH for a text")
 
 
 def _owners(config: schema.Config, source: dataset.Dataset, least: int) -> int:
@@ -215,10 +209,9 @@ def _owners(config: schema.Config, source: dataset.Dataset, least: int) -> int:
     owners = int((np.bincount(source.client[: source.num_train]) >= least).sum())
     if not owners:
         raise ValueError(f"--{flag}={least}: every owner has fewer rows; lower it")
-    if config.num_clients is not None and config.num_clients > owners:
-        raise ValueError(
-            f"--num_clients={config.num_clients}: the data have {owners} clients"
-        )
+    options.check_at_most(
+        "num_clients", config.num_clients or 0, owners, "the owners of the data"
+    )
     return owners
 
 
@@ -294,17 +287,10 @@ def check(config: schema.Config, own: Collection[str] = ()) -> None:
     Raises:
         ValueError: one line: what came, what was expected, which flag to change.
     """
-    last_seed = config.seed + config.num_seeds - 1
-    if last_seed >= 2**32:
-        raise ValueError(
-            f"--seed={config.seed} --num_seeds={config.num_seeds}: the last seed would "
-            f"be {last_seed}, at most {2**32 - 1} is possible; lower --seed"
-        )
-    if config.clients_per_round > config.num_clients:
-        raise ValueError(
-            f"--clients_per_round={config.clients_per_round} is more than "
-            f"--num_clients={config.num_clients}; lower it"
-        )
+    most = limits.SEED_LIMIT + 1 - config.num_seeds
+    options.check_at_most("seed", config.seed, most, "as the last of --num_seeds fits")
+    most, why = config.num_clients, "all of --num_clients"
+    options.check_at_most("clients_per_round", config.clients_per_round, most, why)
     options.validate(config)
     client_classes(config)
     lanes, draw, partition = config.lanes, config.partition_draw, config.partition
@@ -313,18 +299,14 @@ def check(config: schema.Config, own: Collection[str] = ()) -> None:
             f"--lanes={lanes}: expected auto, 0 or at least 2 clients side by side"
         )
     draws = {"client_dirichlet": (draw,), "pathological": pathological.DRAWS}
-    known = draws.get(partition, set(partitions.DRAWS) - {"overlap"})
-    if draw not in known:
-        raise ValueError(
-            f"--partition_draw={draw} has no effect with --partition={partition}; omit "
-            f"it, or give {' or '.join(sorted(known))}"
-        )
+    known = draws.get(partition, sorted({*partitions.DRAWS} - {"overlap"}))
+    options.check_one_of(
+        "partition_draw", draw, known, f" with --partition={partition}"
+    )
     given = config.client_model
     names = given.split(",")
-    for flag, used in (("model", [config.model]), ("client_model", names)):
-        if not set(used) <= {*models.MODELS, *own}:
-            known = ", ".join(models.MODELS)
-            raise ValueError(f"--{flag}={','.join(used)}: expected one of {known}")
+    for flag, name in [("model", config.model), *(("client_model", n) for n in names)]:
+        options.check_one_of(flag, name, [*models.MODELS, *own])
     if len(set(names)) < len(names):
         raise ValueError(f"--client_model={given} names a model twice; once is enough")
     if len(names) > config.num_clients:

@@ -400,7 +400,7 @@ def test_examples_per_client_limits_the_pool():
         ([50, 50], "iid", 10, {"test_split": "official"}, "--test_split=official"),
         (
             *([40] * 5, "pathological", 4, {"classes_per_client": 7}),
-            "--classes_per_client=7.*5 classes",
+            "--classes_per_client=7.* at most 5, the classes",
         ),
         *(
             ([20, 20], kind, 50, {}, "--num_clients=50.*lower it")

@@ -258,9 +258,9 @@ def test_bad_files(own, tmp_path):
 @pytest.mark.parametrize(
     "kind, num_peers, num_clients, words",
     [
-        ("random", 30, 30, "--num_peers=30: with --num_clients=30 .* 29 others; lower"),
-        ("ring", 31, 30, "--num_peers=31: with --num_clients=30"),
-        ("regular", 30, 30, "--num_peers=30: with --num_clients=30"),
+        ("random", 30, 30, "--num_peers=30: expected at most 29, .*=30; lower"),
+        ("ring", 31, 30, "--num_peers=31: expected at most 29"),
+        ("regular", 30, 30, "--num_peers=30: expected at most 29"),
         (
             "regular",
             5,

@@ -7,8 +7,8 @@ import pytest
 
 import algorithms
 from fedjax_pfl import options
-from launch.config import resolve, schema
 from launch.assemble import notes
+from launch.config import resolve, schema
 
 CONFIG = schema.Config(
     **{"partition": "iid", "public_set": "none", "proxy_fraction": 0.0, "c_gen": False},
@@ -225,6 +225,6 @@ def test_partitions_of_a_text():
         for kind in (*kinds, "contiguous", "file:a.npz", None):
             resolve.check_data(schema.Config(dataset=name, partition=kind))
     for name, kind in (("kjv", "dirichlet"), ("wikitext2", "natural")):
-        line = f"--partition={kind} .*--dataset={name} is a text; .*or file:PATH"
+        line = f"--partition={kind}: expected one of .*iid.* or file:PATH for a text"
         with pytest.raises(ValueError, match=line):
             resolve.check_data(schema.Config(dataset=name, partition=kind))

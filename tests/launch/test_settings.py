@@ -169,7 +169,7 @@ def test_a_users_arrays(preset):
     made, _ = resolved(source(shape=(8, 8, 1)), **owned)
     assert (made.partition, made.model) == ("client_dirichlet", "mlp")
     assert resolved(source(shape=(16,)), **owned)[0].model == "mlp"
-    with pytest.raises(ValueError, match="--num_clients=8: the data have 7 clients"):
+    with pytest.raises(ValueError, match="--num_clients=8: expected at most 7"):
         resolved(source(clients=7), num_clients=8, **owned)
     with pytest.raises(ValueError, match="--partition=natural: .*no client ids"):
         resolved(source(), partition="natural", **owned)
@@ -194,7 +194,7 @@ def test_draws_of_pathological(draw):
     made, _ = resolved(**given)
     if draw in ("ipf", "overlap"):
         return resolve.check(made)
-    with pytest.raises(ValueError, match=f"--partition_draw={draw}.*ipf or overlap"):
+    with pytest.raises(ValueError, match=f"--partition_draw={draw}.*ipf, overlap"):
         resolve.check(made)
 
 
