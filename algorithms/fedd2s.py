@@ -68,7 +68,9 @@ class HParams(boundary.LayerDropping, local_training.LocalTraining):
         "distil outputs through the other side's head, or features by squared error",
         choices=("head", "mse"),
     )
-    temperature: float = option(1.0, "temperature of kl [tau]", above=0)
+    temperature: float = option(
+        1.0, "temperature of kl [tau]", above=0, needs={"transfer": ("head",)}
+    )
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:

@@ -19,6 +19,7 @@ import numpy as np
 
 from data import arrays, dataset, files, frames, images, labels, npz, texts
 from data.builders import cinic10, tiny_imagenet
+from fedjax_pfl import options
 
 TFDS_HOST = "storage.googleapis.com"
 PATHMNIST = "pathmnist.npz"
@@ -365,11 +366,10 @@ def load(
         raise ValueError(
             f"--{flag}={ARRAYS} were in memory; give dataset=(x, y), or the DataFrame"
         )
+    others = texts.TEXTS if flag == "dataset" else ()
+    hint = f", {', '.join(FILES)}"
     if name not in DATASETS:
-        known = [*DATASETS, *(texts.TEXTS if flag == "dataset" else ())]
-        raise ValueError(
-            f"--{flag}={name}: expected one of {', '.join([*known, *FILES])}"
-        )
+        options.check_one_of(flag, name, [*DATASETS, *others], hint)
     try:
         return DATASETS[name].load(data_dir)
     except ValueError as error:

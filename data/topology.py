@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data import files, npz
-from fedjax_pfl import rng, types
+from fedjax_pfl import options, rng, types
 
 # The length of erdos_renyi rows is limited where longer ones have a lower probability.
 NEVER = 1e-12
@@ -63,11 +63,8 @@ def make(spec: types.PeerSpec, num_clients: int) -> Graph:
 
 
 def _check_degree(spec: types.PeerSpec, num_clients: int) -> None:
-    if spec.num_peers >= num_clients:
-        raise ValueError(
-            f"--num_peers={spec.num_peers}: with --num_clients={num_clients} a client "
-            f"has {num_clients - 1} others; lower it"
-        )
+    most, why = num_clients - 1, f"the others of --num_clients={num_clients}"
+    options.check_at_most("num_peers", spec.num_peers, most, why)
 
 
 def uniform_peers(

@@ -21,18 +21,24 @@ class LayerDropping:
     """Options of a boundary that moves from deep to shallow layers (FedD2S)."""
 
     drop_every: int = options.option(
-        3, "participations between two drops [Z0], 0 = never drop", minimum=0
+        3,
+        "participations between two drops [Z0], 0 = never drop",
+        minimum=0,
+        needs={"layer_dropping": (True,)},
+        is_noted=True,
     )
     first_layer: int = options.option(
         0,
         "boundary of the first participation, counted from 1; 0 = the last layer",
         minimum=0,
+        needs={"layer_dropping": (True,)},
     )
     min_layer: int = options.option(
         0,
         "shallowest boundary, counted from 1; 0 = the last convolution, or the last "
         "hidden layer of a model without any",
         minimum=0,
+        needs={"layer_dropping": (True,), "drop_every": options.ON},
     )
 
 
@@ -238,19 +244,12 @@ def schedule(
     names = model.stage_names
     for flag in ("first_layer", "min_layer"):
         layer = getattr(dropping, flag)
-        if layer > len(names):
-            raise ValueError(
-                f"--{flag}={layer}: --model={model.name} has {len(names)} layers "
-                f"({', '.join(names)}); lower it"
-            )
+        why = f"the layers of --model={model.name} ({', '.join(names)})"
+        options.check_at_most(flag, layer, len(names), why)
     first = dropping.first_layer or len(names)
     if not dropping.drop_every:
-        options.refuse(dropping, ("min_layer",), "with --drop_every=0")
         return fixed(first, model)
-    if dropping.min_layer > first:
-        raise ValueError(
-            f"--min_layer={dropping.min_layer} is deeper than "
-            f"--first_layer={first}, where the boundary begins; lower it"
-        )
+    why = "where the boundary begins (--first_layer)"
+    options.check_at_most("min_layer", dropping.min_layer, first, why)
     last = dropping.min_layer or min(first, last_convolution(model, example_shape))
     return Schedule(first, last, dropping.drop_every, len(names))

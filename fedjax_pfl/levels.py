@@ -50,7 +50,9 @@ class Levels:
         minimum=0,
     )
     exclusive: bool = option(
-        False, "leave out clients that cannot hold the global model"
+        False,
+        "leave out clients that cannot hold the global model",
+        needs={"levels": ("fixed",)},
     )
 
 
@@ -80,11 +82,8 @@ def top(hparams: Levels) -> int:
         ValueError: there is no such level.
     """
     count = len(mix(hparams))
-    if hparams.max_level > count:
-        raise ValueError(
-            f"--max_level={hparams.max_level}: --level_mix={hparams.level_mix} has "
-            f"{count} levels; lower it"
-        )
+    why = f"the levels of --level_mix={hparams.level_mix}"
+    options.check_at_most("max_level", hparams.max_level, count, why)
     return hparams.max_level or count
 
 
@@ -135,11 +134,6 @@ def assigned(hparams: Levels, num_clients: int) -> tuple:
         ValueError: options contradict each other.
     """
     largest = top(hparams)
-    if hparams.exclusive and hparams.levels != "fixed":
-        raise ValueError(
-            f"--exclusive has no effect with --levels={hparams.levels}; take "
-            "--levels=fixed"
-        )
     is_drawn = hparams.levels == "dynamic"
     able = capability(hparams, num_clients)
     possible = 1 + np.flatnonzero(mix(hparams)) if is_drawn else able

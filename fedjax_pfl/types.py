@@ -440,7 +440,7 @@ class PeerSpec(NamedTuple):
 
     Attributes:
         num_peers: Peers of each client, at most.
-        topology: The kind of graph, a key of `decentralized.TOPOLOGIES`.
+        topology: The kind of graph, one of `decentralized.TOPOLOGIES`.
         edge_probability: Of each edge of an `erdos_renyi` graph.
         adjacency: The path of a `file` graph.
         is_fixed: Whether the graph of round 0 is that of every round.

@@ -67,7 +67,6 @@ def settled(**given: Any) -> Settings:
     _check_alike(given | {"own_sha256": own_sha256})
     config, hparams = resolve.configure(given)
     hparams = custom.with_optimizer(hparams, own_optimizer, given)
-    resolve.check_text(config)
     source = _source(config, in_memory)
     if not source.is_text:
         measures_lib.check(chosen, source.num_classes)
@@ -79,11 +78,6 @@ def settled(**given: Any) -> Settings:
     fitted, dropped_owners = _fitted(config, source)
     is_same = fitted is source
     source_hash = examples if is_same else sha256(fitted.image, fitted.label)
-    if config.rotate_classes > 1 and config.partition in ("cdkt", "cdkt_paper"):
-        raise ValueError(
-            f"--rotate_classes={config.rotate_classes}: --partition={config.partition} "
-            "needs the data's own classes; take another partition"
-        )
     wants_public = config.public_set != "none"
     return Settings(
         entry=registry.algorithm(given.get("algo", config.algo)),
@@ -117,7 +111,7 @@ def _source(
     if in_memory is not None or config.dataset != loaders.ARRAYS:
         train = rows[0] if rows else doors.Rows(None)
         has_axes = train.arrays is not None
-        resolve.check_own(config, has_columns=train.has_columns, has_axes=has_axes)
+        resolve.check_data(config, has_columns=train.has_columns, has_axes=has_axes)
     found = _loaded(config, rows)
     if config.rotate_classes > 1:
         return dataset.rotated(found, config.rotate_classes)
@@ -196,11 +190,6 @@ def _check_alike(given: Mapping[str, Any]) -> None:
 
 def _public_images(config: schema.Config, source: dataset.Dataset) -> np.ndarray:
     """The train images of `--public_set`, checked against those of the data set."""
-    if config.proxy_fraction:
-        raise ValueError(
-            f"--public_set={config.public_set} and --proxy_fraction="
-            f"{config.proxy_fraction:g} both name shared images; give one of them"
-        )
     if config.public_set.removesuffix("_5k") == config.dataset.removesuffix("_5k"):
         raise ValueError(
             f"--public_set={config.public_set} holds images of the clients' own "

@@ -6,8 +6,8 @@ from typing import Any
 
 import algorithms
 from data import labels
-from fedjax_pfl import levels, local_training, optimizer, types
-from launch.config import limits, registry, resolve, schema, sweep
+from fedjax_pfl import levels, local_training, optimizer, options, types
+from launch.config import registry, schema, sweep
 
 
 def of_options(
@@ -24,7 +24,7 @@ def of_options(
         asked: The options that somebody asked for.
         algorithm: The algorithm on its task, None = it is not known.
     """
-    out = resolve.without_effect(config, asked)
+    out = [*options.conflicts(config, asked), *options.conflicts(hparams, asked)]
     reasons: dict[str, str] = {}
     if algorithm is not None:
         reasons = dict(algorithm.unused)
@@ -34,7 +34,7 @@ def of_options(
             reasons["bucketed"] = f"with --algo={config.algo}, which has no submodels"
     values = vars(config) | vars(hparams)
     out += [
-        f"--{name}={limits.text(values[name])} has no effect {reason}; omit it"
+        f"--{name}={options.text(values[name])} has no effect {reason}; omit it"
         for name, reason in reasons.items()
         if name in asked
     ]

@@ -94,11 +94,9 @@ def step_cost(
         shape = (clients, *leaf.shape)
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
 
-    stacked = jax.tree.map(of_clients, given)
+    args = jax.tree.map(of_clients, given)
     with jax.default_matmul_precision(schema.PRECISIONS[asked.precision]):
-        lowered = jax.jit(side_by_side, out_shardings=where).lower(
-            *jax.tree.map(of_clients, given)
-        )
+        lowered = jax.jit(side_by_side, out_shardings=where).lower(*args)
     return cost.planned(lowered).figures()
 
 

@@ -339,10 +339,6 @@ def test_initialisation(shared, problem):
         ({"personal_from": "none"}, "--personal_from=none .*without a classifier"),
         ({"track_pairs": 6}, "--track_pairs=6: expected 0, or 2 to 5 clients"),
         ({"track_pairs": 1}, "--track_pairs=1: expected 0, or 2 to"),
-        (
-            {"proximal_weight": 0.5, "layer_personalization": False},
-            "--proximal_weight=0.5 has no effect with --nolayer_personalization",
-        ),
         ({"divergence": "kl"}, "--divergence=kl: expected one of js, symkl"),
         ({"divergence_threshold": -1.0}, "--divergence_threshold=-1.0: .*at least 0"),
     ],

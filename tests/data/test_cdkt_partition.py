@@ -211,7 +211,7 @@ def test_paper_split_has_the_asked_number_of_classes():
 
 def test_more_users_than_fifty():
     """The generator has 50 users."""
-    with pytest.raises(ValueError, match="--num_clients=51.*50 users"):
+    with pytest.raises(ValueError, match="--num_clients=51.* 50, the users"):
         split_of("mnist", MNIST_COUNTS, 51, 0.005)
 
 

@@ -89,7 +89,7 @@ def test_damaged_wikitext(folder, tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             loaders.load("wikitext2", data_dir)
-    with pytest.raises(ValueError, match="text_length=999 is longer"):
+    with pytest.raises(ValueError, match="text_length=999: expected at most"):
         loaders.load("wikitext2", str(folder), text_length=999)
 
 
