@@ -42,7 +42,6 @@ from fedjax_pfl import (
     losses,
     options,
     proxy,
-    rng,
     shapes,
     stacked,
     traffic,
@@ -167,7 +166,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             client = client.at_most(num_batches)
         is_warm_up = client.round < hparams.warm_rounds
         alpha = jnp.where(is_warm_up, 0.0, hparams.client_distill_weight)
-        proxy_key = client.stream(rng.Tag.LOCAL_PROXY)
+        proxy_key = client.stream("proxy.local_proxy")
 
         def loss_fn(params, stats, batch):
             """Eq. 8 on a batch of the client's examples and the next proxy batch."""
@@ -186,7 +185,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         trained = local_training.train(hparams, loss_fn, client.own, client)
         is_noisy = hparams.teacher_mode == "train"
-        noise = client.stream(rng.Tag.TEACHER) if is_noisy else None
+        noise = client.stream("proxy.teacher") if is_noisy else None
         answers = proxy.outputs(
             client_model, trained.variables, client.data, batches, key=noise
         )

@@ -75,6 +75,7 @@ class HParams(levels.Levels, local_training.LocalTraining):
         "all",
         "FedDyn's h is a mean over all clients, or over those that can hold the level",
         choices=("all", "capable"),
+        needs={"feddyn_alpha": options.ON},
     )
 
 
@@ -124,8 +125,6 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     is_dyn = not options.is_off(alpha)
     if not model.has_exits:
         options.refuse(hparams, ("self_distill_weight",), "on a model with one exit")
-    if not is_dyn:
-        options.refuse(hparams, ("h_denominator",), "with --feddyn_alpha=0")
     sharers = task.num_eligible
     if hparams.h_denominator == "capable":
         sharers = levels.num_capable(hparams, task.num_clients)

@@ -190,7 +190,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         position, _ = client.plan.step(jnp.zeros((), jnp.int32))
         place = jnp.maximum(position, 0)
         row = client.data.partition.train.of(client.id)(place)
-        key = client.stream(rng.Tag.REGROWN)
+        key = client.stream("sparse.regrown")
         image, label, _ = client.data.train_batch(row, place, key)
 
         def loss(params: types.Params) -> jax.Array:
@@ -224,7 +224,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         )
         trained = local_training.train(hparams, (objective,), start, client)
         if hparams.regrow == "random":
-            score = noise(client.stream(rng.Tag.REGROWN))
+            score = noise(client.stream("sparse.regrown"))
         else:
             score = gradient(client, trained.variables)
         now = rate(hparams, client.round)
@@ -243,7 +243,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         """The same weights for all clients, and a mask for each."""
         state = made.init(data, key)
         ids = jnp.arange(task.num_rows)
-        mask = jax.lax.map(lambda k: first_mask(rng.stream(key, rng.Tag.MASK, k)), ids)
+        mask = jax.lax.map(lambda k: first_mask(rng.stream(key, "sparse.mask", k)), ids)
         own = state.clients["own"]
         own = own._replace(params=sparse.only(mask, own.params))
         return state.replace(clients={"own": own, "private": packed(mask, mask)})

@@ -74,7 +74,11 @@ class HParams(teacher.Taught, averaging.Averaging):
         is_static=True,
     )
     smoothing: float = option(
-        0.1, "what ls spreads over all classes", minimum=0, maximum=1
+        0.1,
+        "what ls spreads over all classes",
+        minimum=0,
+        maximum=1,
+        needs={"distill_target": ("ls",)},
     )
 
 
@@ -142,17 +146,6 @@ def distillation(
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """Distillation as pure functions."""
-    kind = f"with --distill_target={hparams.distill_target}"
-    if hparams.distill_target == "ls":
-        own = tuple(field.name for field in dataclasses.fields(teacher.Taught))
-        options.refuse(hparams, own, kind)
-    else:
-        options.refuse(hparams, ("smoothing",), kind)
-        if task.teacher is None:
-            raise ValueError(
-                f"--distill_target={hparams.distill_target} needs a teacher; give "
-                "--teacher=FILE, a model of launch.export"
-            )
 
     def client_update(client: each_client.Client, server: types.Variables):
         """Trains the server's model on its labels and the teacher's targets."""

@@ -20,7 +20,7 @@ optimizer in each round, because `--optimizer_state=persist` applies only to the
 
 import dataclasses
 
-from fedjax_pfl import averaging, each_client, local_training, options, rng, types
+from fedjax_pfl import averaging, each_client, local_training, options, types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         pull = local_training.proximal(hparams.proximal_weight, server.params)
         objectives = (local_training.Objective(loss_fn, adjust=pull),)
         personal = local_training.train(
-            hparams, objectives, client.own, client.fresh(), tag=rng.Tag.PERSONAL
+            hparams, objectives, client.own, client.fresh(), tag="engine.personal"
         )
         return trained, personal.variables
 

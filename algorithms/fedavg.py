@@ -27,7 +27,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import averaging, each_client, local_training, options, types
+from fedjax_pfl import (
+    averaging,
+    each_client,
+    local_training,
+    options,
+    server_optimizer,
+    types,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +45,7 @@ class HParams(averaging.Averaging):
         "server",
         "model that serves a client: the server's, or the one that it last had (stale)",
         choices=("server", "stale"),
+        excludes={"server_optimizer": server_optimizer.KINDS},
     )
 
 
@@ -57,16 +65,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 def _served_stale(
     hparams: HParams, task: types.Task, client_update: Callable
 ) -> types.Algorithm:
-    """The same rounds, in which clients keep their copy and the server two models.
-
-    Raises:
-        ValueError: an optimizer of the server's.
-    """
-    if hparams.server_optimizer != "none":
-        raise ValueError(
-            f"--server_optimizer={hparams.server_optimizer} has no effect with "
-            "--eval_model=stale; omit it, or give none"
-        )
+    """The same rounds, in which clients keep their copy and the server two models."""
     model = task.model
 
     def and_keep(client: each_client.Client, server: types.Variables):

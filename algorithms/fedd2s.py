@@ -34,7 +34,6 @@ last layer of the MSE variant, and sets of `removed` layers (`--min_layer` does 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,14 +48,14 @@ from fedjax_pfl import (
     losses,
     options,
     proxy,
-    rng,
     shapes,
     stacked,
     traffic,
     types,
 )
 
-option = options.option
+option, objective = options.option, local_training.Objective
+train, plan = local_training.train, local_training.plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,40 +68,9 @@ class HParams(boundary.LayerDropping, local_training.LocalTraining):
         "distil outputs through the other side's head, or features by squared error",
         choices=("head", "mse"),
     )
-    temperature: float = option(1.0, "temperature of kl [tau]", above=0)
-
-
-def feature_gap(
-    stages: Sequence[int],
-    student: Mapping[int, jax.Array],
-    target: Mapping[int, jax.Array],
-    kept: jax.Array,
-    mask: jax.Array,
-) -> jax.Array:
-    """J of `--transfer=mse`: mean squared error of the outputs of stage l.
-
-    `stages` are the values that l can have, counted from 0. `student` and `target` have
-    outputs f32[B, ...] by stage. `kept` bool[L] are the stages 1..l, and `mask` is
-    bool[B].
-    """
-    total = jnp.zeros(())
-    for stage in stages:
-        gap = student[stage] - jax.lax.stop_gradient(target[stage])
-        error = losses.masked_mean((gap.reshape(len(gap), -1) ** 2).mean(1), mask)
-        total += jnp.where(kept.sum() == stage + 1, error, 0)
-    return total
-
-
-def features(
-    model: types.Model, side: types.Variables, h: jax.Array, start: int, **mode: Any
-) -> tuple[dict[int, jax.Array], types.Stats]:
-    """Outputs of the stages from `start` on, by stage, and the new statistics."""
-    params, stats = side
-    out = {}
-    for stage in range(start, len(params)):
-        h, stats = model.forward(params, stats, h, start=stage, stop=stage + 1, **mode)
-        out[stage] = h
-    return out, stats
+    temperature: float = option(
+        1.0, "temperature of kl [tau]", above=0, needs={"transfer": ("head",)}
+    )
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
@@ -111,43 +79,44 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     Raises:
         ValueError: the model does not have the requested boundary.
     """
-    model, schedule = task.model, _schedule(hparams, task)
+    model, has_heads = task.model, hparams.transfer == "head"
+    if not has_heads:
+        options.refuse(hparams, ("temperature",), "with --transfer=mse")
+    schedule = boundary.schedule(hparams, model, task.example_shape)
     deep = jnp.arange(len(model.stage_names)) > 0
-    has_heads = hparams.transfer == "head"
     may_serve = range(max(schedule.last - 1, 1), schedule.first)
 
     def uploaded(client: each_client.Client, image: jax.Array) -> jax.Array:
         """H_1, as the client uploads it."""
         return model.forward(*client.own["own"], image, stop=1)[0]
 
-    def by_head(client: each_client.Client, teacher: types.Variables, epochs: int):
-        """J towards a table of the teacher's logits on the client's examples: p, t."""
+    def distance(client: each_client.Client, teacher: types.Variables, epochs: int):
+        """J(side, h, start, batch): a side's stages from `start` on, applied to h.
+
+        It is measured towards a table of the teacher's logits (p, t), or to the outputs
+        of its layer l.
+        """
 
         def logits(image: jax.Array) -> jax.Array:
             return model.forward(*teacher, uploaded(client, image), start=1)[0]
 
-        table = proxy.own_outputs(logits, client, task, hparams.batch_size, epochs)
-
-        def gap(side: types.Variables, h: jax.Array, start: int, batch: Any):
+        def towards_logits(side: types.Variables, h: jax.Array, start: int, batch: Any):
             z, stats = model.forward(*side, h, start=start, **batch.mode)
             target, tau = table[batch.position], hparams.temperature
             kl = distances.distance("kl", z, target, batch.mask, temperature=tau)
             return kl, stats
 
-        return gap
+        def towards_layer(side: types.Variables, h: jax.Array, start: int, batch: Any):
+            student, stats = boundary.outputs(model, side, h, start, **batch.mode)
+            h = uploaded(client, batch.image)
+            target, _ = boundary.outputs(model, teacher, h, 1)
+            at = may_serve, client.own["kept"]
+            return boundary.gap(student, target, *at, batch.mask), stats
 
-    def by_features(client: each_client.Client, teacher: types.Variables, _: int):
-        """J towards the outputs of the teacher's layer l, batch by batch."""
-
-        def gap(side: types.Variables, h: jax.Array, start: int, batch: Any):
-            student, stats = features(model, side, h, start, **batch.mode)
-            target, _ = features(model, teacher, uploaded(client, batch.image), 1)
-            pair = student, target
-            return feature_gap(may_serve, *pair, client.own["kept"], batch.mask), stats
-
-        return gap
-
-    distance = by_head if has_heads else by_features
+        if not has_heads:
+            return towards_layer
+        table = proxy.own_outputs(logits, client, task, hparams.batch_size, epochs)
+        return towards_logits
 
     def with_head(own: types.Variables, server: types.Variables, kept: jax.Array):
         """A client's layers 1..l, followed by the server's where it sends them."""
@@ -159,22 +128,17 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         gap = distance(client, with_head(own, server, kept), hparams.server_epochs)
 
         def distil(params, stats, batch):
-            side = types.Variables(params, stats)
-            return gap(side, uploaded(client, batch.image), 1, batch)
+            h = uploaded(client, batch.image)
+            return gap(types.Variables(params, stats), h, 1, batch)
 
         def supervised(params, stats, batch):
             h = uploaded(client, batch.image)
             z, stats = model.forward(params, stats, h, start=1, **batch.mode)
             return losses.cross_entropy(z, batch.label, batch.mask), stats
 
-        objectives = (
-            # l = 1: no J.
-            local_training.Objective(distil, deep & kept[1] & (has_heads | kept)),
-            local_training.Objective(supervised, deep),
-        )
-        return local_training.train(
-            hparams, objectives, server, client.fresh(), tag=rng.Tag.SERVER
-        ).split()
+        movable = deep & kept[1] & (has_heads | kept)  # l = 1: no J
+        both = objective(distil, movable), objective(supervised, deep)
+        return train(hparams, both, server, client.fresh(), tag="engine.server").split()
 
     def server_to_client(client: each_client.Client, server: types.Variables):
         """theta^n learns from the averaged server (Eqs. 12 and 13)."""
@@ -185,11 +149,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             through = with_head(types.Variables(params, stats), server, kept)
             return gap(through, batch.image, 0, batch)
 
-        objectives = (
-            local_training.Objective(distil, kept & kept[1]),  # l = 1: no J
-            local_training.Objective(local_training.cross_entropy_loss(model)),
-        )
-        return local_training.train(hparams, objectives, own, client)
+        supervised = local_training.cross_entropy_loss(model)
+        both = objective(distil, kept & kept[1]), objective(supervised)  # l = 1: no J
+        return train(hparams, both, own, client)
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         server = task.init(model, key)
@@ -198,25 +160,21 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return types.RoundState.first(server, clients, key)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        own = state.rows(cohort)
+        here = each_client.Round(task, state, cohort, data)
+        own = here.rows
         participations = own.pop("participations") + 1
         own["kept"] = kept = schedule.kept(participations)
-        weight = aggregate.cohort_weights("uniform", cohort, data)
         used = jnp.broadcast_to(deep, kept.shape)
-        share, is_held = aggregate.stage_weights(weight, used)
-        here, update = (cohort, data), each_client.update
+        share, is_held = aggregate.stage_weights(here.weights("uniform"), used)
         given = {"own": own, "shared": state.server, "plan": "server", "reduce": share}
-        _, mean, state = update(client_to_server, task, state, *here, **given)
+        _, mean, here = here.update(client_to_server, **given)
         server = boundary.select(is_held, mean, state.server)
-        given = {"own": own, "shared": server}
-        trained, state = update(server_to_client, task, state, *here, **given)
+        trained, here = here.update(server_to_client, own=own, shared=server)
 
         new = {"own": trained.variables, "participations": participations}
         layer = losses.masked_sum(kept.sum(1), cohort.row_mask)
         metrics = trained.metrics(cohort) | {"mean_layer": layer}
-        num_examples = stacked.take(data.partition.train.count, cohort.client_id)
-        state = state.after(cohort, new, server=server)
-        return state, metrics, sent(kept, num_examples)
+        return here.after(new, server=server), metrics, sent(kept, here.num_examples)
 
     def sent(kept: jax.Array, num_examples: jax.Array) -> dict[str, jax.Array]:
         """Each client's messages. Features and targets count once per example."""
@@ -229,7 +187,6 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             out[f"head {name}"] = layer < number
         return out
 
-    plan = local_training.plan
     return types.Algorithm(
         plans=(plan(hparams, "server", hparams.server_epochs), plan(hparams)),
         messages=_messages(task, has_heads),
@@ -242,24 +199,11 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
 def _messages(task: types.Task, has_heads: bool) -> tuple[types.MessageKind, ...]:
     """Features and labels up; head and soft targets, or targets, down."""
-    names, shape, kind = task.model.stage_names, task.example_shape, types.MessageKind
-    outputs = list(zip(names, shapes.output_bytes(task.model, shape), strict=True))
-    up = [kind(f"features {name}", "up", size) for name, size in outputs]
-    down = [kind(f"targets {name}", "down", size) for name, size in outputs]
-    if has_heads:
-        heads = zip(names, shapes.stage_bytes(task.model, shape), strict=True)
-        down = [kind(f"head {name}", "down", size) for name, size in heads]
-        logit_bytes = task.num_classes * traffic.FLOAT_BYTES
-        down.append(kind("soft targets", "down", logit_bytes))
-    return (*up, kind("labels", "up", 1), *down)
-
-
-def _schedule(hparams: HParams, task: types.Task) -> boundary.Schedule:
-    """The layers at which a client distils, by participation."""
-    if len(task.model.stage_names) < 2:
-        raise ValueError(
-            f"--model={task.model.name} has one layer; take {boundary.SEVERAL_STAGES}"
-        )
-    if hparams.transfer == "mse":
-        options.refuse(hparams, ("temperature",), "with --transfer=mse")
-    return boundary.schedule(hparams, task.model, task.example_shape)
+    model, shape, kind = task.model, task.example_shape, types.MessageKind
+    outputs = shapes.output_bytes(model, shape)
+    up = (*traffic.of_stages("features", "up", model, outputs), kind("labels", "up", 1))
+    if not has_heads:
+        return up + traffic.of_stages("targets", "down", model, outputs)
+    heads = traffic.of_stages("head", "down", model, shapes.stage_bytes(model, shape))
+    logit_bytes = task.num_classes * traffic.FLOAT_BYTES
+    return (*up, *heads, kind("soft targets", "down", logit_bytes))

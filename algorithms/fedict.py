@@ -37,7 +37,6 @@ the start. A client's optimizer starts fresh in each of its two phases, or with
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -51,7 +50,6 @@ from fedjax_pfl import (
     optimizer,
     options,
     proxy,
-    rng,
     shapes,
     stacked,
     traffic,
@@ -114,11 +112,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         ValueError: no layer is left for the server.
     """
     model = task.model
-    if len(model.stage_names) <= UPLOADED:
-        raise ValueError(
-            f"--model={model.name} has one layer and leaves none to the server; take "
-            f"{boundary.SEVERAL_STAGES}"
-        )
+    boundary.check_several(model)
     deep = jnp.arange(len(model.stage_names)) >= UPLOADED
     supervised = local_training.cross_entropy_loss(model)
 
@@ -130,49 +124,50 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         """Logits f32[>= K, Y] on a client's train rows, aligned by sample."""
         return proxy.own_outputs(forward, client, task, hparams.batch_size, epochs)
 
-    def local_update(client: each_client.Client, _):
+    def distilling(z: jax.Array, teacher: jax.Array, weight: jax.Array, batch: Any):
+        """(cross-entropy, D(weight) to the teacher's table) of logits f32[B, Y]."""
+        hard = losses.cross_entropy(z, batch.label, batch.mask)
+        pair = z, teacher[batch.position]
+        return hard, weighted_gap(*pair, batch.mask, weight, hparams.temperature)
+
+    def local_update(client: each_client.Client, _: Any):
         """(i) and (ii): train on cross-entropy, then compute logits on own examples."""
         trained = local_training.train(hparams, supervised, client.own["own"], client)
         own, epochs = trained.variables, hparams.local_epochs
         return trained, table(lambda x: model.forward(*own, x)[0], client, epochs)
 
-    def server_update(overall: jax.Array, client: each_client.Client, carry: Any):
+    def server_update(client: each_client.Client, carry: Any) -> Any:
         """(iii): the server's layers learn from one client's features and logits."""
-        server, opt_state = carry
+        (server, opt_state), sent = carry, client.own
+        weight = server_weight(sent["frequency"], server["frequency"])
 
         def loss_fn(params, stats, batch):
-            h = extract(client.own["own"], batch.image)
+            h = extract(sent["own"], batch.image)
             z, stats = model.forward(params, stats, h, start=UPLOADED, **batch.mode)
-            teacher = client.own["logits"][batch.position]
-            weight = server_weight(client.own["frequency"], overall)
-            gap = weighted_gap(z, teacher, batch.mask, weight, hparams.temperature)
-            hard = losses.cross_entropy(z, batch.label, batch.mask)
+            hard, gap = distilling(z, sent["logits"], weight, batch)
             return gap + hparams.distill_weight * hard, stats
 
-        objectives, tag = (local_training.Objective(loss_fn, deep),), rng.Tag.SERVER
-        trained = local_training.train(
-            hparams, objectives, server, client, opt_state=opt_state, tag=tag
-        )
-        return trained.variables, trained.opt_state
+        objectives, start = (local_training.Objective(loss_fn, deep),), server["model"]
+        given = {"opt_state": opt_state, "tag": "engine.server"}
+        trained = local_training.train(hparams, objectives, start, client, **given)
+        return server | {"model": trained.variables}, trained.opt_state
 
     def distil_update(client: each_client.Client, server: types.Variables):
         """(iv) and (v): the client distils the server's logits, which come back."""
         own = client.own["own"]
-        teacher = table(
-            lambda x: model.forward(*server, extract(own, x), start=UPLOADED)[0],
-            client,
-            hparams.distill_epochs,
-        )
+        weight = client_weight(client.own["frequency"], hparams.prior_temperature)
+
+        def deeper(image: jax.Array) -> jax.Array:
+            return model.forward(*server, extract(own, image), start=UPLOADED)[0]
+
+        teacher = table(deeper, client, hparams.distill_epochs)
 
         def loss_fn(params, stats, batch):
             z, stats = model.forward(params, stats, batch.image, **batch.mode)
-            target = teacher[batch.position]
-            weight = client_weight(client.own["frequency"], hparams.prior_temperature)
-            gap = weighted_gap(z, target, batch.mask, weight, hparams.temperature)
-            hard = losses.cross_entropy(z, batch.label, batch.mask)
+            hard, gap = distilling(z, teacher, weight, batch)
             return hard + hparams.distill_weight * gap, stats
 
-        return local_training.train(hparams, loss_fn, own, client, tag=rng.Tag.TEACHER)
+        return local_training.train(hparams, loss_fn, own, client, tag="proxy.teacher")
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         start, counts = task.init(model, key), data.label_counts(task.num_classes)
@@ -186,31 +181,24 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return types.RoundState.first(server, clients, key)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        own, here = state.rows(cohort), (cohort, data)
-        (trained, logits), state = each_client.update(local_update, task, state, *here)
+        here = each_client.Round(task, state, cohort, data)
+        own, count = here.rows, here.num_examples
+        (trained, logits), here = here.update(local_update)
         uploaded = own | {"own": trained.variables, "logits": logits}
-
-        fn = functools.partial(server_update, state.server["frequency"])
-        start = state.server["model"]
-        carry = start, optimizer.fresh(hparams, start.params)
-        given = {"own": uploaded, "plan": "server"}
-        server, _ = each_client.in_turn(fn, task, state, *here, start=carry, **given)
-
-        given = {"own": uploaded, "shared": server, "plan": "distill"}
-        trained, state = each_client.update(distil_update, task, state, *here, **given)
-        num_examples = stacked.take(data.partition.train.count, cohort.client_id)
+        start = state.server, optimizer.fresh(hparams, state.server["model"].params)
+        server, _ = here.in_turn(server_update, start, own=uploaded, plan="server")
+        given = {"own": uploaded, "shared": server["model"], "plan": "distill"}
+        trained, here = here.update(distil_update, **given)
         sent = {
-            "features, logits and label": num_examples,
+            "features, logits and label": count,
             "label frequencies": ~own["has_joined"],
-            "server logits": num_examples,
+            "server logits": count,
         }
         own |= {"own": trained.variables, "has_joined": jnp.ones_like(cohort.row_mask)}
-        state = state.after(cohort, own, server=state.server | {"model": server})
-        return state, trained.metrics(cohort), sent
+        return here.after(own, server=server), trained.metrics(cohort), sent
 
-    logit_bytes = task.num_classes * traffic.FLOAT_BYTES
+    kind, logit_bytes = types.MessageKind, task.num_classes * traffic.FLOAT_BYTES
     features = shapes.output_bytes(model, task.example_shape)[UPLOADED - 1]
-    kind = types.MessageKind
     return types.Algorithm(
         plans=(
             local_training.plan(hparams),

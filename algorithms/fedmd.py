@@ -29,7 +29,6 @@ paper's description (private training first) is left out.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -104,33 +103,18 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     num_public = min(hparams.public_examples, task.num_proxy)
     members = [task.members(group) for group in range(len(task.client_models))]
 
-    def public_batches(data: types.Data, key: jax.Array) -> jax.Array:
-        """The round's public images in batches, int32[n, B], -1 = padding."""
-        chosen = jax.random.permutation(key, data.partition.proxy)[:num_public]
-        return stacked.in_batches(chosen, hparams.batch_size)
-
-    def answer(client: each_client.Client, public: jax.Array, model: types.Model):
+    def answer(client: each_client.Client, public: jax.Array):
         """Logits on the public images, f32[>= A, Y]; probabilities for kl."""
-        flat = public.reshape(-1)
 
         def forward(image: jax.Array) -> jax.Array:
-            logits, _ = model.forward(*client.own, image)
+            logits, _ = client.model.forward(*client.own["own"], image)
             return jax.nn.softmax(logits) if hparams.public_loss == "kl" else logits
 
-        answers = proxy.outputs_by_sample(
-            forward,
-            client.data,
-            lambda position: flat[position],
-            size=flat.shape[0],
-            width=task.num_classes,
-            batch_size=hparams.batch_size,
-            num_batches=jnp.where(client.bound > 0, public.shape[0], 0),
-        )
-        return (), answers
+        return (), proxy.shared_outputs(forward, client, public, task.num_classes)
 
-    def client_update(client: each_client.Client, shared: Any, model: types.Model):
+    def client_update(client: each_client.Client, shared: tuple[jax.Array, jax.Array]):
         """Digest: public images towards the consensus. Revisit: its own examples."""
-        public, consensus = shared
+        model, (public, consensus) = client.model, shared
 
         def loss_fn(params, stats, batch):
             logits, stats = model.forward(params, stats, batch.image, **batch.mode)
@@ -138,15 +122,14 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             gap = consensus_gap(hparams.public_loss, logits, target, batch.mask)
             return gap, stats
 
-        rate = optimizer.learning_rate(hparams, client.round)
         digested = proxy.fit(
             loss_fn,
-            optimizer.make(hparams, rate),
-            client.own,
+            optimizer.make(hparams, optimizer.learning_rate(hparams, client.round)),
+            client.own["own"],
             data=client.data,
             batches=public,
             epochs=hparams.digest_epochs,
-            key=client.stream(rng.Tag.LOCAL_PROXY),
+            key=client.stream("proxy.local_proxy"),
             is_active=client.bound > 0,
         )
         supervised = local_training.cross_entropy_loss(model)
@@ -157,40 +140,26 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             own = stacked.repeat(task.init(model, key), count)
             return {"own": own, "participations": jnp.zeros(count, jnp.int32)}
 
-        groups = zip(task.client_models, members, strict=True)
-        clients = tuple(first(model, len(ids)) for model, ids in groups)
+        clients = tuple(map(first, task.client_models, map(len, members)))
         return types.RoundState.first((), clients, key)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        here = cohort, data
-        key = rng.stream(state.key, rng.Tag.PUBLIC, state.round)
-        public = public_batches(data, key)
-        groups = each_client.cohorts_by_architecture(task, cohort)
-        private = list(map(taken, state.clients, groups))
-        own = tuple(rows["own"] for rows in private)
-        participations = sum(rows["participations"] for rows in private)
-
-        update = each_client.update_by_architecture
+        """Algorithm 1: answers, their mean, digest and revisit."""
+        here = each_client.Round(task, state, cohort, data, by_architecture=True)
+        key = rng.stream(state.key, "proxy.public", state.round)
+        chosen = jax.random.permutation(key, data.partition.proxy)[:num_public]
+        public = stacked.in_batches(chosen, hparams.batch_size)
+        participations = sum(
+            jnp.where(mine.cohort.row_mask, mine.rows["participations"] + 1, 0)
+            for mine in here.groups
+        )
         weight = speaking(cohort, participations)
-        given = {"own": own, "shared": public, "reduce": weight}
-        _, consensus, state = update(answer, task, state, *here, **given)
-        given = {"own": own, "shared": (public, consensus)}
-        trained, state = update(client_update, task, state, *here, **given)
-
-        def put(rows: Any, mine: types.Cohort, one: each_client.Trained) -> Any:
-            new = {"own": one.variables, "participations": participations}
-            return stacked.put(rows, mine.row, new)
-
-        clients = tuple(map(put, state.clients, groups, trained))
-        parts = (one.metrics(mine) for one, mine in zip(trained, groups, strict=True))
-        metrics = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), parts)
-        return state.after(clients=clients), metrics, {"answers": 1, "consensus": 1}
-
-    def taken(rows: Any, mine: types.Cohort) -> dict[str, Any]:
-        """One architecture's private rows, with the present participation counted."""
-        rows = stacked.take(rows, mine.row)
-        count = jnp.where(mine.row_mask, rows["participations"] + 1, 0)
-        return rows | {"participations": count}
+        _, consensus, here = here.update(answer, shared=public, reduce=weight)
+        trained, here = here.update(client_update, shared=(public, consensus))
+        rows = [
+            {"own": one.variables, "participations": participations} for one in trained
+        ]
+        return here.after(rows), here.metrics(trained), {"answers": 1, "consensus": 1}
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         groups = zip(task.client_models, state.clients, members, strict=True)

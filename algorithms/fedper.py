@@ -62,6 +62,7 @@ class HParams(boundary.LayerDropping, local_training.LocalTraining):
         "",
         "first personal stage, by name; last = the last one, none = all are shared, "
         "empty = the first after the last convolution (without any, the last stage)",
+        excludes={"layer_dropping": options.ON},
     )
     layer_dropping: bool = option(
         False, "move the boundary from deep to shallow, as FedD2S does"
@@ -154,12 +155,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         round=round,
         server=(lambda s, _: {"global": (model, s.server)}) if is_whole else None,
         serving=None if is_whole else serving,
-        unused={} if hparams.layer_dropping else _OF_DROPPING,
     )
-
-
-# Rules of a paper may set it for all its methods.
-_OF_DROPPING = {"drop_every": "without --layer_dropping"}
 
 
 def _schedule(hparams: HParams, task: types.Task) -> boundary.Schedule:
@@ -175,8 +171,6 @@ def _schedule(hparams: HParams, task: types.Task) -> boundary.Schedule:
         )
     model, shape = task.model, task.example_shape
     if not hparams.layer_dropping:
-        others = ("first_layer", "min_layer")
-        options.refuse(hparams, others, "without --layer_dropping")
         cut = boundary.first_personal(hparams.personal_from, model, shape)
         if cut == len(model.stage_names) and not hparams.personal_from:
             cure = "a model that has one, or name a stage with --personal_from"
@@ -188,14 +182,4 @@ def _schedule(hparams: HParams, task: types.Task) -> boundary.Schedule:
                 f"{cure}"
             )
         return boundary.fixed(cut, model)
-    if len(model.stage_names) == 1:
-        raise ValueError(
-            f"--model={model.name} has one stage, so no boundary can move; take "
-            f"{boundary.SEVERAL_STAGES}"
-        )
-    if hparams.personal_from:
-        raise ValueError(
-            f"--personal_from={hparams.personal_from} fixes the boundary, "
-            "--layer_dropping moves it; omit one of them (--min_layer ends the move)"
-        )
     return boundary.schedule(hparams, model, shape)

@@ -29,25 +29,21 @@ augmented ones (`--static_norm=ema`: that, with `--augment`). Width n/L is repor
 """
 
 import dataclasses
-import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import (
-    boundary,
     each_client,
     levels,
     local_training,
     losses,
-    optimizer,
     options,
     rng,
     shapes,
     stacked,
-    traffic,
     types,
+    widths,
 )
 
 option = options.option
@@ -78,126 +74,82 @@ class HParams(levels.Levels, local_training.LocalTraining):
     )
 
 
-def narrowed(tree: Any, like: Any) -> Any:
-    """The leading slices of leaves, in the shapes of `like`."""
-    return jax.tree.map(
-        lambda leaf, s: leaf[tuple(slice(n) for n in s.shape)], tree, like
-    )
-
-
-def widened(tree: Any, full: Any) -> Any:
-    """`full` with the leading slices of its leaves replaced by those of `tree`."""
-    return jax.tree.map(
-        lambda leaf, f: f.at[tuple(slice(n) for n in leaf.shape)].set(leaf), tree, full
-    )
-
-
-def covered(params: list[Any], level: jax.Array) -> Any:
-    """Which entries of the widest parameters a client of a level int32[] holds, bool.
-
-    Args:
-        params: Shape structs of every level's parameters, the widest last.
-        level: 1..L.
-    """
-
-    def inside(*by_level: jax.ShapeDtypeStruct) -> jax.Array:
-        sides = jnp.array([one.shape for one in by_level])[level - 1]
-        full = by_level[-1].shape
-        places = (
-            jax.lax.broadcasted_iota(jnp.int32, full, i) for i in range(len(full))
-        )
-        pairs = zip(places, sides, strict=True)
-        return functools.reduce(jnp.logical_and, (p < side for p, side in pairs))
-
-    return jax.tree.map(inside, *params)
-
-
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """HeteroFL as pure functions.
 
     Raises:
         ValueError: the model has no narrower form, or there is no such level.
     """
-    nets = [_net(hparams, task, n + 1) for n in range(levels.top(hparams))]
+    nets, count = widths.models(hparams, task.model), len(levels.mix(hparams))
     shape_at = [shapes.variables(net, task.example_shape) for net in nets]
     params_at = [one.params for one in shape_at]
-    model, num_levels = nets[-1], len(nets)
+    slices = widths.submodel(hparams, task, nets)
 
-    def part_at(level: int) -> tuple:
-        """Shapes of a level's parameters, statistics and persistent optimizer state."""
-        params, stats = shape_at[level - 1]
-        if hparams.optimizer_state == "reset":
-            return params, stats, ()
-        return params, stats, jax.eval_shape(lambda: optimizer.fresh(hparams, params))
-
-    def own_entries(client: each_client.Client, level: int) -> types.Params:
-        """The client's own entries within the slice that its chunk of clients runs."""
-        return narrowed(covered(params_at, client.level), params_at[level - 1])
-
-    def cut(whole: tuple, client: each_client.Client, level: int) -> tuple:
-        """The slice of the chunk's level, 0 beyond the client's own."""
-        params, *rest = narrowed(whole, part_at(level))
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return boundary.select(own_entries(client, level), params, zeros), *rest
-
-    def paste(part: tuple, whole: tuple, client: each_client.Client, level: int):
-        return widened(part, whole)
-
-    def held(cohort: types.Cohort, present: jax.Array) -> types.Variables:
-        """The entries of each client's slice. Statistics are not averaged."""
-        mask = jax.vmap(functools.partial(covered, params_at))(cohort.level)
-        if hparams.masked_cross_entropy:
-            last = jax.tree.map(lambda m: of_classes(m, present), mask[-1])
-            mask = (*mask[:-1], last)
-        none = jnp.zeros_like(cohort.row_mask)
-        return types.Variables(mask, (none,) * len(mask))
-
-    def of_classes(mask: jax.Array, present: jax.Array) -> jax.Array:
-        """The last layer's entries [C, ..., Y] of the classes that a client has."""
-        middle = (1,) * (mask.ndim - 2)
-        return mask & present.reshape(len(present), *middle, -1)
+    def net_in_training(number: int, width: int | jax.Array) -> types.Model:
+        """The model of a level, which the Scaler divides as a client of `width`."""
+        scaler = width / count if hparams.scaler else 1.0
+        return widths.narrower(task.model, number / count, scaler)
 
     def classes(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         """bool[C, Y]: the classes that each client has."""
         present = data.label_counts(task.num_classes) > 0
         return stacked.take(present, cohort.client_id)
 
+    def held(cohort: types.Cohort, present: jax.Array) -> types.Variables:
+        """The entries of each client's slice, and of the classes that it has."""
+        mask = slices.held(cohort, present)
+        if not hparams.masked_cross_entropy:
+            return mask
+
+        def of_classes(entries: jax.Array) -> jax.Array:
+            """Of the last layer's entries bool[C, ..., Y] those of own classes."""
+            middle = (1,) * (entries.ndim - 2)
+            return entries & present.reshape(len(present), *middle, -1)
+
+        *hidden, last = mask.params
+        return mask._replace(params=(*hidden, jax.tree.map(of_classes, last)))
+
     def client_update(client: each_client.Client, start: types.Variables, level: int):
         """Trains the slice of the client's level, or every width that it holds."""
 
-        def loss_of(number: int, width, params, stats, batch):
-            own = narrowed(types.Variables(params, stats), shape_at[number - 1])
-            net = _net(hparams, task, number, width if hparams.scaler else None)
+        def loss_of(
+            number: int,
+            width: int | jax.Array,
+            variables: types.Variables,
+            batch: local_training.Batch,
+        ) -> jax.Array:
+            own = widths.narrowed(variables, shape_at[number - 1])
+            net = net_in_training(number, width)
             logits, _ = net.forward(*own, batch.image, **batch.mode)
             if hparams.masked_cross_entropy:
                 logits = jnp.where(client.own, logits, 0)
             return losses.cross_entropy(logits, batch.label, batch.mask)
 
         def loss_fn(params, stats, batch):
+            variables = types.Variables(params, stats)
             if not hparams.all_widths:
                 # A chunk may run a larger slice than the client's own.
-                return loss_of(level, client.level, params, stats, batch), stats
-            each = [loss_of(n, n, params, stats, batch) for n in range(1, level + 1)]
+                return loss_of(level, client.level, variables, batch), stats
+            each = [loss_of(n, n, variables, batch) for n in range(1, level + 1)]
             reached = jnp.arange(1, level + 1) <= client.level
             return jnp.where(reached, jnp.stack(each), 0).sum(), stats
 
-        mine = own_entries(client, level)
+        mine = widths.own_entries(params_at, client, level)
         objective = local_training.Objective(loss_fn, mine, held=False)
         return local_training.train(hparams, (objective,), start, client)
 
-    def server(state: types.RoundState, data: types.Data):
+    def server(state: types.RoundState, data: types.Data) -> dict:
         """Every width with its statistics, the widest first."""
-        found = {}
-        for number in range(num_levels, 0, -1):
-            own = narrowed(state.server, shape_at[number - 1])
-            key = rng.stream(state.key, "static_norm", state.round)
-            stats = static_stats(nets[number - 1], own, data, key)
-            found[f"exit{number}"] = nets[number - 1], own._replace(stats=stats)
-        return {"global": found[f"exit{num_levels}"]} | found
+        key, found = rng.stream(state.key, "static_norm", state.round), {}
+        for number, net in reversed(list(enumerate(nets, start=1))):
+            own = widths.narrowed(state.server, shape_at[number - 1])
+            stats = static_stats(net, own, data, key)
+            found[f"exit{number}"] = net, own._replace(stats=stats)
+        return {"global": found[f"exit{len(nets)}"]} | found
 
     def static_stats(
         net: types.Model, own: types.Variables, data: types.Data, key: jax.Array
-    ):
+    ) -> types.Stats:
         """sBN: batch statistics over the clients' train rows, in train mode."""
         rows, size = levels.eligible_rows(hparams, data.partition.train)
         if hparams.static_examples:
@@ -206,62 +158,33 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             spread = jnp.arange(wanted) * (size / jnp.minimum(size, wanted))
             size = jnp.minimum(size, wanted)
             rows = rows[spread.astype(jnp.int32)]
-        count = -(-size // hparams.batch_size)
+        num_batches = -(-size // hparams.batch_size)
         batches = stacked.in_batches(rows, hparams.batch_size)
-        is_average = hparams.static_norm == "average"
         nothing = jax.tree.map(jnp.zeros_like, own.stats)
 
-        def step(index, stats):
-            if is_average:
-                image, _ = data.gather(batches[index])
-            else:
-                place = index * hparams.batch_size + jnp.arange(hparams.batch_size)
-                image, *_ = data.train_batch(batches[index], place, key)
-            mode = {"sample_mask": batches[index] >= 0, "train": True}
-            before = nothing if is_average else stats
-            _, new = net.forward(own.params, before, image, **mode)
-            if not is_average:
-                return new
+        def average(index: jax.Array, stats: types.Stats) -> types.Stats:
+            image, _ = data.gather(batches[index])
+            new = statistics(nothing, image, batches[index])
             # From nothing, a batch's statistics come back times the momentum.
-            share = types.STATS_MOMENTUM * count
+            share = types.STATS_MOMENTUM * num_batches
             return jax.tree.map(lambda s, n: s + n / share, stats, new)
 
-        first = nothing if is_average else own.stats
-        return jax.lax.fori_loop(0, count, step, first)
+        def moving_average(index: jax.Array, stats: types.Stats) -> types.Stats:
+            place = index * hparams.batch_size + jnp.arange(hparams.batch_size)
+            image, *_ = data.train_batch(batches[index], place, key)
+            return statistics(stats, image, batches[index])
 
-    names = zip(_names(hparams), params_at, strict=True)
-    pairs = [traffic.both_ways(name, shapes.tree_bytes(size)) for name, size in names]
-    kinds = tuple(kind for pair in pairs for kind in pair)
+        def statistics(
+            before: types.Stats, image: jax.Array, rows: jax.Array
+        ) -> types.Stats:
+            mode = {"sample_mask": rows >= 0, "train": True}
+            return net.forward(own.params, before, image, **mode)[1]
 
-    def sent(cohort: types.Cohort) -> dict[str, jax.Array]:
-        levels_of = enumerate(pairs, start=1)
-        return {kind.name: cohort.level == n for n, pair in levels_of for kind in pair}
+        if hparams.static_norm == "average":
+            return jax.lax.fori_loop(0, num_batches, average, nothing)
+        return jax.lax.fori_loop(0, num_batches, moving_average, own.stats)
 
-    part = levels.Submodel(cut, paste, held, kinds, sent, num_levels)
+    part = slices._replace(held=held)
     return levels.make(
-        hparams, task, model, part, client_update, own=classes, server=server
+        hparams, task, nets[-1], part, client_update, own=classes, server=server
     )
-
-
-def _names(hparams: HParams) -> list[str]:
-    """The names of the levels in messages: `width 1/4`, ..."""
-    count = len(levels.mix(hparams))
-    return [f"width {n}/{count}" for n in range(1, levels.top(hparams) + 1)]
-
-
-def _net(
-    hparams: HParams, task: types.Task, number: int, divisor: Any = None
-) -> types.Model:
-    """The model of a level. In training it divides by the width `divisor`, if given.
-
-    Raises:
-        ValueError: the model has no narrower form.
-    """
-    model, count = task.model, len(levels.mix(hparams))
-    if model.at_width is None:
-        raise ValueError(
-            f"--model={model.name} flattens maps or has exits, so no narrower form "
-            f"is a slice of it; take {levels.WITH_WIDTHS}"
-        )
-    scaler = 1.0 if divisor is None else divisor / count
-    return model.at_width(number / count, scaler)

@@ -114,36 +114,34 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         trunks = [stage["trunk"] for stage in start.params[:-1]] if distils else ()
         return {"moved": tuple(jax.tree.map(jnp.zeros_like, one) for one in trunks)}
 
-    def server_update(server, trained, own, cohort, mean):
+    def server_update(server: Any, trained: Any, own: Any, cohort: Any, mean: Any):
         """Momentum distillation with the last movement, then the mean."""
-        variables, moved = trained.variables, server["moved"]
-        if distils:
-            both, last = (trained.params, server["model"].params), is_last(cohort)
-            variables = variables._replace(params=distilled(*both, moved, last))
-            moved = movement(*both, moved, last)
-        return {"model": mean(variables), "moved": moved}, None
+        given = trained.params, server["model"].params, server["moved"], is_last(cohort)
+        variables = trained.variables._replace(params=distilled(*given))
+        return {"model": mean(variables), "moved": movement(*given)}, None
 
-    def mixed(new: jax.Array, before: jax.Array, drift: jax.Array) -> jax.Array:
-        return (1 - beta) * new + beta * (before + drift)
-
-    def distilled(params, old, moved, last):
+    def distilled(new: Any, old: Any, moved: tuple, last: jax.Array) -> types.Params:
         """(1 - beta) of a client's movement of its last stage, beta of the next's."""
-        stages = list(params)
+
+        def mixed(new: jax.Array, old: jax.Array, drift: jax.Array) -> jax.Array:
+            return (1 - beta) * new + beta * (old + drift)
+
+        stages = list(new)
         for n, drift in enumerate(moved):
-            trunk = params[n]["trunk"]
+            trunk = new[n]["trunk"]
             mix = jax.tree.map(mixed, trunk, old[n]["trunk"], drift)
-            stages[n] = params[n] | {"trunk": stacked.where(last[:, n], mix, trunk)}
+            stages[n] = new[n] | {"trunk": stacked.where(last[:, n], mix, trunk)}
         return tuple(stages)
 
-    def movement(params, old, moved, last):
+    def movement(new: Any, old: Any, moved: tuple, last: jax.Array) -> tuple:
         """The mean movement of level n + 1 in its last two stages, if it took part."""
 
-        def drift(stage, rows):
+        def drift(stage: int, rows: jax.Array) -> Any:
             share, _ = aggregate.masked_weights(jnp.ones(len(rows)), rows)
-            pair = params[stage]["trunk"], old[stage]["trunk"]
+            pair = new[stage]["trunk"], old[stage]["trunk"]
             return aggregate.weighted_mean(jax.tree.map(jnp.subtract, *pair), share)
 
-        def mean(n, before):
+        def mean(n: int, before: Any) -> Any:
             rows = last[:, n + 1]
             pair = drift(n, rows), drift(n + 1, rows)
             new = jax.tree.map(lambda a, b: (a + b) / 2, *pair)
@@ -151,8 +149,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         return tuple(mean(n, before) for n, before in enumerate(moved))
 
-    part = levels.first_stages(task, model)._replace(held=held)
     given = {"beside": nothing_moved, "server_update": server_update}
+    part = levels.first_stages(task, model)._replace(held=held)
     return levels.make(hparams, task, model, part, client_update, **given)
 
 

@@ -39,6 +39,7 @@ from fedjax_pfl import (
     stacked,
     traffic,
     types,
+    widths,
 )
 
 
@@ -55,7 +56,7 @@ def first_bases(key: jax.Array, place: jax.Array, num_bases: int) -> jax.Array:
     """The bases int32[C] at places int32[C] of a queue of shuffles of all bases."""
 
     def one(place: jax.Array) -> jax.Array:
-        own = rng.stream(key, rng.Tag.QUEUE, place // num_bases)
+        own = rng.stream(key, "levels.queue", place // num_bases)
         return jax.random.permutation(own, num_bases)[place % num_bases]
 
     return jax.vmap(one)(place)
@@ -70,7 +71,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """
     _check(hparams, task)
     num_bases = hparams.num_bases
-    base = task.model.at_width(num_bases**-0.5)
+    base = widths.narrower(task.model, num_bases**-0.5)
     shape = shapes.variables(base, task.example_shape)
     loss_fn = local_training.cross_entropy_loss(base)
 
@@ -80,11 +81,11 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         is_before = cohort.client_id < cohort.client_id[:, None]
         place = (is_before & cohort.row_mask).sum(1)
         place += state.round * cohort.row_mask.sum()
-        key = rng.stream(state.key, rng.Tag.QUEUE)
+        key = rng.stream(state.key, "levels.queue")
         first = first_bases(key, place, num_bases)
 
         def order(client_id: jax.Array, first: jax.Array) -> jax.Array:
-            own = rng.stream(state.key, rng.Tag.BASES, state.round, client_id)
+            own = rng.stream(state.key, "levels.bases", state.round, client_id)
             rank = jax.random.permutation(own, num_bases)
             return jnp.argsort(rank.at[first].set(-1))
 
@@ -119,7 +120,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return trained.replace(opt_state=kept, loss=loss)
 
     def init(key: jax.Array) -> types.Variables:
-        keys = [rng.stream(key, rng.Tag.BASES, number) for number in range(num_bases)]
+        keys = [rng.stream(key, "levels.bases", number) for number in range(num_bases)]
         bases = [task.init(base, own) for own in keys]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *bases)
 
@@ -157,12 +158,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
 
 def _check(hparams: HParams, task: types.Task) -> None:
-    """Refuses a model without a narrower form, and other levels than bases."""
-    model, parts = task.model, len(levels.mix(hparams))
-    if model.at_width is None:
-        raise ValueError(
-            f"--model={model.name} has no narrower form; take {levels.WITH_WIDTHS}"
-        )
+    """Refuses other levels than bases."""
+    parts = len(levels.mix(hparams))
     if parts != hparams.num_bases:
         raise ValueError(
             f"--level_mix={hparams.level_mix} has {parts} levels, --num_bases="

@@ -82,7 +82,11 @@ class HParams(decentralized.Peers, local_training.LocalTraining):
         0.1, "peers below this divergence are alike [th_I]", minimum=0
     )
     proximal_weight: float = option(
-        0.1, "pull of the extractor to the anchor [mu]", minimum=0, zero_is_off=True
+        0.1,
+        "pull of the extractor to the anchor [mu]",
+        minimum=0,
+        needs={"layer_personalization": (True,)},
+        zero_is_off=True,
     )
     proximal: str = option(
         "batch",
@@ -154,7 +158,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         shared = jnp.pad(alike, ((0, 0), (1, 0)), constant_values=True)
         head = size * shared if by_layer else size
         own = decentralized.mix(rows, cohort, cut, size, head)
-        key = rng.stream(state.key, rng.Tag.REPLACED, state.round)
+        key = rng.stream(state.key, "decentralized.replaced", state.round)
         replaced = stacked.take(rows, drawn(key, cohort))
         return decentralized.Mixed(
             stacked.where(drop, replaced, own),
@@ -247,9 +251,7 @@ def _cut(hparams: HParams, task: types.Task) -> int:
 
 
 def _check(hparams: HParams, task: types.Task) -> None:
-    """Refuses a weight without effect, and more tracked clients than there are."""
-    if not hparams.layer_personalization:
-        options.refuse(hparams, ("proximal_weight",), "with --nolayer_personalization")
+    """Refuses more tracked clients than there are."""
     pairs, most = hparams.track_pairs, task.num_clients
     if pairs == 1 or pairs > most:
         raise ValueError(f"--track_pairs={pairs}: expected 0, or 2 to {most} clients")

@@ -5,17 +5,17 @@ from typing import Any
 
 import numpy as np
 
-from data import dataset, labels
+from data import dataset, files, labels
 
 # The order of the axes of `x`: examples, height, width, channels; time
 LAYOUTS = ("auto", "nhwc", "nchw", "nhw", "ntc")
 
 
+@files.naming
 def from_arrays(
     x: Any,
     y: Any,
     client: Any = None,
-    where: str = "dataset",
     *,
     layout: str = "auto",
     least_classes: int = 2,
@@ -31,46 +31,35 @@ def from_arrays(
             not negative are tokens.
         y: Labels [N]: text, bools, integers or whole floats.
         client: The owner of each row [N], of the same types, or None.
-        where: The name of the arrays in errors.
         layout: One of `LAYOUTS`; see `laid_out`.
         least_classes: The number of different labels that are needed.
         names: The names of labels and owners in errors.
         columns: The columns of `x` [N, D] by name, as they were given, if it is of a
             table.
         test: Official test rows (x, y) of the same kind, or None.
+        where: The name of the arrays in errors, by default `dataset`, "" = none.
 
     Raises:
         ValueError: one line: what came, what was expected.
     """
-    try:
-        x = labels.unmasked(x, "x")
-        num_train = len(x) if x.ndim else 0
-        if test is not None:
-            x, y, client = _with_tests(x, y, client, test)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    x = labels.unmasked(x, "x")
+    num_train = len(x) if x.ndim else 0
+    if test is not None:
+        x, y, client = _with_tests(x, y, client, test)
     are_tokens = x.dtype.kind in "iu" and x.dtype != np.uint8 and x.ndim == 2
     if are_tokens and x.size:
         are_tokens = x.min() >= 0 and x.max() < 2**31
-    if x.ndim not in (2, 3, 4) or not (
-        x.dtype == np.uint8 or np.issubdtype(x.dtype, np.floating) or are_tokens
-    ):
-        is_whole = x.dtype.kind in "biu" and x.ndim in (2, 3, 4)
+    is_number = x.dtype == np.uint8 or x.dtype.kind == "f" or are_tokens
+    if x.ndim not in (2, 3, 4) or not is_number or 0 in x.shape[1:]:
+        is_whole = x.dtype.kind in "biu" and x.ndim in (2, 3, 4) and x.size
         cure = "; give x.astype(np.float32)" if is_whole else ""
         raise ValueError(
-            f"{where}: x must be uint8 or float of shape [N, H, W, C], [N, H, W] or "
-            f"[N, D], got {x.dtype} {list(x.shape)}{cure}"
+            "x must be uint8 or float of shape [N, H, W, C], [N, H, W] or [N, D] with "
+            f"no axis of 0, got {x.dtype} {list(x.shape)}{cure}"
         )
-    if 0 in x.shape[1:]:
-        raise ValueError(f"{where}: x has empty examples of shape {list(x.shape[1:])}")
-    try:
-        known = labels.classes(y, len(x), names[0], least_classes)
-        owned = None
-        if client is not None:
-            owned = labels.owners(client, len(x), names[1])
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    x, note = laid_out(x, layout, where)
+    known = labels.classes(y, len(x), names[0], least_classes)
+    owned = None if client is None else labels.owners(client, len(x), names[1])
+    x, note = laid_out(x, layout)
     notes = [note]
     if are_tokens:
         image = x.astype(np.int32, order="C")
@@ -81,7 +70,7 @@ def from_arrays(
     elif x.dtype == np.uint8:
         image = np.ascontiguousarray(x)
     else:
-        image = as_float32(x, f"{where}: x")
+        image = as_float32(x, "x")
     if known.names:
         notes.append(
             f"labels are numbered 0 to {known.count - 1} in this order: "
@@ -164,14 +153,14 @@ def merged(columns: Mapping[str, np.ndarray]) -> str:
     )
 
 
-def laid_out(x: np.ndarray, layout: str, where: str) -> tuple[np.ndarray, str]:
+def laid_out(x: np.ndarray, layout: str, where: str = "") -> tuple[np.ndarray, str]:
     """The examples as [N, H, W, C], [N, D], or with the layout `ntc` [N, T, C].
 
     Args:
         x: Examples in the given layout.
         layout: One of `LAYOUTS`. With `auto` [N, H, W] are gray images, and [N, 1, H,
             W] and [N, 3, H, W] with more than four rows and columns are NCHW.
-        where: The name of the arrays in errors.
+        where: The name of the arrays in errors, "" = none.
 
     Returns:
         (the examples, a line about what `auto` has decided, or "").
@@ -195,8 +184,8 @@ def laid_out(x: np.ndarray, layout: str, where: str) -> tuple[np.ndarray, str]:
     wanted = len(layout)
     if x.ndim != wanted:
         raise ValueError(
-            f"{where}: --layout={layout} is of {wanted} axes, x has the shape {shape}; "
-            "omit it, or take another"
+            f"{where and f'{where}: '}--layout={layout} is of {wanted} axes, x has the "
+            f"shape {shape}; omit it, or take another"
         )
     if layout == "nchw":
         return x.transpose(0, 2, 3, 1), ""
@@ -211,11 +200,9 @@ def as_float32(x: np.ndarray, what: str) -> np.ndarray:
             float32's range.
     """
     largest = max(float(x.max()), -float(x.min()))
-    if not np.isfinite(largest):
-        raise ValueError(f"{what} holds nan or infinity; fill or drop such values")
-    if largest > float(np.finfo(np.float32).max) / 4:
-        raise ValueError(
-            f"{what} holds {largest:.3g}, which is beyond the range of float32; scale "
-            "it"
-        )
+    if not largest <= float(np.finfo(np.float32).max) / 4:
+        odd = f"{largest:.3g}, which is beyond the range of float32; scale it"
+        if not np.isfinite(largest):
+            odd = "nan or infinity; fill or drop such values"
+        raise ValueError(f"{what} holds {odd}")
     return x.astype(np.float32, order="C")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from data import frames, images, labels
+from data import files, frames, images, labels
 
 if TYPE_CHECKING:
     import pandas
@@ -219,7 +219,8 @@ def _of_columns(given: Any, where: str, label: str, owner: str) -> Rows:
 
         columns = {name: pandas.Series(one) for name, one in columns.items()}
         return Rows(None, pandas.DataFrame(columns), True)
-    label, owner = frames.chosen([n for n in columns if n != x], label, owner, where)
+    with files.named(where):
+        label, owner = frames.chosen([n for n in columns if n != x], label, owner)
     named = [x, label, *filter(None, [owner])]
     others = [name for name in columns if name not in named]
     line = f"label: {label}; owners: {owner or 'none'}; x: {x}"

@@ -1,9 +1,32 @@
 """Opens files at paths that a user gives, and at no other place."""
 
+import contextlib
+import functools
 import os
 import pathlib
 import stat
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
+
+
+@contextlib.contextmanager
+def named(where: str) -> Iterator[None]:
+    """A context whose ValueErrors begin with `where`, the name of what a user gives."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}" if where else str(error)) from error
+
+
+def naming(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with an argument `where` more, with which its errors begin."""
+
+    @functools.wraps(function)
+    def called(*args: Any, where: str = "dataset", **kwargs: Any) -> Any:
+        with named(where):
+            return function(*args, **kwargs)
+
+    return called
 
 
 def check(path: pathlib.Path, expected: str) -> None:

@@ -44,18 +44,15 @@ _MISSING = [
 ]
 
 
-def from_csv(
-    path: str, label: str = "", owner: str = "", flag: str = "dataset"
-) -> dataset.Dataset:
+def from_csv(path: str, label: str = "", owner: str = "") -> dataset.Dataset:
     """A data set of a CSV file, plain or compressed; see `from_frame`.
 
     Raises:
-        ValueError: one line: it cannot be read, or a column does not fit.
+        ValueError: a phrase: it cannot be read, or a column does not fit.
     """
-    where = f"--{flag}=csv:{path}"
     import pandas  # takes long to import
 
-    place = files.given(path, where)
+    place = files.given(path, "a CSV file")
     try:
         files.check(place, "a CSV file")
         _check_width(place)
@@ -64,7 +61,9 @@ def from_csv(
             warnings.simplefilter("error", pandas.errors.ParserWarning)
             names = pandas.read_csv(place, nrows=0, index_col=False).columns
             # pandas would rename the second of two columns `a` to `a.1`.
-            header = pandas.read_csv(place, nrows=1, header=None, dtype=str)
+            header = pandas.read_csv(
+                place, nrows=1, header=None, dtype=str, keep_default_na=False
+            )
             given = {label, owner}
             given |= set() if label else _called(names, LABELS)
             given |= set() if owner else _called(names, OWNERS)
@@ -79,24 +78,17 @@ def from_csv(
                 keep_default_na=False,
                 na_values=missing,
             )
-    except FileNotFoundError as error:
-        raise ValueError(f"{where}: there is no such file") from error
     except (ValueError, OSError, EOFError, pandas.errors.ParserWarning) as error:
-        reason = str(error).strip() or type(error).__name__
-        raise ValueError(
-            f"{where}: cannot be read as CSV: {' '.join(reason.split())[:200]}"
-        ) from error
-    _check_names(header.iloc[0].dropna().tolist(), where)
-    unnamed = [str(name) for name in frame.columns if str(name).startswith("Unnamed: ")]
-    if unnamed:
-        raise ValueError(
-            f"{where}: a column has no name, as of a saved index; write the file with "
-            "index=False, or name the column"
-        )
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        if isinstance(error, FileNotFoundError):
+            reason = "there is no such file"
+        raise ValueError(f"cannot be read as CSV: {reason}") from error
+    # pandas calls a column without a name `Unnamed: 0`, and so does what it has saved.
+    _check_names([re.sub(r"^Unnamed: .*", "", name) for name in header.iloc[0]])
     texts = {name: sorted({*frame[name]} & {*_MISSING} - {""}) for name in as_text}
     for name in as_text:
         frame[name] = _plain_numbers(frame[name])
-    made = from_frame(frame, label, owner, where)
+    made = from_frame(frame, label, owner, where="")
     doubts = [
         f"{labels.limited(name)} holds the text {labels.listed(found)}, which is taken "
         "as a name; leave the cell empty if it is missing"
@@ -141,11 +133,11 @@ def _plain_numbers(column: pandas.Series) -> pandas.Series:
     return numbers if is_usual and numbers.nunique() == column.nunique() else column
 
 
+@files.naming
 def from_frame(
     frame: pandas.DataFrame,
     label: str = "",
     owner: str = "",
-    where: str = "dataset",
     test: pandas.DataFrame | None = None,
 ) -> dataset.Dataset:
     """A data set of vectors: the numeric columns of a table, as float32.
@@ -156,8 +148,8 @@ def from_frame(
         label: The column of the labels, "" = the one named as in `LABELS`.
         owner: The column of the rows' owners, "" = the one named as in `OWNERS`, or
             there is none.
-        where: The name of the table in errors.
         test: Official test rows, a table with the same columns, or None.
+        where: The name of the table in errors, by default `dataset`, "" = none.
 
     Raises:
         ValueError: one line: a column is missing, has missing values, is neither a
@@ -166,24 +158,23 @@ def from_frame(
     import pandas
 
     names = [str(name) for name in frame.columns]
-    _check_names(names, where)
+    _check_names(names)
     frame = frame.set_axis(names, axis=1)
-    label, owner = chosen(names, label, owner, where)
+    label, owner = chosen(names, label, owner)
+    features = [name for name in names if name not in (label, owner)]
     count, unused = len(frame), frame.index.names
-    if not count:
-        raise ValueError(f"{where}: there are no rows")
+    if not count or not features:
+        lacking = "column beside the label and the owner" if count else "row"
+        raise ValueError(f"there is no {lacking}")
     if test is not None:
         test = test.set_axis(list(map(str, test.columns)), axis=1)
-        _check_names(list(test.columns), where)
+        _check_names(list(test.columns))
         if owner:
             # Official test rows belong to no client.
             test = test.assign(**{owner: frame[owner].iloc[0]})
         frame = pandas.concat([frame, _with_columns(test, names)], ignore_index=True)
-    features = [name for name in names if name not in (label, owner)]
-    if not features:
-        raise ValueError(f"{where}: there is no column beside the label and the owner")
 
-    _check_numbers(frame, features, where)
+    _check_numbers(frame, features)
     kind, values = "missing", None
     counts = frame[features].isna().sum().to_numpy()
     if not counts.any():
@@ -192,17 +183,17 @@ def from_frame(
     if counts.any():
         odd = {n: int(k) for n, k in zip(features, counts, strict=True) if k}
         raise ValueError(
-            f"{where}: values are {kind}, of which {labels.sized(odd)}; replace them, "
-            "or drop these rows or columns"
+            f"values are {kind}, of which {labels.sized(odd)}; replace them, or drop "
+            "these rows or columns"
         )
-    _check_features(frame[features], where)
+    _check_features(frame[features])
     made = arrays.from_arrays(
         values,
         frame[label],
         frame[owner] if owner else None,
-        where,
         names=(f"the column {label}", f"the column {owner}"),
         columns={name: frame[name].to_numpy() for name in features},
+        where="",
     )
     index = [str(name) for name in unused if name is not None]
     line = (
@@ -217,34 +208,42 @@ def from_frame(
     return made._replace(num_train=count, notes=(line, *made.notes, *doubts))
 
 
-def chosen(names: Sequence[str], label: str, owner: str, where: str) -> tuple[str, str]:
+def chosen(names: Sequence[str], label: str, owner: str) -> tuple[str, str]:
     """The columns of the labels and of the owners; "" = there are no owners.
 
     Raises:
-        ValueError: one line: there is no such column, or no usual one.
+        ValueError: a phrase: there is no such column, or no usual one.
     """
-    label = label or _usual_label(names, where)
+    usual = sorted(_called(names, LABELS), key=list(names).index)
+    label = label or (usual[0] if len(usual) == 1 else "")
     owned = _called(names, OWNERS) - {label}
     owner = owner or (owned.pop() if len(owned) == 1 else "")
-    reason = f"--label={label} and --owner={owner} are the same column"
     missing = [
         f"there is no column --{flag}={name}; the columns are {labels.listed(names)}"
         for flag, name in (("label", label), ("owner", owner))
         if name and name not in names
     ]
-    if missing or label == owner:
-        raise ValueError(f"{where}: {[*missing, reason][0]}")
+    reason = missing[0] if missing else ""
+    if not label:
+        found = f"{labels.listed(usual)} could" if usual else "no column is known to"
+        reason = f"{found} hold the labels; give --label, one of the columns "
+        reason += labels.listed(names)
+    elif label == owner:
+        reason = f"--label={label} and --owner={owner} are the same column"
+    if reason:
+        raise ValueError(reason)
     return label, owner
 
 
-def _check_names(names: Sequence[str], where: str) -> None:
-    """Refuses columns of one name."""
+def _check_names(names: Sequence[str]) -> None:
+    """Refuses columns of one name, or without a name, as of a saved index."""
     counts = collections.Counter(names)
     twice = sorted(name for name, count in counts.items() if count > 1)
-    if twice:
-        raise ValueError(
-            f"{where}: several columns are named {labels.listed(twice)}; rename them"
-        )
+    reason = f"several columns are named {labels.listed(twice)}" if twice else ""
+    if "" in names:
+        reason = "a column has no name, as of a saved index"
+    if reason:
+        raise ValueError(f"{reason}; rename it, or write files with index=False")
 
 
 def _called(names: Sequence[str], usual: Sequence[str]) -> set[str]:
@@ -252,7 +251,7 @@ def _called(names: Sequence[str], usual: Sequence[str]) -> set[str]:
     return {name for name in names if name.strip().lower() in usual}
 
 
-def _check_features(frame: pandas.DataFrame, where: str) -> None:
+def _check_features(frame: pandas.DataFrame) -> None:
     """Refuses columns whose names say that they are not features.
 
     Columns with fractions are features, whatever they are called.
@@ -275,8 +274,8 @@ def _check_features(frame: pandas.DataFrame, where: str) -> None:
         if "says which rows test" in reasons.values():
             cures = ["give the test rows as test=frame from Python"]
         raise ValueError(
-            f"{where}: columns are not features by their names: {', '.join(found)}; "
-            f"{cures[0]}, drop such columns, or rename those that are features"
+            f"columns are not features by their names: {', '.join(found)}; {cures[0]}, "
+            "drop such columns, or rename those that are features"
         )
 
 
@@ -320,11 +319,12 @@ def ordered(frame: pandas.DataFrame, columns: tuple[str, ...]) -> np.ndarray:
     """
     frame = frame.set_axis(list(map(str, frame.columns)), axis=1)
     frame = _with_columns(frame, columns)
-    _check_numbers(frame, columns, "the table")
+    with files.named("the table"):
+        _check_numbers(frame, columns)
     return frame.to_numpy(np.float64)
 
 
-def _check_numbers(frame: pandas.DataFrame, names: Sequence[str], where: str) -> None:
+def _check_numbers(frame: pandas.DataFrame, names: Sequence[str]) -> None:
     """Refuses columns that are not numbers."""
     from pandas.api import types
 
@@ -334,9 +334,9 @@ def _check_numbers(frame: pandas.DataFrame, names: Sequence[str], where: str) ->
     odd = [name for name in names if not is_number(frame[name].dtype)]
     if odd:
         raise ValueError(
-            f"{where}: columns are not numbers: {labels.listed(odd)}; drop them, "
-            "encode them as numbers, or name one with --label or --owner; texts can be "
-            "given as numbers of tokens [N, T] to a custom model"
+            f"columns are not numbers: {labels.listed(odd)}; drop them, encode them as "
+            "numbers, or name one with --label or --owner; texts can be given as "
+            "numbers of tokens [N, T] to a custom model"
         )
 
 
@@ -349,14 +349,3 @@ def _with_columns(frame: pandas.DataFrame, names: Sequence[str]) -> pandas.DataF
             "rows have; add them"
         )
     return frame[list(names)]
-
-
-def _usual_label(names: list[str], where: str) -> str:
-    found = sorted(_called(names, LABELS), key=names.index)
-    if len(found) == 1:
-        return found[0]
-    reason = f"{labels.listed(found)} could" if found else "no column is known to"
-    raise ValueError(
-        f"{where}: {reason} hold the labels; give --label, one of the columns "
-        f"{labels.listed(names)}"
-    )

@@ -32,7 +32,7 @@ _TRANSPARENT = ("LA", "La", "PA", "RGBA", "RGBa")
 _COLOURS = ("RGB", "P", "CMYK", "YCbCr", "HSV", "LAB")
 
 
-def from_folder(path: str, flag: str = "dataset") -> dataset.Dataset:
+def from_folder(path: str, least_classes: int = 2) -> dataset.Dataset:
     """A data set of the images in class/file or owner/class/file.
 
     Rows are in the order of the paths. Names that begin with a dot, and folders
@@ -40,43 +40,44 @@ def from_folder(path: str, flag: str = "dataset") -> dataset.Dataset:
 
     Args:
         path: The folder.
-        flag: The flag that names it, for errors.
+        least_classes: The number of different labels that are needed.
 
     Returns:
         Images uint8 [N, H, W, 1], or [N, H, W, 3] if any of them has colours.
 
     Raises:
-        ValueError: one line: the folders are of another form, a file cannot be read, or
+        ValueError: a phrase: the folders are of another form, a file cannot be read, or
             images differ in size.
     """
-    where = f"--{flag}=images:{path}"
-    root = files.given(path, where)
+    root = files.given(path, "a folder")
     if not root.is_dir():
         what = "a file" if root.exists() else "not there"
-        raise ValueError(f"{where}: it is {what}; give a folder of folders of images")
-    found, others = _listed(root, where)
-    if not found:
-        raise ValueError(
-            f"{where}: there are no images ({', '.join(SUFFIXES)}) in folders of it"
-        )
+        raise ValueError(f"it is {what}; give a folder of folders of images")
+    found, others = _listed(root)
     depths = {len(one.parts): one for one in found[::-1]}
-    if not depths.keys() <= {2, 3} or len(depths) > 1:
+    if not depths.keys() <= {2, 3} or len(depths) != 1:
         shown = " and ".join(str(one) for one in list(depths.values())[:2])
-        raise ValueError(
-            f"{where}: images must be in class/file or owner/class/file, all of them "
-            f"alike; there is {shown}"
-        )
-    _check_names(sorted({one.parts[0] for one in found}), len(found[0].parts), where)
-    notes = _notes_of_links(root, found, where)
-    sizes = {_read(root, one, where, lambda image: image.size): one for one in found}
+        reason = "images must be in class/file or owner/class/file, all of them alike; "
+        reason += f"there is {shown}"
+        if not found:
+            reason = f"there are no images ({', '.join(SUFFIXES)}) in folders of it"
+        raise ValueError(reason)
+    _check_names(sorted({one.parts[0] for one in found}), len(found[0].parts))
+    notes = _notes_of_links(root, found)
+    sizes = {_read(root, one, lambda image: image.size): one for one in found}
     if len(sizes) > 1:
         (first, one), (second, other) = list(sizes.items())[:2]
         raise ValueError(
-            f"{where}: {one} has {first[0]}x{first[1]} pixels and {other} "
+            f"{one} has {first[0]}x{first[1]} pixels and {other} "
             f"{second[0]}x{second[1]}; resize all of them to one size"
         )
-    _check_size(*next(iter(sizes)), len(found), where)
-    pixels = [_read(root, one, where, pixels_of) for one in found]
+    ((width, height),) = sizes
+    what = f"{len(found)} images of {width}x{height} pixels"
+    if max(width, height) > MAX_SIDE:
+        raise ValueError(f"{what}, at most {MAX_SIDE}x{MAX_SIDE} are read; resize them")
+    # They are in the memory one by one, and then as one array.
+    memory.check(2 * len(found) * width * height, what)
+    pixels = [_read(root, one, pixels_of) for one in found]
     num_gray = sum(image.shape[2] == 1 for image in pixels)
     if 0 < num_gray < len(pixels):
         pixels = [np.broadcast_to(one, (*one.shape[:2], 3)) for one in pixels]
@@ -91,15 +92,15 @@ def from_folder(path: str, flag: str = "dataset") -> dataset.Dataset:
         np.stack(pixels),
         [one.parts[-2] for one in found],
         owners,
-        where,
         layout="nhwc",
-        least_classes=2 if flag == "dataset" else 1,
+        least_classes=least_classes,
         names=("the class folder", "the owner folder"),
+        where="",
     )
     return made._replace(notes=made.notes + notes)
 
 
-def _listed(root: pathlib.Path, where: str) -> tuple[list[pathlib.Path], str]:
+def _listed(root: pathlib.Path) -> tuple[list[pathlib.Path], str]:
     """The images below a folder, relative to it and in order, and its other files.
 
     Names of other files are shown if they are in the folder itself, and counted if they
@@ -107,7 +108,7 @@ def _listed(root: pathlib.Path, where: str) -> tuple[list[pathlib.Path], str]:
     """
 
     def refuse(error: OSError) -> None:
-        raise ValueError(f"{where}: {error.filename}: {error.strerror}") from error
+        raise ValueError(f"{error.filename}: {error.strerror}") from error
 
     images, others, num_behind, behind = [], [], 0, set()
     for folder, inside, names in os.walk(root, onerror=refuse, followlinks=True):
@@ -131,16 +132,15 @@ def _listed(root: pathlib.Path, where: str) -> tuple[list[pathlib.Path], str]:
     return sorted(images), " and ".join(shown)
 
 
-def _check_names(top: list[str], depth: int, where: str) -> None:
+def _check_names(top: list[str], depth: int) -> None:
     """Refuses folders that are the parts of a download, not owners or classes.
 
     Args:
         top: The names of the first folders.
         depth: 3 if they are over the classes, 2 if they are the classes.
-        where: The name of the folder in errors.
 
     Raises:
-        ValueError: one line.
+        ValueError: a phrase.
     """
     role = "owners" if depth == 3 else "classes"
     is_split = all(name.lower() in _SPLITS for name in top)
@@ -155,18 +155,16 @@ def _check_names(top: list[str], depth: int, where: str) -> None:
         if is_kind:
             cure = "give a folder of the images alone"
         raise ValueError(
-            f"{where}: its folders look like {kind} and not like {role} "
+            f"its folders look like {kind} and not like {role} "
             f"({labels.listed(top)}); {cure}"
         )
 
 
-def _notes_of_links(
-    root: pathlib.Path, found: list[pathlib.Path], where: str
-) -> tuple[str, ...]:
+def _notes_of_links(root: pathlib.Path, found: list[pathlib.Path]) -> tuple[str, ...]:
     """A line about files that are links to one another, and so the same row twice.
 
     Raises:
-        ValueError: one line: such files are in the folders of different classes.
+        ValueError: a phrase: such files are in the folders of different classes.
     """
     first: dict[tuple[int, int], pathlib.Path] = {}
     twice = []
@@ -180,41 +178,22 @@ def _notes_of_links(
             twice.append(f"{one} is {other}")
         if other.parts[-2] != one.parts[-2]:
             raise ValueError(
-                f"{where}: {other} and {one} are one file by a link, with two labels; "
-                "remove one of them"
+                f"{other} and {one} are one file by a link, with two labels; remove "
+                "one of them"
             )
     if not twice:
         return ()
     return (f"images that are links to others: {labels.listed(twice)}",)
 
 
-def _check_size(width: int, height: int, count: int, where: str) -> None:
-    """Refuses images that are too large, or too many for the memory.
-
-    Raises:
-        ValueError: one line.
-    """
-    what = f"{where}: {count} images of {width}x{height} pixels"
-    if max(width, height) > MAX_SIDE:
-        raise ValueError(f"{what}, at most {MAX_SIDE}x{MAX_SIDE} are read; resize them")
-    # They are in the memory one by one, and then as one array.
-    memory.check(2 * count * width * height, what)
-
-
-def _read(
-    root: pathlib.Path, name: pathlib.Path, where: str, take: Callable[[Any], Any]
-) -> Any:
+def _read(root: pathlib.Path, name: pathlib.Path, take: Callable[[Any], Any]) -> Any:
     """What `take` returns for an image as pillow opened it, without its pixels.
 
     Raises:
-        ValueError: one line that names the file.
+        ValueError: a phrase that names the file.
     """
-    try:
-        from PIL import Image  # takes a moment to import
-    except ImportError as error:
-        raise ValueError(
-            f"{where} needs the package pillow: pip install pillow"
-        ) from error
+    from PIL import Image  # takes a moment to import
+
     try:
         files.check(root / name, "an image")
         with warnings.catch_warnings():
@@ -229,7 +208,7 @@ def _read(
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         if "cannot identify" in reason:
             reason = f"it is not an image ({', '.join(FORMATS)}), or damaged"
-        raise ValueError(f"{where}: {name} cannot be read: {reason}") from error
+        raise ValueError(f"{name} cannot be read: {reason}") from error
 
 
 def pixels_of(image: Any) -> np.ndarray:

@@ -1,8 +1,6 @@
 """Numbers the labels and the owners of a user's rows, whatever their type."""
 
-import datetime
 import functools
-import numbers
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +11,9 @@ MAX_CLASSES = 100_000
 SHOWN = 8
 # Floats beyond are not all whole numbers.
 _WHOLE = 2.0**53
+# What pandas calls lists of one kind of Python objects
+_OF_ONE_KIND = {"string", "bytes", "boolean", "integer", "floating"}
+_OF_ONE_KIND |= {"mixed-integer-float"}
 
 
 class Numbered(NamedTuple):
@@ -44,26 +45,21 @@ def classes(values: Any, num_rows: int, what: str, least: int = 2) -> Numbered:
             regression.
     """
     array = _plain(values, num_rows, what, "labels")
-    if len(odd := _not_whole(array)):
-        raise ValueError(_regression(what, f"it holds {odd[0]:.6g}"))
-    found = _numbered(array)
+    found, reason = _numbered(array), ""
     # Integers with gaps may be the numbers of persons with few rows each.
     share = {"f": 10, "i": 4, "u": 4}.get(array.dtype.kind, 0)
     if found.names and share and found.count > max(20, len(array) / share):
         different = f"it holds {found.count} different numbers in {len(array)} rows"
-        raise ValueError(_regression(what, different))
-    if found.count > MAX_CLASSES:
+        reason = _regression(different)
+    elif found.count > MAX_CLASSES:
         # Every class costs a row of the model's last layer.
-        raise ValueError(
-            f"{what} holds {found.count} different labels, at most {MAX_CLASSES} are "
-            "possible"
-        )
-    if found.count < least:
-        only = (found.names or ("0",))[0]
-        raise ValueError(
-            f"{what} holds one label only, {limited(only)}; at least {least} classes "
-            "are needed"
-        )
+        reason = f"holds {found.count} different labels, at most {MAX_CLASSES} are "
+        reason += "possible"
+    elif found.count < least:
+        only = limited((found.names or ("0",))[0])
+        reason = f"holds one label only, {only}; at least {least} classes are needed"
+    if reason:
+        raise ValueError(f"{what} {reason}")
     return found
 
 
@@ -73,12 +69,7 @@ def owners(values: Any, num_rows: int, what: str) -> Numbered:
     Raises:
         ValueError: one line: they are of another shape or type, or some are missing.
     """
-    array = _plain(values, num_rows, what, "owners")
-    if len(odd := _not_whole(array)):
-        raise ValueError(
-            f"{what} holds {odd[0]:.6g}; owners are text, bools or whole numbers"
-        )
-    return _numbered(array)
+    return _numbered(_plain(values, num_rows, what, "owners"))
 
 
 def found_in(values: Any, names: Sequence[str], num_rows: int, what: str) -> np.ndarray:
@@ -87,10 +78,7 @@ def found_in(values: Any, names: Sequence[str], num_rows: int, what: str) -> np.
     Raises:
         ValueError: one line: they are of another shape, or one is not among the names.
     """
-    array = _plain(values, num_rows, what, "labels")
-    if len(odd := _not_whole(array)):
-        raise ValueError(f"{what} holds {odd[0]:.6g}, which is not a class")
-    given = _numbered(array)
+    given = _numbered(_plain(values, num_rows, what, "labels"))
     mine = given.names or tuple(map(str, range(given.count)))
     place = {name: number for number, name in enumerate(names)}
     odd = [name for name in mine if name not in place]
@@ -149,18 +137,11 @@ def limited(name: str) -> str:
     return text if is_plain and text else repr(text)
 
 
-def _not_whole(array: np.ndarray) -> np.ndarray:
-    """The floats of an array that are not whole numbers."""
-    if array.dtype.kind != "f":
-        return array[:0]
-    return array[(array != np.floor(array)) | (np.abs(array) > _WHOLE)]
-
-
-def _regression(what: str, reason: str) -> str:
+def _regression(reason: str) -> str:
     return (
-        f"{what} looks like the target of a regression ({reason}), and only "
-        "classification is possible; give classes as text or as integers 0, 1, 2, ..., "
-        "such as np.digitize(y, edges)"
+        f"looks like the target of a regression ({reason}), and only classification is "
+        "possible; give classes as text or as integers 0, 1, 2, ..., such as "
+        "np.digitize(y, edges)"
     )
 
 
@@ -183,42 +164,44 @@ def _plain(values: Any, num_rows: int, what: str, of: str) -> np.ndarray:
         ValueError: one line.
     """
     array = as_array(values, what)
-    if array.shape != (num_rows,):
+    if array.shape != (num_rows,) or not num_rows:
         hint = ""
         if array.ndim == 2 and len(array) == num_rows:
             hint = (
                 f"; of a column give {what}.ravel(), of one-hot rows {what}.argmax(1)"
             )
         raise ValueError(
-            f"{what} must be {of} [{num_rows}], got {array.dtype} {list(array.shape)}"
-            f"{hint}"
+            f"{what} must be {of} [{num_rows or 'N'}], got {array.dtype} "
+            f"{list(array.shape)}{hint}"
         )
-    if not num_rows:
-        raise ValueError(f"{what} holds no {of}")
     if array.dtype.kind in "OT":
-        array = _of_objects(array.astype(object), what, of)
-    kind = array.dtype.kind
-    if kind == "S":
-        try:
-            array = np.char.decode(array, "utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{what} holds bytes that are not UTF-8") from error
-    if kind in "mM":
-        _refuse(np.isnat(array), what, of)
-        array = (
-            np.datetime_as_string(array, "auto") if kind == "M" else array.astype(str)
-        )
-    elif kind == "f":
-        _refuse(np.isnan(array), what, of)
-        _refuse(np.isinf(array), what, of, "infinite", "replace them")
-    elif kind in "US":
-        _refuse(np.char.strip(array) == "", what, of)
-        _check_text(np.unique(array).tolist(), what)
-    elif kind not in "biu":
+        array = array.astype(object)
+        _check_missing(array, what, of)
+        array = _of_objects(array, what)
+    if array.dtype.kind == "S":
+        # Other bytes than those of UTF-8 become text that is not valid.
+        array = np.char.decode(array, "utf-8", "surrogateescape")
+    _check_missing(array, what, of)
+    kind, got = array.dtype.kind, str(array.dtype)
+    if kind == "O":
+        names = sorted({type(value).__name__ for value in array})
+        got = " and ".join(names[:4])
+    if kind not in "biufUmM":
         raise ValueError(
-            f"{what} must be {of} as text, bools or whole numbers, got {array.dtype}"
+            f"{what} must be {of} of one type, text, bools or whole numbers, got {got}"
         )
-    return array
+    if kind == "f":
+        odd = array[(array != np.floor(array)) | (np.abs(array) > _WHOLE)]
+        if len(odd):
+            line = f"holds {odd[0]:.6g}; owners are text, bools or whole numbers"
+            if of == "labels":
+                line = _regression(f"it holds {odd[0]:.6g}")
+            raise ValueError(f"{what} {line}")
+    elif kind == "U":
+        _check_text(np.unique(array).tolist(), what)
+    elif kind == "M":
+        return np.datetime_as_string(array, "auto")
+    return array.astype(str) if kind == "m" else array
 
 
 def unmasked(values: Any, what: str) -> np.ndarray:
@@ -259,33 +242,16 @@ def as_array(values: Any, what: str) -> np.ndarray:
     return array
 
 
-def _of_objects(array: np.ndarray, what: str, of: str) -> np.ndarray:
-    """An array of Python objects of one kind as bools, numbers or text."""
-    import pandas  # takes long to import
+def _of_objects(array: np.ndarray, what: str) -> np.ndarray:
+    """Python objects of one kind as bools, numbers or text, others as they are."""
+    from pandas.api import types  # takes long to import
 
-    _refuse(pandas.isna(array), what, of)
-    kinds = {type(value) for value in array}
-
-    def are(*wanted: type) -> bool:
-        return all(issubclass(kind, wanted) for kind in kinds)
-
-    if are(str):
-        _check_text(set(array.tolist()), what)
-        return array.astype(str)
-    if are(bytes):
-        return array.astype(bytes)
-    if are(bool, np.bool_):
-        return array.astype(bool)
-    if are(datetime.date):  # and datetimes, among them those of pandas
+    kind = types.infer_dtype(array, skipna=False)
+    if kind in ("date", "datetime"):
         return np.array([value.isoformat() for value in array])
-    if are(numbers.Real) and not any(issubclass(kind, bool) for kind in kinds):
-        plain = np.array(array.tolist())
-        if plain.dtype.kind in "iuf":
-            return plain
-    names = " and ".join(sorted(kind.__name__ for kind in kinds)[:4])
-    raise ValueError(
-        f"{what} must be {of} of one type, text, bools or whole numbers, got {names}"
-    )
+    if kind == "string":
+        _check_text(set(array.tolist()), what)
+    return np.array(array.tolist()) if kind in _OF_ONE_KIND else array
 
 
 def _check_text(names: Iterable[str], what: str) -> None:
@@ -297,18 +263,22 @@ def _check_text(names: Iterable[str], what: str) -> None:
             )
 
 
-def _refuse(
-    is_odd: np.ndarray,
-    what: str,
-    of: str,
-    kind: str = "missing",
-    cure: str = "fill them",
-) -> None:
-    """Refuses values some of which are missing, or are of another `kind`."""
-    count = int(is_odd.sum())
-    if count:
-        reason = " (nan, None or empty)" if kind == "missing" else ""
+def _check_missing(array: np.ndarray, what: str, of: str) -> None:
+    """Refuses values some of which are missing, infinite or empty."""
+    kind = array.dtype.kind
+    is_missing = np.zeros(len(array), bool)
+    if kind == "O":
+        import pandas  # takes long to import
+
+        is_missing = pandas.isna(array)
+    elif kind in "mM":
+        is_missing = np.isnat(array)
+    elif kind == "f":
+        is_missing = ~np.isfinite(array)
+    elif kind == "U":
+        is_missing = np.char.strip(array) == ""
+    if count := int(is_missing.sum()):
         raise ValueError(
-            f"{what} has {count} {kind} {of}{reason} in {len(is_odd)} rows; {cure}, or "
-            "drop these rows"
+            f"{what} has {count} missing {of} (nan, None, infinite or empty) in "
+            f"{len(array)} rows; fill them, or drop these rows"
         )

@@ -7,7 +7,6 @@ import functools
 import gzip
 import importlib.util
 import logging
-import math
 import pathlib
 import socket
 import struct
@@ -18,8 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import arrays, dataset, frames, images, labels, npz, texts
+from data import arrays, dataset, files, frames, images, labels, npz, texts
 from data.builders import cinic10, tiny_imagenet
+from fedjax_pfl import options
 
 TFDS_HOST = "storage.googleapis.com"
 PATHMNIST = "pathmnist.npz"
@@ -54,34 +54,22 @@ def read_idx(path: pathlib.Path) -> np.ndarray:
     try:
         with opener(path, "rb") as file:
             raw = file.read()
-    except (EOFError, OSError, zlib.error) as error:
+        if raw[:3] != b"\x00\x00\x08" or len(raw) < 4:
+            raise ValueError("it is not an IDX file of unsigned bytes")
+        shape = struct.unpack_from(f">{raw[3]}I", raw, 4)
+        return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
+    except (EOFError, OSError, zlib.error, struct.error, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}; fetch it again") from error
-    if len(raw) < 4 or raw[:3] != b"\x00\x00\x08" or len(raw) < 4 + 4 * raw[3]:
-        raise ValueError(f"{path} is not an IDX file of unsigned bytes")
-    shape = struct.unpack(f">{raw[3]}I", raw[4 : 4 + 4 * raw[3]])
-    body = raw[4 + 4 * raw[3] :]
-    if len(body) != math.prod(shape):
-        raise ValueError(
-            f"{path} is truncated: it has {len(body)} bytes of data, its header says "
-            f"{math.prod(shape)}; fetch it again"
-        )
-    return np.frombuffer(body, np.uint8).reshape(shape)
 
 
 def _find_idx(folders: list[pathlib.Path]) -> list[list[pathlib.Path]] | None:
+    """Images and labels of the train and the test split in the first that has them."""
     for folder in folders:
-        pairs = [
-            [
-                next(
-                    (p for p in (folder / name, folder / f"{name}.gz") if p.is_file()),
-                    folder / name,
-                )
-                for name in pair
-            ]
-            for pair in IDX_FILES
-        ]
-        if all(path.is_file() for pair in pairs for path in pair):
-            return pairs
+        # A plain file is the last of its name, and so used instead of a gzipped one.
+        paths = sorted(folder.glob("*-ubyte*"), reverse=True)
+        there = {path.name.removesuffix(".gz"): path for path in paths}
+        if all(name in there for pair in IDX_FILES for name in pair):
+            return [[there[name] for name in pair] for pair in IDX_FILES]
     return None
 
 
@@ -98,36 +86,45 @@ def _idx_or_tfds(
             "prepare it once with tfds on a machine with a network and point "
             f"--data_dir at that folder, or put the four IDX files there{hint}",
         )
-    images, labels = [], []
-    for image_path, label_path in pairs:
-        image, label = read_idx(image_path), read_idx(label_path)
-        if image.ndim != 3 or label.ndim != 1:
+    with files.named(f"{pairs[0][0].parent}"):
+        found = [[read_idx(path) for path in pair] for pair in pairs]
+        names = [path.name for pair in pairs for path in pair]
+        return _joined([(image[..., None], label) for image, label in found], 10, names)
+
+
+def _joined(
+    pairs: list[tuple[np.ndarray, np.ndarray]],
+    num_classes: int,
+    names: list[str],
+    shape: tuple[int, ...] = (),
+) -> dataset.Dataset:
+    """A data set of (images, labels) of a train and of a test split.
+
+    Args:
+        pairs: uint8 [N, H, W, C] and integers [N] or [N, 1], as read.
+        num_classes: Y.
+        names: Of the four arrays, for errors.
+        shape: That of an image, () = that of the first.
+
+    Raises:
+        ValueError: a phrase: an array is of another shape or type than these.
+    """
+    shape = shape or pairs[0][0].shape[1:]
+    for number, (image, label) in enumerate(pairs):
+        fits = image.dtype == np.uint8 and image.shape[1:] == shape and image.size
+        fits = fits and len(shape) == 3 and label.dtype.kind in "iu"
+        fits = fits and label.shape in ((len(image),), (len(image), 1))
+        if not fits or label.min() < 0 or label.max() >= num_classes:
+            numbers = f"{label.min()} to {label.max()}" if label.size else "none"
             raise ValueError(
-                f"{image_path} has {image.ndim} dimensions and {label_path} "
-                f"{label.ndim}; images have 3 and labels 1"
+                f"{names[2 * number]} and {names[2 * number + 1]} must be images uint8 "
+                f"[N, {', '.join(map(str, shape))}] and N labels 0 to "
+                f"{num_classes - 1}, got {image.dtype} {list(image.shape)} and "
+                f"{label.dtype} {list(label.shape)}, {numbers}"
             )
-        if not image.size:
-            raise ValueError(f"{image_path} holds no pixel: {list(image.shape)}")
-        if images and image.shape[1:] != images[0].shape[1:3]:
-            raise ValueError(
-                f"{image_path} has images of {list(image.shape[1:])}, the train images "
-                f"are {list(images[0].shape[1:3])}"
-            )
-        if label.size and label.max() > 9:
-            raise ValueError(f"{label_path} has label {label.max()}; expected 0 to 9")
-        if len(image) != len(label):
-            raise ValueError(
-                f"{image_path} has {len(image)} images but {label_path} has "
-                f"{len(label)} labels"
-            )
-        images.append(image[..., None])
-        labels.append(label)
-    return dataset.Dataset(
-        np.concatenate(images),
-        np.concatenate(labels).astype(np.int32),
-        len(labels[0]),
-        10,
-    )
+    image, label = (np.concatenate(part) for part in zip(*pairs, strict=True))
+    label = label.reshape(-1).astype(np.int32)
+    return dataset.Dataset(image, label, len(pairs[0][1]), num_classes)
 
 
 def _download(name: str, data_dir: str) -> Any:
@@ -221,11 +218,9 @@ def load_pathmnist(data_dir: str) -> dataset.Dataset:
         ValueError: one line: the file is missing, damaged, or another one.
     """
     way = f"put MedMNIST's {PATHMNIST} (medmnist.com) into --data_dir"
-    if not data_dir:
-        raise ValueError(f"--dataset=pathmnist needs its file; {way}")
     folder = pathlib.Path(data_dir)
     places = [folder / PATHMNIST, folder / "pathmnist" / PATHMNIST]
-    path = next((place for place in places if place.exists()), None)
+    path = next((place for place in places if data_dir and place.exists()), None)
     if path is None:
         raise ValueError(
             f"--dataset=pathmnist: there is no {PATHMNIST} in --data_dir={data_dir}; "
@@ -235,49 +230,25 @@ def load_pathmnist(data_dir: str) -> dataset.Dataset:
     names = [f"{part}_{kind}" for part in parts for kind in ("images", "labels")]
     try:
         found = npz.read(path, names)
+        pairs = [(found[f"{part}_images"], found[f"{part}_labels"]) for part in parts]
+        return _joined(pairs, 9, names, (28, 28, 3))
     except ValueError as error:
         raise ValueError(f"{path}: {error}; fetch it again") from error
-    images, labels = [], []
-    for part in parts:
-        image, label = found[f"{part}_images"], found[f"{part}_labels"]
-        if image.dtype != np.uint8 or image.shape[1:] != (28, 28, 3) or not len(image):
-            raise ValueError(
-                f"{path}: {part}_images must be uint8 [N, 28, 28, 3], got "
-                f"{image.dtype} {list(image.shape)}; fetch the file of that size"
-            )
-        if label.shape not in ((len(image), 1), (len(image),)) or not np.issubdtype(
-            label.dtype, np.integer
-        ):
-            raise ValueError(
-                f"{path}: {part}_labels must be integers [{len(image)}, 1], got "
-                f"{label.dtype} {list(label.shape)}"
-            )
-        if label.min() < 0 or label.max() > 8:
-            raise ValueError(
-                f"{path}: {part}_labels has {label.min()} to {label.max()}; expected 0 "
-                "to 8"
-            )
-        images.append(image)
-        labels.append(label.reshape(-1))
-    return dataset.Dataset(
-        np.concatenate(images),
-        np.concatenate(labels).astype(np.int32),
-        len(labels[0]),
-        9,
+
+
+def load_npz(
+    path: str, layout: str = "auto", least_classes: int = 2
+) -> dataset.Dataset:
+    """A user's npz file with `x`, `y` and optionally `client`; see `arrays`.
+
+    Raises:
+        ValueError: a phrase: it cannot be read, or its arrays do not fit.
+    """
+    found = npz.read(pathlib.Path(path), ("x", "y"), ("client",))
+    given = found["x"], found["y"], found.get("client")
+    made = arrays.from_arrays(
+        *given, layout=layout, least_classes=least_classes, where=""
     )
-
-
-def load_npz(path: str, flag: str = "dataset", layout: str = "auto") -> dataset.Dataset:
-    """A user's npz file with `x`, `y` and optionally `client`; see `arrays`."""
-    where = f"--{flag}=npz:{path}"
-    try:
-        found = npz.read(pathlib.Path(path), ("x", "y"), ("client",))
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    given = found["x"], found["y"], found.get("client"), where
-    # Labels of a public set are never read.
-    least = 2 if flag == "dataset" else 1
-    made = arrays.from_arrays(*given, layout=layout, least_classes=least)
     with zipfile.ZipFile(path) as archive:
         held = {name.removesuffix(".npy") for name in archive.namelist()}
     if others := sorted(held - {"x", "y", "client"}):
@@ -381,21 +352,24 @@ def load(
     if text is not None:
         return text.load(data_dir, text_length or text.default_length, owners)
     kind, _, path = name.partition(":")
-    if kind == "npz" and is_own(name):
-        return load_npz(path, flag, layout)
-    if kind == "csv" and is_own(name):
-        return frames.from_csv(path, label, owner, flag)
-    if kind == "images" and is_own(name):
-        return images.from_folder(path, flag)
+    # Labels of a public set are never read.
+    least = 2 if flag == "dataset" else 1
+    own = {
+        "npz": lambda: load_npz(path, layout, least),
+        "csv": lambda: frames.from_csv(path, label, owner),
+        "images": lambda: images.from_folder(path, least),
+    }
+    if ":" in name and kind in own:
+        with files.named(f"--{flag}={name}"):
+            return own[kind]()
     if name == ARRAYS:
         raise ValueError(
             f"--{flag}={ARRAYS} were in memory; give dataset=(x, y), or the DataFrame"
         )
+    others = texts.TEXTS if flag == "dataset" else ()
+    hint = f", {', '.join(FILES)}"
     if name not in DATASETS:
-        known = [*DATASETS, *(texts.TEXTS if flag == "dataset" else ())]
-        raise ValueError(
-            f"--{flag}={name}: expected one of {', '.join([*known, *FILES])}"
-        )
+        options.check_one_of(flag, name, [*DATASETS, *others], hint)
     try:
         return DATASETS[name].load(data_dir)
     except ValueError as error:

@@ -55,7 +55,7 @@ def orders(
     for part in shuffle.alike(num_rows, epochs):
         words = rng.hashed(
             seed,
-            rng.Tag.BATCHES,
+            "engine.batches",
             round[part, None, None],
             client[part, None, None],
             name,
@@ -358,7 +358,7 @@ class Planner:
     def _choose(self, seed: int, round: int) -> np.ndarray:
         """int[C], without padding."""
         wanted = self._clients_per_round
-        gen = rng.generator(seed, rng.Tag.COHORT, round)
+        gen = rng.generator(seed, "engine.cohort", round)
         if self._candidates is None:
             if wanted == self.num_clients:
                 return np.arange(wanted)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data import dataset
+from fedjax_pfl import options
 
 WIKITEXT = "wikitext-2-v1.zip"
 WIKITEXT_FILES = "wiki.train.tokens", "wiki.test.tokens"
@@ -70,10 +71,8 @@ def in_rows(
     counts = [len(part) // length for part in whole]
     if not sum(counts):
         longest = max(map(len, whole), default=0)
-        raise ValueError(
-            f"--text_length={length} is longer than --dataset={name}, whose longest "
-            f"part has {longest} tokens; lower it"
-        )
+        why = f"the tokens of the longest part of --dataset={name}"
+        options.check_at_most("text_length", length, longest, why)
     cut = zip(whole, counts, strict=True)
     rows = [part[: n * length].reshape(n, length) for part, n in cut]
     return np.concatenate(rows), np.repeat(np.arange(len(whole)), counts)

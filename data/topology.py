@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data import files, npz
-from fedjax_pfl import rng, types
+from fedjax_pfl import options, rng, types
 
 # The length of erdos_renyi rows is limited where longer ones have a lower probability.
 NEVER = 1e-12
@@ -63,11 +63,8 @@ def make(spec: types.PeerSpec, num_clients: int) -> Graph:
 
 
 def _check_degree(spec: types.PeerSpec, num_clients: int) -> None:
-    if spec.num_peers >= num_clients:
-        raise ValueError(
-            f"--num_peers={spec.num_peers}: with --num_clients={num_clients} a client "
-            f"has {num_clients - 1} others; lower it"
-        )
+    most, why = num_clients - 1, f"the others of --num_clients={num_clients}"
+    options.check_at_most("num_peers", spec.num_peers, most, why)
 
 
 def uniform_peers(
@@ -85,7 +82,7 @@ def uniform_peers(
         num_peers: P, below K.
     """
     own = client[:, None]
-    words = rng.hashed(seed, rng.Tag.PEERS, round, own, 0, np.arange(num_peers))
+    words = rng.hashed(seed, "engine.peers", round, own, 0, np.arange(num_peers))
     # Step i swaps the entries at i and at `taken[:, i]`, which then is `moved[:, i]`.
     taken, moved, peers = (np.zeros(words.shape, int) for _ in range(3))
 
@@ -155,7 +152,7 @@ def _erdos_renyi(spec: types.PeerSpec, num_clients: int) -> Graph:
     at_most = _binomial(others, probability, most)
 
     def draw(seed: int, round: int, client: np.ndarray):
-        words = rng.hashed(seed, rng.Tag.PEERS, round, client, 1)
+        words = rng.hashed(seed, "engine.peers", round, client, 1)
         degree = np.searchsorted(at_most, (words >> np.uint64(11)) / 2**53, "right")
         peers = uniform_peers(seed, round, client, num_clients, most)
         return peers, np.arange(most) < degree[:, None]
@@ -203,7 +200,7 @@ def regular_graph(
         num_clients: K.
         num_peers: P, below K. One of the two is even.
     """
-    gen = rng.generator(seed, rng.Tag.PEERS, round)
+    gen = rng.generator(seed, "engine.peers", round)
     place, half = np.arange(num_clients), num_clients // 2
     steps = [(place + step) % num_clients for step in range(1, num_peers // 2 + 1)]
     edges = [np.stack([place, ahead], 1) for ahead in steps]

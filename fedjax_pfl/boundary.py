@@ -7,12 +7,13 @@ empty for l = L.
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import options, shapes, types
+from fedjax_pfl import losses, options, shapes, types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,18 +21,24 @@ class LayerDropping:
     """Options of a boundary that moves from deep to shallow layers (FedD2S)."""
 
     drop_every: int = options.option(
-        3, "participations between two drops [Z0], 0 = never drop", minimum=0
+        3,
+        "participations between two drops [Z0], 0 = never drop",
+        minimum=0,
+        needs={"layer_dropping": (True,)},
+        is_noted=True,
     )
     first_layer: int = options.option(
         0,
         "boundary of the first participation, counted from 1; 0 = the last layer",
         minimum=0,
+        needs={"layer_dropping": (True,)},
     )
     min_layer: int = options.option(
         0,
         "shallowest boundary, counted from 1; 0 = the last convolution, or the last "
         "hidden layer of a model without any",
         minimum=0,
+        needs={"layer_dropping": (True,), "drop_every": options.ON},
     )
 
 
@@ -128,6 +135,58 @@ SEVERAL_STAGES = (
 )
 
 
+def outputs(
+    model: types.Model, side: types.Variables, h: jax.Array, start: int, **mode: Any
+) -> tuple[dict[int, jax.Array], types.Stats]:
+    """Outputs of the stages from `start` on, by stage, and the new statistics.
+
+    `h` is the output of stage `start - 1`, and `mode` are arguments of a forward pass.
+    """
+    params, stats = side
+    out = {}
+    for stage in range(start, len(params)):
+        h, stats = model.forward(params, stats, h, start=stage, stop=stage + 1, **mode)
+        out[stage] = h
+    return out, stats
+
+
+def gap(
+    student: Mapping[int, jax.Array],
+    target: Mapping[int, jax.Array],
+    stages: Sequence[int],
+    kept: jax.Array,
+    mask: jax.Array,
+) -> jax.Array:
+    """The mean squared error f32[] of the outputs of stage l, the last one kept.
+
+    Args:
+        student: Outputs f32[B, ...] by stage.
+        target: The same, without a gradient.
+        stages: The values that l can have, counted from 0.
+        kept: bool[L], the stages 1..l.
+        mask: bool[B].
+    """
+    total = jnp.zeros(())
+    for stage in stages:
+        off = student[stage] - jax.lax.stop_gradient(target[stage])
+        error = losses.masked_mean((off.reshape(len(off), -1) ** 2).mean(1), mask)
+        total += jnp.where(kept.sum() == stage + 1, error, 0)
+    return total
+
+
+def check_several(model: types.Model) -> None:
+    """Refuses a model that cannot be divided.
+
+    Raises:
+        ValueError: the model has one stage.
+    """
+    if len(model.stage_names) == 1:
+        raise ValueError(
+            f"--model={model.name} has one layer, which no boundary divides; take "
+            f"{SEVERAL_STAGES}"
+        )
+
+
 def last_convolution(model: types.Model, example_shape: tuple[int, ...]) -> int:
     """The last stage with a four-dimensional kernel, or L - 1 for a model without any.
 
@@ -178,25 +237,19 @@ def schedule(
     """The schedule of a run's options.
 
     Raises:
-        ValueError: the model has no such layer, or `--min_layer` is deeper than the
-            first.
+        ValueError: the model has one stage or no such layer, or `--min_layer` is
+            deeper than the first.
     """
+    check_several(model)
     names = model.stage_names
     for flag in ("first_layer", "min_layer"):
         layer = getattr(dropping, flag)
-        if layer > len(names):
-            raise ValueError(
-                f"--{flag}={layer}: --model={model.name} has {len(names)} layers "
-                f"({', '.join(names)}); lower it"
-            )
+        why = f"the layers of --model={model.name} ({', '.join(names)})"
+        options.check_at_most(flag, layer, len(names), why)
     first = dropping.first_layer or len(names)
     if not dropping.drop_every:
-        options.refuse(dropping, ("min_layer",), "with --drop_every=0")
         return fixed(first, model)
-    if dropping.min_layer > first:
-        raise ValueError(
-            f"--min_layer={dropping.min_layer} is deeper than "
-            f"--first_layer={first}, where the boundary begins; lower it"
-        )
+    why = "where the boundary begins (--first_layer)"
+    options.check_at_most("min_layer", dropping.min_layer, first, why)
     last = dropping.min_layer or min(first, last_convolution(model, example_shape))
     return Schedule(first, last, dropping.drop_every, len(names))

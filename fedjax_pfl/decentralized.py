@@ -34,15 +34,7 @@ from fedjax_pfl import (
 
 option = options.option
 
-# Kind of graph -> the options that it depends on.
-TOPOLOGIES: dict[str, tuple[str, ...]] = {
-    "random": ("num_peers", "fixed_graph"),
-    "ring": ("num_peers",),
-    "regular": ("num_peers", "fixed_graph"),
-    "full": (),
-    "erdos_renyi": ("edge_probability", "fixed_graph"),
-    "file": ("adjacency",),
-}
+TOPOLOGIES = ("random", "ring", "regular", "full", "erdos_renyi", "file")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,24 +42,35 @@ class Peers:
     """Options of every algorithm whose clients have peers."""
 
     num_peers: int = option(
-        5, "peers of each client (random, ring, regular) [N_com]", minimum=1
+        5,
+        "peers of each client (random, ring, regular) [N_com]",
+        minimum=1,
+        needs={"topology": ("random", "ring", "regular")},
     )
     topology: str = option(
         "random",
         "graph of peers: drawn by each client, the nearest on a ring, an undirected "
         "graph of equal degrees, all others, each pair by chance, or a file",
-        choices=tuple(TOPOLOGIES),
+        choices=TOPOLOGIES,
     )
     edge_probability: float = option(
-        0.2, "chance of each peer (erdos_renyi)", above=0, maximum=1
+        0.2,
+        "chance of each peer (erdos_renyi)",
+        above=0,
+        maximum=1,
+        needs={"topology": ("erdos_renyi",)},
     )
     adjacency: str = option(
         "",
         "npz file with an array `adjacency`, or text, of K x K entries 0 or 1: row i "
         "has the peers of client i (file)",
+        needs={"topology": ("file",)},
+        is_needed=True,
     )
     fixed_graph: bool = option(
-        False, "draw the graph once, not in every round (random, regular, erdos_renyi)"
+        False,
+        "draw the graph once, not in every round (random, regular, erdos_renyi)",
+        needs={"topology": ("random", "regular", "erdos_renyi")},
     )
     shared_init: bool = option(
         True, "start all clients from one model instead of each from its own"
@@ -75,20 +78,10 @@ class Peers:
 
 
 def peer_spec(hparams: Peers) -> types.PeerSpec:
-    """The graph that the options specify.
-
-    Raises:
-        ValueError: an option has no effect, or a file is not given.
-    """
-    topology = hparams.topology
-    every = {name for names in TOPOLOGIES.values() for name in names}
-    others = tuple(sorted(every - set(TOPOLOGIES[topology])))
-    options.refuse(hparams, others, f"with --topology={topology}")
-    if topology == "file" and not hparams.adjacency:
-        raise ValueError("--topology=file names no graph; give --adjacency=PATH")
+    """The graph that the options specify."""
     return types.PeerSpec(
         num_peers=hparams.num_peers,
-        topology=topology,
+        topology=hparams.topology,
         edge_probability=hparams.edge_probability,
         adjacency=hparams.adjacency,
         is_fixed=hparams.fixed_graph,
@@ -195,7 +188,7 @@ def make(
         rows = stacked.repeat(one, task.num_rows)
         if not hparams.shared_init:
             ids = jnp.arange(task.num_rows)
-            own_key = functools.partial(rng.stream, key, rng.Tag.OWN_INIT)
+            own_key = functools.partial(rng.stream, key, "decentralized.own_init")
             rows = jax.lax.map(lambda number: first(own_key(number)), ids)
         return types.RoundState.first((), rows, key)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -43,6 +43,7 @@ class Client:
         key: The run's root key.
         round: int32[], zero-based.
         loop: In a lane, the function to which `run` passes its steps.
+        model: Its architecture.
     """
 
     id: jax.Array
@@ -55,6 +56,7 @@ class Client:
     key: jax.Array
     round: jax.Array
     loop: Callable[..., Any] | None = struct.field(pytree_node=False, default=None)
+    model: types.Model | None = struct.field(pytree_node=False, default=None)
 
     @property
     def bound(self) -> jax.Array:
@@ -77,7 +79,7 @@ class Client:
             return self.loop(self.plan.num_steps, step, first)
         return jax.lax.fori_loop(0, self.bound, step, first)
 
-    def stream(self, tag: rng.Tag | str) -> jax.Array:
+    def stream(self, tag: str | int) -> jax.Array:
         """A key for this client in this round."""
         return rng.stream(self.key, tag, self.round, self.id)
 
@@ -125,23 +127,162 @@ class Trained:
         return {"train_loss": (total, count)}
 
 
-def cohorts_by_architecture(task: types.Task, cohort: types.Cohort) -> tuple:
-    """One cohort per architecture, in which rows of the others are idle padding.
+class Round(NamedTuple):
+    """One round of a method: the clients that take part and the state so far.
 
-    A chunk of idle rows costs nothing.
+    An algorithm's `round` makes it of its arguments, goes on with the one that `update`
+    returns, and ends with `after`.
+
+    Attributes:
+        task, state, cohort, data: As an algorithm's `round` has them.
+        by_architecture: Whether `types.Algorithm.by_architecture` is set. What is of
+            each client is then a tuple by architecture, of leaves [C, ...] in which
+            only the rows of its own clients are meaningful.
+
+    Example:
+        >>> ids, none = jnp.arange(2), jnp.zeros((2, 0), int)
+        >>> plans = {"local": types.Plan(none, ids, ids, ids, 1)}  # 0 and 1 steps
+        >>> cohort = types.Cohort(ids, ids, ids >= 0, ids, none, none, plans)
+        >>> state = types.RoundState.first((), jnp.array([1.0, 2.0]), jax.random.key(0))
+        >>> task = types.Task((), (), ids, 2, 2, 0, 2, 1, (1,))
+        >>> here = Round(task, state, cohort, data=())
+        >>> def fn(client, shared):
+        ...     return client.own + shared * client.plan.num_steps
+        >>> out, here = here.update(fn, shared=10.0)
+        >>> here.after(out).clients.tolist()
+        [1.0, 12.0]
     """
-    group = stacked.take(jnp.asarray(task.group_of_client), cohort.client_id)
 
-    def of(number: int) -> types.Cohort:
-        is_member = cohort.row_mask & (group == number)
-        plans = {
-            name: plan.replace(num_steps=jnp.where(is_member, plan.num_steps, 0))
-            for name, plan in cohort.plans.items()
-        }
-        row = jnp.where(is_member, cohort.row, task.num_rows)
-        return cohort.replace(row=row, row_mask=is_member, plans=plans)
+    task: types.Task
+    state: types.RoundState
+    cohort: types.Cohort
+    data: types.Data
+    by_architecture: bool = False
 
-    return tuple(of(number) for number in range(len(task.client_models)))
+    @property
+    def groups(self) -> tuple[Round, ...]:
+        """The same round for the clients of each architecture alone.
+
+        Rows of the others are idle padding, of which a chunk costs nothing.
+
+        Raises:
+            ValueError: the algorithm does not declare `by_architecture`.
+        """
+        task, state, cohort = self.task, self.state, self.cohort
+        kept = state.opt_state or ((),) * len(task.client_models)
+        if len(kept) != len(task.client_models):
+            raise ValueError(
+                "the optimizer states are not by architecture; set "
+                "types.Algorithm(by_architecture=True)"
+            )
+        architecture = stacked.take(jnp.asarray(task.group_of_client), cohort.client_id)
+
+        def of(number: int) -> Round:
+            is_member = cohort.row_mask & (architecture == number)
+            plans = {
+                name: plan.replace(num_steps=jnp.where(is_member, plan.num_steps, 0))
+                for name, plan in cohort.plans.items()
+            }
+            row = jnp.where(is_member, cohort.row, task.num_rows)
+            mine = cohort.replace(row=row, row_mask=is_member, plans=plans)
+            rows = state.clients[number] if state.clients else ()
+            return Round(
+                task._replace(client_models=task.client_models[number : number + 1]),
+                state.replace(clients=rows, opt_state=kept[number]),
+                mine,
+                self.data,
+            )
+
+        return tuple(map(of, range(len(task.client_models))))
+
+    @property
+    def rows(self) -> Any:
+        """The clients' private rows, leaves [C, ...]."""
+        if self.by_architecture:
+            return tuple(mine.rows for mine in self.groups)
+        return self.state.rows(self.cohort)
+
+    @property
+    def num_examples(self) -> jax.Array:
+        """int32[C]: the clients' train examples."""
+        return stacked.take(self.data.partition.train.count, self.cohort.client_id)
+
+    def weights(self, kind: str) -> jax.Array:
+        """f32[C] with sum 1: `examples` or `uniform`, as in `aggregate.weights`."""
+        return aggregate.cohort_weights(kind, self.cohort, self.data)
+
+    def update(
+        self,
+        fn: Callable[..., Any],
+        *,
+        own: Any = None,
+        reduce: Any = None,
+        **given: Any,
+    ) -> tuple[Any, ...]:
+        """Runs `fn(client, shared)` for every client, see the function `update`.
+
+        Args:
+            fn: One client's update, traced once for each architecture.
+            own, reduce: As in `update`. The sums of all architectures are added.
+            **given: As in `update`: `shared`, `plan`, `levels`.
+
+        Returns:
+            (what `fn` returned with leaves [C, ...], the round); with `reduce` (kept
+            with leaves [C, ...], the sum with leaves [...], the round). The round has
+            the clients' new optimizer states.
+        """
+        if not self.by_architecture:
+            task, state, cohort, data, _ = self
+            *out, state = update(
+                fn, task, state, cohort, data, own=own, reduce=reduce, **given
+            )
+            return *out, self._replace(state=state)
+        every, total, opt_states = [], [], []
+        for number, mine in enumerate(self.groups):
+            is_mine = mine.cohort.row_mask
+            kept, *part, after = mine.update(
+                fn,
+                own=None if own is None else own[number],
+                reduce=jax.tree.map(lambda w, m=is_mine: jnp.where(m, w, 0), reduce),
+                **given,
+            )
+            every.append(kept)
+            total = jax.tree.map(jnp.add, total, part) if number else part
+            opt_states.append(after.state.opt_state)
+        kept = tuple(opt_states) if self.state.opt_state else ()
+        state = self.state.replace(opt_state=kept)
+        return tuple(every), *total, self._replace(state=state)
+
+    def in_turn(
+        self, fn: Callable[[Client, Any], Any], start: Any, **given: Any
+    ) -> Any:
+        """Runs `carry = fn(client, carry)` for one client after another, from `start`.
+
+        `given` are `own` and `plan`, see the function `in_turn`.
+        """
+        task, state, cohort, data, _ = self
+        return in_turn(fn, task, state, cohort, data, start=start, **given)
+
+    def metrics(self, trained: Any) -> dict[str, losses.Pair]:
+        """`Trained.metrics`, summed over architectures."""
+        if not self.by_architecture:
+            return trained.metrics(self.cohort)
+        pairs = zip(trained, self.groups, strict=True)
+        parts = [one.metrics(mine.cohort) for one, mine in pairs]
+        return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), parts)
+
+    def after(self, rows: Any = None, **changed: Any) -> types.RoundState:
+        """The state one round later, with the clients' private `rows` as they are now.
+
+        Arguments are those of `types.RoundState.after`.
+        """
+        if rows is None or not self.by_architecture:
+            return self.state.after(self.cohort, rows, **changed)
+        clients = tuple(
+            stacked.put(mine.state.clients, mine.cohort.row, own)
+            for mine, own in zip(self.groups, rows, strict=True)
+        )
+        return self.state.after(clients=clients, **changed)
 
 
 def update_by_architecture(
@@ -150,49 +291,21 @@ def update_by_architecture(
     state: types.RoundState,
     cohort: types.Cohort,
     data: types.Data,
-    *,
-    own: tuple | None = None,
-    reduce: Any = None,
     **given: Any,
 ) -> tuple[Any, ...]:
-    """`update` for clients that differ in architecture: `fn(client, shared, model=)`.
+    """`Round.update` by architecture, for `fn(client, shared, model=)`; older form."""
 
-    Args:
-        fn: One client's update, traced once for each architecture.
-        task, state, cohort, data: As in `update`. The state's private rows and
-            optimizer states are tuples by architecture.
-        own: A tuple by architecture of leaves [C, ...]. None = the private rows.
-        reduce: As in `update`. The sums of all architectures are added.
-        **given: As in `update`.
+    def one(client: Client, shared: Any) -> Any:
+        return fn(client, shared, model=client.model)
 
-    Returns:
-        As `update`, but (kept) is a tuple by architecture, in which only the rows of
-        its own clients are meaningful.
+    here = Round(task, state, cohort, data, by_architecture=True)
+    *out, here = here.update(one, **given)
+    return *out, here.state
 
-    Raises:
-        ValueError: the algorithm does not declare `by_architecture`.
-    """
-    every, total, states = [], (), list(state.opt_state)
-    if len(states) not in (0, len(task.client_models)):
-        raise ValueError(
-            "the optimizer states are not by architecture; set "
-            "types.Algorithm(by_architecture=True)"
-        )
-    for number, mine in enumerate(cohorts_by_architecture(task, cohort)):
-        rows = state.clients[number] if state.clients else ()
-        one = state.replace(clients=rows, opt_state=states[number] if states else ())
-        kept, *part, after = update(
-            functools.partial(fn, model=task.client_models[number]),
-            *(task, one, mine, data),
-            own=None if own is None else own[number],
-            reduce=jax.tree.map(lambda w, m=mine: jnp.where(m.row_mask, w, 0), reduce),
-            **given,
-        )
-        every.append(kept)
-        total = jax.tree.map(jnp.add, total, tuple(part)) if number else tuple(part)
-        if states:
-            states[number] = after.opt_state
-    return tuple(every), *total, state.replace(opt_state=tuple(states))
+
+def _architecture(task: types.Task) -> types.Model | None:
+    """The architecture of all clients, None where there is not one."""
+    return task.client_models[0] if len(task.client_models) == 1 else None
 
 
 def update(
@@ -271,6 +384,7 @@ def update(
             key=key,
             round=round,
             loop=loop,
+            model=_architecture(task),
         )
         return fn(client, shared, **level)
 
@@ -350,7 +464,7 @@ def in_turn(
     Returns:
         The last carry.
     """
-    key = rng.stream(state.key, rng.Tag.ORDER, state.round)
+    key = rng.stream(state.key, "engine.order", state.round)
     draws = jax.vmap(lambda number: jax.random.uniform(jax.random.fold_in(key, number)))
     order = jnp.argsort(jnp.where(cohort.row_mask, draws(cohort.client_id), 2.0))
     rows = (cohort.client_id, cohort.level, own)
@@ -370,6 +484,7 @@ def in_turn(
             data=data,
             key=state.key,
             round=state.round,
+            model=_architecture(task),
         )
         return fn(client, carry)
 

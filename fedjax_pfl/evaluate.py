@@ -96,7 +96,7 @@ def sampled_clients(key: jax.Array, num_clients: int, num_sampled: int) -> jax.A
     """bool[K]: the clients with a measured own accuracy, fixed for the whole run."""
     if not num_sampled:
         return jnp.ones(num_clients, bool)
-    key = rng.stream(key, rng.Tag.EVALUATION)
+    key = rng.stream(key, "engine.evaluation")
     chosen = jax.random.choice(key, num_clients, (num_sampled,), replace=False)
     return jnp.zeros(num_clients, bool).at[chosen].set(True)
 

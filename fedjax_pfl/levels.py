@@ -50,7 +50,9 @@ class Levels:
         minimum=0,
     )
     exclusive: bool = option(
-        False, "leave out clients that cannot hold the global model"
+        False,
+        "leave out clients that cannot hold the global model",
+        needs={"levels": ("fixed",)},
     )
 
 
@@ -80,11 +82,8 @@ def top(hparams: Levels) -> int:
         ValueError: there is no such level.
     """
     count = len(mix(hparams))
-    if hparams.max_level > count:
-        raise ValueError(
-            f"--max_level={hparams.max_level}: --level_mix={hparams.level_mix} has "
-            f"{count} levels; lower it"
-        )
+    why = f"the levels of --level_mix={hparams.level_mix}"
+    options.check_at_most("max_level", hparams.max_level, count, why)
     return hparams.max_level or count
 
 
@@ -99,7 +98,7 @@ class Drawn:
 
     def __call__(self, seed: int, round: int, client: np.ndarray) -> np.ndarray:
         """The levels int[C] of the clients int[C] in a round."""
-        words = rng.hashed(seed, rng.Tag.LEVEL, round, client)
+        words = rng.hashed(seed, "levels.level", round, client)
         # 53 bits: exact in a float64, below 1.
         chance = (words >> np.uint64(11)).astype(np.float64) / 2.0**53
         drawn = 1 + np.searchsorted(self._bounds[:-1], chance, side="right")
@@ -135,11 +134,6 @@ def assigned(hparams: Levels, num_clients: int) -> tuple:
         ValueError: options contradict each other.
     """
     largest = top(hparams)
-    if hparams.exclusive and hparams.levels != "fixed":
-        raise ValueError(
-            f"--exclusive has no effect with --levels={hparams.levels}; take "
-            "--levels=fixed"
-        )
     is_drawn = hparams.levels == "dynamic"
     able = capability(hparams, num_clients)
     possible = 1 + np.flatnonzero(mix(hparams)) if is_drawn else able
@@ -179,14 +173,10 @@ def num_capable(hparams: Levels, num_clients: int) -> np.ndarray:
     return (able >= np.arange(1, top(hparams) + 1)[:, None]).sum(1)
 
 
-# What to take where a model has one exit, or no narrower form
+# What to take where a model has one exit
 WITH_EXITS = (
     "a model with an exit at every stage, such as depth_convnet or, for texts, "
     "depth_masked_lm (your own: model=[('one', Body(), Exit()), ...])"
-)
-WITH_WIDTHS = (
-    "convnet, resnet18 or resnet34 (your own: a function of width, such as model="
-    "lambda width: [Body(ceil(64 * width)), Head()])"
 )
 
 

@@ -14,7 +14,6 @@ from fedjax_pfl import (
     losses,
     optimizer,
     options,
-    rng,
     types,
 )
 
@@ -179,7 +178,7 @@ def train(
     client: each_client.Client,
     *,
     opt_state: tuple | None = None,
-    tag: rng.Tag = rng.Tag.LOCAL,
+    tag: str | int = "engine.local",
 ) -> each_client.Trained:
     """Trains a model on a client's examples for the steps of its plan.
 

@@ -2,9 +2,14 @@
 
 import dataclasses
 import math
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
+
+# A relation with every value of another option that switches something on
+ON = ("",)
+OFF = (None, "", 0)
 
 
 def option(
@@ -15,11 +20,17 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     above: float | None = None,
+    below: float | None = None,
+    needs: Mapping[str, tuple[Any, ...]] | None = None,
+    excludes: Mapping[str, tuple[Any, ...]] | None = None,
+    is_needed: bool = False,
+    is_noted: bool = False,
+    off: str = "",
     zero_is_off: bool = False,
     is_static: bool = False,
     is_in_rounds: bool = False,
 ) -> Any:
-    """A field of an option dataclass, with its `--help` text and its range.
+    """A field of an option dataclass, with its `--help` text, range and relations.
 
     Args:
         default: The default value.
@@ -28,6 +39,16 @@ def option(
         minimum: Smallest allowed number.
         maximum: Largest allowed number.
         above: The number must be greater than this.
+        below: The number must be less than this.
+        needs: Another option -> its values with which this one has an effect, `ON` =
+            all that switch it on. With others this one is refused unless it is at its
+            default or off. Options that a dataclass does not have are skipped.
+        excludes: Another option -> its values, or `ON`, beside which this one is
+            refused.
+        is_needed: Whether those values of `needs` also require this option.
+        is_noted: Whether a line says that it has no effect instead of a refusal, as a
+            paper's rules may set it for all methods.
+        off: A text that switches it off, as an empty one always does.
         zero_is_off: Marks a float whose 0 removes code instead of multiplying by 0. It
             then stays a Python 0.0 (static).
         is_static: Marks a float that is part of the program, such as one that decides
@@ -51,6 +72,12 @@ def option(
         "minimum": minimum,
         "maximum": maximum,
         "above": above,
+        "below": below,
+        "needs": dict(needs or {}),
+        "excludes": dict(excludes or {}),
+        "is_needed": is_needed,
+        "is_noted": is_noted,
+        "off": off,
         "zero_is_off": zero_is_off,
         "is_static": is_static,
         "is_in_rounds": is_in_rounds,
@@ -58,41 +85,143 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-_UNBOUNDED = {"choices": (), "minimum": None, "maximum": None, "above": None}
+# A field that is not an `option` (a notebook's `scale: float = 1.0`)
+_PLAIN = option(None, "").metadata
 
 
 def validate(values: Any) -> None:
-    """Checks every field of a dataclass instance against its option.
-
-    A field that is not an `option` (a notebook's `scale: float = 1.0`) has no bounds.
+    """Checks every field of a dataclass instance against its option and the others.
 
     Raises:
         ValueError: one line with the flag, the value and what is allowed.
     """
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)
-        meta = _UNBOUNDED | field.metadata
-        if value is None:
+        expected = "" if value is None else _expected(value, _PLAIN | field.metadata)
+        if expected:
+            raise ValueError(f"--{field.name}={value}: expected {expected}")
+    for line in conflicts(values):
+        raise ValueError(line)
+
+
+def _expected(value: Any, meta: Mapping[str, Any]) -> str:
+    """What an option allows, "" where the value is allowed."""
+    if isinstance(value, str):  # an object was checked where it was given
+        known = ", ".join(choice for choice in meta["choices"] if choice)
+        is_known = not meta["choices"] or _is_choice(value, meta["choices"])
+        return "" if is_known else f"one of {known}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
+    bounds = {
+        "minimum": ("at least", lambda bound: value >= bound),
+        "maximum": ("at most", lambda bound: value <= bound),
+        "above": ("more than", lambda bound: value > bound),
+        "below": ("less than", lambda bound: value < bound),
+    }
+    for name, (words, holds) in bounds.items():
+        if meta[name] is not None and not holds(meta[name]):
+            return f"{words} {meta[name]:g}"
+    return ""
+
+
+def conflicts(values: Any, noted: Collection[str] | None = None) -> Iterator[str]:
+    """Lines about options that do not go with others, by `needs` and `excludes`.
+
+    Relations with options that are missing or None (not resolved yet) are skipped, and
+    so are traced numbers, which were checked before the trace.
+
+    Args:
+        values: The dataclass instance.
+        noted: The options that were given, for lines about those that are noted. None
+            = lines about those that are refused.
+    """
+    for field in dataclasses.fields(values):
+        meta, value = _PLAIN | field.metadata, getattr(values, field.name)
+        if meta["is_noted"] != (noted is not None) or isinstance(value, jax.Array):
             continue
-        flag = f"--{field.name}={value}"
-        is_text = isinstance(value, str)  # an object was checked where it was given
-        if meta["choices"] and is_text and not _is_choice(value, meta["choices"]):
-            known = ", ".join(choice for choice in meta["choices"] if choice)
-            raise ValueError(f"{flag}: expected one of {known}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{flag}: expected a finite number")
-        if meta["minimum"] is not None and value < meta["minimum"]:
-            raise ValueError(f"{flag}: expected at least {meta['minimum']:g}")
-        if meta["maximum"] is not None and value > meta["maximum"]:
-            raise ValueError(f"{flag}: expected at most {meta['maximum']:g}")
-        if meta["above"] is not None and value <= meta["above"]:
-            raise ValueError(f"{flag}: expected more than {meta['above']:g}")
+        is_given = is_on(field, value)
+        if noted is not None:
+            is_given = field.name in noted and value not in OFF
+        for other, allowed in meta["needs"].items():
+            now = getattr(values, other, None)
+            if now is None:
+                continue
+            if is_given and not _is_among(now, allowed):
+                yield without_effect(field.name, value, other, now, allowed)
+            if meta["is_needed"] and value in OFF and _is_among(now, allowed):
+                yield f"--{other}={text(now)} needs --{field.name}: {meta['help']}"
+        for other, refused in meta["excludes"].items():
+            now = getattr(values, other, None)
+            if is_given and now is not None and _is_among(now, refused):
+                flag = f"--{field.name}={text(value)}"
+                yield f"{flag} does not go with --{other}={text(now)}; omit one of them"
+
+
+def is_on(field: dataclasses.Field, value: Any) -> bool:
+    """Whether an option was given a value that asks for something."""
+    return value not in (*OFF, field.default, field.metadata.get("off"))
+
+
+def _is_among(value: Any, values: tuple[Any, ...]) -> bool:
+    if isinstance(value, str) and values is not ON:
+        return _is_choice(value, values)
+    return value not in OFF if values is ON else value in values
+
+
+def without_effect(
+    name: str, value: Any, other: str, now: Any, wanted: tuple[Any, ...] | str
+) -> str:
+    """The line about an option without effect beside another one.
+
+    Args:
+        name, value: The option.
+        other, now: The other option.
+        wanted: The other's values with which it has an effect, or a phrase.
+    """
+    cure = wanted
+    if not isinstance(wanted, str):
+        cure = f"--{other}" + "=" * (wanted is not ON) + " or ".join(map(text, wanted))
+    return (
+        f"--{name}={text(value)} has no effect with --{other}={text(now)}; omit it, or "
+        f"give {cure}"
+    )
+
+
+def text(value: Any) -> str:
+    """An option's value as a flagfile has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _is_choice(value: str, choices: tuple[str, ...]) -> bool:
     """Whether a text is one of the choices, or begins like one that ends in a path."""
     paths = [choice for choice in choices if choice.endswith(":PATH")]
     return value in choices or any(value.startswith(one[:-4]) for one in paths)
+
+
+def check_one_of(name: str, value: Any, known: Collection[Any], hint: str = "") -> None:
+    """Refuses a value that is not among the known ones; `hint` ends the line.
+
+    Raises:
+        ValueError: one line with all of them.
+    """
+    if value not in known:
+        listed = ", ".join(map(str, known))
+        raise ValueError(f"--{name}={value}: expected one of {listed}{hint}")
+
+
+def check_at_most(name: str, value: Any, most: Any, why: str) -> None:
+    """Refuses a number that is larger than another option or the data allow.
+
+    Args:
+        name, value: The option.
+        most: The largest value that is possible.
+        why: What it is, such as `the classes of the data`.
+
+    Raises:
+        ValueError: one line.
+    """
+    if value > most:
+        raise ValueError(f"--{name}={value}: expected at most {most}, {why}; lower it")
 
 
 def refuse(values: Any, names: tuple[str, ...], reason: str) -> None:

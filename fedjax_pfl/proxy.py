@@ -132,6 +132,28 @@ def own_outputs(
     )
 
 
+def shared_outputs(
+    forward: Callable[[jax.Array], jax.Array],
+    client: each_client.Client,
+    batches: jax.Array,
+    width: int,
+) -> jax.Array:
+    """`outputs_by_sample` on rows that clients share, f32[n B, W].
+
+    `batches` are int32[n, B]. Where no client of the chunk takes a step, outputs are 0.
+    """
+    row = batches.reshape(-1)
+    return outputs_by_sample(
+        forward,
+        client.data,
+        lambda position: row[position],
+        size=len(row),
+        width=width,
+        batch_size=batches.shape[1],
+        num_batches=jnp.where(client.bound > 0, len(batches), 0),
+    )
+
+
 def batch_at(
     data: types.Data, batches: jax.Array, index: jax.Array, key: jax.Array
 ) -> local_training.Batch:
@@ -219,7 +241,7 @@ def train_server(
             data=data,
             batches=batches(data, hparams.batch_size),
             epochs=hparams.server_epochs,
-            key=rng.stream(state.key, rng.Tag.SERVER, state.round),
+            key=rng.stream(state.key, "engine.server", state.round),
         )
 
     return over_devices.once(trained, task.execution, state.server)

@@ -6,49 +6,51 @@ import zlib
 import jax
 import numpy as np
 
-
-class Tag(enum.IntEnum):
-    """Purposes of this project's streams. An algorithm may use any name instead.
-
-    The values are part of a run's identity.
-    """
-
-    INIT = 0
-    COHORT = 1
-    BATCHES = 2
-    PARTITION = 3
-    SPLIT = 4
-    PROXY = 5
-    PEERS = 6
-    LOCAL = 7
-    LOCAL_PROXY = 8
-    SERVER = 9
-    TEACHER = 10
-    PUBLIC = 11
-    ORDER = 12
-    EVALUATION = 13
-    PERSONAL = 14
-    REPLACED = 15
-    MASK = 16
-    REGROWN = 17
-    OWN_INIT = 18
-    LEVEL = 19
-    QUEUE = 20
-    BASES = 21
-
-
-def _number(tag: Tag | str) -> int:
-    """A tag as 32 bits. A name gives its CRC, far above the integers of `Tag`."""
-    return zlib.crc32(tag.encode()) | 1 << 31 if isinstance(tag, str) else int(tag)
+# This project's older streams have small integers for names, which are part of a run's
+# identity. All others are named by their text.
+_NUMBERS = {
+    "engine.init": 0,
+    "engine.cohort": 1,
+    "engine.batches": 2,
+    "data.partition": 3,
+    "data.split": 4,
+    "data.proxy": 5,
+    "engine.peers": 6,
+    "engine.local": 7,
+    "proxy.local_proxy": 8,
+    "engine.server": 9,
+    "proxy.teacher": 10,
+    "proxy.public": 11,
+    "engine.order": 12,
+    "engine.evaluation": 13,
+    "engine.personal": 14,
+    "decentralized.replaced": 15,
+    "sparse.mask": 16,
+    "sparse.regrown": 17,
+    "decentralized.own_init": 18,
+    "levels.level": 19,
+    "levels.queue": 20,
+    "levels.bases": 21,
+}
+# The same integers for code that has the older form, `rng.Tag.LOCAL`
+Tag = enum.IntEnum(
+    "Tag", {name.split(".")[1].upper(): n for name, n in _NUMBERS.items()}
+)
 
 
-def stream(key: jax.Array, tag: Tag | str, *ids: int | jax.Array) -> jax.Array:
+def _number(name: str | int) -> int:
+    """A name as 32 bits. A new one gives its CRC, far above the integers of others."""
+    if isinstance(name, str):
+        return _NUMBERS.get(name, zlib.crc32(name.encode()) | 1 << 31)
+    return int(name)
+
+
+def stream(key: jax.Array, tag: str | int, *ids: int | jax.Array) -> jax.Array:
     """A key derived from `key` by folding in `tag` and then each id.
 
     Args:
         key: The run's root key.
-        tag: The purpose of the draw: a name of the algorithm's own, such as
-            `mine.noise`, or one of `Tag`.
+        tag: The purpose of the draw, a name such as `mine.noise`.
         *ids: Non-negative integers.
 
     Example:
@@ -65,7 +67,7 @@ def stream(key: jax.Array, tag: Tag | str, *ids: int | jax.Array) -> jax.Array:
     return key
 
 
-def generator(seed: int, tag: Tag | str, *ids: int) -> np.random.Generator:
+def generator(seed: int, tag: str | int, *ids: int) -> np.random.Generator:
     """The host's counterpart of `stream`: a Philox generator from (seed, tag, ids)."""
     sequence = np.random.SeedSequence([seed, _number(tag), *ids])
     return np.random.Generator(np.random.Philox(sequence))
@@ -78,7 +80,7 @@ def _mixed(words: np.ndarray) -> np.ndarray:
     return words ^ (words >> np.uint64(31))
 
 
-def hashed(seed: int, tag: Tag | str, *ids: int | np.ndarray) -> np.ndarray:
+def hashed(seed: int, tag: str | int, *ids: int | np.ndarray) -> np.ndarray:
     """Random uint64 words, one for each tuple of ids: many named draws in one call.
 
     Args:

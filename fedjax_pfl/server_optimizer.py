@@ -34,6 +34,7 @@ from fedjax_pfl import options, types
 
 BETA_2, TAU = 0.99, 1e-3
 ADAPTIVE = ("adam", "adagrad", "yogi")
+KINDS = ("sgd", *ADAPTIVE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,16 +44,20 @@ class ServerOptimizer:
     server_optimizer: str = options.option(
         "none",
         "the server's step along the mean change of its clients; none = their mean",
-        choices=("none", "sgd", *ADAPTIVE),
+        choices=("none", *KINDS),
     )
     server_lr: float = options.option(
-        1.0, "step size of the server's optimizer [eta]", minimum=0
+        1.0,
+        "step size of the server's optimizer [eta]",
+        minimum=0,
+        needs={"server_optimizer": KINDS},
     )
     server_momentum: float = options.option(
         0.0,
         "momentum of the server's optimizer, beta_1 of the adaptive ones",
         minimum=0,
         maximum=1,
+        needs={"server_optimizer": KINDS},
         zero_is_off=True,
     )
 
@@ -68,13 +73,10 @@ def make(hparams: ServerOptimizer) -> optax.GradientTransformation | None:
     """The server's optimizer of x - mean, or None where the mean is the new model.
 
     Raises:
-        ValueError: an option has no effect without an optimizer, or all others have
-            none.
+        ValueError: the momentum leaves the model as it is.
     """
     kind = hparams.server_optimizer
     if kind == "none":
-        others = ("server_lr", "server_momentum")
-        options.refuse(hparams, others, "with --server_optimizer=none")
         return None
     rate, momentum = hparams.server_lr, hparams.server_momentum
     if kind != "sgd" and not isinstance(momentum, jax.Array) and momentum == 1:

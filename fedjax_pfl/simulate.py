@@ -71,7 +71,7 @@ class Simulation:
             with_rows: `(num_rows, execution) -> Program` for a state of so many private
                 rows, where these are on the host and a later round may need more.
         """
-        self.program, self.planner, self.execution = program, planner, execution
+        self.program, self.execution = program, execution
         self.rounds, self._with_rows = rounds, with_rows
         self.data = data.replace(partition=None)
         self.compile_seconds = 0.0
@@ -330,7 +330,7 @@ class Simulation:
 
     def _blocks(self, call: Call) -> Iterator[kinds.Block]:
         """The clients of a call in blocks, with the next round's cohorts."""
-        drawn = [self.planner.drawn(seed, call.round) for seed in call.seeds]
+        drawn = [self._windows.planner.drawn(seed, call.round) for seed in call.seeds]
 
         def sampled(place: int) -> np.ndarray | None:
             count = self.program.scoring.num_sampled
@@ -356,7 +356,7 @@ class Simulation:
         execution: types.Execution,
     ) -> None:
         """Goes on with clients in other chunks, on which nothing but speed depends."""
-        self.program, self.planner, self.execution = program, planner, execution
+        self.program, self.execution = program, execution
         self._windows.compute(planner, execution)
         self._window = None
 

@@ -11,25 +11,36 @@ import jax
 from fedjax_pfl import options, types
 
 option = options.option
+# The targets of `--distill_target` that are a teacher's
+_ASKED = {"distill_target": ("kd", "pt", "sim", "pt_sim")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Taught:
     """Options of every algorithm with a teacher."""
 
-    teacher: str = option("", "file of the teacher's model (launch.export)")
+    teacher: str = option(
+        "",
+        "file of the teacher's model (launch.export)",
+        needs=_ASKED,
+        is_needed=True,
+    )
     teacher_model: str = option(
-        "", "the teacher's --model, for a file that does not name it"
+        "", "the teacher's --model, for a file that does not name it", needs=_ASKED
     )
     teacher_width: float = option(
         0.0,
         "the teacher's --model_width, for a file that does not say it; 0 = 1",
         minimum=0,
         maximum=1000,
+        needs=_ASKED,
         is_static=True,
     )
     teacher_level: int = option(
-        0, "how many stages the teacher has, likewise; 0 = all of its model", minimum=0
+        0,
+        "how many stages the teacher has, likewise; 0 = all of its model",
+        minimum=0,
+        needs=_ASKED,
     )
 
 

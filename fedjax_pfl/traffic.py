@@ -33,6 +33,14 @@ def stages_both_ways(task: types.Task, model: types.Model) -> tuple:
     )
 
 
+def of_stages(
+    what: str, way: str, model: types.Model, sizes: Sequence[int]
+) -> tuple[types.MessageKind, ...]:
+    """Kinds `<what> <stage>` that go one way, of a size in bytes for each stage."""
+    named = zip(model.stage_names, sizes, strict=True)
+    return tuple(types.MessageKind(f"{what} {name}", way, size) for name, size in named)
+
+
 def stages_sent(
     model: types.Model, down: jax.Array, up: jax.Array
 ) -> dict[str, jax.Array]:

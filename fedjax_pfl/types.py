@@ -178,7 +178,7 @@ class Task(NamedTuple):
         """
         like = model.example(1, *self.example_shape)
         example = jnp.zeros(like.shape, like.dtype)
-        return Variables(*model.init(rng.stream(key, rng.Tag.INIT), example))
+        return Variables(*model.init(rng.stream(key, "engine.init"), example))
 
     def members(self, group: int) -> np.ndarray:
         """int[K_g]: the clients of a group, in the order of their private rows."""
@@ -440,7 +440,7 @@ class PeerSpec(NamedTuple):
 
     Attributes:
         num_peers: Peers of each client, at most.
-        topology: The kind of graph, a key of `decentralized.TOPOLOGIES`.
+        topology: The kind of graph, one of `decentralized.TOPOLOGIES`.
         edge_probability: Of each edge of an `erdos_renyi` graph.
         adjacency: The path of a `file` graph.
         is_fixed: Whether the graph of round 0 is that of every round.

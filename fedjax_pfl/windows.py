@@ -116,7 +116,10 @@ class Windows:
     """Makes windows for the calls of a run, as long as there is room.
 
     Attributes:
+        planner: Cohorts and plans.
         length: T, the rounds of every window's tables.
+        capacity: Room for the examples of a device in a window. It only grows, since
+            another size is another program.
     """
 
     def __init__(
@@ -129,17 +132,17 @@ class Windows:
         rows: Rows,
     ):
         """Prepares the windows of a run; `specs` are the algorithm's plans."""
-        self._planner, self._seeds = planner, range(num_seeds)
+        self.planner, self._seeds = planner, range(num_seeds)
         self._calls, self._execution, self._rows = calls, execution, rows
         cohort, examples = planner.drawn(0, 0), planner.round_examples
         self.length = window_rounds(cohort, specs, examples)
-        # Room for a few rounds less than the longest window, so that it is full before
-        # these are reached. It only grows, since another size is another program.
-        self._capacity = planner.capacity(self.length - self.length // 8)
+        # For a few rounds less than the longest window, so that it is full before these
+        # are reached
+        self.capacity = planner.capacity(self.length - self.length // 8)
 
     def compute(self, planner: Planner, execution: types.Execution) -> None:
         """Goes on with clients in other chunks."""
-        self._planner, self._execution = planner, execution
+        self.planner, self._execution = planner, execution
 
     def make(self, first: int, end: int) -> Window:
         """The window that begins with round `first`, before `end`, on the devices.
@@ -150,11 +153,11 @@ class Windows:
         count, needed = self._fitting(first, end - first)
         if not count:
             count = 1
-            self._capacity = max(self._capacity, shapes.rounded_up_finely(needed))
-            self._rows.grow(self._planner.drawn(seed, first) for seed in self._seeds)
+            self.capacity = max(self.capacity, shapes.rounded_up_finely(needed))
+            self._rows.grow(self.planner.drawn(seed, first) for seed in self._seeds)
         planned = [self._planned(seed, first, count) for seed in self._seeds]
         costs = [
-            work_of(self._planner, seed, one, self._execution)
+            work_of(self.planner, seed, one, self._execution)
             for seed, one in enumerate(planned)
         ]
         planned, rows = self._rows.window(first, planned, count)
@@ -169,20 +172,20 @@ class Windows:
         return Window(first, first + count, cohorts, work, rows)
 
     def _planned(self, seed: int, first: int, count: int) -> types.Cohort:
-        return self._planner.window(seed, first, count, self.length, self._capacity)
+        return self.planner.window(seed, first, count, self.length, self.capacity)
 
     def _fitting(self, first: int, most: int) -> tuple[int, int]:
         """(rounds from `first` on for which there is room, examples with one more)."""
         needed, fits = np.zeros(1, np.int64), self._rows.room()
-        rows_per_device = self._planner.rows_per_device(first)
+        rows_per_device = self.planner.rows_per_device(first)
         for count in range(min(self.length, most)):
             round = first + count
-            if self._planner.rows_per_device(round) != rows_per_device:
+            if self.planner.rows_per_device(round) != rows_per_device:
                 return count, int(needed.max())
-            found = [self._planner.examples(seed, round) for seed in self._seeds]
+            found = [self.planner.examples(seed, round) for seed in self._seeds]
             needed = needed + np.stack(found)
-            drawn = (self._planner.drawn(seed, round) for seed in self._seeds)
-            if needed.max() > self._capacity or not fits(drawn):
+            drawn = (self.planner.drawn(seed, round) for seed in self._seeds)
+            if needed.max() > self.capacity or not fits(drawn):
                 return count, int(needed.max())
         return min(self.length, most), 0
 

@@ -22,7 +22,7 @@ from launch.config import flagfile, registry
 from launch.folder import workdir
 from launch.machine import devices, processes, residence, target
 from launch.models_out import client_model
-from launch.run import cost, loop
+from launch.run import cost, loop, narrow
 from launch.run import progress as progress_lib
 from launch.run import stop as stop_lib
 from launch.run.run import Run
@@ -75,18 +75,13 @@ class Experiment(Run):
         for name in ("tensorboard", "csv"):
             if getattr(self.config, name) and not self.config.workdir:
                 raise ValueError(f"{name}=True writes files; give a workdir too")
-        with contextlib.ExitStack() as entered:
-            folder = None
-            if self.config.workdir:
-                folder = entered.enter_context(self.folder)
-                if folder.open(restores=True) is not None and progress:
-                    processes.say(f"{folder.path} holds this finished run", flush=True)
+        stop = stop_lib.Stop(twice_interrupts=False)
+        with self.folder if self.config.workdir else contextlib.nullcontext() as folder:
+            done = folder and folder.open(restores=True)
+            if done is not None and progress:
+                processes.say(f"{folder.path} holds this finished run", flush=True)
             self._show_notes(progress)
-            stop = entered.enter_context(stop_lib.Stop(twice_interrupts=False))
-            shown = self.listeners(folder, progress, records)
-            loop.run(self, shown, stop, until)
-            if folder is not None and self.round == rounds:
-                folder.finish(self.summary)
+            self.train(stop, folder, until, progress=progress, others=records)
         if stop:
             raise KeyboardInterrupt(
                 f"stopped after round {self.round}; run() continues"
@@ -109,18 +104,34 @@ class Experiment(Run):
         """The folder of the run; see `workdir.Workdir`."""
         return workdir.Workdir(self)
 
-    def listeners(
+    def train(
         self,
-        folder: workdir.Workdir | None,
+        stop: stop_lib.Stop,
+        folder: workdir.Workdir | None = None,
+        until: int | None = None,
+        *,
         progress: bool = True,
         others: Sequence[loop.Listener] = (),
-    ) -> list[loop.Listener]:
-        """The listeners of the run: its folder first, and its checkpoints last."""
-        out: list[loop.Listener] = [folder] if folder is not None else []
-        out += progress_lib.shown(words.headline if progress else None)
-        return [*out, *others] + (
-            [workdir.Checkpoints(folder)] if folder is not None else []
-        )
+    ) -> None:
+        """Trains until a round or a signal, as `run` and the command do.
+
+        An opened folder is the first listener, and its checkpoints are the last, which
+        also write its summary after the last round.
+
+        Args:
+            stop: Records signals meanwhile.
+            folder: The opened folder of the run, None = there is none.
+            until: The round to stop after, None = the last.
+            progress: Whether to show progress.
+            others: Listeners that come after the progress.
+        """
+        until = self.config.rounds if until is None else until
+        shown = progress_lib.shown(words.headline if progress else None)
+        every = [*shown, *others, narrow.Narrow(until)]
+        if folder is not None:
+            every = [folder, *every, workdir.Checkpoints(folder)]
+        with stop:
+            loop.run(self, every, stop, until)
 
     def params(
         self,

@@ -21,9 +21,8 @@ from launch import ending, experiment
 from launch.assemble import fit
 from launch.config import flags, limits, presets, registry
 from launch.machine import target
-from launch.papers import tables
 from launch.run import cost
-from launch.studies import tables as studies
+from launch.tables import cells
 from models import counts
 
 WIDTHS = 4
@@ -65,10 +64,10 @@ def main() -> None:
         },
         "partitions (--partition)": partitions.PARTITIONS,
         "tables of the papers (python -m launch.reproduce NAME)": {
-            name: table["title"] for name, table in tables.tables().items()
+            name: table["title"] for name, table in cells.papers().items()
         },
         "studies (python -m launch.study NAME)": {
-            name: study["title"] for name, study in studies.studies().items()
+            name: study["title"] for name, study in cells.studies().items()
         },
     }
     for section, entries in sections.items():

@@ -9,11 +9,9 @@ import sys
 from typing import Any
 
 from launch import build, ending
-from launch.assemble import given as given_lib
 from launch.config import flags
 from launch.folder import workdir
 from launch.machine import devices, processes
-from launch.run import loop
 from launch.run.stop import Stop
 from launch.show import words
 
@@ -27,7 +25,6 @@ def execute(given: dict[str, Any]) -> dict[str, Any]:
     """
     with ending.refused():
         devices.begin(given.get("distributed") or "")
-        given_lib.check_alike(given)
         experiment = build.experiment(**workdir.with_stored_rounds(given))
     with experiment.folder as folder:
         return _execute(experiment, folder)
@@ -55,9 +52,9 @@ def _execute(experiment: build.Experiment, folder: workdir.Workdir) -> dict[str,
         say(f"--resume: {folder.path} holds no run yet, a new one starts")
     if experiment.round:
         say(f"resumed after round {experiment.round}", flush=True)
-    with Stop() as stop:
-        is_whole = loop.run(experiment, experiment.listeners(folder), stop)
-    if not is_whole:
+    stop = Stop()
+    experiment.train(stop, folder)
+    if experiment.round < config.rounds:
         is_script = sys.argv[:1] == ["fedjax-pfl run"]
         say(
             f"stopped after round {experiment.round}; continue with: "
@@ -66,15 +63,14 @@ def _execute(experiment: build.Experiment, folder: workdir.Workdir) -> dict[str,
             file=sys.stderr,
         )
         raise SystemExit(128 + stop.signal)
-    summary = folder.finish(experiment.summary)
-    say(words.table(summary))
+    say(words.table(folder.summary))
     if note := devices.advice(experiment):
         say(note, file=sys.stderr)
     say(f"results in {folder.path}", flush=True)
     if stop.signal is not None:
         # The run is complete, but a loop over several runs must end.
         raise SystemExit(128 + stop.signal)
-    return summary
+    return folder.summary
 
 
 @ending.command

@@ -14,8 +14,7 @@ from fedjax_pfl.options import option
 from launch import ending
 from launch.config import flags
 from launch.show import page, svg
-from launch.studies import kept
-from launch.study import study
+from launch.tables import store, study
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +34,7 @@ def command(argv: list[str]) -> None:
         if not folders:
             raise ValueError("give the folders of one or more finished runs")
         paths = [pathlib.Path(folder) for folder in folders]
-        if len(paths) == 1 and kept.is_study(paths[0]):
+        if len(paths) == 1 and store.is_study(paths[0]):
             text = study.Study("", paths[0]).page(asked.title)
         else:
             entries = page.read(paths)

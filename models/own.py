@@ -53,10 +53,11 @@ def chain(
         return _of_width(given, tuple(split), example)
     parts = _parts(given)
     names = [str(part[0]) for part in parts]
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"model: expected stages of different names, got {names}")
-    if any("/" in name for name in names):
-        raise ValueError(f"model: expected stages without a slash, got {names}")
+    if not names or len(set(names)) < len(names) or "/" in "".join(names):
+        raise ValueError(
+            "model: expected stages without a slash and of different names, got "
+            f"{names}"
+        )
     if len({len(part) for part in parts}) > 1:
         raise ValueError(
             "model: some stages have an exit and others have none; give (name, body, "
@@ -178,20 +179,19 @@ def _parts(given: Any) -> list[tuple[Any, ...]]:
     ]
     for part in parts:
         modules = part[1:] if isinstance(part[0] if part else 0, str) else ()
+        got = ""
         if len(part) not in (2, 3) or not modules:
-            raise ValueError(
-                f"model: expected {FORMS}, got a tuple of "
-                f"{', '.join(type(one).__name__ for one in part) or 'nothing'}"
-            )
+            kinds = ", ".join(type(one).__name__ for one in part) or "nothing"
+            got = f"a tuple of {kinds}"
         for one in modules:
-            if isinstance(one, type) and issubclass(one, nn.Module):
-                raise ValueError(
-                    f"model: got the linen class {one.__name__}; give a module, "
-                    f"{one.__name__}(...)"
-                )
             is_module = isinstance(one, nn.Module) or own_nnx.is_source(one)
-            if not (is_module or _is_pair(one)):
-                raise ValueError(f"model: expected {FORMS}, got a {type(one).__name__}")
+            if isinstance(one, type) and issubclass(one, nn.Module):
+                kind = one.__name__
+                got = f"the linen class {kind}; give a module, {kind}(...)"
+            elif not (is_module or _is_pair(one)):
+                got = f"a {type(one).__name__}"
+        if got:
+            raise ValueError(f"model: expected {FORMS}, got {got}")
     return parts
 
 
@@ -261,10 +261,10 @@ def _at_width(factory: Callable[..., Any], rate: float = 1.0, scaler: Any = 1.0)
     try:
         return factory(**given)
     except Exception as error:  # a custom function may raise anything
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"model: {own_nnx.name(factory)}(width={rate:g}) fails ({reason[:160]}); "
-            "expected a function of width alone, or of width and scaler"
+            f"model: {own_nnx.name(factory)}(width={rate:g}) fails "
+            f"({own_checks.reason(error)}); expected a function of width alone, or of "
+            "width and scaler"
         ) from error
 
 

@@ -9,6 +9,11 @@ import numpy as np
 from fedjax_pfl import types
 
 
+def reason(error: Exception) -> str:
+    """The first line of what a user's code has raised."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+
+
 def moved(tree: Any) -> Any:
     """Slightly changed arrays, since a last layer of zeros would hide everything."""
     leaves, structure = jax.tree.flatten(tree)

@@ -5,13 +5,15 @@ import contextvars
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
+
+from models import own_checks, own_stage
 
 
 class Group(NamedTuple):
@@ -51,19 +53,15 @@ def _split(module: nnx.Module) -> tuple[Any, ...]:
     return graph, params, stats, streams, constants
 
 
-class Stage:
-    """Adapts an nnx module to the calls of `stages.chain`.
+class Stage(own_stage.Stage):
+    """Adapts an nnx module.
 
     Each call merges a new module from the graph and the arrays and sets its mode by
     `train()` or `eval()`, so that no given module is changed. Parameters are its
-    `nnx.Param`s, and statistics all other variables. Random streams begin anew in every
-    call, from the key of the step. Arrays that are not variables are constants.
-
-    `sample_mask` bool[B], the real samples, `train` (also named `training`,
-    `deterministic` or `use_running_average`) and `rngs` are passed to a `__call__` that
-    names them. An `nnx.BatchNorm` inside takes its statistics over the real samples,
-    unless it is given a mask. The first axis of its input must be the batch or a
-    multiple of it.
+    `nnx.Param`s, and statistics all other variables. Random streams begin again in
+    every call, from the key of the step, and `rngs` are passed to a `__call__` that
+    names them. Arrays that are not variables are constants. An `nnx.BatchNorm` inside
+    takes its statistics over the real samples, unless it is given a mask.
 
     Attributes:
         kind: The class of the module.
@@ -99,7 +97,7 @@ class Stage:
             or inspect.isroutine(value)
             if not any(str(part).startswith("_pytree__") for part in path)
         }
-        self._takes = set(inspect.signature(type(module).__call__).parameters)
+        self._takes = own_stage.takes(type(module).__call__)
         self._graph = graph
         self._groups = tuple(map(Group.of, states))
         # Numpy's arrays, since those of jax belong to a device.
@@ -123,8 +121,8 @@ class Stage:
     def __hash__(self) -> int:
         return hash(self._facts())
 
-    def init_with_output(self, key: jax.Array, x: jax.Array) -> tuple[jax.Array, dict]:
-        """Returns the output and the variables: "params", and "stats" if any."""
+    def drawn(self, key: jax.Array, x: jax.Array) -> dict[str, Any]:
+        """The variables: "params", and "stats" if any."""
         if self._build is None:
             leaves = self._values[:2]
         else:
@@ -134,40 +132,18 @@ class Stage:
             group.nested(map(jnp.array, values))
             for group, values in zip(self._groups, leaves, strict=False)
         )
-        variables = {"params": params} | ({"stats": stats} if stats else {})
-        out, _ = self.apply(variables, x, sample_mask=None, train=False, rngs={})
-        return out, variables
+        return {"params": params} | ({"stats": stats} if stats else {})
 
-    def apply(
-        self,
-        variables: Mapping[str, Any],
-        x: jax.Array,
-        *,
-        sample_mask: jax.Array | None,
-        train: bool,
-        rngs: Mapping[str, jax.Array],
-        mutable: Sequence[str] = (),
-    ) -> tuple[jax.Array, dict]:
+    def apply(self, variables, x, *, sample_mask, train, rngs, mutable=()):
         """Returns the output and the statistics, which eval mode does not change."""
-        old, mask = variables.get("stats", {}), jnp.ones(len(x), bool)
-        if sample_mask is not None:
-            # Without real samples all count, since the result is not used.
-            mask = sample_mask | ~sample_mask.any()
+        old, mask = variables.get("stats", {}), own_stage.real_samples(x, sample_mask)
         key = rngs["dropout"] if "dropout" in rngs else jax.random.key(0)
-        module = self.merged(variables, key)
+        module, more = self.merged(variables, key), {}
         module.train() if train else module.eval()
-        modes = {
-            "sample_mask": mask,
-            "train": train,
-            "training": train,
-            "deterministic": not train,
-            "use_running_average": not train,
-        }
-        modes = {name: value for name, value in modes.items() if name in self._takes}
         if "rngs" in self._takes:
-            modes["rngs"] = nnx.Rngs(jax.random.fold_in(key, 1))
+            more = {"rngs": nnx.Rngs(jax.random.fold_in(key, 1))}
         with _hooked_calls(module, mask):
-            out = module(x, **modes)
+            out = module(x, **own_stage.modes(self._takes, mask, train, **more))
         if not (train and old):
             return out, {"stats": old} if old else {}
         found = {
@@ -220,10 +196,9 @@ def _drawn(given: Any, layers: Any, rngs: nnx.Rngs) -> nnx.Module:
         names = inspect.signature(given.__init__ if is_class else given).parameters
         whole = given(rngs=rngs) if "rngs" in names else given(rngs)
     except Exception as error:  # a custom class may raise anything
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"model: {name(given)}(rngs) fails ({reason[:160]}); expected an nnx "
-            "module, or a class or function that makes one of nnx.Rngs alone"
+            f"model: {name(given)}(rngs) fails ({own_checks.reason(error)}); expected "
+            "an nnx module, or a class or function that makes one of nnx.Rngs alone"
         ) from error
     if not isinstance(whole, nnx.Module):
         raise ValueError(
@@ -293,12 +268,12 @@ def _hooked_calls(module: nnx.Module, sample_mask: jax.Array) -> Any:
     watch = _WATCH.get()
     names = {id(m): str(n) for n, m in nnx.iter_children(module)} if watch else {}
     for _, inner in list(nnx.iter_modules(module)):
-        if _takes_mask(inner) or id(inner) in names:
+        if isinstance(inner, nnx.BatchNorm) or id(inner) in names:
             object.__setattr__(inner, "__class__", _hooked(type(inner)))
 
     def hook(inner: nnx.Module, call: Any, args: tuple, kwargs: dict) -> Any:
-        if _takes_mask(inner):
-            kwargs = _with_mask(sample_mask, args, kwargs)
+        if isinstance(inner, nnx.BatchNorm):
+            kwargs = own_stage.over_real_samples(inner, sample_mask, args, kwargs)
         if id(inner) in names:
             return watch(names[id(inner)], call, args, kwargs)
         return call(*args, **kwargs)
@@ -316,18 +291,3 @@ def _hooked(kind: type[nnx.Module]) -> type[nnx.Module]:
         return _HOOK.get()(self, call, args, kwargs)
 
     return type(kind.__name__, (kind,), {"__call__": through_hook})
-
-
-def _takes_mask(module: nnx.Module) -> bool:
-    takes = inspect.signature(type(module).__call__).parameters
-    return isinstance(module, nnx.BatchNorm) and "mask" in takes
-
-
-def _with_mask(sample_mask: jax.Array, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """The arguments of a batch norm with the mask of real samples, if none is given."""
-    x = args[0] if args else kwargs["x"]
-    if kwargs.get("mask") is not None or x.ndim < 2 or len(x) % len(sample_mask):
-        return kwargs
-    mask = jnp.repeat(sample_mask, len(x) // len(sample_mask))
-    mask = mask.reshape(-1, *[1] * (x.ndim - 1))
-    return {**kwargs, "mask": jnp.broadcast_to(mask, x.shape)}

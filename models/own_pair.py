@@ -1,65 +1,52 @@
 """A pair of functions `(init, apply)` as a stage, the form of models in FedJAX."""
 
 import dataclasses
-import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+
+from models import own_stage
 
 # Names of an argument of `apply` that gets the step's key, or None in eval mode
 KEYS = ("rng", "key")
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
-    """Adapts two functions to the calls of `stages.chain`.
+class Stage(own_stage.Stage):
+    """Adapts two functions.
 
     Attributes:
         init: `(key, x) -> params`, or `key -> params`: a nested dict of arrays. A slash
             in a name becomes `|`, since names are paths in a model's file.
-        function: `(params, x) -> out`. `train` (also named `training`, `is_training` or
-            `deterministic`), `sample_mask` bool[B], the real samples, and `rng` or
-            `key` (None in eval mode) are passed to a function that names them.
+        function: `(params, x) -> out`. It may also name `is_training`, and `rng` or
+            `key`, None in eval mode.
     """
 
     init: Callable[..., Any]
     function: Callable[..., Any]
 
-    def init_with_output(self, key: jax.Array, x: jax.Array) -> tuple[jax.Array, dict]:
-        """Returns the output and the variables: "params"."""
+    def drawn(self, key: jax.Array, x: jax.Array) -> dict[str, Any]:
+        """The parameters that `init` gives.
+
+        Raises:
+            ValueError: one line: they are not a dict.
+        """
         params = self.init(*((key, x) if _takes_examples(self.init) else (key,)))
         if not isinstance(params, Mapping):
             kind = type(params).__name__
             raise ValueError(f"init gives a {kind}, expected a nested dict of arrays")
-        variables = {"params": _renamed(params, "/", "|")}
-        out, _ = self.apply(variables, x, sample_mask=None, train=False, rngs={})
-        return out, variables
+        return {"params": _renamed(params, "/", "|")}
 
-    def apply(
-        self,
-        variables: Mapping[str, Any],
-        x: jax.Array,
-        *,
-        sample_mask: jax.Array | None,
-        train: bool,
-        rngs: Mapping[str, jax.Array],
-        mutable: Sequence[str] = (),
-    ) -> tuple[jax.Array, dict]:
+    def apply(self, variables, x, *, sample_mask, train, rngs, mutable=()):
         """Returns the output, and no statistics."""
-        mask = jnp.ones(len(x), bool) if sample_mask is None else sample_mask
-        key = rngs.get("dropout") if train else None
-        modes = {
-            "sample_mask": mask,
-            "train": train,
-            "training": train,
-            "is_training": train,
-            "deterministic": not train,
-        } | dict.fromkeys(KEYS, key)
-        takes = _takes(self.function)
-        modes = {name: value for name, value in modes.items() if name in takes}
+        if sample_mask is None:
+            sample_mask = own_stage.real_samples(x, None)
+        more = dict.fromkeys(KEYS, rngs.get("dropout") if train else None)
+        names = own_stage.takes(self.function)
+        more["is_training"] = train
+        modes = own_stage.modes(names, sample_mask, train, **more)
         params = _renamed(variables["params"], "|", "/")
         return self.function(params, x, **modes), {}
 
@@ -72,11 +59,6 @@ def _renamed(tree: Any, old: str, new: str) -> Any:
         str(name).replace(old, new): _renamed(value, old, new)
         for name, value in tree.items()
     }
-
-
-@functools.lru_cache(maxsize=64)
-def _takes(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
 
 
 def _takes_examples(init: Callable[..., Any]) -> bool:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx, traverse_util
 
-from models import own_checks, own_linen, own_nnx, stages
+from models import own_checks, own_linen, own_nnx, own_stage, stages
 
 Staged = tuple[tuple[str, Any], ...]
 
@@ -85,7 +85,7 @@ def _names(variables: Mapping[str, Any]) -> set[tuple[str, ...]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Part(own_stage.Stage):
     """The stage of a module from one submodule up to another.
 
     The whole module is called on arrays of nan. Where it calls `start`, that gets the
@@ -126,12 +126,10 @@ class Part:
         is_by_collection = isinstance(self.whole, own_linen.Stage)
         return path[2 if path[0] == "stats" and is_by_collection else 1]
 
-    def init_with_output(self, key: jax.Array, h: jax.Array) -> tuple[jax.Array, dict]:
-        """Returns the output and the variables: "params", and "stats" if any."""
+    def drawn(self, key: jax.Array, x: jax.Array) -> dict[str, Any]:
+        """Those of the whole module's variables that are the stage's."""
         x = jnp.zeros(self.example.shape, self.example.dtype)
-        variables = self.own(self.whole.init_with_output(key, x)[1])
-        out, _ = self.apply(variables, h, sample_mask=None, train=False, rngs={})
-        return out, variables
+        return self.own(self.whole.init_with_output(key, x)[1])
 
     def apply(
         self, variables: Mapping[str, Any], h: jax.Array, **mode: Any
@@ -204,8 +202,9 @@ def at(whole: Any, names: tuple[str, ...], example: jax.ShapeDtypeStruct) -> Sta
     except ValueError:
         raise
     except Exception as error:  # a custom module may raise anything
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{line}: the module fails ({reason[:160]})") from error
+        raise ValueError(
+            f"{line}: the module fails ({own_checks.reason(error)})"
+        ) from error
     known = list(dict.fromkeys(calls))
     for name in names:
         if calls.count(name) != 1:
@@ -270,10 +269,9 @@ def check(
         results = [both(x, key, train=train) for train in (False, True)]
         is_same = own_checks.is_close(*zip(*results, strict=True))
     except Exception as error:  # a custom module may raise anything
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"split={list(names)}: its stages cannot be called one after another "
-            f"({reason[:160]}); give model=[Body(), Head()]"
+            f"({own_checks.reason(error)}); give model=[Body(), Head()]"
         ) from error
     if not is_same:
         raise ValueError(

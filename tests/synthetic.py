@@ -15,7 +15,7 @@ def blobs(
 
     Labels go round, 0, 1, ..., so that every class has its share.
     """
-    gen = rng.generator(seed, rng.Tag.PARTITION)
+    gen = rng.generator(seed, "data.partition")
     patterns = gen.uniform(60, 200, (num_classes, *shape))
     label = np.arange(num_rows) % num_classes
     image = patterns[label] + gen.normal(0, 25, (num_rows, *shape))

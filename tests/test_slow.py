@@ -20,4 +20,4 @@ def test_names_are_of_tests(file):
 
 
 def test_they_are_in_order():
-    assert NAMES == sorted(set(NAMES))
+    assert NAMES and NAMES == sorted(set(NAMES))

@@ -26,7 +26,7 @@ from data.partitions import (
     parts,
     pathological,
 )
-from fedjax_pfl import rng, shapes, types
+from fedjax_pfl import options, rng, shapes, types
 
 PARTITIONS = {
     "iid": "equal random parts",
@@ -145,15 +145,9 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
     Raises:
         ValueError: a client would have too few examples.
     """
-    is_file = spec.partition.startswith(file.PREFIX)
-    if spec.examples_per_client and (is_file or spec.partition == "natural"):
-        raise ValueError(
-            f"--examples_per_client={spec.examples_per_client} has no effect with "
-            f"--partition={spec.partition}; omit it"
-        )
-    if is_file:
+    if spec.partition.startswith(file.PREFIX):
         return _from_file(source, spec)
-    gen = rng.generator(seed, rng.Tag.PARTITION)
+    gen = rng.generator(seed, "data.partition")
     official = spec.test_split == "official"
     if official and source.num_train == len(source.label):
         raise ValueError(
@@ -180,19 +174,16 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
         pool = pool[classes.named(source.label[pool], spec.client_classes)]
     if spec.examples_per_client:
         wanted = spec.examples_per_client * spec.num_clients
-        if wanted > len(pool):
-            raise ValueError(
-                f"--examples_per_client={spec.examples_per_client} for "
-                f"--num_clients={spec.num_clients} needs {wanted} examples, there are "
-                f"{len(pool)}; lower one of them"
-            )
+        options.check_at_most(
+            *("examples_per_client", spec.examples_per_client),
+            *(len(pool) // spec.num_clients, "a part of the data for each client"),
+        )
         pool = pool[:wanted]
-    too_few = len(pool) < spec.min_examples * spec.num_clients
     # Sizes of owners are checked below, where those that are too small are named.
-    if too_few and spec.partition not in ("cdkt", "cdkt_paper", "natural"):
-        raise ValueError(
-            f"--num_clients={spec.num_clients}: {len(pool)} examples are too few, "
-            f"{spec.min_examples} for each client are needed; lower it"
+    if spec.partition not in ("cdkt", "cdkt_paper", "natural"):
+        options.check_at_most(
+            *("num_clients", spec.num_clients, len(pool) // spec.min_examples),
+            f"for --min_examples={spec.min_examples} of {len(pool)}",
         )
     drawn = _draw(source, pool, spec, gen)
     if spec.partition == "natural":

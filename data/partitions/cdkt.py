@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.partitions import parts
+from fedjax_pfl import options
 
 NUM_USERS = 50
 
@@ -137,16 +138,14 @@ def order(protocol: Protocol) -> list[int]:
 
 def split(labels: np.ndarray, protocol: Protocol, num_clients: int) -> parts.Parts:
     """Positions in `labels` int[N] of the first `num_clients` users' images."""
-    if num_clients > NUM_USERS:
-        raise ValueError(
-            f"--num_clients={num_clients}: --partition=cdkt has {NUM_USERS} users"
-        )
+    options.check_at_most(
+        "num_clients", num_clients, NUM_USERS, "the users of --partition=cdkt"
+    )
     num_classes = int(labels.max()) + 1
-    if protocol.labels_per_user > num_classes:
-        raise ValueError(
-            f"--classes_per_client={protocol.labels_per_user}: the data have "
-            f"{num_classes} classes"
-        )
+    wanted = protocol.labels_per_user
+    options.check_at_most(
+        "classes_per_client", wanted, num_classes, "the classes of the data"
+    )
     members = [np.flatnonzero(labels == c) for c in range(num_classes)]
     sizes = np.array([len(m) for m in members])
     needed = 10 * NUM_USERS * protocol.labels_per_user // num_classes + 1

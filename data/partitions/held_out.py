@@ -95,7 +95,7 @@ def _shuffled(owned: parts.Parts, seed: int) -> parts.Parts:
     row, start = np.empty_like(owned.row), owned.start[:, None]
     for clients in shuffle.alike(owned.count):
         place = np.arange(owned.count[clients].max())
-        words = rng.hashed(seed, rng.Tag.SPLIT, clients[:, None], place)
+        words = rng.hashed(seed, "data.split", clients[:, None], place)
         order = shuffle.positions(words, owned.count[clients])
         real = order >= 0
         row[(start[clients] + place)[real]] = owned.row[(start[clients] + order)[real]]

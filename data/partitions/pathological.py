@@ -3,6 +3,7 @@
 import numpy as np
 
 from data.partitions import parts
+from fedjax_pfl import options
 
 # Values of `--partition_draw`: disjoint shards, or independent draws with replacement
 DRAWS = ("ipf", "overlap")
@@ -32,11 +33,10 @@ def split(
         ValueError: there are fewer than k classes.
     """
     classes, supply = np.unique(labels, return_counts=True)
-    if classes_per_client > len(classes):
-        raise ValueError(
-            f"--classes_per_client={classes_per_client}: the data have "
-            f"{len(classes)} classes"
-        )
+    options.check_at_most(
+        *("classes_per_client", classes_per_client, len(classes)),
+        "the classes of the data",
+    )
     if draw == "overlap":
         pools = [np.flatnonzero(labels == c) for c in classes]
         return _independent(pools, num_clients, classes_per_client, gen)

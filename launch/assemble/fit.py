@@ -194,7 +194,9 @@ def check_points(
     Raises:
         ValueError: one line.
     """
-    each = [dataclasses.replace(hparams, **point) for point in points if line]
+    if not line:
+        return
+    each = [dataclasses.replace(hparams, **point) for point in points]
     every = [entry.make(one, task) for one in each]
     facts = [(made.plans, made.peers, made.messages) for made in every]
     if any(one != facts[0] for one in facts):

@@ -64,20 +64,10 @@ def settled(**given: Any) -> Settings:
     own_sha256 = custom.own_sha256(given, own_optimizer)
     given, chosen = custom.measured(given)
     given, in_memory, own_models = custom.named(given)
-    check_alike(given | {"own_sha256": own_sha256})
+    _check_alike(given | {"own_sha256": own_sha256})
     config, hparams = resolve.configure(given)
     hparams = custom.with_optimizer(hparams, own_optimizer, given)
-    resolve.check_text(config)
-    rows = None
-    if in_memory is not None:
-        rows = doors.opened(*in_memory, config.label, config.owner)
-    if in_memory is not None or config.dataset != loaders.ARRAYS:
-        train = rows[0] if rows else doors.Rows(None)
-        has_axes = train.arrays is not None
-        resolve.check_own(config, has_columns=train.has_columns, has_axes=has_axes)
-    source = _source(config, rows)
-    if config.rotate_classes > 1:
-        source = dataset.rotated(source, config.rotate_classes)
+    source = _source(config, in_memory)
     if not source.is_text:
         measures_lib.check(chosen, source.num_classes)
     examples = sha256(source.image, source.label)
@@ -85,21 +75,9 @@ def settled(**given: Any) -> Settings:
     identity = file.Identity(len(source.label), examples.hexdigest(), label_hash)
     config = resolve.resolve(config, source, given)
     resolve.check(config, own_models)
-    fitted, dropped_owners = source, {}
-    if config.partition == "natural":
-        is_text = source.is_text
-        least = config.min_examples if is_text else config.min_owner_examples
-        fitted, dropped_owners = dataset.with_large_owners(source, least)
-        if dropped_owners and not is_text:
-            fitted = dataset.with_note_of_empty_classes(fitted)
-    fitted = dataset.fitted(fitted, config.image_size, config.image_channels)
+    fitted, dropped_owners = _fitted(config, source)
     is_same = fitted is source
     source_hash = examples if is_same else sha256(fitted.image, fitted.label)
-    if config.rotate_classes > 1 and config.partition in ("cdkt", "cdkt_paper"):
-        raise ValueError(
-            f"--rotate_classes={config.rotate_classes}: --partition={config.partition} "
-            "needs the data's own classes; take another partition"
-        )
     wants_public = config.public_set != "none"
     return Settings(
         entry=registry.algorithm(given.get("algo", config.algo)),
@@ -118,15 +96,46 @@ def settled(**given: Any) -> Settings:
 
 
 def _source(
-    config: schema.Config, rows: tuple[doors.Rows, doors.Rows | None] | None
+    config: schema.Config, in_memory: tuple[Any, Any] | None
 ) -> dataset.Dataset:
     """The data set: what was given in Python, or what `--dataset` names.
 
-    `rows` are those of `doors.opened`, None = there is a name.
+    `in_memory` is what was given as `dataset` and `test`, None = there is a name.
 
     Raises:
         ValueError: one line.
     """
+    rows = None
+    if in_memory is not None:
+        rows = doors.opened(*in_memory, config.label, config.owner)
+    if in_memory is not None or config.dataset != loaders.ARRAYS:
+        train = rows[0] if rows else doors.Rows(None)
+        has_axes = train.arrays is not None
+        resolve.check_data(config, has_columns=train.has_columns, has_axes=has_axes)
+    found = _loaded(config, rows)
+    if config.rotate_classes > 1:
+        return dataset.rotated(found, config.rotate_classes)
+    return found
+
+
+def _fitted(
+    config: schema.Config, source: dataset.Dataset
+) -> tuple[dataset.Dataset, Mapping[str, int]]:
+    """(the rows of owners that are large enough, fitted, rows of other owners)."""
+    dropped: Mapping[str, int] = {}
+    if config.partition == "natural":
+        is_text = source.is_text
+        least = config.min_examples if is_text else config.min_owner_examples
+        source, dropped = dataset.with_large_owners(source, least)
+        if dropped and not is_text:
+            source = dataset.with_note_of_empty_classes(source)
+    return dataset.fitted(source, config.image_size, config.image_channels), dropped
+
+
+def _loaded(
+    config: schema.Config, rows: tuple[doors.Rows, doors.Rows | None] | None
+) -> dataset.Dataset:
+    """The data set of the rows of `doors.opened`, None = that of a name."""
     if rows is not None:
         train, test = rows
         if train.frame is not None:
@@ -162,7 +171,7 @@ def sha256(*every: Any) -> Any:
 _OF_ONE_PROCESS = ("distributed", "data_dir", "compile_cache", "workdir")
 
 
-def check_alike(given: Mapping[str, Any]) -> None:
+def _check_alike(given: Mapping[str, Any]) -> None:
     """Refuses processes of one run that were given different options.
 
     Raises:
@@ -181,11 +190,6 @@ def check_alike(given: Mapping[str, Any]) -> None:
 
 def _public_images(config: schema.Config, source: dataset.Dataset) -> np.ndarray:
     """The train images of `--public_set`, checked against those of the data set."""
-    if config.proxy_fraction:
-        raise ValueError(
-            f"--public_set={config.public_set} and --proxy_fraction="
-            f"{config.proxy_fraction:g} both name shared images; give one of them"
-        )
     if config.public_set.removesuffix("_5k") == config.dataset.removesuffix("_5k"):
         raise ValueError(
             f"--public_set={config.public_set} holds images of the clients' own "

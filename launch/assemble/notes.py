@@ -6,8 +6,8 @@ from typing import Any
 
 import algorithms
 from data import labels
-from fedjax_pfl import levels, local_training, optimizer, types
-from launch.config import limits, registry, resolve, schema, sweep
+from fedjax_pfl import levels, local_training, optimizer, options, types
+from launch.config import registry, schema, sweep
 
 
 def of_options(
@@ -24,7 +24,7 @@ def of_options(
         asked: The options that somebody asked for.
         algorithm: The algorithm on its task, None = it is not known.
     """
-    out = resolve.without_effect(config, asked)
+    out = [*options.conflicts(config, asked), *options.conflicts(hparams, asked)]
     reasons: dict[str, str] = {}
     if algorithm is not None:
         reasons = dict(algorithm.unused)
@@ -34,7 +34,7 @@ def of_options(
             reasons["bucketed"] = f"with --algo={config.algo}, which has no submodels"
     values = vars(config) | vars(hparams)
     out += [
-        f"--{name}={limits.text(values[name])} has no effect {reason}; omit it"
+        f"--{name}={options.text(values[name])} has no effect {reason}; omit it"
         for name, reason in reasons.items()
         if name in asked
     ]
@@ -52,23 +52,31 @@ def of_options(
             f"results are called {config.algo}"
         )
     if isinstance(hparams, local_training.LocalTraining):
-        name, points = hparams.client_optimizer, sweep.points(config.sweep)
-        given = hparams.client_momentum
-        values = dict.fromkeys(one.get("client_momentum", given) for one in points)
-        if name in optimizer.DECOUPLED and not hparams.weight_decay:
-            out.append(
-                f"--client_optimizer={name} without --weight_decay is "
-                f"{optimizer.DECOUPLED[name]}, as optax's default decay is not taken"
-            )
-        if any(values) and not optimizer.takes_momentum(name):
-            out.append(
-                f"--client_momentum={','.join(f'{v:g}' for v in values)} has no effect "
-                f"with --client_optimizer={name}"
-            )
+        out += _of_optimizer(config, hparams)
     if config.masked_loss == "chosen" and config.algo not in algorithms.ALGORITHMS:
         out.append(
             "--masked_loss=chosen: a loss of a custom algorithm gets the positions as "
             "batch.chosen, and is of all unless it uses them"
+        )
+    return out
+
+
+def _of_optimizer(
+    config: schema.Config, hparams: local_training.LocalTraining
+) -> list[str]:
+    """Lines about the clients' optimizer."""
+    out, name = [], hparams.client_optimizer
+    if name in optimizer.DECOUPLED and not hparams.weight_decay:
+        out.append(
+            f"--client_optimizer={name} without --weight_decay is "
+            f"{optimizer.DECOUPLED[name]}, as optax's default decay is not taken"
+        )
+    usual, points = hparams.client_momentum, sweep.points(config.sweep)
+    values = dict.fromkeys(one.get("client_momentum", usual) for one in points)
+    if any(values) and not optimizer.takes_momentum(name):
+        out.append(
+            f"--client_momentum={','.join(f'{v:g}' for v in values)} has no effect "
+            f"with --client_optimizer={name}"
         )
     return out
 

@@ -5,7 +5,7 @@ import json
 from absl import flags as absl_flags
 
 from launch import ending
-from launch.bench import measure, works
+from launch.bench import measure
 from launch.config import flags, limits
 from launch.machine import target
 from launch.run import cost
@@ -30,23 +30,24 @@ LINES = {
 def command(argv: list[str]) -> None:
     """Measures the rounds of one algorithm."""
 
+    works = measure.WORKS["values"]
+
     def extra(values: absl_flags.FlagValues) -> None:
-        absl_flags.DEFINE_string("work", "w1", " or ".join(works.WORKS), values)
+        absl_flags.DEFINE_string("work", "w1", " or ".join(works), values)
         absl_flags.DEFINE_boolean("json", False, "print the JSON object only", values)
         about = "compile for this chip without having one: " + " or ".join(target.CHIPS)
         absl_flags.DEFINE_string("target", "", about, values)
 
     if not any(a.partition("=")[0].lstrip("-") == "algo" for a in argv):
-        argv.append(f"--algo={works.ALGORITHM}")
+        argv.append("--algo=fedavg")
     with ending.refused():
         given = flags.parse(argv, extra)
         work, only_json = given.pop("work", "w1"), given.pop("json", False)
-        limits.check_one_of("work", work, works.WORKS)
-        rounds = given.pop("rounds", 20)
-        options = works.COMMON | works.WORKS[work] | given
-        is_compiled = bool(options.get("target"))
+        limits.check_one_of("work", work, works)
+        is_compiled = bool(given.get("target"))
         bench = measure.compiled if is_compiled else measure.bench
-        out = {"work": work} | bench(options, rounds)
+        options = measure.options_of(work, given.pop("rounds", 20), given)
+        out = {"work": work} | bench(options)
     if is_compiled and not only_json:
         print(f"{work} {cost.in_words(out)}")
     for name, line in LINES.items():

@@ -5,7 +5,9 @@ here; see `models.forms`.
 """
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from launch import ending
 from launch.config import flags, limits, schema
 from launch.machine import target
 from launch.run import cost
+from launch.tables import cells
 from models import forms, mixed
 
 RULE = "rule"
@@ -39,18 +42,27 @@ class Options:
     image: str = option("28x28x1", "shape of an image")
 
 
+def _numbers(flag: str, text: str, expected: str, sign: str, count: int) -> list[int]:
+    """The numbers above 0 of a flag, `count` = 0 for any number of them."""
+    parts = text.split(sign)
+    is_right = all(part.isdecimal() and int(part) for part in parts)
+    if not is_right or count not in (0, len(parts)):
+        raise ValueError(f"--{flag}={limits.shown(text)}: expected {expected}")
+    return list(map(int, parts))
+
+
 def step_cost(
-    asked: Options, model: types.Model, clients: int, form: str
+    asked: Options, model: types.Model, shape: Sequence[int], clients: int, form: str
 ) -> dict[str, Any]:
     """The compiler's plan of one local step of some clients, as a dict.
 
     Args:
-        asked: The chip, the precision and the shapes of a batch.
+        asked: The chip, the precision and the size of a batch.
         model: The clients' model.
+        shape: That of an image.
         clients: How many train side by side.
         form: A name of `forms.FORMS`, or `rule`.
     """
-    shape = tuple(int(size) for size in asked.image.split("x"))
     where = jax.sharding.SingleDeviceSharding(target.devices(asked.target)[0])
 
     def step(variables, image, label, key):
@@ -72,19 +84,19 @@ def step_cost(
 
     size = asked.batch_size
     given = (
-        shapes.variables(model, shape),
+        shapes.variables(model, tuple(shape)),
         jax.ShapeDtypeStruct((size, *shape), jnp.float32),
         jax.ShapeDtypeStruct((size,), jnp.int32),
         jax.ShapeDtypeStruct((2,), jnp.uint32),
     )
-    stacked = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            (clients, *leaf.shape), leaf.dtype, sharding=where
-        ),
-        given,
-    )
+
+    def of_clients(leaf):
+        shape = (clients, *leaf.shape)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
+
+    args = jax.tree.map(of_clients, given)
     with jax.default_matmul_precision(schema.PRECISIONS[asked.precision]):
-        lowered = jax.jit(side_by_side, out_shardings=where).lower(*stacked)
+        lowered = jax.jit(side_by_side, out_shardings=where).lower(*args)
     return cost.planned(lowered).figures()
 
 
@@ -97,30 +109,18 @@ def command(argv: list[str]) -> None:
             raise ValueError(f"{limits.shown(rest[0])} is no option of this command")
         target.chip(asked.target)
         limits.check_one_of("precision", asked.precision, schema.PRECISIONS)
-        names, chosen = asked.model.split(","), asked.form.split(",")
-        for name in names:
-            limits.check_one_of("model", name, models.MODELS)
-        for form in chosen:
-            limits.check_one_of("form", form, [*forms.FORMS, RULE])
-        if not all(part.isdecimal() and int(part) for part in asked.clients.split(",")):
-            raise ValueError(
-                f"--clients={limits.shown(asked.clients)}: expected numbers above 0, "
-                "with commas"
-            )
-        sides = asked.image.split("x")
-        if len(sides) != 3 or not all(side.isdecimal() and int(side) for side in sides):
-            raise ValueError(
-                f"--image={limits.shown(asked.image)}: expected HEIGHTxWIDTHxCHANNELS"
-            )
-        for name in names:
+        names = cells.chosen("model", asked.model, models.MODELS)
+        chosen = cells.chosen("form", asked.form, [*forms.FORMS, RULE])
+        expected = "numbers above 0, with commas"
+        counts = _numbers("clients", asked.clients, expected, ",", 0)
+        shape = _numbers("image", asked.image, "HEIGHTxWIDTHxCHANNELS", "x", 3)
+        for name, clients, form in itertools.product(names, counts, chosen):
             model = models.make(name, 10)
             if asked.precision == "bf16":
                 model = mixed.in_bfloat16(model)
-            for clients in map(int, asked.clients.split(",")):
-                for form in chosen:
-                    found = step_cost(asked, model, clients, form)
-                    line = {"model": name, "clients": clients, "form": form}
-                    print(json.dumps(line | found), flush=True)
+            found = step_cost(asked, model, shape, clients, form)
+            line = {"model": name, "clients": clients, "form": form}
+            print(json.dumps(line | found), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Runs a work round by round and measures it."""
 
+import pathlib
 import time
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,32 +16,34 @@ from launch.bench import references
 from launch.config import registry
 from launch.machine import devices
 from launch.run import narrow
+from launch.tables import cells, examples
 
 REPEATS = 5
+WORKS = cells.read(pathlib.Path(__file__).with_name("works.json"))["sheets"]["works"]
 
 
-def compiled(given: dict[str, Any], rounds: int) -> dict[str, Any]:
+def options_of(work: str, rounds: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a work with its data, evaluated once; `given` ones win."""
+    part = cells.merged("works", WORKS["common"], WORKS["values"][work])
+    if "data" in part and "dataset" not in given:
+        given = {**given, "dataset": examples.lognormal(**part["data"])}
+    return part["options"] | given | {"rounds": rounds, "eval_every": rounds}
+
+
+def compiled(given: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of a chip's compiler for the work; see `cost.estimate`."""
-    experiment = build.experiment(**_whole(given, rounds))
+    experiment = build.experiment(**given)
     return {"algo": experiment.config.algo} | experiment.cost_analysis()
 
 
-def _whole(given: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """The options of a work with its data, evaluated once."""
-    data = given["dataset"]
-    data = {"dataset": data() if callable(data) else data}
-    return given | data | {"rounds": rounds, "eval_every": rounds}
-
-
-def bench(given: dict[str, Any], rounds: int) -> dict[str, Any]:
+def bench(given: Mapping[str, Any]) -> dict[str, Any]:
     """Runs the work of some options, as in `build.experiment`, and returns its figures.
 
     The first of several rounds warms up.
     """
-    given = _whole(given, rounds)
     experiment = build.experiment(**given)
     narrow.fit(experiment)
-    config, task = experiment.config, experiment.task
+    config, task, rounds = experiment.config, experiment.task, given["rounds"]
     plain_loop = references.PLAIN_LOOPS.get(config.algo)
     timed = {"round": _rounds(experiment)}
     if plain_loop and (reference := plain_loop(experiment)):

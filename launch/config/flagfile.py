@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data import files
+from fedjax_pfl import options as options_lib
 from launch.config import limits, registry, schema
 
 FLAGFILES = pathlib.Path(__file__).parent.parent / "flagfiles"
@@ -79,7 +80,7 @@ class RunFlags:
         unrecorded = schema.names(schema.NOWHERE)
         pairs = [pair for one in values for pair in vars(one).items()]
         found = {
-            name: limits.text(value)
+            name: options_lib.text(value)
             for name, value in pairs
             if value is not None and name not in unrecorded
         }
@@ -132,7 +133,8 @@ class RunFlags:
     def note(self, path: pathlib.Path) -> str:
         """A line about options that were not taken, "" if their values are defaults."""
         defaults = {
-            f.name: limits.text(f.default) for f in dataclasses.fields(schema.Config)
+            f.name: options_lib.text(f.default)
+            for f in dataclasses.fields(schema.Config)
         }
         names = [f"--{n}" for n, v in self.dropped.items() if defaults.get(n) != v]
         if not names:
@@ -169,7 +171,7 @@ class RunFlags:
         """The same flags with defaults for those that older files do not have."""
         fields = [field for one in values for field in dataclasses.fields(one)]
         known = {
-            f.name: limits.text(f.default) for f in fields if f.default is not None
+            f.name: options_lib.text(f.default) for f in fields if f.default is not None
         }
         return RunFlags(known | self.options, self.hashes, self.dropped)
 

@@ -3,11 +3,14 @@
 import difflib
 import os
 import unicodedata
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from fedjax_pfl import options
+
+check_one_of = options.check_one_of
 INT_LIMIT = 2**31 - 1
 SEED_LIMIT = 2**32 - 1
 FLOAT_LIMIT = float(np.finfo(np.float32).max)
@@ -47,11 +50,6 @@ def checked(name: str, value: Any, kind: type) -> Any:
     return kind(value)
 
 
-def text(value: Any) -> str:
-    """An option's value as a flagfile has it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def check_text(name: str, value: str) -> None:
     """Refuses text that a line of a flagfile cannot hold.
 
@@ -71,16 +69,6 @@ def check_text(name: str, value: str) -> None:
         )
     if value != value.strip():
         raise ValueError(f"{line} begins or ends with a space; omit it")
-
-
-def check_one_of(flag: str, value: str, known: Collection[str], hint: str = "") -> None:
-    """Refuses a value that is not among the known ones; `hint` ends the line.
-
-    Raises:
-        ValueError: one line with all of them.
-    """
-    if value not in known:
-        raise ValueError(f"--{flag}={value}: expected one of {', '.join(known)}{hint}")
 
 
 def shown(value: Any) -> str:

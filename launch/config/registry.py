@@ -1,38 +1,27 @@
 """The options of an algorithm's run: names, types, groups and defaults."""
 
 import dataclasses
+import pathlib
+import tomllib
 import typing
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import algorithms
-from fedjax_pfl import local_training
+from fedjax_pfl import local_training, options
 from launch.config import limits, presets, schema
 
 KINDS = (int, float, str, bool)
 
 
-# Names that other frameworks have for our options
+# Names that other frameworks have for our options -> ours
 _ELSEWHERE = {
-    "lr": "client_lr", "learning_rate": "client_lr", "local_lr": "client_lr",
-    "local_learning_rate": "client_lr", "lr_decay": "client_lr_decay",
-    "epochs": "local_epochs", "num_epochs": "local_epochs", "local_ep": "local_epochs",
-    "local_steps": "local_epochs", "batch": "batch_size", "bs": "batch_size",
-    "momentum": "client_momentum", "wd": "weight_decay", "l2": "weight_decay",
-    "optimizer": "client_optimizer", "opt": "client_optimizer",
-    "clients": "num_clients", "n_clients": "num_clients", "num_users": "num_clients",
-    "n_parties": "num_clients", "join_ratio": "clients_per_round",
-    "frac": "clients_per_round", "fraction": "clients_per_round",
-    "fraction_fit": "clients_per_round", "sample_ratio": "clients_per_round",
-    "num_rounds": "rounds", "global_rounds": "rounds", "comm_round": "rounds",
-    "alpha": "partition_alpha", "beta": "partition_alpha",
-    "dir_alpha": "partition_alpha", "dirichlet_alpha": "partition_alpha",
-    "mu": "proximal_weight", "data": "dataset", "algorithm": "algo", "method": "algo",
-    "times": "num_seeds", "seeds": "num_seeds", "eval_gap": "eval_every",
-    "output": "workdir", "output_dir": "workdir", "logdir": "workdir",
-    "save_dir": "workdir", "gpu": "devices", "width": "model_width",
-    "net": "model", "arch": "model", "network": "model",
-}  # fmt: skip
+    name: ours
+    for ours, names in tomllib.loads(
+        pathlib.Path(__file__).with_name("elsewhere.toml").read_text()
+    ).items()
+    for name in names
+}
 
 
 def algorithm(algo: Any) -> algorithms.Entry:
@@ -43,7 +32,7 @@ def algorithm(algo: Any) -> algorithms.Entry:
     """
     known = algorithms.ALGORITHMS
     if isinstance(algo, str):
-        limits.check_one_of("algo", algo, known, limits.nearest(algo.lower(), known))
+        options.check_one_of("algo", algo, known, limits.nearest(algo.lower(), known))
         return known[algo]
     if isinstance(algo, algorithms.Entry):
         return algo
@@ -101,7 +90,7 @@ class Departure(NamedTuple):
     def flags(self) -> str:
         """The options as on a command line."""
         pairs = self.options.items()
-        return " ".join(f"--{name}={limits.text(value)}" for name, value in pairs)
+        return " ".join(f"--{name}={options.text(value)}" for name, value in pairs)
 
 
 def departure(algo: Any, values: Mapping[str, Any]) -> Departure | None:

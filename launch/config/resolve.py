@@ -1,13 +1,14 @@
 """Resolves given options, presets and data into a configuration."""
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
 import models
-from data import dataset, loaders, texts
+from data import dataset, loaders, partitions, texts
 from data.partitions import classes, file, pathological
 from fedjax_pfl import options
 from launch.config import limits, presets, registry, schema
@@ -49,7 +50,7 @@ def configure(given: Mapping[str, Any]) -> tuple[schema.Config, Any]:
     given["algo"] = registry.algorithm_name(algo)
     given.setdefault("preset", registry.default_preset(algo))
     config = _made(schema.Config, given)
-    limits.check_one_of("preset", config.preset, presets.PRESETS)
+    options.check_one_of("preset", config.preset, presets.PRESETS)
     facts = {"algo": config.algo, "dataset": config.dataset}
     rules = presets.values(config.preset, facts)
     return config, _made(registry.algorithm(algo).HParams, rules | given)
@@ -156,10 +157,10 @@ def _of_text(name: str, source: dataset.Dataset) -> dict[str, Any]:
     }
 
 
-def check_own(
+def check_data(
     config: schema.Config, *, has_columns: bool = False, has_axes: bool = False
 ) -> None:
-    """Refuses options of a user's own data on other data.
+    """Refuses options that are for other data, by their `only`.
 
     Args:
         config: From `configure`.
@@ -169,82 +170,25 @@ def check_own(
     Raises:
         ValueError: one line.
     """
-    name, is_csv = config.dataset, config.dataset.startswith("csv:")
-    for flag in ("label", "owner"):
-        value = getattr(config, flag)
-        if value and not (has_columns or is_csv):
+    name, kind = config.dataset, config.partition
+    text = texts.TEXTS.get(name)
+    has = {
+        "texts": text is not None,
+        "owned texts": text is not None and text.has_owners,
+        "images": text is None,
+        "tables": has_columns or name.startswith("csv:"),
+        "arrays": has_axes or name.startswith("npz:"),
+    }
+    for field in dataclasses.fields(config):
+        value, only = getattr(config, field.name), field.metadata["only"]
+        if only and options.is_on(field, value) and not has[only]:
+            wanted = schema.DATA[only]
             raise ValueError(
-                f"--{flag}={value} is a column of a CSV file or DataFrame, and "
-                f"--dataset={name} is not one; omit it"
+                options.without_effect(field.name, value, "dataset", name, wanted)
             )
-    if config.layout != "auto" and not (has_axes or name.startswith("npz:")):
-        raise ValueError(
-            f"--layout={config.layout} is for your own arrays (npz:PATH), and "
-            f"--dataset={name} has its own; omit it"
-        )
-    if config.layout == "ntc" and config.rotate_classes > 1:
-        raise ValueError(
-            f"--rotate_classes={config.rotate_classes} turns images, and with "
-            "--layout=ntc examples are series; omit it"
-        )
-    if config.min_owner_examples and name in texts.TEXTS:
-        raise ValueError(
-            f"--min_owner_examples={config.min_owner_examples}: owners of a text are "
-            "left out by --min_examples; give that"
-        )
-
-
-def check_text(config: schema.Config) -> None:
-    """Refuses options of images on a text, and those of a text on images.
-
-    Raises:
-        ValueError: one line.
-    """
-    given = {name: getattr(config, name) for name in _ONLY_IMAGES}
-    if config.dataset not in texts.TEXTS:
-        for name in ("text_length", "owners", "masked_loss"):
-            value = getattr(config, name)
-            if value != getattr(schema.Config, name):
-                raise ValueError(
-                    f"--{name}={value} is an option of texts, and --dataset="
-                    f"{config.dataset} is not a text; omit it, or take one of "
-                    f"{', '.join(texts.TEXTS)}"
-                )
-        return
-    for name, value in given.items():
-        if value not in (None, *_ONLY_IMAGES[name]):
-            raise ValueError(
-                f"--{name}={value} has no meaning for a text such as --dataset="
-                f"{config.dataset}; omit it"
-            )
-    kind, has_owners = config.partition, texts.TEXTS[config.dataset].has_owners
-    known = [one for one in _OF_TEXT if has_owners or one != "natural"]
-    if kind is not None and kind not in _OF_TEXT and not kind.startswith(file.PREFIX):
-        raise ValueError(
-            f"--partition={kind} is by labels, and --dataset={config.dataset} is a "
-            f"text; take one of {', '.join(known)} or file:PATH"
-        )
-    if config.owners != schema.Config.owners and not has_owners:
-        raise ValueError(
-            f"--owners={config.owners}: --dataset={config.dataset} has no owners; omit "
-            "it"
-        )
-
-
-# The values that an option of images may have on a text
-_ONLY_IMAGES = {
-    "rotate_classes": (1,),
-    "image_size": (0,),
-    "image_channels": (0,),
-    "normalization": ("none",),
-    "augment": ("none",),
-    "proxy_fraction": (0,),
-    "public_set": ("none",),
-    "c_gen": (False,),
-    "eval_metrics": ("",),
-    "train_share": (1,),
-}
-_OF_TEXT = ("contiguous", "iid", "natural")
+    if text and kind and not kind.startswith(file.PREFIX):
+        known = "contiguous", "iid", *["natural"] * text.has_owners
+        options.check_one_of("partition", kind, known, " or file:PATH for a text")
 
 
 def _owners(config: schema.Config, source: dataset.Dataset, least: int) -> int:
@@ -265,10 +209,9 @@ def _owners(config: schema.Config, source: dataset.Dataset, least: int) -> int:
     owners = int((np.bincount(source.client[: source.num_train]) >= least).sum())
     if not owners:
         raise ValueError(f"--{flag}={least}: every owner has fewer rows; lower it")
-    if config.num_clients is not None and config.num_clients > owners:
-        raise ValueError(
-            f"--num_clients={config.num_clients}: the data have {owners} clients"
-        )
+    options.check_at_most(
+        "num_clients", config.num_clients or 0, owners, "the owners of the data"
+    )
     return owners
 
 
@@ -289,17 +232,12 @@ def client_classes(config: schema.Config) -> tuple[tuple[int, ...], ...]:
     """The classes of each client, () if the partition does not need them.
 
     Raises:
-        ValueError: `--client_classes` is missing, is not a list of classes, or is for
-            another number of clients.
+        ValueError: `--client_classes` is not a list of classes, or is for another
+            number of clients.
     """
     given = config.client_classes
     if config.partition != "classes":
         return ()
-    if not given:
-        example = "0,1/0,1/2,3 for three clients"
-        raise ValueError(
-            f"--partition=classes needs --client_classes, such as {example}"
-        )
     found = classes.parse(given)
     if len(found) != config.num_clients:
         raise ValueError(
@@ -307,45 +245,6 @@ def client_classes(config: schema.Config) -> tuple[tuple[int, ...], ...]:
             f"--num_clients={config.num_clients}; they must agree"
         )
     return found
-
-
-def _check_lanes(config: schema.Config) -> None:
-    """Refuses an invalid number of lanes, and chunks beside lanes."""
-    given = config.lanes
-    is_number = given.isascii() and given.isdigit() and len(given) < 10
-    if given != "auto" and not (is_number and str(int(given)) == given != "1"):
-        raise ValueError(
-            f"--lanes={given}: expected auto, 0 or at least 2 clients side by side"
-        )
-    for flag in ("client_chunk", "min_chunk"):
-        if given != "0" and getattr(config, flag):
-            raise ValueError(
-                f"--lanes={given} and --{flag}={getattr(config, flag)} both say how "
-                "many clients train together; give one of them"
-            )
-
-
-def without_effect(config: schema.Config, names: Collection[str]) -> list[str]:
-    """Lines about options that have no effect beside others, by their `needs`.
-
-    Args:
-        config: The resolved options.
-        names: The options to look at.
-    """
-    out = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name not in names or value in ("", 0):
-            continue
-        for other, values in field.metadata["needs"].items():
-            now = getattr(config, other)
-            if now not in values:
-                wanted = " or ".join(map(limits.text, values))
-                out.append(
-                    f"--{field.name}={limits.text(value)} has no effect with --{other}="
-                    f"{limits.text(now)}; omit it, or give --{other}={wanted}"
-                )
-    return out
 
 
 def asked(
@@ -388,35 +287,26 @@ def check(config: schema.Config, own: Collection[str] = ()) -> None:
     Raises:
         ValueError: one line: what came, what was expected, which flag to change.
     """
-    last_seed = config.seed + config.num_seeds - 1
-    if last_seed >= 2**32:
-        raise ValueError(
-            f"--seed={config.seed} --num_seeds={config.num_seeds}: the last seed would "
-            f"be {last_seed}, at most {2**32 - 1} is possible; lower --seed"
-        )
-    if config.clients_per_round > config.num_clients:
-        raise ValueError(
-            f"--clients_per_round={config.clients_per_round} is more than "
-            f"--num_clients={config.num_clients}; lower it"
-        )
-    refused = without_effect(config, schema.refused())
-    if refused:
-        raise ValueError(refused[0])
+    most = limits.SEED_LIMIT + 1 - config.num_seeds
+    options.check_at_most("seed", config.seed, most, "as the last of --num_seeds fits")
+    most, why = config.num_clients, "all of --num_clients"
+    options.check_at_most("clients_per_round", config.clients_per_round, most, why)
+    options.validate(config)
     client_classes(config)
-    _check_lanes(config)
-    draw, partition = config.partition_draw, config.partition
-    useless = f"--partition_draw={draw} has no effect with --partition={partition}"
-    if partition == "pathological" and draw not in pathological.DRAWS:
-        known = ", ".join(pathological.DRAWS)
-        raise ValueError(f"{useless}; expected one of {known}")
-    if draw == "overlap" and partition not in ("client_dirichlet", "pathological"):
-        raise ValueError(f"{useless}; omit it")
+    lanes, draw, partition = config.lanes, config.partition_draw, config.partition
+    if lanes != "auto" and not re.fullmatch("0|[2-9]|[1-9][0-9]{1,8}", lanes):
+        raise ValueError(
+            f"--lanes={lanes}: expected auto, 0 or at least 2 clients side by side"
+        )
+    draws = {"client_dirichlet": (draw,), "pathological": pathological.DRAWS}
+    known = draws.get(partition, sorted({*partitions.DRAWS} - {"overlap"}))
+    options.check_one_of(
+        "partition_draw", draw, known, f" with --partition={partition}"
+    )
     given = config.client_model
     names = given.split(",")
-    for flag, used in (("model", [config.model]), ("client_model", names)):
-        if not set(used) <= {*models.MODELS, *own}:
-            known = ", ".join(models.MODELS)
-            raise ValueError(f"--{flag}={','.join(used)}: expected one of {known}")
+    for flag, name in [("model", config.model), *(("client_model", n) for n in names)]:
+        options.check_one_of(flag, name, [*models.MODELS, *own])
     if len(set(names)) < len(names):
         raise ValueError(f"--client_model={given} names a model twice; once is enough")
     if len(names) > config.num_clients:
@@ -424,5 +314,3 @@ def check(config: schema.Config, own: Collection[str] = ()) -> None:
             f"--client_model={given}: {len(names)} models for "
             f"--num_clients={config.num_clients}; name fewer"
         )
-    if config.proxy_fraction >= 1:
-        raise ValueError("--proxy_fraction=1 leaves nothing for the clients; lower it")

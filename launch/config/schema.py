@@ -5,7 +5,6 @@ adds are in its `HParams`.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from data import arrays, images, partitions, texts
@@ -21,6 +20,14 @@ PRECISIONS = {
     "bf16_matmul": "bfloat16",
     "bf16": "highest",
 }
+# Kinds of data that an option may be for
+DATA = {
+    "texts": f"a text: {', '.join(texts.TEXTS)}",
+    "owned texts": "a text with owners",
+    "images": "other data than a text",
+    "tables": "a CSV file or DataFrame",
+    "arrays": "arrays (npz:PATH)",
+}
 IDENTITY, EXECUTION, NOWHERE = "identity", "execution", "nowhere"
 
 
@@ -30,8 +37,7 @@ def option(
     *,
     role: str = IDENTITY,
     label: str = "",
-    needs: Mapping[str, tuple[Any, ...]] | None = None,
-    is_refused: bool = False,
+    only: str = "",
     **bounds: Any,
 ) -> Any:
     """An option of every run.
@@ -45,15 +51,12 @@ def option(
             stranger's: what writes files, opens connections or loads programs.
         label: Whether the name of a run in a picture contains the option: `always` if
             runs differ in it, `never`, or "" if runs of one algorithm differ in it.
-        needs: Another option -> its values with which this one has an effect. With
-            others a line says that it has none, see `resolve.without_effect`.
-        is_refused: Whether it is then refused and not just noted: what is off by
-            default was wanted by who gave it.
+        only: A key of `DATA`, the data with which it has an effect. With others it is
+            refused.
         **bounds: As in `options.option`.
     """
     field = options.option(default, help, **bounds)
-    metadata = {**field.metadata, "role": role, "label": label}
-    metadata |= {"needs": dict(needs or {}), "is_refused": is_refused}
+    metadata = {**field.metadata, "role": role, "label": label, "only": only}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -104,59 +107,86 @@ class Data:
         "the axes of your own x: images nhwc, nchw or nhw (gray), or a series ntc for "
         "a custom model; auto = by the shape",
         choices=arrays.LAYOUTS,
+        only="arrays",
     )
     label: str = option(
         "",
         "column of the labels of a CSV file or DataFrame; default label, y, target or "
         "class",
+        only="tables",
     )
     owner: str = option(
         "",
         "column of the owners of a CSV file's or DataFrame's rows; default client or "
         "owner",
+        only="tables",
     )
     min_owner_examples: int = option(
         0,
         "leave owners with fewer rows out (natural), 0 = keep all",
         minimum=0,
         needs={"partition": ("natural",)},
-        is_refused=True,
+        only="images",
     )
     data_dir: str = option(
         "", "folder of the data set's files or prepared tfds data", role=EXECUTION
     )
     text_length: int = option(
-        0, "tokens in a row of a text, 0 = as --dataset says", minimum=0, maximum=65536
+        0,
+        "tokens in a row of a text, 0 = as --dataset says",
+        minimum=0,
+        maximum=65536,
+        only="texts",
     )
     owners: str = option(
-        "book", "the owners of the rows of --dataset=kjv", choices=texts.OWNERS
+        "book",
+        "the owners of the rows of --dataset=kjv",
+        choices=texts.OWNERS,
+        only="owned texts",
     )
     masked_loss: str = option(
         "all",
         "the positions of a text behind losses and compared perplexities: all, or the "
         "chosen 15 % that a model must guess",
         choices=augment.POSITIONS,
+        only="texts",
     )
     rotate_classes: int = option(
-        1, "right angles of images, each another class; 1 = as is", minimum=1, maximum=4
+        1,
+        "right angles of images, each another class; 1 = as is",
+        minimum=1,
+        maximum=4,
+        only="images",
+        excludes={"layout": ("ntc",), "partition": ("cdkt", "cdkt_paper")},
     )
     image_size: int = option(
         0,
         "pad images with black to this side; 0 = as is",
         minimum=0,
         maximum=images.MAX_SIDE,
+        only="images",
     )
     image_channels: int = option(
-        0, "repeat gray images to so many channels; 0 = as is", minimum=0, maximum=64
+        0,
+        "repeat gray images to so many channels; 0 = as is",
+        minimum=0,
+        maximum=64,
+        only="images",
     )
     normalization: str | None = option(
-        None, "how images are normalised", choices=dataset_lib.NORMALIZATIONS
+        None,
+        "how images are normalised",
+        choices=dataset_lib.NORMALIZATIONS,
+        only="images",
+        off="none",
     )
     augment: str | None = option(
         None,
         "how images of train batches are changed: crop_flip = a random crop within a "
         "black margin of an eighth, and a mirror image half of the time",
         choices=augment.KINDS,
+        only="images",
+        off="none",
     )
     partition: str | None = option(
         None,
@@ -170,6 +200,7 @@ class Data:
         above=0,
         label="always",
         needs={"partition": ("client_dirichlet", "dirichlet")},
+        is_noted=True,
     )
     partition_draw: str = option(
         "ipf",
@@ -177,6 +208,7 @@ class Data:
         "pathological draws with replacement",
         choices=tuple(partitions.DRAWS),
         needs={"partition": ("client_dirichlet", "pathological")},
+        is_noted=True,
     )
     partition_seed: int = option(
         -1, "seed of the partition, -1 = the run's seed", minimum=-1
@@ -186,31 +218,44 @@ class Data:
         "classes of each client (pathological, cdkt)",
         minimum=1,
         needs={"partition": ("pathological", "cdkt", "cdkt_paper")},
+        is_noted=True,
     )
     client_classes: str = option(
         "",
         "clients' classes for --partition=classes, such as 0,1/0,1/2,3 for three",
         needs={"partition": ("classes",)},
-        is_refused=True,
+        is_needed=True,
     )
     min_examples: int = option(2, "examples that every client must get", minimum=2)
     examples_per_client: int = option(
-        0, "use only this many examples per client on average, 0 = all", minimum=0
+        0,
+        "use only this many examples per client on average, 0 = all",
+        minimum=0,
+        excludes={"partition": ("natural", "file:PATH")},
     )
     train_share: float = option(
         1.0,
         "train on this fraction of each client's train rows, of each class the first",
         above=0,
         maximum=1,
+        only="images",
     )
     export_partition: str = option(
         "", "file to write each client's rows to, for file:PATH", role=NOWHERE
     )
     proxy_fraction: float | None = option(
-        None, "fraction of every class set aside as proxy set", minimum=0, maximum=1
+        None,
+        "fraction of every class set aside as proxy set",
+        minimum=0,
+        below=1,
+        only="images",
     )
     public_set: str | None = option(
-        None, "data set of unlabelled train images that all clients share, or none"
+        None,
+        "data set of unlabelled train images that all clients share, or none",
+        only="images",
+        excludes={"proxy_fraction": options.ON},
+        off="none",
     )
     test_split: str | None = option(
         None, "where test rows come from", choices=partitions.TEST_SPLITS
@@ -257,6 +302,7 @@ class Evaluation:
         "clients behind c_spec, c_gen, c_per",
         choices=("selected", "all"),
         needs={"c_gen": (True,)},
+        is_noted=True,
     )
     eval_sample: int = option(
         0, "evaluate only this many clients, drawn once by seed, 0 = all", minimum=0
@@ -265,9 +311,10 @@ class Evaluation:
     eval_metrics: str = option(
         "",
         f"also measure these, separated by commas: {', '.join(measures.NAMES)}",
+        only="images",
     )
     c_gen: bool | None = option(
-        None, "also evaluate clients' models on all clients' test rows"
+        None, "also evaluate clients' models on all clients' test rows", only="images"
     )
     summary: str | None = option(
         None, "how a curve becomes one number", choices=SUMMARIES
@@ -289,6 +336,7 @@ class Machine:
         "clients that train side by side on each device, for clients of unequal sizes; "
         "auto = the cheapest number, 0 = clients train in chunks",
         role=EXECUTION,
+        excludes={"client_chunk": options.ON, "min_chunk": options.ON},
     )
     bucketed: bool = option(
         True, "compute submodels alone, not whole models with masks", role=EXECUTION
@@ -358,9 +406,3 @@ def labelled(how: str) -> list[str]:
     """The options with this `label`."""
     fields = dataclasses.fields(Config)
     return [field.name for field in fields if field.metadata["label"] == how]
-
-
-def refused() -> list[str]:
-    """The options that are refused where they have no effect."""
-    fields = dataclasses.fields(Config)
-    return [field.name for field in fields if field.metadata["is_refused"]]

@@ -40,13 +40,12 @@ def with_stored_rounds(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: the recorded value is not a number.
     """
-    given = dict(given)
-    if not given.get("resume") or given.get("rounds") is not None:
-        return given
-    config, _ = resolve.configure(given)
-    path = pathlib.Path(config.workdir or default_name(config)) / RUN_FLAGS
 
     def stored() -> int | None:
+        if not given.get("resume") or given.get("rounds") is not None:
+            return None
+        config, _ = resolve.configure(given)
+        path = pathlib.Path(config.workdir or default_name(config)) / RUN_FLAGS
         if not path.is_file():
             return None
         rounds = flagfile.RunFlags.read(path).options.get("rounds", "")
@@ -54,7 +53,10 @@ def with_stored_rounds(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{path} has no number of rounds; give --rounds")
         return int(rounds)
 
-    return given | {"rounds": processes.on_first(stored)}
+    # All processes call it, also if their options differ, which is refused later.
+    recorded = processes.on_first(stored)
+    is_given = recorded is None or given.get("rounds") is not None
+    return dict(given) if is_given else {**given, "rounds": recorded}
 
 
 class Workdir(loop.Listener):
@@ -66,6 +68,13 @@ class Workdir(loop.Listener):
 
     Of several processes of one run only the first accesses the folder. The others get
     what it finds, and its refusals.
+
+    Attributes:
+        run: The run.
+        path: The folder.
+        checkpoints: The folder of its checkpoints.
+        records: The lines of metrics.jsonl.
+        summary: The contents of summary.json, None until the run is finished.
     """
 
     def __init__(self, run: Run):
@@ -75,7 +84,7 @@ class Workdir(loop.Listener):
         self.records: list[dict[str, Any]] = []
         self._lock = lock.Lock(self.path)
         self._has_begun = self._has_noted_text = False
-        self._done: dict[str, Any] | None = None  # the summary of a finished run
+        self.summary: dict[str, Any] | None = None
         self._events: tracking.TensorBoard | None = None
         self._restored: tuple[int, Any, dict] | None = None
 
@@ -114,13 +123,13 @@ class Workdir(loop.Listener):
             done = self._shared(self._prepare)
             if done is not None and restores:
                 self.reopen()
-            self._done, self._has_begun = done, True
+            self.summary, self._has_begun = done, True
             return done
         if self.run.round < self.run.config.rounds:
-            self._done = None  # the run was extended
+            self.summary = None  # the run was extended
         processes.meet("continuing with a run's folder")
         processes.on_first(self._take_again)
-        return self._done
+        return self.summary
 
     def _shared(self, find: Callable[[], Any]) -> Any:
         """Calls `find` in the first process, and loads what it restored in all."""
@@ -168,7 +177,7 @@ class Workdir(loop.Listener):
                 f"{found} was changed since this run left it; open the run again: "
                 f"build.load({str(self.path)!r})"
             )
-        if self._done is None:
+        if self.summary is None:
             self._begin()
 
     def _begin(self) -> None:
@@ -365,22 +374,18 @@ class Workdir(loop.Listener):
         if self.run.config.csv and processes.is_first():
             self._write(tracking.CSV, tracking.csv_text(self.records))
 
-    def finish(self, summary: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def finish(self) -> None:
         """Writes clients.npz and then summary.json, which marks the run as finished.
 
         For a run that is finished already, it only writes the optional files.
-
-        Returns:
-            The summary in the folder.
         """
-        if self._done is None:
-            numbers = summary()
-            self._done = processes.on_first(lambda: self._finish(numbers))
+        if self.summary is None:
+            numbers = self.run.summary()
+            self.summary = processes.on_first(lambda: self._finish(numbers))
         else:
             self._write_csv()
             if self.run.config.tensorboard and processes.is_first():
                 self._tensorboard().close()
-        return self._done
 
     def _finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         temporary = self.path / "clients.partial.npz"
@@ -400,7 +405,7 @@ class Workdir(loop.Listener):
 
 
 class Checkpoints(loop.Listener):
-    """Saves a folder's run at intervals and at the end."""
+    """Saves a folder's run at intervals and at the end, and writes its summary."""
 
     def __init__(self, folder: Workdir):
         self._folder, self._time, self._is_saved = folder, time.monotonic(), True
@@ -416,6 +421,8 @@ class Checkpoints(loop.Listener):
     def on_done(self, run: Run) -> None:
         if not self._is_saved:
             self._save()
+        if run.round == run.config.rounds:
+            self._folder.finish()
 
     def _save(self) -> None:
         self._folder.save()

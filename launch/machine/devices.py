@@ -7,14 +7,13 @@ import pathlib
 import platform
 import resource
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
-from data import plan
-from fedjax_pfl import types
 from launch.machine import processes
 from launch.machine import target as targets
 
@@ -191,46 +190,18 @@ def copied_row_bytes(emulate: str, target: str) -> int:
     return COPIED_ROW_BYTES if _are_cores(emulate, target) else 0
 
 
-def execution(
-    client_chunk: int,
-    num_devices: int,
-    clients_per_round: int,
-    model_bytes: int,
-    batch_size: int,
-    min_chunk: int,
-    num_steps: np.ndarray,
-    num_levels: int = 1,
-    emulate: str = "",
-    lanes: str = "0",
-    target: str = "",
-    macs: int = 1,
-    by_owner: bool = False,
-) -> types.Execution:
-    """Chooses the mesh and how many clients train together, in chunks or in lanes.
+def chosen(num_devices: int, most: int, emulate: str, target: str) -> list[jax.Device]:
+    """The devices that share the clients of a round.
 
     Args:
-        client_chunk: The given chunk, 0 = by backend: on a CPU one client at a time, or
-            for tiny models as many as make about 80 examples a step; on an accelerator
-            the cheapest chunk (`plan.choose_chunk`).
-        num_devices: Devices that share the clients, 0 = all, or of a CPU's cores at
-            most as many as a round has clients, of tiny models one for 32 of them.
-        clients_per_round: Clients of a cohort.
-        model_bytes: Size of one client's parameters.
-        batch_size: Examples of one client's step.
-        min_chunk: The least chunk on an accelerator.
-        num_steps: int[T, C], steps of the clients in a few typical cohorts.
-        num_levels: Levels at which clients compute; a chunk should be of one level.
+        num_devices: `--devices`, 0 = all, or of a CPU's cores `most`.
+        most: The cores that are of use, at least 1.
         emulate: `accelerator` = choose as on an accelerator.
-        lanes: Lanes of each device, `0` = none, `auto` = on an accelerator the cheapest
-            number if it costs less than chunks (`plan.choose_lanes`).
         target: Devices that only a compiler knows, one of `target.CHIPS`, of which one
             is taken by default; "" = those that are present.
-        macs: Multiply-accumulates of one example, where `chooses` is true.
-        by_owner: Whether `num_steps` is of the clients of each device, as many as the
-            fullest has, and `clients_per_round` of all of them.
 
     Raises:
-        ValueError: there are fewer devices.
+        ValueError: there are fewer devices, or not all processes would take part.
     """
     known = targets.devices(target) if target else jax.devices()
     present = len(known)
@@ -239,10 +210,9 @@ def execution(
             f"--devices={num_devices}: {present} present "
             f"({target or jax.default_backend()}){_decided(target)}"
         )
-    is_accelerator, count = chooses(emulate, target), num_devices or present
+    count = num_devices or present
     if not num_devices and _are_cores(emulate, target):
-        each = SMALL_CLIENTS if model_bytes < SMALL_MODEL_BYTES else 1
-        count = min(present, max(1, clients_per_round // each))
+        count = min(present, most)
     elif not num_devices and (target or _is_emulated_on_cores(emulate)):
         count = 1
     if not target and count < present and jax.process_count() > 1:
@@ -250,38 +220,17 @@ def execution(
             f"--devices={num_devices}: all {present} devices of {jax.process_count()} "
             "processes take part; omit it"
         )
-    per_device, dealt_to = -(-clients_per_round // count), 1 if by_owner else count
-    step_macs = batch_size * macs
-    chunk = client_chunk
-    if not chunk and is_accelerator:
-        chunk, _ = plan.choose_chunk(
-            num_steps, step_macs=step_macs, min_chunk=min_chunk, devices=dealt_to
-        )
-        chunk = min(chunk, -(-per_device // num_levels))
-    if not chunk:
-        chunk = 1
-        if model_bytes < SMALL_MODEL_BYTES:
-            wanted = max(1, round(80 / batch_size))
-            # The chunk is the nearest divisor, which needs no padding rows.
-            divisors = [d for d in range(1, 2 * wanted + 1) if per_device % d == 0]
-            chunk = min(divisors, key=lambda d: (abs(d - wanted), d))
-    mesh, axis_types = None, (jax.sharding.AxisType.Auto,)
-    if count > 1:
-        chosen = known[:count]
-        if target:  # of which make_mesh wants all
-            mesh = jax.sharding.Mesh(np.array(chosen), ("clients",), axis_types)
-        else:
-            mesh = jax.make_mesh((count,), ("clients",), axis_types, devices=chosen)
-    width = 0 if lanes == "auto" else int(lanes)
-    if lanes == "auto" and is_accelerator and num_levels == 1:
-        width = plan.choose_lanes(num_steps, step_macs=step_macs, devices=dealt_to)
-    return types.Execution(
-        chunk=1 if width else min(chunk, per_device),
-        mesh=mesh,
-        vmaps_runs=is_accelerator,
-        lanes=min(width, per_device),
-        device=known[0] if target and count == 1 else None,
-    )
+    return list(known[:count])
+
+
+def mesh(used: Sequence[jax.Device], target: str) -> jax.sharding.Mesh | None:
+    """A mesh of several devices with the axis `clients`, None of a single one."""
+    if len(used) == 1:
+        return None
+    names, kinds = ("clients",), (jax.sharding.AxisType.Auto,)
+    if target:  # of whose devices make_mesh wants all
+        return jax.sharding.Mesh(np.array(used), names, kinds)
+    return jax.make_mesh((len(used),), names, kinds, devices=used)
 
 
 def advice(experiment: Any) -> str:

@@ -1,7 +1,11 @@
-"""Predicts the memory that a run needs for models, partitions and one cohort's round.
+"""Predicts the memory that a run needs, at three times.
 
-This is a lower bound from numbers alone, before anything is built. A run that is
-refused would not have worked, and one that passes may still need too much.
+    needs              before anything is built, from the numbers of the options
+    kept, on_host      before the first round, from the shapes of the state
+    planned            before a program runs, as its compiler plans it
+
+The first two are lower bounds. A run that is refused would not have worked, and one
+that passes may still need too much, since activations are known to the compiler alone.
 """
 
 from collections.abc import Sequence
@@ -11,6 +15,7 @@ import jax
 
 from data import memory
 from fedjax_pfl import shapes, types
+from launch.machine import processes
 from launch.machine import target as targets
 
 # Bytes of a client in a partition's tables
@@ -85,7 +90,7 @@ def state_bytes(state: types.RoundState, how: types.Execution) -> int:
     return of_clients + copies * shapes.tree_bytes(state.with_private(((), ())))
 
 
-def kept_on_host(options: dict[str, Any], row_bytes: int, variants: int) -> Need:
+def on_host(options: dict[str, Any], row_bytes: int, variants: int) -> Need:
     """The memory of clients' rows in a host's memory, once all rounds are done."""
     trained = options["rounds"] * options["clients_per_round"]
     trained = min(trained, options["num_clients"])
@@ -119,6 +124,32 @@ def refuse(needed: Sequence[Need], options: dict[str, Any], target: str = "") ->
         )
 
 
+def planned(simulation: Any, how: types.Execution, name: str) -> int | None:
+    """Bytes of a program and of the states of calls that wait meanwhile.
+
+    None where a compiler finds no plan that fits, in any of the processes.
+
+    Args:
+        simulation: A `simulate.Simulation`.
+        how: Its execution.
+        name: One of `simulate.PROGRAMS`.
+    """
+    calls = len(simulation.calls)
+    every = state_bytes(simulation.template(), how)
+    # Where an evaluation goes by blocks of rows, those of a round are there too.
+    goes_by_block = simulation.rows.goes_by_block(simulation.program.algorithm)
+    is_by_block = name != "rounds" and goes_by_block
+    waiting = every * (calls - (not is_by_block)) // calls
+    try:
+        needed = planned_bytes(simulation.ahead(name)) + waiting
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        needed = None
+    found = processes.gathered(needed)
+    return None if None in found else max(found)
+
+
 def planned_bytes(compiled: jax.stages.Compiled) -> int:
     """Bytes of a program as its compiler plans them, on one device.
 
@@ -137,15 +168,19 @@ def device_bytes(target: str = "") -> int | None:
     """The memory of a chip or of the least device, None if it is the host's."""
     if target:
         return targets.chip(target).memory
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    limits = [one.get("bytes_limit") for one in stats]
-    return None if None in limits else min(limits)
+    return min((limit for limit, _ in _devices()), default=None)
 
 
 def free_bytes() -> tuple[int | None, int | None]:
     """Free bytes of the devices, None if they use the host's, and of the host."""
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    on_device = None
-    if all("bytes_limit" in one for one in stats):
-        on_device = sum(s["bytes_limit"] - s.get("bytes_in_use", 0) for s in stats)
+    found = _devices()
+    on_device = sum(limit - used for limit, used in found) if found else None
     return on_device, memory.available_bytes()
+
+
+def _devices() -> list[tuple[int, int]]:
+    """(limit, bytes in use) of each device, [] if one uses the host's memory."""
+    every = [device.memory_stats() or {} for device in jax.local_devices()]
+    if not all("bytes_limit" in one for one in every):
+        return []
+    return [(one["bytes_limit"], one.get("bytes_in_use", 0)) for one in every]

@@ -41,9 +41,9 @@ def chip(name: str) -> Chip:
     Raises:
         ValueError: one line: there is no such chip.
     """
-    if not isinstance(name, str) or name not in CHIPS:
-        shown = limits.shown(name)
-        raise ValueError(f"--target={shown}: expected one of {', '.join(CHIPS)}")
+    limits.check_one_of(
+        "target", name if isinstance(name, str) else limits.shown(name), CHIPS
+    )
     return CHIPS[name]
 
 

@@ -10,13 +10,11 @@ Everything beside training and evaluation is done by listeners:
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from launch.config import limits
 from launch.machine import processes
-from launch.run import narrow
 from launch.run.run import Run
 from launch.run.stop import Stop
 
@@ -71,14 +69,11 @@ class OnRecord(Listener):
             self.act(dict(record))
 
 
-def run(
-    run: Run, listeners: Sequence[Listener], stop: Stop, until: int | None = None
-) -> bool:
-    """Trains and evaluates until a round or a signal; returns whether it got there.
+def run(run: Run, listeners: Sequence[Listener], stop: Stop, until: int) -> None:
+    """Trains and evaluates until a round or a signal.
 
     Listeners are called in their order, and `stop` is checked after every call.
     """
-    until = run.config.rounds if until is None else until
     every = max((one.every for one in listeners), default=0)
 
     @contextlib.contextmanager
@@ -92,8 +87,6 @@ def run(
     try:
         for one in listeners:
             one.on_start(run)
-        if run.round < until and (note := narrow.fit(run)):
-            processes.say(note, file=sys.stderr)
         while not stop and (run.round < until or run.is_due(run.round)):
             # A call is ended early by an evaluation or a checkpoint.
             run.simulation.advance(min(run.next_stop(every), until))
@@ -108,4 +101,3 @@ def run(
         for one in listeners:
             one.on_end(run)
     stop.agree()
-    return run.round >= until

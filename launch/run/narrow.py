@@ -1,13 +1,11 @@
-"""Fits the chunk of an accelerator to its memory, as the compiler plans programs.
+"""Fits the chunk of an accelerator to its memory, as the compiler plans programs."""
 
-What `memory` predicts from numbers leaves activations out. A compiler knows them.
-"""
-
-import jax
+import sys
 
 from data import memory as data_memory
 from fedjax_pfl import types
 from launch.machine import memory, processes
+from launch.run import loop
 from launch.run.run import Run
 
 # A program -> what it does, and what needs less memory there.
@@ -43,11 +41,22 @@ def fit(run: Run) -> str:
             return "\n".join(line for line in lines if line)
 
 
+class Narrow(loop.Listener):
+    """Fits the chunk before the first call, if there are rounds to compute."""
+
+    def __init__(self, until: int):
+        self._until = until
+
+    def on_start(self, run: Run) -> None:
+        if run.round < self._until and (note := fit(run)):
+            processes.say(note, file=sys.stderr)
+
+
 def _fit(run: Run, name: str, limit: int) -> str:
     """`fit` of one program to a number of bytes."""
     first, (what, cure) = run.task.execution, PROGRAMS[name]
     least = max(run.config.min_chunk, 1)
-    asked = needed = _planned_bytes(run, name)
+    asked = needed = _planned(run, name)
     before = None
     while needed is None or needed > limit:
         how = run.task.execution
@@ -60,7 +69,7 @@ def _fit(run: Run, name: str, limit: int) -> str:
                 f"{cure}"
             )
         run.compute(_halved(how, least))
-        before, needed = needed, _planned_bytes(run, name)
+        before, needed = needed, _planned(run, name)
     how = run.task.execution
     if how == first:
         return ""
@@ -71,26 +80,8 @@ def _fit(run: Run, name: str, limit: int) -> str:
     )
 
 
-def _planned_bytes(run: Run, name: str) -> int | None:
-    """Bytes of a program and of the states of calls that wait meanwhile.
-
-    None where a compiler finds no plan that fits, in any of the processes.
-    """
-    simulation = run.simulation
-    calls = len(simulation.calls)
-    every = memory.state_bytes(simulation.template(), run.task.execution)
-    # Where an evaluation goes by blocks of rows, those of a round are there too.
-    algorithm = run.program.algorithm
-    is_by_block = name != "rounds" and simulation.rows.goes_by_block(algorithm)
-    waiting = every * (calls - (not is_by_block)) // calls
-    try:
-        needed = memory.planned_bytes(simulation.ahead(name)) + waiting
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        needed = None
-    found = processes.gathered(needed)
-    return None if None in found else max(found)
+def _planned(run: Run, name: str) -> int | None:
+    return memory.planned(run.simulation, run.task.execution, name)
 
 
 def _amount(count: int | None) -> str:

@@ -101,7 +101,7 @@ class Run:
         if rows_in == "":
             row_bytes = self.simulation.rows.record.num_bytes
             count = self.simulation.variants.count
-            kept.append(memory.kept_on_host(options, row_bytes, count))
+            kept.append(memory.on_host(options, row_bytes, count))
         memory.refuse(kept, options, self.target)
 
     def compute(self, how: types.Execution) -> None:

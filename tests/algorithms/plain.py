@@ -529,7 +529,9 @@ class One:
 
 def clients(state, cohort, table):
     """The clients of a round, padding left out."""
-    return [One(state, cohort, table, *pair) for pair in members(cohort).items()]
+    found = [One(state, cohort, table, *pair) for pair in members(cohort).items()]
+    assert found, "a loop over no clients compares nothing"
+    return found
 
 
 def mean(trees, weight):

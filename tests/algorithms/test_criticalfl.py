@@ -236,7 +236,6 @@ def test_a_constant_number_of_peers_is_dfedavg(compiled, given, cohorts):
     [
         ({"topology": "ring"}, "--topology=ring: criticalfl .* omit it"),
         ({"num_peers": 4}, "--num_peers=4: .* 3 of --num_clients=5; lower it"),
-        ({"edge_probability": 0.5}, "--edge_probability=0.5 has no effect"),
     ],
 )
 def test_refused(given, words, problem):

@@ -249,7 +249,6 @@ def test_a_file_s_graph_is_part_of_the_data(blobs, tmp_path):
     [
         ({"personal_from": "dense1"}, "--personal_from=dense1 is the first stage"),
         ({"personal_from": "F9"}, "--personal_from=F9: .*dense1, dense2, last"),
-        ({"topology": "full", "num_peers": 2}, "--num_peers=2 has no effect"),
     ],
 )
 def test_refused(given, words, problem):

@@ -118,7 +118,7 @@ def server_weight(own, everyone):
 
 def order_of(state, cohort):
     """The clients in the order of the server's draws."""
-    key = rng.stream(state.key, rng.Tag.ORDER, jnp.asarray(state.round))
+    key = rng.stream(state.key, "engine.order", jnp.asarray(state.round))
     ids = [int(k) for k in cohort.client_id]
     return sorted(
         ids, key=lambda k: float(jax.random.uniform(jax.random.fold_in(key, k)))
@@ -320,6 +320,7 @@ def test_bytes(name, run, given, cohorts, problem):
     _, _, sent = run(name, given(joined))
     made, count = make(name, problem), problem.data.partition.train.count
     found = plain.sent_bytes(made, sent, 3)
+    assert len(found) == len(cohorts[name].client_id) == 3
     for row, number in enumerate(cohorts[name].client_id):
         size = int(count[number])
         once = 0 if row == 1 else 4 * 4

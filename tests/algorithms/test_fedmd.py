@@ -118,7 +118,7 @@ def every(state):
 
 def public_rows(state, table, count):
     """The public images of a round: a subset of the proxy rows, in batches of 5."""
-    key = rng.stream(state.key, rng.Tag.PUBLIC, jnp.asarray(state.round))
+    key = rng.stream(state.key, "proxy.public", jnp.asarray(state.round))
     rows = np.asarray(jax.random.permutation(key, table.proxy))[:count]
     return [rows[i : i + 5] for i in range(0, count, 5)]
 
@@ -334,6 +334,7 @@ def test_groups_start_from_one_model_each(task, problem):
     """Section 1.0: a common initialisation; nobody has taken part."""
     made = fedmd.make(fedmd.HParams(), task)
     state = jax.jit(made.init)(problem.data, jax.random.key(0))
+    assert len(state.clients) == len(GROUPS)
     for group in state.clients:
         assert all((leaf == leaf[:1]).all() for leaf in jax.tree.leaves(group))
         assert not np.asarray(group["participations"]).any()

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 import algorithms
 from algorithms import heterofl
-from fedjax_pfl import shapes, types
+from fedjax_pfl import shapes, types, widths
 from models import stages
 from tests.algorithms import conftest, plain
 from tests.fedjax_pfl import small
@@ -91,7 +91,7 @@ def test_rounds_equal_a_numpy_reference(name, compiled, start, problem):
     state = start("sliced", round=0).replace(clients=())
     server = state.server
     if top == 3:
-        server = jax.tree.map(np.asarray, heterofl.narrowed(
+        server = jax.tree.map(np.asarray, widths.narrowed(
             types.Variables(*server), shapes.variables(conftest.sliced(0.75), SHAPE)
         ))  # fmt: skip
     hparams = heterofl.HParams(**structure, weight_decay=0.02)
@@ -273,7 +273,7 @@ def test_each_width_is_divided_by_its_own_share(problem):
         for number in range(1, 5):
             net = divided(number / 4, number / 4 if own_share else 1.0, False)
             like = shapes.variables(net, SHAPE)
-            own = heterofl.narrowed(types.Variables(params, state.server.stats), like)
+            own = widths.narrowed(types.Variables(params, state.server.stats), like)
             logits, _ = net.forward(*own, image, train=True, key=jax.random.key(0))
             log = jax.nn.log_softmax(logits)
             total -= jnp.take_along_axis(log, label[:, None], 1).mean()

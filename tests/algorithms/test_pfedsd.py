@@ -161,7 +161,7 @@ def test_teacher_has_no_dropout(compiled, problem, given):
     ((_, rows, _),) = table.steps(plain.at(cohort.plans["local"], 0), number)
     assert len(rows) == 5
     x, label = problem.data.gather(jnp.asarray(rows))
-    key = rng.stream(state.key, rng.Tag.LOCAL, jnp.asarray(state.round), number)
+    key = rng.stream(state.key, "engine.local", jnp.asarray(state.round), number)
     teacher = plain.own(state, number)
 
     @jax.jit

@@ -138,7 +138,7 @@ def reference(state, cohort, data):
     for number, row in plain.members(cohort).items():
         level, steps = int(cohort.level[row]), plain.at(cohort.plans["local"], row)
         old, g = model.params[:level], drifts[number][:level]
-        key = rng.stream(state.key, rng.Tag.LOCAL, round, number)
+        key = rng.stream(state.key, "engine.local", round, number)
         owned = data.partition.train.of(number)
         params = old
         for step in range(steps.num_steps):

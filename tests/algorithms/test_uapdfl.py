@@ -98,7 +98,7 @@ def symkl(first, second):
 
 def picked(state, cohort, row):
     """The peer that a client takes where it drops: the least of its draws."""
-    key = rng.stream(state.key, rng.Tag.REPLACED, jnp.asarray(state.round))
+    key = rng.stream(state.key, "decentralized.replaced", jnp.asarray(state.round))
     key = jax.random.fold_in(key, int(cohort.client_id[row]))
     draws = np.asarray(jax.random.uniform(key, cohort.peers.shape[1:]))
     draws = np.where(cohort.peer_mask[row], draws, 2)
@@ -339,10 +339,6 @@ def test_initialisation(shared, problem):
         ({"personal_from": "none"}, "--personal_from=none .*without a classifier"),
         ({"track_pairs": 6}, "--track_pairs=6: expected 0, or 2 to 5 clients"),
         ({"track_pairs": 1}, "--track_pairs=1: expected 0, or 2 to"),
-        (
-            {"proximal_weight": 0.5, "layer_personalization": False},
-            "--proximal_weight=0.5 has no effect with --nolayer_personalization",
-        ),
         ({"divergence": "kl"}, "--divergence=kl: expected one of js, symkl"),
         ({"divergence_threshold": -1.0}, "--divergence_threshold=-1.0: .*at least 0"),
     ],

@@ -83,17 +83,6 @@ def test_sizes_and_ownership(draw, counts, alpha):
         assert (held <= counts).all()
 
 
-@every_draw
-def test_a_function_of_the_seed(draw):
-    """Number 24: equal rows at a seed, others at another one."""
-    source = tables.table([400] * 10)
-    first, again, other = (split(source, draw, 0.5, 9, seed) for seed in (3, 3, 4))
-    for a, b in zip(tables.owned(first), tables.owned(again), strict=True):
-        np.testing.assert_array_equal(a, b)
-    for a, b in zip(tables.owned(first), tables.owned(other), strict=True):
-        assert set(a.tolist()) != set(b.tolist())
-
-
 def test_all_methods_see_the_same_rows(blobs):
     """Number 24: the partition does not depend on the algorithm or its options."""
     made = [

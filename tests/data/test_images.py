@@ -1,7 +1,6 @@
 """Folders of images as data sets."""
 
 import os
-import sys
 
 import numpy as np
 import pytest
@@ -159,14 +158,6 @@ def test_no_such_folder(tmp_path):
     for name, words in (("none", "it is not there"), ("file", "it is a file")):
         with pytest.raises(ValueError, match=words):
             loaders.load(f"images:{tmp_path}/{name}", "")
-
-
-def test_without_pillow(tmp_path, monkeypatch):
-    """One line says what to install."""
-    name = write(tmp_path, a__1_png=picture(), b__1_png=picture())
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ValueError, match="needs the package pillow: pip install"):
-        loaders.load(name, "")
 
 
 def test_splits_are_no_owners(tmp_path):

@@ -74,7 +74,7 @@ def test_bools(values):
         (of(np.nan, 1.0, 2.0), "2 missing .* in 6 rows"),
         (of("a", None, "c"), "1 missing"),
         (of("a", "b", " "), "3 missing"),
-        (of(1.0, np.inf, 2.0), "1 infinite .* in 6 rows; replace them, or drop"),
+        (of(1.0, np.inf, 2.0), "1 missing .*infinite.* in 6 rows; fill them, or drop"),
         (of("a", "a\0", "c"), "not valid text; rename it"),
         (of(True, 2, 3), "got bool and int"),
         (pandas.Series(of("a", pandas.NA, "c"), dtype=object), "1 missing"),
@@ -83,7 +83,7 @@ def test_bools(values):
         (of("a", 1, 2), "of one type, .* got int and str"),
         (of(True, 1.5, "c"), "got bool and float and str"),
         (of({}, {}, {}), "got dict"),
-        (np.array(of(b"\xff", b"a", b"b")), "bytes that are not UTF-8"),
+        (np.array(of(b"\xff", b"a", b"b")), "holds '.udcff', which is not valid text"),
         (PLACE + 1j, "got complex128"),
         (PLACE[:5], r"must be \w+ \[6\], got int64 \[5\]"),
         (PLACE[:, None], r"of a column give y.ravel\(\)"),
@@ -143,7 +143,7 @@ def test_labels_of_another_data_set():
     np.testing.assert_array_equal(labels.found_in(["2", "1"], names, 2, "y"), [1, 0])
     with pytest.raises(ValueError, match="y has the labels 3, the model's are 1, 2, 7"):
         labels.found_in([3, 1], names, 2, "y")
-    with pytest.raises(ValueError, match="y holds 1.5, which is not a class"):
+    with pytest.raises(ValueError, match="y looks like .* regression .it holds 1.5"):
         labels.found_in([1.5, 1], names, 2, "y")
 
 

@@ -12,36 +12,9 @@ def spec(name, **more):
     return partitions.PartitionSpec(name, 4, **more)
 
 
-def flat(split):
-    """Its arrays."""
-    return (*split.train, *split.test, split.official_test, split.proxy)
-
-
 @pytest.fixture
 def source():
     return synthetic.blobs(120, (2, 2, 1), 3)._replace(num_train=100)
-
-
-@pytest.mark.parametrize(
-    "kind, more",
-    [
-        ("iid", {"proxy_fraction": 0.1}),
-        ("dirichlet", {"test_split": "official"}),
-        ("client_dirichlet", {"partition_draw": "overlap"}),
-    ],
-)
-def test_a_split_comes_back(source, tmp_path, kind, more):
-    """Every row of it, whatever the seed; overlapping clients too."""
-    split = partitions.split(source, spec(kind, **more), seed=3)
-    path = tmp_path / "deep" / "rows.npz"
-    partitions.export(split, str(path))
-    again = partitions.split(source, spec(f"file:{path}"), seed=8)
-    pairs = zip(*(map(flat, (split, again))), strict=True)
-    for a, b in pairs:
-        np.testing.assert_array_equal(a, b)
-    clients, has_tests = file.facts(f"file:{path}")
-    assert (clients, has_tests) == (4, more.get("test_split") != "official")
-    assert [p.name for p in path.parent.iterdir()] == ["rows.npz"]
 
 
 def test_read_without_this_package(source, tmp_path):
@@ -50,6 +23,7 @@ def test_read_without_this_package(source, tmp_path):
     partitions.export(split, str(tmp_path / "rows.npz"))
     rows = np.load(tmp_path / "rows.npz")
     clients = np.split(rows["train_row"], np.cumsum(rows["train_count"])[:-1])
+    assert len(clients) > 1
     for mine, theirs in zip(split.train.by_client(), clients, strict=True):
         np.testing.assert_array_equal(mine, theirs)
 

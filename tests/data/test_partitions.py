@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from data import dataset, partitions
-from data.partitions import classes, dirichlet, held_out, parts
+from data.partitions import (
+    cdkt,
+    classes,
+    client_dirichlet,
+    dirichlet,
+    file,
+    held_out,
+    parts,
+)
 from tests.data import tables
 
 MNIST_COUNTS = (6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958)
@@ -15,11 +23,89 @@ def spec(kind, num_clients=10, **rest):
     return partitions.PartitionSpec(partition=kind, num_clients=num_clients, **rest)
 
 
-@pytest.mark.parametrize("kind", ["iid", "dirichlet", "client_dirichlet"])
-def test_every_row_belongs_to_exactly_one_client(kind):
-    """1,000 rows over 10 clients: none lost, none shared."""
-    split = partitions.split(tables.table([100] * 10), spec(kind), 3)
-    np.testing.assert_array_equal(tables.all_owned(split), np.arange(1000))
+NAMED = ((0, 1), (1, 0), (2, 3), (3, 4), (5, 4), (2,))
+PROTOCOL = cdkt.PROTOCOLS["fashion_mnist"]
+KINDS = {
+    "iid": {},
+    "contiguous": {},
+    "dirichlet": {},
+    **{
+        f"client_dirichlet {draw}": {"partition_draw": draw}
+        for draw in client_dirichlet.DRAWS
+    },
+    "pathological": {},
+    "pathological overlap": {"partition_draw": "overlap"},
+    "classes": {"client_classes": NAMED},
+    "cdkt": {"cdkt": PROTOCOL},
+    "cdkt overlap": {"cdkt": PROTOCOL._replace(overlap=True)},
+    "cdkt_paper": {"cdkt": PROTOCOL._replace(random_labels=True)},
+    "natural": {},
+}
+# Those whose clients have all rows of the pool, and whose rows no seed changes.
+WHOLE, SEEDLESS = {"iid", "contiguous", "dirichlet", "natural"}, {"contiguous"}
+SEEDLESS |= {"natural"}
+
+
+def test_laws_are_of_every_partition():
+    """One that is new keeps them too."""
+    assert {kind.split()[0] for kind in KINDS} | {"file:PATH"} == {
+        *partitions.PARTITIONS
+    }
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1])
+@pytest.mark.parametrize("test_split", partitions.TEST_SPLITS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_laws(kind, test_split, fraction, tmp_path):
+    """No row is in two parts, all are where they may be, a seed decides; and a file.
+
+    Rows of `overlap` may be of several clients.
+    """
+    client = np.arange(2400) % 6
+    source = tables.table([400] * 6, num_train=1920, client=client)
+    name = kind.split()[0]
+    one = spec(name, 6, test_split=test_split, proxy_fraction=fraction, **KINDS[kind])
+    made = [partitions.split(source, one, seed) for seed in (8, 8, 9)]
+    split, again, other = made
+    for a, b in zip(flat(split), flat(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    if name not in SEEDLESS:
+        owned = [[{*rows.tolist()} for rows in tables.owned(each)] for each in made[1:]]
+        assert all(a != b for a, b in zip(*owned, strict=True))
+    assert len(tables.owned(split)) == 6
+
+    rows = np.concatenate([split.train.row, split.test.row])
+    if kind != "pathological overlap":
+        assert all(len({*one}) == len(one) for one in tables.owned(split))
+    assert (len(np.unique(rows)) == len(rows)) == ("overlap" not in kind)
+    is_merged = test_split in ("pool", "pool_stratified")
+    pool = np.setdiff1d(np.arange(2400 if is_merged else 1920), split.proxy)
+    assert np.isin(rows, pool).all()
+    if name in WHOLE:
+        np.testing.assert_array_equal(np.sort(rows), pool)
+    tail = np.arange(1920, 2400) if test_split == "official" else []
+    np.testing.assert_array_equal(split.official_test, tail)
+    assert split.test.count.any() == (test_split != "official")
+
+    assert len(np.unique(split.proxy)) == len(split.proxy)
+    counts = np.bincount(source.label[split.proxy], minlength=6)
+    assert (counts > 0).all() == counts.any() == (fraction > 0)
+    assert ({*split.proxy.tolist()} != {*other.proxy.tolist()}) == (
+        fraction > 0 and name != "contiguous"
+    )
+
+    path = tmp_path / "deep" / "rows.npz"
+    partitions.export(split, str(path))
+    again = partitions.split(source, spec(f"file:{path}", 6), seed=8)
+    for a, b in zip(flat(split), flat(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert file.facts(f"file:{path}") == (6, test_split != "official")
+    assert [p.name for p in path.parent.iterdir()] == ["rows.npz"]
+
+
+def flat(split):
+    """Its arrays."""
+    return (*split.train, *split.test, split.official_test, split.proxy)
 
 
 def test_iid_sizes_and_histogram():
@@ -250,15 +336,6 @@ def test_split_sizes(kind, num_test):
         assert not set(train.tolist()) & set(test.tolist())
 
 
-def test_pool_split_merges_the_official_parts():
-    """`pool` shares out official test rows too; `client_share` does not."""
-    source = tables.table([100, 100], num_train=150)
-    merged = partitions.split(source, spec("iid", 4, test_split="pool"), 0)
-    apart = partitions.split(source, spec("iid", 4, test_split="client_share"), 0)
-    np.testing.assert_array_equal(tables.all_owned(merged), np.arange(200))
-    np.testing.assert_array_equal(tables.all_owned(apart), np.arange(150))
-
-
 def test_stratified_split_of_many_clients_is_that_of_each_one():
     """Largest remainders, client by client: floor, then the largest fractions."""
     gen = np.random.default_rng(0)
@@ -306,15 +383,6 @@ def test_every_row_is_a_test_row_equally_often(kind):
     assert np.abs(count - 200).max() < 5 * np.sqrt(1000 * 0.2 * 0.8)
 
 
-def test_official_split():
-    """Clients train on all their rows; the official test rows are everybody's."""
-    source = tables.table([60, 60], num_train=100)
-    split = partitions.split(source, spec("iid", 5, test_split="official"), 0)
-    np.testing.assert_array_equal(np.sort(split.train.row), np.arange(100))
-    assert split.test.count.tolist() == [0] * 5
-    np.testing.assert_array_equal(split.official_test, np.arange(100, 120))
-
-
 @pytest.mark.parametrize(
     "counts, fraction, expected",
     [
@@ -338,40 +406,6 @@ def test_proxy_rows(counts, fraction, expected):
         )
 
 
-@pytest.mark.parametrize("kind", ["iid", "dirichlet", "client_dirichlet"])
-@pytest.mark.parametrize("test_split", ["pool", "client_share", "official"])
-def test_proxy_train_and_test_are_disjoint(kind, test_split):
-    """No row is in two of proxy, train and test."""
-    source = tables.table([100] * 6, num_train=480)
-    one = spec(kind, 6, test_split=test_split, proxy_fraction=0.1)
-    split = partitions.split(source, one, 4)
-    rows = np.concatenate(
-        [split.proxy, split.train.row, split.test.row, split.official_test]
-    )
-    assert len(np.unique(rows)) == len(rows)
-    assert len(split.proxy) >= 48
-    counts = np.bincount(source.label[split.proxy], minlength=6)
-    assert (counts > 0).all()
-
-
-@pytest.mark.parametrize(
-    "kind", ["iid", "dirichlet", "client_dirichlet", "pathological"]
-)
-def test_a_partition_is_a_function_of_its_seed(kind):
-    """Equal for equal seeds, different for different ones, also its proxy rows."""
-    source = tables.table([100] * 5)
-    for fraction in (0.0, 0.05):
-        one = spec(kind, 5, proxy_fraction=fraction)
-        first, again, other = (partitions.split(source, one, s) for s in (8, 8, 9))
-        parts = ([*one.train, *one.test, one.proxy] for one in (first, again))
-        for a, b in zip(*parts, strict=True):
-            np.testing.assert_array_equal(a, b)
-        pairs = zip(tables.owned(first), tables.owned(other), strict=True)
-        assert any(set(a.tolist()) != set(b.tolist()) for a, b in pairs)
-        pair = [set(one.proxy.tolist()) for one in (first, other)]
-        assert (pair[0] != pair[1]) == (fraction > 0)
-
-
 def test_examples_per_client_limits_the_pool():
     """`examples_per_client` bounds the rows in use, on average."""
     source = tables.table([500] * 2)
@@ -390,8 +424,6 @@ def test_examples_per_client_limits_the_pool():
         # Few clients: all 200 draws; hundreds that come off badly: the first five.
         ([20] * 10, "dirichlet", 20, {"partition_alpha": 0.01}, "best of 200 draws"),
         ([500] * 10, "dirichlet", 500, {"partition_alpha": 0.01}, "best of 5 draws"),
-        # Half of what an owner has would be another data set.
-        ([10, 10], "natural", 3, {"examples_per_client": 5}, "=5 has no effect with"),
         (
             [10, 10],
             "natural",
@@ -402,7 +434,7 @@ def test_examples_per_client_limits_the_pool():
         ([50, 50], "iid", 10, {"test_split": "official"}, "--test_split=official"),
         (
             *([40] * 5, "pathological", 4, {"classes_per_client": 7}),
-            "--classes_per_client=7.*5 classes",
+            "--classes_per_client=7.* at most 5, the classes",
         ),
         *(
             ([20, 20], kind, 50, {}, "--num_clients=50.*lower it")

@@ -6,7 +6,7 @@ import pytest
 
 from data import plan
 from fedjax_pfl import execution as execution_lib
-from fedjax_pfl import shapes, simulate, types
+from fedjax_pfl import shapes, types, windows
 from tests import padded
 
 SIZES = np.array([[7, 12, 30, 5, 19, 8, 23], [11, 3, 9, 40, 6, 14, 21]])
@@ -95,6 +95,7 @@ def test_every_row_once_per_epoch_and_the_last_short_batch_kept():
     """Each epoch is a permutation of the client's rows in batches of five."""
     cohort = padded.cohort(make(clients_per_round=7), 0, 0)
     steps = cohort.plans["local"]
+    assert len(cohort.client_id) == 7
     for index, client in enumerate(cohort.client_id):
         rows = int(SIZES[0, client])
         per_epoch = -(-rows // 5)
@@ -202,9 +203,7 @@ def test_at_most_so_many_rows_of_a_client():
         assert other.reshape(2, -1).tolist() == heads
     planner = make(7, specs=(some,))
     assert planner.num_steps(0, np.arange(7))["local"].max() == 4
-    work = simulate.work_of(
-        planner, 0, planner.window(0, 0, 3, 4, 0), types.Execution()
-    )
+    work = windows.work_of(planner, 0, planner.window(0, 0, 3, 4, 0), types.Execution())
     assert work.samples.tolist() == [2 * int(np.minimum(SIZES[0], 8).sum())] * 3 + [0]
 
 

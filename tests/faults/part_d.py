@@ -503,7 +503,7 @@ def d7_a_study_that_is_killed(folder) -> str:
     path = folder / "lock"
     path.touch()
     code = (
-        "from launch.study import child\n"
+        "from launch.tables import child\n"
         f"settings = {{'path': {str(path)!r}}}\n"
         "one = child.start('tests.toys.waits', settings, is_leader=True)\n"
         "child.ended(one)\n"

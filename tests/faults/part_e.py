@@ -7,9 +7,8 @@ import json
 from types import SimpleNamespace
 
 from algorithms import fedavg
-from launch import build, contract, reproduce
-from launch.papers import tables
-from launch.show import sheets
+from launch import build, contract
+from launch.tables import cells, paper, store
 from tests.faults import given
 
 
@@ -46,7 +45,7 @@ def e5_books_above_fedavg(folder) -> str:
     runs = {"A": [[0.5, 0.5]], "B": [[0.6, 0.4]]}
     results = [
         (
-            sheets.Cell("all", row, {}, None),
+            cells.Cell("", row, "all", {"options": {}}),
             {
                 "metrics": {
                     "client_accuracy": {"mean": 0.5, "std": 0, "per_seed": [1]}
@@ -56,16 +55,15 @@ def e5_books_above_fedavg(folder) -> str:
         )
         for row, values in runs.items()
     ]
-    grid = sheets.sheet(table, "blobs", results).grids[-1]
+    grid = paper.sheet(table, "blobs", results).grids[-1]
     return f"{grid.title}: {grid.rows}"
 
 
 def e5_a_cell_has_its_clients(folder) -> str:
     """Keeps a finished cell of a table in a file, and looks for its clients."""
     file = folder / "cells.json"
-    table = tables.load_table("text.books")
     done = {"metrics": {}, "clients": {"perplexity": [[2.0]], "test_size": [[1]]}}
-    reproduce.Cells(str(file), table).put("cell", {}, done)
+    store.File(str(file)).put("cell", {}, done)
     found = json.loads(file.read_text())["cell"]
     return f"clients: {found['clients']['perplexity']}"
 

@@ -196,7 +196,7 @@ def test_a_client_sees_its_own(name, problem):
             "position": client.plan.position,
             "bound": client.bound,
             "round": client.round,
-            "key": jax.random.key_data(client.stream(rng.Tag.LOCAL)),
+            "key": jax.random.key_data(client.stream("engine.local")),
             "rows": client.data.partition.train.of(client.id)(jnp.arange(1)),
         }
 
@@ -227,7 +227,7 @@ def test_a_client_sees_its_own(name, problem):
     )
     assert (out["round"] == 4).all()
     for row in real:
-        key = rng.stream(state.key, rng.Tag.LOCAL, 4, int(cohort.client_id[row]))
+        key = rng.stream(state.key, "engine.local", 4, int(cohort.client_id[row]))
         np.testing.assert_array_equal(out["key"][row], jax.random.key_data(key))
         first = data.partition.train.row[np.cumsum([0, *SIZES])[cohort.client_id[row]]]
         assert out["rows"][row, 0] == first
@@ -310,7 +310,7 @@ def test_one_after_another_in_an_order_by_client(problem):
     found = order(cohort)
     real = int(cohort.row_mask.sum())
     ids = np.asarray(cohort.client_id[cohort.row_mask])
-    key = rng.stream(state.key, rng.Tag.ORDER, 4)
+    key = rng.stream(state.key, "engine.order", 4)
     draws = [jax.random.uniform(jax.random.fold_in(key, int(n))) for n in ids]
     np.testing.assert_array_equal(found[:real, 0], ids[np.argsort(draws)])
     np.testing.assert_array_equal(found[:real, 1], found[:real, 0] * 10)

@@ -250,14 +250,13 @@ def test_sampled_clients_have_the_accuracies_of_a_whole_evaluation(data, kind):
         group = types.Serving.one(MODEL, shared, jnp.ones(K, bool))
     method = algorithm([group], lambda state, data: {"global": (MODEL, shared)})
     whole = count(data, method, how="three")
+    everybody = whole["own"]["right"]
     sample = count(data, method, how="three", num_sampled=4)
     later = count(data, method, how="three", num_sampled=4, round=9)
     known = sample["known"]
     expected = evaluate.sampled_clients(jax.random.key(0), K, 4)
     np.testing.assert_array_equal(known, expected)
-    np.testing.assert_array_equal(
-        sample["own"]["right"], np.where(known, whole["own"]["right"], 0)
-    )
+    np.testing.assert_array_equal(sample["own"]["right"], np.where(known, everybody, 0))
     np.testing.assert_array_equal(later["own"]["right"], sample["own"]["right"])
     np.testing.assert_array_equal(later["known"], known)
     values, accuracies = metrics(sample)
@@ -273,11 +272,12 @@ def test_a_sample_counts_only_those_a_group_serves(data):
     own, shared = random_variables(4, seed=1), random_variables(seed=2)
     method = algorithm(stacked_groups(own, shared))
     whole = count(data, method)
+    everybody = whole["own"]["right"]
     sample = count(data, method, num_sampled=5)
     chosen = np.asarray(evaluate.sampled_clients(jax.random.key(0), K, 5))
     np.testing.assert_array_equal(sample["known"], whole["known"] & chosen)
     np.testing.assert_array_equal(
-        sample["own"]["right"], np.where(chosen, whole["own"]["right"], 0)
+        sample["own"]["right"], np.where(chosen, everybody, 0)
     )
 
 
@@ -405,7 +405,7 @@ def test_exits_and_their_ensemble(data):
     assert values["global_accuracy"] == values["ensemble_accuracy"]
     assert values["other_accuracy"] == values["other_exit3_accuracy"]
     alone = types.Variables(second.params[2:], ())
-    assert counts["own"][0] == answers(data, alone)[own_rows(0)].sum()
+    assert counts["own"]["right"][0] == answers(data, alone)[own_rows(0)].sum()
     rows = np.asarray(data.partition.test.row)[: sum(TEST)]
     for prefix, one in (("", first), ("other_", second)):
         labels = [

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from fedjax_pfl import boundary, each_client, local_training, optimizer, rng, types
+from fedjax_pfl import boundary, each_client, local_training, optimizer, types
 from tests.fedjax_pfl import small
 
 SIZES = [5, 2, 3]
@@ -430,13 +430,13 @@ def test_every_step_has_a_key_of_its_own(data):
     plan = small.plan([5, 5, 5])
 
     def words(number=0, **given):
-        tag = given.pop("tag", rng.Tag.LOCAL)
+        tag = given.pop("tag", "engine.local")
         client = small.client(data, plan, number, **given)
         trained = train(data, client, options(), loss_fn, start=start, tag=tag)
         return np.asarray(trained.stats[0]["words"])
 
     base = words()
-    others = [words(number=1), words(round=1), words(tag=rng.Tag.PUBLIC), words(seed=1)]
+    others = [words(number=1), words(round=1), words(tag="proxy.public"), words(seed=1)]
     drawn = np.concatenate([base, *others])
     assert len(np.unique(drawn)) == 30
     np.testing.assert_array_equal(words(bound=8), base)

@@ -60,13 +60,6 @@ def test_a_step_of_one_along_the_change_is_the_mean():
     np.testing.assert_allclose(new.params[0], mean.params[0], rtol=1e-6)
 
 
-def test_none_has_no_options():
-    """A step size without an optimizer is not meant."""
-    assert server_optimizer.make(averaging.Averaging()) is None
-    with pytest.raises(ValueError, match="^--server_lr=0.5 has no effect"):
-        server_optimizer.make(averaging.Averaging(server_lr=0.5))
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "momentum"),
     [

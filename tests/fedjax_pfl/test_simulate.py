@@ -15,11 +15,11 @@ import pytest
 
 import algorithms
 from data import plan
-from fedjax_pfl import checkpoint, evaluate, program, simulate, types
+from fedjax_pfl import checkpoint, evaluate, program, types, windows
 from launch import build
 
 ROUNDS = 5
-COMPILED = ("jit(init)", "jit(rounds)", "jit(count)")
+COMPILED = "jit(init)", "jit(rounds)", "jit(of_shared)", "jit(of_clients)"
 
 
 def make(dataset, **given):
@@ -56,8 +56,8 @@ class Watched:
     """A planner that tells of every window before it makes one."""
 
     def __init__(self, simulation, tell):
-        self.planner, self.tell = simulation.planner, tell
-        simulation.planner = self
+        self.planner, self.tell = simulation._windows.planner, tell
+        simulation._windows.planner = self
 
     def __getattr__(self, name):
         return getattr(self.planner, name)
@@ -72,7 +72,7 @@ class Watched:
 @pytest.fixture
 def short_windows(monkeypatch):
     """Windows of two rounds."""
-    monkeypatch.setattr(simulate, "MAX_WINDOW_ROUNDS", 2)
+    monkeypatch.setattr(windows, "MAX_WINDOW_ROUNDS", 2)
 
 
 @pytest.fixture(scope="module")
@@ -100,15 +100,15 @@ def test_length_of_a_window_is_bounded_by_its_bytes():
     """It falls with the examples of a round, whatever the batches; at least one."""
     small = types.PlanSpec("local", 1, 10)
     large = types.PlanSpec("local", 4, 100)
-    assert simulate.window_rounds(cohort(2), (small,), 40) == 64
+    assert windows.window_rounds(cohort(2), (small,), 40) == 64
     # Four epochs of 400,000 examples, and 17 bytes of each of 10 rows.
     per_round = 4 * 4 * 400_000 + 10 * 17
-    fits = simulate.WINDOW_BYTES // per_round
+    fits = windows.WINDOW_BYTES // per_round
     assert fits == 10
-    assert simulate.window_rounds(cohort(10), (large,), 400_000) == fits
-    assert simulate.window_rounds(cohort(10), (large,), 4 * 10**7) == 1
+    assert windows.window_rounds(cohort(10), (large,), 400_000) == fits
+    assert windows.window_rounds(cohort(10), (large,), 4 * 10**7) == 1
     # Of 47 the next multiple of two.
-    assert simulate.window_rounds(cohort(10), (small,), 356_000) == 46
+    assert windows.window_rounds(cohort(10), (small,), 356_000) == 46
 
 
 def test_length_does_not_depend_on_rounds(unequal):
@@ -136,7 +136,7 @@ def test_work_counts_padding_by_chunk():
         execution=execution,
     )
     window = planner.window(0, 0, 2, 3, 0)
-    work = simulate.work_of(planner, 0, window, execution)
+    work = windows.work_of(planner, 0, window, execution)
     assert work.client_updates.tolist() == [3, 3, 0]
     for round in range(2):
         # Ascending, with a padding row before them: chunks of 1 and 2 real rows.
@@ -179,7 +179,7 @@ def test_plans_cost_what_clients_have(num_seeds, devices):
     )
     simulation, first = experiment.simulation, 0
     for _ in range(4):
-        window = simulation._plan(first, 0)
+        window = simulation._windows.make(first, simulation.rounds)
         assert window.end - window.first >= 48
         for cohorts, work in zip(window.cohorts, window.work, strict=True):
             (one,) = cohorts.plans.values()
@@ -193,7 +193,7 @@ def test_plans_cost_what_clients_have(num_seeds, devices):
             assert local == [(1, 1, one.position.shape[2])] * devices
         # The next round would not have fitted, or there is no place for one.
         room = one.position.shape[2] // one.spec.epochs
-        if window.end - window.first < simulation._length:
+        if window.end - window.first < simulation._windows.length:
             needed = [
                 sum(
                     experiment.planner.examples(seed, round)
@@ -203,7 +203,7 @@ def test_plans_cost_what_clients_have(num_seeds, devices):
             ]
             assert max(needed) > room
         first = window.end
-    assert simulation._capacity == room
+    assert simulation._windows.capacity == room
 
 
 def test_a_round_that_needs_more_makes_room(monkeypatch):
@@ -213,7 +213,7 @@ def test_a_round_that_needs_more_makes_room(monkeypatch):
     x = gen.normal(size=(sizes.sum(), 4)).astype(np.float32)
     source = x, (x[:, 0] > 0).astype(int), np.repeat(np.arange(50), sizes)
     monkeypatch.setattr(plan, "SEEN_ROUNDS", 1)
-    monkeypatch.setattr(simulate, "MAX_WINDOW_ROUNDS", 4)
+    monkeypatch.setattr(windows, "MAX_WINDOW_ROUNDS", 4)
     experiment = make(
         source,
         partition="natural",
@@ -225,15 +225,15 @@ def test_a_round_that_needs_more_makes_room(monkeypatch):
     )
     simulation, first, alone = experiment.simulation, 0, 0
     while first < 200:
-        before = simulation._capacity
-        window = simulation._plan(first, 0)
+        before = simulation._windows.capacity
+        window = simulation._windows.make(first, simulation.rounds)
         largest = experiment.planner.examples(0, first).max()
         if largest > before:
             alone += 1
             assert window.end == first + 1
-            assert largest <= simulation._capacity <= 17 / 16 * largest
+            assert largest <= simulation._windows.capacity <= 17 / 16 * largest
         else:
-            assert simulation._capacity == before
+            assert simulation._windows.capacity == before
         assert first < window.end <= 200
         first = window.end
     assert alone == 1
@@ -385,7 +385,7 @@ def test_exception_while_planning_ahead_loses_nothing(whole, unequal, short_wind
 
 
 def compilations(records):
-    """How often each of the three functions was compiled."""
+    """How often each of the four functions was compiled."""
     told = [record.getMessage() for record in records]
     done = [
         text.split()[4]
@@ -400,12 +400,12 @@ def test_second_experiment_compiles_nothing(unequal, caplog):
     program.forget()
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         make(unequal).run()
-        assert compilations(caplog.records) == [1, 1, 1]
+        assert compilations(caplog.records) == [1, 1, 1, 1]
         second = make(unequal, seed=3, client_lr=0.3, rounds=3)
         second.run()
-        assert compilations(caplog.records) == [1, 1, 1]
+        assert compilations(caplog.records) == [1, 1, 1, 1]
         make(unequal, batch_size=8).run()
-        assert compilations(caplog.records) == [2, 2, 2]
+        assert compilations(caplog.records) == [2, 2, 2, 2]
     assert second.compile_seconds < 1
     assert second.hparams.client_lr == 0.3
 
@@ -453,7 +453,7 @@ def test_algorithms_that_hold_something_share_no_program():
 
     one = Mine(1.0)
     hparams = algorithms.ALGORITHMS["majority"].HParams()
-    task = types.Task(None, (), np.zeros(1), 1, 1, 0, 1, 1, (1,))
+    task = types.Task(None, (None,), np.zeros(1), 1, 1, 0, 1, 1, (1,))
     scoring = evaluate.Scoring(1, 1)
     first = program.build(one.make, hparams, task, scoring)
     second = program.build(one.make, hparams, task, scoring)

@@ -38,7 +38,7 @@ def test_the_common_initialisation():
     one = task("a")
     key = jax.random.key(3)
     start = one.init(one.model, key)
-    expected = one.model.init(rng.stream(key, rng.Tag.INIT), jnp.zeros((1, 3)))
+    expected = one.model.init(rng.stream(key, "engine.init"), jnp.zeros((1, 3)))
     chex.assert_trees_all_equal(start, types.Variables(*expected))
     other = one.init(one.model, jax.random.key(4))
     assert (start.params[0]["w"] != other.params[0]["w"]).any()

@@ -65,7 +65,7 @@ def test_cycles_by_loop():
 
 def test_without_the_compiler(unequal):
     """One line says what to install, and which chips there are."""
-    with pytest.raises(ValueError, match="--target='tpu:v1': expected one of tpu:v4"):
+    with pytest.raises(ValueError, match="--target=tpu:v1: expected one of tpu:v4"):
         build.experiment(algo="fedavg", dataset=unequal, target="tpu:v1")
     if importlib.util.find_spec("libtpu") is None:
         with pytest.raises(ValueError, match="needs the TPU's compiler .* pip install"):

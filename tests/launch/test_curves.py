@@ -1,13 +1,9 @@
 """What tables take from curves: after round 0, bytes to an accuracy, warnings."""
 
-import json
-
 import numpy as np
-import pytest
 
-from launch import reproduce
-from launch.papers import tables
 from launch.show import curves, sheets
+from launch.tables import cells, paper
 
 
 def records(seed, accuracy, dropped, size=1e6):
@@ -51,7 +47,8 @@ def cell(row, found=TWO, **options):
     """A cell and what it left."""
     metrics = {"client_accuracy": {"mean": 0.8, "std": 0.1, "per_seed": [0.7, 0.9]}}
     done = {"metrics": metrics, "records": found}
-    return sheets.Cell("beta=5", row, {"algo": "uapdfl"} | options, None), done
+    settings = {"options": {"algo": "uapdfl"} | options}
+    return cells.Cell("", row, "beta=5", settings), done
 
 
 TABLE = {
@@ -67,7 +64,7 @@ def test_a_sheet_tells_curves():
     """Metrics after round 0 as others, and bytes to a share of a row's end."""
     never = records(0, [0.1] * 4, [0] * 4) + records(1, [0.1] * 4, [0] * 4)
     text = sheets.markdown(
-        sheets.sheet(TABLE, "d", [cell("A"), cell("B", never, client_dropout=False)])
+        paper.sheet(TABLE, "d", [cell("A"), cell("B", never, client_dropout=False)])
     )
     assert "| | Client (UA) | Dropped after round 0 | MB after round 0 |" in text
     assert "| A | 80.0 ± 10.0 | 25.0 ± 0.0 | 3.000 ± 1.414 |" in text
@@ -80,46 +77,9 @@ def test_a_sheet_tells_curves():
 def test_an_ablation_that_shows_nothing_is_warned_about():
     """Where nobody drops after round 0, unless dropout was switched off."""
     none = records(0, [0.1, 0.5, 0.6], [0, 1.0, 0.0])
-    sheet = sheets.sheet(
+    sheet = paper.sheet(
         TABLE, "d", [cell("A", none), cell("B", none, client_dropout=False)]
     )
     (warning,) = [note for note in sheet.notes if note.startswith("warning")]
     assert "beta=5, A: Dropped after round 0 is 0" in warning
     assert warning in sheets.markdown(sheet)
-
-
-def test_cells_outlive_their_folders(tmp_path, monkeypatch, capsys, blobs):
-    """A file keeps them; other options run again, a damaged file is one line."""
-    table = {
-        "title": "Tiny",
-        "metrics": ["client_accuracy", "mb_later"],
-        "common": {"rounds": 2, "model": "mlp", "num_clients": 4, "devices": 1},
-        "scenarios": {"all": {"eval_every": 1, "partition": "iid"}},
-        "rows": {"FedAvg": {"algo": "fedavg"}},
-        "datasets": {blobs: {}},
-        "notes": {},
-    }
-    (tmp_path / "tiny.json").write_text(json.dumps({"one": table}))
-    monkeypatch.setattr(tables, "PAPERS", tmp_path)
-    monkeypatch.chdir(tmp_path)
-
-    def shown(*more):
-        reproduce.command(
-            ["reproduce", "tiny.one", f"--dataset={blobs}", "--cells=cells", *more]
-        )
-        text = capsys.readouterr().out
-        return text.count(" -> "), text[text.index("###") :]
-
-    runs, first = shown("--workdir=a")
-    assert runs == 2 and "missing" not in first and "MB after round 0" in first
-    (kept,) = json.loads((tmp_path / "cells").read_text()).values()
-    assert {"seed", "round", "bytes_up", "bytes_down"} == kept["records"][0].keys()
-    assert shown("--workdir=b") == (0, first) == shown("--workdir=b", "--dry_run")
-    assert not (tmp_path / "b").exists()
-    assert "missing" in shown("--workdir=b", "--dry_run", "--client_lr=0.5")[1]
-    (tmp_path / "cells").write_text("[1]")
-    with pytest.raises(SystemExit) as stop:
-        shown()
-    assert stop.value.code == 2
-    line = capsys.readouterr().err
-    assert line.startswith("error: --cells=cells is not a file of cells")

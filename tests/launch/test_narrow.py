@@ -124,7 +124,7 @@ def test_rows_of_a_round_are_there_while_others_are_measured(unequal, monkeypatc
     given = {"algo": "local", "client_chunk": 2}
     here, there = (make(unequal, client_state=s, **given) for s in ("device", "host"))
     extra = [
-        narrow._planned_bytes(one, "of_clients")
+        memory.planned(one.simulation, one.task.execution, "of_clients")
         - memory.planned_bytes(one.simulation.ahead("of_clients"))
         for one in (here, there)
     ]
@@ -198,7 +198,10 @@ def test_states_that_wait_count(unequal):
     given = {"sweep": "client_lr=0.01,0.1"}
     one, three = (make(unequal, num_seeds=n, **given) for n in (1, 3))
     assert len(three.simulation.calls) == 3
-    more = narrow._planned_bytes(three, "rounds") - narrow._planned_bytes(one, "rounds")
+    more, least = (
+        memory.planned(n.simulation, n.task.execution, "rounds") for n in (three, one)
+    )
+    more -= least
     state = one.simulation.template()
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.server))
     assert more >= 2 * size

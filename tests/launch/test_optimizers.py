@@ -187,11 +187,6 @@ def test_a_fixed_one_has_its_own_rate(tmp_path):
             {"algo": "cdkt", "server_optimizer": "adam"},
             "--server_optimizer belongs to .*; --algo=cdkt has no such flag",
         ),
-        ({"server_momentum": 0.5}, "no effect with --server_optimizer=none"),
-        (
-            {"server_optimizer": "adam", "eval_model": "stale"},
-            "no effect with --eval_model=stale",
-        ),
         (
             {
                 "algo": "depthfl",

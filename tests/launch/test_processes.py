@@ -136,7 +136,7 @@ def test_a_port_in_use_and_one_where_nobody_is(monkeypatch):
 def test_our_line_comes_first(capfd):
     """Before what jax's runtime says when it ends a process; else nothing is added."""
     code = (
-        "import os, sys; from launch.run import processes\n"
+        "import os, sys; from launch.machine import processes\n"
         "with processes._first_line('one') as watch: watch('error: ours')\n"
         "print('python', file=sys.stderr, flush=True)\n"
         "os.write(2, sys.argv[1].encode()); os._exit(3)"

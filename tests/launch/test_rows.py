@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 import algorithms
-from launch import build, reproduce
+from launch import build
 from launch.config import registry
 from launch.folder import record
 from launch.run import summaries
 from launch.show import page as page_lib
-from launch.show import sheets, words
-from launch.studies import sheets as study_sheets
-from launch.studies import tables
+from launch.show import words
+from launch.tables import cells, results
 from tests import synthetic
 
 SOURCE = synthetic.blobs(120, (8, 8, 1), 4, seed=0)
@@ -153,14 +152,26 @@ def test_equal_parameters_are_said(tmp_path):
     assert f"{line}, bit for bit" in page
 
 
-def test_a_table_s_rows_keep_their_methods():
-    """Options of every cell that would make a row another method."""
-    with pytest.raises(
-        ValueError, match="FedPer.*--head_epochs=1 is the method fedrep"
-    ):
-        cell = sheets.Cell("s", "FedPer", {"algo": "fedper", "head_epochs": 1}, None)
-        reproduce._check(cell, {"head_epochs": 1})
-    reproduce._check(cell, {})  # as the table itself defines it
+def one_row(name, options):
+    """A sheet of one cell that trains."""
+    row = {"options": {"algo": "fedavg"} | options}
+    return {"name": "s", "common": {}, "values": {"10": {}}, "rows": {name: row}}
+
+
+def test_a_sheet_s_rows_are_their_methods():
+    """Neither a row's options nor those of every cell make it another method."""
+    yogi, fedper = {"server_optimizer": "yogi"}, {"algo": "fedper"}
+    with pytest.raises(ValueError, match="is the method fedyogi; rename the row"):
+        cells.cells(one_row("FedAvg", yogi))
+    (cell,) = cells.cells(one_row("Mine", yogi))
+    given = {"head_epochs": 1}
+    with pytest.raises(ValueError, match="=1 is the method fedrep; choose the other"):
+        cells.cells(one_row("FedPer from conv1", fedper), given=given)
+    done = {"figures": {"parameters_sha256": "ab"}}
+    found = [results.Result(cell._replace(row=row), done) for row in ("One", "Other")]
+    sheet = {"title": "t", "about": "a", "axis": "x", "columns": []}
+    notes = results.sheet(sheet, found, "").notes
+    assert "at 10, One and Other have equal parameters" in notes[1]
 
 
 def test_reports_name_what_differs(tmp_path):
@@ -229,18 +240,10 @@ def test_notes_are_shown_once(capsys):
     ("options", "line"),
     [
         ({"partition_alpha": 0.1}, "--partition_alpha=0.1 has no effect with --part"),
-        ({"classes_per_client": 2}, "--classes_per_client=2 has no effect with"),
-        ({"partition_draw": "sequential"}, "--partition_draw=sequential has no effect"),
-        (
-            {"eval_clients": "all"},
-            "--eval_clients=all has no effect with --c_gen=false",
-        ),
         ({"algo": "local", "server_lr": 0.1}, "--server_lr=0.1 has no effect without"),
         ({"algo": "local", "server_epochs": 5}, "--server_epochs=5 has no effect"),
         ({"algo": "local", "eval_train": True}, "--eval_train=true has no effect with"),
         ({"bucketed": False}, "--bucketed=false has no effect with --algo=fedavg"),
-        ({"partition": "client_dirichlet", "partition_alpha": 0.1}, ""),
-        ({"eval_clients": "all", "c_gen": True}, ""),
         ({"algo": "local", "server_lr": 0.1, "proxy_fraction": 0.1}, ""),
     ],
 )
@@ -256,9 +259,8 @@ def test_options_without_effect_are_noted(options, line):
     ("options", "line"),
     [
         ({"min_owner_examples": 3}, "--min_owner_examples=3 has no effect with --part"),
-        ({"client_classes": "0,1/2"}, "--client_classes=0,1/2 has no effect with"),
         ({"algo": "local", "sweep": "server_lr=0.1,0.2"}, "server_lr has no effect"),
-        ({"algo": "fedavgm", "eval_model": "stale"}, "--server_optimizer=sgd has no"),
+        ({"algo": "fedavgm", "eval_model": "stale"}, "--server_optimizer=sgd"),
     ],
 )
 def test_options_without_effect_are_refused(options, line):
@@ -351,19 +353,3 @@ def test_the_table_says_over_how_many_clients():
     text = words.table(made.summary())
     assert "client)" in text or "clients)" in text
     assert "never              is not defined in any of these rounds" in text
-
-
-def test_a_study_s_rows_are_their_methods():
-    """A row that has a method's name, and equal rows."""
-    options = {"algo": "fedavg", "server_optimizer": "yogi"}
-    cell = tables.Cell("s", "FedAvg", "10", {"how": "run", "options": options}, 1.0)
-    with pytest.raises(ValueError, match="is the method fedyogi; rename the row"):
-        tables._check(cell)
-    tables._check(cell._replace(row="Mine"))
-    done = {"figures": {"parameters_sha256": "ab"}}
-    results = [
-        study_sheets.Result(cell._replace(row=row), done) for row in ("One", "Other")
-    ]
-    sheet = {"title": "t", "about": "a", "axis": "x", "columns": []}
-    notes = study_sheets.sheet(sheet, results, "").notes
-    assert "at 10, One and Other have equal parameters" in notes[1]

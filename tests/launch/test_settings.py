@@ -169,7 +169,7 @@ def test_a_users_arrays(preset):
     made, _ = resolved(source(shape=(8, 8, 1)), **owned)
     assert (made.partition, made.model) == ("client_dirichlet", "mlp")
     assert resolved(source(shape=(16,)), **owned)[0].model == "mlp"
-    with pytest.raises(ValueError, match="--num_clients=8: the data have 7 clients"):
+    with pytest.raises(ValueError, match="--num_clients=8: expected at most 7"):
         resolved(source(clients=7), num_clients=8, **owned)
     with pytest.raises(ValueError, match="--partition=natural: .*no client ids"):
         resolved(source(), partition="natural", **owned)
@@ -185,12 +185,6 @@ def test_classes_named_for_each_client():
         ValueError, match="--client_classes=.* of 3 clients, --num_clie"
     ):
         resolve.check(resolved(**given, num_clients=4)[0])
-    with pytest.raises(ValueError, match="--partition=classes needs --client_classes"):
-        resolve.check(resolved(algo="fedavg", partition="classes")[0])
-    with pytest.raises(
-        ValueError, match="--client_classes=0,1/0,1/2,3 has no effect wi"
-    ):
-        resolve.check(resolved(**given | {"partition": "iid"})[0])
 
 
 @pytest.mark.parametrize("draw", partitions.DRAWS)
@@ -252,7 +246,8 @@ def test_rules_name_what_exists():
                 assert rule.options.keys() <= common.keys()
         # With each preset every algorithm, and every data set, once.
         for algo, name in zip(algorithms.ALGORITHMS, itertools.cycle(datasets)):
-            made, _ = resolved(algo=algo, preset=preset, dataset=name)
+            given = {"teacher": "a"} if algo == "distill" else {}
+            made, _ = resolved(algo=algo, preset=preset, dataset=name, **given)
             options.validate(made)
             resolve.check(made)
 
@@ -493,7 +488,7 @@ def test_rotated_classes_reach_the_run(blobs):
     )
     assert turned.task.num_classes == 4 * plain.task.num_classes
     assert len(np.unique(turned.data.label)) == turned.task.num_classes
-    with pytest.raises(ValueError, match="--rotate_classes=2: --partition=cdkt "):
+    with pytest.raises(ValueError, match="--rotate_classes=2 .*--partition=cdkt"):
         build.experiment(**given | {"partition": "cdkt"}, rotate_classes=2)
 
 

@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 from launch import report
-from launch.studies import kept, tables
 from launch.study import __main__ as command
-from launch.study import cell as cell_lib
-from launch.study import child, examples, loops, member
-from launch.study import study as study_lib
+from launch.tables import cells, child, examples, kinds, loops, results, store
+from launch.tables import study as study_lib
 
 OPTIONS = {
     "algo": "fedavg",
@@ -58,7 +56,7 @@ def toy(tmp_path, monkeypatch):
     common = SETTINGS | {"seconds": 5}
     study = {"title": "Toy", "notes": [], "common": common, "sheets": {"few": SHEET}}
     (tmp_path / "toy.json").write_text(json.dumps(study))
-    monkeypatch.setattr(tables, "STUDIES", tmp_path)
+    monkeypatch.setattr(cells, "STUDIES", tmp_path)
     monkeypatch.setitem(study_lib.NEEDS, "estimate", ("no_such_package", "get it"))
     monkeypatch.chdir(tmp_path)
     return tmp_path / "runs" / "study" / "toy"
@@ -187,12 +185,12 @@ def test_bad_input_is_one_line(toy, argv, words, tmp_path, capsys):
     """Exit code 2 and one line that names what is wrong."""
     for name, text in (("broken", "{"), ("partly", '{"settings": {}}')):
         (tmp_path / name / "few").mkdir(parents=True)
-        (tmp_path / name / kept.STUDY).write_text('{"study": "toy"}')
+        (tmp_path / name / store.STUDY).write_text('{"study": "toy"}')
         (tmp_path / name / "few" / "fedavg.4.json").write_text(text)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / kept.STUDY).write_text('{"study": "scaling"}')
+    (tmp_path / "other" / store.STUDY).write_text('{"study": "scaling"}')
     with pytest.raises(SystemExit) as stop:
         command.command(["study", *argv])
     assert stop.value.code == 2
@@ -215,12 +213,12 @@ def test_a_child_s_last_line_is_its_error():
     """A process that is refused gives our line, and one that works its result."""
     wrong = SETTINGS | {"options": OPTIONS | {"batch_size": -1}}
     with pytest.raises(child.Failed, match="--batch_size=-1"):
-        child.ended(child.start("launch.study.cell", wrong))
+        child.ended(child.start("launch.tables.kinds", wrong))
 
 
 PARENT = """
 import sys
-from launch.study import child
+from launch.tables import child
 one = child.start("tests.toys.waits", {"path": sys.argv[1]}, is_leader=True)
 child.ended(one)
 """
@@ -256,7 +254,7 @@ def test_a_cell_ends_with_the_study(tmp_path, sign):
 
 def test_rounds_are_measured():
     """The figures that the tables show."""
-    found = cell_lib.rounds(SETTINGS)
+    found = kinds.rounds(SETTINGS)
     assert found["fastest"] <= found["seconds_per_round"] <= found["slowest"]
     assert found["client_updates_per_second"] == 4 / found["seconds_per_round"]
     assert 0 < found["padding_efficiency"] <= found["step_efficiency"] <= 1
@@ -272,9 +270,9 @@ def test_a_loop_is_the_rounds(how):
         pytest.importorskip("torch")
     options = {"num_seeds": 2, "sweep": "client_lr=0.1,0.02", "client_chunk": 1}
     settings = SETTINGS | {"options": OPTIONS | options}
-    rounds = member.experiment(settings, 2)
+    rounds = kinds.drawn(settings, 2)
     rounds.simulation.advance_to(2)
-    made = loops.LOOPS[how](member.experiment(settings, 2))
+    made = loops.LOOPS[how](kinds.drawn(settings, 2))
     made.prepare(0, 2)
     made.run(0, 2)
     params = made.params()
@@ -287,7 +285,7 @@ def test_a_loop_is_the_rounds(how):
 
 def test_a_loop_trains_on_the_clients_own_rows():
     """Whichever of two devices computes a client in the rounds."""
-    experiment = member.experiment(SETTINGS | {"options": OPTIONS | {"devices": 2}}, 2)
+    experiment = kinds.drawn(SETTINGS | {"options": OPTIONS | {"devices": 2}}, 2)
     owned = experiment.data.partition.train
     for (seed, round), clients in loops.planned(experiment, 0, 2).items():
         drawn = experiment.planner.cohort(seed, round)
@@ -305,7 +303,7 @@ def test_a_loop_refuses_what_it_does_not_do():
     """One line that names the options."""
     settings = SETTINGS | {"options": OPTIONS | {"client_momentum": 0.9}}
     with pytest.raises(ValueError, match="--client_momentum=0.9"):
-        loops.in_jax(member.experiment(settings, 2))
+        loops.in_jax(kinds.drawn(settings, 2))
 
 
 def test_collectives_are_counted():
@@ -317,7 +315,7 @@ def test_collectives_are_counted():
       ROOT %d = bf16[] all-reduce(%w), to_apply=%sum
       %e = f32[9]{0} fusion(%all-gather), kind=kLoop
     """
-    assert member.collectives(text) == {
+    assert kinds.collectives(text) == {
         "all_gathers": 2,
         "all_reduces": 1,
         "collective_bytes": 4 * 128 + 16 + 3 + 2,
@@ -334,15 +332,14 @@ def test_drawn_sizes():
 
 def test_every_cell_of_every_study_is_a_configuration():
     """The shipped studies name options, figures and sheets that exist."""
-    from launch.studies import sheets
-
-    for name, study in tables.studies().items():
-        found = tables.cells(study)
+    for name, study in cells.studies().items():
+        sheets = study["sheets"].values()
+        found = [one for sheet in sheets for one in cells.cells(sheet)]
         assert len({one.name for one in found}) == len(found)
         for one in found:
             assert one.how not in ("rounds", "loop", "torch") or one.seconds > 0, one
-        for sheet in study["sheets"].values():
-            assert set(sheet["columns"] + sheet["panels"]) <= set(sheets.FIGURES), name
+        for sheet in sheets:
+            assert set(sheet["columns"] + sheet["panels"]) <= set(results.FIGURES), name
             rows, values = sheet["rows"], sheet["values"]
             assert all(set(row.get("only", ())) <= set(values) for row in rows.values())
             places = {f"{row} at {value}" for row in rows for value in values}
@@ -356,10 +353,14 @@ def test_a_cell_beyond_its_row(toy, tmp_path):
     sheet = study["sheets"]["few"]
     sheet["rows"]["FedAvg"]["only"] = ["4"]
     path.write_text(json.dumps(study))
-    assert [one.value for one in tables.cells(tables.load("toy"))] == ["4"]
+
+    def found():
+        return cells.cells(cells.studies()["toy"]["sheets"]["few"])
+
+    assert [one.value for one in found()] == ["4"]
     sheet["cells"] = {"FedAvg at 8": {"options": {"client_chunk": 2}}}
     path.write_text(json.dumps(study))
-    first, second = tables.cells(tables.load("toy"))
+    first, second = found()
     assert second.settings["options"]["client_chunk"] == 2
     assert "client_chunk" not in first.settings["options"]
 
@@ -380,5 +381,5 @@ def test_an_estimate_leaves_the_chip_alone(toy, monkeypatch):
     monkeypatch.setattr(child, "ended", lambda one: {})
     study = study_lib.Study("toy")
     for cell in study.wanted()[:2]:
-        command._made(study, cell)
+        study.made(cell)
     assert given == [None, {"JAX_PLATFORMS": "cpu"}]

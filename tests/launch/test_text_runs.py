@@ -272,14 +272,7 @@ def test_a_model_of_ones_own():
     [
         ({"model": "mlp"}, ["--model=mlp", "masked_lm"]),
         ({"algo": "cdkt"}, ["--dataset=small", "--algo=cdkt", "fedavg"]),
-        ({"partition": "dirichlet"}, ["--partition=dirichlet", "contiguous"]),
-        ({"normalization": "half"}, ["--normalization=half", "omit it"]),
-        ({"augment": "crop_flip"}, ["--augment=crop_flip", "omit it"]),
-        ({"rotate_classes": 4}, ["--rotate_classes=4", "omit it"]),
-        ({"image_size": 32}, ["--image_size=32", "omit it"]),
-        ({"c_gen": True}, ["--c_gen=True", "omit it"]),
-        ({"train_share": 0.5}, ["--train_share=0.5", "omit it"]),
-        ({"proxy_fraction": 0.1}, ["--proxy_fraction=0.1", "omit it"]),
+        ({"c_gen": True}, ["--c_gen=true", "omit it"]),
         ({"examples_per_client": 5}, ["--examples_per_client=5", "natural"]),
         ({"min_examples": 1000}, ["--min_examples=1000", "lower it"]),
         ({"model": "masked_lm", "model_width": 0.3}, ["--model=masked_lm", "8 heads"]),
@@ -298,8 +291,6 @@ def test_refused_on_a_text(given, words):
     [
         ({"model": "depth_masked_lm"}, ["--model=depth_masked_lm", "takes tokens"]),
         ({"text_length": 9}, ["--text_length=9", "python_topics"]),
-        ({"owners": "chapter"}, ["--owners=chapter", "kjv"]),
-        ({"masked_loss": "chosen"}, ["--masked_loss=chosen", "kjv", "omit it"]),
     ],
 )
 def test_refused_on_images(given, words, blobs):

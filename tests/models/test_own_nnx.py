@@ -165,6 +165,7 @@ def test_many_clients_at_once():
     xs = jnp.stack([x, 2 * x, -x])
     many = jax.jit(jax.vmap(step))(*stacked, xs, keys)
     alone = step(*each[1], xs[1], keys[1])
+    assert jax.tree.leaves(alone)
     for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(alone), strict=True):
         np.testing.assert_allclose(a[1], b, atol=1e-5)
 

@@ -176,6 +176,7 @@ def test_in_bfloat16(net, variables, words):
     [(0.3, (T,), "8 heads"), (1.0, (4, 4, 1), "rows of tokens")],
 )
 def test_refused(width, shape, words):
+    assert models.OF_TEXT
     for name in models.OF_TEXT:
         model = models.make(name, V, width)
         with pytest.raises(stages.UnfitError, match=words):

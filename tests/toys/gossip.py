@@ -15,7 +15,7 @@ class HParams(decentralized.Peers, local_training.LocalTraining):
 
 def graph(seed, round, client, num_clients, num_peers):
     """Up to two peers, drawn with repetition; client 3 never has any."""
-    words = rng.hashed(seed, rng.Tag.PEERS, round, client[:, None], np.arange(2))
+    words = rng.hashed(seed, "engine.peers", round, client[:, None], np.arange(2))
     steps = 1 + (words % np.uint64(num_clients - 1)).astype(int)
     peers = (client[:, None] + steps) % num_clients
     mask = (words >> np.uint64(60)) > 3

@@ -1,9 +1,9 @@
-"""A process of a study that says that it runs by locking a file, and waits."""
+"""A process of a cell that says that it runs by locking a file, and waits."""
 
 import fcntl
 import time
 
-from launch.study import child
+from launch.tables import child
 
 if __name__ == "__main__":
     with open(child.settings()["path"], "w") as file:

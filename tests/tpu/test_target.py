@@ -13,7 +13,7 @@ from launch.bench import forms
 from launch.config import registry
 from launch.machine import target
 from launch.run import cost, narrow
-from launch.study import examples
+from launch.tables import examples
 from tests import test_contract
 from tests.toys import taught
 

@@ -1,4 +1,4 @@
-"""Processes of a study: settings as JSON on their input, a JSON object as last line.
+"""Processes of cells: settings as JSON on their input, a JSON object as last line.
 
 The input stays open as long as the process that started them lives, and they end when
 it does, however it ended.

@@ -6,7 +6,8 @@ trains it and adds its model to the mean. The loop in PyTorch is what one would 
 a model, an optimizer and a loop over batches. Clients train by plain SGD.
 """
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,18 +26,50 @@ class Batches(NamedTuple):
     weight: int
 
 
-class Loop(NamedTuple):
-    """A plain loop.
+# The clients of rounds by the seed's index and the round
+Rounds = dict[tuple[int, int], list[Batches]]
 
-    Attributes:
-        run: Runs the rounds `first` to `end - 1`, and waits for them.
-        params: Returns the server's parameters of every variant, as in a RoundState.
-        prepare: Makes the batches of those rounds, and compiles, without running them.
-    """
 
-    run: Callable[[int, int], None]
-    params: Callable[[], list[Any]]
-    prepare: Callable[[int, int], None]
+class Loop:
+    """A plain loop over the rounds of all variants, which are seeds and points."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        servers: list[Any],
+        trained: Callable[[Any, Sequence[Batches], float], Any],
+        compile: Callable[[Rounds], None],
+        params_of: Callable[[Any], Any] = lambda server: server,
+    ):
+        """Makes a loop.
+
+        Args:
+            experiment: The rounds that it follows.
+            servers: The server of each variant before the first round.
+            trained: Returns a server after a round of some clients at a learning rate.
+            compile: Compiles what `trained` will run in some rounds.
+            params_of: Returns the parameters of a server, as in a RoundState.
+        """
+        self._experiment, self._servers = experiment, servers
+        self._trained, self._compile, self._params_of = trained, compile, params_of
+        self._plans: Rounds = {}
+
+    def prepare(self, first: int, end: int) -> None:
+        """Makes the batches of rounds, and compiles, without running them."""
+        self._plans.update(planned(self._experiment, first, end))
+        self._compile(self._plans)
+
+    def run(self, first: int, end: int) -> None:
+        """Runs the rounds `first` to `end - 1`, and waits for them."""
+        for index, (seed, rate) in enumerate(_variants(self._experiment)):
+            for round in range(first, end):
+                server, clients = self._servers[index], self._plans[seed, round]
+                self._servers[index] = self._trained(server, clients, rate)
+        jax.block_until_ready(self._servers)
+
+    def params(self) -> list[Any]:
+        """The server's parameters of every variant, as in a RoundState."""
+        return list(map(self._params_of, self._servers))
 
 
 def check(experiment: Experiment) -> None:
@@ -66,10 +99,6 @@ def check(experiment: Experiment) -> None:
             "a plain loop is FedAvg's with --model=mlp and plain SGD, not "
             + ", ".join([f"--algo={config.algo}", f"--model={config.model}", *other])
         )
-
-
-# The clients of rounds by the seed's index and the round
-Rounds = dict[tuple[int, int], list[Batches]]
 
 
 def planned(experiment: Experiment, first: int, end: int) -> Rounds:
@@ -154,34 +183,89 @@ def in_jax(experiment: Experiment) -> Loop:
         more = room - len(batches.rows)
         return np.pad(batches.rows, ((0, more), (0, 0)), constant_values=-1)
 
-    plans: Rounds = {}
-    variants = _variants(experiment)
-    every = [jax.tree.map(jnp.asarray, one) for one in _begin(experiment)]
-
-    def trained(params: Any, seed: int, rate: float, round: int) -> Any:
+    def trained(params: Any, clients: Sequence[Batches], rate: float) -> Any:
         total, weights = jax.tree.map(jnp.zeros_like, params), 0
-        for one in plans[seed, round]:
+        for one in clients:
             count = np.int32(len(one.rows))
             numbers = np.float32(rate), np.float32(one.weight)
             total = update(params, total, data, padded(one), count, *numbers)
             weights += one.weight
         return mean(total, np.float32(weights))
 
-    def run(first: int, end: int) -> None:
-        for index, (seed, rate) in enumerate(variants):
-            for round in range(first, end):
-                every[index] = trained(every[index], seed, rate, round)
-        jax.block_until_ready(every)
+    every = [jax.tree.map(jnp.asarray, one) for one in _begin(experiment)]
 
-    def prepare(first: int, end: int) -> None:
-        plans.update(planned(experiment, first, end))
-        shapes = {padded(one).shape for found in plans.values() for one in found}
-        for shape in shapes:
+    def compile(plans: Rounds) -> None:
+        for shape in {padded(one).shape for found in plans.values() for one in found}:
             rows, none = np.full(shape, -1, np.int32), np.int32(0)
             update(every[0], every[0], data, rows, none, *np.zeros(2, np.float32))
         jax.block_until_ready(mean(every[0], np.float32(1)))
 
-    return Loop(run, lambda: every, prepare)
+    return Loop(experiment, every, trained, compile)
+
+
+def torch_net(torch: Any, params: tuple[Any, ...], padding: str = "valid") -> Any:
+    """Convolutions with a 2x2 pool, then affine layers, in the shapes of `params`."""
+    layers: list[Any] = []
+    for stage in params:
+        shape = stage["trunk"]["kernel"].shape
+        if len(shape) == 4:
+            side, _, channels, features = shape
+            conv = torch.nn.Conv2d(channels, features, side, padding=padding)
+            layers += [conv, torch.nn.ReLU(), torch.nn.MaxPool2d(2)]
+            continue
+        if layers and isinstance(layers[-1], torch.nn.MaxPool2d):
+            layers.append(torch.nn.Flatten())
+        layers += [torch.nn.Linear(*shape), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers[:-1])
+
+
+def torch_round(
+    torch: Any,
+    server: Any,
+    client: Any,
+    clients: Sequence[Batches],
+    examples: tuple[Any, Any],
+    optimizer: Callable[[Any], Any],
+) -> None:
+    """One round of FedAvg in PyTorch, after which `server` has the clients' mean.
+
+    Args:
+        torch: The package.
+        server, client: Two modules of the same form.
+        clients: Those of the round.
+        examples: (images, labels) of the data set.
+        optimizer: Makes the optimizer of a client from its parameters.
+    """
+    image, label = examples
+    state = {k: v.clone() for k, v in server.state_dict().items()}
+    total = {k: torch.zeros_like(v) for k, v in state.items()}
+    weights = 0
+    for one in clients:
+        client.load_state_dict(state)
+        tx = optimizer(client.parameters())
+        for rows in one.rows:
+            chosen = torch.from_numpy(rows[rows >= 0])
+            tx.zero_grad()
+            out = client(image[chosen])
+            torch.nn.functional.cross_entropy(out, label[chosen]).backward()
+            tx.step()
+        for name, value in client.state_dict().items():
+            total[name] += one.weight * value
+        weights += one.weight
+    server.load_state_dict({k: v / weights for k, v in total.items()})
+
+
+def imported_torch() -> Any:
+    """The package `torch`.
+
+    Raises:
+        ValueError: one line: it is not installed.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise ValueError(f"torch is not installed ({error})") from error
+    return torch
 
 
 def in_torch(experiment: Experiment) -> Loop:
@@ -191,77 +275,42 @@ def in_torch(experiment: Experiment) -> Loop:
         ValueError: one line: it is not installed.
     """
     check(experiment)
-    try:
-        import torch
-    except ImportError as error:
-        raise ValueError(f"torch is not installed ({error})") from error
+    torch = imported_torch()
     # Operations on so few numbers take longer on several threads.
     torch.set_num_threads(1)
     data = experiment.data
     image, label = data.gather(jnp.arange(len(data.label)))
     image = torch.tensor(np.asarray(image)).flatten(1)
-    label = torch.tensor(np.asarray(label, np.int64))
+    examples = image, torch.tensor(np.asarray(label, np.int64))
 
     def module(params: Any) -> Any:
         """A chain of dense layers with these parameters."""
-        layers = []
-        for stage in params:
+        net = torch_net(torch, params)
+        for stage, dense in zip(params, net[::2], strict=True):
             kernel, bias = (torch.tensor(stage["trunk"][n]) for n in ("kernel", "bias"))
-            dense = torch.nn.Linear(*kernel.shape)
             dense.load_state_dict({"weight": kernel.T, "bias": bias})
-            layers += [dense, torch.nn.ReLU()]
-        return torch.nn.Sequential(*layers[:-1])
+        return net
 
-    plans: Rounds = {}
-    variants = _variants(experiment)
-    servers = [module(params) for params in _begin(experiment)]
-    clients = [module(params) for params in _begin(experiment)]
+    begin = _begin(experiment)
+    servers, client = [module(params) for params in begin], module(begin[0])
 
-    def run(first: int, end: int) -> None:
-        for server, client, (seed, rate) in zip(
-            servers, clients, variants, strict=True
-        ):
-            for round in range(first, end):
-                state = {k: v.clone() for k, v in server.state_dict().items()}
-                total = {k: torch.zeros_like(v) for k, v in state.items()}
-                weights = 0
-                for one in plans[seed, round]:
-                    client.load_state_dict(state)
-                    tx = torch.optim.SGD(client.parameters(), lr=rate)
-                    for rows in one.rows:
-                        chosen = torch.from_numpy(rows[rows >= 0])
-                        tx.zero_grad()
-                        out = client(image[chosen])
-                        torch.nn.functional.cross_entropy(out, label[chosen]).backward()
-                        tx.step()
-                    for name, value in client.state_dict().items():
-                        total[name] += one.weight * value
-                    weights += one.weight
-                server.load_state_dict({k: v / weights for k, v in total.items()})
+    def trained(server: Any, clients: Sequence[Batches], rate: float) -> Any:
+        sgd = functools.partial(torch.optim.SGD, lr=rate)
+        torch_round(torch, server, client, clients, examples, sgd)
+        return server
 
-    def params() -> list[Any]:
-        out = []
-        for server in servers:
-            dense = [one for one in server if isinstance(one, torch.nn.Linear)]
-            out.append(
-                tuple(
-                    {
-                        "trunk": {
-                            "bias": one.bias.detach().numpy(),
-                            "kernel": one.weight.detach().numpy().T,
-                        }
-                    }
-                    for one in dense
-                )
-            )
-        return out
-
-    def prepare(first: int, end: int) -> None:
-        plans.update(planned(experiment, first, end))
+    def compile(plans: Rounds) -> None:
         # PyTorch compiles nothing, but its first pass is slow.
-        clients[0](image[:1]).sum().backward()
+        client(image[:1]).sum().backward()
 
-    return Loop(run, params, prepare)
+    def params_of(server: Any) -> Any:
+        def stage(dense: Any) -> dict[str, Any]:
+            bias, weight = dense.bias.detach(), dense.weight.detach()
+            return {"trunk": {"bias": bias.numpy(), "kernel": weight.numpy().T}}
+
+        return tuple(map(stage, server[::2]))
+
+    return Loop(experiment, servers, trained, compile, params_of)
 
 
 LOOPS = {"loop": in_jax, "torch": in_torch}

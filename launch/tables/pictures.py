@@ -1,4 +1,4 @@
-"""One picture for each sheet of a study: panels with a line for each row."""
+"""The pictures of a study, panels with a line for each row, and its page."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from launch.show import svg
-from launch.studies import sheets
-from launch.studies.sheets import Result
+from launch.tables import results as results_lib
+from launch.tables.results import Result
 
 MARKERS = "os^Dvp*X"
 # Plain loops have the same colours in all pictures.
@@ -18,7 +18,7 @@ LOOPS = {"loop": svg.COLORS[-2], "torch": svg.COLORS[-1]}
 
 def colors(results: Sequence[Result]) -> dict[str, str]:
     """The colour of each row of a sheet."""
-    rows = enumerate(sheets.by_row(results).items())
+    rows = enumerate(results_lib.by_row(results).items())
     return {row: LOOPS.get(f[0].cell.how, svg.COLORS[i % 8]) for i, (row, f) in rows}
 
 
@@ -38,7 +38,7 @@ def panels(sheet: Mapping[str, Any], results: Sequence[Result]) -> list[str]:
 
 def label(name: str, target: str) -> str:
     """The label of a panel's axis."""
-    how = sheets.FIGURES[name]
+    how = results_lib.FIGURES[name]
     title = f"{how.title}, %" if how.scale == 100 else how.title
     return f"{title}\n({target}, compiler's estimate)" if how.is_estimate else title
 
@@ -54,7 +54,7 @@ def draw(
     """
     values = list(sheet["values"])
     numbers, colored = sheet["scale"] != "names", colors(results)
-    for index, (row, found) in enumerate(sheets.by_row(results).items()):
+    for index, (row, found) in enumerate(results_lib.by_row(results).items()):
         known = [one for one in found if one.number(name) is not None]
         if not known:
             continue
@@ -77,7 +77,7 @@ def draw(
         if any(float(value) % 10 for value in values[1:]):
             axes.set_xticks([float(value) for value in values], values)
             axes.minorticks_off()
-    if sheets.FIGURES[name].scale == 100:
+    if results_lib.FIGURES[name].scale == 100:
         axes.set_ylim(0, 103)
     elif any((one.number(name) or 0) > 0 for one in results):
         axes.set_yscale("log")
@@ -106,3 +106,42 @@ def picture(
     figure.legend(drawn.values(), drawn.keys(), **place)
     figure.suptitle(sheet["title"], fontsize=11)
     return figure
+
+
+def page(
+    study: Mapping[str, Any],
+    results: Mapping[str, Sequence[Result]],
+    target: str,
+    commands: Sequence[str],
+    title: str = "",
+) -> str:
+    """The page of a study as HTML: a table and pictures for each sheet.
+
+    Args:
+        study: A file of sheets.
+        results: The cells to show, by sheet.
+        target: The chip whose compiler was asked, "" = none.
+        commands: Commands that make the cells.
+        title: Another title.
+    """
+    every = [one for found in results.values() for one in found]
+    done = sum(one.done is not None for one in every)
+    sections = []
+    for sheet_name, found in results.items():
+        sheet, drawn = study["sheets"][sheet_name], []
+        for name in panels(sheet, found):
+            figure, axes = svg.figure(sheet["axis"], label(name, target))
+            draw(axes, sheet, found, name)
+            drawn.append(svg.shown(figure, label(name, target)))
+        rows = [{"name": row, "color": one} for row, one in colors(found).items()]
+        table = results_lib.sheet(sheet, found, target)
+        sections.append({"table": table, "figures": drawn, "rows": rows})
+    return svg.render(
+        "study.html",
+        title=title or study["title"],
+        setting=f"{done} of {len(every)} cells are finished.",
+        notes=study["notes"],
+        sections=sections,
+        machines=results_lib.measured_on(every),
+        commands=commands,
+    )

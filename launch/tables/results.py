@@ -1,10 +1,10 @@
-"""The finished cells of a study as tables."""
+"""What is known of a study's cells: figures as numbers, as texts and as tables."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from launch.show import sheets, words
-from launch.studies import tables
+from launch.tables.cells import Cell
 
 
 class Figure(NamedTuple):
@@ -62,7 +62,7 @@ class Result(NamedTuple):
         no_estimate: The same for the estimate.
     """
 
-    cell: tables.Cell
+    cell: Cell
     done: Mapping[str, Any] | None
     estimate: Mapping[str, Any] | None = None
     missing: str = ""
@@ -99,34 +99,26 @@ def by_row(results: Sequence[Result]) -> dict[str, list[Result]]:
     return {row: [one for one in results if one.cell.row == row] for row in rows}
 
 
-def columns(sheet: Mapping[str, Any], target: str) -> Iterator[tuple[str, str]]:
-    """(figure, head) of each column of a sheet; `target` = "" leaves estimates out."""
-    for name in sheet["columns"]:
-        how = FIGURES[name]
-        if not how.is_estimate:
-            yield name, how.title
-        elif target:
-            yield name, f"{how.title} ({target}, estimate)"
-
-
 def sheet(
     sheet: Mapping[str, Any], results: Sequence[Result], target: str
 ) -> sheets.Sheet:
-    """The table of a sheet: a part for each row, with a line for each value.
+    """The table of a sheet: a grid for each row, with a line for each value.
 
-    A column is shown where a value of the row has it.
+    A column is shown where a value of the row has it. Estimates are those of the
+    compiler of `target`; "" omits them.
     """
+    heads = {
+        name: f"{FIGURES[name].title} ({target}, estimate)"
+        if FIGURES[name].is_estimate
+        else FIGURES[name].title
+        for name in sheet["columns"]
+        if target or not FIGURES[name].is_estimate
+    }
     grids = []
     for row, found in by_row(results).items():
-        shown = [
-            (name, head)
-            for name, head in columns(sheet, target)
-            if any(one.text(name) != NOTHING for one in found)
-        ]
-        lines = [
-            (one.cell.value, [one.text(name) for name, _ in shown]) for one in found
-        ]
-        grids.append(sheets.Grid(row, sheet["axis"], [h for _, h in shown], lines))
+        shown = [n for n in heads if any(one.text(n) != NOTHING for one in found)]
+        body = [(one.cell.value, [one.text(n) for n in shown]) for one in found]
+        grids.append(sheets.Grid(row, sheet["axis"], [heads[n] for n in shown], body))
     notes = [sheet["about"]]
     for value in dict.fromkeys(one.cell.value for one in results):
         hashes = {
@@ -141,7 +133,7 @@ def sheet(
 
 def measured_on(results: Sequence[Result]) -> list[str]:
     """The machines and versions with which the cells were made, in words."""
-    out = {}
+    found: dict[str, int] = {}
     for one in results:
         for done in filter(None, (one.done, one.estimate)):
             machine, versions = done["machine"], done["versions"]
@@ -149,5 +141,5 @@ def measured_on(results: Sequence[Result]) -> list[str]:
             if machine["device"] != "cpu":
                 text += f", {machine['devices']} x {machine['device']}"
             text += "; " + ", ".join(f"{k} {v}" for k, v in sorted(versions.items()))
-            out[text] = out.get(text, 0) + 1
-    return [f"{text} ({count} cells)" for text, count in out.items()]
+            found[text] = found.get(text, 0) + 1
+    return [f"{text} ({count} cells)" for text, count in found.items()]

@@ -1,4 +1,4 @@
-"""Examples that a study draws: clients of equal or lognormal sizes."""
+"""Examples that a cell draws: clients of equal or lognormal sizes."""
 
 import math
 
@@ -41,3 +41,16 @@ def draw(
     x = gen.standard_normal((len(y), features), np.float32)
     x += means[y]
     return x, y, np.repeat(np.arange(num_clients), owned)
+
+
+def lognormal(num_clients: int, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """Arrays (x, y, client) of clients with very unequal numbers of examples.
+
+    Sizes are exp(N(2.5, 1.5)), clipped to 5..10,000. Examples are vectors of 16 numbers
+    around the centre of their class, of which there are four.
+    """
+    gen = np.random.default_rng(seed)
+    sizes = np.exp(gen.normal(2.5, 1.5, num_clients)).clip(5, 10_000).astype(int)
+    y = gen.integers(4, size=sizes.sum())
+    x = gen.normal(size=(4, 16))[y] + gen.normal(size=(len(y), 16))
+    return x.astype(np.float32), y, np.repeat(np.arange(num_clients), sizes)

@@ -1,0 +1,134 @@
+"""Step 2 of assembling: the tables of examples, and who owns which of them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from data import partitions
+from data.partitions import cdkt
+from fedjax_pfl import types
+from launch.assemble import model_files, models_step
+from launch.assemble.given import Settings
+from launch.config import resolve, schema
+from launch.machine import processes
+
+
+class Tables(NamedTuple):
+    """The data of a run.
+
+    Attributes:
+        data: Numpy arrays, with a leading axis of seeds in the partition.
+        notes: Lines about how they were taken.
+    """
+
+    data: types.Data
+    notes: tuple[str, ...]
+
+
+def made(
+    settings: Settings,
+    seeds: Sequence[int],
+    normal: models_step.Normal,
+    found: models_step.Models,
+) -> Tables:
+    """The tables of examples with a partition for each seed.
+
+    Args:
+        settings: The settings.
+        seeds: The seeds of the run.
+        normal: Mean and scale of the examples.
+        found: The models, some of which are from files.
+
+    Raises:
+        ValueError: one line: the data cannot be partitioned so.
+        OSError: the file of `--export_partition` cannot be written.
+    """
+    config, source = settings.config, settings.source
+    splits = _splits(settings, seeds)
+    if config.export_partition:
+        _export(settings, splits)
+    image, label = source.image, source.label
+    if settings.public is not None:
+        # Public rows follow those of the data set, and their labels are never read.
+        row = np.arange(len(label), len(label) + len(settings.public))
+        splits = [split._replace(proxy=row) for split in splits]
+        image = np.concatenate([image, settings.public])
+        label = np.concatenate([label, np.zeros(len(settings.public), label.dtype)])
+    stacked = partitions.stack(splits)
+    if not (stacked.test.row >= 0).any(1).all():
+        raise ValueError(
+            f"--test_split={config.test_split} leaves no test row, as clients are too "
+            "small; lower --num_clients or take pool"
+        )
+    if config.augment != "none" and image.ndim != 4:
+        raise ValueError(
+            f"--augment={config.augment} changes images, these examples have the shape "
+            f"{list(image.shape[1:])}; omit it"
+        )
+    data = types.Data(
+        *(image, label, *normal, stacked),
+        augment=config.augment,
+        num_words=source.num_classes if source.is_text else 0,
+        masked_loss=config.masked_loss,
+        teacher=found.taught,
+    )
+    return Tables(data, _notes(settings, found.known, stacked.test.row))
+
+
+def _splits(settings: Settings, seeds: Sequence[int]) -> list[partitions.Split]:
+    """One partition for each seed."""
+    config, fixed = settings.config, settings.config.partition_seed
+    return [
+        partitions.split(settings.source, _spec(config, seed), seed)
+        for seed in (fixed if fixed >= 0 else seed for seed in seeds)
+    ]
+
+
+def _spec(config: schema.Config, seed: int) -> partitions.PartitionSpec:
+    """The spec of the options; `seed` is for the generator of CDKT's users."""
+    named = vars(config).keys() & set(partitions.PartitionSpec._fields)
+    given = {name: getattr(config, name) for name in named}
+    protocol = cdkt.PROTOCOLS.get(config.dataset, cdkt.Protocol())
+    given["client_classes"] = resolve.client_classes(config)
+    given["cdkt"] = protocol._replace(
+        seed=seed,
+        labels_per_user=config.classes_per_client,
+        random_labels=config.partition == "cdkt_paper",
+    )
+    return partitions.PartitionSpec(**given)
+
+
+def _export(settings: Settings, splits: Sequence[partitions.Split]) -> None:
+    """Writes the one partition of all seeds to the file of `--export_partition`."""
+    config = settings.config
+    flag = f"--export_partition={config.export_partition}"
+    if len({one.train.row.tobytes() for one in splits}) > 1:
+        raise ValueError(
+            f"{flag}: --num_seeds={config.num_seeds} has as many partitions, a "
+            "file holds one; give --num_seeds=1 or a --partition_seed"
+        )
+    about = config.export_partition, settings.identity, settings.source.row
+    try:
+        processes.on_first(lambda: partitions.export(splits[0], *about))
+    except OSError as error:
+        reason = error.strerror or error
+        raise OSError(f"{flag} cannot be written: {reason}") from error
+
+
+def _notes(
+    settings: Settings, known: Sequence[model_files.Known], test_row: np.ndarray
+) -> tuple[str, ...]:
+    """Lines about owners that are left out, the partition, and files of models."""
+    config, lines = settings.config, []
+    if config.export_partition and settings.dropped_owners:
+        lines.append(
+            f"--export_partition={config.export_partition}: a run on this file has all "
+            "rows of the data, so that owners that are left out here count in the "
+            "constants of its --normalization"
+        )
+    lines.append(partitions.note(config.partition, settings.identity))
+    for one in known:
+        seen = model_files.seen(one, settings.source.image, test_row)
+        lines += [*one.notes, seen]
+    return tuple(filter(None, lines))

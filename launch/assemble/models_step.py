@@ -1,0 +1,144 @@
+"""Step 1 of assembling: the models of server, clients and teacher."""
+
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+import models
+from fedjax_pfl import teacher as teacher_lib
+from fedjax_pfl import types
+from launch.assemble import computed, fit, model_files
+from launch.assemble.given import Settings
+from models import mixed
+
+Normal = tuple[np.ndarray, np.ndarray]
+
+
+class Models(NamedTuple):
+    """The models of a run.
+
+    Attributes:
+        server: The server's model.
+        clients: One architecture for each group of clients.
+        teacher: The model of `--teacher`, or None.
+        taught: The teacher's variables, () without one.
+        known: What the files of `--init_from` and `--teacher` say.
+        hashes: What custom models compute, by name.
+    """
+
+    server: types.Model
+    clients: tuple[types.Model, ...]
+    teacher: types.Model | None
+    taught: types.Variables | tuple[()]
+    known: tuple[model_files.Known, ...]
+    hashes: Mapping[str, str]
+
+
+def made(settings: Settings, normal: Normal) -> Models:
+    """The models that the options name, or that were given.
+
+    Args:
+        settings: The settings.
+        normal: Mean and scale of the examples.
+
+    Raises:
+        ValueError: one line: a model does not fit the data or the algorithm, or a file
+            does not fit the run.
+    """
+    config, source = settings.config, settings.source
+    if source.is_text and not settings.entry.text:
+        fit.refuse_need(config, "text", f"--dataset={config.dataset} is a text")
+    names = config.model, *config.client_model.split(",")
+    by_name, hashes = _by_name(settings, names, normal)
+    server, *clients = (by_name[name] for name in names)
+    known = []
+    if config.init_from:
+        server, found = _starting(settings, by_name, normal)
+        clients, known = [server], [found]
+    teacher, taught = None, ()
+    if is_taught(settings):
+        shape = source.image.shape[1:]
+        about = settings.hparams, source.num_classes, shape, normal, source
+        teacher, taught, found = model_files.teacher(*about)
+        known.append(found)
+    if config.precision == "bf16":
+        server, *clients = (
+            mixed.in_bfloat16(
+                model, rounds=source.is_text or model.name in settings.own_models
+            )
+            for model in (server, *clients)
+        )
+        teacher = teacher and mixed.in_bfloat16(teacher)
+    return Models(server, tuple(clients), teacher, taught, tuple(known), hashes)
+
+
+def is_taught(settings: Settings) -> bool:
+    """Whether the run has a teacher from a file."""
+    hparams = settings.hparams
+    return isinstance(hparams, teacher_lib.Taught) and bool(hparams.teacher)
+
+
+def _by_name(
+    settings: Settings, names: tuple[str, ...], normal: Normal
+) -> tuple[dict[str, types.Model], dict[str, str]]:
+    """(the models, hashes of the custom ones) by name, checked on the data."""
+    config, source = settings.config, settings.source
+    by_name = {name: _model(settings, name) for name in dict.fromkeys(names)}
+    with_exits = [name for name, model in by_name.items() if model.has_exits]
+    if with_exits and not settings.entry.exits:
+        line = f"--model={with_exits[0]} has an exit at every stage"
+        fit.refuse_need(config, "exits", line)
+    hashes: dict[str, str] = {}
+    for name, model in by_name.items():
+        flag = "model" if name == config.model else "client_model"
+        if name not in settings.own_models:
+            shape = source.image.shape[1:]
+            fit.check_model(flag, model, shape, takes=source.takes)
+            continue
+        sizes = source.num_classes, config.model_width
+        few = _few_examples(settings, normal)
+        hashes[name] = fit.check_own(flag, model, *sizes, few)
+        by_name[name] = computed.distinct(model, hashes[name])
+    return by_name, hashes
+
+
+def _model(settings: Settings, name: str) -> types.Model:
+    """The model of a name, built-in or custom."""
+    source, own = settings.source, settings.own_models.get(name)
+    if own is None:
+        return models.make(name, source.num_classes, settings.config.model_width)
+    kind = jax.numpy.float32 if source.takes == "numbers" else jax.numpy.int32
+    example = jax.ShapeDtypeStruct((2, *source.image.shape[1:]), kind)
+    return own(example)._replace(name=name, takes=source.takes)
+
+
+def _few_examples(settings: Settings, normal: Normal) -> np.ndarray:
+    """A few examples as a custom model gets them."""
+    source, (mean, scale) = settings.source, normal
+    few = source.image[:4].copy()
+    if source.is_text:
+        few[:, 0] = source.num_classes  # a hidden word
+    elif source.takes == "numbers":
+        few = np.asarray((few.astype(np.float32) - mean) * scale, np.float32)
+    return few
+
+
+def _starting(
+    settings: Settings, by_name: Mapping[str, types.Model], normal: Normal
+) -> tuple[types.Model, model_files.Known]:
+    """The model of all that starts from the file of `--init_from`."""
+    config, source = settings.config, settings.source
+    if list(by_name) != [config.model]:
+        raise ValueError(
+            f"--init_from={config.init_from} holds one model: --model={config.model} "
+            f"and --client_model={config.client_model} are several; name one"
+        )
+    of_classes = None
+    if config.model not in settings.own_models:
+        width = config.model_width
+        of_classes = functools.partial(models.make, config.model, width=width)
+    about = by_name[config.model], source.image.shape[1:], normal, source
+    return model_files.starting(config.init_from, *about, of_classes)

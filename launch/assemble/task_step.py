@@ -1,0 +1,92 @@
+"""Step 3 of assembling: the task, and the planner of its rounds."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from data import plan
+from fedjax_pfl import levels, shapes, types
+from launch.assemble.given import Settings
+from launch.assemble.models_step import Models
+
+LevelOf = np.ndarray | Callable[[int, int, np.ndarray], np.ndarray]
+
+
+class Planned(NamedTuple):
+    """A task whose execution is not chosen yet, and what plans its rounds.
+
+    Attributes:
+        task: The task, computed client after client on one device.
+        seeds: The seeds of the run.
+        num_rows: int[S, K], train examples of each client.
+        clients_per_round: Clients of a cohort.
+        level_of: int[K], the largest level that each client holds, or a function as in
+            `plan.Planner`.
+        eligible: bool[K], clients that may be drawn, None = all.
+    """
+
+    task: types.Task
+    seeds: Sequence[int]
+    num_rows: np.ndarray
+    clients_per_round: int
+    level_of: LevelOf
+    eligible: np.ndarray | None
+
+    def planner(self, algorithm: types.Algorithm, how: types.Execution) -> plan.Planner:
+        """The planner of an algorithm's rounds in an execution."""
+        return plan.Planner(
+            seeds=self.seeds,
+            num_rows=self.num_rows,
+            level_of=self.level_of,
+            client_group=self.task.group_of_client,
+            clients_per_round=self.clients_per_round,
+            specs=algorithm.plans,
+            execution=how,
+            eligible=self.eligible,
+            peers=algorithm.peers,
+        )
+
+
+def made(
+    settings: Settings,
+    seeds: Sequence[int],
+    found: Models,
+    data: types.Data,
+    level_of: LevelOf | None = None,
+) -> Planned:
+    """The task of the models and the data.
+
+    Args:
+        settings: The settings.
+        seeds: The seeds of the run.
+        found: The models.
+        data: The data with the partitions of all seeds.
+        level_of: Levels that replace those of the options.
+    """
+    config, hparams = settings.config, settings.hparams
+    num_rows = np.asarray(data.partition.train.count)
+    group = np.arange(config.num_clients, dtype=np.int32) % len(found.clients)
+    num_levels, eligible = 1, None
+    if isinstance(hparams, levels.Levels):
+        num_levels = levels.top(hparams)
+        if level_of is None:
+            level_of, eligible = levels.assigned(hparams, config.num_clients)
+    if level_of is None:
+        num_stages = [len(model.stage_names) for model in found.clients]
+        level_of = np.array(num_stages, np.int32)[group]
+    task = types.Task(
+        server_model=found.server,
+        client_models=found.clients,
+        group_of_client=group,
+        num_clients=config.num_clients,
+        num_classes=settings.source.num_classes,
+        num_proxy=data.partition.proxy.shape[1],
+        num_eligible=config.num_clients if eligible is None else int(eligible.sum()),
+        num_examples=shapes.rounded_up(int(num_rows.max())),
+        example_shape=settings.source.image.shape[1:],
+        num_levels=num_levels,
+        teacher=found.teacher,
+    )
+    per_round = config.clients_per_round
+    return Planned(task, seeds, num_rows, per_round, level_of, eligible)

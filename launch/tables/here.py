@@ -1,0 +1,252 @@
+"""A paper's table: its cells are runs of `launch.main`, one after another here."""
+
+import dataclasses
+import pathlib
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from data import loaders, texts
+from fedjax_pfl.options import option
+from launch import build, ending, main
+from launch.config import flagfile, flags, limits, registry, resolve, schema
+from launch.folder import finished, record
+from launch.machine import processes
+from launch.show import curves, sheets
+from launch.tables import cells, paper, store
+
+MODEL = "model.msgpack"
+
+
+def stored(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The summary and the records of a finished run with these options."""
+    try:
+        if not _holds(folder, options):
+            return None
+        done = finished.read(folder)
+        return done and done | {"records": finished.records(folder)}
+    except ValueError as error:
+        print(f"note: {error}", file=sys.stderr, flush=True)
+        return None
+
+
+def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
+    """Whether a run's folder holds a run with these options."""
+    path = folder / finished.RUN_FLAGS
+    if not path.is_file():
+        return False
+    given, has = cells.known(options), registry.fields_of(options["algo"])
+    # The algorithm's own options count even if the preset decides them.
+    _, hparams = resolve.configure(given)
+    recorded = flagfile.RunFlags.read(path).completed(hparams)
+    typed = recorded.typed(options["algo"])
+    return recorded.options.keys() <= has.keys() and all(
+        typed.get(k) == v for k, v in (vars(hparams) | given).items()
+    )
+
+
+def run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Starts or continues a run, and returns its summary and its records."""
+    resumes = processes.on_first((folder / finished.RUN_FLAGS).exists)
+    given = cells.known(options) | {"workdir": str(folder), "resume": resumes}
+    done = main.execute(given)
+    return processes.on_first(lambda: done | {"records": finished.records(folder)})
+
+
+def clients(folder: pathlib.Path) -> dict[str, Any]:
+    """The accuracy of each client of a finished run, or its perplexity.
+
+    Returns:
+        The means over the rounds of the summary as `accuracy` or `perplexity`, and
+        `test_size`, a list of all clients for each seed. None is a client of which
+        nothing is known, and {} a run without clients' accuracies.
+    """
+    run = record.read(folder)
+    if not record.has_clients(run):
+        return {}
+    means = record.client_means(run).tolist()
+    values = [[float(f"{one:.6g}") for one in line] for line in means]
+    sizes = run.clients["test_size"].tolist()
+    return finished.finite({record.measured(run): values, "test_size": sizes})
+
+
+def available(dataset: str, data_dir: str) -> str:
+    """`dataset`, or with a note `mnist_5k` where the files of `mnist` are missing.
+
+    Raises:
+        ValueError: there is no such data set.
+    """
+    dataset = "emnist/byclass" if dataset == "femnist" else dataset
+    if not loaders.is_own(dataset):
+        known = [*loaders.DATASETS, *texts.TEXTS]
+        limits.check_one_of("dataset", dataset, [*known, *loaders.FILES])
+    if dataset == "mnist":
+        try:
+            loaders.load(dataset, data_dir)
+        except ValueError as error:
+            processes.say(f"{error}\nusing the embedded mnist_5k instead", flush=True)
+            return "mnist_5k"
+    return dataset
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of `launch.reproduce` beside those of the cells' runs."""
+
+    scenario: str = option("", "scenarios (columns), with commas; default all")
+    row: str = option("", "rows, with commas; default all")
+    workdir: str = option("runs/reproduce", "folder of the runs")
+    output: str = option("", "also write the Markdown table to this file")
+    report: str = option("", "also write an HTML page about the runs to this file")
+    cells: str = option("", "JSON file of finished cells, which do not run again")
+    drop_checkpoints: bool = option(
+        False,
+        "delete the checkpoints of each cell that this command finishes, which may be "
+        "gigabytes and which only more --rounds would need",
+    )
+    dry_run: bool = option(False, "print the finished cells, run nothing")
+
+
+def options(
+    sheet: cells.Sheet,
+) -> tuple[dict[str, dataclasses.Field], dict[str, type]]:
+    """The options that may be given for every cell of a sheet, and their types."""
+    known: dict[str, dataclasses.Field] = {}
+    kinds: dict[str, type] = {}
+    for algo in cells.algorithms_of(sheet):
+        known = registry.fields_of(algo) | known
+        kinds = registry.option_types(algo) | kinds
+    for name in ("algo", "resume", "sweep"):
+        del known[name]
+    return known, kinds
+
+
+class Table:
+    """A paper's table with the cells asked for, their folders and what is finished."""
+
+    def __init__(self, name: str, given: Mapping[str, Any], asked: Options):
+        """Reads the table and the file of finished cells.
+
+        Args:
+            name: `<paper>.<table>`.
+            given: Options of every cell's run.
+            asked: The other options.
+
+        Raises:
+            ValueError: one line about a name, an option, a cell or the file.
+        """
+        sheet, given = cells.named("table", name, cells.papers()), dict(given)
+        dataset = given.pop("dataset", None) or sheet.get("dataset", "fashion_mnist")
+        self.dataset = available(dataset, given.get("data_dir", ""))
+        self.sheet = paper.of_dataset(sheet, self.dataset, given.get("masked_loss"))
+        # Options of execution are not shown above the table.
+        how = schema.names(schema.EXECUTION) - {"rounds"}
+        self.execution = {key: given.pop(key) for key in how & given.keys()}
+        seed, num_seeds = given.pop("seed", 0), given.pop("num_seeds", 1)
+        self.seeds, self.given = {"seed": seed, "num_seeds": num_seeds}, given
+        self.cells = cells.cells(
+            self.sheet, self.dataset, asked.scenario, asked.row, given
+        )
+        for flag, path in (("output", asked.output), ("cells", asked.cells)):
+            if path and not pathlib.Path(path).parent.is_dir():
+                raise ValueError(f"--{flag}={path}: there is no such folder")
+        self.asked, self.kept = asked, store.File(asked.cells)
+        self.root = pathlib.Path(asked.workdir) / name / self.dataset
+        self.results: dict[tuple[str, str], Any] = {}
+
+    def folder(self, cell: cells.Cell) -> pathlib.Path:
+        """The folder of a cell's run."""
+        label = f"{cells.slug(cell.value)}-{cells.slug(cell.row)}"
+        first, last = self.seeds["seed"], sum(self.seeds.values()) - 1
+        return self.root / f"{label}-seed{first}-{last}"
+
+    def shown(self) -> sheets.Sheet:
+        """The table with what is finished."""
+        found = [(cell, self.results.get(cell.place)) for cell in self.cells]
+        return paper.sheet(self.sheet, self.dataset, found, self.given)
+
+    def fill(self) -> Iterator[None]:
+        """Takes the finished cells and runs the others, each after its teacher.
+
+        Yields:
+            After each cell that ran, and after the last one.
+        """
+        is_dry = self.asked.dry_run
+        by_place = {cell.place: cell for cell in self.cells}
+        teachers = {cell.teacher for cell in self.cells}
+        in_turn = cells.teachers_first(self.cells, lambda *place: by_place[place])
+        for cell in in_turn:
+            folder, options = self.folder(cell), cell.options | self.seeds
+            teacher, taught = by_place.get(cell.teacher), {}
+            if teacher is not None:
+                taught = {"teacher": str(self.folder(teacher) / MODEL)}
+            found = self.kept.get(folder.name, options)
+            if found and curves.wanted(self.sheet) and not found.get("records"):
+                found = None  # of a table that needed no curve
+            if found is None and is_dry:
+                found = stored(folder, options | taught)
+                found = found and found | {"clients": clients(folder)}
+            is_new = found is None and not is_dry
+            if is_new:
+                processes.say(f"{cell.value}, {cell.row} -> {folder}", flush=True)
+                if teacher is not None:
+                    self._write_model(teacher)
+                found = run(folder, options | taught | self.execution)
+                found["clients"] = processes.on_first(lambda at=folder: clients(at))
+                if processes.is_first():
+                    self._keep(folder, options, found)
+                    if self.asked.drop_checkpoints and cell.place not in teachers:
+                        path = folder / finished.CHECKPOINTS
+                        shutil.rmtree(path, ignore_errors=True)
+            self.results[cell.place] = found
+            if is_new or cell is in_turn[-1]:
+                yield
+
+    def _keep(
+        self, folder: pathlib.Path, options: Mapping[str, Any], done: Mapping[str, Any]
+    ) -> None:
+        """Keeps a cell with the parts of its curves that the table needs."""
+        done = {**done, "records": curves.kept(done["records"], self.sheet)}
+        with ending.writing("cells", self.asked.cells):
+            self.kept.put(folder.name, options, done)
+
+    def _write_model(self, teacher: cells.Cell) -> None:
+        """Writes the server's model of a cell's first seed to `MODEL` in its folder.
+
+        The cell runs if it is not finished. A file that is newer than the run stays.
+        """
+        folder, options = self.folder(teacher), teacher.options | self.seeds
+        path, summary = folder / MODEL, folder / finished.SUMMARY
+
+        def is_there() -> bool:
+            if not path.is_file() or stored(folder, options) is None:
+                return False
+            return path.stat().st_mtime >= summary.stat().st_mtime
+
+        if processes.on_first(is_there):
+            return
+        run(folder, options | self.execution)
+        names = self.execution.keys() & {"distributed", "data_dir"}
+        where = {name: self.execution[name] for name in names}
+        build.load(folder, **where).save_model(path)
+
+    def write_page(self) -> None:
+        """Writes a page about the finished cells, with the paper's numbers."""
+        from launch.show import page, svg  # slow imports, jinja2 and matplotlib
+
+        path = self.asked.report
+        names = {
+            self.folder(cell): f"{cell.row}, {cell.value}"
+            for cell in self.cells
+            if self.results[cell.place] is not None
+        }
+        names = {f: n for f, n in names.items() if (f / finished.SUMMARY).is_file()}
+        if not names:
+            line = "no cell is finished, or none has a folder here"
+            flags.fail(f"--report={path}: {line}")
+        entries = page.read(list(names), list(names.values()))
+        shown = self.shown()
+        with ending.writing("report", path):
+            svg.write(path, page.page(entries, tables=[shown], title=shown.title))
+        print(path)

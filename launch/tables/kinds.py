@@ -1,0 +1,297 @@
+"""What a cell does in a process of its own: `python -m launch.tables.kinds`.
+
+It reads the settings of the cell as a line of JSON from its input, and ends when its
+input does. The last line of its output is a JSON object with the figures, the versions
+and the machine.
+"""
+
+import json
+import math
+import os
+import pathlib
+import platform
+import re
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from launch import build, ending
+from launch.machine import devices, processes
+from launch.tables import cells, child, examples, here, loops
+
+Settings = Mapping[str, Any]
+COLLECTIVES = {"all_gathers": "all-gather", "all_reduces": "all-reduce"}
+# A collective in an optimised program, with the shapes of what it returns
+_COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce)(?:-start)?\(")
+_SHAPE = re.compile(r"([a-z]+)(\d*)\[([\d,]*)\]")
+FAKE = "--xla_force_host_platform_device_count"
+FIRST = 1  # the round before it warms up
+
+
+def drawn(settings: Settings, rounds: int, **more: Any) -> build.Experiment:
+    """The run of a cell's options, on drawn examples."""
+    options = cells.known(settings["options"])
+    data = examples.draw(options["num_clients"], **settings["data"])
+    # Nothing is evaluated.
+    return build.experiment(
+        **options | more, dataset=data, rounds=rounds, eval_every=rounds
+    )
+
+
+def planned_bytes(experiment: build.Experiment) -> dict[str, int]:
+    """Bytes of the state on a device, and of the program of rounds by its plan."""
+    # What the device has, also where other rows are on the host.
+    leaves = jax.tree.leaves([call.state for call in experiment.simulation.calls])
+    memory = experiment.program.rounds.executables[-1].memory_analysis()
+    return {
+        "state_bytes_per_device": sum(
+            leaf.addressable_shards[0].data.nbytes for leaf in leaves
+        ),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+    }
+
+
+def _total(settings: Settings) -> int:
+    """Rounds of a cell, with the one that warms up."""
+    return FIRST + settings["rounds"] * settings["repeats"]
+
+
+def _timed(
+    settings: Settings,
+    run: Callable[[int, int], None],
+    compiled: Callable[[], float] = lambda: 0.0,
+) -> dict[str, float]:
+    """Seconds of a round over the repeats.
+
+    Args:
+        settings: Of the cell.
+        run: Runs the rounds from a first to a last one, which is not included.
+        compiled: Returns the seconds of compiling so far, which do not count.
+    """
+    count, taken = settings["rounds"], []
+    for first in range(FIRST, _total(settings), count):
+        before, begin = compiled(), time.perf_counter()
+        run(first, first + count)
+        seconds = time.perf_counter() - begin
+        taken.append((seconds - (compiled() - before)) / count)
+    return {
+        "seconds_per_round": float(np.median(taken)),
+        "fastest": min(taken),
+        "slowest": max(taken),
+    }
+
+
+def rounds(settings: Settings) -> dict[str, Any]:
+    """Times the rounds of a run."""
+    made = drawn(settings, _total(settings))
+    made.simulation.advance_to(FIRST)
+    before = made.totals.client_updates
+    found = _timed(
+        settings,
+        lambda _, end: made.simulation.advance_to(end),
+        lambda: made.compile_seconds,
+    )
+    totals, how = made.totals, made.task.execution
+    updates = (totals.client_updates - before) / (_total(settings) - FIRST)
+    return found | {
+        "client_updates_per_second": updates / found["seconds_per_round"],
+        "padding_efficiency": totals.padding_efficiency,
+        "step_efficiency": totals.step_efficiency,
+        "compile_seconds": made.compile_seconds,
+        "peak_memory_bytes": devices.peak_memory_bytes(),
+        "client_chunk": how.chunk,
+        "lanes": how.lanes,
+        **planned_bytes(made),
+    }
+
+
+def loop(settings: Settings) -> dict[str, Any]:
+    """Times the same rounds with one client after another."""
+    # On one device, so that no other computes the same
+    options = settings["options"] | {"client_chunk": 1, "lanes": "0", "devices": 1}
+    made = drawn(settings | {"options": options}, _total(settings))
+    plain = loops.LOOPS[settings["how"]](made)
+    plain.prepare(0, _total(settings))
+    plain.run(0, FIRST)
+    found, params = _timed(settings, plain.run), plain.params()
+    updates = made.config.clients_per_round * len(params)
+    return found | {
+        "client_updates_per_second": updates / found["seconds_per_round"],
+        "state_bytes_per_device": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
+        "peak_memory_bytes": devices.peak_memory_bytes(),
+    }
+
+
+def estimate(settings: Settings) -> dict[str, Any]:
+    """Asks the compiler of a chip about the rounds."""
+    found = drawn(settings, 2, target=settings["target"]).cost_analysis()
+    del found["programs"]
+    return found
+
+
+def collectives(text: str) -> dict[str, int]:
+    """The collectives of an optimised program, each counted once, also in a loop.
+
+    Returns:
+        Their numbers by kind, and `collective_bytes`, the bytes of their results.
+    """
+    found = _COLLECTIVE.findall(text)
+    kinds = [kind for _, kind in found]
+    out = {name: kinds.count(kind) for name, kind in COLLECTIVES.items()}
+    shapes = [shape for result, _ in found for shape in _SHAPE.findall(result)]
+    sizes = [
+        math.prod(int(side) for side in sides.split(",") if side)
+        * (int(bits) // 8 if bits else 1)
+        for _, bits, sides in shapes
+    ]
+    return out | {"collective_bytes": sum(sizes)}
+
+
+def several(settings: Settings) -> dict[str, Any]:
+    """Runs on several fake devices or processes, and compares with one device.
+
+    Fake devices share the machine's cores, so nothing is timed.
+    """
+    count = settings["processes"]
+    on_each = settings["options"]["devices"] // count
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder)
+        found = _members(settings, path / "several.npz", count, on_each)
+        alone = settings | {"options": settings["options"] | {"devices": 1}}
+        _members(alone, path / "alone.npz", 1, 1)
+        with np.load(path / "several.npz") as a, np.load(path / "alone.npz") as b:
+            pairs = [(a[name], b[name]) for name in a if a[name].size]
+            gaps = [np.abs(one.astype(float) - other).max() for one, other in pairs]
+    return found | {"difference": float(max(gaps))}
+
+
+def _members(
+    settings: Settings, path: pathlib.Path, count: int, on_each: int
+) -> dict[str, Any]:
+    """Runs a cell's rounds in some processes, each with some fake devices.
+
+    Args:
+        settings: Of the cell.
+        path: The file for the final state.
+        count: Processes.
+        on_each: Fake devices of a process.
+
+    Returns:
+        The figures of process 0.
+
+    Raises:
+        child.Failed: one line: a process failed.
+    """
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    flags = re.sub(rf"{FAKE}=\d+", "", os.environ.get("XLA_FLAGS", ""))
+    given = {"XLA_FLAGS": f"{flags} {FAKE}={on_each}".strip(), "JAX_PLATFORMS": "cpu"}
+    started = []
+    try:
+        for index in range(count):
+            address = f"localhost:{port},{count},{index}" if count > 1 else ""
+            more = {"how": "member", "path": str(path), "distributed": address}
+            one = child.start("launch.tables.kinds", {**settings, **more}, given)
+            started.append(one)
+        found = [child.ended(one) for one in started]
+    finally:
+        for one in started:
+            one.kill()
+    return found[0]["figures"]
+
+
+def member(settings: Settings) -> dict[str, Any]:
+    """Runs the rounds of a cell on fake devices, as one process of some.
+
+    Process 0 keeps the final state as an npz file.
+    """
+    total = settings["rounds"]
+    made = drawn(settings, total, distributed=settings["distributed"])
+    made.simulation.advance_to(total)
+    text = made.program.rounds.executables[-1].as_text()
+    # Each process has a part of the state.
+    leaves = jax.tree.leaves((made.state.server, made.state.clients))
+    kept = {f"leaf{index}": np.asarray(leaf) for index, leaf in enumerate(leaves)}
+    if processes.is_first():
+        np.savez(settings["path"], **kept)
+    return planned_bytes(made) | collectives(text)
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Trains and evaluates, or goes on with a run that was interrupted."""
+    begin = time.perf_counter()
+    folder, options = pathlib.Path(settings["folder"]), settings["options"]
+    done = here.stored(folder, options) or here.run(folder, options)
+    return done["metrics"] | {
+        "rounds": done["rounds"],
+        "client_updates_per_second": done["client_updates_per_second"],
+        "peak_memory_bytes": done["peak_memory_bytes"],
+        "diverged": done["diverged"],
+        "parameters_sha256": done["parameters_sha256"],
+        "minutes": (time.perf_counter() - begin) / 60,
+    }
+
+
+KINDS = {
+    "rounds": rounds,
+    "loop": loop,
+    "torch": loop,
+    "estimate": estimate,
+    "devices": several,
+    "member": member,
+    "run": run,
+}
+
+
+def _machine() -> dict[str, Any]:
+    """The machine in words."""
+    info = pathlib.Path("/proc/cpuinfo")  # on Linux only
+    lines = info.read_text().splitlines() if info.is_file() else []
+    named = [line.partition(":")[2] for line in lines if line.startswith("model name")]
+    return {
+        "cpu": " ".join(
+            (named or [platform.processor() or platform.machine()])[0].split()
+        ),
+        "cores": os.cpu_count(),
+        "device": devices.name(),
+        "devices": jax.device_count(),
+    }
+
+
+def _versions(how: str) -> dict[str, str]:
+    found = {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "numpy": np.__version__,
+    }
+    if how == "torch":
+        found["torch"] = sys.modules["torch"].__version__
+    return found
+
+
+@ending.command
+def command(argv: list[str]) -> None:
+    """Makes the cell whose settings are on the input."""
+    settings = child.settings()
+    with ending.refused():
+        try:
+            figures = KINDS[settings["how"]](settings)
+        except child.Failed as error:
+            raise ValueError(error) from error
+    out = {
+        "figures": figures,
+        "versions": _versions(settings["how"]),
+        "machine": _machine(),
+    }
+    print(json.dumps(out), flush=True)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,149 @@
+"""Finished cells: a folder with a small JSON file for each, or one file with all."""
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from data import files
+from fedjax_pfl import json_text
+from launch.folder import finished
+
+STUDY = "study.json"
+# The forms of a cell in a study's folder, and in a file of a paper's cells
+MEASURED = {
+    "settings": dict,
+    "figures": dict,
+    "versions": {str: str},
+    "machine": {"cpu": str, "cores": int, "device": str, "devices": int},
+    "cell_seconds": json_text.NUMBER,
+}
+SUMMARY = {"options?": dict, "records?": [finished.CURVE], **finished.PART}
+
+
+class File:
+    """A file of finished runs by name, with which a table outlives their folders.
+
+    It has been one file from the first version, `--cells=FILE`, and many are published.
+    """
+
+    def __init__(self, path: str):
+        """Reads the file if there is one; an empty path keeps nothing.
+
+        Raises:
+            ValueError: one line: it is not a file of cells.
+        """
+        self._path = pathlib.Path(path) if path else None
+        self._done = self._read()
+
+    def _read(self) -> dict[str, Any]:
+        if self._path is None or not self._path.exists():
+            return {}
+        try:
+            files.check(self._path, "a file of cells")
+            return json_text.read(self._path.read_bytes(), {str: SUMMARY})
+        except (ValueError, OSError) as error:
+            line = f"--cells={self._path} is not a file of cells: {error}"
+            raise ValueError(line) from error
+
+    def get(self, name: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The run of this name, if it has these options."""
+        found = self._done.get(name, {})
+        return found if found.get("options") == options else None
+
+    def put(
+        self, name: str, options: Mapping[str, Any], done: Mapping[str, Any]
+    ) -> None:
+        """Keeps a run, in one step.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self._path is None:
+            return
+        # Another command may have written to the file meanwhile.
+        self._done = self._read() | {name: {**done, "options": dict(options)}}
+        lines = [
+            f"{json.dumps(key)}: {json.dumps(one, sort_keys=True)}"
+            for key, one in sorted(self._done.items())
+        ]
+        finished.write_text(self._path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def is_study(folder: pathlib.Path) -> bool:
+    """Whether a folder is that of a study."""
+    return (folder / STUDY).is_file()
+
+
+class Folder:
+    """The folder of a study, with a file for each finished cell."""
+
+    def __init__(self, path: pathlib.Path, name: str = ""):
+        """Opens a folder, which need not exist yet.
+
+        Args:
+            path: The folder.
+            name: The name of its study, empty = it must hold one.
+
+        Raises:
+            ValueError: one line: it holds something else, or another study.
+        """
+        held, file = "", path / STUDY
+        if is_study(path):
+            try:
+                held = json_text.read(file.read_bytes(), {"study": str})["study"]
+            except ValueError as error:
+                raise ValueError(f"{file} is damaged: it names no study") from error
+        elif not name:
+            raise ValueError(f"{path} holds no study: there is no {STUDY} in it")
+        elif path.is_file() or (path.is_dir() and any(path.iterdir())):
+            raise ValueError(
+                f"--folder={path} holds something else than a study; give a new folder"
+            )
+        if held and name not in ("", held):
+            raise ValueError(
+                f"--folder={path} holds the study {held}, not {name}; give another"
+            )
+        self.path, self.name = path, name or held
+
+    def begin(self) -> None:
+        """Makes the folder, before a cell runs in it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not is_study(self.path):
+            text = json.dumps({"study": self.name})
+            finished.write_text(self.path / STUDY, f"{text}\n")
+
+    def get(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The cell of this name, if it is finished and has these settings.
+
+        Raises:
+            ValueError: one line: the file of the cell is damaged.
+        """
+        path = self.path / f"{name}.json"
+        try:
+            done = json_text.read(path.read_bytes(), MEASURED)
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise ValueError(
+                f"{path} is damaged: {error}; remove it, and its cell runs again"
+            ) from error
+        return done if done["settings"] == settings else None
+
+    def put(
+        self, name: str, settings: Mapping[str, Any], done: Mapping[str, Any]
+    ) -> None:
+        """Keeps a cell, in one step.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        entry = {**{part: done.get(part) for part in MEASURED}, "settings": settings}
+        path = self.path / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(finished.finite(entry), indent=1, sort_keys=True)
+        finished.write_text(path, f"{text}\n")

@@ -1,0 +1,219 @@
+"""A study with its folder: what is finished, what is left, what is shown, and a run."""
+
+import importlib.util
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from launch.folder import finished
+from launch.show import sheets
+from launch.tables import cells, child, results, store
+from launch.tables.cells import Cell
+from launch.tables.results import Result
+
+# What a cell does -> the package that it needs, and what a table says without it
+NEEDS = {
+    "torch": ("torch", "torch is not installed"),
+    "estimate": ("libtpu", "pip install 'fedjax_pfl[tpu]'"),
+}
+TARGET = "tpu:v5e"
+ESTIMATE_SECONDS = 15
+REPORT = "report.html"
+
+
+class Study:
+    """A study with its folder and the cells asked for."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: pathlib.Path | None = None,
+        part: str = "",
+        target: str = TARGET,
+    ):
+        """Reads the study and its finished cells.
+
+        Args:
+            name: The study, empty = that of the folder.
+            folder: Its folder, None = by its name.
+            part: Sheets, separated by commas, empty = all.
+            target: The chip whose compiler is asked, empty = none.
+
+        Raises:
+            ValueError: one line about a name, the folder or a file in it.
+        """
+        studies = cells.studies()
+        if name:
+            cells.named("study", name, studies)
+        self.folder = store.Folder(folder or pathlib.Path("runs/study") / name, name)
+        self.name, self.target = self.folder.name, target
+        self.table = cells.named("study", self.name, studies)
+        every = {n: cells.cells(one) for n, one in self.table["sheets"].items()}
+        self.sheets = cells.chosen("part", part, every)
+        self.cells = [cell for n in self.sheets for cell in every[n]]
+        self._every = self._with_estimates([c for one in every.values() for c in one])
+        hows = {cell.how for cell in self.wanted()}
+        self.lacks = {
+            how: reason
+            for how, (package, reason) in NEEDS.items()
+            if how in hows and importlib.util.find_spec(package) is None
+        }
+        self.results()  # so that a damaged file is named before anything runs
+
+    def wanted(self) -> list[Cell]:
+        """The cells asked for, each with its estimate behind it."""
+        return self._with_estimates(self.cells)
+
+    def _with_estimates(self, found: Sequence[Cell]) -> list[Cell]:
+        return [one for cell in found for one in (cell, self._estimate(cell)) if one]
+
+    def _estimate(self, cell: Cell) -> Cell | None:
+        """The cell that asks a chip's compiler about the same, if it shall be asked."""
+        if not cell.is_estimated or not self.target:
+            return None
+        return cell.estimate(self.target, ESTIMATE_SECONDS)
+
+    def get(self, cell: Cell) -> dict[str, Any] | None:
+        """The result of a cell, None if it is not finished."""
+        return self.folder.get(cell.name, cell.settings)
+
+    def left(self) -> list[Cell]:
+        """The cells that have not run, but could."""
+        return [
+            cell
+            for cell in self.wanted()
+            if cell.how not in self.lacks and self.get(cell) is None
+        ]
+
+    def equal(self, cell: Cell) -> dict[str, Any] | None:
+        """The result of another finished cell of the study with the same settings.
+
+        A damaged file is no result; it is named where its own cell is asked for.
+        """
+        for one in self._every:
+            if one.settings == cell.settings and one.name != cell.name:
+                try:
+                    done = self.get(one)
+                except ValueError:
+                    continue
+                if done is not None:
+                    return done
+        return None
+
+    def computed(self) -> list[Cell]:
+        """The cells of `left` whose result is not that of an equal cell."""
+        out: list[Cell] = []
+        for cell in self.left():
+            is_new = all(one.settings != cell.settings for one in out)
+            if is_new and self.equal(cell) is None:
+                out.append(cell)
+        return out
+
+    def lines(self) -> Iterator[str]:
+        """A line for each cell: whether it is finished."""
+        left, computed = self.left(), self.computed()
+        for cell in self.wanted():
+            if cell in left:
+                state = "to run" if cell in computed else "as another cell"
+            else:
+                is_finished = self.get(cell) is not None
+                state = "finished" if is_finished else self.lacks[cell.how]
+            yield f"{str(cell):<70} {cell.seconds:6.0f} s  {state}"
+
+    def run(self) -> int:
+        """Runs the cells that are left, each in a process of its own.
+
+        Returns:
+            How many failed.
+
+        Raises:
+            KeyboardInterrupt: after the process of the present cell has ended.
+            OSError: a result cannot be written.
+        """
+        left, failed = self.left(), 0
+        self.folder.begin()
+        for index, cell in enumerate(left):
+            found = self.equal(cell)
+            try:
+                done = found or self.made(cell)
+            except child.Failed as error:
+                failed += 1
+                print(f"note: {cell} failed: {error}", file=sys.stderr, flush=True)
+                continue
+            self.folder.put(cell.name, cell.settings, done)
+            how = "as another cell" if found else f"{done['cell_seconds']:.0f} s"
+            print(f"{index + 1} of {len(left)}  {cell}  {how}", flush=True)
+        return failed
+
+    def made(self, cell: Cell) -> dict[str, Any]:
+        """Runs a cell in a process of its own.
+
+        Raises:
+            child.Failed: one line.
+            KeyboardInterrupt: after the process has ended.
+        """
+        settings = cell.settings | {"how": cell.how}
+        if cell.how == "run":
+            path = self.folder.path / "runs" / cell.name
+            settings["folder"] = str(path.resolve())
+        begin = time.perf_counter()
+        # A compiler needs no chip, and one that is here is left alone.
+        given = {"JAX_PLATFORMS": "cpu"} if cell.how == "estimate" else None
+        one = child.start("launch.tables.kinds", settings, given, is_leader=True)
+        try:
+            done = child.ended(one)
+        except KeyboardInterrupt:
+            child.stop(one)
+            raise
+        return done | {"cell_seconds": round(time.perf_counter() - begin, 1)}
+
+    def results(self) -> dict[str, list[Result]]:
+        """What is known, by sheet."""
+        return {
+            name: [self._result(cell) for cell in self.cells if cell.sheet == name]
+            for name in self.sheets
+        }
+
+    def _result(self, cell: Cell) -> Result:
+        estimate, reason, asked = None, results.NOTHING, self._estimate(cell)
+        if asked:
+            estimate = self.get(asked)
+            reason = "" if estimate else self.lacks.get("estimate", "missing")
+        missing = self.lacks.get(cell.how, "")
+        return Result(cell, self.get(cell), estimate, missing, reason)
+
+    def tables(self) -> list[str]:
+        """The table of each sheet as Markdown."""
+        return [
+            sheets.markdown(results.sheet(self.table["sheets"][n], found, self.target))
+            for n, found in self.results().items()
+        ]
+
+    def page(self, title: str = "") -> str:
+        """The page as HTML."""
+        from launch.tables import pictures  # slow imports, jinja2 and matplotlib
+
+        command = f"python -m launch.study {self.name} --folder={self.folder.path}"
+        found = self.results()
+        return pictures.page(self.table, found, self.target, [command], title)
+
+    def write(self) -> None:
+        """Writes the page, the tables and the pictures into the folder.
+
+        Raises:
+            OSError: one cannot be written.
+        """
+        from launch.show import svg  # slow imports, jinja2 and matplotlib
+        from launch.tables import pictures
+
+        path = self.folder.path
+        finished.write_text(path / "tables.md", "\n".join(self.tables()))
+        for name, found in self.results().items():
+            drawn = pictures.picture(self.table["sheets"][name], found, self.target)
+            if drawn is not None:
+                drawn.savefig(path / f"{name}.png", dpi=110)
+                print(path / f"{name}.png")
+        svg.write(path / REPORT, self.page())
+        print(path / REPORT)

@@ -1,0 +1,70 @@
+"""What custom stages share: the mode of a call, and the mask of their batch norms."""
+
+import functools
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class Stage:
+    """Adapts a user's module or functions to the calls of `stages.chain`.
+
+    What is called gets those parts of the mode that it names: `train` (also named
+    `training`, `deterministic` or `use_running_average`), and `sample_mask` bool[B],
+    the real samples. A stage has `drawn(key, x)`, its variables ("params", and "stats"
+    if any), and `apply`, which returns the output and the statistics.
+    """
+
+    def init_with_output(self, key: jax.Array, x: jax.Array) -> tuple[jax.Array, dict]:
+        """Returns the output in eval mode and the variables."""
+        variables = self.drawn(key, x)
+        out, _ = self.apply(variables, x, sample_mask=None, train=False, rngs={})
+        return out, variables
+
+
+@functools.lru_cache(maxsize=64)
+def takes(function: Callable[..., Any]) -> frozenset[str]:
+    """The names of a function's arguments."""
+    return frozenset(inspect.signature(function).parameters)
+
+
+def modes(
+    names: Collection[str], sample_mask: jax.Array, train: bool, **more: Any
+) -> dict[str, Any]:
+    """The mode, and what else there is, by those of the names that are wanted."""
+    values = {
+        "sample_mask": sample_mask,
+        "train": train,
+        "training": train,
+        "deterministic": not train,
+        "use_running_average": not train,
+    } | more
+    return {name: value for name, value in values.items() if name in names}
+
+
+def real_samples(x: jax.Array, sample_mask: jax.Array | None) -> jax.Array:
+    """bool[B]; without real samples all count, since the result is not used."""
+    if sample_mask is None:
+        return jnp.ones(len(x), bool)
+    return sample_mask | ~sample_mask.any()
+
+
+def over_real_samples(
+    norm: Any, sample_mask: jax.Array, args: tuple, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The named arguments of a batch norm's call, with the mask of real samples.
+
+    They stay as they are if a mask is given, or if the first axis of the input is not
+    the batch or a multiple of it, as in `x.reshape(B * T, ...)`.
+    """
+    if "mask" not in takes(type(norm).__call__) or kwargs.get("mask") is not None:
+        return kwargs
+    x = args[0] if args else kwargs["x"]
+    if x.ndim < 2 or len(x) % len(sample_mask):
+        return kwargs
+    mask = jnp.repeat(sample_mask, len(x) // len(sample_mask))
+    mask = mask.reshape(-1, *[1] * (x.ndim - 1))
+    return {**kwargs, "mask": jnp.broadcast_to(mask, x.shape)}
