@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl import evaluate, scores, traffic, types
+from fedjax_pfl import evaluate, execution, scores, traffic, types
+from fedjax_pfl.variants import Variants
 
 # (sums, counts) of the last round by name, a float for each variant.
 Metrics = Mapping[str, tuple[list[float], list[float]]]
@@ -178,6 +179,40 @@ class Call:
             values |= traffic.cumulative(totals.messages[variant], kinds)
             out.append((values, accuracies))
         return out
+
+
+def made(
+    index: Variants,
+    vmaps: Mapping[str, bool],
+    partition: types.Partition,
+    seeds: Sequence[int],
+    values: Sequence[Mapping[str, float]],
+    how: execution.Execution,
+) -> list[Call]:
+    """The calls of a run, of which those of the same seeds share a placed partition.
+
+    Args:
+        index: Its variants.
+        vmaps: See `Variants.calls`.
+        partition: On the host, with a leading axis of seeds.
+        seeds: The seeds.
+        values: The numbers of each point of a sweep by name.
+        how: The devices.
+    """
+    calls, placed = [], {}
+    for mine in index.calls(**vmaps):
+        pairs = tuple((variant, index.seed(variant)) for variant in mine)
+        of_call = tuple(dict.fromkeys(seed for _, seed in pairs))
+        if of_call not in placed:
+            part = jax.tree.map(lambda leaf, s=of_call: leaf[np.array(s)], partition)
+            placed[of_call] = execution.place_tables(part, how)
+        of_each = [values[index.point(variant)] for variant in mine]
+        floats = of_each[0]  # also of seeds that are vmapped
+        if len(mine) > 1 and index.num_points > 1:
+            floats = {name: np.array([one[name] for one in of_each]) for name in floats}
+        chosen = np.asarray([seeds[seed] for seed in of_call], np.uint32)
+        calls.append(Call(mine, of_call, pairs, chosen, floats, placed[of_call]))
+    return calls
 
 
 def _of_variant(tree: Any, slot: int) -> Any:

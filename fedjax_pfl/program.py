@@ -82,8 +82,8 @@ class Program(NamedTuple):
 
     All arguments but `first`, `num_rounds` and `data` have a leading axis of variants,
     or of 1 where they share it. Floats that they share are scalars. Several seeds may
-    be one vmapped call if `vmaps_seeds`, and the points of one seed if `vmaps_points`.
-    Otherwise each is a separate call.
+    be one vmapped call, and so may the points of one seed, as `vmaps` says for
+    `Variants.calls`. Otherwise each is a separate call.
     """
 
     init: Compiled
@@ -91,8 +91,7 @@ class Program(NamedTuple):
     of_shared: Compiled
     of_clients: Compiled
     scoring: evaluate.Scoring
-    vmaps_seeds: bool
-    vmaps_points: bool
+    vmaps: dict[str, bool]
     floats: dict[str, float]
     algorithm: types.Algorithm
 
@@ -346,8 +345,10 @@ def _jitted(of: _Structure) -> Program:
         of_shared=seldom(of_shared),
         of_clients=seldom(of_clients),
         scoring=scoring,
-        vmaps_seeds=how.vmaps_runs and not has_branches,
-        vmaps_points=how.vmaps_runs,
+        vmaps={
+            "vmaps_seeds": how.vmaps_runs and not has_branches,
+            "vmaps_points": how.vmaps_runs,
+        },
         floats={},
         algorithm=None,
     )

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fedjax_pfl import call as call_lib
 from fedjax_pfl import evaluate, types, windows
 from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import program as program_lib
@@ -37,6 +38,7 @@ class Simulation:
             so that a caller can show it.
         variants: The seeds and points of a sweep.
         rows: Where the private rows live.
+        windows: Makes the plans of the next rounds.
         calls: The variants, by call of the program. On accelerators all seeds are in
             one call, or of a sweep all points of a seed, which share its plans. On a
             CPU each variant is a call, because a loop over them inside the program
@@ -77,49 +79,18 @@ class Simulation:
         self.compile_seconds = 0.0
         self.while_compiling: Callable[[], Any] = contextlib.nullcontext
         self.variants = Variants(len(seeds), len(points))
-        count, kinds_of_messages = self.variants.count, len(program.algorithm.messages)
-        self.totals = Totals(
-            np.zeros((count, kinds_of_messages), np.int64), np.zeros(count, np.int64)
-        )
-        self.calls = self._made_calls(data.partition, list(seeds), points)
+        sent = np.zeros((self.variants.count, len(program.algorithm.messages)), int)
+        self.totals = Totals(sent, np.zeros(self.variants.count, int))
+        values = [program.floats | dict(point) for point in points]
+        given = data.partition, list(seeds), values, execution
+        self.calls = call_lib.made(self.variants, program.vmaps, *given)
         num_clients = data.partition.train.start.shape[1]
         self.rows = kinds.chosen(num_clients, execution, self.template, rows_in)
         specs = program.algorithm.plans
         given = planner, len(seeds), self.calls, specs, execution, self.rows
-        self._windows = windows.Windows(*given)
+        self.windows = windows.Windows(*given)
         self._window: Window | None = None
         self._rounds_per_call = 1
-
-    def _made_calls(
-        self,
-        partition: types.Partition,
-        seeds: Sequence[int],
-        points: Sequence[Mapping[str, float]],
-    ) -> list[Call]:
-        """The calls, of which those of the same seeds share a placed partition."""
-        index, program, calls, placed = self.variants, self.program, [], {}
-        vmaps = {
-            "vmaps_seeds": program.vmaps_seeds,
-            "vmaps_points": program.vmaps_points,
-        }
-        for mine in index.calls(**vmaps):
-            pairs = tuple((variant, index.seed(variant)) for variant in mine)
-            of_call = tuple(dict.fromkeys(seed for _, seed in pairs))
-            if of_call not in placed:
-                part = jax.tree.map(
-                    lambda leaf, s=of_call: leaf[np.array(s)], partition
-                )
-                placed[of_call] = execution_lib.place_tables(part, self.execution)
-            values = [program.floats | dict(points[index.point(v)]) for v in mine]
-            floats = values[0]  # also of seeds that are vmapped
-            if len(mine) > 1 and len(points) > 1:
-                floats = {
-                    name: np.array([one[name] for one in values]) for name in floats
-                }
-            chosen = np.asarray([seeds[seed] for seed in of_call], np.uint32)
-            given = mine, of_call, pairs, chosen, floats, placed[of_call]
-            calls.append(Call(*given))
-        return calls
 
     @property
     def round(self) -> int:
@@ -143,11 +114,7 @@ class Simulation:
         return self.rows.saved(self._joined())
 
     def digest(self) -> str:
-        """SHA-256 of the server's and the clients' parameters, of all variants.
-
-        It is of all rows in the order of clients, wherever they are kept, unless these
-        are too many to hash: then it is that of the rows that have trained.
-        """
+        """SHA-256 of all variants' parameters, wherever they are: see `Rows.digest`."""
         return self.rows.digest(self._joined())
 
     def _joined(self) -> types.RoundState:
@@ -158,15 +125,9 @@ class Simulation:
     def around(
         self, client: int | None, variant: int, cohort: types.Cohort
     ) -> tuple[types.RoundState, types.Cohort, int | None]:
-        """What defines the model that serves a client, where the device has it.
+        """`Rows.around` of a client (None = the server) in one variant.
 
-        Args:
-            client: The client, None = the server.
-            variant: The index of the variant.
-            cohort: The next round's clients.
-
-        Returns:
-            As `Rows.around`.
+        `cohort` has the next round's clients.
         """
         self._settle()
         call = next(call for call in self.calls if variant in call.variants)
@@ -191,10 +152,6 @@ class Simulation:
             )
             for name in names
         }
-
-    def saved_templates(self) -> list[Any]:
-        """Shapes of `saved`, and of the other form in which a state may be saved."""
-        return self.rows.templates(self.template())
 
     def template(self) -> types.RoundState:
         """Shapes of the state on the device, without computing anything."""
@@ -292,7 +249,7 @@ class Simulation:
     def _planned(self, round: int, stop: int) -> Window:
         """The window that begins with a round."""
         rows = self.rows.layout
-        window = self._windows.make(round, max(self.rounds, stop))
+        window = self.windows.make(round, max(self.rounds, stop))
         if self.rows.layout != rows:
             self.program = self._with_rows(self.rows.layout.num_rows, self.execution)
         return window
@@ -330,7 +287,7 @@ class Simulation:
 
     def _blocks(self, call: Call) -> Iterator[kinds.Block]:
         """The clients of a call in blocks, with the next round's cohorts."""
-        drawn = [self._windows.planner.drawn(seed, call.round) for seed in call.seeds]
+        drawn = [self.windows.planner.drawn(seed, call.round) for seed in call.seeds]
 
         def sampled(place: int) -> np.ndarray | None:
             count = self.program.scoring.num_sampled
@@ -357,12 +314,8 @@ class Simulation:
     ) -> None:
         """Goes on with clients in other chunks, on which nothing but speed depends."""
         self.program, self.execution = program, execution
-        self._windows.compute(planner, execution)
+        self.windows.compute(planner, execution)
         self._window = None
-
-    def plan_bytes(self) -> float:
-        """Bytes of plans per round for one seed, in a window as full as possible."""
-        return self._windows.plan_bytes()
 
     def ahead(self, name: str) -> jax.stages.Compiled:
         """The executable of one of `PROGRAMS` for the first call.

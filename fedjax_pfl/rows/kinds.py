@@ -115,8 +115,8 @@ class Rows:
             drawn: The next round's cohort of each seed.
             sampled: From the place of a seed in the call to bool[K], None = all.
         """
-        ids = np.arange(self.num_clients, dtype=np.int32)[None]
-        yield Block(call.state, stacked.on_host(drawn), ids)
+        every = self.layout._replace(most=0).clients
+        yield Block(call.state, stacked.on_host(drawn), every[None])
 
     def whole(self, state: types.RoundState) -> types.RoundState:
         """The stacked state of all variants with all rows, in the order of clients.
@@ -196,16 +196,6 @@ class Sharded(Rows):
     def begin(self, call: Call, state: types.RoundState) -> None:
         """See `Rows`."""
         slots.check_equal(state.private)
-
-    def blocks(
-        self,
-        call: Call,
-        algorithm: types.Algorithm,
-        drawn: Sequence[types.Cohort],
-        sampled: Callable[[int], np.ndarray | None],
-    ) -> Iterator[Block]:
-        """See `Rows`; one block in the order of the slots."""
-        yield Block(call.state, stacked.on_host(drawn), self.layout.clients[None])
 
     def whole(self, state: types.RoundState) -> types.RoundState:
         """See `Rows`."""

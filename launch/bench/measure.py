@@ -69,7 +69,7 @@ def bench(given: Mapping[str, Any]) -> dict[str, Any]:
         "samples_per_second": rate,
         "step_efficiency": totals.step_efficiency,
         "padding_efficiency": totals.padding_efficiency,
-        "plan_bytes_per_round": experiment.simulation.plan_bytes(),
+        "plan_bytes_per_round": experiment.simulation.windows.plan_bytes(),
         "compile_seconds": experiment.compile_seconds,
         "peak_memory_bytes": devices.peak_memory_bytes(),
         "accuracy": record.get("global_accuracy"),

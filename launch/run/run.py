@@ -297,7 +297,9 @@ class Run:
     def saved_templates(self) -> list[Any]:
         """The shapes of the arrays of `saved`, and of others that `load` takes."""
         accuracies = {"accuracies": self.client_accuracies}
-        return [{"state": s, **accuracies} for s in self.simulation.saved_templates()]
+        simulation = self.simulation
+        forms = simulation.rows.templates(simulation.template())
+        return [{"state": state, **accuracies} for state in forms]
 
     def load(
         self, round: int, arrays: Any, host: dict[str, Any], metrics: list[dict]

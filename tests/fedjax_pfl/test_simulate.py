@@ -56,8 +56,8 @@ class Watched:
     """A planner that tells of every window before it makes one."""
 
     def __init__(self, simulation, tell):
-        self.planner, self.tell = simulation._windows.planner, tell
-        simulation._windows.planner = self
+        self.planner, self.tell = simulation.windows.planner, tell
+        simulation.windows.planner = self
 
     def __getattr__(self, name):
         return getattr(self.planner, name)
@@ -179,7 +179,7 @@ def test_plans_cost_what_clients_have(num_seeds, devices):
     )
     simulation, first = experiment.simulation, 0
     for _ in range(4):
-        window = simulation._windows.make(first, simulation.rounds)
+        window = simulation.windows.make(first, simulation.rounds)
         assert window.end - window.first >= 48
         for cohorts, work in zip(window.cohorts, window.work, strict=True):
             (one,) = cohorts.plans.values()
@@ -193,7 +193,7 @@ def test_plans_cost_what_clients_have(num_seeds, devices):
             assert local == [(1, 1, one.position.shape[2])] * devices
         # The next round would not have fitted, or there is no place for one.
         room = one.position.shape[2] // one.spec.epochs
-        if window.end - window.first < simulation._windows.length:
+        if window.end - window.first < simulation.windows.length:
             needed = [
                 sum(
                     experiment.planner.examples(seed, round)
@@ -203,7 +203,7 @@ def test_plans_cost_what_clients_have(num_seeds, devices):
             ]
             assert max(needed) > room
         first = window.end
-    assert simulation._windows.capacity == room
+    assert simulation.windows.capacity == room
 
 
 def test_a_round_that_needs_more_makes_room(monkeypatch):
@@ -225,15 +225,15 @@ def test_a_round_that_needs_more_makes_room(monkeypatch):
     )
     simulation, first, alone = experiment.simulation, 0, 0
     while first < 200:
-        before = simulation._windows.capacity
-        window = simulation._windows.make(first, simulation.rounds)
+        before = simulation.windows.capacity
+        window = simulation.windows.make(first, simulation.rounds)
         largest = experiment.planner.examples(0, first).max()
         if largest > before:
             alone += 1
             assert window.end == first + 1
-            assert largest <= simulation._windows.capacity <= 17 / 16 * largest
+            assert largest <= simulation.windows.capacity <= 17 / 16 * largest
         else:
-            assert simulation._windows.capacity == before
+            assert simulation.windows.capacity == before
         assert first < window.end <= 200
         first = window.end
     assert alone == 1
