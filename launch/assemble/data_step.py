@@ -34,11 +34,8 @@ def made(
 ) -> Tables:
     """The tables of examples with a partition for each seed.
 
-    Args:
-        settings: The settings.
-        seeds: The seeds of the run.
-        normal: Mean and scale of the examples.
-        found: The models, some of which are from files.
+    `normal` is the mean and scale of the examples, and `found` are the models, some of
+    which are from files.
 
     Raises:
         ValueError: one line: the data cannot be partitioned so.
