@@ -211,17 +211,17 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return loss_fn
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        here = each_client.Round(task, state, cohort, data)
         batches = proxy.batches(data, hparams.batch_size)
-        given = server_model, state.server, data, batches
-        knowledge = proxy.outputs(*given, how=task.execution)
-        sent_down = batches, knowledge
-        (trained, answers), state = each_client.update(
-            client_update, task, state, cohort, data, shared=sent_down
+        knowledge = proxy.outputs(
+            server_model, state.server, data, batches, how=task.execution
         )
+        shared = batches, knowledge
+        (trained, answers), here = here.update(client_update, shared=shared)
         teachers = teacher(answers, cohort, hparams.ensemble, task.num_clients)
         loss_fn = server_loss(teachers)
         server = proxy.train_server(hparams, loss_fn, task, state, data)
-        state = state.after(cohort, trained.variables, server=server)
+        state = here.after(trained.variables, server=server)
         sent = {
             "server logits": 1,
             "server embeddings": use_rep,

@@ -126,9 +126,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     def distilling(z: jax.Array, teacher: jax.Array, weight: jax.Array, batch: Any):
         """(cross-entropy, D(weight) to the teacher's table) of logits f32[B, Y]."""
-        hard = losses.cross_entropy(z, batch.label, batch.mask)
         pair = z, teacher[batch.position]
-        return hard, weighted_gap(*pair, batch.mask, weight, hparams.temperature)
+        gap = weighted_gap(*pair, batch.mask, weight, hparams.temperature)
+        return losses.cross_entropy(z, batch.label, batch.mask), gap
 
     def local_update(client: each_client.Client, _: Any):
         """(i) and (ii): train on cross-entropy, then compute logits on own examples."""
@@ -139,11 +139,11 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def server_update(client: each_client.Client, carry: Any) -> Any:
         """(iii): the server's layers learn from one client's features and logits."""
         (server, opt_state), sent = carry, client.own
-        weight = server_weight(sent["frequency"], server["frequency"])
 
         def loss_fn(params, stats, batch):
             h = extract(sent["own"], batch.image)
             z, stats = model.forward(params, stats, h, start=UPLOADED, **batch.mode)
+            weight = server_weight(sent["frequency"], server["frequency"])
             hard, gap = distilling(z, sent["logits"], weight, batch)
             return gap + hparams.distill_weight * hard, stats
 
@@ -155,7 +155,6 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def distil_update(client: each_client.Client, server: types.Variables):
         """(iv) and (v): the client distils the server's logits, which come back."""
         own = client.own["own"]
-        weight = client_weight(client.own["frequency"], hparams.prior_temperature)
 
         def deeper(image: jax.Array) -> jax.Array:
             return model.forward(*server, extract(own, image), start=UPLOADED)[0]
@@ -164,6 +163,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         def loss_fn(params, stats, batch):
             z, stats = model.forward(params, stats, batch.image, **batch.mode)
+            weight = client_weight(client.own["frequency"], hparams.prior_temperature)
             hard, gap = distilling(z, teacher, weight, batch)
             return hard + hparams.distill_weight * gap, stats
 

@@ -123,18 +123,18 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return (rest, last_stages(variables)), variables
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        private = state.rows(cohort)
+        here = each_client.Round(task, state, cohort, data)
+        private = here.rows
         participations = private["participations"] + 1
         is_shared = schedule.kept(participations)
-        weight = aggregate.cohort_weights(hparams.aggregation, cohort, data)
+        weight = here.weights(hparams.aggregation)
         share, is_held = aggregate.stage_weights(weight, is_shared)
-        own, here = (private["own"], is_shared), (task, state, cohort, data)
-        (trained, own), mean, state = each_client.update(
-            client_update, *here, own=own, shared=state.server, reduce=share
-        )
+        given = {"own": (private["own"], is_shared), "shared": state.server}
+        (trained, own), mean, here = here.update(client_update, reduce=share, **given)
         server = boundary.select(is_held, mean, state.server)
-        new = {"own": own, "participations": participations}
-        state = state.after(cohort, new, server=server)
+        state = here.after(
+            {"own": own, "participations": participations}, server=server
+        )
         metrics = trained.metrics(cohort)
         if hparams.layer_dropping:
             metrics["mean_layer"] = losses.masked_sum(is_shared.sum(1), cohort.row_mask)

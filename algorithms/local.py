@@ -45,12 +45,13 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return local_training.train(hparams, loss_fn, client.own, client)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        trained, state = each_client.update(client_update, task, state, cohort, data)
+        here = each_client.Round(task, state, cohort, data)
+        trained, here = here.update(client_update)
         server = ()
         if has_server:
             supervised = local_training.cross_entropy_loss(server_model)
             server = proxy.train_server(hparams, supervised, task, state, data)
-        state = state.after(cohort, trained.variables, server=server)
+        state = here.after(trained.variables, server=server)
         return state, trained.metrics(cohort), {}
 
     def global_model(state: types.RoundState, data: types.Data):

@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import (
-    aggregate,
     averaging,
     each_client,
     local_training,
@@ -108,10 +107,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return (rest, new), {"model": variables, "control": change}
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        server = state.server
-        weight = aggregate.cohort_weights(hparams.aggregation, cohort, data)
-        (trained, own), mean, state = each_client.update(
-            client_update, task, state, cohort, data, shared=server, reduce=weight
+        here, server = each_client.Round(task, state, cohort, data), state.server
+        weight = here.weights(hparams.aggregation)
+        (trained, own), mean, here = here.update(
+            client_update, shared=server, reduce=weight
         )
         share = cohort.row_mask.sum() / task.num_eligible
         params = jax.tree.map(
@@ -123,7 +122,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             lambda c, change: c + share * change, server["control"], mean["control"]
         )
         server = {"model": types.Variables(params, mean["model"].stats)}
-        state = state.after(cohort, own, server=server | {"control": control})
+        state = here.after(own, server=server | {"control": control})
         sent = {kind.name: 1 for kind in messages}
         return state, trained.metrics(cohort), sent
 

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from fedjax_pfl import (
-    aggregate,
     each_client,
     local_training,
     options,
@@ -89,17 +88,15 @@ def make(
         return (rest, row), variables
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        weight = aggregate.cohort_weights(hparams.aggregation, cohort, data)
-        old = model_of(state)
-        (trained, rows), mean, state = each_client.update(
-            update, task, state, cohort, data, shared=old, reduce=weight
-        )
+        here, old = each_client.Round(task, state, cohort, data), model_of(state)
+        weight = here.weights(hparams.aggregation)
+        (trained, rows), mean, here = here.update(update, shared=old, reduce=weight)
         server = mean
         if tx is not None:
             moments = state.server["moments"]
             new, moments = server_optimizer.step(tx, moments, old, mean)
             server = {"model": new, "moments": moments}
-        state = state.after(cohort, rows, server=server)
+        state = here.after(rows, server=server)
         return state, trained.metrics(cohort), {"model down": 1, "model up": 1}
 
     def model_of(state: types.RoundState) -> types.Variables:

@@ -198,13 +198,10 @@ def make(
         return (out, ()) if private is None else out
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+        here = each_client.Round(task, state, cohort, data)
         pulled = mixed(state, cohort, data)
-        own = (pulled.model, pulled.given)
-        (trained, row), state = each_client.update(
-            update, task, state, cohort, data, own=own
-        )
-        rows = {"own": trained.variables, "private": row}
-        state = state.after(cohort, rows)
+        (trained, row), here = here.update(update, own=(pulled.model, pulled.given))
+        state = here.after({"own": trained.variables, "private": row})
         return state, trained.metrics(cohort) | dict(pulled.metrics), dict(pulled.sent)
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):

@@ -127,6 +127,27 @@ class Trained:
         return {"train_loss": (total, count)}
 
 
+def cohorts_by_architecture(
+    task: types.Task, cohort: types.Cohort
+) -> tuple[types.Cohort, ...]:
+    """One cohort per architecture, in which rows of the others are idle padding.
+
+    A chunk of idle rows costs nothing.
+    """
+    group = stacked.take(jnp.asarray(task.group_of_client), cohort.client_id)
+
+    def of(number: int) -> types.Cohort:
+        is_member = cohort.row_mask & (group == number)
+        plans = {
+            name: plan.replace(num_steps=jnp.where(is_member, plan.num_steps, 0))
+            for name, plan in cohort.plans.items()
+        }
+        row = jnp.where(is_member, cohort.row, task.num_rows)
+        return cohort.replace(row=row, row_mask=is_member, plans=plans)
+
+    return tuple(map(of, range(len(task.client_models))))
+
+
 class Round(NamedTuple):
     """One round of a method: the clients that take part and the state so far.
 
@@ -163,8 +184,6 @@ class Round(NamedTuple):
     def groups(self) -> tuple[Round, ...]:
         """The same round for the clients of each architecture alone.
 
-        Rows of the others are idle padding, of which a chunk costs nothing.
-
         Raises:
             ValueError: the algorithm does not declare `by_architecture`.
         """
@@ -175,25 +194,13 @@ class Round(NamedTuple):
                 "the optimizer states are not by architecture; set "
                 "types.Algorithm(by_architecture=True)"
             )
-        architecture = stacked.take(jnp.asarray(task.group_of_client), cohort.client_id)
-
-        def of(number: int) -> Round:
-            is_member = cohort.row_mask & (architecture == number)
-            plans = {
-                name: plan.replace(num_steps=jnp.where(is_member, plan.num_steps, 0))
-                for name, plan in cohort.plans.items()
-            }
-            row = jnp.where(is_member, cohort.row, task.num_rows)
-            mine = cohort.replace(row=row, row_mask=is_member, plans=plans)
+        every = []
+        for number, mine in enumerate(cohorts_by_architecture(task, cohort)):
+            of_one = task._replace(client_models=(task.client_models[number],))
             rows = state.clients[number] if state.clients else ()
-            return Round(
-                task._replace(client_models=task.client_models[number : number + 1]),
-                state.replace(clients=rows, opt_state=kept[number]),
-                mine,
-                self.data,
-            )
-
-        return tuple(map(of, range(len(task.client_models))))
+            one = state.replace(clients=rows, opt_state=kept[number])
+            every.append(Round(of_one, one, mine, self.data))
+        return tuple(every)
 
     @property
     def rows(self) -> Any:

@@ -330,23 +330,18 @@ def make(
         return trained.replace(params=params, stats=stats, opt_state=opt_state)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        old = variables_of(state)
-        if own is None:
-            brought = state.rows(cohort)
-        else:
-            brought = own(state, cohort, data)
+        here, old = each_client.Round(task, state, cohort, data), variables_of(state)
+        brought = here.rows if own is None else own(state, cohort, data)
         given = {"own": brought, "shared": old, "levels": submodel.num_levels}
-        trained, state = each_client.update(update, task, state, cohort, data, **given)
-
-        weight = aggregate.cohort_weights("uniform", cohort, data)
-        mask = submodel.held(cohort, brought)
+        trained, here = here.update(update, **given)
+        weight, mask = here.weights("uniform"), submodel.held(cohort, brought)
 
         def mean(variables: types.Variables) -> types.Variables:
             return aggregate.masked_mean(variables, weight, mask, old)
 
         finish = server_update or mean_update
         new, rows = finish(state.server, trained, brought, cohort, mean)
-        state = state.after(cohort, rows, server=new)
+        state = here.after(rows, server=new)
         return state, trained.metrics(cohort), submodel.sent(cohort)
 
     def mean_update(server: Any, trained: each_client.Trained, own, cohort, mean):

@@ -647,7 +647,7 @@ class Algorithm(NamedTuple):
             for the states that persist. `fresh(params)` makes that of parameters, of
             which it sees the shapes alone. None = that of the client's model.
         by_architecture: Whether private rows and optimizer states are tuples by
-            architecture (`each_client.update_by_architecture`).
+            architecture, as `each_client.Round` has them.
         unused: Options without an effect on this task, and the reason for each, such as
             `without a proxy set`; a run in which they are given says so.
     """

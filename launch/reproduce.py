@@ -44,17 +44,17 @@ def _parse(argv: Sequence[str]) -> tuple[str, here.Options, dict[str, Any]]:
 def command(argv: list[str]) -> None:
     """Runs the missing cells of a table and prints the table."""
     with ending.refused():
-        name, own, given = _parse(argv)
+        name, asked, given = _parse(argv)
         devices.begin(given.get("distributed") or "")
-        table = here.Table(name, given, own)
+        table = here.Table(name, given, asked)
     try:
         for _ in table.fill():
             text = sheets.markdown(table.shown())
-            if own.output and processes.is_first():
-                with ending.writing("output", own.output):
-                    pathlib.Path(own.output).write_text(text)
+            if asked.output and processes.is_first():
+                with ending.writing("output", asked.output):
+                    pathlib.Path(asked.output).write_text(text)
             processes.say(text, flush=True)
-        if own.report and processes.is_first():
+        if asked.report and processes.is_first():
             table.write_page()
     except KeyboardInterrupt:
         flags.fail("interrupted; the same command continues", 130)

@@ -3,11 +3,14 @@
 import ast
 import pathlib
 import re
+import types
 
 import pytest
 
 import algorithms
+import fedjax_pfl
 from data import loaders, partitions, texts
+from launch import build
 from launch.config import presets
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -67,10 +70,26 @@ def definitions(source):
     return [ast.dump(node) for node in tree.body if isinstance(node, kinds)]
 
 
+def shown_algorithms():
+    """The two pieces of code in docs/adding.md."""
+    return re.findall(r"```python\n(.*?)```", (DOCS / "adding.md").read_text(), re.S)
+
+
 def test_the_shown_algorithm_is_fedprox():
     """The code in docs/adding.md is that of the file."""
-    (shown,) = re.findall(
-        r"```python\n(.*?)```", (DOCS / "adding.md").read_text(), re.S
-    )
+    shown, _ = shown_algorithms()
     source = (ROOT / "algorithms" / "fedprox.py").read_text()
     assert definitions(shown) == definitions(source)
+
+
+def test_the_shown_rounds_are_fedavgs(unequal):
+    """The other code in docs/adding.md runs, to the same parameters."""
+    scope = {}
+    exec(shown_algorithms()[1], scope)
+    mine = types.SimpleNamespace(HParams=fedjax_pfl.LocalTraining, make=scope["make"])
+    given = {"dataset": unequal, "model": "mlp", "num_clients": 4, "rounds": 2}
+    runs = [
+        build.experiment(algo=algo, preset="none", **given) for algo in (mine, "fedavg")
+    ]
+    found = [run.run(progress=False)["parameters_sha256"] for run in runs]
+    assert found[0] == found[1]

@@ -9,7 +9,7 @@ EXAMPLES = {
     "aggregate": ("weighted_mean", "masked_mean", "mix_peers"),
     "averaging": ("make",),
     "boundary": ("select", "splice"),
-    "each_client": ("update",),
+    "each_client": ("update", "Round"),
     "levels": ("capability",),
     "local_training": ("train",),
     "options": ("option",),

@@ -4,13 +4,15 @@ settings -> models -> data -> task -> execution -> program
 """
 
 import dataclasses
-from collections.abc import Sequence
+import hashlib
+import pathlib
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from data import dataset, plan
-from fedjax_pfl import execution, shapes, types
+from fedjax_pfl import evaluate, execution, scores, shapes, types
 from fedjax_pfl import program as program_lib
 from launch.assemble import (
     computed,
@@ -18,12 +20,34 @@ from launch.assemble import (
     execution_step,
     fit,
     models_step,
-    program_step,
     task_step,
 )
-from launch.assemble.given import Settings
+from launch.assemble.given import Settings, sha256
 from launch.config import schema, sweep
-from launch.machine import devices, memory
+from launch.machine import devices, memory, processes, residence
+
+PartsWith = Callable[
+    [types.Execution], tuple[types.Task, program_lib.Program, plan.Planner]
+]
+
+
+class Computation(NamedTuple):
+    """What is compiled, and what it is made of.
+
+    Attributes:
+        task, program, planner: What is computed.
+        rows_in: Where the clients' rows are, see `residence.place`.
+        with_rows: The program for more private rows, see `simulate.Simulation`.
+        parts_with: Makes the first three for another chunk or other lanes, None = those
+            that are there are not to be changed.
+    """
+
+    task: types.Task
+    program: program_lib.Program
+    planner: plan.Planner
+    rows_in: str | None
+    with_rows: Callable[[int, types.Execution], program_lib.Program]
+    parts_with: PartsWith | None
 
 
 class Parts(NamedTuple):
@@ -31,31 +55,24 @@ class Parts(NamedTuple):
 
     Attributes:
         settings: The settings, with the notes that assembling added.
-        task, program, data, planner: What is computed.
-        seeds: One for each partition of the data.
+        made: What is computed.
+        data: The data with the partitions of all seeds.
+        seeds: One for each partition.
         hashes: The hashes of data, partitions and teacher.
         computed_sha256: The hash of what custom code computes.
         points: The points of a sweep, [{}] without one.
         target: The chip for which it is compiled without running, "" = it runs here.
-        rows_in: Where the clients' rows are, see `residence.place`.
-        with_rows: The program for more private rows, see `simulate.Simulation`.
-        parts_with: Other chunks or lanes, see `Run`.
         trained_before: The rows that models of files were trained on.
     """
 
     settings: Settings
-    task: types.Task
-    program: program_lib.Program
+    made: Computation
     data: types.Data
-    planner: plan.Planner
     seeds: list[int]
     hashes: tuple[str, str, str]
     computed_sha256: str
     points: Sequence[sweep.Point]
     target: str
-    rows_in: str | None
-    with_rows: program_step.WithRows
-    parts_with: program_step.PartsWith | None
     trained_before: Sequence[Any]
 
 
@@ -76,7 +93,7 @@ def assemble(
     Raises:
         ValueError: one line: what came, what was expected, which option to change.
     """
-    entry, config, source = settings.entry, settings.config, settings.source
+    config, hparams, source = settings.config, settings.hparams, settings.source
     # jax cannot read programs for another machine back from its cache.
     devices.keep_compiled("off" if target else config.compile_cache)
     precision = schema.PRECISIONS[config.precision]
@@ -87,30 +104,24 @@ def assemble(
     _refuse_large(settings, found.clients, target)
     data, notes = data_step.made(settings, seeds, normal, found)
     planned = task_step.made(settings, seeds, found, data, level_of)
-    points = sweep.of(config.sweep, settings.hparams, tuple(vars(config)))
-    fit.check_points(config.sweep, entry, settings.hparams, points, planned.task)
+    points = sweep.of(config.sweep, hparams, tuple(vars(config)))
+    fit.check_points(config.sweep, settings.entry, hparams, points, planned.task)
     # The compiled program takes the points' numbers as arguments.
-    first = dataclasses.replace(settings.hparams, **points[0])
-    about = settings, planned, data, first
-    task = execution_step.chosen(*about, len(points), target)
-    made = program_step.built(settings, planned, task, data, first, points)
-    hashes = program_step.hashes(settings, data, made.planner)
+    first = dataclasses.replace(hparams, **points[0])
+    task = execution_step.chosen(settings, planned, data, first, len(points), target)
+    made, of_others = _program(settings, planned, task, data, first, points)
+    hashes = _hashes(settings, data, made.planner)
     placed = execution.place_tables(data.replace(partition=None), task.execution)
     source = source._replace(notes=(*source.notes, *notes))
     return Parts(
         settings=settings._replace(source=source),
-        task=made.task,
-        program=made.program,
+        made=made,
         data=placed.replace(partition=data.partition),
-        planner=made.planner,
         seeds=seeds,
         hashes=hashes,
-        computed_sha256=computed.sha256(found.hashes | made.computed),
+        computed_sha256=computed.sha256(found.hashes | of_others),
         points=points,
         target=target,
-        rows_in=made.rows_in,
-        with_rows=made.with_rows,
-        parts_with=made.other,
         trained_before=[one.rows for one in found.known if one.rows is not None],
     )
 
@@ -124,3 +135,99 @@ def _refuse_large(
     model_bytes = max(shapes.model_bytes(model, shape) for model in clients)
     sizes = {"num_rows": len(source.label), "model_bytes": model_bytes}
     memory.refuse(memory.needs(options, **sizes), options, target)
+
+
+def _program(
+    settings: Settings,
+    planned: task_step.Planned,
+    task: types.Task,
+    data: types.Data,
+    hparams: Any,
+    points: Sequence[sweep.Point],
+) -> tuple[Computation, dict[str, str]]:
+    """(the program of the task, hashes of what custom code beside models computes)."""
+    config, entry, how = settings.config, settings.entry, task.execution
+    scoring = _scoring(settings, data, how)
+
+    def build(task: types.Task) -> program_lib.Program:
+        return program_lib.build(entry.make, hparams, task, scoring)
+
+    def parts_with(
+        how: types.Execution,
+    ) -> tuple[types.Task, program_lib.Program, plan.Planner]:
+        changed = task._replace(execution=how)
+        return changed, build(changed), planned.planner(program.algorithm, how)
+
+    def with_rows(num_rows: int, how: types.Execution) -> program_lib.Program:
+        return build(task._replace(num_residents=num_rows, execution=how))
+
+    program = build(task)
+    about = task, data, planned.planner
+    fit.check_swept(config.sweep, entry, hparams, points, *about)
+    of_others = computed.of_others(settings, hparams, *about)
+    if settings.public is not None and program.algorithm.ships_proxy != "unlabelled":
+        line = f"--public_set={config.public_set} has images without labels"
+        fit.refuse_need(config, "public_images", line)
+    planner, rows_in = planned.planner(program.algorithm, how), residence.place(config)
+    if rows_in is not None:
+        given = task, build, planner, data
+        task, program = residence.with_resident_rows(config, *given)
+    is_given = config.lanes != "auto" if how.lanes else config.client_chunk
+    changes = None if is_given or not how.vmaps_runs else parts_with
+    made = Computation(task, program, planner, rows_in, with_rows, changes)
+    return made, of_others
+
+
+def _scoring(
+    settings: Settings, data: types.Data, how: types.Execution
+) -> evaluate.Scoring:
+    """What an evaluation computes, and in batches of how many rows."""
+    config, num_clients = settings.config, settings.config.num_clients
+    is_all = config.eval_clients == "all"
+    num_scored = num_clients if is_all else config.clients_per_round
+    test, rows = data.partition.test, devices.evaluation_rows(how.platform)
+    largest = int(test.count.max())
+    if data.num_words:
+        # The logits of an exit for a batch are 64 MiB.
+        rows = min(rows, max(1, 2**24 // (data.num_words * data.image.shape[1])))
+    score: scores.Score = scores.Classes()
+    if data.num_words:
+        score = scores.Words(config.masked_loss)
+    elif settings.measures:
+        score = scores.Classes(settings.measures, largest)
+    return evaluate.Scoring(
+        batch_size=int(min(rows, test.row.shape[1])),
+        own_batch_size=min(rows, shapes.rounded_up(largest)),
+        num_scored=num_scored if config.c_gen else 0,
+        scored=config.eval_clients,
+        num_sampled=config.eval_sample if config.eval_sample < num_clients else 0,
+        has_train=config.eval_train,
+        score=score,
+    )
+
+
+def _hashes(
+    settings: Settings, data: types.Data, planner: plan.Planner
+) -> tuple[str, str, str]:
+    """The SHA-256 of data and graph, of the partitions, and of the teacher's file.
+
+    Raises:
+        ValueError: one line: they differ between the processes of a run.
+    """
+    digest = settings.source_hash.copy()
+    if settings.public is not None:
+        digest = sha256(data.image, data.label)
+    if init_from := settings.config.init_from:
+        digest.update(pathlib.Path(init_from).expanduser().read_bytes())
+    if planner.graph is not None and planner.graph.table is not None:
+        digest.update(planner.graph.table.data)
+    split, of_teacher = sha256(*jax.tree.leaves(data.partition)), ""
+    if models_step.is_taught(settings):
+        path = pathlib.Path(settings.hparams.teacher).expanduser()
+        of_teacher = hashlib.sha256(path.read_bytes()).hexdigest()
+    found = digest.hexdigest(), split.hexdigest(), of_teacher
+    processes.check_equal(
+        dict(zip(("dataset", "partition", "teacher"), found, strict=True)),
+        "by the SHA-256 of its contents; give all processes the same data",
+    )
+    return found

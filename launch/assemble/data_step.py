@@ -1,7 +1,6 @@
 """Step 2 of assembling: the tables of examples, and who owns which of them."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,31 +13,18 @@ from launch.config import resolve, schema
 from launch.machine import processes
 
 
-class Tables(NamedTuple):
-    """The data of a run.
-
-    Attributes:
-        data: Numpy arrays, with a leading axis of seeds in the partition.
-        notes: Lines about how they were taken.
-    """
-
-    data: types.Data
-    notes: tuple[str, ...]
-
-
 def made(
     settings: Settings,
     seeds: Sequence[int],
     normal: models_step.Normal,
     found: models_step.Models,
-) -> Tables:
-    """The tables of examples with a partition for each seed.
+) -> tuple[types.Data, tuple[str, ...]]:
+    """(the tables of examples, lines about how they were taken).
 
-    Args:
-        settings: The settings.
-        seeds: The seeds of the run.
-        normal: Mean and scale of the examples.
-        found: The models, some of which are from files.
+    They are numpy arrays, and the partition has a leading axis of seeds.
+
+    `normal` is the mean and scale of the examples, and `found` are the models, some of
+    which are from files.
 
     Raises:
         ValueError: one line: the data cannot be partitioned so.
@@ -73,7 +59,7 @@ def made(
         masked_loss=config.masked_loss,
         teacher=found.taught,
     )
-    return Tables(data, _notes(settings, found.known, stacked.test.row))
+    return data, _notes(settings, found.known, stacked.test.row)
 
 
 def _splits(settings: Settings, seeds: Sequence[int]) -> list[partitions.Split]:

@@ -4,7 +4,7 @@ Everything here is chosen from shapes.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,48 +19,6 @@ from launch.machine import devices, residence
 from models import counts
 
 
-class Work(NamedTuple):
-    """What decides how the clients of a round are computed.
-
-    Attributes:
-        config: The common options.
-        num_rows: int[K], train examples of a round of each client.
-        batch_size: Examples of a client's step.
-        model_bytes: Bytes of the largest client model.
-        macs: Multiply-accumulates of one example, where `devices.chooses` is true.
-        num_levels: Levels at which clients compute; a chunk should be of one level.
-        target: See `assemble`.
-    """
-
-    config: schema.Config
-    num_rows: np.ndarray
-    batch_size: int
-    model_bytes: int
-    macs: int
-    num_levels: int
-    target: str
-
-    def steps(self, num_owners: int = 1) -> np.ndarray:
-        """int[T, C]: steps of an epoch of the clients in a few cohorts.
-
-        With several owners, int[T x owners, P] of the clients of each, padded with
-        zeros.
-        """
-        gen = rng.generator(self.config.seed, "engine.cohort")
-        steps = -(-self.num_rows // self.batch_size)
-        size = self.config.clients_per_round
-        drawn = [gen.choice(len(steps), size, replace=False) for _ in range(16)]
-        if num_owners == 1:
-            return steps[np.stack(drawn)]
-        layout = slots.Layout(len(steps), num_owners)
-        every = range(num_owners)
-        rows = [steps[one[layout.device_of(one) == d]] for one in drawn for d in every]
-        out = np.zeros((len(rows), max(map(len, rows))), steps.dtype)
-        for line, row in zip(out, rows, strict=True):
-            line[: len(row)] = row
-        return out
-
-
 def chosen(
     settings: Settings,
     planned: Planned,
@@ -69,23 +27,15 @@ def chosen(
     num_points: int,
     target: str,
 ) -> types.Task:
-    """The task with the execution of its rounds.
-
-    Args:
-        settings: The settings.
-        planned: The task without an execution.
-        data: The data with the partitions of all seeds.
-        hparams: The algorithm's options.
-        num_points: Points of the sweep, 1 without one.
-        target: See `assemble`.
+    """The task with the execution of its rounds, for `num_points` of a sweep.
 
     Raises:
         ValueError: one line: there are fewer devices, or the algorithm's rounds cannot
             run in lanes.
     """
     config, entry, task = settings.config, settings.entry, planned.task
-    work = _work(settings, planned, target)
-    how = _execution(work, _lanes(config))
+    choose = functools.partial(_execution, config, hparams, planned, target)
+    how = choose(_lanes(config))
     if how.lanes:
         in_lanes = task._replace(execution=how)
         made = entry.make(hparams, in_lanes)
@@ -96,7 +46,7 @@ def chosen(
                 f"--lanes={config.lanes}: lanes take the steps of one training apart, "
                 f"and with --algo={config.algo} {reason}; omit it"
             )
-        how = _execution(work, "0") if reason else how
+        how = choose("0") if reason else how
     task = task._replace(execution=how)
     if config.client_state == "replicated" or not how.mesh or not entry.shares_rows:
         return task
@@ -106,28 +56,9 @@ def chosen(
     if row_bytes * copies <= devices.copied_row_bytes(config.emulate, target):
         return task
     lanes, num_owners = config.lanes if how.lanes else "0", how.num_devices
-    how = _execution(work, lanes, num_owners)._replace(shares_rows=True)
+    how = choose(lanes, num_owners)._replace(shares_rows=True)
     layout = slots.Layout(config.num_clients, num_owners)
     return task._replace(execution=how, num_residents=layout.num_rows)
-
-
-def _work(settings: Settings, planned: Planned, target: str) -> Work:
-    """The work of the rounds of the first seed."""
-    config, hparams, task = settings.config, settings.hparams, planned.task
-    most = getattr(hparams, "examples_per_round", 0)
-    largest, shape = int(planned.num_rows.max()), task.example_shape
-    macs = 1
-    if devices.chooses(config.emulate, target):
-        macs = max(counts.macs(model, shape) for model in task.client_models)
-    return Work(
-        config=config,
-        num_rows=np.minimum(planned.num_rows[0], most or largest),
-        batch_size=shapes.capped(getattr(hparams, "batch_size", 1), largest),
-        model_bytes=max(shapes.model_bytes(one, shape) for one in task.client_models),
-        macs=macs,
-        num_levels=task.num_levels,
-        target=target,
-    )
 
 
 def _lanes(config: schema.Config) -> str:
@@ -139,48 +70,52 @@ def _lanes(config: schema.Config) -> str:
     return "0" if config.lanes == "auto" and has_seeds else config.lanes
 
 
-def _execution(work: Work, lanes: str, num_owners: int = 1) -> types.Execution:
+def _execution(
+    config: schema.Config,
+    hparams: Any,
+    planned: Planned,
+    target: str,
+    lanes: str,
+    num_owners: int = 1,
+) -> types.Execution:
     """Chooses the mesh and how many clients train together, in chunks or in lanes.
 
     A given chunk is taken. Otherwise it is on a CPU one client, or for tiny models as
     many as make about 80 examples a step, and on an accelerator the cheapest
-    (`plan.choose_chunk`).
-
-    Args:
-        work: The work of a round.
-        lanes: Lanes of each device, `0` = none, `auto` = on an accelerator the cheapest
-            number if it costs less than chunks (`plan.choose_lanes`).
-        num_owners: Devices that have the private rows of their own clients, 1 = every
-            device has all rows.
-
-    Raises:
-        ValueError: there are fewer devices.
+    (`plan.choose_chunk`). `lanes` are those of each device, of which `auto` is on an
+    accelerator the cheapest number if it costs less than chunks, else 0. With
+    `num_owners` > 1 each of so many devices has the private rows of its own clients.
     """
-    config, target = work.config, work.target
-    steps = work.steps(num_owners)
+    task, largest = planned.task, int(planned.num_rows.max())
+    batch_size = shapes.capped(getattr(hparams, "batch_size", 1), largest)
+    most = getattr(hparams, "examples_per_round", 0) or largest
+    steps = -(-np.minimum(planned.num_rows[0], most) // batch_size)
+    steps = _of_cohorts(config, steps, num_owners)
     num_clients = steps.shape[-1] * num_owners
-    is_small = work.model_bytes < devices.SMALL_MODEL_BYTES
+    models, shape = task.client_models, task.example_shape
+    model_bytes = max(shapes.model_bytes(one, shape) for one in models)
+    is_small = model_bytes < devices.SMALL_MODEL_BYTES
     used = devices.chosen(
         num_owners if num_owners > 1 else config.devices,
         max(1, num_clients // (devices.SMALL_CLIENTS if is_small else 1)),
         config.emulate,
         target,
     )
+    per_device, chunk, width = -(-num_clients // len(used)), config.client_chunk, 0
     vmaps_runs = devices.chooses(config.emulate, target)
-    per_device = -(-num_clients // len(used))
-    dealt = {
-        "step_macs": work.batch_size * work.macs,
-        "devices": 1 if num_owners > 1 else len(used),
-    }
-    chunk = config.client_chunk
-    if not chunk and vmaps_runs:
-        chunk, _ = plan.choose_chunk(steps, min_chunk=config.min_chunk, **dealt)
-        chunk = min(chunk, -(-per_device // work.num_levels))
+    if vmaps_runs:
+        macs = batch_size * max(counts.macs(one, shape) for one in models)
+        dealt_to = 1 if num_owners > 1 else len(used)
+        cost = {"step_macs": macs, "devices": dealt_to}
+        if not chunk:
+            chunk, _ = plan.choose_chunk(steps, min_chunk=config.min_chunk, **cost)
+            chunk = min(chunk, -(-per_device // task.num_levels))
+        if lanes == "auto" and task.num_levels == 1:
+            width = plan.choose_lanes(steps, **cost)
     if not chunk:
-        chunk = _small_chunk(work.batch_size, per_device) if is_small else 1
-    width = 0 if lanes == "auto" else int(lanes)
-    if lanes == "auto" and vmaps_runs and work.num_levels == 1:
-        width = plan.choose_lanes(steps, **dealt)
+        chunk = _small_chunk(batch_size, per_device) if is_small else 1
+    if lanes != "auto":
+        width = int(lanes)
     return types.Execution(
         chunk=1 if width else min(chunk, per_device),
         mesh=devices.mesh(used, target),
@@ -199,3 +134,24 @@ def _small_chunk(batch_size: int, per_device: int) -> int:
     wanted = max(1, round(80 / batch_size))
     divisors = [d for d in range(1, 2 * wanted + 1) if per_device % d == 0]
     return min(divisors, key=lambda d: (abs(d - wanted), d))
+
+
+def _of_cohorts(
+    config: schema.Config, steps: np.ndarray, num_owners: int
+) -> np.ndarray:
+    """int[T, C]: of int[K] steps, those of the clients in a few cohorts.
+
+    With several owners, int[T x owners, P] of the clients of each, padded with zeros.
+    """
+    gen = rng.generator(config.seed, "engine.cohort")
+    size = config.clients_per_round
+    drawn = [gen.choice(len(steps), size, replace=False) for _ in range(16)]
+    if num_owners == 1:
+        return steps[np.stack(drawn)]
+    layout = slots.Layout(len(steps), num_owners)
+    every = range(num_owners)
+    rows = [steps[one[layout.device_of(one) == d]] for one in drawn for d in every]
+    out = np.zeros((len(rows), max(map(len, rows))), steps.dtype)
+    for line, row in zip(out, rows, strict=True):
+        line[: len(row)] = row
+    return out

@@ -33,7 +33,7 @@ class Settings(NamedTuple):
         dropped_owners: The rows of owners that were dropped, as they are too small, by
             the owner's name.
         measures: The metrics of `--eval_metrics`.
-        asked: The options that somebody asked for, see `resolve.asked`.
+        asked: The options that somebody asked for, see `registry.asked`.
     """
 
     entry: Any
@@ -91,7 +91,7 @@ def settled(**given: Any) -> Settings:
         source_hash=source_hash,
         dropped_owners=dropped_owners,
         measures=chosen,
-        asked=resolve.asked(config, hparams, given),
+        asked=registry.asked(config, hparams, given),
     )
 
 

@@ -38,11 +38,7 @@ class Models(NamedTuple):
 
 
 def made(settings: Settings, normal: Normal) -> Models:
-    """The models that the options name, or that were given.
-
-    Args:
-        settings: The settings.
-        normal: Mean and scale of the examples.
+    """The models that the options name, for examples of a mean and a scale.
 
     Raises:
         ValueError: one line: a model does not fit the data or the algorithm, or a file

@@ -55,15 +55,7 @@ def made(
     data: types.Data,
     level_of: LevelOf | None = None,
 ) -> Planned:
-    """The task of the models and the data.
-
-    Args:
-        settings: The settings.
-        seeds: The seeds of the run.
-        found: The models.
-        data: The data with the partitions of all seeds.
-        level_of: Levels that replace those of the options.
-    """
+    """The task of the models and the data; `level_of` replaces the options' levels."""
     config, hparams = settings.config, settings.hparams
     num_rows = np.asarray(data.partition.train.count)
     group = np.arange(config.num_clients, dtype=np.int32) % len(found.clients)

@@ -119,7 +119,7 @@ def parse(
         flagfile.UsageError: one line that names the flag.
         SystemExit: after `--help`.
     """
-    arguments = flagfile.expand(argv)
+    arguments, algo = flagfile.expand(argv), ""
     try:
         algo = _algorithm(arguments[1:])
         if (HELP | {"--helpfull"}) & set(arguments[1:]):
@@ -138,22 +138,24 @@ def parse(
         given = {name: values[name].value for name in values if values[name].present}
         for name in given.keys() & kinds.keys():
             limits.checked(name, given[name], kinds[name])
-    except flags.UnrecognizedFlagError as error:
-        name, bare = error.flagname, error.flagname.removeprefix("no")
-        if name != (close := name.strip()) and close in fields:
-            raise flagfile.UsageError(
-                f"--{close} is followed by a blank; write --{close}=value"
-            ) from error
-        if bare in fields:
-            raise flagfile.UsageError(
-                f"--{name}: --{bare} is not a switch; write --{bare}=value"
-            ) from error
-        raise flagfile.UsageError(registry.unknown_option(name, algo)) from error
-    except flags.IllegalFlagValueError as error:
-        raise flagfile.UsageError(illegal(error, kinds)) from error
     except (flags.Error, ValueError) as error:  # ValueError: --noflag=value
-        raise flagfile.UsageError(error) from error
+        raise flagfile.UsageError(_line(error, algo)) from error
     return given | {"algo": algo}
+
+
+def _line(error: Exception, algo: str) -> str:
+    """One line about an error of absl's parser or of ours."""
+    if isinstance(error, flags.IllegalFlagValueError):
+        return illegal(error, registry.option_types(algo))
+    if not isinstance(error, flags.UnrecognizedFlagError):
+        return str(error)
+    name, fields = error.flagname, registry.fields_of(algo)
+    bare, close = name.removeprefix("no"), name.strip()
+    if name != close and close in fields:
+        return f"--{close} is followed by a blank; write --{close}=value"
+    if bare in fields:
+        return f"--{name}: --{bare} is not a switch; write --{bare}=value"
+    return registry.unknown_option(name, algo)
 
 
 def help_for(

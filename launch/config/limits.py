@@ -57,18 +57,16 @@ def check_text(name: str, value: str) -> None:
         ValueError: a line break, another control character, text that is not UTF-8,
             spaces around it, or more than `TEXT_LIMIT` characters.
     """
-    line = f"--{name}={shown(value)}"
-    if len(value) > TEXT_LIMIT:
-        raise ValueError(
-            f"{line} has {len(value)} characters, at most {TEXT_LIMIT} fit"
-        )
     odd = [c for c in value if unicodedata.category(c) in _UNWRITABLE]
-    if odd:
-        raise ValueError(
-            f"{line} holds {odd[0]!r}, which a flagfile cannot hold; omit it"
-        )
-    if value != value.strip():
-        raise ValueError(f"{line} begins or ends with a space; omit it")
+    wrong = ""
+    if len(value) > TEXT_LIMIT:
+        wrong = f"has {len(value)} characters, at most {TEXT_LIMIT} fit"
+    elif odd:
+        wrong = f"holds {odd[0]!r}, which a flagfile cannot hold; omit it"
+    elif value != value.strip():
+        wrong = "begins or ends with a space; omit it"
+    if wrong:
+        raise ValueError(f"--{name}={shown(value)} {wrong}")
 
 
 def shown(value: Any) -> str:

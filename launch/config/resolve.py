@@ -247,38 +247,6 @@ def client_classes(config: schema.Config) -> tuple[tuple[int, ...], ...]:
     return found
 
 
-def asked(
-    config: schema.Config, hparams: Any, given: Mapping[str, Any]
-) -> frozenset[str]:
-    """The options that somebody asked for.
-
-    These are all that are given. A `run.flags` gives every option that its version had,
-    three quarters of today's at least, which no command line does. Of these only those
-    count that differ from what they are without it.
-
-    Args:
-        config: The resolved common options.
-        hparams: The algorithm's options.
-        given: Option -> value.
-    """
-    named = {name: value for name, value in given.items() if value is not None}
-    facts = {name: getattr(config, name) for name in ("algo", "dataset", "partition")}
-    rules = presets.values(config.preset, facts)
-    fields = dataclasses.fields(config) + dataclasses.fields(hparams)
-    usual = {field.name: rules.get(field.name, field.default) for field in fields}
-    recorded = {
-        field.name
-        for field in dataclasses.fields(config)
-        if field.metadata["role"] == schema.IDENTITY and field.default is not None
-    }
-    is_replay = 4 * len(recorded & named.keys()) >= 3 * len(recorded)
-    return frozenset(
-        name
-        for name, value in named.items()
-        if name in usual and not (is_replay and value == usual[name])
-    )
-
-
 def check(config: schema.Config, own: Collection[str] = ()) -> None:
     """Checks the relations between the options of a resolved configuration.
 

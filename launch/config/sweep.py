@@ -42,6 +42,14 @@ def _line(values: Mapping[str, Any]) -> str:
     return ";".join(f"{name}={','.join(map(str, v))}" for name, v in values.items())
 
 
+def _number(text: str) -> float | None:
+    """The number in a text, None if it holds none."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
 def points(line: str) -> list[Point]:
     """The points of a sweep in its order, in which the last name varies fastest.
 
@@ -56,19 +64,19 @@ def points(line: str) -> list[Point]:
     for part in line.split(";"):
         name, equals, listed = part.strip().partition("=")
         name = name.removeprefix("--")
+        numbers = [_number(value) for value in listed.split(",")]
+        wrong = ""
         if not (equals and name.isidentifier()):
-            raise ValueError(
-                f"--sweep={line}: expected NAME=VALUE,VALUE;NAME=VALUE,..."
-            )
-        if name in values:
-            raise ValueError(f"--sweep={line} names {name} twice")
-        try:
-            values[name] = [float(value) for value in listed.split(",")]
-        except ValueError as error:
-            reason = f"{name} has a value that is not a number"
-            raise ValueError(f"--sweep={line}: {reason}") from error
-        if len(set(values[name])) < len(values[name]):
-            raise ValueError(f"--sweep={line}: {name} has a value twice")
+            wrong = "expected NAME=VALUE,VALUE;NAME=VALUE,..."
+        elif name in values:
+            wrong = f"{name} is named twice"
+        elif None in numbers:
+            wrong = f"{name} has a value that is not a number"
+        elif len(set(numbers)) < len(numbers):
+            wrong = f"{name} has a value twice"
+        if wrong:
+            raise ValueError(f"--sweep={line}: {wrong}")
+        values[name] = numbers
     product = itertools.product(*values.values())
     return [dict(zip(values, point, strict=True)) for point in product]
 
@@ -92,20 +100,16 @@ def of(line: str, hparams: Any, other_names: Sequence[str] = ()) -> list[Point]:
                 f"--sweep={line}: {name} {why}; from Python build.compare({{...}}) "
                 "runs any settings side by side"
             )
-    structures = []
     for point in found:
         here = dataclasses.replace(hparams, **point)
         options.validate(here)
-        structure, floats = options.split_floats(here)
+        _, floats = options.split_floats(here)
         off = sorted(point.keys() - floats.keys())
         if off:
             raise ValueError(
                 f"--sweep={line}: 0 takes {off[0]} out of the program; omit it and run "
                 f"--{off[0]}=0 separately"
             )
-        structures.append(structure)
-    if any(one != structures[0] for one in structures):
-        raise ValueError(f"--sweep={line}: its points are several programs")
     return found
 
 

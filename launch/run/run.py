@@ -51,15 +51,16 @@ class Run:
         Raises:
             ValueError: one line: its state needs more memory than there is.
         """
-        settings, program, data = parts.settings, parts.program, parts.data
-        task, points, seeds = parts.task, parts.points, parts.seeds
-        self.config, self.hparams, self.task = settings.config, settings.hparams, task
-        self.program, self.data, self.planner = program, data, parts.planner
+        settings, data, made = parts.settings, parts.data, parts.made
+        points, seeds = parts.points, parts.seeds
+        self.config, self.hparams = settings.config, settings.hparams
+        self.task, self.program, self.planner = made.task, made.program, made.planner
+        self.parts_with, rows_in = made.parts_with, made.rows_in
+        task, program, self.data = self.task, self.program, data
         config, self.seeds = self.config, seeds
         self.window = window = summaries.window(config.summary, config.rounds)
         self.target = parts.target
         self.settings = settings if parts.target else None
-        self.parts_with = parts.parts_with
         self.data_sha256, self.split_sha256, self.teacher_sha256 = parts.hashes
         self.own_sha256 = settings.own_sha256
         self.computed_sha256 = parts.computed_sha256
@@ -88,10 +89,10 @@ class Run:
         self.simulation = simulate.Simulation(
             *(program, data, self.planner, seeds, task.execution, config.rounds),
             points,
-            parts.rows_in,
-            parts.with_rows,
+            rows_in,
+            made.with_rows,
         )
-        self._refuse_large(parts.rows_in)
+        self._refuse_large(rows_in)
 
     def _refuse_large(self, rows_in: str | None) -> None:
         """Refuses a state that needs more memory than there is (ValueError)."""

@@ -52,7 +52,7 @@ def command(argv: list[str]) -> None:
         f"about {minutes:,.0f} minutes on two quiet cores -> {found.folder.path}",
         flush=True,
     )
-    for how, reason in found.lacks.items():
+    for how, reason in found.absent.items():
         count = sum(cell.how == how for cell in every)
         print(f"note: {count} cells ({how}) are left out: {reason}", flush=True)
     if asked.dry_run:
@@ -62,7 +62,7 @@ def command(argv: list[str]) -> None:
     try:
         failed = found.run()
     except KeyboardInterrupt:
-        line = "interrupted; finished cells are kept, the same command goes on"
+        line = "interrupted; finished cells are kept, the same command continues"
         flags.fail(line, 130)
     for table in found.tables():
         print(table, flush=True)

@@ -7,10 +7,10 @@ file and of the sheet, the value's part, the row's, and that of the cell alone, 
 paper's sheet has parts of single cells for each of its `datasets` too.
 
 A row has the values in `only`, by default all, and those that `cells` names. Its option
-`teacher` may name the row whose model is its teacher: that of the same value, or where
-the other row lacks it, of the first one that it has. `seconds` are those expected of a
-cell on two quiet cores, and `times` is a factor on them. `paper` are the paper's
-numbers, one for each metric: a mean, or a mean and a standard deviation.
+`teacher` may name the row whose model is its teacher: that of the same value, or of the
+first value that the other row has. `seconds` are those expected of a cell on two quiet
+cores, and `times` is a factor on them. `paper` are the paper's numbers, one for each
+metric: a mean, or a mean and a standard deviation.
 """
 
 import json

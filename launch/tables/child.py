@@ -28,7 +28,7 @@ class Failed(Exception):
 
 def start(
     module: str,
-    told: Mapping[str, Any],
+    settings: Mapping[str, Any],
     given: Mapping[str, str] | None = None,
     is_leader: bool = False,
 ) -> subprocess.Popen:
@@ -36,7 +36,7 @@ def start(
 
     Args:
         module: Its name.
-        told: What it reads from its input.
+        settings: What it reads from its input.
         given: Variables of its environment beside the present ones.
         is_leader: Whether Ctrl-C does not reach it and its own processes, see `stop`.
     """
@@ -55,7 +55,7 @@ def start(
     # `communicate` would close the input, whose end is the end of this process.
     weakref.finalize(one, os.close, os.dup(one.stdin.fileno()))
     with contextlib.suppress(BrokenPipeError):  # it has ended, and said why
-        one.stdin.write(f"{json.dumps(told)}\n")
+        one.stdin.write(f"{json.dumps(settings)}\n")
         one.stdin.close()
     one.stdin = None
     return one

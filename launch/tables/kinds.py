@@ -225,7 +225,7 @@ def member(settings: Settings) -> dict[str, Any]:
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Trains and evaluates, or goes on with a run that was interrupted."""
+    """Trains and evaluates, or continues a run that was interrupted."""
     begin = time.perf_counter()
     folder, options = pathlib.Path(settings["folder"]), settings["options"]
     done = here.stored(folder, options) or here.run(folder, options)

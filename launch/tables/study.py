@@ -55,7 +55,7 @@ class Study:
         self.cells = [cell for n in self.sheets for cell in every[n]]
         self._every = self._with_estimates([c for one in every.values() for c in one])
         hows = {cell.how for cell in self.wanted()}
-        self.lacks = {
+        self.absent = {
             how: reason
             for how, (package, reason) in NEEDS.items()
             if how in hows and importlib.util.find_spec(package) is None
@@ -84,7 +84,7 @@ class Study:
         return [
             cell
             for cell in self.wanted()
-            if cell.how not in self.lacks and self.get(cell) is None
+            if cell.how not in self.absent and self.get(cell) is None
         ]
 
     def equal(self, cell: Cell) -> dict[str, Any] | None:
@@ -119,7 +119,7 @@ class Study:
                 state = "to run" if cell in computed else "as another cell"
             else:
                 is_finished = self.get(cell) is not None
-                state = "finished" if is_finished else self.lacks[cell.how]
+                state = "finished" if is_finished else self.absent[cell.how]
             yield f"{str(cell):<70} {cell.seconds:6.0f} s  {state}"
 
     def run(self) -> int:
@@ -180,8 +180,8 @@ class Study:
         estimate, reason, asked = None, results.NOTHING, self._estimate(cell)
         if asked:
             estimate = self.get(asked)
-            reason = "" if estimate else self.lacks.get("estimate", "missing")
-        missing = self.lacks.get(cell.how, "")
+            reason = "" if estimate else self.absent.get("estimate", "missing")
+        missing = self.absent.get(cell.how, "")
         return Result(cell, self.get(cell), estimate, missing, reason)
 
     def tables(self) -> list[str]:

@@ -156,12 +156,6 @@ def assert_own_serve(made, state):
         chex.assert_trees_all_equal(one, own(state, number))
 
 
-def assert_start_alike(state):
-    """Everybody's model is the server's."""
-    for number in range(5):
-        chex.assert_trees_all_equal(own(state, number), host(server(state)))
-
-
 class Step(NamedTuple):
     """A round that equals its reference: states around it, and what it returned.
 

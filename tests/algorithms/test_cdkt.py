@@ -264,23 +264,6 @@ def test_every_forward_has_its_own_noise(problem, start):
     assert len(set(seen)) == of_clients + of_server
 
 
-def test_init_makes_copies_of_one_model(problem):
-    """Section 1A, Init: all clients and the server start as the same parameters."""
-    made = cdkt.make(cdkt.HParams(), problem.task_of())
-    state = jax.jit(made.init)(problem.data, jax.random.key(0))
-    assert int(state.round) == 0
-    plain.assert_start_alike(state)
-
-
-def test_everyone_serves_itself(problem, start):
-    """Section 1A: w_n serves client n; the server's model is measured too."""
-    made, state = cdkt.make(cdkt.HParams(), problem.task_of()), start()
-    plain.assert_own_serve(made, state)
-    ((name, (model, variables)),) = made.server(state, problem.data).items()
-    assert (name, model.name) == ("global", "tiny")
-    chex.assert_trees_all_equal(variables, plain.server(state))
-
-
 @pytest.mark.parametrize(
     ("transfer", "up", "down"),
     [("rep", 6, 4 + 6), ("full", 4, 4), ("repfull", 4 + 6, 4 + 6)],

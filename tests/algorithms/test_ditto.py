@@ -1,6 +1,5 @@
 """Ditto against numpy, FedAvg and local training."""
 
-from algorithms import ditto
 from tests.algorithms import plain
 
 FLOATS = {"client_lr": 0.1, "client_lr_decay": 0.5, "proximal_weight": 0.7}
@@ -21,9 +20,3 @@ def test_rounds_equal_a_numpy_reference(compiled, start, problem):
     changes = dict.fromkeys(FLOATS, 0.3)
     run = compiled("ditto", floats=FLOATS)
     plain.follow(run, reference, start(), problem, FLOATS, changes=changes)
-
-
-def test_personal_models_serve_their_clients(start, problem):
-    """Every client is served its own v_k, also one that never took part."""
-    made = ditto.make(ditto.HParams(), problem.task_of())
-    plain.assert_own_serve(made, start())

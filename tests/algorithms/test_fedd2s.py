@@ -494,15 +494,3 @@ def test_refused():
     flat = stages.chain("flat", [("F3", stages.Dense(NUM_CLASSES, relu=False))])
     with pytest.raises(ValueError, match="--model=flat has one layer"):
         fedd2s.make(fedd2s.HParams(), task_of(flat))
-
-
-def test_everybody_starts_equal_and_is_evaluated():
-    """Section 1.0: one initialisation; all N clients' own models are evaluated."""
-    made = fedd2s.make(hparams_of("persist", server_epochs=3), task_of())
-    state = jax.jit(made.init)(DATA, jax.random.key(0))
-    plain.assert_start_alike(state)
-    plain.assert_own_serve(made, state)
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
-    np.testing.assert_array_equal(state.clients["participations"], [0] * NUM_CLIENTS)
-    assert made.server is None
-    assert [(p.name, p.epochs) for p in made.plans] == [("server", 3), ("local", 2)]

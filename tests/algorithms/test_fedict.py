@@ -13,7 +13,7 @@ import pytest
 
 import models
 from algorithms import fedict
-from fedjax_pfl import rng, traffic, types
+from fedjax_pfl import rng, traffic
 from tests.algorithms import conftest, plain
 
 STRUCTURES = {
@@ -308,8 +308,6 @@ def test_label_frequencies(problem):
     for one, label in zip(found, [*labels, np.concatenate(labels)], strict=True):
         expected = np.bincount(label, minlength=4) / len(label)
         np.testing.assert_allclose(one, expected, rtol=1e-6)
-    plain.assert_start_alike(state)
-    assert not np.asarray(state.clients["has_joined"]).any()
 
 
 @both
@@ -338,24 +336,6 @@ def test_bytes_of_the_papers_setting(problem):
     total = traffic.cumulative(np.array([800, 0, 800]), made.messages)
     np.testing.assert_allclose(total["bytes_up"], 6.586e6, rtol=2e-4)
     np.testing.assert_allclose(total["bytes_down"], 0.032e6, rtol=1e-6)
-
-
-def test_everyone_serves_itself(problem, given):
-    """Section 1.0: theta^n for all clients; the server alone has no whole model."""
-    made = make("momentum", problem)
-    plain.assert_own_serve(made, given())
-    assert made.server is None
-
-
-def test_plans_have_the_epochs_asked_for(problem):
-    """Three plans of their own, so that no batch order is used twice."""
-    hparams = {"local_epochs": 3, "server_epochs": 4, "distill_epochs": 5}
-    made = make("momentum", problem, **hparams)
-    assert made.plans == (
-        types.PlanSpec("local", 3, 5),
-        types.PlanSpec("server", 4, 5),
-        types.PlanSpec("distill", 5, 5),
-    )
 
 
 def test_a_layer_must_be_left_for_the_server(problem):

@@ -271,18 +271,6 @@ def test_nothing_would_be_personal(algo, problem):
         make(algo, problem, problem.task_of(net))
 
 
-def test_everyone_starts_from_one_model(problem):
-    """Section 1.0: a common initialisation, Z = 0."""
-    made = make("fedper_plus", problem, **MOVING)
-    state = jax.jit(made.init)(problem.data, jax.random.key(0))
-    for number in range(5):
-        chex.assert_trees_all_equal(
-            plain.own(state, number),
-            types.Variables(*(plain.host(tree[1:]) for tree in state.server)),
-        )
-    assert not np.asarray(state.clients["participations"]).any()
-
-
 @pytest.mark.parametrize(
     ("algo", "options", "line"),
     [
@@ -315,10 +303,3 @@ def test_other_architectures_of_clients_are_refused(problem):
     """The base is shared: one model for server and clients."""
     with pytest.raises(ValueError, match="--client_model=deeper"):
         make("fedper", problem, problem.task_of(clients="deeper"))
-
-
-def test_plans_have_the_epochs_asked_for(problem):
-    """`local_epochs` epochs in all, the head's included."""
-    for algo in ("fedper", "fedrep", "fedper_plus", "fedrep_plus"):
-        made = make(algo, problem, local_epochs=4, batch_size=7)
-        assert made.plans == (types.PlanSpec("local", 4, 7),)

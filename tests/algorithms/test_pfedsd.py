@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from algorithms import pfedsd
-from fedjax_pfl import local_training, rng, shapes, types
+from fedjax_pfl import local_training, rng, shapes
 from tests.algorithms import conftest, plain
 
 FLOATS = {
@@ -180,12 +180,3 @@ def test_teacher_has_no_dropout(compiled, problem, given):
     expected = jax.tree.map(lambda w, g: w - 0.05 * g, state.server.params, grads)
     found = plain.own(after, number).params
     chex.assert_trees_all_close(found, plain.host(expected), rtol=1e-4, atol=1e-6)
-
-
-def test_everyone_starts_from_one_model(problem):
-    """Section 1.0: a common initialisation, nobody has a model of its own yet."""
-    made = pfedsd.make(pfedsd.HParams(local_epochs=4), problem.task_of())
-    assert made.plans == (types.PlanSpec("local", 4, 20),)
-    state = jax.jit(made.init)(problem.data, jax.random.key(0))
-    plain.assert_start_alike(state)
-    assert not np.asarray(state.clients["has_own"]).any()

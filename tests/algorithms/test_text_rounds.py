@@ -17,8 +17,7 @@ from data import plan
 from fedjax_pfl import local_training, rng, shapes, types
 from models import text
 from tests import padded
-from tests.algorithms import conftest, plain
-from tests.algorithms.test_depthfl import Options, of_server
+from tests.algorithms import conftest, plain, test_depthfl
 
 # As many rows in a batch as words in a row, so that a swapped axis is not noticed by
 # its size.
@@ -131,33 +130,16 @@ def loss_of(params, level, image, label, key, weight):
 
 def reference(state, cohort, data):
     """One round: (model, h, drift of each client, sum of losses)."""
-    o = Options(CHOSEN)
-    model, round = state.server["model"], int(state.round)
-    drifts = [plain.at(state.clients, k) for k in range(5)]
-    trained, total = [], 0.0
-    for number, row in plain.members(cohort).items():
-        level, steps = int(cohort.level[row]), plain.at(cohort.plans["local"], row)
-        old, g = model.params[:level], drifts[number][:level]
-        key = rng.stream(state.key, "engine.local", round, number)
-        owned = data.partition.train.of(number)
-        params = old
-        for step in range(steps.num_steps):
-            place = jnp.asarray([at for at in steps.position[step] if at >= 0])
-            own = jax.random.fold_in(key, step)
-            image, label, _ = data.train_batch(owned(place), place, own)
-            given = level, image, label, own, o.weight(round)
-            loss, grads = loss_of(params, *given)
-            total += len(place) * float(loss)
-            params = jax.tree.map(
-                lambda w, d, was, s: (
-                    w - o.rate(round) * (d + o.alpha * (w - was) - s + o.decay * w)
-                ),
-                *(params, grads, old, g),
-            )
-        g = jax.tree.map(lambda s, w, was: s - o.alpha * (w - was), g, params, old)
-        trained.append((plain.host(params), ({},) * level))
-        drifts[number] = plain.host(g) + drifts[number][level:]
-    return *of_server(model, state.server["h"], trained, o), drifts, total
+
+    def slopes(one, step, position, rows, params, stats, weight):
+        key = rng.stream(state.key, "engine.local", int(state.round), one.number)
+        own, place = jax.random.fold_in(key, step), jnp.asarray(position)
+        image, label, _ = data.train_batch(jnp.asarray(rows), place, own)
+        given = len(params), image, label, own, weight
+        return *loss_of(params, *given), stats
+
+    table = plain.Table(data)
+    return test_depthfl.reference(state, cohort, table, CHOSEN, slopes)
 
 
 @pytest.mark.slow

@@ -388,62 +388,6 @@ def resumed(name: str, of: Callable, folder: pathlib.Path) -> str:
     return said(lambda: continued().run(progress=False), "computes something")
 
 
-def without_effect(gen: np.random.Generator) -> Iterator[Try]:
-    """Options of one partition or method with another."""
-    kinds = ("iid", "contiguous", "dirichlet", "client_dirichlet", "pathological")
-    of_kind = {
-        "partition_alpha": (0.2, ("dirichlet", "client_dirichlet")),
-        "classes_per_client": (3, ("pathological",)),
-        "partition_draw": ("sequential", ("client_dirichlet", "pathological")),
-        "client_classes": ("0,1/2,3", ()),
-        "min_owner_examples": (3, ()),
-    }
-    for option, (value, has) in of_kind.items():
-        for kind in kinds:
-            if kind not in has:
-                yield (
-                    f"{option} of {kind}",
-                    lambda _, o=option, v=value, k=kind: spoken(partition=k, **{o: v}),
-                )
-    methods = {
-        "local": {"server_lr": 0.3, "server_epochs": 7, "eval_train": True},
-        "fedavg": {"server_lr": 0.3, "server_momentum": 0.5, "bucketed": False},
-        "fedper": {"drop_every": 9, "min_layer": "dense1", "first_layer": "dense1"},
-        "scaffold": {"client_optimizer": "adam", "client_momentum": 0.5},
-        "apfl": {"bucketed": False, "server_lr": 0.2},
-        "pfedsd": {"bucketed": False, "client_optimizer_options": "b1=0.9"},
-        "dfedavg": {"eval_train": True, "edge_probability": 0.7, "bucketed": False},
-    }
-    for name, options in methods.items():
-        for option, value in options.items():
-            yield (
-                f"{option} of {name}",
-                lambda _, n=name, o=option, v=value: spoken(algo=n, **{o: v}),
-            )
-    for name in ("adam", "adamw", "lion", "yogi", "adagrad"):
-        yield (
-            f"momentum of {name}",
-            lambda _, n=name: spoken(client_optimizer=n, client_momentum=0.9),
-        )
-    for name in gen.choice(["adam", "adamw", "lamb", "radam", "nadam"], 3, False):
-        value = float(gen.choice([-0.5, 1.0, 1.5, 30]))
-        text = f"b1={value}"
-        yield (
-            f"{name} {text}",
-            lambda _, n=name, t=text: spoken(
-                client_optimizer=n, client_optimizer_options=t
-            ),
-        )
-
-
-def spoken(**options) -> str:
-    """What a run says of options before it begins."""
-    names = [name for name in options if name not in ("algo", "partition")]
-    more = {"num_peers": 3} if options.get("algo") == "dfedavg" else {}
-    given = SMALL | {"dataset": (X, y)} | more | options
-    return _lines(lambda: build.experiment(**given).notes, *names)
-
-
 def arrays(gen: np.random.Generator) -> Iterator[Try]:
     """Arrays in other layouts, names that look alike, and what a model has not seen."""
     sides = (4, 16, 16), (2, 8, 8), (12, 10, 10), (3, 5, 64), (3, 4, 4), (8, 8, 6)
@@ -512,7 +456,7 @@ def started(names: list[str], folder: pathlib.Path) -> str:
 def main(seed: int = 0) -> None:
     """Prints the silent tries and their share."""
     gen = np.random.default_rng(seed)
-    tries = [*names(), *columns(gen), *edits(), *without_effect(gen), *arrays(gen)]
+    tries = [*names(), *columns(gen), *edits(), *arrays(gen)]
     silent = []
     for name, one in tries:
         line = faults.line(one)

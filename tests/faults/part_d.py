@@ -25,7 +25,7 @@ import numpy as np
 from PIL import Image
 
 from data import frames, loaders, memory
-from fedjax_pfl import population
+from fedjax_pfl.rows import store
 from launch import build, export, main, report, reproduce
 from launch.folder import finished, lock
 from tests.faults import given
@@ -489,7 +489,7 @@ def d6_a_full_disk_under_client_state(folder) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     made = build.experiment(**options)
-    with unittest.mock.patch.object(population.os, "posix_fallocate", full):
+    with unittest.mock.patch.object(store.os, "posix_fallocate", full):
         line = _line(made.run, progress=False)
     with contextlib.redirect_stderr(io.StringIO()):
         again = build.experiment(**options, resume=True).run(progress=False)

@@ -67,8 +67,8 @@ def test_bench_times_the_mixing_of_peers(blobs, capsys):
         ("--clients=8,0", "--clients='8,0': expected numbers above 0, with commas"),
         ("--image=28x28", "--image='28x28': expected HEIGHTxWIDTHxCHANNELS"),
         ("--model=m0", "--model=m0: expected one of mlp"),
-        ("--target=tpu:v0", "--target='tpu:v0': expected one of tpu:v4"),
-        ("m1", "'m1' is no option of this command"),
+        ("--target=tpu:v0", "--target=tpu:v0: expected one of tpu:v4"),
+        ("m1", "'m1' is not an option of this command"),
     ],
 )
 def test_forms_refuse_a_bad_request(given, line, capsys):

@@ -124,6 +124,33 @@ def test_excludes(name, option, other, refused):
         assert lines(values, option) == expected * is_among(now, refused)
 
 
+def ranges():
+    """(name, option, a value just outside, what is expected) of every bound."""
+    outside = {"minimum": -1, "maximum": 1, "above": 0, "below": 0}
+    words = {"minimum": "at least", "maximum": "at most", "above": "more than"}
+    seen = set()
+    for name, values in instances():
+        for field in dataclasses.fields(values):
+            for bound, step in outside.items():
+                limit = field.metadata[bound]
+                if limit is not None and (field.name, bound) not in seen:
+                    seen.add((field.name, bound))
+                    line = f"expected {words.get(bound, 'less than')} {limit:g}"
+                    yield name, field.name, limit + step, line
+            if field.metadata["choices"] and (field.name, "choices") not in seen:
+                seen.add((field.name, "choices"))
+                yield name, field.name, "nonsense", "expected one of "
+
+
+@pytest.mark.parametrize("name, option, value, line", ranges())
+def test_ranges(name, option, value, line):
+    """Every bound and every list of choices is checked, in one sentence."""
+    values = dict(instances())[name]
+    with pytest.raises(ValueError) as error:
+        options.validate(dataclasses.replace(values, **{option: value}))
+    assert str(error.value).startswith(f"--{option}={value}: {line}")
+
+
 NEEDED = [
     (name, field)
     for name, values in instances()
@@ -143,6 +170,83 @@ def test_needed(name, field):
             ValueError, match=f"^--{other}={now} needs --{field.name}: "
         ):
             options.validate(bare)
+
+
+def declared():
+    """Every relation as a line: `option needs other=values`, noted or refused."""
+    lines = set()
+    for _, values in instances():
+        for name, field in fields_of(values).items():
+            meta = field.metadata
+            for kind in ("needs", "excludes"):
+                for other, of in meta[kind].items():
+                    shown = "/".join(map(options.text, of)) or "on"
+                    verb = "notes" if meta["is_noted"] else kind
+                    lines.add(
+                        f"{name} {verb} {other}={shown}{' !' * meta['is_needed']}"
+                    )
+            if meta.get("only"):
+                lines.add(f"{name} only {meta['only']}")
+    return sorted(lines)
+
+
+DECLARED = """
+adjacency needs topology=file !
+augment only images
+c_gen only images
+classes_per_client notes partition=pathological/cdkt/cdkt_paper
+client_classes needs partition=classes !
+drop_every notes layer_dropping=true
+edge_probability needs topology=erdos_renyi
+eval_clients notes c_gen=true
+eval_metrics only images
+eval_model excludes server_optimizer=sgd/adam/adagrad/yogi
+examples_per_client excludes partition=natural/file:PATH
+exclusive needs levels=fixed
+first_layer needs layer_dropping=true
+fixed_graph needs topology=random/regular/erdos_renyi
+h_denominator needs feddyn_alpha=on
+image_channels only images
+image_size only images
+label only tables
+lanes excludes client_chunk=on
+lanes excludes min_chunk=on
+layout only arrays
+masked_loss only texts
+min_layer needs drop_every=on
+min_layer needs layer_dropping=true
+min_owner_examples needs partition=natural
+min_owner_examples only images
+normalization only images
+num_peers needs topology=random/ring/regular
+owner only tables
+owners only owned texts
+partition_alpha notes partition=client_dirichlet/dirichlet
+partition_draw notes partition=client_dirichlet/pathological
+personal_from excludes layer_dropping=on
+proximal_weight needs layer_personalization=true
+proxy_fraction only images
+public_set excludes proxy_fraction=on
+public_set only images
+rotate_classes excludes layout=ntc
+rotate_classes excludes partition=cdkt/cdkt_paper
+rotate_classes only images
+server_lr needs server_optimizer=sgd/adam/adagrad/yogi
+server_momentum needs server_optimizer=sgd/adam/adagrad/yogi
+smoothing needs distill_target=ls
+teacher needs distill_target=kd/pt/sim/pt_sim !
+teacher_level needs distill_target=kd/pt/sim/pt_sim
+teacher_model needs distill_target=kd/pt/sim/pt_sim
+teacher_width needs distill_target=kd/pt/sim/pt_sim
+temperature needs transfer=head
+text_length only texts
+train_share only images
+"""
+
+
+def test_what_is_declared():
+    """The list of all relations, so that none gets lost; ! = it must be given."""
+    assert declared() == DECLARED.strip().splitlines()
 
 
 def test_every_relation_is_one_of_two_options():

@@ -210,7 +210,7 @@ def test_resumed_it_is_the_same(swept, blobs, tmp_path):
         ("client_lr", "expected NAME=VALUE"),
         ("client_lr=0.1,x", "a value that is not a number"),
         ("client_lr=0.1,0.1", "client_lr has a value twice"),
-        ("client_lr=0.1;client_lr=0.2", "names client_lr twice"),
+        ("client_lr=0.1;client_lr=0.2", "client_lr is named twice"),
         ("client_lr=-1,0.1", "--client_lr=-1.0: expected at least 0"),
         ("local_epochs=1,2", "local_epochs is an integer.*compare"),
         ("aggregation=1,2", "aggregation is a choice.*compare"),

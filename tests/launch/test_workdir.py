@@ -128,6 +128,29 @@ def copied(reference, tmp_path):
     return folder
 
 
+@pytest.fixture
+def whole(reference, tmp_path):
+    """A copy of the reference, finished."""
+    return pathlib.Path(shutil.copytree(reference, tmp_path / "whole"))
+
+
+@pytest.fixture
+def refused(blobs, capsys):
+    """Returns the one line of a command that is refused and changes nothing."""
+
+    def line(folder, *more, **given):
+        before = contents(folder)
+        with pytest.raises(SystemExit) as stop:
+            run(blobs, folder, *more, **given)
+        assert stop.value.code == 2
+        assert contents(folder) == before
+        (told,) = capsys.readouterr().err.splitlines()
+        assert told.startswith("error: ")
+        return told
+
+    return line
+
+
 def test_files_of_a_run(finished):
     """Nothing but the contract's files, and no partial ones."""
     assert {path.name for path in finished.iterdir()} == {
@@ -230,28 +253,6 @@ def test_finished_run_prints_its_table_again(finished, blobs, capsys):
     assert contents(finished) == before
 
 
-def test_fewer_rounds_are_refused(finished, blobs, capsys):
-    """A finished run is not cut back."""
-    before = contents(finished)
-    with pytest.raises(SystemExit) as stop:
-        run(blobs, finished, "--num_seeds=2", "--resume", rounds=2)
-    assert stop.value.code in (1, 2)
-    assert "--rounds=2" in capsys.readouterr().err
-    assert contents(finished) == before
-
-
-def test_unfinished_run_is_not_overwritten(copied, blobs, capsys):
-    """Without --resume: one line that offers it, and all stays."""
-    before = contents(copied)
-    with pytest.raises(SystemExit) as stop:
-        run(blobs, copied, "--summary=mean_last10")
-    assert stop.value.code in (1, 2)
-    line = capsys.readouterr().err
-    assert line.startswith("error: ") and line.count("\n") == 1
-    assert "--resume" in line and "after 4" in line
-    assert contents(copied) == before
-
-
 def test_killed_before_the_summary(copied, reference, blobs):
     """All rounds done, summary not written: resume writes it."""
     run(blobs, copied, "--summary=mean_last10", "--resume")
@@ -324,7 +325,7 @@ def test_a_partial_checkpoint_is_ignored(copied, reference, blobs):
 
 
 @pytest.mark.parametrize("damage", ["flip", "remove"])
-def test_damaged_checkpoint_is_named(copied, blobs, capsys, damage):
+def test_damaged_checkpoint_is_named(copied, refused, damage):
     """Any file of the newest one: named, the older one offered, nothing touched."""
     newest = copied / "checkpoints" / "round_00000004"
     files = [path for path in sorted(newest.rglob("*")) if path.is_file()]
@@ -338,15 +339,9 @@ def test_damaged_checkpoint_is_named(copied, blobs, capsys, damage):
             path.write_bytes(raw[:half] + bytes([raw[half] ^ 4]) + raw[half + 1 :])
         else:
             continue
-        before = contents(copied)
-        with pytest.raises(SystemExit) as stop:
-            run(blobs, copied, "--summary=mean_last10", "--resume")
-        assert stop.value.code in (1, 2)
-        line = capsys.readouterr().err
-        assert line.startswith("error: ") and line.count("\n") == 1
+        line = refused(copied, "--summary=mean_last10", "--resume")
         assert str(path.relative_to(copied)) in line
         assert "round_00000003" in line
-        assert contents(copied) == before
         path.write_bytes(raw)
 
 
@@ -359,15 +354,6 @@ def test_older_checkpoint_after_a_damaged_one(copied, reference, blobs):
     shutil.rmtree(newest)
     run(blobs, copied, "--summary=mean_last10", "--resume")
     assert_same_run(copied, reference)
-
-
-def refusal(dataset, folder, *more, **given):
-    """The one line of a command that is refused, which changes nothing."""
-    before = contents(folder)
-    with pytest.raises(SystemExit) as stop:
-        run(dataset, folder, *more, **given)
-    assert stop.value.code == 2
-    assert contents(folder) == before
 
 
 def cut(text):
@@ -396,16 +382,10 @@ def test_damaged_metrics_are_written_again(copied, reference, blobs, capsys, cha
     assert_same_run(copied, reference)
 
 
-@pytest.fixture
-def whole(reference, tmp_path):
-    """A copy of the reference, finished."""
-    return pathlib.Path(shutil.copytree(reference, tmp_path / "whole"))
-
-
 @pytest.mark.parametrize("name", ["metrics.jsonl", "clients.npz", "summary.json"])
 @pytest.mark.parametrize("damage", ["flip", "remove"])
 def test_a_damaged_finished_run_is_named_and_mended(
-    whole, reference, blobs, capsys, name, damage
+    whole, reference, blobs, refused, name, damage
 ):
     """Refused in one line that offers --resume, which writes the same files again."""
     path = whole / name
@@ -415,22 +395,12 @@ def test_a_damaged_finished_run_is_named_and_mended(
         path.unlink()
     else:
         path.write_bytes(raw[:half] + bytes([raw[half] ^ 1]) + raw[half + 1 :])
-    refusal(blobs, whole, "--summary=mean_last10")
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and told.count("\n") == 1 and "--resume" in told
+    told = refused(whole, "--summary=mean_last10")
+    assert "--resume" in told
     # Without its summary a run is one that was killed before it was written.
     assert str(path) in told or (name, damage) == ("summary.json", "remove")
     run(blobs, whole, "--summary=mean_last10", "--resume")
     assert_same_run(whole, reference)
-
-
-@pytest.mark.parametrize("text", ["{}", "5", "[" * 100000])
-def test_a_summary_that_is_none_is_one_line(whole, blobs, capsys, text):
-    """Neither a traceback nor an empty table."""
-    (whole / "summary.json").write_text(text)
-    refusal(blobs, whole, "--summary=mean_last10")
-    told = capsys.readouterr().err
-    assert "summary.json is damaged" in told and told.count("\n") == 1
 
 
 def test_a_summary_may_be_formatted_anew(whole, blobs, capsys):
@@ -441,25 +411,15 @@ def test_a_summary_may_be_formatted_anew(whole, blobs, capsys):
     assert "finished" in capsys.readouterr().out
 
 
-def test_damage_without_a_checkpoint_is_refused(whole, blobs, capsys):
-    """Nothing is thrown away that cannot be written again."""
-    shutil.rmtree(whole / "checkpoints")
-    (whole / "metrics.jsonl").write_text("")
-    refusal(blobs, whole, "--summary=mean_last10", "--resume")
-    assert "no checkpoint to continue from" in capsys.readouterr().err
-
-
-def test_fewer_rounds_than_begun_are_refused(blobs, tmp_path, monkeypatch, capsys):
+def test_fewer_rounds_than_begun_are_refused(blobs, tmp_path, monkeypatch, refused):
     """Their summary would take rounds whose accuracies were not kept."""
     flags = ["--summary=mean_last10", "--checkpoint_every=1"]
     with monkeypatch.context() as patch:
         kill_at(patch, 11)
         with pytest.raises(KilledError):
             run(blobs, tmp_path / "run", *flags, rounds=40)
-    refusal(blobs, tmp_path / "run", *flags, "--resume", rounds=12)
-    told = capsys.readouterr().err
+    told = refused(tmp_path / "run", *flags, "--resume", rounds=12)
     assert "--rounds=12 " in told and "--rounds=40 or more" in told
-    assert told.count("\n") == 1
 
 
 def test_an_extension_leaves_no_old_summary(whole, blobs, monkeypatch, capsys):
@@ -513,103 +473,132 @@ def test_a_kill_as_the_folder_appears(blobs, tmp_path, left, resume):
     assert [path.name for path in tmp_path.iterdir()] == ["run.flags"]
 
 
-def test_a_folder_in_use_is_refused(copied, blobs, capsys):
-    """The second process is told who is first."""
-    held = lock.Lock(copied)
-    held.acquire()
-    refusal(blobs, copied, "--summary=mean_last10", "--resume")
-    assert "is in use by process" in capsys.readouterr().err
-    held.release()
-
-
-def test_a_folder_of_other_files_is_left_alone(blobs, tmp_path, capsys):
-    """Not even a lock is put there."""
-    (tmp_path / "mine").write_text("")
-    refusal(blobs, tmp_path)
-    assert "holds files but no run" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "name", ["run.lock", "run.flags.partial", "metrics.jsonl.partial"]
-)
-def test_links_are_not_followed(name, copied, reference, blobs, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["run.flags.partial", "metrics.jsonl.partial"])
+def test_links_are_not_followed(name, copied, reference, blobs, tmp_path):
     """What a link in the folder names stays as it is."""
     other = tmp_path / "other.txt"
     other.write_text("mine")
-    (copied / name).unlink(missing_ok=True)
     (copied / name).symlink_to(other)
-    if name == "run.lock":
-        with pytest.raises(SystemExit):
-            run(blobs, copied, "--summary=mean_last10", "--resume")
-        assert "run.lock is a link" in capsys.readouterr().err
-    else:
-        run(blobs, copied, "--summary=mean_last10", "--resume")
-        assert_same_run(copied, reference)
+    run(blobs, copied, "--summary=mean_last10", "--resume")
+    assert_same_run(copied, reference)
     assert other.read_text() == "mine"
 
 
 def test_checkpoints_that_are_gone(copied, reference, blobs, capsys):
-    """A note says that the run starts over; a file in their place is refused."""
+    """A note says that the run starts over."""
     shutil.rmtree(copied / "checkpoints")
-    (copied / "checkpoints").write_text("")
-    with pytest.raises(SystemExit):
-        run(blobs, copied, "--summary=mean_last10", "--resume")
-    assert "checkpoints is a file where a folder is" in capsys.readouterr().err
-    (copied / "checkpoints").unlink()
     run(blobs, copied, "--summary=mean_last10", "--resume")
     assert "holds no checkpoint, so the run starts over" in capsys.readouterr().err
     assert_same_run(copied, reference)
 
 
-@pytest.mark.parametrize(
-    "line", ["5", '{"seed": 0}', "[" * 100_000, '{"round": "1", "seed": 0}', "{"]
-)
-def test_records_that_are_none(line, copied, capsys):
-    """Of an unfinished run, of which no summary has the hash."""
-    with open(copied / "metrics.jsonl", "a") as file:
-        file.write(line + "\n")
-    with pytest.raises(SystemExit):
-        plot.command(["plot", str(copied)])
-    (text,) = capsys.readouterr().err.splitlines()
-    assert "metrics.jsonl is damaged: line " in text
+def write(name, text=""):
+    """A change of a folder: a file has this text."""
+    return lambda folder: (folder / name).write_text(text)
 
 
-def test_edited_records_are_not_drawn(copied, capsys):
-    path = copied / "metrics.jsonl"
-    path.write_text(path.read_text().replace('accuracy": 0.', 'accuracy": 0.9', 1))
-    with pytest.raises(SystemExit):
-        plot.command(["plot", str(copied)])
-    assert "was changed since the run wrote it" in capsys.readouterr().err
+def unfinish(folder):
+    """As after a kill before the summary."""
+    for name in ("summary.json", "clients.npz"):
+        (folder / name).unlink()
 
 
-def test_records_that_are_a_pipe(copied, capsys):
-    (copied / "metrics.jsonl").unlink()
-    os.mkfifo(copied / "metrics.jsonl")
-    with pytest.raises(SystemExit):
-        plot.command(["plot", str(copied)])
-    assert "holds no run" in capsys.readouterr().err
+def forget(folder):
+    shutil.rmtree(folder / "checkpoints")
+
+
+RESUME, ODD = ["--resume"], "summary.json is damaged"
 
 
 @pytest.mark.parametrize(
-    "change",
+    "changes, flags, part",
     [
-        {"metrics": 5},
-        {"rounds": "4"},
-        {"metrics": {"global_accuracy": {"mean": 1}}},
-        {"files_sha256": []},
-        {"sweep": 3},
+        ([], ["--resume", "--rounds=2"], "--rounds=2 would be fewer"),
+        ([unfinish], [], "stopped after 4 of 4 rounds; add --resume"),
+        ([write("summary.json", "{}")], [], ODD),
+        ([write("summary.json", "5")], [], ODD),
+        ([write("summary.json", "[" * 100000)], [], ODD),
+        ([forget, write("metrics.jsonl")], RESUME, "no checkpoint to continue from"),
+        ([unfinish, lambda one: lock.Lock(one).acquire()], RESUME, "in use by process"),
+        (
+            [unfinish, lambda one: (one / "run.lock").symlink_to(one / "run.flags")],
+            RESUME,
+            "run.lock is a link",
+        ),
+        (
+            [unfinish, forget, write("checkpoints")],
+            RESUME,
+            "checkpoints is a file where a folder is expected",
+        ),
+        (
+            [unfinish, lambda one: (one / "run.flags").unlink()],
+            [],
+            "holds files but no run",
+        ),
     ],
 )
-def test_a_summary_with_a_new_hash(change, whole, blobs, capsys):
-    """Edited by someone who makes the hashes right again: one line."""
-    path = whole / "summary.json"
-    made = {k: v for k, v in summary(whole).items() if k != "sha256"} | change
-    made["sha256"] = finished_lib._own_digest(made)
-    path.write_text(json.dumps(made))
+def test_folders_that_are_refused(whole, refused, changes, flags, part):
+    """In one line, and all stays as it is."""
+    for change in changes:
+        change(whole)
+    assert part in refused(whole, "--summary=mean_last10", *flags)
+
+
+def added(line):
+    """A change: the records end with another line."""
+
+    def change(folder):
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write(line + "\n")
+
+    return change
+
+
+def edited(folder):
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text().replace('accuracy": 0.', 'accuracy": 0.9', 1))
+
+
+def piped(folder):
+    (folder / "metrics.jsonl").unlink()
+    os.mkfifo(folder / "metrics.jsonl")
+
+
+def sealed(**more):
+    """A change by somebody who makes the hash of the summary right again."""
+
+    def change(folder):
+        made = {k: v for k, v in summary(folder).items() if k != "sha256"} | more
+        made["sha256"] = finished_lib._own_digest(made)
+        (folder / "summary.json").write_text(json.dumps(made))
+
+    return change
+
+
+LINES = "5", '{"seed": 0}', "[" * 100_000, '{"round": "1", "seed": 0}', "{"
+
+
+@pytest.mark.parametrize(
+    "changes, part",
+    [
+        *(([unfinish, added(x)], "metrics.jsonl is damaged: line ") for x in LINES),
+        ([unfinish, edited], "was changed since the run wrote it"),
+        ([unfinish, piped], "holds no run"),
+        ([sealed(metrics=5)], ODD),
+        ([sealed(rounds="4")], ODD),
+        ([sealed(metrics={"global_accuracy": {"mean": 1}})], ODD),
+        ([sealed(files_sha256=[])], ODD),
+        ([sealed(sweep=3)], ODD),
+    ],
+)
+def test_folders_that_are_not_drawn(whole, capsys, changes, part):
+    """In one line."""
+    for change in changes:
+        change(whole)
     with pytest.raises(SystemExit):
         plot.command(["plot", str(whole)])
-    (text,) = capsys.readouterr().err.splitlines()
-    assert "summary.json is damaged" in text
+    (line,) = capsys.readouterr().err.splitlines()
+    assert part in line
 
 
 def test_too_many_rounds(whole):
