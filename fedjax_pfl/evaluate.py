@@ -63,11 +63,11 @@ def _answers(
     data: types.Data,
     rows: jax.Array,
     score: scores.Score,
-) -> tuple[scores.Answers, jax.Array]:
-    """(the answers of a model on rows int32[B], their labels); negative = padding."""
+) -> scores.Answers:
+    """The answers of a model on rows int32[B], of which negative ones are padding."""
     image, label, is_chosen = data.test_batch(rows)
     out, _ = model.forward(*variables, image)
-    return score.answers(_outputs(model, out), label, is_chosen, rows >= 0), label
+    return score.answers(_outputs(model, out), label, is_chosen, rows >= 0)
 
 
 def _on_rows(
@@ -77,11 +77,11 @@ def _on_rows(
     rows: jax.Array,
     scoring: Scoring,
     how: execution.Execution,
-) -> tuple[scores.Answers, jax.Array]:
+) -> scores.Answers:
     """`_answers` of one shared model on rows int32[U] of the example table."""
     batches = stacked.in_batches(rows, scoring.batch_size)
 
-    def one(index: jax.Array) -> tuple[scores.Answers, jax.Array]:
+    def one(index: jax.Array) -> scores.Answers:
         return _answers(model, variables, data, batches[index], scoring.score)
 
     # Only real rows, since the table's length is rounded up with padding.
@@ -132,7 +132,7 @@ def of_shared(
     test, score = data.partition.test, scoring.score
     answered: list[tuple[types.Model, list[jax.Array], Any]] = []
 
-    def answers_of(model: types.Model, variables: types.Variables) -> Any:
+    def answers_of(model: types.Model, variables: types.Variables) -> scores.Answers:
         # A shared model that serves is usually the server's, so answer once. Both are
         # then the same leaves of the state.
         leaves = jax.tree.leaves(variables)
@@ -148,28 +148,28 @@ def of_shared(
         found = [answers_of(one.model, one.shared) for one in groups if one.own is None]
         owner = test.owner()
         return tuple(
-            (score.of_each(*one, test, owner), score.of_union(one[0])) for one in found
+            (score.of_each(one, test, owner), score.of_union(one)) for one in found
         )
 
     out: dict[str, Any] = {}
     if algorithm.server is not None:
         models = algorithm.server(state, data)
         answers = {name: answers_of(*one) for name, one in models.items()}
-        for name, (found, _) in answers.items():
+        for name, found in answers.items():
             for key, sums in score.of_union(found).items():
                 out.setdefault(key, {})[name] = sums
         out["differ"] = {
-            name: answers[name][0].differ.sum()
+            name: answers[name].differ.sum()
             for name, (model, _) in models.items()
             if model.has_exits
         }
         first = next(iter(models))
         if score.measures:
-            out["measured"] = score.measured(*answers[first], test.row >= 0)
+            out["measured"] = score.measured(answers[first])
         if scoring.has_train:
             rows = data.partition.train.row
             alone = scoring._replace(score=score.without_measures)
-            found, _ = _on_rows(*models[first], data, rows, alone, how)
+            found = _on_rows(*models[first], data, rows, alone, how)
             sums = score.of_union(found)["server"]
             out["train"] = sums[-1], (rows >= 0).sum()
     num_clients = test.start.shape[0]
@@ -385,8 +385,8 @@ def _sums_from(
         offset = index * batch_size + jnp.arange(batch_size)
         rows = jnp.take(data.partition.test.row, start + offset, mode="clip")
         rows = jnp.where(offset < count, rows, -1)
-        found, label = _answers(model, variables, data, rows, score)
-        return score.of_batch(found, label, rows >= 0, index * batch_size)
+        found = _answers(model, variables, data, rows, score)
+        return score.of_batch(found, index * batch_size)
 
     def step(index: jax.Array, total: Any) -> Any:
         return jax.tree.map(jnp.add, total, batch(index))

@@ -29,12 +29,16 @@ class Answers(NamedTuple):
             served output; J is 1 for a model without exits.
         served: What is summed of the served output, leaves [B, ...].
         differ: bool[B], whether the exits disagree.
+        label: int32[B, ...], the right answers.
+        is_real: bool[B], False on padding.
         logits: f32[B, Y] of the served output where measures need them, else ().
     """
 
     exits: jax.Array
     served: Any
     differ: jax.Array
+    label: jax.Array
+    is_real: jax.Array
     logits: Any = ()
 
 
@@ -56,21 +60,19 @@ class Score(Protocol):
         is_chosen: jax.Array | None,
         is_real: jax.Array,
     ) -> Answers:
-        """The answers of J outputs [B, ...] on rows of which `is_real` bool[B]."""
+        """The answers of J outputs [B, ...] on rows of which `is_real` bool[B].
 
-    def of_batch(
-        self, found: Answers, label: jax.Array, is_real: jax.Array, first: jax.Array
-    ) -> Any:
-        """Sums over a batch, whose first row has the place `first` of a client's."""
+        `is_chosen` bool[B, T] are the positions of a text that a model had to guess.
+        """
 
-    def of_each(
-        self, found: Answers, label: jax.Array, rows: types.ClientRows, owner: jax.Array
-    ) -> Any:
+    def of_batch(self, found: Answers, first: jax.Array) -> Any:
+        """Sums over a batch whose first row has the place `first` among a client's."""
+
+    def of_each(self, found: Answers, rows: types.ClientRows, owner: jax.Array) -> Any:
         """Sums over each client's rows, leaves [K, ...], of a model that they share.
 
         Args:
-            found: The answers on all rows of the union.
-            label: Their labels [U, ...].
+            found: The answers on all U rows of the union.
             rows: Where each client's rows are among these.
             owner: int32[U], the client of each row, K = none.
         """
@@ -78,7 +80,7 @@ class Score(Protocol):
     def of_union(self, found: Answers) -> dict[str, jax.Array]:
         """`server` and `server_loss` of the answers on all rows of the union."""
 
-    def measured(self, found: Answers, label: jax.Array, is_real: jax.Array) -> Any:
+    def measured(self, found: Answers) -> Any:
         """The sums of the measures over all rows of the union, () without measures."""
 
     def metrics(
@@ -138,26 +140,25 @@ class Classes(NamedTuple):
         exits = found[:-2] if len(outputs) > 1 else found
         differ = (exits != exits[0]).any(0) & is_real
         logits = served.astype(jnp.float32) if self.measures else ()
-        return Answers(right.T, {"right": right[-1], "loss": loss}, differ, logits)
+        sums = {"right": right[-1], "loss": loss}
+        return Answers(right.T, sums, differ, label, is_real, logits)
 
     def _zeros(self, *shape: int) -> dict[str, jax.Array]:
         return {"right": jnp.zeros(shape, jnp.int32), "loss": jnp.zeros(shape)}
 
-    def of_batch(
-        self, found: Answers, label: jax.Array, is_real: jax.Array, first: jax.Array
-    ) -> dict[str, Any]:
+    def of_batch(self, found: Answers, first: jax.Array) -> dict[str, Any]:
         """See `Score`."""
         total = jax.tree.map(
             lambda zero, x: x.sum(0, dtype=zero.dtype), self._zeros(), found.served
         )
         if self.measures:
-            batch = found.logits, label, is_real
+            batch = found.logits, found.label, found.is_real
             where = {"first": first, "num_rows": self.own_rows}
             total["measured"] = measures_lib.of(self.measures, *batch, **where)
         return total
 
     def of_each(
-        self, found: Answers, label: jax.Array, rows: types.ClientRows, owner: jax.Array
+        self, found: Answers, rows: types.ClientRows, owner: jax.Array
     ) -> dict[str, Any]:
         """See `Score`."""
         total = _by_owner(found.served, owner, self._zeros(rows.start.shape[0]))
@@ -166,8 +167,8 @@ class Classes(NamedTuple):
             def one(of: tuple[jax.Array, jax.Array]) -> Any:
                 start, count = of
                 index = jnp.arange(self.own_rows)
-                place = jnp.minimum(start + index, len(label) - 1)
-                batch = found.logits[place], label[place], index < count
+                place = jnp.minimum(start + index, len(owner) - 1)
+                batch = found.logits[place], found.label[place], index < count
                 return measures_lib.of(self.measures, *batch, num_rows=self.own_rows)
 
             total["measured"] = jax.lax.map(one, (rows.start, rows.count))
@@ -180,10 +181,10 @@ class Classes(NamedTuple):
             "server_loss": found.served["loss"].sum(),
         }
 
-    def measured(self, found: Answers, label: jax.Array, is_real: jax.Array) -> Any:
+    def measured(self, found: Answers) -> Any:
         """See `Score`."""
-        batch = found.logits, label, is_real
-        return measures_lib.of(self.measures, *batch, num_rows=len(label))
+        batch = found.logits, found.label, found.is_real
+        return measures_lib.of(self.measures, *batch, num_rows=len(found.label))
 
     def metrics(
         self, counts: dict[str, Any], test_count: np.ndarray, union: int
@@ -297,16 +298,15 @@ class Words(NamedTuple):
         """See `Score`; `exits` is f32[B, J, 4]."""
         sums = [_surprise(one, label, is_chosen) for one in outputs]
         sums = jnp.where(is_real[:, None], jnp.stack(sums), 0)
-        return Answers(sums.swapaxes(0, 1), sums[-1], jnp.zeros_like(is_real))
+        differ = jnp.zeros_like(is_real)
+        return Answers(sums.swapaxes(0, 1), sums[-1], differ, label, is_real)
 
-    def of_batch(
-        self, found: Answers, label: jax.Array, is_real: jax.Array, first: jax.Array
-    ) -> jax.Array:
+    def of_batch(self, found: Answers, first: jax.Array) -> jax.Array:
         """See `Score`."""
         return found.served.sum(0)
 
     def of_each(
-        self, found: Answers, label: jax.Array, rows: types.ClientRows, owner: jax.Array
+        self, found: Answers, rows: types.ClientRows, owner: jax.Array
     ) -> jax.Array:
         """See `Score`."""
         return _by_owner(found.served, owner, jnp.zeros((rows.start.shape[0], 4)))
@@ -315,7 +315,7 @@ class Words(NamedTuple):
         """See `Score`; f32[J, U, 4], which the host sums."""
         return {"server": found.exits.swapaxes(0, 1)}
 
-    def measured(self, found: Answers, label: jax.Array, is_real: jax.Array) -> Any:
+    def measured(self, found: Answers) -> Any:
         """See `Score`; a text has none."""
         return ()
 
