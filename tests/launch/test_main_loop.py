@@ -131,13 +131,13 @@ def test_second_start_finds_its_programs(blobs, cache_folder, tmp_path):
 
     def kept():
         names = [path.name for path in cache.glob("*-cache")]
-        ours = ("jit_init-", "jit_rounds-", "jit_count-")
+        ours = ("jit_init-", "jit_rounds-", "jit_of_shared-", "jit_of_clients-")
         return sorted(name for name in names if name.startswith(ours))
 
     program.forget()
     run(blobs, tmp_path / "a", option, "--rounds=1", "--eval_every=1")
     first = kept()
-    assert len(first) == 3
+    assert len(first) == 4
     program.forget()
     run(
         blobs,

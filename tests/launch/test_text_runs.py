@@ -302,7 +302,7 @@ def test_refused_on_images(given, words, blobs):
 
 def test_a_row_is_no_longer_than_the_text(tmp_path):
     folder = texts.write(tmp_path)
-    with pytest.raises(ValueError, match="--text_length=5000 is longer"):
+    with pytest.raises(ValueError, match="--text_length=5000: expected at most 720"):
         build.experiment(
             algo="fedavg", dataset="wikitext2", data_dir=str(folder), text_length=5000
         )
