@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import special, stats
 
+# The numbers of clients that the host turns into metrics at once
+FINISHED_NUMBERS = 1 << 22
 ECE_BINS = 15  # as in Guo et al., "On Calibration of Modern Neural Networks", ICML 2017
 # Names of functions that would be taken for metrics that every run has
 _TAKEN = (
@@ -35,8 +37,8 @@ class Measure(NamedTuple):
             f32, in which rows with a mask of False count nothing. None = the rows
             themselves are kept: `logits` f32[N, Y] and `label` f32[N], which is 1 + the
             class, and 0 of rows that are not there.
-        finish: From such sums f64 over all rows to values by name, nan where one is not
-            defined.
+        finish: From the sums f64 of M models, leaves [M, ...], to values f64[M] by
+            name, nan where one is not defined.
         is_mean: Whether there is also the mean over clients of their own values.
         is_fraction: Whether the values are fractions 0..1.
         given: The user's function of a custom measure.
@@ -44,7 +46,7 @@ class Measure(NamedTuple):
 
     name: str
     sums: Callable[[jax.Array, jax.Array, jax.Array], Any] | None
-    finish: Callable[[Any], dict[str, float]]
+    finish: Callable[[Any], dict[str, np.ndarray]]
     is_mean: bool = True
     is_fraction: bool = True
     given: Callable[..., Any] | None = None
@@ -94,48 +96,49 @@ def _by_class(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> dict:
     }
 
 
-def _mean_of(values: np.ndarray, is_defined: np.ndarray) -> float:
-    return float(values[is_defined].mean()) if is_defined.any() else float("nan")
+def _mean_of(values: np.ndarray, is_defined: np.ndarray) -> np.ndarray:
+    """The mean over the last axis of values where they are defined, nan without any."""
+    total = np.where(is_defined, values, 0).sum(-1)
+    count = is_defined.sum(-1)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
 def _recalls(sums: dict) -> np.ndarray:
     return sums["right"] / np.maximum(sums["rows"], 1)
 
 
-def _macro_f1(sums: dict) -> dict[str, float]:
+def _macro_f1(sums: dict) -> dict[str, np.ndarray]:
     """The mean over classes, among labels or answers, of 2 TP / (2 TP + FP + FN)."""
     total = sums["answered"] + sums["rows"]
     f1 = 2 * sums["right"] / np.maximum(total, 1)
     return {"macro_f1": _mean_of(f1, total > 0)}
 
 
-def _balanced(sums: dict) -> dict[str, float]:
+def _balanced(sums: dict) -> dict[str, np.ndarray]:
     """The mean recall over the classes that occur."""
     return {"balanced_accuracy": _mean_of(_recalls(sums), sums["rows"] > 0)}
 
 
-def _per_class(sums: dict) -> dict[str, float]:
+def _per_class(sums: dict) -> dict[str, np.ndarray]:
     """The recall of each class, nan where it does not occur."""
     recall = np.where(sums["rows"] > 0, _recalls(sums), np.nan)
-    return {f"class{n}_accuracy": float(one) for n, one in enumerate(recall)}
+    return {f"class{n}_accuracy": one for n, one in enumerate(recall.T)}
 
 
-def _auc(rows: dict[str, np.ndarray]) -> dict[str, float]:
+def _auc(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """One class against the others, the mean over classes that have both.
 
     Ties count one half, as the mean of their ranks does.
     """
-    label, found = rows["label"].astype(int) - 1, rows["logits"].astype(np.float64)
-    label, found = label[rows["label"] > 0], found[rows["label"] > 0]
-    found = found - special.logsumexp(found, -1, keepdims=True)
-    areas = []
-    for number, score in enumerate(found.T):
-        own = int((label == number).sum())
-        pairs = own * (len(label) - own)
-        if pairs:
-            above = stats.rankdata(score)[label == number].sum() - own * (own + 1) / 2
-            areas.append(above / pairs)
-    return {"auc": float(np.mean(areas)) if areas else float("nan")}
+    label, logits = rows["label"][..., None], rows["logits"]
+    # Rows that are not there have the last ranks, which are not counted.
+    score = np.where(label, logits - special.logsumexp(logits, -1, keepdims=True), 1.0)
+    is_own = label == 1 + np.arange(logits.shape[-1])
+    own = is_own.sum(-2)
+    pairs = own * ((label > 0).sum(-2) - own)
+    ranks = np.where(is_own, stats.rankdata(score, axis=-2), 0).sum(-2)
+    areas = (ranks - own * (own + 1) / 2) / np.maximum(pairs, 1)
+    return {"auc": _mean_of(areas, pairs > 0)}
 
 
 def _by_confidence(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
@@ -147,10 +150,11 @@ def _by_confidence(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> jax
     return jnp.zeros((3, ECE_BINS)).at[:, place].add(jnp.where(mask, values, 0))
 
 
-def _ece(sums: np.ndarray) -> dict[str, float]:
+def _ece(sums: np.ndarray) -> dict[str, np.ndarray]:
     """The mean over rows of |accuracy - confidence| of their bin."""
-    rows, confidence, right = sums
-    return {"ece": float(np.abs(right - confidence).sum() / max(rows.sum(), 1))}
+    rows, confidence, right = np.moveaxis(sums, -2, 0)
+    gap = np.abs(right - confidence).sum(-1)
+    return {"ece": gap / np.maximum(rows.sum(-1), 1)}
 
 
 NAMES = {
@@ -230,9 +234,10 @@ def custom(name: Any, fn: Callable[..., tuple[jax.Array, jax.Array]]) -> Measure
             "functions by name, such as {'margin': fn}"
         )
 
-    def finish(sums: tuple[np.ndarray, np.ndarray]) -> dict[str, float]:
-        total, count = map(float, sums)
-        return {name: total / count if count else float("nan")}
+    def finish(sums: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
+        return {
+            name: np.where(sums[1] != 0, sums[0] / (sums[1] + (sums[1] == 0)), np.nan)
+        }
 
     def sums(*batch: jax.Array) -> tuple[jax.Array, jax.Array]:
         total, count = fn(*batch)
@@ -269,11 +274,11 @@ def check(measures: Sequence[Measure], num_classes: int) -> None:
 
 
 def _sum(leaf: np.ndarray) -> np.ndarray:
-    return leaf.sum(0)
+    return leaf.sum(0, keepdims=True)
 
 
 def _joined(leaf: np.ndarray) -> np.ndarray:
-    return leaf.reshape(-1, *leaf.shape[2:])
+    return leaf.reshape(1, -1, *leaf.shape[2:])
 
 
 def number_names(measures: Sequence[Measure]) -> set[str]:
@@ -303,25 +308,36 @@ def metrics(
     as_numpy = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), found)
     for number, measure in enumerate(measures):
         if "server" in as_numpy:
-            values = measure.finish(as_numpy["server"][number])
-            out |= {f"global_{name}": value for name, value in values.items()}
+            sums = as_numpy["server"][number]
+            values = measure.finish(jax.tree.map(lambda leaf: leaf[None], sums))
+            out |= {f"global_{name}": value[0] for name, value in values.items()}
         if not known.any():
             continue
         own = jax.tree.map(lambda leaf: leaf[known], as_numpy["own"][number])
-        pooled = measure.finish(
-            jax.tree.map(_joined if measure.sums is None else _sum, own)
-        )
-        out |= {f"client_{name}_pooled": value for name, value in pooled.items()}
+        together = _joined if measure.sums is None else _sum
+        pooled = measure.finish(jax.tree.map(together, own))
+        out |= {f"client_{name}_pooled": value[0] for name, value in pooled.items()}
         if not measure.is_mean:
             continue
-        each = [
-            measure.finish(jax.tree.map(lambda leaf, k=k: leaf[k], own))
-            for k in range(int(known.sum()))
-        ]
-        for name in pooled:
-            values = np.array([one[name] for one in each])
+        for name, values in _of_each(measure, own).items():
             is_defined = ~np.isnan(values)
             out[f"client_{name}"] = _mean_of(values, is_defined)
             if 0 < is_defined.sum() < len(values):
                 out[f"{CLIENTS_IN}client_{name}"] = int(is_defined.sum())
-    return {name: value for name, value in out.items() if np.isfinite(value)}
+    return {
+        name: value if isinstance(value, int) else float(value)
+        for name, value in out.items()
+        if np.isfinite(value)
+    }
+
+
+def _of_each(measure: Measure, sums: Any) -> dict[str, np.ndarray]:
+    """`finish` of many clients' sums, leaves [M, ...], some clients at once."""
+    leaves = jax.tree.leaves(sums)
+    size = sum(leaf[0].size for leaf in leaves)
+    step = max(FINISHED_NUMBERS // size, 1)
+    parts = [
+        measure.finish(jax.tree.map(lambda leaf, n=n: leaf[n : n + step], sums))
+        for n in range(0, len(leaves[0]), step)
+    ]
+    return {name: np.concatenate([one[name] for one in parts]) for name in parts[0]}

@@ -27,7 +27,8 @@ def value_of(name, batches=4):
     of = functools.partial(measures.of, (measure,), num_rows=len(LABELS) + 7)
     sums = [jax.jit(of)(*part, first=size * n)[0] for n, part in enumerate(parts)]
     total = jax.tree.map(lambda *leaves: np.sum(leaves, 0, np.float64), *sums)
-    return measure.finish(total)
+    found = measure.finish(jax.tree.map(lambda leaf: leaf[None], total))
+    return {name: value for name, (value,) in found.items()}
 
 
 def real():
@@ -64,10 +65,9 @@ def test_auc_is_scikit_learns():
 def test_auc_of_answers_without_information():
     """Ties count one half; one class alone has no area."""
     measure = measures.NAMES["auc"]
-    rows = {"logits": np.zeros((6, 2)), "label": np.array([1, 2, 1, 2, 0, 0])}
-    assert measure.finish(rows) == {"auc": 0.5}
-    rows["label"] = np.array([1, 1, 1, 0, 0, 0])
-    assert np.isnan(measure.finish(rows)["auc"])
+    labels = np.array([[1, 2, 1, 2, 0, 0], [1, 1, 1, 0, 0, 0]])
+    found = measure.finish({"logits": np.zeros((2, 6, 2)), "label": labels})["auc"]
+    np.testing.assert_array_equal(found, [0.5, np.nan])
 
 
 def test_calibration_error_by_hand():
@@ -106,7 +106,8 @@ def test_metrics_of_clients_and_the_server():
     assert values["client_right"] == pytest.approx(np.mean([h.mean() for h in hits]))
     both = [np.concatenate(one) for one in zip(*batches, strict=True)]
     together = measures.of(chosen, *both, jnp.ones(45, bool), num_rows=45)[3]
-    auc = chosen[3].finish(jax.tree.map(np.asarray, together))["auc"]
+    together = jax.tree.map(lambda leaf: np.asarray(leaf)[None], together)
+    (auc,) = chosen[3].finish(together)["auc"]
     assert values["client_auc_pooled"] == pytest.approx(auc)
     pooled = np.concatenate(hits).mean()
     assert values["client_right_pooled"] == pytest.approx(pooled)
