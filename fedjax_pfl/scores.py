@@ -198,7 +198,7 @@ class Classes(NamedTuple):
         for name, right in (counts.get("server", {}) if union else {}).items():
             right = right.astype(np.float64) / union
             out[f"{name}_accuracy"] = float(right[-1])
-            out[f"{name}_loss"] = float(counts["server_loss"][name] / union)
+            out[f"{name}_loss"] = float(counts["server_loss"][name]) / union
             prefix = "" if name == "global" else f"{name}_"
             if len(right) == 1:
                 continue
