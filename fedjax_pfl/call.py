@@ -147,7 +147,7 @@ class Call:
         shared: Any,
         blocks: Sequence[tuple[np.ndarray, Any]],
         totals: Totals,
-        kinds: Sequence[types.MessageKind],
+        algorithm: types.Algorithm,
         score: scores.Score,
     ) -> list[tuple[dict[str, float], np.ndarray | None]]:
         """The metrics of its variants.
@@ -157,7 +157,7 @@ class Call:
             blocks: For each block the clients int[seeds, R], and what
                 `Program.of_clients` found, leaves [variants, ...].
             totals: The messages so far.
-            kinds: The algorithm's messages.
+            algorithm: What was evaluated.
             score: What was summed.
 
         Returns:
@@ -171,12 +171,13 @@ class Call:
                 for ids, found in blocks
             ]
             count = test.count[place]
-            counts = evaluate.joined(_of_variant(shared, slot), mine, len(count))
+            given = _of_variant(shared, slot), mine, len(count)
+            counts = evaluate.joined(*given, algorithm.trained is not None)
             union = int((test.row[place] >= 0).sum())
             values, accuracies = score.metrics(counts, count, union)
             for name, (total, number) in self.metrics.items():
                 values[name] = total[slot] / max(number[slot], 1.0)
-            values |= traffic.cumulative(totals.messages[variant], kinds)
+            values |= traffic.cumulative(totals.messages[variant], algorithm.messages)
             out.append((values, accuracies))
         return out
 

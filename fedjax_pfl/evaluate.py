@@ -144,7 +144,9 @@ def of_shared(
         answered.append((model, leaves, found))
         return found
 
-    def of_groups(groups: tuple[types.Serving, ...]) -> tuple[Any, ...]:
+    def of_groups(
+        groups: tuple[types.Serving, ...], score: scores.Score
+    ) -> tuple[Any, ...]:
         found = [answers_of(one.model, one.shared) for one in groups if one.own is None]
         owner = test.owner()
         return tuple(
@@ -174,9 +176,9 @@ def of_shared(
             out["train"] = sums[-1], (rows >= 0).sum()
     num_clients = test.start.shape[0]
     given = state, cohort, data
-    out["serving"] = of_groups(algorithm.serving_groups(*given, num_clients))
+    out["serving"] = of_groups(algorithm.serving_groups(*given, num_clients), score)
     if _has_other_trained(algorithm):
-        out["trained"] = of_groups(algorithm.trained(*given))
+        out["trained"] = of_groups(algorithm.trained(*given), score.without_measures)
     return out
 
 
@@ -425,6 +427,7 @@ def joined(
     shared: dict[str, Any],
     blocks: Iterable[tuple[np.ndarray, dict[str, Any]]],
     num_clients: int,
+    has_trained: bool = False,
 ) -> dict[str, Any]:
     """What both programs found of one variant, as `Score.metrics` takes it.
 
@@ -433,6 +436,7 @@ def joined(
         blocks: For disjoint sets of clients their ids int[R], and what `of_clients`
             returned for these.
         num_clients: K.
+        has_trained: Whether the algorithm says which models training left.
 
     Returns:
         `server`, `server_loss`, `differ`, `measured` and `train` of `shared`; `own` and
@@ -476,6 +480,8 @@ def joined(
                 hit = is_served[slot[scored[-1]]] & (scored[-1] < num_clients)
                 total = total + np.where(hit, union["server"][-1], 0)
             cross.append(total)
+    if has_trained and "own" in out:
+        out.setdefault("trained", out["own"])
     if scored:
         out["scored"], out["cross"] = np.concatenate(scored), np.concatenate(cross)
     return out

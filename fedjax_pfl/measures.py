@@ -273,14 +273,6 @@ def check(measures: Sequence[Measure], num_classes: int) -> None:
             )
 
 
-def _sum(leaf: np.ndarray) -> np.ndarray:
-    return leaf.sum(0, keepdims=True)
-
-
-def _joined(leaf: np.ndarray) -> np.ndarray:
-    return leaf.reshape(1, -1, *leaf.shape[2:])
-
-
 def number_names(measures: Sequence[Measure]) -> set[str]:
     """The metrics of measures that are numbers and not fractions."""
     names = [one.name for one in measures if not one.is_fraction]
@@ -314,8 +306,12 @@ def metrics(
         if not known.any():
             continue
         own = jax.tree.map(lambda leaf: leaf[known], as_numpy["own"][number])
-        together = _joined if measure.sums is None else _sum
-        pooled = measure.finish(jax.tree.map(together, own))
+        if measure.sums is None:  # the rows that are there
+            is_real = own["label"] > 0
+            together = {name: rows[is_real][None] for name, rows in own.items()}
+        else:
+            together = jax.tree.map(lambda leaf: leaf.sum(0, keepdims=True), own)
+        pooled = measure.finish(together)
         out |= {f"client_{name}_pooled": value[0] for name, value in pooled.items()}
         if not measure.is_mean:
             continue

@@ -94,6 +94,7 @@ class Program(NamedTuple):
     vmaps: dict[str, bool]
     floats: dict[str, float]
     algorithm: types.Algorithm
+    num_rows: int
 
 
 def _over_variants(fn: Callable, how: types.Execution, *args: Any) -> Any:
@@ -351,4 +352,5 @@ def _jitted(of: _Structure) -> Program:
         },
         floats={},
         algorithm=None,
+        num_rows=task.num_rows,
     )

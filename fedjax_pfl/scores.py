@@ -7,6 +7,7 @@ correct answers as integers and sums the cross-entropy in float32, and the host 
 in float64.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -106,7 +107,8 @@ def _by_owner(values: Any, owner: jax.Array, zeros: Any) -> Any:
     )
 
 
-class Classes(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Classes:
     """Correct answers, the cross-entropy and measures of a classifier.
 
     Sums are `right` int32[...], `loss` f32[...] and, with measures, `measured`.
@@ -263,7 +265,8 @@ def _of_scored(
     return out
 
 
-class Words(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Words:
     """Perplexities of a text, which has no correct answers.
 
     Sums are f32[..., 4]: -log p, positions, -log p at chosen positions and chosen

@@ -190,14 +190,13 @@ class Simulation:
             compile_seconds: The earlier `compile_seconds`.
             metrics: The earlier `metrics`.
         """
+        self.totals, self.compile_seconds = totals, compile_seconds
         if self.rows.needs_start:
             self.start()
-        self.totals, self.compile_seconds = totals, compile_seconds
         # It may have rows that were read before.
         self._window = None
-        state = self.rows.loaded(state)
-        for call in self.calls:
-            mine = jax.tree.map(lambda leaf, c=call: leaf[c.rows], state)
+        of_calls = self.rows.loaded(state, self.calls)
+        for call, mine in zip(self.calls, of_calls, strict=True):
             call.load(round, self._placed(mine), metrics)
 
     def advance_to(self, stop: int) -> None:
@@ -233,7 +232,7 @@ class Simulation:
             call.advance(executable, args, until, work)
             try:
                 if ahead is None and until == window.end < max(self.rounds, stop):
-                    ahead = self._planned(until, stop)
+                    ahead = self.windows.make(until, max(self.rounds, stop))
                 if ahead is not None:
                     self.rows.during(call, ahead.rows)
             finally:
@@ -246,19 +245,18 @@ class Simulation:
         per_round = max(seconds, 1e-3) / (until - begin)
         self._rounds_per_call = max(1, int(CALL_SECONDS / per_round))
 
-    def _planned(self, round: int, stop: int) -> Window:
-        """The window that begins with a round."""
-        rows = self.rows.layout
-        window = self.windows.make(round, max(self.rounds, stop))
-        if self.rows.layout != rows:
-            self.program = self._with_rows(self.rows.layout.num_rows, self.execution)
-        return window
-
     def _current_window(self, round: int, stop: int) -> Window:
         """The window that holds the plans of `round`, made now if necessary."""
         if self._window is None or not self._window.first <= round < self._window.end:
-            self._window = self._planned(round, stop)
+            self._window = self.windows.make(round, max(self.rounds, stop))
+        self._fit_program()
         return self._window
+
+    def _fit_program(self) -> None:
+        """Takes the program for as many rows as there are; a window may need more."""
+        num_rows = self.rows.layout.num_rows
+        if self.program.num_rows != num_rows:
+            self.program = self._with_rows(num_rows, self.execution)
 
     def evaluate(self) -> list[tuple[dict[str, float], np.ndarray | None]]:
         """The metrics of the present state, one (metrics, accuracies) pair per variant.
@@ -268,6 +266,7 @@ class Simulation:
             far, and the clients' accuracies f64[K] (None without own test rows).
         """
         self.start()
+        self._fit_program()
         out = []
         for call in self.calls:
             call.settle(self.totals)
@@ -280,8 +279,7 @@ class Simulation:
                 of_clients = self._computed(self.program.of_clients, args)
                 found.append((block.ids, of_clients))
                 del block, args  # their memory is free before the next
-            kinds_of_messages = self.program.algorithm.messages
-            what = kinds_of_messages, self.program.scoring.score
+            what = self.program.algorithm, self.program.scoring.score
             out += call.measured(shared, found, self.totals, *what)
         return out
 

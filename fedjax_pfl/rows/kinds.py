@@ -38,10 +38,15 @@ class Block(NamedTuple):
 
 
 class Rows:
-    """Private rows of all clients on every device, the first kind and the base.
+    """What a simulation asks of the rows, with the answers of rows on every device.
+
+    Rows own `call.state.private` of every call from `begin` on, and the slot of each
+    client. For a call of the program, `window` comes first, for all calls together,
+    then `before`, and `during` while the devices compute. `after` follows before
+    anything else reads rows. All of these may be asked again, as after an interrupt.
 
     Attributes:
-        layout: Where rows are on the devices.
+        layout: Where rows are on the devices. A state has `layout.num_rows` of them.
         needs_start: Whether `begin` must come before `loaded`.
     """
 
@@ -71,9 +76,11 @@ class Rows:
         """
         return lambda cohorts: True
 
-    def grow(self, cohorts: Iterable[types.Cohort]) -> bool:
-        """Makes room for a round of these cohorts; whether the rows are more now."""
-        return False
+    def grow(self, cohorts: Iterable[types.Cohort]) -> None:
+        """Makes room for a round of these cohorts.
+
+        Windows that were made keep their layout.
+        """
 
     def window(
         self, first: int, cohorts: list[types.Cohort], num_rounds: int
@@ -88,13 +95,19 @@ class Rows:
         return cohorts, None
 
     def before(self, call: Call, window: Any) -> None:
-        """Puts the rows of a window's clients into the call's state."""
+        """Puts the rows of a window's clients into the call's state, if they are not.
+
+        What the call's clients have trained in an earlier window is taken before.
+        """
 
     def during(self, call: Call, window: Any) -> None:
-        """Prepares `before` of the next window while the device computes."""
+        """Prepares `before` of the next window while the devices compute.
+
+        It must not wait for `call.state`, and is not asked for every window.
+        """
 
     def after(self, call: Call) -> None:
-        """Takes what the clients of a call's last rounds have trained."""
+        """Takes what the clients of a call have trained, which is settled by then."""
 
     def goes_by_block(self, algorithm: types.Algorithm) -> bool:
         """Whether an evaluation needs rows that the devices do not have."""
@@ -146,11 +159,18 @@ class Rows:
         alone = jax.process_count() > 1
         return [whole] if alone else [whole, store.kept_template(state)]
 
-    def loaded(self, found: types.RoundState | store.Kept) -> types.RoundState:
-        """The devices' state from either form, as arrays of the host."""
+    def loaded(
+        self, found: types.RoundState | store.Kept, calls: Sequence[Call]
+    ) -> Iterator[types.RoundState]:
+        """The devices' state of each call from either form, as arrays of the host.
+
+        What these rows held before is gone, and windows that were made are not used
+        again.
+        """
         if isinstance(found, store.Kept):
-            return store.expanded(found, self.num_clients)
-        return found
+            found = store.expanded(found, self.num_clients)
+        for call in calls:
+            yield jax.tree.map(lambda leaf, c=call: leaf[c.rows], found)
 
     def around(
         self,
@@ -201,10 +221,12 @@ class Sharded(Rows):
         """See `Rows`."""
         return state.with_private(self.layout.by_client(state.private))
 
-    def loaded(self, found: types.RoundState | store.Kept) -> types.RoundState:
+    def loaded(
+        self, found: types.RoundState | store.Kept, calls: Sequence[Call]
+    ) -> Iterator[types.RoundState]:
         """See `Rows`."""
-        found = super().loaded(found)
-        return found.with_private(self.layout.in_slots(found.private))
+        for state in super().loaded(found, calls):
+            yield state.with_private(self.layout.in_slots(state.private))
 
     def around(
         self,
@@ -287,8 +309,8 @@ class Hosted(Rows):
         # By a call's first variant, the window whose rows its state has, and the round
         # up to which the host has what they trained.
         self._held: dict[int, tuple[_Window, int]] = {}
-        # The call and the rows of a block in which no client has trained.
-        self._common: tuple[int, Any] | None = None
+        # The variants and the rows of a block in which no client has trained.
+        self._common: tuple[tuple[int, ...], Any] | None = None
 
     @property
     def _has_all(self) -> bool:
@@ -331,19 +353,14 @@ class Hosted(Rows):
 
         return fits
 
-    def grow(self, cohorts: Iterable[types.Cohort]) -> bool:
+    def grow(self, cohorts: Iterable[types.Cohort]) -> None:
         """See `Rows`; of several devices one may need more than ever before."""
         most = max(self.layout.fullest(needed(cohort)) for cohort in cohorts)
         if self._has_all or most <= self.layout.rows_per_device:
-            return False
-        most = min(shapes.rounded_up_finely(most), self._whole_layout.rows_per_device)
+            return
+        whole = self.layout._replace(most=0).rows_per_device
+        most = min(shapes.rounded_up_finely(most), whole)
         self.layout = self.layout._replace(most=most)
-        self._common = None
-        return True
-
-    @property
-    def _whole_layout(self) -> slots.Layout:
-        return self.layout._replace(most=0)
 
     def window(
         self, first: int, cohorts: list[types.Cohort], num_rounds: int
@@ -382,15 +399,21 @@ class Hosted(Rows):
     def during(self, call: Call, window: _Window) -> None:
         """See `Rows`."""
         ids = [window.residents[seed].ids for _, seed in call.pairs]
-        window.records[call.variants.start] = self._read(call.variants, ids)
+        given = call.variants, ids, window.layout
+        window.records[call.variants.start] = self._read(*given)
 
-    def _read(self, variants: Sequence[int], ids: Sequence[np.ndarray]) -> np.ndarray:
+    def _read(
+        self,
+        variants: Sequence[int],
+        ids: Sequence[np.ndarray],
+        layout: slots.Layout,
+    ) -> np.ndarray:
         """uint8[variants, rows, bytes]: rows of clients of each; others are common."""
-        shape = len(variants), self.layout.num_rows, self.record.num_bytes
+        shape = len(variants), layout.num_rows, self.record.num_bytes
         out = np.empty(shape, np.uint8)
         for mine, variant, one in zip(out, variants, ids, strict=True):
             mine[:] = self._stores[variant].common
-            mine[self.layout.slots_of(one)] = self._stores[variant].read(one)
+            mine[layout.slots_of(one)] = self._stores[variant].read(one)
         return out
 
     def after(self, call: Call) -> None:
@@ -429,17 +452,19 @@ class Hosted(Rows):
             mine = [v for v, seed in call.pairs if seed == call.seeds[place]]
             first = self._residents(cohort)
             by_seed.append(self._split(mine, first, sampled(place)))
-        for number in range(max(map(len, by_seed))):
-            none = np.zeros(0, np.int64)
-            ids = [one[number] if number < len(one) else none for one in by_seed]
-            pairs = zip(drawn, ids, strict=True)
-            cohorts = [in_slots(one, mine, self.layout) for one, mine in pairs]
-            of_call = [ids[call.seeds.index(seed)] for _, seed in call.pairs]
-            lines = np.stack([self.layout.clients_of(one) for one in ids])
-            rows = call, call.variants, call.state, of_call
-            # Without a name, so that there are not two blocks in memory.
-            yield Block(self._with(*rows), stacked.on_host(cohorts), lines)
-        self._common = None
+        try:
+            for number in range(max(map(len, by_seed))):
+                none = np.zeros(0, np.int64)
+                ids = [one[number] if number < len(one) else none for one in by_seed]
+                pairs = zip(drawn, ids, strict=True)
+                cohorts = [in_slots(one, mine, self.layout) for one, mine in pairs]
+                of_call = [ids[call.seeds.index(seed)] for _, seed in call.pairs]
+                lines = np.stack([self.layout.clients_of(one) for one in ids])
+                rows = call.variants, call.state, of_call
+                # Without a name, so that there are not two blocks in memory.
+                yield Block(self._with(*rows), stacked.on_host(cohorts), lines)
+        finally:
+            self._common = None
 
     def _split(
         self, variants: Sequence[int], first: np.ndarray, wanted: np.ndarray | None
@@ -472,7 +497,6 @@ class Hosted(Rows):
 
     def _with(
         self,
-        call: Call,
         variants: Sequence[int],
         state: types.RoundState,
         ids: Sequence[np.ndarray],
@@ -484,11 +508,11 @@ class Hosted(Rows):
         is_common = not any(self._stores[v].have_trained(one) for v, one in pairs)
         # Most clients of a large population have never trained.
         known, self._common = self._common, None
-        if not is_common or known is None or known[0] != call.variants.start:
+        if not is_common or known is None or known[0] != tuple(variants):
             known = None  # its memory is free before there are other rows
-            rows, _ = self.record.unpack(self._read(variants, ids))
+            rows, _ = self.record.unpack(self._read(variants, ids, self.layout))
             rows = execution.place(rows, execution.of_rows(self._how))
-            known = call.variants.start, rows
+            known = tuple(variants), rows
         self._common = known if is_common else None
         return state.replace(clients=known[1], opt_state=())
 
@@ -531,7 +555,9 @@ class Hosted(Rows):
         """See `Rows`."""
         return super().templates(state)[::-1]
 
-    def loaded(self, found: types.RoundState | store.Kept) -> types.RoundState:
+    def loaded(
+        self, found: types.RoundState | store.Kept, calls: Sequence[Call]
+    ) -> Iterator[types.RoundState]:
         """See `Rows`; the stores take the rows, and the devices' are common ones."""
         if isinstance(found, types.RoundState):
             common = [one.common for one in self._stores.values()]
@@ -547,8 +573,9 @@ class Hosted(Rows):
                 self._stores[variant].write(ids, self.record.pack(mine))
         self._held.clear()
         none = [np.zeros(0, np.int64) for _ in self._stores]
-        common = self.record.unpack(self._read(list(self._stores), none))
-        return found.state.with_private(common)
+        common = self._read(list(self._stores), none, self.layout)
+        state = found.state.with_private(self.record.unpack(common))
+        yield from super().loaded(state, calls)
 
     def around(
         self,
@@ -560,9 +587,12 @@ class Hosted(Rows):
     ) -> tuple[types.RoundState, types.Cohort, int | None]:
         """See `Rows`."""
         ids = self._residents(cohort)
-        if client is not None and client not in ids:
-            ids = np.array([client])
-        state = self._with(call, [variant], state, [ids])
+        if client is not None:
+            # It comes first, as there may be no room for all of the cohort.
+            others = ids[ids != client] if client in ids else ids[:0]
+            ids = np.append(client, others)
+        ids = self._split([], ids, np.zeros(self.num_clients, bool))[0]
+        state = self._with([variant], state, [ids])
         self._common = None
         cohort = in_slots(cohort, ids, self.layout)
         if client is None:

@@ -194,7 +194,7 @@ def _scoring(
     if data.num_words:
         score = scores.Words(config.masked_loss)
     elif settings.measures:
-        score = scores.Classes(settings.measures, largest)
+        score = scores.Classes(settings.measures, max(largest, 1))
     return evaluate.Scoring(
         batch_size=int(min(rows, test.row.shape[1])),
         own_batch_size=min(rows, shapes.rounded_up(largest)),

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from fedjax_pfl import measures, simulate, traffic, types
+from fedjax_pfl import program as program_lib
 from launch.assemble import assemble, computed, notes
 from launch.config import limits, sweep
 from launch.machine import devices, memory
@@ -54,9 +55,9 @@ class Run:
         settings, data, made = parts.settings, parts.data, parts.made
         points, seeds = parts.points, parts.seeds
         self.config, self.hparams = settings.config, settings.hparams
-        self.task, self.program, self.planner = made.task, made.program, made.planner
+        self.task, self.planner, program = made.task, made.planner, made.program
         self.parts_with, rows_in = made.parts_with, made.rows_in
-        task, program, self.data = self.task, self.program, data
+        task, self.data = self.task, data
         config, self.seeds = self.config, seeds
         self.window = window = summaries.window(config.summary, config.rounds)
         self.target = parts.target
@@ -107,8 +108,13 @@ class Run:
 
     def compute(self, how: types.Execution) -> None:
         """Goes on with clients in other chunks or lanes, see `parts_with`."""
-        self.task, self.program, self.planner = self.parts_with(how)
-        self.simulation.compute(self.program, self.planner, how)
+        self.task, program, self.planner = self.parts_with(how)
+        self.simulation.compute(program, self.planner, how)
+
+    @property
+    def program(self) -> program_lib.Program:
+        """What is compiled. More rows on the devices are another program."""
+        return self.simulation.program
 
     @property
     def hashes(self) -> dict[str, str]:

@@ -181,7 +181,7 @@ def test_a_state_is_saved_in_two_forms(tmp_path):
 
     for form in (kept, whole):
         other, _ = _hosted(num_variants=2)
-        other.loaded(form)
+        list(other.loaded(form, [_call(2)]))
         ids = [other._stores[variant].ids.tolist() for variant in range(2)]
         assert ids == [[1, 5, 6], [0]]
         again = jax.tree.map(views.materialised, other.whole(whole))

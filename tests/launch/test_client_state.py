@@ -96,6 +96,41 @@ def test_a_device_that_needs_more_rows_in_a_later_round(vectors, monkeypatch):
     assert untimed(here) == untimed(there)
 
 
+@pytest.fixture
+def grows(monkeypatch):
+    """Options of which the first round says how many rows a device has."""
+    monkeypatch.setattr(plan, "OWNED_ROUNDS", 1)
+    return {"algo": "pfedsd", "clients_per_round": 6, "client_chunk": 1, **TWO}
+
+
+@pytest.mark.slow
+def test_rows_grow_between_two_calls(vectors, grows):
+    """The calls that are behind go on with the slots of the window they are in."""
+    options = {"seed": 10, "num_seeds": 2, "sweep": "client_lr=0.01,0.1", "rounds": 4}
+    runs = [made(vectors, w, **grows, **options) for w in ("device", "host")]
+    before = runs[1].simulation.rows.layout
+    one, other = (run.run(progress=False) for run in runs)
+    assert before != runs[1].simulation.rows.layout
+    assert one["parameters_sha256"] == other["parameters_sha256"]
+    assert untimed(runs[0]) == untimed(runs[1])
+
+
+@pytest.mark.parametrize("seed,rounds", [(17, 7), (6, 2)])
+def test_models_of_a_cohort_for_which_there_is_no_room(vectors, grows, seed, rounds):
+    """The round after the last may need more rows than any before."""
+    options = {"seed": seed, "rounds": rounds, **grows}
+    here, there = (made(vectors, where, **options) for where in ("device", "host"))
+    for experiment in (here, there):
+        experiment.run(progress=False)
+    cohort = there.planner.drawn(0, rounds)
+    drawn = cohort.client_id[cohort.row_mask]
+    layout = there.simulation.rows.layout
+    assert layout.fullest(drawn) > layout.rows_per_device
+    for client in (*drawn.tolist(), 11, 38):
+        found = [e.predict(client, vectors[0][:5]) for e in (here, there)]
+        np.testing.assert_array_equal(*found, err_msg=str(client))
+
+
 @pytest.mark.parametrize("before,after", [("host", "device"), ("device", "host")])
 def test_resumed_where_rows_are_kept_otherwise(before, after, vectors, tmp_path):
     """With rows of two seeds, saved and loaded in either form."""

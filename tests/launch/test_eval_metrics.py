@@ -117,6 +117,12 @@ def test_a_sample_of_clients():
     assert last["clients_evaluated"] == 2
 
 
+def test_models_that_training_left_are_those_that_serve():
+    """`local` says so, and has both metrics."""
+    record = made(algo="local").run(progress=False)["metrics"]
+    assert record["trained_accuracy"] == record["client_accuracy"]
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
