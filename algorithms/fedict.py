@@ -37,6 +37,7 @@ the start. A client's optimizer starts fresh in each of its two phases, or with
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -136,21 +137,23 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         own, epochs = trained.variables, hparams.local_epochs
         return trained, table(lambda x: model.forward(*own, x)[0], client, epochs)
 
-    def server_update(client: each_client.Client, carry: Any) -> Any:
+    def server_update(
+        overall: jax.Array, client: each_client.Client, carry: Any
+    ) -> Any:
         """(iii): the server's layers learn from one client's features and logits."""
         (server, opt_state), sent = carry, client.own
 
         def loss_fn(params, stats, batch):
             h = extract(sent["own"], batch.image)
             z, stats = model.forward(params, stats, h, start=UPLOADED, **batch.mode)
-            weight = server_weight(sent["frequency"], server["frequency"])
+            weight = server_weight(sent["frequency"], overall)
             hard, gap = distilling(z, sent["logits"], weight, batch)
             return gap + hparams.distill_weight * hard, stats
 
-        objectives, start = (local_training.Objective(loss_fn, deep),), server["model"]
+        objectives = (local_training.Objective(loss_fn, deep),)
         given = {"opt_state": opt_state, "tag": "engine.server"}
-        trained = local_training.train(hparams, objectives, start, client, **given)
-        return server | {"model": trained.variables}, trained.opt_state
+        trained = local_training.train(hparams, objectives, server, client, **given)
+        return trained.variables, trained.opt_state
 
     def distil_update(client: each_client.Client, server: types.Variables):
         """(iv) and (v): the client distils the server's logits, which come back."""
@@ -185,9 +188,11 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         own, count = here.rows, here.num_examples
         (trained, logits), here = here.update(local_update)
         uploaded = own | {"own": trained.variables, "logits": logits}
-        start = state.server, optimizer.fresh(hparams, state.server["model"].params)
-        server, _ = here.in_turn(server_update, start, own=uploaded, plan="server")
-        given = {"own": uploaded, "shared": server["model"], "plan": "distill"}
+        server = state.server["model"]
+        start = server, optimizer.fresh(hparams, server.params)
+        learn = functools.partial(server_update, state.server["frequency"])
+        server, _ = here.in_turn(learn, start, own=uploaded, plan="server")
+        given = {"own": uploaded, "shared": server, "plan": "distill"}
         trained, here = here.update(distil_update, **given)
         sent = {
             "features, logits and label": count,
@@ -195,7 +200,11 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             "server logits": count,
         }
         own |= {"own": trained.variables, "has_joined": jnp.ones_like(cohort.row_mask)}
-        return here.after(own, server=server), trained.metrics(cohort), sent
+        return (
+            here.after(own, server=state.server | {"model": server}),
+            trained.metrics(cohort),
+            sent,
+        )
 
     kind, logit_bytes = types.MessageKind, task.num_classes * traffic.FLOAT_BYTES
     features = shapes.output_bytes(model, task.example_shape)[UPLOADED - 1]
