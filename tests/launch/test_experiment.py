@@ -76,8 +76,16 @@ def test_a_path_of_another_type(path, blobs):
 
 
 def test_other_things_of_another_type(blobs):
-    with pytest.raises(ValueError, match="compare: expected a list of algorithms"):
-        build.compare(5)
+    options = {"dataset": blobs, "model": "mlp", "num_clients": 4}
+    for made in (
+        build.experiment(algo="fedavg", **options),
+        build.compare(["fedavg"], run=False, **options),
+    ):
+        with pytest.raises(ValueError, match="on_record=5: expected a function"):
+            made.run(progress=False, on_record=5)
+    for algos in (5, "fedavg"):
+        with pytest.raises(ValueError, match="compare: expected a list of algorithms"):
+            build.compare(algos)
     odd = SimpleNamespace(HParams=fedavg.HParams, make=lambda hparams, task: 5)
     with pytest.raises(ValueError, match="make returned a int, expected a fedjax_pfl"):
         build.experiment(algo=odd, dataset=blobs, model="mlp", num_clients=4)
@@ -508,6 +516,7 @@ def test_a_comparison_takes_the_preset_that_suits_all():
         (["fedavg", "nix"], {}, "--algo=nix: expected one of"),
         ({"a": {"client_lr": 0.1}}, {}, "expected options with an algo for 'a'"),
         ({"a/b": {"algo": "local"}}, {}, "'a/b' cannot be the name of a folder"),
+        ({"a" * 300: {"algo": "local"}}, {}, "cannot be the name of a folder"),
         ({"a": {"algo": "fedavg", "nix": 1}}, {}, "nix"),
     ],
 )
@@ -823,9 +832,3 @@ def test_ragged_arrays(arrays):
         ValueError, match="x must be one array, got ragged .*test=.x, y"
     ):
         build.experiment(algo="fedavg", dataset=([x, x[:9]], y))
-
-
-def test_a_name_is_no_list():
-    """Of one algorithm."""
-    with pytest.raises(ValueError, match="expected a list of algorithms, got 'fedavg'"):
-        build.compare("fedavg")

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from fedjax_pfl import averaging, fingerprint, local_training
 from launch import build
@@ -256,6 +257,55 @@ def test_a_gradient_of_its_own_counts():
     assert fingerprint.of(of(1.0), x) == fingerprint.of(of(2.0), x)
     hashes = {fingerprint.of(of(f), x, gradient=True) for f in (1.0, 1.0, 2.0)}
     assert len(hashes) == 2
+
+
+KS = np.arange(1.0, 3, dtype=np.float32)
+
+
+class Drops(nn.Module):
+    """Drops some of its inputs in train mode."""
+
+    rate: float
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dense(4)(nn.Dropout(self.rate, deterministic=not train)(x))
+
+
+def started(k):
+    """An nnx module whose first parameters were edited."""
+    net = nnx.Linear(64, 4, rngs=nnx.Rngs(0))
+    net.bias = nnx.Param(k * jnp.ones(4))
+    return net
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda k: nn.Dense(4, kernel_init=nn.initializers.normal(k)),
+        lambda k: nn.Dense(4, bias_init=nn.initializers.constant(k)),
+        lambda k: nn.Dense(4, dtype=jnp.bfloat16 if k > 1 else jnp.float32),
+        lambda k: Field(lambda x: x ** int(k)),
+        lambda k: Field(lambda x: nn.leaky_relu(x, k / 10)),
+        lambda k: Field(lambda x: nn.relu(x) if k > 1 else x),
+        lambda k: Field(lambda x: x + jax.random.normal(jax.random.key(int(k)), (4,))),
+        lambda k: Field(lambda x: jax.lax.fori_loop(0, int(k), lambda _, z: 2 * z, x)),
+        lambda k: Field(lambda x: jax.lax.scan(lambda c, s: (c * s, 0), x, KS * k)[0]),
+        lambda k: Field(jax.jit(lambda x: k * x)),
+        lambda k: Field(jax.vmap(lambda x: k * x)),
+        lambda k: nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(4), Times(k)]),
+        lambda k: [("a", nn.Dense(8)), ("b", nn.Sequential([nn.Dense(4), Times(k)]))],
+        lambda k: Drops(k / 10),
+        started,
+        lambda k: lambda width: [nn.Dense(int(8 * width)), Field(Times(k))],
+    ],
+)
+def test_what_a_model_computes_counts(of):
+    """Starts, types, draws, loops and branches, of one stage or several."""
+    example = jax.ShapeDtypeStruct((2, 64), np.float32)
+    made = [own.chain(of(k), (), example) for k in (1.0, 1.0, 7.0)]
+    one, same, other = (computed.of_model(model, (64,)) for model in made)
+    assert one == same != other
 
 
 class Times:

@@ -275,12 +275,13 @@ def test_cells_outlive_their_folders(written, tmp_path, capsys, blobs):
     assert shown("--workdir=b") == (0, first) == shown("--workdir=b", "--dry_run")
     assert not (tmp_path / "b").exists()
     assert "missing" in shown("--workdir=b", "--dry_run", "--client_lr=0.5")[1]
-    (tmp_path / "cells").write_text("[1]")
-    with pytest.raises(SystemExit) as stop:
-        shown()
-    assert stop.value.code == 2
-    line = capsys.readouterr().err
-    assert line.startswith("error: --cells=cells is not a file of cells")
+    for text in ("[1]", '{"a": 5}', '{"a": {"options": {}}}', '{"a": {"metrics": ""}}'):
+        (tmp_path / "cells").write_text(text)
+        with pytest.raises(SystemExit) as stop:
+            shown()
+        assert stop.value.code == 2
+        line = capsys.readouterr().err
+        assert line.startswith("error: --cells=cells is not a file of cells")
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

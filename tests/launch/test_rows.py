@@ -46,6 +46,7 @@ def test_every_name_is_itself(name):
         ("fedavg", {"server_optimizer": "yogi"}, "fedyogi"),
         ("fedavg", {"server_optimizer": "sgd"}, None),
         ("fedadam", {"server_optimizer": "none"}, "fedavg"),
+        ("fedadam", {"server_optimizer": "sgd"}, "fedavgm"),
         ("fedavgm", {"server_momentum": 0.5}, None),
         ("dfedper", {"personal_from": "dense1"}, None),
         ("dfedper", {"personal_from": "none"}, "dfedavg"),

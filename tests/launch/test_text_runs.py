@@ -1,6 +1,7 @@
 """Runs on texts: what they leave behind and show, what they refuse."""
 
 import pathlib
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -103,6 +104,9 @@ def test_the_loss_at_chosen_positions(tmp_path):
     assert list(shown) == ["Global, masked", "Client, pooled, masked", "loss"]
     both = words.headline(plain.metrics[-1:])
     assert list(both) == ["Global", "Client", "loss"]
+    mine = SimpleNamespace(HParams=fedavg.HParams, make=fedavg.make, text=True)
+    noted = build.experiment(**SMALL | {"algo": mine}, masked_loss="chosen").notes
+    assert "a loss of a custom algorithm gets the positions" in " ".join(noted)
 
 
 def test_rows_from_a_file(tmp_path):

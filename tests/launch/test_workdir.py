@@ -13,10 +13,11 @@ import sys
 import numpy as np
 import pytest
 
-from launch import build, main, plot
+from launch import build, export, main, plot
 from launch.folder import finished as finished_lib
 from launch.folder import lock, workdir
 from launch.run import progress
+from launch.show import page as page_lib
 
 ROUNDS = 4
 MODEL_BYTES = 4 * (64 * 128 + 128 + 128 * 64 + 64 + 64 * 4 + 4)
@@ -575,6 +576,23 @@ def sealed(**more):
     return change
 
 
+def outside(folder):
+    """A change: the summary has the hash of a file outside of the folder."""
+    known = summary(folder)["files_sha256"]
+    sealed(files_sha256=known | {"../../../etc/passwd": "0" * 64})(folder)
+
+
+def without_accuracies(folder):
+    """A change by somebody who makes the hashes of all files right again."""
+    with np.load(folder / "clients.npz") as file:
+        held = {name: file[name] for name in file.files if name != "accuracy"}
+    np.savez(folder / "clients.npz", **held)
+    made = {k: v for k, v in summary(folder).items() if k != "sha256"}
+    (folder / "summary.json").write_text(json.dumps(finished_lib.seal(folder, made)))
+
+
+BYTES = {"mean": 1.0, "std": 0.0, "per_seed": [1.0]}
+NO_METRIC = {"bytes_up": BYTES, "bytes_down": BYTES}
 LINES = "5", '{"seed": 0}', "[" * 100_000, '{"round": "1", "seed": 0}', "{"
 
 
@@ -589,6 +607,13 @@ LINES = "5", '{"seed": 0}', "[" * 100_000, '{"round": "1", "seed": 0}', "{"
         ([sealed(metrics={"global_accuracy": {"mean": 1}})], ODD),
         ([sealed(files_sha256=[])], ODD),
         ([sealed(sweep=3)], ODD),
+        ([sealed(metrics={})], ODD),
+        ([sealed(metrics=NO_METRIC | {"bytes_up": BYTES | {"mean": "x"}})], ODD),
+        ([sealed(last_round=5)], ODD),
+        ([sealed(versions=7)], ODD),
+        ([sealed(numbers=5)], ODD),
+        ([outside], "etc/passwd, which is not expected"),
+        ([without_accuracies], "clients.npz is damaged: it has no accuracy of shape"),
     ],
 )
 def test_folders_that_are_not_drawn(whole, capsys, changes, part):
@@ -599,6 +624,37 @@ def test_folders_that_are_not_drawn(whole, capsys, changes, part):
         plot.command(["plot", str(whole)])
     (line,) = capsys.readouterr().err.splitlines()
     assert part in line
+
+
+def test_a_page_about_metrics_that_nobody_measured(whole):
+    """It says that there is no value."""
+    sealed(metrics=NO_METRIC)(whole)
+    assert "No summary has a value of" in page_lib.page(page_lib.read([whole]))
+
+
+@pytest.mark.parametrize("command", ["load", "export", "main"])
+def test_a_stranger_s_folder_names_no_file_and_no_host(
+    whole, tmp_path, capsys, command
+):
+    """Its flags may name options of a run alone, whoever reads them."""
+    precious, programs = tmp_path / "precious.npz", tmp_path / "programs"
+    precious.write_text("precious")
+    (tmp_path / "more.flags").write_text(f"--export_partition={precious}\n")
+    flags = (whole / "run.flags").read_text().splitlines()
+    flags = [line for line in flags if "--compile_cache=" not in line]
+    flags += [f"--export_partition={precious}", "--distributed=localhost:9,2,1"]
+    flags += [f"--compile_cache={programs}", f"--flagfile={tmp_path}/more.flags"]
+    (whole / "run.flags").write_text("\n".join(flags) + "\n")
+    if command == "load":
+        build.load(whole)
+    elif command == "export":
+        export.command(["export", str(whole), f"--output={tmp_path}/model.npz"])
+    else:
+        more = [f"--flagfile={whole}/run.flags", f"--workdir={whole}", "--resume"]
+        main.main(["main", *more])
+    told = "--export_partition, --distributed, --compile_cache, --flagfile "
+    assert told in capsys.readouterr().err
+    assert precious.read_text() == "precious" and not programs.exists()
 
 
 def test_too_many_rounds(whole):
