@@ -44,13 +44,19 @@ def both(blobs, tmp_path_factory):
 
 
 def test_summary_and_records_name_the_round(both):
-    """The first one, counted from 1; null where there is none."""
+    """The first one, counted from 1; null where there is none, in strict JSON."""
     _, folder = both
-    summary = json.loads((folder / "bad" / "summary.json").read_text())
-    assert summary["diverged"] == 1
+
+    def refuse(text):
+        raise AssertionError(f"{text} is not JSON")
+
+    text = (folder / "bad" / "summary.json").read_text()
+    assert json.loads(text, parse_constant=refuse)["diverged"] == 1
     lines = (folder / "bad" / "metrics.jsonl").read_text().splitlines()
-    told = [json.loads(line).get("diverged") for line in lines]
-    assert told == [None, 1, 1, 1]
+    records = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert [record.get("diverged") for record in records] == [None, 1, 1, 1]
+    assert records[-1]["train_loss"] is None
+    assert not {"global_loss", "client_loss"} & records[-1].keys()
     summary = json.loads((folder / "good" / "summary.json").read_text())
     assert summary["diverged"] is None
     assert "diverged" not in (folder / "good" / "metrics.jsonl").read_text()

@@ -162,19 +162,6 @@ def test_a_model_starts_on_images_that_it_knows(saved):
     assert experiment.config.normalization not in ("none", "half")
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-def test_channels_come_last(channels):
-    """[N, C, H, W] is taken as such; few columns are none; a line says which."""
-    x = np.zeros((40, channels, 8, 8), np.float32)
-    y = np.arange(40) % 4
-    turned = x.transpose(0, 2, 3, 1)
-    for given, count in ((x, 1), (turned, 0), (x[..., :4], 0)):
-        made = build.experiment(algo="fedavg", **options(dataset=(given, y)))
-        assert ["NCHW" in note for note in made.notes] == [bool(count)]
-        wanted = turned if count else given
-        assert made.data.image.shape == wanted.shape
-
-
 class OverBatch(nn.Module):
     """Takes the batch's own mean, also in eval mode."""
 
