@@ -11,22 +11,13 @@ from launch import build
 from launch.folder import record
 from launch.show import figures, words
 from launch.show import page as page_lib
+from tests import conftest
 from tests.fedjax_pfl import small
 
 
 def options(blobs, **more):
     """Six small clients, three a round."""
-    return {
-        "preset": "none",
-        "dataset": blobs,
-        "model": "mlp",
-        "num_clients": 6,
-        "clients_per_round": 3,
-        "local_epochs": 1,
-        "batch_size": 8,
-        "rounds": 3,
-        "devices": 1,
-    } | more
+    return conftest.SIX | {"dataset": blobs, "batch_size": 8, "rounds": 3} | more
 
 
 @pytest.fixture(scope="module")

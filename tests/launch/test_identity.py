@@ -17,21 +17,11 @@ from launch import build
 from launch.assemble import computed
 from launch.config import flagfile
 from models import own
-from tests import synthetic
+from tests import conftest, synthetic
 
 SOURCE = synthetic.blobs(120, (8, 8, 1), 4, seed=0)
-BASE = {
-    "algo": "fedavg",
-    "preset": "none",
-    "model": "mlp",
-    "dataset": (SOURCE.image, SOURCE.label),
-    "partition": "iid",
-    "num_clients": 6,
-    "clients_per_round": 3,
-    "local_epochs": 1,
-    "rounds": 2,
-    "devices": 1,
-}
+BASE = conftest.SIX | {"algo": "fedavg", "partition": "iid"}
+BASE |= {"dataset": (SOURCE.image, SOURCE.label)}
 
 
 def pair(scale):

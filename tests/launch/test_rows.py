@@ -13,20 +13,10 @@ from launch.run import summaries
 from launch.show import page as page_lib
 from launch.show import words
 from launch.tables import cells, results
-from tests import synthetic
+from tests import conftest, synthetic
 
 SOURCE = synthetic.blobs(120, (8, 8, 1), 4, seed=0)
-BASE = {
-    "preset": "none",
-    "model": "mlp",
-    "dataset": (SOURCE.image, SOURCE.label),
-    "partition": "iid",
-    "num_clients": 6,
-    "clients_per_round": 3,
-    "local_epochs": 1,
-    "rounds": 2,
-    "devices": 1,
-}
+BASE = conftest.SIX | {"dataset": (SOURCE.image, SOURCE.label), "partition": "iid"}
 
 
 @pytest.mark.parametrize("name", algorithms.ALGORITHMS)

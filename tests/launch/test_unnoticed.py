@@ -13,7 +13,7 @@ from launch.run import summaries
 from launch.show import page as page_lib
 from launch.show import words
 from models import own, own_checks
-from tests import synthetic
+from tests import conftest, synthetic
 
 
 def arrays(seed=0):
@@ -24,17 +24,7 @@ def arrays(seed=0):
 
 def options(**more):
     """Six small clients, three a round."""
-    return {
-        "preset": "none",
-        "dataset": arrays(),
-        "model": "mlp",
-        "num_clients": 6,
-        "clients_per_round": 3,
-        "local_epochs": 1,
-        "batch_size": 8,
-        "rounds": 2,
-        "devices": 1,
-    } | more
+    return conftest.SIX | {"dataset": arrays(), "batch_size": 8} | more
 
 
 def test_compare_wants_one_data_set():

@@ -18,6 +18,7 @@ from launch.folder import finished as finished_lib
 from launch.folder import lock, workdir
 from launch.run import progress
 from launch.show import page as page_lib
+from tests import conftest
 
 ROUNDS = 4
 MODEL_BYTES = 4 * (64 * 128 + 128 + 128 * 64 + 64 + 64 * 4 + 4)
@@ -29,24 +30,9 @@ class KilledError(Exception):
 
 def run(dataset, folder, *more, rounds=ROUNDS):
     """A tiny FedAvg run with two of four clients a round, evaluated every round."""
-    main.main(
-        [
-            "main",
-            "--algo=fedavg",
-            "--model=mlp",
-            "--devices=1",
-            "--num_clients=4",
-            "--clients_per_round=2",
-            "--local_epochs=1",
-            "--batch_size=16",
-            "--eval_every=1",
-            "--partition=dirichlet",
-            f"--rounds={rounds}",
-            f"--dataset={dataset}",
-            f"--workdir={folder}",
-            *more,
-        ]
-    )
+    words = ["--algo=fedavg", "--eval_every=1", f"--rounds={rounds}"]
+    words += [f"--dataset={dataset}", f"--workdir={folder}"]
+    main.main(["main", *conftest.FLAGS, *words, *more])
 
 
 def metrics(folder):
