@@ -356,24 +356,6 @@ def test_experiment_refuses_unknown_keywords():
         build.experiment(algo="feddavg")
 
 
-def test_experiment_takes_the_flags_names(blobs):
-    """An int for a float is fine, None means the default."""
-    made = build.experiment(
-        algo="fedavg",
-        dataset=blobs,
-        model="mlp",
-        rounds=3,
-        client_lr=1,
-        num_clients=4,
-        devices=1,
-        partition=None,
-    )
-    assert made.config.rounds == 3
-    assert made.hparams.client_lr == 1.0
-    assert made.config.partition == "client_dirichlet"
-    assert made.metrics == [] and made.round == 0
-
-
 def test_lines_replay_a_configuration(blobs):
     """RunFlags.lines -> parse -> the same resolved options."""
     made = build.experiment(

@@ -261,6 +261,11 @@ def test_partition_files_of_other_data(tmp_path):
     for data in ((X[order], Y[order]), (np.r_[X, X], np.r_[Y, Y])):
         with pytest.raises(ValueError, match="was made for other data, "):
             notes("", **asked, dataset=data)
+    for more in ({"num_clients": 3}, {"test_split": "pool"}, {"proxy_fraction": 0.5}):
+        with pytest.raises(ValueError, match="names the rows"):
+            notes("", **asked | more)
+    with pytest.raises(ValueError, match="has as many partitions"):
+        notes("", num_seeds=2, export_partition=str(path))
 
 
 def test_partition_files_of_images_with_a_margin(tmp_path):

@@ -276,8 +276,6 @@ def test_a_model_of_ones_own():
     [
         ({"model": "mlp"}, ["--model=mlp", "masked_lm"]),
         ({"algo": "cdkt"}, ["--dataset=small", "--algo=cdkt", "fedavg"]),
-        ({"c_gen": True}, ["--c_gen=true", "omit it"]),
-        ({"examples_per_client": 5}, ["--examples_per_client=5", "natural"]),
         ({"min_examples": 1000}, ["--min_examples=1000", "lower it"]),
         ({"model": "masked_lm", "model_width": 0.3}, ["--model=masked_lm", "8 heads"]),
         ({"algo": fedavg}, ["is a text", "--dataset=small"]),
@@ -290,18 +288,10 @@ def test_refused_on_a_text(given, words):
     assert "\n" not in text and all(word in text for word in words), text
 
 
-@pytest.mark.parametrize(
-    "given, words",
-    [
-        ({"model": "depth_masked_lm"}, ["--model=depth_masked_lm", "takes tokens"]),
-        ({"text_length": 9}, ["--text_length=9", "python_topics"]),
-    ],
-)
-def test_refused_on_images(given, words, blobs):
-    with pytest.raises(ValueError) as error:
-        build.experiment(algo="depthfl", dataset=blobs, preset="none", **given)
-    text = str(error.value)
-    assert "\n" not in text and all(word in text for word in words), text
+def test_refused_on_images(blobs):
+    given = {"dataset": blobs, "preset": "none", "model": "depth_masked_lm"}
+    with pytest.raises(ValueError, match="^--model=depth_masked_lm takes tokens .*"):
+        build.experiment(algo="depthfl", **given)
 
 
 def test_a_row_is_no_longer_than_the_text(tmp_path):

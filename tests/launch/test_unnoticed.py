@@ -27,17 +27,6 @@ def options(**more):
     return conftest.SIX | {"dataset": arrays(), "batch_size": 8} | more
 
 
-def test_compare_wants_one_data_set():
-    """The same rows of other examples are other clients."""
-    runs = {
-        "one": {"algo": "fedavg"},
-        "other": {"algo": "fedavg", "dataset": arrays(1)},
-    }
-    with pytest.raises(ValueError, match="^compare: other has other examples") as told:
-        build.compare(runs, **options(partition="iid"), run=False)
-    assert "\n" not in str(told.value)
-
-
 def test_compare_wants_one_number_of_seeds():
     """Two names of one option."""
     with pytest.raises(ValueError, match="seeds=2 and num_seeds=3"):

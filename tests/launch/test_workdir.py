@@ -240,12 +240,6 @@ def test_finished_run_prints_its_table_again(finished, blobs, capsys):
     assert contents(finished) == before
 
 
-def test_killed_before_the_summary(copied, reference, blobs):
-    """All rounds done, summary not written: resume writes it."""
-    run(blobs, copied, "--summary=mean_last10", "--resume")
-    assert_same_run(copied, reference)
-
-
 @pytest.mark.parametrize("round, every", [(0, 0), (1, 2), (3, 1)])
 def test_killed_and_resumed(reference, blobs, tmp_path, monkeypatch, round, every):
     """Killed after any round, with and without checkpoints: the same run."""
