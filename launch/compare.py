@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     import pandas
 
 
-# The longest name of a folder on most file systems
-MAX_NAME_BYTES = 255
-
-
 class Comparison(Mapping):
     """Experiments by name, all of them on the same examples of the same clients.
 
@@ -194,7 +190,8 @@ def _runs(algos: Any) -> dict[str, Mapping[str, Any]]:
     if isinstance(algos, Mapping):
         for name, own in algos.items():
             is_odd = not isinstance(name, str) or "/" in name or name in ("", ".", "..")
-            if is_odd or len(os.fsencode(name)) > MAX_NAME_BYTES:
+            # 255 bytes are the longest name on most file systems.
+            if is_odd or len(os.fsencode(name)) > 255:
                 raise ValueError(
                     f"compare: {limits.shown(name)} cannot be the name of a folder"
                 )
@@ -221,11 +218,7 @@ def _runs(algos: Any) -> dict[str, Mapping[str, Any]]:
 def _shared(
     runs: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The shared options that each row gets, and lines about how they were taken.
-
-    Raises:
-        ValueError: one line: a row would be another method than its name says.
-    """
+    """The shared options that each row gets, and lines about how they were taken."""
     out: dict[str, dict[str, Any]] = {}
     makes: dict[str, dict[str, str]] = {}  # option -> {row: the method it makes it}
     for name, own in runs.items():
@@ -312,17 +305,11 @@ def _built(
                 f"compare: {name} has examples of shape {shapes[1]}, {first} of "
                 f"{shapes[0]}; give all of them one --image_size and --image_channels"
             )
-        if not _is_same_split(one, other):
+        sides = [(m.data.partition.train, m.data.partition.test) for m in (one, other)]
+        if not jax.tree.all(jax.tree.map(np.array_equal, *sides)):
             raise ValueError(
                 f"compare: {name} would have other clients than {first}; "
                 "give partition, test_split and proxy_fraction, or another preset than "
                 f"{options['preset']}"
             )
     return Comparison(made, notes)
-
-
-def _is_same_split(one: Experiment, other: Experiment) -> bool:
-    """Whether two experiments give every client the same train and test rows."""
-    parts = [made.data.partition for made in (one, other)]
-    sides = [(part.train, part.test) for part in parts]
-    return jax.tree.all(jax.tree.map(np.array_equal, *sides))

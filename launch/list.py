@@ -25,8 +25,7 @@ from launch.run import cost
 from launch.tables import cells
 from models import counts
 
-WIDTHS = 4
-BASES = 4
+WIDTHS = BASES = 4
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,12 @@ from tests import synthetic
 jax.config.update("jax_traceback_in_locations_limit", 0)
 # Traces are many small objects without cycles: to look for some takes a tenth of a run.
 gc.set_threshold(200_000, 20, 50)
+# A tiny run by the command: two of four clients a round
+FLAGS = """--model=mlp --devices=1 --num_clients=4 --clients_per_round=2
+    --local_epochs=1 --batch_size=16 --partition=dirichlet""".split()
+# A tiny run in memory: three of six clients a round
+SIX = {"preset": "none", "model": "mlp", "devices": 1, "rounds": 2}
+SIX |= {"num_clients": 6, "clients_per_round": 3, "local_epochs": 1}
 # Above so many bytes a worker forgets the programs that its tests compiled.
 MEMORY = 800_000_000
 

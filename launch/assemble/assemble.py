@@ -26,10 +26,6 @@ from launch.assemble.given import Settings, sha256
 from launch.config import schema, sweep
 from launch.machine import devices, memory, processes, residence
 
-PartsWith = Callable[
-    [types.Execution], tuple[types.Task, program_lib.Program, plan.Planner]
-]
-
 
 class Computation(NamedTuple):
     """What is compiled, and what it is made of.
@@ -38,8 +34,8 @@ class Computation(NamedTuple):
         task, program, planner: What is computed.
         rows_in: Where the clients' rows are, see `residence.place`.
         with_rows: The program for more private rows, see `simulate.Simulation`.
-        parts_with: Makes the first three for another chunk or other lanes, None = those
-            that are there are not to be changed.
+        parts_with: Makes the first three for another execution, None = those that are
+            there are not to be changed.
     """
 
     task: types.Task
@@ -47,7 +43,7 @@ class Computation(NamedTuple):
     planner: plan.Planner
     rows_in: str | None
     with_rows: Callable[[int, types.Execution], program_lib.Program]
-    parts_with: PartsWith | None
+    parts_with: Callable[[types.Execution], tuple] | None
 
 
 class Parts(NamedTuple):
@@ -185,7 +181,8 @@ def _scoring(
     config, num_clients = settings.config, settings.config.num_clients
     is_all = config.eval_clients == "all"
     num_scored = num_clients if is_all else config.clients_per_round
-    test, rows = data.partition.test, devices.evaluation_rows(how.platform)
+    test = data.partition.test
+    rows = 64 if how.platform == "cpu" else 256  # on a CPU as many as fit its caches
     largest = int(test.count.max())
     if data.num_words:
         # The logits of an exit for a batch are 64 MiB.
@@ -209,11 +206,7 @@ def _scoring(
 def _hashes(
     settings: Settings, data: types.Data, planner: plan.Planner
 ) -> tuple[str, str, str]:
-    """The SHA-256 of data and graph, of the partitions, and of the teacher's file.
-
-    Raises:
-        ValueError: one line: they differ between the processes of a run.
-    """
+    """The SHA-256 of data and graph, of the partitions, and of the teacher's file."""
     digest = settings.source_hash.copy()
     if settings.public is not None:
         digest = sha256(data.image, data.label)

@@ -31,7 +31,11 @@ def made(
         OSError: the file of `--export_partition` cannot be written.
     """
     config, source = settings.config, settings.source
-    splits = _splits(settings, seeds)
+    fixed = config.partition_seed
+    splits = [
+        partitions.split(source, _spec(config, seed), seed)
+        for seed in (fixed if fixed >= 0 else seed for seed in seeds)
+    ]
     if config.export_partition:
         _export(settings, splits)
     image, label = source.image, source.label
@@ -60,15 +64,6 @@ def made(
         teacher=found.taught,
     )
     return data, _notes(settings, found.known, stacked.test.row)
-
-
-def _splits(settings: Settings, seeds: Sequence[int]) -> list[partitions.Split]:
-    """One partition for each seed."""
-    config, fixed = settings.config, settings.config.partition_seed
-    return [
-        partitions.split(settings.source, _spec(config, seed), seed)
-        for seed in (fixed if fixed >= 0 else seed for seed in seeds)
-    ]
 
 
 def _spec(config: schema.Config, seed: int) -> partitions.PartitionSpec:

@@ -76,15 +76,8 @@ def check_own(
     for one in forms:
         _check_logits(flag, one._replace(takes=model.takes), num_classes, shape)
     digest = computed.of_model(model, shape)
-    _ask(
-        flag,
-        tuple(forms),
-        num_classes,
-        digest,
-        shape,
-        examples.dtype,
-        examples.tobytes(),
-    )
+    hashable = shape, examples.dtype, examples.tobytes()
+    _ask(flag, tuple(forms), num_classes, digest, *hashable)
     return digest
 
 
@@ -196,8 +189,8 @@ def check_points(
     """
     if not line:
         return
-    each = [dataclasses.replace(hparams, **point) for point in points]
-    every = [entry.make(one, task) for one in each]
+    replace, make = dataclasses.replace, entry.make
+    every = [make(replace(hparams, **point), task) for point in points]
     facts = [(made.plans, made.peers, made.messages) for made in every]
     if any(one != facts[0] for one in facts):
         raise ValueError(

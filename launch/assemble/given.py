@@ -76,8 +76,8 @@ def settled(**given: Any) -> Settings:
     config = resolve.resolve(config, source, given)
     resolve.check(config, own_models)
     fitted, dropped_owners = _fitted(config, source)
-    is_same = fitted is source
-    source_hash = examples if is_same else sha256(fitted.image, fitted.label)
+    if fitted is not source:
+        examples = sha256(fitted.image, fitted.label)
     wants_public = config.public_set != "none"
     return Settings(
         entry=registry.algorithm(given.get("algo", config.algo)),
@@ -88,7 +88,7 @@ def settled(**given: Any) -> Settings:
         own_models=own_models,
         own_sha256=own_sha256,
         identity=identity,
-        source_hash=source_hash,
+        source_hash=examples,
         dropped_owners=dropped_owners,
         measures=chosen,
         asked=registry.asked(config, hparams, given),
@@ -98,17 +98,9 @@ def settled(**given: Any) -> Settings:
 def _source(
     config: schema.Config, in_memory: tuple[Any, Any] | None
 ) -> dataset.Dataset:
-    """The data set: what was given in Python, or what `--dataset` names.
-
-    `in_memory` is what was given as `dataset` and `test`, None = there is a name.
-
-    Raises:
-        ValueError: one line.
-    """
-    rows = None
-    if in_memory is not None:
-        rows = doors.opened(*in_memory, config.label, config.owner)
-    if in_memory is not None or config.dataset != loaders.ARRAYS:
+    """The data set that was given in Python, or the one that `--dataset` names."""
+    rows = in_memory and doors.opened(*in_memory, config.label, config.owner)
+    if rows or config.dataset != loaders.ARRAYS:
         train = rows[0] if rows else doors.Rows(None)
         has_axes = train.arrays is not None
         resolve.check_data(config, has_columns=train.has_columns, has_axes=has_axes)
@@ -167,23 +159,16 @@ def sha256(*every: Any) -> Any:
     return digest
 
 
-# Options that may differ between processes: addresses and paths
-_OF_ONE_PROCESS = ("distributed", "data_dir", "compile_cache", "workdir")
-
-
 def _check_alike(given: Mapping[str, Any]) -> None:
-    """Refuses processes of one run that were given different options.
-
-    Raises:
-        ValueError: one line.
-    """
+    """Refuses processes of one run that were given different options."""
+    of_one_process = "distributed", "data_dir", "compile_cache", "workdir"
     # HOST:PORT,COUNT without the INDEX of this process
     together = (given.get("distributed") or "").rpartition(",")[0]
     has_folder = "given" if given.get("workdir") else "unset"
     named = {"distributed": together, "workdir": has_folder} | {
         name: value if isinstance(value, (str, int, float)) else type(value).__name__
         for name, value in given.items()
-        if name not in _OF_ONE_PROCESS
+        if name not in of_one_process
     }
     processes.check_equal(named, "give all processes the same options")
 

@@ -336,15 +336,7 @@ def _by_name(
     of_classes: Callable[[int], types.Model] | None,
     shape: tuple[int, ...],
 ) -> tuple[types.Variables, tuple[str, ...]]:
-    """The variables of a file with their outputs in the order of the run's classes.
-
-    Returns:
-        (the variables; a line if the order was another, or the names on one side are
-        not known).
-
-    Raises:
-        ValueError: one line: the classes have other names.
-    """
+    """(variables with their outputs in the order of the run's classes, lines)."""
     found, mine = tree.get("classes"), classes and _written(classes)
     numbers = tuple(map(str, range(len(found or mine or ()))))
     if set(found or mine or ()) == set(numbers):
@@ -402,13 +394,7 @@ def _variables(
     shape: tuple[int, ...],
     than: str,
 ) -> types.Variables:
-    """The variables of `model` in a file's tree.
-
-    `line` is the flag that names the file, and `than` says the model in words.
-
-    Raises:
-        ValueError: one line.
-    """
+    """The variables of `model`, which `than` says in words, in a file's tree."""
     stages = tree["stages"]
     wanted = _stages(model, shapes.variables(model, shape))
     stages = _regrouped(stages, wanted)
@@ -459,11 +445,9 @@ def _check_input(
 ) -> tuple[str, ...]:
     """Refuses a model that was trained on other columns or with other constants.
 
-    Constants may differ by .3 standard deviations, in the root mean square over all
-    numbers with a mean of their own. Other rows of the same data differ by less.
-
-    Returns:
-        A line if only one side names columns.
+    A line says if only one side names columns. Constants may differ by .3 standard
+    deviations, in the root mean square over all numbers with a mean of their own.
+    Other rows of the same data differ by less.
     """
     found, reason = tree.get("input", {}), ""
     before, mine = tree.get("columns"), columns and _written(columns)

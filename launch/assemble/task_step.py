@@ -18,34 +18,13 @@ class Planned(NamedTuple):
 
     Attributes:
         task: The task, computed client after client on one device.
-        seeds: The seeds of the run.
         num_rows: int[S, K], train examples of each client.
-        clients_per_round: Clients of a cohort.
-        level_of: int[K], the largest level that each client holds, or a function as in
-            `plan.Planner`.
-        eligible: bool[K], clients that may be drawn, None = all.
+        planner: The planner of an algorithm's rounds in an execution.
     """
 
     task: types.Task
-    seeds: Sequence[int]
     num_rows: np.ndarray
-    clients_per_round: int
-    level_of: LevelOf
-    eligible: np.ndarray | None
-
-    def planner(self, algorithm: types.Algorithm, how: types.Execution) -> plan.Planner:
-        """The planner of an algorithm's rounds in an execution."""
-        return plan.Planner(
-            seeds=self.seeds,
-            num_rows=self.num_rows,
-            level_of=self.level_of,
-            client_group=self.task.group_of_client,
-            clients_per_round=self.clients_per_round,
-            specs=algorithm.plans,
-            execution=how,
-            eligible=self.eligible,
-            peers=algorithm.peers,
-        )
+    planner: Callable[[types.Algorithm, types.Execution], plan.Planner]
 
 
 def made(
@@ -80,5 +59,18 @@ def made(
         num_levels=num_levels,
         teacher=found.teacher,
     )
-    per_round = config.clients_per_round
-    return Planned(task, seeds, num_rows, per_round, level_of, eligible)
+
+    def planner(algorithm: types.Algorithm, how: types.Execution) -> plan.Planner:
+        return plan.Planner(
+            seeds=seeds,
+            num_rows=num_rows,
+            level_of=level_of,
+            client_group=group,
+            clients_per_round=config.clients_per_round,
+            specs=algorithm.plans,
+            execution=how,
+            eligible=eligible,
+            peers=algorithm.peers,
+        )
+
+    return Planned(task, num_rows, planner)

@@ -220,11 +220,7 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
 
 
 def _check_form(summary: dict[str, Any]) -> None:
-    """Refuses a summary that was edited, or whose parts are not of their kinds.
-
-    Raises:
-        ValueError: a phrase without the file.
-    """
+    """Refuses a summary that was edited, or whose parts are not of their kinds."""
     json_text.check(summary, _SEALS)
     body = {name: value for name, value in summary.items() if name != "sha256"}
     if _own_digest(body) != summary["sha256"]:

@@ -85,11 +85,7 @@ def read(path: pathlib.Path) -> Record:
 
 
 def _clients(run: Record) -> dict[str, np.ndarray]:
-    """The per-client arrays of a finished run.
-
-    Raises:
-        ValueError: one line: one is missing, or of another shape than the others.
-    """
+    """The per-client arrays of a finished run, each of the shape that it must have."""
     path = run.path / finished.CLIENTS
     points = sweep.points(run.flags.get("sweep", ""))
     several = [len(points)] if points[0] else []
@@ -128,11 +124,7 @@ def _clients(run: Record) -> dict[str, np.ndarray]:
 
 
 def _check_begun(path: pathlib.Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses records of an unfinished run that its checkpoint does not have.
-
-    Raises:
-        ValueError: one line.
-    """
+    """Refuses records of an unfinished run that its checkpoint does not have."""
     kept = checkpoint.last_host(path / finished.CHECKPOINTS) or {}
     known, found = finished.lines(kept.get("records", ())), finished.lines(records)
     if not found.startswith(known) and not known.startswith(found):

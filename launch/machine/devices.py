@@ -264,11 +264,6 @@ def advice(experiment: Any) -> str:
     )
 
 
-def evaluation_rows(platform: str) -> int:
-    """Rows of a forward pass in an evaluation, on a CPU as many as fit its caches."""
-    return 64 if platform == "cpu" else 256
-
-
 def peak_memory_bytes() -> int:
     """Peak bytes of the first device, or of the process on a CPU."""
     stats = jax.local_devices()[0].memory_stats()

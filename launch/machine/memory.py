@@ -18,9 +18,6 @@ from fedjax_pfl import shapes, types
 from launch.machine import processes
 from launch.machine import target as targets
 
-# Bytes of a client in a partition's tables
-_CLIENT_BYTES = 250
-
 
 class Need(NamedTuple):
     """Memory that a run needs.
@@ -53,7 +50,8 @@ def needs(options: dict[str, Any], *, num_rows: int, model_bytes: int) -> list[N
     chunk = min(int(options[flag]) or 1, cohort)
     by_seed, by_chunk = size | {"num_seeds": seeds}, size | {flag: chunk}
     together = "the models of the clients that train together"
-    rows = seeds * (12 * num_rows + _CLIENT_BYTES * clients)
+    # A client takes about 250 bytes of a partition's tables.
+    rows = seeds * (12 * num_rows + 250 * clients)
     by_client = {"num_seeds": seeds, "num_clients": clients}
     out = [
         Need("the models of all seeds", seeds * model_bytes, by_seed, True),
@@ -95,9 +93,8 @@ def on_host(options: dict[str, Any], row_bytes: int, variants: int) -> Need:
     trained = options["rounds"] * options["clients_per_round"]
     trained = min(trained, options["num_clients"])
     factors = {"num_seeds": options["num_seeds"], "num_clients": trained}
-    return Need(
-        "the rows of clients on the host", variants * trained * row_bytes, factors
-    )
+    total = variants * trained * row_bytes
+    return Need("the rows of clients on the host", total, factors)
 
 
 def refuse(needed: Sequence[Need], options: dict[str, Any], target: str = "") -> None:

@@ -174,8 +174,7 @@ def _probe(flag: str, host: str, port: int, index: int) -> None:
 def _first_line(line: str) -> Iterator[Callable[[str], None]]:
     """Prints `line` before the messages of jax's runtime when it ends this process.
 
-    Yields:
-        A function that replaces the line, also after the context.
+    It yields a function that replaces the line, also after the context.
     """
     ours = os.dup(2)
     # A notebook's stderr has no descriptor.

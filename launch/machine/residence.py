@@ -26,7 +26,14 @@ def place(config: schema.Config) -> str | None:
     if name in ("device", "replicated"):
         return None
     if name != "host":
-        _try(name)
+        try:  # whether a file can be made there
+            with tempfile.TemporaryFile(dir=pathlib.Path(name).expanduser()):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"--client_state={name}: expected device, replicated, host or a folder "
+                f"to which rows can be written ({error.strerror})"
+            ) from error
     if jax.process_count() > 1:
         raise ValueError(
             f"--client_state={name}: several processes keep all rows on their devices; "
@@ -37,24 +44,8 @@ def place(config: schema.Config) -> str | None:
 
 def recorded(name: str) -> str:
     """Where the rows of a run are when it is opened again: a folder may be gone."""
-    if (
-        name in ("device", "replicated", "host")
-        or pathlib.Path(name).expanduser().is_dir()
-    ):
-        return name
-    return "host"
-
-
-def _try(name: str) -> None:
-    """Refuses a folder in which no file can be made."""
-    try:
-        with tempfile.TemporaryFile(dir=pathlib.Path(name).expanduser()):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"--client_state={name}: expected device, replicated, host or a folder to "
-            f"which rows can be written ({error.strerror})"
-        ) from error
+    is_kind = name in ("device", "replicated", "host")
+    return name if is_kind or pathlib.Path(name).expanduser().is_dir() else "host"
 
 
 def with_resident_rows(

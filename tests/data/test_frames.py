@@ -123,6 +123,7 @@ def test_tables_that_do_not_fit():
         (b",a,y\n0,1,p\n1,2,q\n", "a column has no name, as of a saved index"),
         (b"a;y\n1;2\n", "give --label, one of the columns a;y"),
         (b"a,y\n1,\n2,q\n", "the column y has 1 missing labels"),
+        (b"," * 40_000 + b"\n", "has 40,001 columns, at most 32,768 are read"),
     ],
 )
 def test_files_that_do_not_fit(tmp_path, raw, words):

@@ -12,7 +12,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from data import dataset, loaders
+from data import dataset, loaders, memory
 
 
 def write_idx(path, array, magic=None):
@@ -281,6 +281,15 @@ def test_npz_with_members_of_no_interest(tmp_path, method):
             archive.writestr(name, raw)
     got = loaders.load(f"npz:{tmp_path / 'own.npz'}", "")
     np.testing.assert_array_equal(got.image, X)
+
+
+def test_npz_that_unpacks_to_more_than_the_memory(tmp_path, monkeypatch):
+    """Refused by the sizes in its headers; no number is read."""
+    np.savez_compressed(tmp_path / "own.npz", x=np.zeros((6, 1 << 20), "u1"), y=Y)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(np.lib.format, "read_array", None)
+    with pytest.raises(ValueError, match="need 0.0 GiB of memory at least"):
+        loaders.load(f"npz:{tmp_path / 'own.npz'}", "")
 
 
 def test_npz_that_is_no_file(tmp_path):

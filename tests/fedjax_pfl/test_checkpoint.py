@@ -65,6 +65,7 @@ def test_none_where_there_is_none(tmp_path):
 def test_two_are_kept_and_left_overs_go(folder):
     """A third pushes out the first; a partial one is removed."""
     (folder / "partial_00000009").mkdir()
+    (folder / "partial_00000007").write_text("a file where a folder is expected")
     checkpoint.save(folder, 3, state(3), {})
     names = [path.name for path in sorted(folder.iterdir())]
     assert names == ["round_00000002", "round_00000003"]

@@ -66,17 +66,15 @@ REFUSED = """
        | --algo=fedavg --clinet_lr=0.1        | --clinet_lr; --client_lr
        | --algo=fedavg --label_mix=0.5        | --label_mix; cdkt; fedavg
        | --client_distill_weight=inf          | --client_distill_weight=inf
-       | --label_mix=1.5                      | --label_mix=1.5: expected at most 1
-       | --partition=fair                     | --partition=fair; dirichlet
        | --preset=best                        | --preset=best; cdkt
        | --algo=fedavg rounds=3               | rounds=3; --name=value
        | --flagfile=nowhere.flags             | --flagfile=nowhere.flags; no such file
        | --dataset=imagenet                   | --dataset=imagenet; mnist_5k
        | --dataset=npz:nowhere.npz            | --dataset=npz:nowhere.npz
        | --algo=fedavg --rounds               | --rounds
+       | --algo=fedmd --public_set=mnist      | --public_set=mnist; mnist_5k
 m1     | --algo=fedd2s --min_layer=9          | --min_layer=9: expected at most 6; C1
 m1     | --algo=fedper --personal_from=F9     | --personal_from=F9; F1
-m1     | --algo=fedper --min_layer=2          | --min_layer=2; --layer_dropping
 m1     | --algo=fedmd --public_set=none       | public images; --public_set
 m1     | --algo=fedmd --public_set=npz:/no.npz| --public_set=npz:/no.npz
 m1     | --algo=fedavg --public_set=npz:SAME  | --public_set; fedmd
@@ -126,23 +124,11 @@ def test_what_does_not_fit(refused, toys, blobs, public, tmp_path, row):
         assert part.strip() in line
 
 
-def test_public_set_of_the_same_images(refused):
-    """mnist_5k is a part of mnist."""
-    line = refused("--algo=fedmd", "--public_set=mnist", "--devices=1")
-    assert "--public_set=mnist" in line and "mnist_5k" in line
-
-
-@pytest.mark.parametrize(
-    "line, part",
-    [
-        ("--clinet_lr=0.1", "--clinet_lr"),
-        ("--flagfile=inner.flags", "inner.flags"),
-    ],
-)
-def test_misspelt_in_a_flagfile(refused, tmp_path, line, part):
+def test_misspelt_in_a_flagfile(refused, tmp_path):
     """A flagfile is read like the command line."""
-    (tmp_path / "bad.flags").write_text(f"--algo=fedavg\n{line}\n--rounds=2\n")
-    assert part in refused("--flagfile=bad.flags")
+    for line in ("--clinet_lr=0.1", "--flagfile=inner.flags"):
+        (tmp_path / "bad.flags").write_text(f"--algo=fedavg\n{line}\n--rounds=2\n")
+        assert line.removesuffix("=0.1") in refused("--flagfile=bad.flags")
 
 
 def test_two_algorithms_one_in_a_flagfile(refused, tmp_path):
@@ -196,14 +182,6 @@ def test_names_that_no_file_can_tell(refused, name):
     line = refused(*SMALL, f"--workdir={name}")
     assert line.startswith("error: --workdir=")
     assert list(pathlib.Path().iterdir()) == []
-
-
-def test_truncated_npz_file(refused, tmp_path, blobs):
-    """A user's file that was cut off."""
-    with open(blobs.removeprefix("npz:"), "rb") as file:
-        raw = file.read()
-    (tmp_path / "cut.npz").write_bytes(raw[: len(raw) // 2])
-    assert "cut.npz" in refused(*SMALL, "--dataset=npz:cut.npz")
 
 
 @pytest.fixture

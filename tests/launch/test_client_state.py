@@ -1,5 +1,8 @@
 """`--client_state`: rows on the host are the run on the device, bit for bit."""
 
+import errno
+import os
+
 import numpy as np
 import pytest
 
@@ -213,6 +216,24 @@ def test_many_rows_are_hashed_where_they_have_trained(vectors, monkeypatch):
         experiment = made(vectors, "host", algo="pfedsd", seed=seed)
         found.add(experiment.run(progress=False)["parameters_sha256"])
     assert len(found) == 2
+
+
+def test_a_full_disk_and_later_room(vectors, tmp_path, monkeypatch):
+    """A run that stopped there goes on, and ends as one that never did."""
+    rows, folder = tmp_path / "rows", str(tmp_path / "run")
+    rows.mkdir()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match="--client_state=.*No space left"):
+            made(vectors, rows, algo="local", workdir=folder).run(progress=False)
+    again = made(vectors, rows, algo="local", workdir=folder, resume=True)
+    alone = made(vectors, "device", algo="local").run(progress=False)
+    found = again.run(progress=False)
+    assert found["parameters_sha256"] == alone["parameters_sha256"]
 
 
 def test_a_folder_that_is_gone(vectors, tmp_path):

@@ -17,25 +17,13 @@ import numpy as np
 import pytest
 
 from launch import build, export, main, plot, report
-from tests import synthetic
-
-FLAGS = (
-    "--algo=fedper",
-    "--model=mlp",
-    "--devices=1",
-    "--num_clients=4",
-    "--clients_per_round=2",
-    "--local_epochs=1",
-    "--batch_size=16",
-    "--eval_every=1",
-    "--partition=dirichlet",
-    "--preset=none",
-)
+from tests import conftest, synthetic
 
 
 def _run(folder, arrays, rounds, *more):
-    words = ["main", *FLAGS, f"--dataset=npz:{arrays}", f"--workdir={folder}"]
-    main.main([*words, f"--rounds={rounds}", *more])
+    words = ["--algo=fedper", "--preset=none", "--eval_every=1", f"--rounds={rounds}"]
+    words += [f"--dataset=npz:{arrays}", f"--workdir={folder}"]
+    main.main(["main", *conftest.FLAGS, *words, *more])
 
 
 def folders(where):

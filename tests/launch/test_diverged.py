@@ -11,22 +11,13 @@ from launch import build
 from launch.folder import record
 from launch.show import figures, words
 from launch.show import page as page_lib
+from tests import conftest
 from tests.fedjax_pfl import small
 
 
 def options(blobs, **more):
     """Six small clients, three a round."""
-    return {
-        "preset": "none",
-        "dataset": blobs,
-        "model": "mlp",
-        "num_clients": 6,
-        "clients_per_round": 3,
-        "local_epochs": 1,
-        "batch_size": 8,
-        "rounds": 3,
-        "devices": 1,
-    } | more
+    return conftest.SIX | {"dataset": blobs, "batch_size": 8, "rounds": 3} | more
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +35,19 @@ def both(blobs, tmp_path_factory):
 
 
 def test_summary_and_records_name_the_round(both):
-    """The first one, counted from 1; null where there is none."""
+    """The first one, counted from 1; null where there is none, in strict JSON."""
     _, folder = both
-    summary = json.loads((folder / "bad" / "summary.json").read_text())
-    assert summary["diverged"] == 1
+
+    def refuse(text):
+        raise AssertionError(f"{text} is not JSON")
+
+    text = (folder / "bad" / "summary.json").read_text()
+    assert json.loads(text, parse_constant=refuse)["diverged"] == 1
     lines = (folder / "bad" / "metrics.jsonl").read_text().splitlines()
-    told = [json.loads(line).get("diverged") for line in lines]
-    assert told == [None, 1, 1, 1]
+    records = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert [record.get("diverged") for record in records] == [None, 1, 1, 1]
+    assert records[-1]["train_loss"] is None
+    assert not {"global_loss", "client_loss"} & records[-1].keys()
     summary = json.loads((folder / "good" / "summary.json").read_text())
     assert summary["diverged"] is None
     assert "diverged" not in (folder / "good" / "metrics.jsonl").read_text()

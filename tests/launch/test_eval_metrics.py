@@ -119,22 +119,11 @@ def test_a_sample_of_clients():
 
 def test_models_that_training_left_are_those_that_serve():
     """`local` says so, and has both metrics."""
-    record = made(algo="local").run(progress=False)["metrics"]
-    assert record["trained_accuracy"] == record["client_accuracy"]
+    found = made(algo="local").run(progress=False)["metrics"]
+    assert found["trained_accuracy"] == found["client_accuracy"]
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({"eval_metrics": "f1"}, "--eval_metrics=f1: expected one of macro_f1"),
-        (
-            {"eval_metrics": "auc", "dataset": "python_topics", "algo": "fedavg"}
-            | {"model": None, "batch_size": None},
-            "--eval_metrics=auc has no effect .* other data than a text",
-        ),
-    ],
-)
-def test_bad_input(given, reason):
-    """One line each."""
-    with pytest.raises(ValueError, match=reason):
-        made(**given)
+def test_bad_input():
+    """The line lists the metrics."""
+    with pytest.raises(ValueError, match="--eval_metrics=f1: expected one of macro_f1"):
+        made(eval_metrics="f1")

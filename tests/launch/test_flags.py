@@ -356,49 +356,6 @@ def test_experiment_refuses_unknown_keywords():
         build.experiment(algo="feddavg")
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"rounds": "3"},
-        {"partition": "fair"},
-        {"client_lr": float("nan")},
-        {"client_lr": -0.1},
-    ],
-)
-def test_experiment_refuses_wrong_values(option):
-    """Wrong type or range: ValueError with the option's name."""
-    (name,) = option
-    with pytest.raises(ValueError, match=f"--{name}="):
-        build.experiment(algo="fedavg", **option)
-
-
-def test_experiment_takes_the_flags_names(blobs):
-    """An int for a float is fine, None means the default."""
-    made = build.experiment(
-        algo="fedavg",
-        dataset=blobs,
-        model="mlp",
-        rounds=3,
-        client_lr=1,
-        num_clients=4,
-        devices=1,
-        partition=None,
-    )
-    assert made.config.rounds == 3
-    assert made.hparams.client_lr == 1.0
-    assert made.config.partition == "client_dirichlet"
-    assert made.metrics == [] and made.round == 0
-
-
-def test_natural_partition_is_chosen_where_data_have_owners(unequal):
-    """`client` in the file: its seven owners are the clients."""
-    made = build.experiment(
-        algo="fedavg", dataset=unequal, model="mlp", rounds=1, devices=1
-    )
-    assert made.config.partition == "natural"
-    assert made.config.num_clients == 7
-
-
 def test_lines_replay_a_configuration(blobs):
     """RunFlags.lines -> parse -> the same resolved options."""
     made = build.experiment(

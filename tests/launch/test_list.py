@@ -39,12 +39,6 @@ def test_model_with_exits(shown):
         ["3", "750,046", "5,632", "43,681,182"],
         ["4", "1,935,848", "6,656", "62,593,448"],
     ]
-    # It has narrower forms, one that flattens maps has none.
-    heads = [shown(f"--model={name}") for name in ("mlp", "m1")]
-    assert [any(words[:1] == ["width"] for words in one) for one in heads] == [
-        True,
-        False,
-    ]
 
 
 def test_model_with_widths(shown):
@@ -83,14 +77,6 @@ def test_options_reach_the_model(shown):
     flattens = shown("--model=m1", "--example_shape=32,32,3")
     found = [["width"] in [words[:1] for words in one] for one in (lines, flattens)]
     assert found == [True, False]
-
-
-def test_without_a_model(capsys):
-    """What there is."""
-    listing.main()
-    expected = capsys.readouterr().out
-    listing.command(["list"])
-    assert capsys.readouterr().out == expected
 
 
 @pytest.mark.parametrize(

@@ -12,27 +12,13 @@ from fedjax_pfl import program
 from launch import main
 from launch.machine import devices
 from launch.run import progress
+from tests import conftest
 
 
 def run(dataset, folder, *more):
     """A tiny run; returns the rounds told to the progress bar, and the records'."""
-    main.main(
-        [
-            "main",
-            "--algo=fedavg",
-            "--model=mlp",
-            "--devices=1",
-            "--num_clients=4",
-            "--clients_per_round=2",
-            "--local_epochs=1",
-            "--batch_size=16",
-            "--partition=dirichlet",
-            "--summary=last",
-            f"--dataset={dataset}",
-            f"--workdir={folder}",
-            *more,
-        ]
-    )
+    words = ["--algo=fedavg", "--summary=last", f"--dataset={dataset}"]
+    main.main(["main", *conftest.FLAGS, *words, f"--workdir={folder}", *more])
 
 
 @pytest.fixture
@@ -63,13 +49,8 @@ def cache_folder(monkeypatch):
 
 def test_stops_are_evaluations_and_checkpoints(blobs, tmp_path, told):
     """A call ends where the state is to be evaluated or saved, and at the end."""
-    run(
-        blobs,
-        tmp_path / "run",
-        "--rounds=7",
-        "--eval_every=3",
-        "--checkpoint_every=2",
-    )
+    more = "--rounds=7", "--eval_every=3", "--checkpoint_every=2"
+    run(blobs, tmp_path / "run", *more)
     done = [round for round, _ in told]
     assert set(done) >= {0, 2, 3, 4, 6, 7}
     assert done == sorted(done)
@@ -139,15 +120,6 @@ def test_second_start_finds_its_programs(blobs, cache_folder, tmp_path):
     first = kept()
     assert len(first) == 4
     program.forget()
-    run(
-        blobs,
-        tmp_path / "b",
-        option,
-        "--rounds=3",
-        "--eval_every=2",
-        "--client_lr=0.3",
-        "--seed=4",
-        "--partition_seed=0",
-        "--num_seeds=2",
-    )
+    more = ["--rounds=3", "--eval_every=2", "--client_lr=0.3", "--num_seeds=2"]
+    run(blobs, tmp_path / "b", option, *more, "--seed=4", "--partition_seed=0")
     assert kept() == first

@@ -9,7 +9,7 @@ import pytest
 from data import dataset
 from launch import build
 from launch.assemble import model_files
-from tests import synthetic
+from tests import conftest, synthetic
 
 NAMES = np.array(["ant", "bee", "cow", "dog"])
 
@@ -25,18 +25,8 @@ X, Y = rows()
 
 def options(**more):
     """Six small clients."""
-    return {
-        "algo": "fedavg",
-        "preset": "none",
-        "dataset": (X, NAMES[Y]),
-        "model": "mlp",
-        "num_clients": 6,
-        "clients_per_round": 3,
-        "local_epochs": 1,
-        "batch_size": 8,
-        "rounds": 3,
-        "devices": 1,
-    } | more
+    given = {"algo": "fedavg", "dataset": (X, NAMES[Y]), "batch_size": 8, "rounds": 3}
+    return conftest.SIX | given | more
 
 
 def notes(part, **more):
@@ -271,6 +261,11 @@ def test_partition_files_of_other_data(tmp_path):
     for data in ((X[order], Y[order]), (np.r_[X, X], np.r_[Y, Y])):
         with pytest.raises(ValueError, match="was made for other data, "):
             notes("", **asked, dataset=data)
+    for more in ({"num_clients": 3}, {"test_split": "pool"}, {"proxy_fraction": 0.5}):
+        with pytest.raises(ValueError, match="names the rows"):
+            notes("", **asked | more)
+    with pytest.raises(ValueError, match="has as many partitions"):
+        notes("", num_seeds=2, export_partition=str(path))
 
 
 def test_partition_files_of_images_with_a_margin(tmp_path):

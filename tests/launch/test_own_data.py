@@ -210,19 +210,10 @@ X, Y = blobs(4)
 @pytest.mark.parametrize(
     "given, part",
     [
-        ({"label": "kind"}, "--label=kind has no effect with --dataset=arrays"),
-        ({"layout": "nhwc"}, "--layout=nhwc is of 4 axes, x has the shape"),
-        ({"layout": "hwcn"}, "--layout=hwcn: expected one of auto, nhwc"),
         (
             {"dataset": (X, Y, Y), "min_owner_examples": 99, "num_clients": None},
             "--min_owner_examples=99: every owner has fewer rows; lower it",
         ),
-        (
-            {"dataset": (X, Y, Y), "min_owner_examples": 2, "partition": "iid"},
-            "=2 has no effect with --partition=iid; omit it",
-        ),
-        ({"dataset": 5}, "a DataFrame, a dict, torch"),
-        ({"dataset": table()["a"]}, "or Hugging Face's, got a Series"),
         ({"dataset": table(), "layout": "nhwc"}, "no effect with --dataset=arrays"),
     ],
 )

@@ -189,23 +189,6 @@ def test_bubbles_are_class_counts(runs):
 
 
 @pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "clients.npz", "summary.json", "run.flags"]
-)
-@pytest.mark.parametrize("text", ["", "{}", "5"])
-def test_damaged_files_are_not_drawn(runs, tmp_path, capsys, name, text):
-    """Exit code 2 and one line that names the file."""
-    folder = tmp_path / "run"
-    shutil.copytree(runs[0], folder)
-    (folder / name).write_text(text)
-    with pytest.raises(SystemExit) as stop:
-        plot.command(["plot", str(runs[1]), str(folder), f"--output={tmp_path}"])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert f"{folder / name} is damaged" in error and error.count("\n") == 1
-    assert not list(tmp_path.glob("*.png"))
-
-
-@pytest.mark.parametrize(
     ("argv", "words"),
     [
         ([], "give the folders"),

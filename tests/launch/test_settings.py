@@ -415,7 +415,7 @@ def test_help_says_where_a_default_comes_from(algo, option, text):
 
 def test_list_shows_what_there_is(capsys):
     """A line each: algorithms with their presets, presets with what they set."""
-    listing.main()
+    listing.command(["list"])
     lines = capsys.readouterr().out.splitlines()
     shown = {line.split()[0]: line for line in lines if line.startswith("  ")}
     names = [*algorithms.ALGORITHMS, *presets.PRESETS, *loaders.DATASETS]

@@ -14,6 +14,7 @@ from launch.config import flags, sweep
 from launch.folder import record
 from launch.show import figures, words
 from launch.show import page as page_lib
+from tests import conftest
 from tests.toys import model
 
 RATES, WEIGHTS = (0.02, 0.1), (0.1, 1.0, 5.0)
@@ -23,22 +24,9 @@ LINE = "client_lr=0.02,0.1;proximal_weight=0.1,1.0,5.0"
 
 def make(blobs, algo="fedprox", **given):
     """Six small clients, three a round."""
-    options = {
-        "algo": algo,
-        "preset": "none",
-        "dataset": blobs,
-        "model": "mlp",
-        "partition": "iid",
-        "test_split": "client_share",
-        "num_clients": 6,
-        "clients_per_round": 3,
-        "local_epochs": 1,
-        "batch_size": 8,
-        "rounds": 2,
-        "eval_every": 1,
-        "devices": 1,
-    }
-    return build.experiment(**options | given)
+    options = {"algo": algo, "dataset": blobs, "batch_size": 8, "eval_every": 1}
+    options |= {"partition": "iid", "test_split": "client_share"}
+    return build.experiment(**conftest.SIX | options | given)
 
 
 def arrays(experiment, rows=slice(None)):

@@ -9,26 +9,13 @@ from tensorboard.backend.event_processing import event_accumulator
 from launch import build, main
 from launch.folder import tracking
 from launch.run import progress
+from tests import conftest
 
 
 def arguments(blobs, folder, *more):
-    return [
-        "main",
-        "--algo=fedavg",
-        "--model=mlp",
-        "--num_clients=4",
-        "--partition=iid",
-        "--local_epochs=1",
-        "--num_seeds=2",
-        "--rounds=3",
-        "--eval_every=1",
-        "--devices=1",
-        "--tensorboard",
-        "--csv",
-        f"--dataset={blobs}",
-        f"--workdir={folder}",
-        *more,
-    ]
+    words = ["--algo=fedavg", "--num_seeds=2", "--rounds=3", "--eval_every=1"]
+    words += ["--tensorboard", "--csv", f"--dataset={blobs}", f"--workdir={folder}"]
+    return ["main", *conftest.FLAGS, *words, *more]
 
 
 def scalars(folder, seed):

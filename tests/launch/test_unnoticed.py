@@ -13,7 +13,7 @@ from launch.run import summaries
 from launch.show import page as page_lib
 from launch.show import words
 from models import own, own_checks
-from tests import synthetic
+from tests import conftest, synthetic
 
 
 def arrays(seed=0):
@@ -24,28 +24,7 @@ def arrays(seed=0):
 
 def options(**more):
     """Six small clients, three a round."""
-    return {
-        "preset": "none",
-        "dataset": arrays(),
-        "model": "mlp",
-        "num_clients": 6,
-        "clients_per_round": 3,
-        "local_epochs": 1,
-        "batch_size": 8,
-        "rounds": 2,
-        "devices": 1,
-    } | more
-
-
-def test_compare_wants_one_data_set():
-    """The same rows of other examples are other clients."""
-    runs = {
-        "one": {"algo": "fedavg"},
-        "other": {"algo": "fedavg", "dataset": arrays(1)},
-    }
-    with pytest.raises(ValueError, match="^compare: other has other examples") as told:
-        build.compare(runs, **options(partition="iid"), run=False)
-    assert "\n" not in str(told.value)
+    return conftest.SIX | {"dataset": arrays(), "batch_size": 8} | more
 
 
 def test_compare_wants_one_number_of_seeds():
@@ -160,19 +139,6 @@ def test_a_model_starts_on_images_that_it_knows(saved):
         ),
     )
     assert experiment.config.normalization not in ("none", "half")
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_channels_come_last(channels):
-    """[N, C, H, W] is taken as such; few columns are none; a line says which."""
-    x = np.zeros((40, channels, 8, 8), np.float32)
-    y = np.arange(40) % 4
-    turned = x.transpose(0, 2, 3, 1)
-    for given, count in ((x, 1), (turned, 0), (x[..., :4], 0)):
-        made = build.experiment(algo="fedavg", **options(dataset=(given, y)))
-        assert ["NCHW" in note for note in made.notes] == [bool(count)]
-        wanted = turned if count else given
-        assert made.data.image.shape == wanted.shape
 
 
 class OverBatch(nn.Module):

@@ -13,10 +13,12 @@ import sys
 import numpy as np
 import pytest
 
-from launch import build, main, plot
+from launch import build, export, main, plot
 from launch.folder import finished as finished_lib
 from launch.folder import lock, workdir
 from launch.run import progress
+from launch.show import page as page_lib
+from tests import conftest
 
 ROUNDS = 4
 MODEL_BYTES = 4 * (64 * 128 + 128 + 128 * 64 + 64 + 64 * 4 + 4)
@@ -28,24 +30,9 @@ class KilledError(Exception):
 
 def run(dataset, folder, *more, rounds=ROUNDS):
     """A tiny FedAvg run with two of four clients a round, evaluated every round."""
-    main.main(
-        [
-            "main",
-            "--algo=fedavg",
-            "--model=mlp",
-            "--devices=1",
-            "--num_clients=4",
-            "--clients_per_round=2",
-            "--local_epochs=1",
-            "--batch_size=16",
-            "--eval_every=1",
-            "--partition=dirichlet",
-            f"--rounds={rounds}",
-            f"--dataset={dataset}",
-            f"--workdir={folder}",
-            *more,
-        ]
-    )
+    words = ["--algo=fedavg", "--eval_every=1", f"--rounds={rounds}"]
+    words += [f"--dataset={dataset}", f"--workdir={folder}"]
+    main.main(["main", *conftest.FLAGS, *words, *more])
 
 
 def metrics(folder):
@@ -253,12 +240,6 @@ def test_finished_run_prints_its_table_again(finished, blobs, capsys):
     assert contents(finished) == before
 
 
-def test_killed_before_the_summary(copied, reference, blobs):
-    """All rounds done, summary not written: resume writes it."""
-    run(blobs, copied, "--summary=mean_last10", "--resume")
-    assert_same_run(copied, reference)
-
-
 @pytest.mark.parametrize("round, every", [(0, 0), (1, 2), (3, 1)])
 def test_killed_and_resumed(reference, blobs, tmp_path, monkeypatch, round, every):
     """Killed after any round, with and without checkpoints: the same run."""
@@ -324,33 +305,12 @@ def test_a_partial_checkpoint_is_ignored(copied, reference, blobs):
     assert not list(copied.rglob("partial_*"))
 
 
-@pytest.mark.parametrize("damage", ["flip", "remove"])
-def test_damaged_checkpoint_is_named(copied, refused, damage):
-    """Any file of the newest one: named, the older one offered, nothing touched."""
-    newest = copied / "checkpoints" / "round_00000004"
-    files = [path for path in sorted(newest.rglob("*")) if path.is_file()]
-    assert any(path.name == "manifest.json" for path in files) and len(files) > 2
-    for path in files:
-        raw = path.read_bytes()
-        half = len(raw) // 2
-        if damage == "remove":
-            path.unlink()
-        elif raw:
-            path.write_bytes(raw[:half] + bytes([raw[half] ^ 4]) + raw[half + 1 :])
-        else:
-            continue
-        line = refused(copied, "--summary=mean_last10", "--resume")
-        assert str(path.relative_to(copied)) in line
-        assert "round_00000003" in line
-        path.write_bytes(raw)
-
-
-def test_older_checkpoint_after_a_damaged_one(copied, reference, blobs):
-    """Doing what the message says leads to the same end."""
+def test_older_checkpoint_after_a_damaged_one(copied, reference, blobs, refused):
+    """It is named, and doing what the message says leads to the same end."""
     newest = copied / "checkpoints" / "round_00000004"
     (newest / "manifest.json").write_text("{}")
-    with pytest.raises(SystemExit):
-        run(blobs, copied, "--summary=mean_last10", "--resume")
+    line = refused(copied, "--summary=mean_last10", "--resume")
+    assert str(newest / "manifest.json") in line and "round_00000003" in line
     shutil.rmtree(newest)
     run(blobs, copied, "--summary=mean_last10", "--resume")
     assert_same_run(copied, reference)
@@ -575,6 +535,23 @@ def sealed(**more):
     return change
 
 
+def outside(folder):
+    """A change: the summary has the hash of a file outside of the folder."""
+    known = summary(folder)["files_sha256"]
+    sealed(files_sha256=known | {"../../../etc/passwd": "0" * 64})(folder)
+
+
+def without_accuracies(folder):
+    """A change by somebody who makes the hashes of all files right again."""
+    with np.load(folder / "clients.npz") as file:
+        held = {name: file[name] for name in file.files if name != "accuracy"}
+    np.savez(folder / "clients.npz", **held)
+    made = {k: v for k, v in summary(folder).items() if k != "sha256"}
+    (folder / "summary.json").write_text(json.dumps(finished_lib.seal(folder, made)))
+
+
+BYTES = {"mean": 1.0, "std": 0.0, "per_seed": [1.0]}
+NO_METRIC = {"bytes_up": BYTES, "bytes_down": BYTES}
 LINES = "5", '{"seed": 0}', "[" * 100_000, '{"round": "1", "seed": 0}', "{"
 
 
@@ -584,11 +561,20 @@ LINES = "5", '{"seed": 0}', "[" * 100_000, '{"round": "1", "seed": 0}', "{"
         *(([unfinish, added(x)], "metrics.jsonl is damaged: line ") for x in LINES),
         ([unfinish, edited], "was changed since the run wrote it"),
         ([unfinish, piped], "holds no run"),
+        ([write("run.flags", "5")], "run.flags is damaged"),
+        ([write("clients.npz")], "clients.npz is damaged: summary.json has another"),
         ([sealed(metrics=5)], ODD),
         ([sealed(rounds="4")], ODD),
         ([sealed(metrics={"global_accuracy": {"mean": 1}})], ODD),
         ([sealed(files_sha256=[])], ODD),
         ([sealed(sweep=3)], ODD),
+        ([sealed(metrics={})], ODD),
+        ([sealed(metrics=NO_METRIC | {"bytes_up": BYTES | {"mean": "x"}})], ODD),
+        ([sealed(last_round=5)], ODD),
+        ([sealed(versions=7)], ODD),
+        ([sealed(numbers=5)], ODD),
+        ([outside], "etc/passwd, which is not expected"),
+        ([without_accuracies], "clients.npz is damaged: it has no accuracy of shape"),
     ],
 )
 def test_folders_that_are_not_drawn(whole, capsys, changes, part):
@@ -599,6 +585,37 @@ def test_folders_that_are_not_drawn(whole, capsys, changes, part):
         plot.command(["plot", str(whole)])
     (line,) = capsys.readouterr().err.splitlines()
     assert part in line
+
+
+def test_a_page_about_metrics_that_nobody_measured(whole):
+    """It says that there is no value."""
+    sealed(metrics=NO_METRIC)(whole)
+    assert "No summary has a value of" in page_lib.page(page_lib.read([whole]))
+
+
+@pytest.mark.parametrize("command", ["load", "export", "main"])
+def test_a_stranger_s_folder_names_no_file_and_no_host(
+    whole, tmp_path, capsys, command
+):
+    """Its flags may name options of a run alone, whoever reads them."""
+    precious, programs = tmp_path / "precious.npz", tmp_path / "programs"
+    precious.write_text("precious")
+    (tmp_path / "more.flags").write_text(f"--export_partition={precious}\n")
+    flags = (whole / "run.flags").read_text().splitlines()
+    flags = [line for line in flags if "--compile_cache=" not in line]
+    flags += [f"--export_partition={precious}", "--distributed=localhost:9,2,1"]
+    flags += [f"--compile_cache={programs}", f"--flagfile={tmp_path}/more.flags"]
+    (whole / "run.flags").write_text("\n".join(flags) + "\n")
+    if command == "load":
+        build.load(whole)
+    elif command == "export":
+        export.command(["export", str(whole), f"--output={tmp_path}/model.npz"])
+    else:
+        more = [f"--flagfile={whole}/run.flags", f"--workdir={whole}", "--resume"]
+        main.main(["main", *more])
+    told = "--export_partition, --distributed, --compile_cache, --flagfile "
+    assert told in capsys.readouterr().err
+    assert precious.read_text() == "precious" and not programs.exists()
 
 
 def test_too_many_rounds(whole):
@@ -660,21 +677,6 @@ def test_the_commit_is_the_project_s_own(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     monkeypatch.setattr(finished_lib, "__file__", str(folder / "finished.py"))
     assert re.fullmatch("[0-9a-f]{40}", finished_lib.git_commit()["git_commit"])
-
-
-def test_diverging_run_writes_valid_json(blobs, tmp_path):
-    """A loss of nan becomes null: every line and the summary are strict JSON."""
-    run(blobs, tmp_path / "run", "--client_lr=1e30", rounds=2)
-
-    def refuse(text):
-        raise AssertionError(f"{text} is not JSON")
-
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line, parse_constant=refuse) for line in lines]
-    assert records[-1]["train_loss"] is None
-    assert not {"global_loss", "client_loss"} & records[-1].keys()
-    text = (tmp_path / "run" / "summary.json").read_text()
-    assert json.loads(text, parse_constant=refuse)["rounds"] == 2
 
 
 def test_clients_without_test_rows_are_refused(blobs, tmp_path, capsys):
