@@ -69,9 +69,14 @@ def with_resident_rows(
     """
     given = f"--client_state={config.client_state}"
 
+    tables, seeds = data.replace(partition=None), np.zeros(1, np.uint32)
+    one = jax.tree.map(lambda leaf: leaf[:1], data.partition)
+
     def built(task: types.Task) -> tuple[program_lib.Program, types.RoundState]:
+        """The program, and the shapes of its first state, of one seed."""
         program = build(task)
-        return program, _first_state(program, data)
+        given = program.floats, tables, one, seeds
+        return program, jax.eval_shape(program.init.jitted, *given)
 
     program, state = built(task)
     kept = jax.tree.leaves(state.private)
@@ -95,7 +100,8 @@ def with_resident_rows(
         count = kinds.num_residents(state, config.num_clients, most, devices) * devices
         task = task._replace(num_residents=count)
         program, state = built(task)
-        is_grouped = not _has_rows(state, count)
+        rows = jax.tree.leaves(state.private)
+        is_grouped = any(leaf.shape[1] != count for leaf in rows)
     if is_grouped:
         raise ValueError(
             f"{given}: --algo={config.algo} keeps what depends on each client from the "
@@ -140,18 +146,6 @@ def bytes_to_share(
         return every
     of_round = every * config.clients_per_round // config.num_clients
     return min(every, max(kinds.RESIDENT_BYTES, of_round))
-
-
-def _first_state(program: program_lib.Program, data: types.Data) -> types.RoundState:
-    """The shapes of the state before the first round, of one seed."""
-    one = jax.tree.map(lambda leaf: leaf[:1], data.partition)
-    data, seeds = data.replace(partition=None), np.zeros(1, np.uint32)
-    return jax.eval_shape(program.init.jitted, program.floats, data, one, seeds)
-
-
-def _has_rows(state: types.RoundState, count: int) -> bool:
-    """Whether everything that belongs to clients has so many rows."""
-    return all(leaf.shape[1] == count for leaf in jax.tree.leaves(state.private))
 
 
 def _has_keys(leaves: Sequence[Any]) -> bool:

@@ -136,12 +136,6 @@ def test_shown(arrays, trained):
     assert "<b>fedper on arrays" in trained._repr_html_()
 
 
-@pytest.mark.parametrize("kind", ["curves", "fairness", "bubbles"])
-def test_pictures(trained, kind):
-    """PNGs that a notebook shows."""
-    assert trained.plot(kind)._repr_png_()[:4] == b"\x89PNG"
-
-
 def test_no_pictures(arrays, trained):
     """One line each."""
     with pytest.raises(ValueError, match="run\\(\\) first"):
@@ -458,7 +452,8 @@ def test_comparison(arrays, capsys):
         assert summary.loc[name, "client_accuracy std"] == entry["std"]
         assert summary.loc[name, "summary"] == compared[name].config.summary
     assert "fedper:" in capsys.readouterr().out
-    assert compared.plot()._repr_png_() and "<table" in compared._repr_html_()
+    assert compared.plot()._repr_png_()[:4] == b"\x89PNG"
+    assert "<table" in compared._repr_html_()
     assert len(compared) == 2 and "fedavg on arrays" in repr(compared)
 
 
@@ -657,9 +652,6 @@ def test_an_edited_module_is_another_run(arrays, tmp_path):
     """Not the old results under a new model."""
     options = {"algo": "fedavg", "workdir": tmp_path / "run", "rounds": 1}
     made(arrays, model=Act(nn.relu), **options).run(progress=False)
-    edited = made(arrays, model=Act(nn.tanh), **options)
-    with pytest.raises(ValueError, match="holds a run with --computed_sha256="):
-        edited.run(progress=False)
     with pytest.raises(ValueError, match="holds a run with --computed_sha256="):
         build.load(tmp_path / "run", dataset=arrays, model=Act(nn.tanh))
     with pytest.raises(ValueError, match="--model=own_Act was a custom module"):

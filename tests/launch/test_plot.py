@@ -109,15 +109,6 @@ def test_how_many_seeds_a_curve_has(runs, tmp_path):
     assert sorted(text[-3:] for text in texts[1]) == ["n=1", "n=2"]
 
 
-def test_labels_tell_runs_apart(runs):
-    """The algorithm, and the flags in which runs of one algorithm differ."""
-    assert read(runs)[1] == [
-        "majority",
-        "fedavg client_lr=0.01",
-        "fedavg client_lr=0.2",
-    ]
-
-
 def test_curves_show_means_over_seeds(runs):
     """Each line is the mean of the seeds in percent, by round; the axes are named."""
     found, names = read(runs)

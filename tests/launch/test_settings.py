@@ -406,6 +406,8 @@ def test_an_option_without_a_default():
         ("local", "public_set", "'none'"),
         ("fedmd", "public_set", "'none' (differs with --dataset)"),
         ("fedict", "local_epochs", "2 (--preset=fedd2s)"),
+        ("depthfl", "ramp_rounds", "300 (differs with --dataset)"),
+        ("fedavg", "client_model", "that of --model"),
     ],
 )
 def test_help_says_where_a_default_comes_from(algo, option, text):
@@ -545,9 +547,6 @@ def test_momentum_of_another_kind():
 
 
 def test_defaults_that_differ_by_data_set():
-    """Help tells the default that holds where no rule does, or that of a data set."""
-    found = registry.default_text("depthfl", "ramp_rounds")
-    assert found == "300 (differs with --dataset)"
+    """Help tells that of a data set."""
     found = registry.default_text("depthfl", "ramp_rounds", "mnist_5k")
     assert found == "5 (--preset=depthfl)"
-    assert registry.default_text("fedavg", "client_model") == "that of --model"
