@@ -125,13 +125,7 @@ def headlines(found: Collection[str]) -> list[str]:
 def metric(
     name: str, known: Mapping[str, Kind] = {}, classes: Sequence[str] = ()
 ) -> Metric:
-    """How a metric is shown.
-
-    Args:
-        name: Its name in records.
-        known: The kinds of metrics that declared one.
-        classes: The names of the classes, () = numbers.
-    """
+    """How a metric is shown; `known` are declared kinds, `classes` as in `title`."""
     kind, better = metric_kinds.of(name, known), "higher"
     if name in _NEITHER_BETTER:
         better = ""
@@ -141,7 +135,10 @@ def metric(
 
 
 def title(name: str, classes: Sequence[str] = ()) -> str:
-    """A metric's name in tables and pictures; `classes` are the names of classes."""
+    """A metric's name in tables and pictures.
+
+    `classes` are the names of the classes, () = numbers.
+    """
     if found := _OF_CLASS.fullmatch(name):
         number = int(found[2])
         label = classes[number] if number < len(classes) else number
