@@ -40,15 +40,14 @@ class Measure(NamedTuple):
         finish: From the sums f64 of M models, leaves [M, ...], to values f64[M] by
             name, nan where one is not defined.
         is_mean: Whether there is also the mean over clients of their own values.
-        is_fraction: Whether the values are fractions 0..1.
-        given: The user's function of a custom measure.
+        given: The user's function of a custom measure, whose values need not be
+            fractions 0..1. None = a measure of `NAMES`, whose values are.
     """
 
     name: str
     sums: Callable[[jax.Array, jax.Array, jax.Array], Any] | None
     finish: Callable[[Any], dict[str, np.ndarray]]
     is_mean: bool = True
-    is_fraction: bool = True
     given: Callable[..., Any] | None = None
 
 
@@ -243,7 +242,7 @@ def custom(name: Any, fn: Callable[..., tuple[jax.Array, jax.Array]]) -> Measure
         total, count = fn(*batch)
         return jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32)
 
-    return Measure(name, sums, finish, is_fraction=False, given=fn)
+    return Measure(name, sums, finish, given=fn)
 
 
 def check(measures: Sequence[Measure], num_classes: int) -> None:
@@ -273,9 +272,9 @@ def check(measures: Sequence[Measure], num_classes: int) -> None:
             )
 
 
-def number_names(measures: Sequence[Measure]) -> set[str]:
-    """The metrics of measures that are numbers and not fractions."""
-    names = [one.name for one in measures if not one.is_fraction]
+def custom_names(measures: Sequence[Measure]) -> set[str]:
+    """The metrics of custom measures."""
+    names = [one.name for one in measures if one.given is not None]
     forms = "global_{}", "client_{}", "client_{}_pooled"
     return {form.format(name) for name in names for form in forms}
 

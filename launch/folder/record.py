@@ -8,7 +8,7 @@ import numpy as np
 
 import algorithms
 from data import npz
-from fedjax_pfl import checkpoint
+from fedjax_pfl import checkpoint, metric_kinds
 from launch.config import flagfile, registry, schema, sweep
 from launch.folder import finished
 from launch.run import summaries
@@ -19,8 +19,8 @@ class Record(NamedTuple):
 
     `clients` is empty for an unfinished run, and `summary` is None if it has no folder
     or is unfinished. Each point of a sweep is a run with its numbers in `point` and in
-    `flags`. `fractions` holds whether each metric is a fraction, where known, and
-    `hashes` the SHA-256 of its data, partition and code by name.
+    `flags`. `kinds` holds the kind of each metric that declared one, and `hashes` the
+    SHA-256 of its data, partition and code by name.
     """
 
     path: pathlib.Path
@@ -29,7 +29,7 @@ class Record(NamedTuple):
     clients: dict[str, np.ndarray]
     summary: dict[str, Any] | None = None
     point: Mapping[str, float] = {}
-    fractions: Mapping[str, bool] = {}
+    kinds: Mapping[str, metric_kinds.Kind] = {}
     hashes: Mapping[str, str] = {}
 
 
@@ -49,8 +49,7 @@ def by_point(run: Record) -> list[Record]:
             one = one._replace(clients=run.clients | mine)
         if run.summary is not None:
             summary = run.summary | run.summary["sweep"][index]
-            known = summaries.fractions(summary)
-            one = one._replace(summary=summary, fractions=known)
+            one = one._replace(summary=summary, kinds=summaries.kinds(summary))
         out.append(one._replace(point=point))
     return out
 
@@ -81,7 +80,7 @@ def read(path: pathlib.Path) -> Record:
         _check_begun(path, found.records)
         return found
     found = found._replace(clients=_clients(found))
-    return found._replace(fractions=summaries.fractions(summary))
+    return found._replace(kinds=summaries.kinds(summary))
 
 
 def _clients(run: Record) -> dict[str, np.ndarray]:
@@ -132,6 +131,11 @@ def _check_begun(path: pathlib.Path, records: Sequence[Mapping[str, Any]]) -> No
             f"{path / finished.METRICS} was changed since the run wrote it; --resume "
             "writes it again"
         )
+
+
+def kinds(runs: Sequence[Record]) -> dict[str, metric_kinds.Kind]:
+    """The declared kinds of the metrics of runs."""
+    return {name: kind for run in runs for name, kind in run.kinds.items()}
 
 
 def diverged(run: Record) -> int | None:

@@ -9,8 +9,9 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from fedjax_pfl import measures, simulate, traffic, types
+from fedjax_pfl import measures, metric_kinds, simulate, traffic, types
 from fedjax_pfl import program as program_lib
+from fedjax_pfl.metric_kinds import Kind
 from launch.assemble import assemble, computed, notes
 from launch.config import limits, sweep
 from launch.machine import devices, memory
@@ -150,17 +151,11 @@ class Run:
         return self.simulation.totals
 
     @property
-    def fractions(self) -> dict[str, bool]:
-        """Whether a metric is a fraction, for those that rounds measure and numbers.
-
-        Metrics of an evaluation that are not named are fractions.
-        """
-        declared = self.program.algorithm.shares
-        out = {name: name in declared for name in self.simulation.metrics}
-        measured = {name for record in self.metrics[-1:] for name in record}
-        custom = measures.number_names(self.program.scoring.score.measures)
-        numbers = {n for n in measured if summaries.is_loss(n) or n in custom}
-        return out | dict.fromkeys(sorted(numbers), False)
+    def kinds(self) -> dict[str, Kind]:
+        """The kinds of what rounds and custom functions measure, by metric."""
+        custom = measures.custom_names(self.program.scoring.score.measures)
+        names = [*self.simulation.metrics, *custom]
+        return metric_kinds.declared(names, self.program.algorithm.shares)
 
     @property
     def compile_seconds(self) -> float:
@@ -407,11 +402,8 @@ class Run:
         found = sweep.of_point(self.metrics, point), self.seeds
         metrics = summaries.summarize(*found, window, rule, self.round)
         last = summaries.summarize(*found, (self.round,), "last", self.round)
-        numbers = {
-            name
-            for name in metrics
-            if not self.fractions.get(name, summaries.is_fraction(name))
-        }
+        kinds, shown = self.kinds, metrics.keys() - set(summaries.COUNTERS)
+        numbers = [n for n in shown if metric_kinds.of(n, kinds) is not Kind.FRACTION]
         own = [
             m.name for m in self.program.scoring.score.measures if m.given is not None
         ]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pfl import measures
+from fedjax_pfl import measures, metric_kinds
 
 COUNTERS = (
     "round",
@@ -127,25 +127,8 @@ def spread(values: list[float]) -> dict[str, Any]:
     return {"mean": float(np.mean(values)), "std": std, "per_seed": list(values)}
 
 
-def is_fraction(name: str) -> bool:
-    """Whether a metric of an evaluation is a fraction; of a text it is a number."""
-    return "perplexity" not in name
-
-
-def is_loss(name: str) -> bool:
-    """Whether a metric of an evaluation is a cross-entropy."""
-    return name.endswith("_loss")
-
-
-def is_number(summary: Mapping[str, Any], name: str) -> bool:
-    """Whether a metric of a run's summary is a number, and so not shown in percent."""
-    return name in summary.get("numbers", ())
-
-
-def fractions(summary: Mapping[str, Any]) -> dict[str, bool]:
-    """Whether each metric of a run's summary is a fraction, and so shown in percent."""
-    return {
-        name: not is_number(summary, name)
-        for name in summary["metrics"]
-        if not name.startswith("bytes")
-    }
+def kinds(summary: Mapping[str, Any]) -> dict[str, metric_kinds.Kind]:
+    """The kinds of the metrics of a run's summary, but for bytes."""
+    names = [name for name in summary["metrics"] if name not in COUNTERS]
+    numbers = summary.get("numbers", ())
+    return metric_kinds.declared(names, set(names).difference(numbers))

@@ -1,6 +1,5 @@
 """Pictures of runs: curves, fairness, class bubbles, heat maps of sweeps."""
 
-import collections
 import io
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +10,10 @@ from matplotlib import figure as figure_lib
 from matplotlib import ticker
 
 from data import labels
+from fedjax_pfl import metric_kinds
+from fedjax_pfl.metric_kinds import Kind
 from launch.folder import finished, record
 from launch.folder.record import Record
-from launch.run import summaries
 from launch.show import words
 
 KINDS = ("curves", "fairness", "bubbles")
@@ -108,13 +108,13 @@ def metrics_of(runs: Sequence[Record], wanted: str | Sequence[str]) -> list[str]
         except TypeError as error:
             raise ValueError(f"metric={wanted!r}: expected names") from error
     names = wanted.split(",") if wanted else [n for n in PREFERRED if n in shared][:1]
-    kinds = {all(map(summaries.is_fraction, run.records[-1])) for run in runs}
-    if not names and len(kinds) > 1:
+    of_text = {Kind.PERPLEXITY in map(metric_kinds.of, r.records[-1]) for r in runs}
+    if not names and len(of_text) > 1:
         raise ValueError(
             "some runs are of texts, which have perplexities, and others of images; "
             "give one kind, or for curves --metric=train_loss"
         )
-    if len({_is_fraction(name, runs) for name in names}) > 1:
+    if len({metric_of(name, runs).unit for name in names}) > 1:
         raise ValueError(f"--metric={wanted}: percent and numbers need a picture each")
     if names and shared.issuperset(names):
         return names
@@ -124,20 +124,9 @@ def metrics_of(runs: Sequence[Record], wanted: str | Sequence[str]) -> list[str]
     )
 
 
-def _is_fraction(metric: str, runs: Sequence[Record]) -> bool:
-    """Whether a metric's curve is drawn in percent."""
-    return words.is_fraction(metric, collections.ChainMap(*(r.fractions for r in runs)))
-
-
-def _form(metric: str) -> str:
-    """How a number is written in a picture."""
-    return ".3g" if summaries.is_fraction(metric) else ".2f"
-
-
-def _axis(metric: str) -> str:
-    """A metric's name beside an axis."""
-    title = words.title(metric)
-    return title if summaries.is_fraction(metric) else f"{title}, perplexity"
+def metric_of(name: str, runs: Sequence[Record]) -> words.Metric:
+    """How a metric of runs is shown."""
+    return words.metric(name, record.kinds(runs))
 
 
 def curves(
@@ -154,36 +143,35 @@ def curves(
     axes = figure.subplots()
     colors = matplotlib.color_sequences["tab10"]
     drawn = []
-    is_fraction = _is_fraction(metrics[0], runs)
-    scale, form = (100, ".1f") if is_fraction else (1, _form(metrics[0]))
+    first = metric_of(metrics[0], runs)
     for number, (run, metric, label) in enumerate(series):
-        rounds, mean, spread = record.over_seeds(run, metric, scale)
+        rounds, mean, spread = record.over_seeds(run, metric, first.scale)
         if not rounds:
             continue
         style = {"color": colors[number % 10], "ls": ("-", "--", ":")[number // 10 % 3]}
         line = draw_curve(axes, (rounds, mean, spread), 0.15, label=label, **style)
         having = [row for row in run.records if row.get(metric) is not None]
         drawn.append((mean[-1], line, len({row["seed"] for row in having})))
-    is_lower_better = words.metric(metrics[0]).better == "lower"
-    drawn.sort(key=lambda one: one[0], reverse=not is_lower_better)
+    drawn.sort(key=lambda one: one[0], reverse=first.better != "lower")
     is_same = len({count for *_, count in drawn}) == 1
     figure.legend(
         [line for _, line, _ in drawn],
         [
-            f"{line.get_label()}  {last:{form}}{'' if is_same else f', n={count}'}"
+            f"{line.get_label()}  {last:{first.form}}" + f", n={count}" * (not is_same)
             for last, line, count in drawn
         ],
         loc="outside right upper",
-        title="last round, %" if is_fraction else "last round",
+        title=", ".join(filter(None, ["last round", first.unit])),
         frameon=False,
         fontsize=9,
     )
     seeds = max(len({row["seed"] for row in run.records}) for run in runs)
     band = f", mean ± std of {seeds} seeds" if seeds > 1 else ""
     # Several metrics have their names in the legend.
-    texts = [_axis(metric) for metric in metrics if len(metrics) == 1]
-    texts += ["%"] if is_fraction else []
-    axes.set(xlabel="finished rounds", ylabel=", ".join(texts), xlim=(0, None))
+    texts = [first.title] if len(metrics) == 1 else []
+    texts += ["perplexity"] if texts and first.kind is Kind.PERPLEXITY else []
+    ylabel = ", ".join(filter(None, [*texts, first.unit]))
+    axes.set(xlabel="finished rounds", ylabel=ylabel, xlim=(0, None))
     axes.set_title(f"{_data(runs)}{band}", fontsize=10)
     axes.grid(alpha=0.3)
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=(1, 2, 5, 10)))
@@ -349,27 +337,26 @@ def draw_heatmap(axes: Any, runs: Sequence[Record], metric: str) -> None:
     """Draws `heatmap` into axes, with a cell and a value for each pair."""
     across, down = runs[0].point
     columns, rows = (sorted({run.point[n] for run in runs}) for n in (across, down))
-    is_fraction = _is_fraction(metric, runs)
-    scale, form = (100, ".1f") if is_fraction else (1, _form(metric))
+    how = metric_of(metric, runs)
     values = np.full((len(rows), len(columns)), np.nan)
     for run in runs:
         place = rows.index(run.point[down]), columns.index(run.point[across])
         known = (run.summary or {}).get("metrics", {}).get(metric)
         if known is not None:
-            values[place] = scale * known["mean"]
+            values[place] = how.scale * known["mean"]
         else:
-            _, mean, _ = record.over_seeds(run, metric, scale)
+            _, mean, _ = record.over_seeds(run, metric, how.scale)
             values[place] = mean[-1] if len(mean) else np.nan
     image = axes.imshow(values, cmap="viridis", origin="lower", aspect="auto")
     middle = np.nanmean([np.nanmin(values), np.nanmax(values)])
     for (row, column), value in np.ndenumerate(values):
-        text = "" if np.isnan(value) else f"{value:{form}}"
+        text = "" if np.isnan(value) else f"{value:{how.form}}"
         color = "white" if value < middle else "black"
         axes.text(column, row, text, ha="center", va="center", color=color, fontsize=9)
     axes.set_xticks(range(len(columns)), [str(one) for one in columns])
     axes.set_yticks(range(len(rows)), [str(one) for one in rows])
     axes.set(xlabel=across, ylabel=down)
-    axes.figure.colorbar(image, ax=axes, label="%" if is_fraction else "")
+    axes.figure.colorbar(image, ax=axes, label=how.unit)
 
 
 def _data(runs: Sequence[Record]) -> str:

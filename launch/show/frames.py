@@ -69,7 +69,7 @@ def _runs(run: Run) -> list[record.Record]:
         options,
         run.metrics,
         finished.clients(run),
-        fractions=run.fractions,
+        kinds=run.kinds,
         hashes=run.hashes,
     )
     return record.by_point(found)

@@ -9,6 +9,7 @@ import numpy as np
 
 import algorithms
 from data import labels, loaders
+from fedjax_pfl.metric_kinds import Kind
 from launch.config import schema
 from launch.folder import finished, record
 from launch.run import summaries
@@ -71,8 +72,9 @@ def page(
     Raises:
         ValueError: there is no such run, or the runs have no metric in common.
     """
-    (metric,) = figures.metrics_of([entry.run for entry in entries], "")
-    base, percent = _control(entries, control), _unit(metric)[2]
+    runs = [entry.run for entry in entries]
+    metric = figures.metric_of(figures.metrics_of(runs, "")[0], runs)
+    base = _control(entries, control)
     columns = _columns(entries, metric, base)
     flags = [entry.run.flags for entry in entries]
     names = sorted(set().union(*flags) - schema.names(schema.EXECUTION))
@@ -96,7 +98,7 @@ def page(
             for number, entry in enumerate(entries)
         ],
         legend=(
-            f"{'Percent' if percent else 'Numbers'}"
+            f"{'Percent' if metric.unit else 'Numbers'}"
             f"{f', mean ± standard deviation of {seeds} seeds' * (seeds > 1)}"
             f"{_rules(entries)}. {_best(entries)} MB are those of all clients in both "
             "directions, mean over seeds."
@@ -117,40 +119,39 @@ def _control(entries: Sequence[Entry], wanted: str) -> Entry:
     raise ValueError(f"--control={wanted}: expected one of {names}")
 
 
-def _metrics(entries: Sequence[Entry]) -> list[str]:
-    """The metrics of evaluations that any run has, in the order of `words.METRICS`.
+def _metrics(entries: Sequence[Entry], classes: Sequence[str]) -> list[words.Metric]:
+    """The metrics of evaluations that any run has, in the order of `words.TITLES`.
 
-    Perplexities and losses are numbers, and what rounds measure is not shown if it is.
+    What rounds measure is shown if it is a fraction.
     """
-    found = dict.fromkeys(
+    known = record.kinds([entry.run for entry in entries])
+    shown = {
         name
-        for entry in entries
-        for name, is_fraction in entry.run.fractions.items()
-        if is_fraction or words.is_evaluated(name)
-        if name not in ("client_accuracy_pooled", "client_perplexity_pooled")
-    )
-    order = dict.fromkeys([*words.METRICS, *found])
-    return [name for name in order if name in found]
+        for name, kind in known.items()
+        if kind in (Kind.FRACTION, Kind.PERPLEXITY)
+        or name.startswith(("global_", "client_"))
+    } - {"client_accuracy_pooled", "client_perplexity_pooled"}
+    order = dict.fromkeys([*words.TITLES, *known])
+    return [words.metric(name, known, classes) for name in order if name in shown]
 
 
 def _columns(
-    entries: Sequence[Entry], metric: str, base: Entry
+    entries: Sequence[Entry], metric: words.Metric, base: Entry
 ) -> list[tuple[str, list[Cell]]]:
     """The table: each column's head and its cells, one for each run."""
     out = []
-    for name in _metrics(entries):
-        classes = record.class_names(base.run)
-        out.append((words.title(name, classes), _cells(entries, name)))
-        if name == metric and len(entries) > 1:
+    for one in _metrics(entries, record.class_names(base.run)):
+        out.append((one.title, _cells(entries, one)))
+        if one.name != metric.name:
+            continue
+        if len(entries) > 1:
             cells = [_against(entry, base, metric) for entry in entries]
             out.append((f"against {base.name}", cells))
         # A summary of the last round alone would be the same.
-        last = [entry.summary.get("last_round", {}).get(metric) for entry in entries]
+        last = [e.summary.get("last_round", {}).get(metric.name) for e in entries]
         rules = [entry.summary["summary"] for entry in entries]
-        if name == metric and any(
-            one and rule != "last" for one, rule in zip(last, rules, strict=True)
-        ):
-            cells = [Cell(_text(name, one) if one else "–") for one in last]
+        if any(end and rule != "last" for end, rule in zip(last, rules, strict=True)):
+            cells = [Cell(metric.text(end) if end else "–") for end in last]
             out.append(("in the last round", cells))
     bytes_of = [
         [entry.summary["metrics"].get(f"bytes_{way}") for way in ("up", "down")]
@@ -160,44 +161,32 @@ def _columns(
     return [*out, ("MB total", [Cell(f"{one / 1e6:,.1f}") for one in sent])]
 
 
-def _unit(metric: str) -> tuple[int, int, str]:
-    """(factor, digits, percent sign or nothing) of a metric of `_metrics`."""
-    is_fraction = not words.is_evaluated(metric) or words.metric(metric).is_fraction
-    return *words.unit(metric, is_fraction), " %" if is_fraction else ""
-
-
-def _text(metric: str, entry: Mapping[str, Any]) -> str:
-    scale, digits, _ = _unit(metric)
-    text, fewer = words.mean_and_std(entry, scale, digits), summaries.fewer(entry)
-    return f"{text} ({fewer})" if fewer else text
-
-
-def _cells(entries: Sequence[Entry], name: str) -> list[Cell]:
+def _cells(entries: Sequence[Entry], metric: words.Metric) -> list[Cell]:
     """A metric of each run, with a mark at the best of those that did not diverge."""
+    name, best = metric.name, None
     found = [entry.summary["metrics"].get(name) for entry in entries]
     sound = [one for one in _sound(entries) if name in one.summary["metrics"]]
-    better, best = words.metric(name).better, None
     # Nothing is marked for a single run, for the points of one sweep, or for runs that
     # answer different questions.
     is_one = len(entries) > 1 and not _is_sweep(entries) and not _unlike(entries)
-    if sound and better and is_one:
+    if sound and metric.better and is_one:
         means = [one.summary["metrics"][name]["mean"] for one in sound]
-        best = (min if better == "lower" else max)(means)
+        best = (min if metric.better == "lower" else max)(means)
     return [
         Cell(
-            _text(name, one) if one else "–",
+            metric.text(one) if one else "–",
             bool(one) and one["mean"] == best and any(entry is s for s in sound),
         )
         for entry, one in zip(entries, found, strict=True)
     ]
 
 
-def _gap(entry: Entry, base: Entry, metric: str) -> np.ndarray | None:
+def _gap(entry: Entry, base: Entry, metric: words.Metric) -> np.ndarray | None:
     """Points (or numbers) over the control by seed, or of means if the seeds differ.
 
     None if one lacks the metric, or if their data sets differ.
     """
-    pair = [one.summary["metrics"].get(metric) for one in (entry, base)]
+    pair = [one.summary["metrics"].get(metric.name) for one in (entry, base)]
     if None in pair or _data(entry.run) != _data(base.run):
         return None
     seeds = [one.run.clients["seeds"] for one in (entry, base)]
@@ -207,7 +196,7 @@ def _gap(entry: Entry, base: Entry, metric: str) -> np.ndarray | None:
         sides = [np.array([one["mean"]]) for one in pair]
     if not len(sides[0]):
         return None
-    return _unit(metric)[0] * (sides[0] - sides[1])
+    return metric.scale * (sides[0] - sides[1])
 
 
 def _data(run: record.Record) -> str:
@@ -266,17 +255,13 @@ def _rules(entries: Sequence[Entry]) -> str:
     return text
 
 
-def _against(entry: Entry, base: Entry, metric: str) -> Cell:
+def _against(entry: Entry, base: Entry, metric: words.Metric) -> Cell:
     gap = None if entry is base else _gap(entry, base, metric)
     if gap is None:
         return Cell("–")
-    gain = -gap.mean() if _is_lower_better(metric) else gap.mean()
+    gain = -gap.mean() if metric.better == "lower" else gap.mean()
     kind = "up" if gain > 0 else "down" if gain < 0 else ""
-    return Cell(words.paired(gap, _unit(metric)[1]), kind=kind)
-
-
-def _is_lower_better(metric: str) -> bool:
-    return words.metric(metric).better == "lower"
+    return Cell(words.paired(gap, metric.digits), kind=kind)
 
 
 def _is_sweep(entries: Sequence[Entry]) -> bool:
@@ -312,24 +297,24 @@ def _setting(entries: Sequence[Entry]) -> str:
     return text
 
 
-def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
+def _answer(entries: Sequence[Entry], metric: words.Metric, base: Entry) -> str:
     """The result in a sentence."""
-    _, digits, percent = _unit(metric)
+    name, percent = metric.name, " %" if metric.unit else ""
     ranked = sorted(
-        (entry for entry in _sound(entries) if metric in entry.summary["metrics"]),
-        key=lambda entry: entry.summary["metrics"][metric]["mean"],
-        reverse=not _is_lower_better(metric),
+        (entry for entry in _sound(entries) if name in entry.summary["metrics"]),
+        key=lambda entry: entry.summary["metrics"][name]["mean"],
+        reverse=metric.better != "lower",
     )
     if not ranked:
-        return f"No summary has a value of {words.title(metric)}."
-    means = [_text(metric, one.summary["metrics"][metric]) for one in ranked]
+        return f"No summary has a value of {metric.title}."
+    means = [metric.text(one.summary["metrics"][name]) for one in ranked]
     if _is_sweep(entries):
         return (
             f"Its {len(entries)} points reach {means[-1]} to {means[0]}{percent} "
-            f"({words.title(metric)}). {words.NOT_TO_CHOOSE_BY}."
+            f"({metric.title}). {words.NOT_TO_CHOOSE_BY}."
         )
     best = ranked[0]
-    text = f"{best.name} reaches {means[0]}{percent} ({words.title(metric)})"
+    text = f"{best.name} reaches {means[0]}{percent} ({metric.title})"
     if len(ranked) == 1:
         return f"{text}."
     other = base if base in ranked and best is not base else ranked[1]
@@ -337,9 +322,9 @@ def _answer(entries: Sequence[Entry], metric: str, base: Entry) -> str:
     if gap is None:
         return f"{text}; {other.name} has another data set."
     points = " points" if percent else ""
-    text += f", {words.paired(gap, digits)}{points} against {other.name}"
+    text += f", {words.paired(gap, metric.digits)}{points} against {other.name}"
     if len(gap) > 1:
-        ahead = gap < 0 if _is_lower_better(metric) else gap > 0
+        ahead = gap < 0 if metric.better == "lower" else gap > 0
         text += f", ahead in {ahead.sum()} of {len(gap)} seeds"
     unlike = _unlike([best, other])
     return f"{text}; the two differ in {', '.join(unlike)}." if unlike else f"{text}."
@@ -400,10 +385,9 @@ def _section(
     return {"title": title, "note": note, "figures": figures, "has_legend": has_legend}
 
 
-def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
+def _sections(entries: Sequence[Entry], metric: words.Metric) -> list[dict[str, Any]]:
     """The page's pictures."""
-    title, (scale, _, percent) = words.title(metric), _unit(metric)
-    unit = f"{title}," + percent if percent else title
+    title, unit = metric.title, ", ".join(filter(None, [metric.title, metric.unit]))
     runs = [entry.run for entry in entries]
     places = [
         ("finished rounds", lambda row: row["round"], "Over rounds."),
@@ -417,14 +401,14 @@ def _sections(entries: Sequence[Entry], metric: str) -> list[dict[str, Any]]:
     if not any(row.get("bytes_up") for run in runs for row in run.records):
         del places[1]
     shown = [
-        _curves(entries, metric, place, (label, unit), scale, caption)
+        _curves(entries, metric, place, (label, unit), caption)
         for label, place, caption in places
     ]
     sections = [_section(title, shown), _clients(entries)]
     if figures.has_two_names(runs):
         figure, axes = svg.figure("", "")
         axes.grid(False)
-        figures.draw_heatmap(axes, runs, metric)
+        figures.draw_heatmap(axes, runs, metric.name)
         shown = svg.shown(figure, f"{title}, %, by the summary rule.")
         sections.insert(0, _section("Sweep", [shown], has_legend=False))
     moving = _moving(entries)
@@ -492,21 +476,18 @@ def _is_same(one: Entry, other: Entry) -> bool:
 
 
 def _moving(entries: Sequence[Entry]) -> list[dict[str, str]]:
-    """Curves of numbers that rounds measure: a boundary, a level, a loss."""
+    """Curves of numbers and losses: a boundary, a level, the training loss."""
     names = dict.fromkeys(
-        name
-        for entry in entries
-        for name in (*entry.summary.get("numbers", ()), "train_loss")
-        if summaries.is_fraction(name)
+        name for entry in entries for name in (*sorted(entry.run.kinds), "train_loss")
     )
     out = []
     for name in names:
+        metric = figures.metric_of(name, [entry.run for entry in entries])
         having = [e for e in entries if any(name in row for row in e.run.records)]
-        if having:
-            title = words.title(name)
-            caption = f"{title[:1].upper()}{title[1:]}."
-            labels = ("finished rounds", title)
-            out.append(_curves(having, name, lambda r: r["round"], labels, 1, caption))
+        if having and metric.kind in (Kind.NUMBER, Kind.LOSS):
+            caption = f"{metric.title[:1].upper()}{metric.title[1:]}."
+            labels = ("finished rounds", metric.title)
+            out.append(_curves(having, metric, lambda r: r["round"], labels, caption))
     return out
 
 
@@ -531,15 +512,14 @@ def _bubbles(entries: Sequence[Entry]) -> list[dict[str, str]]:
 
 def _curves(
     entries: Sequence[Entry],
-    metric: str,
+    metric: words.Metric,
     place: Callable[[Mapping[str, Any]], float],
     labels: tuple[str, str],
-    scale: float,
     caption: str,
 ) -> dict[str, str]:
     """Draws a metric's means over seeds, with their standard deviations."""
     figure, axes = svg.figure(*labels)
     for entry in entries:
-        curve = record.over_seeds(entry.run, metric, scale, place)
+        curve = record.over_seeds(entry.run, metric.name, metric.scale, place)
         figures.draw_curve(axes, curve, 0.18, color=entry.color)
     return svg.shown(figure, caption)

@@ -6,100 +6,110 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedjax_pfl import metric_kinds
+from fedjax_pfl.metric_kinds import Kind
 from launch.config import presets, sweep
 from launch.run import summaries
 from launch.run.run import Run
 
 
 class Metric(NamedTuple):
-    """A description of a metric.
+    """How a metric is shown.
 
     Attributes:
+        name: Its name in records.
+        kind: What it is.
         title: Its name in tables and pictures.
-        is_fraction: Whether it is a fraction, shown in percent, or a number.
         better: `higher`, `lower`, or "" if neither is better.
-        is_headline: Whether it heads a table and a line of progress.
-        digits: Decimals of a number in tables.
+        scale, unit: The factor and sign of percent, (1, "") = a number.
+        digits, form: Decimals in tables, and the format of a value in pictures.
     """
 
+    name: str
+    kind: Kind
     title: str
-    is_fraction: bool = True
-    better: str = "higher"
-    is_headline: bool = False
+    better: str
+    scale: int = 1
+    unit: str = ""
     digits: int = 3
+    form: str = ".3g"
+
+    def text(self, entry: Mapping[str, Any]) -> str:
+        """A value of a summary, and of what it is where not defined everywhere."""
+        text = mean_and_std(entry, self.scale, self.digits)
+        fewer = summaries.fewer(entry)
+        return f"{text} ({fewer})" if fewer else text
 
 
-# The order is that of tables. Other metrics that an algorithm's rounds measure are
-# described by `types.Algorithm.shares`.
-METRICS = {
-    "global_accuracy": Metric("Global", is_headline=True),
-    "c_spec": Metric("C-Spec", is_headline=True),
-    "c_gen": Metric("C-Gen", is_headline=True),
-    "c_per": Metric("C-Per", is_headline=True),
-    "client_accuracy": Metric("Client (UA)", is_headline=True),
-    "trained_accuracy": Metric("Trained", is_headline=True),
-    "train_accuracy": Metric("Global, train rows"),
-    "exits_disagree": Metric("Exits disagree", better=""),
-    "dropped_later": Metric("Dropped after round 0", better=""),
-    "mb_later": Metric("MB after round 0", is_fraction=False, better="lower"),
-    "client_accuracy_pooled": Metric("Client, pooled"),
-    "worst_decile_accuracy": Metric("Worst decile"),
-    "client_accuracy_std": Metric("Std over clients", better="lower"),
-    "ensemble_accuracy": Metric("Ensemble"),
-    "global_loss": Metric("Global, test loss", is_fraction=False, better="lower"),
-    "client_loss": Metric("Client, test loss", is_fraction=False, better="lower"),
-    "train_loss": Metric("train loss", is_fraction=False, better="lower"),
-    "dropped": Metric("dropped", better=""),
-    "critical": Metric("critical", better=""),
+_FORMS: dict[Kind, dict[str, Any]] = {
+    Kind.FRACTION: {"scale": 100, "unit": "%", "digits": 1, "form": ".1f"},
+    Kind.PERPLEXITY: {"digits": 2, "form": ".2f"},
 }
-# A text has perplexities in the place of accuracies.
-METRICS |= {
-    name.replace("accuracy", "perplexity"): one._replace(
-        is_fraction=False, better="lower", digits=2
-    )
-    for name, one in METRICS.items()
-    if "accuracy" in name
+
+# In the order of tables. A text has perplexities in the place of accuracies.
+TITLES = {
+    "global_accuracy": "Global",
+    "c_spec": "C-Spec",
+    "c_gen": "C-Gen",
+    "c_per": "C-Per",
+    "client_accuracy": "Client (UA)",
+    "trained_accuracy": "Trained",
+    "train_accuracy": "Global, train rows",
+    "exits_disagree": "Exits disagree",
+    "dropped_later": "Dropped after round 0",
+    "mb_later": "MB after round 0",
+    "client_accuracy_pooled": "Client, pooled",
+    "worst_decile_accuracy": "Worst decile",
+    "client_accuracy_std": "Std over clients",
+    "ensemble_accuracy": "Ensemble",
+    "global_loss": "Global, test loss",
+    "client_loss": "Client, test loss",
+    "dropped": "dropped",
+    "critical": "critical",
+    "global_perplexity": "Global",
+    "client_perplexity": "Client",
+    "trained_perplexity": "Trained",
+    "train_perplexity": "Global, train rows",
+    "client_perplexity_pooled": "Client, pooled",
+    "worst_decile_perplexity": "Worst decile",
+    "client_perplexity_std": "Std over clients",
+    "ensemble_perplexity": "Ensemble",
+    "global_macro_f1": "Global macro F1",
+    "client_macro_f1": "Client macro F1",
+    "client_macro_f1_pooled": "Client macro F1, pooled",
+    "global_balanced_accuracy": "Global balanced accuracy",
+    "client_balanced_accuracy": "Client balanced accuracy",
+    "client_balanced_accuracy_pooled": "Client balanced accuracy, pooled",
+    "global_auc": "Global AUC",
+    "client_auc": "Client AUC",
+    "client_auc_pooled": "Client AUC, pooled",
+    "global_ece": "Global calibration error",
+    "client_ece": "Client calibration error",
+    "client_ece_pooled": "Client calibration error, pooled",
+    "masked_perplexity": "Global, masked",
+    "client_masked_perplexity": "Client, pooled, masked",
+    "trained_masked_perplexity": "Trained, masked",
+    "train_masked_perplexity": "Global, train rows, masked",
+    "worst_decile_masked_perplexity": "Worst decile, masked",
+    "client_masked_perplexity_std": "Std over clients, masked",
+    "ensemble_masked_perplexity": "Ensemble, masked",
 }
-# Those of `--eval_metrics` but for classes and custom ones
-_MEASURES = {
-    "macro_f1": Metric("macro F1"),
-    "balanced_accuracy": Metric("balanced accuracy"),
-    "auc": Metric("AUC"),
-    "ece": Metric("calibration error", better="lower"),
-}
-METRICS |= {
-    form.format(name): one._replace(title=f"{title} {one.title}{more}")
-    for name, one in _MEASURES.items()
-    for form, title, more in (
-        ("global_{}", "Global", ""),
-        ("client_{}", "Client", ""),
-        ("client_{}_pooled", "Client", ", pooled"),
-    )
-}
-_NUMBER = METRICS["global_perplexity"]
-METRICS |= {
-    "client_perplexity": _NUMBER._replace(title="Client"),
-    "masked_perplexity": _NUMBER._replace(title="Global, masked"),
-    "client_masked_perplexity": _NUMBER._replace(title="Client, pooled, masked"),
-}
-METRICS |= {
-    name.replace("perplexity", "masked_perplexity"): METRICS[name]._replace(
-        title=f"{METRICS[name].title}, masked"
-    )
-    for name in (
-        "trained_perplexity",
-        "train_perplexity",
-        "worst_decile_perplexity",
-        "client_perplexity_std",
-        "ensemble_perplexity",
-    )
-}
+# They head a table and a line of progress.
+_HEADLINE = re.compile(
+    r"c_(spec|gen|per)|(global|client|trained)_(accuracy|perplexity)"
+    r"|((client|trained)_)?masked_perplexity"
+)
+HEADLINES = tuple(filter(_HEADLINE.fullmatch, TITLES))
+_NEITHER_BETTER = ("exits_disagree", "dropped_later", "dropped", "critical")
+_LOWER_BETTER = re.compile(
+    r"mb_later|client_accuracy_std|(global|client)_ece(_pooled)?"
+)
 _OF_CLASS = re.compile(r"(global|client)_class(\d+)_accuracy(_pooled)?")
+_OF_EXIT = re.compile(r"exit(\d+)_(accuracy|(masked_)?perplexity)")
 NOT_TO_CHOOSE_BY = (
     "These are measured on test rows, and choosing a point by them would be training "
     "on the test set"
 )
-HEADLINES = tuple(name for name, metric in METRICS.items() if metric.is_headline)
 
 
 def headlines(found: Collection[str]) -> list[str]:
@@ -112,51 +122,45 @@ def headlines(found: Collection[str]) -> list[str]:
     return plain or shown
 
 
-def metric(name: str) -> Metric:
-    """The description of a metric, for unknown ones derived from the name."""
-    if name in METRICS:
-        return METRICS[name]
-    if of_class := _OF_CLASS.fullmatch(name):
-        return Metric(f"{of_class[1].capitalize()}, class {of_class[2]}")
-    exit = re.fullmatch(r"exit(\d+)_(accuracy|(masked_)?perplexity)", name)
-    title = f"Exit {exit[1]}" if exit else name.replace("_", " ")
-    title += ", masked" if exit and exit[3] else ""
-    if not summaries.is_fraction(name):
-        return METRICS["global_perplexity"]._replace(title=title, is_headline=False)
-    return Metric(title, is_fraction="accuracy" in name)
+def metric(
+    name: str, known: Mapping[str, Kind] = {}, classes: Sequence[str] = ()
+) -> Metric:
+    """How a metric is shown; `known` are declared kinds, `classes` as in `title`."""
+    kind, better = metric_kinds.of(name, known), "higher"
+    if name in _NEITHER_BETTER:
+        better = ""
+    elif kind in (Kind.LOSS, Kind.PERPLEXITY) or _LOWER_BETTER.fullmatch(name):
+        better = "lower"
+    return Metric(name, kind, title(name, classes), better, **_FORMS.get(kind, {}))
 
 
-def title(name: str, classes: Sequence[str] | None = None) -> str:
-    """A metric's name in tables and pictures; `classes` are the names of classes."""
-    found = _OF_CLASS.fullmatch(name)
-    if found and classes and int(found[2]) < len(classes):
-        return f"{found[1].capitalize()}, class {classes[int(found[2])]}"
-    return metric(name).title
+def title(name: str, classes: Sequence[str] = ()) -> str:
+    """A metric's name in tables and pictures.
 
-
-def is_evaluated(name: str) -> bool:
-    """Whether a number is measured on test rows: a perplexity, a loss, a custom one."""
-    return not summaries.is_fraction(name) or name.startswith(("global_", "client_"))
-
-
-def is_fraction(name: str, known: Mapping[str, bool]) -> bool:
-    """Whether a metric is shown in percent; `known` are descriptions by the run."""
-    return known.get(name, metric(name).is_fraction)
-
-
-def unit(name: str, is_fraction: bool) -> tuple[int, int]:
-    """(factor, digits) of a metric in tables, for percent or for a number."""
-    return (100, 1) if is_fraction else (1, metric(name).digits)
+    `classes` are the names of the classes, () = numbers.
+    """
+    if found := _OF_CLASS.fullmatch(name):
+        number = int(found[2])
+        label = classes[number] if number < len(classes) else number
+        return f"{found[1].capitalize()}, class {label}"
+    if found := _OF_EXIT.fullmatch(name):
+        return f"Exit {found[1]}{', masked' if found[3] else ''}"
+    return TITLES.get(name, name.replace("_", " "))
 
 
 def mean_and_std(
-    entry: Mapping[str, Any], scale: float = 100, digits: int = 1, sign: str = "±"
+    entry: Mapping[str, Any],
+    scale: float = 100,
+    digits: int = 1,
+    sign: str = "±",
+    width: int = 1,
 ) -> str:
     """A metric's mean over seeds, and its standard deviation if there are several.
 
-    `entry` has `mean`, `std` and `per_seed`. A `scale` of 100 gives percent.
+    `entry` has `mean`, `std` and `per_seed`. A `scale` of 100 gives percent, and the
+    mean is padded to `width`.
     """
-    text = f"{scale * entry['mean']:.{digits}f}"
+    text = f"{scale * entry['mean']:{width}.{digits}f}"
     if len(entry["per_seed"]) < 2:
         return text
     return f"{text} {sign} {scale * entry['std']:.{digits}f}"
@@ -193,8 +197,8 @@ def headline(
 
     out = {}
     for name in headlines(shared - hidden):
-        scale, digits = unit(name, metric(name).is_fraction)
-        out[title(name)] = f"{scale * mean(name):.{digits}f}"
+        how = metric(name)
+        out[how.title] = f"{how.scale * mean(name):.{how.digits}f}"
     loss = {"loss": f"{mean('train_loss'):.3f}"} if "train_loss" in shared else {}
     return out | loss
 
@@ -287,14 +291,13 @@ def _sweep_lines(summary: dict[str, Any]) -> list[str]:
     seeds = len(parts[0]["metrics"][names[0]]["per_seed"]) if names else 1
     spread = f" +- std over {seeds} seeds" if seeds > 1 else ""
     titles = "  ".join(f"{title(name):>16}" for name in names)
-    kind = "percent" if all(metric(name).is_fraction for name in names) else "number"
+    kind = "percent" if all(metric(name).unit for name in names) else "number"
     lines = [f"{'point':<{width}}  {titles}  {kind}{spread} ({summary_rule(summary)})"]
     for label, part in zip(labels, parts, strict=True):
         cells = []
         for name in names:
-            scale, _ = unit(name, metric(name).is_fraction)
-            text = mean_and_std(part["metrics"][name], scale, digits=2, sign="+-")
-            cells.append(f"{text:>16}")
+            entry, scale = part["metrics"][name], metric(name).scale
+            cells.append(f"{mean_and_std(entry, scale, digits=2, sign='+-'):>16}")
         texts = filter(None, [*cells, diverged(part.get("diverged"))])
         lines.append(f"{label:<{width}}  " + "  ".join(texts))
     return [*lines, f"{NOT_TO_CHOOSE_BY}."]
@@ -304,26 +307,21 @@ def _lines(summary: dict[str, Any]) -> list[str]:
     """The lines of the metrics of a run without a sweep."""
     seeds = len(next(iter(summary["metrics"].values()))["per_seed"])
     spread = f" +- std over {seeds} seeds" if seeds > 1 else ""
-    shown = [n for n in summary["metrics"] if not n.startswith("bytes")]
-    numbers = [n for n in shown if summaries.is_number(summary, n)]
-    fractions = [n for n in shown if n not in numbers]
+    known = summaries.kinds(summary)
+    shown = [metric(name, known) for name in known]
     last = summary.get("last_round", {}) if summary["summary"] != "last" else {}
     lines = []
-    for kind, names, scale in ("percent", fractions, 100), ("number", numbers, 1):
-        if names:
+    for kind, unit in ("percent", "%"), ("number", ""):
+        if found := [one for one in shown if one.unit == unit]:
             head = f"{'metric':<18} {kind}{spread}  ({summary_rule(summary)})"
             lines.append(f"{head}  last round" if last else head)
-        for name in names:
-            digits = 2 if kind == "percent" else metric(name).digits
-            entry = summary["metrics"][name]
-            std = (
-                f" +- {scale * entry['std']:.{digits}f}"
-                if len(entry["per_seed"]) > 1
-                else ""
-            )
-            line = f"{title(name):<18} {scale * entry['mean']:6.{digits}f}{std}"
-            if name in last:
-                value = f"{scale * last[name]['mean']:.{digits}f}"
+        for one in found:
+            # A percent has a decimal more than in a table of several runs.
+            digits, entry = max(one.digits, 2), summary["metrics"][one.name]
+            text = mean_and_std(entry, one.scale, digits, "+-", width=6)
+            line = f"{one.title:<18} {text}"
+            if one.name in last:
+                value = f"{one.scale * last[one.name]['mean']:.{digits}f}"
                 line = f"{line:<{len(head)}}  {value:>10}"
             fewer = summaries.fewer(entry)
             lines.append(f"{line}  ({fewer})" if fewer else line)

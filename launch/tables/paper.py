@@ -129,19 +129,12 @@ def _text(done: Done, metric: str, number: float | list[float] | None) -> str:
     if metric not in done["metrics"]:
         return f"{before}-"
     entry = done["metrics"][metric]
-    scale, digits = _unit(done, metric)
-    ours = words.mean_and_std(entry, scale, digits)
-    if fewer := summaries.fewer(entry):
-        ours += f" ({fewer})"
+    how = words.metric(metric, summaries.kinds(done))
+    ours = how.text(entry)
     if done.get("diverged"):
         ours += f" ({words.diverged(done['diverged'])})"
-    gap = f" / {scale * entry['mean'] - pair[0]:+.{digits}f}" if paper else ""
+    gap = f" / {how.scale * entry['mean'] - pair[0]:+.{how.digits}f}" if paper else ""
     return f"{before}{ours}{gap}"
-
-
-def _unit(done: Mapping[str, Any], metric: str) -> tuple[int, int]:
-    """(factor, digits) of a metric of a run."""
-    return words.unit(metric, not summaries.is_number(done, metric))
 
 
 def _without_effect(ablated: Mapping[str, str], results: Results) -> list[str]:
@@ -178,13 +171,13 @@ def _against(control: str, results: Results, columns: Columns) -> list[Grid]:
         sides = summaries.paired(*(one["metrics"][metric] for one in pair))
         if not len(sides[0]):
             return "-"
-        scale, digits = _unit(pair[0], metric)
-        return words.paired(scale * (sides[0] - sides[1]), digits)
+        how = words.metric(metric, summaries.kinds(pair[0]))
+        return words.paired(how.scale * (sides[0] - sides[1]), how.digits)
 
     body = [(row, [gap(row, v, m) for _, v, m in columns]) for row in others]
-    metrics, runs = {m for *_, m in columns}, [one for one in done.values() if one]
-    is_number = any(summaries.is_number(one, m) for one in runs for m in metrics)
-    unit = "" if is_number else " points,"
+    kinds = [summaries.kinds(one) for one in done.values() if one]
+    shown = [words.metric(m, one) for one in kinds for *_, m in columns if m in one]
+    unit = " points," if all(one.unit for one in shown) else ""
     heads = [head for head, *_ in columns]
     return [Grid("", f"Minus {control},{unit} paired by seed", heads, body)]
 

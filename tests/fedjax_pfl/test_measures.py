@@ -114,7 +114,7 @@ def test_metrics_of_clients_and_the_server():
     assert "client_class0_accuracy" not in values
     assert "client_class0_accuracy_pooled" in values
     assert "global_class3_accuracy" not in values  # it does not occur
-    names = measures.number_names(chosen)
+    names = measures.custom_names(chosen)
     assert names == {"global_right", "client_right", "client_right_pooled"}
     assert measures.metrics(chosen, {"own": own}, known & False) == {}
 

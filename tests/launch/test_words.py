@@ -24,7 +24,7 @@ def run(metrics, numbers=(), **more):
         [{"round": 1, "seed": 0, **metrics}],
         {"seeds": np.zeros(1)},
         summary,
-        fractions=summaries.fractions(summary),
+        kinds=summaries.kinds(summary),
         **more,
     )
 
@@ -52,9 +52,9 @@ def test_of_an_unfinished_run_the_table_of_metrics_tells():
     """There is no summary that could."""
     known = {"dropped", "critical", "exits_disagree", "client_accuracy", "c_gen"}
     for name in (*known, "exit3_accuracy", "client_accuracy_mlp"):
-        assert words.is_fraction(name, {}), name
+        assert words.metric(name).unit, name
     for name in ("train_loss", "mean_layer", "mb_later"):
-        assert not words.is_fraction(name, {}), name
+        assert not words.metric(name).unit, name
 
 
 def test_only_what_is_better_is_bold():
@@ -68,7 +68,10 @@ def test_only_what_is_better_is_bold():
         page_lib.Entry(name, "", run({key: pair[i] for key, pair in values.items()}))
         for i, name in enumerate(("one", "other"))
     ]
-    bold = {n: [cell.is_best for cell in page_lib._cells(entries, n)] for n in values}
+    bold = {
+        n: [cell.is_best for cell in page_lib._cells(entries, words.metric(n))]
+        for n in values
+    }
     assert bold == {
         "client_accuracy": [True, False],
         "client_accuracy_std": [False, True],

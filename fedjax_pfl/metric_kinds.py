@@ -1,0 +1,45 @@
+"""The kind of a metric, which decides how it is shown and which values are better.
+
+The name of an evaluated metric says its kind. Rounds declare which of theirs are
+fractions, see `types.Algorithm.shares`, and those of custom functions never are.
+"""
+
+import enum
+import re
+from collections.abc import Collection, Iterable, Mapping
+
+
+class Kind(enum.Enum):
+    """What a metric is: a fraction 0..1 is shown in percent, all others as numbers."""
+
+    FRACTION = enum.auto()
+    NUMBER = enum.auto()
+    LOSS = enum.auto()
+    PERPLEXITY = enum.auto()
+
+
+# The last two are of rounds. Unfinished runs have no summary that declares them.
+_FRACTION = re.compile(
+    r".*accuracy.*|c_(spec|gen|per)|(\w+_)?exits_disagree"
+    r"|(global|client)_(macro_f1|auc|ece)(_pooled)?|dropped(_later)?|critical"
+)
+
+
+def of(name: str, known: Mapping[str, Kind] = {}) -> Kind:
+    """The kind of a metric: that in `known`, or else what its name says."""
+    if name in known:
+        return known[name]
+    if "perplexity" in name:
+        return Kind.PERPLEXITY
+    if name.endswith("_loss"):
+        return Kind.LOSS
+    return Kind.FRACTION if _FRACTION.fullmatch(name) else Kind.NUMBER
+
+
+def declared(names: Iterable[str], fractions: Collection[str]) -> dict[str, Kind]:
+    """The kinds of metrics by name, of which only `fractions` are fractions."""
+    out = {}
+    for name in names:
+        by_name = Kind.NUMBER if of(name) is Kind.FRACTION else of(name)
+        out[name] = Kind.FRACTION if name in fractions else by_name
+    return out
