@@ -435,14 +435,16 @@ def choose_chunk(
 ) -> tuple[int, float]:
     """Chooses the chunk that an accelerator computes fastest for given cohorts.
 
-    A wide chunk makes a client's step cheaper (`execution.step_cost`) but executes more
-    steps, because all of its clients run as long as the longest.
+    A wide chunk makes a client's step cheaper (`execution.step_costs`) but executes
+    more steps, because all of its clients run as long as the longest. Only widths whose
+    cost is known are taken. A device with fewer rows may take all of them at once,
+    which is priced like the next known width.
 
     Args:
         num_steps: int[T, C], steps of the clients in T typical cohorts, without padding
             rows. They are sorted by steps here.
-        step_macs: Multiply-accumulates of a client's step, as in `step_cost`.
-        min_chunk: The least chunk, 0 = any.
+        step_macs: Multiply-accumulates of a client's step, as in `step_costs`.
+        min_chunk: The least chunk, 0 = any. It need not be a known width.
         devices: Devices that share the rows.
 
     Returns:
@@ -460,10 +462,14 @@ def choose_chunk(
         index = last + np.arange(devices) - (num_chunks * chunk * devices - num_rows)
         return int(steps[..., index[index >= 0]].sum()) * chunk
 
-    def cost(chunk: int) -> float:
-        return executed(chunk) * execution_lib.step_cost(chunk, step_macs)
+    known = execution_lib.step_costs(step_macs)
 
-    candidates = {n for n in _widths(per_device) if n >= min(min_chunk, per_device)}
+    def cost(chunk: int) -> float:
+        width = min((w for w in known if w >= chunk), default=max(known))
+        return executed(chunk) / chunk * width * known[width]
+
+    least = min(max(min_chunk, 1), per_device)
+    candidates = {max(min(width, per_device), least) for width in known}
     best = min(candidates, key=lambda chunk: (cost(chunk), -chunk))
     return best, float(steps.sum() / max(executed(best), 1))
 

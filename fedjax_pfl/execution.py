@@ -171,6 +171,34 @@ STEP_CYCLES = {
 }
 
 
+def step_costs(step_macs: float) -> dict[int, float]:
+    """The cost of a client's local step, by how many of them are computed at once.
+
+    It holds for an accelerator, in units of which only ratios matter. A step of few
+    multiply-accumulates costs hardly more for many clients than for one, and a large
+    one fills the chip by itself. Between two sizes of the table costs are interpolated,
+    for the widths that both have, and beyond the sizes they are constant. Between
+    widths they are not: some widths in between cost several times as much.
+
+    Args:
+        step_macs: Multiply-accumulates of a client's forward pass in this step.
+
+    Returns:
+        Clients side by side -> cost of each client.
+    """
+    size = min(max(step_macs, min(STEP_CYCLES)), max(STEP_CYCLES))
+    below = max(known for known in STEP_CYCLES if known <= size)
+    above = min(known for known in STEP_CYCLES if known >= size)
+
+    def between(width: int) -> float:
+        cycles = [STEP_CYCLES[known][width] / width for known in (below, above)]
+        at = np.interp(np.log(size), np.log([below, above]), np.log(cycles))
+        return float(np.exp(at))
+
+    shared = [width for width in STEP_CYCLES[below] if width in STEP_CYCLES[above]]
+    return {width: between(width) for width in shared}
+
+
 def step_cost(width: int, step_macs: float) -> float:
     """The cost of a client's local step where `width` of them are computed at once.
 
