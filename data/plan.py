@@ -22,8 +22,6 @@ SEEN_ROUNDS = 16
 # Where clients have owners, the rows of a device are found from the clients of so many
 # first rounds, or fewer where so many clients are drawn in them.
 OWNED_ROUNDS, OWNED_DRAWS = 1024, 1 << 20
-# At most this many rows of typical cohorts are dealt to lanes to estimate their cost.
-DEALT_ROWS = 20_000
 
 
 def orders(
@@ -190,7 +188,7 @@ class Planner:
             size = execution_lib.padded_size(len(chosen), self._execution)
             index = np.full(size, -1)
             index[size - len(chosen) :] = order
-            if self._execution.chunk == 1 and not self._execution.lanes:
+            if self._execution.chunk == 1:
                 # A client of a higher level computes more of the model in each step.
                 index = by_work(index, (owned * levels)[index], self._devices)
             else:
@@ -435,14 +433,16 @@ def choose_chunk(
 ) -> tuple[int, float]:
     """Chooses the chunk that an accelerator computes fastest for given cohorts.
 
-    A wide chunk makes a client's step cheaper (`execution.step_cost`) but executes more
-    steps, because all of its clients run as long as the longest.
+    A wide chunk makes a client's step cheaper (`execution.step_costs`) but executes
+    more steps, because all of its clients run as long as the longest. Only widths whose
+    cost is known are taken. A device with fewer rows may take all of them at once,
+    which is priced like the next known width.
 
     Args:
         num_steps: int[T, C], steps of the clients in T typical cohorts, without padding
             rows. They are sorted by steps here.
-        step_macs: Multiply-accumulates of a client's step, as in `step_cost`.
-        min_chunk: The least chunk, 0 = any.
+        step_macs: Multiply-accumulates of a client's step, as in `step_costs`.
+        min_chunk: The least chunk, 0 = any. It need not be a known width.
         devices: Devices that share the rows.
 
     Returns:
@@ -460,61 +460,13 @@ def choose_chunk(
         index = last + np.arange(devices) - (num_chunks * chunk * devices - num_rows)
         return int(steps[..., index[index >= 0]].sum()) * chunk
 
-    def cost(chunk: int) -> float:
-        return executed(chunk) * execution_lib.step_cost(chunk, step_macs)
+    known = execution_lib.step_costs(step_macs)
 
-    candidates = {n for n in _widths(per_device) if n >= min(min_chunk, per_device)}
+    def cost(chunk: int) -> float:
+        width = min((w for w in known if w >= chunk), default=max(known))
+        return executed(chunk) / chunk * width * known[width]
+
+    least = min(max(min_chunk, 1), per_device)
+    candidates = {max(min(width, per_device), least) for width in known}
     best = min(candidates, key=lambda chunk: (cost(chunk), -chunk))
     return best, float(steps.sum() / max(executed(best), 1))
-
-
-def choose_lanes(num_steps: np.ndarray, *, step_macs: float, devices: int = 1) -> int:
-    """Chooses the lanes of a device that cost an accelerator less than any chunk.
-
-    0 = no number does. The cost of starting and ending a client's training is not
-    counted.
-
-    Args:
-        num_steps: As for `choose_chunk`.
-        step_macs: As for `choose_chunk`.
-        devices: Devices that share the rows.
-    """
-    num_rows = num_steps.shape[-1]
-    num_steps = num_steps[: max(1, DEALT_ROWS // num_rows)]
-    chunk, real = choose_chunk(num_steps, step_macs=step_macs, devices=devices)
-    least = num_steps.sum() / real * execution_lib.step_cost(chunk, step_macs)
-    # The rows of each device as in `Planner.drawn`, padding rows first
-    rows = np.sort(np.pad(num_steps, ((0, 0), (-num_rows % devices, 0))), axis=-1)
-    steps = np.maximum(rows, 1).reshape(len(rows), -1, devices).swapaxes(1, 2)
-
-    def at_least(width: int) -> float:
-        """A lower bound of the cost, without idle lanes."""
-        moments = np.maximum(steps.max(-1), -(-steps.sum(-1) // width)).sum()
-        return float(moments * width * execution_lib.step_cost(width, step_macs))
-
-    best, how = 0, execution_lib.Execution()
-    # One lane is the same as a chunk of one.
-    widths = _widths(steps.shape[-1]) - {1}
-    for width in sorted(widths, key=lambda width: (at_least(width), -width)):
-        if at_least(width) >= least:
-            break
-        executed = execution_lib.executed_steps(steps, how._replace(lanes=width)).sum()
-        cost = float(executed * execution_lib.step_cost(width, step_macs))
-        if cost < least:
-            best, least = width, cost
-    return best
-
-
-def _widths(most: int) -> set[int]:
-    """The widths to try for up to `most` rows.
-
-    They are all small ones, those that split the rows evenly, and large ones in steps
-    of a sixteenth.
-    """
-    found = set(range(1, min(most, 256) + 1))
-    found |= {-(-most // number) for number in range(1, 257)}
-    size = 256
-    while size < most:
-        size = shapes.rounded_up_finely(size + 1)
-        found.add(min(size, most))
-    return found

@@ -45,7 +45,7 @@ class Totals:
     def step_efficiency(self) -> float:
         """Real local steps over executed ones: a chunk runs to its longest client.
 
-        All plans count in full, in the chunks or lanes of the run: also FedICT's on the
+        All plans count in full, in the chunks of the run: also FedICT's on the
         server, and CDKT's where the proxy set truncates them. A run that began in an
         earlier version counts from where it was resumed.
         """

@@ -18,7 +18,6 @@ from flax import struct
 from fedjax_pfl import (
     aggregate,
     execution,
-    lanes,
     losses,
     over_devices,
     rng,
@@ -38,11 +37,11 @@ class Client:
         own: Its row of the `own` argument of `update`.
         opt_state: Its persistent optimizer state, () if there is none.
         plan: Its steps, a `types.Plan` of one client.
-        longest: int32[], the most steps of its chunk; None in a lane.
+        bound: int32[], the most steps of its chunk: not batched, so that a `fori_loop`
+            to it stops early.
         data: The tables.
         key: The run's root key.
         round: int32[], zero-based.
-        loop: In a lane, the function to which `run` passes its steps.
         model: Its architecture.
     """
 
@@ -51,32 +50,17 @@ class Client:
     own: Any
     opt_state: Any
     plan: types.Plan
-    longest: jax.Array | None
+    bound: jax.Array
     data: types.Data
     key: jax.Array
     round: jax.Array
-    loop: Callable[..., Any] | None = struct.field(pytree_node=False, default=None)
     model: types.Model | None = struct.field(pytree_node=False, default=None)
-
-    @property
-    def bound(self) -> jax.Array:
-        """int32[], steps to run: not batched, so that a `fori_loop` to it stops early.
-
-        Raises:
-            lanes.UnfitError: in a lane, where `run` is the only loop over a client's
-                examples.
-        """
-        if self.longest is None:
-            raise lanes.UnfitError("a client's round has a loop besides its training")
-        return self.longest
 
     def run(self, step: Callable[[jax.Array, Any], Any], first: Any) -> Any:
         """The carry after all its steps: `step(index, carry) -> carry`, from `first`.
 
         Steps after the client's own, up to `bound`, must change nothing.
         """
-        if self.loop is not None:
-            return self.loop(self.plan.num_steps, step, first)
         return jax.lax.fori_loop(0, self.bound, step, first)
 
     def stream(self, tag: str | int) -> jax.Array:
@@ -86,9 +70,7 @@ class Client:
     def at_most(self, num_steps: int) -> Client:
         """The same client with a plan of at most `num_steps` steps."""
         plan = self.plan.replace(num_steps=jnp.minimum(self.plan.num_steps, num_steps))
-        if self.longest is None:
-            return self.replace(plan=plan)
-        return self.replace(plan=plan, longest=jnp.minimum(self.longest, num_steps))
+        return self.replace(plan=plan, bound=jnp.minimum(self.bound, num_steps))
 
     def fresh(self) -> Client:
         """The same client without its persistent optimizer state."""
@@ -331,8 +313,7 @@ def update(
     """Runs `fn(client, shared)` for every row of a cohort.
 
     Args:
-        fn: One client's update. In lanes, what it computes before its training is
-            computed again in every step that needs it.
+        fn: One client's update.
         task: What the algorithm may use.
         state: The state at the beginning of the round.
         cohort: The round's clients.
@@ -355,8 +336,6 @@ def update(
 
     Raises:
         ValueError: optimizer states persist, and `fn` returns two trainings.
-        lanes.UnfitError: lanes are used, and a client's round is more than the one loop
-            over its examples in `local_training.train`.
 
     Example:
         >>> ids, none = jnp.arange(2), jnp.zeros((2, 0), int)
@@ -375,9 +354,7 @@ def update(
         own = state.rows(cohort)
     opt_state = slots.take(state.opt_state, cohort.row)
 
-    def one(
-        row: Any, given: Any, bound: Any, local: Any, loop: Any = None, **level: int
-    ) -> Any:
+    def one(row: Any, given: Any, bound: Any, local: Any, **level: int) -> Any:
         client_id, own_level, own, opt_state, steps = row
         data, shared, key, round = given
         client = Client(
@@ -386,41 +363,27 @@ def update(
             own=own,
             opt_state=opt_state,
             plan=steps.joined(local),
-            longest=bound,
+            bound=bound,
             data=data,
             key=key,
             round=round,
-            loop=loop,
             model=_architecture(task),
         )
         return fn(client, shared, **level)
 
     rows = (cohort.client_id, cohort.level, own, opt_state, steps)
     given = (data, shared, state.key, state.round)
-    if task.execution.lanes:
-        if levels:
-            raise lanes.UnfitError("clients hold parts of a model")
-
-        def in_lane(row: Any, given: Any, local: Any, loop: Callable[..., Any]) -> Any:
-            return one(row, given, None, local, loop)
-
-        on_device = lanes.one_after_another(in_lane, task.execution)
-        over = over_devices.rows(
-            on_device, task.execution, is_summed=reduce is not None
-        )
-        out = over((rows, reduce), given, positions)
-    else:
-        is_bucketed = task.execution.is_bucketed and levels > 0
-        first = 1 if is_bucketed else levels
-        by_level = [functools.partial(one, level=n) for n in range(first, levels + 1)]
-        out = over_clients(by_level if levels else [one], task.execution)(
-            rows,
-            given,
-            steps.num_steps,
-            cohort.level if is_bucketed else None,
-            reduce,
-            positions,
-        )
+    is_bucketed = task.execution.is_bucketed and levels > 0
+    first = 1 if is_bucketed else levels
+    by_level = [functools.partial(one, level=n) for n in range(first, levels + 1)]
+    out = over_clients(by_level if levels else [one], task.execution)(
+        rows,
+        given,
+        steps.num_steps,
+        cohort.level if is_bucketed else None,
+        reduce,
+        positions,
+    )
     kept, *total = out if reduce is not None else (out,)
     return kept, *total, _with_opt_states(state, cohort, kept)
 
@@ -487,7 +450,7 @@ def in_turn(
             own=own,
             opt_state=(),
             plan=steps,
-            longest=jnp.where(cohort.row_mask[row], steps.num_steps, 0),
+            bound=jnp.where(cohort.row_mask[row], steps.num_steps, 0),
             data=data,
             key=state.key,
             round=state.round,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +24,6 @@ class Execution(NamedTuple):
             of these; else it computes the whole model, masked.
         vmaps_runs: Whether seeds are one more vmapped axis, as suits accelerators; else
             each is a separate call.
-        lanes: Clients that train side by side on one device, in each lane one after
-            another; 0 = rounds are computed in chunks.
         device: The single device where there is no mesh, None = the first.
         shares_rows: Whether a device of the mesh has the private rows of its own
             clients alone (see `rows.slots`); else every device has all.
@@ -36,7 +33,6 @@ class Execution(NamedTuple):
     mesh: jax.sharding.Mesh | None = None
     is_bucketed: bool = True
     vmaps_runs: bool = False
-    lanes: int = 0
     device: jax.Device | None = None
     shares_rows: bool = False
 
@@ -51,11 +47,6 @@ class Execution(NamedTuple):
         one = self.mesh.devices.flat[0] if self.mesh else self.device
         return one.platform if one else jax.default_backend()
 
-    @property
-    def without_lanes(self) -> Execution:
-        """Chunks of as many clients, for computations other than training."""
-        return self._replace(chunk=self.lanes or self.chunk, lanes=0)
-
 
 class Setting(NamedTuple):
     """What layers may know of the program in which they are traced.
@@ -65,7 +56,7 @@ class Setting(NamedTuple):
     Attributes:
         platform: The kind of the devices that will run the program, of a `target` too.
         models: Models of equal shapes that are computed side by side, in one vmapped
-            axis or several: clients of a chunk, lanes, seeds, points of a sweep.
+            axis or several: clients of a chunk, seeds, points of a sweep.
         form: The form of all convolutions, "" = by their shapes. With one, nothing that
             is traced depends on how many models there are, or on the platform of an
             `Execution`.
@@ -126,9 +117,9 @@ def padded_size(num_rows: int, execution: Execution) -> int:
 
 
 def executed_steps(num_steps: np.ndarray, execution: Execution) -> np.ndarray:
-    """Local steps computed for cohorts, including padding and idle lanes.
+    """Local steps computed for cohorts, including padding.
 
-    A chunk runs to its longest client, and lanes run until the last of them is done.
+    A chunk runs to its longest client.
 
     Args:
         num_steps: int[..., C], of rows in their order in the cohort.
@@ -138,26 +129,9 @@ def executed_steps(num_steps: np.ndarray, execution: Execution) -> np.ndarray:
         int64[...], for each cohort.
     """
     num_steps = np.asarray(num_steps).astype(np.int64)
-    devices = execution.num_devices
-    if execution.lanes:
-        by_device = num_steps.reshape(-1, num_steps.shape[-1] // devices)
-        run = np.array([_dealt(rows, execution.lanes) for rows in by_device])
-        return run.reshape(*num_steps.shape[:-1], devices).sum(-1)
-    chunk = min(execution.chunk, num_steps.shape[-1] // devices)
+    chunk = min(execution.chunk, num_steps.shape[-1] // execution.num_devices)
     bounds = num_steps.reshape(*num_steps.shape[:-1], -1, chunk).max(-1)
     return bounds.sum(-1) * chunk
-
-
-def _dealt(num_steps: np.ndarray, width: int) -> int:
-    """Steps that the lanes of a device compute for its rows, the last row first.
-
-    As in `lanes.one_after_another`, the next row goes to the lane that is free first.
-    """
-    busy = [0] * min(width, len(num_steps))
-    for steps in num_steps[::-1].tolist():
-        # A row without steps takes one that changes nothing.
-        heapq.heapreplace(busy, busy[0] + max(steps, 1))
-    return max(busy) * len(busy)
 
 
 # Cycles of a local step by the number of clients side by side, for steps of three sizes
@@ -171,28 +145,32 @@ STEP_CYCLES = {
 }
 
 
-def step_cost(width: int, step_macs: float) -> float:
-    """The cost of a client's local step where `width` of them are computed at once.
+def step_costs(step_macs: float) -> dict[int, float]:
+    """The cost of a client's local step, by how many of them are computed at once.
 
     It holds for an accelerator, in units of which only ratios matter. A step of few
     multiply-accumulates costs hardly more for many clients than for one, and a large
-    one fills the chip by itself. Between the known widths and sizes costs are
-    interpolated, beyond them the cost of a client is constant.
+    one fills the chip by itself. Between two sizes of the table costs are interpolated,
+    for the widths that both have, and beyond the sizes they are constant. Between
+    widths they are not: some widths in between cost several times as much.
 
     Args:
-        width: Clients side by side.
         step_macs: Multiply-accumulates of a client's forward pass in this step.
+
+    Returns:
+        Clients side by side -> cost of each client.
     """
+    size = min(max(step_macs, min(STEP_CYCLES)), max(STEP_CYCLES))
+    below = max(known for known in STEP_CYCLES if known <= size)
+    above = min(known for known in STEP_CYCLES if known >= size)
 
-    def between(at: float, known: dict[float, float]) -> float:
-        places, values = np.log(list(known)), np.log(list(known.values()))
-        return float(np.exp(np.interp(np.log(at), places, values)))
+    def between(width: int) -> float:
+        cycles = [STEP_CYCLES[known][width] / width for known in (below, above)]
+        at = np.interp(np.log(size), np.log([below, above]), np.log(cycles))
+        return float(np.exp(at))
 
-    by_size = {
-        size: between(width, {w: cycles / w for w, cycles in known.items()})
-        for size, known in STEP_CYCLES.items()
-    }
-    return between(max(step_macs, 1), by_size)
+    shared = [width for width in STEP_CYCLES[below] if width in STEP_CYCLES[above]]
+    return {width: between(width) for width in shared}
 
 
 def place(tree: Any, where: jax.sharding.Sharding) -> Any:

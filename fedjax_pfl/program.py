@@ -268,10 +268,9 @@ def _jitted(of: _Structure) -> Program:
     """The jitted functions, in which `build` fills in floats and algorithm."""
     task, scoring = of.task, of.scoring
     # On a CPU lax.map over seeds copies the state in every round. vmap runs all clients
-    # as long as the slowest seed's, and computes all sides of a branch by level or by
-    # the lane that has ended.
+    # as long as the slowest seed's, and computes all sides of a branch by level.
     how = task.execution
-    has_branches = how.lanes > 0 or (task.num_levels > 1 and how.is_bucketed)
+    has_branches = task.num_levels > 1 and how.is_bucketed
 
     def options_of(values: dict[str, Any]) -> Any:
         return dataclasses.replace(of.structure, **values)
@@ -319,16 +318,14 @@ def _jitted(of: _Structure) -> Program:
     def of_shared(values, state, cohort, data, partition):
         def one(values, state, cohort, partition):
             given = state, cohort, data.replace(partition=partition)
-            where = how.without_lanes
-            return evaluate.of_shared(algorithm(values), *given, scoring, where)
+            return evaluate.of_shared(algorithm(values), *given, scoring, how)
 
         return _over_variants(one, how, values, state, cohort, partition)
 
     def of_clients(values, state, cohort, data, partition, ids):
         def one(values, state, cohort, partition, ids):
             given = state, cohort, data.replace(partition=partition)
-            where = how.without_lanes, ids
-            return evaluate.of_clients(algorithm(values), *given, scoring, *where)
+            return evaluate.of_clients(algorithm(values), *given, scoring, how, ids)
 
         return _over_variants(one, how, values, state, cohort, partition, ids)
 

@@ -51,7 +51,7 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
     watched = dataclasses.replace(entry, make=make, name=name)
 
     options = {"rounds": rounds, "eval_every": rounds, "devices": 1} | options
-    for varied in ("client_chunk", "min_chunk", "lanes"):
+    for varied in ("client_chunk", "min_chunk"):
         options.pop(varied, None)
     if "client_optimizer" in registry.fields_of(watched):
         # Adam turns rounding errors into steps, for instance of a bias before a norm.
@@ -66,13 +66,6 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
 
     first = fresh(client_chunk=1)
     first.run(progress=False)
-
-    def on_all_devices() -> Experiment:
-        """Runs in lanes if a client's round is one training."""
-        try:
-            return fresh(lanes=2, devices=0)
-        except ValueError:
-            return fresh(client_chunk=1, devices=0)
 
     rules: list[tuple[str, Callable[[], bool], str]] = [
         (
@@ -93,8 +86,8 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
         (
             "How many clients are computed together, and where, does not matter.",
             lambda: all(
-                _equal(first, _ran(made()), 1e-3)
-                for made in (lambda: fresh(client_chunk=3), on_all_devices)
+                _equal(first, _ran(fresh(client_chunk=chunk, devices=devices)), 1e-3)
+                for chunk, devices in ((3, 1), (1, 0))
             ),
             "a client's function may read its own row only, and means must take "
             "cohort.row_mask into account",

@@ -89,7 +89,7 @@ def _reported() -> Iterator[None]:
         if not isinstance(error, MemoryError) and "RESOURCE_EXH" not in str(error):
             raise
         flags.fail(
-            "out of memory; lower --batch_size, --client_chunk (or --lanes), "
+            "out of memory; lower --batch_size, --client_chunk, "
             "--num_clients or --image_size, or take a smaller --model",
             1,
         )

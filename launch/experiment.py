@@ -346,11 +346,6 @@ def load(path: Any, **given: Any) -> Experiment:
         # The clients' model follows the server's, also if another model is given.
         options.pop("client_model", None)
     options = custom.given_again(options, given, path)
-    # A given way to train clients together replaces the recorded one.
-    ways = {"lanes"}, {"client_chunk", "min_chunk"}
-    for mine, others in (ways, ways[::-1]):
-        if mine & given.keys():
-            options = {k: v for k, v in options.items() if k not in others}
     folder = str(flags_path.parent)
     given = given | {"algo": algo, "workdir": folder, "resume": True}
     made = experiment(**options | given)

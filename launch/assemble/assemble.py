@@ -34,8 +34,8 @@ class Computation(NamedTuple):
         task, program, planner: What is computed.
         rows_in: Where the clients' rows are, see `residence.place`.
         with_rows: The program for more private rows, see `simulate.Simulation`.
-        parts_with: Makes the first three for another execution, None = those that are
-            there are not to be changed.
+        parts_with: Makes the first three for another chunk, None = it is not to be
+            changed.
     """
 
     task: types.Task
@@ -168,8 +168,7 @@ def _program(
     if rows_in is not None:
         given = task, build, planner, data
         task, program = residence.with_resident_rows(config, *given)
-    is_given = config.lanes != "auto" if how.lanes else config.client_chunk
-    changes = None if is_given or not how.vmaps_runs else parts_with
+    changes = None if config.client_chunk or not how.vmaps_runs else parts_with
     made = Computation(task, program, planner, rows_in, with_rows, changes)
     return made, of_others
 

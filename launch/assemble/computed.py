@@ -3,8 +3,8 @@
 It is made of the jaxprs and constants of custom models, optimizers, metrics and
 algorithms (`fingerprint.of`), so that an edited closure, global constant, helper or
 base class is another run, and a comment is not. All is traced as on one device, client
-after client, with one form of the convolutions, so that platforms, devices, chunks and
-lanes do not matter.
+after client, with one form of the convolutions, so that platforms, devices and
+chunks do not matter.
 """
 
 import functools

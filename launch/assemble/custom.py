@@ -155,8 +155,6 @@ def named(
     given, in_memory, own_models, chains = dict(given), None, {}, {}
     if "sweep" in given:
         given["sweep"] = sweep.text(given["sweep"])
-    if "lanes" in given:
-        given["lanes"] = str(given["lanes"])
     found, test = given.get("dataset", ""), given.pop("test", None)
     if not isinstance(found, str) or test is not None:
         given["dataset"], in_memory = loaders.ARRAYS, (found, test)

@@ -11,7 +11,6 @@ import numpy as np
 from data import plan
 from fedjax_pfl import rng, shapes, types
 from fedjax_pfl.rows import slots
-from launch.assemble import fit
 from launch.assemble.given import Settings
 from launch.assemble.task_step import Planned
 from launch.config import schema
@@ -30,23 +29,11 @@ def chosen(
     """The task with the execution of its rounds, for `num_points` of a sweep.
 
     Raises:
-        ValueError: one line: there are fewer devices, or the algorithm's rounds cannot
-            run in lanes.
+        ValueError: one line: there are fewer devices.
     """
     config, entry, task = settings.config, settings.entry, planned.task
     choose = functools.partial(_execution, config, hparams, planned, target)
-    how = choose(_lanes(config))
-    if how.lanes:
-        in_lanes = task._replace(execution=how)
-        made = entry.make(hparams, in_lanes)
-        about = in_lanes, planned.planner(made, how), data
-        reason = fit.unfit_for_lanes(made, hparams, *about)
-        if reason and config.lanes != "auto":
-            raise ValueError(
-                f"--lanes={config.lanes}: lanes take the steps of one training apart, "
-                f"and with --algo={config.algo} {reason}; omit it"
-            )
-        how = choose("0") if reason else how
+    how = choose()
     task = task._replace(execution=how)
     if config.client_state == "replicated" or not how.mesh or not entry.shares_rows:
         return task
@@ -55,19 +42,10 @@ def chosen(
     copies = config.num_seeds * num_points * how.num_devices
     if row_bytes * copies <= devices.copied_row_bytes(config.emulate, target):
         return task
-    lanes, num_owners = config.lanes if how.lanes else "0", how.num_devices
-    how = choose(lanes, num_owners)._replace(shares_rows=True)
+    num_owners = how.num_devices
+    how = choose(num_owners)._replace(shares_rows=True)
     layout = slots.Layout(config.num_clients, num_owners)
     return task._replace(execution=how, num_residents=layout.num_rows)
-
-
-def _lanes(config: schema.Config) -> str:
-    """`--lanes`, of which `auto` is none for several seeds.
-
-    Only chunks can vmap seeds, which saves more than lanes do.
-    """
-    has_seeds = config.num_seeds > 1 and not config.sweep
-    return "0" if config.lanes == "auto" and has_seeds else config.lanes
 
 
 def _execution(
@@ -75,16 +53,14 @@ def _execution(
     hparams: Any,
     planned: Planned,
     target: str,
-    lanes: str,
     num_owners: int = 1,
 ) -> types.Execution:
-    """Chooses the mesh and how many clients train together, in chunks or in lanes.
+    """Chooses the mesh and how many clients train together.
 
     A given chunk is taken. Otherwise it is on a CPU one client, or for tiny models as
     many as make about 80 examples a step, and on an accelerator the cheapest
-    (`plan.choose_chunk`). `lanes` are those of each device, of which `auto` is on an
-    accelerator the cheapest number if it costs less than chunks, else 0. With
-    `num_owners` > 1 each of so many devices has the private rows of its own clients.
+    (`plan.choose_chunk`). With `num_owners` > 1 each of so many devices has the private
+    rows of its own clients.
     """
     task, largest = planned.task, int(planned.num_rows.max())
     batch_size = shapes.capped(getattr(hparams, "batch_size", 1), largest)
@@ -101,27 +77,22 @@ def _execution(
         config.emulate,
         target,
     )
-    per_device, chunk, width = -(-num_clients // len(used)), config.client_chunk, 0
+    per_device, chunk = -(-num_clients // len(used)), config.client_chunk
     vmaps_runs = devices.chooses(config.emulate, target)
-    if vmaps_runs:
+    if vmaps_runs and not chunk:
         macs = batch_size * max(counts.macs(one, shape) for one in models)
         dealt_to = 1 if num_owners > 1 else len(used)
-        cost = {"step_macs": macs, "devices": dealt_to}
-        if not chunk:
-            chunk, _ = plan.choose_chunk(steps, min_chunk=config.min_chunk, **cost)
-            chunk = min(chunk, -(-per_device // task.num_levels))
-        if lanes == "auto" and task.num_levels == 1:
-            width = plan.choose_lanes(steps, **cost)
+        chunk, _ = plan.choose_chunk(
+            steps, step_macs=macs, min_chunk=config.min_chunk, devices=dealt_to
+        )
+        chunk = min(chunk, -(-per_device // task.num_levels))
     if not chunk:
         chunk = _small_chunk(batch_size, per_device) if is_small else 1
-    if lanes != "auto":
-        width = int(lanes)
     return types.Execution(
-        chunk=1 if width else min(chunk, per_device),
+        chunk=min(chunk, per_device),
         mesh=devices.mesh(used, target),
         is_bucketed=config.bucketed,
         vmaps_runs=vmaps_runs,
-        lanes=min(width, per_device),
         device=used[0] if target and len(used) == 1 else None,
     )
 

@@ -1,4 +1,4 @@
-"""Checks that models, lanes and points of a sweep fit their run."""
+"""Checks that models and points of a sweep fit their run."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import numpy as np
 import algorithms
 import models
 from data import plan
-from fedjax_pfl import lanes, program, shapes, types
+from fedjax_pfl import shapes, types
 from launch.assemble import computed
 from launch.config import schema, sweep
 from models import own_checks, stages
@@ -155,28 +155,6 @@ def _check_logits(
                 f"expected logits float32{list(wanted)}, one for each class; change "
                 f"{last}"
             )
-
-
-def unfit_for_lanes(
-    algorithm: types.Algorithm,
-    hparams: Any,
-    task: types.Task,
-    planner: plan.Planner,
-    data: types.Data,
-) -> str:
-    """The reason why an algorithm's rounds cannot run in lanes, "" if they can."""
-    if not algorithm.plans:
-        return "no client trains"
-    tables = data.replace(partition=jax.tree.map(lambda x: x[0], data.partition))
-    try:
-        begin = functools.partial(program.first_state, algorithm, hparams, task)
-        state = jax.eval_shape(begin, tables, jax.random.key(0))
-        jax.eval_shape(algorithm.round, state, planner.cohort(0, 0), tables)
-    except lanes.UnfitError as error:
-        return str(error)
-    except jax.errors.UnexpectedTracerError:
-        return "a client's training is inside jax.jit, a loop or a branch"
-    return ""
 
 
 def check_points(

@@ -75,7 +75,6 @@ def bench(given: Mapping[str, Any]) -> dict[str, Any]:
         "accuracy": record.get("global_accuracy"),
         "client_accuracy": record.get("client_accuracy"),
         "client_chunk": task.execution.chunk,
-        "lanes": task.execution.lanes,
         "backend": jax.default_backend(),
         "device": devices.name(),
         "num_devices": task.execution.num_devices,

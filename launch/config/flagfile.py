@@ -111,6 +111,7 @@ class RunFlags:
         Contents are not in the phrase, as the file may be a link to another one.
         """
         out, never = cls({}), schema.names(schema.NOWHERE) | _OF_ABSL
+        never |= schema.REMOVED.keys()
         # Not `splitlines`, which also breaks at characters that a value may hold.
         for number, line in enumerate(content.split("\n"), start=1):
             found = re.fullmatch(r"(#?)--([^\W\d]\w*)=(.*?)\r?", line, re.DOTALL)
@@ -131,18 +132,25 @@ class RunFlags:
         return out
 
     def note(self, path: pathlib.Path) -> str:
-        """A line about options that were not taken, "" if their values are defaults."""
+        """Lines about options that were not taken, "" if their values are defaults."""
         defaults = {
             f.name: options_lib.text(f.default)
             for f in dataclasses.fields(schema.Config)
         }
-        names = [f"--{n}" for n, v in self.dropped.items() if defaults.get(n) != v]
-        if not names:
-            return ""
-        return (
-            f"note: {path}: {', '.join(names)} is not taken from the folder of a run; "
-            "give it again if you want it"
-        )
+        removed = schema.REMOVED
+        defaults |= {name: value for name, (value, _) in removed.items()}
+        names = [n for n, v in self.dropped.items() if defaults.get(n) != v]
+        lines = [
+            f"note: {path}: --{name} is not used: {removed[name][1]}"
+            for name in names
+            if name in removed
+        ]
+        if others := [f"--{name}" for name in names if name not in removed]:
+            lines.append(
+                f"note: {path}: {', '.join(others)} is not taken from the folder of a "
+                "run; give it again if you want it"
+            )
+        return "\n".join(lines)
 
     def lines(self) -> list[str]:
         """The file's lines, which replay the run."""

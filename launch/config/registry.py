@@ -175,7 +175,7 @@ def fields_of(algo: Any) -> dict[str, dataclasses.Field]:
     """
     common = {f.name: f for f in dataclasses.fields(schema.Config)}
     own = {f.name: f for f in dataclasses.fields(algorithm(algo).HParams)}
-    both = sorted(common.keys() & own.keys())
+    both = sorted((common.keys() | schema.REMOVED.keys()) & own.keys())
     if both:
         raise ValueError(
             f"--algo={algorithm_name(algo)}: --{both[0]} is an option of every run; "
@@ -249,6 +249,8 @@ def asked(
 
 def unknown_option(name: str, algo: Any) -> str:
     """The error line about an option that `algo` does not have."""
+    if name in schema.REMOVED:
+        return f"--{name} is not a flag any more: {schema.REMOVED[name][1]}"
     owners = [
         other
         for other, entry in algorithms.ALGORITHMS.items()

@@ -1,7 +1,6 @@
 """Resolves given options, presets and data into a configuration."""
 
 import dataclasses
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -261,11 +260,7 @@ def check(config: schema.Config, own: Collection[str] = ()) -> None:
     options.check_at_most("clients_per_round", config.clients_per_round, most, why)
     options.validate(config)
     client_classes(config)
-    lanes, draw, partition = config.lanes, config.partition_draw, config.partition
-    if lanes != "auto" and not re.fullmatch("0|[2-9]|[1-9][0-9]{1,8}", lanes):
-        raise ValueError(
-            f"--lanes={lanes}: expected auto, 0 or at least 2 clients side by side"
-        )
+    draw, partition = config.partition_draw, config.partition
     draws = {"client_dirichlet": (draw,), "pathological": pathological.DRAWS}
     known = draws.get(partition, sorted({*partitions.DRAWS} - {"overlap"}))
     options.check_one_of(

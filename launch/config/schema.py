@@ -60,6 +60,17 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+# Options of earlier versions -> (the value with which they did nothing, why they were
+# removed). Folders of runs may still name them.
+REMOVED = {
+    "lanes": (
+        "0",
+        "lanes were removed, as they gained little over chunks; --client_chunk and "
+        "--min_chunk say how many clients train together",
+    )
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """The method, the number of rounds, and the place of results."""
@@ -330,13 +341,6 @@ class Machine:
     )
     min_chunk: int = option(
         0, "least chunk on an accelerator, 0 = the cheapest", minimum=0, role=EXECUTION
-    )
-    lanes: str = option(
-        "0",
-        "clients that train side by side on each device, for clients of unequal sizes; "
-        "auto = the cheapest number, 0 = clients train in chunks",
-        role=EXECUTION,
-        excludes={"client_chunk": options.ON, "min_chunk": options.ON},
     )
     bucketed: bool = option(
         True, "compute submodels alone, not whole models with masks", role=EXECUTION

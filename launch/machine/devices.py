@@ -242,15 +242,8 @@ def advice(experiment: Any) -> str:
     config, totals = experiment.config, experiment.totals
     how, found = experiment.task.execution, totals.step_efficiency
     given = "client_chunk" if config.client_chunk else "min_chunk"
-    is_alone = how.chunk == 1 and not how.lanes
-    if not totals.steps or found >= 0.5 or is_alone:
+    if not totals.steps or found >= 0.5 or how.chunk == 1:
         return ""
-    if how.lanes:
-        return (
-            f"note: {found:.0%} of the executed local steps were real, since some of "
-            f"the {how.lanes} lanes are idle while the longest client trains; with "
-            "fewer --lanes more would be"
-        )
     if not how.vmaps_runs:
         cure = "with --client_chunk=1 all would be"
     elif getattr(config, given):

@@ -46,9 +46,8 @@ def needs(options: dict[str, Any], *, num_rows: int, model_bytes: int) -> list[N
     padded = -(-owned // batch) * batch
     # Most of a model's weights are between two hidden layers.
     size = {"model": 1, "model_width": options["model_width"] ** 2}
-    flag = "client_chunk" if options["lanes"] in ("0", "auto") else "lanes"
-    chunk = min(int(options[flag]) or 1, cohort)
-    by_seed, by_chunk = size | {"num_seeds": seeds}, size | {flag: chunk}
+    chunk = min(options["client_chunk"] or 1, cohort)
+    by_seed, by_chunk = size | {"num_seeds": seeds}, size | {"client_chunk": chunk}
     together = "the models of the clients that train together"
     # A client takes about 250 bytes of a partition's tables.
     rows = seeds * (12 * num_rows + 250 * clients)

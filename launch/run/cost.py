@@ -201,8 +201,7 @@ def estimate(run: Run) -> dict[str, Any]:
     plans = {name: _ahead(run, name) for name in simulate.PROGRAMS}
     how, specs = run.task.execution, run.program.algorithm.plans
     step, every = plans["rounds"].step_cycles, plans["rounds"].parts.total
-    clients = (how.lanes or how.chunk) * len(run.simulation.calls[0].variants)
-    is_alone = clients == 1 and not how.lanes
+    clients = how.chunk * len(run.simulation.calls[0].variants)
     most = int(np.max(run.data.partition.train.count))
     batch_size = max((shapes.capped(s.batch_size, most) for s in specs), default=1)
     worst = max(plans.values(), key=lambda plan: plan.needed_bytes)
@@ -214,7 +213,7 @@ def estimate(run: Run) -> dict[str, Any]:
         "cycles_per_example": step / (clients * batch_size),
         "cycles_outside_steps": every - step,
         "over_one_by_one": (
-            clients * _alone(run) / step if step and not is_alone else 1.0
+            clients * _alone(run) / step if step and clients > 1 else 1.0
         ),
         "temporary_bytes": worst.temporary_bytes,
         "argument_bytes": worst.argument_bytes,
@@ -246,7 +245,7 @@ def in_words(found: dict[str, Any]) -> str:
 
 def _alone(run: Run) -> int:
     """Cycles of a local step of a single client."""
-    one = {"num_seeds": 1, "sweep": "", "client_chunk": 1, "min_chunk": 0, "lanes": "0"}
+    one = {"num_seeds": 1, "sweep": "", "client_chunk": 1, "min_chunk": 0}
     config = dataclasses.replace(run.settings.config, **one)
     settings = run.settings._replace(config=config)
     alone = assemble(settings, target=run.target)

@@ -3,7 +3,6 @@
 import sys
 
 from data import memory as data_memory
-from fedjax_pfl import types
 from launch.machine import memory, processes
 from launch.run import loop
 from launch.run.run import Run
@@ -61,22 +60,22 @@ def _fit(run: Run, name: str, limit: int) -> str:
     while needed is None or needed > limit:
         how = run.task.execution
         is_in_vain = before is not None and needed == before
-        if _width(how) <= least or is_in_vain:
+        if how.chunk <= least or is_in_vain:
             raise ValueError(
                 f"--num_clients={run.config.num_clients}: {what} needs "
                 f"{_amount(needed)} of a device's memory, as the compiler plans it for "
-                f"{_width(how)} side by side, and {_amount(limit)} are there; "
+                f"{how.chunk} side by side, and {_amount(limit)} are there; "
                 f"{cure}"
             )
-        run.compute(_halved(how, least))
+        run.compute(how._replace(chunk=max(how.chunk // 2, least)))
         before, needed = needed, _planned(run, name)
     how = run.task.execution
     if how == first:
         return ""
     return (
-        f"note: the compiler plans {_amount(asked)} for {what} with {_width(first)} "
+        f"note: the compiler plans {_amount(asked)} for {what} with {first.chunk} "
         f"clients side by side, and {_amount(limit)} are there; with "
-        f"{_width(how)} it plans {_amount(needed)}, so --{_flag(how)}={_width(how)}"
+        f"{how.chunk} it plans {_amount(needed)}, so --client_chunk={how.chunk}"
     )
 
 
@@ -86,19 +85,3 @@ def _planned(run: Run, name: str) -> int | None:
 
 def _amount(count: int | None) -> str:
     return "too much" if count is None else data_memory.in_words(count)
-
-
-def _flag(how: types.Execution) -> str:
-    return "lanes" if how.lanes else "client_chunk"
-
-
-def _width(how: types.Execution) -> int:
-    return how.lanes or how.chunk
-
-
-def _halved(how: types.Execution, least: int) -> types.Execution:
-    """Half as many side by side. Two lanes become a chunk of one client."""
-    width = max(_width(how) // 2, least)
-    if how.lanes and width > 1:
-        return how._replace(lanes=width)
-    return how._replace(lanes=0, chunk=width)

@@ -43,8 +43,8 @@ class Run:
         num_examples: Rows of the data set, without public images.
         trained_before: The rows that models of files were trained on, from which this
             run starts or learns.
-        parts_with: `Execution -> (task, program, planner)` for a chunk or lanes other
-            than those that were chosen, None = they are not to be changed.
+        parts_with: `Execution -> (task, program, planner)` for another chunk than the
+            chosen one, None = it is not to be changed.
     """
 
     def __init__(self, parts: assemble.Parts):
@@ -108,7 +108,7 @@ class Run:
         memory.refuse(kept, options, self.target)
 
     def compute(self, how: types.Execution) -> None:
-        """Goes on with clients in other chunks or lanes, see `parts_with`."""
+        """Goes on with clients in other chunks, see `parts_with`."""
         self.task, program, self.planner = self.parts_with(how)
         self.simulation.compute(program, self.planner, how)
 
@@ -292,7 +292,7 @@ class Run:
             "compile_seconds": simulation.compile_seconds,
             "window": list(self.window),
             "last_round": simulation.metrics,
-            "side_by_side": [self.task.execution.chunk, self.task.execution.lanes],
+            "client_chunk": self.task.execution.chunk,
         }
         return arrays, host
 
@@ -308,10 +308,12 @@ class Run:
     ) -> None:
         """Loads what `saved` returned after `round` rounds."""
         host, how = dict(host), self.task.execution
-        chunk, lanes = host.pop("side_by_side", (how.chunk, how.lanes))
+        # Earlier versions saved (chunk, lanes), and had no chunks beside lanes.
+        before, lanes = host.pop("side_by_side", (how.chunk, 0))
+        chunk = host.pop("client_chunk", how.chunk if lanes else before)
         # A chunk that was chosen to fit the memory goes on, and so gives the same bits.
-        if self.parts_with and (chunk, lanes) != (how.chunk, how.lanes):
-            self.compute(how._replace(chunk=chunk, lanes=lanes))
+        if self.parts_with and chunk != how.chunk:
+            self.compute(how._replace(chunk=chunk))
         self.metrics = list(metrics)
         self._keep_accuracies(host.pop("window"), arrays["accuracies"])
         messages = np.asarray(host.pop("messages"), np.int64)
@@ -392,7 +394,6 @@ class Run:
             "device": devices.name(),
             "num_devices": how.num_devices,
             "client_chunk": how.chunk,
-            "lanes": how.lanes,
         }
 
     def _numbers_of(

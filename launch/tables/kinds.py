@@ -107,7 +107,6 @@ def rounds(settings: Settings) -> dict[str, Any]:
         "compile_seconds": made.compile_seconds,
         "peak_memory_bytes": devices.peak_memory_bytes(),
         "client_chunk": how.chunk,
-        "lanes": how.lanes,
         **planned_bytes(made),
     }
 
@@ -115,7 +114,7 @@ def rounds(settings: Settings) -> dict[str, Any]:
 def loop(settings: Settings) -> dict[str, Any]:
     """Times the same rounds with one client after another."""
     # On one device, so that no other computes the same
-    options = settings["options"] | {"client_chunk": 1, "lanes": "0", "devices": 1}
+    options = settings["options"] | {"client_chunk": 1, "devices": 1}
     made = drawn(settings | {"options": options}, _total(settings))
     plain = loops.LOOPS[settings["how"]](made)
     plain.prepare(0, _total(settings))

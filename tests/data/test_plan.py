@@ -499,7 +499,8 @@ M1 = 11_019_080
 )
 def test_choose_chunk(steps, min_chunk, devices, expected, monkeypatch):
     """Where all steps cost the same, the chunk of the fewest executed ones, by hand."""
-    monkeypatch.setattr(execution_lib, "STEP_CYCLES", {1: {1: 1.0}})
+    equal = {width: width for width in (1, 2, 3, 4, 6)}
+    monkeypatch.setattr(execution_lib, "STEP_CYCLES", {1: equal})
     found = plan.choose_chunk(
         np.array([steps, steps]), step_macs=100, min_chunk=min_chunk, devices=devices
     )
@@ -513,8 +514,8 @@ def test_a_chunk_is_as_wide_as_it_pays():
     assert plan.choose_chunk(equal, step_macs=M1) == (100, 1.0)
     # Large steps fill a chip: the compiler has fewer cycles for 8 than for 32 of them.
     assert plan.choose_chunk(equal, step_macs=9e7)[0] == 8
-    halves = np.array([[1] * 50 + [90] * 50])
-    assert plan.choose_chunk(halves, step_macs=M1) == (50, 1.0)
+    halves = np.array([[1] * 64 + [90] * 32])
+    assert plan.choose_chunk(halves, step_macs=M1) == (32, 1.0)
     sizes = np.random.default_rng(0).lognormal(2.5, 1.5, (8, 100))
     steps = -(-np.clip(sizes, 5, 10_000).astype(int) // 20)
     chunk, efficiency = plan.choose_chunk(steps, step_macs=M1)
@@ -523,72 +524,36 @@ def test_a_chunk_is_as_wide_as_it_pays():
     assert chunk < plan.choose_chunk(steps, step_macs=225_480)[0]
 
 
-def test_step_cost():
-    """The table's own entries, between them, and constant beyond."""
-    known = execution_lib.STEP_CYCLES[M1]
-    for width, cycles in known.items():
-        assert execution_lib.step_cost(width, M1) == pytest.approx(cycles / width)
-    widest = execution_lib.step_cost(100, M1)
-    assert execution_lib.step_cost(10**6, M1) == pytest.approx(widest)
-    assert widest < execution_lib.step_cost(50, M1) < execution_lib.step_cost(32, M1)
-    small, large = (execution_lib.step_cost(8, size) for size in (3e5, 9e6))
-    assert small < large < execution_lib.step_cost(8, M1)
-    assert execution_lib.step_cost(8, 1) == execution_lib.step_cost(8, 225_480)
+@pytest.mark.parametrize("macs", [1, 225_480, 1e6, M1, 3e7, 86_712_520, 1e10])
+def test_only_known_widths_are_taken(macs):
+    """Others are all rows of a device, or the least chunk that was given."""
+    gen, known = np.random.default_rng(5), execution_lib.step_costs(macs)
+    for num_rows in (1, 5, 20, 23, 100, 1000):
+        for devices in (1, 3):
+            sizes = gen.lognormal(2.5, gen.uniform(0, 2), (4, num_rows))
+            steps, all_rows = np.ceil(sizes).astype(int), -(-num_rows // devices)
+            given = {"step_macs": macs, "devices": devices}
+            assert plan.choose_chunk(steps, **given)[0] in {*known, all_rows}
+            least = plan.choose_chunk(steps, min_chunk=11, **given)[0]
+            assert least in {*known, all_rows, 11} and least >= min(11, all_rows)
 
 
-@pytest.mark.parametrize(
-    "steps, devices, expected",
-    [
-        # Two lanes share 20 steps: 2 x 10 x .5, the best chunks cost 2 x 14 x .5.
-        ([1, 2, 2, 3, 3, 9], 1, 2),
-        # Of widths that cost the same the largest: 3 x 6 x .5; four wait for the 5.
-        ([1, 2, 3, 3, 4, 5], 1, 3),
-        # Equal clients: a chunk does as well.
-        ([4, 4, 4, 4], 1, 0),
-        # Two devices have nine steps each, in lanes of five.
-        ([1, 2, 3, 3, 4, 5], 2, 2),
-    ],
-)
-def test_choose_lanes(steps, devices, expected, monkeypatch):
-    """Where a step costs half from two clients on, by hand."""
-    monkeypatch.setattr(execution_lib, "STEP_CYCLES", {1: {1: 1.0, 2: 1.0}})
-    found = plan.choose_lanes(np.array([steps, steps]), step_macs=100, devices=devices)
-    assert found == expected
+def test_all_rows_are_priced_like_the_next_known_width(monkeypatch):
+    """Five at once as eight: 16 > 5 x 3, but 16 < 5 x 4."""
+    steps = np.full((1, 5), 7)
+    monkeypatch.setattr(execution_lib, "STEP_CYCLES", {1: {1: 3, 8: 16}})
+    assert plan.choose_chunk(steps, step_macs=1) == (1, 1.0)
+    monkeypatch.setattr(execution_lib, "STEP_CYCLES", {1: {1: 4, 8: 16}})
+    assert plan.choose_chunk(steps, step_macs=1) == (5, 1.0)
 
 
-def test_lanes_are_priced_as_they_are_dealt(monkeypatch):
-    """Nearly equal clients: the last of 18 lanes would have a second client each."""
-    steps = np.array([[9, 10, 10, 11, 11, 12, 12, 12, 12, 13] * 2])
-    assert plan.choose_lanes(steps, step_macs=50) == 0
-    gen = np.random.default_rng(1)
-    monkeypatch.setattr(execution_lib, "STEP_CYCLES", {1: {1: 1, 100: 20}})
-    for devices in (1, 3):
-        for sigma in (0.1, 0.5, 1.0):
-            sizes = np.exp(gen.normal(2, sigma, (3, 31))).astype(int) + 1
-            width = plan.choose_lanes(sizes, step_macs=20, devices=devices)
-            chunk, real = plan.choose_chunk(sizes, step_macs=20, devices=devices)
-            costs = {0: sizes.sum() / real * execution_lib.step_cost(chunk, 20)}
-            for lanes in range(2, 32 // devices):
-                dealt = np.sort(np.pad(sizes, ((0, 0), (-31 % devices, 0))), axis=1)
-                parts = [dealt[:, first::devices] for first in range(devices)]
-                how = types.Execution(lanes=lanes)
-                executed = sum(
-                    execution_lib.executed_steps(p, how).sum() for p in parts
-                )
-                costs[lanes] = executed * execution_lib.step_cost(lanes, 20)
-            assert costs[width] == pytest.approx(min(costs.values()))
-
-
-def test_lanes_for_unequal_clients():
-    """By the table: the more of them the wider, and none for equal ones."""
-    sizes = np.random.default_rng(0).lognormal(2.5, 1.5, (8, 1000))
-    steps = -(-np.clip(sizes, 5, 10_000).astype(int) // 20)
-    assert plan.choose_lanes(steps, step_macs=M1) > 16
-    assert 0 < plan.choose_lanes(steps[:, :100], step_macs=M1) <= 16
-    assert plan.choose_lanes(np.full((2, 1000), 7), step_macs=M1) == 0
-    assert plan.choose_lanes(np.full((2, 1), 7), step_macs=M1) == 0
-
-
-def test_many_clients_have_few_candidates():
-    """Chunks of ten thousand clients are chosen in a moment, the widest among them."""
-    assert plan.choose_chunk(np.full((1, 10_007), 3), step_macs=1) == (10_007, 1.0)
+def test_step_costs():
+    """The table's own entries, between sizes for what both have, constant beyond."""
+    for size, cycles in execution_lib.STEP_CYCLES.items():
+        expected = {width: one / width for width, one in cycles.items()}
+        assert execution_lib.step_costs(size) == pytest.approx(expected)
+    small, large = (execution_lib.step_costs(size)[8] for size in (3e5, 9e6))
+    assert small < large < execution_lib.step_costs(M1)[8]
+    assert execution_lib.step_costs(1) == execution_lib.step_costs(225_480)
+    assert 100 in execution_lib.step_costs(1e6)
+    assert 100 not in execution_lib.step_costs(2e7)

@@ -82,7 +82,7 @@ def client(data, plan, number=0, *, bound=None, own=(), opt_state=(), round=0, s
         own=own,
         opt_state=opt_state,
         plan=row,
-        longest=row.num_steps if bound is None else jnp.int32(bound),
+        bound=row.num_steps if bound is None else jnp.int32(bound),
         data=data,
         key=jax.random.key(seed),
         round=jnp.int32(round),

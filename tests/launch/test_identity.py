@@ -348,7 +348,7 @@ def test_hashes_are_the_same_in_another_process(tmp_path):
 
 def test_how_it_is_executed_does_not_matter():
     """Chunks, devices and the place of rows leave the hash."""
-    ways = {}, {"client_chunk": 3}, {"devices": 2}, {"lanes": 2}
+    ways = {}, {"client_chunk": 3}, {"devices": 2}
     found = {build.experiment(**BASE | a_method(1.0) | w).computed_sha256 for w in ways}
     assert len(found) == 1
 

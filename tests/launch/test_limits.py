@@ -104,7 +104,6 @@ NUMBERS = {
     "rounds": 20,
     "eval_every": 5,
     "client_chunk": 0,
-    "lanes": "0",
     "model_width": 1.0,
     "examples_per_client": 0,
     "proxy_fraction": 0.0,
@@ -133,9 +132,6 @@ def test_estimates_by_hand():
         "local batches": 10 * 2 * 300 * 4,
         "server batches": 3 * 300 * 4,
     }
-    together = "the models of the clients that train together"
-    assert needs(lanes="4")[together] == 3 * 4 * 8_000
-    assert needs(lanes="auto")[together] == 3 * 8_000
     # 40 examples a client, half of which are 20, none of them in the proxy set.
     few = needs(examples_per_client=40, batch_size=64)
     assert few["local batches"] == 10 * 2 * 64 * 4

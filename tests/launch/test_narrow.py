@@ -2,7 +2,6 @@
 
 import flax.linen as nn
 import jax
-import numpy as np
 import pytest
 
 from launch import build
@@ -133,23 +132,9 @@ def test_rows_of_a_round_are_there_while_others_are_measured(unequal, monkeypatc
     assert extra[0] == 0 and extra[1] >= size > 0
 
 
-def test_lanes_are_halved_too(unequal, limited, monkeypatch):
-    """Those that were chosen; a state that is there already stays."""
-    monkeypatch.setattr("data.plan.choose_lanes", lambda *_, **__: 4)
-    made = make(unequal, lanes="auto")
-    made.start()
-    limited(planned(unequal, lanes="2"))
-    before = np.asarray(made.state.round)
-    assert "--lanes=2" in narrow.fit(made)
-    assert made.task.execution.lanes == 2 and made.state.round == before
-    limited(planned(unequal, lanes="0", client_chunk=1))
-    narrow.fit(made)
-    assert (made.task.execution.lanes, made.task.execution.chunk) == (0, 1)
-
-
 def test_what_was_given_stays(unequal, limited):
     limited(1)
-    for given in ({"client_chunk": 2}, {"lanes": "2"}, {"emulate": ""}):
+    for given in ({"client_chunk": 2}, {"emulate": ""}):
         assert narrow.fit(make(unequal, **given)) == ""
 
 

@@ -47,7 +47,7 @@ def assert_alike(one, other):
 
 
 # Models, heads, control variates and optimizer states of clients; a proxy set; seeds
-# side by side, a sample of the clients, all of them scored, and lanes.
+# side by side, a sample of the clients, and all of them scored.
 CASES = {
     "pfedsd": {"algo": "pfedsd", "c_gen": True, "eval_sample": 13},
     "fedper": {
@@ -57,7 +57,7 @@ CASES = {
         "c_gen": True,
         "eval_clients": "all",
     },
-    "scaffold": {"algo": "scaffold", "lanes": "2"},
+    "scaffold": {"algo": "scaffold", "client_chunk": 2},
     "cdkt": {"algo": "cdkt", "proxy_fraction": 0.1},
     "state": {
         "algo": "fedavg",

@@ -48,8 +48,6 @@ def possible(field):
         return [one.replace("PATH", "rows.npz") for one in meta["choices"]]
     if isinstance(field.default, bool) or field.name == "c_gen":
         return [False, True]
-    if field.name == "lanes":
-        return ["0", "8"]
     if isinstance(field.default, str) or meta["minimum"] is meta["above"] is None:
         return ["", "some"]
     return [0, 1, 0.5 if isinstance(field.default, float) else 2]
@@ -209,8 +207,6 @@ h_denominator needs feddyn_alpha=on
 image_channels only images
 image_size only images
 label only tables
-lanes excludes client_chunk=on
-lanes excludes min_chunk=on
 layout only arrays
 masked_loss only texts
 min_layer needs drop_every=on

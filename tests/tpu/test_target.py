@@ -115,15 +115,6 @@ def test_the_figures(unequal):
     assert cost.in_words({"algo": "fedavg"} | found).startswith("fedavg for tpu:v5e: ")
 
 
-def test_lanes(unequal):
-    """The step is found, and not the loop that closes a lane's client."""
-    alone = compiled_for("fedavg", unequal, client_chunk=1).cost_analysis()
-    found = compiled_for("fedavg", unequal, client_chunk=0, lanes="3").cost_analysis()
-    assert found["clients_side_by_side"] == 3
-    assert found["cycles_per_step"] > alone["cycles_per_step"]
-    assert 1 < found["over_one_by_one"] < 3
-
-
 def test_a_chip_alone_and_three(unequal):
     """Some of a slice's chips, too."""
     made = compiled_for("fedavg", unequal, devices=3, client_chunk=2)
