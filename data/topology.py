@@ -274,12 +274,10 @@ def read(path: str, num_clients: int) -> np.ndarray:
         else:
             array = _text(pathlib.Path(path), num_clients)
         return _checked(array, num_clients)
-    except OSError as error:
-        raise ValueError(
-            f"--adjacency={path} cannot be read: {error.strerror}"
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"--adjacency={path} {error}") from error
+    except (OSError, ValueError) as error:
+        is_read = isinstance(error, ValueError)
+        reason = error if is_read else f"cannot be read: {error.strerror}"
+        raise ValueError(f"--adjacency={path} {reason}") from error
 
 
 def _text(path: pathlib.Path, num_clients: int) -> np.ndarray:
@@ -313,25 +311,27 @@ def _odd(entry: object, row: int) -> str:
 
 def _checked(array: np.ndarray, num_clients: int) -> np.ndarray:
     """The matrix as bool; errors are phrases without the path."""
+    if wrong := _wrong(array, num_clients):
+        raise ValueError(wrong)
+    return np.ascontiguousarray(array, dtype=bool)
+
+
+def _wrong(array: np.ndarray, num_clients: int) -> str:
+    """What is wrong with a matrix, as a phrase, "" if nothing is."""
     if array.shape != (num_clients, num_clients):
-        raise ValueError(
+        return (
             f"is of shape {list(array.shape)[:8]}; --num_clients={num_clients} needs "
             f"[{num_clients}, {num_clients}]"
         )
     if array.dtype.kind not in "biuf":
-        raise ValueError(f"holds {array.dtype}; numbers 0 and 1 are needed")
-    is_known = np.isin(array, (0, 1))
-    if not is_known.all():
-        row, column = np.argwhere(~is_known)[0]
-        raise ValueError(_odd(array[row, column], row))
-    table = np.ascontiguousarray(array, dtype=bool)
-    own = np.flatnonzero(table.diagonal())
-    if len(own):
-        raise ValueError(f"makes client {own[0]} its own peer; the diagonal must be 0")
-    alone = np.flatnonzero(~table.any(1))
-    if len(alone):
-        raise ValueError(f"gives client {alone[0]} no peer; set a 1 in row {alone[0]}")
-    return table
+        return f"holds {array.dtype}; numbers 0 and 1 are needed"
+    for row, column in np.argwhere(~np.isin(array, (0, 1)))[:1]:
+        return _odd(array[row, column], row)
+    for own in np.flatnonzero(array.diagonal())[:1]:
+        return f"makes client {own} its own peer; the diagonal must be 0"
+    for alone in np.flatnonzero(~array.any(1))[:1]:
+        return f"gives client {alone} no peer; set a 1 in row {alone}"
+    return ""
 
 
 KINDS: dict[str, Callable[[types.PeerSpec, int], Graph]] = {

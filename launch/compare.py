@@ -192,13 +192,12 @@ def _runs(algos: Any) -> dict[str, Mapping[str, Any]]:
             is_odd = not isinstance(name, str) or "/" in name or name in ("", ".", "..")
             # 255 bytes are the longest name on most file systems.
             if is_odd or len(os.fsencode(name)) > 255:
-                raise ValueError(
-                    f"compare: {limits.shown(name)} cannot be the name of a folder"
-                )
-            if not isinstance(own, Mapping) or "algo" not in own:
-                raise ValueError(
-                    f"compare: expected options with an algo for {name!r}, got {own!r}"
-                )
+                wrong = f"{limits.shown(name)} cannot be the name of a folder"
+            elif not isinstance(own, Mapping) or "algo" not in own:
+                wrong = f"expected options with an algo for {name!r}, got {own!r}"
+            else:
+                continue
+            raise ValueError(f"compare: {wrong}")
         runs = dict(algos)
     elif isinstance(algos, str) or not isinstance(algos, Iterable):
         raise ValueError(f"compare: expected a list of algorithms, got {algos!r}")
