@@ -113,7 +113,7 @@ def test_points_as_a_vmapped_axis(algo, blobs, monkeypatch):
         experiment.run(progress=False)
     calls = other.simulation.calls
     assert [(len(one.variants), len(one.seeds)) for one in calls] == [(3, 1)] * 2
-    window = other.simulation._planned(0, 2)
+    window = other.simulation.windows.make(0, 2)
     assert window.cohorts[0].client_id.shape[0] == 1
     assert len(other.program.rounds.executables) == 1
     chex.assert_trees_all_close(arrays(one), arrays(other), rtol=0, atol=1e-6)
