@@ -126,8 +126,8 @@ def of_shared(
         as these three are); `train` (sums of the first on the clients' train rows,
         int32[] rows);
         `serving`, `trained`: a pair for each model that clients share, (sums over each
-        client's test rows, leaves [K, ...]; those of `Score.of_union`). `trained` is
-        absent where `serving` holds for both.
+        client's test rows, leaves [K, ...]; its right answers on the union int32[], ()
+        without scored clients). `trained` is absent where `serving` holds for both.
     """
     test, score = data.partition.test, scoring.score
     answered: list[tuple[types.Model, list[jax.Array], Any]] = []
@@ -148,9 +148,13 @@ def of_shared(
         groups: tuple[types.Serving, ...], score: scores.Score
     ) -> tuple[Any, ...]:
         found = [answers_of(one.model, one.shared) for one in groups if one.own is None]
-        owner = test.owner()
+        owner, is_scored = test.owner(), scoring.num_scored > 0
         return tuple(
-            (score.of_each(one, test, owner), score.of_union(one)) for one in found
+            (
+                score.of_each(one, test, owner),
+                score.of_union(one)["server"][-1] if is_scored else (),
+            )
+            for one in found
         )
 
     out: dict[str, Any] = {}
@@ -465,20 +469,19 @@ def joined(
                     out[name] = jax.tree.map(
                         lambda x: np.zeros((num_clients, *x.shape[1:]), x.dtype), part
                     )
-                jax.tree.map(
-                    lambda total, x, at=clients: np.add.at(total, at, x),
-                    out[name],
-                    part,
-                )
+                for total, x in zip(
+                    *map(jax.tree.leaves, (out[name], part)), strict=True
+                ):
+                    total[clients] += x
         if "scored" in found:
             scored.append(found["scored"])
             slot = np.zeros(num_clients + 1, int)
             slot[clients] = np.flatnonzero(real)
             total = found["cross"]
             pairs = zip(found["serving"][1], shared["serving"], strict=True)
-            for is_served, (_, union) in pairs:
+            for is_served, (_, right) in pairs:
                 hit = is_served[slot[scored[-1]]] & (scored[-1] < num_clients)
-                total = total + np.where(hit, union["server"][-1], 0)
+                total = total + np.where(hit, right, 0)
             cross.append(total)
     if has_trained and "own" in out:
         out.setdefault("trained", out["own"])

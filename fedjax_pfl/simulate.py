@@ -133,7 +133,7 @@ class Simulation:
         call = next(call for call in self.calls if variant in call.variants)
         mine = variant - call.variants.start
         state = jax.tree.map(lambda leaf: leaf[mine : mine + 1], call.state)
-        return self.rows.around(call, variant, state, cohort, client)
+        return self.rows.around(variant, state, cohort, client)
 
     def _settle(self) -> None:
         """Waits for all calls, and keeps the rows that they have changed."""

@@ -15,7 +15,7 @@ from typing import Any
 import algorithms
 import models
 from data import loaders, partitions, texts
-from fedjax_pfl import types
+from fedjax_pfl import options, types
 from fedjax_pfl.options import option
 from launch import ending, experiment
 from launch.assemble import fit
@@ -142,7 +142,7 @@ def command(argv: list[str]) -> None:
                 raise ValueError(f"--{min(given)} has no effect without --model=NAME")
             main()
             return
-        limits.check_one_of("model", asked.model, models.MODELS)
+        options.check_one_of("model", asked.model, models.MODELS)
         shape = _shape(asked.example_shape)
         model = models.make(asked.model, asked.num_classes, asked.model_width)
         fit.check_model("model", model, shape, takes=model.takes)

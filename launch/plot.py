@@ -8,9 +8,10 @@ of unfinished runs), `fairness.png` (how many clients reach which accuracy) and
 import dataclasses
 import pathlib
 
+from fedjax_pfl import options
 from fedjax_pfl.options import option
 from launch import ending
-from launch.config import flags, limits
+from launch.config import flags
 from launch.folder import record
 from launch.show import figures
 from launch.show.figures import Figure
@@ -42,7 +43,7 @@ def command(argv: list[str]) -> None:
         asked, folders, _ = flags.asked(argv, Options, __doc__)
         if not folders:
             raise ValueError("give the folders of one or more runs")
-        limits.check_one_of("format", asked.format, figures.FORMATS)
+        options.check_one_of("format", asked.format, figures.FORMATS)
         found = [record.read(pathlib.Path(name)) for name in folders]
         runs = [run for one in found for run in record.by_point(one)]
         all_kinds = ["curves"]

@@ -29,7 +29,8 @@ class Block(NamedTuple):
         state: The call's state, with their rows.
         cohort: The next round's clients of each seed, leaves [S, C, ...]; those of
             which the state has no row are padding.
-        ids: int32[S, R], the client of each row, K = none.
+        ids: int32[S, R], the client of each row, K = none; [1, R] where the seeds have
+            the same clients.
     """
 
     state: types.RoundState
@@ -174,7 +175,6 @@ class Rows:
 
     def around(
         self,
-        call: Call,
         variant: int,
         state: types.RoundState,
         cohort: types.Cohort,
@@ -183,7 +183,6 @@ class Rows:
         """What defines the model that serves a client, where the device has it.
 
         Args:
-            call: The call of the variant.
             variant: The variant.
             state: The call's state of this variant, with a leading axis of 1.
             cohort: The next round's clients.
@@ -230,7 +229,6 @@ class Sharded(Rows):
 
     def around(
         self,
-        call: Call,
         variant: int,
         state: types.RoundState,
         cohort: types.Cohort,
@@ -579,7 +577,6 @@ class Hosted(Rows):
 
     def around(
         self,
-        call: Call,
         variant: int,
         state: types.RoundState,
         cohort: types.Cohort,

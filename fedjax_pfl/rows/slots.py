@@ -55,9 +55,9 @@ class Layout(NamedTuple):
 
     def slots_of(self, ids: np.ndarray) -> np.ndarray:
         """int32[n]: slots for clients int[n], which follow one another on a device."""
-        device = self.device_of(ids)
+        device, counts = self.device_of(ids), self._counts(ids)
         order = np.argsort(device, kind="stable")
-        first = np.cumsum(self._counts(ids)) - self._counts(ids)
+        first = np.cumsum(counts) - counts
         place = np.empty(len(ids), np.int64)
         place[order] = np.arange(len(ids)) - first[device[order]]
         return (device * self.rows_per_device + place).astype(np.int32)

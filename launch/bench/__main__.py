@@ -4,9 +4,10 @@ import json
 
 from absl import flags as absl_flags
 
+from fedjax_pfl import options as options_lib
 from launch import ending
 from launch.bench import measure
-from launch.config import flags, limits
+from launch.config import flags
 from launch.machine import target
 from launch.run import cost
 
@@ -43,7 +44,7 @@ def command(argv: list[str]) -> None:
     with ending.refused():
         given = flags.parse(argv, extra)
         work, only_json = given.pop("work", "w1"), given.pop("json", False)
-        limits.check_one_of("work", work, works)
+        options_lib.check_one_of("work", work, works)
         is_compiled = bool(given.get("target"))
         bench = measure.compiled if is_compiled else measure.bench
         options = measure.options_of(work, given.pop("rounds", 20), given)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import models
-from fedjax_pfl import execution, losses, shapes, types
+from fedjax_pfl import execution, losses, options, shapes, types
 from fedjax_pfl.options import option
 from launch import ending
 from launch.config import flags, limits, schema
@@ -110,7 +110,7 @@ def command(argv: list[str]) -> None:
                 f"{limits.shown(rest[0])} is not an option of this command"
             )
         target.chip(asked.target)
-        limits.check_one_of("precision", asked.precision, schema.PRECISIONS)
+        options.check_one_of("precision", asked.precision, schema.PRECISIONS)
         names = cells.chosen("model", asked.model, models.MODELS)
         chosen = cells.chosen("form", asked.form, [*forms.FORMS, RULE])
         expected = "numbers above 0, with commas"

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import shapes
+from fedjax_pfl import options, shapes
 from fedjax_pfl.options import option
 from launch import build, ending
 from launch.bench import measure
@@ -66,7 +66,7 @@ def command(argv: list[str]) -> None:
             raise ValueError(
                 f"{limits.shown(rest[0])} is not an option of this command"
             )
-        limits.check_one_of("work", asked.work, PADDING)
+        options.check_one_of("work", asked.work, PADDING)
         torch = loops.imported_torch()
         given = {"data_dir": asked.data_dir} if asked.data_dir else {}
         found = timed(torch, asked.work, asked.rounds, given)

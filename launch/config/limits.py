@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pfl import options
-
-check_one_of = options.check_one_of
 INT_LIMIT = 2**31 - 1
 SEED_LIMIT = 2**32 - 1
 FLOAT_LIMIT = float(np.finfo(np.float32).max)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 
+from fedjax_pfl import options
 from launch.config import limits
 
 
@@ -41,7 +42,7 @@ def chip(name: str) -> Chip:
     Raises:
         ValueError: one line: there is no such chip.
     """
-    limits.check_one_of(
+    options.check_one_of(
         "target", name if isinstance(name, str) else limits.shown(name), CHIPS
     )
     return CHIPS[name]

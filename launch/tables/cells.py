@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import algorithms
-from fedjax_pfl import levels
+from fedjax_pfl import levels, options
 from launch.config import limits, presets, registry, resolve
 
 PAPERS = pathlib.Path(__file__).parents[1] / "papers"
@@ -170,7 +170,7 @@ def chosen(flag: str, wanted: str, names: Sequence[str]) -> list[str]:
     """The names of a comma-separated flag, all if it is empty."""
     found = wanted.split(",") if wanted else list(names)
     for name in found:
-        limits.check_one_of(flag, name, names)
+        options.check_one_of(flag, name, names)
     return found
 
 
@@ -280,7 +280,7 @@ def _check(cell: Cell, sheet: Sheet, given: Mapping[str, Any]) -> None:
     """
     options, algo = cell.options, cell.options["algo"]
     try:
-        limits.check_one_of("how", cell.how, HOWS)
+        options.check_one_of("how", cell.how, HOWS)
         every = [registry.fields_of(one) for one in algorithms_of(sheet)]
         for name in options:
             if not any(name in has for has in every):

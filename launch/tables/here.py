@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from data import loaders, texts
+from fedjax_pfl import options as options_lib
 from fedjax_pfl.options import option
 from launch import build, ending, main
-from launch.config import flagfile, flags, limits, registry, resolve, schema
+from launch.config import flagfile, flags, registry, resolve, schema
 from launch.folder import finished, record
 from launch.machine import processes
 from launch.show import curves, sheets
@@ -80,7 +81,7 @@ def available(dataset: str, data_dir: str) -> str:
     dataset = "emnist/byclass" if dataset == "femnist" else dataset
     if not loaders.is_own(dataset):
         known = [*loaders.DATASETS, *texts.TEXTS]
-        limits.check_one_of("dataset", dataset, [*known, *loaders.FILES])
+        options_lib.check_one_of("dataset", dataset, [*known, *loaders.FILES])
     if dataset == "mnist":
         try:
             loaders.load(dataset, data_dir)
