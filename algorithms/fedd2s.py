@@ -80,8 +80,6 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         ValueError: the model does not have the requested boundary.
     """
     model, has_heads = task.model, hparams.transfer == "head"
-    if not has_heads:
-        options.refuse(hparams, ("temperature",), "with --transfer=mse")
     schedule = boundary.schedule(hparams, model, task.example_shape)
     deep = jnp.arange(len(model.stage_names)) > 0
     may_serve = range(max(schedule.last - 1, 1), schedule.first)

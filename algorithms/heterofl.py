@@ -83,7 +83,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     nets, count = widths.models(hparams, task.model), len(levels.mix(hparams))
     shape_at = [shapes.variables(net, task.example_shape) for net in nets]
     params_at = [one.params for one in shape_at]
-    slices = widths.submodel(hparams, task, nets)
+    slices = widths.submodel(hparams, shape_at)
 
     def net_in_training(number: int, width: int | jax.Array) -> types.Model:
         """The model of a level, which the Scaler divides as a client of `width`."""

@@ -69,7 +69,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         ValueError: the model has no narrower form, or there are other levels than
             bases.
     """
-    _check(hparams, task)
+    _check(hparams)
     num_bases = hparams.num_bases
     base = widths.narrower(task.model, num_bases**-0.5)
     shape = shapes.variables(base, task.example_shape)
@@ -157,7 +157,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     )
 
 
-def _check(hparams: HParams, task: types.Task) -> None:
+def _check(hparams: HParams) -> None:
     """Refuses other levels than bases."""
     parts = len(levels.mix(hparams))
     if parts != hparams.num_bases:

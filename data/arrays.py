@@ -153,14 +153,13 @@ def merged(columns: Mapping[str, np.ndarray]) -> str:
     )
 
 
-def laid_out(x: np.ndarray, layout: str, where: str = "") -> tuple[np.ndarray, str]:
+def laid_out(x: np.ndarray, layout: str) -> tuple[np.ndarray, str]:
     """The examples as [N, H, W, C], [N, D], or with the layout `ntc` [N, T, C].
 
     Args:
         x: Examples in the given layout.
         layout: One of `LAYOUTS`. With `auto` [N, H, W] are gray images, and [N, 1, H,
             W] and [N, 3, H, W] with more than four rows and columns are NCHW.
-        where: The name of the arrays in errors, "" = none.
 
     Returns:
         (the examples, a line about what `auto` has decided, or "").
@@ -184,7 +183,7 @@ def laid_out(x: np.ndarray, layout: str, where: str = "") -> tuple[np.ndarray, s
     wanted = len(layout)
     if x.ndim != wanted:
         raise ValueError(
-            f"{where and f'{where}: '}--layout={layout} is of {wanted} axes, x has the "
+            f"--layout={layout} is of {wanted} axes, x has the "
             f"shape {shape}; omit it, or take another"
         )
     if layout == "nchw":

@@ -95,7 +95,7 @@ def own_entries(params: list[Any], client: each_client.Client, level: int) -> An
 
 
 def submodel(
-    hparams: local_training.LocalTraining, task: types.Task, nets: list[types.Model]
+    hparams: local_training.LocalTraining, shape_at: list[types.Variables]
 ) -> levels.Submodel:
     """The slice of a client's level, as `levels.make` needs it.
 
@@ -103,10 +103,8 @@ def submodel(
 
     Args:
         hparams: The options, with those of `levels.Levels`.
-        task: What the algorithm may use.
-        nets: The `models` of all levels.
+        shape_at: Shape structs of the `models` of all levels.
     """
-    shape_at = [shapes.variables(net, task.example_shape) for net in nets]
     params_at = [one.params for one in shape_at]
 
     def part_at(level: int) -> tuple:
@@ -142,4 +140,4 @@ def submodel(
         return {kind.name: cohort.level == n for n, pair in levels_of for kind in pair}
 
     kinds = tuple(kind for pair in pairs for kind in pair)
-    return levels.Submodel(cut, paste, held, kinds, sent, len(nets))
+    return levels.Submodel(cut, paste, held, kinds, sent, len(shape_at))

@@ -32,7 +32,9 @@ def algorithm(algo: Any) -> algorithms.Entry:
     """
     known = algorithms.ALGORITHMS
     if isinstance(algo, str):
-        options.check_one_of("algo", algo, known, limits.nearest(algo.lower(), known))
+        if algo not in known:  # a nearest name is sought for the error alone
+            nearest = limits.nearest(algo.lower(), known)
+            options.check_one_of("algo", algo, known, nearest)
         return known[algo]
     if isinstance(algo, algorithms.Entry):
         return algo

@@ -107,7 +107,7 @@ def resolve(
     num_clients = config.num_clients or rules["num_clients"]
     rules["clients_per_round"] = min(rules["clients_per_round"], num_clients)
     if source.is_text:
-        rules |= _of_text(name, source)
+        rules |= _of_text(source)
     rules["model"] = _model(name, source, rules.get("model"))
     if (config.model or rules["model"]) not in models.MODELS:
         rules.pop("model_width", None)  # a custom model has its own
@@ -140,7 +140,7 @@ def _of_file(config: schema.Config, partition: str) -> dict[str, Any]:
     return settled
 
 
-def _of_text(name: str, source: dataset.Dataset) -> dict[str, Any]:
+def _of_text(source: dataset.Dataset) -> dict[str, Any]:
     """The options that a text decides, whatever a paper's images have."""
     has_tests = source.num_train < len(source.label)
     return {

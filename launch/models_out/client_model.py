@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import models
-from data import arrays, dataset, doors, frames, labels
+from data import arrays, dataset, doors, files, frames, labels
 from fedjax_pfl import evaluate, execution, shapes, types
 from launch.assemble import model_files
 from launch.config import limits
@@ -145,7 +145,8 @@ class ClientModel(NamedTuple):
         shape, kind = self.data.image.shape[1:], self.data.image.dtype
         is_whole = self.layout == "auto" and images.shape[1:] == shape
         if images.ndim in (3, 4) and not is_whole and not self.data.num_words:
-            images, _ = arrays.laid_out(images, self.layout, "images")
+            with files.named("images"):
+                images, _ = arrays.laid_out(images, self.layout)
         if images.shape[1:] != shape and images.ndim == len(shape) + 1:
             raw = dataset.Dataset(images, np.zeros(len(images)), 0, 0)
             images = dataset.fitted(raw, self.image_size, self.image_channels).image

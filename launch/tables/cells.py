@@ -15,11 +15,12 @@ metric: a mean, or a mean and a standard deviation.
 
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import algorithms
-from fedjax_pfl import levels, options
+from fedjax_pfl import levels
+from fedjax_pfl import options as options_lib
 from launch.config import limits, presets, registry, resolve
 
 PAPERS = pathlib.Path(__file__).parents[1] / "papers"
@@ -170,7 +171,7 @@ def chosen(flag: str, wanted: str, names: Sequence[str]) -> list[str]:
     """The names of a comma-separated flag, all if it is empty."""
     found = wanted.split(",") if wanted else list(names)
     for name in found:
-        options.check_one_of(flag, name, names)
+        options_lib.check_one_of(flag, name, names)
     return found
 
 
@@ -251,8 +252,9 @@ def cells(
     order = [*dict.fromkeys([*names, *values])], [*dict.fromkeys([*lines, *rows])]
     found = teachers_first(asked, cell)
     found.sort(key=lambda one: (order[0].index(one.value), order[1].index(one.row)))
+    has_any = set().union(*map(registry.fields_of, algorithms_of(sheet)))
     for one in found:
-        _check(one, sheet, given)
+        _check(one, has_any, given)
     return found
 
 
@@ -272,18 +274,18 @@ def teachers_first(
     return list(found.values())
 
 
-def _check(cell: Cell, sheet: Sheet, given: Mapping[str, Any]) -> None:
+def _check(cell: Cell, has_any: Set[str], given: Mapping[str, Any]) -> None:
     """Refuses a cell that could not run, before any cell runs.
 
-    `given` are the options given for every cell. Neither they nor the sheet may make a
-    row another method than its name says.
+    `has_any` are the options that any algorithm of the sheet has, and `given` those
+    given for every cell. Neither these nor the sheet may make a row another method than
+    its name says.
     """
     options, algo = cell.options, cell.options["algo"]
     try:
-        options.check_one_of("how", cell.how, HOWS)
-        every = [registry.fields_of(one) for one in algorithms_of(sheet)]
+        options_lib.check_one_of("how", cell.how, HOWS)
         for name in options:
-            if not any(name in has for has in every):
+            if name not in has_any:
                 raise ValueError(registry.unknown_option(name, algo))
         config, hparams = resolve.configure(known(options))
         if isinstance(hparams, levels.Levels):
