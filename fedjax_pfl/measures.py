@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy import special, stats
+from scipy import stats
 
 # The numbers of clients that the host turns into metrics at once
 FINISHED_NUMBERS = 1 << 22
@@ -130,8 +130,10 @@ def _auc(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     Ties count one half, as the mean of their ranks does.
     """
     label, logits = rows["label"][..., None], rows["logits"]
+    shifted = logits - logits.max(-1, keepdims=True)
+    log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     # Rows that are not there have the last ranks, which are not counted.
-    score = np.where(label, logits - special.logsumexp(logits, -1, keepdims=True), 1.0)
+    score = np.where(label, log_p, 1.0)
     is_own = label == 1 + np.arange(logits.shape[-1])
     own = is_own.sum(-2)
     pairs = own * ((label > 0).sum(-2) - own)
