@@ -107,8 +107,8 @@ class Planner:
             execution: Rows are sorted by group, level and steps, dealt to the devices
                 and padded to whole chunks, so that chunks have equal lengths. Where
                 private rows are shared out, they are dealt to their owners.
-            eligible: bool[K], clients that may be drawn, None = all. A client that is
-                never drawn may still be a peer.
+            eligible: bool[K] or bool[seeds, K] with equal counts, clients that may be
+                drawn, None = all. A client that is never drawn may still be a peer.
             peers: Peers of each row, None = the algorithm has none.
 
         Raises:
@@ -138,14 +138,17 @@ class Planner:
             for spec in specs
         )
         self.graph = topology.make(peers, num_clients) if peers else None
-        self._candidates = None
+        self._candidates: dict[int, np.ndarray] = {}
+        present = num_clients
         if eligible is not None and not np.all(eligible):
-            self._candidates = np.flatnonzero(eligible)
-        present = num_clients if self._candidates is None else len(self._candidates)
+            every = np.broadcast_to(eligible, self._num_rows.shape)
+            found = [np.flatnonzero(one) for one in every]
+            self._candidates = dict(zip(self._seeds, found, strict=True))
+            present = len(found[0])
         if clients_per_round > present:
             raise ValueError(
-                f"--clients_per_round={clients_per_round}: {present} of "
-                f"{num_clients} clients may be drawn (--exclusive); lower it"
+                f"--clients_per_round={clients_per_round}: {present} of {num_clients} "
+                "clients may be drawn (--exclusive, --unseen_clients); lower it"
             )
 
     def cohort(self, seed_index: int, round: int) -> types.Cohort:
@@ -266,8 +269,9 @@ class Planner:
     def round_examples(self) -> float:
         """Mean train rows of all clients of a round, for the seed with the most."""
         rows = self._num_rows
-        if self._candidates is not None:
-            rows = rows[:, self._candidates]
+        if self._candidates:
+            pairs = zip(rows, self._candidates.values(), strict=True)
+            rows = np.stack([one[chosen] for one, chosen in pairs])
         return float(rows.mean(1).max() * self._clients_per_round)
 
     def examples(self, seed_index: int, round: int) -> np.ndarray:
@@ -357,11 +361,12 @@ class Planner:
         """int[C], without padding."""
         wanted = self._clients_per_round
         gen = rng.generator(seed, "engine.cohort", round)
-        if self._candidates is None:
+        if not self._candidates:
             if wanted == self.num_clients:
                 return np.arange(wanted)
             return gen.choice(self.num_clients, wanted, replace=False)
-        return self._candidates[gen.choice(len(self._candidates), wanted, False)]
+        candidates = self._candidates[seed]
+        return candidates[gen.choice(len(candidates), wanted, False)]
 
     def _levels(self, seed: int, round: int, client: np.ndarray) -> np.ndarray:
         if callable(self._level_of):

@@ -144,27 +144,27 @@ class Call:
 
     def measured(
         self,
+        partition: types.Partition,
         shared: Any,
         blocks: Sequence[tuple[np.ndarray, Any]],
-        totals: Totals,
         algorithm: types.Algorithm,
         score: scores.Score,
     ) -> list[tuple[dict[str, float], np.ndarray | None]]:
-        """The metrics of its variants.
+        """The metrics of its variants on the test rows of a partition.
 
         Args:
+            partition: One of `Partition.measured`.
             shared: What `Program.of_shared` found, as numpy, leaves [variants, ...].
             blocks: For each block the clients int[seeds, R], and what
                 `Program.of_clients` found, leaves [variants, ...].
-            totals: The messages so far.
             algorithm: What was evaluated.
             score: What was summed.
 
         Returns:
             As `Simulation.evaluate`.
         """
-        out, test = [], jax.tree.map(np.asarray, self.partition.test)
-        for slot, (variant, seed) in enumerate(self.pairs):
+        out, test = [], jax.tree.map(np.asarray, partition.test)
+        for slot, (_, seed) in enumerate(self.pairs):
             place = self.seeds.index(seed)
             mine = [
                 (ids[place % len(ids)], _of_variant(found, slot))
@@ -174,12 +174,25 @@ class Call:
             given = _of_variant(shared, slot), mine, len(count)
             counts = evaluate.joined(*given, algorithm.trained is not None)
             union = int((test.row[place] >= 0).sum())
-            values, accuracies = score.metrics(counts, count, union)
-            for name, (total, number) in self.metrics.items():
-                values[name] = total[slot] / max(number[slot], 1.0)
-            values |= traffic.cumulative(totals.messages[variant], algorithm.messages)
-            out.append((values, accuracies))
+            unseen = np.zeros(len(count), bool)
+            if not isinstance(self.partition.unseen, tuple):
+                unseen = np.asarray(self.partition.unseen)[place] > 0
+            out.append(_split_metrics(score, counts, count, union, unseen))
         return out
+
+    def of_rounds(
+        self, totals: Totals, algorithm: types.Algorithm
+    ) -> list[dict[str, float]]:
+        """The last round's own metrics and the bytes so far, of each variant."""
+        every = []
+        for slot, (variant, _) in enumerate(self.pairs):
+            values = {
+                name: total[slot] / max(number[slot], 1.0)
+                for name, (total, number) in self.metrics.items()
+            }
+            sent = traffic.cumulative(totals.messages[variant], algorithm.messages)
+            every.append(values | sent)
+        return every
 
 
 def made(
@@ -214,6 +227,37 @@ def made(
         chosen = np.asarray([seeds[seed] for seed in of_call], np.uint32)
         calls.append(Call(mine, of_call, pairs, chosen, floats, placed[of_call]))
     return calls
+
+
+def _split_metrics(
+    score: scores.Score,
+    counts: dict[str, Any],
+    count: np.ndarray,
+    union: int,
+    unseen: np.ndarray,
+) -> scores.Metrics:
+    """`Score.metrics` of the clients that may train, and the means of the others.
+
+    The mean over `unseen` bool[K] has the name of that over the others with `unseen` in
+    the place of `client`. Models of the server are measured on the rows of both.
+    """
+    if not unseen.any():
+        return score.metrics(counts, count, union)
+    seen = counts | {"known": counts["known"] & ~unseen}
+    if "scored" in counts:
+        is_unseen = np.append(unseen, False)[counts["scored"]]
+        seen["scored"] = np.where(is_unseen, len(count), counts["scored"])
+    values, accuracies = score.metrics(seen, count, union)
+    newcomers = {"known": counts["known"] & unseen}
+    newcomers |= {name: counts[name] for name in ("own",) if name in counts}
+    found, others = score.metrics(newcomers, count, 0)
+    for name in ("accuracy", "loss", "perplexity", "masked_perplexity"):
+        if f"client_{name}" in found:
+            values[f"unseen_{name}"] = found[f"client_{name}"]
+    if others is not None:
+        seen_ones = np.full(len(count), np.nan) if accuracies is None else accuracies
+        accuracies = np.where(unseen, others, seen_ones)
+    return values, accuracies
 
 
 def _of_variant(tree: Any, slot: int) -> Any:

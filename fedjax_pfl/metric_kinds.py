@@ -18,6 +18,9 @@ class Kind(enum.Enum):
     PERPLEXITY = enum.auto()
 
 
+# Before the metrics on validation rows
+VALIDATION = "val_"
+
 # The last two are of rounds. Unfinished runs have no summary that declares them.
 _FRACTION = re.compile(
     r".*accuracy.*|c_(spec|gen|per)|(\w+_)?exits_disagree"
@@ -29,6 +32,7 @@ def of(name: str, known: Mapping[str, Kind] = {}) -> Kind:
     """The kind of a metric: that in `known`, or else what its name says."""
     if name in known:
         return known[name]
+    name = name.removeprefix(VALIDATION)
     if "perplexity" in name:
         return Kind.PERPLEXITY
     if name.endswith("_loss"):

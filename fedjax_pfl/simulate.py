@@ -271,16 +271,29 @@ class Simulation:
         for call in self.calls:
             call.settle(self.totals)
             self.rows.after(call)
-            found, shared = [], None
+            parts, found, shared = call.partition.measured(), {}, {}
             for block in self._blocks(call):
-                args = self._evaluate_args(call, block)
-                if shared is None:
-                    shared = self._computed(self.program.of_shared, args[:-1])
-                of_clients = self._computed(self.program.of_clients, args)
-                found.append((block.ids, of_clients))
+                for name, partition in parts.items():
+                    args = self._evaluate_args(call, block, partition)
+                    if name not in shared:
+                        of_shared = self._computed(self.program.of_shared, args[:-1])
+                        shared[name] = of_shared
+                    of_clients = self._computed(self.program.of_clients, args)
+                    found.setdefault(name, []).append((block.ids, of_clients))
                 del block, args  # their memory is free before the next
             what = self.program.algorithm, self.program.scoring.score
-            out += call.measured(shared, found, self.totals, *what)
+            measured = [
+                call.measured(partition, shared[name], found[name], *what)
+                for name, partition in parts.items()
+            ]
+            of_rounds = call.of_rounds(self.totals, self.program.algorithm)
+            for rounds, *every in zip(of_rounds, *measured, strict=True):
+                values = {
+                    prefix + name: value
+                    for prefix, (one, _) in zip(parts, every, strict=True)
+                    for name, value in one.items()
+                }
+                out.append((values | rounds, every[0][1]))
         return out
 
     def _blocks(self, call: Call) -> Iterator[kinds.Block]:
@@ -342,7 +355,8 @@ class Simulation:
         if name == "rounds":
             window = self._current_window(call.round, self.rounds)
             return self._round_args(call, window.cohorts[0], 0, 1)
-        args = self._evaluate_args(call, next(self._blocks(call)))
+        tested = call.partition.measured()[""]
+        args = self._evaluate_args(call, next(self._blocks(call)), tested)
         return args if name == "of_clients" else args[:-1]
 
     def _round_args(
@@ -352,11 +366,13 @@ class Simulation:
         rounds = np.int32(first), np.int32(count)
         return call.floats, call.state, cohorts, *rounds, self.data, call.partition
 
-    def _evaluate_args(self, call: Call, block: kinds.Block) -> tuple[Any, ...]:
+    def _evaluate_args(
+        self, call: Call, block: kinds.Block, partition: types.Partition
+    ) -> tuple[Any, ...]:
         """Arguments of `Program.of_clients`; without the last, of `of_shared`."""
         everywhere = execution_lib.replicated(self.execution)
         cohort, ids = execution_lib.place((block.cohort, block.ids), everywhere)
-        return call.floats, block.state, cohort, self.data, call.partition, ids
+        return call.floats, block.state, cohort, self.data, partition, ids
 
     def _compiled(
         self, function: program_lib.Compiled, args: tuple

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from fedjax_pfl import augment, execution, rng
+from fedjax_pfl import augment, execution, metric_kinds, rng
 from fedjax_pfl.execution import Execution
 from fedjax_pfl.rows import slots
 
@@ -215,12 +215,34 @@ class Partition:
     """The rows of each client. Only this part of the data differs between seeds.
 
     `test.row` is the union of all test rows. With the official split no client owns any
-    of it (`test.count == 0`). `proxy` is int32[P], -1 = padding.
+    of it (`test.count == 0`). `proxy` is int32[P], -1 = padding. `val` has the rows
+    that validate, () = none. Clients that never train own no row of `train`, and
+    `unseen` int32[K] is how many train rows each of them has from `train.start` on, 0 =
+    the client is not one of them; () = all may train.
     """
 
     train: ClientRows
     test: ClientRows
     proxy: jax.Array
+    val: Any = ()
+    unseen: Any = ()
+
+    @property
+    def adapting(self) -> ClientRows:
+        """The rows on which each client's model is adapted, the unseen ones' too."""
+        if isinstance(self.unseen, tuple):
+            return self.train
+        return self.train.replace(count=self.train.count + self.unseen)
+
+    def measured(self) -> dict[str, Partition]:
+        """What an evaluation measures by the prefix of its metrics.
+
+        Each has the measured rows as its test rows.
+        """
+        alone = self.replace(val=())
+        if isinstance(self.val, tuple):
+            return {"": alone}
+        return {"": alone, metric_kinds.VALIDATION: alone.replace(test=self.val)}
 
 
 @struct.dataclass

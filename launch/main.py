@@ -54,7 +54,7 @@ def _execute(experiment: build.Experiment, folder: workdir.Workdir) -> dict[str,
         say(f"resumed after round {experiment.round}", flush=True)
     stop = Stop()
     experiment.train(stop, folder)
-    if experiment.round < config.rounds:
+    if not experiment.is_over:
         is_script = sys.argv[:1] == ["fedjax-pfl run"]
         say(
             f"stopped after round {experiment.round}; continue with: "
@@ -63,6 +63,12 @@ def _execute(experiment: build.Experiment, folder: workdir.Workdir) -> dict[str,
             file=sys.stderr,
         )
         raise SystemExit(128 + stop.signal)
+    if experiment.stopped_early:
+        say(
+            f"--early_stop={config.early_stop}: no validation became better in the "
+            f"last {config.early_stop} rounds, so the run ends after round "
+            f"{experiment.round}"
+        )
     say(words.table(folder.summary))
     if note := devices.advice(experiment):
         say(note, file=sys.stderr)

@@ -297,8 +297,19 @@ def _client_rows(
     )
 
 
-def stack(splits: Sequence[Split]) -> types.Partition:
-    """One `types.Partition` of numpy arrays with a leading axis of seeds."""
+def with_validation(
+    split: Split, source: dataset.Dataset, share: float, seed: int
+) -> tuple[Split, parts.Parts]:
+    """(the split without them, validation rows), see `held_out.validation`."""
+    train, val = held_out.validation(split.train, source.label, share, seed)
+    return split._replace(train=train), val
+
+
+def stack(splits: Sequence[Split], vals: Sequence[parts.Parts] = ()) -> types.Partition:
+    """One `types.Partition` of numpy arrays with a leading axis of seeds.
+
+    `vals` are the validation rows of each seed, none = there are none.
+    """
     empty = [split.proxy[:0] for split in splits]
     longest = max(len(split.proxy) for split in splits)
     proxy = np.full((len(splits), longest), -1, np.int32)
@@ -311,4 +322,5 @@ def stack(splits: Sequence[Split]) -> types.Partition:
             [split.official_test for split in splits],
         ),
         proxy=proxy,
+        val=_client_rows(vals, empty) if vals else (),
     )

@@ -33,7 +33,8 @@ def split(
         raise ValueError(
             f"--test_split={kind} shuffles the rows of a text; take client_share"
         )
-    owned = owned if is_text else _shuffled(owned, seed)
+    if not is_text:
+        owned = owned._replace(row=owned.row[_shuffled(owned, seed, "data.split")])
     place = np.arange(len(owned.row)) - np.repeat(owned.start, owned.count)
     num_train = np.floor(0.8 * owned.count + 1e-9).astype(int)
     if is_text:
@@ -47,6 +48,37 @@ def split(
     else:
         is_train = _stratified(owned, labels[owned.row], num_train)
     num_train = np.bincount(owned.owner[is_train], minlength=len(owned.count))
+    return (
+        parts.Parts(owned.row[is_train], num_train),
+        parts.Parts(owned.row[~is_train], owned.count - num_train),
+    )
+
+
+def validation(
+    owned: parts.Parts, labels: np.ndarray, share: float, seed: int
+) -> tuple[parts.Parts, parts.Parts]:
+    """Splits the train rows of each client into (train, validation).
+
+    Of n rows floor(share * n) validate, with the class mix of the n rows. They are
+    drawn by (seed, client, position) under a name of their own, so that test rows and
+    shuffles of batches do not change. Of a text they are the last rows in order. The
+    train rows keep their order.
+
+    Args:
+        owned: The train rows.
+        labels: int[rows of the data set], or of a text int[rows, T].
+        share: In [0, 1).
+        seed: The partition's seed.
+    """
+    num_train = owned.count - np.floor(share * owned.count + 1e-9).astype(int)
+    if labels.ndim > 1:
+        place = np.arange(len(owned.row)) - np.repeat(owned.start, owned.count)
+        is_train = place < np.repeat(num_train, owned.count)
+    else:
+        order = _shuffled(owned, seed, "data.validation")
+        mixed = owned._replace(row=owned.row[order])
+        is_train = np.empty(len(order), bool)
+        is_train[order] = _stratified(mixed, labels[mixed.row], num_train)
     return (
         parts.Parts(owned.row[is_train], num_train),
         parts.Parts(owned.row[~is_train], owned.count - num_train),
@@ -91,15 +123,16 @@ def _groups(
     return order, begin, np.diff(begin, append=len(order))
 
 
-def _shuffled(owned: parts.Parts, seed: int) -> parts.Parts:
-    row, start = np.empty_like(owned.row), owned.start[:, None]
+def _shuffled(owned: parts.Parts, seed: int, name: str) -> np.ndarray:
+    """int64[N]: the places of all rows, those of each client in random order."""
+    out, start = np.empty(len(owned.row), np.int64), owned.start[:, None]
     for clients in shuffle.alike(owned.count):
         place = np.arange(owned.count[clients].max())
-        words = rng.hashed(seed, "data.split", clients[:, None], place)
+        words = rng.hashed(seed, name, clients[:, None], place)
         order = shuffle.positions(words, owned.count[clients])
         real = order >= 0
-        row[(start[clients] + place)[real]] = owned.row[(start[clients] + order)[real]]
-    return parts.Parts(row, owned.count)
+        out[(start[clients] + place)[real]] = (start[clients] + order)[real]
+    return out
 
 
 def _first(

@@ -164,6 +164,11 @@ def _program(
     if settings.public is not None and program.algorithm.ships_proxy != "unlabelled":
         line = f"--public_set={config.public_set} has images without labels"
         fit.refuse_need(config, "public_images", line)
+    if config.unseen_clients and program.algorithm.peers is not None:
+        raise ValueError(
+            f"--unseen_clients={config.unseen_clients:g}: --algo={config.algo} has no "
+            "server that gives a newcomer a model; omit it"
+        )
     planner, rows_in = planned.planner(program.algorithm, how), residence.place(config)
     if rows_in is not None:
         given = task, build, planner, data
@@ -180,9 +185,9 @@ def _scoring(
     config, num_clients = settings.config, settings.config.num_clients
     is_all = config.eval_clients == "all"
     num_scored = num_clients if is_all else config.clients_per_round
-    test = data.partition.test
+    measured = [one.test for one in data.partition.measured().values()]
     rows = 64 if how.platform == "cpu" else 256  # on a CPU as many as fit its caches
-    largest = int(test.count.max())
+    largest = int(max(one.count.max() for one in measured))
     if data.num_words:
         # The logits of an exit for a batch are 64 MiB.
         rows = min(rows, max(1, 2**24 // (data.num_words * data.image.shape[1])))
@@ -192,7 +197,7 @@ def _scoring(
     elif settings.measures:
         score = scores.Classes(settings.measures, max(largest, 1))
     return evaluate.Scoring(
-        batch_size=int(min(rows, test.row.shape[1])),
+        batch_size=int(min(rows, measured[0].row.shape[1])),
         own_batch_size=min(rows, shapes.rounded_up(largest)),
         num_scored=num_scored if config.c_gen else 0,
         scored=config.eval_clients,

@@ -1,12 +1,13 @@
 """Step 2 of assembling: the tables of examples, and who owns which of them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from data import partitions
 from data.partitions import cdkt
-from fedjax_pfl import types
+from fedjax_pfl import levels, options, rng, types
 from launch.assemble import model_files, models_step
 from launch.assemble.given import Settings
 from launch.config import resolve, schema
@@ -32,12 +33,11 @@ def made(
     """
     config, source = settings.config, settings.source
     fixed = config.partition_seed
-    splits = [
-        partitions.split(source, _spec(config, seed), seed)
-        for seed in (fixed if fixed >= 0 else seed for seed in seeds)
-    ]
+    drawn_by = [fixed if fixed >= 0 else seed for seed in seeds]
+    splits = [partitions.split(source, _spec(config, one), one) for one in drawn_by]
     if config.export_partition:
         _export(settings, splits)
+    splits, vals = _with_validation(settings, splits, drawn_by)
     image, label = source.image, source.label
     if settings.public is not None:
         # Public rows follow those of the data set, and their labels are never read.
@@ -45,7 +45,14 @@ def made(
         splits = [split._replace(proxy=row) for split in splits]
         image = np.concatenate([image, settings.public])
         label = np.concatenate([label, np.zeros(len(settings.public), label.dtype)])
-    stacked = partitions.stack(splits)
+    stacked = partitions.stack(splits, vals)
+    if resolve.num_unseen(config):
+        unseen = _unseen(settings, drawn_by)
+        train = stacked.train
+        stacked = stacked.replace(
+            train=train.replace(count=np.where(unseen, 0, train.count)),
+            unseen=np.where(unseen, train.count, 0),
+        )
     if not (stacked.test.row >= 0).any(1).all():
         raise ValueError(
             f"--test_split={config.test_split} leaves no test row, as clients are too "
@@ -78,6 +85,57 @@ def _spec(config: schema.Config, seed: int) -> partitions.PartitionSpec:
         random_labels=config.partition == "cdkt_paper",
     )
     return partitions.PartitionSpec(**given)
+
+
+def _with_validation(
+    settings: Settings, splits: Sequence[partitions.Split], seeds: Sequence[int]
+) -> tuple[list[partitions.Split], list[Any]]:
+    """(the splits without them, validation rows by seed), of `--val_split`.
+
+    An exported partition has both as train rows, and a run on the file draws them
+    again.
+
+    Raises:
+        ValueError: clients are too small for a validation row.
+    """
+    share = settings.config.val_split
+    if not share:
+        return list(splits), []
+    given = zip(splits, seeds, strict=True)
+    pairs = [
+        partitions.with_validation(one, settings.source, share, seed)
+        for one, seed in given
+    ]
+    out, vals = map(list, zip(*pairs, strict=True))
+    if not min(val.count.sum() for val in vals):
+        most = max(one.train.count.max() for one in splits)
+        raise ValueError(
+            f"--val_split={share} leaves no validation row, as clients have at most "
+            f"{most} train rows; raise it or lower --num_clients"
+        )
+    return out, vals
+
+
+def _unseen(settings: Settings, seeds: Sequence[int]) -> np.ndarray:
+    """bool[seeds, K]: the clients that never train, of those that could.
+
+    They are drawn by the partition's seed.
+    """
+    config, hparams = settings.config, settings.hparams
+    candidates = np.arange(config.num_clients)
+    if isinstance(hparams, levels.Levels):
+        _, eligible = levels.assigned(hparams, config.num_clients)
+        candidates = candidates if eligible is None else np.flatnonzero(eligible)
+    count = resolve.num_unseen(config)
+    options.check_at_most(
+        *("unseen_clients", count, len(candidates) - 1),
+        "so that one of those that may train is left",
+    )
+    out = np.zeros((len(seeds), config.num_clients), bool)
+    for line, seed in zip(out, seeds, strict=True):
+        gen = rng.generator(seed, "data.unseen")
+        line[gen.choice(candidates, count, replace=False)] = True
+    return out
 
 
 def _export(settings: Settings, splits: Sequence[partitions.Split]) -> None:

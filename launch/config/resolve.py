@@ -105,7 +105,9 @@ def resolve(
     if partition == "classes" and config.client_classes:
         rules["num_clients"] = len(classes.parse(config.client_classes))
     num_clients = config.num_clients or rules["num_clients"]
-    rules["clients_per_round"] = min(rules["clients_per_round"], num_clients)
+    unseen = num_unseen(dataclasses.replace(config, num_clients=num_clients))
+    trained = num_clients - unseen
+    rules["clients_per_round"] = min(rules["clients_per_round"], trained)
     if source.is_text:
         rules |= _of_text(source)
     rules["model"] = _model(name, source, rules.get("model"))
@@ -119,7 +121,7 @@ def resolve(
         rules["proxy_fraction"] = 0.0
     free = vars(config).keys() - is_given
     config = dataclasses.replace(config, **{k: rules[k] for k in rules.keys() & free})
-    drawn = config.clients_per_round or config.num_clients
+    drawn = config.clients_per_round or trained
     return dataclasses.replace(config, clients_per_round=drawn)
 
 
@@ -227,6 +229,27 @@ def _model(name: str, source: dataset.Dataset, wanted: str | None) -> str:
     return wanted or "fedavg_cnn"
 
 
+def num_unseen(config: schema.Config) -> int:
+    """The number of clients that never train, of `--unseen_clients`.
+
+    Raises:
+        ValueError: it is neither a whole number nor a fraction, or no client is left.
+    """
+    given, most = config.unseen_clients, config.num_clients
+    count = int(given * most + 1e-9) if given < 1 else int(given)
+    if given >= 1 and given != count:
+        raise ValueError(
+            f"--unseen_clients={given}: expected a number of clients, or a fraction of "
+            "them below 1"
+        )
+    if given and not 0 < count < most:
+        raise ValueError(
+            f"--unseen_clients={given:g}: {count} of --num_clients={most}; expected 1 "
+            f"to {most - 1}, as others must train"
+        )
+    return count
+
+
 def client_classes(config: schema.Config) -> tuple[tuple[int, ...], ...]:
     """The classes of each client, () if the partition does not need them.
 
@@ -259,6 +282,11 @@ def check(config: schema.Config, own: Collection[str] = ()) -> None:
     most, why = config.num_clients, "all of --num_clients"
     options.check_at_most("clients_per_round", config.clients_per_round, most, why)
     options.validate(config)
+    if config.summary == "best_validation" and not config.val_split:
+        raise ValueError(
+            "--summary=best_validation needs validation rows; give --val_split=0.2"
+        )
+    num_unseen(config)
     client_classes(config)
     draw, partition = config.partition_draw, config.partition
     draws = {"client_dirichlet": (draw,), "pathological": pathological.DRAWS}

@@ -12,7 +12,7 @@ from data import dataset as dataset_lib
 from fedjax_pfl import augment, measures, options
 from launch.config import presets
 
-SUMMARIES = ("median_last10", "mean_last10", "last")
+SUMMARIES = ("median_last10", "mean_last10", "last", "best_validation")
 # jax's names for the precisions of matrix products of float32
 PRECISIONS = {
     "f32": "highest",
@@ -268,6 +268,19 @@ class Data:
         excludes={"proxy_fraction": options.ON},
         off="none",
     )
+    val_split: float = option(
+        0.0,
+        "set aside this fraction of each client's train rows as validation rows, "
+        "0 = none; all val_ metrics are on these",
+        minimum=0,
+        below=1,
+    )
+    unseen_clients: float = option(
+        0,
+        "clients that never train and are measured alone (unseen_accuracy), a number "
+        "or a fraction below 1; drawn by the partition's seed",
+        minimum=0,
+    )
     test_split: str | None = option(
         None, "where test rows come from", choices=partitions.TEST_SPLITS
     )
@@ -328,7 +341,17 @@ class Evaluation:
         None, "also evaluate clients' models on all clients' test rows", only="images"
     )
     summary: str | None = option(
-        None, "how a curve becomes one number", choices=SUMMARIES
+        None,
+        "how a curve becomes one number; best_validation = each seed's metrics after "
+        "the round with the best val_client_accuracy (of a text val_client_perplexity)",
+        choices=SUMMARIES,
+    )
+    early_stop: int = option(
+        0,
+        "end the run when no seed's validation, as in --summary=best_validation, has "
+        "become better for this many rounds, 0 = never",
+        minimum=0,
+        needs={"val_split": options.ON},
     )
 
 

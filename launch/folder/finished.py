@@ -18,6 +18,7 @@ import numpy as np
 from data import files
 from fedjax_pfl import json_text
 from launch.config import flagfile
+from launch.run import summaries
 from launch.run.run import Run
 
 RUN_FLAGS, METRICS, CLIENTS = flagfile.RUN_FLAGS, "metrics.jsonl", "clients.npz"
@@ -27,6 +28,7 @@ CHECKPOINTS = "checkpoints"
 ACCURACY, PERPLEXITY, CLASS_COUNTS = "accuracy", "perplexity", "class_counts"
 # Arrays of names, where classes or owners are not numbers
 CLASS_NAMES, OWNER_NAMES = "class_names", "owner_names"
+BEST_ROUND = "best_round"
 # The forms of JSON, see `json_text.check`: what a cell keeps of a record, a record, and
 # the metrics of one run
 CURVE = {
@@ -81,7 +83,9 @@ def clients(run: Run) -> dict[str, np.ndarray]:
 
     In a sweep they are [seed, point, round, client], with the points' numbers by name.
     A text has perplexities instead, under the name `perplexity`, and no class counts.
-    Names of classes and of the clients' owners are there if they are not numbers.
+    Names of classes and of the clients' owners are there if they are not numbers. With
+    --summary=best_validation there is one round, -1, which stands for `best_round`
+    [seed] ([seed, point] in a sweep).
     """
     accuracy = run.client_accuracies[:, : len(run.window)]
     points, seeds = run.points, len(run.seeds)
@@ -91,12 +95,19 @@ def clients(run: Run) -> dict[str, np.ndarray]:
     is_text = bool(run.data.num_words)
     names = {CLASS_NAMES: run.classes, OWNER_NAMES: run.owners}
     names = {kind: np.array(found) for kind, found in names.items() if found}
+    rounds, best = np.asarray(run.window), {}
+    if run.config.summary == summaries.BEST:
+        every = [run.best_rounds(place).values() for place in range(len(points))]
+        of_each = np.array([list(one) for one in every])[..., 0].T
+        rounds = np.array([-1])
+        best = {BEST_ROUND: of_each if run.config.sweep else of_each[:, 0]}
     return (
         swept
         | names
+        | best
         | {
             PERPLEXITY if is_text else ACCURACY: accuracy,
-            "rounds": np.asarray(run.window),
+            "rounds": rounds,
             "seeds": np.asarray(run.seeds),
             "test_size": np.asarray(run.data.partition.test.count),
             **({} if is_text else {CLASS_COUNTS: class_counts(run)}),

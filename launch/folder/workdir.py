@@ -125,7 +125,7 @@ class Workdir(loop.Listener):
                 self.reopen()
             self.summary, self._has_begun = done, True
             return done
-        if self.run.round < self.run.config.rounds:
+        if not self.run.is_over:
             self.summary = None  # the run was extended
         processes.meet("continuing with a run's folder")
         processes.on_first(self._take_again)
@@ -236,8 +236,10 @@ class Workdir(loop.Listener):
             done = finished.read(self.path)
         except ValueError:
             return None
-        complete = done is not None and done["rounds"] == self.run.config.rounds
-        return done if complete else None
+        if done is None or done["rounds"] > self.run.config.rounds:
+            return None
+        is_whole = done["rounds"] == self.run.config.rounds
+        return done if is_whole or done.get("stopped_early") else None
 
     def _take(self) -> None:
         """Starts a run in an empty folder, or continues the one that is there."""
@@ -421,7 +423,7 @@ class Checkpoints(loop.Listener):
     def on_done(self, run: Run) -> None:
         if not self._is_saved:
             self._save()
-        if run.round == run.config.rounds:
+        if run.is_over:
             self._folder.finish()
 
     def _save(self) -> None:

@@ -87,7 +87,9 @@ def run(run: Run, listeners: Sequence[Listener], stop: Stop, until: int) -> None
     try:
         for one in listeners:
             one.on_start(run)
-        while not stop and (run.round < until or run.is_due(run.round)):
+        while not stop and (
+            (run.round < until and not run.is_over) or run.is_due(run.round)
+        ):
             # A call is ended early by an evaluation or a checkpoint.
             run.simulation.advance(min(run.next_stop(every), until))
             stop.agree()

@@ -193,6 +193,29 @@ class Run:
         regular = round % self.config.eval_every == 0
         return regular or round in self.window or round == self.config.rounds
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all rounds are done, or validation has ended the run."""
+        return self.round >= self.config.rounds or self.stopped_early
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether no variant's validation has become better for `early_stop` rounds."""
+        patience = self.config.early_stop
+        if not patience or not self.metrics or self.metrics[-1]["round"] < self.round:
+            return False
+        every = range(self.simulation.variants.count)
+        best = [self._best_round(index) for index in every]
+        return all(one is not None and self.round - one >= patience for one in best)
+
+    def _best_round(self, index: int) -> int | None:
+        """The round of a variant with the best validation so far."""
+        variants = self.simulation.variants
+        point, seed = self.points[variants.point(index)], variants.seed(index)
+        records = sweep.of_point(self.metrics, point)
+        mine = [one for one in records if one["seed"] == self.seeds[seed]]
+        return summaries.best_round(mine)
+
     def next_stop(self, every: int = 0) -> int:
         """The next round after which to evaluate or save.
 
@@ -223,11 +246,18 @@ class Run:
             if self.totals.diverged[index]:
                 record["diverged"] = int(self.totals.diverged[index])
             records.append(record | {"seconds": round(self.totals.seconds, 3)})
-            if accuracies is not None and self.round in self.window:
-                slot = self.window.index(self.round)
-                self.client_accuracies[index, slot] = accuracies
         self.metrics += records
+        for index, (_, accuracies) in enumerate(results):
+            slot = self._slot(index)
+            if accuracies is not None and slot is not None:
+                self.client_accuracies[index, slot] = accuracies
         return records
+
+    def _slot(self, index: int) -> int | None:
+        """The place of this round in a variant's `client_accuracies`, None = none."""
+        if self.config.summary == summaries.BEST:
+            return 0 if self._best_round(index) in (None, self.round) else None
+        return self.window.index(self.round) if self.round in self.window else None
 
     def extend(self, rounds: int) -> Self:
         """Extends the run to more rounds, and keeps its state.
@@ -329,6 +359,9 @@ class Run:
 
     def _keep_accuracies(self, window: Sequence[int], accuracies: np.ndarray) -> None:
         """Copies the accuracies of rounds in `window` that are in the present one."""
+        if self.config.summary == summaries.BEST:
+            self.client_accuracies[:, 0] = accuracies[:, 0]
+            return
         for slot, done in enumerate(window):
             if done in self.window:
                 new = self.window.index(done)
@@ -364,7 +397,8 @@ class Run:
         """
         self.start()
         window, rule = self.window, self.config.summary
-        if self.round < self.config.rounds and self.metrics:
+        is_best = rule == summaries.BEST
+        if self.round < self.config.rounds and self.metrics and not is_best:
             window, rule = (self.metrics[-1]["round"],), "last"
         parts = [self._numbers_of(point, window, rule) for point in self.points]
         totals, seconds = self.totals, max(self.totals.seconds, 1e-9)
@@ -374,6 +408,7 @@ class Run:
             **({"metrics": {}, "sweep": parts} if self.config.sweep else parts[0]),
             "diverged": self.diverged(),
             "rounds": self.round,
+            **({"stopped_early": True} if self.stopped_early else {}),
             "summary": rule,
             "summary_of": summaries.in_words(rule, window),
             "client_updates_per_second": totals.client_updates / seconds,
@@ -401,7 +436,12 @@ class Run:
     ) -> dict[str, Any]:
         """The part of a summary about one point of a sweep."""
         found = sweep.of_point(self.metrics, point), self.seeds
+        if rule == summaries.BEST:
+            window = self.best_rounds(self.points.index(point))
         metrics = summaries.summarize(*found, window, rule, self.round)
+        if rule == summaries.BEST and metrics:
+            rounds = [float(one) for (one,) in window.values()]
+            metrics["best_round"] = summaries.spread(rounds)
         last = summaries.summarize(*found, (self.round,), "last", self.round)
         kinds, shown = self.kinds, metrics.keys() - set(summaries.COUNTERS)
         numbers = [n for n in shown if metric_kinds.of(n, kinds) is not Kind.FRACTION]
@@ -419,6 +459,16 @@ class Run:
             "traffic": self._traffic(self.points.index(point)),
         }
         return {"point": point, **out} if point else out
+
+    def best_rounds(self, point: int = 0) -> dict[int, tuple[int]]:
+        """The round of each seed with the best validation, at a point of a sweep."""
+        index = self.simulation.variants.index
+        found = [self._best_round(index(n, point)) for n in range(len(self.seeds))]
+        # Without any, as after a divergence, the last one counts.
+        return {
+            seed: (self.round if one is None else one,)
+            for seed, one in zip(self.seeds, found, strict=True)
+        }
 
     def diverged(self, point: Mapping[str, float] | None = None) -> int | None:
         """The first round, counted from 1, whose losses or parameters are not finite.

@@ -18,6 +18,21 @@ COUNTERS = (
     "diverged",
 )
 
+BEST = "best_validation"
+# The metrics by which a round is best, of which the first that was measured counts.
+# Perplexities are better where they are lower.
+CHOOSING = tuple(
+    metric_kinds.VALIDATION + name
+    for name in (
+        "client_accuracy",
+        "global_accuracy",
+        "client_perplexity",
+        "client_masked_perplexity",
+        "global_perplexity",
+        "masked_perplexity",
+    )
+)
+
 # Before a metric's name: the clients over which it is a mean, where they are fewer
 CLIENTS_IN = measures.CLIENTS_IN
 
@@ -26,8 +41,9 @@ def window(rule_name: str, rounds: int) -> tuple[int, ...]:
     """The evaluated rounds of a summary, as numbers of finished rounds.
 
     They are ten, or a quarter of a short run, of which ten would be the whole curve.
+    The round with the best validation is not known before.
     """
-    if rule_name == "last":
+    if rule_name in ("last", BEST):
         return (rounds,)
     count = max(1, min(10, rounds // 4))
     if rule_name == "mean_last10":
@@ -36,10 +52,27 @@ def window(rule_name: str, rounds: int) -> tuple[int, ...]:
     return tuple(range(max(1, rounds - count), rounds)) or (rounds,)
 
 
+def best_round(records: Sequence[Mapping[str, Any]]) -> int | None:
+    """The first round with the best validation of one variant, None = none has any.
+
+    Records after a divergence do not count.
+    """
+    name = next((n for n in CHOOSING if any(n in one for one in records)), None)
+    sign = 1 if name and metric_kinds.of(name) is metric_kinds.Kind.PERPLEXITY else -1
+    found = [
+        (sign * one[name], one["round"])
+        for one in records
+        if name in one and "diverged" not in one
+    ]
+    return min(found)[1] if found else None
+
+
 def in_words(rule_name: str, window: Sequence[int]) -> str:
     """A rule in words: `mean of rounds 91 to 100`, or `last`."""
     if rule_name == "last":
         return rule_name
+    if rule_name == BEST:
+        return "round with the best validation"
     kind = "median" if rule_name.startswith("median") else "mean"
     if len(window) == 1:
         return f"{kind} of round {window[0]}"
@@ -49,21 +82,23 @@ def in_words(rule_name: str, window: Sequence[int]) -> str:
 def summarize(
     records: list[dict[str, Any]],
     seeds: list[int],
-    window: tuple[int, ...],
+    window: Mapping[int, Sequence[int]] | Sequence[int],
     rule_name: str,
     rounds: int,
 ) -> dict[str, Any]:
     """Metrics by the summary rule: {name: {mean, std, per_seed}}.
 
-    Values are those of rounds in `window`, and bytes those of the record of `rounds`.
+    Values are those of rounds in `window` (of each seed, if it maps seeds to rounds),
+    and bytes those of the record of `rounds`.
     A metric that is not defined everywhere also has what its values are of, see
     `fewer`: `rounds` (the number for each seed) of `of_rounds`, `seeds` (their places
     among all) of `of_seeds`, and `clients`, the fewest in a round.
     """
     by_seed: dict[int, dict[str, list[float]]] = {s: {} for s in seeds}
     measured = dict.fromkeys(seeds, 0)
+    rounds_of = window if isinstance(window, Mapping) else dict.fromkeys(seeds, window)
     for record in records:
-        if record["round"] in window:
+        if record["round"] in rounds_of[record["seed"]]:
             measured[record["seed"]] += 1
             for name, value in record.items():
                 if name not in COUNTERS:

@@ -64,6 +64,7 @@ TITLES = {
     "ensemble_accuracy": "Ensemble",
     "global_loss": "Global, test loss",
     "client_loss": "Client, test loss",
+    "best_round": "Round of the best validation",
     "dropped": "dropped",
     "critical": "critical",
     "global_perplexity": "Global",
@@ -100,7 +101,13 @@ _HEADLINE = re.compile(
     r"|((client|trained)_)?masked_perplexity"
 )
 HEADLINES = tuple(filter(_HEADLINE.fullmatch, TITLES))
-_NEITHER_BETTER = ("exits_disagree", "dropped_later", "dropped", "critical")
+_NEITHER_BETTER = (
+    "best_round",
+    "exits_disagree",
+    "dropped_later",
+    "dropped",
+    "critical",
+)
 _LOWER_BETTER = re.compile(
     r"mb_later|client_accuracy_std|(global|client)_ece(_pooled)?"
 )
@@ -145,6 +152,9 @@ def title(name: str, classes: Sequence[str] = ()) -> str:
         return f"{found[1].capitalize()}, class {label}"
     if found := _OF_EXIT.fullmatch(name):
         return f"Exit {found[1]}{', masked' if found[3] else ''}"
+    if name.startswith(metric_kinds.VALIDATION):
+        rest = title(name.removeprefix(metric_kinds.VALIDATION), classes)
+        return f"Validation: {rest}"
     return TITLES.get(name, name.replace("_", " "))
 
 
