@@ -47,9 +47,17 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         )
         return trained, personal.variables
 
+    def adapt(
+        client: each_client.Client, start: types.Variables, server: types.Variables
+    ):
+        """The personal model's steps, from it and towards w^t."""
+        pull = local_training.proximal(hparams.proximal_weight, server.params)
+        objectives = (local_training.Objective(loss_fn, adjust=pull),)
+        adapting = local_training.ADAPTING
+        return local_training.train(hparams, objectives, start, client, tag=adapting)
+
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         return (types.Serving.each(model, state.clients),)
 
-    return averaging.make(
-        hparams, task, client_update, own=lambda start: start, serving=serving
-    )
+    given = {"own": lambda start: start, "serving": serving, "adapt": adapt}
+    return averaging.make(hparams, task, client_update, **given)

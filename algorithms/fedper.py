@@ -122,6 +122,15 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         rest, variables = trained.split()
         return (rest, last_stages(variables)), variables
 
+    def adapt(client: each_client.Client, start: types.Variables, shared: Any):
+        """The epochs of a round, from the model that serves the client."""
+        is_shared = schedule.kept(client.own["participations"] + 1)
+        objective = local_training.Objective(
+            loss_fn, lambda batch: trained_stages(batch, is_shared, hparams.head_epochs)
+        )
+        adapting = local_training.ADAPTING
+        return local_training.train(hparams, (objective,), start, client, tag=adapting)
+
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         here = each_client.Round(task, state, cohort, data)
         private = here.rows
@@ -155,6 +164,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         round=round,
         server=(lambda s, _: {"global": (model, s.server)}) if is_whole else None,
         serving=None if is_whole else serving,
+        adapt=None if is_whole else adapt,
     )
 
 

@@ -215,6 +215,53 @@ class Planner:
         level = levels[np.where(real[like], index[like], order[0])]
         return client, real, level.astype(np.int32)
 
+    def members(
+        self,
+        seed_index: int,
+        round: int,
+        ids: np.ndarray,
+        num_rows: np.ndarray,
+        spec: types.PlanSpec,
+    ) -> types.Cohort:
+        """The clients of private rows with a plan of their own, on every device.
+
+        Args:
+            seed_index: Position among the seeds.
+            round: By which the shuffles are named.
+            ids: int[R], the client of each row, K = none.
+            num_rows: int[K], the train rows of each client in it.
+            spec: The plan, which is stored under its name.
+        """
+        seed, real = self._seeds[seed_index], ids < self.num_clients
+        client = np.where(real, ids, 0)
+        owned = np.where(real, num_rows[client], 0)
+        size = shapes.capped(spec.batch_size, int(self._num_rows.max()))
+        spec = spec._replace(batch_size=size)
+        used = spec.rows(owned)
+        flat = orders(seed, round, client, owned, spec)
+        # As long for other blocks of so many clients, so that they share a program.
+        length = shapes.rounded_up_finely(max(len(flat), 1))
+        position = np.zeros((self._devices, length), np.int32)
+        position[:, : len(flat)] = flat
+        count = spec.epochs * used
+        plan = types.Plan(
+            position=position,
+            first=(np.cumsum(count) - count).astype(np.int32),
+            num_rows=used.astype(np.int32),
+            num_steps=(spec.epochs * -(-used // spec.batch_size)).astype(np.int32),
+            batch_size=spec.batch_size,
+        )
+        none = np.zeros((len(ids), 0), np.int32)
+        return types.Cohort(
+            client_id=ids.astype(np.int32),
+            row=np.arange(len(ids), dtype=np.int32),
+            row_mask=real,
+            level=np.asarray(self._levels(seed, round, client), np.int32),
+            peers=none,
+            peer_mask=none.astype(bool),
+            plans={spec.name: plan},
+        )
+
     def rows_per_device(self, round: int) -> int:
         """The rows of each device in a round, in whole chunks.
 

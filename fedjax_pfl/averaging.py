@@ -39,6 +39,7 @@ def make(
     own: Callable[[types.Variables], Any] | None = None,
     serving: Callable[..., tuple[types.Serving, ...]] | None = None,
     opt_state: Callable[..., Any] | None = None,
+    adapt: Callable[..., each_client.Trained] | None = None,
 ) -> types.Algorithm:
     """An algorithm of the family as pure functions.
 
@@ -55,6 +56,7 @@ def make(
             which arrives as `client.own`. None = clients keep nothing.
         serving: As in `types.Algorithm`; None = the server's model serves all clients.
         opt_state: As in `types.Algorithm`.
+        adapt: As in `types.Algorithm`, whose `shared` is the server's model.
 
     Example:
         >>> from types import SimpleNamespace
@@ -105,6 +107,9 @@ def make(
     def served(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         return serving(state.replace(server=model_of(state)), cohort, data)
 
+    def adapted(client: each_client.Client, start: types.Variables, server: Any):
+        return adapt(client, start, server if tx is None else server["model"])
+
     return types.Algorithm(
         plans=(local_training.plan(hparams),),
         messages=traffic.model_both_ways(task, model),
@@ -113,4 +118,5 @@ def make(
         server=lambda state, data: {"global": (model, model_of(state))},
         serving=served if serving and tx is not None else serving,
         opt_state=opt_state,
+        adapt=adapt and adapted,
     )

@@ -13,6 +13,9 @@ import numpy as np
 from fedjax_pfl import evaluate, execution, scores, traffic, types
 from fedjax_pfl.variants import Variants
 
+# The means over clients that are taken apart for those that never train
+_MEANS = "accuracy", "loss", "perplexity", "masked_perplexity"
+
 # (sums, counts) of the last round by name, a float for each variant.
 Metrics = Mapping[str, tuple[list[float], list[float]]]
 
@@ -177,7 +180,14 @@ class Call:
             unseen = np.zeros(len(count), bool)
             if not isinstance(self.partition.unseen, tuple):
                 unseen = np.asarray(self.partition.unseen)[place] > 0
-            out.append(_split_metrics(score, counts, count, union, unseen))
+            values, accuracies = _split_metrics(score, counts, count, union, unseen)
+            adapted = [(ids, one["adapted"]) for ids, one in mine if "adapted" in one]
+            if adapted:
+                counts = evaluate.joined({"serving": ()}, adapted, len(count))
+                alone = score.without_measures, counts, count, 0, unseen
+                found, _ = _split_metrics(*alone)
+                values |= _fine_tuned(found)
+            out.append((values, accuracies))
         return out
 
     def of_rounds(
@@ -251,13 +261,24 @@ def _split_metrics(
     newcomers = {"known": counts["known"] & unseen}
     newcomers |= {name: counts[name] for name in ("own",) if name in counts}
     found, others = score.metrics(newcomers, count, 0)
-    for name in ("accuracy", "loss", "perplexity", "masked_perplexity"):
+    for name in _MEANS:
         if f"client_{name}" in found:
             values[f"unseen_{name}"] = found[f"client_{name}"]
     if others is not None:
         seen_ones = np.full(len(count), np.nan) if accuracies is None else accuracies
         accuracies = np.where(unseen, others, seen_ones)
     return values, accuracies
+
+
+def _fine_tuned(found: Mapping[str, float]) -> dict[str, float]:
+    """The means of `_split_metrics` under the names that they have after adaptation."""
+    pairs = {"client": "fine_tuned", "unseen": "unseen_fine_tuned"}
+    return {
+        f"{new}_{name}": found[f"{old}_{name}"]
+        for old, new in pairs.items()
+        for name in _MEANS
+        if f"{old}_{name}" in found
+    }
 
 
 def _of_variant(tree: Any, slot: int) -> Any:

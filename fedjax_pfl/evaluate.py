@@ -6,7 +6,7 @@ their own rows. No model is run twice on a row, and what is summed is the `Score
 business. `joined` puts both together on the host.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,8 @@ class Scoring(NamedTuple):
             seed; 0 = all.
         has_train: Whether the server's model is measured on the clients' train rows.
         score: What is summed over rows.
+        adapts: The plan of the adaptation after which models are measured once more,
+            None = there is none.
     """
 
     batch_size: int
@@ -38,6 +40,7 @@ class Scoring(NamedTuple):
     num_sampled: int = 0
     has_train: bool = False
     score: scores.Score = scores.Classes()
+    adapts: types.PlanSpec | None = None
 
 
 def answer(model: types.Model, out: Any) -> jax.Array:
@@ -293,6 +296,72 @@ def of_clients(
     return out
 
 
+class Adaptation(NamedTuple):
+    """How the models that serve clients are adapted before they are measured.
+
+    Attributes:
+        fn: `(client, start, shared) -> Trained`, see `types.Algorithm.adapt`, where
+            `client.model` is the model's architecture.
+        state: The state, whose server and key it may use.
+        members: The clients of the private rows, in their order, with the plan `adapt`.
+    """
+
+    fn: Callable[..., each_client.Trained]
+    state: types.RoundState
+    members: types.Cohort
+
+
+def of_adapted(
+    algorithm: types.Algorithm,
+    fn: Callable[..., each_client.Trained],
+    state: types.RoundState,
+    cohort: types.Cohort,
+    data: types.Data,
+    scoring: Scoring,
+    how: execution.Execution,
+    members: types.Cohort,
+) -> dict[str, Any]:
+    """The personalized models on their own test rows after an adaptation.
+
+    Each starts from the model that serves the client, and trains on the client's train
+    rows, those of clients that never take part included. Nothing of it is kept.
+
+    Args:
+        algorithm, state, cohort, data, scoring, how: As in `of_clients`.
+        fn, members: See `Adaptation`.
+
+    Returns:
+        As `of_clients`: `serving`, `known`.
+    """
+    part, ids = data.partition, members.client_id
+    num_clients, num_rows = part.test.start.shape[0], ids.shape[0]
+    is_sampled = sampled_clients(state.key, num_clients, scoring.num_sampled)
+    data = data.replace(partition=part.replace(train=part.adapting))
+
+    def of(table: jax.Array, fill: Any) -> jax.Array:
+        return jnp.take(table, ids, mode="fill", fill_value=fill)
+
+    start, count = of(part.test.start, 0), of(part.test.count, 0)
+    is_sampled = of(is_sampled, False)
+    own, known = None, jnp.zeros(num_rows, bool)
+    for group in algorithm.serving_groups(state, cohort, data, num_rows):
+        number = _numbers(group, num_rows)
+        measured = (number > 0) & is_sampled
+        known = known | measured
+        entries = jnp.maximum(number - 1, 0)
+        if group.own is None or group.is_by_row:
+            entries = jnp.arange(num_rows)
+        plan = members.plans["adapt"]
+        steps = jnp.where(measured & (count > 0), plan.num_steps, 0)
+        mine = members.replace(plans={"adapt": plan.replace(num_steps=steps)})
+        where = entries, start, jnp.where(measured, count, 0)
+        score, batch = scoring.score.without_measures, scoring.own_batch_size
+        adaptation = Adaptation(fn, state, mine)
+        found = _each_entry(group, *where, data, batch, how, score, adaptation)
+        own = found if own is None else jax.tree.map(jnp.add, own, found)
+    return {"serving": (own, ()), "known": known}
+
+
 def _by_device(is_wanted: jax.Array, devices: int, size: int) -> jax.Array:
     """int32[A]: the wanted of bool[R] rows, those of each device together.
 
@@ -327,6 +396,7 @@ def _each_entry(
     batch_size: int,
     how: execution.Execution,
     score: scores.Score,
+    adaptation: Adaptation | None = None,
 ) -> Any:
     """The sums [A] of some of a group's models, on test rows for each.
 
@@ -340,6 +410,7 @@ def _each_entry(
             a group has the private rows and these are shared out, each device has as
             many of these entries, in the order of the devices.
         score: What is summed.
+        adaptation: How each is trained before; its members are those of the entries.
     """
     size, own, parts, first = entries.shape[0], group.own, 1, 0
     if stays := how.shares_rows and group.is_by_row:
@@ -350,22 +421,47 @@ def _each_entry(
 
     def padded(leaf: jax.Array, first: Any = 0) -> jax.Array:
         """Each device's entries, counted from the first that it has."""
-        by_device = leaf.reshape(parts, -1) - first
+        by_device = leaf.reshape(parts, -1)
+        by_device = by_device - first if parts > 1 else by_device
         return jnp.pad(by_device, ((0, 0), (0, short))).reshape(-1)
 
     def one(row: Any, given: Any, bound: jax.Array, local: Any) -> Any:
-        entry, start, count = row
-        data, own, shared = given
+        entry, start, count, member = row
+        data, own, shared, server, most = given
+        local, position = local
         # The model is made only here, so that they never all exist at once.
         mine = _taken(local if stays else own, entry)
+        row = () if group.own is None else mine
         mine = group.replace(shared=shared).variables(mine)
+        if adaptation is not None:
+            client = each_client.Client(
+                id=member.client_id,
+                level=member.level,
+                own=row,
+                opt_state=(),
+                plan=member.plans["adapt"].joined(position),
+                bound=bound,
+                data=data,
+                key=server.key,
+                round=server.round,
+                model=group.model,
+            )
+            mine = adaptation.fn(client, mine, server.server).variables
+            bound = most
         where = start, count, batch_size, bound
         return _sums_from(group.model, mine, data, *where, score)
 
     rows = padded(entries, first), padded(starts), padded(counts)
     num_steps = -(-rows[2] // batch_size)
-    given = (data, () if stays else own, group.shared)
-    local = own if stays else ()
+    member, position, server, most = (), (), (), num_steps.max()
+    if adaptation is not None:
+        member, server = adaptation.members, adaptation.state.with_private(((), ()))
+        steps, position = member.plans["adapt"].split()
+        member = jax.tree.map(padded, member.replace(plans={"adapt": steps}))
+        num_steps = member.plans["adapt"].num_steps
+    given = (data, () if stays else own, group.shared, server, most)
+    local = (own if stays else (), position)
+    rows = (*rows, member)
     over = each_client.over_clients([one], how)
 
     def without_padding(leaf: jax.Array) -> jax.Array:

@@ -19,6 +19,9 @@ from fedjax_pfl import (
 
 option = options.option
 
+# The stream of the steps that adapt a model before it is measured
+ADAPTING = "engine.adapt"
+
 
 @dataclasses.dataclass(frozen=True)
 class LocalTraining:
@@ -128,6 +131,28 @@ def cross_entropy_loss(model: types.Model) -> LossFn:
         return loss, stats
 
     return loss_fn
+
+
+def exits_loss(model: types.Model) -> LossFn:
+    """The mean cross-entropy of a batch, summed over exits if there are any."""
+    if not model.has_exits:
+        return cross_entropy_loss(model)
+
+    def loss_fn(params, stats, batch):
+        exits, stats = model.forward(params, stats, batch.image, **batch.mode)
+        which = batch.label, batch.mask, batch.chosen
+        return sum(losses.cross_entropy(one, *which) for one in exits), stats
+
+    return loss_fn
+
+
+def adapted(hparams: LocalTraining) -> Callable[..., each_client.Trained]:
+    """`types.Algorithm.adapt` of most methods: all layers, as a client trains alone."""
+
+    def adapt(client: each_client.Client, start: types.Variables, shared: Any):
+        return train(hparams, exits_loss(client.model), start, client, tag=ADAPTING)
+
+    return adapt
 
 
 def proximal(weight: Any, centre: types.Params) -> Callable[..., types.Params]:

@@ -22,6 +22,7 @@ import numpy as np
 from fedjax_pfl import (
     evaluate,
     execution,
+    local_training,
     optimizer,
     options,
     traffic,
@@ -78,7 +79,9 @@ class Program(NamedTuple):
     which a metric or a parameter is not finite, 0 = none;
     `of_shared(floats, state, cohort, data, partition)` and
     `of_clients(floats, state, cohort, data, partition, ids)` are those of `evaluate`,
-    where `ids` are the clients whose rows the state has.
+    where `ids` are the clients whose rows the state has;
+    `of_adapted(floats, state, cohort, data, partition, members)` is that of
+    `evaluate`, too.
 
     All arguments but `first`, `num_rounds` and `data` have a leading axis of variants,
     or of 1 where they share it. Floats that they share are scalars. Several seeds may
@@ -90,6 +93,7 @@ class Program(NamedTuple):
     rounds: Compiled
     of_shared: Compiled
     of_clients: Compiled
+    of_adapted: Compiled
     scoring: evaluate.Scoring
     vmaps: dict[str, bool]
     floats: dict[str, float]
@@ -329,6 +333,15 @@ def _jitted(of: _Structure) -> Program:
 
         return _over_variants(one, how, values, state, cohort, partition, ids)
 
+    def of_adapted(values, state, cohort, data, partition, members):
+        def one(values, state, cohort, partition, members):
+            method = algorithm(values)
+            given = state, cohort, data.replace(partition=partition)
+            fn = method.adapt or local_training.adapted(options_of(values))
+            return evaluate.of_adapted(method, fn, *given, scoring, how, members)
+
+        return _over_variants(one, how, values, state, cohort, partition, members)
+
     everywhere, rarely = execution.replicated(how), _soon_compiled(how.platform)
     of_state = types.RoundState.placed(how)
 
@@ -342,6 +355,7 @@ def _jitted(of: _Structure) -> Program:
         rounds=Compiled(jax.jit(rounds, donate_argnums=1, out_shardings=where)),
         of_shared=seldom(of_shared),
         of_clients=seldom(of_clients),
+        of_adapted=Compiled(jax.jit(of_adapted, out_shardings=everywhere)),
         scoring=scoring,
         vmaps={
             "vmaps_seeds": how.vmaps_runs and not has_branches,

@@ -279,6 +279,11 @@ class Simulation:
                         of_shared = self._computed(self.program.of_shared, args[:-1])
                         shared[name] = of_shared
                     of_clients = self._computed(self.program.of_clients, args)
+                    if self.program.scoring.adapts is not None:
+                        members = self._members(call, block, partition)
+                        args = *args[:-1], members
+                        adapted = self._computed(self.program.of_adapted, args)
+                        of_clients["adapted"] = adapted
                     found.setdefault(name, []).append((block.ids, of_clients))
                 del block, args  # their memory is free before the next
             what = self.program.algorithm, self.program.scoring.score
@@ -295,6 +300,28 @@ class Simulation:
                 }
                 out.append((values | rounds, every[0][1]))
         return out
+
+    def _members(
+        self, call: Call, block: kinds.Block, partition: types.Partition
+    ) -> types.Cohort:
+        """The clients of a block, [S, ...], with the plan by which they adapt."""
+        ids = np.broadcast_to(block.ids, (len(call.seeds), block.ids.shape[-1]))
+        counts, planner = np.asarray(partition.adapting.count), self.windows.planner
+        spec = self.program.scoring.adapts
+        every = [
+            planner.members(seed, call.round, *mine, spec)
+            for seed, *mine in zip(call.seeds, ids, counts, strict=True)
+        ]
+        longest = max(one.plans["adapt"].position.shape[1] for one in every)
+
+        def padded(one: types.Cohort) -> types.Cohort:
+            plan = one.plans["adapt"]
+            short = longest - plan.position.shape[1]
+            position = np.pad(plan.position, ((0, 0), (0, short)))
+            return one.replace(plans={"adapt": plan.replace(position=position)})
+
+        members = jax.tree.map(lambda *x: np.stack(x), *map(padded, every))
+        return execution_lib.place(members, execution_lib.replicated(self.execution))
 
     def _blocks(self, call: Call) -> Iterator[kinds.Block]:
         """The clients of a call in blocks, with the next round's cohorts."""

@@ -660,6 +660,11 @@ class Algorithm(NamedTuple):
             which give the metric `trained_accuracy`. It is for methods whose clients
             keep models that differ from those that serve, and for methods that are
             compared with such.
+        adapt: `(client, start, shared) -> each_client.Trained`, how a client adapts the
+            model `start` that serves it to its own train rows, for measurements alone.
+            `client` is an `each_client.Client` whose `own` is its row of
+            `Serving.own`, () if it is served by a shared model, and `shared` is
+            `state.server`. None = all layers on the cross-entropy.
         peers: The peers drawn for each client of a cohort (decentralised methods).
         ships_proxy: Whether every client gets the proxy set, once: empty = no,
             `labelled` or `unlabelled`.
@@ -683,6 +688,7 @@ class Algorithm(NamedTuple):
     )
     serving: Callable[[RoundState, Cohort, Data], tuple[Serving, ...]] | None = None
     trained: Callable[[RoundState, Cohort, Data], tuple[Serving, ...]] | None = None
+    adapt: Callable[[Any, Variables, Any], Any] | None = None
     peers: PeerSpec | None = None
     ships_proxy: str = ""
     shares: tuple[str, ...] = ()

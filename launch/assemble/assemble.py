@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from data import dataset, plan
-from fedjax_pfl import evaluate, execution, scores, shapes, types
+from fedjax_pfl import evaluate, execution, local_training, scores, shapes, types
 from fedjax_pfl import program as program_lib
 from launch.assemble import (
     computed,
@@ -204,7 +204,21 @@ def _scoring(
         num_sampled=config.eval_sample if config.eval_sample < num_clients else 0,
         has_train=config.eval_train,
         score=score,
+        adapts=_adaptation(settings),
     )
+
+
+def _adaptation(settings: Settings) -> types.PlanSpec | None:
+    """The plan of `--fine_tune_epochs`, with the batches of local training."""
+    epochs, hparams = settings.config.fine_tune_epochs, settings.hparams
+    if not epochs:
+        return None
+    if not isinstance(hparams, local_training.LocalTraining):
+        raise ValueError(
+            f"--fine_tune_epochs={epochs}: the clients of "
+            f"--algo={settings.config.algo} do not train; omit it"
+        )
+    return local_training.plan(hparams, "adapt", epochs)
 
 
 def _hashes(

@@ -337,6 +337,12 @@ class Evaluation:
         f"also measure these, separated by commas: {', '.join(measures.NAMES)}",
         only="images",
     )
+    fine_tune_epochs: int = option(
+        0,
+        "also measure clients' models after so many epochs on their own train rows, "
+        "0 = not; the run is unchanged",
+        minimum=0,
+    )
     c_gen: bool | None = option(
         None, "also evaluate clients' models on all clients' test rows", only="images"
     )
