@@ -129,8 +129,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     if hparams.h_denominator == "capable":
         sharers = levels.num_capable(hparams, task.num_clients)
 
-    def client_update(client: each_client.Client, server: types.Variables, level: int):
-        """Algorithm 1, client: the stages 1..level. Those it does not hold stay."""
+    def objective(client: each_client.Client, level: int) -> local_training.Objective:
+        """Eq. 1 on those of the stages 1..level that the client holds."""
         held = levels.held(client.level, model)[:level]
         reached = held if model.has_exits else held[-1:]
 
@@ -151,6 +151,11 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
                 loss += weight * mutual_gap(exits, reached, *which)
             return loss, stats
 
+        return local_training.Objective(loss_fn, held)
+
+    def client_update(client: each_client.Client, server: types.Variables, level: int):
+        """Algorithm 1, client: the stages 1..level. Those it does not hold stay."""
+
         def feddyn_pull(params, grads):
             """Adds the gradient of -<g, theta> + alpha / 2 ||theta - theta^t||^2."""
             return jax.tree.map(
@@ -158,9 +163,14 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
                 *(grads, client.own[:level], params, server.params),
             )
 
-        adjust = feddyn_pull if is_dyn else None
-        objective = local_training.Objective(loss_fn, held, adjust=adjust)
-        return local_training.train(hparams, (objective,), server, client)
+        steps = objective(client, level)
+        steps = steps._replace(adjust=feddyn_pull) if is_dyn else steps
+        return local_training.train(hparams, (steps,), server, client)
+
+    def adapt(client: each_client.Client, start: types.Variables, _):
+        """The client's steps without FedDyn, whose terms are of its own rounds."""
+        steps, tag = objective(client, len(start.params)), local_training.ADAPTING
+        return local_training.train(hparams, (steps,), start, client, tag=tag)
 
     def zeros(start: types.Variables) -> types.Params:
         return jax.tree.map(jnp.zeros_like, start.params) if is_dyn else ()
@@ -196,4 +206,5 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     part = levels.first_stages(task, model)
     given = {"private": zeros, "beside": beside, "server_update": server_update}
+    given["adapt"] = adapt
     return levels.make(hparams, task, model, part, client_update, **given)

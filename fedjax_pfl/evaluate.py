@@ -457,7 +457,8 @@ def _each_entry(
     if adaptation is not None:
         member, server = adaptation.members, adaptation.state.with_private(((), ()))
         steps, position = member.plans["adapt"].split()
-        member = jax.tree.map(padded, member.replace(plans={"adapt": steps}))
+        member = member.replace(plans={"adapt": steps}, peers=(), peer_mask=())
+        member = jax.tree.map(padded, member)
         num_steps = member.plans["adapt"].num_steps
     given = (data, () if stays else own, group.shared, server, most)
     local = (own if stays else (), position)

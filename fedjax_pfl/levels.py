@@ -286,6 +286,7 @@ def make(
     server_update: Callable[..., tuple[Any, Any]] | None = None,
     server: Callable[..., dict] | None = None,
     opt_state: Callable[..., Any] | None = None,
+    adapt: Callable[..., each_client.Trained] | None = None,
 ) -> types.Algorithm:
     """An algorithm whose clients train submodels of the server's model.
 
@@ -310,6 +311,7 @@ def make(
             unchanged; None = the mean of what they trained.
         server: As in `types.Algorithm`; None = the global model.
         opt_state: As in `types.Algorithm`. None = that of `model`.
+        adapt: As in `types.Algorithm`.
     """
     begin = init or functools.partial(task.init, model)
 
@@ -364,4 +366,5 @@ def make(
         round=round,
         server=server or global_model,
         opt_state=opt_state or whole_state,
+        adapt=adapt,
     )

@@ -297,6 +297,7 @@ class Simulation:
                     prefix + name: value
                     for prefix, (one, _) in zip(parts, every, strict=True)
                     for name, value in one.items()
+                    if not prefix or name != "clients_evaluated"
                 }
                 out.append((values | rounds, every[0][1]))
         return out

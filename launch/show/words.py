@@ -67,6 +67,9 @@ TITLES = {
     "ensemble_accuracy": "Ensemble",
     "global_loss": "Global, test loss",
     "client_loss": "Client, test loss",
+    "fine_tuned_loss": "Fine-tuned, test loss",
+    "unseen_loss": "Unseen, test loss",
+    "unseen_fine_tuned_loss": "Unseen, fine-tuned, test loss",
     "best_round": "Round of the best validation",
     "dropped": "dropped",
     "critical": "critical",
@@ -160,7 +163,7 @@ def title(name: str, classes: Sequence[str] = ()) -> str:
         return f"Exit {found[1]}{', masked' if found[3] else ''}"
     if name.startswith(metric_kinds.VALIDATION):
         rest = title(name.removeprefix(metric_kinds.VALIDATION), classes)
-        return f"Validation: {rest}"
+        return f"Val: {rest.replace('test loss', 'loss')}"
     return TITLES.get(name, name.replace("_", " "))
 
 
