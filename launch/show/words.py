@@ -319,7 +319,19 @@ def _sweep_lines(summary: dict[str, Any]) -> list[str]:
             cells.append(f"{mean_and_std(entry, scale, digits=2, sign='+-'):>16}")
         texts = filter(None, [*cells, diverged(part.get("diverged"))])
         lines.append(f"{label:<{width}}  " + "  ".join(texts))
-    return [*lines, f"{NOT_TO_CHOOSE_BY}."]
+    return [*lines, _chosen(parts, labels) or f"{NOT_TO_CHOOSE_BY}."]
+
+
+def _chosen(parts: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> str:
+    """A line about the point of a sweep with the best validation, "" without any."""
+    every = [part["metrics"] for part in parts]
+    shared = [name for name in summaries.CHOOSING if all(name in one for one in every)]
+    if not shared:
+        return ""
+    how, means = metric(shared[0]), [one[shared[0]]["mean"] for one in every]
+    best = int(np.argmin(means) if how.better == "lower" else np.argmax(means))
+    value = f"{how.scale * means[best]:.{max(how.digits, 2)}f}"
+    return f"best by validation rows: {labels[best]} ({how.title} {value})"
 
 
 def _lines(summary: dict[str, Any]) -> list[str]:
@@ -332,13 +344,14 @@ def _lines(summary: dict[str, Any]) -> list[str]:
     lines = []
     for kind, unit in ("percent", "%"), ("number", ""):
         if found := [one for one in shown if one.unit == unit]:
-            head = f"{'metric':<18} {kind}{spread}  ({summary_rule(summary)})"
+            width = max(18, *(len(one.title) for one in found))
+            head = f"{'metric':<{width}} {kind}{spread}  ({summary_rule(summary)})"
             lines.append(f"{head}  last round" if last else head)
         for one in found:
             # A percent has a decimal more than in a table of several runs.
             digits, entry = max(one.digits, 2), summary["metrics"][one.name]
             text = mean_and_std(entry, one.scale, digits, "+-", width=6)
-            line = f"{one.title:<18} {text}"
+            line = f"{one.title:<{width}} {text}"
             if one.name in last:
                 value = f"{one.scale * last[one.name]['mean']:.{digits}f}"
                 line = f"{line:<{len(head)}}  {value:>10}"
