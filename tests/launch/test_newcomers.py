@@ -1,0 +1,231 @@
+"""Validation rows, clients that never train, and models adapted before measuring."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import models
+from data import plan
+from fedjax_pfl import levels, types
+from launch import build
+from tests.toys import model as toy
+
+GEN = np.random.default_rng(1)
+X = GEN.normal(size=(240, 6)).astype(np.float32)
+Y = (X[:, 0] > 0).astype(int) + (X[:, 1] > 0.5)
+COMMON = {
+    "algo": "fedavg",
+    "dataset": (X, Y, np.arange(240) // 24),
+    "preset": "none",
+    "rounds": 2,
+    "local_epochs": 1,
+    "batch_size": 5,
+    "clients_per_round": 4,
+    "model": "mlp",
+}
+NEW = {"val_split": 0.25, "unseen_clients": 3, "fine_tune_epochs": 2}
+
+
+def ran(**given):
+    """A finished small experiment."""
+    experiment = build.experiment(**COMMON | given)
+    experiment.run(progress=False)
+    return experiment
+
+
+def planned(**given):
+    """A small experiment that does not run."""
+    return build.experiment(**COMMON | given)
+
+
+def part(experiment):
+    """The partition of the first seed, as numpy arrays."""
+    every = jax.tree.map(np.asarray, experiment.data.partition)
+    return jax.tree.map(lambda leaf: leaf[0], every)
+
+
+def rows(table, client):
+    """The rows of a client."""
+    start = table.start[client]
+    return table.row[start : start + table.count[client]]
+
+
+def loss_of(params, model, stats, x, y, level):
+    """(the cross-entropy, summed over the exits that are held; new statistics)."""
+    mode = {"sample_mask": jnp.ones(len(x), bool), "train": True}
+    out, stats = model.forward(params, stats, jnp.asarray(x), **mode)
+    exits = out[:level] if model.has_exits else (out,)
+    of = optax.softmax_cross_entropy_with_integer_labels
+    return sum(of(one, y).mean() for one in exits), stats
+
+
+def adapted(experiment, client, num_epochs, pull=None):
+    """A client's served model after plain SGD on its train rows, one batch a step.
+
+    `pull` is (weight, parameters) of a proximal term.
+    """
+    mine, model = experiment.client_model(client), experiment.task.model
+    params, stats = mine.variables
+    table = np.asarray(experiment.data.replace(partition=None).normalised(X))
+    own = rows(part(experiment).adapting, client)
+    level = len(params)
+    if model.has_exits:
+        level = int(levels.assigned(experiment.hparams, 10)[0][client])
+    size, lr = experiment.hparams.batch_size, experiment.hparams.client_lr
+    spec = types.PlanSpec("adapt", num_epochs, size)
+    named = np.array([client]), np.array([len(own)])
+    order = plan.orders(0, experiment.round, *named, spec).reshape(num_epochs, -1)
+    for epoch in order:
+        for first in range(0, len(epoch), size):
+            taken = own[epoch[first : first + size]]
+            x, y = table[taken], Y[taken]
+            given = params, model, stats, x, y, level
+            grads, new = jax.grad(loss_of, has_aux=True)(*given)
+            stats = (*new[:level], *stats[level:])
+            if pull is not None:
+                weight, to = pull
+                grads = jax.tree.map(
+                    lambda g, new, old: g + weight * (new - old), grads, params, to
+                )
+            params = jax.tree.map(lambda p, g: p - lr * g, params, grads)
+    return model, params, stats
+
+
+def test_validation_rows_are_train_rows_with_the_same_class_mix():
+    with_val, without = part(planned(**NEW)), part(planned())
+    for client in range(10):
+        train, val = rows(with_val.adapting, client), rows(with_val.val, client)
+        both = rows(without.train, client)
+        assert sorted([*train, *val]) == sorted(both)
+        assert [row for row in both if row in set(train)] == list(train)
+        assert len(val) == len(both) // 4
+        share = np.bincount(Y[val], minlength=3) / len(val)
+        np.testing.assert_allclose(
+            share, np.bincount(Y[both], minlength=3) / len(both), atol=1 / len(val)
+        )
+        assert (rows(with_val.test, client) == rows(without.test, client)).all()
+
+
+def test_unseen_clients_never_train_and_depend_on_the_seed():
+    experiment = planned(**NEW)
+    mine = part(experiment)
+    unseen = np.flatnonzero(mine.unseen)
+    assert len(unseen) == 3 and (mine.train.count[unseen] == 0).all()
+    drawn = [experiment.planner.cohort(0, r).client_id for r in range(50)]
+    assert set(np.concatenate(drawn)) == set(range(10)) - set(unseen)
+    other = np.flatnonzero(part(planned(seed=3, **NEW)).unseen)
+    assert set(other) != set(unseen)
+    assert planned(**NEW | {"unseen_clients": 0.35}).planner.num_clients == 10
+
+
+def test_what_is_measured_of_them():
+    """The means over the two kinds of clients, from the models that serve them."""
+    experiment = ran(algo="fedper", personal_from="last", **NEW)
+    mine, last = part(experiment), experiment.metrics[-1]
+    right = []
+    for client in range(10):
+        own = rows(mine.test, client)
+        right.append((experiment.predict(client, X[own]).argmax(-1) == Y[own]).mean())
+    unseen = mine.unseen > 0
+    right = np.array(right)
+    assert last["client_accuracy"] == pytest.approx(right[~unseen].mean())
+    assert last["unseen_accuracy"] == pytest.approx(right[unseen].mean())
+    assert last["clients_evaluated"] == 7
+    np.testing.assert_allclose(experiment.client_accuracies[0, 0], right)
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("algo", ["fedavg", "fedper", "ditto", "cdkt", "depthfl"])
+def test_fine_tuning_equals_a_plain_loop(algo, chunk, monkeypatch):
+    more = {"fedper": {"personal_from": "last"}, "depthfl": {"self_distill_weight": 0.0}}
+    more["cdkt"] = {"proxy_fraction": 0.1}
+    if algo == "depthfl":
+        monkeypatch.setitem(models.MODELS, "with_exits", toy.with_exits)
+        more["depthfl"] |= {"feddyn_alpha": 0.0, "model": "with_exits"}
+        more["depthfl"]["level_mix"] = "1:1:1"
+    given = NEW | more.get(algo, {}) | {"algo": algo, "client_chunk": chunk}
+    experiment = ran(**given)
+    mine, last = part(experiment), experiment.metrics[-1]
+    pull = None
+    if algo == "ditto":
+        server = jax.tree.map(lambda leaf: leaf[0], experiment.state.server.params)
+        pull = experiment.hparams.proximal_weight, server
+    found = []
+    for client in range(10):
+        model, params, stats = adapted(experiment, client, 2, pull)
+        own = rows(mine.test, client)
+        x = experiment.data.replace(partition=None).normalised(X[own])
+        out, _ = model.forward(params, stats, x)
+        out = sum(out) / len(out) if model.has_exits else out
+        of = optax.softmax_cross_entropy_with_integer_labels
+        found.append(float(of(out, Y[own]).mean()))
+    unseen, found = mine.unseen > 0, np.array(found)
+    assert last["fine_tuned_loss"] == pytest.approx(found[~unseen].mean(), rel=1e-5)
+    name = "unseen_fine_tuned_loss"
+    assert last[name] == pytest.approx(found[unseen].mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("state", ["replicated", "device", "host"])
+def test_it_leaves_the_run_as_it_is(state):
+    """The bits of all else are those of a run that does not measure it."""
+    few = {name: NEW[name] for name in ("val_split", "unseen_clients")}
+    given = few | {"algo": "ditto", "client_state": state, "devices": 2}
+    plain, tuned = ran(**given), ran(**given, fine_tune_epochs=2)
+    sums = [one.summary()["parameters_sha256"] for one in (plain, tuned)]
+    assert sums[0] == sums[1]
+    for one, other in zip(plain.metrics, tuned.metrics, strict=True):
+        shared = one.keys() - {"seconds"}
+        assert {n: one[n] for n in shared} == {n: other[n] for n in shared}
+        assert "fine_tuned_loss" in other and "val_fine_tuned_loss" in other
+
+
+def test_the_best_round_by_validation(tmp_path):
+    given = {"rounds": 6, "eval_every": 1, "num_seeds": 2, "val_split": 0.25}
+    folder = str(tmp_path / "run")
+    experiment = ran(**given, summary="best_validation", workdir=folder)
+    summary = experiment.summary()
+    for place, seed in enumerate(experiment.seeds):
+        mine = [one for one in experiment.metrics if one["seed"] == seed]
+        best = max(mine, key=lambda one: (one["val_client_accuracy"], -one["round"]))
+        metrics = summary["metrics"]
+        assert metrics["best_round"]["per_seed"][place] == best["round"]
+        assert metrics["client_accuracy"]["per_seed"][place] == best["client_accuracy"]
+        kept = np.load(f"{folder}/clients.npz")
+        assert kept["best_round"][place] == best["round"]
+        mean = np.nanmean(kept["accuracy"][place, 0])
+        assert mean == pytest.approx(best["client_accuracy"])
+
+
+def test_early_stop(tmp_path):
+    """It ends when no validation became better, and a resumed run ends there, too."""
+    given = {"client_lr": 0.0, "rounds": 30, "eval_every": 2, "val_split": 0.25}
+    given |= {"early_stop": 3, "workdir": str(tmp_path / "run")}
+    experiment = ran(**given)
+    assert experiment.round == 4
+    assert experiment.summary()["stopped_early"]
+    again = ran(**given)
+    assert (again.round, again.summary()["rounds"]) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"summary": "best_validation"}, "--val_split=0.2"),
+        ({"early_stop": 5}, "val_split"),
+        ({"val_split": 0.01}, "--val_split=0.01 leaves no validation row"),
+        ({"unseen_clients": 10}, "--unseen_clients=10"),
+        ({"unseen_clients": 2.5}, "--unseen_clients=2.5"),
+        ({"unseen_clients": 7, "clients_per_round": 4}, "--unseen_clients"),
+        ({"unseen_clients": 2, "algo": "dfedavg"}, "has no server"),
+        ({"fine_tune_epochs": 2, "algo": "majority", "clients_per_round": 10}, "do not train"),
+    ],
+)
+def test_refusals(given, words):
+    common = dict(COMMON)
+    if given.get("algo") == "majority":
+        common = {name: COMMON[name] for name in ("dataset", "preset", "model")}
+    with pytest.raises(ValueError, match=words) as found:
+        build.experiment(**common | given)
+    assert "\n" not in str(found.value)
