@@ -21,10 +21,10 @@ Metrics = Mapping[str, tuple[list[float], list[float]]]
 class Totals:
     """The host's counters, which survive a resume through the checkpoint.
 
-    `messages` int64[variants, kinds]; `diverged` int64[variants], the first round,
-    counted from 1, after which a metric or a parameter was not finite, 0 = none;
-    `seconds` of training so far; `samples` and local `steps` of the plans, `executed`
-    samples and `executed_steps` with padding.
+    `messages` is int64[variants, kinds]. `diverged` int64[variants] is the first round,
+    counted from 1, after which a metric or a parameter was not finite, 0 = none.
+    `seconds` are those of training. `samples` and local `steps` are those of the plans,
+    `executed` and `executed_steps` include padding.
     """
 
     messages: np.ndarray
@@ -45,8 +45,8 @@ class Totals:
     def step_efficiency(self) -> float:
         """Real local steps over executed ones: a chunk runs to its longest client.
 
-        All plans count in full, in the chunks of the run: also FedICT's on the
-        server, and CDKT's where the proxy set truncates them. A run that began in an
+        All plans count in full, in the chunks of the run, including FedICT's on the
+        server and CDKT's where the proxy set truncates them. A run that began in an
         earlier version counts from where it was resumed.
         """
         return self.steps / max(self.executed_steps, 1)
@@ -68,13 +68,12 @@ class Call:
 
     Attributes:
         variants: Indices into the run's variants, in order: all points of each seed.
-        seeds: Indices of their seeds, each once.
-        values: Their seeds, uint32[seeds].
-        floats: Their numbers by name, each f64[variants], or one that they share.
-        partition: That of their seeds, which are its leading axis.
+        seeds, values: Their seeds, each once, as indices and as uint32[seeds].
+        pairs: Each of its variants with the index of its seed.
+        floats: Their float options by name, each f64[variants], or one that they share.
+        partition: The data of their seeds, which are its leading axis.
         state: Stacked RoundState, None before the start.
         round: Rounds done.
-        pairs: Each of its variants with the index of its seed.
         pending: (metrics, messages, diverged, work) of a call not yet accounted for.
         metrics: (sums, counts) of the last round by name, a float for each variant.
     """
@@ -92,7 +91,7 @@ class Call:
 
     @property
     def rows(self) -> slice:
-        """The position of its variants among all."""
+        """The position of its variants in the run's."""
         return slice(self.variants.start, self.variants.stop)
 
     def init_args(self, data: types.Data) -> tuple[Any, ...]:
@@ -125,7 +124,7 @@ class Call:
         self.state, self.round, self.pending = state, until, (*measured, work)
 
     def settle(self, totals: Totals) -> None:
-        """Waits for the last call of the program and adds its counts, once."""
+        """Waits for the pending call of the program and adds its counts, once."""
         if self.pending is None:
             return
         jax.block_until_ready(self.state)
@@ -150,18 +149,14 @@ class Call:
         algorithm: types.Algorithm,
         score: scores.Score,
     ) -> list[tuple[dict[str, float], np.ndarray | None]]:
-        """The metrics of its variants.
+        """The metrics of its variants, as `Simulation.evaluate` returns them.
 
         Args:
-            shared: What `Program.of_shared` found, as numpy, leaves [variants, ...].
-            blocks: For each block the clients int[seeds, R], and what
-                `Program.of_clients` found, leaves [variants, ...].
+            shared: The result of `Program.of_shared` as numpy, leaves [variants, ...].
+            blocks: For each block the clients int[seeds, R], and the result of
+                `Program.of_clients`, leaves [variants, ...].
             totals: The messages so far.
-            algorithm: What was evaluated.
-            score: What was summed.
-
-        Returns:
-            As `Simulation.evaluate`.
+            algorithm, score: Those of the evaluation.
         """
         out, test = [], jax.tree.map(np.asarray, self.partition.test)
         for slot, (variant, seed) in enumerate(self.pairs):
@@ -190,15 +185,11 @@ def made(
     values: Sequence[Mapping[str, float]],
     how: execution.Execution,
 ) -> list[Call]:
-    """The calls of a run, of which those of the same seeds share a placed partition.
+    """The calls of a run. Calls of the same seeds share a placed partition.
 
-    Args:
-        index: Its variants.
-        vmaps: See `Variants.calls`.
-        partition: On the host, with a leading axis of seeds.
-        seeds: The seeds.
-        values: The numbers of each point of a sweep by name.
-        how: The devices.
+    `vmaps` are arguments of `Variants.calls`. `partition` is on the host, with a
+    leading axis of seeds. `values` are the float options of each point of a sweep by
+    name.
     """
     calls, placed = [], {}
     for mine in index.calls(**vmaps):

@@ -1,9 +1,9 @@
 """Saves and restores a whole RoundState with orbax, and detects damage.
 
-Beside orbax's files lies `manifest.json` with the SHA-256 of every one of them, the
-shape and dtype of every array, and the host's counters. Orbax restores flipped bits
-silently, so files are checked before orbax reads them. Orbax copies what it writes, so
-a state is passed to it in pieces.
+`manifest.json` lies beside orbax's files. It has the SHA-256 of each of them, the shape
+and dtype of every array, and the host's counters. Orbax restores flipped bits silently,
+so files are checked before orbax reads them. Orbax copies what it writes, so a state is
+passed to it in pieces.
 """
 
 import concurrent.futures
@@ -35,7 +35,7 @@ READABLE = (2, FORMAT)
 
 
 def _shapes(state: Any) -> dict[str, list[Any]]:
-    """[dtype, shape] of every leaf by path, as they are written: keys as key data."""
+    """[dtype, shape] of every leaf by path, in the form written: keys as key data."""
     flat, _ = jax.tree_util.tree_flatten_with_path(state)
     out = {}
     for path, leaf in flat:
@@ -104,9 +104,9 @@ def saved(folder: pathlib.Path) -> list[pathlib.Path]:
 def _one_error(path: pathlib.Path) -> Iterator[None]:
     """Turns everything that orbax does about a failed write into one OSError.
 
-    A full disk arrives as a ValueError. Meanwhile two of orbax's threads print their
-    tracebacks through absl's log, and tensorstore's threads, when writes end that are
-    no longer awaited, through `sys.unraisablehook`.
+    A full disk arrives as a ValueError. Meanwhile two of orbax's threads print
+    tracebacks through absl's log, and tensorstore's threads print theirs through
+    `sys.unraisablehook` when writes end that are no longer awaited.
     """
     log, hook = logging.getLogger("absl"), sys.unraisablehook
 
@@ -133,8 +133,7 @@ def _one_error(path: pathlib.Path) -> Iterator[None]:
 def prepare() -> None:
     """Imports what `save` needs, so that this cannot fail after hours of training.
 
-    Raises:
-        OSError: it cannot be imported, for instance for lack of memory.
+    Raises OSError if it cannot be imported, for instance for lack of memory.
     """
     try:
         _checkpointer()
@@ -144,10 +143,9 @@ def prepare() -> None:
 
 
 def last_host(folder: pathlib.Path) -> dict | None:
-    """The host's counters in the newest checkpoint, None where there is none.
+    """The host's counters in the newest checkpoint, None without one.
 
-    Raises:
-        ValueError: its manifest is damaged.
+    Raises ValueError if its manifest is damaged.
     """
     found = saved(folder.absolute())
     return _manifest(found[-1])["host"] if found else None
@@ -156,14 +154,10 @@ def last_host(folder: pathlib.Path) -> dict | None:
 def save(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
     """Writes `folder/round_<round>` atomically and keeps the newest two.
 
-    Args:
-        folder: The run's `checkpoints` folder.
-        round: Rounds done.
-        state: A RoundState (or a stack of them).
-        host: The host's counters as JSON-able values, such as messages so far.
-
-    Raises:
-        OSError: it cannot be written. Older checkpoints stay.
+    `folder` is the run's `checkpoints` folder, `round` the rounds done, `state` a
+    RoundState (or a stack of them), and `host` the host's counters as JSON-able values,
+    such as messages so far. Raises OSError if it cannot be written. Older checkpoints
+    stay.
     """
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -231,7 +225,7 @@ _PARTS = {"round?": int, "host?": dict, "arrays?": dict, "files?": {str: str}}
 
 
 def _manifest(path: pathlib.Path) -> dict:
-    """The manifest of a checkpoint, whose other files are not read."""
+    """The manifest of a checkpoint. Its other files are not read."""
     try:
         if not (path / MANIFEST).is_file():  # a pipe would wait
             raise FileNotFoundError
@@ -270,7 +264,7 @@ def _like(found: dict[str, list[Any]], templates: Sequence[Any]) -> Any:
 
 
 def _without_free(wanted: Sequence[int], found: Sequence[int]) -> list[int]:
-    """A wanted shape, whose axes of -1 may have any length."""
+    """A wanted shape with its free axes (-1) as found."""
     if len(wanted) != len(found):
         return list(wanted)
     return [n if size < 0 else size for size, n in zip(wanted, found, strict=True)]
@@ -321,15 +315,11 @@ def _stored(path: pathlib.Path, manifest: dict) -> Iterator[np.ndarray]:
 
 
 def restore(folder: pathlib.Path, *templates: Any) -> tuple[int, Any, dict] | None:
-    """Restores the newest checkpoint of `folder`; None where there is none.
+    """Restores (rounds done, state, the host's counters) from the newest checkpoint.
 
-    Args:
-        folder: The run's `checkpoints` folder.
-        *templates: The state's shapes (`jax.eval_shape` of init), in any of the forms
-            that it may have. An axis of -1 may have any length.
-
-    Returns:
-        (rounds done, state, the host's counters).
+    It is None if `folder`, the run's `checkpoints` folder, has no checkpoint.
+    `templates` are the state's shapes (`jax.eval_shape` of init) in each form that it
+    may have. An axis of -1 may have any length.
 
     Raises:
         ValueError: the newest one is damaged or of another shape. The message names the

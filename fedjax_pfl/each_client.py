@@ -1,7 +1,8 @@
 """Runs a function of one client for every client of a round.
 
-Where clients keep optimizer states between rounds, each gets its own, and the new ones
-are stored here. An algorithm only returns what its training returned, `Trained`.
+Where optimizer states persist between a client's rounds, each client starts from its
+own, and the new states are stored here. An algorithm only returns the `Trained` of its
+training.
 """
 
 from __future__ import annotations
@@ -29,19 +30,17 @@ from fedjax_pfl.rows import slots
 
 @struct.dataclass
 class Client:
-    """One client in a round: all that its update may use.
+    """One client in a round, with everything that its update may use.
 
     Attributes:
-        id: int32[].
-        level: int32[], the capacity level that it holds.
+        id, level: int32[], the client and the capacity level that it holds.
         own: Its row of the `own` argument of `update`.
         opt_state: Its persistent optimizer state, () if there is none.
         plan: Its steps, a `types.Plan` of one client.
-        bound: int32[], the most steps of its chunk: not batched, so that a `fori_loop`
-            to it stops early.
+        bound: int32[], the most steps of its chunk. It is not batched, so that a
+            `fori_loop` up to it stops early.
         data: The tables.
-        key: The run's root key.
-        round: int32[], zero-based.
+        key, round: The run's root key, and the round int32[], zero-based.
         model: Its architecture.
     """
 
@@ -81,10 +80,10 @@ class Client:
 class Trained:
     """The result of a client's local training.
 
-    `opt_state` is that of the optimizer where it goes on, else (); `persists` says
-    whether the training began with the client's persistent state, which the engine then
-    replaces; `loss` is a (sum over examples, examples) pair of the last objective;
-    `measured` holds the results of each objective's `measure`, summed over real steps.
+    `opt_state` is () unless the optimizer's state continues. With `persists` the
+    training began with the client's persistent state, which the engine then replaces.
+    `loss` is a (sum over examples, examples) pair of the last objective, and `measured`
+    has the results of each objective's `measure`, summed over real steps.
     """
 
     params: types.Params
@@ -100,7 +99,8 @@ class Trained:
         return types.Variables(self.params, self.stats)
 
     def split(self) -> tuple[Trained, types.Variables]:
-        """(what stays with each client, the model to sum), for `update(reduce=)`."""
+        """(the part that stays with each client, the model to sum), for
+        `update(reduce=)`."""
         return self.replace(params=(), stats=()), self.variables
 
     def metrics(self, cohort: types.Cohort) -> dict[str, losses.Pair]:
@@ -133,14 +133,10 @@ def cohorts_by_architecture(
 class Round(NamedTuple):
     """One round of a method: the clients that take part and the state so far.
 
-    An algorithm's `round` makes it of its arguments, goes on with the one that `update`
-    returns, and ends with `after`.
-
-    Attributes:
-        task, state, cohort, data: As an algorithm's `round` has them.
-        by_architecture: Whether `types.Algorithm.by_architecture` is set. What is of
-            each client is then a tuple by architecture, of leaves [C, ...] in which
-            only the rows of its own clients are meaningful.
+    An algorithm's `round` makes it from its arguments, continues with the one that
+    `update` returns, and ends with `after`. With `by_architecture`, see
+    `types.Algorithm`, all that clients have is a tuple by architecture, of leaves [C,
+    ...] in which only the rows of its own clients are meaningful.
 
     Example:
         >>> ids, none = jnp.arange(2), jnp.zeros((2, 0), int)
@@ -166,8 +162,7 @@ class Round(NamedTuple):
     def groups(self) -> tuple[Round, ...]:
         """The same round for the clients of each architecture alone.
 
-        Raises:
-            ValueError: the algorithm does not declare `by_architecture`.
+        Raises ValueError if the algorithm does not declare `by_architecture`.
         """
         task, state, cohort = self.task, self.state, self.cohort
         kept = state.opt_state or ((),) * len(task.client_models)
@@ -210,15 +205,13 @@ class Round(NamedTuple):
     ) -> tuple[Any, ...]:
         """Runs `fn(client, shared)` for every client, see the function `update`.
 
-        Args:
-            fn: One client's update, traced once for each architecture.
-            own, reduce: As in `update`. The sums of all architectures are added.
-            **given: As in `update`: `shared`, `plan`, `levels`.
+        `fn` is traced once for each architecture, and the sums of all architectures are
+        added. `given` are the arguments `shared`, `plan` and `levels`.
 
         Returns:
-            (what `fn` returned with leaves [C, ...], the round); with `reduce` (kept
-            with leaves [C, ...], the sum with leaves [...], the round). The round has
-            the clients' new optimizer states.
+            (results of `fn` with leaves [C, ...], the round); with `reduce` (kept with
+            leaves [C, ...], the sum with leaves [...], the round). The round has the
+            clients' new optimizer states.
         """
         if not self.by_architecture:
             task, state, cohort, data, _ = self
@@ -282,7 +275,8 @@ def update_by_architecture(
     data: types.Data,
     **given: Any,
 ) -> tuple[Any, ...]:
-    """`Round.update` by architecture, for `fn(client, shared, model=)`; older form."""
+    """The older form of `Round.update` by architecture, for `fn(client, shared,
+    model=)`."""
 
     def one(client: Client, shared: Any) -> Any:
         return fn(client, shared, model=client.model)
@@ -293,7 +287,7 @@ def update_by_architecture(
 
 
 def _architecture(task: types.Task) -> types.Model | None:
-    """The architecture of all clients, None where there is not one."""
+    """The architecture of all clients, None if there are several."""
     return task.client_models[0] if len(task.client_models) == 1 else None
 
 
@@ -314,13 +308,11 @@ def update(
 
     Args:
         fn: One client's update.
-        task: What the algorithm may use.
-        state: The state at the beginning of the round.
-        cohort: The round's clients.
-        data: The tables.
+        task, state, cohort, data: Those of the round; the state is that at its
+            beginning.
         own: Leaves [C, ...], each client's `client.own`; None = its private row, of
             `state.clients`.
-        shared: The same for all clients: what the server sends.
+        shared: The same for all clients, such as the server's model.
         plan: Name of the step plan.
         levels: With L > 0 `fn(client, shared, level)` is traced once for each level
             1..L (a Python int), and a chunk of clients runs its largest one, or always
@@ -330,7 +322,7 @@ def update(
             pytree of such. `fn` then returns `(kept, given)`, and `given` is summed.
 
     Returns:
-        (what `fn` returned with leaves [C, ...], the state); with `reduce` (kept with
+        (results of `fn` with leaves [C, ...], the state); with `reduce` (kept with
         leaves [C, ...], the sum with leaves [...], the state). The state has the new
         persistent optimizer states, from the training that `fn` returned.
 
@@ -419,20 +411,12 @@ def in_turn(
     own: Any = (),
     plan: str = "local",
 ) -> Any:
-    """Runs `carry = fn(client, carry)` for one client after another.
+    """Runs `carry = fn(client, carry)` for one client after another, from `start`.
 
     The order is drawn by client id, independently of places in the cohort. Padding rows
-    come last and take no step. Devices compute it as `over_devices.once` says.
-
-    Args:
-        fn: What the server does with one client.
-        task, state, cohort, data: As in `update`.
-        start: The first carry.
-        own: Leaves [C, ...], each client's `client.own`.
-        plan: Name of the step plan.
-
-    Returns:
-        The last carry.
+    come last and take no step. Devices compute it as in `over_devices.once`. `fn` is
+    the server's step for one client. `own` has leaves [C, ...], each client's
+    `client.own`. Other arguments are those of `update`.
     """
     key = rng.stream(state.key, "engine.order", state.round)
     draws = jax.vmap(lambda number: jax.random.uniform(jax.random.fold_in(key, number)))
@@ -473,15 +457,15 @@ def over_clients(
     Rows are cut into chunks. A chunk is vmapped, chunks run one after another, and
     devices share the rows by `shard_map`, so that the computation of the clients needs
     no communication. Where private rows are shared out, results stay on the devices of
-    their clients, and what an algorithm sums over clients is summed by device first.
-    Else results are gathered at the end, and before and after it all devices compute
-    the same, but for what `over_devices` shares out.
+    their clients, and sums over clients are taken on each device first. Otherwise
+    results are gathered at the end. Before and after that all devices compute the same,
+    except for the work that `over_devices` shares out.
 
     Args:
         fns: `(row, shared, bound, local) -> out`, one for each level, or just one.
-            `row` is one row of `rows`; `bound` int32[] is the largest number of steps
+            `row` is one row of `rows`. `bound` int32[] is the largest number of steps
             in the row's chunk and stays unbatched, so that a `fori_loop` up to it stops
-            early; `local` is what only the row's device has.
+            early. `local` is the part that only the row's device has.
         how: Chunk size and mesh. The number of rows must be a multiple of chunk x
             devices (`execution.padded_size`).
 
@@ -551,10 +535,8 @@ def over_clients(
 
 
 def _in_turn(on_chunk: Callable[[Any], Any], parts: Any, *, is_summed: bool) -> Any:
-    """Runs chunks one after another; leaves [chunks, chunk, ...] become [C, ...].
-
-    With `is_summed`, `on_chunk` returns `(kept, part of a sum)`, and so does this.
-    """
+    """Runs chunks one after another; leaves [chunks, chunk, ...] become [C, ...]. With
+    `is_summed`, `on_chunk` and this return `(kept, part of a sum)`."""
 
     def flat(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)

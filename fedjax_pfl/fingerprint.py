@@ -1,4 +1,4 @@
-"""Hashes of what a function computes: its jaxpr with all constants, not its text.
+"""Hashes the computation of a function: its jaxpr with all constants, not its text.
 
 A closure's value, a global constant, a helper or a base class changes the hash, and a
 comment or a new name does not. Versions of jax may trace the same function differently.
@@ -26,22 +26,12 @@ _NOT_COMPUTED = re.compile(r" at 0x[0-9a-f]+|\bname=[^\s\]]+")
 
 
 def of(fn: Callable[..., Any], *args: Any, gradient: bool = False) -> str:
-    """The SHA-256 of what a function computes, 64 hexadecimal digits.
+    """The SHA-256 of the computation of a function, 64 hexadecimal digits.
 
-    Args:
-        fn: A function of arrays that jax can trace.
-        *args: Arrays or shape structs.
-        gradient: Whether the gradient of the sum of its floats in the first argument is
-            part of it, as a function may have a gradient of its own (`jax.custom_vjp`).
-            Of a callback to Python its code and all that it holds count, but globals.
-
-    Example:
-        >>> def times(factor):
-        ...     return lambda x: factor * x
-        >>> of(times(2.0), np.ones(3)) == of(times(2.0), np.ones(3))
-        True
-        >>> of(times(2.0), np.ones(3)) == of(times(3.0), np.ones(3))
-        False
+    `fn` takes the arrays or shape structs `args`, and jax can trace it. With `gradient`
+    the hash includes the gradient of the sum of its floats in the first argument, since
+    a function may define its own gradient (`jax.custom_vjp`). For a callback to Python
+    the code and all values that it holds count, except globals.
     """
     # A new function, since jax would not trace one that it knows again.
     traced = [jax.make_jaxpr(lambda *given: fn(*given), return_shape=True)(*args)]
@@ -66,7 +56,7 @@ def of(fn: Callable[..., Any], *args: Any, gradient: bool = False) -> str:
 
 
 def _constants(jaxpr: core.ClosedJaxpr) -> Iterator[np.ndarray]:
-    """The arrays that a jaxpr holds, those of inner jaxprs too."""
+    """The arrays in a jaxpr, including those of inner jaxprs."""
     for constant in jaxpr.consts:
         if jax.dtypes.issubdtype(constant.dtype, jax.dtypes.prng_key):
             constant = jax.random.key_data(constant)
@@ -94,7 +84,7 @@ def _of_python(value: Any, known: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
     """The code of a callback to Python, and all values that it holds, as bytes.
 
     They are held in closures, defaults, partial functions, containers and attributes,
-    and not in globals. `known` are the ids of what is being read.
+    and not in globals. `known` are the ids of the values being read.
     """
     if id(value) in known:
         return
@@ -114,7 +104,7 @@ def _of_python(value: Any, known: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
 
 
 def _held(value: Any) -> list[Any]:
-    """What a container, a piece of code, a function or an object holds."""
+    """The values in a container, a piece of code, a function or an object."""
     if isinstance(value, (set, frozenset)):
         return sorted(value, key=repr)
     if isinstance(value, dict):

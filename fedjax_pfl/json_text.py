@@ -1,4 +1,4 @@
-"""Reads JSON that may be damaged or a stranger's: its form is checked by kinds."""
+"""Reads JSON that may be damaged or untrusted, and checks its form by kinds."""
 
 import json
 import types
@@ -24,11 +24,7 @@ _NAMES = {
 
 
 def read(text: bytes | str, kind: Any = object) -> Any:
-    """The value of a JSON text whose form is as expected.
-
-    Args:
-        text: JSON.
-        kind: What is expected, see `check`.
+    """The value of a JSON text, after `check` of its form.
 
     Raises:
         ValueError: a phrase without the file, such as `it is not JSON`.
@@ -44,12 +40,10 @@ def read(text: bytes | str, kind: Any = object) -> Any:
 def check(value: Any, kind: Any) -> None:
     """Refuses a value of JSON that is not of the expected form.
 
-    Args:
-        value: As `json.loads` returns it.
-        kind: A type or a union of types; `[kind]`, a list of these; or names and their
-            kinds, an object. A name that ends in "?" may be missing, and the key `str`
-            is the kind of all names that are not listed. Without this key other names
-            may have any value.
+    `kind` is a type or a union of types; `[kind]`, a list of these; or names and their
+    kinds, an object. A name that ends in "?" may be missing, and the key `str` is the
+    kind of all names that are not listed. Without this key other names may have any
+    value.
 
     Raises:
         ValueError: a phrase without the file, such as `its metrics.c_gen.mean is a
@@ -60,7 +54,7 @@ def check(value: Any, kind: Any) -> None:
 
 
 def _odd(value: Any, kind: Any, place: str) -> str:
-    """What of a value is not of its kind, "" if all of it is."""
+    """The part of a value that is not of its kind, as a phrase; "" if there is none."""
     its = f"its {_shown(place)}" if place else "it"
     if isinstance(kind, list):
         if not isinstance(value, list):

@@ -1,8 +1,8 @@
 """Capacity levels: how much of a model each client can hold, 1 = the least.
 
-An algorithm defines what a level is: the first stages of a model with exits, a width,
-or a number of models. The planner, not a method, decides which client has which level,
-so that all methods see the same clients at the same levels.
+An algorithm defines a level as the first stages of a model with exits, a width, or a
+number of models. The planner, not a method, decides which client has which level, so
+that all methods see the same clients at the same levels.
 """
 
 import dataclasses
@@ -59,8 +59,7 @@ class Levels:
 def mix(hparams: Levels) -> np.ndarray:
     """The proportions of the levels, int[L].
 
-    Raises:
-        ValueError: `--level_mix` is not such a list, or all of it is 0.
+    Raises ValueError if `--level_mix` is not a list of whole numbers, or all are 0.
     """
     text = hparams.level_mix
     parts = text.split(":")
@@ -78,8 +77,7 @@ def mix(hparams: Levels) -> np.ndarray:
 def top(hparams: Levels) -> int:
     """The level of the global model, 1..L.
 
-    Raises:
-        ValueError: there is no such level.
+    Raises ValueError if there is no such level.
     """
     count = len(mix(hparams))
     why = f"the levels of --level_mix={hparams.level_mix}"
@@ -126,12 +124,8 @@ def capability(hparams: Levels, num_clients: int) -> np.ndarray:
 def assigned(hparams: Levels, num_clients: int) -> tuple:
     """The levels of the clients and the clients that may be drawn, for `plan.Planner`.
 
-    Returns:
-        (int[K], or a function of the round where levels are drawn; bool[K], or None for
-        all clients).
-
-    Raises:
-        ValueError: options contradict each other.
+    Levels are int[K], or a function of the round where they are drawn. The clients are
+    bool[K], or None for all. Raises ValueError if options contradict each other.
     """
     largest = top(hparams)
     is_drawn = hparams.levels == "dynamic"
@@ -161,9 +155,9 @@ def eligible_rows(
 
 
 def num_capable(hparams: Levels, num_clients: int) -> np.ndarray:
-    """int[top]: how many clients can hold each level. Where levels are drawn, all can.
+    """int[top]: how many clients that may be drawn can hold each level.
 
-    Only clients that may be drawn count.
+    Where levels are drawn, all clients can hold each.
     """
     if hparams.levels == "dynamic":
         return np.full(top(hparams), num_clients)
@@ -183,11 +177,9 @@ WITH_EXITS = (
 def truncated(hparams: Levels, model: types.Model) -> types.Model:
     """The global model: the chain up to `--max_level` of a model with exits.
 
-    A model with one exit has one level, the whole model.
-
-    Raises:
-        ValueError: the number of levels is not the model's, or options of several
-            levels are given with a model of one.
+    A model with one exit has one level, the whole model. Raises ValueError if the
+    number of levels is not the model's, or options of several levels are given with a
+    model of one.
     """
     count = len(model.stage_names) if model.has_exits else 1
     given = len(mix(hparams))
@@ -229,8 +221,8 @@ class Submodel(NamedTuple):
     Attributes:
         cut: `(whole, client, level) -> part`, for a level of at least the client's.
         paste: `(part, whole, client, level) -> whole` with the part in its place.
-        held: `(cohort, own) -> mask`, what each client trains: a prefix pytree of
-            `types.Variables`, bool[C, ...].
+        held: `(cohort, own) -> mask` of the parts that each client trains: a prefix
+            pytree of `types.Variables`, bool[C, ...].
         messages: The kinds of messages that carry it, down and up.
         sent: `cohort -> ` how many of each, as `Algorithm.round` returns them.
         num_levels: L, of the global model; 0 = all clients hold all of it.
@@ -293,8 +285,7 @@ def make(
     hold it. A part that none of them holds stays as it is.
 
     Args:
-        hparams: The algorithm's options.
-        task: What the algorithm may use.
+        hparams, task: As every `make` gets them.
         model: The global model.
         submodel: The part that a client holds.
         client_update: `(client, start, level) -> Trained` of the submodel.
@@ -302,14 +293,13 @@ def make(
             initialisation of `model`.
         own: `(state, cohort, data) -> leaves [C, ...]`, as `client.own`; None = the
             private rows.
-        private: From the first model to the private row of each client before round 0.
-        beside: From the first model to what else the server keeps. `state.server` is
-            then {"model": its model, **beside}, else its model alone.
+        private: From the first model to each client's private row before round 0.
+        beside: From the first model to the server's other entries. `state.server` is
+            then {"model": its model, **beside}, and otherwise its model alone.
         server_update: `(server, trained, own, cohort, mean) -> (server, rows)`, where
             `mean` maps the clients' variables to the server's, and rows None means
-            unchanged; None = the mean of what they trained.
-        server: As in `types.Algorithm`; None = the global model.
-        opt_state: As in `types.Algorithm`. None = that of `model`.
+            unchanged; None = the mean of the trained models.
+        server, opt_state: As in `types.Algorithm`; None = those of `model`.
     """
     begin = init or functools.partial(task.init, model)
 

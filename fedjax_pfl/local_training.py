@@ -70,8 +70,8 @@ class Batch:
 
     `image` f32[B, ...], `label` int32[B], `mask` bool[B], `position` int32[B] (index
     among the client's rows, for tables aligned by sample), `step` and `epoch` int32[],
-    and a `key` for this step. Of a text `label` is int32[B, T], and `chosen` bool[B, T]
-    has the positions that count in the loss, None = all.
+    and a `key` for this step. For a text `label` is int32[B, T], and `chosen` bool[B,
+    T] has the positions that count in the loss, None = all.
     """
 
     image: jax.Array
@@ -98,14 +98,14 @@ class Objective(NamedTuple):
     Attributes:
         loss_fn: `(params, stats, batch) -> (loss f32[], stats)`, a mean over the real
             examples of the batch.
-        trainable: What may change: bool[L], a prefix pytree of the parameters with bool
-            leaves (one bool for all), or a function of the batch that returns one of
-            these (phases by `batch.epoch`); None = all.
-        held: Where statistics move, a prefix pytree of them or bool[L]; None = in the
-            stages of which any part is trainable. With two objectives for a batch they
-            move twice, once in each that holds them.
+        trainable: The parts that may change: bool[L], a prefix pytree of the parameters
+            with bool leaves (one bool for all), or a function of the batch that returns
+            one of these (phases by `batch.epoch`); None = all.
+        held: Where statistics move, a prefix pytree of them or bool[L]; None = in
+            stages with any trainable part. With two objectives for a batch they move
+            twice, once in each that holds them.
         adjust: `(params, grads) -> grads`, before clipping, for FedDyn's pull, proximal
-            terms and control variates. It leaves the loss as it is.
+            terms and control variates. It does not change the loss.
         project: `params -> params`, on all of them, after a real step.
         measure: `grads -> pytree of scalars`, summed over the real steps. It gets the
             loss's own gradients, also of parameters that are not trainable.
@@ -152,10 +152,8 @@ def plan(
 def _masks(
     objective: Objective, batch: Batch, real: jax.Array, num_stages: int
 ) -> tuple[Any, Any]:
-    """What an objective trains and where it moves statistics, as prefix pytrees.
-
-    Both are False in a step without a real example.
-    """
+    """Where an objective trains and where it moves statistics, as prefix pytrees. Both
+    are False in a step without a real example."""
 
     def as_prefix(mask: Any) -> Any:
         mask = jax.tree.map(lambda part: jnp.asarray(part) & real, mask)
@@ -191,9 +189,6 @@ def train(
         opt_state: One optimizer state per stage to begin with and to return; None = the
             client's persistent one, or a fresh one where none persists.
         tag: Stream of the steps' keys.
-
-    Returns:
-        `each_client.Trained`.
 
     Example:
         >>> rows = types.ClientRows(jnp.arange(2), jnp.array([0]), jnp.array([2]))

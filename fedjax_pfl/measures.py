@@ -1,4 +1,4 @@
-"""More metrics of an evaluation than accuracy and loss (`--eval_metrics`).
+"""Further metrics of an evaluation besides accuracy and loss (`--eval_metrics`).
 
 A measure sums numbers over the rows of a model's evaluation, and the host turns the
 sums into metrics. It is computed for the server's first model on the union of all test
@@ -34,14 +34,14 @@ class Measure(NamedTuple):
     Attributes:
         name: Its name in `--eval_metrics`.
         sums: `(logits f32[B, Y], labels int32[B], mask bool[B]) -> sums`, a pytree of
-            f32, in which rows with a mask of False count nothing. None = the rows
+            f32 to which rows with a mask of False add nothing. None = the rows
             themselves are kept: `logits` f32[N, Y] and `label` f32[N], which is 1 + the
-            class, and 0 of rows that are not there.
+            class, and 0 for missing rows.
         finish: From the sums f64 of M models, leaves [M, ...], to values f64[M] by
             name, nan where one is not defined.
         is_mean: Whether there is also the mean over clients of their own values.
-        given: The user's function of a custom measure, whose values need not be
-            fractions 0..1. None = a measure of `NAMES`, whose values are.
+        given: The user's function of a custom measure, with values that need not be
+            fractions 0..1. None = a measure of `NAMES`, with fractions.
     """
 
     name: str
@@ -62,11 +62,9 @@ def of(
 ) -> tuple[Any, ...]:
     """The sums of several measures over one batch.
 
-    Args:
-        measures: The measures.
-        logits, labels, mask: As in `Measure.sums`.
-        first: The place of the batch's first row among `num_rows`, N.
-        num_rows: At least the rows of all batches together.
+    `logits`, `labels` and `mask` are those of `Measure.sums`. `first` is the place of
+    the batch's first row among `num_rows`, N, which is at least the rows of all
+    batches.
     """
     place = first + jnp.arange(len(labels))
 
@@ -84,7 +82,7 @@ def of(
 
 
 def _by_class(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> dict:
-    """f32[Y] each: rows answered rightly, rows so answered, and rows of each class."""
+    """f32[Y] each: right answers, all answers, and rows of each class."""
     size = logits.shape[-1]
     found = logits.argmax(-1)
     real, zeros = mask.astype(jnp.float32), jnp.zeros(size)
@@ -125,10 +123,8 @@ def _per_class(sums: dict) -> dict[str, np.ndarray]:
 
 
 def _auc(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """One class against the others, the mean over classes that have both.
-
-    Ties count one half, as the mean of their ranks does.
-    """
+    """One class against the others, the mean over classes that have both. Ties count
+    one half, as the mean of their ranks does."""
     label, logits = rows["label"][..., None], rows["logits"]
     # Rows that are not there have the last ranks, which are not counted.
     score = np.where(label, logits - special.logsumexp(logits, -1, keepdims=True), 1.0)
@@ -171,11 +167,8 @@ NAMES = {
 def listed(given: Any) -> list[Any]:
     """Names and functions of `eval_metrics` as a list.
 
-    Args:
-        given: A name, a function, a list of these, or functions by name.
-
-    Raises:
-        ValueError: one line: it is none of these.
+    `given` is a name, a function, a list of these, or functions by name. Raises
+    ValueError, in one line, for anything else.
     """
     if isinstance(given, Mapping):
         return list(given.items())
@@ -192,10 +185,10 @@ def listed(given: Any) -> list[Any]:
 
 
 def chosen(asked: str | Sequence[Any]) -> tuple[Measure, ...]:
-    """The measures of `--eval_metrics`, a text or what `listed` returns.
+    """The measures of `--eval_metrics`, a text or the result of `listed`.
 
-    Raises:
-        ValueError: one line: an unknown name, or a function that is not a measure.
+    Raises ValueError, in one line, for an unknown name or a function that is not a
+    measure.
     """
     if isinstance(asked, str):
         asked = [name.strip() for name in asked.split(",")] if asked else []
@@ -220,10 +213,8 @@ def chosen(asked: str | Sequence[Any]) -> tuple[Measure, ...]:
 def custom(name: Any, fn: Callable[..., tuple[jax.Array, jax.Array]]) -> Measure:
     """A measure of a user's function `(logits, labels, mask) -> (sum, count)`.
 
-    The value is the sum over all rows divided by the count.
-
-    Raises:
-        ValueError: one line: it has no name, or that of another metric.
+    The value is the sum over all rows divided by the count. Raises ValueError, in one
+    line, if it has no name, or that of another metric.
     """
     is_name = isinstance(name, str) and name.isidentifier() and name.islower()
     if not is_name or name in NAMES or re.fullmatch(_TAKEN, name):
@@ -248,8 +239,7 @@ def custom(name: Any, fn: Callable[..., tuple[jax.Array, jax.Array]]) -> Measure
 def check(measures: Sequence[Measure], num_classes: int) -> None:
     """Tries the custom ones on four examples of `num_classes` classes.
 
-    Raises:
-        ValueError: one line: one fails, or does not return two scalars.
+    Raises ValueError, in one line, if one fails or does not return two scalars.
     """
     kinds = ((4, num_classes), jnp.float32), ((4,), jnp.int32), ((4,), jnp.bool_)
     probe = [jax.ShapeDtypeStruct(*one) for one in kinds]
@@ -293,7 +283,7 @@ def metrics(
     Returns:
         `global_<name>`; `client_<name>_pooled` of the sums over clients; and
         `client_<name>`, the mean over the clients in which it is defined, with the
-        number of these as `clients_in_client_<name>` where they are not all.
+        number of these as `clients_in_client_<name>` unless they are all clients.
     """
     out: dict[str, float] = {}
     as_numpy = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), found)
@@ -327,7 +317,7 @@ def metrics(
 
 
 def _of_each(measure: Measure, sums: Any) -> dict[str, np.ndarray]:
-    """`finish` of many clients' sums, leaves [M, ...], some clients at once."""
+    """`finish` of many clients' sums, leaves [M, ...], for some clients at a time."""
     leaves = jax.tree.leaves(sums)
     size = sum(leaf[0].size for leaf in leaves)
     step = max(FINISHED_NUMBERS // size, 1)

@@ -49,10 +49,8 @@ _RANGES["eta_plus"] = "a finite number of at least 1", lambda x: x >= 1
 class Custom:
     """An optimizer that was given as an object, as the value of `client_optimizer`.
 
-    Attributes:
-        name: Its name in records.
-        make: `learning rate -> optax.GradientTransformation`.
-        has_rate: Whether `make` uses the learning rate.
+    `name` is its name in records, `make` is `learning rate ->
+    optax.GradientTransformation`, and `has_rate` says whether `make` uses the rate.
     """
 
     name: str
@@ -65,7 +63,7 @@ class Custom:
 
 @dataclasses.dataclass(frozen=True)
 class _Constant:
-    """A transformation that has a learning rate of its own."""
+    """A transformation with a fixed learning rate."""
 
     transformation: optax.GradientTransformation
 
@@ -74,7 +72,7 @@ class _Constant:
 
 
 class _Joint(optax.GradientTransformation):
-    """One that sees all stages at once, such as a clip by their global norm."""
+    """A transformation of all stages at once, such as a clip by their global norm."""
 
 
 class Joined(NamedTuple):
@@ -88,11 +86,9 @@ def make(
 ) -> optax.GradientTransformation:
     """The clients' optimizer.
 
-    `--weight_decay` is L2 on the gradient, as in PyTorch, but for those of optax that
-    take it as their own argument (AdamW, LAMB, Lion and others).
-
-    Raises:
-        ValueError: `--client_optimizer_options` has one that the optimizer lacks.
+    `--weight_decay` is L2 on the gradient, as in PyTorch, except for those of optax
+    that take it as an argument (AdamW, LAMB, Lion and others). Raises ValueError for an
+    entry of `--client_optimizer_options` that the optimizer lacks.
     """
     name = hparams.client_optimizer
     if isinstance(name, Custom):
@@ -118,7 +114,7 @@ def _found(name: str) -> Callable[..., optax.GradientTransformation]:
 
 
 def _taken(name: str) -> Mapping[str, Any]:
-    """The arguments of optax's function, none of those that are chained here."""
+    """The arguments of optax's function; none for optimizers that are chained here."""
     if name in ("sgd", "adam"):
         return {}
     return inspect.signature(_found(name)).parameters
@@ -134,8 +130,7 @@ def takes_momentum(name: str | Custom) -> bool:
 def parsed(hparams: Any) -> dict[str, float | bool]:
     """`--client_optimizer_options` as arguments of the optimizer.
 
-    Raises:
-        ValueError: one line: it is not such a list, or the optimizer has no such one.
+    Raises ValueError, in one line, if it is not such a list, or has other options.
     """
     text, name = hparams.client_optimizer_options, hparams.client_optimizer
     if not text:
@@ -187,12 +182,9 @@ def _number(text: str) -> float:
 def custom(given: Any) -> Custom:
     """The value of `client_optimizer` for an object.
 
-    Args:
-        given: An `optax.GradientTransformation`, or a function of the learning rate
-            (which may be a tracer) that makes one, such as `optax.adamw`.
-
-    Raises:
-        ValueError: one line: it is neither.
+    `given` is an `optax.GradientTransformation`, or a function of the learning rate
+    (which may be a tracer) that makes one, such as `optax.adamw`. Raises ValueError, in
+    one line, for anything else.
     """
     if isinstance(given, optax.GradientTransformation):
         return _tried(Custom("own_transformation", _Constant(given), False))
@@ -217,12 +209,8 @@ def custom(given: Any) -> Custom:
 
 
 def _tried(own: Custom) -> Custom:
-    """The same optimizer, after a step on two parameters.
-
-    Raises:
-        ValueError: one line: it needs more than gradients and parameters, or its state
-            cannot be masked.
-    """
+    """The same optimizer, after a step on two parameters. Raises ValueError if it needs
+    more than gradients and parameters, or if its state cannot be masked."""
 
     def trained(learning_rate: Any, params: Any) -> Any:
         tx = _Joint(*own.make(learning_rate))
@@ -256,9 +244,8 @@ def _kinds(tree: Any) -> list[tuple[Any, Any]]:
 def check(hparams: Any) -> None:
     """Checks the optimizer's options before anything is compiled.
 
-    Raises:
-        ValueError: one line: an option that it lacks, or a first state that cannot be
-            made before the parameters are there.
+    Raises ValueError, in one line, for an option that it lacks, or a first state that
+    cannot be made before the parameters are there.
     """
     tx = make(hparams, 0.1)
     is_kept = getattr(hparams, "optimizer_state", "reset") == "persist"
@@ -277,7 +264,7 @@ PROBE = ({"kernel": np.zeros((2, 3), np.float32)}, {"bias": np.zeros(3, np.float
 
 
 def fingerprint(given: Custom) -> str:
-    """A text that changes with what a custom optimizer computes."""
+    """A text that changes with the computation of a custom optimizer."""
 
     def step(learning_rate: Any, grads: Any, params: Any) -> Any:
         tx = given.make(learning_rate)
@@ -314,13 +301,8 @@ def fresh(hparams: Any, params: types.Params) -> tuple:
 def persistent(hparams: Any, task: types.Task, algorithm: types.Algorithm) -> Any:
     """All clients' optimizer states before the first round, () if none persists.
 
-    Args:
-        hparams: The algorithm's options. Without `optimizer_state` none persists.
-        task: The clients and their models.
-        algorithm: Says what a client trains.
-
-    Returns:
-        Leaves [K, ...]. With `Algorithm.by_architecture` a tuple of such.
+    They have leaves [K, ...], or with `Algorithm.by_architecture` are a tuple of such.
+    None persists without an option `optimizer_state`.
     """
     if getattr(hparams, "optimizer_state", "reset") == "reset":
         return ()
@@ -353,15 +335,9 @@ def apply_gradients(
     """One optimizer step where `mask` is True. Elsewhere the old values stay bitwise.
 
     Moments and counts are selected with the parameters, because with momentum a zero
-    gradient would still move a weight.
-
-    Args:
-        tx: The optimizer.
-        grads: Gradients.
-        opt_state: One state per stage, so that a frozen stage's count stays too, or
-            `Joined`, whose counts move where anything is trained.
-        params: Parameters.
-        mask: Prefix pytree of `params` with one entry per stage.
+    gradient would still move a weight. `opt_state` is one state per stage, so that a
+    frozen stage's count stays too, or `Joined`, where counts move if anything is
+    trained. `mask` is a prefix pytree of `params` with one entry per stage.
     """
     if isinstance(opt_state, Joined):
         # What is frozen counts in no norm.
@@ -379,7 +355,7 @@ def apply_gradients(
 def _step(
     tx: optax.GradientTransformation, grads: Any, state: Any, params: Any, mask: Any
 ) -> tuple[Any, Any]:
-    """(parameters, state) of one stage, or of all, after a step where `mask` is."""
+    """(parameters, state) of one stage, or of all, after a step where `mask` is True."""
     update, moved = tx.update(grads, state, params)
     new = optax.apply_updates(params, update)
     of_state = _of_custom_state if isinstance(tx, _Joint) else _of_state
@@ -388,7 +364,8 @@ def _step(
 
 
 def _of_state(tx: Any, mask: Any, params: Any, state: Any) -> Any:
-    """The mask of an optimizer state: moments follow parameters, counts any."""
+    """The mask of an optimizer state: moments follow their parameters, and counts move
+    with any parameter."""
     if isinstance(mask, jax.Array) and not mask.ndim:
         return mask
 
@@ -407,11 +384,9 @@ def _of_state(tx: Any, mask: Any, params: Any, state: Any) -> Any:
 
 
 def _of_custom_state(tx: Any, mask: Any, params: Any, state: Any) -> Any:
-    """`_of_state` of any state, in which a moment is found by the end of its path.
-
-    A part of the parameters may have no moments there (`optax.masked`), and a leaf of
-    another shape than its parameter is a count.
-    """
+    """`_of_state` of any state, in which a moment is found by the end of its path. Some
+    parameters may have no moments there (`optax.masked`), and a leaf of another shape
+    than its parameter is a count."""
     entries = boundary.select(
         jax.tree.map(lambda m: jnp.asarray(m), mask),
         jax.tree.map(lambda leaf: jnp.ones(leaf.shape, bool), params),

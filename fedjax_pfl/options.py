@@ -33,13 +33,9 @@ def option(
     """A field of an option dataclass, with its `--help` text, range and relations.
 
     Args:
-        default: The default value.
         help: One sentence; the paper's symbol in brackets.
         choices: The allowed strings. `file:PATH` allows any `file:...`.
-        minimum: Smallest allowed number.
-        maximum: Largest allowed number.
-        above: The number must be greater than this.
-        below: The number must be less than this.
+        minimum, maximum, above, below: Bounds of a number, the last two exclusive.
         needs: Another option -> its values with which this one has an effect, `ON` =
             all that switch it on. With others this one is refused unless it is at its
             default or off. Options that a dataclass does not have are skipped.
@@ -49,8 +45,8 @@ def option(
         is_noted: Whether a line says that it has no effect instead of a refusal, as a
             paper's rules may set it for all methods.
         off: A text that switches it off, as an empty one always does.
-        zero_is_off: Marks a float whose 0 removes code instead of multiplying by 0. It
-            then stays a Python 0.0 (static).
+        zero_is_off: Marks a float with a 0 that removes code instead of multiplying by
+            0. It then stays a Python 0.0 (static).
         is_static: Marks a float that is part of the program, such as one that decides
             sizes. It is never traced, and each value is compiled separately.
         is_in_rounds: Marks a number of rounds after which something is complete, which
@@ -92,8 +88,7 @@ _PLAIN = option(None, "").metadata
 def validate(values: Any) -> None:
     """Checks every field of a dataclass instance against its option and the others.
 
-    Raises:
-        ValueError: one line with the flag, the value and what is allowed.
+    Raises ValueError in one line with the flag, the value and the allowed values.
     """
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)
@@ -105,7 +100,7 @@ def validate(values: Any) -> None:
 
 
 def _expected(value: Any, meta: Mapping[str, Any]) -> str:
-    """What an option allows, "" where the value is allowed."""
+    """The values that an option allows, as words; "" where this one is allowed."""
     if isinstance(value, str):  # an object was checked where it was given
         known = ", ".join(choice for choice in meta["choices"] if choice)
         is_known = not meta["choices"] or _is_choice(value, meta["choices"])
@@ -125,15 +120,12 @@ def _expected(value: Any, meta: Mapping[str, Any]) -> str:
 
 
 def conflicts(values: Any, noted: Collection[str] | None = None) -> Iterator[str]:
-    """Lines about options that do not go with others, by `needs` and `excludes`.
+    """Lines about options that contradict others, by `needs` and `excludes`.
 
     Relations with options that are missing or None (not resolved yet) are skipped, and
-    so are traced numbers, which were checked before the trace.
-
-    Args:
-        values: The dataclass instance.
-        noted: The options that were given, for lines about those that are noted. None
-            = lines about those that are refused.
+    so are traced numbers, which were checked before the trace. With `noted`, the
+    options that were given, lines are about those that are noted, and without it about
+    those that are refused.
     """
     for field in dataclasses.fields(values):
         meta, value = _PLAIN | field.metadata, getattr(values, field.name)
@@ -173,10 +165,8 @@ def without_effect(
 ) -> str:
     """The line about an option without effect beside another one.
 
-    Args:
-        name, value: The option.
-        other, now: The other option.
-        wanted: The other's values with which it has an effect, or a phrase.
+    `now` is the value of the `other` option. `wanted` are its values with which option
+    `name` has an effect, or a phrase.
     """
     cure = wanted
     if not isinstance(wanted, str):
@@ -199,10 +189,9 @@ def _is_choice(value: str, choices: tuple[str, ...]) -> bool:
 
 
 def check_one_of(name: str, value: Any, known: Collection[Any], hint: str = "") -> None:
-    """Refuses a value that is not among the known ones; `hint` ends the line.
+    """Refuses a value that is not among the known ones, which a ValueError lists.
 
-    Raises:
-        ValueError: one line with all of them.
+    `hint` ends its one line.
     """
     if value not in known:
         listed = ", ".join(map(str, known))
@@ -210,15 +199,9 @@ def check_one_of(name: str, value: Any, known: Collection[Any], hint: str = "") 
 
 
 def check_at_most(name: str, value: Any, most: Any, why: str) -> None:
-    """Refuses a number that is larger than another option or the data allow.
+    """Refuses, with a ValueError, a number above what another option or the data allow.
 
-    Args:
-        name, value: The option.
-        most: The largest value that is possible.
-        why: What it is, such as `the classes of the data`.
-
-    Raises:
-        ValueError: one line.
+    `why` describes the largest possible value, such as `the classes of the data`.
     """
     if value > most:
         raise ValueError(f"--{name}={value}: expected at most {most}, {why}; lower it")
@@ -244,9 +227,8 @@ def is_off(value: Any) -> bool:
 def split_floats(values: Any) -> tuple[Any, dict[str, float]]:
     """Separates the numbers that may be traced from the structure.
 
-    Returns:
-        The instance with every traceable float replaced by 0.0 (hashable, equal for all
-        settings of one structure), and those floats by name.
+    Returns the instance with every traceable float replaced by 0.0 (hashable, equal for
+    all settings of one structure), and those floats by name.
     """
     floats = {
         field.name: getattr(values, field.name)

@@ -1,7 +1,6 @@
 """Work shared out over the devices of a mesh: rows of clients, batches, server steps.
 
-Within each function there is no communication until its end. Without a mesh the one
-device computes all of it.
+Functions communicate only at their end. Without a mesh the one device computes all.
 """
 
 from collections.abc import Callable
@@ -24,15 +23,11 @@ def rows(
 ) -> Callable[[Any, Any, Any], Any]:
     """Maps a function of a device's rows over all devices.
 
-    Args:
-        on_device: `(mine, shared, local) -> out`, leaves [C / D, ...], and [...] of
-            `local`.
-        how: The D devices, and whether each has its own clients' private rows.
-        is_summed: Whether `out` is `(kept, part of a sum)`.
-
-    Returns:
-        `(every, shared, local) -> out` with `every` and `out` leaves [C, ...] (a sum
-        [...]) and `local` [D, ...].
+    `on_device` is `(mine, shared, local) -> out`, leaves [C / D, ...] (of `local`
+    [...]), and with `is_summed` `out` is `(kept, part of a sum)`. Returns `(every,
+    shared, local) -> out` with `every` and `out` leaves [C, ...] (a sum [...]) and
+    `local` [D, ...]. `how` says whether each of the D devices has its own clients'
+    private rows.
     """
     mesh, stays = how.mesh, how.shares_rows
 
@@ -65,16 +60,11 @@ def batches(
     how: execution.Execution,
     count: jax.Array | None = None,
 ) -> Any:
-    """`one` of each index, as `jax.lax.map` has it, in turn over the devices.
+    """`one` of each index 0..`size` - 1, like `jax.lax.map`, in turn over the devices.
 
-    Args:
-        one: int32[] to leaves [...]: a forward pass of a batch, for instance.
-        size: n, the indices.
-        how: The devices.
-        count: int32[], traced: only so many are computed, None = all. The others are 0.
-
-    Returns:
-        Leaves [n, ...].
+    `one` maps int32[] to leaves [...], such as a forward pass of a batch. With a traced
+    `count` int32[] only so many are computed, and the others are 0. Returns leaves [n,
+    ...].
     """
     devices, mesh = how.num_devices, how.mesh
     if mesh is None and count is None:
@@ -108,10 +98,10 @@ def batches(
 
 
 def once(fn: Callable[[Any], Any], how: execution.Execution, given: Any) -> Any:
-    """`fn(given)`, steps that follow one another: of the server, for instance.
+    """`fn(given)` for successive steps, such as those of the server.
 
     The devices of a CPU are its cores. There the first computes it and the others wait,
-    so that they leave it the caches and the memory. Of other devices each computes it.
+    which leaves it the caches and the memory. Devices of other kinds each compute it.
     """
     mesh = how.mesh
     if mesh is None or how.platform != "cpu" or jax.process_count() > 1:
@@ -142,7 +132,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _as_numbers(leaf: jax.Array) -> jax.Array:
-    """A leaf that can be summed: of keys their data, of bools integers."""
+    """A leaf that can be summed: keys become their data, and bools integers."""
     leaf = jax.random.key_data(leaf) if _is_key(leaf) else leaf
     return leaf.astype(jnp.uint8) if leaf.dtype == bool else leaf
 

@@ -1,8 +1,8 @@
-"""What is compiled: an algorithm's init, rounds and evaluation as jitted functions.
+"""Compiles an algorithm's init, rounds and evaluation as jitted functions.
 
 No other module of the engine jits. The rounds between two stops are one jitted loop
-with donated state, whose start and length are traced numbers. Programs of equal
-structure are the same objects, so that a second experiment compiles nothing.
+with donated state, in which the start and the length are traced numbers. Programs of
+equal structure are the same objects, so that a second experiment compiles nothing.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class Compiled:
         return [executable for executable, _ in self._by_shape.values()]
 
     def seconds_of(self, executable: Callable) -> float:
-        """What compiling one of `executables` took."""
+        """The seconds that compiling one of `executables` took."""
         return next(s for one, s in self._by_shape.values() if one is executable)
 
     def ahead(
@@ -52,9 +52,7 @@ class Compiled:
     ) -> tuple[Callable, float]:
         """(executable for such arguments, seconds that compiling took in this call).
 
-        Args:
-            *args: Arguments of the function.
-            while_compiling: Returns a context that is entered while it is compiled.
+        `while_compiling` returns a context that is entered while it is compiled.
         """
         leaves, structure = jax.tree.flatten(args)
         key = structure, tuple(jax.typeof(leaf) for leaf in leaves)
@@ -70,15 +68,15 @@ class Compiled:
 class Program(NamedTuple):
     """The jitted functions over stacked variants: seeds, or points of a sweep.
 
-    `init(floats, data, partition, seeds) -> state`;
-    `rounds(floats, state, cohorts, first, num_rounds, data, partition)
-        -> (state, metrics of the last round, counts int32[variants, T, kinds],
-            diverged int32[variants])` runs `cohorts[first : first + num_rounds]` of a
-    window of T rounds, where `diverged` is the first of them, counted from 1, after
-    which a metric or a parameter is not finite, 0 = none;
-    `of_shared(floats, state, cohort, data, partition)` and
-    `of_clients(floats, state, cohort, data, partition, ids)` are those of `evaluate`,
-    where `ids` are the clients whose rows the state has.
+    `init(floats, data, partition, seeds) -> state`.
+    `rounds(floats, state, cohorts, first, num_rounds, data, partition) -> (state,
+    metrics of the last round, counts int32[variants, T, kinds], diverged
+    int32[variants])` runs `cohorts[first : first + num_rounds]` of a window of T
+    rounds. `diverged` is the first of them, counted from 1, after which a metric or a
+    parameter is not finite, 0 = none.
+    `of_shared(floats, state, cohort, data, partition)` and `of_clients(floats, state,
+    cohort, data, partition, ids)` are those of `evaluate`, where `ids` are the clients
+    of the state's rows.
 
     All arguments but `first`, `num_rounds` and `data` have a leading axis of variants,
     or of 1 where they share it. Floats that they share are scalars. Several seeds may
@@ -150,7 +148,7 @@ def _fingerprint(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Structure:
-    """All that decides what is compiled. Equal structures share a program.
+    """Everything that decides what is compiled. Equal structures share a program.
 
     Only `name` is compared. `make`, `structure`, `task` and `scoring` hold no example,
     since data are arguments of the jitted functions.
@@ -172,8 +170,7 @@ def first_state(
 ) -> types.RoundState:
     """The state before round 0, with the clients' persistent optimizer states.
 
-    Raises:
-        ValueError: the algorithm's `init` made optimizer states itself.
+    Raises ValueError if the algorithm's `init` made optimizer states.
     """
     state = algorithm.init(data, key)
     if state.opt_state != ():
@@ -186,10 +183,9 @@ def first_state(
 
 
 def checked_round(algorithm: types.Algorithm, *given: Any) -> tuple:
-    """`algorithm.round`, whose clients must continue their optimizer states.
+    """`algorithm.round`, in which clients must continue their optimizer states.
 
-    Raises:
-        ValueError: no training of the round was returned to the engine.
+    Raises ValueError if the round returned no training to the engine.
     """
     before, (state, metrics, sent) = given[0].opt_state, algorithm.round(*given)
     pairs = zip(*map(jax.tree.leaves, (before, state.opt_state)), strict=True)
@@ -213,8 +209,7 @@ def build(
     Args:
         make: `(hparams, task) -> Algorithm`. It is called again inside each trace, with
             the float hyperparameters as tracers.
-        hparams: The algorithm's dataclass.
-        task: What the algorithm may use.
+        hparams, task: The arguments of `make`.
         scoring: What to evaluate.
 
     Raises:

@@ -63,7 +63,7 @@ def outputs(
 
     They are computed in eval mode, or with a `key` in train mode, so that the outputs
     contain dropout noise. With `how`, as for the server's model, devices share the
-    batches; a client's model has one device.
+    batches. A client's model has one device.
     """
 
     def one(index: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -86,16 +86,11 @@ def outputs_by_sample(
     batch_size: int,
     num_batches: jax.Array,
 ) -> jax.Array:
-    """A table of outputs aligned by sample, f32[>= size, W].
+    """A table of outputs aligned by sample, f32[>= size, W], where W is `width`.
 
-    Args:
-        forward: Images f32[B, ...] to outputs f32[B, W].
-        data: The tables.
-        row_at: Positions int32[B] to rows of the example table.
-        size: Positions to cover.
-        width: W.
-        batch_size: Positions per forward pass.
-        num_batches: int32[], traced. Entries past these batches stay 0.
+    `forward` maps images f32[B, ...] to outputs f32[B, W], and `row_at` positions
+    int32[B] to rows of the example table. `size` positions are covered, B =
+    `batch_size` at a time. Entries past `num_batches`, a traced int32[], stay 0.
     """
     table = jnp.zeros((-(-size // batch_size) * batch_size, width))
 
@@ -184,7 +179,7 @@ def fit(
 ) -> types.Variables:
     """Trains a model for `epochs` over the proxy batches in fixed order.
 
-    `loss_fn` gets a `Batch` with `step`, the index of the proxy batch. Where
+    `loss_fn` gets a `Batch` in which `step` is the index of the proxy batch. Where
     `is_active` bool[] is False nothing is done.
     """
     num_batches = batches.shape[0]
@@ -227,10 +222,10 @@ def train_server(
     state: types.RoundState,
     data: types.Data,
 ) -> types.Variables:
-    """`state.server` after `server_epochs` over the proxy set.
+    """`state.server` after `server_epochs` over the proxy set, as in
+    `over_devices.once`.
 
-    `hparams` has the options of `ServerTraining` and a `batch_size`. Devices compute it
-    as `over_devices.once` says.
+    `hparams` has the options of `ServerTraining` and a `batch_size`.
     """
 
     def trained(start: types.Variables) -> types.Variables:

@@ -46,12 +46,10 @@ def _number(name: str | int) -> int:
 
 
 def stream(key: jax.Array, tag: str | int, *ids: int | jax.Array) -> jax.Array:
-    """A key derived from `key` by folding in `tag` and then each id.
+    """A key derived from `key`, the run's root key, by folding in `tag` and then each
+    id.
 
-    Args:
-        key: The run's root key.
-        tag: The purpose of the draw, a name such as `mine.noise`.
-        *ids: Non-negative integers.
+    `tag` names the purpose of the draw, such as `mine.noise`. Ids are non-negative.
 
     Example:
         >>> root = jax.random.key(0)
@@ -83,13 +81,9 @@ def _mixed(words: np.ndarray) -> np.ndarray:
 def hashed(seed: int, tag: str | int, *ids: int | np.ndarray) -> np.ndarray:
     """Random uint64 words, one for each tuple of ids: many named draws in one call.
 
-    Args:
-        seed, tag: As in `generator`.
-        ids: Non-negative integers or integer arrays that broadcast together, such as
-            (round, client[:, None], position[None]).
-
-    A word depends only on its own ids, never on the others of the call. Sorting
-    positions by their words shuffles them.
+    `ids` are non-negative integers or integer arrays that broadcast together, such as
+    (round, client[:, None], position[None]). A word depends only on its own ids, never
+    on the others of the call. Sorting positions by their words shuffles them.
     """
     odd = np.uint64(0x9E3779B97F4A7C15)
     words = np.atleast_1d(np.asarray(seed, np.uint64))

@@ -42,5 +42,5 @@ def in_batches(row: jax.Array, batch_size: int) -> jax.Array:
 
 
 def on_host(trees: Sequence[Any]) -> Any:
-    """Pytrees of numpy arrays, leaves [...], as one with leaves [n, ...]."""
+    """Stacks pytrees of numpy arrays, leaves [...], to one with leaves [n, ...]."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)

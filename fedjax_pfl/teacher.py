@@ -1,7 +1,7 @@
 """A fixed teacher: a trained model from a file, which answers and does not learn.
 
 `launch` reads the file. `task.teacher` is its model and `data.teacher` its variables,
-so that the programs of two teachers of one kind are the same.
+so that two teachers of one kind have the same programs.
 """
 
 import dataclasses
@@ -45,12 +45,9 @@ class Taught:
 
 
 def logits(task: types.Task, data: types.Data, image: jax.Array) -> jax.Array:
-    """The teacher's logits f32[B, Y] in eval mode, those of its last exit.
+    """The teacher's logits f32[B, Y] in eval mode, from its last exit.
 
-    Args:
-        task: Has the teacher.
-        data: Has its variables.
-        image: f32[B, ...], normalised.
+    `image` f32[B, ...] is normalised.
     """
     out, _ = task.teacher.forward(*data.teacher, image)
     return jax.lax.stop_gradient(out[-1] if task.teacher.has_exits else out)
@@ -59,8 +56,7 @@ def logits(task: types.Task, data: types.Data, image: jax.Array) -> jax.Array:
 def class_vectors(data: types.Data, num_classes: int) -> jax.Array:
     """The kernel f32[D, Y] of the teacher's last layer, a vector for each class.
 
-    Raises:
-        ValueError: its last stage has no such layer, or several.
+    Raises ValueError if its last stage has no such layer, or several.
     """
     kernels = [
         leaf
