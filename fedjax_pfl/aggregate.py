@@ -155,10 +155,9 @@ def sum_held(
 ) -> tuple[Any, Any]:
     """Sums over each client and those of its peers that hold an entry, leaves [C, ...].
 
-    `held` has the shapes of the private `rows` and says which entries each holds, as a
-    mask after `as_mask`. `weight` is f32[C, 1 + P] for the client and its peers, of any
-    scale. Returns (sum of weight times value, sum of weight), 0 for entries that no row
-    holds.
+    `held`, in the shapes of the private `rows`, becomes a mask of held entries by
+    `as_mask`. `weight` is f32[C, 1 + P] for the client and its peers, of any scale.
+    Returns (sum of weight times value, sum of weight), 0 for entries that no row holds.
     """
     source, known = _sources(cohort)
     share = jnp.where(known, weight, 0)

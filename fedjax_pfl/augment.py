@@ -14,8 +14,7 @@ POSITIONS = ("all", "chosen")
 def crop_flip(image: jax.Array, key: jax.Array) -> jax.Array:
     """A random crop of an image within a black margin, mirrored half of the time.
 
-    `image` is [H, W, C] of any dtype. The margin is an eighth of each side. Each image
-    needs its own `key`.
+    The image is [H, W, C] of any dtype, and the margin an eighth of each side.
     """
     height, width, channels = image.shape
     margins = height // 8, width // 8

@@ -1,8 +1,7 @@
 """The rounds of FedAvg's family: the server sends its model and averages what returns.
 
 This is Algorithm 1 of McMahan et al. (https://arxiv.org/abs/1602.05629), "Server
-executes". An algorithm of the family defines what a client does with the model and what
-it keeps.
+executes". An algorithm of the family defines what clients do with the model and keep.
 """
 
 import dataclasses
@@ -24,7 +23,7 @@ from fedjax_pfl import (
 
 @dataclasses.dataclass(frozen=True)
 class Averaging(server_optimizer.ServerOptimizer, local_training.LocalTraining):
-    """Options of every algorithm whose server averages its clients' models."""
+    """Options of algorithms with a server that averages its clients' models."""
 
     aggregation: str = options.option(
         "examples", "weights of the server's mean", choices=("examples", "uniform")

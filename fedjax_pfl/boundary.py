@@ -175,7 +175,7 @@ def check_several(model: types.Model) -> None:
 
 
 def last_convolution(model: types.Model, example_shape: tuple[int, ...]) -> int:
-    """The last stage with a four-dimensional kernel, or L - 1 without any; at least 1."""
+    """The last stage with a four-dimensional kernel, else L - 1, but at least 1."""
     params, _ = shapes.variables(model, example_shape)
     found = [
         number

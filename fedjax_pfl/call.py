@@ -103,7 +103,6 @@ class Call:
         return jax.block_until_ready(executable(*args))
 
     def with_state(self, state: types.RoundState) -> "Call":
-        """The same call with another state, or with its shapes."""
         return dataclasses.replace(self, state=state)
 
     def load(self, round: int, state: types.RoundState, metrics: Metrics) -> None:
@@ -151,12 +150,9 @@ class Call:
     ) -> list[tuple[dict[str, float], np.ndarray | None]]:
         """The metrics of its variants, as `Simulation.evaluate` returns them.
 
-        Args:
-            shared: The result of `Program.of_shared` as numpy, leaves [variants, ...].
-            blocks: For each block the clients int[seeds, R], and the result of
-                `Program.of_clients`, leaves [variants, ...].
-            totals: The messages so far.
-            algorithm, score: Those of the evaluation.
+        `shared` is the result of `Program.of_shared` as numpy, leaves [variants, ...].
+        `blocks` have clients int[seeds, R] and the result of `Program.of_clients` for
+        these, leaves [variants, ...]. `totals` has the messages so far.
         """
         out, test = [], jax.tree.map(np.asarray, self.partition.test)
         for slot, (variant, seed) in enumerate(self.pairs):
@@ -187,9 +183,8 @@ def made(
 ) -> list[Call]:
     """The calls of a run. Calls of the same seeds share a placed partition.
 
-    `vmaps` are arguments of `Variants.calls`. `partition` is on the host, with a
-    leading axis of seeds. `values` are the float options of each point of a sweep by
-    name.
+    `vmaps` are arguments of `Variants.calls`, `partition` is on the host with a leading
+    axis of seeds, and `values` are the float options of each point of a sweep by name.
     """
     calls, placed = [], {}
     for mine in index.calls(**vmaps):

@@ -143,10 +143,7 @@ def prepare() -> None:
 
 
 def last_host(folder: pathlib.Path) -> dict | None:
-    """The host's counters in the newest checkpoint, None without one.
-
-    Raises ValueError if its manifest is damaged.
-    """
+    """The newest checkpoint's host counters or None; ValueError if it is damaged."""
     found = saved(folder.absolute())
     return _manifest(found[-1])["host"] if found else None
 
@@ -156,8 +153,8 @@ def save(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
 
     `folder` is the run's `checkpoints` folder, `round` the rounds done, `state` a
     RoundState (or a stack of them), and `host` the host's counters as JSON-able values,
-    such as messages so far. Raises OSError if it cannot be written. Older checkpoints
-    stay.
+    such as messages so far. Older checkpoints stay if an OSError says that it cannot be
+    written.
     """
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -258,7 +255,6 @@ def _read_manifest(path: pathlib.Path) -> dict:
 
 
 def _like(found: dict[str, list[Any]], templates: Sequence[Any]) -> Any:
-    """The template with these names, or else the first."""
     fits = (one for one in templates if list(_shapes(one)) == list(found))
     return next(fits, templates[0])
 
@@ -319,11 +315,9 @@ def restore(folder: pathlib.Path, *templates: Any) -> tuple[int, Any, dict] | No
 
     It is None if `folder`, the run's `checkpoints` folder, has no checkpoint.
     `templates` are the state's shapes (`jax.eval_shape` of init) in each form that it
-    may have. An axis of -1 may have any length.
-
-    Raises:
-        ValueError: the newest one is damaged or of another shape. The message names the
-            file, and the older checkpoint to fall back to.
+    may have. An axis of -1 may have any length. Raises ValueError if the newest one is
+    damaged or of another shape. The message names the file, and the older checkpoint to
+    fall back to.
     """
     found = saved(folder.absolute())
     if not found:

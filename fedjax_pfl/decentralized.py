@@ -39,7 +39,7 @@ TOPOLOGIES = ("random", "ring", "regular", "full", "erdos_renyi", "file")
 
 @dataclasses.dataclass(frozen=True)
 class Peers:
-    """Options of every algorithm whose clients have peers."""
+    """Options of algorithms with peers."""
 
     num_peers: int = option(
         5,
@@ -91,13 +91,10 @@ def peer_spec(hparams: Peers) -> types.PeerSpec:
 class Mixed(NamedTuple):
     """The clients of a cohort after pulling; leaves [C, ...].
 
-    Attributes:
-        model: The model from which each client starts and that serves it until it
-            trains.
-        sent: Messages received, by kind: int32[C] or one number.
-        given: Further input of its update, as `client.own`, such as an anchor or a
-            mask.
-        metrics: (sum, count) pairs by name, beside the training loss; () = no others.
+    From `model` each client starts, and it serves the client until it trains. `sent`
+    are messages received, by kind: int32[C] or one number. `given` is further input of
+    its update, as `client.own`, such as an anchor or a mask. `metrics` are (sum, count)
+    pairs by name, beside the training loss; () = no others.
     """
 
     model: types.Variables
@@ -210,7 +207,6 @@ def make(
         )
 
     def trained(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        """The models that each client's last training left."""
         return (types.Serving.each(model, state.clients["own"]),)
 
     return types.Algorithm(

@@ -1,7 +1,7 @@
 """Runs a function of one client for every client of a round.
 
-Where optimizer states persist between a client's rounds, each client starts from its
-own, and the new states are stored here. An algorithm only returns the `Trained` of its
+Where optimizer states persist between a client's rounds, the engine hands each client
+its own and stores the new ones. An algorithm only returns the `Trained` of its
 training.
 """
 
@@ -95,7 +95,6 @@ class Trained:
 
     @property
     def variables(self) -> types.Variables:
-        """The trained model."""
         return types.Variables(self.params, self.stats)
 
     def split(self) -> tuple[Trained, types.Variables]:
@@ -112,10 +111,8 @@ class Trained:
 def cohorts_by_architecture(
     task: types.Task, cohort: types.Cohort
 ) -> tuple[types.Cohort, ...]:
-    """One cohort per architecture, in which rows of the others are idle padding.
-
-    A chunk of idle rows costs nothing.
-    """
+    """One cohort per architecture, in which other clients' rows are padding."""
+    nothing."""
     group = stacked.take(jnp.asarray(task.group_of_client), cohort.client_id)
 
     def of(number: int) -> types.Cohort:
@@ -160,10 +157,7 @@ class Round(NamedTuple):
 
     @property
     def groups(self) -> tuple[Round, ...]:
-        """The same round for the clients of each architecture alone.
-
-        Raises ValueError if the algorithm does not declare `by_architecture`.
-        """
+        """The same round by architecture; ValueError unless these are declared."""
         task, state, cohort = self.task, self.state, self.cohort
         kept = state.opt_state or ((),) * len(task.client_models)
         if len(kept) != len(task.client_models):
@@ -206,12 +200,8 @@ class Round(NamedTuple):
         """Runs `fn(client, shared)` for every client, see the function `update`.
 
         `fn` is traced once for each architecture, and the sums of all architectures are
-        added. `given` are the arguments `shared`, `plan` and `levels`.
-
-        Returns:
-            (results of `fn` with leaves [C, ...], the round); with `reduce` (kept with
-            leaves [C, ...], the sum with leaves [...], the round). The round has the
-            clients' new optimizer states.
+        added. `given` are `shared`, `plan` and `levels`. Returns what `update` does,
+        with the round in place of the state.
         """
         if not self.by_architecture:
             task, state, cohort, data, _ = self
@@ -238,9 +228,7 @@ class Round(NamedTuple):
     def in_turn(
         self, fn: Callable[[Client, Any], Any], start: Any, **given: Any
     ) -> Any:
-        """Runs `carry = fn(client, carry)` for one client after another, from `start`.
-
-        `given` are `own` and `plan`, see the function `in_turn`.
+        """Runs `carry = fn(client, carry)` for each client, as the function `in_turn`.
         """
         task, state, cohort, data, _ = self
         return in_turn(fn, task, state, cohort, data, start=start, **given)
@@ -254,9 +242,7 @@ class Round(NamedTuple):
         return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), parts)
 
     def after(self, rows: Any = None, **changed: Any) -> types.RoundState:
-        """The state one round later, with the clients' private `rows` as they are now.
-
-        Arguments are those of `types.RoundState.after`.
+        """The state one round later; arguments are those of `types.RoundState.after`.
         """
         if rows is None or not self.by_architecture:
             return self.state.after(self.cohort, rows, **changed)

@@ -21,8 +21,8 @@ class Scoring(NamedTuple):
     """The choice of what is measured.
 
     Attributes:
-        batch_size: Rows per forward pass.
-        own_batch_size: Rows per forward pass on one client's own test rows.
+        batch_size, own_batch_size: Rows per forward pass on all and on a client's test
+            rows.
         num_scored: Clients behind c_spec, c_gen and c_per; 0 = these are absent.
         scored: `selected` (the next round's cohort) or `all`.
         num_sampled: Clients with a measured own accuracy, drawn once by the seed; 0 =
@@ -301,10 +301,8 @@ def _by_device(is_wanted: jax.Array, devices: int, size: int) -> jax.Array:
 
 def _numbers(group: types.Serving, num_rows: int) -> jax.Array:
     """int32[num_rows]: each client's entry in a group, counted from 1; 0 = none.
-
     Counted from 0 it may equal the index, and a TPU's compiler aborts where one value
-    is the index and the update of a scatter.
-    """
+    is the index and the update of a scatter."""
     served_id = jnp.where(group.mask, group.client_id, num_rows)
     numbers = 1 + jnp.arange(served_id.shape[0])
     return jnp.zeros(num_rows, jnp.int32).at[served_id].set(numbers, mode="drop")
@@ -324,8 +322,8 @@ def _each_entry(
 
     `entries` int32[A] are rows of `group.own`. `starts` and `counts` int32[A] are the
     test rows, and a count of 0 costs nothing. Models that do not fill whole chunks are
-    padded. Where a group has the private rows and these are shared out, each device has
-    equally many of these entries, in the order of the devices.
+    padded. If private rows of a group are shared out, each device has equally many of
+    these entries, in the order of the devices.
     """
     size, own, parts, first = entries.shape[0], group.own, 1, 0
     if stays := how.shares_rows and group.is_by_row:

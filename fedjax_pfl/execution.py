@@ -82,7 +82,6 @@ def setting() -> Setting:
 
 
 def traced_in(inner: Setting) -> contextlib.AbstractContextManager:
-    """A context in which `setting` returns `inner`."""
     return _SETTING(inner)
 
 
@@ -114,10 +113,9 @@ def padded_size(num_rows: int, execution: Execution) -> int:
 
 
 def executed_steps(num_steps: np.ndarray, execution: Execution) -> np.ndarray:
-    """Local steps int64[...] computed for cohorts, including padding.
+    """Local steps int64[...] that cohorts compute: a chunk runs to its longest client.
 
-    A chunk runs to its longest client. `num_steps` int[..., C] are those of rows in
-    their order in the cohort.
+    `num_steps` int[..., C] are those of rows in their order in the cohort.
     """
     num_steps = np.asarray(num_steps).astype(np.int64)
     chunk = min(execution.chunk, num_steps.shape[-1] // execution.num_devices)

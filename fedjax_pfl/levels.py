@@ -32,7 +32,7 @@ option = options.option
 
 @dataclasses.dataclass(frozen=True)
 class Levels:
-    """Options of every algorithm whose clients hold submodels."""
+    """Options of algorithms with clients that hold submodels."""
 
     levels: str = option(
         "fixed",
@@ -57,10 +57,7 @@ class Levels:
 
 
 def mix(hparams: Levels) -> np.ndarray:
-    """The proportions of the levels, int[L].
-
-    Raises ValueError if `--level_mix` is not a list of whole numbers, or all are 0.
-    """
+    """The proportions int[L] of the levels; ValueError if `--level_mix` is not a list."""
     text = hparams.level_mix
     parts = text.split(":")
     if not all(p.isascii() and p.isdecimal() and len(p) < 7 for p in parts):
@@ -75,10 +72,7 @@ def mix(hparams: Levels) -> np.ndarray:
 
 
 def top(hparams: Levels) -> int:
-    """The level of the global model, 1..L.
-
-    Raises ValueError if there is no such level.
-    """
+    """The level of the global model, 1..L; ValueError if there is no such level."""
     count = len(mix(hparams))
     why = f"the levels of --level_mix={hparams.level_mix}"
     options.check_at_most("max_level", hparams.max_level, count, why)

@@ -237,7 +237,7 @@ def custom(name: Any, fn: Callable[..., tuple[jax.Array, jax.Array]]) -> Measure
 
 
 def check(measures: Sequence[Measure], num_classes: int) -> None:
-    """Tries the custom ones on four examples of `num_classes` classes.
+    """Tries custom measures on four examples of `num_classes` classes.
 
     Raises ValueError, in one line, if one fails or does not return two scalars.
     """

@@ -128,10 +128,7 @@ def takes_momentum(name: str | Custom) -> bool:
 
 
 def parsed(hparams: Any) -> dict[str, float | bool]:
-    """`--client_optimizer_options` as arguments of the optimizer.
-
-    Raises ValueError, in one line, if it is not such a list, or has other options.
-    """
+    """`--client_optimizer_options` as arguments; ValueError for other texts or options."""
     text, name = hparams.client_optimizer_options, hparams.client_optimizer
     if not text:
         return {}
@@ -172,7 +169,6 @@ def parsed(hparams: Any) -> dict[str, float | bool]:
 
 
 def _number(text: str) -> float:
-    """The number in a text, nan if it holds none."""
     try:
         return float(text)
     except ValueError:
@@ -244,8 +240,8 @@ def _kinds(tree: Any) -> list[tuple[Any, Any]]:
 def check(hparams: Any) -> None:
     """Checks the optimizer's options before anything is compiled.
 
-    Raises ValueError, in one line, for an option that it lacks, or a first state that
-    cannot be made before the parameters are there.
+    Raises ValueError for an option that it lacks, or a first state that depends on the
+    parameters and so cannot be made before they are there.
     """
     tx = make(hparams, 0.1)
     is_kept = getattr(hparams, "optimizer_state", "reset") == "persist"
@@ -355,7 +351,7 @@ def apply_gradients(
 def _step(
     tx: optax.GradientTransformation, grads: Any, state: Any, params: Any, mask: Any
 ) -> tuple[Any, Any]:
-    """(parameters, state) of one stage, or of all, after a step where `mask` is True."""
+    """(parameters, state) of one stage, or of all, after a step where `mask` is."""
     update, moved = tx.update(grads, state, params)
     new = optax.apply_updates(params, update)
     of_state = _of_custom_state if isinstance(tx, _Joint) else _of_state

@@ -86,7 +86,7 @@ _PLAIN = option(None, "").metadata
 
 
 def validate(values: Any) -> None:
-    """Checks every field of a dataclass instance against its option and the others.
+    """Checks all fields of a dataclass instance, and their relations.
 
     Raises ValueError in one line with the flag, the value and the allowed values.
     """
@@ -189,26 +189,20 @@ def _is_choice(value: str, choices: tuple[str, ...]) -> bool:
 
 
 def check_one_of(name: str, value: Any, known: Collection[Any], hint: str = "") -> None:
-    """Refuses a value that is not among the known ones, which a ValueError lists.
-
-    `hint` ends its one line.
-    """
+    """Refuses an unknown value with a ValueError that lists the known ones and `hint`."""
     if value not in known:
         listed = ", ".join(map(str, known))
         raise ValueError(f"--{name}={value}: expected one of {listed}{hint}")
 
 
 def check_at_most(name: str, value: Any, most: Any, why: str) -> None:
-    """Refuses, with a ValueError, a number above what another option or the data allow.
-
-    `why` describes the largest possible value, such as `the classes of the data`.
-    """
+    """Refuses, with a ValueError, a number above `most`; `why` says what that is."""
     if value > most:
         raise ValueError(f"--{name}={value}: expected at most {most}, {why}; lower it")
 
 
 def refuse(values: Any, names: tuple[str, ...], reason: str) -> None:
-    """Raises ValueError for options that have no effect but are not at their defaults.
+    """Raises ValueError for options without effect that are not at their defaults.
 
     Traced numbers pass, because they were checked before the trace.
     """

@@ -40,7 +40,6 @@ class Compiled:
 
     @property
     def executables(self) -> list[Callable]:
-        """The executables compiled so far."""
         return [executable for executable, _ in self._by_shape.values()]
 
     def seconds_of(self, executable: Callable) -> float:
@@ -183,10 +182,7 @@ def first_state(
 
 
 def checked_round(algorithm: types.Algorithm, *given: Any) -> tuple:
-    """`algorithm.round`, in which clients must continue their optimizer states.
-
-    Raises ValueError if the round returned no training to the engine.
-    """
+    """`algorithm.round`; ValueError if it drops all persistent optimizer states."""
     before, (state, metrics, sent) = given[0].opt_state, algorithm.round(*given)
     pairs = zip(*map(jax.tree.leaves, (before, state.opt_state)), strict=True)
     if jax.tree.leaves(before) and all(new is old for new, old in pairs):

@@ -85,7 +85,7 @@ def embedding_width(model: types.Model, example_shape: tuple[int, ...]) -> int:
 
 
 def common_width(task: types.Task) -> int:
-    """D, the same for the server's and the clients' model; a ValueError if they differ."""
+    """D of the server's and the clients' model, a ValueError where they differ."""
     server, client = task.server_model, task.client_model
     width, other = (
         embedding_width(model, task.example_shape) for model in (server, client)

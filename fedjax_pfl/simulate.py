@@ -34,11 +34,9 @@ class Simulation:
         rounds: The total, which a caller may raise.
         totals: The counters so far.
         compile_seconds: Time spent on compiling and on the initial state.
-        while_compiling: Returns a context that is entered while something is compiled,
-            so that a caller can show it.
+        while_compiling: Returns a context that is entered while something is compiled.
         variants: The seeds and points of a sweep.
-        rows: Where the private rows live.
-        windows: Makes the plans of the next rounds.
+        rows, windows: Where the private rows live, and the plans of the next rounds.
         calls: The variants, by call of the program. On accelerators all seeds are in
             one call, or of a sweep all points of a seed, which share its plans. On a
             CPU each variant is a call, because a loop over them inside the program
@@ -60,14 +58,13 @@ class Simulation:
         """Prepares a run without computing anything yet.
 
         Args:
-            program: From `program.build`.
+            program, planner: From `program.build`, and the cohorts and plans.
             data: Tables, with a `partition` on the host that has a leading axis of
                 seeds.
-            planner: Cohorts and plans.
-            seeds: The seeds.
-            execution: For the account of padding, and the placement of arrays.
+            execution: For counting padding, and for the placement of arrays.
             rounds: Total number of rounds. Nothing is planned for later ones.
-            points: Of a sweep, the numbers that each has instead of the program's own.
+            points: The float options of each point of a sweep, in place of the
+                program's.
             rows_in: Where the private rows are that are not on the device: a folder, ""
                 for the host's memory, None = there are none.
             with_rows: `(num_rows, execution) -> Program` for a state of so many private
@@ -101,8 +98,8 @@ class Simulation:
     def state(self) -> types.RoundState | None:
         """The stacked RoundState (leading axis: variants); None before `start`.
 
-        The next call reuses its buffers, so copy what is to be kept. Where no device
-        has the rows of all clients, they are put together on the host.
+        The next call reuses its buffers, so copy what you keep. Where no device has the
+        rows of all clients, they are put together on the host.
         """
         if self.calls[0].state is None:
             return None
@@ -110,7 +107,7 @@ class Simulation:
 
     @property
     def saved(self) -> Any:
-        """`state` as a checkpoint has it, where possible without a copy."""
+        """`state` in the form of a checkpoint, if possible without a copy."""
         return self.rows.saved(self._joined())
 
     def digest(self) -> str:
@@ -136,7 +133,7 @@ class Simulation:
         return self.rows.around(variant, state, cohort, client)
 
     def _settle(self) -> None:
-        """Waits for all calls, and keeps the rows that they have changed."""
+        """Waits for all calls, and stores the rows that they changed."""
         for call in self.calls:
             call.settle(self.totals)
             self.rows.after(call)
@@ -183,12 +180,8 @@ class Simulation:
     ) -> None:
         """Continues after `round` rounds from a stacked state and the counters.
 
-        Args:
-            round: Rounds done.
-            state: The earlier `saved`, in either form.
-            totals: The earlier `totals`.
-            compile_seconds: The earlier `compile_seconds`.
-            metrics: The earlier `metrics`.
+        `state` is an earlier `saved`, in either form. Other arguments are earlier
+        attributes.
         """
         self.totals, self.compile_seconds = totals, compile_seconds
         if self.rows.needs_start:
@@ -261,9 +254,8 @@ class Simulation:
     def evaluate(self) -> list[tuple[dict[str, float], np.ndarray | None]]:
         """The metrics of the present state, one (metrics, accuracies) pair per variant.
 
-        Returns:
-            Fractions 0..1 by name with the last round's own metrics and the bytes so
-            far, and the clients' accuracies f64[K] (None without own test rows).
+        Metrics are fractions 0..1 by name with the last round's metrics and the bytes
+        so far. Accuracies are those of clients, f64[K], or None without own test rows.
         """
         self.start()
         self._fit_program()
@@ -299,7 +291,6 @@ class Simulation:
         return self.rows.blocks(call, self.program.algorithm, drawn, sampled)
 
     def _computed(self, function: program_lib.Compiled, args: tuple) -> Any:
-        """What a function returns, as numpy arrays."""
         executable, seconds = self._compiled(function, args)
         self.compile_seconds += seconds
         return jax.tree.map(np.asarray, jax.device_get(executable(*args)))
@@ -310,16 +301,13 @@ class Simulation:
         planner: Planner,
         execution: types.Execution,
     ) -> None:
-        """Goes on with clients in other chunks, on which nothing but speed depends."""
+        """Continues with clients in other chunks, which only changes the speed."""
         self.program, self.execution = program, execution
         self.windows.compute(planner, execution)
         self._window = None
 
     def ahead(self, name: str) -> jax.stages.Compiled:
-        """The executable of one of `PROGRAMS` for the first call.
-
-        It is compiled now if need be, and a run finds it again.
-        """
+        """The executable of one of `PROGRAMS` for the first call, which a run reuses."""
         args = self._first_args(name)
         executable, seconds = self._compiled(getattr(self.program, name), args)
         self.compile_seconds += seconds

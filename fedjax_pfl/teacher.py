@@ -17,7 +17,7 @@ _ASKED = {"distill_target": ("kd", "pt", "sim", "pt_sim")}
 
 @dataclasses.dataclass(frozen=True)
 class Taught:
-    """Options of every algorithm with a teacher."""
+    """Options of algorithms with a teacher."""
 
     teacher: str = option(
         "",
@@ -45,10 +45,7 @@ class Taught:
 
 
 def logits(task: types.Task, data: types.Data, image: jax.Array) -> jax.Array:
-    """The teacher's logits f32[B, Y] in eval mode, from its last exit.
-
-    `image` f32[B, ...] is normalised.
-    """
+    """The logits f32[B, Y] of the teacher's last exit on normalised images, eval mode."""
     out, _ = task.teacher.forward(*data.teacher, image)
     return jax.lax.stop_gradient(out[-1] if task.teacher.has_exits else out)
 

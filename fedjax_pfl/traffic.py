@@ -44,7 +44,7 @@ def of_stages(
 def stages_sent(
     model: types.Model, down: jax.Array, up: jax.Array
 ) -> dict[str, jax.Array]:
-    """Counts of `stages_both_ways` from stages bool[C, L] that rows receive and send."""
+    """Counts of `stages_both_ways`: stages bool[C, L] that each row gets and sends."""
     return {
         f"{name} {way}": held[:, stage]
         for way, held in (("down", down), ("up", up))

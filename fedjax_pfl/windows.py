@@ -57,7 +57,7 @@ class Planner(Protocol):
 class Window(NamedTuple):
     """Plans of the rounds `first..end - 1`, by call: leaves [seeds, T, ...].
 
-    `rows` is what the `Rows` know of their clients.
+    `rows` is the second result of `Rows.window`.
     """
 
     first: int
@@ -77,10 +77,8 @@ def window_rounds(
     similar clients share the program too. Where rounds are so large that few fit, more
     than a sixth of the room stays empty.
 
-    Args:
-        cohort: Any round's cohort. Its plans are not used.
-        specs: The algorithm's plans.
-        num_examples: Train examples of a round's clients, on average.
+    `cohort` is that of any round, and its plans are not used. `num_examples` are the
+    train examples of a round's clients, on average.
     """
     leaves = jax.tree.leaves(cohort.replace(plans={}))
     size = sum(np.asarray(leaf).nbytes for leaf in leaves)
@@ -115,11 +113,9 @@ def work_of(
 class Windows:
     """Makes windows for the calls of a run, as long as there is room.
 
-    Attributes:
-        planner: Cohorts and plans.
-        length: T, the rounds of every window's tables.
-        capacity: Room for the examples of a device in a window. It only grows, since
-            another size is another program.
+    `length` is T, the rounds of every window's tables. `capacity` is the room for the
+    examples of a device in a window. It only grows, since another size is another
+    program.
     """
 
     def __init__(
@@ -141,7 +137,6 @@ class Windows:
         self.capacity = planner.capacity(self.length - self.length // 8)
 
     def compute(self, planner: Planner, execution: types.Execution) -> None:
-        """Goes on with clients in other chunks."""
         self.planner, self._execution = planner, execution
 
     def make(self, first: int, end: int) -> Window:
