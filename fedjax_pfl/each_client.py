@@ -98,8 +98,7 @@ class Trained:
         return types.Variables(self.params, self.stats)
 
     def split(self) -> tuple[Trained, types.Variables]:
-        """(the part that stays with each client, the model to sum), for
-        `update(reduce=)`."""
+        """(the part that stays with its client, the model to sum), for `reduce=`."""
         return self.replace(params=(), stats=()), self.variables
 
     def metrics(self, cohort: types.Cohort) -> dict[str, losses.Pair]:
@@ -111,8 +110,10 @@ class Trained:
 def cohorts_by_architecture(
     task: types.Task, cohort: types.Cohort
 ) -> tuple[types.Cohort, ...]:
-    """One cohort per architecture, in which other clients' rows are padding."""
-    nothing."""
+    """One cohort per architecture, in which other clients' rows are padding.
+
+    A chunk of padding costs nothing.
+    """
     group = stacked.take(jnp.asarray(task.group_of_client), cohort.client_id)
 
     def of(number: int) -> types.Cohort:
@@ -228,8 +229,7 @@ class Round(NamedTuple):
     def in_turn(
         self, fn: Callable[[Client, Any], Any], start: Any, **given: Any
     ) -> Any:
-        """Runs `carry = fn(client, carry)` for each client, as the function `in_turn`.
-        """
+        """Runs `carry = fn(client, carry)` for each client: the function `in_turn`."""
         task, state, cohort, data, _ = self
         return in_turn(fn, task, state, cohort, data, start=start, **given)
 
@@ -242,8 +242,7 @@ class Round(NamedTuple):
         return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), parts)
 
     def after(self, rows: Any = None, **changed: Any) -> types.RoundState:
-        """The state one round later; arguments are those of `types.RoundState.after`.
-        """
+        """The state one round later, see `types.RoundState.after`."""
         if rows is None or not self.by_architecture:
             return self.state.after(self.cohort, rows, **changed)
         clients = tuple(

@@ -128,7 +128,7 @@ def takes_momentum(name: str | Custom) -> bool:
 
 
 def parsed(hparams: Any) -> dict[str, float | bool]:
-    """`--client_optimizer_options` as arguments; ValueError for other texts or options."""
+    """`--client_optimizer_options` as arguments; ValueError for anything else."""
     text, name = hparams.client_optimizer_options, hparams.client_optimizer
     if not text:
         return {}

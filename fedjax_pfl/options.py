@@ -189,7 +189,7 @@ def _is_choice(value: str, choices: tuple[str, ...]) -> bool:
 
 
 def check_one_of(name: str, value: Any, known: Collection[Any], hint: str = "") -> None:
-    """Refuses an unknown value with a ValueError that lists the known ones and `hint`."""
+    """Refuses an unknown value with a ValueError that lists all and ends with `hint`."""
     if value not in known:
         listed = ", ".join(map(str, known))
         raise ValueError(f"--{name}={value}: expected one of {listed}{hint}")

@@ -307,7 +307,7 @@ class Simulation:
         self._window = None
 
     def ahead(self, name: str) -> jax.stages.Compiled:
-        """The executable of one of `PROGRAMS` for the first call, which a run reuses."""
+        """The executable of one of `PROGRAMS` for the first call, for the run too."""
         args = self._first_args(name)
         executable, seconds = self._compiled(getattr(self.program, name), args)
         self.compile_seconds += seconds

@@ -45,7 +45,7 @@ class Taught:
 
 
 def logits(task: types.Task, data: types.Data, image: jax.Array) -> jax.Array:
-    """The logits f32[B, Y] of the teacher's last exit on normalised images, eval mode."""
+    """The logits f32[B, Y] of the teacher's last exit on normalised images."""
     out, _ = task.teacher.forward(*data.teacher, image)
     return jax.lax.stop_gradient(out[-1] if task.teacher.has_exits else out)
 

@@ -158,7 +158,7 @@ class Task(NamedTuple):
         return self.server_model
 
     def init(self, model: Model, key: jax.Array) -> Variables:
-        """The initialisation common to all holders of `model`; `key` is the root key."""
+        """The initialisation common to all holders of a model, from the root key."""
         like = model.example(1, *self.example_shape)
         example = jnp.zeros(like.shape, like.dtype)
         return Variables(*model.init(rng.stream(key, "engine.init"), example))

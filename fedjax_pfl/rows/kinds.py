@@ -140,7 +140,7 @@ class Rows:
         return checkpoint.digest((whole.server, whole.clients))
 
     def templates(self, state: types.RoundState) -> list[Any]:
-        """The shapes of `saved` and of a state's other form, from the devices' shapes."""
+        """The shapes of `saved` and its other form, from those of the devices."""
         whole = store.whole_template(state, self.num_clients)
         # Several processes load what the first one has read, in this form alone.
         alone = jax.process_count() > 1
