@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 
 KINDS = ("none", "crop_flip")
-# Of the positions of a text a share is chosen. Of these most become the mask, some
-# become a random word, and the others stay as they are.
+# The fraction of positions of a text that is chosen. Most of them become the mask, some
+# become a random word, and the others stay.
 CHOSEN, MASKED, RANDOM = 0.15, 0.8, 0.1
-# The positions of a text behind its loss: all, or those that the model has to guess
+# The positions that count in a text's loss: all, or those that the model must guess
 POSITIONS = ("all", "chosen")
 
 

@@ -122,7 +122,7 @@ def splice(
     )
 
 
-# What to take where a model of one stage cannot be divided
+# The end of messages about a model of one stage, which cannot be divided
 SEVERAL_STAGES = (
     "a model of several stages (your own: a list model=[Body(), Head()], an "
     "nn.Sequential, or one module and split=('head',))"

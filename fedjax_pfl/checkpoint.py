@@ -59,8 +59,8 @@ def digest(state: Any) -> str:
         return bits.hexdigest()
 
     total = hashlib.sha256()
-    # Threads, because hashing releases Python's lock and many clients are gigabytes.
-    # Only a few, since each holds a piece.
+    # Hashing releases Python's lock, and many clients are gigabytes. Few threads, since
+    # each holds a piece.
     with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         found = pool.map(of_bits, jax.tree.leaves(state))
         for (name, (dtype, shape)), bits in zip(
@@ -165,7 +165,7 @@ def save(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
     try:
         _write(partial, round, state, host)
     except OSError:
-        # The part that was written would keep the disk full.
+        # A partial checkpoint would keep the disk full.
         shutil.rmtree(partial, ignore_errors=True)
         raise
     if final.exists():

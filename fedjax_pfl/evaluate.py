@@ -252,8 +252,7 @@ def of_clients(
                 rows = _by_device(measured, how.num_devices, size)
             else:
                 (rows,) = jnp.nonzero(measured, size=size, fill_value=num_rows)
-            # The entry is one past the end for clients without one, and for the slot
-            # R, which is padding.
+            # One past the end for clients without an entry, and for slot R, the padding
             entry_of = jnp.append(jnp.where(serves, number - 1, end), end)
             starts = jnp.take(start, rows, mode="clip")
             counts = jnp.take(count, rows, mode="fill", fill_value=0)

@@ -71,8 +71,7 @@ class Setting(NamedTuple):
     owners: jax.sharding.Mesh | None = None
 
 
-# It belongs to the keys of jax's own caches, so that nothing that was traced in one
-# setting serves in another.
+# It is part of the keys of jax's caches, so that no trace is reused in another setting.
 _SETTING = jax.make_user_context(None)
 
 

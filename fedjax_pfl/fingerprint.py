@@ -33,7 +33,7 @@ def of(fn: Callable[..., Any], *args: Any, gradient: bool = False) -> str:
     a function may define its own gradient (`jax.custom_vjp`). For a callback to Python
     the code and all values that it holds count, except globals.
     """
-    # A new function, since jax would not trace one that it knows again.
+    # A new function, since jax would not trace the same one again.
     traced = [jax.make_jaxpr(lambda *given: fn(*given), return_shape=True)(*args)]
     if gradient:
 
@@ -50,7 +50,7 @@ def of(fn: Callable[..., Any], *args: Any, gradient: bool = False) -> str:
         digest.update(_NOT_COMPUTED.sub("", text).encode())
         for constant in _constants(jaxpr):
             digest.update(f"{constant.dtype}{constant.shape}".encode())
-            # Not its buffer, which numbers such as bfloat16 do not have.
+            # Not its buffer, which types such as bfloat16 do not have.
             digest.update(constant.tobytes())
     return digest.hexdigest()
 
@@ -122,7 +122,7 @@ def _held(value: Any) -> list[Any]:
         return [value.__code__, cells, value.__defaults__, value.__kwdefaults__]
     if isinstance(value, (type, ModuleType)):
         return [value.__name__]
-    # Of a compiled function, such as numpy's, the name says what it computes.
+    # A compiled function, such as numpy's, is identified by its name.
     names = type(value).__name__, getattr(value, "__name__", "")
     classes = [vars(one) for one in type(value).__mro__]
     methods = [

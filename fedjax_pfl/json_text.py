@@ -9,7 +9,7 @@ NUMBER = int | float
 # Nan and infinity are written as null.
 NUMBER_OR_NULL = int | float | None
 
-# The kind of `str` where no other names than those listed are expected
+# The kind of `str` where only the listed names are expected
 NOTHING = types.NoneType
 
 _NAMES = {

@@ -161,7 +161,7 @@ def num_capable(hparams: Levels, num_clients: int) -> np.ndarray:
     return (able >= np.arange(1, top(hparams) + 1)[:, None]).sum(1)
 
 
-# What to take where a model has one exit
+# The end of messages about a model with one exit
 WITH_EXITS = (
     "a model with an exit at every stage, such as depth_convnet or, for texts, "
     "depth_masked_lm (your own: model=[('one', Body(), Exit()), ...])"
@@ -273,7 +273,7 @@ def make(
     server: Callable[..., dict] | None = None,
     opt_state: Callable[..., Any] | None = None,
 ) -> types.Algorithm:
-    """An algorithm whose clients train submodels of the server's model.
+    """An algorithm with clients that train submodels of the server's model.
 
     The server takes, part by part, the plain mean over the clients of the round that
     hold it. A part that none of them holds stays as it is.

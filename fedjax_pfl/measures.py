@@ -14,17 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import special, stats
 
-# The numbers of clients that the host turns into metrics at once
+# The most numbers that the host turns into metrics at once
 FINISHED_NUMBERS = 1 << 22
 ECE_BINS = 15  # as in Guo et al., "On Calibration of Modern Neural Networks", ICML 2017
-# Names of functions that would be taken for metrics that every run has
+# Names of functions that would be confused with metrics that every run has
 _TAKEN = (
     r"(accuracy|loss|perplexity|masked_perplexity)(_std|_pooled)?|class\d+_accuracy"
 )
 
-
-# Before a metric's name in records: the clients over which it is a mean, where it is
-# not defined for all
+# Prefix of a metric's name in records: how many clients its mean includes, if not all
 CLIENTS_IN = "clients_in_"
 
 
@@ -126,7 +124,7 @@ def _auc(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """One class against the others, the mean over classes that have both. Ties count
     one half, as the mean of their ranks does."""
     label, logits = rows["label"][..., None], rows["logits"]
-    # Rows that are not there have the last ranks, which are not counted.
+    # Missing rows have the last ranks, which are not counted.
     score = np.where(label, logits - special.logsumexp(logits, -1, keepdims=True), 1.0)
     is_own = label == 1 + np.arange(logits.shape[-1])
     own = is_own.sum(-2)
@@ -295,7 +293,7 @@ def metrics(
         if not known.any():
             continue
         own = jax.tree.map(lambda leaf: leaf[known], as_numpy["own"][number])
-        if measure.sums is None:  # the rows that are there
+        if measure.sums is None:  # the rows, without missing ones
             is_real = own["label"] > 0
             together = {name: rows[is_real][None] for name, rows in own.items()}
         else:

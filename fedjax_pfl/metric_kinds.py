@@ -18,7 +18,7 @@ class Kind(enum.Enum):
     PERPLEXITY = enum.auto()
 
 
-# The last two are of rounds. Unfinished runs have no summary that declares them.
+# The last two belong to rounds. Unfinished runs have no summary that declares them.
 _FRACTION = re.compile(
     r".*accuracy.*|c_(spec|gen|per)|(\w+_)?exits_disagree"
     r"|(global|client)_(macro_f1|auc|ece)(_pooled)?|dropped(_later)?|critical"

@@ -19,15 +19,15 @@ import optax
 
 from fedjax_pfl import boundary, options, shapes, stacked, types
 
-# Those of optax that need a learning rate and gradients alone, each entry by itself or
-# each array by itself, so that a stage may have a state of its own
+# Optimizers of optax that need only a learning rate and gradients, and treat each entry
+# or each array separately, so that each stage may have its own state
 _OF_OPTAX = (
     *("adabelief", "adadelta", "adagrad", "adamax", "adamaxw", "adamw", "adan"),
     *("amsgrad", "fromage", "lamb", "lars", "lion", "nadam", "nadamw", "radam"),
     *("rmsprop", "rprop", "sign_sgd", "yogi"),
 )
 NAMES = ("sgd", "adam", *_OF_OPTAX)
-# What these are without weight decay, in which alone they differ
+# Their names without weight decay, which is the only difference
 DECOUPLED = {"adamw": "adam", "adamaxw": "adamax", "nadamw": "nadam"}
 # Arguments of optax's functions that are options of a run
 _AS_FLAGS = {
@@ -35,7 +35,7 @@ _AS_FLAGS = {
     "weight_decay": "weight_decay",
     "momentum": "client_momentum",
 }
-# What arguments of optax's functions may be, in words and as a condition
+# The range of arguments of optax's functions, in words and as a condition
 _NOT_NEGATIVE = "a finite number of at least 0", lambda x: x >= 0
 _RANGES = dict.fromkeys(
     ("b1", "b3", "decay", "rho", "eta_minus"),
@@ -336,7 +336,7 @@ def apply_gradients(
     trained. `mask` is a prefix pytree of `params` with one entry per stage.
     """
     if isinstance(opt_state, Joined):
-        # What is frozen counts in no norm.
+        # Frozen entries count in no norm.
         grads = boundary.select(mask, grads, jax.tree.map(jnp.zeros_like, grads))
         new, state = _step(tx, grads, opt_state.state, params, mask)
         return new, Joined(state)

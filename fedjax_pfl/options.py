@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-# A relation with every value of another option that switches something on
+# A relation with all values of another option that switch something on
 ON = ("",)
 OFF = (None, "", 0)
 
@@ -189,7 +189,7 @@ def _is_choice(value: str, choices: tuple[str, ...]) -> bool:
 
 
 def check_one_of(name: str, value: Any, known: Collection[Any], hint: str = "") -> None:
-    """Refuses an unknown value with a ValueError that lists all and ends with `hint`."""
+    """Refuses an unknown value with a ValueError that lists all; `hint` ends it."""
     if value not in known:
         listed = ", ".join(map(str, known))
         raise ValueError(f"--{name}={value}: expected one of {listed}{hint}")

@@ -222,7 +222,7 @@ def build(
         _ = task.client_model  # refuses several
     structure, floats = options.split_floats(hparams)
     fields = dataclasses.fields(structure)
-    # A method or a closure may hold what cannot be compared, so it is built again.
+    # A method or a closure may hold incomparable values, so it is built again.
     is_plain = isinstance(make, FunctionType) and not make.__closure__
     name = (
         make if is_plain else object(),
@@ -230,7 +230,7 @@ def build(
         tuple(getattr(structure, field.name) for field in fields),
         tuple(_fingerprint(value) for value in task),
         scoring,
-        # Settings for which jax itself would retrace.
+        # Settings for which jax would retrace.
         jax.config.jax_default_matmul_precision,
         jax.config.jax_enable_x64,
     )

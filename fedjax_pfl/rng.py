@@ -6,7 +6,7 @@ import zlib
 import jax
 import numpy as np
 
-# This project's older streams have small integers for names, which are part of a run's
+# This project's older streams are named by small integers, which are part of a run's
 # identity. All others are named by their text.
 _NUMBERS = {
     "engine.init": 0,
@@ -32,7 +32,7 @@ _NUMBERS = {
     "levels.queue": 20,
     "levels.bases": 21,
 }
-# The same integers for code that has the older form, `rng.Tag.LOCAL`
+# The same integers for code in the older form, `rng.Tag.LOCAL`
 Tag = enum.IntEnum(
     "Tag", {name.split(".")[1].upper(): n for name, n in _NUMBERS.items()}
 )

@@ -66,7 +66,7 @@ class Score(Protocol):
         """
 
     def of_batch(self, found: Answers, first: jax.Array) -> Any:
-        """Sums over a batch whose first row has the place `first` among a client's."""
+        """Sums over a batch; `first` is its first row's place among a client's."""
 
     def of_each(self, found: Answers, rows: types.ClientRows, owner: jax.Array) -> Any:
         """Sums over each client's rows, leaves [K, ...], of a model that they share.
@@ -202,7 +202,7 @@ class Classes:
         if "train" in counts:
             right, count = counts["train"]
             out["train_accuracy"] = float(right / count)
-        # Without any model that serves there are no sums.
+        # Without a serving model there are no sums.
         nothing = {"right": np.zeros(len(test_count)), "loss": np.zeros(1)}
         sums = counts.get("own", nothing)
         own = sums["right"].astype(np.int64)
@@ -335,7 +335,7 @@ class Words:
             total = rows.astype(np.float64).sum(0)
             out[f"train_{kind}"] = _perplexity(total[first:])
         tested = (test_count > 0) & counts["known"]
-        # Without any model that serves there are no sums.
+        # Without a serving model there are no sums.
         sums = counts.get("own", np.zeros((len(test_count), 4))).astype(np.float64)
         own = sums[:, first:]
         # Few test rows may have no chosen position.

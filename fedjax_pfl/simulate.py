@@ -23,7 +23,7 @@ from fedjax_pfl.variants import Variants
 from fedjax_pfl.windows import Planner, Window
 
 CALL_SECONDS = 10.0
-# The programs of a run, which `Simulation.ahead` and `lowered` have by these names
+# The names of a run's programs, for `Simulation.ahead` and `lowered`
 PROGRAMS = "init", "rounds", "of_shared", "of_clients"
 
 

@@ -11,7 +11,7 @@ import jax
 from fedjax_pfl import options, types
 
 option = options.option
-# The targets of `--distill_target` that are a teacher's
+# The values of `--distill_target` that need a teacher
 _ASKED = {"distill_target": ("kd", "pt", "sim", "pt_sim")}
 
 

@@ -21,7 +21,7 @@ from fedjax_pfl import (
     types,
 )
 
-# What to take where a model has no narrower form
+# The end of messages about a model without a narrower form
 WITH_WIDTHS = (
     "convnet, resnet18 or resnet34 (your own: a function of width, such as model="
     "lambda width: [Body(ceil(64 * width)), Head()])"

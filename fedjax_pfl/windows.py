@@ -132,8 +132,7 @@ class Windows:
         self._calls, self._execution, self._rows = calls, execution, rows
         cohort, examples = planner.drawn(0, 0), planner.round_examples
         self.length = window_rounds(cohort, specs, examples)
-        # For a few rounds less than the longest window, so that it is full before these
-        # are reached
+        # Slightly less than the longest window needs, so that windows are full
         self.capacity = planner.capacity(self.length - self.length // 8)
 
     def compute(self, planner: Planner, execution: types.Execution) -> None:

@@ -16,7 +16,7 @@ from fedjax_pfl import checkpoint, execution, shapes, stacked, types
 from fedjax_pfl.call import Call
 from fedjax_pfl.rows import slots, store, views
 
-# The devices hold the rows of one round, and more while they take fewer bytes.
+# The devices hold the rows of one round, and more up to this many bytes.
 RESIDENT_BYTES = 256 << 20
 # Rows of more bytes are not hashed for clients that never trained.
 HASHED_BYTES = 8 << 30
@@ -142,7 +142,7 @@ class Rows:
     def templates(self, state: types.RoundState) -> list[Any]:
         """The shapes of `saved` and its other form, from those of the devices."""
         whole = store.whole_template(state, self.num_clients)
-        # Several processes load what the first one has read, in this form alone.
+        # Several processes load the first one's state, in this form alone.
         alone = jax.process_count() > 1
         return [whole] if alone else [whole, store.kept_template(state)]
 
@@ -271,10 +271,10 @@ class Hosted(Rows):
         super().__init__(layout.num_clients, how)
         self.layout, self.record = layout, store.Record(template.private)
         self._folder, self._stores = folder, {}
-        # By a call's first variant, the window whose rows its state has, and the round
-        # up to which the host has what they trained.
+        # By a call's first variant: the window of its state's rows, and the last round
+        # from which the host has their training.
         self._held: dict[int, tuple[_Window, int]] = {}
-        # The variants and the rows of a block in which no client has trained.
+        # The variants and the rows of a block without trained clients.
         self._common: tuple[tuple[int, ...], Any] | None = None
 
     @property
@@ -418,7 +418,7 @@ class Hosted(Rows):
                 of_call = [ids[call.seeds.index(seed)] for _, seed in call.pairs]
                 lines = np.stack([self.layout.clients_of(one) for one in ids])
                 rows = call.variants, call.state, of_call
-                # Without a name, so that there are not two blocks in memory.
+                # Unnamed, so that there are never two blocks in memory.
                 yield Block(self._with(*rows), stacked.on_host(cohorts), lines)
         finally:
             self._common = None
@@ -433,7 +433,7 @@ class Hosted(Rows):
         others[first] = False
         trained = np.zeros(self.num_clients, bool)
         for variant in variants:
-            # Shapes of a state have no stores yet.
+            # There are no stores yet for a state's shapes.
             if variant in self._stores:
                 trained[self._stores[variant].ids] = True
         order = np.concatenate(

@@ -187,7 +187,7 @@ def _on_each(fn: Callable[..., Any], mesh: jax.sharding.Mesh) -> Callable[..., A
     def one(tree: Any, row: jax.Array, *others: Any) -> Any:
         size = jax.tree.leaves(tree)[0].shape[0]
         place = row - jax.lax.axis_index("clients") * size
-        # A negative place would be counted from the end.
+        # Negative places would count from the end.
         place = jnp.where((place >= 0) & (place < size), place, size)
         return fn(tree, place, *others)
 

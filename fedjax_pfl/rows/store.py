@@ -16,7 +16,7 @@ import numpy as np
 from fedjax_pfl import types
 from fedjax_pfl.rows import views
 
-# A store grows by so many bytes.
+# A store grows by this many bytes.
 PART_BYTES = 64 << 20
 
 
@@ -144,8 +144,7 @@ class Store:
         size = shape[0] * shape[1]
         begin = len(self._parts) * size
         try:
-            # A write into a file that is only truncated ends the process where the
-            # disk is full.
+            # With truncation alone, a write on a full disk would end the process.
             os.posix_fallocate(self._file.fileno(), begin, size)
         except OSError as error:
             raise OSError(
