@@ -45,9 +45,8 @@ def make(
     "moments": the optimizer's state}, which the functions given here do not see.
 
     Args:
-        client_update: `(client, server) -> Trained`, the model to average. With
-            `own` it returns `(Trained, row)`, where `row` is the client's new private
-            row.
+        client_update: `(client, server) -> Trained`, the model to average. With `own`
+            it returns `(Trained, the client's new private row)`.
         own: From the first model to each client's private row before round 0, which
             arrives as `client.own`. None = clients keep nothing.
         serving, opt_state: As in `types.Algorithm`; without `serving` the server's

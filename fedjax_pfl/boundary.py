@@ -46,8 +46,7 @@ class Schedule(NamedTuple):
     """The boundary of a client: l = max(last, first - floor((Z - 1) / every)).
 
     This is Eq. 6 of FedD2S with the floor that the paper omits. `first` and `last` are
-    the deepest and the shallowest boundary, 0..L, `every` is Z0, at least 1, and
-    `num_stages` is L.
+    the deepest and the shallowest boundary, 0..L, `every` is Z0 >= 1, `num_stages` L.
     """
 
     first: int
@@ -56,8 +55,7 @@ class Schedule(NamedTuple):
     num_stages: int
 
     def layer(self, participations: jax.Array) -> jax.Array:
-        """l int32[...] at participation number Z int32[...] from 1; Z = 0 gives
-        `first`."""
+        """l int32[...] at participation Z int32[...] from 1; Z = 0 gives `first`."""
         steps = jnp.maximum(participations - 1, 0) // self.every
         return jnp.maximum(self.last, self.first - steps)
 

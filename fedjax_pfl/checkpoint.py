@@ -1,9 +1,8 @@
 """Saves and restores a whole RoundState with orbax, and detects damage.
 
-`manifest.json` lies beside orbax's files. It has the SHA-256 of each of them, the shape
-and dtype of every array, and the host's counters. Orbax restores flipped bits silently,
-so files are checked before orbax reads them. Orbax copies what it writes, so a state is
-passed to it in pieces.
+`manifest.json` beside orbax's files has the SHA-256 of each, the shape and dtype of
+every array, and the host's counters. Orbax restores flipped bits silently, so files are
+checked before it reads them. It copies what it writes, so a state is passed in pieces.
 """
 
 import concurrent.futures
@@ -153,8 +152,8 @@ def save(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
 
     `folder` is the run's `checkpoints` folder, `round` the rounds done, `state` a
     RoundState (or a stack of them), and `host` the host's counters as JSON-able values,
-    such as messages so far. Older checkpoints stay if an OSError says that it cannot be
-    written.
+    such as messages so far. If it cannot be written, an OSError is raised and older
+    ones stay.
     """
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -316,8 +315,7 @@ def restore(folder: pathlib.Path, *templates: Any) -> tuple[int, Any, dict] | No
     It is None if `folder`, the run's `checkpoints` folder, has no checkpoint.
     `templates` are the state's shapes (`jax.eval_shape` of init) in each form that it
     may have. An axis of -1 may have any length. Raises ValueError if the newest one is
-    damaged or of another shape. The message names the file, and the older checkpoint to
-    fall back to.
+    damaged or of another shape, with the file and the older checkpoint to fall back to.
     """
     found = saved(folder.absolute())
     if not found:

@@ -8,7 +8,7 @@ the family defines how a client mixes and how it trains.
 Clients are measured at two moments. `client_accuracy` is that of the mixed model that a
 client of the next round has before it trains, as UA-PDFL's released code tests it
 (other clients do not mix). `trained_accuracy` is that of the model that a client's last
-training left, which Algorithm 2 of that paper returns. The two may differ by more than
+training left, which Algorithm 2 of that paper returns. These may differ more than
 methods do.
 """
 

@@ -1,8 +1,7 @@
 """Runs a function of one client for every client of a round.
 
-Where optimizer states persist between a client's rounds, the engine hands each client
-its own and stores the new ones. An algorithm only returns the `Trained` of its
-training.
+Where optimizer states persist between a client's rounds, each client gets its own and
+the new ones are stored here. An algorithm only returns the `Trained` of its training.
 """
 
 from __future__ import annotations
@@ -36,10 +35,9 @@ class Client:
         id, level: int32[], the client and the capacity level that it holds.
         own: Its row of the `own` argument of `update`.
         opt_state: Its persistent optimizer state, () if there is none.
-        plan: Its steps, a `types.Plan` of one client.
+        plan, data: Its steps, a `types.Plan` of one client, and the tables.
         bound: int32[], the most steps of its chunk. It is not batched, so that a
             `fori_loop` up to it stops early.
-        data: The tables.
         key, round: The run's root key, and the round int32[], zero-based.
         model: Its architecture.
     """
@@ -158,7 +156,7 @@ class Round(NamedTuple):
 
     @property
     def groups(self) -> tuple[Round, ...]:
-        """The same round by architecture; ValueError unless these are declared."""
+        """The same round by architecture; ValueError if that is not declared."""
         task, state, cohort = self.task, self.state, self.cohort
         kept = state.opt_state or ((),) * len(task.client_models)
         if len(kept) != len(task.client_models):
@@ -260,8 +258,7 @@ def update_by_architecture(
     data: types.Data,
     **given: Any,
 ) -> tuple[Any, ...]:
-    """The older form of `Round.update` by architecture, for `fn(client, shared,
-    model=)`."""
+    """An older form of `Round.update`, for `fn(client, shared, model=)`."""
 
     def one(client: Client, shared: Any) -> Any:
         return fn(client, shared, model=client.model)
@@ -293,10 +290,8 @@ def update(
 
     Args:
         fn: One client's update.
-        task, state, cohort, data: Those of the round; the state is that at its
-            beginning.
-        own: Leaves [C, ...], each client's `client.own`; None = its private row, of
-            `state.clients`.
+        task, state, cohort, data: Those at the beginning of the round.
+        own: Leaves [C, ...], each client's `client.own`; None = its private row.
         shared: The same for all clients, such as the server's model.
         plan: Name of the step plan.
         levels: With L > 0 `fn(client, shared, level)` is traced once for each level

@@ -21,12 +21,10 @@ class Scoring(NamedTuple):
     """The choice of what is measured.
 
     Attributes:
-        batch_size, own_batch_size: Rows per forward pass on all and on a client's test
-            rows.
+        batch_size, own_batch_size: Rows per pass, on all and on a client's test rows.
         num_scored: Clients behind c_spec, c_gen and c_per; 0 = these are absent.
         scored: `selected` (the next round's cohort) or `all`.
-        num_sampled: Clients with a measured own accuracy, drawn once by the seed; 0 =
-            all.
+        num_sampled: Clients with an own accuracy, drawn once by the seed; 0 = all.
         has_train: Whether the server's model is measured on the clients' train rows.
         score: The sums over rows.
     """
@@ -48,8 +46,7 @@ def answer(model: types.Model, out: Any) -> jax.Array:
 
 
 def _outputs(model: types.Model, out: Any) -> tuple[jax.Array, ...]:
-    """J logits: of each exit, their ensemble and the served output; J = 1 without
-    exits."""
+    """J logits: of exits, their ensemble and the served output; J = 1 without exits."""
     if not model.has_exits:
         return (out,)
     return *out, sum(out) / len(out), answer(model, out)
@@ -111,9 +108,9 @@ def of_shared(
 
     Args:
         algorithm, scoring, how: The models, what is measured, and chunks and devices.
-        state: At the end of a round, with any clients' private rows.
+        state, data: At the end of a round, with any clients' private rows, and the
+            tables.
         cohort: The next round's clients, without plans.
-        data: The tables.
 
     Returns:
         `server` and `server_loss` {name: sums of the union}, see `Score.of_union`;
@@ -122,8 +119,8 @@ def of_shared(
         absent without a server); `train` (sums of that model on the clients' train
         rows, int32[] rows); `serving` and `trained`, for each model that clients share
         (sums over each client's test rows, leaves [K, ...]; its right answers on the
-        union int32[], () without scored clients). `trained` is absent where `serving`
-        holds for both.
+        union int32[], () without scored clients). `trained` may equal `serving` and is
+        then absent.
     """
     test, score = data.partition.test, scoring.score
     answered: list[tuple[types.Model, list[jax.Array], Any]] = []
@@ -209,8 +206,7 @@ def of_clients(
         serves them), where `trained` is absent as in `of_shared`; `known` bool[R], the
         clients that are in the sample and served by a model; `scored` int32[num_scored]
         (int32[R] of all clients), the ids of the scored clients, K = none, and `cross`,
-        the right answers of their own models on the union (both absent without scored
-        clients).
+        the right answers of their own models on the union (both absent without any).
     """
     test, score = data.partition.test, scoring.score
     num_clients, num_rows = test.start.shape[0], ids.shape[0]
@@ -420,9 +416,8 @@ def joined(
 
     Args:
         shared: The result of `of_shared`, as numpy.
-        blocks: For disjoint sets of clients their ids int[R] and the result of
+        blocks: For disjoint sets of the K clients, ids int[R] and results of
             `of_clients`.
-        num_clients: K.
         has_trained: Whether the algorithm defines the models that training left.
 
     Returns:

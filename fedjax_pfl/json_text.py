@@ -42,8 +42,7 @@ def check(value: Any, kind: Any) -> None:
 
     `kind` is a type or a union of types; `[kind]`, a list of these; or names and their
     kinds, an object. A name that ends in "?" may be missing, and the key `str` is the
-    kind of all names that are not listed. Without this key other names may have any
-    value.
+    kind of all names that are not listed. Without it these may have any value.
 
     Raises:
         ValueError: a phrase without the file, such as `its metrics.c_gen.mean is a

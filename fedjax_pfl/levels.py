@@ -172,8 +172,7 @@ def truncated(hparams: Levels, model: types.Model) -> types.Model:
     """The global model: the chain up to `--max_level` of a model with exits.
 
     A model with one exit has one level, the whole model. Raises ValueError if the
-    number of levels is not the model's, or options of several levels are given with a
-    model of one.
+    number of levels is not the model's, or if a model of one gets options of several.
     """
     count = len(model.stage_names) if model.has_exits else 1
     given = len(mix(hparams))
@@ -280,13 +279,11 @@ def make(
 
     Args:
         hparams, task: As every `make` gets them.
-        model: The global model.
-        submodel: The part that a client holds.
+        model, submodel: The global model, and the part of it that a client holds.
         client_update: `(client, start, level) -> Trained` of the submodel.
         init: From the run's root key to the server's first variables; None = the common
             initialisation of `model`.
-        own: `(state, cohort, data) -> leaves [C, ...]`, as `client.own`; None = the
-            private rows.
+        own: `(state, cohort, data) -> client.own` [C, ...]; None = the private rows.
         private: From the first model to each client's private row before round 0.
         beside: From the first model to the server's other entries. `state.server` is
             then {"model": its model, **beside}, and otherwise its model alone.

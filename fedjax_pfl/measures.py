@@ -61,8 +61,7 @@ def of(
     """The sums of several measures over one batch.
 
     `logits`, `labels` and `mask` are those of `Measure.sums`. `first` is the place of
-    the batch's first row among `num_rows`, N, which is at least the rows of all
-    batches.
+    the batch's first row among `num_rows` = N, at least the rows of all batches.
     """
     place = first + jnp.arange(len(labels))
 
@@ -185,8 +184,7 @@ def listed(given: Any) -> list[Any]:
 def chosen(asked: str | Sequence[Any]) -> tuple[Measure, ...]:
     """The measures of `--eval_metrics`, a text or the result of `listed`.
 
-    Raises ValueError, in one line, for an unknown name or a function that is not a
-    measure.
+    Raises ValueError for an unknown name or a function that is not a measure.
     """
     if isinstance(asked, str):
         asked = [name.strip() for name in asked.split(",")] if asked else []
@@ -273,7 +271,6 @@ def metrics(
     """The values of measures by name, without those that are not defined.
 
     Args:
-        measures: The measures.
         found: `server`, the sums of each measure on the union (absent without a
             server's model), and `own`, leaves [K, ...] of the clients' models.
         known: bool[K], the clients that were measured and have test rows.

@@ -360,8 +360,7 @@ def _step(
 
 
 def _of_state(tx: Any, mask: Any, params: Any, state: Any) -> Any:
-    """The mask of an optimizer state: moments follow their parameters, and counts move
-    with any parameter."""
+    """The mask of a state: moments follow parameters, counts move with any of them."""
     if isinstance(mask, jax.Array) and not mask.ndim:
         return mask
 

@@ -39,8 +39,7 @@ def option(
         needs: Another option -> its values with which this one has an effect, `ON` =
             all that switch it on. With others this one is refused unless it is at its
             default or off. Options that a dataclass does not have are skipped.
-        excludes: Another option -> its values, or `ON`, beside which this one is
-            refused.
+        excludes: Another option -> its values, or `ON`, that rule this one out.
         is_needed: Whether those values of `needs` also require this option.
         is_noted: Whether a line says that it has no effect instead of a refusal, as a
             paper's rules may set it for all methods.
@@ -49,8 +48,7 @@ def option(
             0. It then stays a Python 0.0 (static).
         is_static: Marks a float that is part of the program, such as one that decides
             sizes. It is never traced, and each value is compiled separately.
-        is_in_rounds: Marks a number of rounds after which something is complete, which
-            a run should reach.
+        is_in_rounds: Marks a number of rounds that a run should reach to be complete.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True)
@@ -123,9 +121,8 @@ def conflicts(values: Any, noted: Collection[str] | None = None) -> Iterator[str
     """Lines about options that contradict others, by `needs` and `excludes`.
 
     Relations with options that are missing or None (not resolved yet) are skipped, and
-    so are traced numbers, which were checked before the trace. With `noted`, the
-    options that were given, lines are about those that are noted, and without it about
-    those that are refused.
+    so are traced numbers, which were checked before the trace. With `noted`, the given
+    options, lines are about noted ones, otherwise about refused ones.
     """
     for field in dataclasses.fields(values):
         meta, value = _PLAIN | field.metadata, getattr(values, field.name)

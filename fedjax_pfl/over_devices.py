@@ -26,8 +26,7 @@ def rows(
     `on_device` is `(mine, shared, local) -> out`, leaves [C / D, ...] (of `local`
     [...]), and with `is_summed` `out` is `(kept, part of a sum)`. Returns `(every,
     shared, local) -> out` with `every` and `out` leaves [C, ...] (a sum [...]) and
-    `local` [D, ...]. `how` says whether each of the D devices has its own clients'
-    private rows.
+    `local` [D, ...]. D are the devices of `how`.
     """
     mesh, stays = how.mesh, how.shares_rows
 
@@ -160,8 +159,7 @@ def _summed(parts: Any, mesh: jax.sharding.Mesh) -> Any:
     """The sum over devices, on CPUs in their order, whichever processes have them.
 
     On the CPUs of several processes the order of `psum` would depend on how these are
-    connected. Sums that an algorithm takes over rows that stay on their devices have
-    XLA's order.
+    connected. Sums over rows that stay on their devices have XLA's order.
     """
     if mesh.devices.flat[0].platform != "cpu" or jax.process_count() == 1:
         return jax.lax.psum(parts, "clients")

@@ -67,15 +67,15 @@ class Compiled:
 class Program(NamedTuple):
     """The jitted functions over stacked variants: seeds, or points of a sweep.
 
-    `init(floats, data, partition, seeds) -> state`.
-    `rounds(floats, state, cohorts, first, num_rounds, data, partition) -> (state,
-    metrics of the last round, counts int32[variants, T, kinds], diverged
-    int32[variants])` runs `cohorts[first : first + num_rounds]` of a window of T
-    rounds. `diverged` is the first of them, counted from 1, after which a metric or a
-    parameter is not finite, 0 = none.
-    `of_shared(floats, state, cohort, data, partition)` and `of_clients(floats, state,
-    cohort, data, partition, ids)` are those of `evaluate`, where `ids` are the clients
-    of the state's rows.
+    * `init(floats, data, partition, seeds) -> state`.
+    * `rounds(floats, state, cohorts, first, num_rounds, data, partition) -> (state,
+      metrics of the last round, counts int32[variants, T, kinds], diverged
+      int32[variants])` runs `cohorts[first : first + num_rounds]` of a window of T
+      rounds. `diverged` is the first of them, counted from 1, after which a metric or a
+      parameter is not finite, 0 = none.
+    * `of_shared(floats, state, cohort, data, partition)` and `of_clients(floats, state,
+      cohort, data, partition, ids)` are those of `evaluate`; `ids` are the clients of
+      the state's rows.
 
     All arguments but `first`, `num_rounds` and `data` have a leading axis of variants,
     or of 1 where they share it. Floats that they share are scalars. Several seeds may

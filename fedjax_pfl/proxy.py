@@ -222,8 +222,7 @@ def train_server(
     state: types.RoundState,
     data: types.Data,
 ) -> types.Variables:
-    """`state.server` after `server_epochs` over the proxy set, as in
-    `over_devices.once`.
+    """`state.server` after `server_epochs` on the proxy set, by `over_devices.once`.
 
     `hparams` has the options of `ServerTraining` and a `batch_size`.
     """

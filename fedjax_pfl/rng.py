@@ -46,8 +46,7 @@ def _number(name: str | int) -> int:
 
 
 def stream(key: jax.Array, tag: str | int, *ids: int | jax.Array) -> jax.Array:
-    """A key derived from `key`, the run's root key, by folding in `tag` and then each
-    id.
+    """A key from the run's root key, by folding in `tag` and then each id.
 
     `tag` names the purpose of the draw, such as `mine.noise`. Ids are non-negative.
 

@@ -1,8 +1,7 @@
 """The host's side of a run: one object that is advanced and evaluated.
 
 Rounds run in calls of about ten seconds. A call reads its plans from a window, a table
-of the next rounds' plans on the device. While it computes, the host prepares the next
-window.
+of the next rounds' plans on the device. Meanwhile the host prepares the next.
 """
 
 import contextlib
@@ -59,12 +58,10 @@ class Simulation:
 
         Args:
             program, planner: From `program.build`, and the cohorts and plans.
-            data: Tables, with a `partition` on the host that has a leading axis of
-                seeds.
+            data: Tables, and on the host a `partition` with a leading axis of seeds.
             execution: For counting padding, and for the placement of arrays.
             rounds: Total number of rounds. Nothing is planned for later ones.
-            points: The float options of each point of a sweep, in place of the
-                program's.
+            points: The float options of each point of a sweep, or else the program's.
             rows_in: Where the private rows are that are not on the device: a folder, ""
                 for the host's memory, None = there are none.
             with_rows: `(num_rows, execution) -> Program` for a state of so many private
@@ -180,8 +177,7 @@ class Simulation:
     ) -> None:
         """Continues after `round` rounds from a stacked state and the counters.
 
-        `state` is an earlier `saved`, in either form. Other arguments are earlier
-        attributes.
+        `state` is an earlier `saved`, in either form, the others earlier attributes.
         """
         self.totals, self.compile_seconds = totals, compile_seconds
         if self.rows.needs_start:

@@ -102,13 +102,11 @@ class Task(NamedTuple):
     """Everything that an algorithm may use of the problem, without the data set's name.
 
     Attributes:
-        server_model: The architecture of the server's model.
-        client_models: One architecture per group of clients.
+        server_model, client_models: The server's architecture and one per client group.
         group_of_client: int32[K], index into `client_models`.
         num_clients, num_classes, num_proxy: K, Y, P.
         num_eligible: Clients that may be drawn, at most K.
-        num_examples: At least the train rows of the largest client, for tables aligned
-            by sample.
+        num_examples: At least the train rows of each client, for tables by sample.
         example_shape: Shape of one example, such as (28, 28, 1).
         num_levels: Capacity levels of the clients; 1 = all hold the whole model.
         num_residents: Private rows of the state where these are not one for each
@@ -330,7 +328,7 @@ class Plan:
     """The samples that are used in each step, for the clients of a cohort.
 
     A client goes through its rows in shuffled order, epoch after epoch. The last batch
-    of an epoch may be short.
+    of an epoch may be short. `batch_size` B is static.
 
     Attributes:
         position: int32[D, R], for each of D devices the positions (indices among a
@@ -339,7 +337,6 @@ class Plan:
         first: int32[C], where a row's positions begin within those of its device.
         num_rows: int32[C], positions of one epoch; 0 on padding rows.
         num_steps: int32[C], steps to take, at most those of all epochs.
-        batch_size: B, static.
     """
 
     position: jax.Array
@@ -407,8 +404,7 @@ class PeerSpec(NamedTuple):
     """The peers that a decentralised algorithm asks for, for each client of a round.
 
     Peers are slots of `RoundState.clients` from which a client pulls. They need not
-    take part in the round themselves. A graph is directed, and a client may have no
-    peer in it.
+    take part in the round. A graph is directed, and a client may have no peer.
 
     Attributes:
         num_peers: Peers of each client, at most.
@@ -439,8 +435,7 @@ class Cohort:
     P], slots like `row`, valid where `peer_mask` bool[C, P]; `plans` by name; `peer_id`
     int32[C, P], the peers as clients, () where these are the slots.
 
-    A window of cohorts has leaves [T, ...], and its plans are `WindowPlan`s of T
-    rounds.
+    A window of cohorts has leaves [T, ...] and a `WindowPlan` of T rounds by name.
     """
 
     client_id: jax.Array
@@ -600,8 +595,7 @@ class Algorithm(NamedTuple):
             first model serves all clients.
         trained: Like `serving`, the models as each client's last training left them,
             which give the metric `trained_accuracy`. It is for methods in which clients
-            keep models that differ from those that serve, and for methods that are
-            compared with such.
+            keep other models than those that serve, and for methods compared with such.
         peers: The peers drawn for each client of a cohort (decentralised methods).
         ships_proxy: Whether every client gets the proxy set, once: empty = no,
             `labelled` or `unlabelled`.

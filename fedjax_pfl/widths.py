@@ -61,8 +61,7 @@ def widened(tree: Any, full: Any) -> Any:
 def covered(params: list[Any], level: jax.Array) -> Any:
     """The entries of the widest parameters that a client of a level holds, bool.
 
-    `params` are shape structs of every level's parameters, the widest last, and `level`
-    is int32[], 1..L.
+    `params` are shapes of every level's, the widest last; `level` is int32[], 1..L.
     """
 
     def inside(*by_level: jax.ShapeDtypeStruct) -> jax.Array:
@@ -91,8 +90,7 @@ def submodel(
     """The slice of a client's level, as `levels.make` needs it.
 
     Statistics are not averaged, because norms use those of their batch alone. `hparams`
-    includes `levels.Levels`, and `shape_at` has shape structs of the `models` of all
-    levels.
+    includes `levels.Levels`; `shape_at` has the shapes of all `models`.
     """
     params_at = [one.params for one in shape_at]
 

@@ -114,8 +114,7 @@ class Windows:
     """Makes windows for the calls of a run, as long as there is room.
 
     `length` is T, the rounds of every window's tables. `capacity` is the room for the
-    examples of a device in a window. It only grows, since another size is another
-    program.
+    examples of a device in a window. It only grows, as each size is a program.
     """
 
     def __init__(

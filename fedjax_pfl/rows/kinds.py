@@ -27,8 +27,7 @@ class Block(NamedTuple):
 
     `state` is the call's, with their rows. `cohort` has the next round's clients of
     each seed, leaves [S, C, ...], and those without a row in the state are padding.
-    `ids` int32[S, R] are the client of each row, K = none, or [1, R] if the seeds share
-    them.
+    `ids` int32[S, R] are the client of each row, K = none, or [1, R] for all seeds.
     """
 
     state: types.RoundState
@@ -68,8 +67,7 @@ class Rows:
     def room(self) -> Callable[[Iterable[types.Cohort]], bool]:
         """A function that says whether a window has room for one more round.
 
-        It is called for each round in turn with the cohorts of all seeds, which it need
-        not draw.
+        It takes each round in turn, as cohorts of all seeds, which it need not draw.
         """
         return lambda cohorts: True
 
@@ -169,8 +167,7 @@ class Rows:
 
         `state` is the call's of this variant, with a leading axis of 1, and `cohort`
         has the next round's clients. Without a `client` it is the server. Returns (the
-        state with the client's row, the cohort with its slots in it, the client's
-        slot).
+        state with the client's row, the cohort with its slots, the client's slot).
         """
         return state, cohort, client
 
@@ -265,8 +262,8 @@ class Hosted(Rows):
 
         With one device `layout` has the rows that every device has, with several those
         of each device's own clients. `template` has the shapes of the devices' state,
-        leaves [variants, rows, ...]. Rows are in a file in `folder`, or in memory if it
-        is "".
+        leaves [variants, rows, ...]. Rows are in a file in `folder`, or in memory for
+        "".
         """
         super().__init__(layout.num_clients, how)
         self.layout, self.record = layout, store.Record(template.private)
@@ -284,8 +281,8 @@ class Hosted(Rows):
 
     def _residents(self, cohort: types.Cohort) -> np.ndarray:
         """int64[n]: the clients with rows that a cohort (or a window) needs, in order.
-        They are all clients if there is room, with the slots of devices that have all
-        rows."""
+        If there is room for all, they are all clients in the slots of a full layout.
+        """
         return np.arange(self.num_clients) if self._has_all else needed(cohort)
 
     def _new(self, common: np.ndarray) -> store.Store:
@@ -426,9 +423,9 @@ class Hosted(Rows):
     def _split(
         self, variants: Sequence[int], first: np.ndarray, wanted: np.ndarray | None
     ) -> list[np.ndarray]:
-        """All clients in blocks of the devices' size: `first`, then those that trained
-        in one of `variants`, then the rest, both limited to `wanted` bool[K], None =
-        all."""
+        """All clients in blocks of the devices' size: `first`, then those trained in
+        one of `variants`, then the rest, both limited to `wanted` bool[K] (None = all).
+        """
         others = np.ones(self.num_clients, bool) if wanted is None else wanted.copy()
         others[first] = False
         trained = np.zeros(self.num_clients, bool)
@@ -510,8 +507,7 @@ class Hosted(Rows):
     def loaded(
         self, found: types.RoundState | store.Kept, calls: Sequence[Call]
     ) -> Iterator[types.RoundState]:
-        """Like `Rows.loaded`; the stores take the rows, and the devices get common
-        ones."""
+        """Like `Rows.loaded`; stores take the rows, and devices get common ones."""
         if isinstance(found, types.RoundState):
             common = [one.common for one in self._stores.values()]
             found = store.compressed(found, common)

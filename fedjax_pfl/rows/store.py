@@ -87,8 +87,7 @@ class Store:
     """
 
     def __init__(self, common: np.ndarray, num_clients: int, folder: str = ""):
-        """A store in which no client has trained, in memory or in a file without a
-        name.
+        """A store without trained clients, in memory or in a file without a name.
 
         The file is in `folder` and disappears with the process.
         """
