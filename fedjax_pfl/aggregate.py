@@ -165,8 +165,7 @@ def sum_held(
     def add(index: jax.Array, sums: tuple[Any, Any]) -> tuple[Any, Any]:
         one, mask = stacked.take((rows, held), source[:, index])
         factor = jax.tree.map(
-            lambda m: jnp.where(as_mask(m), stacked.column(share[:, index], m), 0),
-            mask,
+            lambda m: jnp.where(as_mask(m), stacked.column(share[:, index], m), 0), mask
         )
         values = jax.tree.map(lambda f, x: jnp.where(f > 0, f * x, 0), factor, one)
         return jax.tree.map(jnp.add, sums, (values, factor))

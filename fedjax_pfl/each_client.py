@@ -15,15 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from fedjax_pfl import (
-    aggregate,
-    execution,
-    losses,
-    over_devices,
-    rng,
-    stacked,
-    types,
-)
+from fedjax_pfl import aggregate, execution, losses, over_devices, rng, stacked, types
 from fedjax_pfl.rows import slots
 
 
@@ -429,8 +421,7 @@ def in_turn(
 
 
 def over_clients(
-    fns: Sequence[Callable[[Any, Any, jax.Array], Any]],
-    how: execution.Execution,
+    fns: Sequence[Callable[[Any, Any, jax.Array], Any]], how: execution.Execution
 ) -> Callable[..., Any]:
     """Maps a function of one client over all rows of a cohort.
 

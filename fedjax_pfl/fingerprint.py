@@ -8,13 +8,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator
-from types import (
-    CodeType,
-    FunctionType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-)
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import jax

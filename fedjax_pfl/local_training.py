@@ -8,14 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from fedjax_pfl import (
-    boundary,
-    each_client,
-    losses,
-    optimizer,
-    options,
-    types,
-)
+from fedjax_pfl import boundary, each_client, losses, optimizer, options, types
 
 option = options.option
 

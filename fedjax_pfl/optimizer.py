@@ -370,11 +370,7 @@ def _of_state(tx: Any, mask: Any, params: Any, state: Any) -> Any:
     entries = jax.tree.map(spread, mask, params)
     moves = any_of(mask)
     return optax.tree_utils.tree_map_params(
-        tx,
-        lambda _, entry: entry,
-        state,
-        entries,
-        transform_non_params=lambda _: moves,
+        tx, lambda _, entry: entry, state, entries, transform_non_params=lambda _: moves
     )
 
 

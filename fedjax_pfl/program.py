@@ -19,14 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import (
-    evaluate,
-    execution,
-    optimizer,
-    options,
-    traffic,
-    types,
-)
+from fedjax_pfl import evaluate, execution, optimizer, options, traffic, types
 
 KEPT_PROGRAMS = 8
 

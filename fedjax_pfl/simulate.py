@@ -61,7 +61,7 @@ class Simulation:
             data: Tables, and on the host a `partition` with a leading axis of seeds.
             execution: For counting padding, and for the placement of arrays.
             rounds: Total number of rounds. Nothing is planned for later ones.
-            points: The float options of each point of a sweep, or else the program's.
+            points: Float options of each point of a sweep, which replace the program's.
             rows_in: Where the private rows are that are not on the device: a folder, ""
                 for the host's memory, None = there are none.
             with_rows: `(num_rows, execution) -> Program` for a state of so many private
@@ -292,10 +292,7 @@ class Simulation:
         return jax.tree.map(np.asarray, jax.device_get(executable(*args)))
 
     def compute(
-        self,
-        program: program_lib.Program,
-        planner: Planner,
-        execution: types.Execution,
+        self, program: program_lib.Program, planner: Planner, execution: types.Execution
     ) -> None:
         """Continues with clients in other chunks, which only changes the speed."""
         self.program, self.execution = program, execution

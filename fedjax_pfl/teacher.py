@@ -20,10 +20,7 @@ class Taught:
     """Options of algorithms with a teacher."""
 
     teacher: str = option(
-        "",
-        "file of the teacher's model (launch.export)",
-        needs=_ASKED,
-        is_needed=True,
+        "", "file of the teacher's model (launch.export)", needs=_ASKED, is_needed=True
     )
     teacher_model: str = option(
         "", "the teacher's --model, for a file that does not name it", needs=_ASKED

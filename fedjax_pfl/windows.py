@@ -89,10 +89,7 @@ def window_rounds(
 
 
 def work_of(
-    planner: Planner,
-    seed_index: int,
-    cohorts: types.Cohort,
-    execution: types.Execution,
+    planner: Planner, seed_index: int, cohorts: types.Cohort, execution: types.Execution
 ) -> Work:
     """The cost of each round of a window; leaves [T, ...], for one seed."""
     updates = cohorts.row_mask.sum(1)

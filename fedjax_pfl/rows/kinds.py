@@ -359,10 +359,7 @@ class Hosted(Rows):
         window.records[call.variants.start] = self._read(*given)
 
     def _read(
-        self,
-        variants: Sequence[int],
-        ids: Sequence[np.ndarray],
-        layout: slots.Layout,
+        self, variants: Sequence[int], ids: Sequence[np.ndarray], layout: slots.Layout
     ) -> np.ndarray:
         """uint8[variants, rows, bytes]: rows of clients of each; others are common."""
         shape = len(variants), layout.num_rows, self.record.num_bytes
