@@ -98,13 +98,6 @@ class Call:
         """Arguments of `Program.init`; `data` without its partition."""
         return self.floats, data, self.partition, self.values
 
-    def first(self, executable: Callable, args: tuple) -> types.RoundState:
-        """The state before the first round; `args` from `init_args`."""
-        return jax.block_until_ready(executable(*args))
-
-    def with_state(self, state: types.RoundState) -> "Call":
-        return dataclasses.replace(self, state=state)
-
     def load(self, round: int, state: types.RoundState, metrics: Metrics) -> None:
         """Continues from the state of all variants after `round` rounds."""
         self.state, self.round, self.pending = state, round, None

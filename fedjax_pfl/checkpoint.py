@@ -253,30 +253,23 @@ def _read_manifest(path: pathlib.Path) -> dict:
     return manifest
 
 
-def _like(found: dict[str, list[Any]], templates: Sequence[Any]) -> Any:
-    fits = (one for one in templates if list(_shapes(one)) == list(found))
-    return next(fits, templates[0])
-
-
-def _without_free(wanted: Sequence[int], found: Sequence[int]) -> list[int]:
-    """A wanted shape with its free axes (-1) as found."""
-    if len(wanted) != len(found):
-        return list(wanted)
-    return [n if size < 0 else size for size, n in zip(wanted, found, strict=True)]
-
-
 def _restore_one(path: pathlib.Path, templates: Sequence[Any]) -> tuple[int, Any, dict]:
     """(rounds done, state, host) of one checkpoint."""
     manifest = _read_manifest(path)
     found = manifest["arrays"]
-    template = _like(found, templates)
+    fits = (one for one in templates if list(_shapes(one)) == list(found))
+    template = next(fits, templates[0])
     wanted = _shapes(template)
     if list(wanted) != list(found):
         odd = sorted(set(wanted) ^ set(found))
         raise ValueError(f"{path} holds another state: {', '.join(odd[:3])} differ")
     for name, (dtype, shape) in wanted.items():
-        if found[name] != [dtype, _without_free(shape, found[name][1])]:
-            before = f"{found[name][0]}{found[name][1]}"
+        kind, sizes = found[name]
+        if len(sizes) == len(shape):  # an axis of -1 is free
+            pairs = zip(shape, sizes, strict=True)
+            sizes = [n if n < 0 else size for n, size in pairs]
+        if [kind, sizes] != [dtype, shape]:
+            before = f"{kind}{found[name][1]}"
             raise ValueError(
                 f"{path}: {name} is {before}, this configuration has {dtype}{shape}"
             )

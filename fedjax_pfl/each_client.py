@@ -260,9 +260,13 @@ def update_by_architecture(
     return *out, here.state
 
 
-def _architecture(task: types.Task) -> types.Model | None:
-    """The architecture of all clients, None if there are several."""
-    return task.client_models[0] if len(task.client_models) == 1 else None
+def _clients(
+    task: types.Task, cohort: types.Cohort, own: Any, opt_state: Any, plan: Any
+) -> Client:
+    """The clients of a cohort, leaves [C, ...], without what they have in common."""
+    model = task.client_models[0] if len(task.client_models) == 1 else None
+    mine = cohort.client_id, cohort.level, own, opt_state, plan
+    return Client(*mine, bound=(), data=(), key=(), round=(), model=model)
 
 
 def update(
@@ -317,25 +321,14 @@ def update(
     if own is None:
         own = state.rows(cohort)
     opt_state = slots.take(state.opt_state, cohort.row)
+    rows = _clients(task, cohort, own, opt_state, steps)
 
-    def one(row: Any, given: Any, bound: Any, local: Any, **level: int) -> Any:
-        client_id, own_level, own, opt_state, steps = row
+    def one(row: Client, given: Any, bound: Any, local: Any, **level: int) -> Any:
         data, shared, key, round = given
-        client = Client(
-            id=client_id,
-            level=own_level,
-            own=own,
-            opt_state=opt_state,
-            plan=steps.joined(local),
-            bound=bound,
-            data=data,
-            key=key,
-            round=round,
-            model=_architecture(task),
-        )
+        here = {"bound": bound, "data": data, "key": key, "round": round}
+        client = row.replace(plan=row.plan.joined(local), **here)
         return fn(client, shared, **level)
 
-    rows = (cohort.client_id, cohort.level, own, opt_state, steps)
     given = (data, shared, state.key, state.round)
     is_bucketed = task.execution.is_bucketed and levels > 0
     first = 1 if is_bucketed else levels
@@ -393,26 +386,14 @@ def in_turn(
     key = rng.stream(state.key, "engine.order", state.round)
     draws = jax.vmap(lambda number: jax.random.uniform(jax.random.fold_in(key, number)))
     order = jnp.argsort(jnp.where(cohort.row_mask, draws(cohort.client_id), 2.0))
-    rows = (cohort.client_id, cohort.level, own)
+    rows = _clients(task, cohort, own, opt_state=(), plan=())
     plans = cohort.plans[plan].known_everywhere(task.execution)
 
     def step(index: jax.Array, carry: Any) -> Any:
-        row = order[index]
-        client_id, own_level, own = stacked.take(rows, row)
-        steps = plans.of_row(row)
-        client = Client(
-            id=client_id,
-            level=own_level,
-            own=own,
-            opt_state=(),
-            plan=steps,
-            bound=jnp.where(cohort.row_mask[row], steps.num_steps, 0),
-            data=data,
-            key=state.key,
-            round=state.round,
-            model=_architecture(task),
-        )
-        return fn(client, carry)
+        row, steps = order[index], plans.of_row(order[index])
+        bound = jnp.where(cohort.row_mask[row], steps.num_steps, 0)
+        here = {"bound": bound, "data": data, "key": state.key, "round": state.round}
+        return fn(stacked.take(rows, row).replace(plan=steps, **here), carry)
 
     def every(start: Any) -> Any:
         return jax.lax.fori_loop(0, order.shape[0], step, start)
@@ -520,7 +501,6 @@ def _in_turn(on_chunk: Callable[[Any], Any], parts: Any, *, is_summed: bool) -> 
         return jax.tree.map(jnp.add, total, given), kept
 
     first = jax.tree.map(lambda leaf: leaf[0], parts)
-    like = jax.eval_shape(on_chunk, first)[1]
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+    zeros = stacked.zeros(jax.eval_shape(on_chunk, first)[1])
     total, kept = jax.lax.scan(step, zeros, parts)
     return flat(kept), total

@@ -338,8 +338,19 @@ def _each_entry(
         # The model is made only here, so that they never all exist at once.
         mine = _taken(local if stays else own, entry)
         mine = group.replace(shared=shared).variables(mine)
-        where = start, count, batch_size, bound
-        return _sums_from(group.model, mine, data, *where, score)
+
+        def batch(index: jax.Array) -> Any:
+            offset = index * batch_size + jnp.arange(batch_size)
+            rows = jnp.take(data.partition.test.row, start + offset, mode="clip")
+            rows = jnp.where(offset < count, rows, -1)
+            found = _answers(group.model, mine, data, rows, score)
+            return score.of_batch(found, index * batch_size)
+
+        def step(index: jax.Array, total: Any) -> Any:
+            return jax.tree.map(jnp.add, total, batch(index))
+
+        nothing = stacked.zeros(jax.eval_shape(batch, 0))
+        return jax.lax.fori_loop(0, bound, step, nothing)
 
     rows = padded(entries, first), padded(starts), padded(counts)
     num_steps = -(-rows[2] // batch_size)
@@ -352,33 +363,6 @@ def _each_entry(
         return leaf.reshape(parts, -1, *sums)[:, : size // parts].reshape(-1, *sums)
 
     return jax.tree.map(without_padding, over(rows, given, num_steps, local=local))
-
-
-def _sums_from(
-    model: types.Model,
-    variables: types.Variables,
-    data: types.Data,
-    start: jax.Array,
-    count: jax.Array,
-    batch_size: int,
-    bound: jax.Array,
-    score: scores.Score,
-) -> Any:
-    """The sums of the served output on test rows start..start+count."""
-
-    def batch(index: jax.Array) -> Any:
-        offset = index * batch_size + jnp.arange(batch_size)
-        rows = jnp.take(data.partition.test.row, start + offset, mode="clip")
-        rows = jnp.where(offset < count, rows, -1)
-        found = _answers(model, variables, data, rows, score)
-        return score.of_batch(found, index * batch_size)
-
-    def step(index: jax.Array, total: Any) -> Any:
-        return jax.tree.map(jnp.add, total, batch(index))
-
-    like = jax.eval_shape(batch, 0)
-    nothing = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), like)
-    return jax.lax.fori_loop(0, bound, step, nothing)
 
 
 def _taken(tree: Any, entry: jax.Array) -> Any:
@@ -439,10 +423,11 @@ def joined(
             if kind not in found:
                 continue
             own, serves = found[kind]
-            parts = [] if own is None else [jax.tree.map(lambda x, r=real: x[r], own)]
+            parts = [] if own is None else [(clients, _at(own, real))]
             for is_served, (sums, _) in zip(serves, shared[kind], strict=True):
-                parts.append(_where(is_served[real], sums, clients))
-            for part in parts:
+                mine = clients[is_served[real]]
+                parts.append((mine, _at(sums, mine)))
+            for mine, part in parts:
                 if name not in out:
                     out[name] = jax.tree.map(
                         lambda x: np.zeros((num_clients, *x.shape[1:]), x.dtype), part
@@ -450,7 +435,7 @@ def joined(
                 for total, x in zip(
                     *map(jax.tree.leaves, (out[name], part)), strict=True
                 ):
-                    total[clients] += x
+                    total[mine] += x
         if "scored" in found:
             scored.append(found["scored"])
             slot = np.zeros(num_clients + 1, int)
@@ -468,11 +453,6 @@ def joined(
     return out
 
 
-def _where(is_served: np.ndarray, sums: Any, clients: np.ndarray) -> Any:
-    """The sums of clients int[n], leaves [n, ...], 0 where they are not served."""
-
-    def one(leaf: np.ndarray) -> np.ndarray:
-        mask = is_served.reshape(-1, *[1] * (leaf.ndim - 1))
-        return np.where(mask, leaf[clients], np.zeros((), leaf.dtype))
-
-    return jax.tree.map(one, sums)
+def _at(tree: Any, index: np.ndarray) -> Any:
+    """Some rows of leaves [n, ...] of the host."""
+    return jax.tree.map(lambda leaf: leaf[index], tree)

@@ -10,6 +10,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
+from fedjax_pfl.rows import views
+
 # Smaller arrays are copied for each device.
 ALIGNED_BYTES = 1 << 16
 
@@ -178,7 +180,7 @@ def place(tree: Any, where: jax.sharding.Sharding) -> Any:
     def one(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and leaf.sharding.device_set == where.device_set:
             return leaf
-        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        is_key = views.is_key(leaf)
         host = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
         out = jax.make_array_from_callback(host.shape, where, lambda at: host[at])
         return jax.random.wrap_key_data(out) if is_key else out

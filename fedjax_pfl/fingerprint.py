@@ -15,6 +15,8 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from fedjax_pfl.rows import views
+
 # Addresses, and names of functions that were traced
 _NOT_COMPUTED = re.compile(r" at 0x[0-9a-f]+|\bname=[^\s\]]+")
 
@@ -52,7 +54,7 @@ def of(fn: Callable[..., Any], *args: Any, gradient: bool = False) -> str:
 def _constants(jaxpr: core.ClosedJaxpr) -> Iterator[np.ndarray]:
     """The arrays in a jaxpr, including those of inner jaxprs."""
     for constant in jaxpr.consts:
-        if jax.dtypes.issubdtype(constant.dtype, jax.dtypes.prng_key):
+        if views.is_key(constant):
             constant = jax.random.key_data(constant)
         yield np.asarray(constant)
     yield from _inner(jaxpr.jaxpr)
@@ -82,9 +84,7 @@ def _of_python(value: Any, known: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
     """
     if id(value) in known:
         return
-    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(
-        value.dtype, jax.dtypes.prng_key
-    ):
+    if isinstance(value, jax.Array) and views.is_key(value):
         value = jax.random.key_data(value)
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         array = np.asarray(value)

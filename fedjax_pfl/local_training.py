@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from fedjax_pfl import boundary, each_client, losses, optimizer, options, types
+from fedjax_pfl import (
+    boundary,
+    each_client,
+    losses,
+    optimizer,
+    options,
+    stacked,
+    types,
+)
 
 option = options.option
 
@@ -198,6 +206,7 @@ def train(
     """
     if callable(objectives):
         objectives = (Objective(objectives),)
+    measures = [one.measure or (lambda grads: ()) for one in objectives]
     data = client.data
     tx = optimizer.make(hparams, optimizer.learning_rate(hparams, client.round))
     given = client.opt_state if opt_state is None else opt_state
@@ -212,23 +221,17 @@ def train(
         own = jax.random.fold_in(key, index)
         place = jnp.maximum(position, 0)
         image, label, chosen = data.train_batch(row_at(place), place, own)
-        batch = Batch(
-            image=image,
-            label=label,
-            mask=mask,
-            position=position,
-            step=index,
-            epoch=epoch,
-            key=own,
-            chosen=chosen,
-        )
+        batch = Batch(image, label, mask, position, index, epoch, own, chosen)
         params, stats, opt_state = carry.params, carry.stats, carry.opt_state
         real, measured = mask.any(), []
         for number, objective in enumerate(objectives):
             (loss, new_stats), grads = jax.value_and_grad(
                 objective.loss_fn, has_aux=True
             )(params, stats, batch)
-            measured.append(_added(carry.measured[number], objective, grads, real))
+            more = jax.tree.map(
+                lambda x: jnp.where(real, x, 0), measures[number](grads)
+            )
+            measured.append(jax.tree.map(jnp.add, carry.measured[number], more))
             if objective.adjust is not None:
                 grads = objective.adjust(params, grads)
             trainable, held = _masks(objective, batch, real, num_stages)
@@ -254,26 +257,11 @@ def train(
         stats=start.stats,
         opt_state=given if is_kept else optimizer.init(tx, start.params),
         loss=(jnp.zeros(()), jnp.zeros((), jnp.int32)),
-        measured=tuple(_nothing(objective, start.params) for objective in objectives),
+        measured=tuple(
+            stacked.zeros(jax.eval_shape(one, start.params)) for one in measures
+        ),
     )
     trained = client.run(step, first)
     if not is_kept:
         return trained.replace(opt_state=())
     return trained.replace(persists=opt_state is None)
-
-
-def _nothing(objective: Objective, params: types.Params) -> Any:
-    """Zeros in the shapes of an objective's measurements."""
-    if objective.measure is None:
-        return ()
-    shapes = jax.eval_shape(objective.measure, params)
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-
-def _added(total: Any, objective: Objective, grads: types.Params, real: Any) -> Any:
-    """`total` plus an objective's measurements in a real step."""
-    if objective.measure is None:
-        return total
-    return jax.tree.map(
-        lambda t, value: t + jnp.where(real, value, 0), total, objective.measure(grads)
-    )

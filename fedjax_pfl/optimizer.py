@@ -101,7 +101,7 @@ def make(
         flags = {of: flag for of, flag in _AS_FLAGS.items() if of in takes}
         del flags["learning_rate"]
         given = {of: getattr(hparams, flag) for of, flag in flags.items()}
-        return optax.chain(*steps, _found(name)(learning_rate, **given, **more))
+        return optax.chain(*steps, getattr(optax, name)(learning_rate, **given, **more))
     if name == "adam":
         steps.append(optax.scale_by_adam(**more))
     elif not options.is_off(hparams.client_momentum):
@@ -109,15 +109,11 @@ def make(
     return optax.chain(*steps, optax.scale_by_learning_rate(learning_rate))
 
 
-def _found(name: str) -> Callable[..., optax.GradientTransformation]:
-    return getattr(optax, name)
-
-
 def _taken(name: str) -> Mapping[str, Any]:
     """The arguments of optax's function; none for optimizers that are chained here."""
     if name in ("sgd", "adam"):
         return {}
-    return inspect.signature(_found(name)).parameters
+    return inspect.signature(getattr(optax, name)).parameters
 
 
 def takes_momentum(name: str | Custom) -> bool:
@@ -134,7 +130,7 @@ def parsed(hparams: Any) -> dict[str, float | bool]:
         return {}
     line = f"--client_optimizer_options={text}"
     made = {"sgd": optax.trace, "adam": optax.scale_by_adam}.get(name)
-    takes = inspect.signature(made or _found(name)).parameters.values()
+    takes = inspect.signature(made or getattr(optax, name)).parameters.values()
     known = {
         one.name: one.default
         for one in takes
@@ -305,8 +301,7 @@ def persistent(hparams: Any, task: types.Task, algorithm: types.Algorithm) -> An
 
     def begin(params: types.Params) -> tuple:
         # The first state of these optimizers depends on shapes alone.
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
-        return fresh(hparams, zeros)
+        return fresh(hparams, stacked.zeros(params))
 
     def of(model: types.Model) -> tuple:
         return begin(shapes.variables(model, task.example_shape).params)

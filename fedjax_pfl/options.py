@@ -60,23 +60,8 @@ def option(
         Traceback (most recent call last):
         ValueError: --rate=-1.0: expected at least 0
     """
-    metadata = {
-        "help": help,
-        "choices": choices,
-        "minimum": minimum,
-        "maximum": maximum,
-        "above": above,
-        "below": below,
-        "needs": dict(needs or {}),
-        "excludes": dict(excludes or {}),
-        "is_needed": is_needed,
-        "is_noted": is_noted,
-        "off": off,
-        "zero_is_off": zero_is_off,
-        "is_static": is_static,
-        "is_in_rounds": is_in_rounds,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+    metadata = dict(locals(), needs=dict(needs or {}), excludes=dict(excludes or {}))
+    return dataclasses.field(default=metadata.pop("default"), metadata=metadata)
 
 
 # A field that is not an `option` (a notebook's `scale: float = 1.0`)

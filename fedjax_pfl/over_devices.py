@@ -3,6 +3,7 @@
 Functions communicate only at their end. Without a mesh the one device computes all.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from fedjax_pfl import execution
+from fedjax_pfl import execution, stacked
+from fedjax_pfl.rows import views
 
 _MINE, _ALL = PartitionSpec("clients"), PartitionSpec()
+_mapped = functools.partial(jax.shard_map, check_vma=False)
 
 
 def rows(
@@ -44,13 +47,8 @@ def rows(
     if mesh is None:
         return one
     of_rows = _MINE if stays else _ALL
-    return jax.shard_map(
-        one,
-        mesh=mesh,
-        in_specs=(of_rows, _ALL, _MINE),
-        out_specs=(of_rows, _ALL) if is_summed else of_rows,
-        check_vma=False,
-    )
+    of_out = (of_rows, _ALL) if is_summed else of_rows
+    return _mapped(one, mesh=mesh, in_specs=(of_rows, _ALL, _MINE), out_specs=of_out)
 
 
 def batches(
@@ -74,15 +72,13 @@ def batches(
 
     def on_device(count: jax.Array) -> Any:
         place = 0 if mesh is None else jax.lax.axis_index("clients")
-        zeros = jax.tree.map(lambda x: jnp.zeros((each, *x.shape), x.dtype), like)
 
         def step(index: jax.Array, out: Any) -> Any:
             found = one(index * devices + place)
             return jax.tree.map(lambda every, x: every.at[index].set(x), out, found)
 
-        out = jax.lax.fori_loop(
-            0, (count - place + devices - 1) // devices, step, zeros
-        )
+        num_steps = (count - place + devices - 1) // devices
+        out = jax.lax.fori_loop(0, num_steps, step, stacked.zeros(like, each))
         if mesh is None:
             return out
         every = jax.lax.all_gather(out, "clients", axis=1)
@@ -90,10 +86,7 @@ def batches(
 
     if mesh is None:
         return on_device(count)
-    shared = jax.shard_map(
-        on_device, mesh=mesh, in_specs=_ALL, out_specs=_ALL, check_vma=False
-    )
-    return shared(count)
+    return _mapped(on_device, mesh=mesh, in_specs=_ALL, out_specs=_ALL)(count)
 
 
 def once(fn: Callable[[Any], Any], how: execution.Execution, given: Any) -> Any:
@@ -113,32 +106,23 @@ def once(fn: Callable[[Any], Any], how: execution.Execution, given: Any) -> Any:
         like = jax.eval_shape(fn, given)
         sent = jax.eval_shape(first, given)
 
-        def nothing(_: Any) -> Any:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sent)
-
         is_first = jax.lax.axis_index("clients") == 0
-        out = jax.lax.psum(jax.lax.cond(is_first, first, nothing, given), "clients")
+        mine = jax.lax.cond(is_first, first, lambda _: stacked.zeros(sent), given)
+        out = jax.lax.psum(mine, "clients")
         return jax.tree.map(_as_it_was, out, like)
 
-    shared = jax.shard_map(
-        on_device, mesh=mesh, in_specs=_ALL, out_specs=_ALL, check_vma=False
-    )
-    return shared(given)
-
-
-def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return _mapped(on_device, mesh=mesh, in_specs=_ALL, out_specs=_ALL)(given)
 
 
 def _as_numbers(leaf: jax.Array) -> jax.Array:
     """A leaf that can be summed: keys become their data, and bools integers."""
-    leaf = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    leaf = jax.random.key_data(leaf) if views.is_key(leaf) else leaf
     return leaf.astype(jnp.uint8) if leaf.dtype == bool else leaf
 
 
 def _as_it_was(leaf: jax.Array, like: Any) -> jax.Array:
     """The inverse of `_as_numbers`."""
-    if _is_key(like):
+    if views.is_key(like):
         impl = jax.random.key_impl(jnp.zeros(like.shape, like.dtype))
         return jax.random.wrap_key_data(leaf, impl=impl)
     return leaf.astype(like.dtype)

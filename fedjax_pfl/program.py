@@ -19,7 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import evaluate, execution, optimizer, options, traffic, types
+from fedjax_pfl import (
+    evaluate,
+    execution,
+    optimizer,
+    options,
+    stacked,
+    traffic,
+    types,
+)
 
 KEPT_PROGRAMS = 8
 
@@ -102,18 +110,14 @@ def _over_variants(fn: Callable, how: types.Execution, *args: Any) -> Any:
         return leaf[0] if leaf.ndim else leaf
 
     shared = [is_shared(arg) for arg in args]
-    args = [
-        jax.tree.map(one, arg) if alone else arg
-        for arg, alone in zip(args, shared, strict=True)
-    ]
-    if all(shared):
-        with execution.over_devices(how), execution.side_by_side(how, 1):
-            return jax.tree.map(lambda leaf: leaf[None], fn(*args))
-    axes = tuple(None if one else 0 for one in shared)
-    own = [arg for arg, alone in zip(args, shared, strict=True) if not alone]
-    count = len(jax.tree.leaves(own)[0])
+    pairs = list(zip(args, shared, strict=True))
+    own = jax.tree.leaves([arg for arg, alone in pairs if not alone])
+    args = [jax.tree.map(one, arg) if alone else arg for arg, alone in pairs]
+    count = len(own[0]) if own else 1
     with execution.over_devices(how), execution.side_by_side(how, count):
-        return jax.vmap(fn, axes)(*args)
+        if all(shared):
+            return jax.tree.map(lambda leaf: leaf[None], fn(*args))
+        return jax.vmap(fn, tuple(None if alone else 0 for alone in shared))(*args)
 
 
 def _is_finite(
@@ -290,8 +294,7 @@ def _jitted(of: _Structure) -> Program:
 
             # The loop's carry needs the metrics' shapes before the first round.
             cohort = cohorts.of_round(0, num_examples)
-            shapes = jax.eval_shape(round, state, cohort, tables)[1]
-            metrics = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            metrics = stacked.zeros(jax.eval_shape(round, state, cohort, tables)[1])
             window = len(cohorts.client_id)
             counts = jnp.zeros((window, len(method.messages)), jnp.int32)
             carry = (state, metrics, counts, jnp.zeros((), jnp.int32))
@@ -316,16 +319,16 @@ def _jitted(of: _Structure) -> Program:
     everywhere, rarely = execution.replicated(how), _soon_compiled(how.platform)
     of_state = types.RoundState.placed(how)
 
-    def seldom(fn: Callable, where: Any = everywhere) -> Compiled:
+    def rare(fn: Callable, where: Any = everywhere) -> Compiled:
         jitted = jax.jit(fn, out_shardings=where, compiler_options=rarely)
         return Compiled(jitted)
 
     where = of_state, everywhere, everywhere, everywhere
     return Program(
-        init=seldom(init, of_state),
+        init=rare(init, of_state),
         rounds=Compiled(jax.jit(rounds, donate_argnums=1, out_shardings=where)),
-        of_shared=seldom(of_shared),
-        of_clients=seldom(of_clients),
+        of_shared=rare(of_shared),
+        of_clients=rare(of_clients),
         scoring=scoring,
         vmaps={
             "vmaps_seeds": how.vmaps_runs and not has_branches,

@@ -5,6 +5,7 @@ of the next rounds' plans on the device. Meanwhile the host prepares the next.
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -162,7 +163,7 @@ class Simulation:
                 begin = time.perf_counter()
                 args = call.init_args(self.data)
                 executable, _ = self._compiled(self.program.init, args)
-                state = call.first(executable, args)
+                state = jax.block_until_ready(executable(*args))
                 self.rows.begin(call, state)
                 call.state = state
                 self.compile_seconds += time.perf_counter() - begin
@@ -319,7 +320,8 @@ class Simulation:
         if name == "init":
             return call.init_args(self.data)
         state = jax.eval_shape(self.program.init.jitted, *call.init_args(self.data))
-        call = call.with_state(self._placed(state, execution_lib.placed_shapes))
+        placed = self._placed(state, execution_lib.placed_shapes)
+        call = dataclasses.replace(call, state=placed)
         if name == "rounds":
             window = self._current_window(call.round, self.rounds)
             return self._round_args(call, window.cohorts[0], 0, 1)

@@ -25,6 +25,11 @@ def repeat(tree: Any, count: int) -> Any:
     return jax.tree.map(lambda leaf: jnp.repeat(leaf[None], count, axis=0), tree)
 
 
+def zeros(like: Any, *lead: int) -> Any:
+    """Zeros in the shapes and dtypes of leaves [...], as [*lead, ...]."""
+    return jax.tree.map(lambda leaf: jnp.zeros((*lead, *leaf.shape), leaf.dtype), like)
+
+
 def where(mask: jax.Array, new: Any, old: Any) -> Any:
     """Row-wise choice: `new` where `mask` bool[C], else `old`, for leaves [C, ...]."""
     return jax.tree.map(lambda n, o: jnp.where(column(mask, n), n, o), new, old)

@@ -192,13 +192,9 @@ class Windows:
             name: execution_lib.place(plan.position, by_device)
             for name, plan in cohorts.plans.items()
         }
-        plans = {
-            name: plan.replace(position=()) for name, plan in cohorts.plans.items()
-        }
+        rest = {name: plan.replace(position=()) for name, plan in cohorts.plans.items()}
         everywhere = execution_lib.replicated(self._execution)
-        placed = execution_lib.place(cohorts.replace(plans=plans), everywhere)
-        plans = {
-            name: plan.replace(position=positions[name])
-            for name, plan in placed.plans.items()
-        }
-        return placed.replace(plans=plans)
+        placed = execution_lib.place(cohorts.replace(plans=rest), everywhere)
+        plans = placed.plans.items()
+        whole = {name: plan.replace(position=positions[name]) for name, plan in plans}
+        return placed.replace(plans=whole)

@@ -167,22 +167,19 @@ def take(tree: Any, row: jax.Array) -> Any:
 
     Where rows are shared out, those of a device's clients stay there.
     """
-    mesh = execution.setting().owners
-    if mesh is None or not jax.tree.leaves(tree):
-        return stacked.take(tree, row)
-    return _on_each(stacked.take, mesh)(tree, row)
+    return _on_each(stacked.take, tree, row)
 
 
 def put(tree: Any, row: jax.Array, values: Any) -> Any:
     """Writes `values` [C, ...] into slots int32[C] of leaves [R, ...], as `take`."""
+    return _on_each(stacked.put, tree, row, values)
+
+
+def _on_each(fn: Callable[..., Any], tree: Any, row: jax.Array, *others: Any) -> Any:
+    """`fn(tree, row, *others)`, on each device for its own rows if they are shared."""
     mesh = execution.setting().owners
     if mesh is None or not jax.tree.leaves(tree):
-        return stacked.put(tree, row, values)
-    return _on_each(stacked.put, mesh)(tree, row, values)
-
-
-def _on_each(fn: Callable[..., Any], mesh: jax.sharding.Mesh) -> Callable[..., Any]:
-    """`fn(rows, slot, *others)` on each device, for its own rows of everything."""
+        return fn(tree, row, *others)
 
     def one(tree: Any, row: jax.Array, *others: Any) -> Any:
         size = jax.tree.leaves(tree)[0].shape[0]
@@ -192,4 +189,5 @@ def _on_each(fn: Callable[..., Any], mesh: jax.sharding.Mesh) -> Callable[..., A
         return fn(tree, place, *others)
 
     own = PartitionSpec("clients")
-    return jax.shard_map(one, mesh=mesh, in_specs=own, out_specs=own, check_vma=False)
+    mapped = jax.shard_map(one, mesh=mesh, in_specs=own, out_specs=own, check_vma=False)
+    return mapped(tree, row, *others)
