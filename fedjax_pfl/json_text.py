@@ -57,7 +57,7 @@ def _odd(value: Any, kind: Any, place: str) -> str:
     its = f"its {_shown(place)}" if place else "it"
     if isinstance(kind, list):
         if not isinstance(value, list):
-            return f"{its} is {_name(type(value))}, a list is expected"
+            return f"{its} is {_NAMES[type(value)]}, a list is expected"
         found = (_odd(one, kind[0], f"{place}[{n}]") for n, one in enumerate(value))
         return next(filter(None, found), "")
     if not isinstance(kind, dict):
@@ -67,10 +67,10 @@ def _odd(value: Any, kind: Any, place: str) -> str:
             return ""
         # "a number" includes "an integer".
         wanted = [one for one in kinds if one is not int or float not in kinds]
-        wanted = " or ".join(map(_name, wanted))
-        return f"{its} is {_name(type(value))}, {wanted} is expected"
+        wanted = " or ".join(_NAMES[one] for one in wanted)
+        return f"{its} is {_NAMES[type(value)]}, {wanted} is expected"
     if not isinstance(value, dict):
-        return f"{its} is {_name(type(value))}, an object is expected"
+        return f"{its} is {_NAMES[type(value)]}, an object is expected"
     named = {name.rstrip("?"): one for name, one in kind.items() if name is not str}
     needed = [name for name in kind if name is not str and not name.endswith("?")]
     inside = f"{place}." if place else ""
@@ -84,10 +84,6 @@ def _odd(value: Any, kind: Any, place: str) -> str:
         for name, one in value.items()
     )
     return next(filter(None, found), "")
-
-
-def _name(kind: type) -> str:
-    return _NAMES[kind]
 
 
 def _shown(name: str) -> str:

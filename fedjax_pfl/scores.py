@@ -8,7 +8,7 @@ integers and sums the cross-entropy in float32. The host divides in float64.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -267,10 +267,7 @@ class Words:
 
     positions: str = "all"
 
-    @property
-    def measures(self) -> tuple[measures_lib.Measure, ...]:
-        """A text has none."""
-        return ()
+    measures: ClassVar[tuple[measures_lib.Measure, ...]] = ()
 
     @property
     def without_measures(self) -> "Words":

@@ -52,7 +52,8 @@ class Rows:
 
     def __init__(self, num_clients: int, how: execution.Execution):
         """The rows of K clients on the devices of `how`."""
-        self.layout, self._how = slots.Layout(num_clients, 1), how
+        devices = how.num_devices if how.shares_rows else 1
+        self.layout, self._how = slots.Layout(num_clients, devices), how
 
     @property
     def num_clients(self) -> int:
@@ -182,10 +183,6 @@ class Replicated(Rows):
 
 class Sharded(Rows):
     """Each device has the rows of its own clients: client k those of device k mod D."""
-
-    def __init__(self, num_clients: int, how: execution.Execution):
-        super().__init__(num_clients, how)
-        self.layout = slots.Layout(num_clients, how.num_devices)
 
     def begin(self, call: Call, state: types.RoundState) -> None:
         slots.check_equal(state.private)

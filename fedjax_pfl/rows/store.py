@@ -5,6 +5,7 @@ rows take memory, here and in a checkpoint. A row is a client's part of
 `RoundState.clients` and `RoundState.opt_state`.
 """
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,8 @@ class Record:
     def __init__(self, rows: Any):
         """Reads the layout from a pytree of rows, leaves [variants, N, *shape]."""
         leaves, self._structure = jax.tree.flatten(rows)
-        ends = np.cumsum([0] + [_row_bytes(leaf) for leaf in leaves]).tolist()
+        sizes = [math.prod(x.shape[2:]) * np.dtype(x.dtype).itemsize for x in leaves]
+        ends = np.cumsum([0, *sizes]).tolist()
         self.num_bytes = ends[-1]
         self._leaves = [
             (leaf.shape[2:], np.dtype(leaf.dtype), slice(*ends[i : i + 2]))
@@ -74,10 +76,6 @@ class Record:
             return views.Streamed((*lead, *shape), dtype, pieces)
 
         return self._structure.unflatten(map(of, range(len(self._leaves))))
-
-
-def _row_bytes(leaf: Any) -> int:
-    return int(np.prod(leaf.shape[2:], dtype=np.int64)) * np.dtype(leaf.dtype).itemsize
 
 
 class Store:
