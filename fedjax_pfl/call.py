@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl import evaluate, execution, scores, traffic, types
+from fedjax_pfl import evaluate, execution, scores, stacked, traffic, types
 from fedjax_pfl.variants import Variants
 
 # (sums, counts) of the last round by name, a float for each variant.
@@ -151,11 +151,11 @@ class Call:
         for slot, (variant, seed) in enumerate(self.pairs):
             place = self.seeds.index(seed)
             mine = [
-                (ids[place % len(ids)], _of_variant(found, slot))
+                (ids[place % len(ids)], stacked.at(found, slot))
                 for ids, found in blocks
             ]
             count = test.count[place]
-            given = _of_variant(shared, slot), mine, len(count)
+            given = stacked.at(shared, slot), mine, len(count)
             counts = evaluate.joined(*given, algorithm.trained is not None)
             union = int((test.row[place] >= 0).sum())
             values, accuracies = score.metrics(counts, count, union)
@@ -184,7 +184,7 @@ def made(
         pairs = tuple((variant, index.seed(variant)) for variant in mine)
         of_call = tuple(dict.fromkeys(seed for _, seed in pairs))
         if of_call not in placed:
-            part = jax.tree.map(lambda leaf, s=of_call: leaf[np.array(s)], partition)
+            part = stacked.at(partition, np.array(of_call))
             placed[of_call] = execution.place_tables(part, how)
         of_each = [values[index.point(variant)] for variant in mine]
         floats = of_each[0]  # also of seeds that are vmapped
@@ -193,8 +193,3 @@ def made(
         chosen = np.asarray([seeds[seed] for seed in of_call], np.uint32)
         calls.append(Call(mine, of_call, pairs, chosen, floats, placed[of_call]))
     return calls
-
-
-def _of_variant(tree: Any, slot: int) -> Any:
-    """One variant's part of leaves [variants, ...]."""
-    return jax.tree.map(lambda leaf: leaf[slot], tree)

@@ -437,9 +437,8 @@ def over_clients(
         def of_level(fn: Callable, rows: Any, num_steps: jax.Array) -> Any:
             bound = num_steps.max()
             if chunk == 1:
-                one = jax.tree.map(lambda leaf: leaf[0], rows)
                 with execution.side_by_side(how, 1):
-                    out = fn(one, shared, bound, local)
+                    out = fn(stacked.at(rows, 0), shared, bound, local)
                 return jax.tree.map(lambda leaf: leaf[None], out)
             with execution.side_by_side(how, chunk):
                 return jax.vmap(lambda row: fn(row, shared, bound, local))(rows)
@@ -500,7 +499,6 @@ def _in_turn(on_chunk: Callable[[Any], Any], parts: Any, *, is_summed: bool) -> 
         kept, given = on_chunk(part)
         return jax.tree.map(jnp.add, total, given), kept
 
-    first = jax.tree.map(lambda leaf: leaf[0], parts)
-    zeros = stacked.zeros(jax.eval_shape(on_chunk, first)[1])
+    zeros = stacked.zeros(jax.eval_shape(on_chunk, stacked.at(parts, 0))[1])
     total, kept = jax.lax.scan(step, zeros, parts)
     return flat(kept), total

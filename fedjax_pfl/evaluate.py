@@ -423,10 +423,10 @@ def joined(
             if kind not in found:
                 continue
             own, serves = found[kind]
-            parts = [] if own is None else [(clients, _at(own, real))]
+            parts = [] if own is None else [(clients, stacked.at(own, real))]
             for is_served, (sums, _) in zip(serves, shared[kind], strict=True):
                 mine = clients[is_served[real]]
-                parts.append((mine, _at(sums, mine)))
+                parts.append((mine, stacked.at(sums, mine)))
             for mine, part in parts:
                 if name not in out:
                     out[name] = jax.tree.map(
@@ -451,8 +451,3 @@ def joined(
     if scored:
         out["scored"], out["cross"] = np.concatenate(scored), np.concatenate(cross)
     return out
-
-
-def _at(tree: Any, index: np.ndarray) -> Any:
-    """Some rows of leaves [n, ...] of the host."""
-    return jax.tree.map(lambda leaf: leaf[index], tree)

@@ -225,9 +225,8 @@ def train(
         params, stats, opt_state = carry.params, carry.stats, carry.opt_state
         real, measured = mask.any(), []
         for number, objective in enumerate(objectives):
-            (loss, new_stats), grads = jax.value_and_grad(
-                objective.loss_fn, has_aux=True
-            )(params, stats, batch)
+            gradient = jax.value_and_grad(objective.loss_fn, has_aux=True)
+            (loss, new_stats), grads = gradient(params, stats, batch)
             more = jax.tree.map(
                 lambda x: jnp.where(real, x, 0), measures[number](grads)
             )

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import special, stats
 
+from fedjax_pfl import stacked
+
 # The most numbers that the host turns into metrics at once
 FINISHED_NUMBERS = 1 << 22
 ECE_BINS = 15  # as in Guo et al., "On Calibration of Modern Neural Networks", ICML 2017
@@ -289,7 +291,7 @@ def metrics(
             out |= {f"global_{name}": value[0] for name, value in values.items()}
         if not known.any():
             continue
-        own = jax.tree.map(lambda leaf: leaf[known], as_numpy["own"][number])
+        own = stacked.at(as_numpy["own"][number], known)
         if measure.sums is None:  # the rows, without missing ones
             is_real = own["label"] > 0
             together = {name: rows[is_real][None] for name, rows in own.items()}
@@ -317,7 +319,7 @@ def _of_each(measure: Measure, sums: Any) -> dict[str, np.ndarray]:
     size = sum(leaf[0].size for leaf in leaves)
     step = max(FINISHED_NUMBERS // size, 1)
     parts = [
-        measure.finish(jax.tree.map(lambda leaf, n=n: leaf[n : n + step], sums))
+        measure.finish(stacked.at(sums, slice(n, n + step)))
         for n in range(0, len(leaves[0]), step)
     ]
     return {name: np.concatenate([one[name] for one in parts]) for name in parts[0]}

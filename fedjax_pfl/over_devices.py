@@ -35,7 +35,7 @@ def rows(
 
     def one(every: Any, shared: Any, local: Any) -> Any:
         mine = every if mesh is None or stays else _part_of_device(every, mesh)
-        local = jax.tree.map(lambda leaf: leaf[0], local)
+        local = stacked.at(local, 0)
         out = on_device(mine, shared, local)
         if mesh is None:
             return out

@@ -97,9 +97,8 @@ def outputs_by_sample(
     def step(index: jax.Array, table: jax.Array) -> jax.Array:
         position = index * batch_size + jnp.arange(batch_size)
         image, _ = data.gather(row_at(position))
-        return jax.lax.dynamic_update_slice(
-            table, forward(image), (index * batch_size, 0)
-        )
+        at = index * batch_size, 0
+        return jax.lax.dynamic_update_slice(table, forward(image), at)
 
     return jax.lax.fori_loop(0, num_batches, step, table)
 
@@ -153,17 +152,10 @@ def batch_at(
     data: types.Data, batches: jax.Array, index: jax.Array, key: jax.Array
 ) -> local_training.Batch:
     """Batch `index` of the proxy set as a `Batch`; `position` counts proxy samples."""
-    row = batches[index]
+    row, size = batches[index], batches.shape[1]
     image, label = data.gather(row)
-    return local_training.Batch(
-        image=image,
-        label=label,
-        mask=row >= 0,
-        position=index * batches.shape[1] + jnp.arange(batches.shape[1]),
-        step=index,
-        epoch=jnp.zeros((), jnp.int32),
-        key=key,
-    )
+    position, epoch = index * size + jnp.arange(size), jnp.zeros((), jnp.int32)
+    return local_training.Batch(image, label, row >= 0, position, index, epoch, key)
 
 
 def fit(
@@ -186,12 +178,10 @@ def fit(
 
     def step(index: jax.Array, carry: tuple) -> tuple:
         params, stats, opt_state = carry
-        batch = batch_at(
-            data, batches, index % num_batches, jax.random.fold_in(key, index)
-        )
-        (_, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-            params, stats, batch
-        )
+        own = jax.random.fold_in(key, index)
+        batch = batch_at(data, batches, index % num_batches, own)
+        gradient = jax.value_and_grad(loss_fn, has_aux=True)
+        (_, stats), grads = gradient(params, stats, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), stats, opt_state
 

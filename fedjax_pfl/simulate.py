@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from fedjax_pfl import call as call_lib
-from fedjax_pfl import evaluate, types, windows
+from fedjax_pfl import evaluate, stacked, types, windows
 from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import program as program_lib
 from fedjax_pfl.call import Call, Totals, Work
@@ -127,7 +127,7 @@ class Simulation:
         self._settle()
         call = next(call for call in self.calls if variant in call.variants)
         mine = variant - call.variants.start
-        state = jax.tree.map(lambda leaf: leaf[mine : mine + 1], call.state)
+        state = stacked.at(call.state, slice(mine, mine + 1))
         return self.rows.around(variant, state, cohort, client)
 
     def _settle(self) -> None:

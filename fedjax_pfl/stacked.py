@@ -8,6 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 
+def at(tree: Any, index: Any) -> Any:
+    """`leaf[index]` of all leaves, for a row, a slice or rows of the host."""
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
 def take(tree: Any, row: jax.Array) -> Any:
     """Rows `row` int32[C] of leaves [K, ...]. Padding (from K on) reads the last."""
     return jax.tree.map(lambda leaf: jnp.take(leaf, row, axis=0, mode="clip"), tree)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from fedjax_pfl import augment, execution, rng
+from fedjax_pfl import augment, execution, rng, stacked
 from fedjax_pfl.execution import Execution
 from fedjax_pfl.rows import slots
 
@@ -454,7 +454,7 @@ class Cohort:
 
     def of_round(self, index: Any, num_examples: jax.Array) -> Cohort:
         """Round `index` of a window, for clients with train examples int32[K]."""
-        one = jax.tree.map(lambda leaf: leaf[index], self.replace(plans={}))
+        one = stacked.at(self.replace(plans={}), index)
         owned = jnp.take(num_examples, one.client_id, mode="clip")
         owned = jnp.where(one.row_mask, owned, 0).astype(jnp.int32)
         plans = {name: plan.of_round(index, owned) for name, plan in self.plans.items()}

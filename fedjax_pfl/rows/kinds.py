@@ -155,7 +155,7 @@ class Rows:
         if isinstance(found, store.Kept):
             found = store.expanded(found, self.num_clients)
         for call in calls:
-            yield jax.tree.map(lambda leaf, c=call: leaf[c.rows], found)
+            yield stacked.at(found, call.rows)
 
     def around(
         self,
@@ -274,7 +274,7 @@ class Hosted(Rows):
     @property
     def _has_all(self) -> bool:
         """Whether the devices have room for all clients."""
-        return self.layout.rows_per_device * self.layout.devices >= self.num_clients
+        return self.layout.num_rows >= self.num_clients
 
     def _residents(self, cohort: types.Cohort) -> np.ndarray:
         """int64[n]: the clients with rows that a cohort (or a window) needs, in order.
@@ -289,8 +289,7 @@ class Hosted(Rows):
         """Like `Rows.begin`, where clients must begin with equal rows."""
         rows = jax.device_get(state.private)
         for slot, variant in enumerate(call.variants):
-            mine = jax.tree.map(lambda leaf, s=slot: np.asarray(leaf)[s], rows)
-            records = self.record.pack(mine)
+            records = self.record.pack(stacked.at(rows, slot))
             if (records != records[0]).any():
                 raise ValueError(
                     "--client_state: with these options each client begins with a row "
@@ -376,9 +375,9 @@ class Hosted(Rows):
             trained = found.trained(call.round - window.first)
             place = np.searchsorted(found.ids, trained)
             place = window.layout.slots_of(found.ids)[place]
-            mine = jax.tree.map(lambda leaf, s=slot, p=place: leaf[s][p], rows)
             if len(place):
-                self._stores[variant].write(trained, self.record.pack(mine))
+                mine = self.record.pack(stacked.at(rows, (slot, place)))
+                self._stores[variant].write(trained, mine)
         self._held[call.variants.start] = window, call.round
 
     def goes_by_block(self, algorithm: types.Algorithm) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl import types
+from fedjax_pfl import stacked, types
 from fedjax_pfl.rows import views
 
 # A store grows by this many bytes.
@@ -212,7 +212,7 @@ def compressed(state: types.RoundState, common: Sequence[np.ndarray]) -> Kept:
     layout = Record(rows)
     ids = []
     for variant, record in enumerate(common):
-        mine = layout.pack(jax.tree.map(lambda leaf, v=variant: leaf[v], rows))
+        mine = layout.pack(stacked.at(rows, variant))
         ids.append(np.flatnonzero((mine != record).any(1)))
     count = np.array([len(one) for one in ids])
     chosen = jax.tree.map(
