@@ -86,9 +86,9 @@ def adapted(experiment, client, num_epochs, pull=None):
             stats = (*new[:level], *stats[level:])
             if pull is not None:
                 weight, to = pull
-                grads = jax.tree.map(
-                    lambda g, new, old: g + weight * (new - old), grads, params, to
-                )
+                apart = jax.tree.map(jnp.subtract, params, to)
+                pulled = jax.tree.map(lambda gap, w=weight: w * gap, apart)
+                grads = jax.tree.map(jnp.add, grads, pulled)
             params = jax.tree.map(lambda p, g: p - lr * g, params, grads)
     return model, params, stats
 
@@ -139,7 +139,10 @@ def test_what_is_measured_of_them():
 @pytest.mark.parametrize("chunk", [1, 4])
 @pytest.mark.parametrize("algo", ["fedavg", "fedper", "ditto", "cdkt", "depthfl"])
 def test_fine_tuning_equals_a_plain_loop(algo, chunk, monkeypatch):
-    more = {"fedper": {"personal_from": "last"}, "depthfl": {"self_distill_weight": 0.0}}
+    more = {
+        "fedper": {"personal_from": "last"},
+        "depthfl": {"self_distill_weight": 0.0},
+    }
     more["cdkt"] = {"proxy_fraction": 0.1}
     if algo == "depthfl":
         monkeypatch.setitem(models.MODELS, "with_exits", toy.with_exits)
@@ -219,7 +222,10 @@ def test_early_stop(tmp_path):
         ({"unseen_clients": 2.5}, "--unseen_clients=2.5"),
         ({"unseen_clients": 7, "clients_per_round": 4}, "--unseen_clients"),
         ({"unseen_clients": 2, "algo": "dfedavg"}, "has no server"),
-        ({"fine_tune_epochs": 2, "algo": "majority", "clients_per_round": 10}, "do not train"),
+        (
+            {"fine_tune_epochs": 2, "algo": "majority", "clients_per_round": 10},
+            "do not train",
+        ),
     ],
 )
 def test_refusals(given, words):
