@@ -1,7 +1,4 @@
-"""Loads data sets by name: embedded, from files, from tfds, or from a user's arrays.
-
-Texts are in `texts`.
-"""
+"""Loads data sets by name, from packages, files or tfds. Texts are in `texts`."""
 
 import functools
 import gzip
@@ -37,7 +34,7 @@ IDX_FILES = (
 
 
 class Source(NamedTuple):
-    """A named data set: its loader, its default model, and its help text."""
+    """A named data set: its loader, default model and help text."""
 
     load: Callable[[str], dataset.Dataset]
     default_model: str
@@ -45,11 +42,7 @@ class Source(NamedTuple):
 
 
 def read_idx(path: pathlib.Path) -> np.ndarray:
-    """Reads one IDX file of unsigned bytes, gzipped or not.
-
-    Raises:
-        ValueError: one line that names the file: it is truncated, or not an IDX file.
-    """
+    """Reads an IDX file of unsigned bytes, gzipped or not; errors name the file."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rb") as file:
@@ -63,9 +56,9 @@ def read_idx(path: pathlib.Path) -> np.ndarray:
 
 
 def _find_idx(folders: list[pathlib.Path]) -> list[list[pathlib.Path]] | None:
-    """Images and labels of the train and the test split in the first that has them."""
+    """Finds train and test pairs (images, labels) in the first folder that has them."""
     for folder in folders:
-        # A plain file is the last of its name, and so used instead of a gzipped one.
+        # A plain file comes after a gzipped one of its name, and so replaces it.
         paths = sorted(folder.glob("*-ubyte*"), reverse=True)
         there = {path.name.removesuffix(".gz"): path for path in paths}
         if all(name in there for pair in IDX_FILES for name in pair):
@@ -98,16 +91,11 @@ def _joined(
     names: list[str],
     shape: tuple[int, ...] = (),
 ) -> dataset.Dataset:
-    """A data set of (images, labels) of a train and of a test split.
+    """Joins (images, labels) of a train and a test split to a data set.
 
-    Args:
-        pairs: uint8 [N, H, W, C] and integers [N] or [N, 1], as read.
-        num_classes: Y.
-        names: Of the four arrays, for errors.
-        shape: That of an image, () = that of the first.
-
-    Raises:
-        ValueError: a phrase: an array is of another shape or type than these.
+    `pairs` are uint8 [N, H, W, C] and integers [N] or [N, 1], `names` those of the four
+    arrays in errors, and `shape` is that of an image, () = the first. Anything else
+    raises a ValueError phrase.
     """
     shape = shape or pairs[0][0].shape[1:]
     for number, (image, label) in enumerate(pairs):
@@ -128,7 +116,7 @@ def _joined(
 
 
 def _download(name: str, data_dir: str) -> Any:
-    """tfds's own builder with prepared data."""
+    """Returns tfds's own builder with prepared data."""
     import tensorflow_datasets as tfds  # takes seconds to import
 
     builder = tfds.builder(name, data_dir=data_dir or None, file_format="array_record")
@@ -145,7 +133,7 @@ _BUILDERS = {one.NAME: one for one in (cinic10, tiny_imagenet)}
 
 
 def _prepare(name: str, data_dir: str) -> Any:
-    """A builder of ours with data prepared from the files in `data_dir`."""
+    """Returns our own builder with data prepared from the files in `data_dir`."""
     ours = _BUILDERS[name]
     source = ours.find(data_dir)
     builder = ours.builder(data_dir, source)
@@ -204,18 +192,15 @@ def load_mnist_5k(data_dir: str) -> dataset.Dataset:
 
 @functools.lru_cache(maxsize=1)
 def _rows_of_bytes(path: pathlib.Path) -> np.ndarray:
-    """uint8[N, D] of a gzipped CSV file, read once: it takes half a second."""
+    """Reads uint8[N, D] of a gzipped CSV file once, as it takes half a second."""
     with gzip.open(path, "rt") as file:
         return np.loadtxt(file, delimiter=",", dtype=np.float32).astype(np.uint8)
 
 
 def load_pathmnist(data_dir: str) -> dataset.Dataset:
-    """MedMNIST's PathMNIST: its train images, then its test images.
+    """Loads MedMNIST's PathMNIST: train images, then test images, no validation images.
 
-    The validation images are not used.
-
-    Raises:
-        ValueError: one line: the file is missing, damaged, or another one.
+    Raises a one-line ValueError if the file is missing, damaged or another one.
     """
     way = f"put MedMNIST's {PATHMNIST} (medmnist.com) into --data_dir"
     folder = pathlib.Path(data_dir)
@@ -239,10 +224,9 @@ def load_pathmnist(data_dir: str) -> dataset.Dataset:
 def load_npz(
     path: str, layout: str = "auto", least_classes: int = 2
 ) -> dataset.Dataset:
-    """A user's npz file with `x`, `y` and optionally `client`; see `arrays`.
+    """Loads a user's npz file with `x`, `y` and optionally `client`; see `arrays`.
 
-    Raises:
-        ValueError: a phrase: it cannot be read, or its arrays do not fit.
+    Raises a ValueError phrase if it cannot be read or its arrays do not fit.
     """
     found = npz.read(pathlib.Path(path), ("x", "y"), ("client",))
     given = found["x"], found["y"], found.get("client")
@@ -339,10 +323,11 @@ def load(
     Args:
         name: A key of `DATASETS` or `texts.TEXTS`, or one of `FILES` with a path.
         data_dir: The folder of files, "" = none.
-        flag: The flag that names it, for errors.
-        text_length: Tokens of a row of a text, 0 = as the text says.
-        owners: The kind of owners of a text's rows, one of `texts.OWNERS`.
-        layout: How images lie in an npz file, one of `arrays.LAYOUTS`.
+        flag: The flag that gave the name. Only `dataset` takes texts and needs two
+            classes.
+        text_length: Tokens of a row of a text, 0 = the text's default.
+        owners: The owners of a text's rows, one of `texts.OWNERS`.
+        layout: The layout of images in an npz file, one of `arrays.LAYOUTS`.
         label, owner: The columns of a CSV file, see `frames.from_frame`.
 
     Raises:

@@ -17,12 +17,9 @@ def of_images(
     examples: Callable[[str], Iterator[tuple[str, Any, bytes]]],
     data_dir: str,
 ) -> Any:
-    """A tfds builder of colour images, which prepares its data once and keeps them.
+    """Makes a tfds builder of colour images, which prepares its data once and keeps it.
 
     Args:
-        name: The name of the data set.
-        description: What it is.
-        side: Side of an image.
         classes: The names of the classes, or their number.
         examples: `split -> (key, label, compressed image)`, for `train` and `test`.
         data_dir: The folder of prepared data, "" = tfds's own.
@@ -62,7 +59,7 @@ def of_images(
 
 
 def _decoded(content: bytes) -> np.ndarray:
-    """An image as uint8 [H, W, 3]. Some of ImageNet are gray."""
+    """Decodes an image as uint8 [H, W, 3]; some images of ImageNet are gray."""
     from PIL import Image  # takes long to import
 
     opened = Image.open(io.BytesIO(content), formats=images.FORMATS)

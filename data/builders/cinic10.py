@@ -41,10 +41,9 @@ def find(data_dir: str) -> pathlib.Path | None:
 
 
 def images(source: pathlib.Path, split: str) -> Iterator[tuple[str, str, bytes]]:
-    """(class, file name, PNG bytes) of a split's images, in the source's order.
+    """Yields (class, file name, PNG bytes) of a split's images, in the source's order.
 
-    Raises:
-        ValueError: the archive is truncated.
+    Raises ValueError if the archive is truncated.
     """
     if source.is_dir():
         for path in sorted(source.glob(f"{split}/*/*.png")):
@@ -62,7 +61,7 @@ def images(source: pathlib.Path, split: str) -> Iterator[tuple[str, str, bytes]]
 
 
 def builder(data_dir: str, source: pathlib.Path | None) -> Any:
-    """The tfds builder, which prepares data from `source` once and keeps them."""
+    """Makes the tfds builder, which prepares data from `source` once and keeps it."""
 
     def examples(split: str) -> Iterator[tuple[str, str, bytes]]:
         for label, name, png in images(source, split):

@@ -33,7 +33,7 @@ def find(data_dir: str) -> pathlib.Path | None:
 
 @contextlib.contextmanager
 def _opened(source: pathlib.Path) -> Iterator[tuple[list[str], Callable]]:
-    """(names of all train files, a function that reads a file) of a folder or a zip."""
+    """Opens a folder or a zip: (names of train files, a function that reads a file)."""
     if source.is_dir():
         names = sorted(source.glob("train/*/images/*.JPEG"))
         found = [path.relative_to(source).as_posix() for path in names]
@@ -48,13 +48,11 @@ def _opened(source: pathlib.Path) -> Iterator[tuple[list[str], Callable]]:
 
 
 def images(source: pathlib.Path, split: str) -> Iterator[tuple[int, str, bytes]]:
-    """(class, file name, JPEG bytes) of a split's images, in the source's order.
+    """Yields (class, file name, JPEG bytes) of a split's images, in the source's order.
 
-    Classes are in the order of their ids of WordNet. Those of test images are in the
-    annotations of the validation images.
-
-    Raises:
-        ValueError: the source is truncated, or a file is missing.
+    Classes are in the order of their WordNet ids. Those of test images are in the
+    annotations of the validation images. Raises ValueError if the source is truncated
+    or a file is missing.
     """
     try:
         with _opened(source) as (train, read):
@@ -83,7 +81,7 @@ def images(source: pathlib.Path, split: str) -> Iterator[tuple[int, str, bytes]]
 
 
 def builder(data_dir: str, source: pathlib.Path | None) -> Any:
-    """The tfds builder, which prepares data from `source` once and keeps them."""
+    """Makes the tfds builder, which prepares data from `source` once and keeps it."""
 
     def examples(split: str) -> Iterator[tuple[str, int, bytes]]:
         for label, name, jpeg in images(source, split):

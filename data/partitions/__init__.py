@@ -1,7 +1,6 @@
 """Partitions: the rows of each client, from labels and a seed.
 
-Each kind of partition has a file. The proxy rows, set aside before, and the test rows,
-set aside after, are the same for all kinds.
+Each kind has a file. All kinds set aside proxy rows before and test rows after it.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ TEST_SPLITS = held_out.TEST_SPLITS
 
 
 class PartitionSpec(NamedTuple):
-    """Options of a partition, which have the names of the flags.
+    """Options of a partition, with the names of the flags.
 
-    `proxy_fraction` of every class is set aside first. `examples_per_client` 0 = all.
-    `train_share` of each client's train rows are used.
-    `cdkt` holds the options of the CDKT generator.
+    `proxy_fraction` of every class is set aside first, and `train_share` of each
+    client's train rows are used. `examples_per_client` 0 = all. `cdkt` are the
+    generator's options.
     """
 
     partition: str
@@ -67,10 +66,7 @@ class PartitionSpec(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Rows of the data set for one seed: those of each client, and unowned rows.
-
-    `official_test` and `proxy` are unowned, int64[...].
-    """
+    """Rows of one seed by client, and unowned int64 `official_test` and `proxy`."""
 
     train: parts.Parts
     test: parts.Parts
@@ -84,7 +80,7 @@ def _draw(
     spec: PartitionSpec,
     gen: np.random.Generator,
 ) -> parts.Parts:
-    """Positions in `pool` of each client, by the kind of `spec`."""
+    """Draws positions in `pool` for each client, by the kind of `spec`."""
     labels, num_clients = source.label[pool], spec.num_clients
     kinds: dict[str, Callable[[], parts.Parts]] = {
         "iid": lambda: iid.split(len(pool), num_clients, gen),
@@ -121,7 +117,7 @@ def _draw(
 
 
 def proxy_rows(labels: np.ndarray, fraction: float) -> np.ndarray:
-    """Positions of the last `fraction` of each class: n_c - floor((1 - fraction) n_c).
+    """Returns the last n_c - floor((1 - fraction) n_c) positions of each class.
 
     The CDKT code keeps f = 1 - fraction of each class for the users.
     """
@@ -137,13 +133,7 @@ def proxy_rows(labels: np.ndarray, fraction: float) -> np.ndarray:
 def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
     """Partitions a data set for one seed: proxy rows first, then clients, then tests.
 
-    Args:
-        source: The data set.
-        spec: The options of the partition.
-        seed: The partition's seed.
-
-    Raises:
-        ValueError: a client would have too few examples.
+    Raises ValueError if a client would have too few examples.
     """
     if spec.partition.startswith(file.PREFIX):
         return _from_file(source, spec)
@@ -170,7 +160,7 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
         pool = np.sort(pool) if in_order else gen.permutation(pool)
     if spec.partition == "classes":
         classes.check(spec.client_classes, source.num_classes)
-        # Other classes are unowned, so that `examples_per_client` must not count them.
+        # Other classes are unowned, so `examples_per_client` must not count them.
         pool = pool[classes.named(source.label[pool], spec.client_classes)]
     if spec.examples_per_client:
         wanted = spec.examples_per_client * spec.num_clients
@@ -179,7 +169,7 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
             *(len(pool) // spec.num_clients, "a part of the data for each client"),
         )
         pool = pool[:wanted]
-    # Sizes of owners are checked below, where those that are too small are named.
+    # `_check_owners` names owners that are too small.
     if spec.partition not in ("cdkt", "cdkt_paper", "natural"):
         options.check_at_most(
             *("num_clients", spec.num_clients, len(pool) // spec.min_examples),
@@ -197,7 +187,7 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
 
 
 def _from_file(source: dataset.Dataset, spec: PartitionSpec) -> Split:
-    """The split in a file, the same for all seeds."""
+    """Reads the split in a file, the same for all seeds."""
     rows = file.read(spec.partition, len(source.label))
     _check_sizes(rows.train.count, spec)
     split = Split(*rows)
@@ -213,15 +203,9 @@ def export(
 ) -> None:
     """Writes a split of the data set `of` to a file for `--partition=file:PATH`.
 
-    Args:
-        split: The rows of clients, and those of nobody.
-        path: The file.
-        of: The data set, None = the file does not say which.
-        row: int64[N], the number in `of` of each row that `split` names, None = they
-            are these numbers.
-
-    Raises:
-        OSError: it cannot be written.
+    Without `of`, the file does not name its data. `row` int64[N] has the number in `of`
+    of each row that `split` names, None = the same. Raises OSError if it cannot be
+    written.
     """
     if row is not None:
         train, test = (one._replace(row=row[one.row]) for one in split[:2])
@@ -230,10 +214,9 @@ def export(
 
 
 def note(partition: str, of: file.Identity) -> str:
-    """A line about a partition of a file that may be for other data, or "".
+    """Describes a partition file that may be for other data, or "".
 
-    Raises:
-        ValueError: one line: it is for other data.
+    Raises a one-line ValueError if it is for other data.
     """
     return file.note(partition, of) if partition.startswith(file.PREFIX) else ""
 
@@ -298,7 +281,7 @@ def _client_rows(
 
 
 def stack(splits: Sequence[Split]) -> types.Partition:
-    """One `types.Partition` of numpy arrays with a leading axis of seeds."""
+    """Stacks splits to a `types.Partition` of numpy arrays with seeds as first axis."""
     empty = [split.proxy[:0] for split in splits]
     longest = max(len(split.proxy) for split in splits)
     proxy = np.full((len(splits), longest), -1, np.int32)

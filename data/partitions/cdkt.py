@@ -1,8 +1,8 @@
 """The users of the CDKT paper, by the generator of its released code.
 
-It is reimplemented from the code's behaviour: 50 users with consecutive labels get ten
-images per (user, label) first, then a log-normal amount. The draws use numpy's legacy
-generator and Python's `random`, as the released splits do.
+Its behaviour is reimplemented: 50 users with consecutive labels get ten images per
+(user, label) first, then a log-normal amount. The draws use numpy's legacy generator
+and Python's `random`, as the released splits do.
 """
 
 import random
@@ -79,7 +79,7 @@ PAPER_LABELS = {"cifar10": 2, "cifar100": 20}
 
 
 def user_labels(protocol: Protocol, num_classes: int) -> np.ndarray:
-    """int[50, L]: the classes of each user."""
+    """Returns the classes of each user, int[50, L]."""
     users, steps = np.arange(NUM_USERS)[:, None], np.arange(protocol.labels_per_user)
     if not protocol.random_labels:
         return (protocol.stride * users + steps) % num_classes
@@ -90,11 +90,9 @@ def user_labels(protocol: Protocol, num_classes: int) -> np.ndarray:
 
 
 def slices(class_sizes: np.ndarray, protocol: Protocol) -> list[list[tuple]]:
-    """Per user, the (class, begin, end) slices of each class's images.
+    """Returns each user's (class, begin, end) slices of each class's images.
 
-    Args:
-        class_sizes: int[Y], images of each class without the proxy rows.
-        protocol: See `Protocol`.
+    `class_sizes` int[Y] has the images of each class without the proxy rows.
     """
     num_classes = len(class_sizes)
     labels = user_labels(protocol, num_classes)
@@ -131,13 +129,13 @@ def slices(class_sizes: np.ndarray, protocol: Protocol) -> list[list[tuple]]:
 
 
 def order(protocol: Protocol) -> list[int]:
-    """Users in the order of the released files, of which scenario 1 takes ten."""
+    """Orders users as the released files do; scenario 1 takes the first ten."""
     users = list(range(NUM_USERS))
     return sorted(users, key=str) if protocol.sort_as_text else users
 
 
 def split(labels: np.ndarray, protocol: Protocol, num_clients: int) -> parts.Parts:
-    """Positions in `labels` int[N] of the first `num_clients` users' images."""
+    """Returns positions in `labels` int[N] of the first `num_clients` users' images."""
     options.check_at_most(
         "num_clients", num_clients, NUM_USERS, "the users of --partition=cdkt"
     )

@@ -6,7 +6,7 @@ from data.partitions import parts
 
 
 def split(num_rows: int, num_clients: int) -> parts.Parts:
-    """Positions 0..N-1 in K runs; the first clients get the remainder."""
+    """Splits 0..N-1 into K runs; the first clients get the remainder."""
     each, more = divmod(num_rows, num_clients)
     count = each + (np.arange(num_clients) < more)
     return parts.Parts(np.arange(num_rows), count)

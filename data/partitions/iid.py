@@ -6,12 +6,6 @@ from data.partitions import contiguous, parts
 
 
 def split(num_rows: int, num_clients: int, gen: np.random.Generator) -> parts.Parts:
-    """Random parts of 0..N-1; the first clients get the remainder.
-
-    Args:
-        num_rows: N.
-        num_clients: K.
-        gen: The partition's generator.
-    """
+    """Splits 0..N-1 into K random parts; the first clients get the remainder."""
     runs = contiguous.split(num_rows, num_clients)
     return runs._replace(row=gen.permutation(num_rows))

@@ -6,11 +6,9 @@ from data.partitions import parts
 
 
 def split(owner: np.ndarray, num_clients: int) -> parts.Parts:
-    """Positions of the first clients' examples, in the pool's order.
+    """Returns positions of the first K clients' examples, in the pool's order.
 
-    Args:
-        owner: int[N], 0, 1, ...; rows of owners beyond K are unowned.
-        num_clients: K.
+    `owner` is int[N], 0, 1, ...; rows of owners beyond K are unowned.
     """
     position = np.flatnonzero(owner < num_clients)
     return parts.collect(position, owner[position], num_clients)
