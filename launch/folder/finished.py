@@ -25,10 +25,9 @@ SUMMARY, PARTIAL = "summary.json", ".partial"
 CHECKPOINTS = "checkpoints"
 # Arrays of `CLIENTS`: one of the first two, and the third except for a text
 ACCURACY, PERPLEXITY, CLASS_COUNTS = "accuracy", "perplexity", "class_counts"
-# Arrays of names, where classes or owners are not numbers
+# Arrays of names, if classes or owners are not numbers
 CLASS_NAMES, OWNER_NAMES = "class_names", "owner_names"
-# The forms of JSON, see `json_text.check`: what a cell keeps of a record, a record, and
-# the metrics of one run
+# Forms for `json_text.check`: a record in a cell, a record, and one run's metrics
 CURVE = {
     "round": int,
     "seed": int,
@@ -77,11 +76,11 @@ _KINDS = {
 
 
 def clients(run: Run) -> dict[str, np.ndarray]:
-    """Accuracies [seed, round, client], test sizes and class counts of all clients.
+    """Returns accuracies [seed, round, client], test sizes and class counts of clients.
 
     In a sweep they are [seed, point, round, client], with the points' numbers by name.
-    A text has perplexities instead, under the name `perplexity`, and no class counts.
-    Names of classes and of the clients' owners are there if they are not numbers.
+    A text has perplexities instead, as `perplexity`, and no class counts. Names of
+    classes and of the clients' owners are included if they are not numbers.
     """
     accuracy = run.client_accuracies[:, : len(run.window)]
     points, seeds = run.points, len(run.seeds)
@@ -105,7 +104,7 @@ def clients(run: Run) -> dict[str, np.ndarray]:
 
 
 def class_counts(run: Run) -> np.ndarray:
-    """Train examples of each client and class, int32[seeds, K, Y]."""
+    """Counts the train examples of each client and class, int32[seeds, K, Y]."""
     part, label = run.data.partition, np.asarray(run.data.label)
     owned = map(np.asarray, (part.train.row, part.train.start, part.train.count))
     classes = run.task.num_classes
@@ -122,11 +121,8 @@ def count_classes(
 ) -> np.ndarray:
     """Counts the examples of each client and class, int32[K, Y].
 
-    Args:
-        label: int[N], labels of all examples.
-        row: int[M], rows of examples, grouped by client.
-        start, count: int[K], where each client's rows begin in `row`, and their number.
-        num_classes: Y.
+    `label` int[N] has the labels of all examples. `row` int[M] has rows of examples, of
+    which client k has `count[k]` from `start[k]` on.
     """
     num_clients = len(start)
     client = np.repeat(np.arange(num_clients), count)
@@ -138,10 +134,9 @@ def count_classes(
 
 
 def records(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """The records of a run, finished or not, in order of rounds.
+    """Reads the records of a run, finished or not, in order of rounds.
 
-    Raises:
-        ValueError: one line: a line is not a record, or it is not a file.
+    Raises a one-line ValueError if a line is not a record or the path is not a file.
     """
     path = folder / METRICS
     try:
@@ -162,7 +157,7 @@ def records(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def lines(records: Sequence[Mapping[str, Any]]) -> str:
-    """The lines of metrics.jsonl."""
+    """Formats records as the lines of metrics.jsonl."""
     return "".join(json.dumps(finite(record)) + "\n" for record in records)
 
 
@@ -177,17 +172,16 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 
 def seal(folder: pathlib.Path, summary: dict[str, Any]) -> dict[str, Any]:
-    """`summary` with the hashes of the folder's files and its own."""
+    """Adds the hashes of the folder's files, and its own hash, to a summary."""
     files = {name: _file_digest(folder / name) for name in _FILES}
     sealed = summary | {"files_sha256": files}
     return sealed | {"sha256": _own_digest(sealed)}
 
 
 def read(folder: pathlib.Path) -> dict[str, Any] | None:
-    """The summary of a run's folder, None if there is none.
+    """Reads the summary of a run's folder, None if there is none.
 
-    Raises:
-        ValueError: one line that names a file that is not as the run wrote it.
+    Raises a one-line ValueError that names a file that is not as the run wrote it.
     """
     path = folder / SUMMARY
     try:
@@ -220,7 +214,7 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
 
 
 def _check_form(summary: dict[str, Any]) -> None:
-    """Refuses a summary that was edited, or whose parts are not of their kinds."""
+    """Refuses a summary that was edited, or that has parts of another form."""
     json_text.check(summary, _SEALS)
     body = {name: value for name, value in summary.items() if name != "sha256"}
     if _own_digest(body) != summary["sha256"]:
@@ -231,7 +225,7 @@ def _check_form(summary: dict[str, Any]) -> None:
 
 
 def _own_digest(summary: dict[str, Any]) -> str:
-    """The SHA-256 of the values, whatever their layout in the file."""
+    """Returns the SHA-256 of the values, whatever their layout in the file."""
     return hashlib.sha256(json.dumps(summary, sort_keys=True).encode()).hexdigest()
 
 
@@ -241,7 +235,7 @@ def _file_digest(path: pathlib.Path) -> str:
 
 
 def finite(value: Any) -> Any:
-    """The same structure with None for nan and infinity, which JSON does not have."""
+    """Replaces nan and infinity, which JSON does not have, by None."""
     if isinstance(value, Mapping):
         return {name: finite(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -252,7 +246,7 @@ def finite(value: Any) -> Any:
 
 
 def git_commit() -> dict[str, str]:
-    """{"git_commit": ...} of the checkout that contains this file, or {}."""
+    """Returns {"git_commit": ...} of the checkout that contains this file, or {}."""
     root = pathlib.Path(__file__).resolve().parents[2]
     # The variables that git sets inside hooks would point to another repository.
     clean = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
