@@ -51,28 +51,16 @@ class Protocol(NamedTuple):
 
 # Images per class of all 70,000 MNIST images, without the proxy fraction of 0.5 %
 MNIST_SIZES = (6868, 7837, 6955, 7105, 6789, 6281, 6841, 7256, 6790, 6923)
+_CIFAR = Protocol(sigma=2.0, reserve=50, scale=1.0)
 PROTOCOLS = {
     "mnist": Protocol(sort_as_text=True),
     "mnist_5k": Protocol(sort_as_text=True, class_sizes=MNIST_SIZES),
     "fashion_mnist": Protocol(scale=0.55),
-    "cifar10": Protocol(
-        labels_per_user=3,
-        sigma=2.0,
-        reserve=50,
-        scale=1.0,
-        factor=(1, 10),
-        addend=(10, 200),
-        constant=200,
+    "cifar10": _CIFAR._replace(
+        labels_per_user=3, factor=(1, 10), addend=(10, 200), constant=200
     ),
-    "cifar100": Protocol(
-        labels_per_user=30,
-        stride=10,
-        sigma=2.0,
-        reserve=50,
-        scale=1.0,
-        factor=(1, 5),
-        addend=(5, 50),
-        overlap=True,
+    "cifar100": _CIFAR._replace(
+        labels_per_user=30, stride=10, factor=(1, 5), addend=(5, 50), overlap=True
     ),
 }
 PAPER_LABELS = {"cifar10": 2, "cifar100": 20}
@@ -84,9 +72,8 @@ def user_labels(protocol: Protocol, num_classes: int) -> np.ndarray:
     if not protocol.random_labels:
         return (protocol.stride * users + steps) % num_classes
     gen = np.random.RandomState(protocol.seed)
-    return np.stack(
-        [gen.permutation(num_classes)[: len(steps)] for _ in range(NUM_USERS)]
-    )
+    drawn = [gen.permutation(num_classes)[: len(steps)] for _ in range(NUM_USERS)]
+    return np.stack(drawn)
 
 
 def slices(class_sizes: np.ndarray, protocol: Protocol) -> list[list[tuple]]:
@@ -136,17 +123,14 @@ def order(protocol: Protocol) -> list[int]:
 
 def split(labels: np.ndarray, protocol: Protocol, num_clients: int) -> parts.Parts:
     """Returns positions in `labels` int[N] of the first `num_clients` users' images."""
-    options.check_at_most(
-        "num_clients", num_clients, NUM_USERS, "the users of --partition=cdkt"
-    )
-    num_classes = int(labels.max()) + 1
-    wanted = protocol.labels_per_user
-    options.check_at_most(
-        "classes_per_client", wanted, num_classes, "the classes of the data"
-    )
+    why = "the users of --partition=cdkt"
+    options.check_at_most("num_clients", num_clients, NUM_USERS, why)
+    num_classes, wanted = int(labels.max()) + 1, protocol.labels_per_user
+    why = "the classes of the data"
+    options.check_at_most("classes_per_client", wanted, num_classes, why)
     members = [np.flatnonzero(labels == c) for c in range(num_classes)]
     sizes = np.array([len(m) for m in members])
-    needed = 10 * NUM_USERS * protocol.labels_per_user // num_classes + 1
+    needed = 10 * NUM_USERS * wanted // num_classes + 1
     if sizes.min() < needed:
         raise ValueError(
             f"--partition=cdkt needs {needed} images of every class, class "

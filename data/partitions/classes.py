@@ -35,12 +35,11 @@ def parse(text: str) -> tuple[tuple[int, ...], ...]:
 def check(client_classes: Sequence[Sequence[int]], num_classes: int) -> None:
     """Refuses classes that the data do not have, with a ValueError about the first."""
     for client, own in enumerate(client_classes):
-        for c in own:
-            if c >= num_classes:
-                raise ValueError(
-                    f"--client_classes: client {client} has class {c}, the data have "
-                    f"the classes 0 to {num_classes - 1}; take one of them"
-                )
+        if odd := [c for c in own if c >= num_classes]:
+            raise ValueError(
+                f"--client_classes: client {client} has class {odd[0]}, the data have "
+                f"the classes 0 to {num_classes - 1}; take one of them"
+            )
 
 
 def named(labels: np.ndarray, client_classes: Sequence[Sequence[int]]) -> np.ndarray:

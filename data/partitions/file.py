@@ -36,16 +36,7 @@ class Identity(NamedTuple):
     label_sha256: str
 
 
-class Rows(NamedTuple):
-    """The rows in a partition file."""
-
-    train: parts.Parts
-    test: parts.Parts
-    official_test: np.ndarray
-    proxy: np.ndarray
-
-
-def write(path: pathlib.Path, rows: Rows, of: Identity | None = None) -> None:
+def write(path: pathlib.Path, rows: parts.Split, of: Identity | None = None) -> None:
     """Writes a file atomically, or raises OSError; `of` is the data set of the rows."""
     if path.is_dir():
         raise IsADirectoryError("it is a folder")
@@ -75,7 +66,7 @@ def facts(name: str) -> tuple[int, bool]:
     return len(arrays["train_count"]), bool(arrays["test_count"].any())
 
 
-def read(name: str, num_rows: int) -> Rows:
+def read(name: str, num_rows: int) -> parts.Split:
     """Reads the rows of every client from `file:PATH` for a data set of `num_rows`.
 
     Raises a one-line ValueError if the file is missing, no partition, or for other
@@ -103,18 +94,18 @@ def read(name: str, num_rows: int) -> Rows:
         raise ValueError(
             f"{where} names no test row; add some as test_row or official_test_row"
         )
-    train, test = (
-        parts.Parts(arrays[f"{kind}_row"], arrays[f"{kind}_count"])
-        for kind in ("train", "test")
-    )
-    return Rows(train, test, official, proxy)
+    train = parts.Parts(arrays["train_row"], arrays["train_count"])
+    test = parts.Parts(arrays["test_row"], arrays["test_count"])
+    return parts.Split(train, test, official, proxy)
 
 
 def note(name: str, of: Identity) -> str:
-    """Describes a file that may be for other data than `of`, or "".
+    """Describes a partition file that may be for other data than `of`, or "".
 
     Raises a one-line ValueError if its data had other rows or labels.
     """
+    if not name.startswith(PREFIX):
+        return ""
     arrays = _arrays(name)
     where = f"--partition={name}"
     found = {key: arrays[key].item() for key in Identity._fields if key in arrays}
@@ -124,9 +115,9 @@ def note(name: str, of: Identity) -> str:
     if odd == ["data_sha256"]:
         return f"{where} was made for other examples, whose labels are the same"
     if odd:
-        how = f"{found.get('num_rows')} rows, and these are {of.num_rows}"
-        if "num_rows" not in odd:
-            how = "rows in another order, or with other labels"
+        how = "rows in another order, or with other labels"
+        if "num_rows" in odd:
+            how = f"{found['num_rows']} rows, and these are {of.num_rows}"
         raise ValueError(
             f"{where} was made for other data, {how}; make it again with "
             "--export_partition"
@@ -146,11 +137,10 @@ def _arrays(name: str) -> dict[str, np.ndarray]:
         raise ValueError(f"{where}: {error}") from error
     for key, array in arrays.items():
         kind, most, wanted = np.integer, 1, "integers of one dimension"
-        if key in (*HASHES, "num_rows"):
-            kind, wanted = (
-                (np.str_, "one text") if key in HASHES else (kind, "one number")
-            )
-            most = 0
+        if key == "num_rows":
+            most, wanted = 0, "one number"
+        elif key in HASHES:
+            kind, most, wanted = np.str_, 0, "one text"
         if not np.issubdtype(array.dtype, kind) or array.ndim > most:
             raise ValueError(
                 f"{where}: {key} must be {wanted}, got {array.dtype} "

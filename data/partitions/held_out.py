@@ -33,17 +33,13 @@ def split(
         )
     owned = owned if is_text else _shuffled(owned, seed)
     place = np.arange(len(owned.row)) - np.repeat(owned.start, owned.count)
-    num_train = np.floor(0.8 * owned.count + 1e-9).astype(int)
-    if is_text:
-        num_train = np.floor(0.9 * owned.count + 1e-9).astype(int)
-        is_train = place < np.repeat(num_train, owned.count)
-    elif kind == "client_share":
+    num_train = np.floor((0.9 if is_text else 0.8) * owned.count + 1e-9).astype(int)
+    is_train = place < np.repeat(num_train, owned.count)
+    if kind == "pool_stratified":
+        is_train = _stratified(owned, labels[owned.row], num_train)
+    elif kind == "client_share" and not is_text:
         num_test = np.floor(0.2 * owned.count + 1e-9).astype(int)
         is_train = place >= np.repeat(num_test, owned.count)
-    elif kind == "pool":
-        is_train = place < np.repeat(num_train, owned.count)
-    else:
-        is_train = _stratified(owned, labels[owned.row], num_train)
     num_train = np.bincount(owned.owner[is_train], minlength=len(owned.count))
     return (
         parts.Parts(owned.row[is_train], num_train),

@@ -32,6 +32,15 @@ class Parts(NamedTuple):
             yield self.row[begin : begin + count]
 
 
+class Split(NamedTuple):
+    """Rows of one seed by client, and unowned int64 `official_test` and `proxy`."""
+
+    train: Parts
+    test: Parts
+    official_test: np.ndarray
+    proxy: np.ndarray
+
+
 def collect(row: np.ndarray, owner: np.ndarray, num_clients: int) -> Parts:
     """Groups rows int[N] by owner in 0..K-1; each client's rows keep their order."""
     order = np.argsort(owner, kind="stable")
