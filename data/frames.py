@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import pathlib
 import re
 import warnings
@@ -29,19 +30,7 @@ _SPLITS = {"test", "train", "split", "is_test", "is_train", "is_training", "is_v
 # The columns of a CSV file, and the bytes of its first line
 MAX_COLUMNS, MAX_HEADER_BYTES = 32768, 1 << 24
 # Missing numbers in other columns
-_MISSING = [
-    "",
-    "NA",
-    "N/A",
-    "n/a",
-    "<NA>",
-    "#N/A",
-    "NaN",
-    "nan",
-    "null",
-    "NULL",
-    "None",
-]
+_MISSING = ["", *"NA N/A n/a <NA> #N/A NaN nan null NULL None".split()]
 
 
 def from_csv(path: str, label: str = "", owner: str = "") -> dataset.Dataset:
@@ -58,25 +47,17 @@ def from_csv(path: str, label: str = "", owner: str = "") -> dataset.Dataset:
         with warnings.catch_warnings():
             # Lines longer than the header would be cut off.
             warnings.simplefilter("error", pandas.errors.ParserWarning)
-            names = pandas.read_csv(place, nrows=0, index_col=False).columns
+            read = functools.partial(pandas.read_csv, place)
+            names = read(nrows=0, index_col=False).columns
             # pandas would rename the second of two columns `a` to `a.1`.
-            header = pandas.read_csv(
-                place, nrows=1, header=None, dtype=str, keep_default_na=False
-            )
-            given = {label, owner}
-            given |= set() if label else _called(names, LABELS)
-            given |= set() if owner else _called(names, OWNERS)
+            header = read(nrows=1, header=None, dtype=str, keep_default_na=False)
+            given = {label} if label else _called(names, LABELS)
+            given |= {owner} if owner else _called(names, OWNERS)
             # As text "NA" is a name, and "01" is not "1".
             as_text = {name: str for name in names if name in given}
             missing = {name: _MISSING for name in names if name not in given}
-            frame = pandas.read_csv(
-                place,
-                low_memory=False,
-                index_col=False,
-                dtype=as_text,
-                keep_default_na=False,
-                na_values=missing,
-            )
+            how = {"low_memory": False, "index_col": False, "keep_default_na": False}
+            frame = read(dtype=as_text, na_values=missing, **how)
     except (ValueError, OSError, EOFError, pandas.errors.ParserWarning) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         if isinstance(error, FileNotFoundError):
@@ -189,13 +170,12 @@ def from_frame(
         columns={name: frame[name].to_numpy() for name in features},
         where="",
     )
-    index = [str(name) for name in unused if name is not None]
     line = (
         f"label: {labels.limited(label)}; owners: "
         f"{labels.limited(owner) if owner else 'none'}; features ({len(features)}): "
         f"{labels.listed(features)}"
     )
-    if index:
+    if index := [str(name) for name in unused if name is not None]:
         line += f"; the index {labels.listed(index)} is not used, .reset_index() makes "
         line += "it a column"
     doubts = _doubts(values, features, made.label)
@@ -211,20 +191,20 @@ def chosen(names: Sequence[str], label: str, owner: str) -> tuple[str, str]:
     label = label or (usual[0] if len(usual) == 1 else "")
     owned = _called(names, OWNERS) - {label}
     owner = owner or (owned.pop() if len(owned) == 1 else "")
-    missing = [
-        f"there is no column --{flag}={name}; the columns are {labels.listed(names)}"
-        for flag, name in (("label", label), ("owner", owner))
-        if name and name not in names
-    ]
-    reason = missing[0] if missing else ""
     if not label:
         found = f"{labels.listed(usual)} could" if usual else "no column is known to"
-        reason = f"{found} hold the labels; give --label, one of the columns "
-        reason += labels.listed(names)
-    elif label == owner:
-        reason = f"--label={label} and --owner={owner} are the same column"
-    if reason:
-        raise ValueError(reason)
+        raise ValueError(
+            f"{found} hold the labels; give --label, one of the columns "
+            f"{labels.listed(names)}"
+        )
+    if label == owner:
+        raise ValueError(f"--label={label} and --owner={owner} are the same column")
+    for flag, name in (("label", label), ("owner", owner)):
+        if name and name not in names:
+            raise ValueError(
+                f"there is no column --{flag}={name}; the columns are "
+                f"{labels.listed(names)}"
+            )
     return label, owner
 
 
@@ -260,11 +240,11 @@ def _check_features(frame: pandas.DataFrame) -> None:
             reasons[name] = "says which rows test"
     if reasons:
         found = [f"{labels.limited(name)} {why}" for name, why in reasons.items()]
-        cures = [f"name the owner with --owner={next(iter(reasons))}"]
+        cure = f"name the owner with --owner={next(iter(reasons))}"
         if "says which rows test" in reasons.values():
-            cures = ["give the test rows as test=frame from Python"]
+            cure = "give the test rows as test=frame from Python"
         raise ValueError(
-            f"columns are not features by their names: {', '.join(found)}; {cures[0]}, "
+            f"columns are not features by their names: {', '.join(found)}; {cure}, "
             "drop such columns, or rename those that are features"
         )
 

@@ -9,8 +9,6 @@ import numpy as np
 
 MAX_CLASSES = 100_000
 SHOWN = 8
-# Above it, floats do not hold every whole number.
-_WHOLE = 2.0**53
 # pandas's names for lists of Python objects of one kind
 _OF_ONE_KIND = {"string", "bytes", "boolean", "integer", "floating"}
 _OF_ONE_KIND |= {"mixed-integer-float"}
@@ -152,11 +150,9 @@ def _plain(values: Any, num_rows: int, what: str, of: str) -> np.ndarray:
     """Converts values to bools, integers, floats or text [N]; refuses missing ones."""
     array = as_array(values, what)
     if array.shape != (num_rows,) or not num_rows:
-        hint = ""
-        if array.ndim == 2 and len(array) == num_rows:
-            hint = (
-                f"; of a column give {what}.ravel(), of one-hot rows {what}.argmax(1)"
-            )
+        hint = f"; of a column give {what}.ravel(), of one-hot rows {what}.argmax(1)"
+        if array.ndim != 2 or len(array) != num_rows:
+            hint = ""
         raise ValueError(
             f"{what} must be {of} [{num_rows or 'N'}], got {array.dtype} "
             f"{list(array.shape)}{hint}"
@@ -169,16 +165,15 @@ def _plain(values: Any, num_rows: int, what: str, of: str) -> np.ndarray:
         # Bytes that are not UTF-8 become invalid text, which is refused below.
         array = np.char.decode(array, "utf-8", "surrogateescape")
     _check_missing(array, what, of)
-    kind, got = array.dtype.kind, str(array.dtype)
-    if kind == "O":
+    if (kind := array.dtype.kind) not in "biufUmM":
         names = sorted({type(value).__name__ for value in array})
-        got = " and ".join(names[:4])
-    if kind not in "biufUmM":
+        got = " and ".join(names[:4]) if kind == "O" else str(array.dtype)
         raise ValueError(
             f"{what} must be {of} of one type, text, bools or whole numbers, got {got}"
         )
     if kind == "f":
-        odd = array[(array != np.floor(array)) | (np.abs(array) > _WHOLE)]
+        # Above 2^53, floats do not hold every whole number.
+        odd = array[(array != np.floor(array)) | (np.abs(array) > 2.0**53)]
         if len(odd):
             line = f"holds {odd[0]:.6g}; owners are text, bools or whole numbers"
             if of == "labels":
@@ -214,10 +209,9 @@ def as_array(values: Any, what: str) -> np.ndarray:
     """Converts values as `unmasked` does, but keeps the mixed types of a list."""
     array = unmasked(values, what)
     if isinstance(values, (list, tuple)) and array.dtype.kind in "USiuf":
-        kinds = set(map(type, values))
         # numpy converts a number beside a text to text, and True beside a number to 1.
-        if array.dtype.kind in "US" or kinds > {bool}:
-            array = np.asarray(values, object)
+        if array.dtype.kind in "US" or set(map(type, values)) > {bool}:
+            return np.asarray(values, object)
     return array
 
 

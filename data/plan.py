@@ -111,6 +111,9 @@ class Planner:
         self._seeds, self._num_rows = list(seeds), np.asarray(num_rows)
         self.num_clients = num_clients = self._num_rows.shape[1]
         self._group, self._level_of = np.asarray(client_group), level_of
+        if not callable(level_of):
+            levels = np.asarray(level_of)
+            self._level_of = lambda seed, round, client: levels[client]
         # Private rows are stacked by group; a client's slot is its place in its group.
         self._slot = np.zeros(num_clients, np.int32)
         for group in np.unique(self._group):
@@ -144,9 +147,8 @@ class Planner:
 
     def cohort(self, seed_index: int, round: int) -> types.Cohort:
         """Draws round 0, 1, ... with its plans, for the seed at `seed_index`."""
-        window = self.window(seed_index, round, 1, 1, 0)
-        one = window.of_round(0, self._num_rows[seed_index])
-        return jax.tree.map(np.asarray, one)
+        one = self.window(seed_index, round, 1, 1, 0)
+        return jax.tree.map(np.asarray, one.of_round(0, self._num_rows[seed_index]))
 
     def drawn(self, seed_index: int, round: int) -> types.Cohort:
         """Draws one round without plans: its clients, their slots, levels and peers."""
@@ -169,7 +171,7 @@ class Planner:
         """Returns (client int32[C], is real bool[C], level int32[C]) of each row."""
         seed, num_clients = self._seeds[seed_index], self.num_clients
         chosen = self._choose(seed, round)
-        levels = self._levels(seed, round, chosen)
+        levels = np.asarray(self._level_of(seed, round, chosen))
         owned = self._num_rows[seed_index, chosen]
         order = np.lexsort((chosen, owned, levels, self._group[chosen]))
         # Padding rows come first, where they fill the chunk of the smallest clients.
@@ -232,12 +234,6 @@ class Planner:
         drawn = [self._choose(seed, round) for seed in self._seeds]
         return [int(np.bincount(self._owners.device_of(c)).max()) for c in drawn]
 
-    def _work(self, seed_index: int, round: int) -> np.ndarray:
-        """Computes each device's work in a round, in examples times levels; int[D]."""
-        client, _, level = self._placed(seed_index, round)
-        work = self.owned(seed_index, client) * level
-        return work.reshape(self._devices, -1).sum(1)
-
     @property
     def balance(self) -> float:
         """The work of all devices in a round over what they could do while they wait.
@@ -246,7 +242,8 @@ class Planner:
         owners, else in examples times levels.
         """
         if self._owners is None:
-            work = np.stack([self._work(0, round) for round in range(SEEN_ROUNDS)])
+            rounds = range(SEEN_ROUNDS)
+            work = np.stack([self.examples(0, r, by_level=True) for r in rounds])
             return float(work.sum() / max(work.max(1).sum() * self._devices, 1))
         fullest = self._owned_by_fullest(self._owned_rounds)
         return float(self._clients_per_round / self._devices / fullest.mean())
@@ -259,10 +256,13 @@ class Planner:
             rows = rows[:, self._candidates]
         return float(rows.mean(1).max() * self._clients_per_round)
 
-    def examples(self, seed_index: int, round: int) -> np.ndarray:
-        """Counts the train rows of a round's clients by device, int[D]."""
-        client, _, _ = self._placed(seed_index, round)
-        return self.owned(seed_index, client).reshape(self._devices, -1).sum(1)
+    def examples(
+        self, seed_index: int, round: int, by_level: bool = False
+    ) -> np.ndarray:
+        """Counts train rows of a round's clients by device, or times levels; int[D]."""
+        client, _, level = self._placed(seed_index, round)
+        rows = self.owned(seed_index, client) * (level if by_level else 1)
+        return rows.reshape(self._devices, -1).sum(1)
 
     def capacity(self, num_rounds: int) -> int:
         """Returns the room for a device's examples in a number of rounds of any seed.
@@ -270,12 +270,9 @@ class Planner:
         It is the average, since a window takes as many rounds as fit, and at least the
         size of the largest of the first rounds.
         """
-        seen = [
-            [self.examples(index, round) for round in range(SEEN_ROUNDS)]
-            for index in range(len(self._seeds))
-        ]
-        by_device = np.asarray(seen)  # [seeds, rounds, D]
-        share = by_device.sum((0, 1)).max() / max(by_device.sum(), 1)
+        every = [(i, r) for i in range(len(self._seeds)) for r in range(SEEN_ROUNDS)]
+        by_device = np.stack([self.examples(*one) for one in every])
+        share = by_device.sum(0).max() / max(by_device.sum(), 1)
         average = int(np.ceil(self.round_examples * num_rounds * share))
         return shapes.rounded_up_finely(max(average, int(by_device.max()), 1))
 
@@ -299,9 +296,8 @@ class Planner:
         Returns:
             A cohort of leaves [length, ...], with each plan as a `types.WindowPlan`.
         """
-        drawn = [
-            self.drawn(seed_index, first_round + index) for index in range(num_rounds)
-        ]
+        rounds = range(first_round, first_round + num_rounds)
+        drawn = [self.drawn(seed_index, one) for one in rounds]
         many = jax.tree.map(lambda *leaves: np.stack(leaves), *drawn)
         # The rows of one device in all rounds come before those of the next device.
         place = np.arange(many.client_id.size).reshape(num_rounds, self._devices, -1)
@@ -310,6 +306,14 @@ class Planner:
         owned = self.owned(seed_index, client)
         round = first_round + place // many.client_id.shape[1]
         capacity = max(capacity, int(owned.sum(1).max()), 1)
+
+        def pad(leaf: np.ndarray) -> np.ndarray:
+            if length == num_rounds:
+                return leaf
+            out = np.zeros((length, *leaf.shape[1:]), leaf.dtype)
+            out[:num_rounds] = leaf
+            return out
+
         plans = {}
         for spec in self._specs:
             seed, count = self._seeds[seed_index], spec.epochs * spec.rows(owned)
@@ -320,26 +324,9 @@ class Planner:
                 line[: len(part)] = part
             first = np.zeros(many.client_id.size, np.int32)
             first[place] = np.cumsum(count, 1) - count
-            plans[spec.name] = types.WindowPlan(
-                position,
-                first.reshape(many.client_id.shape),
-                spec,
-            )
-
-        def pad(leaf: np.ndarray) -> np.ndarray:
-            if length == num_rounds:
-                return leaf
-            out = np.zeros((length, *leaf.shape[1:]), leaf.dtype)
-            out[:num_rounds] = leaf
-            return out
-
-        padded = jax.tree.map(pad, many)
-        return padded.replace(
-            plans={
-                name: plan.replace(first=pad(plan.first))
-                for name, plan in plans.items()
-            }
-        )
+            first = pad(first.reshape(many.client_id.shape))
+            plans[spec.name] = types.WindowPlan(position, first, spec)
+        return jax.tree.map(pad, many).replace(plans=plans)
 
     def _choose(self, seed: int, round: int) -> np.ndarray:
         """Draws the clients of a round, int[C] without padding."""
@@ -350,11 +337,6 @@ class Planner:
                 return np.arange(wanted)
             return gen.choice(self.num_clients, wanted, replace=False)
         return self._candidates[gen.choice(len(self._candidates), wanted, False)]
-
-    def _levels(self, seed: int, round: int, client: np.ndarray) -> np.ndarray:
-        if callable(self._level_of):
-            return np.asarray(self._level_of(seed, round, client))
-        return np.asarray(self._level_of)[client]
 
     def _draw_peers(
         self, seed: int, round: int, client: np.ndarray, real: np.ndarray
@@ -378,8 +360,8 @@ class Planner:
     def owned(self, seed_index: int, client: np.ndarray) -> np.ndarray:
         """Returns the train rows of clients int[...], 0 on padding rows."""
         owned = self._num_rows[seed_index]
-        real = client < len(owned)
-        return np.where(real, owned[np.where(real, client, 0)], 0)
+        last = len(owned) - 1
+        return np.where(client > last, 0, owned[np.minimum(client, last)])
 
     def num_steps(self, seed_index: int, client: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the steps int[...] of clients int[...] in each plan, by its name."""

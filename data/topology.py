@@ -22,7 +22,6 @@ NEVER = 1e-12
 # For regular graphs: rounds of swapping all edges in pairs, and cached graphs
 SWEEPS = 5
 KEPT_GRAPHS = 16
-ARRAY = "adjacency"
 
 Draw = Callable[[int, int, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
@@ -45,10 +44,10 @@ def make(spec: types.PeerSpec, num_clients: int) -> Graph:
     """Makes the graph for K clients; a ValueError names the flag to change."""
     if spec.draw is not None:
 
-        def own(seed: int, round: int, client: np.ndarray):
+        def draw(seed: int, round: int, client: np.ndarray):
             return spec.draw(seed, round, client, num_clients, spec.num_peers)
 
-        return Graph(spec.num_peers, own)
+        return Graph(spec.num_peers, draw)
     if num_clients < 2:
         raise ValueError("--num_clients=1 leaves a client without peers; raise it")
     graph = KINDS[spec.topology](spec, num_clients)
@@ -95,8 +94,7 @@ def _random(spec: types.PeerSpec, num_clients: int) -> Graph:
     _check_degree(spec, num_clients)
 
     def draw(seed: int, round: int, client: np.ndarray):
-        peers = uniform_peers(seed, round, client, num_clients, spec.num_peers)
-        return _all(peers)
+        return _all(uniform_peers(seed, round, client, num_clients, spec.num_peers))
 
     return Graph(spec.num_peers, draw)
 
@@ -105,22 +103,21 @@ def _ring(spec: types.PeerSpec, num_clients: int) -> Graph:
     """The `num_peers` nearest clients on a ring: 1 ahead, 1 behind, 2 ahead, ..."""
     _check_degree(spec, num_clients)
     step = np.arange(spec.num_peers)
-    offset = (step // 2 + 1) * np.where(step % 2, -1, 1)
-
-    def draw(seed: int, round: int, client: np.ndarray):
-        return _all((client[:, None] + offset) % num_clients)
-
-    return Graph(spec.num_peers, draw)
+    return _shifted((step // 2 + 1) * np.where(step % 2, -1, 1), num_clients)
 
 
 def _full(spec: types.PeerSpec, num_clients: int) -> Graph:
     """All other clients."""
-    offset = np.arange(1, num_clients)
+    return _shifted(np.arange(1, num_clients), num_clients)
+
+
+def _shifted(offset: np.ndarray, num_clients: int) -> Graph:
+    """The clients at distances int[P] from each client."""
 
     def draw(seed: int, round: int, client: np.ndarray):
         return _all((client[:, None] + offset) % num_clients)
 
-    return Graph(num_clients - 1, draw)
+    return Graph(len(offset), draw)
 
 
 def _all(peers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -248,10 +245,12 @@ def read(path: str, num_clients: int) -> np.ndarray:
     """
     try:
         if path.endswith(".npz"):
-            array = npz.read(pathlib.Path(path), [ARRAY])[ARRAY]
+            array = npz.read(pathlib.Path(path), ["adjacency"])["adjacency"]
         else:
             array = _text(pathlib.Path(path), num_clients)
-        return _checked(array, num_clients)
+        if wrong := _wrong(array, num_clients):
+            raise ValueError(wrong)
+        return np.ascontiguousarray(array, dtype=bool)
     except (OSError, ValueError) as error:
         is_read = isinstance(error, ValueError)
         reason = error if is_read else f"cannot be read: {error.strerror}"
@@ -277,21 +276,13 @@ def _text(path: pathlib.Path, num_clients: int) -> np.ndarray:
                 f"has {len(row)} entries in row {number}, {len(rows[0])} in row 0; "
                 f"give {num_clients} in each"
             )
-        odd = [entry for entry in row if entry not in ("0", "1")]
-        if odd:
+        if odd := [entry for entry in row if entry not in ("0", "1")]:
             raise ValueError(_odd(odd[0][:20], number))
     return np.array(rows, dtype="U1") == "1"
 
 
 def _odd(entry: object, row: int) -> str:
     return f"has the entry {entry} in row {row}; write 1 for a peer and 0 for none"
-
-
-def _checked(array: np.ndarray, num_clients: int) -> np.ndarray:
-    """Returns the matrix as bool; errors are phrases without the path."""
-    if wrong := _wrong(array, num_clients):
-        raise ValueError(wrong)
-    return np.ascontiguousarray(array, dtype=bool)
 
 
 def _wrong(array: np.ndarray, num_clients: int) -> str:
