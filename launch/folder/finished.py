@@ -28,20 +28,17 @@ ACCURACY, PERPLEXITY, CLASS_COUNTS = "accuracy", "perplexity", "class_counts"
 # Arrays of names, if classes or owners are not numbers
 CLASS_NAMES, OWNER_NAMES = "class_names", "owner_names"
 # Forms for `json_text.check`: a record in a cell, a record, and one run's metrics
+_NUMBER = json_text.NUMBER
 CURVE = {
     "round": int,
     "seed": int,
-    "bytes_up": json_text.NUMBER,
-    "bytes_down": json_text.NUMBER,
+    "bytes_up": _NUMBER,
+    "bytes_down": _NUMBER,
     "diverged?": int,
     str: json_text.NUMBER_OR_NULL,
 }
-RECORD = CURVE | {"seconds": json_text.NUMBER}
-_ENTRY = {
-    "mean": json_text.NUMBER,
-    "std": json_text.NUMBER,
-    "per_seed": [json_text.NUMBER],
-}
+RECORD = CURVE | {"seconds": _NUMBER}
+_ENTRY = {"mean": _NUMBER, "std": _NUMBER, "per_seed": [_NUMBER]}
 PART = {
     "metrics": {"bytes_up": _ENTRY, "bytes_down": _ENTRY, str: _ENTRY},
     "diverged?": int | None,
@@ -57,18 +54,13 @@ _KINDS = {
     "rounds": int,
     "summary": str,
     "summary_of?": str,
-    "sweep?": [{"point": {str: json_text.NUMBER}}],
-    **dict.fromkeys(
-        (
-            "client_updates_per_second",
-            "samples_per_second",
-            "compile_seconds",
-            "padding_efficiency",
-            "step_efficiency?",
-            "device_balance?",
-        ),
-        json_text.NUMBER,
-    ),
+    "sweep?": [{"point": {str: _NUMBER}}],
+    "client_updates_per_second": _NUMBER,
+    "samples_per_second": _NUMBER,
+    "compile_seconds": _NUMBER,
+    "padding_efficiency": _NUMBER,
+    "step_efficiency?": _NUMBER,
+    "device_balance?": _NUMBER,
     "versions?": {str: str},
     "git_commit?": str,
     "device": str,
@@ -89,27 +81,22 @@ def clients(run: Run) -> dict[str, np.ndarray]:
     swept = {name: np.array([one[name] for one in points]) for name in points[0]}
     is_text = bool(run.data.num_words)
     names = {CLASS_NAMES: run.classes, OWNER_NAMES: run.owners}
-    names = {kind: np.array(found) for kind, found in names.items() if found}
-    return (
-        swept
-        | names
-        | {
-            PERPLEXITY if is_text else ACCURACY: accuracy,
-            "rounds": np.asarray(run.window),
-            "seeds": np.asarray(run.seeds),
-            "test_size": np.asarray(run.data.partition.test.count),
-            **({} if is_text else {CLASS_COUNTS: class_counts(run)}),
-        }
-    )
+    return {
+        **swept,
+        **{kind: np.array(found) for kind, found in names.items() if found},
+        PERPLEXITY if is_text else ACCURACY: accuracy,
+        "rounds": np.asarray(run.window),
+        "seeds": np.asarray(run.seeds),
+        "test_size": np.asarray(run.data.partition.test.count),
+        **({} if is_text else {CLASS_COUNTS: class_counts(run)}),
+    }
 
 
 def class_counts(run: Run) -> np.ndarray:
     """Counts the train examples of each client and class, int32[seeds, K, Y]."""
-    part, label = run.data.partition, np.asarray(run.data.label)
-    owned = map(np.asarray, (part.train.row, part.train.start, part.train.count))
-    classes = run.task.num_classes
-    each = zip(*owned, strict=True)
-    return np.stack([count_classes(label, *one, classes) for one in each])
+    train, label = run.data.partition.train, np.asarray(run.data.label)
+    each = zip(*map(np.asarray, (train.row, train.start, train.count)), strict=True)
+    return np.stack([count_classes(label, *one, run.task.num_classes) for one in each])
 
 
 def count_classes(
@@ -194,7 +181,13 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
         summary = json_text.read(path.read_bytes(), {})
         is_sealed = bool(_SEALS.keys() & summary.keys())
         if is_sealed or "parameters_sha256" not in summary:
-            _check_form(summary)
+            json_text.check(summary, _SEALS)
+            body = {name: one for name, one in summary.items() if name != "sha256"}
+            if _own_digest(body) != summary["sha256"]:
+                raise ValueError("its sha256 differs")
+            json_text.check(summary, _KINDS)
+            for part in summary.get("sweep", [summary]):
+                json_text.check(part, PART)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not is_sealed:
@@ -203,25 +196,12 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
             f"--flagfile={folder / RUN_FLAGS} with another --workdir"
         )
     for name, expected in summary["files_sha256"].items():
-        beside, odd = folder / name, ""
+        beside = folder / name
         if not beside.is_file():
-            odd = "is missing"
-        elif _file_digest(beside) != expected:
-            odd = f"is damaged: {SUMMARY} has another SHA-256"
-        if odd:
-            raise ValueError(f"{beside} {odd}")
+            raise ValueError(f"{beside} is missing")
+        if _file_digest(beside) != expected:
+            raise ValueError(f"{beside} is damaged: {SUMMARY} has another SHA-256")
     return summary
-
-
-def _check_form(summary: dict[str, Any]) -> None:
-    """Refuses a summary that was edited, or that has parts of another form."""
-    json_text.check(summary, _SEALS)
-    body = {name: value for name, value in summary.items() if name != "sha256"}
-    if _own_digest(body) != summary["sha256"]:
-        raise ValueError("its sha256 differs")
-    json_text.check(summary, _KINDS)
-    for part in summary.get("sweep", [summary]):
-        json_text.check(part, PART)
 
 
 def _own_digest(summary: dict[str, Any]) -> str:

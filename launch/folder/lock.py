@@ -42,14 +42,13 @@ class Lock:
 
     def _opened(self) -> int:
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-            return os.open(self.path, flags, 0o644)
+            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise ValueError(
-                    f"{self.path} is a link, which would be overwritten; remove it"
-                ) from error
-            raise
+            if error.errno != errno.ELOOP:
+                raise
+            raise ValueError(
+                f"{self.path} is a link, which would be overwritten; remove it"
+            ) from error
 
     def release(self) -> None:
         """Releases the lock, if it is held, and removes the file."""

@@ -41,11 +41,10 @@ def by_point(run: Record) -> list[Record]:
     out = []
     for index, point in enumerate(points):
         values = {name: str(value) for name, value in point.items()}
-        records = sweep.of_point(run.records, point)
-        one = run._replace(flags=run.flags | {"sweep": ""} | values, records=records)
+        flags = run.flags | {"sweep": ""} | values
+        one = run._replace(flags=flags, records=sweep.of_point(run.records, point))
         if run.clients:
-            name = measured(run)
-            mine = {name: run.clients[name][:, index]}
+            mine = {measured(run): run.clients[measured(run)][:, index]}
             one = one._replace(clients=run.clients | mine)
         if run.summary is not None:
             summary = run.summary | run.summary["sweep"][index]
@@ -69,17 +68,21 @@ def read(path: pathlib.Path) -> Record:
     """
     summary = finished.read(path)
     is_there = (path / finished.METRICS).is_file()
-    records = finished.records(path) if is_there else []
-    if not records:
+    if not (records := finished.records(path) if is_there else []):
         raise ValueError(f"{path} holds no run that has measured anything")
     recorded = flagfile.RunFlags.read(path / finished.RUN_FLAGS)
-    found = Record(path, recorded.options, records, {}, summary)
-    found = found._replace(hashes=recorded.hashes)
+    run = Record(path, recorded.options, records, {}, summary, hashes=recorded.hashes)
     if summary is None:
-        _check_begun(path, found.records)
-        return found
-    found = found._replace(clients=_clients(found))
-    return found._replace(kinds=summaries.kinds(summary))
+        # The checkpoint has the records of all rounds up to it.
+        kept = checkpoint.last_host(path / finished.CHECKPOINTS) or {}
+        known, found = finished.lines(kept.get("records", ())), finished.lines(records)
+        if not found.startswith(known) and not known.startswith(found):
+            raise ValueError(
+                f"{path / finished.METRICS} was changed since the run wrote it; "
+                "--resume writes it again"
+            )
+        return run
+    return run._replace(clients=_clients(run), kinds=summaries.kinds(summary))
 
 
 def _clients(run: Record) -> dict[str, np.ndarray]:
@@ -119,17 +122,6 @@ def _clients(run: Record) -> dict[str, np.ndarray]:
     except ValueError as error:
         raise ValueError(f"{path} {error}") from error
     return found
-
-
-def _check_begun(path: pathlib.Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses records of an unfinished run that its checkpoint does not have."""
-    kept = checkpoint.last_host(path / finished.CHECKPOINTS) or {}
-    known, found = finished.lines(kept.get("records", ())), finished.lines(records)
-    if not found.startswith(known) and not known.startswith(found):
-        raise ValueError(
-            f"{path / finished.METRICS} was changed since the run wrote it; --resume "
-            "writes it again"
-        )
 
 
 def kinds(runs: Sequence[Record]) -> dict[str, metric_kinds.Kind]:
