@@ -65,13 +65,12 @@ def with_large_owners(source: Dataset, least: int) -> tuple[Dataset, dict[str, i
     is_train = np.arange(len(source.client)) < source.num_train
     # Official test rows belong to no client.
     kept = is_large[source.client] | ~is_train
-    client = np.cumsum(is_large)[source.client[kept]].astype(np.int32) - 1
-    client = np.maximum(client, 0)
+    number = np.maximum(np.cumsum(is_large) - 1, 0)
     return source._replace(
         image=source.image[kept],
         label=source.label[kept],
         num_train=int((kept & is_train).sum()),
-        client=client,
+        client=number[source.client[kept]].astype(np.int32),
         owners=tuple(names[k] for k in np.flatnonzero(is_large)),
         row=np.flatnonzero(kept),
     ), dropped

@@ -7,8 +7,8 @@ imported, and only for tables.
 
 from __future__ import annotations
 
-import collections
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -91,10 +91,8 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
         reason = f"got the name {given!r}; test= is for data that are given in Python"
     elif sampler is not None and hasattr(given, "dataset"):
         # A loader draws its order again each time, but its data set has a fixed one.
-        rows, sampled = (
-            getattr(one, "__len__", int) for one in (given.dataset, sampler)
-        )
-        if rows() and rows() == sampled():
+        rows = getattr(given.dataset, "__len__", int)()
+        if rows and rows == getattr(sampler, "__len__", int)():
             line = f"{where}: the rows of its .dataset are taken once, in their order"
             found = _rows(given.dataset, where, label, owner)
             return found._replace(notes=(line, *found.notes))
@@ -170,9 +168,7 @@ def check_order(table: Any, column: Any, name: str, where: str) -> None:
     if not all(hasattr(one, "equals") for one in indexes):
         return
     first, second = indexes
-    if not first.equals(second) and collections.Counter(first) == collections.Counter(
-        second
-    ):
+    if not first.equals(second) and Counter(first) == Counter(second):
         raise ValueError(
             f"{where}: {name} has the index of the table in another order; give "
             f"{name}.loc[table.index], or {name}.to_numpy() if its order is that of "

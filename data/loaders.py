@@ -175,9 +175,8 @@ def load_mnist_5k(name: str, data_dir: str) -> dataset.Dataset:
     values = _rows_of_bytes(folder / "data" / "data" / "mnist_5k.csv.gz")
     image, label = values[:, :-1].reshape(-1, 28, 28, 1), values[:, -1]
     # The file is sorted by class, 500 each. The last 100 of a class are the test rows.
-    index = np.arange(len(label))
-    is_test = index % 500 >= 400
-    order = np.concatenate([index[~is_test], index[is_test]])
+    is_test = np.arange(len(label)) % 500 >= 400
+    order = np.argsort(is_test, kind="stable")
     return dataset.Dataset(
         image[order], label[order].astype(np.int32), int((~is_test).sum()), 10
     )

@@ -135,13 +135,12 @@ class Planner:
             for spec in specs
         )
         self.graph = topology.make(peers, num_clients) if peers else None
-        self._candidates = None
-        if eligible is not None and not np.all(eligible):
+        self._candidates = np.arange(num_clients)
+        if eligible is not None:
             self._candidates = np.flatnonzero(eligible)
-        present = num_clients if self._candidates is None else len(self._candidates)
-        if clients_per_round > present:
+        if clients_per_round > len(self._candidates):
             raise ValueError(
-                f"--clients_per_round={clients_per_round}: {present} of "
+                f"--clients_per_round={clients_per_round}: {len(self._candidates)} of "
                 f"{num_clients} clients may be drawn (--exclusive); lower it"
             )
 
@@ -251,9 +250,7 @@ class Planner:
     @property
     def round_examples(self) -> float:
         """Mean train rows of all clients of a round, for the seed with the most."""
-        rows = self._num_rows
-        if self._candidates is not None:
-            rows = rows[:, self._candidates]
+        rows = self._num_rows[:, self._candidates]
         return float(rows.mean(1).max() * self._clients_per_round)
 
     def examples(
@@ -330,13 +327,11 @@ class Planner:
 
     def _choose(self, seed: int, round: int) -> np.ndarray:
         """Draws the clients of a round, int[C] without padding."""
-        wanted = self._clients_per_round
+        wanted, present = self._clients_per_round, len(self._candidates)
+        if wanted == self.num_clients:
+            return np.arange(wanted)
         gen = rng.generator(seed, "engine.cohort", round)
-        if self._candidates is None:
-            if wanted == self.num_clients:
-                return np.arange(wanted)
-            return gen.choice(self.num_clients, wanted, replace=False)
-        return self._candidates[gen.choice(len(self._candidates), wanted, False)]
+        return self._candidates[gen.choice(present, wanted, replace=False)]
 
     def _draw_peers(
         self, seed: int, round: int, client: np.ndarray, real: np.ndarray

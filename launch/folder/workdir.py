@@ -210,17 +210,16 @@ class Workdir(loop.Listener):
         stored = flagfile.RunFlags.read(path)
         stored = stored.completed(self.run.config, self.run.hparams)
         now = self._flags
-        odd = stored.differences(now)
-        if not odd and stored.is_by_text(now) and not self._has_noted_text:
+        if odd := stored.differences(now):
+            raise ValueError(
+                f"--workdir={self.path} holds a run with {'; '.join(odd[:4])}; "
+                "choose another --workdir"
+            )
+        if stored.is_by_text(now) and not self._has_noted_text:
             self._has_noted_text = True
             _note(
                 f"{path} is of other versions, so that custom code was compared by its "
                 "text: an edited closure, constant or helper would not be noticed"
-            )
-        if odd:
-            raise ValueError(
-                f"--workdir={self.path} holds a run with {'; '.join(odd[:4])}; "
-                "choose another --workdir"
             )
         try:
             done = finished.read(self.path)
@@ -278,8 +277,7 @@ class Workdir(loop.Listener):
             self._refuse_fewer(round)
         # The checkpoint has the accuracies of all clients for its own window only.
         window = host["window"]
-        passed = {r for r in self.run.window if r <= round} - set(window)
-        if passed:
+        if passed := {r for r in self.run.window if r <= round} - set(window):
             raise ValueError(
                 f"--rounds={wanted} needs accuracies of clients from round "
                 f"{min(passed)} on, but this run is at {round} and has none before "
