@@ -164,10 +164,9 @@ def check_order(table: Any, column: Any, name: str, where: str) -> None:
 
     pandas would join both by index, but here the positions of rows count.
     """
-    indexes = [getattr(one, "index", None) for one in (table, column)]
-    if not all(hasattr(one, "equals") for one in indexes):
+    first, second = (getattr(one, "index", None) for one in (table, column))
+    if not hasattr(first, "equals") or not hasattr(second, "equals"):
         return
-    first, second = indexes
     if not first.equals(second) and Counter(first) == Counter(second):
         raise ValueError(
             f"{where}: {name} has the index of the table in another order; give "

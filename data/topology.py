@@ -23,8 +23,6 @@ NEVER = 1e-12
 SWEEPS = 5
 KEPT_GRAPHS = 16
 
-Draw = Callable[[int, int, np.ndarray], tuple[np.ndarray, np.ndarray]]
-
 
 class Graph(NamedTuple):
     """The peers of any client in any round.
@@ -36,7 +34,7 @@ class Graph(NamedTuple):
     """
 
     num_peers: int
-    draw: Draw
+    draw: Callable[[int, int, np.ndarray], tuple[np.ndarray, np.ndarray]]
     table: np.ndarray | None = None
 
 

@@ -82,21 +82,19 @@ def slices(class_sizes: np.ndarray, protocol: Protocol) -> list[list[tuple]]:
     `class_sizes` int[Y] has the images of each class without the proxy rows.
     """
     num_classes = len(class_sizes)
-    labels = user_labels(protocol, num_classes)
+    labels = user_labels(protocol, num_classes).tolist()
     gen, dice = np.random.RandomState(protocol.seed), random.Random(protocol.seed)
-    amounts = gen.lognormal(
-        0, protocol.sigma, (num_classes, NUM_USERS, protocol.labels_per_user)
-    )
+    shape = num_classes, NUM_USERS, protocol.labels_per_user
+    amounts = gen.lognormal(0, protocol.sigma, shape)
+    total = amounts.sum((1, 2), keepdims=True)
     scale_sizes = np.asarray(protocol.class_sizes or class_sizes)
-    amounts *= (scale_sizes - protocol.reserve)[:, None, None] / amounts.sum(
-        (1, 2), keepdims=True
-    )
-    begin = np.zeros(num_classes, int)
+    amounts *= (scale_sizes - protocol.reserve)[:, None, None] / total
+    begin = [0] * num_classes
     out: list[list[tuple]] = [[] for _ in range(NUM_USERS)]
     for user in range(NUM_USERS):
         for label in labels[user]:
             end = begin[label] + 10 + protocol.overlap
-            out[user].append((int(label), int(begin[label]), int(end)))
+            out[user].append((label, begin[label], end))
             begin[label] += 10
     for user in range(NUM_USERS):
         for step, label in enumerate(labels[user]):
@@ -109,8 +107,7 @@ def slices(class_sizes: np.ndarray, protocol: Protocol) -> list[list[tuple]]:
             else:
                 amount = int(protocol.scale * amount)
             if begin[label] + amount < class_sizes[label]:
-                start = int(begin[label])
-                out[user].append((int(label), start, start + amount))
+                out[user].append((label, begin[label], begin[label] + amount))
                 begin[label] += amount
     return out
 

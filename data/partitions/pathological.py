@@ -23,10 +23,8 @@ def split(
     unowned. Raises ValueError if there are fewer than k classes.
     """
     classes, supply = np.unique(labels, return_counts=True)
-    options.check_at_most(
-        *("classes_per_client", classes_per_client, len(classes)),
-        "the classes of the data",
-    )
+    why = "the classes of the data"
+    options.check_at_most("classes_per_client", classes_per_client, len(classes), why)
     if draw == "overlap":
         pools = [np.flatnonzero(labels == c) for c in classes]
         return _independent(pools, num_clients, classes_per_client, gen)
@@ -41,13 +39,11 @@ def split(
     need = np.full(num_clients, classes_per_client)
     # Classes with most shards come first, and go to clients that need most. By the
     # Gale-Ryser theorem this never gets stuck.
-    order = np.argsort(-count, kind="stable")
-    for c in order:
+    for c in np.argsort(-count, kind="stable"):
         chosen = np.lexsort((gen.random(num_clients), -need))[: count[c]]
         need[chosen] -= 1
-        owners.append(chosen)
-    pairs = zip(classes[order], owners, strict=True)
-    return parts.by_class(labels, pairs, num_clients, gen)
+        owners.append((classes[c], chosen))
+    return parts.by_class(labels, owners, num_clients, gen)
 
 
 def _independent(

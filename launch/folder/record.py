@@ -165,7 +165,7 @@ def labels(runs: Sequence[Record]) -> list[str]:
 
 
 def departure(run: Record) -> registry.Departure | None:
-    """Returns whether a run's options make it another method than its name says."""
+    """Describes how a run's options make it another method, or None."""
     algo = run.flags["algo"]
     if algo not in algorithms.ALGORITHMS:
         return None
@@ -231,8 +231,7 @@ def has_clients(run: Record) -> bool:
 
 def client_means(run: Record) -> np.ndarray:
     """Averages `measured` over the summary's rounds, nan = unknown; f64[S, K]."""
-    values = run.clients[measured(run)]
-    return np.ma.masked_invalid(values).mean(1).filled(np.nan)
+    return np.ma.masked_invalid(run.clients[measured(run)]).mean(1).filled(np.nan)
 
 
 def of_clients(run: Record) -> np.ndarray:
