@@ -20,7 +20,7 @@ Columns = Sequence[tuple[str, str, str]]
 def of_dataset(
     sheet: Mapping[str, Any], dataset: str, masked_loss: str | None = None
 ) -> dict[str, Any]:
-    """The sheet with the metrics of a data set: a text has no accuracies.
+    """The sheet with the metrics of a data set: perplexities if it is a text.
 
     With `masked_loss="chosen"` they are perplexities at the chosen positions.
     """
@@ -42,16 +42,17 @@ def sheet(
     results: Results,
     given: Mapping[str, Any] | None = None,
 ) -> sheets.Sheet:
-    """Makes the texts of cells: paper / ours mean +- std / difference.
+    """Formats the cells of a paper's table: paper / ours mean +- std / difference.
 
     A table with `columns` has one part per metric, with the scenarios as columns. Any
-    other has one part per scenario, with the metrics as columns. After each part come,
-    for each of the table's `controls`, the differences of the other rows to that one.
-    With `by_client` the numbers of clients follow that a row serves better or worse
-    than a control, with `traffic` the bytes of every kind of message, by scenario, and
-    with `until` the bytes to a fraction of a row's last accuracy. A row of `ablated`
-    without an effect gets a warning. A single number of the paper is beside every
-    metric if the paper does not specify when it was measured.
+    other has one part per scenario, with the metrics as columns. Each part is followed
+    by the differences of the other rows to each row of `controls`. Further grids count
+    the clients that a row serves better or worse than a control (`by_client`), the
+    bytes of each kind of message by scenario (`traffic`), and the bytes until a
+    fraction of a row's last accuracy (`until`).
+
+    A row of `ablated` without an effect gets a warning. A single number of the paper is
+    shown beside every metric if the paper does not say when it was measured.
     """
     metrics = table["metrics"]
     results = [
@@ -106,7 +107,7 @@ def sheet(
 
 
 def _seeds(results: Results) -> int:
-    """The most seeds of a finished cell."""
+    """The largest number of seeds in a finished cell."""
     metrics = [done["metrics"].values() for _, done in results if done]
     return max((len(next(iter(one))["per_seed"]) for one in metrics), default=0)
 
@@ -152,7 +153,7 @@ def _without_effect(ablated: Mapping[str, str], results: Results) -> list[str]:
 
 
 def _against(control: str, results: Results, columns: Columns) -> list[Grid]:
-    """A grid of every row's difference to one row by seed, if that row is there."""
+    """Each row's differences to `control`, paired by seed; [] without that row."""
     done = {cell.place: one for cell, one in results}
     values = {value for _, value, _ in columns}
     rows = list(dict.fromkeys(row for row, value in done if value in values))
@@ -183,7 +184,7 @@ def _against(control: str, results: Results, columns: Columns) -> list[Grid]:
 
 
 def _by_client(control: str, value: str, runs: Mapping[str, Done]) -> Grid:
-    """Clients that each row serves better or worse than one row does in all seeds."""
+    """Counts clients that a row serves better or worse than `control` in all seeds."""
     known = {row: (done or {}).get("clients") or {} for row, done in runs.items()}
 
     def counts(row: str) -> list[str]:

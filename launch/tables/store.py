@@ -22,16 +22,12 @@ SUMMARY = {"options?": dict, "records?": [finished.CURVE], **finished.PART}
 
 
 class File:
-    """A file of finished runs by name, with which a table outlives their folders.
-
-    It has been one file from the first version, `--cells=FILE`, and many are published.
-    """
+    """Finished runs by name in the file `--cells`, which may outlive their folders."""
 
     def __init__(self, path: str):
-        """Reads the file if there is one; an empty path keeps nothing.
+        """Reads the file if there is one; an empty path stores nothing.
 
-        Raises:
-            ValueError: one line: it is not a file of cells.
+        Raises a ValueError if it is not a file of cells.
         """
         self._path = pathlib.Path(path) if path else None
         self._done = self._read()
@@ -54,11 +50,7 @@ class File:
     def put(
         self, name: str, options: Mapping[str, Any], done: Mapping[str, Any]
     ) -> None:
-        """Keeps a run, in one step.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Stores a run atomically, or raises an OSError."""
         if self._path is None:
             return
         # Another command may have written to the file meanwhile.
@@ -79,14 +71,10 @@ class Folder:
     """The folder of a study, with a file for each finished cell."""
 
     def __init__(self, path: pathlib.Path, name: str = ""):
-        """Opens a folder, which need not exist yet.
+        """Opens a folder, which need not exist yet, for the study `name`.
 
-        Args:
-            path: The folder.
-            name: The name of its study, empty = it must hold one.
-
-        Raises:
-            ValueError: one line: it holds something else, or another study.
+        An empty `name` means the study that it holds. Raises a ValueError if it holds
+        something else, or another study.
         """
         held, file = "", path / STUDY
         if is_study(path):
@@ -107,11 +95,7 @@ class Folder:
         self.path, self.name = path, name or held
 
     def begin(self) -> None:
-        """Makes the folder, before a cell runs in it.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Makes the folder before a cell runs in it, or raises an OSError."""
         self.path.mkdir(parents=True, exist_ok=True)
         if not is_study(self.path):
             text = json.dumps({"study": self.name})
@@ -120,8 +104,7 @@ class Folder:
     def get(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any] | None:
         """The cell of this name, if it is finished and has these settings.
 
-        Raises:
-            ValueError: one line: the file of the cell is damaged.
+        Raises a ValueError if the file of the cell is damaged.
         """
         path = self.path / f"{name}.json"
         try:
@@ -137,11 +120,7 @@ class Folder:
     def put(
         self, name: str, settings: Mapping[str, Any], done: Mapping[str, Any]
     ) -> None:
-        """Keeps a cell, in one step.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Stores a cell atomically, or raises an OSError."""
         entry = {**{part: done.get(part) for part in MEASURED}, "settings": settings}
         path = self.path / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)

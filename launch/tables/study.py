@@ -1,4 +1,4 @@
-"""A study with its folder: what is finished, what is left, what is shown, and a run."""
+"""A study with its folder: runs cells, and shows what is finished and what is left."""
 
 import importlib.util
 import pathlib
@@ -13,7 +13,7 @@ from launch.tables import cells, child, results, store
 from launch.tables.cells import Cell
 from launch.tables.results import Result
 
-# What a cell does -> the package that it needs, and what a table says without it
+# What a cell does -> the package that it needs, and the text of a table without it
 NEEDS = {
     "torch": ("torch", "torch is not installed"),
     "estimate": ("libtpu", "pip install 'fedjax_pfl[tpu]'"),
@@ -24,7 +24,7 @@ REPORT = "report.html"
 
 
 class Study:
-    """A study with its folder and the cells asked for."""
+    """A study with its folder and the requested cells."""
 
     def __init__(
         self,
@@ -35,14 +35,9 @@ class Study:
     ):
         """Reads the study and its finished cells.
 
-        Args:
-            name: The study, empty = that of the folder.
-            folder: Its folder, None = by its name.
-            part: Sheets, separated by commas, empty = all.
-            target: The chip whose compiler is asked, empty = none.
-
-        Raises:
-            ValueError: one line about a name, the folder or a file in it.
+        If empty, `name` is the study in `folder`, `folder` follows from `name`, `part`
+        means all sheets, and `target` no estimates. Raises a ValueError if a name, the
+        folder or a file in it is wrong.
         """
         studies = cells.studies()
         if name:
@@ -60,17 +55,17 @@ class Study:
             for how, (package, reason) in NEEDS.items()
             if how in hows and importlib.util.find_spec(package) is None
         }
-        self.results()  # so that a damaged file is named before anything runs
+        self.results()  # names a damaged file before anything runs
 
     def wanted(self) -> list[Cell]:
-        """The cells asked for, each with its estimate behind it."""
+        """The requested cells, each followed by its estimate."""
         return self._with_estimates(self.cells)
 
     def _with_estimates(self, found: Sequence[Cell]) -> list[Cell]:
         return [one for cell in found for one in (cell, self._estimate(cell)) if one]
 
     def _estimate(self, cell: Cell) -> Cell | None:
-        """The cell that asks a chip's compiler about the same, if it shall be asked."""
+        """The estimate that belongs to a cell, None if the sheet has none."""
         if not cell.is_estimated or not self.target:
             return None
         return cell.estimate(self.target, ESTIMATE_SECONDS)
@@ -90,7 +85,7 @@ class Study:
     def equal(self, cell: Cell) -> dict[str, Any] | None:
         """The result of another finished cell of the study with the same settings.
 
-        A damaged file is no result; it is named where its own cell is asked for.
+        Skips damaged files; an error names them when their own cell is requested.
         """
         for one in self._every:
             if one.settings == cell.settings and one.name != cell.name:
@@ -103,7 +98,7 @@ class Study:
         return None
 
     def computed(self) -> list[Cell]:
-        """The cells of `left` whose result is not that of an equal cell."""
+        """The cells of `left` that equal no finished cell and no earlier one."""
         out: list[Cell] = []
         for cell in self.left():
             is_new = all(one.settings != cell.settings for one in out)
@@ -123,14 +118,10 @@ class Study:
             yield f"{str(cell):<70} {cell.seconds:6.0f} s  {state}"
 
     def run(self) -> int:
-        """Runs the cells that are left, each in a process of its own.
+        """Runs the cells that are left, each in its own process, and counts failures.
 
-        Returns:
-            How many failed.
-
-        Raises:
-            KeyboardInterrupt: after the process of the present cell has ended.
-            OSError: a result cannot be written.
+        Raises an OSError if a result cannot be written, and passes on a
+        KeyboardInterrupt after the present process has ended.
         """
         left, failed = self.left(), 0
         self.folder.begin()
@@ -148,18 +139,16 @@ class Study:
         return failed
 
     def made(self, cell: Cell) -> dict[str, Any]:
-        """Runs a cell in a process of its own.
+        """Runs a cell in its own process.
 
-        Raises:
-            child.Failed: one line.
-            KeyboardInterrupt: after the process has ended.
+        Raises `child.Failed`, or a KeyboardInterrupt after the process has ended.
         """
         settings = cell.settings | {"how": cell.how}
         if cell.how == "run":
             path = self.folder.path / "runs" / cell.name
             settings["folder"] = str(path.resolve())
         begin = time.perf_counter()
-        # A compiler needs no chip, and one that is here is left alone.
+        # The compiler needs no chip, so a local chip stays free.
         given = {"JAX_PLATFORMS": "cpu"} if cell.how == "estimate" else None
         one = child.start("launch.tables.kinds", settings, given, is_leader=True)
         try:
@@ -170,7 +159,7 @@ class Study:
         return done | {"cell_seconds": round(time.perf_counter() - begin, 1)}
 
     def results(self) -> dict[str, list[Result]]:
-        """What is known, by sheet."""
+        """The results by sheet."""
         return {
             name: [self._result(cell) for cell in self.cells if cell.sheet == name]
             for name in self.sheets
@@ -200,11 +189,7 @@ class Study:
         return pictures.page(self.table, found, self.target, [command], title)
 
     def write(self) -> None:
-        """Writes the page, the tables and the pictures into the folder.
-
-        Raises:
-            OSError: one cannot be written.
-        """
+        """Writes the page, the tables and the pictures, or raises an OSError."""
         from launch.show import svg  # slow imports, jinja2 and matplotlib
         from launch.tables import pictures
 
