@@ -25,12 +25,10 @@ def megabytes(record: Mapping[str, Any]) -> float:
 
 
 def later(records: Sequence[Mapping[str, Any]], name: str) -> list[float] | None:
-    """A metric after round 0, for each seed: its mean, or for `mb` the megabytes sent.
+    """A metric's mean after round 0 by seed, or for `mb` the megabytes sent since.
 
-    Round 0 is skipped, as clients of decentralized methods start from one model.
-
-    Returns:
-        None if a round was not evaluated or lacks the metric.
+    Round 0 is skipped, as clients of decentralized methods start from one model. None
+    if a round was not evaluated or lacks the metric.
     """
     out = []
     for curve in of_seeds(records):
@@ -48,7 +46,7 @@ def later(records: Sequence[Mapping[str, Any]], name: str) -> list[float] | None
 
 
 def wanted(table: Mapping[str, Any]) -> tuple[str, ...]:
-    """The metrics whose curves a table needs, () if none."""
+    """The fields of records that a table's curves need, () if it has none."""
     later = {n.removesuffix(LATER) for n in table["metrics"] if n.endswith(LATER)}
     names = later | {*table.get("until", {}).get("metrics", ())}
     if not names:
@@ -70,7 +68,7 @@ def kept(
 
 
 def with_later(done: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """A cell's summary with the metrics `<name>_later` that its records determine."""
+    """A cell's summary, with the `<name>_later` metrics that its records determine."""
     metrics, numbers = dict(done["metrics"]), list(done.get("numbers", ()))
     for name in names:
         base = name.removesuffix(LATER)

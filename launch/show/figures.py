@@ -18,7 +18,7 @@ from launch.show import words
 
 KINDS = ("curves", "fairness", "bubbles")
 FORMATS = ("png", "pdf", "svg")
-MAX_NAMES = 25  # of classes beside an axis; of more, some are shown
+MAX_NAMES = 25  # of classes beside an axis; longer lists are thinned out
 PREFERRED = (
     "client_accuracy",
     "c_per",
@@ -40,7 +40,7 @@ class Figure(figure_lib.Figure):
 
 
 def named(run: Record, name: str) -> str:
-    """A run's name, and the round in which it diverged if it did."""
+    """A run's name, and if it diverged, in which round."""
     since = record.diverged(run)
     return name if since is None else f"{name} ({words.diverged(since)})"
 
@@ -53,11 +53,10 @@ def _unformatted(text: str) -> str:
 def picture(
     kind: str, runs: Sequence[Record], metric: str = "", names: Sequence[str] = ()
 ) -> Figure:
-    """One of the pictures.
+    """Draws a picture of the runs: one of `KINDS`, or `heatmap`.
 
     Args:
-        kind: One of `KINDS`, or `heatmap`.
-        runs: The runs to draw.
+        kind, runs: The picture and its runs.
         metric: Metrics of curves, separated by commas; empty = `metrics_of` chooses.
         names: Names of the runs; empty = by what distinguishes them.
 
@@ -91,14 +90,10 @@ def picture(
 
 
 def metrics_of(runs: Sequence[Record], wanted: str | Sequence[str]) -> list[str]:
-    """The metrics to draw: those asked for, or the first one that all runs have.
+    """The metrics to draw: `wanted`, or the first of `PREFERRED` that all runs have.
 
-    Args:
-        runs: The runs to draw.
-        wanted: Names, or one text of them separated by commas; empty = choose.
-
-    Raises:
-        ValueError: a run lacks one, or percent and numbers are mixed.
+    `wanted` are names, or one text of them separated by commas. Raises a ValueError if
+    a run lacks one, or if percent and numbers are mixed.
     """
     # The record before the first round lacks the metrics that rounds measure.
     shared = set.intersection(*(set().union(*run.records) for run in runs))
@@ -167,7 +162,7 @@ def curves(
     )
     seeds = max(len({row["seed"] for row in run.records}) for run in runs)
     band = f", mean ± std of {seeds} seeds" if seeds > 1 else ""
-    # Several metrics have their names in the legend.
+    # The names of several metrics are in the legend.
     texts = [first.title] if len(metrics) == 1 else []
     texts += ["perplexity"] if texts and first.kind is Kind.PERPLEXITY else []
     ylabel = ", ".join(filter(None, [*texts, first.unit]))
@@ -195,11 +190,10 @@ def draw_curve(
 
 
 def partitions(runs: Sequence[Record]) -> list[tuple[list[int], np.ndarray]]:
-    """Each different partition: its runs, and its counts [client, class].
+    """Each distinct partition with its runs and its counts [client, class].
 
-    Partitions of classes of other names are different.
-
-    Those of a text, which has no classes, are left out.
+    Partitions with different class names are distinct. Those of texts, which have no
+    classes, are omitted.
     """
     found: dict[Any, tuple[list[int], np.ndarray]] = {}
     for number, run in enumerate(runs):
@@ -218,10 +212,7 @@ def draw_bubbles(
     names: Sequence[str] = (),
     **style: Any,
 ) -> None:
-    """Draws the numbers of examples [client, class] as areas.
-
-    `names` are those of the classes, () = numbers.
-    """
+    """Draws the numbers of examples [client, class] as areas; `names` of classes."""
     client, label = np.nonzero(counts)
     size = scale * counts[client, label]
     axes.scatter(client, label, s=size, alpha=0.7, linewidths=0, **style)
@@ -240,10 +231,9 @@ def draw_bubbles(
 
 
 def fairness(runs: Sequence[Record], names: Sequence[str]) -> Figure:
-    """Clients by accuracy in bins of ten points, with one panel for each run.
+    """Clients by accuracy in bins of ten points, or by perplexity, a panel per run.
 
-    A client's accuracy is its mean over the summary window, and counts are means over
-    seeds. Clients of a text are in bins of perplexities.
+    A client's value is its mean over the summary rounds. Counts are means over seeds.
     """
     is_text = record.is_text(runs[0])
     if any(record.is_text(run) != is_text for run in runs):
@@ -251,7 +241,7 @@ def fairness(runs: Sequence[Record], names: Sequence[str]) -> Figure:
             "--kind=fairness: some runs are of texts, which have perplexities, and "
             "others of images; give one kind"
         )
-    # Rounded, so that the mean of ten times 0.6 does not fall below the edge at 60.
+    # Rounding keeps the mean of ten times 0.6 from falling below the edge at 60.
     found = [np.round(record.of_clients(run), 6).ravel() for run in runs]
     found = [values[np.isfinite(values)] for values in found]
     edges, ticks = np.arange(0, 101, 10), np.arange(0, 101, 20)
@@ -318,7 +308,7 @@ def bubbles(runs: Sequence[Record], names: Sequence[str]) -> Figure:
 
 
 def has_two_names(runs: Sequence[Record]) -> bool:
-    """Whether the runs are the points of one sweep of two names, as a grid."""
+    """Whether the runs are all points of one sweep of two names."""
     swept = {tuple(run.point) for run in runs}
     sides = [{run.point.get(n) for run in runs} for n in next(iter(swept))]
     is_one = len(swept) == 1 and len({run.path for run in runs}) == 1

@@ -28,7 +28,7 @@ def of(records: Sequence[dict[str, Any]]) -> pandas.DataFrame:
 
 
 def partition_counts(run: Run, seed: int | None) -> pandas.DataFrame:
-    """Train examples of each client (lines) and class (columns, by name if it has one).
+    """Train examples by client and class (a name or a number).
 
     A text has one column, `no classes`.
     """
@@ -48,8 +48,8 @@ def plot(
 ) -> Any:
     """Draws a picture of `launch.plot` for experiments in memory.
 
-    Raises:
-        ValueError: no such picture or metric, or nothing is measured yet.
+    Raises a ValueError for an unknown picture or metric, or before the first
+    measurement.
     """
     from launch.show import figures  # imports matplotlib, which is slow
 
@@ -59,7 +59,7 @@ def plot(
 
 
 def _runs(run: Run) -> list[record.Record]:
-    """A run in memory as a record, like that of a folder."""
+    """The records of a run in memory, as if read from a folder."""
     if not run.metrics:
         raise ValueError("nothing is measured yet; run() first")
     path = pathlib.Path(run.config.workdir)
@@ -79,7 +79,7 @@ def summaries(experiments: Mapping[str, Run]) -> pandas.DataFrame:
     """One line for each experiment or point of a sweep: metrics, mean over the seeds.
 
     The column `summary` has the rule in words, such as `mean of rounds 91 to 100`.
-    Standard deviations and the last round are beside it if they add anything.
+    Several seeds add standard deviations, and a rule other than `last` the last round.
     """
     import pandas
 

@@ -7,10 +7,9 @@ class Grid(NamedTuple):
     """Texts in rows and columns.
 
     Attributes:
-        scenario: Its scenario, empty = all, or named in `title`.
-        title: Its title.
-        heads: Heads of the columns.
-        rows: (name, a text for every column).
+        scenario, title: Its scenario, empty = all or named in the title.
+        heads, rows: Heads of the columns, and (name, a text for every column) of each
+            row.
     """
 
     scenario: str
@@ -20,7 +19,7 @@ class Grid(NamedTuple):
 
 
 class Sheet(NamedTuple):
-    """A title, notes and grids."""
+    """A table's title, notes and grids."""
 
     title: str
     notes: list[str]
