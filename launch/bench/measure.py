@@ -37,10 +37,7 @@ def compiled(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bench(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs the options of `build.experiment`, and returns figures of their rounds.
-
-    The first of several rounds warms up.
-    """
+    """Measures a run of these options, whose first of several rounds warms up."""
     experiment = build.experiment(**given)
     narrow.fit(experiment)
     config, task, rounds = experiment.config, experiment.task, given["rounds"]

@@ -14,11 +14,10 @@ from launch.experiment import Experiment
 def fedd2s(experiment: Experiment) -> Callable[[int], float] | None:
     """`round -> seconds` of the optimizer steps alone, after one warm-up call.
 
-    It makes the same steps on the same batches, one client at a time and first layer
-    included, without teacher passes and means. Each batch of the server's plan takes a
-    distillation and a supervised step of the layers behind the first, which needs a
-    forward pass. Each batch of the local plan takes both steps of all layers. None for
-    options with other steps.
+    It makes the same steps on the same batches, one client at a time, without teacher
+    passes and means. Each batch of the server's plan takes a forward pass of the first
+    layer, and a distillation and a supervised step of those behind it. Each batch of
+    the local plan takes both steps of all layers. None for options with other steps.
     """
     task, hparams = experiment.task, experiment.hparams
     one_seed = experiment.config.num_seeds == 1

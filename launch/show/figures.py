@@ -55,13 +55,9 @@ def picture(
 ) -> Figure:
     """Draws a picture of the runs: one of `KINDS`, or `heatmap`.
 
-    Args:
-        kind, runs: The picture and its runs.
-        metric: Metrics of curves, separated by commas; empty = `metrics_of` chooses.
-        names: Names of the runs; empty = by what distinguishes them.
-
-    Raises:
-        ValueError: no such picture or metric, or one that needs finished runs.
+    `metric` has metrics of curves separated by commas, empty = those of `metrics_of`,
+    and `names` those of the runs, empty = what distinguishes them. Raises a ValueError
+    for an unknown picture or metric, or a picture that needs finished runs.
     """
     if kind not in (*KINDS, "heatmap"):
         raise ValueError(f"--kind={kind}: expected one of {', '.join(KINDS)}, heatmap")
@@ -212,7 +208,7 @@ def draw_bubbles(
     names: Sequence[str] = (),
     **style: Any,
 ) -> None:
-    """Draws the numbers of examples [client, class] as areas; `names` of classes."""
+    """Draws counts [client, class] of examples as areas; `names` are the classes'."""
     client, label = np.nonzero(counts)
     size = scale * counts[client, label]
     axes.scatter(client, label, s=size, alpha=0.7, linewidths=0, **style)

@@ -28,10 +28,7 @@ def of(records: Sequence[dict[str, Any]]) -> pandas.DataFrame:
 
 
 def partition_counts(run: Run, seed: int | None) -> pandas.DataFrame:
-    """Train examples by client and class (a name or a number).
-
-    A text has one column, `no classes`.
-    """
+    """Train examples by client and class; a text has one column, `no classes`."""
     import pandas
 
     index = run.seed_index(seed)
@@ -46,11 +43,7 @@ def partition_counts(run: Run, seed: int | None) -> pandas.DataFrame:
 def plot(
     experiments: Sequence[Run], kind: str, metric: str, names: Sequence[str] = ()
 ) -> Any:
-    """Draws a picture of `launch.plot` for experiments in memory.
-
-    Raises a ValueError for an unknown picture or metric, or before the first
-    measurement.
-    """
+    """Draws a picture of `launch.plot` for runs in memory, or raises a ValueError."""
     from launch.show import figures  # imports matplotlib, which is slow
 
     every = [_runs(experiment) for experiment in experiments]

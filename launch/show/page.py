@@ -61,13 +61,10 @@ def page(
 ) -> str:
     """The page about runs as HTML.
 
-    Args:
-        entries, tables: The runs, and tables of papers.
-        control: Algorithm or name of the run to compare with; empty = the first run.
-        title: The title; empty = made from the runs.
-
-    Raises:
-        ValueError: there is no such run, or the runs have no metric in common.
+    `control` is the algorithm or name of the run to compare with, empty = the first
+    run, and `tables` are those of papers. An empty `title` is made from the runs.
+    Raises a ValueError if there is no such run, or if the runs have no metric in
+    common.
     """
     runs = [entry.run for entry in entries]
     metric = figures.metric_of(figures.metrics_of(runs, "")[0], runs)

@@ -4,12 +4,9 @@ from typing import NamedTuple
 
 
 class Grid(NamedTuple):
-    """Texts in rows and columns.
+    """Texts in rows of (name, a text for every head).
 
-    Attributes:
-        scenario, title: Its scenario, empty = all or named in the title.
-        heads, rows: Heads of the columns, and (name, a text for every column) of each
-            row.
+    `scenario` is empty for a grid of all scenarios, and if `title` names it.
     """
 
     scenario: str

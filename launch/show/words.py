@@ -111,10 +111,7 @@ NOT_TO_CHOOSE_BY = (
 
 
 def headlines(found: Collection[str]) -> list[str]:
-    """The headline metrics in `found`.
-
-    Masked perplexities are included only if no other headline metric was measured.
-    """
+    """The headline metrics in `found`; masked ones only if there are no others."""
     shown = [name for name in HEADLINES if name in found]
     plain = [name for name in shown if "masked" not in name]
     return plain or shown
@@ -170,10 +167,7 @@ def paired(gap: np.ndarray, digits: int = 1) -> str:
 def headline(
     records: Sequence[dict[str, Any]], points: Sequence[sweep.Point] = ({},)
 ) -> dict[str, str]:
-    """The headline metrics in percent or as numbers, mean over the seeds.
-
-    For a sweep each is the range of its points' means.
-    """
+    """Texts of the headline metrics, mean over seeds; for a sweep their ranges."""
     if len(points) > 1:
         lines = [headline(sweep.of_point(records, point)) for point in points]
         out = {}
@@ -210,10 +204,7 @@ def rules(run: Run) -> str:
 
 
 def equal_parameters(hashes: Mapping[str, str | None]) -> list[str]:
-    """Lines about runs that ended with equal parameters.
-
-    `hashes` are their SHA-256 by the run's name, None = unknown.
-    """
+    """Lines about runs with equal parameters; `hashes` are SHA-256 or None by run."""
     names: dict[str, list[str]] = {}
     for name, digest in hashes.items():
         if digest:

@@ -160,10 +160,7 @@ class Table:
         return paper.sheet(self.sheet, self.dataset, found, self.given)
 
     def fill(self) -> Iterator[None]:
-        """Takes the finished cells and runs the others, each after its teacher.
-
-        Yields after each cell that ran, and after the last one.
-        """
+        """Runs missing cells after their teachers; yields after each and at the end."""
         is_dry = self.asked.dry_run
         by_place = {cell.place: cell for cell in self.cells}
         teachers = {cell.teacher for cell in self.cells}

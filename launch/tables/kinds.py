@@ -194,10 +194,7 @@ def _members(
 
 
 def member(settings: Settings) -> dict[str, Any]:
-    """Runs a cell's rounds as one of several processes on fake devices.
-
-    Process 0 writes the final state as an npz file.
-    """
+    """Runs rounds as one of several processes; process 0 writes the final state."""
     total = settings["rounds"]
     made = drawn(settings, total, distributed=settings["distributed"])
     made.simulation.advance_to(total)

@@ -25,10 +25,7 @@ class File:
     """Finished runs by name in the file `--cells`, which may outlive their folders."""
 
     def __init__(self, path: str):
-        """Reads the file if there is one; an empty path stores nothing.
-
-        Raises a ValueError if it is not a file of cells.
-        """
+        """Reads the file if there is one, or raises a ValueError; "" stores nothing."""
         self._path = pathlib.Path(path) if path else None
         self._done = self._read()
 
@@ -102,10 +99,7 @@ class Folder:
             finished.write_text(self.path / STUDY, f"{text}\n")
 
     def get(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The cell of this name, if it is finished and has these settings.
-
-        Raises a ValueError if the file of the cell is damaged.
-        """
+        """The finished cell with these settings, or a ValueError if it is damaged."""
         path = self.path / f"{name}.json"
         try:
             done = json_text.read(path.read_bytes(), MEASURED)

@@ -139,10 +139,7 @@ class Study:
         return failed
 
     def made(self, cell: Cell) -> dict[str, Any]:
-        """Runs a cell in its own process.
-
-        Raises `child.Failed`, or a KeyboardInterrupt after the process has ended.
-        """
+        """Runs a cell in its own process, or raises `child.Failed`."""
         settings = cell.settings | {"how": cell.how}
         if cell.how == "run":
             path = self.folder.path / "runs" / cell.name
