@@ -101,9 +101,8 @@ def command(argv: list[str]) -> None:
     with ending.refused():
         asked, rest, _ = flags.asked(argv, Options, __doc__)
         if rest:
-            raise ValueError(
-                f"{limits.shown(rest[0])} is not an option of this command"
-            )
+            line = f"{limits.shown(rest[0])} is not an option of this command"
+            raise ValueError(line)
         target.chip(asked.target)
         options.check_one_of("precision", asked.precision, schema.PRECISIONS)
         names = cells.chosen("model", asked.model, models.MODELS)

@@ -7,10 +7,11 @@ import numpy as np
 
 from launch.run import summaries
 
+Records = Sequence[Mapping[str, Any]]
 LATER = "_later"
 
 
-def of_seeds(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+def of_seeds(records: Records) -> list[list[Mapping[str, Any]]]:
     """The records of each seed, in order of rounds."""
     seeds = sorted({record["seed"] for record in records})
     return [
@@ -24,7 +25,7 @@ def megabytes(record: Mapping[str, Any]) -> float:
     return (record["bytes_up"] + record["bytes_down"]) / 1e6
 
 
-def later(records: Sequence[Mapping[str, Any]], name: str) -> list[float] | None:
+def later(records: Records, name: str) -> list[float] | None:
     """A metric's mean after round 0 by seed, or for `mb` the megabytes sent since.
 
     Round 0 is skipped, as clients of decentralized methods start from one model. None
@@ -54,9 +55,7 @@ def wanted(table: Mapping[str, Any]) -> tuple[str, ...]:
     return ("seed", "round", "bytes_up", "bytes_down", *sorted(names - {"mb"}))
 
 
-def kept(
-    records: Sequence[Mapping[str, Any]], table: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+def kept(records: Records, table: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The part of a cell's records that its table needs, [] if it needs no curve."""
     names = wanted(table)
 
@@ -81,9 +80,7 @@ def with_later(done: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {**done, "metrics": metrics, "numbers": numbers}
 
 
-def until(
-    records: Sequence[Mapping[str, Any]], metric: str, goals: Sequence[float]
-) -> list[float]:
+def until(records: Records, metric: str, goals: Sequence[float]) -> list[float]:
     """Megabytes sent when a metric first reaches its goal, by seed; nan = never."""
     out = []
     for curve, goal in zip(of_seeds(records), goals, strict=True):

@@ -16,6 +16,7 @@ from launch.folder import finished, record
 from launch.folder.record import Record
 from launch.show import words
 
+Runs = Sequence[Record]
 KINDS = ("curves", "fairness", "bubbles")
 FORMATS = ("png", "pdf", "svg")
 MAX_NAMES = 25  # of classes beside an axis; longer lists are thinned out
@@ -51,7 +52,7 @@ def _unformatted(text: str) -> str:
 
 
 def picture(
-    kind: str, runs: Sequence[Record], metric: str = "", names: Sequence[str] = ()
+    kind: str, runs: Runs, metric: str = "", names: Sequence[str] = ()
 ) -> Figure:
     """Draws a picture of the runs: one of `KINDS`, or `heatmap`.
 
@@ -63,17 +64,6 @@ def picture(
         raise ValueError(f"--kind={kind}: expected one of {', '.join(KINDS)}, heatmap")
     pairs = zip(runs, names or record.labels(runs), strict=True)
     names = [_unformatted(named(*pair)) for pair in pairs]
-    for run in runs if kind in ("fairness", "bubbles") else ():
-        if not run.clients:
-            line = f"--kind={kind}: {run.path} is not finished"
-            raise ValueError(f"{line}; omit it, or give --kind=curves")
-    if kind == "fairness" and not all(map(record.has_clients, runs)):
-        raise ValueError(
-            "--kind=fairness: a run has no accuracies of single clients; omit it, or "
-            "give --kind=curves,bubbles"
-        )
-    if kind == "bubbles" and not partitions(runs):
-        raise ValueError("--kind=bubbles: texts have no classes; give --kind=curves")
     if kind == "curves":
         return curves(runs, names, metrics_of(runs, metric))
     if kind == "heatmap":
@@ -82,10 +72,16 @@ def picture(
                 "--kind=heatmap: expected one sweep of two names; give --kind=curves"
             )
         return heatmap(runs, metrics_of(runs, metric)[0])
-    return (fairness if kind == "fairness" else bubbles)(runs, names)
+    for run in runs:
+        if not run.clients:
+            line = f"--kind={kind}: {run.path} is not finished"
+            raise ValueError(f"{line}; omit it, or give --kind=curves")
+    if kind == "fairness":
+        return fairness(runs, names)
+    return bubbles(runs, names)
 
 
-def metrics_of(runs: Sequence[Record], wanted: str | Sequence[str]) -> list[str]:
+def metrics_of(runs: Runs, wanted: str | Sequence[str]) -> list[str]:
     """The metrics to draw: `wanted`, or the first of `PREFERRED` that all runs have.
 
     `wanted` are names, or one text of them separated by commas. Raises a ValueError if
@@ -115,14 +111,12 @@ def metrics_of(runs: Sequence[Record], wanted: str | Sequence[str]) -> list[str]
     )
 
 
-def metric_of(name: str, runs: Sequence[Record]) -> words.Metric:
+def metric_of(name: str, runs: Runs) -> words.Metric:
     """How a metric of runs is shown."""
     return words.metric(name, record.kinds(runs))
 
 
-def curves(
-    runs: Sequence[Record], names: Sequence[str], metrics: Sequence[str]
-) -> Figure:
+def curves(runs: Runs, names: Sequence[str], metrics: Sequence[str]) -> Figure:
     """Metrics of one unit over rounds: mean and standard deviation over seeds."""
     series = [
         (run, metric, f"{name} {words.title(metric)}" if len(metrics) > 1 else name)
@@ -185,7 +179,7 @@ def draw_curve(
     return line
 
 
-def partitions(runs: Sequence[Record]) -> list[tuple[list[int], np.ndarray]]:
+def partitions(runs: Runs) -> list[tuple[list[int], np.ndarray]]:
     """Each distinct partition with its runs and its counts [client, class].
 
     Partitions with different class names are distinct. Those of texts, which have no
@@ -202,11 +196,7 @@ def partitions(runs: Sequence[Record]) -> list[tuple[list[int], np.ndarray]]:
 
 
 def draw_bubbles(
-    axes: Any,
-    counts: np.ndarray,
-    scale: float,
-    names: Sequence[str] = (),
-    **style: Any,
+    axes: Any, counts: np.ndarray, scale: float, names: Sequence[str] = (), **style: Any
 ) -> None:
     """Draws counts [client, class] of examples as areas; `names` are the classes'."""
     client, label = np.nonzero(counts)
@@ -226,11 +216,16 @@ def draw_bubbles(
         axes.yaxis.set_major_formatter(name_at)
 
 
-def fairness(runs: Sequence[Record], names: Sequence[str]) -> Figure:
+def fairness(runs: Runs, names: Sequence[str]) -> Figure:
     """Clients by accuracy in bins of ten points, or by perplexity, a panel per run.
 
     A client's value is its mean over the summary rounds. Counts are means over seeds.
     """
+    if not all(map(record.has_clients, runs)):
+        raise ValueError(
+            "--kind=fairness: a run has no accuracies of single clients; omit it, or "
+            "give --kind=curves,bubbles"
+        )
     is_text = record.is_text(runs[0])
     if any(record.is_text(run) != is_text for run in runs):
         raise ValueError(
@@ -265,9 +260,11 @@ def fairness(runs: Sequence[Record], names: Sequence[str]) -> Figure:
     return figure
 
 
-def bubbles(runs: Sequence[Record], names: Sequence[str]) -> Figure:
+def bubbles(runs: Runs, names: Sequence[str]) -> Figure:
     """Train examples per client and class of the first seed, a panel per partition."""
     shown = [(runs[n[0]], names[n[0]], counts) for n, counts in partitions(runs)]
+    if not shown:
+        raise ValueError("--kind=bubbles: texts have no classes; give --kind=curves")
     longest = max(len(counts) for *_, counts in shown)
     figure, panels = _panels(len(shown), width=max(3.6, 0.14 * longest), height=3.2)
     largest = max(int(counts.max()) for *_, counts in shown)
@@ -303,7 +300,7 @@ def bubbles(runs: Sequence[Record], names: Sequence[str]) -> Figure:
     return figure
 
 
-def has_two_names(runs: Sequence[Record]) -> bool:
+def has_two_names(runs: Runs) -> bool:
     """Whether the runs are all points of one sweep of two names."""
     swept = {tuple(run.point) for run in runs}
     sides = [{run.point.get(n) for run in runs} for n in next(iter(swept))]
@@ -311,7 +308,7 @@ def has_two_names(runs: Sequence[Record]) -> bool:
     return is_one and len(sides) == 2 and len(sides[0]) * len(sides[1]) == len(runs)
 
 
-def heatmap(runs: Sequence[Record], metric: str) -> Figure:
+def heatmap(runs: Runs, metric: str) -> Figure:
     """A metric's summary, mean over seeds, at each point of a sweep of two names."""
     figure = Figure(layout="constrained")
     draw_heatmap(figure.subplots(), runs, metric)
@@ -319,7 +316,7 @@ def heatmap(runs: Sequence[Record], metric: str) -> Figure:
     return figure
 
 
-def draw_heatmap(axes: Any, runs: Sequence[Record], metric: str) -> None:
+def draw_heatmap(axes: Any, runs: Runs, metric: str) -> None:
     """Draws `heatmap` into axes, with a cell and a value for each pair."""
     across, down = runs[0].point
     columns, rows = (sorted({run.point[n] for run in runs}) for n in (across, down))
@@ -345,7 +342,7 @@ def draw_heatmap(axes: Any, runs: Sequence[Record], metric: str) -> None:
     axes.figure.colorbar(image, ax=axes, label=how.unit)
 
 
-def _data(runs: Sequence[Record]) -> str:
+def _data(runs: Runs) -> str:
     """The data set, and the partition if all runs share it."""
     names = ["dataset", "partition"]
     if all("dirichlet" in run.flags["partition"] for run in runs):

@@ -399,8 +399,7 @@ def _sections(entries: Sequence[Entry], metric: words.Metric) -> list[dict[str, 
         figures.draw_heatmap(axes, runs, metric.name)
         shown = svg.shown(figure, f"{title}, %, by the summary rule.")
         sections.insert(0, _section("Sweep", [shown], has_legend=False))
-    moving = _moving(entries)
-    if moving:
+    if moving := _moving(entries):
         sections.append(_section("Other metrics over rounds", moving))
     shown = _bubbles(entries)
     note = "Train examples of each client and class, first seed."
@@ -438,9 +437,7 @@ def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
         )
         return _section("Clients", shown, note)
     figure, axes = svg.figure(f"alone (local){unit}", f"with the method{unit}")
-    limit = 100
-    if is_text:
-        limit = max(np.nanmax(record.of_clients(one.run)) for one in known)
+    limit = max(np.nanmax(record.of_clients(e.run)) for e in known) if is_text else 100
     axes.plot([0, limit], [0, limit], color=svg.INK, lw=0.8, alpha=0.5)
     for entry, alone in pairs:
         x, y = (record.of_clients(one.run).ravel() for one in (alone, entry))

@@ -183,7 +183,7 @@ def cells(
     dataset: str = "",
     value: str = "",
     row: str = "",
-    given: Mapping[str, Any] | None = None,
+    given: Mapping[str, Any] = {},
 ) -> list[Cell]:
     """All requested cells and their teachers, ordered by value and row.
 
@@ -197,7 +197,6 @@ def cells(
     Raises:
         ValueError: no cell has a name or an option, or a cell could not run.
     """
-    given = given or {}
     known = "mnist" if dataset == "mnist_5k" else dataset
     if known not in sheet.get("datasets", {"": {}}) and not sheet.get("any_dataset"):
         every = ", ".join(sheet["datasets"])
@@ -239,9 +238,12 @@ def cells(
             f"--row={row} has the scenarios {', '.join(left)} only, and not "
             f"{', '.join(names)}"
         )
-    order = [*dict.fromkeys([*names, *values])], [*dict.fromkeys([*lines, *rows])]
-    found = teachers_first(asked, cell)
-    found.sort(key=lambda one: (order[0].index(one.value), order[1].index(one.row)))
+    found, names, lines = (
+        teachers_first(asked, cell),
+        [*names, *values],
+        [*lines, *rows],
+    )
+    found.sort(key=lambda one: (names.index(one.value), lines.index(one.row)))
     has_any = set().union(*map(registry.fields_of, algorithms_of(sheet)))
     for one in found:
         _check(one, has_any, given)

@@ -22,29 +22,24 @@ MODEL = "model.msgpack"
 
 def stored(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any] | None:
     """The summary and records of a finished run with these options, or None."""
+    path, algo = folder / finished.RUN_FLAGS, options["algo"]
+    if not path.is_file():
+        return None
     try:
-        if not _holds(folder, options):
+        given = cells.known(options)
+        # The algorithm's options count even if the preset decides them.
+        _, hparams = resolve.configure(given)
+        recorded = flagfile.RunFlags.read(path).completed(hparams)
+        typed, wanted = recorded.typed(algo), vars(hparams) | given
+        if any(typed.get(name) != value for name, value in wanted.items()):
+            return None
+        if not recorded.options.keys() <= registry.fields_of(algo).keys():
             return None
         done = finished.read(folder)
         return done and done | {"records": finished.records(folder)}
     except ValueError as error:
         print(f"note: {error}", file=sys.stderr, flush=True)
         return None
-
-
-def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
-    """Whether a folder holds a run with these options."""
-    path = folder / finished.RUN_FLAGS
-    if not path.is_file():
-        return False
-    given, has = cells.known(options), registry.fields_of(options["algo"])
-    # The algorithm's options count even if the preset decides them.
-    _, hparams = resolve.configure(given)
-    recorded = flagfile.RunFlags.read(path).completed(hparams)
-    typed = recorded.typed(options["algo"])
-    return recorded.options.keys() <= has.keys() and all(
-        typed.get(k) == v for k, v in (vars(hparams) | given).items()
-    )
 
 
 def run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,9 +101,7 @@ class Options:
     dry_run: bool = option(False, "print the finished cells, run nothing")
 
 
-def options(
-    sheet: cells.Sheet,
-) -> tuple[dict[str, dataclasses.Field], dict[str, type]]:
+def options(sheet: cells.Sheet) -> tuple[dict[str, dataclasses.Field], dict[str, type]]:
     """The options that may be given for all cells of a sheet, and their types."""
     known: dict[str, dataclasses.Field] = {}
     kinds: dict[str, type] = {}
@@ -184,21 +177,16 @@ class Table:
                 found = run(folder, options | taught | self.execution)
                 found["clients"] = processes.on_first(lambda at=folder: clients(at))
                 if processes.is_first():
-                    self._keep(folder, options, found)
+                    records = curves.kept(found["records"], self.sheet)
+                    with ending.writing("cells", self.asked.cells):
+                        done = found | {"records": records}
+                        self.kept.put(folder.name, options, done)
                     if self.asked.drop_checkpoints and cell.place not in teachers:
                         path = folder / finished.CHECKPOINTS
                         shutil.rmtree(path, ignore_errors=True)
             self.results[cell.place] = found
             if is_new or cell is in_turn[-1]:
                 yield
-
-    def _keep(
-        self, folder: pathlib.Path, options: Mapping[str, Any], done: Mapping[str, Any]
-    ) -> None:
-        """Stores a cell, reduced to the parts of its curves that the table needs."""
-        done = {**done, "records": curves.kept(done["records"], self.sheet)}
-        with ending.writing("cells", self.asked.cells):
-            self.kept.put(folder.name, options, done)
 
     def _write_model(self, teacher: cells.Cell) -> None:
         """Writes the first seed's server model of a teacher to `MODEL` in its folder.
@@ -209,9 +197,8 @@ class Table:
         path, summary = folder / MODEL, folder / finished.SUMMARY
 
         def is_there() -> bool:
-            if not path.is_file() or stored(folder, options) is None:
-                return False
-            return path.stat().st_mtime >= summary.stat().st_mtime
+            is_current = path.is_file() and stored(folder, options) is not None
+            return is_current and path.stat().st_mtime >= summary.stat().st_mtime
 
         if processes.on_first(is_there):
             return
@@ -229,8 +216,8 @@ class Table:
             self.folder(cell): f"{cell.row}, {cell.value}"
             for cell in self.cells
             if self.results[cell.place] is not None
+            and (self.folder(cell) / finished.SUMMARY).is_file()
         }
-        names = {f: n for f, n in names.items() if (f / finished.SUMMARY).is_file()}
         if not names:
             line = "no cell is finished, or none has a folder here"
             flags.fail(f"--report={path}: {line}")

@@ -48,10 +48,9 @@ def planned_bytes(experiment: build.Experiment) -> dict[str, int]:
     # With rows on the host, this counts only those on the device.
     leaves = jax.tree.leaves([call.state for call in experiment.simulation.calls])
     memory = experiment.program.rounds.executables[-1].memory_analysis()
+    shards = [leaf.addressable_shards[0].data for leaf in leaves]
     return {
-        "state_bytes_per_device": sum(
-            leaf.addressable_shards[0].data.nbytes for leaf in leaves
-        ),
+        "state_bytes_per_device": sum(shard.nbytes for shard in shards),
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
     }
@@ -184,8 +183,7 @@ def _members(
         for index in range(count):
             address = f"localhost:{port},{count},{index}" if count > 1 else ""
             more = {"how": "member", "path": str(path), "distributed": address}
-            one = child.start("launch.tables.kinds", {**settings, **more}, given)
-            started.append(one)
+            started.append(child.start("launch.tables.kinds", settings | more, given))
         found = [child.ended(one) for one in started]
     finally:
         for one in started:
@@ -237,25 +235,13 @@ def _machine() -> dict[str, Any]:
     info = pathlib.Path("/proc/cpuinfo")  # on Linux only
     lines = info.read_text().splitlines() if info.is_file() else []
     named = [line.partition(":")[2] for line in lines if line.startswith("model name")]
+    named.append(platform.processor() or platform.machine())
     return {
-        "cpu": " ".join(
-            (named or [platform.processor() or platform.machine()])[0].split()
-        ),
+        "cpu": " ".join(named[0].split()),
         "cores": os.cpu_count(),
         "device": devices.name(),
         "devices": jax.device_count(),
     }
-
-
-def _versions(how: str) -> dict[str, str]:
-    found = {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "numpy": np.__version__,
-    }
-    if how == "torch":
-        found["torch"] = sys.modules["torch"].__version__
-    return found
 
 
 @ending.command
@@ -267,11 +253,14 @@ def command(argv: list[str]) -> None:
             figures = KINDS[settings["how"]](settings)
         except child.Failed as error:
             raise ValueError(error) from error
-    out = {
-        "figures": figures,
-        "versions": _versions(settings["how"]),
-        "machine": _machine(),
+    versions = {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "numpy": np.__version__,
     }
+    if settings["how"] == "torch":
+        versions["torch"] = sys.modules["torch"].__version__
+    out = {"figures": figures, "versions": versions, "machine": _machine()}
     print(json.dumps(out), flush=True)
 
 

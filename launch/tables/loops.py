@@ -6,6 +6,7 @@ which trains it and adds its model to the mean. The PyTorch loop is the usual on
 model, an optimizer and a loop over batches.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -31,51 +32,47 @@ class Batches(NamedTuple):
 Rounds = dict[tuple[int, int], list[Batches]]
 
 
+@dataclasses.dataclass
 class Loop:
-    """A plain loop over the rounds of all variants (seeds and points of a sweep)."""
+    """A plain loop over the rounds of all variants (seeds and points of a sweep).
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        servers: list[Any],
-        trained: Callable[[Any, Sequence[Batches], float], Any],
-        compile: Callable[[Rounds], None],
-        params_of: Callable[[Any], Any] = lambda server: server,
-    ):
-        """Takes the loop's functions.
+    Attributes:
+        experiment: The rounds to follow.
+        servers: The present server of each variant.
+        trained: Returns a server after a round of some clients at a learning rate.
+        compile: Compiles what `trained` needs for some rounds.
+        params_of: Returns a server's parameters, as in a RoundState.
+        plans: The rounds that are prepared.
+    """
 
-        Args:
-            experiment: The rounds to follow.
-            servers: The server of each variant before the first round.
-            trained: Returns a server after a round of some clients at a learning rate.
-            compile: Compiles what `trained` needs for some rounds.
-            params_of: Returns a server's parameters, as in a RoundState.
-        """
-        self._experiment, self._servers = experiment, servers
-        self._trained, self._compile, self._params_of = trained, compile, params_of
-        self._plans: Rounds = {}
+    experiment: Experiment
+    servers: list[Any]
+    trained: Callable[[Any, Sequence[Batches], float], Any]
+    compile: Callable[[Rounds], None]
+    params_of: Callable[[Any], Any] = lambda server: server
+    plans: Rounds = dataclasses.field(default_factory=dict)
 
     def prepare(self, first: int, end: int) -> None:
         """Makes the batches of the rounds `first` to `end - 1`, and compiles."""
-        self._plans.update(planned(self._experiment, first, end))
-        self._compile(self._plans)
+        self.plans.update(planned(self.experiment, first, end))
+        self.compile(self.plans)
 
     def run(self, first: int, end: int) -> None:
         """Runs the rounds `first` to `end - 1`, and waits for them."""
-        for index, (seed, rate) in enumerate(_variants(self._experiment)):
+        for index, (seed, rate) in enumerate(_variants(self.experiment)):
             for round in range(first, end):
-                server, clients = self._servers[index], self._plans[seed, round]
-                self._servers[index] = self._trained(server, clients, rate)
-        jax.block_until_ready(self._servers)
+                server, clients = self.servers[index], self.plans[seed, round]
+                self.servers[index] = self.trained(server, clients, rate)
+        jax.block_until_ready(self.servers)
 
     def params(self) -> list[Any]:
         """The server's parameters of every variant."""
-        return list(map(self._params_of, self._servers))
+        return list(map(self.params_of, self.servers))
 
 
 def check(experiment: Experiment) -> None:
     """Raises a ValueError for options that the loops do not follow."""
-    config, hparams = experiment.config, experiment.hparams
+    config, given = experiment.config, vars(experiment.hparams)
     expected = {
         "client_optimizer": "sgd",
         "client_momentum": 0.0,
@@ -84,11 +81,7 @@ def check(experiment: Experiment) -> None:
         "clip_norm": 0.0,
         "aggregation": "examples",
     }
-    other = [
-        f"--{k}={getattr(hparams, k)}"
-        for k, v in expected.items()
-        if v != getattr(hparams, k)
-    ]
+    other = [f"--{k}={given[k]}" for k, v in expected.items() if v != given.get(k, v)]
     swept = {name for point in experiment.points for name in point} - {"client_lr"}
     other += [f"--sweep={name}" for name in sorted(swept)]
     if config.algo != "fedavg" or config.model != "mlp" or other:
@@ -119,10 +112,9 @@ def _cohort(experiment: Experiment, seed: int, round: int) -> Iterator[Batches]:
         position = plan.position[place // rows_per_device]
         position = position[first : first + epochs * size]
         rows = owned.row[owned.start[drawn.client_id[place]] + position]
-        rows = np.reshape(rows, (epochs, size))
         padding = ((0, 0), (0, -size % batch))
-        rows = np.pad(rows, padding, constant_values=-1).reshape(-1, batch)
-        yield Batches(rows.astype(np.int32), size)
+        rows = np.pad(rows.reshape(epochs, size), padding, constant_values=-1)
+        yield Batches(rows.reshape(-1, batch).astype(np.int32), size)
 
 
 def _variants(experiment: Experiment) -> list[tuple[int, float]]:
@@ -138,10 +130,9 @@ def _variants(experiment: Experiment) -> list[tuple[int, float]]:
 def _begin(experiment: Experiment) -> list[Any]:
     """The server's first parameters of every variant."""
     experiment.start()
-    server = jax.tree.map(np.asarray, experiment.state.server)
-    params = server.params
-    count = len(_variants(experiment))
-    return [jax.tree.map(lambda leaf, v=v: leaf[v], params) for v in range(count)]
+    params = jax.tree.map(np.asarray, experiment.state.server.params)
+    every = range(len(_variants(experiment)))
+    return [jax.tree.map(lambda leaf, v=v: leaf[v], params) for v in every]
 
 
 def in_jax(experiment: Experiment) -> Loop:

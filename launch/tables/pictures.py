@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from launch.show import svg
 from launch.tables import results as results_lib
+from launch.tables.cells import Sheet
 from launch.tables.results import Result
 
 MARKERS = "os^Dvp*X"
@@ -27,7 +28,7 @@ def _number(value: float, _: int = 0) -> str:
     return f"{value:,.0f}" if value >= 1 else f"{value:g}"
 
 
-def panels(sheet: Mapping[str, Any], results: Sequence[Result]) -> list[str]:
+def panels(sheet: Sheet, results: Sequence[Result]) -> list[str]:
     """The figures of a sheet's panels that have at least one number."""
     return [
         name
@@ -43,9 +44,7 @@ def label(name: str, target: str) -> str:
     return f"{title}\n({target}, compiler's estimate)" if how.is_estimate else title
 
 
-def draw(
-    axes: Axes, sheet: Mapping[str, Any], results: Sequence[Result], name: str
-) -> None:
+def draw(axes: Axes, sheet: Sheet, results: Sequence[Result], name: str) -> None:
     """Draws a figure of all rows of a sheet over its axis.
 
     An axis of numbers is logarithmic where the sheet says so. Other values are placed
@@ -86,9 +85,7 @@ def draw(
         axes.yaxis.set_minor_formatter(ticker.NullFormatter())
 
 
-def picture(
-    sheet: Mapping[str, Any], results: Sequence[Result], target: str
-) -> Figure | None:
+def picture(sheet: Sheet, results: Sequence[Result], target: str) -> Figure | None:
     """The picture of a sheet, None if no number is known."""
     shown = panels(sheet, results)
     if not shown:

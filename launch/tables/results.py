@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from launch.show import sheets, words
-from launch.tables.cells import Cell
+from launch.tables.cells import Cell, Sheet
 
 
 class Figure(NamedTuple):
@@ -97,20 +97,17 @@ def by_row(results: Sequence[Result]) -> dict[str, list[Result]]:
     return {row: [one for one in results if one.cell.row == row] for row in rows}
 
 
-def sheet(
-    sheet: Mapping[str, Any], results: Sequence[Result], target: str
-) -> sheets.Sheet:
+def sheet(sheet: Sheet, results: Sequence[Result], target: str) -> sheets.Sheet:
     """The table of a sheet: a grid for each row, with a line for each value.
 
     A column is shown if a value of the row has it. Estimates are those of the compiler
     of `target`; "" omits them.
     """
+    hows = {name: FIGURES[name] for name in sheet["columns"]}
     heads = {
-        name: f"{FIGURES[name].title} ({target}, estimate)"
-        if FIGURES[name].is_estimate
-        else FIGURES[name].title
-        for name in sheet["columns"]
-        if target or not FIGURES[name].is_estimate
+        name: how.title + f" ({target}, estimate)" * how.is_estimate
+        for name, how in hows.items()
+        if target or not how.is_estimate
     }
     grids = []
     for row, found in by_row(results).items():

@@ -9,6 +9,7 @@ from data import files
 from fedjax_pfl import json_text
 from launch.folder import finished
 
+Object = Mapping[str, Any]  # of JSON
 STUDY = "study.json"
 # The forms of a cell in a study's folder, and in a file of a paper's cells
 MEASURED = {
@@ -39,14 +40,12 @@ class File:
             line = f"--cells={self._path} is not a file of cells: {error}"
             raise ValueError(line) from error
 
-    def get(self, name: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    def get(self, name: str, options: Object) -> dict[str, Any] | None:
         """The run of this name, if it has these options."""
         found = self._done.get(name, {})
         return found if found.get("options") == options else None
 
-    def put(
-        self, name: str, options: Mapping[str, Any], done: Mapping[str, Any]
-    ) -> None:
+    def put(self, name: str, options: Object, done: Object) -> None:
         """Stores a run atomically, or raises an OSError."""
         if self._path is None:
             return
@@ -98,7 +97,7 @@ class Folder:
             text = json.dumps({"study": self.name})
             finished.write_text(self.path / STUDY, f"{text}\n")
 
-    def get(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    def get(self, name: str, settings: Object) -> dict[str, Any] | None:
         """The finished cell with these settings, or a ValueError if it is damaged."""
         path = self.path / f"{name}.json"
         try:
@@ -111,9 +110,7 @@ class Folder:
             ) from error
         return done if done["settings"] == settings else None
 
-    def put(
-        self, name: str, settings: Mapping[str, Any], done: Mapping[str, Any]
-    ) -> None:
+    def put(self, name: str, settings: Object, done: Object) -> None:
         """Stores a cell atomically, or raises an OSError."""
         entry = {**{part: done.get(part) for part in MEASURED}, "settings": settings}
         path = self.path / f"{name}.json"

@@ -1,5 +1,6 @@
 """A study with its folder: runs cells, and shows what is finished and what is left."""
 
+import contextlib
 import importlib.util
 import pathlib
 import sys
@@ -66,9 +67,8 @@ class Study:
 
     def _estimate(self, cell: Cell) -> Cell | None:
         """The estimate that belongs to a cell, None if the sheet has none."""
-        if not cell.is_estimated or not self.target:
-            return None
-        return cell.estimate(self.target, ESTIMATE_SECONDS)
+        has_one = cell.is_estimated and self.target
+        return cell.estimate(self.target, ESTIMATE_SECONDS) if has_one else None
 
     def get(self, cell: Cell) -> dict[str, Any] | None:
         """The result of a cell, None if it is not finished."""
@@ -89,26 +89,22 @@ class Study:
         """
         for one in self._every:
             if one.settings == cell.settings and one.name != cell.name:
-                try:
-                    done = self.get(one)
-                except ValueError:
-                    continue
-                if done is not None:
-                    return done
+                with contextlib.suppress(ValueError):
+                    if done := self.get(one):
+                        return done
         return None
 
-    def computed(self) -> list[Cell]:
+    def computed(self, left: Sequence[Cell]) -> list[Cell]:
         """The cells of `left` that equal no finished cell and no earlier one."""
         out: list[Cell] = []
-        for cell in self.left():
+        for cell in left:
             is_new = all(one.settings != cell.settings for one in out)
             if is_new and self.equal(cell) is None:
                 out.append(cell)
         return out
 
-    def lines(self) -> Iterator[str]:
+    def lines(self, left: Sequence[Cell], computed: Sequence[Cell]) -> Iterator[str]:
         """A line for each cell: whether it is finished."""
-        left, computed = self.left(), self.computed()
         for cell in self.wanted():
             if cell in left:
                 state = "to run" if cell in computed else "as another cell"
@@ -117,13 +113,13 @@ class Study:
                 state = "finished" if is_finished else self.absent[cell.how]
             yield f"{str(cell):<70} {cell.seconds:6.0f} s  {state}"
 
-    def run(self) -> int:
+    def run(self, left: Sequence[Cell]) -> int:
         """Runs the cells that are left, each in its own process, and counts failures.
 
         Raises an OSError if a result cannot be written, and passes on a
         KeyboardInterrupt after the present process has ended.
         """
-        left, failed = self.left(), 0
+        failed = 0
         self.folder.begin()
         for index, cell in enumerate(left):
             found = self.equal(cell)
