@@ -139,23 +139,19 @@ def curves(runs: Runs, names: Sequence[str], metrics: Sequence[str]) -> Figure:
         drawn.append((mean[-1], line, len({row["seed"] for row in having})))
     drawn.sort(key=lambda one: one[0], reverse=first.better != "lower")
     is_same = len({count for *_, count in drawn}) == 1
-    figure.legend(
-        [line for _, line, _ in drawn],
-        [
-            f"{line.get_label()}  {last:{first.form}}" + f", n={count}" * (not is_same)
-            for last, line, count in drawn
-        ],
-        loc="outside right upper",
-        title=", ".join(filter(None, ["last round", first.unit])),
-        frameon=False,
-        fontsize=9,
-    )
+    texts = [
+        f"{line.get_label()}  {last:{first.form}}" + f", n={count}" * (not is_same)
+        for last, line, count in drawn
+    ]
+    title = ", ".join(filter(None, ["last round", first.unit]))
+    place = {"loc": "outside right upper", "frameon": False, "fontsize": 9}
+    figure.legend([line for _, line, _ in drawn], texts, title=title, **place)
     seeds = max(len({row["seed"] for row in run.records}) for run in runs)
     band = f", mean ± std of {seeds} seeds" if seeds > 1 else ""
     # The names of several metrics are in the legend.
-    texts = [first.title] if len(metrics) == 1 else []
-    texts += ["perplexity"] if texts and first.kind is Kind.PERPLEXITY else []
-    ylabel = ", ".join(filter(None, [*texts, first.unit]))
+    titles = [first.title] if len(metrics) == 1 else []
+    titles += ["perplexity"] if titles and first.kind is Kind.PERPLEXITY else []
+    ylabel = ", ".join(filter(None, [*titles, first.unit]))
     axes.set(xlabel="finished rounds", ylabel=ylabel, xlim=(0, None))
     axes.set_title(f"{_data(runs)}{band}", fontsize=10)
     axes.grid(alpha=0.3)
@@ -284,13 +280,8 @@ def bubbles(runs: Runs, names: Sequence[str]) -> Figure:
     steps = [step for step in nice if step <= largest][-1:-7:-3][::-1]
     style = {"color": "tab:blue", "alpha": 0.7, "linewidths": 0}
     handles = [panels[0].scatter([], [], s=scale * step, **style) for step in steps]
-    figure.legend(
-        handles,
-        [f"{step}" for step in steps],
-        title="examples",
-        loc="outside right upper",
-        frameon=False,
-    )
+    place = {"loc": "outside right upper", "title": "examples", "frameon": False}
+    figure.legend(handles, list(map(str, steps)), **place)
     figure.supxlabel("client")
     figure.supylabel("class")
     seeds = sorted({int(run.clients["seeds"][0]) for run, *_ in shown})
@@ -359,9 +350,8 @@ def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Any]]
     """A figure of `count` panels with shared axes, at most four in a row."""
     columns = min(4, count)
     rows = -(-count // columns)
-    figure = Figure(
-        figsize=(width * columns + 1, height * rows + 0.6), layout="constrained"
-    )
+    size = width * columns + 1, height * rows + 0.6
+    figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for axes in grid.flat[count:]:
         axes.set_visible(False)

@@ -57,15 +57,8 @@ def _runs(run: Run) -> list[record.Record]:
         raise ValueError("nothing is measured yet; run() first")
     path = pathlib.Path(run.config.workdir)
     options = flagfile.RunFlags.of(run.config, run.hparams).options
-    found = record.Record(
-        path,
-        options,
-        run.metrics,
-        finished.clients(run),
-        kinds=run.kinds,
-        hashes=run.hashes,
-    )
-    return record.by_point(found)
+    found = record.Record(path, options, run.metrics, finished.clients(run))
+    return record.by_point(found._replace(kinds=run.kinds, hashes=run.hashes))
 
 
 def summaries(experiments: Mapping[str, Run]) -> pandas.DataFrame:

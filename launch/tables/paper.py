@@ -69,8 +69,7 @@ def sheet(
             for m in metrics
         ]
     else:
-        heads = [(words.title(metric), metric) for metric in metrics]
-        parts = [(v, legend, [(head, v, m) for head, m in heads]) for v in values]
+        parts = [(v, legend, [(words.title(m), v, m) for m in metrics]) for v in values]
     grids = []
     for value, title, columns in parts:
         body = [
