@@ -238,11 +238,8 @@ def cells(
             f"--row={row} has the scenarios {', '.join(left)} only, and not "
             f"{', '.join(names)}"
         )
-    found, names, lines = (
-        teachers_first(asked, cell),
-        [*names, *values],
-        [*lines, *rows],
-    )
+    found = teachers_first(asked, cell)
+    names, lines = [*names, *values], [*lines, *rows]
     found.sort(key=lambda one: (names.index(one.value), lines.index(one.row)))
     has_any = set().union(*map(registry.fields_of, algorithms_of(sheet)))
     for one in found:

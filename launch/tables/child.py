@@ -92,8 +92,7 @@ def stop(one: subprocess.Popen) -> None:
     """Interrupts a process that is a leader, so that it saves and ends."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(one.pid, signal.SIGINT)
-        try:
+        ignored = subprocess.TimeoutExpired, KeyboardInterrupt, ValueError
+        with contextlib.suppress(*ignored):
             one.communicate(timeout=END_SECONDS)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt, ValueError):
-            pass
         os.killpg(one.pid, signal.SIGKILL)
