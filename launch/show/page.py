@@ -187,9 +187,7 @@ def _gap(entry: Entry, base: Entry, metric: words.Metric) -> np.ndarray | None:
         sides = summaries.paired(*pair)
     else:
         sides = [np.array([one["mean"]]) for one in pair]
-    if not len(sides[0]):
-        return None
-    return metric.scale * (sides[0] - sides[1])
+    return metric.scale * (sides[0] - sides[1]) if len(sides[0]) else None
 
 
 def _data(run: record.Record) -> str:
