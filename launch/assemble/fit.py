@@ -58,15 +58,9 @@ def check_model(
 def check_own(
     flag: str, model: types.Model, num_classes: int, width: float, examples: np.ndarray
 ) -> str:
-    """Refuses a custom model that does not give logits of all classes.
+    """Refuses a custom model that does not give logits of all classes (ValueError).
 
-    `examples` are a few normalised examples of the data set.
-
-    Returns:
-        A hash of what the model computes, see `computed.of_model`.
-
-    Raises:
-        ValueError: one line: it does not take the examples, or has another output.
+    `examples` are a few normalised examples. The result is `computed.of_model`'s hash.
     """
     shape = examples.shape[1:]
     if width != 1:
@@ -91,9 +85,9 @@ def _ask(
     dtype: np.dtype,
     buffer: bytes,
 ) -> None:
-    """The questions of `check_own` that compile programs, once for the same model.
+    """Makes the checks of `check_own` that compile programs, once for the same model.
 
-    Equal modules may refer to what has changed, which `digest` tells apart.
+    Equal modules may refer to objects that have changed, and then differ in `digest`.
     """
     model, examples = forms[0], np.frombuffer(buffer, dtype).reshape(-1, *shape)
     if model.takes == "tokens" and own_checks.gives_nan(model, examples):
@@ -120,7 +114,7 @@ def _ask(
 def _check_logits(
     flag: str, model: types.Model, num_classes: int, shape: tuple[int, ...]
 ) -> None:
-    """Refuses a custom model that fails, or gives something else than logits."""
+    """Refuses a custom model that fails or does not give logits (ValueError)."""
     try:
         variables = shapes.variables(model, shape)
         example = model.example(2, *shape)
@@ -160,11 +154,7 @@ def _check_logits(
 def check_points(
     line: str, entry: Any, hparams: Any, points: list[sweep.Point], task: types.Task
 ) -> None:
-    """Refuses a sweep whose points need several programs, or an invalid point.
-
-    Raises:
-        ValueError: one line.
-    """
+    """Refuses a sweep with an invalid point or with several programs (ValueError)."""
     if not line:
         return
     replace, make = dataclasses.replace, entry.make
@@ -186,11 +176,7 @@ def check_swept(
     data: types.Data,
     planner_of: Callable[[types.Algorithm, types.Execution], plan.Planner],
 ) -> None:
-    """Refuses a sweep of an option that nothing in the program uses.
-
-    Raises:
-        ValueError: one line: some of its points would be equal.
-    """
+    """Refuses a sweep of an option that has no effect (ValueError)."""
 
     def hashed(point: sweep.Point) -> str:
         options = dataclasses.replace(hparams, **point)
@@ -212,15 +198,11 @@ def check_swept(
 
 
 def refuse_need(config: schema.Config, need: str, what: str) -> NoReturn:
-    """Refuses what the algorithm does not use, and names those that do.
+    """Refuses what the algorithm does not use (ValueError), and names those that do.
 
     Args:
-        config: The options.
         need: The fact of `algorithms.Entry` that the algorithm lacks.
         what: The option, and what it is.
-
-    Raises:
-        ValueError: always, one line.
     """
     entries = algorithms.ALGORITHMS.items()
     able = ", ".join(name for name, one in entries if getattr(one, need))

@@ -20,20 +20,17 @@ class Settings(NamedTuple):
     """Everything that a run depends on.
 
     Attributes:
-        entry: The algorithm.
+        entry, hparams: The algorithm and its options.
         config: The common options, with every field set.
-        hparams: The algorithm's options.
-        source: The data set.
-        public: Unlabelled images that all clients share, or None.
+        source, public: The data set; unlabelled images that all clients share, or None.
         own_models: Custom models by name, as functions of a batch of examples.
         own_sha256: Hash of custom code, since a run with edited code is another run.
-        identity: The data set before owners were left out and images were fitted, of
-            which partition files name rows.
+        identity: The data set before owners were left out and images were fitted, which
+            the rows in partition files refer to.
         source_hash: Hash object of `source`, to copy and extend.
-        dropped_owners: The rows of owners that were dropped, as they are too small, by
-            the owner's name.
+        dropped_owners: Numbers of rows of owners that had too few, by the owner's name.
         measures: The metrics of `--eval_metrics`.
-        asked: The options that somebody asked for, see `registry.asked`.
+        asked: The options that the user asked for, see `registry.asked`.
     """
 
     entry: Any
@@ -51,11 +48,7 @@ class Settings(NamedTuple):
 
 
 def settled(**given: Any) -> Settings:
-    """The settings for option names and values; see `experiment.experiment`.
-
-    Raises:
-        ValueError: one line: what came, what was expected, which option to change.
-    """
+    """Turns the options of `experiment.experiment` into settings, or refuses them."""
     given = {name: value for name, value in given.items() if value is not None}
     devices.begin(given.get("distributed", ""))
     if "split" in given:
@@ -98,7 +91,7 @@ def settled(**given: Any) -> Settings:
 def _source(
     config: schema.Config, in_memory: tuple[Any, Any] | None
 ) -> dataset.Dataset:
-    """The data set that was given in Python, or the one that `--dataset` names."""
+    """Loads the data set that was given in Python, or that `--dataset` names."""
     rows = in_memory and doors.opened(*in_memory, config.label, config.owner)
     if rows or config.dataset != loaders.ARRAYS:
         train = rows[0] if rows else doors.Rows(None)
@@ -113,7 +106,7 @@ def _source(
 def _fitted(
     config: schema.Config, source: dataset.Dataset
 ) -> tuple[dataset.Dataset, Mapping[str, int]]:
-    """(the rows of owners that are large enough, fitted, rows of other owners)."""
+    """Drops owners with too few rows, and counts these rows, and fits all images."""
     dropped: Mapping[str, int] = {}
     if config.partition == "natural":
         is_text = source.is_text
@@ -127,7 +120,7 @@ def _fitted(
 def _loaded(
     config: schema.Config, rows: tuple[doors.Rows, doors.Rows | None] | None
 ) -> dataset.Dataset:
-    """The data set of the rows of `doors.opened`, None = that of a name."""
+    """Loads the data set of the rows of `doors.opened`, None = of the option's name."""
     if rows is not None:
         train, test = rows
         if train.frame is not None:

@@ -1,4 +1,4 @@
-"""Writes models to files, and reads them: as starting points, and as teachers.
+"""Writes models to files, and reads them as starting points and as teachers.
 
 A file holds a nested dictionary of arrays, which can be read without this package:
 
@@ -35,7 +35,7 @@ SUFFIXES = (".msgpack", ".npz")
 
 
 class Facts(NamedTuple):
-    """The model that a file records: the options that make it, and its stages."""
+    """The model that a file records: the options that make it, and how many stages."""
 
     name: str
     width: float
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
     trained: np.ndarray
 
     def is_trained(self) -> np.ndarray:
-        """bool[N]: whether the model was trained on a row."""
+        """Whether the model was trained on each row, bool[N]."""
         bits = np.unpackbits(self.trained)[: int(self.count)]
         return bits.reshape(int(self.count)).astype(bool)
 
@@ -68,12 +68,12 @@ class Rows(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What a file says beside its parameters.
+    """The facts that a file records beside its parameters.
 
     Attributes:
         line: The flag that names the file, for notes.
         notes: Lines about how its classes were taken.
-        rows: Those on which its model was trained, None = it does not say.
+        rows: The rows on which its model was trained, None = it does not record them.
     """
 
     line: str
@@ -84,10 +84,10 @@ class Known(NamedTuple):
 def rows_of(
     image: np.ndarray, trained: np.ndarray, before: Sequence[Rows] = ()
 ) -> Rows:
-    """The rows of a model that was trained on the rows `trained` of the examples.
+    """Records that a model was trained on the rows `trained` of the examples.
 
-    `before` are those of the models that it started or learned from. Negative rows and
-    rows of public images, which follow the examples, are left out.
+    `before` are the rows of the models that it started or learned from. Negative rows
+    are left out, and so are public images, which follow the examples.
     """
     is_trained = np.zeros(len(image), bool)
     is_trained[trained[(trained >= 0) & (trained < len(image))]] = True
@@ -99,7 +99,7 @@ def rows_of(
 
 
 def _sha256(image: np.ndarray) -> np.ndarray:
-    """uint8[32]: the hash of the bytes of examples, whatever their layout."""
+    """Hashes the bytes of examples, whatever their layout: uint8[32]."""
     digest = hashlib.sha256(np.ascontiguousarray(image).data).digest()
     return np.frombuffer(digest, np.uint8)
 
@@ -107,10 +107,8 @@ def _sha256(image: np.ndarray) -> np.ndarray:
 def seen(known: Known, image: np.ndarray, test_row: np.ndarray) -> str:
     """A line about test rows that a file's model may have been trained on, or "".
 
-    Args:
-        known: Of the file.
-        image: The examples of the run [N, ...].
-        test_row: int[S, ...], the test rows of each seed, -1 = padding.
+    `image` are the examples of the run [N, ...], and `test_row` int[S, ...] the test
+    rows of each seed, -1 = padding.
     """
     line, _, rows = known
     if rows is None:
@@ -150,12 +148,11 @@ def write(
 
     Args:
         path: Ends in one of `SUFFIXES`.
-        model, variables: The model.
         normal: Has the `mean` and the `scale` of its images.
         width: Its `--model_width`, None = no value of it makes this model.
         classes: The names of its classes, None = they are numbers.
-        rows: The rows on which it was trained, None = they are not known.
-        columns: The names of a table's columns, None = it is of no table.
+        rows: The rows on which it was trained, None = unknown.
+        columns: The names of a table's columns, None = the data are not a table.
 
     Raises:
         ValueError: the path has another suffix, or is a folder.
@@ -191,17 +188,15 @@ def write(
 
 
 def _written(names: Sequence[str]) -> tuple[str, ...]:
-    """Names as a file has them: names of folders may be bytes that are not UTF-8."""
+    """Escapes names for a file, as names of folders may be bytes that are not UTF-8."""
     return tuple(name.encode("utf-8", "backslashreplace").decode() for name in names)
 
 
 def read(path: Any) -> dict[str, Any]:
-    """The nested dictionary in a file, whose `model` is a `Facts` if it is there.
+    """Reads the nested dictionary in a file, or raises a ValueError of one line.
 
-    Its `classes` and `columns` are tuples and its `rows` are `Rows`, if they are there.
-
-    Raises:
-        ValueError: one line: there is no file, or it is not a model's.
+    If present, `model` is a `Facts`, `rows` a `Rows`, `classes` and `columns` are
+    tuples.
     """
     try:
         path = files.given(path, "a model's file")
@@ -248,16 +243,13 @@ def starting(
     source: dataset.Dataset,
     of_classes: Callable[[int], types.Model] | None,
 ) -> tuple[types.Model, Known]:
-    """The same model with the initial variables of a file.
+    """Makes a model and its narrower forms start from the variables in a file.
 
-    Its narrower forms start from leading slices of them.
+    Narrower forms start from leading slices.
 
     Args:
-        path: The file.
-        model: The model, for the classes of the run.
-        shape: That of an example of the run.
-        normal: Mean and scale of the run's images.
-        source: The run's data.
+        model: The model for the classes of the run.
+        shape, normal: An example's shape, and mean and scale of the run's images.
         of_classes: Makes the model for another number of classes, None = of a custom
             model, in which the outputs of classes cannot be found.
 
@@ -279,19 +271,15 @@ def teacher(
     normal: tuple[np.ndarray, np.ndarray],
     source: dataset.Dataset,
 ) -> tuple[types.Model, types.Variables, Known]:
-    """The model that a file holds and its variables f32, as numpy arrays.
+    """Loads the model in a file, with its variables as numpy arrays f32.
 
     Args:
-        given: The options of the teacher, which complete what the file says.
-        num_classes: Y of the run.
-        shape: That of an example of the run.
+        given: The options of the teacher, which complete what the file records.
+        num_classes, shape: Y, and the shape of an example of the run.
         normal: Mean and scale of the run's images.
-        source: The run's data.
 
     Raises:
-        ValueError: one line: it is not a model's file, holds another model than it or
-            the options say, another normalisation, other classes, or values that are
-            not finite.
+        ValueError: one line, as in `starting`, or the options name another model.
     """
     line = f"--teacher={given.teacher}"
     try:
@@ -336,7 +324,7 @@ def _by_name(
     of_classes: Callable[[int], types.Model] | None,
     shape: tuple[int, ...],
 ) -> tuple[types.Variables, tuple[str, ...]]:
-    """(variables with their outputs in the order of the run's classes, lines)."""
+    """Puts a model's outputs into the order of the run's classes, and returns notes."""
     found, mine = tree.get("classes"), classes and _written(classes)
     numbers = tuple(map(str, range(len(found or mine or ()))))
     if set(found or mine or ()) == set(numbers):
@@ -371,7 +359,7 @@ def _by_name(
 
 
 def _facts(line: str, found: Facts | None, given: teacher_lib.Taught) -> Facts:
-    """What a file says of its model, or what the options say of an older file's."""
+    """The facts that a file records about its model, or else the options."""
     asked = Facts(given.teacher_model, given.teacher_width, given.teacher_level)
     if found is None:
         if not asked.name:
@@ -394,7 +382,7 @@ def _variables(
     shape: tuple[int, ...],
     than: str,
 ) -> types.Variables:
-    """The variables of `model`, which `than` says in words, in a file's tree."""
+    """Takes the variables of `model`, described by `than`, from a file's tree."""
     stages = tree["stages"]
     wanted = _stages(model, shapes.variables(model, shape))
     stages = _regrouped(stages, wanted)
@@ -423,7 +411,7 @@ def _variables(
 
 
 def _regrouped(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The stages of a file, taken apart if it has one module as a single stage."""
+    """Splits a file's only stage if it has exactly the arrays of all those `wanted`."""
     if len(found) != 1 or len(wanted) < 2:
         return dict(found)
     (only,) = found.values()
@@ -445,9 +433,9 @@ def _check_input(
 ) -> tuple[str, ...]:
     """Refuses a model that was trained on other columns or with other constants.
 
-    A line says if only one side names columns. Constants may differ by .3 standard
-    deviations, in the root mean square over all numbers with a mean of their own.
-    Other rows of the same data differ by less.
+    A note says if only one side names columns. Constants may differ by .3 standard
+    deviations, in the root mean square over all numbers with a mean of their own. Other
+    rows of the same data differ by less.
     """
     found, reason = tree.get("input", {}), ""
     before, mine = tree.get("columns"), columns and _written(columns)
@@ -489,7 +477,7 @@ def _is_like(found: Mapping[str, Any], normal: tuple[np.ndarray, np.ndarray]) ->
 
 
 def _from(saved: types.Variables, model: types.Model) -> types.Model:
-    """A model whose initial variables are leading slices of saved ones."""
+    """Makes a model start from leading slices of saved variables."""
 
     def init(key: jax.Array, x: jax.Array) -> tuple[types.Params, types.Stats]:
         like = types.Variables(*jax.eval_shape(model.init, key, x))
@@ -521,7 +509,7 @@ def _stages(model: types.Model, variables: types.Variables) -> dict[str, Any]:
 
 
 def _arrays(tree: Any) -> Any:
-    """The same nested dictionary in its order, with numpy arrays."""
+    """Converts the leaves of a nested dictionary to numpy arrays, in the same order."""
     if isinstance(tree, Mapping):
         return {name: _arrays(value) for name, value in tree.items()}
     return np.asarray(tree)
