@@ -111,7 +111,7 @@ def own_sha256(given: Mapping[str, Any], tx: optimizer.Custom | None) -> str:
 
 
 def split_names(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The submodules of `split=`, refused if they are not names or no model is custom."""
+    """The submodules that `split=` names for a custom model; refuses anything else."""
     split = given["split"]
     names = (split,) if isinstance(split, str) else split
     if not isinstance(names, (tuple, list)) or not all(

@@ -23,11 +23,7 @@ def chosen(
     num_points: int,
     target: str,
 ) -> types.Task:
-    """Chooses the execution of the task's rounds, for `num_points` of a sweep.
-
-    Raises:
-        ValueError: one line: there are fewer devices than the options name.
-    """
+    """Chooses the execution of the task's rounds, for `num_points` of a sweep."""
     config, entry, task = settings.config, settings.entry, planned.task
     choose = functools.partial(_execution, config, hparams, planned, target)
     how = choose()

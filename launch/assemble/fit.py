@@ -200,9 +200,8 @@ def check_swept(
 def refuse_need(config: schema.Config, need: str, what: str) -> NoReturn:
     """Refuses what the algorithm does not use (ValueError), and names those that do.
 
-    Args:
-        need: The fact of `algorithms.Entry` that the algorithm lacks.
-        what: The option, and what it is.
+    `need` is the fact of `algorithms.Entry` that it lacks, `what` the option and its
+    kind.
     """
     entries = algorithms.ALGORITHMS.items()
     able = ", ".join(name for name, one in entries if getattr(one, need))

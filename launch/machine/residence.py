@@ -55,9 +55,7 @@ def with_resident_rows(
     planner: plan.Planner,
     data: types.Data,
 ) -> tuple[types.Task, program_lib.Program]:
-    """Makes task and program for devices that hold only some clients' rows.
-
-    In `task` they hold all. `data` has a partition of all seeds.
+    """Makes task and program for devices that hold only some clients' rows, not all.
 
     Raises:
         ValueError: the algorithm keeps nothing for its clients, or not in equal rows.
