@@ -57,6 +57,8 @@ def with_resident_rows(
 ) -> tuple[types.Task, program_lib.Program]:
     """Makes task and program for devices that hold only some clients' rows, not all.
 
+    `data` has a partition of all seeds.
+
     Raises:
         ValueError: the algorithm keeps nothing for its clients, or not in equal rows.
     """
