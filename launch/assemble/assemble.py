@@ -1,6 +1,7 @@
 """Assembles a run from its settings: models, data, task, execution, program."""
 
 import dataclasses
+import functools
 import hashlib
 import pathlib
 from collections.abc import Callable, Sequence
@@ -140,9 +141,7 @@ def _program(
     def build(task: types.Task) -> program_lib.Program:
         return program_lib.build(entry.make, hparams, task, scoring)
 
-    def parts_with(
-        how: types.Execution,
-    ) -> tuple[types.Task, program_lib.Program, plan.Planner]:
+    def parts_with(how: types.Execution) -> tuple:
         changed = task._replace(execution=how)
         return changed, build(changed), planned.planner(program.algorithm, how)
 
@@ -150,16 +149,16 @@ def _program(
         return build(task._replace(num_residents=num_rows, execution=how))
 
     program = build(task)
-    about = task, data, planned.planner
-    fit.check_swept(config.sweep, entry, hparams, points, *about)
-    of_others = computed.of_others(settings, hparams, *about)
+    about = {"task": task, "data": data, "planner_of": planned.planner}
+    hashed = functools.partial(computed.of_algorithm, entry.make, **about)
+    of_others = computed.of_others(settings, hparams, hashed)
+    fit.check_swept(config.sweep, hparams, points, hashed, of_others.get("algo"))
     if settings.public is not None and program.algorithm.ships_proxy != "unlabelled":
         line = f"--public_set={config.public_set} has images without labels"
         fit.refuse_need(config, "public_images", line)
     planner, rows_in = planned.planner(program.algorithm, how), residence.place(config)
     if rows_in is not None:
-        given = task, build, planner, data
-        task, program = residence.with_resident_rows(config, *given)
+        task, program = residence.with_resident_rows(config, task, build, planner, data)
     changes = None if config.client_chunk or not how.vmaps_runs else parts_with
     made = Computation(task, program, planner, rows_in, with_rows, changes)
     return made, of_others
@@ -175,11 +174,10 @@ def _scoring(
     test = data.partition.test
     rows = 64 if how.platform == "cpu" else 256  # on a CPU as many as fit its caches
     largest = int(test.count.max())
+    score: scores.Score = scores.Classes()
     if data.num_words:
         # The logits of an exit for a batch are 64 MiB.
         rows = min(rows, max(1, 2**24 // (data.num_words * data.image.shape[1])))
-    score: scores.Score = scores.Classes()
-    if data.num_words:
         score = scores.Words(config.masked_loss)
     elif settings.measures:
         score = scores.Classes(settings.measures, max(largest, 1))

@@ -91,24 +91,23 @@ def of_measures(every: tuple[measures.Measure, ...], num_classes: int) -> str:
     kinds = ((4, num_classes), np.float32), ((4,), np.int32), ((4,), np.bool_)
     batch = [jax.ShapeDtypeStruct(*one) for one in kinds]
     own = [one for one in every if one.given is not None]
-    return _joined([f"{m.name} {_traced(m.sums, *batch)}" for m in own])
+    return _joined([f"{one.name} {_traced(one.sums, *batch)}" for one in own])
 
 
 def of_others(
-    settings: Settings,
-    hparams: Any,
-    task: types.Task,
-    data: types.Data,
-    planner_of: Callable[[types.Algorithm, types.Execution], plan.Planner],
+    settings: Settings, hparams: Any, hashed: Callable[[Any], str]
 ) -> dict[str, str]:
-    """Hashes what custom metrics, optimizer and algorithm compute, by option name."""
-    out = {"eval_metrics": of_measures(settings.measures, task.num_classes)}
+    """Hashes what custom metrics, optimizer and algorithm compute, by option name.
+
+    `hashed` is `of_algorithm` as a function of the algorithm's options.
+    """
+    classes = settings.source.num_classes
+    out = {"eval_metrics": of_measures(settings.measures, classes)}
     tx = getattr(hparams, "client_optimizer", "")
     if isinstance(tx, optimizer.Custom):
         out["client_optimizer"] = _of_optimizer(tx)
     if not any(settings.entry is one for one in algorithms.ALGORITHMS.values()):
-        make = settings.entry.make
-        out["algo"] = of_algorithm(make, hparams, task, data, planner_of)
+        out["algo"] = hashed(hparams)
     return out
 
 

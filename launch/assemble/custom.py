@@ -19,16 +19,6 @@ from launch.config import registry, schema, sweep
 ONLY_IN_PYTHON = ("split", "test")
 
 
-def without_optimizer(
-    given: Mapping[str, Any],
-) -> tuple[dict[str, Any], optimizer.Custom | None]:
-    """Separates a `client_optimizer` that is an object from the other options."""
-    given, found = dict(given), given.get("client_optimizer", "")
-    if isinstance(found, str):
-        return given, None
-    return given, optimizer.custom(given.pop("client_optimizer"))
-
-
 def measured(
     given: Mapping[str, Any],
 ) -> tuple[dict[str, Any], tuple[measures_lib.Measure, ...]]:
@@ -95,8 +85,9 @@ def own_sha256(given: Mapping[str, Any], tx: optimizer.Custom | None) -> str:
         return ""
     from models import own  # imports nnx, which takes long
 
+    split = {"model": given.get("split", ())}
     texts = {
-        name: own.fingerprint(given[name], _split_of(given, name))
+        name: own.fingerprint(given[name], split.get(name, ()))
         for name in ("model", "client_model")
         if name in custom
     }
@@ -128,11 +119,6 @@ def split_names(given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _split_of(given: Mapping[str, Any], flag: str) -> tuple[str, ...]:
-    """The names at which a flag's model is split: `split=` applies to `model`."""
-    return given.get("split", ()) if flag == "model" else ()
-
-
 def named(
     given: Mapping[str, Any],
 ) -> tuple[dict[str, Any], Any, dict[str, Callable[..., Any]]]:
@@ -141,6 +127,7 @@ def named(
     Custom data are the pair of `dataset` and `test`, or None.
     """
     given, in_memory, own_models, chains = dict(given), None, {}, {}
+    split = {"model": given.pop("split", ())}
     if "sweep" in given:
         given["sweep"] = sweep.text(given["sweep"])
     found, test = given.get("dataset", ""), given.pop("test", None)
@@ -156,10 +143,9 @@ def named(
             if chains.get(name, made) is not made:
                 name = f"{name}_2"
             chains[name] = made
-            split = _split_of(given, flag)
-            own_models.setdefault(name, functools.partial(own.chain, modules, split))
+            make = functools.partial(own.chain, modules, split.get(flag, ()))
+            own_models.setdefault(name, make)
             given[flag] = name
-    given.pop("split", None)
     return given, in_memory, own_models
 
 

@@ -10,7 +10,6 @@ import numpy as np
 
 import algorithms
 import models
-from data import plan
 from fedjax_pfl import shapes, types
 from launch.assemble import computed
 from launch.config import schema, sweep
@@ -169,28 +168,22 @@ def check_points(
 
 def check_swept(
     line: str,
-    entry: Any,
     hparams: Any,
     points: list[sweep.Point],
-    task: types.Task,
-    data: types.Data,
-    planner_of: Callable[[types.Algorithm, types.Execution], plan.Planner],
+    hashed: Callable[[Any], str],
+    usual: str | None,
 ) -> None:
-    """Refuses a sweep of an option that has no effect (ValueError)."""
+    """Refuses a sweep of an option that has no effect (ValueError).
 
-    def hashed(point: sweep.Point) -> str:
-        options = dataclasses.replace(hparams, **point)
-        return computed.of_algorithm(entry.make, options, task, data, planner_of)
-
-    first = points[0]
-    others = {
-        name: next((one[name] for one in points if one[name] != value), value)
-        for name, value in first.items()
-    }
-    varied = [name for name in first if others[name] != first[name]]
-    usual = hashed(first) if varied else ""
-    for name in varied:
-        if hashed(first | {name: others[name]}) == usual:
+    `hparams` are those of the first point, `hashed` is `computed.of_algorithm` as a
+    function of such options, and `usual` is its hash of `hparams` where it is known.
+    """
+    for name, value in points[0].items():
+        other = next((one[name] for one in points if one[name] != value), value)
+        if other == value:
+            continue
+        usual = usual or hashed(hparams)
+        if hashed(dataclasses.replace(hparams, **{name: other})) == usual:
             raise ValueError(
                 f"--sweep={line}: {name} has no effect here, so that points would be "
                 "equal; omit it"

@@ -15,6 +15,7 @@ A file holds a nested dictionary of arrays, which can be read without this packa
 `stages/conv1/params/kernel`.
 """
 
+import functools
 import hashlib
 import math
 import pathlib
@@ -214,8 +215,8 @@ def read(path: Any) -> dict[str, Any]:
         if recorded is not None and str(recorded) != checkpoint.digest(tree):
             raise ValueError("its arrays do not match its checksum")
         if facts is not None:
-            kinds = zip(Facts._fields, (str, float, int), strict=True)
-            found = Facts(**{name: of(facts[name]) for name, of in kinds})
+            name, width, level = (facts[one] for one in Facts._fields)
+            found = Facts(str(name), float(width), int(level))
             if not (0 < found.width < math.inf and found.level > 0):
                 raise ValueError(f"it records a model of {found}")
             tree["model"] = found
@@ -223,9 +224,7 @@ def read(path: Any) -> dict[str, Any]:
             if found is not None:
                 tree[key] = tuple(map(str, found))
         if "rows" in tree:
-            rows = Rows(
-                **{name: np.asarray(tree["rows"][name]) for name in Rows._fields}
-            )
+            rows = Rows(*(np.asarray(tree["rows"][name]) for name in Rows._fields))
             tree["rows"] = rows if rows.is_trained().shape == (rows.count,) else None
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from error
@@ -238,7 +237,6 @@ def read(path: Any) -> dict[str, Any]:
 def starting(
     path: str,
     model: types.Model,
-    shape: tuple[int, ...],
     normal: tuple[np.ndarray, np.ndarray],
     source: dataset.Dataset,
     of_classes: Callable[[int], types.Model] | None,
@@ -249,7 +247,7 @@ def starting(
 
     Args:
         model: The model for the classes of the run.
-        shape, normal: An example's shape, and mean and scale of the run's images.
+        normal: Mean and scale of the run's images.
         of_classes: Makes the model for another number of classes, None = of a custom
             model, in which the outputs of classes cannot be found.
 
@@ -259,15 +257,14 @@ def starting(
     """
     line, tree = f"--init_from={path}", read(path)
     about = _check_input(line, tree, normal, source.columns)
+    shape = source.image.shape[1:]
     saved = _variables(line, tree, model, shape, f"--model={model.name}")
-    saved, notes = _by_name(line, tree, saved, source.classes, of_classes, shape)
+    saved, notes = _by_name(line, tree, saved, source, of_classes)
     return _from(saved, model), Known(line, about + notes, tree.get("rows"))
 
 
 def teacher(
     given: teacher_lib.Taught,
-    num_classes: int,
-    shape: tuple[int, ...],
     normal: tuple[np.ndarray, np.ndarray],
     source: dataset.Dataset,
 ) -> tuple[types.Model, types.Variables, Known]:
@@ -275,7 +272,6 @@ def teacher(
 
     Args:
         given: The options of the teacher, which complete what the file records.
-        num_classes, shape: Y, and the shape of an example of the run.
         normal: Mean and scale of the run's images.
 
     Raises:
@@ -292,6 +288,7 @@ def teacher(
             f"{line} holds the model {name}, expected one of "
             f"{', '.join(models.MODELS)}; take another teacher or --teacher_model"
         )
+    num_classes, shape = source.num_classes, source.image.shape[1:]
     whole = models.make(name, num_classes, width)
     count = len(whole.stage_names)
     if level > count or (level not in (0, count) and not whole.has_exits):
@@ -301,17 +298,14 @@ def teacher(
         raise ValueError(
             f"--teacher_level={level}: {name} has {count} stages, expected {expected}"
         )
-    model = models.make(name, num_classes, width, level)
+    of_classes = functools.partial(models.make, name, width=width, level=level)
+    model = of_classes(num_classes)
     fit.check_model("teacher_model", model, shape)
     than = f"{name} of width {width:g} with {len(model.stage_names)} stages"
     than += f" for {num_classes} classes and examples of {'x'.join(map(str, shape))}"
     about = _check_input(line, tree, normal, source.columns)
     saved = _variables(line, tree, model, shape, than)
-
-    def of_classes(num_classes: int) -> types.Model:
-        return models.make(name, num_classes, width, level)
-
-    saved, notes = _by_name(line, tree, saved, source.classes, of_classes, shape)
+    saved, notes = _by_name(line, tree, saved, source, of_classes)
     saved = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), saved)
     return model, saved, Known(line, about + notes, tree.get("rows"))
 
@@ -320,12 +314,11 @@ def _by_name(
     line: str,
     tree: Mapping[str, Any],
     saved: types.Variables,
-    classes: Sequence[str] | None,
+    source: dataset.Dataset,
     of_classes: Callable[[int], types.Model] | None,
-    shape: tuple[int, ...],
 ) -> tuple[types.Variables, tuple[str, ...]]:
     """Puts a model's outputs into the order of the run's classes, and returns notes."""
-    found, mine = tree.get("classes"), classes and _written(classes)
+    found, mine = tree.get("classes"), source.classes and _written(source.classes)
     numbers = tuple(map(str, range(len(found or mine or ()))))
     if set(found or mine or ()) == set(numbers):
         # Classes without names are the numbers 0, 1, ..., which text has in its order.
@@ -345,6 +338,7 @@ def _by_name(
             "numbers 0, 1, ... of the model's classes"
         )
     order = np.array([found.index(name) for name in mine])
+    shape = source.image.shape[1:]
     kinds = [shapes.variables(of_classes(len(mine) + more), shape) for more in (0, 1)]
     # The outputs are where one more class is one more entry, along the last axis.
     saved = jax.tree.map(
@@ -383,9 +377,8 @@ def _variables(
     than: str,
 ) -> types.Variables:
     """Takes the variables of `model`, described by `than`, from a file's tree."""
-    stages = tree["stages"]
     wanted = _stages(model, shapes.variables(model, shape))
-    stages = _regrouped(stages, wanted)
+    stages = _regrouped(tree["stages"], wanted)
     odd = _difference(wanted, stages)
     if odd:
         raise ValueError(f"{line} holds another model than {than}: {odd}")
@@ -444,8 +437,7 @@ def _check_input(
         reason += "give its --normalization, --image_size and --dataset"
     if before and mine and before != mine:
         reason = f"on {len(before)} columns, and this table has {len(mine)}"
-        pairs = enumerate(zip(before, mine, strict=False), 1)
-        for number, (one, other) in pairs:
+        for number, (one, other) in enumerate(zip(before, mine, strict=False), 1):
             if one != other:
                 reason += f"; number {number} was {labels.limited(one)}, and here it "
                 reason += f"is {labels.limited(other)}"

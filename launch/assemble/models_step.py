@@ -54,9 +54,7 @@ def made(settings: Settings, normal: Normal) -> Models:
         clients, known = [server], [found]
     teacher, taught = None, ()
     if is_taught(settings):
-        shape = source.image.shape[1:]
-        about = settings.hparams, source.num_classes, shape, normal, source
-        teacher, taught, found = model_files.teacher(*about)
+        teacher, taught, found = model_files.teacher(settings.hparams, normal, source)
         known.append(found)
     if config.precision == "bf16":
         server, *clients = (
@@ -134,5 +132,5 @@ def _starting(
     if config.model not in settings.own_models:
         width = config.model_width
         of_classes = functools.partial(models.make, config.model, width=width)
-    about = by_name[config.model], source.image.shape[1:], normal, source
-    return model_files.starting(config.init_from, *about, of_classes)
+    about = by_name[config.model], normal, source, of_classes
+    return model_files.starting(config.init_from, *about)

@@ -76,16 +76,13 @@ def _usable_cores() -> int:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
         return os.cpu_count() or 1
-    for quota, period in (
-        ("cpu.max", ""),
-        ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"),
-    ):
+    group = pathlib.Path("/sys/fs/cgroup")
+    for names in ("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"):
         try:
-            found = pathlib.Path("/sys/fs/cgroup", quota).read_text().split()
-            if period:
-                found += pathlib.Path("/sys/fs/cgroup", period).read_text().split()
-            allowed = int(found[0]) // int(found[1])
-        except (OSError, ValueError, IndexError, ZeroDivisionError):
+            texts = [(group / name).read_text() for name in names]
+            quota, period = " ".join(texts).split()
+            allowed = int(quota) // int(period)
+        except (OSError, ValueError, ZeroDivisionError):
             continue  # no such file, or "max"
         if allowed >= 0:  # -1: no quota
             cores = min(cores, max(allowed, 1))
@@ -160,16 +157,10 @@ def chooses(emulate: str, target: str) -> bool:
     return emulates or jax.default_backend() != "cpu"
 
 
-def _are_cores(emulate: str, target: str) -> bool:
-    """Whether the devices of a run are the cores that one process may use."""
-    is_here = not chooses(emulate, target) and jax.process_count() == 1
-    return is_here and cores_are_devices()
-
-
-def _is_emulated_on_cores(emulate: str) -> bool:
-    """Whether all cores of a CPU together emulate one accelerator."""
-    is_cpu = jax.default_backend() == "cpu" and jax.process_count() == 1
-    return bool(emulate) and is_cpu and cores_are_devices()
+def _are_cores() -> bool:
+    """Whether the devices are the cores that the only process may use."""
+    is_alone = jax.default_backend() == "cpu" and jax.process_count() == 1
+    return is_alone and cores_are_devices()
 
 
 def _decided(target: str) -> str:
@@ -181,7 +172,8 @@ def _decided(target: str) -> str:
 
 def copied_row_bytes(emulate: str, target: str) -> int:
     """The largest total bytes of copies of private rows on devices, 0 = no copies."""
-    return COPIED_ROW_BYTES if _are_cores(emulate, target) else 0
+    is_copied = not chooses(emulate, target) and _are_cores()
+    return COPIED_ROW_BYTES if is_copied else 0
 
 
 def chosen(num_devices: int, most: int, emulate: str, target: str) -> list[jax.Device]:
@@ -205,10 +197,8 @@ def chosen(num_devices: int, most: int, emulate: str, target: str) -> list[jax.D
             f"({target or jax.default_backend()}){_decided(target)}"
         )
     count = num_devices or present
-    if not num_devices and _are_cores(emulate, target):
-        count = min(present, most)
-    elif not num_devices and (target or _is_emulated_on_cores(emulate)):
-        count = 1
+    if not num_devices and (target or _are_cores()):
+        count = 1 if chooses(emulate, target) else min(present, most)
     if not target and count < present and jax.process_count() > 1:
         raise ValueError(
             f"--devices={num_devices}: all {present} devices of {jax.process_count()} "

@@ -70,8 +70,7 @@ def kept(
 ) -> Need:
     """Computes a device's memory for a state, which is mostly clients' models."""
     factors = {name: options[name] for name in ("num_seeds", "num_clients")}
-    total = state_bytes(state, how)
-    return Need("the models that clients keep", total, factors, True)
+    return Need("the models that clients keep", state_bytes(state, how), factors, True)
 
 
 def state_bytes(state: types.RoundState, how: types.Execution) -> int:

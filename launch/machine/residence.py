@@ -75,23 +75,17 @@ def with_resident_rows(
 
     program, state = built(task)
     kept = jax.tree.leaves(state.private)
-    if _has_keys(kept):
-        raise ValueError(
-            f"{given}: clients of --algo={config.algo} keep random keys, which must be "
-            "on the device; omit it"
-        )
-    if not kept:
-        raise ValueError(
-            f"{given}: clients of --algo={config.algo} keep nothing between rounds; "
-            "omit it"
-        )
+    if not kept or _has_keys(kept):
+        what = "random keys, which must be on the device"
+        what = what if kept else "nothing between rounds"
+        line = f"{given}: clients of --algo={config.algo} keep {what}"
+        raise ValueError(f"{line}; omit it")
     cohort, is_grouped = planner.drawn(0, 0), program.algorithm.by_architecture
     if not is_grouped:
-        how = task.execution
-        devices = how.num_devices if how.shares_rows else 1
+        how, devices = task.execution, 1
         most = cohort.client_id.size + cohort.peers.size
         if how.shares_rows:
-            most = planner.rows_per_device(0)
+            devices, most = how.num_devices, planner.rows_per_device(0)
         count = kinds.num_residents(state, config.num_clients, most, devices) * devices
         task = task._replace(num_residents=count)
         program, state = built(task)

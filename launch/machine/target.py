@@ -58,11 +58,7 @@ def devices(name: str) -> list[jax.Device]:
     for variable, value in given.items():
         os.environ.setdefault(variable, value)
     try:
-        return list(
-            topologies.get_topology_desc(
-                platform="tpu", topology_name=found.topology
-            ).devices
-        )
+        return list(topologies.get_topology_desc(found.topology, "tpu").devices)
     except Exception as error:  # of several kinds, by what is missing
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise ValueError(
