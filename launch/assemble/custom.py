@@ -105,9 +105,8 @@ def split_names(given: Mapping[str, Any]) -> tuple[str, ...]:
     """The submodules that `split=` names for a custom model; refuses anything else."""
     split = given["split"]
     names = (split,) if isinstance(split, str) else split
-    if not isinstance(names, (tuple, list)) or not all(
-        isinstance(name, str) for name in names
-    ):
+    is_list = isinstance(names, (tuple, list))
+    if not is_list or not all(isinstance(name, str) for name in names):
         raise ValueError(
             f"split={split!r}: expected names of submodules, such as ('head',)"
         )

@@ -156,8 +156,7 @@ def check_points(
     """Refuses a sweep with an invalid point or with several programs (ValueError)."""
     if not line:
         return
-    replace, make = dataclasses.replace, entry.make
-    every = [make(replace(hparams, **point), task) for point in points]
+    every = [entry.make(dataclasses.replace(hparams, **one), task) for one in points]
     facts = [(made.plans, made.peers, made.messages) for made in every]
     if any(one != facts[0] for one in facts):
         raise ValueError(

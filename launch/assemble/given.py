@@ -123,10 +123,9 @@ def _fitted(
     """Drops owners with too few rows, and counts these rows, and fits all images."""
     dropped: Mapping[str, int] = {}
     if config.partition == "natural":
-        is_text = source.is_text
-        least = config.min_examples if is_text else config.min_owner_examples
+        least = config.min_examples if source.is_text else config.min_owner_examples
         source, dropped = dataset.with_large_owners(source, least)
-        if dropped and not is_text:
+        if dropped and not source.is_text:
             source = dataset.with_note_of_empty_classes(source)
     return dataset.fitted(source, config.image_size, config.image_channels), dropped
 

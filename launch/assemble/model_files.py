@@ -168,8 +168,7 @@ def write(
     if rows is not None:
         tree["rows"] = rows._asdict()
     tree = _arrays(tree)
-    digest = checkpoint.digest(tree)
-    tree["sha256"] = digest
+    tree["sha256"] = checkpoint.digest(tree)
     if width is not None:
         facts = Facts(model.name, float(width), len(model.stage_names))
         tree["model"] = facts._asdict()

@@ -57,10 +57,9 @@ def made(settings: Settings, normal: Normal) -> Models:
         teacher, taught, found = model_files.teacher(settings.hparams, normal, source)
         known.append(found)
     if config.precision == "bf16":
+        own = settings.own_models
         server, *clients = (
-            mixed.in_bfloat16(
-                model, rounds=source.is_text or model.name in settings.own_models
-            )
+            mixed.in_bfloat16(model, rounds=source.is_text or model.name in own)
             for model in (server, *clients)
         )
         teacher = teacher and mixed.in_bfloat16(teacher)

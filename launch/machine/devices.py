@@ -121,8 +121,7 @@ def keep_compiled(choice: str) -> None:
     wanted = None
     if choice != "off":
         try:
-            folder = pathlib.Path(choice) if choice else user_cache()
-            folder = folder.expanduser().absolute()
+            folder = pathlib.Path(choice or user_cache()).expanduser().absolute()
             # Programs in this folder are executed, so others must not write to it.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _shrink(folder)

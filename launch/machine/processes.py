@@ -82,14 +82,10 @@ def start(given: str) -> None:
     if not given or jax.distributed.is_initialized():
         return
     flag = f"--distributed={given}"
-    arguments: dict[str, Any] = {}
+    joined: tuple[Any, ...] = ()
     if given != "auto":
         host, port, count, index = _parsed(given)
-        arguments = {
-            "coordinator_address": f"{host}:{port}",
-            "num_processes": count,
-            "process_id": index,
-        }
+        joined = f"{host}:{port}", count, index
         if count == 1:
             return
         _probe(flag, host, port, index)
@@ -103,7 +99,7 @@ def start(given: str) -> None:
     with _first_line(missing) as watch:
         try:
             jax.distributed.initialize(
-                **arguments,
+                *joined,
                 initialization_timeout=START_SECONDS,
                 heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
                 shutdown_timeout_seconds=END_SECONDS,

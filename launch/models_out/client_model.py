@@ -227,8 +227,7 @@ def _found(
         if algorithm.server is None:
             raise ValueError(f"--algo={name} has no server's model; give a client_id")
         return next(iter(algorithm.server(state, data).values()))
-    num_rows = run.program.num_rows
-    for group in algorithm.serving_groups(state, cohort, data, num_rows):
+    for group in algorithm.serving_groups(state, cohort, data, run.program.num_rows):
         served = np.asarray(group.mask) & (np.asarray(group.client_id) == slot)
         if served.any():
             entry = int(np.flatnonzero(served)[0])
