@@ -20,17 +20,15 @@ class BrokenError(ValueError):
 def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
     """Runs an algorithm a few times and compares the results.
 
+    Returns the rules that hold, one sentence each, without those that could not be
+    tested. Raises BrokenError for a rule that does not hold; its message says what to
+    look for.
+
     Args:
         algo: A name, or a custom algorithm.
         rounds: Rounds of each run, at least 2.
         **options: As in `build.experiment`; small data are enough. By default half of
             the clients are drawn in each round, and they train with SGD.
-
-    Returns:
-        The rules that hold, one sentence each, without those that could not be tested.
-
-    Raises:
-        BrokenError: a rule does not hold. The message says what to look for.
     """
     if rounds < 2:
         raise ValueError(f"rounds={rounds}: expected at least 2")
@@ -95,12 +93,12 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
     ]
     config = first.config
     are_some_absent = config.clients_per_round < config.num_clients
-    # Each of several architectures has a table of its own, whose slots are not ids.
+    # With several architectures each has its own table, whose slots are not ids.
     if are_some_absent and len(first.task.client_models) == 1:
         rule = "Absent clients keep their private rows."
         cure = "read and write state.clients at cohort.row only"
         absent = (rule, lambda: _absent_stay(fresh(client_chunk=1)), cure)
-        rules.insert(1, absent)  # It needs one round only.
+        rules.insert(1, absent)  # before the longer checks
     for rule, holds, cure in rules:
         if not holds():
             raise BrokenError(f"{name} breaks: {rule} {cure}")

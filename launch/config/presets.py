@@ -22,15 +22,14 @@ CONDITIONS = (
 
 
 class Rule(NamedTuple):
-    """Options with their values, and the conditions under which they hold.
+    """Values of options, and the conditions under which they hold.
 
-    Attributes:
-        when: Condition -> wanted value. `algo`, `dataset`, `partition`, `image_shape`
-            (such as 28x28x1): a name or several. `public_images`: whether the algorithm
-            needs a public set and has none yet. `max_examples`: the largest number of
-            rows. Conditions on the data are checked once the data are loaded, after an
-            algorithm's own options are set.
-        options: Option -> value. Options that an algorithm does not have are skipped.
+    `when` maps conditions to wanted values. `algo`, `dataset`, `partition` and
+    `image_shape` (such as 28x28x1) want a name or one of several. `public_images` is
+    whether the algorithm needs a public set and has none yet, and `max_examples` the
+    largest number of rows. Conditions on the data are checked once the data are loaded,
+    after an algorithm's own options are set. `options` that an algorithm does not have
+    are skipped.
     """
 
     when: Mapping[str, Any]
@@ -72,19 +71,17 @@ PRESETS: dict[str, Preset] = read(FOLDER)
 
 
 def rules(preset: str) -> list[tuple[str, Rule]]:
-    """(its preset, rule) in order: the base's rules first, the preset's own last."""
+    """Pairs (preset, rule): first the base's rules, last the preset's own."""
     extends = PRESETS[preset].extends
     before = rules(extends) if extends else []
     return before + [(preset, rule) for rule in PRESETS[preset].rules]
 
 
 def values(preset: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Option -> value by the rules that hold, of which the last wins.
+    """Option -> value by the rules that hold. The last rule wins.
 
-    Args:
-        preset: A key of `PRESETS`.
-        facts: `algo`, `dataset`, and those known of `partition`, `public_images`,
-            `num_examples`, `image_shape`. A rule about an unknown one does not hold.
+    `facts` has `algo` and `dataset`, and `partition`, `public_images`, `num_examples`
+    and `image_shape` if they are known. A rule about an unknown fact does not hold.
     """
     out: dict[str, Any] = {}
     for _, rule in rules(preset):

@@ -25,11 +25,7 @@ _ELSEWHERE = {
 
 
 def algorithm(algo: Any) -> algorithms.Entry:
-    """The entry of a name, or of a custom algorithm.
-
-    Raises:
-        ValueError: an unknown name, or an object without `HParams` and `make`.
-    """
+    """The entry of a name or a custom algorithm; ValueError if it is neither."""
     known = algorithms.ALGORITHMS
     if isinstance(algo, str):
         if algo not in known:  # a nearest name is sought for the error alone
@@ -58,7 +54,7 @@ def algorithm_name(algo: Any) -> str:
 
 
 def called(name: str) -> str | None:
-    """The algorithm that a row's name is the name of, whatever its case and signs.
+    """The algorithm that a row's name means, ignoring case and punctuation.
 
     Example:
         >>> called("FedRep+"), called("S-HeteroFL"), called("mine")
@@ -78,12 +74,7 @@ def default_preset(algo: Any) -> str:
 
 
 class Departure(NamedTuple):
-    """What a run is whose options make it another method than its algorithm's name.
-
-    Attributes:
-        name: The algorithm that it is.
-        options: The options that make it so, with the values of the run.
-    """
+    """The method that `options` make of a run, other than its algorithm's name says."""
 
     name: str
     options: dict[str, Any]
@@ -96,18 +87,12 @@ class Departure(NamedTuple):
 
 
 def departure(algo: Any, values: Mapping[str, Any]) -> Departure | None:
-    """Whether options make a run another method of the registry than its name says.
+    """The other method of the registry that a run's options turn it into, or None.
 
     Algorithms that share their code differ in the options that `algorithms.variant`
-    fixes. A run is what it is called as long as it has what its own name fixes, and not
-    all of what a more special name fixes too.
-
-    Args:
-        algo: A name; a custom algorithm is always itself.
-        values: Option -> value of the run; those that are missing have their defaults.
-
-    Returns:
-        None if the run is what its name says.
+    fixes. A run is what its name says if it has what that name fixes, and not all of
+    what a more special name fixes too. A custom algorithm is always itself. Options
+    that are missing in `values` have their defaults.
 
     Example:
         >>> departure("fedper", {"head_epochs": 1})
@@ -138,19 +123,16 @@ def departure(algo: Any, values: Mapping[str, Any]) -> Departure | None:
 
 
 def _is_like(name: str, value: Any, fixed: Any) -> bool:
-    """Whether a value is what a variant fixes: the same choice, or as much as on."""
+    """Whether a value is what a variant fixes: the same choice, or equally on."""
     if isinstance(fixed, (int, float)) or name == "personal_from":
         return (value in (0, "none")) == (fixed in (0, "none"))
     return value == fixed
 
 
 def field_types(dataclass: Any) -> dict[str, type]:
-    """Field name -> int, float, str or bool.
+    """Field name -> int, float, str or bool; ValueError if a field has another type.
 
     Annotations may be types, `X | None`, `Optional[X]`, or any of them as text.
-
-    Raises:
-        ValueError: a field has another type.
     """
     try:
         hints = typing.get_type_hints(dataclass)
@@ -170,11 +152,7 @@ def field_types(dataclass: Any) -> dict[str, type]:
 
 
 def fields_of(algo: Any) -> dict[str, dataclasses.Field]:
-    """Every option of an algorithm's run: the common ones and its own.
-
-    Raises:
-        ValueError: an unknown algorithm, or an option of its own with a common name.
-    """
+    """The options of an algorithm's run; ValueError if an own one has a common name."""
     common = {f.name: f for f in dataclasses.fields(schema.Config)}
     own = {f.name: f for f in dataclasses.fields(algorithm(algo).HParams)}
     both = sorted((common.keys() | schema.REMOVED.keys()) & own.keys())
@@ -220,16 +198,11 @@ def default_text(algo: Any, name: str, dataset: str = "") -> str:
 def asked(
     config: schema.Config, hparams: Any, given: Mapping[str, Any]
 ) -> frozenset[str]:
-    """The options that somebody asked for.
+    """The options that the user chose: those that are given, with one exception.
 
-    These are all that are given. A `run.flags` gives every option that its version had,
-    three quarters of today's at least, which no command line does. Of these only those
-    count that differ from what they are without it.
-
-    Args:
-        config: The resolved common options.
-        hparams: The algorithm's options.
-        given: Option -> value.
+    A `run.flags` gives every option that its version had, at least three quarters of
+    today's, which no command line does. Of these only options count that differ from
+    what they would be otherwise. `config` and `hparams` are resolved.
     """
     named = {name: value for name, value in given.items() if value is not None}
     facts = {name: getattr(config, name) for name in ("algo", "dataset", "partition")}

@@ -20,7 +20,7 @@ PRECISIONS = {
     "bf16_matmul": "bfloat16",
     "bf16": "highest",
 }
-# Kinds of data that an option may be for
+# Kinds of data for `only`
 DATA = {
     "texts": f"a text: {', '.join(texts.TEXTS)}",
     "owned texts": "a text with owners",
@@ -40,28 +40,25 @@ def option(
     only: str = "",
     **bounds: Any,
 ) -> Any:
-    """An option of every run.
+    """An option of every run, with `options.option`'s `bounds`.
 
     Args:
-        default: The default value, None = a rule or the data decide.
+        default: None = a rule or the data decide.
         help: One sentence.
         role: `IDENTITY`: a run with another value is another run. `EXECUTION`: how,
-            where and for how long it is computed. `NOWHERE`: the same, but never
-            recorded in `run.flags` and never taken from it, as the folder may be a
-            stranger's: what writes files, opens connections or loads programs.
-        label: Whether the name of a run in a picture contains the option: `always` if
-            runs differ in it, `never`, or "" if runs of one algorithm differ in it.
-        only: A key of `DATA`, the data with which it has an effect. With others it is
-            refused.
-        **bounds: As in `options.option`.
+            where and for how long it is computed. `NOWHERE`: the same, but neither
+            recorded in `run.flags` nor taken from it, which may be a stranger's,
+            because it writes files, opens connections or loads programs.
+        label: Whether a run's name in a picture has the option: `always` if runs differ
+            in it, `never`, or "" if runs of one algorithm differ in it.
+        only: A key of `DATA`: with data of another kind the option is refused.
     """
     field = options.option(default, help, **bounds)
     metadata = {**field.metadata, "role": role, "label": label, "only": only}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-# Options of earlier versions -> (the value with which they did nothing, why they were
-# removed). Folders of runs may still name them.
+# Removed option -> (value without effect, reason). Folders of runs may still name them.
 REMOVED = {
     "lanes": (
         "0",

@@ -18,14 +18,14 @@ COUNTERS = (
     "diverged",
 )
 
-# Before a metric's name: the clients over which it is a mean, where they are fewer
+# Before a metric's name: the number of clients in its mean, if not all
 CLIENTS_IN = measures.CLIENTS_IN
 
 
 def window(rule_name: str, rounds: int) -> tuple[int, ...]:
     """The evaluated rounds of a summary, as numbers of finished rounds.
 
-    They are ten, or a quarter of a short run, of which ten would be the whole curve.
+    There are ten, or a quarter of a short run, because ten would be its whole curve.
     """
     if rule_name == "last":
         return (rounds,)
@@ -55,10 +55,10 @@ def summarize(
 ) -> dict[str, Any]:
     """Metrics by the summary rule: {name: {mean, std, per_seed}}.
 
-    Values are those of rounds in `window`, and bytes those of the record of `rounds`.
-    A metric that is not defined everywhere also has what its values are of, see
-    `fewer`: `rounds` (the number for each seed) of `of_rounds`, `seeds` (their places
-    among all) of `of_seeds`, and `clients`, the fewest in a round.
+    Values are those of rounds in `window`, and bytes those of the record of `rounds`. A
+    metric that is not defined everywhere also has what it covers, see `fewer`: `rounds`
+    (a number for each seed) of `of_rounds`, `seeds` (their indices) of `of_seeds`, and
+    `clients`, the fewest in a round.
     """
     by_seed: dict[int, dict[str, list[float]]] = {s: {} for s in seeds}
     measured = dict.fromkeys(seeds, 0)
@@ -96,10 +96,7 @@ def summarize(
 
 
 def fewer(entry: Mapping[str, Any]) -> str:
-    """What a metric's values are of, where it is not defined everywhere, else "".
-
-    For instance `2 of 3 rounds, 1 client`.
-    """
+    """How much a metric covers, such as `2 of 3 rounds, 1 client`, "" if everything."""
     parts = []
     if "rounds" in entry:
         parts.append(f"{min(entry['rounds'])} of {entry['of_rounds']} rounds")
@@ -111,7 +108,7 @@ def fewer(entry: Mapping[str, Any]) -> str:
 
 
 def paired(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[np.ndarray]:
-    """The values of two metrics by seed, of the seeds for which both are defined."""
+    """The values of two metrics for the seeds for which both are defined."""
     sides = [
         dict(zip(entry.get("seeds", range(len(values))), values, strict=True))
         for entry in (one, other)
@@ -128,7 +125,7 @@ def spread(values: list[float]) -> dict[str, Any]:
 
 
 def kinds(summary: Mapping[str, Any]) -> dict[str, metric_kinds.Kind]:
-    """The kinds of the metrics of a run's summary, but for bytes."""
+    """The kinds of the metrics in a run's summary, except bytes."""
     names = [name for name in summary["metrics"] if name not in COUNTERS]
     numbers = summary.get("numbers", ())
     return metric_kinds.declared(names, set(names).difference(numbers))
