@@ -192,7 +192,7 @@ class RunFlags:
         ]
 
     def is_by_text(self, now: RunFlags) -> bool:
-        """Whether custom code is compared by its text, as no versions traced both."""
+        """Whether to compare custom code by its text, as other versions traced it."""
         by = self.hashes.get("computed_by")
         is_traced = by is not None and by == now.hashes.get("computed_by")
         return "own_sha256" in self.hashes and not is_traced

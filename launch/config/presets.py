@@ -1,4 +1,4 @@
-"""The papers' rules: the values of options that are not given.
+"""The papers' rules, which set the options that are not given.
 
 The rules are data, `rules/<paper>.toml`. A preset is a list of them, and every preset
 begins with those of `none`. No other part of `launch` depends on a paper.

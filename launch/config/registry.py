@@ -74,7 +74,7 @@ def default_preset(algo: Any) -> str:
 
 
 class Departure(NamedTuple):
-    """The method that `options` make of a run, other than its algorithm's name says."""
+    """The method that a run really is, and the `options` of the run that make it so."""
 
     name: str
     options: dict[str, Any]
@@ -90,9 +90,9 @@ def departure(algo: Any, values: Mapping[str, Any]) -> Departure | None:
     """The other method of the registry that a run's options turn it into, or None.
 
     Algorithms that share their code differ in the options that `algorithms.variant`
-    fixes. A run is what its name says if it has what that name fixes, and not all of
-    what a more special name fixes too. A custom algorithm is always itself. Options
-    that are missing in `values` have their defaults.
+    fixes. A run is what its name says if it has everything that this name fixes, and
+    not everything that a more special name fixes. A custom algorithm is always itself.
+    Options that are missing in `values` have their defaults.
 
     Example:
         >>> departure("fedper", {"head_epochs": 1})

@@ -110,7 +110,7 @@ class Run:
 
     @property
     def hashes(self) -> dict[str, str]:
-        """Hashes of data and code by name, which identify the run beside its options.
+        """Hashes of data and code by name, which identify the run with its options.
 
         `own_sha256` is of the text of custom code, and `computed_sha256` of what it
         computes, as the versions in `computed_by` trace it.
