@@ -82,8 +82,8 @@ class Comparison(Mapping):
 
     def to_frame(self) -> pandas.DataFrame:
         """All records: one line for every algorithm, evaluated round and seed."""
-        pairs = [(name, row) for name, one in self.items() for row in one.metrics]
-        return frames.of([{"algo": name, **row} for name, row in pairs])
+        rows = [{"algo": n, **row} for n, one in self.items() for row in one.metrics]
+        return frames.of(rows)
 
     def summary(self) -> pandas.DataFrame:
         """One line for each algorithm: its metrics by the summary rule."""
@@ -160,14 +160,11 @@ def _compared(algos: Any, options: Mapping[str, Any]) -> Comparison:
     """Builds the experiments, each with those of `options` that its algorithm has."""
     runs = _runs(algos)
     fields = [registry.fields_of(own["algo"]) for own in runs.values()]
-    for option in options:
-        is_known = any(option in known for known in fields)
-        if not is_known and option not in custom.ONLY_IN_PYTHON:
-            raise ValueError(
-                f"--{option} is a flag of none of {', '.join(runs)}; omit it"
-            )
+    known = {*custom.ONLY_IN_PYTHON}.union(*fields)
+    if odd := [name for name in options if name not in known]:
+        raise ValueError(f"--{odd[0]} is a flag of none of {', '.join(runs)}; omit it")
     # All get the clients of the first paper whose rules suit all of them.
-    presets = [registry.default_preset(own["algo"]) for own in runs.values()]
+    presets = [registry.algorithm(own["algo"]).preset for own in runs.values()]
     presets = [p for p in dict.fromkeys(presets) if p != "none"] or ["none"]
     if options.get("preset") is not None:
         presets = [options["preset"]]
@@ -245,7 +242,7 @@ def _shared(
                 f"compare: {line}; omit it, compare that method, or name the rows: "
                 f"{{'mine': {{'algo': {next(iter(rows))!r}, {option!r}: ...}}, ...}}"
             )
-        gets = "gets" if len(others) == 1 else "get"
+        gets = "get" + "s" * (len(others) == 1)
         notes.append(f"{line}, so that only {', '.join(others)} {gets} it")
     return out, notes + _meanings(runs, out)
 

@@ -323,8 +323,7 @@ def load(path: Any, **given: Any) -> Experiment:
         # The clients' model follows the server's, also if another model is given.
         options.pop("client_model", None)
     options = custom.given_again(options, given, path)
-    folder = str(flags_path.parent)
-    given = given | {"algo": algo, "workdir": folder, "resume": True}
+    given = given | {"algo": algo, "workdir": str(flags_path.parent), "resume": True}
     made = experiment(**options | given)
     made.folder.reopen()
     return made

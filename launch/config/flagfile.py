@@ -19,8 +19,6 @@ FLAGFILES = pathlib.Path(__file__).parent.parent / "flagfiles"
 RUN_FLAGS = "run.flags"
 # Largest depth of flagfiles inside flagfiles
 MAX_DEPTH = 50
-# Flags of absl itself
-_OF_ABSL = {"flagfile", "undefok"}
 
 # Hash of a run -> what another value of it means
 HASHED = {
@@ -93,8 +91,8 @@ class RunFlags:
     @classmethod
     def _of_text(cls, content: str) -> RunFlags:
         """Parses a file's text; errors do not quote it, as the file may be a link."""
-        out, never = cls({}), schema.names(schema.NOWHERE) | _OF_ABSL
-        never |= schema.REMOVED.keys()
+        of_absl = "flagfile", "undefok"
+        out, never = cls({}), {*schema.names(schema.NOWHERE), *schema.REMOVED, *of_absl}
         # Not `splitlines`, which also breaks at characters that a value may hold.
         for number, line in enumerate(content.split("\n"), start=1):
             found = re.fullmatch(r"(#?)--([^\W\d]\w*)=(.*?)\r?", line, re.DOTALL)
@@ -116,11 +114,8 @@ class RunFlags:
 
     def note(self, path: pathlib.Path) -> str:
         """Lines about dropped options, "" if their values are defaults."""
-        defaults = {
-            f.name: options_lib.text(f.default)
-            for f in dataclasses.fields(schema.Config)
-        }
         removed = schema.REMOVED
+        defaults = RunFlags({}).completed(schema.Config).options
         defaults |= {name: value for name, (value, _) in removed.items()}
         names = [n for n, v in self.dropped.items() if defaults.get(n) != v]
         lines = [

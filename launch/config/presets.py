@@ -9,16 +9,10 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from fedjax_pfl import options
+
 FOLDER = pathlib.Path(__file__).parent / "rules"
 BASE = "none"
-CONDITIONS = (
-    "algo",
-    "dataset",
-    "partition",
-    "public_images",
-    "max_examples",
-    "image_shape",
-)
 
 
 class Rule(NamedTuple):
@@ -112,10 +106,7 @@ def describe(preset: str) -> str:
     about, extends, own = PRESETS[preset]
     base = [f"--preset={extends}"] if extends not in (None, BASE) else []
     fixed = {k: v for rule in own if not rule.when for k, v in rule.options.items()}
-    pairs = [
-        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
-        for name, value in fixed.items()
-    ]
+    pairs = [f"{name}={options.text(value)}" for name, value in fixed.items()]
     more = sorted({name for rule in own if rule.when for name in rule.options})
     tail = f"; by --dataset or --algo: {', '.join(more)}" if more else ""
     joined = " and ".join(filter(None, (*base, " ".join(pairs))))

@@ -12,16 +12,8 @@ from fedjax_pfl import local_training, options
 from launch.config import limits, presets, schema
 
 KINDS = (int, float, str, bool)
-
-
-# Names that other frameworks have for our options -> ours
-_ELSEWHERE = {
-    name: ours
-    for ours, names in tomllib.loads(
-        pathlib.Path(__file__).with_name("elsewhere.toml").read_text()
-    ).items()
-    for name in names
-}
+# Our options -> the names that other frameworks have for them
+_ELSEWHERE = pathlib.Path(__file__).with_name("elsewhere.toml")
 
 
 def algorithm(algo: Any) -> algorithms.Entry:
@@ -64,13 +56,7 @@ def called(name: str) -> str | None:
     def letters(text: str) -> str:
         return "".join(filter(str.isalnum, text.lower().replace("+", "plus")))
 
-    known = {letters(one): one for one in algorithms.ALGORITHMS}
-    return known.get(letters(name))
-
-
-def default_preset(algo: Any) -> str:
-    """The preset of a run without `--preset`."""
-    return algorithm(algo).preset
+    return {letters(one): one for one in algorithms.ALGORITHMS}.get(letters(name))
 
 
 class Departure(NamedTuple):
@@ -104,9 +90,7 @@ def departure(algo: Any, values: Mapping[str, Any]) -> Departure | None:
     if mine is None:
         return None
     own = mine.fixed
-    family = {
-        name: entry.fixed for name, entry in known.items() if entry.make is mine.make
-    }
+    family = {n: one.fixed for n, one in known.items() if one.make is mine.make}
     usual = {f.name: f.default for f in dataclasses.fields(mine.HParams)}
     found = usual | {name: value for name, value in values.items() if name in usual}
 
@@ -181,18 +165,17 @@ def groups_of(algo: Any) -> dict[str, list[str]]:
 
 def default_text(algo: Any, name: str, dataset: str = "") -> str:
     """The default of an option and where it comes from, for `--help`."""
-    preset = default_preset(algo)
+    entry = algorithm(algo)
     if name == "preset":
-        return repr(preset)
-    facts = {
-        "algo": algorithm_name(algo),
-        "public_images": algorithm(algo).public_images,
-    } | ({"dataset": dataset} if dataset else {})
+        return repr(entry.preset)
     if name == "client_model":
         return "that of --model"
+    facts = {"algo": algorithm_name(algo), "public_images": entry.public_images}
+    if dataset:
+        facts["dataset"] = dataset
     default = fields_of(algo)[name].default
     own = "automatic" if default is None else repr(default)
-    return presets.default_text(name, own, preset, facts)
+    return presets.default_text(name, own, entry.preset, facts)
 
 
 def asked(
@@ -226,14 +209,12 @@ def unknown_option(name: str, algo: Any) -> str:
     """The error line about an option that `algo` does not have."""
     if name in schema.REMOVED:
         return f"--{name} is not a flag any more: {schema.REMOVED[name][1]}"
-    owners = [
-        other
-        for other, entry in algorithms.ALGORITHMS.items()
-        if name in {f.name for f in dataclasses.fields(entry.HParams)}
-    ]
+    entries = algorithms.ALGORITHMS.items()
+    owners = [other for other, entry in entries if name in field_types(entry.HParams)]
     shown = f"--algo={algorithm_name(algo)}"
     if owners:
         return f"--{name} belongs to {', '.join(owners)}; {shown} has no such flag"
-    known, meant = fields_of(algo), _ELSEWHERE.get(name)
-    hint = limits.nearest(meant if meant in known else name, known, "--")
+    known, elsewhere = fields_of(algo), tomllib.loads(_ELSEWHERE.read_text())
+    ours = (n for n, others in elsewhere.items() if name in others and n in known)
+    hint = limits.nearest(next(ours, name), known, "--")
     return f"--{name} is not a flag of {shown}{hint}"

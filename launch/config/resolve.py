@@ -42,7 +42,7 @@ def configure(given: Mapping[str, Any]) -> tuple[schema.Config, Any]:
             raise ValueError(registry.unknown_option(name, algo))
     given = {name: value for name, value in given.items() if value is not None}
     given["algo"] = registry.algorithm_name(algo)
-    given.setdefault("preset", registry.default_preset(algo))
+    given.setdefault("preset", registry.algorithm(algo).preset)
     config = _made(schema.Config, given)
     options.check_one_of("preset", config.preset, presets.PRESETS)
     facts = {"algo": config.algo, "dataset": config.dataset}

@@ -20,8 +20,7 @@ def text(given: Any) -> str:
     """A sweep, given as a line or a mapping, as one line that equal points share."""
     if isinstance(given, str):
         found = points(given)
-        every = {name: dict.fromkeys(p[name] for p in found) for name in found[0]}
-        return _line(every)
+        return _line({name: dict.fromkeys(p[name] for p in found) for name in found[0]})
     if not isinstance(given, Mapping):
         example = '{"client_lr": [0.01, 0.1]}'
         raise ValueError(
@@ -108,12 +107,11 @@ def _why_not(
         return "shapes the data, the models or the run"
     if name not in known:
         return "is not an option of this algorithm"
-    value, kind = getattr(hparams, name), str(known[name].type)
-    if kind.startswith("float") or known[name].type is float:
-        is_static = known[name].metadata.get("is_static")
-        return (
-            "is part of the program, so that each value is another" if is_static else ""
-        )
+    value, kind = getattr(hparams, name), known[name].type
+    if kind is float or str(kind).startswith("float"):
+        if known[name].metadata.get("is_static"):
+            return "is part of the program, so that each value is another"
+        return ""
     if isinstance(value, int) and not isinstance(value, bool):
         return "is an integer, each of which is another program"
     return "is a choice, each of which is another program"

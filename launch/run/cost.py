@@ -7,6 +7,7 @@ ratios compare programs that do the same work.
 """
 
 import dataclasses
+import functools
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -65,35 +66,24 @@ def parsed(text: str) -> Part:
             entry = head[2] if head[1] else entry
         elif line.startswith(" "):
             lines.append(line)
-    known: dict[str, Part] = {}
 
+    @functools.cache
     def part(name: str) -> Part:
-        if name not in known:
-            known[name] = _part(bodies.get(name, ()))
-        return known[name]
-
-    def _part(lines: Any) -> Part:
         cycles, loops, has_gradient = 0, [], False
-        for line in lines:
-            found = _CYCLES.search(line)
-            has_gradient |= "transpose(jvp(" in line
+        for line in bodies.get(name, ()):
+            inner = Part(0)
             if body := _BODY.search(line):
-                loops.append(part(body[1]))
-            elif found:  # also of a fusion, whose computation has none of its own
-                cycles += int(found[1])
+                inner = Part(0, (part(body[1]),))
+            elif found := _CYCLES.search(line):
+                # Also of a fusion, whose computation has none of its own.
+                inner = Part(int(found[1]))
             elif branches := _BRANCHES.findall(line):
-                names = [
-                    n
-                    for pair in branches
-                    for n in re.findall(r"[\w.-]+", "".join(pair))
-                ]
-                worst = max(map(part, names), key=lambda one: one.total)
-                cycles, loops = cycles + worst.cycles, [*loops, *worst.loops]
-                has_gradient |= worst.has_gradient
+                names = re.findall(r"[\w.-]+", " ".join(map("".join, branches)))
+                inner = max(map(part, names), key=lambda one: one.total)
             elif called := _CALLED.search(line):
                 inner = part(called[1])
-                cycles, loops = cycles + inner.cycles, [*loops, *inner.loops]
-                has_gradient |= inner.has_gradient
+            cycles, loops = cycles + inner.cycles, [*loops, *inner.loops]
+            has_gradient |= inner.has_gradient or "transpose(jvp(" in line
         return Part(cycles, tuple(loops), has_gradient)
 
     return part(entry)
@@ -229,6 +219,5 @@ def _alone(run: Run) -> int:
     """Cycles of a local step of a single client."""
     one = {"num_seeds": 1, "sweep": "", "client_chunk": 1, "min_chunk": 0}
     config = dataclasses.replace(run.settings.config, **one)
-    settings = run.settings._replace(config=config)
-    alone = assemble(settings, target=run.target)
+    alone = assemble(run.settings._replace(config=config), target=run.target)
     return _ahead(Run(alone), "rounds").step_cycles

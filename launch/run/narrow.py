@@ -59,8 +59,7 @@ def _fit(run: Run, name: str, limit: int) -> str:
             raise ValueError(
                 f"--num_clients={run.config.num_clients}: {what} needs "
                 f"{_amount(needed)} of a device's memory, as the compiler plans it for "
-                f"{how.chunk} side by side, and {_amount(limit)} are there; "
-                f"{cure}"
+                f"{how.chunk} side by side, and {_amount(limit)} are there; {cure}"
             )
         run.compute(how._replace(chunk=max(how.chunk // 2, least)))
         before, needed = needed, _planned(run, name)

@@ -44,58 +44,49 @@ class Run:
 
     def __init__(self, parts: assemble.Parts):
         """Takes a run's parts; ValueError if its state does not fit the memory."""
-        settings, data, made = parts.settings, parts.data, parts.made
-        points, seeds = parts.points, parts.seeds
-        self.config, self.hparams = settings.config, settings.hparams
-        self.task, self.planner, program = made.task, made.planner, made.program
-        self.parts_with, rows_in = made.parts_with, made.rows_in
-        task, self.data = self.task, data
-        config, self.seeds = self.config, seeds
-        self.window = window = summaries.window(config.summary, config.rounds)
-        self.target = parts.target
+        settings, made = parts.settings, parts.made
+        config, source, program = settings.config, settings.source, made.program
+        self.config, self.hparams = config, settings.hparams
+        self.task, self.planner, how = made.task, made.planner, made.task.execution
+        self.data, self.seeds, self.target = parts.data, parts.seeds, parts.target
+        self.parts_with = made.parts_with
+        self.window = summaries.window(config.summary, config.rounds)
         self.settings = settings if parts.target else None
         self.data_sha256, self.split_sha256, self.teacher_sha256 = parts.hashes
         self.own_sha256 = settings.own_sha256
         self.computed_sha256 = parts.computed_sha256
-        source, is_natural = settings.source, config.partition == "natural"
-        self.classes = source.classes
-        self.columns, self.num_examples = source.columns, len(source.label)
+        self.classes, self.columns = source.classes, source.columns
+        self.num_examples = len(source.label)
         self.trained_before = tuple(parts.trained_before)
-        self.owners = source.owners if is_natural else None
-        self.owners = self.owners and self.owners[: config.num_clients]
+        owners = source.owners if config.partition == "natural" else None
+        self.owners = owners and owners[: config.num_clients]
         names = repr((self.classes, self.owners)).encode()
         self.names_sha256 = hashlib.sha256(names).hexdigest()
         self.dropped_owners = settings.dropped_owners
-        is_text = bool(data.num_words)
+        is_text = bool(parts.data.num_words)
         self.notes = (
             *notes.of_options(config, self.hparams, settings.asked, program.algorithm),
             *source.notes,
             *notes.of_owners(config, self.owners, self.dropped_owners, is_text),
         )
         self.examples_sha256 = settings.identity.data_sha256
-        self.points = [dict(point) for point in points]
+        self.points = [dict(point) for point in parts.points]
         self.metrics: list[dict[str, Any]] = []
         # The shape does not depend on `rounds`, so that a longer run can resume.
-        self.client_accuracies = np.full(
-            (len(seeds) * len(points), max(len(window), 10), config.num_clients), np.nan
-        )
+        num_variants = len(self.seeds) * len(self.points)
+        shape = num_variants, max(len(self.window), 10), config.num_clients
+        self.client_accuracies = np.full(shape, np.nan)
         self.simulation = simulate.Simulation(
-            *(program, data, self.planner, seeds, task.execution, config.rounds),
-            points,
-            rows_in,
+            *(program, self.data, self.planner, self.seeds, how, config.rounds),
+            parts.points,
+            made.rows_in,
             made.with_rows,
         )
-        self._refuse_large(rows_in)
-
-    def _refuse_large(self, rows_in: str | None) -> None:
-        """Refuses a state that needs more memory than there is (ValueError)."""
-        options = vars(self.config) | vars(self.hparams)
-        template = self.simulation.template()
-        kept = [memory.kept(options, template, self.task.execution)]
-        if rows_in == "":
+        options = vars(config) | vars(self.hparams)
+        kept = [memory.kept(options, self.simulation.template(), how)]
+        if made.rows_in == "":
             row_bytes = self.simulation.rows.record.num_bytes
-            count = self.simulation.variants.count
-            kept.append(memory.on_host(options, row_bytes, count))
+            kept.append(memory.on_host(options, row_bytes, num_variants))
         memory.refuse(kept, options, self.target)
 
     def compute(self, how: types.Execution) -> None:
@@ -286,23 +277,19 @@ class Run:
             self.compute(how._replace(chunk=chunk))
         self.metrics = list(metrics)
         self._keep_accuracies(host.pop("window"), arrays["accuracies"])
-        messages = np.asarray(host.pop("messages"), np.int64)
         compile_seconds, last = host.pop("compile_seconds"), host.pop("last_round")
+        counts = self.totals.messages
+        host["messages"] = np.asarray(host["messages"], np.int64).reshape(counts.shape)
         # Earlier versions did not save it.
-        diverged = np.asarray(host.pop("diverged", self.totals.diverged), np.int64)
-        totals = simulate.Totals(
-            messages=messages.reshape(self.totals.messages.shape),
-            diverged=diverged,
-            **host,
-        )
+        diverged = host.get("diverged", self.totals.diverged)
+        totals = simulate.Totals(**host | {"diverged": np.asarray(diverged, np.int64)})
         self.simulation.load(round, arrays["state"], totals, compile_seconds, last)
 
     def _keep_accuracies(self, window: Sequence[int], accuracies: np.ndarray) -> None:
         """Copies the accuracies of rounds in `window` that are in the present one."""
         for slot, done in enumerate(window):
             if done in self.window:
-                new = self.window.index(done)
-                self.client_accuracies[:, new] = accuracies[:, slot]
+                self.client_accuracies[:, self.window.index(done)] = accuracies[:, slot]
 
     def variant(self, seed: int | None, point: Mapping[str, float] | None) -> int:
         """The index of a seed at a point, None = the first; ValueError if unknown."""

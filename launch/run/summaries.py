@@ -60,37 +60,31 @@ def summarize(
     (a number for each seed) of `of_rounds`, `seeds` (their indices) of `of_seeds`, and
     `clients`, the fewest in a round.
     """
-    by_seed: dict[int, dict[str, list[float]]] = {s: {} for s in seeds}
-    measured = dict.fromkeys(seeds, 0)
-    for record in records:
-        if record["round"] in window:
-            measured[record["seed"]] += 1
-            for name, value in record.items():
-                if name not in COUNTERS:
-                    by_seed[record["seed"]].setdefault(name, []).append(value)
+    inside = [record for record in records if record["round"] in window]
+    by_seed = [[r for r in inside if r["seed"] == seed] for seed in seeds]
     rule = np.median if rule_name.startswith("median") else np.mean
     metrics: dict[str, Any] = {}
-    names = dict.fromkeys(name for seed in seeds for name in by_seed[seed])
-    for name in (n for n in names if not n.startswith(CLIENTS_IN)):
-        has = [place for place, seed in enumerate(seeds) if name in by_seed[seed]]
-        every = [by_seed[seeds[place]][name] for place in has]
-        metrics[name] = spread([float(rule(values)) for values in every])
-        rounds_of = [measured[seeds[place]] for place in has]
-        if list(map(len, every)) != rounds_of:
-            metrics[name] |= {"rounds": [*map(len, every)], "of_rounds": max(rounds_of)}
+    names = dict.fromkeys(n for some in by_seed for r in some for n in r)
+    for name in names:
+        if name in COUNTERS or name.startswith(CLIENTS_IN):
+            continue
+        found = [[r[name] for r in some if name in r] for some in by_seed]
+        has = [place for place, values in enumerate(found) if values]
+        metrics[name] = spread([float(rule(found[place])) for place in has])
+        counts = [len(found[place]) for place in has]
+        of_counts = [len(by_seed[place]) for place in has]
+        if counts != of_counts:
+            metrics[name] |= {"rounds": counts, "of_rounds": max(of_counts)}
         if len(has) < len(seeds):
             metrics[name] |= {"seeds": has, "of_seeds": len(seeds)}
-        clients = [n for s in seeds for n in by_seed[s].get(CLIENTS_IN + name, ())]
-        if clients:
+        if clients := [r[CLIENTS_IN + name] for r in inside if CLIENTS_IN + name in r]:
             metrics[name]["clients"] = int(min(clients))
     if {"c_spec", "c_gen"} <= metrics.keys():
         # The mean of the two summaries, not the summary of the means.
         spec, gen = metrics["c_spec"]["per_seed"], metrics["c_gen"]["per_seed"]
-        means = [(a + b) / 2 for a, b in zip(spec, gen, strict=True)]
-        metrics["c_per"] = spread(means)
+        metrics["c_per"] = spread([(a + b) / 2 for a, b in zip(spec, gen, strict=True)])
     for name in ("bytes_up", "bytes_down"):
-        last = [r[name] for r in records if r["round"] == rounds]
-        if last:
+        if last := [r[name] for r in records if r["round"] == rounds]:
             metrics[name] = spread(last)
     return metrics
 
