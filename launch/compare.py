@@ -242,7 +242,7 @@ def _shared(
                 f"compare: {line}; omit it, compare that method, or name the rows: "
                 f"{{'mine': {{'algo': {next(iter(rows))!r}, {option!r}: ...}}, ...}}"
             )
-        gets = "get" + "s" * (len(others) == 1)
+        gets = "gets" if len(others) == 1 else "get"
         notes.append(f"{line}, so that only {', '.join(others)} {gets} it")
     return out, notes + _meanings(runs, out)
 
