@@ -1,6 +1,6 @@
-"""The engine: a round is a pure function, a client a row, and what differs a mask.
+"""The engine: a round is a pure function, a client is a row, and differences are masks.
 
-These names are what a custom algorithm needs most, see docs/adding.md.
+These are the names that a custom algorithm needs most, see docs/adding.md.
 """
 
 from fedjax_pfl.each_client import Client, Round, Trained

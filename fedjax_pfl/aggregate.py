@@ -12,10 +12,8 @@ from fedjax_pfl import boundary, stacked, types
 def weights(kind: str, num_examples: jax.Array, row_mask: jax.Array) -> jax.Array:
     """Aggregation weights f32[C] that sum to 1 and are 0 on padding rows.
 
-    Args:
-        kind: `examples` (proportional to `num_examples` int32[C]) or `uniform`.
-        num_examples: Train examples of each row's client.
-        row_mask: bool[C], True on real rows.
+    `kind` is `examples` (proportional to the clients' train examples, `num_examples`
+    int32[C]) or `uniform`. `row_mask` bool[C] is True on real rows.
     """
     raw = num_examples if kind == "examples" else jnp.ones_like(num_examples)
     raw = jnp.where(row_mask, raw.astype(jnp.float32), 0)
@@ -33,10 +31,8 @@ def cohort_weights(kind: str, cohort: types.Cohort, data: types.Data) -> jax.Arr
 def weighted_mean(rows: Any, weight: Any) -> Any:
     """The sum of weight[c] * leaf[c] over leaves [C, ...], ignoring rows of weight 0.
 
-    Args:
-        rows: Leaves [C, ...].
-        weight: f32[C], or a prefix pytree of such, that sums to 1 (or to a chunk's part
-            of it). f32[C, ...] weighs every entry separately.
+    `weight` is f32[C], or a prefix pytree of such, that sums to 1 (or to a chunk's part
+    of it). f32[C, ...] weighs every entry separately.
 
     Example:
         >>> rows = {"w": jnp.array([[2.0, 4.0], [6.0, 8.0], [jnp.nan, 0.0]])}
@@ -61,15 +57,12 @@ def weighted_mean(rows: Any, weight: Any) -> Any:
 
 
 def masked_weights(weight: jax.Array, mask: Any) -> tuple[Any, Any]:
-    """The weights of each part's own mean: where(mask, weight, 0) over their sum.
+    """Normalises weights separately for each part: where(mask, weight, 0) over its sum.
 
-    Args:
-        weight: f32[C], non-negative, 0 on padding rows.
-        mask: Prefix pytree of bool[C], or of bool[C, ...] for single entries.
-
-    Returns:
-        (weights f32[C, ...] that sum over the rows to 1, or to 0 where no row holds the
-        part; whether any row holds the part bool[...]), as two such pytrees.
+    `weight` is f32[C], non-negative and 0 on padding rows. `mask` is a prefix pytree of
+    bool[C], or of bool[C, ...] for single entries. Returns two such pytrees: weights
+    f32[C, ...] that sum over the rows to 1, or to 0 where no row holds the part, and
+    bool[...], whether any row holds it.
     """
     raw = jax.tree.map(lambda m: jnp.where(m, stacked.column(weight, m), 0), mask)
     total = jax.tree.map(lambda r: r.sum(0), raw)
@@ -80,12 +73,8 @@ def masked_weights(weight: jax.Array, mask: Any) -> tuple[Any, Any]:
 def masked_mean(rows: Any, weight: jax.Array, mask: Any, fallback: Any) -> Any:
     """The weighted mean of each part (stage or entry) over the rows that hold it.
 
-    Args:
-        rows: Leaves [C, ...].
-        weight: f32[C], non-negative, 0 on padding rows.
-        mask: Prefix pytree of bool[C], or of bool[C, ...] where entries differ:
-            HeteroFL's coverage, or sum(m w) / sum(m).
-        fallback: Leaves [...], taken for parts that no row holds.
+    `weight` and `mask` are those of `masked_weights`: a mask of entries gives
+    HeteroFL's coverage, or sum(m w) / sum(m). `fallback` has parts that no row holds.
 
     Example:
         >>> rows = (jnp.array([2.0, 6.0]), jnp.array([1.0, 3.0]))  # two stages
@@ -117,12 +106,9 @@ def stage_weights(
 def mix_peers(rows: Any, cohort: types.Cohort, weight: Any) -> Any:
     """The weighted mean of each client and its peers, leaves [C, ...].
 
-    Args:
-        rows: Leaves [K, ...], the private rows.
-        cohort: `row` int32[C], `peers` int32[C, P] and `peer_mask` bool[C, P].
-        weight: f32[C, 1 + n] for the client itself and its first n peers, n = 0..P, of
-            any scale, or a prefix pytree of such (other stages, other weights). A
-            client without peers keeps its own.
+    `rows` are the private rows, leaves [K, ...]. `weight` is f32[C, 1 + n] for the
+    client and its first n peers, n = 0..P, of any scale, or a prefix pytree of such
+    (other stages, other weights). A client without peers keeps its own model.
 
     Example:
         >>> ids = jnp.arange(3)
@@ -168,15 +154,9 @@ def sum_held(
 ) -> tuple[Any, Any]:
     """Sums over each client and those of its peers that hold an entry, leaves [C, ...].
 
-    Args:
-        rows: Leaves [K, ...], the private rows.
-        held: Which entries each row holds, leaves of the same shapes.
-        cohort: As in `mix_peers`.
-        weight: f32[C, 1 + P] for the client itself and its peers, of any scale.
-        as_mask: From a leaf of `held` to bool, applied to taken rows alone.
-
-    Returns:
-        (sum of weight times value, sum of weight), both 0 for entries that none holds.
+    `held`, in the shapes of the private `rows`, becomes a mask of held entries by
+    `as_mask`. `weight` is f32[C, 1 + P] for the client and its peers, of any scale.
+    Returns (sum of weight times value, sum of weight), 0 for entries that no row holds.
     """
     source, known = _sources(cohort)
     share = jnp.where(known, weight, 0)
@@ -185,8 +165,7 @@ def sum_held(
     def add(index: jax.Array, sums: tuple[Any, Any]) -> tuple[Any, Any]:
         one, mask = stacked.take((rows, held), source[:, index])
         factor = jax.tree.map(
-            lambda m: jnp.where(as_mask(m), stacked.column(share[:, index], m), 0),
-            mask,
+            lambda m: jnp.where(as_mask(m), stacked.column(share[:, index], m), 0), mask
         )
         values = jax.tree.map(lambda f, x: jnp.where(f > 0, f * x, 0), factor, one)
         return jax.tree.map(jnp.add, sums, (values, factor))

@@ -1,22 +1,20 @@
-"""Random changes of examples, drawn for each example by itself."""
+"""Random changes of examples, drawn separately for each example."""
 
 import jax
 import jax.numpy as jnp
 
 KINDS = ("none", "crop_flip")
-# Of the positions of a text a share is chosen. Of these most become the mask, some
-# become a random word, and the others stay as they are.
+# The fraction of positions of a text that is chosen. Most of them become the mask, some
+# become a random word, and the others stay.
 CHOSEN, MASKED, RANDOM = 0.15, 0.8, 0.1
-# The positions of a text behind its loss: all, or those that the model has to guess
+# The positions that count in a text's loss: all, or those that the model must guess
 POSITIONS = ("all", "chosen")
 
 
 def crop_flip(image: jax.Array, key: jax.Array) -> jax.Array:
-    """A random crop of the image within a black margin, mirrored half of the time.
+    """A random crop of an image within a black margin, mirrored half of the time.
 
-    Args:
-        image: [H, W, C], of any dtype. The margin is an eighth of each side.
-        key: A key of this image alone.
+    The image is [H, W, C] of any dtype, and the margin an eighth of each side.
     """
     height, width, channels = image.shape
     margins = height // 8, width // 8
@@ -33,15 +31,10 @@ def crop_flip(image: jax.Array, key: jax.Array) -> jax.Array:
 def mask_words(
     words: jax.Array, key: jax.Array, num_words: int
 ) -> tuple[jax.Array, jax.Array]:
-    """A row of a text with some words hidden, as a masked language model sees it.
+    """Hides some words of a row of text int32[T] as for a masked language model.
 
-    Args:
-        words: int32[T] of 0..V-1.
-        key: A key of this row alone.
-        num_words: V, which is also the mask's number.
-
-    Returns:
-        (int32[T] of 0..V, the chosen positions bool[T]).
+    `words` are 0..V-1, and V = `num_words` is also the mask's number. Each row needs
+    its own `key`. Returns (int32[T] of 0..V, the chosen positions bool[T]).
     """
     of_choice, of_kind, of_word = jax.random.split(key, 3)
     is_chosen = jax.random.bernoulli(of_choice, CHOSEN, words.shape)

@@ -1,8 +1,7 @@
-"""The rounds of FedAvg's family: the server's model is sent out and a mean comes back.
+"""The rounds of FedAvg's family: the server sends its model and averages what returns.
 
 This is Algorithm 1 of McMahan et al. (https://arxiv.org/abs/1602.05629), "Server
-executes". An algorithm of the family defines what a client does with the model and what
-it keeps.
+executes". An algorithm of the family defines what clients do with the model and keep.
 """
 
 import dataclasses
@@ -24,7 +23,7 @@ from fedjax_pfl import (
 
 @dataclasses.dataclass(frozen=True)
 class Averaging(server_optimizer.ServerOptimizer, local_training.LocalTraining):
-    """Options of every algorithm whose server averages its clients' models."""
+    """Options of algorithms with a server that averages its clients' models."""
 
     aggregation: str = options.option(
         "examples", "weights of the server's mean", choices=("examples", "uniform")
@@ -46,15 +45,12 @@ def make(
     "moments": the optimizer's state}, which the functions given here do not see.
 
     Args:
-        hparams: The algorithm's options.
-        task: What the algorithm may use.
-        client_update: `(client, server) -> Trained`, whose model is averaged. With
-            `own` it returns `(Trained, row)`, where `row` is the client's new private
-            row.
-        own: From the first model to the private row of each client before round 0,
-            which arrives as `client.own`. None = clients keep nothing.
-        serving: As in `types.Algorithm`; None = the server's model serves all clients.
-        opt_state: As in `types.Algorithm`.
+        client_update: `(client, server) -> Trained`, the model to average. With `own`
+            it returns `(Trained, the client's new private row)`.
+        own: From the first model to each client's private row before round 0, which
+            arrives as `client.own`. None = clients keep nothing.
+        serving, opt_state: As in `types.Algorithm`; without `serving` the server's
+            model serves all clients.
 
     Example:
         >>> from types import SimpleNamespace

@@ -45,12 +45,8 @@ class LayerDropping:
 class Schedule(NamedTuple):
     """The boundary of a client: l = max(last, first - floor((Z - 1) / every)).
 
-    Source: FedD2S, Eq. 6, with the floor that it lacks.
-
-    Attributes:
-        first, last: The deepest and the shallowest boundary, 0..L.
-        every: Z0, at least 1.
-        num_stages: L.
+    This is Eq. 6 of FedD2S with the floor that the paper omits. `first` and `last` are
+    the deepest and the shallowest boundary, 0..L, `every` is Z0 >= 1, `num_stages` L.
     """
 
     first: int
@@ -59,11 +55,7 @@ class Schedule(NamedTuple):
     num_stages: int
 
     def layer(self, participations: jax.Array) -> jax.Array:
-        """l int32[...] of clients that took part Z int32[...] times.
-
-        The present participation counts. A client that never took part has the first
-        boundary.
-        """
+        """l int32[...] at participation Z int32[...] from 1; Z = 0 gives `first`."""
         steps = jnp.maximum(participations - 1, 0) // self.every
         return jnp.maximum(self.last, self.first - steps)
 
@@ -73,7 +65,7 @@ class Schedule(NamedTuple):
 
 
 def fixed(layer: int, model: types.Model) -> Schedule:
-    """A boundary 0..L that never moves."""
+    """A boundary after stage `layer` of 0..L that never moves."""
     return Schedule(layer, layer, 1, len(model.stage_names))
 
 
@@ -128,7 +120,7 @@ def splice(
     )
 
 
-# What to take where a model of one stage cannot be divided
+# The end of messages about a model of one stage, which cannot be divided
 SEVERAL_STAGES = (
     "a model of several stages (your own: a list model=[Body(), Head()], an "
     "nn.Sequential, or one module and split=('head',))"
@@ -138,7 +130,7 @@ SEVERAL_STAGES = (
 def outputs(
     model: types.Model, side: types.Variables, h: jax.Array, start: int, **mode: Any
 ) -> tuple[dict[int, jax.Array], types.Stats]:
-    """Outputs of the stages from `start` on, by stage, and the new statistics.
+    """Outputs of stages from `start` on, by stage, and new statistics.
 
     `h` is the output of stage `start - 1`, and `mode` are arguments of a forward pass.
     """
@@ -157,14 +149,11 @@ def gap(
     kept: jax.Array,
     mask: jax.Array,
 ) -> jax.Array:
-    """The mean squared error f32[] of the outputs of stage l, the last one kept.
+    """The mean squared error f32[] of the outputs of stage l, the last stage kept.
 
-    Args:
-        student: Outputs f32[B, ...] by stage.
-        target: The same, without a gradient.
-        stages: The values that l can have, counted from 0.
-        kept: bool[L], the stages 1..l.
-        mask: bool[B].
+    `student` and `target` have outputs f32[B, ...] by stage, and no gradient flows to
+    the target. `stages` are the possible values of l, counted from 0. `kept` bool[L]
+    has the stages 1..l, and `mask` is bool[B].
     """
     total = jnp.zeros(())
     for stage in stages:
@@ -175,11 +164,7 @@ def gap(
 
 
 def check_several(model: types.Model) -> None:
-    """Refuses a model that cannot be divided.
-
-    Raises:
-        ValueError: the model has one stage.
-    """
+    """Refuses a model of one stage, which no boundary divides, with a ValueError."""
     if len(model.stage_names) == 1:
         raise ValueError(
             f"--model={model.name} has one layer, which no boundary divides; take "
@@ -188,10 +173,7 @@ def check_several(model: types.Model) -> None:
 
 
 def last_convolution(model: types.Model, example_shape: tuple[int, ...]) -> int:
-    """The last stage with a four-dimensional kernel, or L - 1 for a model without any.
-
-    It is at least 1, also for a model of one stage.
-    """
+    """The last stage with a four-dimensional kernel, else L - 1, but at least 1."""
     params, _ = shapes.variables(model, example_shape)
     found = [
         number
@@ -206,15 +188,9 @@ def first_personal(
 ) -> int:
     """Index of the first personal stage, 0..L (L = none is personal).
 
-    Args:
-        name: `--personal_from`: a stage's name, `last` for the last one, `none`, or
-            empty for the first stage after the last convolution (the last stage of a
-            model without any).
-        model: The model.
-        example_shape: Shape of one example.
-
-    Raises:
-        ValueError: the model has no such stage.
+    `name` is `--personal_from`: a stage's name, `last`, `none`, or empty for the first
+    stage after the last convolution (the last stage of a model without any). Raises
+    ValueError for a stage that the model does not have.
     """
     names = model.stage_names
     if not name:
@@ -236,9 +212,8 @@ def schedule(
 ) -> Schedule:
     """The schedule of a run's options.
 
-    Raises:
-        ValueError: the model has one stage or no such layer, or `--min_layer` is
-            deeper than the first.
+    Raises ValueError if the model has one stage or no such layer, or if `--min_layer`
+    is deeper than the first.
     """
     check_several(model)
     names = model.stage_names

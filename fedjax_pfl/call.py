@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl import evaluate, execution, scores, traffic, types
+from fedjax_pfl import evaluate, execution, scores, stacked, traffic, types
 from fedjax_pfl.variants import Variants
 
 # (sums, counts) of the last round by name, a float for each variant.
@@ -21,10 +21,10 @@ Metrics = Mapping[str, tuple[list[float], list[float]]]
 class Totals:
     """The host's counters, which survive a resume through the checkpoint.
 
-    `messages` int64[variants, kinds]; `diverged` int64[variants], the first round,
-    counted from 1, after which a metric or a parameter was not finite, 0 = none;
-    `seconds` of training so far; `samples` and local `steps` of the plans, `executed`
-    samples and `executed_steps` with padding.
+    `messages` is int64[variants, kinds]. `diverged` int64[variants] is the first round,
+    counted from 1, after which a metric or a parameter was not finite, 0 = none.
+    `seconds` are those of training. `samples` and local `steps` are those of the plans,
+    `executed` and `executed_steps` include padding.
     """
 
     messages: np.ndarray
@@ -45,8 +45,8 @@ class Totals:
     def step_efficiency(self) -> float:
         """Real local steps over executed ones: a chunk runs to its longest client.
 
-        All plans count in full, in the chunks of the run: also FedICT's on the
-        server, and CDKT's where the proxy set truncates them. A run that began in an
+        All plans count in full, in the chunks of the run, including FedICT's on the
+        server and CDKT's where the proxy set truncates them. A run that began in an
         earlier version counts from where it was resumed.
         """
         return self.steps / max(self.executed_steps, 1)
@@ -68,13 +68,12 @@ class Call:
 
     Attributes:
         variants: Indices into the run's variants, in order: all points of each seed.
-        seeds: Indices of their seeds, each once.
-        values: Their seeds, uint32[seeds].
-        floats: Their numbers by name, each f64[variants], or one that they share.
-        partition: That of their seeds, which are its leading axis.
+        seeds, values: Their seeds, each once, as indices and as uint32[seeds].
+        pairs: Each of its variants with the index of its seed.
+        floats: Their float options by name, each f64[variants], or one that they share.
+        partition: The data of their seeds, which are its leading axis.
         state: Stacked RoundState, None before the start.
         round: Rounds done.
-        pairs: Each of its variants with the index of its seed.
         pending: (metrics, messages, diverged, work) of a call not yet accounted for.
         metrics: (sums, counts) of the last round by name, a float for each variant.
     """
@@ -92,20 +91,12 @@ class Call:
 
     @property
     def rows(self) -> slice:
-        """The position of its variants among all."""
+        """The position of its variants in the run's."""
         return slice(self.variants.start, self.variants.stop)
 
     def init_args(self, data: types.Data) -> tuple[Any, ...]:
         """Arguments of `Program.init`; `data` without its partition."""
         return self.floats, data, self.partition, self.values
-
-    def first(self, executable: Callable, args: tuple) -> types.RoundState:
-        """The state before the first round; `args` from `init_args`."""
-        return jax.block_until_ready(executable(*args))
-
-    def with_state(self, state: types.RoundState) -> "Call":
-        """The same call with another state, or with its shapes."""
-        return dataclasses.replace(self, state=state)
 
     def load(self, round: int, state: types.RoundState, metrics: Metrics) -> None:
         """Continues from the state of all variants after `round` rounds."""
@@ -125,7 +116,7 @@ class Call:
         self.state, self.round, self.pending = state, until, (*measured, work)
 
     def settle(self, totals: Totals) -> None:
-        """Waits for the last call of the program and adds its counts, once."""
+        """Waits for the pending call of the program and adds its counts, once."""
         if self.pending is None:
             return
         jax.block_until_ready(self.state)
@@ -150,28 +141,21 @@ class Call:
         algorithm: types.Algorithm,
         score: scores.Score,
     ) -> list[tuple[dict[str, float], np.ndarray | None]]:
-        """The metrics of its variants.
+        """The metrics of its variants, as `Simulation.evaluate` returns them.
 
-        Args:
-            shared: What `Program.of_shared` found, as numpy, leaves [variants, ...].
-            blocks: For each block the clients int[seeds, R], and what
-                `Program.of_clients` found, leaves [variants, ...].
-            totals: The messages so far.
-            algorithm: What was evaluated.
-            score: What was summed.
-
-        Returns:
-            As `Simulation.evaluate`.
+        `shared` is the result of `Program.of_shared` as numpy, leaves [variants, ...].
+        `blocks` have clients int[seeds, R] and the result of `Program.of_clients` for
+        these, leaves [variants, ...]. `totals` has the messages so far.
         """
         out, test = [], jax.tree.map(np.asarray, self.partition.test)
         for slot, (variant, seed) in enumerate(self.pairs):
             place = self.seeds.index(seed)
             mine = [
-                (ids[place % len(ids)], _of_variant(found, slot))
+                (ids[place % len(ids)], stacked.at(found, slot))
                 for ids, found in blocks
             ]
             count = test.count[place]
-            given = _of_variant(shared, slot), mine, len(count)
+            given = stacked.at(shared, slot), mine, len(count)
             counts = evaluate.joined(*given, algorithm.trained is not None)
             union = int((test.row[place] >= 0).sum())
             values, accuracies = score.metrics(counts, count, union)
@@ -190,22 +174,17 @@ def made(
     values: Sequence[Mapping[str, float]],
     how: execution.Execution,
 ) -> list[Call]:
-    """The calls of a run, of which those of the same seeds share a placed partition.
+    """The calls of a run. Calls of the same seeds share a placed partition.
 
-    Args:
-        index: Its variants.
-        vmaps: See `Variants.calls`.
-        partition: On the host, with a leading axis of seeds.
-        seeds: The seeds.
-        values: The numbers of each point of a sweep by name.
-        how: The devices.
+    `vmaps` are arguments of `Variants.calls`, `partition` is on the host with a leading
+    axis of seeds, and `values` are the float options of each point of a sweep by name.
     """
     calls, placed = [], {}
     for mine in index.calls(**vmaps):
         pairs = tuple((variant, index.seed(variant)) for variant in mine)
         of_call = tuple(dict.fromkeys(seed for _, seed in pairs))
         if of_call not in placed:
-            part = jax.tree.map(lambda leaf, s=of_call: leaf[np.array(s)], partition)
+            part = stacked.at(partition, np.array(of_call))
             placed[of_call] = execution.place_tables(part, how)
         of_each = [values[index.point(variant)] for variant in mine]
         floats = of_each[0]  # also of seeds that are vmapped
@@ -214,8 +193,3 @@ def made(
         chosen = np.asarray([seeds[seed] for seed in of_call], np.uint32)
         calls.append(Call(mine, of_call, pairs, chosen, floats, placed[of_call]))
     return calls
-
-
-def _of_variant(tree: Any, slot: int) -> Any:
-    """One variant's part of leaves [variants, ...]."""
-    return jax.tree.map(lambda leaf: leaf[slot], tree)

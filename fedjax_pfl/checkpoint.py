@@ -1,9 +1,8 @@
 """Saves and restores a whole RoundState with orbax, and detects damage.
 
-Beside orbax's files lies `manifest.json` with the SHA-256 of every one of them, the
-shape and dtype of every array, and the host's counters. Orbax restores flipped bits
-silently, so files are checked before orbax reads them. Orbax copies what it writes, so
-a state is passed to it in pieces.
+`manifest.json` beside orbax's files has the SHA-256 of each, the shape and dtype of
+every array, and the host's counters. Orbax restores flipped bits silently, so files are
+checked before it reads them. It copies what it writes, so a state is passed in pieces.
 """
 
 import concurrent.futures
@@ -35,7 +34,7 @@ READABLE = (2, FORMAT)
 
 
 def _shapes(state: Any) -> dict[str, list[Any]]:
-    """[dtype, shape] of every leaf by path, as they are written: keys as key data."""
+    """[dtype, shape] of every leaf by path, in the form written: keys as key data."""
     flat, _ = jax.tree_util.tree_flatten_with_path(state)
     out = {}
     for path, leaf in flat:
@@ -59,8 +58,8 @@ def digest(state: Any) -> str:
         return bits.hexdigest()
 
     total = hashlib.sha256()
-    # Threads, because hashing releases Python's lock and many clients are gigabytes.
-    # Only a few, since each holds a piece.
+    # Hashing releases Python's lock, and many clients are gigabytes. Few threads, since
+    # each holds a piece.
     with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         found = pool.map(of_bits, jax.tree.leaves(state))
         for (name, (dtype, shape)), bits in zip(
@@ -104,9 +103,9 @@ def saved(folder: pathlib.Path) -> list[pathlib.Path]:
 def _one_error(path: pathlib.Path) -> Iterator[None]:
     """Turns everything that orbax does about a failed write into one OSError.
 
-    A full disk arrives as a ValueError. Meanwhile two of orbax's threads print their
-    tracebacks through absl's log, and tensorstore's threads, when writes end that are
-    no longer awaited, through `sys.unraisablehook`.
+    A full disk arrives as a ValueError. Meanwhile two of orbax's threads print
+    tracebacks through absl's log, and tensorstore's threads print theirs through
+    `sys.unraisablehook` when writes end that are no longer awaited.
     """
     log, hook = logging.getLogger("absl"), sys.unraisablehook
 
@@ -133,8 +132,7 @@ def _one_error(path: pathlib.Path) -> Iterator[None]:
 def prepare() -> None:
     """Imports what `save` needs, so that this cannot fail after hours of training.
 
-    Raises:
-        OSError: it cannot be imported, for instance for lack of memory.
+    Raises OSError if it cannot be imported, for instance for lack of memory.
     """
     try:
         _checkpointer()
@@ -144,11 +142,7 @@ def prepare() -> None:
 
 
 def last_host(folder: pathlib.Path) -> dict | None:
-    """The host's counters in the newest checkpoint, None where there is none.
-
-    Raises:
-        ValueError: its manifest is damaged.
-    """
+    """The newest checkpoint's host counters or None; ValueError if it is damaged."""
     found = saved(folder.absolute())
     return _manifest(found[-1])["host"] if found else None
 
@@ -156,14 +150,10 @@ def last_host(folder: pathlib.Path) -> dict | None:
 def save(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
     """Writes `folder/round_<round>` atomically and keeps the newest two.
 
-    Args:
-        folder: The run's `checkpoints` folder.
-        round: Rounds done.
-        state: A RoundState (or a stack of them).
-        host: The host's counters as JSON-able values, such as messages so far.
-
-    Raises:
-        OSError: it cannot be written. Older checkpoints stay.
+    `folder` is the run's `checkpoints` folder, `round` the rounds done, `state` a
+    RoundState (or a stack of them), and `host` the host's counters as JSON-able values,
+    such as messages so far. If it cannot be written, an OSError is raised and older
+    ones stay.
     """
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -174,7 +164,7 @@ def save(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
     try:
         _write(partial, round, state, host)
     except OSError:
-        # The part that was written would keep the disk full.
+        # A partial checkpoint would keep the disk full.
         shutil.rmtree(partial, ignore_errors=True)
         raise
     if final.exists():
@@ -231,7 +221,7 @@ _PARTS = {"round?": int, "host?": dict, "arrays?": dict, "files?": {str: str}}
 
 
 def _manifest(path: pathlib.Path) -> dict:
-    """The manifest of a checkpoint, whose other files are not read."""
+    """The manifest of a checkpoint. Its other files are not read."""
     try:
         if not (path / MANIFEST).is_file():  # a pipe would wait
             raise FileNotFoundError
@@ -263,31 +253,23 @@ def _read_manifest(path: pathlib.Path) -> dict:
     return manifest
 
 
-def _like(found: dict[str, list[Any]], templates: Sequence[Any]) -> Any:
-    """The template with these names, or else the first."""
-    fits = (one for one in templates if list(_shapes(one)) == list(found))
-    return next(fits, templates[0])
-
-
-def _without_free(wanted: Sequence[int], found: Sequence[int]) -> list[int]:
-    """A wanted shape, whose axes of -1 may have any length."""
-    if len(wanted) != len(found):
-        return list(wanted)
-    return [n if size < 0 else size for size, n in zip(wanted, found, strict=True)]
-
-
 def _restore_one(path: pathlib.Path, templates: Sequence[Any]) -> tuple[int, Any, dict]:
     """(rounds done, state, host) of one checkpoint."""
     manifest = _read_manifest(path)
     found = manifest["arrays"]
-    template = _like(found, templates)
+    fits = (one for one in templates if list(_shapes(one)) == list(found))
+    template = next(fits, templates[0])
     wanted = _shapes(template)
     if list(wanted) != list(found):
         odd = sorted(set(wanted) ^ set(found))
         raise ValueError(f"{path} holds another state: {', '.join(odd[:3])} differ")
     for name, (dtype, shape) in wanted.items():
-        if found[name] != [dtype, _without_free(shape, found[name][1])]:
-            before = f"{found[name][0]}{found[name][1]}"
+        kind, sizes = found[name]
+        if len(sizes) == len(shape):  # an axis of -1 is free
+            pairs = zip(shape, sizes, strict=True)
+            sizes = [n if n < 0 else size for n, size in pairs]
+        if [kind, sizes] != [dtype, shape]:
+            before = f"{kind}{found[name][1]}"
             raise ValueError(
                 f"{path}: {name} is {before}, this configuration has {dtype}{shape}"
             )
@@ -321,19 +303,12 @@ def _stored(path: pathlib.Path, manifest: dict) -> Iterator[np.ndarray]:
 
 
 def restore(folder: pathlib.Path, *templates: Any) -> tuple[int, Any, dict] | None:
-    """Restores the newest checkpoint of `folder`; None where there is none.
+    """Restores (rounds done, state, the host's counters) from the newest checkpoint.
 
-    Args:
-        folder: The run's `checkpoints` folder.
-        *templates: The state's shapes (`jax.eval_shape` of init), in any of the forms
-            that it may have. An axis of -1 may have any length.
-
-    Returns:
-        (rounds done, state, the host's counters).
-
-    Raises:
-        ValueError: the newest one is damaged or of another shape. The message names the
-            file, and the older checkpoint to fall back to.
+    It is None if `folder`, the run's `checkpoints` folder, has no checkpoint.
+    `templates` are the state's shapes (`jax.eval_shape` of init) in each form that it
+    may have. An axis of -1 may have any length. Raises ValueError if the newest one is
+    damaged or of another shape, with the file and the older checkpoint to fall back to.
     """
     found = saved(folder.absolute())
     if not found:

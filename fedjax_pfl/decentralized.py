@@ -1,15 +1,15 @@
-"""The rounds of decentralised methods: no server, clients pull from their peers.
+"""The rounds of decentralised methods: clients pull from their peers, without a server.
 
-A client of the round pulls what its peers had at the end of the last round, mixes it
-with its own, trains, and keeps the result, from which others pull in the next round.
-Rounds are synchronous, so no client sees a peer's present round. An algorithm of the
-family defines how a client mixes and how it trains.
+In a round each client pulls what its peers had at the end of the last round, mixes it
+with its own model, trains, and keeps the result, from which others pull in the next
+round. Rounds are synchronous, so no client sees a peer's present round. An algorithm of
+the family defines how a client mixes and how it trains.
 
-A client is measured at two moments. `client_accuracy` is that of the model that a
-client of the next round has mixed and not yet trained, as UA-PDFL's released code tests
-it (the other clients do not mix). `trained_accuracy` is that of the model that its last
-training left, which Algorithm 2 of that paper returns. These two may differ by more
-than methods do.
+Clients are measured at two moments. `client_accuracy` is that of the mixed model that a
+client of the next round has before it trains, as UA-PDFL's released code tests it
+(other clients do not mix). `trained_accuracy` is that of the model that a client's last
+training left, which Algorithm 2 of that paper returns. These may differ more than
+methods do.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ TOPOLOGIES = ("random", "ring", "regular", "full", "erdos_renyi", "file")
 
 @dataclasses.dataclass(frozen=True)
 class Peers:
-    """Options of every algorithm whose clients have peers."""
+    """Options of algorithms with peers."""
 
     num_peers: int = option(
         5,
@@ -89,14 +89,12 @@ def peer_spec(hparams: Peers) -> types.PeerSpec:
 
 
 class Mixed(NamedTuple):
-    """What the clients of a cohort hold after pulling; leaves [C, ...].
+    """The clients of a cohort after pulling; leaves [C, ...].
 
-    Attributes:
-        model: The model from which each starts, and which serves it until it has
-            trained.
-        sent: Messages received, by kind: int32[C] or one number.
-        given: What else its update gets, as `client.own`, such as an anchor or a mask.
-        metrics: (sum, count) pairs by name, beside the training loss; () = no others.
+    From `model` each client starts, and it serves the client until it trains. `sent`
+    are messages received, by kind: int32[C] or one number. `given` is further input of
+    its update, as `client.own`, such as an anchor or a mask. `metrics` are (sum, count)
+    pairs by name, beside the training loss; () = no others.
     """
 
     model: types.Variables
@@ -106,12 +104,9 @@ class Mixed(NamedTuple):
 
 
 def weights(kind: str, cohort: types.Cohort, data: types.Data) -> jax.Array:
-    """Weights f32[C, 1 + P] of each client itself and its peers, for `mix`.
+    """Weights f32[C, 1 + P] of each client and its peers, for `mix`.
 
-    Args:
-        kind: `examples` (the train examples of each) or `uniform`.
-        cohort: The clients and their peers.
-        data: The tables.
+    `kind` is `examples` (the train examples of each) or `uniform`.
     """
     source = jnp.concatenate([cohort.client_id[:, None], cohort.peer_clients], 1)
     if kind == "uniform":
@@ -128,13 +123,11 @@ def mix(
 ) -> types.Variables:
     """Weighted means of clients and their peers, leaves [C, ...].
 
-    Args:
-        models: Leaves [K, ...], at the end of the last round.
-        cohort: The clients and their peers.
-        cut: The first stage of the classifier, 0..L; L = there is none.
-        extractor: Weights of the stages below the cut and of all statistics, as in
-            `aggregate.mix_peers`: with f32[C, 1] each client keeps its own.
-        classifier: Weights of the other stages' parameters.
+    `models` have leaves [K, ...], at the end of the last round. `cut` is the first
+    stage of the classifier, 0..L, and L means that there is none. `extractor` has the
+    weights of the stages below the cut and of all statistics, as in
+    `aggregate.mix_peers` (with f32[C, 1] each client keeps its own), and `classifier`
+    those of the other stages' parameters.
     """
     params, stats = models
     below, stats = aggregate.mix_peers((params[:cut], stats), cohort, extractor)
@@ -161,20 +154,17 @@ def make(
 ) -> types.Algorithm:
     """An algorithm of the family as pure functions.
 
-    `state.clients` is {"own": the models, "private": what else each client keeps}.
+    `state.clients` is {"own": the models, "private": the clients' other private rows}.
 
     Args:
-        hparams: The algorithm's options, including those of `Peers` and
-            `LocalTraining`.
-        task: What the algorithm may use.
-        mixed: `(state, cohort, data) -> Mixed`, from the state at the end of the last
-            round.
+        hparams: The options, including those of `Peers` and `LocalTraining`.
+        task: As every `make` gets it.
+        mixed: `(state, cohort, data) -> Mixed`, from the state after the last round.
         client_update: `(client, start) -> Trained`. With `private` it returns
             `(Trained, row)`, where `row` is the client's new private row.
-        messages: The kinds of messages.
-        peers: The graph.
-        private: From the first model to the private row of each client before round 0.
-            None = clients keep nothing but their models.
+        messages, peers: The kinds of messages, and the graph.
+        private: From the first model to each client's private row before round 0. None
+            = clients keep nothing but their models.
         shares: The entries of `Mixed.metrics` that are fractions.
     """
     model = task.client_model
@@ -217,7 +207,6 @@ def make(
         )
 
     def trained(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        """The models that each client's last training left."""
         return (types.Serving.each(model, state.clients["own"]),)
 
     return types.Algorithm(

@@ -35,18 +35,13 @@ def distance(
     """The distance f32[] of two batches of outputs. No gradient flows to the target.
 
     * `kl`: T^2 times the mean over real rows of KL(softmax(target / T) ||
-      softmax(student / T)).
+      softmax(student / T)), where T is the temperature [tau].
     * `norm`: the Frobenius norm of the whole batch's difference, on raw outputs.
     * `js`: mean over real rows of 1/2 KL(p||m) + 1/2 KL(q||m), m the midpoint, at
-      temperature 1; `reversed` swaps the arguments of both terms.
+      temperature 1; the `js_form` `reversed` swaps the arguments of both terms.
 
-    Args:
-        kind: One of `DISTANCES`.
-        student: f32[B, W]; W is Y for logits and D for embeddings.
-        target: f32[B, W].
-        mask: bool[B], the real rows.
-        temperature: [tau], for `kl` only.
-        js_form: One of `JS_FORMS`.
+    `student` and `target` are f32[B, W], where W is Y for logits and D for embeddings.
+    `mask` bool[B] has the real rows.
     """
     target = jax.lax.stop_gradient(target)
     column = mask[:, None]

@@ -1,7 +1,7 @@
 """Runs a function of one client for every client of a round.
 
-Where clients keep optimizer states between rounds, each gets its own, and the new ones
-are stored here. An algorithm only returns what its training returned, `Trained`.
+Where optimizer states persist between a client's rounds, each client gets its own and
+the new ones are stored here. An algorithm only returns the `Trained` of its training.
 """
 
 from __future__ import annotations
@@ -15,33 +15,22 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from fedjax_pfl import (
-    aggregate,
-    execution,
-    losses,
-    over_devices,
-    rng,
-    stacked,
-    types,
-)
+from fedjax_pfl import aggregate, execution, losses, over_devices, rng, stacked, types
 from fedjax_pfl.rows import slots
 
 
 @struct.dataclass
 class Client:
-    """One client in a round: all that its update may use.
+    """One client in a round, with everything that its update may use.
 
     Attributes:
-        id: int32[].
-        level: int32[], the capacity level that it holds.
+        id, level: int32[], the client and the capacity level that it holds.
         own: Its row of the `own` argument of `update`.
         opt_state: Its persistent optimizer state, () if there is none.
-        plan: Its steps, a `types.Plan` of one client.
-        bound: int32[], the most steps of its chunk: not batched, so that a `fori_loop`
-            to it stops early.
-        data: The tables.
-        key: The run's root key.
-        round: int32[], zero-based.
+        plan, data: Its steps, a `types.Plan` of one client, and the tables.
+        bound: int32[], the most steps of its chunk. It is not batched, so that a
+            `fori_loop` up to it stops early.
+        key, round: The run's root key, and the round int32[], zero-based.
         model: Its architecture.
     """
 
@@ -81,10 +70,10 @@ class Client:
 class Trained:
     """The result of a client's local training.
 
-    `opt_state` is that of the optimizer where it goes on, else (); `persists` says
-    whether the training began with the client's persistent state, which the engine then
-    replaces; `loss` is a (sum over examples, examples) pair of the last objective;
-    `measured` holds the results of each objective's `measure`, summed over real steps.
+    `opt_state` is () unless the optimizer's state continues. With `persists` the
+    training began with the client's persistent state, which the engine then replaces.
+    `loss` is a (sum over examples, examples) pair of the last objective, and `measured`
+    has the results of each objective's `measure`, summed over real steps.
     """
 
     params: types.Params
@@ -96,11 +85,10 @@ class Trained:
 
     @property
     def variables(self) -> types.Variables:
-        """The trained model."""
         return types.Variables(self.params, self.stats)
 
     def split(self) -> tuple[Trained, types.Variables]:
-        """(what stays with each client, the model to sum), for `update(reduce=)`."""
+        """(the part that stays with its client, the model to sum), for `reduce=`."""
         return self.replace(params=(), stats=()), self.variables
 
     def metrics(self, cohort: types.Cohort) -> dict[str, losses.Pair]:
@@ -112,9 +100,9 @@ class Trained:
 def cohorts_by_architecture(
     task: types.Task, cohort: types.Cohort
 ) -> tuple[types.Cohort, ...]:
-    """One cohort per architecture, in which rows of the others are idle padding.
+    """One cohort per architecture, in which other clients' rows are padding.
 
-    A chunk of idle rows costs nothing.
+    A chunk of padding costs nothing.
     """
     group = stacked.take(jnp.asarray(task.group_of_client), cohort.client_id)
 
@@ -133,14 +121,10 @@ def cohorts_by_architecture(
 class Round(NamedTuple):
     """One round of a method: the clients that take part and the state so far.
 
-    An algorithm's `round` makes it of its arguments, goes on with the one that `update`
-    returns, and ends with `after`.
-
-    Attributes:
-        task, state, cohort, data: As an algorithm's `round` has them.
-        by_architecture: Whether `types.Algorithm.by_architecture` is set. What is of
-            each client is then a tuple by architecture, of leaves [C, ...] in which
-            only the rows of its own clients are meaningful.
+    An algorithm's `round` makes it from its arguments, continues with the one that
+    `update` returns, and ends with `after`. With `by_architecture`, see
+    `types.Algorithm`, all that clients have is a tuple by architecture, of leaves [C,
+    ...] in which only the rows of its own clients are meaningful.
 
     Example:
         >>> ids, none = jnp.arange(2), jnp.zeros((2, 0), int)
@@ -164,11 +148,7 @@ class Round(NamedTuple):
 
     @property
     def groups(self) -> tuple[Round, ...]:
-        """The same round for the clients of each architecture alone.
-
-        Raises:
-            ValueError: the algorithm does not declare `by_architecture`.
-        """
+        """The same round by architecture; ValueError if that is not declared."""
         task, state, cohort = self.task, self.state, self.cohort
         kept = state.opt_state or ((),) * len(task.client_models)
         if len(kept) != len(task.client_models):
@@ -210,15 +190,9 @@ class Round(NamedTuple):
     ) -> tuple[Any, ...]:
         """Runs `fn(client, shared)` for every client, see the function `update`.
 
-        Args:
-            fn: One client's update, traced once for each architecture.
-            own, reduce: As in `update`. The sums of all architectures are added.
-            **given: As in `update`: `shared`, `plan`, `levels`.
-
-        Returns:
-            (what `fn` returned with leaves [C, ...], the round); with `reduce` (kept
-            with leaves [C, ...], the sum with leaves [...], the round). The round has
-            the clients' new optimizer states.
+        `fn` is traced once for each architecture, and the sums of all architectures are
+        added. `given` are `shared`, `plan` and `levels`. Returns what `update` does,
+        with the round in place of the state.
         """
         if not self.by_architecture:
             task, state, cohort, data, _ = self
@@ -245,10 +219,7 @@ class Round(NamedTuple):
     def in_turn(
         self, fn: Callable[[Client, Any], Any], start: Any, **given: Any
     ) -> Any:
-        """Runs `carry = fn(client, carry)` for one client after another, from `start`.
-
-        `given` are `own` and `plan`, see the function `in_turn`.
-        """
+        """Runs `carry = fn(client, carry)` for each client: the function `in_turn`."""
         task, state, cohort, data, _ = self
         return in_turn(fn, task, state, cohort, data, start=start, **given)
 
@@ -261,10 +232,7 @@ class Round(NamedTuple):
         return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), parts)
 
     def after(self, rows: Any = None, **changed: Any) -> types.RoundState:
-        """The state one round later, with the clients' private `rows` as they are now.
-
-        Arguments are those of `types.RoundState.after`.
-        """
+        """The state one round later, see `types.RoundState.after`."""
         if rows is None or not self.by_architecture:
             return self.state.after(self.cohort, rows, **changed)
         clients = tuple(
@@ -282,7 +250,7 @@ def update_by_architecture(
     data: types.Data,
     **given: Any,
 ) -> tuple[Any, ...]:
-    """`Round.update` by architecture, for `fn(client, shared, model=)`; older form."""
+    """An older form of `Round.update`, for `fn(client, shared, model=)`."""
 
     def one(client: Client, shared: Any) -> Any:
         return fn(client, shared, model=client.model)
@@ -292,9 +260,13 @@ def update_by_architecture(
     return *out, here.state
 
 
-def _architecture(task: types.Task) -> types.Model | None:
-    """The architecture of all clients, None where there is not one."""
-    return task.client_models[0] if len(task.client_models) == 1 else None
+def _clients(
+    task: types.Task, cohort: types.Cohort, own: Any, opt_state: Any, plan: Any
+) -> Client:
+    """The clients of a cohort, leaves [C, ...], without what they have in common."""
+    model = task.client_models[0] if len(task.client_models) == 1 else None
+    mine = cohort.client_id, cohort.level, own, opt_state, plan
+    return Client(*mine, bound=(), data=(), key=(), round=(), model=model)
 
 
 def update(
@@ -314,13 +286,9 @@ def update(
 
     Args:
         fn: One client's update.
-        task: What the algorithm may use.
-        state: The state at the beginning of the round.
-        cohort: The round's clients.
-        data: The tables.
-        own: Leaves [C, ...], each client's `client.own`; None = its private row, of
-            `state.clients`.
-        shared: The same for all clients: what the server sends.
+        task, state, cohort, data: Those at the beginning of the round.
+        own: Leaves [C, ...], each client's `client.own`; None = its private row.
+        shared: The same for all clients, such as the server's model.
         plan: Name of the step plan.
         levels: With L > 0 `fn(client, shared, level)` is traced once for each level
             1..L (a Python int), and a chunk of clients runs its largest one, or always
@@ -330,7 +298,7 @@ def update(
             pytree of such. `fn` then returns `(kept, given)`, and `given` is summed.
 
     Returns:
-        (what `fn` returned with leaves [C, ...], the state); with `reduce` (kept with
+        (results of `fn` with leaves [C, ...], the state); with `reduce` (kept with
         leaves [C, ...], the sum with leaves [...], the state). The state has the new
         persistent optimizer states, from the training that `fn` returned.
 
@@ -353,25 +321,14 @@ def update(
     if own is None:
         own = state.rows(cohort)
     opt_state = slots.take(state.opt_state, cohort.row)
+    rows = _clients(task, cohort, own, opt_state, steps)
 
-    def one(row: Any, given: Any, bound: Any, local: Any, **level: int) -> Any:
-        client_id, own_level, own, opt_state, steps = row
+    def one(row: Client, given: Any, bound: Any, local: Any, **level: int) -> Any:
         data, shared, key, round = given
-        client = Client(
-            id=client_id,
-            level=own_level,
-            own=own,
-            opt_state=opt_state,
-            plan=steps.joined(local),
-            bound=bound,
-            data=data,
-            key=key,
-            round=round,
-            model=_architecture(task),
-        )
+        here = {"bound": bound, "data": data, "key": key, "round": round}
+        client = row.replace(plan=row.plan.joined(local), **here)
         return fn(client, shared, **level)
 
-    rows = (cohort.client_id, cohort.level, own, opt_state, steps)
     given = (data, shared, state.key, state.round)
     is_bucketed = task.execution.is_bucketed and levels > 0
     first = 1 if is_bucketed else levels
@@ -419,44 +376,24 @@ def in_turn(
     own: Any = (),
     plan: str = "local",
 ) -> Any:
-    """Runs `carry = fn(client, carry)` for one client after another.
+    """Runs `carry = fn(client, carry)` for one client after another, from `start`.
 
     The order is drawn by client id, independently of places in the cohort. Padding rows
-    come last and take no step. Devices compute it as `over_devices.once` says.
-
-    Args:
-        fn: What the server does with one client.
-        task, state, cohort, data: As in `update`.
-        start: The first carry.
-        own: Leaves [C, ...], each client's `client.own`.
-        plan: Name of the step plan.
-
-    Returns:
-        The last carry.
+    come last and take no step. Devices compute it as in `over_devices.once`. `fn` is
+    the server's step for one client. `own` has leaves [C, ...], each client's
+    `client.own`. Other arguments are those of `update`.
     """
     key = rng.stream(state.key, "engine.order", state.round)
     draws = jax.vmap(lambda number: jax.random.uniform(jax.random.fold_in(key, number)))
     order = jnp.argsort(jnp.where(cohort.row_mask, draws(cohort.client_id), 2.0))
-    rows = (cohort.client_id, cohort.level, own)
+    rows = _clients(task, cohort, own, opt_state=(), plan=())
     plans = cohort.plans[plan].known_everywhere(task.execution)
 
     def step(index: jax.Array, carry: Any) -> Any:
-        row = order[index]
-        client_id, own_level, own = stacked.take(rows, row)
-        steps = plans.of_row(row)
-        client = Client(
-            id=client_id,
-            level=own_level,
-            own=own,
-            opt_state=(),
-            plan=steps,
-            bound=jnp.where(cohort.row_mask[row], steps.num_steps, 0),
-            data=data,
-            key=state.key,
-            round=state.round,
-            model=_architecture(task),
-        )
-        return fn(client, carry)
+        row, steps = order[index], plans.of_row(order[index])
+        bound = jnp.where(cohort.row_mask[row], steps.num_steps, 0)
+        here = {"bound": bound, "data": data, "key": state.key, "round": state.round}
+        return fn(stacked.take(rows, row).replace(plan=steps, **here), carry)
 
     def every(start: Any) -> Any:
         return jax.lax.fori_loop(0, order.shape[0], step, start)
@@ -465,23 +402,22 @@ def in_turn(
 
 
 def over_clients(
-    fns: Sequence[Callable[[Any, Any, jax.Array], Any]],
-    how: execution.Execution,
+    fns: Sequence[Callable[[Any, Any, jax.Array], Any]], how: execution.Execution
 ) -> Callable[..., Any]:
     """Maps a function of one client over all rows of a cohort.
 
     Rows are cut into chunks. A chunk is vmapped, chunks run one after another, and
     devices share the rows by `shard_map`, so that the computation of the clients needs
     no communication. Where private rows are shared out, results stay on the devices of
-    their clients, and what an algorithm sums over clients is summed by device first.
-    Else results are gathered at the end, and before and after it all devices compute
-    the same, but for what `over_devices` shares out.
+    their clients, and sums over clients are taken on each device first. Otherwise
+    results are gathered at the end. Before and after that all devices compute the same,
+    except for the work that `over_devices` shares out.
 
     Args:
         fns: `(row, shared, bound, local) -> out`, one for each level, or just one.
-            `row` is one row of `rows`; `bound` int32[] is the largest number of steps
+            `row` is one row of `rows`. `bound` int32[] is the largest number of steps
             in the row's chunk and stays unbatched, so that a `fori_loop` up to it stops
-            early; `local` is what only the row's device has.
+            early. `local` is the part that only the row's device has.
         how: Chunk size and mesh. The number of rows must be a multiple of chunk x
             devices (`execution.padded_size`).
 
@@ -501,9 +437,8 @@ def over_clients(
         def of_level(fn: Callable, rows: Any, num_steps: jax.Array) -> Any:
             bound = num_steps.max()
             if chunk == 1:
-                one = jax.tree.map(lambda leaf: leaf[0], rows)
                 with execution.side_by_side(how, 1):
-                    out = fn(one, shared, bound, local)
+                    out = fn(stacked.at(rows, 0), shared, bound, local)
                 return jax.tree.map(lambda leaf: leaf[None], out)
             with execution.side_by_side(how, chunk):
                 return jax.vmap(lambda row: fn(row, shared, bound, local))(rows)
@@ -551,10 +486,8 @@ def over_clients(
 
 
 def _in_turn(on_chunk: Callable[[Any], Any], parts: Any, *, is_summed: bool) -> Any:
-    """Runs chunks one after another; leaves [chunks, chunk, ...] become [C, ...].
-
-    With `is_summed`, `on_chunk` returns `(kept, part of a sum)`, and so does this.
-    """
+    """Runs chunks one after another; leaves [chunks, chunk, ...] become [C, ...]. With
+    `is_summed`, `on_chunk` and this return `(kept, part of a sum)`."""
 
     def flat(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
@@ -566,8 +499,6 @@ def _in_turn(on_chunk: Callable[[Any], Any], parts: Any, *, is_summed: bool) -> 
         kept, given = on_chunk(part)
         return jax.tree.map(jnp.add, total, given), kept
 
-    first = jax.tree.map(lambda leaf: leaf[0], parts)
-    like = jax.eval_shape(on_chunk, first)[1]
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+    zeros = stacked.zeros(jax.eval_shape(on_chunk, stacked.at(parts, 0))[1])
     total, kept = jax.lax.scan(step, zeros, parts)
     return flat(kept), total

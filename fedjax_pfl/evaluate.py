@@ -1,9 +1,9 @@
-"""The models of a state on their test rows, in two programs, for any algorithm.
+"""Evaluates the models of a state on their test rows, in two programs.
 
-`of_shared` has the server's models, and those that several clients share, on the union
-of all test rows. `of_clients` has the models of single clients, always of given ids, on
-their own rows. No model is run twice on a row, and what is summed is the `Score`'s
-business. `joined` puts both together on the host.
+`of_shared` runs the server's models, and those that several clients share, on the union
+of all test rows. `of_clients` runs the models of given clients on these clients' own
+rows. No model runs twice on a row, and the `Score` defines what is summed. `joined`
+combines both results on the host.
 """
 
 from collections.abc import Iterable
@@ -18,17 +18,15 @@ from fedjax_pfl import each_client, execution, over_devices, rng, scores, stacke
 
 
 class Scoring(NamedTuple):
-    """What is measured.
+    """The choice of what is measured.
 
     Attributes:
-        batch_size: Rows per forward pass.
-        own_batch_size: Rows per forward pass on one client's own test rows.
+        batch_size, own_batch_size: Rows per pass, on all and on a client's test rows.
         num_scored: Clients behind c_spec, c_gen and c_per; 0 = these are absent.
         scored: `selected` (the next round's cohort) or `all`.
-        num_sampled: Clients for which the own accuracy is measured, drawn once by the
-            seed; 0 = all.
+        num_sampled: Clients with an own accuracy, drawn once by the seed; 0 = all.
         has_train: Whether the server's model is measured on the clients' train rows.
-        score: What is summed over rows.
+        score: The sums over rows.
     """
 
     batch_size: int
@@ -48,10 +46,7 @@ def answer(model: types.Model, out: Any) -> jax.Array:
 
 
 def _outputs(model: types.Model, out: Any) -> tuple[jax.Array, ...]:
-    """J logits: of each exit, their ensemble and the served output.
-
-    J is 1 for a model without exits.
-    """
+    """J logits: of exits, their ensemble and the served output; J = 1 without exits."""
     if not model.has_exits:
         return (out,)
     return *out, sum(out) / len(out), answer(model, out)
@@ -112,22 +107,20 @@ def of_shared(
     """The server's models, and those that several clients share, on all test rows.
 
     Args:
-        algorithm: The algorithm.
-        state: The state at the end of a round, with any clients' private rows.
+        algorithm, scoring, how: The models, what is measured, and chunks and devices.
+        state, data: At the end of a round, with any clients' private rows, and the
+            tables.
         cohort: The next round's clients, without plans.
-        data: The tables.
-        scoring: What is measured.
-        how: Chunks and devices.
 
     Returns:
-        `server`, `server_loss` {name: sums of the union}, see `Score.of_union`, and
-        `differ` {name: int32[]}, the rows on which exits disagree, of models that have
-        some; `measured`, the measures of the first of them (absent without a server,
-        as these three are); `train` (sums of the first on the clients' train rows,
-        int32[] rows);
-        `serving`, `trained`: a pair for each model that clients share, (sums over each
-        client's test rows, leaves [K, ...]; its right answers on the union int32[], ()
-        without scored clients). `trained` is absent where `serving` holds for both.
+        `server` and `server_loss` {name: sums of the union}, see `Score.of_union`;
+        `differ` {name: int32[]}, the rows on which exits disagree, of models with
+        exits; `measured`, the measures of the first server's model (these four are
+        absent without a server); `train` (sums of that model on the clients' train
+        rows, int32[] rows); `serving` and `trained`, for each model that clients share
+        (sums over each client's test rows, leaves [K, ...]; its right answers on the
+        union int32[], () without scored clients). `trained` may equal `serving` and is
+        then absent.
     """
     test, score = data.partition.test, scoring.score
     answered: list[tuple[types.Model, list[jax.Array], Any]] = []
@@ -187,7 +180,7 @@ def of_shared(
 
 
 def _has_other_trained(algorithm: types.Algorithm) -> bool:
-    """Whether the models that training left are others than those that serve."""
+    """Whether the models that training left differ from those that serve."""
     return algorithm.trained not in (None, algorithm.serving)
 
 
@@ -203,19 +196,17 @@ def of_clients(
     """The personalized models of given clients on their own test rows.
 
     Args:
-        algorithm, data, scoring, how: As in `of_shared`.
-        state: The state at the end of a round, whose private rows are these clients'.
-        cohort: The next round's clients, without plans.
+        algorithm, cohort, data, scoring, how: As in `of_shared`.
+        state: At the end of a round, with the private rows of these clients.
         ids: int32[R], the client of each private row, K = none.
 
     Returns:
-        `serving`, `trained`: (sums of these clients' own models, leaves [R, ...], 0
+        `serving` and `trained`: (sums of these clients' own models, leaves [R, ...], 0
         where a client has none; bool[R] for each model that clients share, whether it
-        serves them), where `trained` is absent as in `of_shared`;
-        `known` bool[R], the clients that are in the sample and served by a model;
-        `scored` int32[num_scored] (int32[R] of all clients), the ids of the scored
-        clients, K = none, and `cross`, the right answers of their own models on the
-        union (both absent without scored clients).
+        serves them), where `trained` is absent as in `of_shared`; `known` bool[R], the
+        clients that are in the sample and served by a model; `scored` int32[num_scored]
+        (int32[R] of all clients), the ids of the scored clients, K = none, and `cross`,
+        the right answers of their own models on the union (both absent without any).
     """
     test, score = data.partition.test, scoring.score
     num_clients, num_rows = test.start.shape[0], ids.shape[0]
@@ -257,8 +248,7 @@ def of_clients(
                 rows = _by_device(measured, how.num_devices, size)
             else:
                 (rows,) = jnp.nonzero(measured, size=size, fill_value=num_rows)
-            # The entry is one past the end for clients without one, and for the slot
-            # R, which is padding.
+            # One past the end for clients without an entry, and for slot R, the padding
             entry_of = jnp.append(jnp.where(serves, number - 1, end), end)
             starts = jnp.take(start, rows, mode="clip")
             counts = jnp.take(count, rows, mode="fill", fill_value=0)
@@ -294,11 +284,8 @@ def of_clients(
 
 
 def _by_device(is_wanted: jax.Array, devices: int, size: int) -> jax.Array:
-    """int32[A]: the wanted of bool[R] rows, those of each device together.
-
-    Each device has as many places, at most `size`, and its wanted rows come first. R
-    fills the others.
-    """
+    """int32[A]: the wanted of bool[R] rows, grouped by device. Each device has as many
+    places, at most `size`. Its wanted rows come first, and R fills the other places."""
     num_rows = is_wanted.shape[0]
     by_device = is_wanted.reshape(devices, -1)
     place = jnp.argsort(~by_device, axis=1, stable=True)[:, :size]
@@ -309,10 +296,8 @@ def _by_device(is_wanted: jax.Array, devices: int, size: int) -> jax.Array:
 
 def _numbers(group: types.Serving, num_rows: int) -> jax.Array:
     """int32[num_rows]: each client's entry in a group, counted from 1; 0 = none.
-
-    Counted from 0 it may equal the index, and a TPU's compiler ends where one value is
-    the index and the update of a scatter.
-    """
+    Counted from 0 it may equal the index, and a TPU's compiler aborts where one value
+    is the index and the update of a scatter."""
     served_id = jnp.where(group.mask, group.client_id, num_rows)
     numbers = 1 + jnp.arange(served_id.shape[0])
     return jnp.zeros(num_rows, jnp.int32).at[served_id].set(numbers, mode="drop")
@@ -330,16 +315,10 @@ def _each_entry(
 ) -> Any:
     """The sums [A] of some of a group's models, on test rows for each.
 
-    Args:
-        group: The serving group, with a model for each entry.
-        entries: int32[A], rows of `group.own`.
-        starts, counts: int32[A], the test rows. A count of 0 costs nothing.
-        data: The tables.
-        batch_size: Rows per forward pass.
-        how: Chunks and devices. Models that do not fill whole chunks are padded. Where
-            a group has the private rows and these are shared out, each device has as
-            many of these entries, in the order of the devices.
-        score: What is summed.
+    `entries` int32[A] are rows of `group.own`. `starts` and `counts` int32[A] are the
+    test rows, and a count of 0 costs nothing. Models that do not fill whole chunks are
+    padded. If private rows of a group are shared out, each device has equally many of
+    these entries, in the order of the devices.
     """
     size, own, parts, first = entries.shape[0], group.own, 1, 0
     if stays := how.shares_rows and group.is_by_row:
@@ -359,8 +338,19 @@ def _each_entry(
         # The model is made only here, so that they never all exist at once.
         mine = _taken(local if stays else own, entry)
         mine = group.replace(shared=shared).variables(mine)
-        where = start, count, batch_size, bound
-        return _sums_from(group.model, mine, data, *where, score)
+
+        def batch(index: jax.Array) -> Any:
+            offset = index * batch_size + jnp.arange(batch_size)
+            rows = jnp.take(data.partition.test.row, start + offset, mode="clip")
+            rows = jnp.where(offset < count, rows, -1)
+            found = _answers(group.model, mine, data, rows, score)
+            return score.of_batch(found, index * batch_size)
+
+        def step(index: jax.Array, total: Any) -> Any:
+            return jax.tree.map(jnp.add, total, batch(index))
+
+        nothing = stacked.zeros(jax.eval_shape(batch, 0))
+        return jax.lax.fori_loop(0, bound, step, nothing)
 
     rows = padded(entries, first), padded(starts), padded(counts)
     num_steps = -(-rows[2] // batch_size)
@@ -375,35 +365,8 @@ def _each_entry(
     return jax.tree.map(without_padding, over(rows, given, num_steps, local=local))
 
 
-def _sums_from(
-    model: types.Model,
-    variables: types.Variables,
-    data: types.Data,
-    start: jax.Array,
-    count: jax.Array,
-    batch_size: int,
-    bound: jax.Array,
-    score: scores.Score,
-) -> Any:
-    """The sums of the served output on test rows start..start+count."""
-
-    def batch(index: jax.Array) -> Any:
-        offset = index * batch_size + jnp.arange(batch_size)
-        rows = jnp.take(data.partition.test.row, start + offset, mode="clip")
-        rows = jnp.where(offset < count, rows, -1)
-        found = _answers(model, variables, data, rows, score)
-        return score.of_batch(found, index * batch_size)
-
-    def step(index: jax.Array, total: Any) -> Any:
-        return jax.tree.map(jnp.add, total, batch(index))
-
-    like = jax.eval_shape(batch, 0)
-    nothing = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), like)
-    return jax.lax.fori_loop(0, bound, step, nothing)
-
-
 def _taken(tree: Any, entry: jax.Array) -> Any:
-    """A row of leaves [A, ...], which leaves a TPU's copy of all rows as it is.
+    """A row of leaves [A, ...], without a copy of all rows on a TPU.
 
     A TPU keeps [A, 128, 64] with 128 in its lanes, which are 128 wide. Without a layout
     for the row, a loop over rows first copies all of them to one with 64 in the lanes.
@@ -433,14 +396,13 @@ def joined(
     num_clients: int,
     has_trained: bool = False,
 ) -> dict[str, Any]:
-    """What both programs found of one variant, as `Score.metrics` takes it.
+    """Combines the results of both programs for one variant, for `Score.metrics`.
 
     Args:
-        shared: What `of_shared` returned, as numpy.
-        blocks: For disjoint sets of clients their ids int[R], and what `of_clients`
-            returned for these.
-        num_clients: K.
-        has_trained: Whether the algorithm says which models training left.
+        shared: The result of `of_shared`, as numpy.
+        blocks: For disjoint sets of the K clients, ids int[R] and results of
+            `of_clients`.
+        has_trained: Whether the algorithm defines the models that training left.
 
     Returns:
         `server`, `server_loss`, `differ`, `measured` and `train` of `shared`; `own` and
@@ -461,10 +423,11 @@ def joined(
             if kind not in found:
                 continue
             own, serves = found[kind]
-            parts = [] if own is None else [jax.tree.map(lambda x, r=real: x[r], own)]
+            parts = [] if own is None else [(clients, stacked.at(own, real))]
             for is_served, (sums, _) in zip(serves, shared[kind], strict=True):
-                parts.append(_where(is_served[real], sums, clients))
-            for part in parts:
+                mine = clients[is_served[real]]
+                parts.append((mine, stacked.at(sums, mine)))
+            for mine, part in parts:
                 if name not in out:
                     out[name] = jax.tree.map(
                         lambda x: np.zeros((num_clients, *x.shape[1:]), x.dtype), part
@@ -472,7 +435,7 @@ def joined(
                 for total, x in zip(
                     *map(jax.tree.leaves, (out[name], part)), strict=True
                 ):
-                    total[clients] += x
+                    total[mine] += x
         if "scored" in found:
             scored.append(found["scored"])
             slot = np.zeros(num_clients + 1, int)
@@ -488,13 +451,3 @@ def joined(
     if scored:
         out["scored"], out["cross"] = np.concatenate(scored), np.concatenate(cross)
     return out
-
-
-def _where(is_served: np.ndarray, sums: Any, clients: np.ndarray) -> Any:
-    """The sums of clients int[n], leaves [n, ...], 0 where they are not served."""
-
-    def one(leaf: np.ndarray) -> np.ndarray:
-        mask = is_served.reshape(-1, *[1] * (leaf.ndim - 1))
-        return np.where(mask, leaf[clients], np.zeros((), leaf.dtype))
-
-    return jax.tree.map(one, sums)

@@ -10,23 +10,25 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
+from fedjax_pfl.rows import views
+
 # Smaller arrays are copied for each device.
 ALIGNED_BYTES = 1 << 16
 
 
 class Execution(NamedTuple):
-    """How client rows are computed, which never changes what is computed.
+    """How client rows are computed, which never changes the results.
 
     Attributes:
         chunk: Rows that are vmapped together on one device; 1 = one by one.
         mesh: A mesh with the axis `clients`, or None for a single device.
         is_bucketed: Whether a chunk of clients with submodels computes only the largest
-            of these; else it computes the whole model, masked.
-        vmaps_runs: Whether seeds are one more vmapped axis, as suits accelerators; else
-            each is a separate call.
+            of these. Otherwise it computes the whole model, masked.
+        vmaps_runs: Whether seeds are one more vmapped axis, as suits accelerators.
+            Otherwise each is a separate call.
         device: The single device where there is no mesh, None = the first.
         shares_rows: Whether a device of the mesh has the private rows of its own
-            clients alone (see `rows.slots`); else every device has all.
+            clients alone (see `rows.slots`). Otherwise every device has all.
     """
 
     chunk: int = 1
@@ -49,9 +51,9 @@ class Execution(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What layers may know of the program in which they are traced.
+    """The facts about the traced program that a layer may use.
 
-    It may change how they compute, never what.
+    They may change how layers compute, never the results.
 
     Attributes:
         platform: The kind of the devices that will run the program, of a `target` too.
@@ -71,23 +73,21 @@ class Setting(NamedTuple):
     owners: jax.sharding.Mesh | None = None
 
 
-# It belongs to the keys of jax's own caches, so that nothing that was traced in one
-# setting serves in another.
+# It is part of the keys of jax's caches, so that no trace is reused in another setting.
 _SETTING = jax.make_user_context(None)
 
 
 def setting() -> Setting:
-    """The present setting: one model on jax's platform, or what a program says."""
+    """The present setting: that of a program, or else one model on jax's platform."""
     return _SETTING.value or Setting(jax.default_backend())
 
 
 def traced_in(inner: Setting) -> contextlib.AbstractContextManager:
-    """A context in which `setting` returns `inner`."""
     return _SETTING(inner)
 
 
 def side_by_side(how: Execution, count: int) -> contextlib.AbstractContextManager:
-    """A context for tracing what will be vmapped `count` times on the devices of `how`.
+    """A context for tracing code that is vmapped `count` times on the devices of `how`.
 
     Inside another one the counts multiply. On a CPU it does nothing.
     """
@@ -98,10 +98,7 @@ def side_by_side(how: Execution, count: int) -> contextlib.AbstractContextManage
 
 
 def over_devices(how: Execution) -> contextlib.AbstractContextManager:
-    """A context for tracing a program of the devices of `how`.
-
-    Its state has private rows as `how` places them.
-    """
+    """A context for tracing a program on the devices of `how`, which place its rows."""
     if how.mesh is None:
         return contextlib.nullcontext()
     owners = how.mesh if how.shares_rows else None
@@ -117,16 +114,9 @@ def padded_size(num_rows: int, execution: Execution) -> int:
 
 
 def executed_steps(num_steps: np.ndarray, execution: Execution) -> np.ndarray:
-    """Local steps computed for cohorts, including padding.
+    """Local steps int64[...] that cohorts compute: a chunk runs to its longest client.
 
-    A chunk runs to its longest client.
-
-    Args:
-        num_steps: int[..., C], of rows in their order in the cohort.
-        execution: Chunks and devices.
-
-    Returns:
-        int64[...], for each cohort.
+    `num_steps` int[..., C] are those of rows in their order in the cohort.
     """
     num_steps = np.asarray(num_steps).astype(np.int64)
     chunk = min(execution.chunk, num_steps.shape[-1] // execution.num_devices)
@@ -152,19 +142,16 @@ STEP_CYCLES = {
 
 
 def step_costs(step_macs: float) -> dict[int, float]:
-    """The cost of a client's local step, by how many of them are computed at once.
+    """The cost of a client's local step, by how many are computed at once.
 
     It holds for an accelerator, in units of which only ratios matter. A step of few
     multiply-accumulates costs hardly more for many clients than for one, and a large
-    one fills the chip by itself. Between two sizes of the table costs are interpolated,
-    for the widths that both have, and beyond the sizes they are constant. Between
-    widths they are not: some widths in between cost several times as much.
+    one fills the chip alone. Between two sizes of the table costs are interpolated, for
+    the widths that both have, and beyond the sizes they are constant. Between widths
+    they are not, since some widths in between cost several times as much.
 
-    Args:
-        step_macs: Multiply-accumulates of a client's forward pass in this step.
-
-    Returns:
-        Clients side by side -> cost of each client.
+    `step_macs` are the multiply-accumulates of a client's forward pass in this step.
+    Returns clients side by side -> cost of each client.
     """
     size = min(max(step_macs, min(STEP_CYCLES)), max(STEP_CYCLES))
     below = max(known for known in STEP_CYCLES if known <= size)
@@ -182,7 +169,7 @@ def step_costs(step_macs: float) -> dict[int, float]:
 def place(tree: Any, where: jax.sharding.Sharding) -> Any:
     """Arrays of the host, equal in all processes, as arrays on their devices.
 
-    Devices that only a compiler knows hold no arrays: for these it returns shapes.
+    For devices that only a compiler has, which hold no arrays, it returns shapes.
     """
     if not where.device_set <= set(jax.devices()):
         return placed_shapes(tree, where)
@@ -193,7 +180,7 @@ def place(tree: Any, where: jax.sharding.Sharding) -> Any:
     def one(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and leaf.sharding.device_set == where.device_set:
             return leaf
-        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        is_key = views.is_key(leaf)
         host = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
         out = jax.make_array_from_callback(host.shape, where, lambda at: host[at])
         return jax.random.wrap_key_data(out) if is_key else out

@@ -1,4 +1,4 @@
-"""Hashes of what a function computes: its jaxpr with all constants, not its text.
+"""Hashes the computation of a function: its jaxpr with all constants, not its text.
 
 A closure's value, a global constant, a helper or a base class changes the hash, and a
 comment or a new name does not. Versions of jax may trace the same function differently.
@@ -8,42 +8,28 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator
-from types import (
-    CodeType,
-    FunctionType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-)
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core
 
+from fedjax_pfl.rows import views
+
 # Addresses, and names of functions that were traced
 _NOT_COMPUTED = re.compile(r" at 0x[0-9a-f]+|\bname=[^\s\]]+")
 
 
 def of(fn: Callable[..., Any], *args: Any, gradient: bool = False) -> str:
-    """The SHA-256 of what a function computes, 64 hexadecimal digits.
+    """The SHA-256 of the computation of a function, 64 hexadecimal digits.
 
-    Args:
-        fn: A function of arrays that jax can trace.
-        *args: Arrays or shape structs.
-        gradient: Whether the gradient of the sum of its floats in the first argument is
-            part of it, as a function may have a gradient of its own (`jax.custom_vjp`).
-            Of a callback to Python its code and all that it holds count, but globals.
-
-    Example:
-        >>> def times(factor):
-        ...     return lambda x: factor * x
-        >>> of(times(2.0), np.ones(3)) == of(times(2.0), np.ones(3))
-        True
-        >>> of(times(2.0), np.ones(3)) == of(times(3.0), np.ones(3))
-        False
+    `fn` takes the arrays or shape structs `args`, and jax can trace it. With `gradient`
+    the hash includes the gradient of the sum of its floats in the first argument, since
+    a function may define its own gradient (`jax.custom_vjp`). For a callback to Python
+    the code and all values that it holds count, except globals.
     """
-    # A new function, since jax would not trace one that it knows again.
+    # A new function, since jax would not trace the same one again.
     traced = [jax.make_jaxpr(lambda *given: fn(*given), return_shape=True)(*args)]
     if gradient:
 
@@ -60,15 +46,15 @@ def of(fn: Callable[..., Any], *args: Any, gradient: bool = False) -> str:
         digest.update(_NOT_COMPUTED.sub("", text).encode())
         for constant in _constants(jaxpr):
             digest.update(f"{constant.dtype}{constant.shape}".encode())
-            # Not its buffer, which numbers such as bfloat16 do not have.
+            # Not its buffer, which types such as bfloat16 do not have.
             digest.update(constant.tobytes())
     return digest.hexdigest()
 
 
 def _constants(jaxpr: core.ClosedJaxpr) -> Iterator[np.ndarray]:
-    """The arrays that a jaxpr holds, those of inner jaxprs too."""
+    """The arrays in a jaxpr, including those of inner jaxprs."""
     for constant in jaxpr.consts:
-        if jax.dtypes.issubdtype(constant.dtype, jax.dtypes.prng_key):
+        if views.is_key(constant):
             constant = jax.random.key_data(constant)
         yield np.asarray(constant)
     yield from _inner(jaxpr.jaxpr)
@@ -94,13 +80,11 @@ def _of_python(value: Any, known: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
     """The code of a callback to Python, and all values that it holds, as bytes.
 
     They are held in closures, defaults, partial functions, containers and attributes,
-    and not in globals. `known` are the ids of what is being read.
+    and not in globals. `known` are the ids of the values being read.
     """
     if id(value) in known:
         return
-    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(
-        value.dtype, jax.dtypes.prng_key
-    ):
+    if isinstance(value, jax.Array) and views.is_key(value):
         value = jax.random.key_data(value)
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         array = np.asarray(value)
@@ -114,7 +98,7 @@ def _of_python(value: Any, known: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
 
 
 def _held(value: Any) -> list[Any]:
-    """What a container, a piece of code, a function or an object holds."""
+    """The values in a container, a piece of code, a function or an object."""
     if isinstance(value, (set, frozenset)):
         return sorted(value, key=repr)
     if isinstance(value, dict):
@@ -132,7 +116,7 @@ def _held(value: Any) -> list[Any]:
         return [value.__code__, cells, value.__defaults__, value.__kwdefaults__]
     if isinstance(value, (type, ModuleType)):
         return [value.__name__]
-    # Of a compiled function, such as numpy's, the name says what it computes.
+    # A compiled function, such as numpy's, is identified by its name.
     names = type(value).__name__, getattr(value, "__name__", "")
     classes = [vars(one) for one in type(value).__mro__]
     methods = [

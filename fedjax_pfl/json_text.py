@@ -1,4 +1,4 @@
-"""Reads JSON that may be damaged or a stranger's: its form is checked by kinds."""
+"""Reads JSON that may be damaged or untrusted, and checks its form by kinds."""
 
 import json
 import types
@@ -9,7 +9,7 @@ NUMBER = int | float
 # Nan and infinity are written as null.
 NUMBER_OR_NULL = int | float | None
 
-# The kind of `str` where no other names than those listed are expected
+# The kind of `str` where only the listed names are expected
 NOTHING = types.NoneType
 
 _NAMES = {
@@ -24,11 +24,7 @@ _NAMES = {
 
 
 def read(text: bytes | str, kind: Any = object) -> Any:
-    """The value of a JSON text whose form is as expected.
-
-    Args:
-        text: JSON.
-        kind: What is expected, see `check`.
+    """The value of a JSON text, after `check` of its form.
 
     Raises:
         ValueError: a phrase without the file, such as `it is not JSON`.
@@ -44,12 +40,9 @@ def read(text: bytes | str, kind: Any = object) -> Any:
 def check(value: Any, kind: Any) -> None:
     """Refuses a value of JSON that is not of the expected form.
 
-    Args:
-        value: As `json.loads` returns it.
-        kind: A type or a union of types; `[kind]`, a list of these; or names and their
-            kinds, an object. A name that ends in "?" may be missing, and the key `str`
-            is the kind of all names that are not listed. Without this key other names
-            may have any value.
+    `kind` is a type or a union of types; `[kind]`, a list of these; or names and their
+    kinds, an object. A name that ends in "?" may be missing, and the key `str` is the
+    kind of all names that are not listed. Without it these may have any value.
 
     Raises:
         ValueError: a phrase without the file, such as `its metrics.c_gen.mean is a
@@ -60,11 +53,11 @@ def check(value: Any, kind: Any) -> None:
 
 
 def _odd(value: Any, kind: Any, place: str) -> str:
-    """What of a value is not of its kind, "" if all of it is."""
+    """The part of a value that is not of its kind, as a phrase; "" if there is none."""
     its = f"its {_shown(place)}" if place else "it"
     if isinstance(kind, list):
         if not isinstance(value, list):
-            return f"{its} is {_name(type(value))}, a list is expected"
+            return f"{its} is {_NAMES[type(value)]}, a list is expected"
         found = (_odd(one, kind[0], f"{place}[{n}]") for n, one in enumerate(value))
         return next(filter(None, found), "")
     if not isinstance(kind, dict):
@@ -74,10 +67,10 @@ def _odd(value: Any, kind: Any, place: str) -> str:
             return ""
         # "a number" includes "an integer".
         wanted = [one for one in kinds if one is not int or float not in kinds]
-        wanted = " or ".join(map(_name, wanted))
-        return f"{its} is {_name(type(value))}, {wanted} is expected"
+        wanted = " or ".join(_NAMES[one] for one in wanted)
+        return f"{its} is {_NAMES[type(value)]}, {wanted} is expected"
     if not isinstance(value, dict):
-        return f"{its} is {_name(type(value))}, an object is expected"
+        return f"{its} is {_NAMES[type(value)]}, an object is expected"
     named = {name.rstrip("?"): one for name, one in kind.items() if name is not str}
     needed = [name for name in kind if name is not str and not name.endswith("?")]
     inside = f"{place}." if place else ""
@@ -91,10 +84,6 @@ def _odd(value: Any, kind: Any, place: str) -> str:
         for name, one in value.items()
     )
     return next(filter(None, found), "")
-
-
-def _name(kind: type) -> str:
-    return _NAMES[kind]
 
 
 def _shown(name: str) -> str:

@@ -1,8 +1,8 @@
 """Capacity levels: how much of a model each client can hold, 1 = the least.
 
-An algorithm defines what a level is: the first stages of a model with exits, a width,
-or a number of models. The planner, not a method, decides which client has which level,
-so that all methods see the same clients at the same levels.
+An algorithm defines a level as the first stages of a model with exits, a width, or a
+number of models. The planner, not a method, decides which client has which level, so
+that all methods see the same clients at the same levels.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ option = options.option
 
 @dataclasses.dataclass(frozen=True)
 class Levels:
-    """Options of every algorithm whose clients hold submodels."""
+    """Options of algorithms with clients that hold submodels."""
 
     levels: str = option(
         "fixed",
@@ -57,11 +57,7 @@ class Levels:
 
 
 def mix(hparams: Levels) -> np.ndarray:
-    """The proportions of the levels, int[L].
-
-    Raises:
-        ValueError: `--level_mix` is not such a list, or all of it is 0.
-    """
+    """The proportions int[L] of the levels; ValueError if the text has none."""
     text = hparams.level_mix
     parts = text.split(":")
     if not all(p.isascii() and p.isdecimal() and len(p) < 7 for p in parts):
@@ -76,11 +72,7 @@ def mix(hparams: Levels) -> np.ndarray:
 
 
 def top(hparams: Levels) -> int:
-    """The level of the global model, 1..L.
-
-    Raises:
-        ValueError: there is no such level.
-    """
+    """The level of the global model, 1..L; ValueError if there is no such level."""
     count = len(mix(hparams))
     why = f"the levels of --level_mix={hparams.level_mix}"
     options.check_at_most("max_level", hparams.max_level, count, why)
@@ -126,12 +118,8 @@ def capability(hparams: Levels, num_clients: int) -> np.ndarray:
 def assigned(hparams: Levels, num_clients: int) -> tuple:
     """The levels of the clients and the clients that may be drawn, for `plan.Planner`.
 
-    Returns:
-        (int[K], or a function of the round where levels are drawn; bool[K], or None for
-        all clients).
-
-    Raises:
-        ValueError: options contradict each other.
+    Levels are int[K], or a function of the round where they are drawn. The clients are
+    bool[K], or None for all. Raises ValueError if options contradict each other.
     """
     largest = top(hparams)
     is_drawn = hparams.levels == "dynamic"
@@ -161,9 +149,9 @@ def eligible_rows(
 
 
 def num_capable(hparams: Levels, num_clients: int) -> np.ndarray:
-    """int[top]: how many clients can hold each level. Where levels are drawn, all can.
+    """int[top]: how many clients that may be drawn can hold each level.
 
-    Only clients that may be drawn count.
+    Where levels are drawn, all clients can hold each.
     """
     if hparams.levels == "dynamic":
         return np.full(top(hparams), num_clients)
@@ -173,7 +161,7 @@ def num_capable(hparams: Levels, num_clients: int) -> np.ndarray:
     return (able >= np.arange(1, top(hparams) + 1)[:, None]).sum(1)
 
 
-# What to take where a model has one exit
+# The end of messages about a model with one exit
 WITH_EXITS = (
     "a model with an exit at every stage, such as depth_convnet or, for texts, "
     "depth_masked_lm (your own: model=[('one', Body(), Exit()), ...])"
@@ -183,11 +171,8 @@ WITH_EXITS = (
 def truncated(hparams: Levels, model: types.Model) -> types.Model:
     """The global model: the chain up to `--max_level` of a model with exits.
 
-    A model with one exit has one level, the whole model.
-
-    Raises:
-        ValueError: the number of levels is not the model's, or options of several
-            levels are given with a model of one.
+    A model with one exit has one level, the whole model. Raises ValueError if the
+    number of levels is not the model's, or if a model of one gets options of several.
     """
     count = len(model.stage_names) if model.has_exits else 1
     given = len(mix(hparams))
@@ -229,8 +214,8 @@ class Submodel(NamedTuple):
     Attributes:
         cut: `(whole, client, level) -> part`, for a level of at least the client's.
         paste: `(part, whole, client, level) -> whole` with the part in its place.
-        held: `(cohort, own) -> mask`, what each client trains: a prefix pytree of
-            `types.Variables`, bool[C, ...].
+        held: `(cohort, own) -> mask` of the parts that each client trains: a prefix
+            pytree of `types.Variables`, bool[C, ...].
         messages: The kinds of messages that carry it, down and up.
         sent: `cohort -> ` how many of each, as `Algorithm.round` returns them.
         num_levels: L, of the global model; 0 = all clients hold all of it.
@@ -287,29 +272,25 @@ def make(
     server: Callable[..., dict] | None = None,
     opt_state: Callable[..., Any] | None = None,
 ) -> types.Algorithm:
-    """An algorithm whose clients train submodels of the server's model.
+    """An algorithm with clients that train submodels of the server's model.
 
     The server takes, part by part, the plain mean over the clients of the round that
     hold it. A part that none of them holds stays as it is.
 
     Args:
-        hparams: The algorithm's options.
-        task: What the algorithm may use.
-        model: The global model.
-        submodel: The part that a client holds.
+        hparams, task: As every `make` gets them.
+        model, submodel: The global model, and the part of it that a client holds.
         client_update: `(client, start, level) -> Trained` of the submodel.
         init: From the run's root key to the server's first variables; None = the common
             initialisation of `model`.
-        own: `(state, cohort, data) -> leaves [C, ...]`, as `client.own`; None = the
-            private rows.
-        private: From the first model to the private row of each client before round 0.
-        beside: From the first model to what else the server keeps. `state.server` is
-            then {"model": its model, **beside}, else its model alone.
+        own: `(state, cohort, data) -> client.own` [C, ...]; None = the private rows.
+        private: From the first model to each client's private row before round 0.
+        beside: From the first model to the server's other entries. `state.server` is
+            then {"model": its model, **beside}, and otherwise its model alone.
         server_update: `(server, trained, own, cohort, mean) -> (server, rows)`, where
             `mean` maps the clients' variables to the server's, and rows None means
-            unchanged; None = the mean of what they trained.
-        server: As in `types.Algorithm`; None = the global model.
-        opt_state: As in `types.Algorithm`. None = that of `model`.
+            unchanged; None = the mean of the trained models.
+        server, opt_state: As in `types.Algorithm`; None = those of `model`.
     """
     begin = init or functools.partial(task.init, model)
 

@@ -14,6 +14,7 @@ from fedjax_pfl import (
     losses,
     optimizer,
     options,
+    stacked,
     types,
 )
 
@@ -70,8 +71,8 @@ class Batch:
 
     `image` f32[B, ...], `label` int32[B], `mask` bool[B], `position` int32[B] (index
     among the client's rows, for tables aligned by sample), `step` and `epoch` int32[],
-    and a `key` for this step. Of a text `label` is int32[B, T], and `chosen` bool[B, T]
-    has the positions that count in the loss, None = all.
+    and a `key` for this step. For a text `label` is int32[B, T], and `chosen` bool[B,
+    T] has the positions that count in the loss, None = all.
     """
 
     image: jax.Array
@@ -98,14 +99,14 @@ class Objective(NamedTuple):
     Attributes:
         loss_fn: `(params, stats, batch) -> (loss f32[], stats)`, a mean over the real
             examples of the batch.
-        trainable: What may change: bool[L], a prefix pytree of the parameters with bool
-            leaves (one bool for all), or a function of the batch that returns one of
-            these (phases by `batch.epoch`); None = all.
-        held: Where statistics move, a prefix pytree of them or bool[L]; None = in the
-            stages of which any part is trainable. With two objectives for a batch they
-            move twice, once in each that holds them.
+        trainable: The parts that may change: bool[L], a prefix pytree of the parameters
+            with bool leaves (one bool for all), or a function of the batch that returns
+            one of these (phases by `batch.epoch`); None = all.
+        held: Where statistics move, a prefix pytree of them or bool[L]; None = in
+            stages with any trainable part. With two objectives for a batch they move
+            twice, once in each that holds them.
         adjust: `(params, grads) -> grads`, before clipping, for FedDyn's pull, proximal
-            terms and control variates. It leaves the loss as it is.
+            terms and control variates. It does not change the loss.
         project: `params -> params`, on all of them, after a real step.
         measure: `grads -> pytree of scalars`, summed over the real steps. It gets the
             loss's own gradients, also of parameters that are not trainable.
@@ -152,10 +153,8 @@ def plan(
 def _masks(
     objective: Objective, batch: Batch, real: jax.Array, num_stages: int
 ) -> tuple[Any, Any]:
-    """What an objective trains and where it moves statistics, as prefix pytrees.
-
-    Both are False in a step without a real example.
-    """
+    """Where an objective trains and where it moves statistics, as prefix pytrees. Both
+    are False in a step without a real example."""
 
     def as_prefix(mask: Any) -> Any:
         mask = jax.tree.map(lambda part: jnp.asarray(part) & real, mask)
@@ -192,9 +191,6 @@ def train(
             client's persistent one, or a fresh one where none persists.
         tag: Stream of the steps' keys.
 
-    Returns:
-        `each_client.Trained`.
-
     Example:
         >>> rows = types.ClientRows(jnp.arange(2), jnp.array([0]), jnp.array([2]))
         >>> parts = types.Partition(rows, rows, ())
@@ -210,6 +206,7 @@ def train(
     """
     if callable(objectives):
         objectives = (Objective(objectives),)
+    measures = [one.measure or (lambda grads: ()) for one in objectives]
     data = client.data
     tx = optimizer.make(hparams, optimizer.learning_rate(hparams, client.round))
     given = client.opt_state if opt_state is None else opt_state
@@ -224,23 +221,16 @@ def train(
         own = jax.random.fold_in(key, index)
         place = jnp.maximum(position, 0)
         image, label, chosen = data.train_batch(row_at(place), place, own)
-        batch = Batch(
-            image=image,
-            label=label,
-            mask=mask,
-            position=position,
-            step=index,
-            epoch=epoch,
-            key=own,
-            chosen=chosen,
-        )
+        batch = Batch(image, label, mask, position, index, epoch, own, chosen)
         params, stats, opt_state = carry.params, carry.stats, carry.opt_state
         real, measured = mask.any(), []
         for number, objective in enumerate(objectives):
-            (loss, new_stats), grads = jax.value_and_grad(
-                objective.loss_fn, has_aux=True
-            )(params, stats, batch)
-            measured.append(_added(carry.measured[number], objective, grads, real))
+            gradient = jax.value_and_grad(objective.loss_fn, has_aux=True)
+            (loss, new_stats), grads = gradient(params, stats, batch)
+            more = jax.tree.map(
+                lambda x: jnp.where(real, x, 0), measures[number](grads)
+            )
+            measured.append(jax.tree.map(jnp.add, carry.measured[number], more))
             if objective.adjust is not None:
                 grads = objective.adjust(params, grads)
             trainable, held = _masks(objective, batch, real, num_stages)
@@ -266,26 +256,11 @@ def train(
         stats=start.stats,
         opt_state=given if is_kept else optimizer.init(tx, start.params),
         loss=(jnp.zeros(()), jnp.zeros((), jnp.int32)),
-        measured=tuple(_nothing(objective, start.params) for objective in objectives),
+        measured=tuple(
+            stacked.zeros(jax.eval_shape(one, start.params)) for one in measures
+        ),
     )
     trained = client.run(step, first)
     if not is_kept:
         return trained.replace(opt_state=())
     return trained.replace(persists=opt_state is None)
-
-
-def _nothing(objective: Objective, params: types.Params) -> Any:
-    """Zeros in the shapes of an objective's measurements."""
-    if objective.measure is None:
-        return ()
-    shapes = jax.eval_shape(objective.measure, params)
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-
-def _added(total: Any, objective: Objective, grads: types.Params, real: Any) -> Any:
-    """`total` plus an objective's measurements in a real step."""
-    if objective.measure is None:
-        return total
-    return jax.tree.map(
-        lambda t, value: t + jnp.where(real, value, 0), total, objective.measure(grads)
-    )

@@ -33,11 +33,9 @@ def batch_mean(
 ) -> jax.Array:
     """The mean f32[] over the examples of a batch, or over its chosen positions.
 
-    Args:
-        values: f32[B] of examples, or f32[B, T] of positions.
-        mask: bool[B], the real examples.
-        chosen: bool[B, T], the positions that count, all alike. None = all positions,
-            and the mean is over those of an example first.
+    `values` are f32[B] of examples or f32[B, T] of positions, and `mask` bool[B] has
+    the real examples. `chosen` bool[B, T] has the positions that count equally. None =
+    all positions, and the mean is first taken over those of each example.
     """
     if chosen is None:
         return masked_mean(by_example(values), mask)
@@ -52,16 +50,8 @@ def cross_entropy(
 ) -> jax.Array:
     """The mean cross-entropy f32[] over examples, or over chosen positions.
 
-    Args:
-        logits: f32[B, ..., Y].
-        label: int32[B, ...], one label for an example or one for each position.
-        mask: bool[B], the real examples.
-        chosen: bool[B, T] or None, as in `batch_mean`.
-
-    Example:
-        >>> logits, label = jnp.zeros((2, 3, 4)), jnp.zeros((2, 3), int)
-        >>> round(float(cross_entropy(logits, label, jnp.array([True, False]))), 4)
-        1.3863
+    `logits` are f32[B, ..., Y], and `label` int32[B, ...] is one label for an example
+    or one for each position. `mask` and `chosen` are those of `batch_mean`.
     """
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
     return batch_mean(losses, mask, chosen)

@@ -1,4 +1,4 @@
-"""More metrics of an evaluation than accuracy and loss (`--eval_metrics`).
+"""Further metrics of an evaluation besides accuracy and loss (`--eval_metrics`).
 
 A measure sums numbers over the rows of a model's evaluation, and the host turns the
 sums into metrics. It is computed for the server's first model on the union of all test
@@ -14,17 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-# The numbers of clients that the host turns into metrics at once
+from fedjax_pfl import stacked
+
+# The most numbers that the host turns into metrics at once
 FINISHED_NUMBERS = 1 << 22
 ECE_BINS = 15  # as in Guo et al., "On Calibration of Modern Neural Networks", ICML 2017
-# Names of functions that would be taken for metrics that every run has
+# Names of functions that would be confused with metrics that every run has
 _TAKEN = (
     r"(accuracy|loss|perplexity|masked_perplexity)(_std|_pooled)?|class\d+_accuracy"
 )
 
-
-# Before a metric's name in records: the clients over which it is a mean, where it is
-# not defined for all
+# Prefix of a metric's name in records: how many clients its mean includes, if not all
 CLIENTS_IN = "clients_in_"
 
 
@@ -34,14 +34,14 @@ class Measure(NamedTuple):
     Attributes:
         name: Its name in `--eval_metrics`.
         sums: `(logits f32[B, Y], labels int32[B], mask bool[B]) -> sums`, a pytree of
-            f32, in which rows with a mask of False count nothing. None = the rows
+            f32 to which rows with a mask of False add nothing. None = the rows
             themselves are kept: `logits` f32[N, Y] and `label` f32[N], which is 1 + the
-            class, and 0 of rows that are not there.
+            class, and 0 for missing rows.
         finish: From the sums f64 of M models, leaves [M, ...], to values f64[M] by
             name, nan where one is not defined.
         is_mean: Whether there is also the mean over clients of their own values.
-        given: The user's function of a custom measure, whose values need not be
-            fractions 0..1. None = a measure of `NAMES`, whose values are.
+        given: The user's function of a custom measure, with values that need not be
+            fractions 0..1. None = a measure of `NAMES`, with fractions.
     """
 
     name: str
@@ -62,11 +62,8 @@ def of(
 ) -> tuple[Any, ...]:
     """The sums of several measures over one batch.
 
-    Args:
-        measures: The measures.
-        logits, labels, mask: As in `Measure.sums`.
-        first: The place of the batch's first row among `num_rows`, N.
-        num_rows: At least the rows of all batches together.
+    `logits`, `labels` and `mask` are those of `Measure.sums`. `first` is the place of
+    the batch's first row among `num_rows` = N, at least the rows of all batches.
     """
     place = first + jnp.arange(len(labels))
 
@@ -84,7 +81,7 @@ def of(
 
 
 def _by_class(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> dict:
-    """f32[Y] each: rows answered rightly, rows so answered, and rows of each class."""
+    """f32[Y] each: right answers, all answers, and rows of each class."""
     size = logits.shape[-1]
     found = logits.argmax(-1)
     real, zeros = mask.astype(jnp.float32), jnp.zeros(size)
@@ -125,14 +122,12 @@ def _per_class(sums: dict) -> dict[str, np.ndarray]:
 
 
 def _auc(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """One class against the others, the mean over classes that have both.
-
-    Ties count one half, as the mean of their ranks does.
-    """
+    """One class against the others, the mean over classes that have both. Ties count
+    one half, as the mean of their ranks does."""
     label, logits = rows["label"][..., None], rows["logits"]
     shifted = logits - logits.max(-1, keepdims=True)
     log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    # Rows that are not there have the last ranks, which are not counted.
+    # Missing rows have the last ranks, which are not counted.
     score = np.where(label, log_p, 1.0)
     is_own = label == 1 + np.arange(logits.shape[-1])
     own = is_own.sum(-2)
@@ -173,11 +168,8 @@ NAMES = {
 def listed(given: Any) -> list[Any]:
     """Names and functions of `eval_metrics` as a list.
 
-    Args:
-        given: A name, a function, a list of these, or functions by name.
-
-    Raises:
-        ValueError: one line: it is none of these.
+    `given` is a name, a function, a list of these, or functions by name. Raises
+    ValueError, in one line, for anything else.
     """
     if isinstance(given, Mapping):
         return list(given.items())
@@ -194,10 +186,9 @@ def listed(given: Any) -> list[Any]:
 
 
 def chosen(asked: str | Sequence[Any]) -> tuple[Measure, ...]:
-    """The measures of `--eval_metrics`, a text or what `listed` returns.
+    """The measures of `--eval_metrics`, a text or the result of `listed`.
 
-    Raises:
-        ValueError: one line: an unknown name, or a function that is not a measure.
+    Raises ValueError for an unknown name or a function that is not a measure.
     """
     if isinstance(asked, str):
         asked = [name.strip() for name in asked.split(",")] if asked else []
@@ -222,10 +213,8 @@ def chosen(asked: str | Sequence[Any]) -> tuple[Measure, ...]:
 def custom(name: Any, fn: Callable[..., tuple[jax.Array, jax.Array]]) -> Measure:
     """A measure of a user's function `(logits, labels, mask) -> (sum, count)`.
 
-    The value is the sum over all rows divided by the count.
-
-    Raises:
-        ValueError: one line: it has no name, or that of another metric.
+    The value is the sum over all rows divided by the count. Raises ValueError, in one
+    line, if it has no name, or that of another metric.
     """
     is_name = isinstance(name, str) and name.isidentifier() and name.islower()
     if not is_name or name in NAMES or re.fullmatch(_TAKEN, name):
@@ -248,10 +237,9 @@ def custom(name: Any, fn: Callable[..., tuple[jax.Array, jax.Array]]) -> Measure
 
 
 def check(measures: Sequence[Measure], num_classes: int) -> None:
-    """Tries the custom ones on four examples of `num_classes` classes.
+    """Tries custom measures on four examples of `num_classes` classes.
 
-    Raises:
-        ValueError: one line: one fails, or does not return two scalars.
+    Raises ValueError, in one line, if one fails or does not return two scalars.
     """
     kinds = ((4, num_classes), jnp.float32), ((4,), jnp.int32), ((4,), jnp.bool_)
     probe = [jax.ShapeDtypeStruct(*one) for one in kinds]
@@ -287,7 +275,6 @@ def metrics(
     """The values of measures by name, without those that are not defined.
 
     Args:
-        measures: The measures.
         found: `server`, the sums of each measure on the union (absent without a
             server's model), and `own`, leaves [K, ...] of the clients' models.
         known: bool[K], the clients that were measured and have test rows.
@@ -295,7 +282,7 @@ def metrics(
     Returns:
         `global_<name>`; `client_<name>_pooled` of the sums over clients; and
         `client_<name>`, the mean over the clients in which it is defined, with the
-        number of these as `clients_in_client_<name>` where they are not all.
+        number of these as `clients_in_client_<name>` unless they are all clients.
     """
     out: dict[str, float] = {}
     as_numpy = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), found)
@@ -306,8 +293,8 @@ def metrics(
             out |= {f"global_{name}": value[0] for name, value in values.items()}
         if not known.any():
             continue
-        own = jax.tree.map(lambda leaf: leaf[known], as_numpy["own"][number])
-        if measure.sums is None:  # the rows that are there
+        own = stacked.at(as_numpy["own"][number], known)
+        if measure.sums is None:  # the rows, without missing ones
             is_real = own["label"] > 0
             together = {name: rows[is_real][None] for name, rows in own.items()}
         else:
@@ -329,12 +316,12 @@ def metrics(
 
 
 def _of_each(measure: Measure, sums: Any) -> dict[str, np.ndarray]:
-    """`finish` of many clients' sums, leaves [M, ...], some clients at once."""
+    """`finish` of many clients' sums, leaves [M, ...], for some clients at a time."""
     leaves = jax.tree.leaves(sums)
     size = sum(leaf[0].size for leaf in leaves)
     step = max(FINISHED_NUMBERS // size, 1)
     parts = [
-        measure.finish(jax.tree.map(lambda leaf, n=n: leaf[n : n + step], sums))
+        measure.finish(stacked.at(sums, slice(n, n + step)))
         for n in range(0, len(leaves[0]), step)
     ]
     return {name: np.concatenate([one[name] for one in parts]) for name in parts[0]}

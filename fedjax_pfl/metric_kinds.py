@@ -1,7 +1,7 @@
 """The kind of a metric, which decides how it is shown and which values are better.
 
-The name of an evaluated metric says its kind. Rounds declare which of theirs are
-fractions, see `types.Algorithm.shares`, and those of custom functions never are.
+An evaluated metric has its kind in its name. Rounds declare which of their metrics are
+fractions, see `types.Algorithm.shares`. Those of custom functions never are.
 """
 
 import enum
@@ -18,7 +18,7 @@ class Kind(enum.Enum):
     PERPLEXITY = enum.auto()
 
 
-# The last two are of rounds. Unfinished runs have no summary that declares them.
+# The last two belong to rounds. Unfinished runs have no summary that declares them.
 _FRACTION = re.compile(
     r".*accuracy.*|c_(spec|gen|per)|(\w+_)?exits_disagree"
     r"|(global|client)_(macro_f1|auc|ece)(_pooled)?|dropped(_later)?|critical"
@@ -26,7 +26,7 @@ _FRACTION = re.compile(
 
 
 def of(name: str, known: Mapping[str, Kind] = {}) -> Kind:
-    """The kind of a metric: that in `known`, or else what its name says."""
+    """The kind of a metric: that in `known`, or else that of its name."""
     if name in known:
         return known[name]
     if "perplexity" in name:
@@ -37,7 +37,7 @@ def of(name: str, known: Mapping[str, Kind] = {}) -> Kind:
 
 
 def declared(names: Iterable[str], fractions: Collection[str]) -> dict[str, Kind]:
-    """The kinds of metrics by name, of which only `fractions` are fractions."""
+    """The kinds of metrics by name. Only `fractions` are fractions."""
     out = {}
     for name in names:
         by_name = Kind.NUMBER if of(name) is Kind.FRACTION else of(name)

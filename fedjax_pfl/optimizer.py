@@ -19,15 +19,15 @@ import optax
 
 from fedjax_pfl import boundary, options, shapes, stacked, types
 
-# Those of optax that need a learning rate and gradients alone, each entry by itself or
-# each array by itself, so that a stage may have a state of its own
+# Optimizers of optax that need only a learning rate and gradients, and treat each entry
+# or each array separately, so that each stage may have its own state
 _OF_OPTAX = (
     *("adabelief", "adadelta", "adagrad", "adamax", "adamaxw", "adamw", "adan"),
     *("amsgrad", "fromage", "lamb", "lars", "lion", "nadam", "nadamw", "radam"),
     *("rmsprop", "rprop", "sign_sgd", "yogi"),
 )
 NAMES = ("sgd", "adam", *_OF_OPTAX)
-# What these are without weight decay, in which alone they differ
+# Their names without weight decay, which is the only difference
 DECOUPLED = {"adamw": "adam", "adamaxw": "adamax", "nadamw": "nadam"}
 # Arguments of optax's functions that are options of a run
 _AS_FLAGS = {
@@ -35,7 +35,7 @@ _AS_FLAGS = {
     "weight_decay": "weight_decay",
     "momentum": "client_momentum",
 }
-# What arguments of optax's functions may be, in words and as a condition
+# The range of arguments of optax's functions, in words and as a condition
 _NOT_NEGATIVE = "a finite number of at least 0", lambda x: x >= 0
 _RANGES = dict.fromkeys(
     ("b1", "b3", "decay", "rho", "eta_minus"),
@@ -49,10 +49,8 @@ _RANGES["eta_plus"] = "a finite number of at least 1", lambda x: x >= 1
 class Custom:
     """An optimizer that was given as an object, as the value of `client_optimizer`.
 
-    Attributes:
-        name: Its name in records.
-        make: `learning rate -> optax.GradientTransformation`.
-        has_rate: Whether `make` uses the learning rate.
+    `name` is its name in records, `make` is `learning rate ->
+    optax.GradientTransformation`, and `has_rate` says whether `make` uses the rate.
     """
 
     name: str
@@ -65,7 +63,7 @@ class Custom:
 
 @dataclasses.dataclass(frozen=True)
 class _Constant:
-    """A transformation that has a learning rate of its own."""
+    """A transformation with a fixed learning rate."""
 
     transformation: optax.GradientTransformation
 
@@ -74,7 +72,7 @@ class _Constant:
 
 
 class _Joint(optax.GradientTransformation):
-    """One that sees all stages at once, such as a clip by their global norm."""
+    """A transformation of all stages at once, such as a clip by their global norm."""
 
 
 class Joined(NamedTuple):
@@ -88,11 +86,9 @@ def make(
 ) -> optax.GradientTransformation:
     """The clients' optimizer.
 
-    `--weight_decay` is L2 on the gradient, as in PyTorch, but for those of optax that
-    take it as their own argument (AdamW, LAMB, Lion and others).
-
-    Raises:
-        ValueError: `--client_optimizer_options` has one that the optimizer lacks.
+    `--weight_decay` is L2 on the gradient, as in PyTorch, except for those of optax
+    that take it as an argument (AdamW, LAMB, Lion and others). Raises ValueError for an
+    entry of `--client_optimizer_options` that the optimizer lacks.
     """
     name = hparams.client_optimizer
     if isinstance(name, Custom):
@@ -105,7 +101,7 @@ def make(
         flags = {of: flag for of, flag in _AS_FLAGS.items() if of in takes}
         del flags["learning_rate"]
         given = {of: getattr(hparams, flag) for of, flag in flags.items()}
-        return optax.chain(*steps, _found(name)(learning_rate, **given, **more))
+        return optax.chain(*steps, getattr(optax, name)(learning_rate, **given, **more))
     if name == "adam":
         steps.append(optax.scale_by_adam(**more))
     elif not options.is_off(hparams.client_momentum):
@@ -113,15 +109,11 @@ def make(
     return optax.chain(*steps, optax.scale_by_learning_rate(learning_rate))
 
 
-def _found(name: str) -> Callable[..., optax.GradientTransformation]:
-    return getattr(optax, name)
-
-
 def _taken(name: str) -> Mapping[str, Any]:
-    """The arguments of optax's function, none of those that are chained here."""
+    """The arguments of optax's function; none for optimizers that are chained here."""
     if name in ("sgd", "adam"):
         return {}
-    return inspect.signature(_found(name)).parameters
+    return inspect.signature(getattr(optax, name)).parameters
 
 
 def takes_momentum(name: str | Custom) -> bool:
@@ -132,17 +124,13 @@ def takes_momentum(name: str | Custom) -> bool:
 
 
 def parsed(hparams: Any) -> dict[str, float | bool]:
-    """`--client_optimizer_options` as arguments of the optimizer.
-
-    Raises:
-        ValueError: one line: it is not such a list, or the optimizer has no such one.
-    """
+    """`--client_optimizer_options` as arguments; ValueError for anything else."""
     text, name = hparams.client_optimizer_options, hparams.client_optimizer
     if not text:
         return {}
     line = f"--client_optimizer_options={text}"
     made = {"sgd": optax.trace, "adam": optax.scale_by_adam}.get(name)
-    takes = inspect.signature(made or _found(name)).parameters.values()
+    takes = inspect.signature(made or getattr(optax, name)).parameters.values()
     known = {
         one.name: one.default
         for one in takes
@@ -177,7 +165,6 @@ def parsed(hparams: Any) -> dict[str, float | bool]:
 
 
 def _number(text: str) -> float:
-    """The number in a text, nan if it holds none."""
     try:
         return float(text)
     except ValueError:
@@ -187,12 +174,9 @@ def _number(text: str) -> float:
 def custom(given: Any) -> Custom:
     """The value of `client_optimizer` for an object.
 
-    Args:
-        given: An `optax.GradientTransformation`, or a function of the learning rate
-            (which may be a tracer) that makes one, such as `optax.adamw`.
-
-    Raises:
-        ValueError: one line: it is neither.
+    `given` is an `optax.GradientTransformation`, or a function of the learning rate
+    (which may be a tracer) that makes one, such as `optax.adamw`. Raises ValueError, in
+    one line, for anything else.
     """
     if isinstance(given, optax.GradientTransformation):
         return _tried(Custom("own_transformation", _Constant(given), False))
@@ -217,12 +201,8 @@ def custom(given: Any) -> Custom:
 
 
 def _tried(own: Custom) -> Custom:
-    """The same optimizer, after a step on two parameters.
-
-    Raises:
-        ValueError: one line: it needs more than gradients and parameters, or its state
-            cannot be masked.
-    """
+    """The same optimizer, after a step on two parameters. Raises ValueError if it needs
+    more than gradients and parameters, or if its state cannot be masked."""
 
     def trained(learning_rate: Any, params: Any) -> Any:
         tx = _Joint(*own.make(learning_rate))
@@ -256,9 +236,8 @@ def _kinds(tree: Any) -> list[tuple[Any, Any]]:
 def check(hparams: Any) -> None:
     """Checks the optimizer's options before anything is compiled.
 
-    Raises:
-        ValueError: one line: an option that it lacks, or a first state that cannot be
-            made before the parameters are there.
+    Raises ValueError for an option that it lacks, or a first state that depends on the
+    parameters and so cannot be made before they are there.
     """
     tx = make(hparams, 0.1)
     is_kept = getattr(hparams, "optimizer_state", "reset") == "persist"
@@ -277,7 +256,7 @@ PROBE = ({"kernel": np.zeros((2, 3), np.float32)}, {"bias": np.zeros(3, np.float
 
 
 def fingerprint(given: Custom) -> str:
-    """A text that changes with what a custom optimizer computes."""
+    """A text that changes with the computation of a custom optimizer."""
 
     def step(learning_rate: Any, grads: Any, params: Any) -> Any:
         tx = given.make(learning_rate)
@@ -314,21 +293,15 @@ def fresh(hparams: Any, params: types.Params) -> tuple:
 def persistent(hparams: Any, task: types.Task, algorithm: types.Algorithm) -> Any:
     """All clients' optimizer states before the first round, () if none persists.
 
-    Args:
-        hparams: The algorithm's options. Without `optimizer_state` none persists.
-        task: The clients and their models.
-        algorithm: Says what a client trains.
-
-    Returns:
-        Leaves [K, ...]. With `Algorithm.by_architecture` a tuple of such.
+    They have leaves [K, ...], or with `Algorithm.by_architecture` are a tuple of such.
+    None persists without an option `optimizer_state`.
     """
     if getattr(hparams, "optimizer_state", "reset") == "reset":
         return ()
 
     def begin(params: types.Params) -> tuple:
         # The first state of these optimizers depends on shapes alone.
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
-        return fresh(hparams, zeros)
+        return fresh(hparams, stacked.zeros(params))
 
     def of(model: types.Model) -> tuple:
         return begin(shapes.variables(model, task.example_shape).params)
@@ -353,18 +326,12 @@ def apply_gradients(
     """One optimizer step where `mask` is True. Elsewhere the old values stay bitwise.
 
     Moments and counts are selected with the parameters, because with momentum a zero
-    gradient would still move a weight.
-
-    Args:
-        tx: The optimizer.
-        grads: Gradients.
-        opt_state: One state per stage, so that a frozen stage's count stays too, or
-            `Joined`, whose counts move where anything is trained.
-        params: Parameters.
-        mask: Prefix pytree of `params` with one entry per stage.
+    gradient would still move a weight. `opt_state` is one state per stage, so that a
+    frozen stage's count stays too, or `Joined`, where counts move if anything is
+    trained. `mask` is a prefix pytree of `params` with one entry per stage.
     """
     if isinstance(opt_state, Joined):
-        # What is frozen counts in no norm.
+        # Frozen entries count in no norm.
         grads = boundary.select(mask, grads, jax.tree.map(jnp.zeros_like, grads))
         new, state = _step(tx, grads, opt_state.state, params, mask)
         return new, Joined(state)
@@ -388,7 +355,7 @@ def _step(
 
 
 def _of_state(tx: Any, mask: Any, params: Any, state: Any) -> Any:
-    """The mask of an optimizer state: moments follow parameters, counts any."""
+    """The mask of a state: moments follow parameters, counts move with any of them."""
     if isinstance(mask, jax.Array) and not mask.ndim:
         return mask
 
@@ -398,20 +365,14 @@ def _of_state(tx: Any, mask: Any, params: Any, state: Any) -> Any:
     entries = jax.tree.map(spread, mask, params)
     moves = any_of(mask)
     return optax.tree_utils.tree_map_params(
-        tx,
-        lambda _, entry: entry,
-        state,
-        entries,
-        transform_non_params=lambda _: moves,
+        tx, lambda _, entry: entry, state, entries, transform_non_params=lambda _: moves
     )
 
 
 def _of_custom_state(tx: Any, mask: Any, params: Any, state: Any) -> Any:
-    """`_of_state` of any state, in which a moment is found by the end of its path.
-
-    A part of the parameters may have no moments there (`optax.masked`), and a leaf of
-    another shape than its parameter is a count.
-    """
+    """`_of_state` of any state, in which a moment is found by the end of its path. Some
+    parameters may have no moments there (`optax.masked`), and a leaf of another shape
+    than its parameter is a count."""
     entries = boundary.select(
         jax.tree.map(lambda m: jnp.asarray(m), mask),
         jax.tree.map(lambda leaf: jnp.ones(leaf.shape, bool), params),

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-# A relation with every value of another option that switches something on
+# A relation with all values of another option that switch something on
 ON = ("",)
 OFF = (None, "", 0)
 
@@ -33,28 +33,22 @@ def option(
     """A field of an option dataclass, with its `--help` text, range and relations.
 
     Args:
-        default: The default value.
         help: One sentence; the paper's symbol in brackets.
         choices: The allowed strings. `file:PATH` allows any `file:...`.
-        minimum: Smallest allowed number.
-        maximum: Largest allowed number.
-        above: The number must be greater than this.
-        below: The number must be less than this.
+        minimum, maximum, above, below: Bounds of a number, the last two exclusive.
         needs: Another option -> its values with which this one has an effect, `ON` =
             all that switch it on. With others this one is refused unless it is at its
             default or off. Options that a dataclass does not have are skipped.
-        excludes: Another option -> its values, or `ON`, beside which this one is
-            refused.
+        excludes: Another option -> its values, or `ON`, that rule this one out.
         is_needed: Whether those values of `needs` also require this option.
         is_noted: Whether a line says that it has no effect instead of a refusal, as a
             paper's rules may set it for all methods.
         off: A text that switches it off, as an empty one always does.
-        zero_is_off: Marks a float whose 0 removes code instead of multiplying by 0. It
-            then stays a Python 0.0 (static).
+        zero_is_off: Marks a float with a 0 that removes code instead of multiplying by
+            0. It then stays a Python 0.0 (static).
         is_static: Marks a float that is part of the program, such as one that decides
             sizes. It is never traced, and each value is compiled separately.
-        is_in_rounds: Marks a number of rounds after which something is complete, which
-            a run should reach.
+        is_in_rounds: Marks a number of rounds that a run should reach to be complete.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True)
@@ -66,23 +60,8 @@ def option(
         Traceback (most recent call last):
         ValueError: --rate=-1.0: expected at least 0
     """
-    metadata = {
-        "help": help,
-        "choices": choices,
-        "minimum": minimum,
-        "maximum": maximum,
-        "above": above,
-        "below": below,
-        "needs": dict(needs or {}),
-        "excludes": dict(excludes or {}),
-        "is_needed": is_needed,
-        "is_noted": is_noted,
-        "off": off,
-        "zero_is_off": zero_is_off,
-        "is_static": is_static,
-        "is_in_rounds": is_in_rounds,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+    metadata = dict(locals(), needs=dict(needs or {}), excludes=dict(excludes or {}))
+    return dataclasses.field(default=metadata.pop("default"), metadata=metadata)
 
 
 # A field that is not an `option` (a notebook's `scale: float = 1.0`)
@@ -90,10 +69,9 @@ _PLAIN = option(None, "").metadata
 
 
 def validate(values: Any) -> None:
-    """Checks every field of a dataclass instance against its option and the others.
+    """Checks all fields of a dataclass instance, and their relations.
 
-    Raises:
-        ValueError: one line with the flag, the value and what is allowed.
+    Raises ValueError in one line with the flag, the value and the allowed values.
     """
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)
@@ -105,7 +83,7 @@ def validate(values: Any) -> None:
 
 
 def _expected(value: Any, meta: Mapping[str, Any]) -> str:
-    """What an option allows, "" where the value is allowed."""
+    """The values that an option allows, as words; "" where this one is allowed."""
     if isinstance(value, str):  # an object was checked where it was given
         known = ", ".join(choice for choice in meta["choices"] if choice)
         is_known = not meta["choices"] or _is_choice(value, meta["choices"])
@@ -125,15 +103,11 @@ def _expected(value: Any, meta: Mapping[str, Any]) -> str:
 
 
 def conflicts(values: Any, noted: Collection[str] | None = None) -> Iterator[str]:
-    """Lines about options that do not go with others, by `needs` and `excludes`.
+    """Lines about options that contradict others, by `needs` and `excludes`.
 
     Relations with options that are missing or None (not resolved yet) are skipped, and
-    so are traced numbers, which were checked before the trace.
-
-    Args:
-        values: The dataclass instance.
-        noted: The options that were given, for lines about those that are noted. None
-            = lines about those that are refused.
+    so are traced numbers, which were checked before the trace. With `noted`, the given
+    options, lines are about noted ones, otherwise about refused ones.
     """
     for field in dataclasses.fields(values):
         meta, value = _PLAIN | field.metadata, getattr(values, field.name)
@@ -173,10 +147,8 @@ def without_effect(
 ) -> str:
     """The line about an option without effect beside another one.
 
-    Args:
-        name, value: The option.
-        other, now: The other option.
-        wanted: The other's values with which it has an effect, or a phrase.
+    `now` is the value of the `other` option. `wanted` are its values with which option
+    `name` has an effect, or a phrase.
     """
     cure = wanted
     if not isinstance(wanted, str):
@@ -199,33 +171,20 @@ def _is_choice(value: str, choices: tuple[str, ...]) -> bool:
 
 
 def check_one_of(name: str, value: Any, known: Collection[Any], hint: str = "") -> None:
-    """Refuses a value that is not among the known ones; `hint` ends the line.
-
-    Raises:
-        ValueError: one line with all of them.
-    """
+    """Refuses an unknown value with a ValueError that lists all; `hint` ends it."""
     if value not in known:
         listed = ", ".join(map(str, known))
         raise ValueError(f"--{name}={value}: expected one of {listed}{hint}")
 
 
 def check_at_most(name: str, value: Any, most: Any, why: str) -> None:
-    """Refuses a number that is larger than another option or the data allow.
-
-    Args:
-        name, value: The option.
-        most: The largest value that is possible.
-        why: What it is, such as `the classes of the data`.
-
-    Raises:
-        ValueError: one line.
-    """
+    """Refuses, with a ValueError, a number above `most`; `why` says what that is."""
     if value > most:
         raise ValueError(f"--{name}={value}: expected at most {most}, {why}; lower it")
 
 
 def refuse(values: Any, names: tuple[str, ...], reason: str) -> None:
-    """Raises ValueError for options that have no effect but are not at their defaults.
+    """Raises ValueError for options without effect that are not at their defaults.
 
     Traced numbers pass, because they were checked before the trace.
     """
@@ -244,9 +203,8 @@ def is_off(value: Any) -> bool:
 def split_floats(values: Any) -> tuple[Any, dict[str, float]]:
     """Separates the numbers that may be traced from the structure.
 
-    Returns:
-        The instance with every traceable float replaced by 0.0 (hashable, equal for all
-        settings of one structure), and those floats by name.
+    Returns the instance with every traceable float replaced by 0.0 (hashable, equal for
+    all settings of one structure), and those floats by name.
     """
     floats = {
         field.name: getattr(values, field.name)

@@ -1,9 +1,9 @@
 """Work shared out over the devices of a mesh: rows of clients, batches, server steps.
 
-Within each function there is no communication until its end. Without a mesh the one
-device computes all of it.
+Functions communicate only at their end. Without a mesh the one device computes all.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from fedjax_pfl import execution
+from fedjax_pfl import execution, stacked
+from fedjax_pfl.rows import views
 
 _MINE, _ALL = PartitionSpec("clients"), PartitionSpec()
+_mapped = functools.partial(jax.shard_map, check_vma=False)
 
 
 def rows(
@@ -24,21 +26,16 @@ def rows(
 ) -> Callable[[Any, Any, Any], Any]:
     """Maps a function of a device's rows over all devices.
 
-    Args:
-        on_device: `(mine, shared, local) -> out`, leaves [C / D, ...], and [...] of
-            `local`.
-        how: The D devices, and whether each has its own clients' private rows.
-        is_summed: Whether `out` is `(kept, part of a sum)`.
-
-    Returns:
-        `(every, shared, local) -> out` with `every` and `out` leaves [C, ...] (a sum
-        [...]) and `local` [D, ...].
+    `on_device` is `(mine, shared, local) -> out`, leaves [C / D, ...] (of `local`
+    [...]), and with `is_summed` `out` is `(kept, part of a sum)`. Returns `(every,
+    shared, local) -> out` with `every` and `out` leaves [C, ...] (a sum [...]) and
+    `local` [D, ...]. D are the devices of `how`.
     """
     mesh, stays = how.mesh, how.shares_rows
 
     def one(every: Any, shared: Any, local: Any) -> Any:
         mine = every if mesh is None or stays else _part_of_device(every, mesh)
-        local = jax.tree.map(lambda leaf: leaf[0], local)
+        local = stacked.at(local, 0)
         out = on_device(mine, shared, local)
         if mesh is None:
             return out
@@ -50,13 +47,8 @@ def rows(
     if mesh is None:
         return one
     of_rows = _MINE if stays else _ALL
-    return jax.shard_map(
-        one,
-        mesh=mesh,
-        in_specs=(of_rows, _ALL, _MINE),
-        out_specs=(of_rows, _ALL) if is_summed else of_rows,
-        check_vma=False,
-    )
+    of_out = (of_rows, _ALL) if is_summed else of_rows
+    return _mapped(one, mesh=mesh, in_specs=(of_rows, _ALL, _MINE), out_specs=of_out)
 
 
 def batches(
@@ -65,16 +57,11 @@ def batches(
     how: execution.Execution,
     count: jax.Array | None = None,
 ) -> Any:
-    """`one` of each index, as `jax.lax.map` has it, in turn over the devices.
+    """`one` of each index 0..`size` - 1, like `jax.lax.map`, in turn over the devices.
 
-    Args:
-        one: int32[] to leaves [...]: a forward pass of a batch, for instance.
-        size: n, the indices.
-        how: The devices.
-        count: int32[], traced: only so many are computed, None = all. The others are 0.
-
-    Returns:
-        Leaves [n, ...].
+    `one` maps int32[] to leaves [...], such as a forward pass of a batch. With a traced
+    `count` int32[] only so many are computed, and the others are 0. Returns leaves [n,
+    ...].
     """
     devices, mesh = how.num_devices, how.mesh
     if mesh is None and count is None:
@@ -85,15 +72,13 @@ def batches(
 
     def on_device(count: jax.Array) -> Any:
         place = 0 if mesh is None else jax.lax.axis_index("clients")
-        zeros = jax.tree.map(lambda x: jnp.zeros((each, *x.shape), x.dtype), like)
 
         def step(index: jax.Array, out: Any) -> Any:
             found = one(index * devices + place)
             return jax.tree.map(lambda every, x: every.at[index].set(x), out, found)
 
-        out = jax.lax.fori_loop(
-            0, (count - place + devices - 1) // devices, step, zeros
-        )
+        num_steps = (count - place + devices - 1) // devices
+        out = jax.lax.fori_loop(0, num_steps, step, stacked.zeros(like, each))
         if mesh is None:
             return out
         every = jax.lax.all_gather(out, "clients", axis=1)
@@ -101,17 +86,14 @@ def batches(
 
     if mesh is None:
         return on_device(count)
-    shared = jax.shard_map(
-        on_device, mesh=mesh, in_specs=_ALL, out_specs=_ALL, check_vma=False
-    )
-    return shared(count)
+    return _mapped(on_device, mesh=mesh, in_specs=_ALL, out_specs=_ALL)(count)
 
 
 def once(fn: Callable[[Any], Any], how: execution.Execution, given: Any) -> Any:
-    """`fn(given)`, steps that follow one another: of the server, for instance.
+    """`fn(given)` for successive steps, such as those of the server.
 
     The devices of a CPU are its cores. There the first computes it and the others wait,
-    so that they leave it the caches and the memory. Of other devices each computes it.
+    which leaves it the caches and the memory. Devices of other kinds each compute it.
     """
     mesh = how.mesh
     if mesh is None or how.platform != "cpu" or jax.process_count() > 1:
@@ -124,32 +106,23 @@ def once(fn: Callable[[Any], Any], how: execution.Execution, given: Any) -> Any:
         like = jax.eval_shape(fn, given)
         sent = jax.eval_shape(first, given)
 
-        def nothing(_: Any) -> Any:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sent)
-
         is_first = jax.lax.axis_index("clients") == 0
-        out = jax.lax.psum(jax.lax.cond(is_first, first, nothing, given), "clients")
+        mine = jax.lax.cond(is_first, first, lambda _: stacked.zeros(sent), given)
+        out = jax.lax.psum(mine, "clients")
         return jax.tree.map(_as_it_was, out, like)
 
-    shared = jax.shard_map(
-        on_device, mesh=mesh, in_specs=_ALL, out_specs=_ALL, check_vma=False
-    )
-    return shared(given)
-
-
-def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return _mapped(on_device, mesh=mesh, in_specs=_ALL, out_specs=_ALL)(given)
 
 
 def _as_numbers(leaf: jax.Array) -> jax.Array:
-    """A leaf that can be summed: of keys their data, of bools integers."""
-    leaf = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    """A leaf that can be summed: keys become their data, and bools integers."""
+    leaf = jax.random.key_data(leaf) if views.is_key(leaf) else leaf
     return leaf.astype(jnp.uint8) if leaf.dtype == bool else leaf
 
 
 def _as_it_was(leaf: jax.Array, like: Any) -> jax.Array:
     """The inverse of `_as_numbers`."""
-    if _is_key(like):
+    if views.is_key(like):
         impl = jax.random.key_impl(jnp.zeros(like.shape, like.dtype))
         return jax.random.wrap_key_data(leaf, impl=impl)
     return leaf.astype(like.dtype)
@@ -170,8 +143,7 @@ def _summed(parts: Any, mesh: jax.sharding.Mesh) -> Any:
     """The sum over devices, on CPUs in their order, whichever processes have them.
 
     On the CPUs of several processes the order of `psum` would depend on how these are
-    connected. Sums that an algorithm takes over rows that stay on their devices have
-    XLA's order.
+    connected. Sums over rows that stay on their devices have XLA's order.
     """
     if mesh.devices.flat[0].platform != "cpu" or jax.process_count() == 1:
         return jax.lax.psum(parts, "clients")

@@ -1,8 +1,8 @@
-"""What is compiled: an algorithm's init, rounds and evaluation as jitted functions.
+"""Compiles an algorithm's init, rounds and evaluation as jitted functions.
 
 No other module of the engine jits. The rounds between two stops are one jitted loop
-with donated state, whose start and length are traced numbers. Programs of equal
-structure are the same objects, so that a second experiment compiles nothing.
+with donated state, in which the start and the length are traced numbers. Programs of
+equal structure are the same objects, so that a second experiment compiles nothing.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from fedjax_pfl import (
     execution,
     optimizer,
     options,
+    stacked,
     traffic,
     types,
 )
@@ -40,11 +41,10 @@ class Compiled:
 
     @property
     def executables(self) -> list[Callable]:
-        """The executables compiled so far."""
         return [executable for executable, _ in self._by_shape.values()]
 
     def seconds_of(self, executable: Callable) -> float:
-        """What compiling one of `executables` took."""
+        """The seconds that compiling one of `executables` took."""
         return next(s for one, s in self._by_shape.values() if one is executable)
 
     def ahead(
@@ -52,9 +52,7 @@ class Compiled:
     ) -> tuple[Callable, float]:
         """(executable for such arguments, seconds that compiling took in this call).
 
-        Args:
-            *args: Arguments of the function.
-            while_compiling: Returns a context that is entered while it is compiled.
+        `while_compiling` returns a context that is entered while it is compiled.
         """
         leaves, structure = jax.tree.flatten(args)
         key = structure, tuple(jax.typeof(leaf) for leaf in leaves)
@@ -70,15 +68,15 @@ class Compiled:
 class Program(NamedTuple):
     """The jitted functions over stacked variants: seeds, or points of a sweep.
 
-    `init(floats, data, partition, seeds) -> state`;
-    `rounds(floats, state, cohorts, first, num_rounds, data, partition)
-        -> (state, metrics of the last round, counts int32[variants, T, kinds],
-            diverged int32[variants])` runs `cohorts[first : first + num_rounds]` of a
-    window of T rounds, where `diverged` is the first of them, counted from 1, after
-    which a metric or a parameter is not finite, 0 = none;
-    `of_shared(floats, state, cohort, data, partition)` and
-    `of_clients(floats, state, cohort, data, partition, ids)` are those of `evaluate`,
-    where `ids` are the clients whose rows the state has.
+    * `init(floats, data, partition, seeds) -> state`.
+    * `rounds(floats, state, cohorts, first, num_rounds, data, partition) -> (state,
+      metrics of the last round, counts int32[variants, T, kinds], diverged
+      int32[variants])` runs `cohorts[first : first + num_rounds]` of a window of T
+      rounds. `diverged` is the first of them, counted from 1, after which a metric or a
+      parameter is not finite, 0 = none.
+    * `of_shared(floats, state, cohort, data, partition)` and `of_clients(floats, state,
+      cohort, data, partition, ids)` are those of `evaluate`; `ids` are the clients of
+      the state's rows.
 
     All arguments but `first`, `num_rounds` and `data` have a leading axis of variants,
     or of 1 where they share it. Floats that they share are scalars. Several seeds may
@@ -112,18 +110,14 @@ def _over_variants(fn: Callable, how: types.Execution, *args: Any) -> Any:
         return leaf[0] if leaf.ndim else leaf
 
     shared = [is_shared(arg) for arg in args]
-    args = [
-        jax.tree.map(one, arg) if alone else arg
-        for arg, alone in zip(args, shared, strict=True)
-    ]
-    if all(shared):
-        with execution.over_devices(how), execution.side_by_side(how, 1):
-            return jax.tree.map(lambda leaf: leaf[None], fn(*args))
-    axes = tuple(None if one else 0 for one in shared)
-    own = [arg for arg, alone in zip(args, shared, strict=True) if not alone]
-    count = len(jax.tree.leaves(own)[0])
+    pairs = list(zip(args, shared, strict=True))
+    own = jax.tree.leaves([arg for arg, alone in pairs if not alone])
+    args = [jax.tree.map(one, arg) if alone else arg for arg, alone in pairs]
+    count = len(own[0]) if own else 1
     with execution.over_devices(how), execution.side_by_side(how, count):
-        return jax.vmap(fn, axes)(*args)
+        if all(shared):
+            return jax.tree.map(lambda leaf: leaf[None], fn(*args))
+        return jax.vmap(fn, tuple(None if alone else 0 for alone in shared))(*args)
 
 
 def _is_finite(
@@ -150,7 +144,7 @@ def _fingerprint(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Structure:
-    """All that decides what is compiled. Equal structures share a program.
+    """Everything that decides what is compiled. Equal structures share a program.
 
     Only `name` is compared. `make`, `structure`, `task` and `scoring` hold no example,
     since data are arguments of the jitted functions.
@@ -172,8 +166,7 @@ def first_state(
 ) -> types.RoundState:
     """The state before round 0, with the clients' persistent optimizer states.
 
-    Raises:
-        ValueError: the algorithm's `init` made optimizer states itself.
+    Raises ValueError if the algorithm's `init` made optimizer states.
     """
     state = algorithm.init(data, key)
     if state.opt_state != ():
@@ -186,11 +179,7 @@ def first_state(
 
 
 def checked_round(algorithm: types.Algorithm, *given: Any) -> tuple:
-    """`algorithm.round`, whose clients must continue their optimizer states.
-
-    Raises:
-        ValueError: no training of the round was returned to the engine.
-    """
+    """`algorithm.round`; ValueError if it drops all persistent optimizer states."""
     before, (state, metrics, sent) = given[0].opt_state, algorithm.round(*given)
     pairs = zip(*map(jax.tree.leaves, (before, state.opt_state)), strict=True)
     if jax.tree.leaves(before) and all(new is old for new, old in pairs):
@@ -213,8 +202,7 @@ def build(
     Args:
         make: `(hparams, task) -> Algorithm`. It is called again inside each trace, with
             the float hyperparameters as tracers.
-        hparams: The algorithm's dataclass.
-        task: What the algorithm may use.
+        hparams, task: The arguments of `make`.
         scoring: What to evaluate.
 
     Raises:
@@ -231,7 +219,7 @@ def build(
         _ = task.client_model  # refuses several
     structure, floats = options.split_floats(hparams)
     fields = dataclasses.fields(structure)
-    # A method or a closure may hold what cannot be compared, so it is built again.
+    # A method or a closure may hold incomparable values, so it is built again.
     is_plain = isinstance(make, FunctionType) and not make.__closure__
     name = (
         make if is_plain else object(),
@@ -239,7 +227,7 @@ def build(
         tuple(getattr(structure, field.name) for field in fields),
         tuple(_fingerprint(value) for value in task),
         scoring,
-        # Settings for which jax itself would retrace.
+        # Settings for which jax would retrace.
         jax.config.jax_default_matmul_precision,
         jax.config.jax_enable_x64,
     )
@@ -306,8 +294,7 @@ def _jitted(of: _Structure) -> Program:
 
             # The loop's carry needs the metrics' shapes before the first round.
             cohort = cohorts.of_round(0, num_examples)
-            shapes = jax.eval_shape(round, state, cohort, tables)[1]
-            metrics = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            metrics = stacked.zeros(jax.eval_shape(round, state, cohort, tables)[1])
             window = len(cohorts.client_id)
             counts = jnp.zeros((window, len(method.messages)), jnp.int32)
             carry = (state, metrics, counts, jnp.zeros((), jnp.int32))
@@ -332,16 +319,16 @@ def _jitted(of: _Structure) -> Program:
     everywhere, rarely = execution.replicated(how), _soon_compiled(how.platform)
     of_state = types.RoundState.placed(how)
 
-    def seldom(fn: Callable, where: Any = everywhere) -> Compiled:
+    def rare(fn: Callable, where: Any = everywhere) -> Compiled:
         jitted = jax.jit(fn, out_shardings=where, compiler_options=rarely)
         return Compiled(jitted)
 
     where = of_state, everywhere, everywhere, everywhere
     return Program(
-        init=seldom(init, of_state),
+        init=rare(init, of_state),
         rounds=Compiled(jax.jit(rounds, donate_argnums=1, out_shardings=where)),
-        of_shared=seldom(of_shared),
-        of_clients=seldom(of_clients),
+        of_shared=rare(of_shared),
+        of_clients=rare(of_clients),
         scoring=scoring,
         vmaps={
             "vmaps_seeds": how.vmaps_runs and not has_branches,

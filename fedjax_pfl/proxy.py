@@ -63,7 +63,7 @@ def outputs(
 
     They are computed in eval mode, or with a `key` in train mode, so that the outputs
     contain dropout noise. With `how`, as for the server's model, devices share the
-    batches; a client's model has one device.
+    batches. A client's model has one device.
     """
 
     def one(index: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -86,25 +86,19 @@ def outputs_by_sample(
     batch_size: int,
     num_batches: jax.Array,
 ) -> jax.Array:
-    """A table of outputs aligned by sample, f32[>= size, W].
+    """A table of outputs aligned by sample, f32[>= size, W], where W is `width`.
 
-    Args:
-        forward: Images f32[B, ...] to outputs f32[B, W].
-        data: The tables.
-        row_at: Positions int32[B] to rows of the example table.
-        size: Positions to cover.
-        width: W.
-        batch_size: Positions per forward pass.
-        num_batches: int32[], traced. Entries past these batches stay 0.
+    `forward` maps images f32[B, ...] to outputs f32[B, W], and `row_at` positions
+    int32[B] to rows of the example table. `size` positions are covered, B =
+    `batch_size` at a time. Entries past `num_batches`, a traced int32[], stay 0.
     """
     table = jnp.zeros((-(-size // batch_size) * batch_size, width))
 
     def step(index: jax.Array, table: jax.Array) -> jax.Array:
         position = index * batch_size + jnp.arange(batch_size)
         image, _ = data.gather(row_at(position))
-        return jax.lax.dynamic_update_slice(
-            table, forward(image), (index * batch_size, 0)
-        )
+        at = index * batch_size, 0
+        return jax.lax.dynamic_update_slice(table, forward(image), at)
 
     return jax.lax.fori_loop(0, num_batches, step, table)
 
@@ -158,17 +152,10 @@ def batch_at(
     data: types.Data, batches: jax.Array, index: jax.Array, key: jax.Array
 ) -> local_training.Batch:
     """Batch `index` of the proxy set as a `Batch`; `position` counts proxy samples."""
-    row = batches[index]
+    row, size = batches[index], batches.shape[1]
     image, label = data.gather(row)
-    return local_training.Batch(
-        image=image,
-        label=label,
-        mask=row >= 0,
-        position=index * batches.shape[1] + jnp.arange(batches.shape[1]),
-        step=index,
-        epoch=jnp.zeros((), jnp.int32),
-        key=key,
-    )
+    position, epoch = index * size + jnp.arange(size), jnp.zeros((), jnp.int32)
+    return local_training.Batch(image, label, row >= 0, position, index, epoch, key)
 
 
 def fit(
@@ -184,19 +171,17 @@ def fit(
 ) -> types.Variables:
     """Trains a model for `epochs` over the proxy batches in fixed order.
 
-    `loss_fn` gets a `Batch` with `step`, the index of the proxy batch. Where
+    `loss_fn` gets a `Batch` in which `step` is the index of the proxy batch. Where
     `is_active` bool[] is False nothing is done.
     """
     num_batches = batches.shape[0]
 
     def step(index: jax.Array, carry: tuple) -> tuple:
         params, stats, opt_state = carry
-        batch = batch_at(
-            data, batches, index % num_batches, jax.random.fold_in(key, index)
-        )
-        (_, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-            params, stats, batch
-        )
+        own = jax.random.fold_in(key, index)
+        batch = batch_at(data, batches, index % num_batches, own)
+        gradient = jax.value_and_grad(loss_fn, has_aux=True)
+        (_, stats), grads = gradient(params, stats, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), stats, opt_state
 
@@ -227,10 +212,9 @@ def train_server(
     state: types.RoundState,
     data: types.Data,
 ) -> types.Variables:
-    """`state.server` after `server_epochs` over the proxy set.
+    """`state.server` after `server_epochs` on the proxy set, by `over_devices.once`.
 
-    `hparams` has the options of `ServerTraining` and a `batch_size`. Devices compute it
-    as `over_devices.once` says.
+    `hparams` has the options of `ServerTraining` and a `batch_size`.
     """
 
     def trained(start: types.Variables) -> types.Variables:

@@ -6,7 +6,7 @@ import zlib
 import jax
 import numpy as np
 
-# This project's older streams have small integers for names, which are part of a run's
+# This project's older streams are named by small integers, which are part of a run's
 # identity. All others are named by their text.
 _NUMBERS = {
     "engine.init": 0,
@@ -32,7 +32,7 @@ _NUMBERS = {
     "levels.queue": 20,
     "levels.bases": 21,
 }
-# The same integers for code that has the older form, `rng.Tag.LOCAL`
+# The same integers for code in the older form, `rng.Tag.LOCAL`
 Tag = enum.IntEnum(
     "Tag", {name.split(".")[1].upper(): n for name, n in _NUMBERS.items()}
 )
@@ -46,12 +46,9 @@ def _number(name: str | int) -> int:
 
 
 def stream(key: jax.Array, tag: str | int, *ids: int | jax.Array) -> jax.Array:
-    """A key derived from `key` by folding in `tag` and then each id.
+    """A key from the run's root key, by folding in `tag` and then each id.
 
-    Args:
-        key: The run's root key.
-        tag: The purpose of the draw, a name such as `mine.noise`.
-        *ids: Non-negative integers.
+    `tag` names the purpose of the draw, such as `mine.noise`. Ids are non-negative.
 
     Example:
         >>> root = jax.random.key(0)
@@ -83,13 +80,9 @@ def _mixed(words: np.ndarray) -> np.ndarray:
 def hashed(seed: int, tag: str | int, *ids: int | np.ndarray) -> np.ndarray:
     """Random uint64 words, one for each tuple of ids: many named draws in one call.
 
-    Args:
-        seed, tag: As in `generator`.
-        ids: Non-negative integers or integer arrays that broadcast together, such as
-            (round, client[:, None], position[None]).
-
-    A word depends only on its own ids, never on the others of the call. Sorting
-    positions by their words shuffles them.
+    `ids` are non-negative integers or integer arrays that broadcast together, such as
+    (round, client[:, None], position[None]). A word depends only on its own ids, never
+    on the others of the call. Sorting positions by their words shuffles them.
     """
     odd = np.uint64(0x9E3779B97F4A7C15)
     words = np.atleast_1d(np.asarray(seed, np.uint64))

@@ -1,15 +1,14 @@
-"""What an evaluation sums over rows, and the metrics that the host makes of the sums.
+"""The sums of an evaluation over rows, and the metrics that the host makes of them.
 
-A `Score` is one of two kinds, `Classes` for labels and `Words` for texts. It says what
-a model answers on a row, what is summed of it over a batch, over a client's rows and
-over the union of all test rows, and which metrics these sums give. The device counts
-correct answers as integers and sums the cross-entropy in float32, and the host divides
-in float64.
+A `Score` is one of two kinds, `Classes` for labels and `Words` for texts. It defines
+the answers of a model on a row, their sums over a batch, over a client's rows and over
+the union of all test rows, and the metrics of these sums. The device counts answers as
+integers and sums the cross-entropy in float32. The host divides in float64.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +22,12 @@ Metrics = tuple[dict[str, float], np.ndarray | None]
 
 
 class Answers(NamedTuple):
-    """What a model answers on rows, leaves [B, ...] with zeros on padding.
+    """The answers of a model on rows, leaves [B, ...] with zeros on padding.
 
     Attributes:
-        exits: [B, J, ...], what is counted of each exit, of their ensemble and of the
-            served output; J is 1 for a model without exits.
-        served: What is summed of the served output, leaves [B, ...].
+        exits: [B, J, ...], the counts of each exit, of their ensemble and of the served
+            output; J is 1 for a model without exits.
+        served: The summands of the served output, leaves [B, ...].
         differ: bool[B], whether the exits disagree.
         label: int32[B, ...], the right answers.
         is_real: bool[B], False on padding.
@@ -46,9 +45,7 @@ class Answers(NamedTuple):
 class Score(Protocol):
     """A kind of evaluation. Its instances are hashable, and part of a program.
 
-    Attributes:
-        measures: What else is measured.
-        without_measures: The same without these.
+    `measures` are further measures, and `without_measures` is the same without them.
     """
 
     measures: tuple[measures_lib.Measure, ...]
@@ -61,21 +58,19 @@ class Score(Protocol):
         is_chosen: jax.Array | None,
         is_real: jax.Array,
     ) -> Answers:
-        """The answers of J outputs [B, ...] on rows of which `is_real` bool[B].
+        """The answers of J outputs [B, ...] on rows, of which `is_real` bool[B].
 
         `is_chosen` bool[B, T] are the positions of a text that a model had to guess.
         """
 
     def of_batch(self, found: Answers, first: jax.Array) -> Any:
-        """Sums over a batch whose first row has the place `first` among a client's."""
+        """Sums over a batch; `first` is its first row's place among a client's."""
 
     def of_each(self, found: Answers, rows: types.ClientRows, owner: jax.Array) -> Any:
         """Sums over each client's rows, leaves [K, ...], of a model that they share.
 
-        Args:
-            found: The answers on all U rows of the union.
-            rows: Where each client's rows are among these.
-            owner: int32[U], the client of each row, K = none.
+        `found` are the answers on all U rows of the union. `rows` are those of each
+        client among these, and `owner` int32[U] is the client of each row, K = none.
         """
 
     def of_union(self, found: Answers) -> dict[str, jax.Array]:
@@ -89,10 +84,8 @@ class Score(Protocol):
     ) -> Metrics:
         """The metrics of one variant by name, and those of each client f64[K].
 
-        Args:
-            counts: See `evaluate.joined`.
-            test_count: int[K], test rows of each client.
-            union: U, rows in the union of all test rows.
+        `counts` come from `evaluate.joined`. `test_count` int[K] are the test rows of
+        each client, and `union` is U, the rows in the union of all test rows.
         """
 
 
@@ -111,11 +104,8 @@ def _by_owner(values: Any, owner: jax.Array, zeros: Any) -> Any:
 class Classes:
     """Correct answers, the cross-entropy and measures of a classifier.
 
-    Sums are `right` int32[...], `loss` f32[...] and, with measures, `measured`.
-
-    Attributes:
-        measures: What else is measured.
-        own_rows: The most test rows of a client, for the measures.
+    Sums are `right` int32[...], `loss` f32[...] and, with measures, `measured`. For the
+    measures `own_rows` is the most test rows of a client.
     """
 
     measures: tuple[measures_lib.Measure, ...] = ()
@@ -133,7 +123,7 @@ class Classes:
         is_chosen: jax.Array | None,
         is_real: jax.Array,
     ) -> Answers:
-        """See `Score`; `exits` is bool[B, J]."""
+        """Like `Score.answers`; `exits` is bool[B, J]."""
         served = outputs[-1]
         loss = optax.softmax_cross_entropy_with_integer_labels(served, label)
         loss = jnp.where(is_real, loss.astype(jnp.float32), 0)
@@ -149,7 +139,6 @@ class Classes:
         return {"right": jnp.zeros(shape, jnp.int32), "loss": jnp.zeros(shape)}
 
     def of_batch(self, found: Answers, first: jax.Array) -> dict[str, Any]:
-        """See `Score`."""
         total = jax.tree.map(
             lambda zero, x: x.sum(0, dtype=zero.dtype), self._zeros(), found.served
         )
@@ -162,7 +151,6 @@ class Classes:
     def of_each(
         self, found: Answers, rows: types.ClientRows, owner: jax.Array
     ) -> dict[str, Any]:
-        """See `Score`."""
         total = _by_owner(found.served, owner, self._zeros(rows.start.shape[0]))
         if self.measures:
 
@@ -177,21 +165,20 @@ class Classes:
         return total
 
     def of_union(self, found: Answers) -> dict[str, jax.Array]:
-        """See `Score`; int32[J] and f32[]."""
+        """Like `Score.of_union`; int32[J] and f32[]."""
         return {
             "server": found.exits.sum(0, dtype=jnp.int32),
             "server_loss": found.served["loss"].sum(),
         }
 
     def measured(self, found: Answers) -> Any:
-        """See `Score`."""
         batch = found.logits, found.label, found.is_real
         return measures_lib.of(self.measures, *batch, num_rows=len(found.label))
 
     def metrics(
         self, counts: dict[str, Any], test_count: np.ndarray, union: int
     ) -> Metrics:
-        """See `Score`. Accuracies are fractions 0..1.
+        """Like `Score.metrics`. Accuracies are fractions 0..1.
 
         A metric is absent where there is no model or no row for it, or where its value
         is not finite. The accuracies of clients are nan without own test rows.
@@ -213,7 +200,7 @@ class Classes:
         if "train" in counts:
             right, count = counts["train"]
             out["train_accuracy"] = float(right / count)
-        # Without any model that serves there are no sums.
+        # Without a serving model there are no sums.
         nothing = {"right": np.zeros(len(test_count)), "loss": np.zeros(1)}
         sums = counts.get("own", nothing)
         own = sums["right"].astype(np.int64)
@@ -272,23 +259,18 @@ class Words:
     Sums are f32[..., 4]: -log p, positions, -log p at chosen positions and chosen
     positions, where p is the probability of the word that is there. A perplexity is exp
     of the mean -log p over all positions, and a masked one over the chosen positions,
-    which the model had to guess. All rows of a shared model are summed by the host.
+    which the model had to guess. The host sums all rows of a shared model.
 
-    Attributes:
-        positions: `all`, or `chosen` for masked perplexities alone: a model that was
-            trained at the chosen positions has not learned to repeat visible words.
+    `positions` is `all`, or `chosen` for masked perplexities alone: a model that was
+    trained at the chosen positions has not learned to repeat visible words.
     """
 
     positions: str = "all"
 
-    @property
-    def measures(self) -> tuple[measures_lib.Measure, ...]:
-        """A text has none."""
-        return ()
+    measures: ClassVar[tuple[measures_lib.Measure, ...]] = ()
 
     @property
     def without_measures(self) -> "Words":
-        """The same."""
         return self
 
     def answers(
@@ -298,34 +280,31 @@ class Words:
         is_chosen: jax.Array | None,
         is_real: jax.Array,
     ) -> Answers:
-        """See `Score`; `exits` is f32[B, J, 4]."""
+        """Like `Score.answers`; `exits` is f32[B, J, 4]."""
         sums = [_surprise(one, label, is_chosen) for one in outputs]
         sums = jnp.where(is_real[:, None], jnp.stack(sums), 0)
         differ = jnp.zeros_like(is_real)
         return Answers(sums.swapaxes(0, 1), sums[-1], differ, label, is_real)
 
     def of_batch(self, found: Answers, first: jax.Array) -> jax.Array:
-        """See `Score`."""
         return found.served.sum(0)
 
     def of_each(
         self, found: Answers, rows: types.ClientRows, owner: jax.Array
     ) -> jax.Array:
-        """See `Score`."""
         return _by_owner(found.served, owner, jnp.zeros((rows.start.shape[0], 4)))
 
     def of_union(self, found: Answers) -> dict[str, jax.Array]:
-        """See `Score`; f32[J, U, 4], which the host sums."""
+        """Like `Score.of_union`; f32[J, U, 4], which the host sums."""
         return {"server": found.exits.swapaxes(0, 1)}
 
     def measured(self, found: Answers) -> Any:
-        """See `Score`; a text has none."""
         return ()
 
     def metrics(
         self, counts: dict[str, Any], test_count: np.ndarray, union: int
     ) -> Metrics:
-        """See `Score`. The numbers of clients are their perplexities.
+        """Like `Score.metrics`, with perplexities of clients.
 
         With the positions `chosen` these are the masked ones. They are nan without own
         test rows, or without a position to guess.
@@ -351,7 +330,7 @@ class Words:
             total = rows.astype(np.float64).sum(0)
             out[f"train_{kind}"] = _perplexity(total[first:])
         tested = (test_count > 0) & counts["known"]
-        # Without any model that serves there are no sums.
+        # Without a serving model there are no sums.
         sums = counts.get("own", np.zeros((len(test_count), 4))).astype(np.float64)
         own = sums[:, first:]
         # Few test rows may have no chosen position.

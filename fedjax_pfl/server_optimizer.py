@@ -6,8 +6,8 @@ FedYogi, FedAdam), and for momentum Hsu, Qi, Brown: "Measuring the Effects of
 Non-Identical Data Distribution for Federated Visual Classification",
 https://arxiv.org/abs/1909.06335 (FedAvgM).
 
-With x the server's model, x_i those that its clients trained, and Delta the mean of
-x_i - x over the clients of the round:
+With x the server's model, x_i those that its clients trained, and Delta the mean of x_i
+- x over the clients of the round:
 
 * FedAvgM (`sgd`): v = beta v + Delta; x += eta v.
 * The adaptive ones: m = beta_1 m + (1 - beta_1) Delta; x += eta m / (sqrt(v) + tau),
@@ -20,7 +20,7 @@ x_i - x over the clients of the round:
 | beta_2, tau | 0.99, 1e-3, as in the paper's experiments |
 
 As in Algorithm 2, m and v have no bias correction, which optax's Adam and Yogi have.
-Running statistics are no parameters: the server takes their mean.
+Running statistics are not parameters: the server takes their mean.
 """
 
 import dataclasses
@@ -72,8 +72,7 @@ class Moments(NamedTuple):
 def make(hparams: ServerOptimizer) -> optax.GradientTransformation | None:
     """The server's optimizer of x - mean, or None where the mean is the new model.
 
-    Raises:
-        ValueError: the momentum leaves the model as it is.
+    Raises ValueError if the momentum leaves the model as it is.
     """
     kind = hparams.server_optimizer
     if kind == "none":
@@ -91,11 +90,7 @@ def make(hparams: ServerOptimizer) -> optax.GradientTransformation | None:
 
 
 def scale_by_moments(kind: str, momentum: Any) -> optax.GradientTransformation:
-    """g -> m / (sqrt(v) + tau) of Algorithm 2.
-
-    Args:
-        kind: One of `ADAPTIVE`.
-        momentum: beta_1, which may be a tracer.
+    """g -> m / (sqrt(v) + tau) of Algorithm 2; `momentum` is beta_1, maybe a tracer.
 
     Example:
         >>> tx = scale_by_moments("adagrad", 0.0)

@@ -13,7 +13,7 @@ BATCH_ROWS = 8
 def rounded_up(number: int) -> int:
     """The next power of two, so that tables of similar lengths have one shape.
 
-    What is compiled for one partition then serves those of other seeds too.
+    A program compiled for one partition then serves those of other seeds too.
     """
     return 1 << max(number - 1, 0).bit_length()
 
@@ -85,11 +85,7 @@ def embedding_width(model: types.Model, example_shape: tuple[int, ...]) -> int:
 
 
 def common_width(task: types.Task) -> int:
-    """D, the same for the server's and the clients' model.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """D of the server's and the clients' model, a ValueError where they differ."""
     server, client = task.server_model, task.client_model
     width, other = (
         embedding_width(model, task.example_shape) for model in (server, client)

@@ -1,11 +1,11 @@
 """The host's side of a run: one object that is advanced and evaluated.
 
 Rounds run in calls of about ten seconds. A call reads its plans from a window, a table
-of the next rounds' plans on the device. While it computes, the host prepares the next
-window.
+of the next rounds' plans on the device. Meanwhile the host prepares the next.
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from fedjax_pfl import call as call_lib
-from fedjax_pfl import evaluate, types, windows
+from fedjax_pfl import evaluate, stacked, types, windows
 from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import program as program_lib
 from fedjax_pfl.call import Call, Totals, Work
@@ -23,7 +23,7 @@ from fedjax_pfl.variants import Variants
 from fedjax_pfl.windows import Planner, Window
 
 CALL_SECONDS = 10.0
-# The programs of a run, which `Simulation.ahead` and `lowered` have by these names
+# The names of a run's programs, for `Simulation.ahead` and `lowered`
 PROGRAMS = "init", "rounds", "of_shared", "of_clients"
 
 
@@ -34,11 +34,9 @@ class Simulation:
         rounds: The total, which a caller may raise.
         totals: The counters so far.
         compile_seconds: Time spent on compiling and on the initial state.
-        while_compiling: Returns a context that is entered while something is compiled,
-            so that a caller can show it.
+        while_compiling: Returns a context that is entered while something is compiled.
         variants: The seeds and points of a sweep.
-        rows: Where the private rows live.
-        windows: Makes the plans of the next rounds.
+        rows, windows: Where the private rows live, and the plans of the next rounds.
         calls: The variants, by call of the program. On accelerators all seeds are in
             one call, or of a sweep all points of a seed, which share its plans. On a
             CPU each variant is a call, because a loop over them inside the program
@@ -60,14 +58,11 @@ class Simulation:
         """Prepares a run without computing anything yet.
 
         Args:
-            program: From `program.build`.
-            data: Tables, with a `partition` on the host that has a leading axis of
-                seeds.
-            planner: Cohorts and plans.
-            seeds: The seeds.
-            execution: For the account of padding, and the placement of arrays.
+            program, planner: From `program.build`, and the cohorts and plans.
+            data: Tables, and on the host a `partition` with a leading axis of seeds.
+            execution: For counting padding, and for the placement of arrays.
             rounds: Total number of rounds. Nothing is planned for later ones.
-            points: Of a sweep, the numbers that each has instead of the program's own.
+            points: Float options of each point of a sweep, which replace the program's.
             rows_in: Where the private rows are that are not on the device: a folder, ""
                 for the host's memory, None = there are none.
             with_rows: `(num_rows, execution) -> Program` for a state of so many private
@@ -101,8 +96,8 @@ class Simulation:
     def state(self) -> types.RoundState | None:
         """The stacked RoundState (leading axis: variants); None before `start`.
 
-        The next call reuses its buffers, so copy what is to be kept. Where no device
-        has the rows of all clients, they are put together on the host.
+        The next call reuses its buffers, so copy what you keep. Where no device has the
+        rows of all clients, they are put together on the host.
         """
         if self.calls[0].state is None:
             return None
@@ -110,7 +105,7 @@ class Simulation:
 
     @property
     def saved(self) -> Any:
-        """`state` as a checkpoint has it, where possible without a copy."""
+        """`state` in the form of a checkpoint, if possible without a copy."""
         return self.rows.saved(self._joined())
 
     def digest(self) -> str:
@@ -132,11 +127,11 @@ class Simulation:
         self._settle()
         call = next(call for call in self.calls if variant in call.variants)
         mine = variant - call.variants.start
-        state = jax.tree.map(lambda leaf: leaf[mine : mine + 1], call.state)
+        state = stacked.at(call.state, slice(mine, mine + 1))
         return self.rows.around(variant, state, cohort, client)
 
     def _settle(self) -> None:
-        """Waits for all calls, and keeps the rows that they have changed."""
+        """Waits for all calls, and stores the rows that they changed."""
         for call in self.calls:
             call.settle(self.totals)
             self.rows.after(call)
@@ -168,7 +163,7 @@ class Simulation:
                 begin = time.perf_counter()
                 args = call.init_args(self.data)
                 executable, _ = self._compiled(self.program.init, args)
-                state = call.first(executable, args)
+                state = jax.block_until_ready(executable(*args))
                 self.rows.begin(call, state)
                 call.state = state
                 self.compile_seconds += time.perf_counter() - begin
@@ -183,12 +178,7 @@ class Simulation:
     ) -> None:
         """Continues after `round` rounds from a stacked state and the counters.
 
-        Args:
-            round: Rounds done.
-            state: The earlier `saved`, in either form.
-            totals: The earlier `totals`.
-            compile_seconds: The earlier `compile_seconds`.
-            metrics: The earlier `metrics`.
+        `state` is an earlier `saved`, in either form, the others earlier attributes.
         """
         self.totals, self.compile_seconds = totals, compile_seconds
         if self.rows.needs_start:
@@ -261,9 +251,8 @@ class Simulation:
     def evaluate(self) -> list[tuple[dict[str, float], np.ndarray | None]]:
         """The metrics of the present state, one (metrics, accuracies) pair per variant.
 
-        Returns:
-            Fractions 0..1 by name with the last round's own metrics and the bytes so
-            far, and the clients' accuracies f64[K] (None without own test rows).
+        Metrics are fractions 0..1 by name with the last round's metrics and the bytes
+        so far. Accuracies are those of clients, f64[K], or None without own test rows.
         """
         self.start()
         self._fit_program()
@@ -299,27 +288,20 @@ class Simulation:
         return self.rows.blocks(call, self.program.algorithm, drawn, sampled)
 
     def _computed(self, function: program_lib.Compiled, args: tuple) -> Any:
-        """What a function returns, as numpy arrays."""
         executable, seconds = self._compiled(function, args)
         self.compile_seconds += seconds
         return jax.tree.map(np.asarray, jax.device_get(executable(*args)))
 
     def compute(
-        self,
-        program: program_lib.Program,
-        planner: Planner,
-        execution: types.Execution,
+        self, program: program_lib.Program, planner: Planner, execution: types.Execution
     ) -> None:
-        """Goes on with clients in other chunks, on which nothing but speed depends."""
+        """Continues with clients in other chunks, which only changes the speed."""
         self.program, self.execution = program, execution
         self.windows.compute(planner, execution)
         self._window = None
 
     def ahead(self, name: str) -> jax.stages.Compiled:
-        """The executable of one of `PROGRAMS` for the first call.
-
-        It is compiled now if need be, and a run finds it again.
-        """
+        """The executable of one of `PROGRAMS` for the first call, for the run too."""
         args = self._first_args(name)
         executable, seconds = self._compiled(getattr(self.program, name), args)
         self.compile_seconds += seconds
@@ -338,7 +320,8 @@ class Simulation:
         if name == "init":
             return call.init_args(self.data)
         state = jax.eval_shape(self.program.init.jitted, *call.init_args(self.data))
-        call = call.with_state(self._placed(state, execution_lib.placed_shapes))
+        placed = self._placed(state, execution_lib.placed_shapes)
+        call = dataclasses.replace(call, state=placed)
         if name == "rounds":
             window = self._current_window(call.round, self.rounds)
             return self._round_args(call, window.cohorts[0], 0, 1)

@@ -10,18 +10,12 @@ BITS = 32
 
 
 def largest(score: Any, count: int | jax.Array, among: Any = None) -> Any:
-    """A mask of the `count` largest of all entries of a pytree.
+    """A mask of the `count` largest of all entries of a pytree, leaves f32[...] >= 0.
 
     The bit pattern of the smallest of them is found bit by bit: 32 counts, no sort.
-
-    Args:
-        score: Leaves f32[...], not negative.
-        count: How many, int or int32[].
-        among: The entries that may be chosen, bool leaves of the same shapes with at
-            least `count` True; None = all.
-
-    Returns:
-        bool leaves [...], exactly `count` of them True; of equal ones the first.
+    `count` is int or int32[]. `among` has the entries that may be chosen, bool leaves
+    of the same shapes with at least `count` True; None = all. Returns bool leaves
+    [...], exactly `count` of them True, and of equal entries the first.
     """
     leaves, structure = jax.tree.flatten(score)
     # Floats that are not negative have the same order as their bits.

@@ -8,6 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 
+def at(tree: Any, index: Any) -> Any:
+    """`leaf[index]` of all leaves, for a row, a slice or rows of the host."""
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
 def take(tree: Any, row: jax.Array) -> Any:
     """Rows `row` int32[C] of leaves [K, ...]. Padding (from K on) reads the last."""
     return jax.tree.map(lambda leaf: jnp.take(leaf, row, axis=0, mode="clip"), tree)
@@ -23,6 +28,11 @@ def put(tree: Any, row: jax.Array, values: Any) -> Any:
 def repeat(tree: Any, count: int) -> Any:
     """`count` equal rows: leaves [...] become [count, ...], in separate buffers."""
     return jax.tree.map(lambda leaf: jnp.repeat(leaf[None], count, axis=0), tree)
+
+
+def zeros(like: Any, *lead: int) -> Any:
+    """Zeros in the shapes and dtypes of leaves [...], as [*lead, ...]."""
+    return jax.tree.map(lambda leaf: jnp.zeros((*lead, *leaf.shape), leaf.dtype), like)
 
 
 def where(mask: jax.Array, new: Any, old: Any) -> Any:
@@ -42,5 +52,5 @@ def in_batches(row: jax.Array, batch_size: int) -> jax.Array:
 
 
 def on_host(trees: Sequence[Any]) -> Any:
-    """Pytrees of numpy arrays, leaves [...], as one with leaves [n, ...]."""
+    """Stacks pytrees of numpy arrays, leaves [...], to one with leaves [n, ...]."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)

@@ -1,7 +1,7 @@
 """A fixed teacher: a trained model from a file, which answers and does not learn.
 
 `launch` reads the file. `task.teacher` is its model and `data.teacher` its variables,
-so that the programs of two teachers of one kind are the same.
+so that two teachers of one kind have the same programs.
 """
 
 import dataclasses
@@ -11,19 +11,16 @@ import jax
 from fedjax_pfl import options, types
 
 option = options.option
-# The targets of `--distill_target` that are a teacher's
+# The values of `--distill_target` that need a teacher
 _ASKED = {"distill_target": ("kd", "pt", "sim", "pt_sim")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Taught:
-    """Options of every algorithm with a teacher."""
+    """Options of algorithms with a teacher."""
 
     teacher: str = option(
-        "",
-        "file of the teacher's model (launch.export)",
-        needs=_ASKED,
-        is_needed=True,
+        "", "file of the teacher's model (launch.export)", needs=_ASKED, is_needed=True
     )
     teacher_model: str = option(
         "", "the teacher's --model, for a file that does not name it", needs=_ASKED
@@ -45,13 +42,7 @@ class Taught:
 
 
 def logits(task: types.Task, data: types.Data, image: jax.Array) -> jax.Array:
-    """The teacher's logits f32[B, Y] in eval mode, those of its last exit.
-
-    Args:
-        task: Has the teacher.
-        data: Has its variables.
-        image: f32[B, ...], normalised.
-    """
+    """The logits f32[B, Y] of the teacher's last exit on normalised images."""
     out, _ = task.teacher.forward(*data.teacher, image)
     return jax.lax.stop_gradient(out[-1] if task.teacher.has_exits else out)
 
@@ -59,8 +50,7 @@ def logits(task: types.Task, data: types.Data, image: jax.Array) -> jax.Array:
 def class_vectors(data: types.Data, num_classes: int) -> jax.Array:
     """The kernel f32[D, Y] of the teacher's last layer, a vector for each class.
 
-    Raises:
-        ValueError: its last stage has no such layer, or several.
+    Raises ValueError if its last stage has no such layer, or several.
     """
     kernels = [
         leaf

@@ -44,10 +44,7 @@ def of_stages(
 def stages_sent(
     model: types.Model, down: jax.Array, up: jax.Array
 ) -> dict[str, jax.Array]:
-    """Counts of `stages_both_ways`, from the stages that each row gets and sends.
-
-    `down` and `up` are bool[C, L].
-    """
+    """Counts of `stages_both_ways`: stages bool[C, L] that each row gets and sends."""
     return {
         f"{name} {way}": held[:, stage]
         for way, held in (("down", down), ("up", up))
@@ -60,13 +57,8 @@ def counted(
 ) -> jax.Array:
     """Messages of all real rows by kind, int32[kinds], in the order of `kinds`.
 
-    Args:
-        sent: Messages by the kind's name: int32[C], or one number for every row.
-        kinds: Kinds of the algorithm. Others in `sent` are not counted.
-        row_mask: bool[C].
-
-    Raises:
-        ValueError: `sent` lacks a kind.
+    `sent` has messages by the kind's name, int32[C] or one number for every row, and
+    other names are not counted. Raises ValueError if it lacks a kind.
     """
     missing = [kind.name for kind in kinds if kind.name not in sent]
     if missing:

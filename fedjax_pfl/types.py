@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from fedjax_pfl import augment, execution, rng
+from fedjax_pfl import augment, execution, rng, stacked
 from fedjax_pfl.execution import Execution
 from fedjax_pfl.rows import slots
 
@@ -35,10 +35,7 @@ Stats = tuple[Any, ...]
 
 
 class Variables(NamedTuple):
-    """A model's arrays, or those of many models stacked along a leading axis.
-
-    `params` and `stats` are tuples with one pytree per stage.
-    """
+    """A model's arrays by stage, or those of many models along a leading axis."""
 
     params: Params
     stats: Stats
@@ -48,8 +45,7 @@ class Model(NamedTuple):
     """A chain of named stages.
 
     Attributes:
-        name: The value of `--model`.
-        stage_names: One name per stage, length L.
+        name, stage_names: The value of `--model`, and one name per stage, length L.
         init: `(key, x) -> (params, stats)`. Of `x` [B, ...] only the shape matters.
         forward: `(params, stats, h, *, sample_mask=None, start=0, stop=None,
             train=False, key=None, held=None) -> (out, stats)`. Runs the stages
@@ -64,11 +60,11 @@ class Model(NamedTuple):
             exits' logits) or `last`.
         at_width: `(rate, scaler=1.0) -> Model`, the same model with every hidden width
             times `rate`, rounded up, and as many classes. Its parameters and statistics
-            have the shapes of leading slices of this one's. None means that there is no
-            such form. `scaler` is HeteroFL's, a number that may be traced: in train
-            mode what a convolution passes to its norm is divided by it, except in the
-            convolutions of shortcuts. In eval mode nothing is divided.
-        takes: What examples are: `numbers` f32[B, ...], `tokens` int32[B, T] with
+            have the shapes of leading slices of this one's. None = there is no such
+            form. `scaler` is HeteroFL's, a number that may be traced: in train mode the
+            input of a convolution's norm is divided by it, except in the convolutions
+            of shortcuts. In eval mode nothing is divided.
+        takes: The kind of examples: `numbers` f32[B, ...], `tokens` int32[B, T] with
             logits f32[B, T, Y], or `labelled tokens` int32[B, T] with logits f32[B, Y].
     """
 
@@ -103,24 +99,20 @@ def truncated(model: Model, level: int) -> Model:
 
 
 class Task(NamedTuple):
-    """All that an algorithm may use of the problem, without the data set's name.
+    """Everything that an algorithm may use of the problem, without the data set's name.
 
     Attributes:
-        server_model: The architecture of the server's model.
-        client_models: One architecture per group of clients.
+        server_model, client_models: The server's architecture and one per client group.
         group_of_client: int32[K], index into `client_models`.
         num_clients, num_classes, num_proxy: K, Y, P.
-        num_eligible: Clients that may be drawn at all, at most K.
-        num_examples: At least the train rows of the largest client, for tables aligned
-            by sample.
+        num_eligible: Clients that may be drawn, at most K.
+        num_examples: At least the train rows of each client, for tables by sample.
         example_shape: Shape of one example, such as (28, 28, 1).
-        execution: See `Execution`.
-        num_levels: Capacity levels of the clients; 1 means that all hold the whole
-            model.
+        num_levels: Capacity levels of the clients; 1 = all hold the whole model.
         num_residents: Private rows of the state where these are not one for each
             client: those that are on the device at once (`rows.store`), or all with
             empty ones at the end of some devices (`rows.slots`); 0 = one for each.
-        teacher: The model whose variables are `Data.teacher`, or None; see `teacher`.
+        teacher: The model with the variables `Data.teacher`, or None; see `teacher`.
     """
 
     server_model: Model
@@ -144,11 +136,7 @@ class Task(NamedTuple):
 
     @property
     def client_model(self) -> Model:
-        """The one architecture of all clients.
-
-        Raises:
-            ValueError: there are several.
-        """
+        """The one architecture of all clients, a ValueError if there are several."""
         if len(self.client_models) > 1:
             names = ",".join(model.name for model in self.client_models)
             raise ValueError(
@@ -159,11 +147,7 @@ class Task(NamedTuple):
 
     @property
     def model(self) -> Model:
-        """The one architecture of server and clients.
-
-        Raises:
-            ValueError: they differ.
-        """
+        """The one architecture of server and clients, a ValueError if they differ."""
         if self.client_model.name != self.server_model.name:
             raise ValueError(
                 f"--client_model={self.client_model.name}: this algorithm shares one "
@@ -172,10 +156,7 @@ class Task(NamedTuple):
         return self.server_model
 
     def init(self, model: Model, key: jax.Array) -> Variables:
-        """The common initialisation, from which every holder of `model` starts.
-
-        `key` is the run's root key.
-        """
+        """The initialisation common to all holders of a model, from the root key."""
         like = model.example(1, *self.example_shape)
         example = jnp.zeros(like.shape, like.dtype)
         return Variables(*model.init(rng.stream(key, "engine.init"), example))
@@ -228,13 +209,14 @@ class Data:
     """Tables on the device. They are an argument of every round, never a closure.
 
     `image` [N, ...] stays uint8 (or the user's float) on the device and is normalised
-    when gathered: `(image - mean) * scale`. `label` is int32[N]. Of a text both are the
-    words int32[N, T]. Tokens int32, with labels or of a text, stay as they are. Static
-    are `augment`, one of `augment.KINDS`, which says how train batches differ from what
-    is gathered, and `num_words`, V of a text, 0 = no text. In train and test batches of
-    a text some words are hidden or random, see `augment.mask_words`, and `masked_loss`,
-    one of `augment.POSITIONS`, says which positions count in the loss. `teacher` has
-    the variables of `Task.teacher`, () = none.
+    when gathered: `(image - mean) * scale`. `label` is int32[N]. For a text both are
+    the words int32[N, T]. Tokens int32, with labels or of a text, stay as they are.
+    `teacher` has the variables of `Task.teacher`, () = none.
+
+    Static are `augment`, one of `augment.KINDS`, which says how train batches differ
+    from gathered ones, and `num_words`, V of a text, 0 = no text. In train and test
+    batches of a text some words are hidden or random, see `augment.mask_words`, and
+    `masked_loss`, one of `augment.POSITIONS`, says which positions count in the loss.
     """
 
     image: jax.Array
@@ -258,17 +240,12 @@ class Data:
     def train_batch(
         self, rows: jax.Array, position: jax.Array, key: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Like `gather`, the examples of a step that trains, changed at random.
+        """Like `gather`, the examples of a training step, changed at random.
 
-        Args:
-            rows: int32[B].
-            position: int32[B], by which each draw is named: an example's index among
-                the client's rows. So neither padding nor its place in the batch matter.
-            key: The step's key.
-
-        Returns:
-            (examples, labels, the positions bool[B, T] that count in the loss or None
-            if all do).
+        `position` int32[B] is an example's index among the client's rows. It names each
+        draw under the step's `key`, so that neither padding nor a place in the batch
+        matters. Returns (examples, labels, the positions bool[B, T] that count in the
+        loss or None if all do).
         """
         image, label = self._taken(rows)
         if self.num_words:
@@ -285,11 +262,9 @@ class Data:
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Like `gather`, the examples of an evaluation.
 
-        The chosen positions of a row of a text are named by the row's number in the
-        table, so that they are the same in all runs on the same rows.
-
-        Returns:
-            (examples, labels, the chosen positions bool[..., T] of a text or None).
+        The chosen positions of a row of text are named by the row's number in the
+        table, so that they are the same in all runs on the same rows. Returns
+        (examples, labels, the chosen positions bool[..., T] of a text or None).
         """
         image, label = self._taken(rows)
         if not self.num_words:
@@ -332,7 +307,7 @@ def _keys(key: jax.Array, names: jax.Array) -> jax.Array:
 class PlanSpec(NamedTuple):
     """A step plan that an algorithm asks for: epochs over the client's train rows.
 
-    With `max_rows` an epoch has at most so many of them, drawn anew; 0 = all.
+    With `max_rows` an epoch has at most so many, drawn again each time; 0 = all.
     """
 
     name: str
@@ -350,10 +325,10 @@ class PlanSpec(NamedTuple):
 
 @struct.dataclass
 class Plan:
-    """Which samples are used in which step, for the clients of a cohort.
+    """The samples that are used in each step, for the clients of a cohort.
 
     A client goes through its rows in shuffled order, epoch after epoch. The last batch
-    of an epoch may be short.
+    of an epoch may be short. `batch_size` B is static.
 
     Attributes:
         position: int32[D, R], for each of D devices the positions (indices among a
@@ -362,7 +337,6 @@ class Plan:
         first: int32[C], where a row's positions begin within those of its device.
         num_rows: int32[C], positions of one epoch; 0 on padding rows.
         num_steps: int32[C], steps to take, at most those of all epochs.
-        batch_size: B, static.
     """
 
     position: jax.Array
@@ -376,11 +350,7 @@ class Plan:
         return self.replace(position=()), self.position
 
     def joined(self, position: jax.Array) -> Plan:
-        """One client's plan: a row of `split`'s first part with its device's positions.
-
-        A plan with leaves [C] joined with the positions of one device is that of its
-        rows.
-        """
+        """The inverse of `split`, for one client or for all clients of a device."""
         return self.replace(position=position)
 
     def of_row(self, row: jax.Array) -> Plan:
@@ -400,8 +370,7 @@ class Plan:
     def step(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(positions int32[B], epoch int32[]) of one client's step.
 
-        Positions are -1 where a batch is short, and in every step after the client's
-        last.
+        Positions are -1 where a batch is short, and in every step after the last.
         """
         per_epoch = jnp.maximum(-(-self.num_rows // self.batch_size), 1)
         epoch = index // per_epoch
@@ -414,10 +383,10 @@ class Plan:
 
 @struct.dataclass
 class WindowPlan:
-    """The plans of several rounds as the host sends them, without padding.
+    """The plans of several rounds in the form that the host sends, without padding.
 
     `position` int32[D, R] as in `Plan`, of all rounds one after another; `first`
-    int32[T, C]; `spec`, of whose batches none is larger than a client, is static.
+    int32[T, C]; `spec`, in which no batch is larger than a client, is static.
     """
 
     position: jax.Array
@@ -435,14 +404,13 @@ class PeerSpec(NamedTuple):
     """The peers that a decentralised algorithm asks for, for each client of a round.
 
     Peers are slots of `RoundState.clients` from which a client pulls. They need not
-    take part in the round themselves. A graph is directed, and a client may have no
-    peer in it.
+    take part in the round. A graph is directed, and a client may have no peer.
 
     Attributes:
         num_peers: Peers of each client, at most.
         topology: The kind of graph, one of `decentralized.TOPOLOGIES`.
-        edge_probability: Of each edge of an `erdos_renyi` graph.
-        adjacency: The path of a `file` graph.
+        edge_probability, adjacency: The chance of each edge of an `erdos_renyi` graph,
+            and the path of a `file` graph.
         is_fixed: Whether the graph of round 0 is that of every round.
         draw: A custom graph instead: `(seed, round, client int[C], num_clients,
             num_peers) -> (peers int[C, P], mask bool[C, P])`, on the host, a pure
@@ -467,8 +435,7 @@ class Cohort:
     P], slots like `row`, valid where `peer_mask` bool[C, P]; `plans` by name; `peer_id`
     int32[C, P], the peers as clients, () where these are the slots.
 
-    A window of cohorts has leaves [T, ...], and each plan of T rounds as a
-    `WindowPlan`.
+    A window of cohorts has leaves [T, ...] and a `WindowPlan` of T rounds by name.
     """
 
     client_id: jax.Array
@@ -486,13 +453,8 @@ class Cohort:
         return self.peers if isinstance(self.peer_id, tuple) else self.peer_id
 
     def of_round(self, index: Any, num_examples: jax.Array) -> Cohort:
-        """One round of a window, with its plans.
-
-        Args:
-            index: int[], among the rounds of the window.
-            num_examples: int32[K], train examples of each client.
-        """
-        one = jax.tree.map(lambda leaf: leaf[index], self.replace(plans={}))
+        """Round `index` of a window, for clients with train examples int32[K]."""
+        one = stacked.at(self.replace(plans={}), index)
         owned = jnp.take(num_examples, one.client_id, mode="clip")
         owned = jnp.where(one.row_mask, owned, 0).astype(jnp.int32)
         plans = {name: plan.of_round(index, owned) for name, plan in self.plans.items()}
@@ -529,11 +491,10 @@ class RoundState:
 
     @property
     def private(self) -> tuple[Any, Any]:
-        """What belongs to each client: its private row and its optimizer state."""
+        """The parts of each client: its private row and its optimizer state."""
         return self.clients, self.opt_state
 
     def with_private(self, private: tuple[Any, Any]) -> RoundState:
-        """The state with another `private`."""
         return self.replace(clients=private[0], opt_state=private[1])
 
     def rows(self, cohort: Cohort) -> Any:
@@ -545,11 +506,9 @@ class RoundState:
     ) -> RoundState:
         """The state one round later.
 
-        Args:
-            cohort: The round's clients.
-            rows: Their private rows as they are now, leaves [C, ...] of `clients`;
-                None = no client's row has changed.
-            **changed: What else has changed: `server=`, or all of `clients=`.
+        `rows` are the present private rows of the cohort's clients, leaves [C, ...] of
+        `clients`; None = no client's row has changed. `changed` are other changed
+        fields: `server=`, or all of `clients=`.
         """
         if rows is not None:
             changed["clients"] = slots.put(self.clients, cohort.row, rows)
@@ -563,9 +522,9 @@ class Serving:
     Entry m serves client `client_id[m]` (int32[M]) where `mask` bool[M] is True. Where
     the state does not have the rows of all clients, it is the client's slot. The model
     is row m of `own` (Variables with leaves [M, ...]), or `build(shared, row)`, called
-    where the model is needed so that the models never all exist at once. With
-    `own` None the model `shared` serves them all. `model`, `build` and `is_by_row` are
-    static; the last says that entry m is row m of the state's private rows.
+    where the model is needed so that the models never all exist at once. With `own`
+    None the model `shared` serves them all. `model`, `build` and `is_by_row` are
+    static. With `is_by_row` entry m is row m of the state's private rows.
     """
 
     own: Any
@@ -625,31 +584,30 @@ class Algorithm(NamedTuple):
         plans: The step plans that the algorithm asks for.
         init: `(data, key) -> RoundState`, in which no buffer is used twice (donation).
         round: `(state, cohort, data) -> (state, metrics, sent)`. Metrics are (sum,
-            count) pairs of scalars. `sent` counts the messages that each row
-            exchanged: {kind's name: int32[C] or one number}. Private rows are read and
-            written at `cohort.row` only.
+            count) pairs of scalars. `sent` counts the messages that each row exchanged:
+            {kind's name: int32[C] or one number}. Private rows are read and written at
+            `cohort.row` only.
         messages: The kinds of messages. Others in `sent` are not counted.
-        server: `(state, data) -> {name: (model, variables)}`, the server's models, each
-            of which gives the metric `<name>_accuracy`. None = there is none.
+        server: `(state, data) -> {name: (model, variables)}`, the server's models. Each
+            gives the metric `<name>_accuracy`. None = there is none.
         serving: `(state, cohort, data) -> tuple[Serving, ...]`, the personalized
             models. `cohort` is the next round's, without plans. None = the server's
             first model serves all clients.
         trained: Like `serving`, the models as each client's last training left them,
-            which give the metric `trained_accuracy`. It is for methods whose clients
-            keep models that differ from those that serve, and for methods that are
-            compared with such.
+            which give the metric `trained_accuracy`. It is for methods in which clients
+            keep other models than those that serve, and for methods compared with such.
         peers: The peers drawn for each client of a cohort (decentralised methods).
         ships_proxy: Whether every client gets the proxy set, once: empty = no,
             `labelled` or `unlabelled`.
         shares: The metrics of `round` that are fractions and shown in percent, as
             accuracies are. The others are plain numbers.
         opt_state: `fresh -> state`, the optimizer state of one client before round 0,
-            for the states that persist. `fresh(params)` makes that of parameters, of
-            which it sees the shapes alone. None = that of the client's model.
+            for the states that persist. `fresh(params)` makes that of parameters, using
+            their shapes alone. None = that of the client's model.
         by_architecture: Whether private rows and optimizer states are tuples by
             architecture, as `each_client.Round` has them.
         unused: Options without an effect on this task, and the reason for each, such as
-            `without a proxy set`; a run in which they are given says so.
+            `without a proxy set`. A run with one of them notes the reason.
     """
 
     plans: tuple[PlanSpec, ...]

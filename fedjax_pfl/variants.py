@@ -8,26 +8,22 @@ from typing import NamedTuple
 
 
 class Variants(NamedTuple):
-    """The index of a variant from its seed and point, and back."""
+    """Maps indices of seeds and points to the indices of variants, and back."""
 
     num_seeds: int
     num_points: int = 1
 
     @property
     def count(self) -> int:
-        """All variants."""
         return self.num_seeds * self.num_points
 
     def index(self, seed: int, point: int) -> int:
-        """The variant of a seed at a point, both as indices."""
         return seed * self.num_points + point
 
     def seed(self, variant: int) -> int:
-        """The index of a variant's seed."""
         return variant // self.num_points
 
     def point(self, variant: int) -> int:
-        """The index of a variant's point."""
         return variant % self.num_points
 
     def at_point(self, point: int) -> slice:
@@ -38,7 +34,7 @@ class Variants(NamedTuple):
         """The variants of each call of a program.
 
         One call has all points of a seed, which share its plans, or without a sweep all
-        seeds, where the program vmaps these. Otherwise each variant is a call.
+        seeds, if the program vmaps these. Otherwise each variant is a call.
         """
         if self.num_points > 1:
             together = self.num_points if vmaps_points else 1

@@ -21,7 +21,7 @@ from fedjax_pfl import (
     types,
 )
 
-# What to take where a model has no narrower form
+# The end of messages about a model without a narrower form
 WITH_WIDTHS = (
     "convnet, resnet18 or resnet34 (your own: a function of width, such as model="
     "lambda width: [Body(ceil(64 * width)), Head()])"
@@ -29,11 +29,7 @@ WITH_WIDTHS = (
 
 
 def narrower(model: types.Model, rate: float, scaler: Any = 1.0) -> types.Model:
-    """`model.at_width(rate, scaler)`.
-
-    Raises:
-        ValueError: the model has no narrower form.
-    """
+    """`model.at_width(rate, scaler)`, a ValueError without a narrower form."""
     if model.at_width is None:
         raise ValueError(
             f"--model={model.name} flattens maps or has exits, so it has no narrower "
@@ -43,11 +39,7 @@ def narrower(model: types.Model, rate: float, scaler: Any = 1.0) -> types.Model:
 
 
 def models(hparams: levels.Levels, model: types.Model) -> list[types.Model]:
-    """The model of each level 1..`--max_level`.
-
-    Raises:
-        ValueError: the model has no narrower form, or there is no such level.
-    """
+    """The model of each level 1..`--max_level`; ValueError without a narrower form."""
     count = len(levels.mix(hparams))
     return [narrower(model, n / count) for n in range(1, levels.top(hparams) + 1)]
 
@@ -67,11 +59,9 @@ def widened(tree: Any, full: Any) -> Any:
 
 
 def covered(params: list[Any], level: jax.Array) -> Any:
-    """Which entries of the widest parameters a client of a level int32[] holds, bool.
+    """The entries of the widest parameters that a client of a level holds, bool.
 
-    Args:
-        params: Shape structs of every level's parameters, the widest last.
-        level: 1..L.
+    `params` are shapes of every level's, the widest last; `level` is int32[], 1..L.
     """
 
     def inside(*by_level: jax.ShapeDtypeStruct) -> jax.Array:
@@ -87,7 +77,7 @@ def covered(params: list[Any], level: jax.Array) -> Any:
 
 
 def own_entries(params: list[Any], client: each_client.Client, level: int) -> Any:
-    """Which entries of a level's parameters the client itself holds, bool leaves.
+    """The entries of a level's parameters that the client holds, bool leaves.
 
     A chunk of clients runs the slice of its largest level, at least the client's own.
     """
@@ -99,11 +89,8 @@ def submodel(
 ) -> levels.Submodel:
     """The slice of a client's level, as `levels.make` needs it.
 
-    Statistics are not averaged, because norms use those of their batch alone.
-
-    Args:
-        hparams: The options, with those of `levels.Levels`.
-        shape_at: Shape structs of the `models` of all levels.
+    Statistics are not averaged, because norms use those of their batch alone. `hparams`
+    includes `levels.Levels`; `shape_at` has the shapes of all `models`.
     """
     params_at = [one.params for one in shape_at]
 

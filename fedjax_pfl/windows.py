@@ -57,7 +57,7 @@ class Planner(Protocol):
 class Window(NamedTuple):
     """Plans of the rounds `first..end - 1`, by call: leaves [seeds, T, ...].
 
-    `rows` is what the `Rows` know of their clients.
+    `rows` is the second result of `Rows.window`.
     """
 
     first: int
@@ -77,10 +77,8 @@ def window_rounds(
     similar clients share the program too. Where rounds are so large that few fit, more
     than a sixth of the room stays empty.
 
-    Args:
-        cohort: Any round's cohort. Its plans are not used.
-        specs: The algorithm's plans.
-        num_examples: Train examples of a round's clients, on average.
+    `cohort` is that of any round, and its plans are not used. `num_examples` are the
+    train examples of a round's clients, on average.
     """
     leaves = jax.tree.leaves(cohort.replace(plans={}))
     size = sum(np.asarray(leaf).nbytes for leaf in leaves)
@@ -91,10 +89,7 @@ def window_rounds(
 
 
 def work_of(
-    planner: Planner,
-    seed_index: int,
-    cohorts: types.Cohort,
-    execution: types.Execution,
+    planner: Planner, seed_index: int, cohorts: types.Cohort, execution: types.Execution
 ) -> Work:
     """The cost of each round of a window; leaves [T, ...], for one seed."""
     updates = cohorts.row_mask.sum(1)
@@ -115,11 +110,8 @@ def work_of(
 class Windows:
     """Makes windows for the calls of a run, as long as there is room.
 
-    Attributes:
-        planner: Cohorts and plans.
-        length: T, the rounds of every window's tables.
-        capacity: Room for the examples of a device in a window. It only grows, since
-            another size is another program.
+    `length` is T, the rounds of every window's tables. `capacity` is the room for the
+    examples of a device in a window. It only grows, as each size is a program.
     """
 
     def __init__(
@@ -136,12 +128,10 @@ class Windows:
         self._calls, self._execution, self._rows = calls, execution, rows
         cohort, examples = planner.drawn(0, 0), planner.round_examples
         self.length = window_rounds(cohort, specs, examples)
-        # For a few rounds less than the longest window, so that it is full before these
-        # are reached
+        # Slightly less than the longest window needs, so that windows are full
         self.capacity = planner.capacity(self.length - self.length // 8)
 
     def compute(self, planner: Planner, execution: types.Execution) -> None:
-        """Goes on with clients in other chunks."""
         self.planner, self._execution = planner, execution
 
     def make(self, first: int, end: int) -> Window:
@@ -202,13 +192,9 @@ class Windows:
             name: execution_lib.place(plan.position, by_device)
             for name, plan in cohorts.plans.items()
         }
-        plans = {
-            name: plan.replace(position=()) for name, plan in cohorts.plans.items()
-        }
+        rest = {name: plan.replace(position=()) for name, plan in cohorts.plans.items()}
         everywhere = execution_lib.replicated(self._execution)
-        placed = execution_lib.place(cohorts.replace(plans=plans), everywhere)
-        plans = {
-            name: plan.replace(position=positions[name])
-            for name, plan in placed.plans.items()
-        }
-        return placed.replace(plans=plans)
+        placed = execution_lib.place(cohorts.replace(plans=rest), everywhere)
+        plans = placed.plans.items()
+        whole = {name: plan.replace(position=positions[name]) for name, plan in plans}
+        return placed.replace(plans=whole)

@@ -3,7 +3,7 @@
 `Replicated`: every device has the rows of all clients. `Sharded`: each device has those
 of its own clients. `Hosted`: the host has them, in memory or in a file, and the devices
 have those that a window of rounds needs, placed as one of the other kinds places them.
-A simulation asks its `Rows` and does not know the kind.
+A simulation uses its `Rows` without distinguishing the kinds.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ from fedjax_pfl import checkpoint, execution, shapes, stacked, types
 from fedjax_pfl.call import Call
 from fedjax_pfl.rows import slots, store, views
 
-# The devices hold the rows of one round, and more while they take fewer bytes.
+# The devices hold the rows of one round, and more up to this many bytes.
 RESIDENT_BYTES = 256 << 20
 # Rows of more bytes are not hashed for clients that never trained.
 HASHED_BYTES = 8 << 30
@@ -25,12 +25,9 @@ HASHED_BYTES = 8 << 30
 class Block(NamedTuple):
     """Clients that are evaluated together, for all variants of a call.
 
-    Attributes:
-        state: The call's state, with their rows.
-        cohort: The next round's clients of each seed, leaves [S, C, ...]; those of
-            which the state has no row are padding.
-        ids: int32[S, R], the client of each row, K = none; [1, R] where the seeds have
-            the same clients.
+    `state` is the call's, with their rows. `cohort` has the next round's clients of
+    each seed, leaves [S, C, ...], and those without a row in the state are padding.
+    `ids` int32[S, R] are the client of each row, K = none, or [1, R] for all seeds.
     """
 
     state: types.RoundState
@@ -39,12 +36,12 @@ class Block(NamedTuple):
 
 
 class Rows:
-    """What a simulation asks of the rows, with the answers of rows on every device.
+    """The interface of private rows, implemented for rows on every device.
 
     Rows own `call.state.private` of every call from `begin` on, and the slot of each
     client. For a call of the program, `window` comes first, for all calls together,
     then `before`, and `during` while the devices compute. `after` follows before
-    anything else reads rows. All of these may be asked again, as after an interrupt.
+    anything else reads rows. All of these may be called again, as after an interrupt.
 
     Attributes:
         layout: Where rows are on the devices. A state has `layout.num_rows` of them.
@@ -55,60 +52,53 @@ class Rows:
 
     def __init__(self, num_clients: int, how: execution.Execution):
         """The rows of K clients on the devices of `how`."""
-        self.layout, self._how = slots.Layout(num_clients, 1), how
+        devices = how.num_devices if how.shares_rows else 1
+        self.layout, self._how = slots.Layout(num_clients, devices), how
 
     @property
     def num_clients(self) -> int:
-        """K."""
         return self.layout.num_clients
 
     def begin(self, call: Call, state: types.RoundState) -> None:
         """Takes the rows of a call before the first round.
 
-        Raises:
-            ValueError: clients begin with rows that differ, and this kind needs equal
-                ones.
+        Raises ValueError if this kind needs equal rows and some differ.
         """
 
     def room(self) -> Callable[[Iterable[types.Cohort]], bool]:
-        """Whether a window has room for one more round, asked for each in turn.
+        """A function that says whether a window has room for one more round.
 
-        The function takes the cohorts of all seeds, which it need not draw.
+        It takes each round in turn, as cohorts of all seeds, which it need not draw.
         """
         return lambda cohorts: True
 
     def grow(self, cohorts: Iterable[types.Cohort]) -> None:
-        """Makes room for a round of these cohorts.
-
-        Windows that were made keep their layout.
-        """
+        """Makes room for a round of these cohorts. Made windows keep their layout."""
 
     def window(
         self, first: int, cohorts: list[types.Cohort], num_rounds: int
     ) -> tuple[list[types.Cohort], Any]:
-        """A window of cohorts for each seed with their slots, and what `before` takes.
+        """Windows of cohorts for each seed with slots, and the argument of `before`.
 
-        Args:
-            first: The first of its rounds.
-            cohorts: From the planner, leaves [T, ...].
-            num_rounds: Of these T.
+        `first` is the first of its `num_rounds` rounds, and the planner's cohorts have
+        leaves [T, ...], of which only these rounds are used.
         """
         return cohorts, None
 
     def before(self, call: Call, window: Any) -> None:
-        """Puts the rows of a window's clients into the call's state, if they are not.
+        """Puts the rows of a window's clients into the call's state, if absent.
 
-        What the call's clients have trained in an earlier window is taken before.
+        Rows that the call's clients trained in an earlier window are stored first.
         """
 
     def during(self, call: Call, window: Any) -> None:
         """Prepares `before` of the next window while the devices compute.
 
-        It must not wait for `call.state`, and is not asked for every window.
+        It must not wait for `call.state`, and is not called for every window.
         """
 
     def after(self, call: Call) -> None:
-        """Takes what the clients of a call have trained, which is settled by then."""
+        """Stores the rows that the clients of a settled call have trained."""
 
     def goes_by_block(self, algorithm: types.Algorithm) -> bool:
         """Whether an evaluation needs rows that the devices do not have."""
@@ -121,11 +111,11 @@ class Rows:
         drawn: Sequence[types.Cohort],
         sampled: Callable[[int], np.ndarray | None],
     ) -> Iterator[Block]:
-        """All clients whose models are evaluated, in blocks.
+        """All clients with models to evaluate, in blocks.
 
         Args:
             call: The call, or its shapes for the first block alone.
-            algorithm: What is evaluated.
+            algorithm: The models to evaluate.
             drawn: The next round's cohort of each seed.
             sampled: From the place of a seed in the call to bool[K], None = all.
         """
@@ -135,13 +125,12 @@ class Rows:
     def whole(self, state: types.RoundState) -> types.RoundState:
         """The stacked state of all variants with all rows, in the order of clients.
 
-        Args:
-            state: That of the devices, with leaves as `views` has them.
+        `state` is that of the devices, with leaves as in `views`.
         """
         return state
 
     def saved(self, state: types.RoundState) -> types.RoundState | store.Kept:
-        """Like `whole`, the form that a checkpoint has."""
+        """Like `whole`, in the form of a checkpoint."""
         return self.whole(state)
 
     def digest(self, state: types.RoundState) -> str:
@@ -150,13 +139,9 @@ class Rows:
         return checkpoint.digest((whole.server, whole.clients))
 
     def templates(self, state: types.RoundState) -> list[Any]:
-        """The shapes of `saved`, and of the other form in which a state may be.
-
-        Args:
-            state: The shapes of the devices' state.
-        """
+        """The shapes of `saved` and its other form, from those of the devices."""
         whole = store.whole_template(state, self.num_clients)
-        # Several processes load what the first one has read, in this form alone.
+        # Several processes load the first one's state, in this form alone.
         alone = jax.process_count() > 1
         return [whole] if alone else [whole, store.kept_template(state)]
 
@@ -165,13 +150,12 @@ class Rows:
     ) -> Iterator[types.RoundState]:
         """The devices' state of each call from either form, as arrays of the host.
 
-        What these rows held before is gone, and windows that were made are not used
-        again.
+        Earlier rows are dropped, and earlier windows are not used again.
         """
         if isinstance(found, store.Kept):
             found = store.expanded(found, self.num_clients)
         for call in calls:
-            yield jax.tree.map(lambda leaf, c=call: leaf[c.rows], found)
+            yield stacked.at(found, call.rows)
 
     def around(
         self,
@@ -180,17 +164,11 @@ class Rows:
         cohort: types.Cohort,
         client: int | None,
     ) -> tuple[types.RoundState, types.Cohort, int | None]:
-        """What defines the model that serves a client, where the device has it.
+        """The arrays of the model that serves a client, if the device has them.
 
-        Args:
-            variant: The variant.
-            state: The call's state of this variant, with a leading axis of 1.
-            cohort: The next round's clients.
-            client: The client, None = the server.
-
-        Returns:
-            (the state with the client's row, the cohort with its slots in it, the
-            client's slot).
+        `state` is the call's of this variant, with a leading axis of 1, and `cohort`
+        has the next round's clients. Without a `client` it is the server. Returns (the
+        state with the client's row, the cohort with its slots, the client's slot).
         """
         return state, cohort, client
 
@@ -199,7 +177,6 @@ class Replicated(Rows):
     """Every device has all rows, in groups where architectures differ."""
 
     def templates(self, state: types.RoundState) -> list[Any]:
-        """See `Rows`."""
         alone = jax.process_count() > 1
         return [state] if alone else [state, store.kept_template(state)]
 
@@ -207,23 +184,15 @@ class Replicated(Rows):
 class Sharded(Rows):
     """Each device has the rows of its own clients: client k those of device k mod D."""
 
-    def __init__(self, num_clients: int, how: execution.Execution):
-        """See `Rows`."""
-        super().__init__(num_clients, how)
-        self.layout = slots.Layout(num_clients, how.num_devices)
-
     def begin(self, call: Call, state: types.RoundState) -> None:
-        """See `Rows`."""
         slots.check_equal(state.private)
 
     def whole(self, state: types.RoundState) -> types.RoundState:
-        """See `Rows`."""
         return state.with_private(self.layout.by_client(state.private))
 
     def loaded(
         self, found: types.RoundState | store.Kept, calls: Sequence[Call]
     ) -> Iterator[types.RoundState]:
-        """See `Rows`."""
         for state in super().loaded(found, calls):
             yield state.with_private(self.layout.in_slots(state.private))
 
@@ -234,7 +203,6 @@ class Sharded(Rows):
         cohort: types.Cohort,
         client: int | None,
     ) -> tuple[types.RoundState, types.Cohort, int | None]:
-        """See `Rows`."""
         if jax.process_count() > 1:
             # Other processes have some of the rows.
             rows = self.layout.by_client(views.joined([state.private]))
@@ -245,11 +213,9 @@ class Sharded(Rows):
 
 
 class Residents(NamedTuple):
-    """The clients of one seed's window whose rows are on the devices.
+    """The clients of one seed's window with rows on the devices.
 
-    Attributes:
-        ids: int64[n], in order.
-        drawn: The clients of each round, which train.
+    `ids` int64[n] are in order. `drawn` has the clients of each round, which train.
     """
 
     ids: np.ndarray
@@ -275,12 +241,9 @@ class _Window(NamedTuple):
 class Hosted(Rows):
     """The host has all rows, and the devices those that a window of rounds needs.
 
-    A client that has never trained has the row with which all begin, so that only those
-    that have trained take memory. An evaluation goes through all clients in blocks of
-    as many as the devices have rows.
-
-    Attributes:
-        record: The layout of a row's bytes.
+    A client that has never trained has the row with which all begin, so that only
+    trained rows take memory. An evaluation goes through all clients in blocks of as
+    many as the devices have rows. `record` is the layout of a row's bytes.
     """
 
     needs_start = True
@@ -294,32 +257,28 @@ class Hosted(Rows):
     ):
         """The rows of a run that has not started.
 
-        Args:
-            layout: Where the devices have rows: of one device those that every device
-                has, of several those of each device's own clients.
-            how: The devices.
-            template: The shapes of the devices' state; leaves [variants, rows, ...].
-            folder: Where the rows are kept in a file, "" = in memory.
+        With one device `layout` has the rows that every device has, with several those
+        of each device's own clients. `template` has the shapes of the devices' state,
+        leaves [variants, rows, ...]. Rows are in a file in `folder`, or in memory for
+        "".
         """
         super().__init__(layout.num_clients, how)
         self.layout, self.record = layout, store.Record(template.private)
         self._folder, self._stores = folder, {}
-        # By a call's first variant, the window whose rows its state has, and the round
-        # up to which the host has what they trained.
+        # By a call's first variant: the window of its state's rows, and the last round
+        # from which the host has their training.
         self._held: dict[int, tuple[_Window, int]] = {}
-        # The variants and the rows of a block in which no client has trained.
+        # The variants and the rows of a block without trained clients.
         self._common: tuple[tuple[int, ...], Any] | None = None
 
     @property
     def _has_all(self) -> bool:
         """Whether the devices have room for all clients."""
-        return self.layout.rows_per_device * self.layout.devices >= self.num_clients
+        return self.layout.num_rows >= self.num_clients
 
     def _residents(self, cohort: types.Cohort) -> np.ndarray:
-        """int64[n]: the clients whose rows a cohort (or a window) needs, in order.
-
-        They are all clients where there is room for all, whose slots are then as on
-        devices that have all rows.
+        """int64[n]: the clients with rows that a cohort (or a window) needs, in order.
+        If there is room for all, they are all clients in the slots of a full layout.
         """
         return np.arange(self.num_clients) if self._has_all else needed(cohort)
 
@@ -327,11 +286,10 @@ class Hosted(Rows):
         return store.Store(common, self.num_clients, self._folder)
 
     def begin(self, call: Call, state: types.RoundState) -> None:
-        """See `Rows`; clients must begin with equal rows."""
+        """Like `Rows.begin`, where clients must begin with equal rows."""
         rows = jax.device_get(state.private)
         for slot, variant in enumerate(call.variants):
-            mine = jax.tree.map(lambda leaf, s=slot: np.asarray(leaf)[s], rows)
-            records = self.record.pack(mine)
+            records = self.record.pack(stacked.at(rows, slot))
             if (records != records[0]).any():
                 raise ValueError(
                     "--client_state: with these options each client begins with a row "
@@ -340,7 +298,6 @@ class Hosted(Rows):
             self._stores[variant] = self._new(records[0].copy())
 
     def room(self) -> Callable[[Iterable[types.Cohort]], bool]:
-        """See `Rows`."""
         ids: dict[int, np.ndarray] = {}
 
         def fits(cohorts: Iterable[types.Cohort]) -> bool:
@@ -352,7 +309,7 @@ class Hosted(Rows):
         return fits
 
     def grow(self, cohorts: Iterable[types.Cohort]) -> None:
-        """See `Rows`; of several devices one may need more than ever before."""
+        """Like `Rows.grow`. With several devices one may need more than ever before."""
         most = max(self.layout.fullest(needed(cohort)) for cohort in cohorts)
         if self._has_all or most <= self.layout.rows_per_device:
             return
@@ -363,7 +320,6 @@ class Hosted(Rows):
     def window(
         self, first: int, cohorts: list[types.Cohort], num_rounds: int
     ) -> tuple[list[types.Cohort], Any]:
-        """See `Rows`."""
         residents = []
         for one in cohorts:
             drawn = [one.client_id[t][one.row_mask[t]] for t in range(num_rounds)]
@@ -373,7 +329,6 @@ class Hosted(Rows):
         return mapped, _Window(first, self.layout, residents, {})
 
     def before(self, call: Call, window: _Window) -> None:
-        """See `Rows`."""
         name = call.variants.start
         held = self._held.get(name)
         if held is not None and held[0] is window:
@@ -395,16 +350,12 @@ class Hosted(Rows):
         self._held[name] = window, call.round
 
     def during(self, call: Call, window: _Window) -> None:
-        """See `Rows`."""
         ids = [window.residents[seed].ids for _, seed in call.pairs]
         given = call.variants, ids, window.layout
         window.records[call.variants.start] = self._read(*given)
 
     def _read(
-        self,
-        variants: Sequence[int],
-        ids: Sequence[np.ndarray],
-        layout: slots.Layout,
+        self, variants: Sequence[int], ids: Sequence[np.ndarray], layout: slots.Layout
     ) -> np.ndarray:
         """uint8[variants, rows, bytes]: rows of clients of each; others are common."""
         shape = len(variants), layout.num_rows, self.record.num_bytes
@@ -415,7 +366,6 @@ class Hosted(Rows):
         return out
 
     def after(self, call: Call) -> None:
-        """See `Rows`."""
         window, written = self._held.get(call.variants.start, (None, call.round))
         if call.round == written:
             return
@@ -425,13 +375,12 @@ class Hosted(Rows):
             trained = found.trained(call.round - window.first)
             place = np.searchsorted(found.ids, trained)
             place = window.layout.slots_of(found.ids)[place]
-            mine = jax.tree.map(lambda leaf, s=slot, p=place: leaf[s][p], rows)
             if len(place):
-                self._stores[variant].write(trained, self.record.pack(mine))
+                mine = self.record.pack(stacked.at(rows, (slot, place)))
+                self._stores[variant].write(trained, mine)
         self._held[call.variants.start] = window, call.round
 
     def goes_by_block(self, algorithm: types.Algorithm) -> bool:
-        """See `Rows`."""
         return bool(algorithm.serving or algorithm.trained)
 
     def blocks(
@@ -441,7 +390,7 @@ class Hosted(Rows):
         drawn: Sequence[types.Cohort],
         sampled: Callable[[int], np.ndarray | None],
     ) -> Iterator[Block]:
-        """See `Rows`; first the cohort, then clients that have trained, then others."""
+        """Like `Rows.blocks`: the cohort, then trained clients, then others."""
         if not self.goes_by_block(algorithm):
             yield from super().blocks(call, algorithm, drawn, sampled)
             return
@@ -459,7 +408,7 @@ class Hosted(Rows):
                 of_call = [ids[call.seeds.index(seed)] for _, seed in call.pairs]
                 lines = np.stack([self.layout.clients_of(one) for one in ids])
                 rows = call.variants, call.state, of_call
-                # Without a name, so that there are not two blocks in memory.
+                # Unnamed, so that there are never two blocks in memory.
                 yield Block(self._with(*rows), stacked.on_host(cohorts), lines)
         finally:
             self._common = None
@@ -467,18 +416,14 @@ class Hosted(Rows):
     def _split(
         self, variants: Sequence[int], first: np.ndarray, wanted: np.ndarray | None
     ) -> list[np.ndarray]:
-        """All clients in blocks that the devices have rows for, the trained ones first.
-
-        Args:
-            variants: Those for which they have trained.
-            first: Clients of the first block.
-            wanted: bool[K], the other clients; None = all.
+        """All clients in blocks of the devices' size: `first`, then those trained in
+        one of `variants`, then the rest, both limited to `wanted` bool[K] (None = all).
         """
         others = np.ones(self.num_clients, bool) if wanted is None else wanted.copy()
         others[first] = False
         trained = np.zeros(self.num_clients, bool)
         for variant in variants:
-            # Shapes of a state have no stores yet.
+            # There are no stores yet for a state's shapes.
             if variant in self._stores:
                 trained[self._stores[variant].ids] = True
         order = np.concatenate(
@@ -515,7 +460,7 @@ class Hosted(Rows):
         return state.replace(clients=known[1], opt_state=())
 
     def whole(self, state: types.RoundState) -> types.RoundState:
-        """See `Rows`; rows are streamed, never in memory together."""
+        """Like `Rows.whole`; rows are streamed, never in memory together."""
         every = np.arange(self.num_clients)
 
         def records() -> Iterator[np.ndarray]:
@@ -526,7 +471,7 @@ class Hosted(Rows):
         return state.with_private(self.record.streamed(lead, records))
 
     def saved(self, state: types.RoundState) -> store.Kept:
-        """See `Rows`; the rows that have trained."""
+        """Like `Rows.saved`; the rows that have trained."""
         every = list(self._stores.values())
         ids = [one.ids for one in every]
 
@@ -541,7 +486,7 @@ class Hosted(Rows):
         return store.Kept(state, common, np.concatenate(ids), count)
 
     def digest(self, state: types.RoundState) -> str:
-        """See `Rows`; of the rows that have trained where all are too many to hash."""
+        """Like `Rows.digest`, but of trained rows alone if all are too many to hash."""
         num_bytes = len(self._stores) * self.num_clients * self.record.num_bytes
         if num_bytes <= HASHED_BYTES:
             return super().digest(state)
@@ -550,13 +495,12 @@ class Hosted(Rows):
         return checkpoint.digest((kept.state.server, *rows))
 
     def templates(self, state: types.RoundState) -> list[Any]:
-        """See `Rows`."""
         return super().templates(state)[::-1]
 
     def loaded(
         self, found: types.RoundState | store.Kept, calls: Sequence[Call]
     ) -> Iterator[types.RoundState]:
-        """See `Rows`; the stores take the rows, and the devices' are common ones."""
+        """Like `Rows.loaded`; stores take the rows, and devices get common ones."""
         if isinstance(found, types.RoundState):
             common = [one.common for one in self._stores.values()]
             found = store.compressed(found, common)
@@ -582,7 +526,6 @@ class Hosted(Rows):
         cohort: types.Cohort,
         client: int | None,
     ) -> tuple[types.RoundState, types.Cohort, int | None]:
-        """See `Rows`."""
         ids = self._residents(cohort)
         if client is not None:
             # It comes first, as there may be no room for all of the cohort.
@@ -606,10 +549,7 @@ def needed(cohort: types.Cohort) -> np.ndarray:
 def in_slots(
     cohort: types.Cohort, ids: np.ndarray, layout: slots.Layout
 ) -> types.Cohort:
-    """A cohort (or a window) with the slots of clients `ids` int[n].
-
-    Clients and peers that are not among them are padding.
-    """
+    """A cohort (or window) with the slots of clients int[n]; all others are padding."""
     padding = max(layout.num_rows, layout.num_clients)
     table = np.full(layout.num_clients + 1, padding, np.int32)
     table[ids] = layout.slots_of(ids)
@@ -630,11 +570,9 @@ def num_residents(
 ) -> int:
     """The rows that each device holds of a hosted run, at most those of its clients.
 
-    Args:
-        state: The shapes of a state; leaves [variants, rows, ...].
-        num_clients: K.
-        most_needed: The clients and peers of one round on one device, at most.
-        devices: Devices that share out the rows; each of them has its own clients'.
+    `state` has shapes of leaves [variants, rows, ...]. `most_needed` are the clients
+    and peers of one round on one device, at most. `devices` share out the rows, and
+    each has its own clients'.
     """
     row = store.Record(state.private).num_bytes
     fits = shapes.rounded_up(max(RESIDENT_BYTES // row, 1) + 1) // 2 // devices
@@ -651,11 +589,8 @@ def chosen(
 ) -> Rows:
     """The rows of a run, by where they are.
 
-    Args:
-        num_clients: K.
-        how: The devices, and whether each has its own clients' rows alone.
-        template: Returns the shapes of the devices' state.
-        rows_in: See `simulate.Simulation`.
+    `template` returns the shapes of the devices' state. `rows_in` is that of
+    `simulate.Simulation`.
     """
     if rows_in is None:
         return (Sharded if how.shares_rows else Replicated)(num_clients, how)

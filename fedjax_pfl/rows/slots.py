@@ -1,8 +1,8 @@
 """Private rows shared out over devices: client k is on device k mod D.
 
-A device has the rows of its own clients in slots that follow one another, and computes
-their rounds and their evaluation. So no row ever travels, and a device holds a D-th of
-them. A cohort has as many rows for each device as the fullest one needs.
+A device has the rows of its own clients in consecutive slots, and computes their rounds
+and their evaluation. So no row ever travels, and a device holds a D-th of them. A
+cohort has as many rows for each device as the fullest one needs.
 """
 
 import functools
@@ -22,11 +22,8 @@ from fedjax_pfl.rows import views
 class Layout(NamedTuple):
     """Where the rows of clients are on the devices.
 
-    Attributes:
-        num_clients: K.
-        devices: D.
-        most: Slots of a device where it does not have the rows of all its clients at
-            once, 0 = it has.
+    `num_clients` is K and `devices` is D. `most` are the slots of a device that does
+    not have the rows of all its clients at once, 0 = it has them.
     """
 
     num_clients: int
@@ -54,7 +51,7 @@ class Layout(NamedTuple):
         return self.clients_of(np.arange(self.num_clients))
 
     def slots_of(self, ids: np.ndarray) -> np.ndarray:
-        """int32[n]: slots for clients int[n], which follow one another on a device."""
+        """int32[n]: slots for clients int[n], consecutive on each device."""
         device, counts = self.device_of(ids), self._counts(ids)
         order = np.argsort(device, kind="stable")
         first = np.cumsum(counts) - counts
@@ -88,11 +85,9 @@ class Layout(NamedTuple):
     def by_client(self, rows: Any) -> Any:
         """Leaves [variants, num_rows, ...] in the order of clients, [variants, K, ...].
 
-        They are never whole in memory, unless several processes have them. These must
-        call it together, and each gets all rows on its host.
-
-        Args:
-            rows: Leaves as `views` has them: what several calls have, joined.
+        `rows` has leaves of `views`, joined from several calls. The result is never
+        whole in memory, unless several processes have the rows. These must call it
+        together, and each gets all rows on its host.
         """
 
         def one(leaf: views.Joined) -> views.Streamed | np.ndarray:
@@ -159,11 +154,7 @@ def _are_equal(rows: Any) -> jax.Array:
 
 
 def check_equal(rows: Any) -> None:
-    """Refuses rows before the first round, leaves [variants, R, ...], that differ.
-
-    Raises:
-        ValueError: they are not equal, so that their order matters.
-    """
+    """Refuses, with a ValueError, first rows [variants, R, ...] that differ."""
     if not _are_equal(rows):
         raise ValueError(
             "--client_state=device: the algorithm gives each client a row of its own "
@@ -176,29 +167,27 @@ def take(tree: Any, row: jax.Array) -> Any:
 
     Where rows are shared out, those of a device's clients stay there.
     """
-    mesh = execution.setting().owners
-    if mesh is None or not jax.tree.leaves(tree):
-        return stacked.take(tree, row)
-    return _on_each(stacked.take, mesh)(tree, row)
+    return _on_each(stacked.take, tree, row)
 
 
 def put(tree: Any, row: jax.Array, values: Any) -> Any:
     """Writes `values` [C, ...] into slots int32[C] of leaves [R, ...], as `take`."""
+    return _on_each(stacked.put, tree, row, values)
+
+
+def _on_each(fn: Callable[..., Any], tree: Any, row: jax.Array, *others: Any) -> Any:
+    """`fn(tree, row, *others)`, on each device for its own rows if they are shared."""
     mesh = execution.setting().owners
     if mesh is None or not jax.tree.leaves(tree):
-        return stacked.put(tree, row, values)
-    return _on_each(stacked.put, mesh)(tree, row, values)
-
-
-def _on_each(fn: Callable[..., Any], mesh: jax.sharding.Mesh) -> Callable[..., Any]:
-    """`fn(rows, slot, *others)` on each device, for its own rows of everything."""
+        return fn(tree, row, *others)
 
     def one(tree: Any, row: jax.Array, *others: Any) -> Any:
         size = jax.tree.leaves(tree)[0].shape[0]
         place = row - jax.lax.axis_index("clients") * size
-        # A negative place would be counted from the end.
+        # Negative places would count from the end.
         place = jnp.where((place >= 0) & (place < size), place, size)
         return fn(tree, place, *others)
 
     own = PartitionSpec("clients")
-    return jax.shard_map(one, mesh=mesh, in_specs=own, out_specs=own, check_vma=False)
+    mapped = jax.shard_map(one, mesh=mesh, in_specs=own, out_specs=own, check_vma=False)
+    return mapped(tree, row, *others)

@@ -1,10 +1,11 @@
 """Private rows as bytes, in the host's memory or in a file.
 
-A client that has never trained has the row with which all begin, so that only those
-that have trained take memory, here and in a checkpoint. A row is a client's part of
+A client that has never trained has the row with which all begin, so that only trained
+rows take memory, here and in a checkpoint. A row is a client's part of
 `RoundState.clients` and `RoundState.opt_state`.
 """
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -13,29 +14,21 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl import types
+from fedjax_pfl import stacked, types
 from fedjax_pfl.rows import views
 
-# A store grows by so many bytes.
+# A store grows by this many bytes.
 PART_BYTES = 64 << 20
 
 
 class Record:
-    """How one row lies in memory: the bytes of its leaves, one after another.
-
-    Attributes:
-        num_bytes: Bytes of a row.
-    """
+    """The bytes of one row: its leaves one after another, `num_bytes` in total."""
 
     def __init__(self, rows: Any):
-        """Reads the layout off a pytree of rows, leaves [..., N, *shape].
-
-        Args:
-            rows: Pairs of leaves and of axes before each row's own shape are those of
-                `types.RoundState`: variants and clients.
-        """
+        """Reads the layout from a pytree of rows, leaves [variants, N, *shape]."""
         leaves, self._structure = jax.tree.flatten(rows)
-        ends = np.cumsum([0] + [_row_bytes(leaf) for leaf in leaves]).tolist()
+        sizes = [math.prod(x.shape[2:]) * np.dtype(x.dtype).itemsize for x in leaves]
+        ends = np.cumsum([0, *sizes]).tolist()
         self.num_bytes = ends[-1]
         self._leaves = [
             (leaf.shape[2:], np.dtype(leaf.dtype), slice(*ends[i : i + 2]))
@@ -70,9 +63,7 @@ class Record:
     ) -> Any:
         """The pytree with leaves [*lead, *shape], for `checkpoint`, never whole.
 
-        Args:
-            lead: The leading axes.
-            records: Returns all rows in order, as parts uint8[n, bytes].
+        `records` returns all rows in order, as parts uint8[n, bytes].
         """
 
         def of(index: int) -> views.Streamed:
@@ -87,25 +78,16 @@ class Record:
         return self._structure.unflatten(map(of, range(len(self._leaves))))
 
 
-def _row_bytes(leaf: Any) -> int:
-    return int(np.prod(leaf.shape[2:], dtype=np.int64)) * np.dtype(leaf.dtype).itemsize
-
-
 class Store:
     """The rows of one variant's clients: the common one, and those that have trained.
 
-    Attributes:
-        common: uint8[bytes], the row of a client that has never trained.
+    `common` uint8[bytes] is the row of a client that has never trained.
     """
 
     def __init__(self, common: np.ndarray, num_clients: int, folder: str = ""):
-        """Makes a store in which no client has trained.
+        """A store without trained clients, in memory or in a file without a name.
 
-        Args:
-            common: uint8[bytes].
-            num_clients: K.
-            folder: Where to keep the rows in a file without a name, which is gone with
-                the process; "" = in memory.
+        The file is in `folder` and disappears with the process.
         """
         self.common = common
         self._slot = np.full(num_clients, -1, np.int32)
@@ -136,10 +118,9 @@ class Store:
         return out
 
     def write(self, ids: np.ndarray, records: np.ndarray) -> None:
-        """Keeps `records` uint8[n, bytes] as the rows of clients int[n], all distinct.
+        """Stores `records` uint8[n, bytes] as the rows of clients int[n], all distinct.
 
-        Raises:
-            OSError: the file cannot grow.
+        Raises OSError if the file cannot grow.
         """
         new = ids[self._slot[ids] < 0]
         while self._used + len(new) > len(self._parts) * self._part_rows:
@@ -160,8 +141,7 @@ class Store:
         size = shape[0] * shape[1]
         begin = len(self._parts) * size
         try:
-            # A write into a file that is only truncated ends the process where the
-            # disk is full.
+            # With truncation alone, a write on a full disk would end the process.
             os.posix_fallocate(self._file.fileno(), begin, size)
         except OSError as error:
             raise OSError(
@@ -177,14 +157,12 @@ class Store:
 
 
 class Kept(NamedTuple):
-    """A whole run's state, as checkpoints have it.
+    """The state of a run in the form of a checkpoint.
 
-    Attributes:
-        state: The RoundState, whose rows are leaves [n, ...] of all trained clients,
-            variant after variant.
-        common: The rows of a client that has never trained, leaves [variants, ...].
-        ids: int64[n], the clients.
-        count: int64[variants], the trained clients of each variant.
+    `state` is the RoundState, with rows as leaves [n, ...] of all trained clients,
+    variant after variant. `common` are the rows of a client that has never trained,
+    leaves [variants, ...]. `ids` int64[n] are the trained clients, and `count`
+    int64[variants] is the number of each variant.
     """
 
     state: types.RoundState
@@ -199,7 +177,7 @@ class Kept(NamedTuple):
 
 
 def _shaped(state: types.RoundState, *lead: int) -> types.RoundState:
-    """The shapes of a state whose rows have other leading axes."""
+    """The shapes of a state with other leading axes of its rows."""
     rows = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((*lead, *leaf.shape[2:]), leaf.dtype),
         state.private,
@@ -225,18 +203,16 @@ def whole_template(state: types.RoundState, num_clients: int) -> types.RoundStat
 
 
 def compressed(state: types.RoundState, common: Sequence[np.ndarray]) -> Kept:
-    """A state of all clients as a population keeps it.
+    """A state of all clients as `Kept`.
 
-    Args:
-        state: Leaves [variants, K, ...].
-        common: uint8[bytes] for each variant. A client with this row counts as one that
-            has not trained.
+    `state` has leaves [variants, K, ...], and `common` is uint8[bytes] for each
+    variant. A client with this row counts as one that has not trained.
     """
     rows = jax.tree.map(np.asarray, state.private)
     layout = Record(rows)
     ids = []
     for variant, record in enumerate(common):
-        mine = layout.pack(jax.tree.map(lambda leaf, v=variant: leaf[v], rows))
+        mine = layout.pack(stacked.at(rows, variant))
         ids.append(np.flatnonzero((mine != record).any(1)))
     count = np.array([len(one) for one in ids])
     chosen = jax.tree.map(

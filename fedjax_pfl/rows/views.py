@@ -18,7 +18,7 @@ PIECE_BYTES = 64 << 20
 class Joined:
     """Arrays joined along their leading axis, as a leaf that is never materialised.
 
-    `shape` and `dtype` are those of the whole, and so is the result of an index.
+    `shape` and `dtype` are those of the whole, which an index also refers to.
     """
 
     def __init__(self, parts: Sequence[jax.Array]):
@@ -31,11 +31,9 @@ class Joined:
 
 
 class Streamed:
-    """An array as a leaf that is never materialised.
+    """An array of `shape` and `dtype` as a leaf that is never materialised.
 
-    Attributes:
-        shape, dtype: Of the array.
-        pieces: Returns its numbers in order, flat, in arrays of bounded size.
+    `pieces` returns its numbers in order, flat, in arrays of bounded size.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ def pieces_of(leaf: Any) -> Iterator[np.ndarray]:
 
 
 def materialised(leaf: Any) -> Any:
-    """A leaf as an array: what is joined or streamed is put together."""
+    """A leaf as an array: joined or streamed parts are put together."""
     if isinstance(leaf, Joined):
         return leaf[...]
     if not isinstance(leaf, Streamed):
