@@ -1,8 +1,7 @@
 """The registry of algorithms: one file for each, and one line here.
 
-A line names the file's module and states what `launch` needs to know of the algorithm
-before it is made for a task: its default preset, and whether it uses public images,
-exits or texts.
+A line has what `launch` needs before an algorithm is made for a task: its default
+preset, and whether it uses public images, exits or texts.
 """
 
 import dataclasses
@@ -37,12 +36,12 @@ from algorithms import (
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """An algorithm as `launch` knows it.
+    """An algorithm as `launch` sees it.
 
     Attributes:
-        HParams: The dataclass of its options.
-        make: `(hparams, task) -> types.Algorithm`.
-        about: What it is, the first line in lists.
+        HParams, make: The dataclass of its options; `(hparams, task) ->
+            types.Algorithm`.
+        about: Its description, with the first line for lists.
         name: The name of a custom algorithm in records. Others have their key.
         preset: Name of the paper's rules for options that are not given.
         public_images: Whether it learns from unlabelled images that all clients share
@@ -69,18 +68,13 @@ class Entry:
 
 
 def entry(module: Any, *, shares_rows: bool = True, **facts: Any) -> Entry:
-    """The entry of a module that has `HParams`, `make` and a docstring.
-
-    Args:
-        module: The module.
-        shares_rows, **facts: As in `Entry`.
-    """
+    """The entry of a module with `HParams`, `make` and a docstring, and other facts."""
     made = module.HParams, module.make, module.__doc__, "custom"
     return Entry(*made, shares_rows=shares_rows, **facts)
 
 
 def custom(algo: Any) -> Entry:
-    """The entry of an object with `HParams` and `make`, and facts of `Entry` if any."""
+    """The entry of an object with `HParams` and `make`, and any facts of `Entry`."""
     name = getattr(algo, "__name__", "custom").rpartition(".")[2].strip("_")
     facts = {
         one.name: getattr(algo, one.name, one.default)
@@ -98,9 +92,9 @@ def variant(
     Args:
         base: The entry.
         summary: One sentence, its description in lists.
-        fixed: The options among `defaults` that make it another method than `base`: a
-            run with other values of these is not what its name says. A number may be
-            any but 0, and `personal_from` any stage, see `registry.departure`.
+        fixed: Options among `defaults` that make it another method than `base`. A run
+            with other values is not what its name says, except any number but 0, and
+            any stage for `personal_from`, see `registry.departure`.
         **defaults: Option -> default.
     """
     fields = [

@@ -5,7 +5,7 @@ https://arxiv.org/abs/2003.13461 (Algorithm 1).
 
 * The server's model is FedAvg's.
 * In each step a client also takes one along the loss of the mixture of its own model
-  with its copy of the server's. Only its own model and the weight of it move.
+  with its copy of the server's. Only its own model and its weight move.
 * The mixture with the server's model serves the client.
 
 | paper | here |
@@ -16,10 +16,10 @@ https://arxiv.org/abs/2003.13461 (Algorithm 1).
 | eta_t | `--client_lr`, `--client_lr_decay` |
 
 Differs from the paper: the mean is weighted by examples by default. Momentum, weight
-decay and clipping, where they are given, act on the weight alpha_i too. What we chose:
-alpha_i takes its gradient step once in a round, on the round's first batch
-(`--nolearn_weight` keeps it), and stays within 0..1. A client is measured with the
-server's model as it is now. Running statistics of the mixture are v_i's own.
+decay and clipping, if any, also act on alpha_i. We chose that alpha_i takes one
+gradient step a round, on its first batch (`--nolearn_weight`: none), and stays within
+0..1. A client is measured with the server's present model. Running statistics of the
+mixture are v_i's own.
 """
 
 import dataclasses
@@ -33,8 +33,6 @@ from fedjax_pfl import averaging, each_client, local_training, options, shapes, 
 
 @dataclasses.dataclass(frozen=True)
 class HParams(averaging.Averaging):
-    """APFL's options."""
-
     own_weight: float = options.option(
         0.5, "weight of a client's own model [alpha]", minimum=0, maximum=1
     )

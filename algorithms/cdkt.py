@@ -3,7 +3,7 @@
 Nguyen, Tran, Nguyen, Hong: "CDKT-FL: Cross-device knowledge transfer using proxy
 dataset in federated learning", https://arxiv.org/abs/2204.01542 (Algorithm 1).
 
-* The server computes its outputs on the proxy set and sends them.
+* The server sends its outputs on the proxy set.
 * Each client of the round trains its own model on cross-entropy over its examples plus
   [alpha] times the distance to the server's outputs on the proxy set (Eq. 8).
 * Clients send their outputs on the proxy set, and the server averages them.
@@ -21,11 +21,11 @@ dataset in federated learning", https://arxiv.org/abs/2204.01542 (Algorithm 1).
 | K, R, eta, gamma | `--local_epochs`, `--server_epochs`, `--client_lr`, `--server_lr` |
 
 Differs from the paper, as its released code does: labels are mixed into the targets in
-logit space (Eq. 8 means probabilities), norms are one Frobenius norm per batch (section
-5.2 has one for each sample), and in the first round clients train alone
-(`--warm_rounds`). Differs from the code, as the paper says: the teacher is the mean
-over the round's clients in eval mode, and the proxy batches are cycled instead of
-cutting a client's epoch short. `--preset=cdkt_code` restores the code's behaviour.
+logit space (Eq. 8 means probabilities), norms are one Frobenius norm per batch (one per
+sample in section 5.2), and clients train alone in the first round (`--warm_rounds`).
+Differs from the code, as the paper says: the teacher is the mean over the round's
+clients in eval mode, and proxy batches are cycled instead of cutting a client's epoch
+short. `--preset=cdkt_code` restores the code's behaviour.
 """
 
 import dataclasses
@@ -53,8 +53,6 @@ option = options.option
 
 @dataclasses.dataclass(frozen=True)
 class HParams(proxy.ServerTraining, local_training.LocalTraining):
-    """CDKT's options."""
-
     client_lr: float = option(0.03, "learning rate of the clients [eta]", minimum=0)
     transfer: str = option(
         "rep",
@@ -103,10 +101,8 @@ def mix_labels(
 ) -> jax.Array:
     """The target T(u) of Eq. 8: weight * onehot(label) + (1 - weight) * u.
 
-    Args:
-        logits: f32[..., Y]. Labels are mixed in before any softmax.
-        label: int32[...].
-        weight: [lambda], 0..1.
+    `logits` f32[..., Y] mix with `label` int32[...] before a softmax; `weight` is
+    lambda.
     """
     return weight * jax.nn.one_hot(label, logits.shape[-1]) + (1 - weight) * logits
 
@@ -114,10 +110,9 @@ def mix_labels(
 def teacher(answers: Any, cohort: types.Cohort, ensemble: str, num_clients: int) -> Any:
     """The ensemble of the cohort's outputs, leaves [C, ...] -> [...].
 
-    `mean_selected` is the plain mean over the real rows. `code_last` is what the
-    released code computes: every entry of its list is the last selected client's output
-    (here that of the highest id), and the sum is divided by all K clients, hence (n /
-    K) * z_last.
+    `mean_selected` is the plain mean over the real rows. `code_last` is (n / K) *
+    z_last, as in the released code: every entry of its list is the last selected
+    client's output (here the highest id's), and their sum is divided by all K clients.
     """
     num_selected = cohort.row_mask.sum()
     weight = cohort.row_mask / jnp.maximum(num_selected, 1)
@@ -134,11 +129,7 @@ def teacher(answers: Any, cohort: types.Cohort, ensemble: str, num_clients: int)
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
-    """CDKT as pure functions.
-
-    Raises:
-        ValueError: there is no proxy set, or the models' embeddings differ in width.
-    """
+    """Makes CDKT; raises ValueError without a proxy set or a common embedding width."""
     server_model, client_model = task.server_model, task.client_model
     if not task.num_proxy:
         raise ValueError(

@@ -22,17 +22,16 @@ https://arxiv.org/abs/2412.11674, in rounds without a server.
 | sparse updates in critical periods | `--sparsify` |
 
 With `--sparsify` a client in a critical period pulls from each peer only the fifth of
-all parameters that changed most in the peer's last training: their values (`sparse
-model`) and a bitmap with one bit for each parameter (`mask`). It averages each entry
-over itself and the peers that sent it. Its own model counts in full. Norms are messages
-of 4 bytes.
+all parameters that changed most in the peer's last training: values (`sparse model`)
+and a bitmap of one bit per parameter (`mask`). It averages each entry over itself, in
+full, and the peers that sent it. Norms are messages of 4 bytes.
 
-Differs from the paper: there a server chooses how many clients take part in a round,
-while here each client chooses by its own history how many peers it pulls from,
-beginning with its next round. Rounds are counted by client. Window, interval, the first
-five checks (critical in any case) and the fifth are those of the released code. The
-norm is taken before gradients are clipped. Until the first check, models are sent
-whole. An entry that no peer sends stays as it is (the code sets it to 0).
+Differs from the paper: there a server chooses how many clients take part in a round.
+Here each client chooses by its own history how many peers it pulls from in its next
+round, and counts its own rounds. Window, interval, the first five checks (always
+critical) and the fifth are those of the released code. The norm is taken before
+gradients are clipped. Until the first check, models are sent whole. An entry that no
+peer sends does not change (the code sets it to 0).
 """
 
 import dataclasses
@@ -69,8 +68,6 @@ SENT_SHARE = 0.2  # of the parameters, with --sparsify
 
 @dataclasses.dataclass(frozen=True)
 class HParams(decentralized.Peers, local_training.LocalTraining):
-    """CriticalFL's options."""
-
     critical_threshold: float = option(
         0.01, "relative rise of the norm that is critical, -1 = always", minimum=-1
     )
@@ -84,8 +81,7 @@ class Period(NamedTuple):
 
     Attributes:
         history: f32[WINDOW + 1], the last federated gradient norms.
-        rounds: int32[], rounds that the client has taken part in.
-        num_peers: int32[], how many peers it pulls from [k_i].
+        rounds, num_peers: int32[], its rounds so far, and peers it pulls from [k_i].
         was_full: bool[], whether `num_peers` has ever reached its maximum.
         critical: bool[], the result of the last check.
     """
@@ -111,11 +107,7 @@ def first_period(num_peers: int) -> Period:
 def checked(period: Period, norm: jax.Array, hparams: HParams, most: int) -> Period:
     """The period after one more round of the client, checked if a check is due.
 
-    Args:
-        period: The period before the round.
-        norm: f32[], the federated gradient norm.
-        hparams: Hold the threshold and the least number of peers.
-        most: The largest number of peers.
+    `norm` f32[] is the federated gradient norm, and `most` the largest number of peers.
     """
     history = jnp.append(period.history[1:], norm)
     before, now = history[:-1].mean(), history[1:].mean()
@@ -134,11 +126,7 @@ def checked(period: Period, norm: jax.Array, hparams: HParams, most: int) -> Per
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
-    """CriticalFL as pure functions.
-
-    Raises:
-        ValueError: the graph is not one of random peers, or it has too many of them.
-    """
+    """Makes CriticalFL; raises ValueError unless peers are random and few enough."""
     model, peers = task.client_model, _peers(hparams, task)
     most = peers.num_peers
     shape = shapes.variables(model, task.example_shape)
@@ -227,11 +215,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
 
 def _peers(hparams: HParams, task: types.Task) -> types.PeerSpec:
-    """As many random peers as a client ever pulls from.
-
-    Raises:
-        ValueError: another graph, or fewer peers than `--num_peers`.
-    """
+    """As many random peers as a client ever pulls from; ValueError as in `make`."""
     if hparams.topology != "random":
         raise ValueError(
             f"--topology={hparams.topology}: criticalfl changes how many peers a "

@@ -8,8 +8,8 @@ FedDyn: Acar et al., ICLR 2021, https://arxiv.org/abs/2111.04263.
   the client can hold. Every stage has an exit.
 * A client trains them on the cross-entropy of all its exits, and every exit learns from
   the outputs of the others.
-* FedDyn: each client accumulates its drift. The gradient of its loss is corrected by
-  this sum and by a pull to the server's model.
+* FedDyn: each client sums up its drift. The sum, and a pull to the server's model,
+  correct the gradient of its loss.
 * The server takes, stage by stage, the mean over the clients that hold it, and adds a
   step along the sum of all drifts.
 
@@ -24,16 +24,15 @@ FedDyn: Acar et al., ICLR 2021, https://arxiv.org/abs/2111.04263.
 
 Differs from the paper: the distillation's weight grows as exp(-5 (1 - t/R)^2), which
 only Table 13 and the author's code have. No 1e-7 is added inside the KL. An exit that
-teaches gets no gradient from it, as in the code, since the paper does not say. h is a
-mean over all clients that may be drawn, as in the code, or with
-`--h_denominator=capable` over those that hold the level. A stage that no client of the
-round holds stays as it is, and so does its h. Running statistics are averaged over the
-holders, without h. Where N/K is not an integer, the first clients of `--partition=iid`
-get one example more, while the code drops these examples. Of a text the paper's
-Appendix B describes BERT's masks (of 15 % of the words 80 % hidden, 10 % random), whose
-loss is over the chosen 15 % alone. Here the masks are these, but the loss and the
-perplexities are over all positions, as in HeteroFL's released code, which hides all of
-the 15 %. `--masked_loss=chosen` is BERT's loss.
+teaches gets no gradient from it, as in the code (the paper does not say). h is a mean
+over all clients that may be drawn, as in the code, or over those that hold the level
+(`--h_denominator=capable`). A stage that no client of the round holds keeps its values
+and its h. Running statistics are averaged over the holders, without h. Where N/K is not
+an integer, the first clients of `--partition=iid` get one example more, while the code
+drops these examples. For a text, Appendix B describes BERT's masks (of 15 % of the
+words 80 % hidden, 10 % random) and a loss over the chosen 15 % alone. Here the masks
+are these, but the loss and the perplexities are over all positions, as in HeteroFL's
+released code, which hides all of the 15 %. `--masked_loss=chosen` is BERT's loss.
 """
 
 import dataclasses
@@ -57,8 +56,6 @@ option = options.option
 
 @dataclasses.dataclass(frozen=True)
 class HParams(levels.Levels, local_training.LocalTraining):
-    """DepthFL's options."""
-
     feddyn_alpha: float = option(
         0.1, "FedDyn's penalty [alpha], 0 = FedAvg", minimum=0, zero_is_off=True
     )
@@ -93,14 +90,10 @@ def mutual_gap(
 ) -> jax.Array:
     """sum_i sum_{j != i} KL(sg p_j || p_i) / (d - 1), f32[]; Eq. 1, second sum.
 
-    The sum over j is taken before the product with log p_i, so that nothing of the size
-    of all pairs is made.
-
-    Args:
-        logits: f32[E, B, ..., Y] of the exits, finite.
-        reached: bool[E], the d exits that the client holds.
-        mask: bool[B], the real samples.
-        chosen: The positions of a text that count, as in `losses.batch_mean`.
+    The sum over j precedes the product with log p_i, so that nothing is as large as all
+    pairs. `logits` f32[E, B, ..., Y] are finite, `reached` bool[E] has the d exits that
+    the client holds, and `mask` bool[B] the real samples. `chosen` has the positions of
+    a text that count, as in `losses.batch_mean`.
     """
     log_p = jax.nn.log_softmax(logits)
     fixed, is_held = jax.lax.stop_gradient(log_p), stacked.column(reached, log_p)
@@ -114,11 +107,7 @@ def mutual_gap(
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
-    """DepthFL as pure functions.
-
-    Raises:
-        ValueError: the levels are not the model's, or an option has no effect.
-    """
+    """Makes DepthFL; raises ValueError for other levels or an option without effect."""
     model = levels.truncated(hparams, task.model)
     alpha = hparams.feddyn_alpha
     distils = model.has_exits and not options.is_off(hparams.self_distill_weight)

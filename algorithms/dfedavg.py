@@ -4,8 +4,8 @@ The FedAvg and FedPer rows of Zhu, Fan, Xie: "UA-PDFL: A Personalized Approach f
 Decentralized Federated Learning", https://arxiv.org/abs/2412.11674, in rounds without a
 server.
 
-* Each client of the round pulls the models that its peers had after the last round.
-* It takes the mean of these and its own, weighted by examples.
+* Each client of the round pulls the models that its peers had after the last round, and
+  takes the mean of these and its own, weighted by examples.
 * It trains the mean for E epochs on its own examples.
 
 | paper | here |
@@ -18,17 +18,16 @@ server.
 `dfedper` keeps the last layer private (`--personal_from=last`). `dfedavgm` is DFedAvgM
 (Sun, Li, Wang: "Decentralized Federated Averaging", IEEE TPAMI 2023,
 https://arxiv.org/abs/2104.11375, Algorithm 1): equal weights, and a `--client_momentum`
-[theta] that restarts in each round. Since the learning rate is constant within a round,
-this is its heavy ball y_{k+1} = y_k - eta g + theta (y_k - y_{k-1}).
+[theta] that restarts in each round. With one learning rate per round, this is its heavy
+ball y_{k+1} = y_k - eta g + theta (y_k - y_{k-1}).
 
 Differs from the paper: rounds are synchronous, and a round begins with the mean where
 DFedAvgM's ends with it, which cuts the same sequence elsewhere. UA-PDFL neither
 describes nor releases its baselines, so the weights and FedPer's cut (it only says
 personal layers) are ours. All clients start from one model. Statistics of batch norm
-are shared, also those of personal stages. Clients that a round leaves out keep what
-they have, and their peers still pull from them. DFedAvgM's mixing matrix is symmetric
-with equal rows and columns, which `--topology=regular` has and random peers have not.
-Messages are not quantised.
+are shared, also those of personal stages. Clients outside the round do not change, and
+their peers still pull from them. DFedAvgM's mixing matrix is symmetric with equal rows
+and columns, as in `--topology=regular` but not random peers. Nothing is quantised.
 """
 
 import dataclasses
@@ -47,8 +46,6 @@ option = options.option
 
 @dataclasses.dataclass(frozen=True)
 class HParams(decentralized.Peers, local_training.LocalTraining):
-    """Options of decentralised FedAvg."""
-
     aggregation: str = option(
         "examples",
         "weights of a client's mean of itself and its peers",

@@ -5,11 +5,10 @@ Federated Learning via Decentralized Sparse Training", ICML 2022,
 https://arxiv.org/abs/2206.00187; the DisPFL row of UA-PDFL,
 https://arxiv.org/abs/2412.11674.
 
-* A client of the round pulls the sparse models of its peers, with the masks that these
-  were trained with.
-* It takes the mean of each entry over those of them, itself included, that hold the
-  entry. Then it applies its own mask.
-* It trains for E epochs, and its mask is applied again after each step.
+* A client of the round pulls its peers' sparse models and masks of their training.
+* It takes the mean of each entry over those, itself included, that hold the entry, and
+  applies its own mask.
+* It trains for E epochs, and applies its mask again after each step.
 * In each tensor it prunes the smallest weights and regrows as many entries elsewhere:
   those of the largest gradients, or some at random.
 
@@ -21,17 +20,16 @@ https://arxiv.org/abs/2412.11674.
 | neighbours | `--num_peers`, `--topology` |
 | dense gradient of a batch | `--regrow=gradient`: the first batch of the round |
 
-Messages have a fixed size, since each tensor keeps its number of entries: the values
-(`whole model`) and a bitmap with one bit for each parameter (`mask`).
+Each tensor keeps its number of entries, so messages have a fixed size: the values
+(`whole model`) and a bitmap of one bit per parameter (`mask`).
 
 Differs from the paper: biases and other vectors are dense, as ERK makes them nearly
 always. The mean is over the round's graph. As in the released code, gradients are
 clipped by the norm of all entries, the gradient that regrows is taken in eval mode, and
-an entry that was just pruned may be regrown. The code by default draws one mask for all
-clients, while here each client draws its own from its own seed. Under `--preset=uapdfl`
-learning rate, momentum (restarted in each round), batches and graph are UA-PDFL's.
-`--prune_rounds` is separate from the run's number of rounds, because extending a run
-must not change its past.
+an entry that was just pruned may be regrown. By default the code draws one mask for all
+clients, while here each draws its own. Under `--preset=uapdfl` learning rate, momentum
+(restarted in each round), batches and graph are UA-PDFL's. `--prune_rounds` is separate
+from the run's number of rounds, because extending a run must not change its past.
 """
 
 import dataclasses
@@ -61,8 +59,6 @@ option = options.option
 
 @dataclasses.dataclass(frozen=True)
 class HParams(decentralized.Peers, local_training.LocalTraining):
-    """DisPFL's options."""
-
     density: float = option(
         0.5, "fraction of parameters held", above=0, maximum=1, is_static=True
     )
@@ -83,14 +79,8 @@ def allotted(params: types.Params, density: float) -> types.Params:
     """The number of entries of each tensor that are held: Erdos-Renyi-Kernel (ERK).
 
     A tensor's density is proportional to the sum of its dimensions over their product
-    and at most 1. Vectors are dense.
-
-    Args:
-        params: Arrays or shape structs.
-        density: Fraction of all parameters, in (0, 1].
-
-    Returns:
-        An int for each leaf, at least 1.
+    and at most 1. Vectors are dense. `params` may be shape structs, and `density` is
+    the fraction of all parameters, in (0, 1]. Each leaf becomes an int >= 1.
 
     Raises:
         ValueError: the dense tensors alone exceed the density.
@@ -120,8 +110,8 @@ def allotted(params: types.Params, density: float) -> types.Params:
 def packed(held: types.Params, mask: types.Params) -> types.Params:
     """Two masks as uint8: bit 0 is the one that was trained with, bit 1 the next.
 
-    They share one array so that a round writes it after its readers, the peers, are
-    done. If each mask had its own, XLA would copy the first for all clients.
+    They share an array so that a round writes it after the peers have read it. With one
+    array each, XLA would copy the first for all clients.
     """
     bits = jnp.uint8
     return jax.tree.map(lambda h, m: h.astype(bits) + 2 * m.astype(bits), held, mask)
@@ -150,9 +140,8 @@ def exchanged(
 
     Args:
         mask: bool[...], `count` of them True.
-        weight: f32[...].
-        score: f32[...], not negative. The largest are regrown, among the entries that
-            are not held or were just pruned.
+        weight, score: f32[...]. The largest scores, not negative, are regrown among the
+            entries that are not held or were just pruned.
         count: Number of entries held.
         rate: f32[], the fraction of them that is exchanged.
     """
@@ -164,11 +153,7 @@ def exchanged(
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
-    """DisPFL as pure functions.
-
-    Raises:
-        ValueError: the density leaves nothing, or there is no such graph.
-    """
+    """Makes DisPFL; raises ValueError for an impossible density or graph."""
     model = task.client_model
     shape = shapes.variables(model, task.example_shape)
     count = allotted(shape.params, hparams.density)

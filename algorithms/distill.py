@@ -5,7 +5,7 @@ ICLR 2023, https://openreview.net/forum?id=pf8RIZTMU58 (Table 6, Appendix A.6), 
 partial targets of Tang et al., "Understanding and Improving Knowledge Distillation",
 https://arxiv.org/abs/2002.03532.
 
-* The teacher is a trained model from a file. It stays as it is, in eval mode.
+* The teacher is a trained model from a file, in eval mode, and never changes.
 * A client trains the server's model on cross-entropy plus the KL distance from a target
   distribution to its own, at temperature 1. The rounds are FedAvg's.
 * The paper's setting is central, which is `--num_clients=1`. The gain is measured
@@ -23,11 +23,11 @@ https://arxiv.org/abs/2002.03532.
 W has the columns of the kernel of the teacher's last layer, each divided by its norm.
 
 Differs from the paper: it gives no weights of the two terms. Here both have the weight
-1, so that their sum doubles the step of the cross-entropy alone (the paper's Base) at
-the same learning rate, and LS with e = .1 is twice the usual label smoothing with
-e = .05. `--label_weight=0.5 --distill_weight=0.5` is the mean of both terms instead,
-and the control of their sum is Base at twice the learning rate. Several clients share
-one teacher, which the paper does not try.
+1, so their sum doubles the step of the cross-entropy alone (the paper's Base) at the
+same learning rate, and LS with e = .1 is twice the usual label smoothing with e = .05.
+`--label_weight=0.5 --distill_weight=0.5` is the mean of both terms instead, and the
+control of their sum is Base at twice the learning rate. Several clients share one
+teacher, which the paper does not try.
 """
 
 import dataclasses
@@ -54,8 +54,6 @@ POWER, SCALE = 0.3, 0.3
 
 @dataclasses.dataclass(frozen=True)
 class HParams(teacher.Taught, averaging.Averaging):
-    """Options of distillation."""
-
     distill_target: str = option(
         "kd",
         "the distribution that the model is trained towards besides the labels: the "
@@ -90,11 +88,9 @@ def smooth(label: jax.Array, on_label: jax.Array, num_classes: int) -> jax.Array
 
 
 def similar(label: jax.Array, vectors: jax.Array) -> jax.Array:
-    """f32[B, Y]: how like the label's class each class is to the teacher.
+    """f32[B, Y]: each class's similarity to the class of `label` int32[B].
 
-    Args:
-        label: int32[B].
-        vectors: f32[D, Y], one for each class.
+    `vectors` f32[D, Y] has the teacher's vector of each class.
     """
     unit = vectors / jnp.maximum(jnp.linalg.norm(vectors, axis=0), 1e-12)
     alike = jax.nn.relu(unit.T @ unit) ** POWER

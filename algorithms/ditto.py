@@ -14,8 +14,8 @@ Personalization", ICML 2021, https://arxiv.org/abs/2012.04221 (Algorithm 1).
 | s | the steps of `--local_epochs`, for both models |
 
 Differs from the paper: the mean is weighted by examples by default. Both models see the
-same batches. The personal one starts from the common initialisation, and with a fresh
-optimizer in each round, because `--optimizer_state=persist` applies only to the other.
+same batches. The personal one starts from the common initialisation, with a fresh
+optimizer in each round (`--optimizer_state=persist` applies only to the other).
 """
 
 import dataclasses
@@ -25,8 +25,6 @@ from fedjax_pfl import averaging, each_client, local_training, options, types
 
 @dataclasses.dataclass(frozen=True)
 class HParams(averaging.Averaging):
-    """Ditto's options."""
-
     proximal_weight: float = options.option(
         0.1, "pull of the personal model to the server's [lambda]", minimum=0
     )

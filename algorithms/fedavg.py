@@ -18,7 +18,7 @@ Deep Networks from Decentralized Data", AISTATS 2017, https://arxiv.org/abs/1602
 Differs from the paper: the mean is over the clients of the round (n is their examples),
 as in every released implementation. `--eval_model=stale` serves each client the model
 that it has before the next broadcast, as the CDKT code does: its own trained copy if it
-took part in the last round, else the global model that this round began with.
+took part in the last round, else the global model with which this round began.
 """
 
 import dataclasses
@@ -39,8 +39,6 @@ from fedjax_pfl import (
 
 @dataclasses.dataclass(frozen=True)
 class HParams(averaging.Averaging):
-    """FedAvg's options."""
-
     eval_model: str = options.option(
         "server",
         "model that serves a client: the server's, or the one that it last had (stale)",

@@ -4,8 +4,8 @@ Atapour, Seyedmohammadi, Abouei, Mohammadi, Plataniotis: "FedD2S: Personalized D
 Federated Knowledge Distillation", https://arxiv.org/abs/2402.10846 (Alg. 1).
 
 * A client of the round uploads the outputs of its first layer and of its distillation
-  layer l, and the labels of its examples. l starts at the last layer (`--first_layer`)
-  and drops towards `--min_layer`, one layer every Z0 participations.
+  layer l, and its labels. l starts at the last layer (`--first_layer`) and drops
+  towards `--min_layer`, one layer every Z0 participations.
 * For each client the server trains a copy of its model on the first layer's outputs: a
   distillation step towards the client's knowledge, then a supervised one.
 * The copies are averaged. The mean's soft targets are sent with its layers after l.
@@ -60,8 +60,6 @@ train, plan = local_training.train, local_training.plan
 
 @dataclasses.dataclass(frozen=True)
 class HParams(boundary.LayerDropping, local_training.LocalTraining):
-    """FedD2S's options."""
-
     server_epochs: int = option(2, "epochs of each server's copy [E]", minimum=1)
     transfer: str = option(
         "head",
@@ -74,11 +72,7 @@ class HParams(boundary.LayerDropping, local_training.LocalTraining):
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
-    """FedD2S as pure functions.
-
-    Raises:
-        ValueError: the model does not have the requested boundary.
-    """
+    """Makes FedD2S; raises ValueError if the model lacks the requested boundary."""
     model, has_heads = task.model, hparams.transfer == "head"
     schedule = boundary.schedule(hparams, model, task.example_shape)
     deep = jnp.arange(len(model.stage_names)) > 0
@@ -91,8 +85,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def distance(client: each_client.Client, teacher: types.Variables, epochs: int):
         """J(side, h, start, batch): a side's stages from `start` on, applied to h.
 
-        It is measured towards a table of the teacher's logits (p, t), or to the outputs
-        of its layer l.
+        Its target is a table of the teacher's logits (p, t), or the outputs of layer l.
         """
 
         def logits(image: jax.Array) -> jax.Array:

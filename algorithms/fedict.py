@@ -24,16 +24,16 @@ seen through the classes that the client owns.
 
 Differs from the paper, which was not at hand: this follows the released code in the
 order that the FedD2S paper describes (local training, upload, server, distillation
-back). The code adds to the client's D(d^n / T) a plain KL, whose second softmax turns
-every teacher into a nearly uniform one, so that it penalises confidence. With one
-softmax it would outweigh the weighted term at least three times. It is left out
-(measured in `launch/papers/RESULTS.md`). In the code teacher and student see different
-samples, since both passes shuffle and the teacher is looked up by batch number, while
-here tables are aligned by sample. The code's order with the previous round's logits,
-its other label adjustment, uploads from a deeper layer and distillation of the
-classifier alone are left out. The server has the label frequencies of all clients from
-the start. A client's optimizer starts fresh in each of its two phases, or with
-`--optimizer_state=persist` continues from one to the other.
+back). The code adds to the client's D(d^n / T) a plain KL, whose second softmax makes
+every teacher nearly uniform, so that it penalises confidence. With one softmax it would
+outweigh the weighted term at least three times. It is left out (measured in
+`launch/papers/RESULTS.md`). In the code teacher and student see different samples,
+since both passes shuffle and the teacher is looked up by batch number, while here
+tables are aligned by sample. Also left out are the code's order with the previous
+round's logits, its other label adjustment, uploads from a deeper layer, and
+distillation of the classifier alone. The server has all label frequencies from the
+start. A client's optimizer starts fresh in both phases, or continues between them
+(`--optimizer_state=persist`).
 """
 
 import dataclasses
@@ -63,8 +63,6 @@ UPLOADED = 1  # layers whose outputs are uploaded
 
 @dataclasses.dataclass(frozen=True)
 class HParams(local_training.LocalTraining):
-    """FedICT's options."""
-
     distill_epochs: int = option(
         2, "epochs of the clients' distillation per round", minimum=1
     )
@@ -107,11 +105,7 @@ def server_weight(own: jax.Array, overall: jax.Array) -> jax.Array:
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
-    """FedICT as pure functions.
-
-    Raises:
-        ValueError: no layer is left for the server.
-    """
+    """Makes FedICT; raises ValueError if no layer is left for the server."""
     model = task.model
     boundary.check_several(model)
     deep = jnp.arange(len(model.stage_names)) >= UPLOADED

@@ -20,12 +20,12 @@ name, cyclically. Each architecture is one stacked group.
 Differs from the paper: a sample of the clients takes part in a round. There is no
 transfer phase on public labels before the first round, because public sets here have
 other classes. Instead clients in their first round are left out of the consensus unless
-all are new. Optimizers start fresh in each digest and revisit, and the subset is not
-stratified. Public sets by data set are in `launch/config/rules/none.toml`. mnist_5k has
-4,000 images to give, and a run on mnist_5k itself sets a tenth of its images aside, so
-that its clients are not those of other methods. With `--optimizer_state=persist` a
-client's revisits share an optimizer state, its digests do not. The order of the FedD2S
-paper's description (private training first) is left out.
+all are new. Optimizers start fresh in each digest and revisit, unless
+`--optimizer_state=persist` continues one over a client's revisits. The subset is not
+stratified. `launch/config/rules/none.toml` has the public sets by data set. mnist_5k
+gives 4,000 images, and a run on mnist_5k sets a tenth of its own aside, so its clients
+are not those of other methods. The order of the FedD2S paper's description (private
+training first) is left out.
 """
 
 import dataclasses
@@ -53,8 +53,6 @@ option = options.option
 
 @dataclasses.dataclass(frozen=True)
 class HParams(local_training.LocalTraining):
-    """FedMD's options."""
-
     public_examples: int = option(
         5000, "public images of a round, drawn again in each round", minimum=1
     )
@@ -71,7 +69,7 @@ def consensus_gap(
 ) -> jax.Array:
     """f32[]: how far logits f32[B, Y] are from the consensus f32[B, Y].
 
-    The consensus consists of probabilities for `kl` and of logits for `mae`.
+    The consensus has probabilities for `kl` and logits for `mae`.
     """
     if kind == "kl":
         log_target = jnp.log(jnp.maximum(consensus, 1e-30))
@@ -89,11 +87,7 @@ def speaking(cohort: types.Cohort, participations: jax.Array) -> jax.Array:
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
-    """FedMD as pure functions, with one stacked group for each architecture.
-
-    Raises:
-        ValueError: there are no public images.
-    """
+    """Makes FedMD, a group per architecture; raises ValueError if nothing is public."""
     if not task.num_proxy:
         raise ValueError(
             "fedmd has no public images; name a data set of the same image shape "

@@ -17,9 +17,9 @@ Layers", https://arxiv.org/abs/1912.00818 (Algorithms 1 and 2).
 Representations for Personalized Federated Learning", ICML 2021,
 https://arxiv.org/abs/2102.07078, Algorithm 1): the first `--head_epochs` [tau] train
 the personal layers [h_i] alone, the others the base [phi] alone. While no layer is
-personal, all of them train the base. `fedper_plus` and `fedrep_plus` are FedPer+ and
-FedRep+ of the FedD2S paper (https://arxiv.org/abs/2402.10846): `--layer_dropping` moves
-the boundary from `--first_layer`, the last one by default, to `--min_layer`, one layer
+personal, all train the base. `fedper_plus` and `fedrep_plus` are FedPer+ and FedRep+ of
+the FedD2S paper (https://arxiv.org/abs/2402.10846): `--layer_dropping` moves the
+boundary from `--first_layer`, the last one by default, to `--min_layer`, one layer
 every `--drop_every` participations. Each layer is averaged over the clients that share
 it.
 
@@ -27,10 +27,10 @@ Differs from the paper: a sample of the clients takes part in a round, not all. 
 is served the mean base with its own last layers, never its copy from before the mean.
 FedD2S gives FedPer+ two sentences, and the definition is ours: a client that never took
 part is served the server's layers up to the first boundary, and a freshly dropped layer
-starts from the client's own values. FedRep: freezing is exact (in the released code the
-head still moves by stale momentum and weight decay in the second phase), and there is
-no last round that tunes the heads alone. FedD2S describes FedRep as averaging outputs
-of representations, while parameters are averaged here, as Collins et al. do.
+starts from the client's own values. In FedRep freezing is exact (in the released code
+the head still moves by stale momentum and weight decay in the second phase), and no
+last round tunes the heads alone. Parameters are averaged, as by Collins et al., where
+FedD2S describes FedRep as averaging outputs of representations.
 """
 
 import dataclasses
@@ -56,8 +56,6 @@ option = options.option
 
 @dataclasses.dataclass(frozen=True)
 class HParams(boundary.LayerDropping, local_training.LocalTraining):
-    """FedPer's options."""
-
     personal_from: str = option(
         "",
         "first personal stage, by name; last = the last one, none = all are shared, "
@@ -96,8 +94,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """FedPer and FedRep as pure functions.
 
     Raises:
-        ValueError: there is no such boundary, nothing is behind it, or no epoch is left
-            for the shared stages.
+        ValueError: there is no such boundary, or nothing is personal, or no epoch is
+            left for the shared stages.
     """
     model, schedule = task.model, _schedule(hparams, task)
     num_stages, lowest = len(model.stage_names), schedule.last
@@ -169,11 +167,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
 
 def _schedule(hparams: HParams, task: types.Task) -> boundary.Schedule:
-    """The stages that a client shares. Those up to the last boundary are never private.
-
-    Raises:
-        ValueError: as `make`.
-    """
+    """The stages that a client shares. The server has all up to the last boundary."""
     if hparams.head_epochs >= hparams.local_epochs:
         raise ValueError(
             f"--head_epochs={hparams.head_epochs} leaves none of "

@@ -51,8 +51,6 @@ option = options.option
 
 @dataclasses.dataclass(frozen=True)
 class HParams(levels.Levels, local_training.LocalTraining):
-    """HeteroFL's options."""
-
     all_widths: bool = option(
         False, "train on the sum of the losses of every width that a client holds"
     )
@@ -75,11 +73,7 @@ class HParams(levels.Levels, local_training.LocalTraining):
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
-    """HeteroFL as pure functions.
-
-    Raises:
-        ValueError: the model has no narrower form, or there is no such level.
-    """
+    """Makes HeteroFL; raises ValueError if the model lacks narrower forms or levels."""
     nets, count = widths.models(hparams, task.model), len(levels.mix(hparams))
     shape_at = [shapes.variables(net, task.example_shape) for net in nets]
     params_at = [one.params for one in shape_at]
@@ -102,7 +96,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             return mask
 
         def of_classes(entries: jax.Array) -> jax.Array:
-            """Of the last layer's entries bool[C, ..., Y] those of own classes."""
+            """Entries bool[C, ..., Y] of the last layer that belong to own classes."""
             middle = (1,) * (entries.ndim - 2)
             return entries & present.reshape(len(present), *middle, -1)
 

@@ -22,9 +22,8 @@ Differs from the paper: stages are shared by all levels, also where one is a cli
 last (there it is the level's own), as in DepthFL's code. Its default for the exits is
 kept too: exit i is a mean over all clients that hold it, most of which return it
 untouched (`--head_count=trainers`: over those that train it). The gradients of momentum
-distillation are what a round of a level moved, with a server's learning rate of 1, and
-it needs stages of equal shapes, as a Transformer has them. The model answers with its
-last exit.
+distillation are what a round of a level moved, with a server's learning rate of 1. It
+needs stages of equal shapes, as a Transformer has. The last exit answers.
 """
 
 import dataclasses
@@ -51,8 +50,6 @@ option = options.option
 
 @dataclasses.dataclass(frozen=True)
 class HParams(levels.Levels, local_training.LocalTraining):
-    """InclusiveFL's options."""
-
     head_count: str = option(
         "holders",
         "an exit is a mean over all clients that hold it, or that train it",
@@ -71,8 +68,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """InclusiveFL as pure functions.
 
     Raises:
-        ValueError: the model has no exit at every stage or other levels, or momentum
-            distillation is between stages of different shapes.
+        ValueError: the model lacks an exit at every stage or has other levels, or
+            momentum distillation is between stages of different shapes.
     """
     _check(hparams, task)
     model = levels.truncated(hparams, task.model)._replace(answer="last")

@@ -2,10 +2,8 @@
 
 A personalized method that scores below this control has learnt less than the client's
 label counts alone give. With class mixes ~ Dir(.1) over 10 classes it scores about 65
-%.
-
-* A client answers the most frequent label of its train rows.
-* The server answers the most frequent label of all train rows.
+%. A client answers the most frequent label of its train rows, and the server that of
+all train rows.
 
 Differs from the paper: there is none.
 """

@@ -13,9 +13,8 @@ released code CGCL-codes/pFedSD.
 | lambda, tau | `--self_distill_weight`, `--temperature` |
 | local model, teacher | `state.clients["own"]`, once `"has_own"` |
 
-Differs from the paper, which was not at hand: this follows the released code. The code
-defaults to lambda = 1 and tau = 1. Ours are .5 and 3, those of a later
-reimplementation.
+Differs from the paper, which was not at hand: this follows the released code. Its
+defaults are lambda = 1 and tau = 1; ours are .5 and 3, from a later reimplementation.
 """
 
 import dataclasses
@@ -38,8 +37,6 @@ option = options.option
 
 @dataclasses.dataclass(frozen=True)
 class HParams(averaging.Averaging):
-    """pFedSD's options."""
-
     self_distill_weight: float = option(
         0.5, "weight of distillation from the own last model [lambda]", minimum=0
     )

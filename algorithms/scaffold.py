@@ -43,8 +43,6 @@ option = options.option
 
 @dataclasses.dataclass(frozen=True)
 class HParams(averaging.Averaging):
-    """SCAFFOLD's options."""
-
     client_lr: float = option(0.05, "learning rate of the clients [eta_l]", above=0)
     server_lr: float = option(1.0, "step of the server's model [eta_g]", minimum=0)
     aggregation: str = option(
@@ -67,11 +65,7 @@ def new_control(
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
-    """SCAFFOLD as pure functions.
-
-    Raises:
-        ValueError: an optimizer other than plain SGD, or one of the server's.
-    """
+    """Makes SCAFFOLD; raises ValueError for an optimizer other than plain SGD."""
     others = (
         *("client_optimizer", "client_momentum", "client_optimizer_options"),
         *("weight_decay", "clip_norm", "optimizer_state"),

@@ -45,8 +45,6 @@ from fedjax_pfl import (
 
 @dataclasses.dataclass(frozen=True)
 class HParams(levels.Levels, local_training.LocalTraining):
-    """Split-Mix's options."""
-
     num_bases: int = options.option(
         4, "base models, as many as there are levels", minimum=1, maximum=64
     )
@@ -63,12 +61,7 @@ def first_bases(key: jax.Array, place: jax.Array, num_bases: int) -> jax.Array:
 
 
 def make(hparams: HParams, task: types.Task) -> types.Algorithm:
-    """Split-Mix as pure functions.
-
-    Raises:
-        ValueError: the model has no narrower form, or there are other levels than
-            bases.
-    """
+    """Makes Split-Mix; raises ValueError without narrower forms or a base per level."""
     _check(hparams)
     num_bases = hparams.num_bases
     base = widths.narrower(task.model, num_bases**-0.5)
@@ -98,7 +91,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return stacked.put(whole, client.own[:level], part)
 
     def held(cohort: types.Cohort, pick: jax.Array) -> types.Variables:
-        """The bases that each client trains, for every leaf [N, ...]."""
+        """The bases that each client trains, bool[C, N] for every leaf [N, ...]."""
         rank = jnp.argsort(pick)
         has = (rank < cohort.level[:, None]) & cohort.row_mask[:, None]
         return jax.tree.map(
@@ -158,7 +151,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
 
 def _check(hparams: HParams) -> None:
-    """Refuses other levels than bases."""
+    """Refuses other numbers of levels than of bases."""
     parts = len(levels.mix(hparams))
     if parts != hparams.num_bases:
         raise ValueError(

@@ -36,10 +36,9 @@ layer-wise personalization all layers are averaged with all peers and mu counts 
 Rounds are synchronous, all clients start from one model (`--noshared_init`: each from
 its own), and statistics of batch norm follow the extractor. A client without peers
 keeps its model and is its own anchor. A client that copies a peer's model keeps its own
-momentum, as in the released code. Clients are measured at two moments
-(`decentralized`): `trained_accuracy` after a round's training, which Algorithm 2
-returns, and `client_accuracy` after the next round's mixing, which the code tests. The
-paper does not say which of them its tables have.
+momentum, as in the released code. The paper does not say at which moment it measures
+clients (`decentralized`): `trained_accuracy` follows a round's training, which
+Algorithm 2 returns, and `client_accuracy` the next mixing, which the code tests.
 """
 
 import dataclasses
@@ -71,8 +70,6 @@ DIVERGENCES = {"js": distances.js, "symkl": distances.symkl}
 
 @dataclasses.dataclass(frozen=True)
 class HParams(decentralized.Peers, local_training.LocalTraining):
-    """UA-PDFL's options."""
-
     divergence: str = option(
         "js",
         "distance of two unit representations: Jensen-Shannon, or mean of both KLs",
@@ -129,8 +126,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """UA-PDFL as pure functions.
 
     Raises:
-        ValueError: there is no such stage or graph, an option has no effect, or
-            `--track_pairs` exceeds the clients.
+        ValueError: no such stage or graph, an option without effect, or more tracked
+            clients than there are.
     """
     _check(hparams, task)
     model, cut = task.client_model, _cut(hparams, task)

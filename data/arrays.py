@@ -1,4 +1,4 @@
-"""Data sets of a user's arrays: how images lie in them, and whose rows they are."""
+"""Data sets from a user's arrays: the layout of images and the owners of rows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,21 +23,20 @@ def from_arrays(
     columns: Mapping[str, np.ndarray] | None = None,
     test: tuple[Any, ...] | None = None,
 ) -> dataset.Dataset:
-    """A data set of a user's arrays.
+    """Makes a data set from a user's arrays.
 
     Args:
-        x: uint8 or float [N, H, W, C], [N, H, W] or [N, D]. With `layout` nchw it is
-            [N, C, H, W], with ntc a series [N, T, C]. Other integers [N, T] that are
-            not negative are tokens.
+        x: uint8 or float [N, H, W, C], [N, H, W] or [N, D]; in other layouts [N, C, H,
+            W] (nchw) or a series [N, T, C] (ntc). Other non-negative integers [N, T]
+            are tokens.
         y: Labels [N]: text, bools, integers or whole floats.
         client: The owner of each row [N], of the same types, or None.
         layout: One of `LAYOUTS`; see `laid_out`.
-        least_classes: The number of different labels that are needed.
+        least_classes: The least number of different labels.
         names: The names of labels and owners in errors.
-        columns: The columns of `x` [N, D] by name, as they were given, if it is of a
-            table.
-        test: Official test rows (x, y) of the same kind, or None.
-        where: The name of the arrays in errors, by default `dataset`, "" = none.
+        columns: The columns of a table's `x` [N, D] by name, as given.
+        test: Official test rows (x, y) of the same kind.
+        where: The name of the arrays in errors, "" = none.
 
     Raises:
         ValueError: one line: what came, what was expected.
@@ -102,7 +101,7 @@ def from_arrays(
 def _with_tests(
     x: np.ndarray, y: Any, client: Any, test: tuple[Any, ...]
 ) -> tuple[np.ndarray, Any, Any]:
-    """The rows (x, y, client) with official test rows behind them."""
+    """Appends official test rows to (x, y, client)."""
     both = [x, labels.as_array(y, "y")]
     pair = (*test, *test)[:2]
     others = [labels.unmasked(pair[0], "test"), labels.as_array(pair[1], "test")]
@@ -116,7 +115,7 @@ def _with_tests(
                 f"{list(other.shape)}"
             )
     if both[1].dtype.kind != others[1].dtype.kind:
-        # numpy would make text of a number beside a text.
+        # numpy would convert a number beside a text to text.
         both[1], others[1] = both[1].astype(object), others[1].astype(object)
     if client is not None:
         # Official test rows belong to no client.
@@ -126,10 +125,10 @@ def _with_tests(
 
 
 def merged(columns: Mapping[str, np.ndarray]) -> str:
-    """A line about the columns [N] whose different numbers float32 makes equal, or "".
+    """Describes the columns [N] in which float32 makes different numbers equal, or "".
 
-    Numbers that are not whole may meet by chance where there are many, so that only
-    columns far from zero, for how much they vary, are compared.
+    Only columns far from zero relative to their range are compared, because among many
+    fractions some become equal by chance.
     """
     found = []
     for name, column in columns.items():
@@ -154,18 +153,11 @@ def merged(columns: Mapping[str, np.ndarray]) -> str:
 
 
 def laid_out(x: np.ndarray, layout: str) -> tuple[np.ndarray, str]:
-    """The examples as [N, H, W, C], [N, D], or with the layout `ntc` [N, T, C].
+    """Converts examples to [N, H, W, C], [N, D], or [N, T, C] for the layout `ntc`.
 
-    Args:
-        x: Examples in the given layout.
-        layout: One of `LAYOUTS`. With `auto` [N, H, W] are gray images, and [N, 1, H,
-            W] and [N, 3, H, W] with more than four rows and columns are NCHW.
-
-    Returns:
-        (the examples, a line about what `auto` has decided, or "").
-
-    Raises:
-        ValueError: the layout has another number of axes.
+    With `auto`, [N, H, W] are gray images, and [N, 1, H, W] and [N, 3, H, W] with more
+    than four rows and columns are NCHW. The text returned says what `auto` chose, or is
+    "". Raises ValueError if the layout has another number of axes.
     """
     shape = list(x.shape)
     if layout == "auto" and x.ndim == 3:
@@ -192,11 +184,10 @@ def laid_out(x: np.ndarray, layout: str) -> tuple[np.ndarray, str]:
 
 
 def as_float32(x: np.ndarray, what: str) -> np.ndarray:
-    """Converts floats to f32, any two of which have a finite difference.
+    """Converts floats to f32 so that any two have a finite difference.
 
-    Raises:
-        ValueError: one line that begins with `what`: nan, infinity, or a number beyond
-            float32's range.
+    Raises a one-line ValueError that begins with `what` for nan, infinity and numbers
+    beyond float32's range.
     """
     largest = max(float(x.max()), -float(x.min()))
     if not largest <= float(np.finfo(np.float32).max) / 4:

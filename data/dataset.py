@@ -1,4 +1,4 @@
-"""Data sets as numpy arrays, with changes of images, and their normalisation."""
+"""Data sets as numpy arrays, changes of their images, and normalisation."""
 
 from typing import NamedTuple
 
@@ -10,16 +10,14 @@ class Dataset(NamedTuple):
 
     Attributes:
         image: uint8 or float [N, ...], or tokens int32[N, T].
-        label: int32[N], or of a text the tokens again.
+        label: int32[N]; for a text, the tokens again.
         num_train: Rows of the official train split. The others are the test split.
         num_classes: Y, or the number of words V.
         client: int32[N], the natural owner of each row, or None.
-        classes: The names of the classes, None if they are numbers 0..Y-1.
-        owners: The names of the owners, None if they are numbers 0, 1, ...
-        notes: Lines about how the data were taken, such as how labels are numbered.
-        columns: The names of the columns of a table, in the order of the vectors.
-        row: int64[N], the number of each row before owners were left out, None = all
-            rows are there.
+        classes, owners: Their names, None if they are numbers 0, 1, ...
+        notes: Lines about how the data were taken, such as the numbering of labels.
+        columns: The column names of a table, in the order of the vectors.
+        row: int64[N], each row's number before owners were dropped, None if none were.
     """
 
     image: np.ndarray
@@ -40,23 +38,23 @@ class Dataset(NamedTuple):
 
     @property
     def takes(self) -> str:
-        """What a model of these examples takes, see `types.Model`."""
+        """The kind of examples for a model, see `types.Model`."""
         if self.is_text:
             return "tokens"
         return "labelled tokens" if self.image.dtype == np.int32 else "numbers"
 
 
 def owner_names(source: Dataset) -> tuple[str, ...]:
-    """The name of each owner, which is its number where it has no other."""
+    """Returns the name of each owner, which is its number if it has no other."""
     return source.owners or tuple(map(str, range(int(source.client.max()) + 1)))
 
 
 def with_large_owners(source: Dataset, least: int) -> tuple[Dataset, dict[str, int]]:
-    """Drops the rows of owners that have fewer than `least`.
+    """Drops the rows of owners that have fewer than `least` train rows.
 
     Returns:
-        (the data set of the others, numbered 0, 1, ... again; the rows of each owner
-        that was dropped, by its name).
+        (the remaining data with owners numbered 0, 1, ... again; the number of rows of
+        each dropped owner by name).
     """
     names = owner_names(source)
     size = np.bincount(source.client[: source.num_train], minlength=len(names))
@@ -67,20 +65,19 @@ def with_large_owners(source: Dataset, least: int) -> tuple[Dataset, dict[str, i
     is_train = np.arange(len(source.client)) < source.num_train
     # Official test rows belong to no client.
     kept = is_large[source.client] | ~is_train
-    client = np.cumsum(is_large)[source.client[kept]].astype(np.int32) - 1
-    client = np.maximum(client, 0)
+    number = np.maximum(np.cumsum(is_large) - 1, 0)
     return source._replace(
         image=source.image[kept],
         label=source.label[kept],
         num_train=int((kept & is_train).sum()),
-        client=client,
+        client=number[source.client[kept]].astype(np.int32),
         owners=tuple(names[k] for k in np.flatnonzero(is_large)),
         row=np.flatnonzero(kept),
     ), dropped
 
 
 def with_note_of_empty_classes(source: Dataset) -> Dataset:
-    """The same data with a note if a class has no row, as after dropping owners."""
+    """Adds a note if a class has no row, for example after owners were dropped."""
     names = source.classes or tuple(map(str, range(source.num_classes)))
     count = np.bincount(source.label, minlength=source.num_classes)
     empty = [name for name, rows in zip(names, count, strict=True) if not rows]
@@ -93,17 +90,11 @@ def with_note_of_empty_classes(source: Dataset) -> Dataset:
 
 
 def rotated(source: Dataset, angles: int) -> Dataset:
-    """Turns every image by one of `angles` right angles, each of which is a new class.
+    """Turns square images [N, H, H, ...] by right angles, which makes new classes.
 
-    The class is angle * Y + label. Angles are drawn with a fixed seed, so that they are
-    the same in every run.
-
-    Args:
-        source: A data set of square images [N, H, H, ...].
-        angles: 1 to 4, the first ones of 0, 90, 180 and 270 degrees.
-
-    Raises:
-        ValueError: the images are not square.
+    The class is angle * Y + label. The angles are the first `angles` (1 to 4) of 0, 90,
+    180 and 270 degrees, drawn with a fixed seed so that they are the same in every run.
+    Raises ValueError if images are not square.
     """
     image = source.image
     if image.ndim < 3 or image.shape[1] != image.shape[2]:
@@ -130,15 +121,11 @@ def rotated(source: Dataset, angles: int) -> Dataset:
 
 
 def fitted(source: Dataset, size: int, channels: int) -> Dataset:
-    """Pads images with a black margin, and repeats gray ones to several channels.
+    """Pads images [N, H, W, C] with black, and repeats gray ones to several channels.
 
-    Args:
-        source: A data set of images [N, H, W, C].
-        size: The new side, 0 = unchanged. An odd margin has its larger half at the end.
-        channels: The new number of channels, 0 = unchanged.
-
-    Raises:
-        ValueError: images are larger or not gray, or examples are not images.
+    `size` is the new side and `channels` the new number of channels, 0 = unchanged. The
+    larger half of an odd margin is at the end. Raises ValueError if images are larger
+    or not gray, or if examples are not images.
     """
     image = source.image
     if not size and not channels:
@@ -176,18 +163,18 @@ CIFAR100 = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)
 
 
 def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """(mean, scale) f32, broadcastable to an example, for `(image - mean) * scale`.
+    """Returns f32 (mean, scale), broadcastable to an example: `(image - mean) * scale`.
 
     Args:
-        image: [N, ...]. Those of uint8 are divided by 255 first.
+        image: [N, ...]. uint8 is divided by 255 first.
         kind: `none` does nothing else. `channel` standardises the last axis, `global`
-            all values together and `pixel` every position, with .001 added to the
-            standard deviation of the latter two as in the CDKT code; what is the same
-            in all examples becomes 0 and is not scaled, as in `none`. `half` is
-            (x - .5) / .5. `cifar100` has the constants of DepthFL's code.
+            all values together and `pixel` every position. The last two add .001 to the
+            standard deviation, as the CDKT code does. What is equal in all examples
+            becomes 0 and has the scale of `none`. `half` is (x - .5) / .5. `cifar100`
+            uses the constants of DepthFL's code.
 
     Raises:
-        ValueError: the constants are of another number of channels.
+        ValueError: the constants are for other channels, or examples are tokens.
     """
     unit = 255.0 if image.dtype == np.uint8 else 1.0
     if kind == "none":
@@ -225,7 +212,7 @@ def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]
     mean = total / count
     std = np.sqrt(np.maximum(square / count - mean**2, 0))
     margin = unit * (0.001 if kind in ("global", "pixel") else 1e-7)
-    # New rows may differ where these do not, and 1e7 standard deviations mean nothing.
+    # New rows may differ here, and values of 1e7 standard deviations mean nothing.
     is_constant = low == high
     mean, scale = np.where(is_constant, low, mean), 1 / (std + margin)
     scale = np.where(is_constant, 1 / unit, scale)
@@ -233,10 +220,7 @@ def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]
 
 
 def is_of_constant(scale: np.ndarray) -> np.ndarray:
-    """Whether each scale of a normalisation is that of a constant.
-
-    Earlier versions divided by the margin alone.
-    """
+    """Whether each scale is that of a constant; earlier versions used 1 / margin."""
     scale = np.asarray(scale)
     margins = np.array([1e-7, 255e-7, 0.001, 0.255])
     is_old = np.isclose(scale[..., None] * margins, 1, rtol=0.01).any(-1)

@@ -1,14 +1,14 @@
-"""Data sets of other libraries as arrays or tables, by what their objects can do.
+"""Converts data sets of other libraries to arrays or tables, by their methods.
 
-Taken are arrays, pandas and polars frames, tables with `to_pandas`, dictionaries of
-columns, data sets of Hugging Face, and of torch with `__len__` and `__getitem__`. No
-such library is imported.
+Accepts arrays, pandas and polars frames, tables with `to_pandas`, dicts of columns, and
+data sets of Hugging Face and of torch with `__len__` and `__getitem__`. Only pandas is
+imported, and only for tables.
 """
 
 from __future__ import annotations
 
-import collections
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,18 +22,15 @@ if TYPE_CHECKING:
 FORMS = (
     "a name, arrays (x, y[, client]), a DataFrame, a dict, torch's or Hugging Face's"
 )
-# Parts of a dict of data sets, of which validation rows are not used
+# Parts of a dict of data sets; validation rows are not used
 SPLITS = {"train", "test", "validation", "valid", "val", "dev"}
 
 
 class Rows(NamedTuple):
-    """Rows of a user's object: arrays, or a table.
+    """Rows of a user's object: `arrays` (x, y) or (x, y, client), or else a `frame`.
 
-    Attributes:
-        arrays: (x, y) or (x, y, client), None = they are a table.
-        frame: The table, None = they are arrays.
-        has_columns: Whether label and owner are columns that have names.
-        notes: Lines about how the object was taken.
+    `has_columns` says whether label and owner are columns that have names. `notes` are
+    lines about how the object was taken.
     """
 
     arrays: tuple[Any, ...] | None
@@ -45,15 +42,11 @@ class Rows(NamedTuple):
 def opened(
     given: Any, test: Any = None, label: str = "", owner: str = ""
 ) -> tuple[Rows, Rows | None]:
-    """The rows of `dataset=`, and official test rows if there are any.
+    """Returns the rows of `dataset=`, and official test rows if there are any.
 
-    Args:
-        given: The object.
-        test: That of `test=`, None = there is none.
-        label, owner: Names of columns, as in `frames.from_frame`.
-
-    Raises:
-        ValueError: one line: what came, and what to give instead.
+    `test` is the value of `test=`. `label` and `owner` name columns as in
+    `frames.from_frame`. Raises a one-line ValueError: what came, and what to give
+    instead.
     """
     line = ""
     if test is None and isinstance(given, Mapping) and {"train"} <= {*given} <= SPLITS:
@@ -72,7 +65,7 @@ def opened(
 
 
 def _is_pair_of_pairs(given: Any) -> bool:
-    """Whether it is ((x, y), (x_test, y_test)), as of keras."""
+    """Whether it is ((x, y), (x_test, y_test)), as keras loads data."""
 
     def are_two(one: Any) -> bool:
         return isinstance(one, tuple) and len(one) == 2
@@ -83,7 +76,7 @@ def _is_pair_of_pairs(given: Any) -> bool:
 
 
 def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
-    """The rows of an object; see `opened`."""
+    """Returns the rows of an object; see `opened`."""
     columns = _columns(given)
     if columns is not None:
         return _of_columns(columns, where, label, owner)
@@ -97,11 +90,9 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
     if isinstance(given, str):
         reason = f"got the name {given!r}; test= is for data that are given in Python"
     elif sampler is not None and hasattr(given, "dataset"):
-        # The order of a loader is drawn again each time, that of its data set is not.
-        rows, sampled = (
-            getattr(one, "__len__", int) for one in (given.dataset, sampler)
-        )
-        if rows() and rows() == sampled():
+        # A loader draws its order again each time, but its data set has a fixed one.
+        rows = getattr(given.dataset, "__len__", int)()
+        if rows and rows == getattr(sampler, "__len__", int)():
             line = f"{where}: the rows of its .dataset are taken once, in their order"
             found = _rows(given.dataset, where, label, owner)
             return found._replace(notes=(line, *found.notes))
@@ -124,7 +115,7 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
 
 
 def _columns(given: Any) -> Any:
-    """A frame of pandas or columns by name, None if an object has none."""
+    """Returns a pandas frame or columns by name, None if an object has none."""
     if hasattr(given, "collect_schema") and hasattr(given, "collect"):
         given = given.collect()  # a lazy frame of polars
     if hasattr(given, "with_format") and hasattr(given, "__len__"):
@@ -144,12 +135,10 @@ def _columns(given: Any) -> Any:
 def _with_labels(
     given: Any, others: Sequence[Any], where: str
 ) -> pandas.DataFrame | None:
-    """A table of columns and, as `y` and `client`, labels and owners beside them.
+    """Joins columns with labels and owners, as `y` and `client`, into a table.
 
-    None if these do not fit, or if the columns are the bytes of images.
-
-    Raises:
-        ValueError: one line: they have the index of the table in another order.
+    Returns None if these do not fit, or if the columns are the bytes of images. Raises
+    ValueError if they have the index of the table in another order.
     """
     others = [_plain(one) for one in others]
     if given is None or any(np.ndim(one) != 1 for one in others):
@@ -166,22 +155,19 @@ def _with_labels(
     beside = {name: pandas.Series(list(one)) for name, one in named.items()}
     names = [str(name) for name in frame.index.names if name is not None]
     parts = [frame.reset_index(drop=True), pandas.DataFrame(beside)]
-    # A name is noted, as that of a table with its labels is.
+    # The name of an index is noted, as for a table with its labels.
     return pandas.concat(parts, axis=1).rename_axis(", ".join(names) or None)
 
 
 def check_order(table: Any, column: Any, name: str, where: str) -> None:
-    """Refuses a Series whose rows are those of a table in another order.
+    """Refuses (ValueError) a Series that has the rows of a table in another order.
 
-    pandas would join both by their indexes, and here the places of rows count.
+    pandas would join both by index, but here the positions of rows count.
     """
-    indexes = [getattr(one, "index", None) for one in (table, column)]
-    if not all(hasattr(one, "equals") for one in indexes):
+    first, second = (getattr(one, "index", None) for one in (table, column))
+    if not hasattr(first, "equals") or not hasattr(second, "equals"):
         return
-    first, second = indexes
-    if not first.equals(second) and collections.Counter(first) == collections.Counter(
-        second
-    ):
+    if not first.equals(second) and Counter(first) == Counter(second):
         raise ValueError(
             f"{where}: {name} has the index of the table in another order; give "
             f"{name}.loc[table.index], or {name}.to_numpy() if its order is that of "
@@ -190,13 +176,13 @@ def check_order(table: Any, column: Any, name: str, where: str) -> None:
 
 
 def is_frame(given: Any) -> bool:
-    """Whether data are a pandas DataFrame, without importing pandas."""
+    """Whether `given` is a pandas DataFrame, without importing pandas."""
     pandas = sys.modules.get("pandas")
     return pandas is not None and isinstance(given, pandas.DataFrame)
 
 
 def _of_columns(given: Any, where: str, label: str, owner: str) -> Rows:
-    """The rows of columns by name, one of which may hold an array for each row."""
+    """Returns rows from columns by name, one of which may hold an array for each."""
     if is_frame(given):
         first = [one for _, column in given.iloc[:1].items() for one in column]
         if not any(np.ndim(_plain(one)) for one in first):
@@ -229,7 +215,7 @@ def _of_columns(given: Any, where: str, label: str, owner: str) -> Rows:
 
 
 def _plain(value: Any) -> Any:
-    """A tensor or an image as an array; anything else as it is."""
+    """Converts a tensor or an image to an array; returns anything else as it is."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         # numpy has no bfloat16.
@@ -243,11 +229,7 @@ def _plain(value: Any) -> Any:
 
 
 def _stacked(values: Any, where: str) -> Any:
-    """A column: an array, or a list of texts and numbers.
-
-    Raises:
-        ValueError: one line: its examples differ in shape.
-    """
+    """Returns a column as an array or a list; its examples must agree in shape."""
     values = _plain(values)
     is_of_objects = getattr(getattr(values, "dtype", None), "kind", "") == "O"
     if not (isinstance(values, Sequence) or is_of_objects) or isinstance(values, str):

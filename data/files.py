@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 @contextlib.contextmanager
 def named(where: str) -> Iterator[None]:
-    """A context whose ValueErrors begin with `where`, the name of what a user gives."""
+    """A context that puts `where`, the name of an input, before its ValueErrors."""
     try:
         yield
     except ValueError as error:
@@ -19,7 +19,7 @@ def named(where: str) -> Iterator[None]:
 
 
 def naming(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with an argument `where` more, with which its errors begin."""
+    """Adds an argument `where`, the name with which the function's errors begin."""
 
     @functools.wraps(function)
     def called(*args: Any, where: str = "dataset", **kwargs: Any) -> Any:
@@ -32,9 +32,8 @@ def naming(function: Callable[..., Any]) -> Callable[..., Any]:
 def check(path: pathlib.Path, expected: str) -> None:
     """Refuses a path that is not a regular file; `expected` is such as `an npz file`.
 
-    Raises:
-        ValueError: a phrase without the path: it is a folder, a pipe or a device.
-        OSError: there is no such file, or it cannot be accessed.
+    Raises a ValueError without the path for a folder, a pipe or a device, and OSError
+    if the file is missing or cannot be accessed.
     """
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode):
@@ -45,11 +44,7 @@ def check(path: pathlib.Path, expected: str) -> None:
 
 
 def given(path: Any, what: str) -> pathlib.Path:
-    """A path that a user gives in Python; `what` names it in errors.
-
-    Raises:
-        ValueError: it is neither a text nor a path.
-    """
+    """Returns a path given in Python; for other types, a ValueError names `what`."""
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"{what}: expected a path, got a {type(path).__name__}")
     try:
@@ -59,20 +54,12 @@ def given(path: Any, what: str) -> pathlib.Path:
 
 
 def created(path: pathlib.Path) -> BinaryIO:
-    """A new file in the place of what is there; the target of a link stays as it is.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """Creates a file in place of what is there; the target of a link stays as it is."""
     path.unlink(missing_ok=True)
     return open(path, "xb")
 
 
 def appended(path: pathlib.Path) -> BinaryIO:
-    """A file to be written at its end, created if there is none.
-
-    Raises:
-        OSError: it cannot be written, or is a link.
-    """
+    """Opens a file for appending, created if missing; a link raises OSError."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
     return os.fdopen(os.open(path, flags, 0o644), "ab")

@@ -1,8 +1,9 @@
-"""Data sets of a user's tables: pandas DataFrames and CSV files."""
+"""Data sets from a user's tables: pandas DataFrames and CSV files."""
 
 from __future__ import annotations
 
 import collections
+import functools
 import pathlib
 import re
 import warnings
@@ -20,35 +21,22 @@ if TYPE_CHECKING:
 LABELS = ("label", "y", "target", "class")
 # Columns, in any case, that hold the owners if there is exactly one of them
 OWNERS = ("client", "client_id", "owner", "owner_id")
-# Columns that name rows or their owners, as those whose last word is `id` do
+# Columns that name rows or their owners, like those with `id` as last word
 _PERSONS = ("client", "owner", "user", "subject", "patient", "person", "participant")
 _NAMES = {*_PERSONS, *(f"{one}id" for one in _PERSONS)}
 _NAMES |= {"author", "customer", "speaker", "writer", "index", "row", "uid", "uuid"}
-# Columns of two values that say which rows test
+# Columns of two values that mark test rows
 _SPLITS = {"test", "train", "split", "is_test", "is_train", "is_training", "is_val"}
 # The columns of a CSV file, and the bytes of its first line
 MAX_COLUMNS, MAX_HEADER_BYTES = 32768, 1 << 24
-# What means in other columns that there is no number
-_MISSING = [
-    "",
-    "NA",
-    "N/A",
-    "n/a",
-    "<NA>",
-    "#N/A",
-    "NaN",
-    "nan",
-    "null",
-    "NULL",
-    "None",
-]
+# Missing numbers in other columns
+_MISSING = ["", *"NA N/A n/a <NA> #N/A NaN nan null NULL None".split()]
 
 
 def from_csv(path: str, label: str = "", owner: str = "") -> dataset.Dataset:
-    """A data set of a CSV file, plain or compressed; see `from_frame`.
+    """Makes a data set from a CSV file, plain or compressed; see `from_frame`.
 
-    Raises:
-        ValueError: a phrase: it cannot be read, or a column does not fit.
+    Raises a ValueError phrase if it cannot be read or a column does not fit.
     """
     import pandas  # takes long to import
 
@@ -57,27 +45,19 @@ def from_csv(path: str, label: str = "", owner: str = "") -> dataset.Dataset:
         files.check(place, "a CSV file")
         _check_width(place)
         with warnings.catch_warnings():
-            # Lines that are longer than the header would be cut off.
+            # Lines longer than the header would be cut off.
             warnings.simplefilter("error", pandas.errors.ParserWarning)
-            names = pandas.read_csv(place, nrows=0, index_col=False).columns
+            read = functools.partial(pandas.read_csv, place)
+            names = read(nrows=0, index_col=False).columns
             # pandas would rename the second of two columns `a` to `a.1`.
-            header = pandas.read_csv(
-                place, nrows=1, header=None, dtype=str, keep_default_na=False
-            )
-            given = {label, owner}
-            given |= set() if label else _called(names, LABELS)
-            given |= set() if owner else _called(names, OWNERS)
+            header = read(nrows=1, header=None, dtype=str, keep_default_na=False)
+            given = {label} if label else _called(names, LABELS)
+            given |= {owner} if owner else _called(names, OWNERS)
             # As text "NA" is a name, and "01" is not "1".
             as_text = {name: str for name in names if name in given}
             missing = {name: _MISSING for name in names if name not in given}
-            frame = pandas.read_csv(
-                place,
-                low_memory=False,
-                index_col=False,
-                dtype=as_text,
-                keep_default_na=False,
-                na_values=missing,
-            )
+            how = {"low_memory": False, "index_col": False, "keep_default_na": False}
+            frame = read(dtype=as_text, na_values=missing, **how)
     except (ValueError, OSError, EOFError, pandas.errors.ParserWarning) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         if isinstance(error, FileNotFoundError):
@@ -99,11 +79,7 @@ def from_csv(path: str, label: str = "", owner: str = "") -> dataset.Dataset:
 
 
 def _check_width(place: pathlib.Path) -> None:
-    """Refuses a file of very many columns, for which pandas takes hours.
-
-    Raises:
-        ValueError: a phrase.
-    """
+    """Refuses (ValueError) very many columns, for which pandas takes hours."""
     from pandas.io import common
 
     with common.get_handle(place, "rb", compression="infer", is_text=False) as opened:
@@ -116,10 +92,10 @@ def _check_width(place: pathlib.Path) -> None:
 
 
 def _plain_numbers(column: pandas.Series) -> pandas.Series:
-    """A column of text as numbers, if each text is the usual way to write its number.
+    """Converts a text column to numbers if each text is the usual form of its number.
 
-    `01`, `1e3`, and `7` beside `7.0` are names. Fractions are numbers, which are
-    refused as labels and as owners.
+    `01`, `1e3`, and `7` beside `7.0` are names. Fractions become numbers, which are
+    refused as labels and owners.
     """
     import pandas
 
@@ -140,20 +116,19 @@ def from_frame(
     owner: str = "",
     test: pandas.DataFrame | None = None,
 ) -> dataset.Dataset:
-    """A data set of vectors: the numeric columns of a table, as float32.
+    """Makes a data set of f32 vectors from the numeric columns of a table.
 
     Args:
         frame: The table. Bools are 0 and 1. Its index is not used, with a note if it
             has a name.
         label: The column of the labels, "" = the one named as in `LABELS`.
-        owner: The column of the rows' owners, "" = the one named as in `OWNERS`, or
-            there is none.
-        test: Official test rows, a table with the same columns, or None.
-        where: The name of the table in errors, by default `dataset`, "" = none.
+        owner: The column of the owners, "" = the one named as in `OWNERS`, if any.
+        test: Official test rows, a table with the same columns.
+        where: The name of the table in errors, "" = none.
 
     Raises:
         ValueError: one line: a column is missing, has missing values, is neither a
-            number nor the label or the owner, or is named like what is not a feature.
+            number nor the label or owner, or has a name that features do not have.
     """
     import pandas
 
@@ -195,13 +170,12 @@ def from_frame(
         columns={name: frame[name].to_numpy() for name in features},
         where="",
     )
-    index = [str(name) for name in unused if name is not None]
     line = (
         f"label: {labels.limited(label)}; owners: "
         f"{labels.limited(owner) if owner else 'none'}; features ({len(features)}): "
         f"{labels.listed(features)}"
     )
-    if index:
+    if index := [str(name) for name in unused if name is not None]:
         line += f"; the index {labels.listed(index)} is not used, .reset_index() makes "
         line += "it a column"
     doubts = _doubts(values, features, made.label)
@@ -209,34 +183,33 @@ def from_frame(
 
 
 def chosen(names: Sequence[str], label: str, owner: str) -> tuple[str, str]:
-    """The columns of the labels and of the owners; "" = there are no owners.
+    """Returns the columns of the labels and of the owners; "" = there are no owners.
 
-    Raises:
-        ValueError: a phrase: there is no such column, or no usual one.
+    Raises a ValueError phrase if there is no such column, or no usual one.
     """
     usual = sorted(_called(names, LABELS), key=list(names).index)
     label = label or (usual[0] if len(usual) == 1 else "")
     owned = _called(names, OWNERS) - {label}
     owner = owner or (owned.pop() if len(owned) == 1 else "")
-    missing = [
-        f"there is no column --{flag}={name}; the columns are {labels.listed(names)}"
-        for flag, name in (("label", label), ("owner", owner))
-        if name and name not in names
-    ]
-    reason = missing[0] if missing else ""
     if not label:
         found = f"{labels.listed(usual)} could" if usual else "no column is known to"
-        reason = f"{found} hold the labels; give --label, one of the columns "
-        reason += labels.listed(names)
-    elif label == owner:
-        reason = f"--label={label} and --owner={owner} are the same column"
-    if reason:
-        raise ValueError(reason)
+        raise ValueError(
+            f"{found} hold the labels; give --label, one of the columns "
+            f"{labels.listed(names)}"
+        )
+    if label == owner:
+        raise ValueError(f"--label={label} and --owner={owner} are the same column")
+    for flag, name in (("label", label), ("owner", owner)):
+        if name and name not in names:
+            raise ValueError(
+                f"there is no column --{flag}={name}; the columns are "
+                f"{labels.listed(names)}"
+            )
     return label, owner
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """Refuses columns of one name, or without a name, as of a saved index."""
+    """Refuses columns with equal names, or without a name as of a saved index."""
     counts = collections.Counter(names)
     twice = sorted(name for name, count in counts.items() if count > 1)
     reason = f"several columns are named {labels.listed(twice)}" if twice else ""
@@ -247,15 +220,12 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _called(names: Sequence[str], usual: Sequence[str]) -> set[str]:
-    """The columns that have one of the usual names, in any case."""
+    """Returns the columns that have one of the usual names, in any case."""
     return {name for name in names if name.strip().lower() in usual}
 
 
 def _check_features(frame: pandas.DataFrame) -> None:
-    """Refuses columns whose names say that they are not features.
-
-    Columns with fractions are features, whatever they are called.
-    """
+    """Refuses columns that are named unlike features, unless they hold fractions."""
     reasons = {}
     for name in frame.columns:
         words = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
@@ -270,17 +240,17 @@ def _check_features(frame: pandas.DataFrame) -> None:
             reasons[name] = "says which rows test"
     if reasons:
         found = [f"{labels.limited(name)} {why}" for name, why in reasons.items()]
-        cures = [f"name the owner with --owner={next(iter(reasons))}"]
+        cure = f"name the owner with --owner={next(iter(reasons))}"
         if "says which rows test" in reasons.values():
-            cures = ["give the test rows as test=frame from Python"]
+            cure = "give the test rows as test=frame from Python"
         raise ValueError(
-            f"columns are not features by their names: {', '.join(found)}; {cures[0]}, "
+            f"columns are not features by their names: {', '.join(found)}; {cure}, "
             "drop such columns, or rename those that are features"
         )
 
 
 def _doubts(values: np.ndarray, names: Sequence[str], label: np.ndarray) -> list[str]:
-    """Lines about features f64[N, D] that number the rows, or that are the label."""
+    """Notes features f64[N, D] that number the rows, or that give the label away."""
     size, low = len(values), values.min(0)
     is_count = (values.max(0) - low == size - 1) & (low == np.floor(low))
     counts = [
@@ -289,7 +259,7 @@ def _doubts(values: np.ndarray, names: Sequence[str], label: np.ndarray) -> list
         if (np.sort(values[:, j]) == low[j] + np.arange(size)).all()
     ]
     one = values[np.unique(label, return_index=True)[1]]
-    # Few rows tell for nearly all columns that they are no copies.
+    # The first rows already exclude copies in nearly all columns.
     is_copy = (values[:500] == one[label[:500]]).all(0) & (2 * len(one) <= size)
     copies = [
         names[j]
@@ -312,10 +282,9 @@ def _doubts(values: np.ndarray, names: Sequence[str], label: np.ndarray) -> list
 
 
 def ordered(frame: pandas.DataFrame, columns: tuple[str, ...]) -> np.ndarray:
-    """The columns of a table in the order of training, without others; f64[N, D].
+    """Returns f64[N, D] of a table, with its columns in the order of training.
 
-    Raises:
-        ValueError: one line: one of them is missing, or is not of numbers.
+    Raises a one-line ValueError if one of them is missing or not numeric.
     """
     frame = frame.set_axis(list(map(str, frame.columns)), axis=1)
     frame = _with_columns(frame, columns)
@@ -325,7 +294,7 @@ def ordered(frame: pandas.DataFrame, columns: tuple[str, ...]) -> np.ndarray:
 
 
 def _check_numbers(frame: pandas.DataFrame, names: Sequence[str]) -> None:
-    """Refuses columns that are not numbers."""
+    """Refuses columns that are not numeric."""
     from pandas.api import types
 
     def is_number(dtype: object) -> bool:
@@ -341,7 +310,7 @@ def _check_numbers(frame: pandas.DataFrame, names: Sequence[str]) -> None:
 
 
 def _with_columns(frame: pandas.DataFrame, names: Sequence[str]) -> pandas.DataFrame:
-    """The columns of a table in this order, without others."""
+    """Returns the columns `names` of a table, in this order."""
     missing = [name for name in names if name not in frame.columns]
     if missing:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Data sets of a folder of images, in a folder for each class."""
+"""Data sets from a folder of images, with a folder for each class."""
 
 import os
 import pathlib
@@ -15,10 +15,9 @@ SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".bmp", ".gif"),
     *(".tif", ".tiff", ".webp", ".ppm", ".pgm"),
 )
-# Pillow's names of the formats that are read. It knows many more, some of which start
-# other programs.
+# Pillow's names of accepted formats; some of its others start other programs.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
-# Larger images are not for training, and a small file may hold very many pixels.
+# Larger images are not for training, and a small file may hold many pixels.
 MAX_SIDE = 4096
 # Words in the names of folders of downloads that are neither owners nor classes
 _SPLITS = (
@@ -26,27 +25,24 @@ _SPLITS = (
     *("val", "valid", "validation", "eval", "evaluation", "holdout", "pred"),
 )
 _KINDS = {"image", "images", "img", "imgs", "mask", "masks", "label", "labels"}
-# What an archive of a Mac has beside its files
+# A folder that archives of a Mac contain
 _LEFT_OVER = "__MACOSX"
 _TRANSPARENT = ("LA", "La", "PA", "RGBA", "RGBa")
 _COLOURS = ("RGB", "P", "CMYK", "YCbCr", "HSV", "LAB")
 
 
 def from_folder(path: str, least_classes: int = 2) -> dataset.Dataset:
-    """A data set of the images in class/file or owner/class/file.
+    """Makes a data set of the images in class/file or owner/class/file.
 
     Rows are in the order of the paths. Names that begin with a dot, and folders
-    `__MACOSX`, are not read. All sizes are checked before the pixels of any image are.
-
-    Args:
-        path: The folder.
-        least_classes: The number of different labels that are needed.
+    `__MACOSX`, are skipped. All sizes are checked before any pixels are read. Fewer
+    different labels than `least_classes` are refused.
 
     Returns:
         Images uint8 [N, H, W, 1], or [N, H, W, 3] if any of them has colours.
 
     Raises:
-        ValueError: a phrase: the folders are of another form, a file cannot be read, or
+        ValueError: a phrase: the folders have another form, a file cannot be read, or
             images differ in size.
     """
     root = files.given(path, "a folder")
@@ -75,7 +71,7 @@ def from_folder(path: str, least_classes: int = 2) -> dataset.Dataset:
     what = f"{len(found)} images of {width}x{height} pixels"
     if max(width, height) > MAX_SIDE:
         raise ValueError(f"{what}, at most {MAX_SIDE}x{MAX_SIDE} are read; resize them")
-    # They are in the memory one by one, and then as one array.
+    # Memory holds each image, and then all of them as one array.
     memory.check(2 * len(found) * width * height, what)
     pixels = [_read(root, one, pixels_of) for one in found]
     num_gray = sum(image.shape[2] == 1 for image in pixels)
@@ -101,10 +97,9 @@ def from_folder(path: str, least_classes: int = 2) -> dataset.Dataset:
 
 
 def _listed(root: pathlib.Path) -> tuple[list[pathlib.Path], str]:
-    """The images below a folder, relative to it and in order, and its other files.
+    """Returns the images below a folder, relative and in order, and its other files.
 
-    Names of other files are shown if they are in the folder itself, and counted if they
-    are in a folder to which one of its links leads.
+    Other files are listed by name, but only counted behind links.
     """
 
     def refuse(error: OSError) -> None:
@@ -133,14 +128,9 @@ def _listed(root: pathlib.Path) -> tuple[list[pathlib.Path], str]:
 
 
 def _check_names(top: list[str], depth: int) -> None:
-    """Refuses folders that are the parts of a download, not owners or classes.
+    """Refuses (ValueError) folders that are parts of a download, not owners or classes.
 
-    Args:
-        top: The names of the first folders.
-        depth: 3 if they are over the classes, 2 if they are the classes.
-
-    Raises:
-        ValueError: a phrase.
+    `top` are the first folders, which are owners at `depth` 3 and classes at 2.
     """
     role = "owners" if depth == 3 else "classes"
     is_split = all(name.lower() in _SPLITS for name in top)
@@ -161,10 +151,9 @@ def _check_names(top: list[str], depth: int) -> None:
 
 
 def _notes_of_links(root: pathlib.Path, found: list[pathlib.Path]) -> tuple[str, ...]:
-    """A line about files that are links to one another, and so the same row twice.
+    """Describes files that are links to one another, which makes a row occur twice.
 
-    Raises:
-        ValueError: a phrase: such files are in the folders of different classes.
+    Raises ValueError if such files are in the folders of different classes.
     """
     first: dict[tuple[int, int], pathlib.Path] = {}
     twice = []
@@ -172,7 +161,7 @@ def _notes_of_links(root: pathlib.Path, found: list[pathlib.Path]) -> tuple[str,
         try:
             status = os.stat(root / one)
         except OSError:
-            continue  # it cannot be read either, which is said there
+            continue  # `_read` will report that it cannot be read
         other = first.setdefault((status.st_dev, status.st_ino), one)
         if other is not one:
             twice.append(f"{one} is {other}")
@@ -187,11 +176,7 @@ def _notes_of_links(root: pathlib.Path, found: list[pathlib.Path]) -> tuple[str,
 
 
 def _read(root: pathlib.Path, name: pathlib.Path, take: Callable[[Any], Any]) -> Any:
-    """What `take` returns for an image as pillow opened it, without its pixels.
-
-    Raises:
-        ValueError: a phrase that names the file.
-    """
+    """Applies `take` to an opened pillow image; ValueErrors name the file."""
     from PIL import Image  # takes a moment to import
 
     try:
@@ -212,10 +197,9 @@ def _read(root: pathlib.Path, name: pathlib.Path, take: Callable[[Any], Any]) ->
 
 
 def pixels_of(image: Any) -> np.ndarray:
-    """The pixels of a pillow image, uint8 [H, W, 1 or 3].
+    """Returns the pixels of a pillow image, uint8 [H, W, 1 or 3].
 
-    Raises:
-        ValueError: a phrase: it has several frames, transparent pixels, or more bits.
+    Raises a ValueError phrase for several frames, transparent pixels, or more bits.
     """
     is_clear = image.mode in _TRANSPARENT or "transparency" in image.info
     if getattr(image, "n_frames", 1) > 1:

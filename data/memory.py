@@ -17,27 +17,19 @@ _CGROUPS = (
 
 
 def available_bytes(root: pathlib.Path = pathlib.Path("/")) -> int | None:
-    """Bytes that can be allocated before the kernel kills or swaps.
+    """Returns the bytes that can be allocated before the kernel kills or swaps.
 
-    This is the minimum over the machine and every cgroup above the process, None if it
-    is unknown.
-
-    Args:
-        root: The folder of `proc` and `sys`.
+    This is the minimum over the machine and every cgroup above the process, None if
+    unknown. `root` is the folder of `proc` and `sys`.
     """
     found = [*_machine(root), *_cgroups(root)]
     return min(found, default=None)
 
 
 def check(num_bytes: int, what: str) -> None:
-    """Refuses to read what is larger than the memory that is available.
+    """Refuses to read what needs at least `num_bytes` of memory, if less is available.
 
-    Args:
-        num_bytes: What is needed at least.
-        what: What needs it, a plural.
-
-    Raises:
-        ValueError: a phrase that begins with `what`.
+    Raises a ValueError phrase that begins with `what`, a plural.
     """
     available = available_bytes()
     if available is not None and num_bytes > available:
@@ -48,7 +40,7 @@ def check(num_bytes: int, what: str) -> None:
 
 
 def in_words(num_bytes: float) -> str:
-    """A number of bytes in words."""
+    """Formats a number of bytes as GiB."""
     return f"{num_bytes / 2**30:,.1f} GiB"
 
 
@@ -95,6 +87,6 @@ def _number(path: pathlib.Path) -> int | None:
 
 
 def _pairs(path: pathlib.Path) -> dict[str, int]:
-    """First word -> number of every line `name number [unit]`."""
+    """Maps the first word to the number of every line `name number [unit]`."""
     words = (line.split() for line in _text(path).splitlines())
     return {w[0]: int(w[1]) for w in words if len(w) > 1 and w[1].isdecimal()}

@@ -18,17 +18,15 @@ def read(
     *,
     others: bool = True,
 ) -> dict[str, np.ndarray]:
-    """The arrays of an npz file by name; other members are not read.
+    """Reads arrays of an npz file by name; other members are not read.
 
     Args:
-        path: The file.
-        required: Names of arrays that must exist.
-        optional: Names of arrays that may exist.
-        others: Whether other arrays may exist.
+        required, optional: Names of arrays that must exist, or may.
+        others: Whether further arrays may exist.
 
     Raises:
-        ValueError: one phrase about the file, without its path; also if its arrays are
-            larger than the memory that is free.
+        ValueError: a phrase about the file, without its path; also if its arrays are
+            larger than the free memory.
     """
     wanted = (*required, *optional)
     try:
@@ -62,11 +60,7 @@ def read(
 
 
 def _num_bytes(archive: zipfile.ZipFile, name: str) -> int:
-    """The bytes of an array by its header, which must be those of its member.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Returns the bytes of an array, for which header and member must agree."""
     with archive.open(f"{name}.npy") as member:
         try:
             version = np.lib.format.read_magic(member)
@@ -75,7 +69,7 @@ def _num_bytes(archive: zipfile.ZipFile, name: str) -> int:
             read = np.lib.format.read_array_header_1_0 if is_first else read
             shape, _, dtype = read(member)
         except ValueError:
-            return 0  # nothing can be read either, and `_array` says why
+            return 0  # `_array` will say why it cannot be read
         held = archive.getinfo(f"{name}.npy").file_size - member.tell()
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes != held and not dtype.hasobject:
@@ -94,11 +88,11 @@ def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
             if "Object arrays" in str(error):
                 reason = " holds pickled Python objects; give numbers or astype(str)"
             raise ValueError(f"{name}{reason}") from error
-        member.read(1)  # at the end of a member its checksum is compared
+        member.read(1)  # compares the checksum at the end of a member
     return array
 
 
 def _listed(names: set[str]) -> str:
-    """At most eight names, shortened."""
+    """Lists at most eight names, shortened."""
     shown = [name[:40] for name in sorted(names)[:8]]
     return f"{shown}" + (" and others" if len(names) > 8 else "")

@@ -1,7 +1,7 @@
 """Plans: the cohort of each round, as a table of integers.
 
-A cohort is a pure function of (seed, round). It does not depend on the method, so that
-all methods get the same clients, or on history, so that a run can resume. A client's
+A cohort is a pure function of (seed, round). It depends neither on the method, so that
+all methods get the same clients, nor on history, so that a run can resume. A client's
 draws are named by (seed, round, client), not by its place in the cohort.
 """
 
@@ -17,10 +17,10 @@ from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import rng, shapes, types
 from fedjax_pfl.rows import slots
 
-# Rounds from whose sizes the capacity of a window's plans is estimated
+# Rounds that serve to estimate the capacity of a window's plans
 SEEN_ROUNDS = 16
-# Where clients have owners, the rows of a device are found from the clients of so many
-# first rounds, or fewer where so many clients are drawn in them.
+# If clients have owners, the rows of a device follow from at most so many first rounds
+# and so many clients in them.
 OWNED_ROUNDS, OWNED_DRAWS = 1024, 1 << 20
 
 
@@ -31,14 +31,12 @@ def orders(
     num_rows: np.ndarray,
     spec: types.PlanSpec,
 ) -> np.ndarray:
-    """The shuffled epochs of many clients, one after another.
+    """Shuffles the epochs of many clients, one after another.
 
     Args:
-        seed: The run's seed.
-        round: int or int[M].
-        client: int[M].
+        round, client: int[M]; one round may be an int.
         num_rows: int[M], train rows of each client, 0 = no step.
-        spec: The plan, whose name distinguishes its shuffles from those of others.
+        spec: The plan. Its name makes its shuffles differ from those of others.
 
     Returns:
         int32[sum(epochs * spec.rows(num_rows))]: the positions of each client's rows,
@@ -68,7 +66,7 @@ def orders(
 
 
 def _ranges(first: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """The numbers first..first + length - 1 of each pair, one after another."""
+    """Joins the ranges first..first + length - 1 of all pairs."""
     before = np.cumsum(length) - length
     return np.repeat(first - before, length) + np.arange(int(length.sum()))
 
@@ -76,9 +74,7 @@ def _ranges(first: np.ndarray, length: np.ndarray) -> np.ndarray:
 class Planner:
     """Draws cohorts as numpy arrays, for one or many rounds at a time.
 
-    Attributes:
-        num_clients: K.
-        graph: The graph of peers, None if the algorithm has none.
+    `num_clients` is K, and `graph` the graph of peers, None if there is none.
     """
 
     def __init__(
@@ -97,18 +93,16 @@ class Planner:
         """Stores the constants of all draws.
 
         Args:
-            seeds: The seeds of the run.
             num_rows: int[seeds, K], train examples of each client.
-            client_group: int[K], clients of one architecture.
-            level_of: int[K], the largest level that each client holds, or a function
-                `(seed, round, client int[C]) -> int[C]` if it changes.
+            client_group: int[K], the group of clients of one architecture.
+            level_of: int[K], the largest level of each client, or a function `(seed,
+                round, client int[C]) -> int[C]` if it changes.
             clients_per_round: Clients drawn without replacement.
-            specs: The algorithm's plans.
             execution: Rows are sorted by group, level and steps, dealt to the devices
-                and padded to whole chunks, so that chunks have equal lengths. Where
-                private rows are shared out, they are dealt to their owners.
-            eligible: bool[K] or bool[seeds, K] with equal counts, clients that may be
-                drawn, None = all. A client that is never drawn may still be a peer.
+                and padded to whole chunks, so that chunks have equal lengths. Sharded
+                private rows are dealt to their owners instead.
+            eligible: bool[K], or bool[seeds, K] with equal counts: clients that may be
+                drawn, None = all. Others may still be peers.
             peers: Peers of each row, None = the algorithm has none.
 
         Raises:
@@ -117,6 +111,9 @@ class Planner:
         self._seeds, self._num_rows = list(seeds), np.asarray(num_rows)
         self.num_clients = num_clients = self._num_rows.shape[1]
         self._group, self._level_of = np.asarray(client_group), level_of
+        if not callable(level_of):
+            levels = np.asarray(level_of)
+            self._level_of = lambda seed, round, client: levels[client]
         # Private rows are stacked by group; a client's slot is its place in its group.
         self._slot = np.zeros(num_clients, np.int32)
         for group in np.unique(self._group):
@@ -138,13 +135,10 @@ class Planner:
             for spec in specs
         )
         self.graph = topology.make(peers, num_clients) if peers else None
-        self._candidates: dict[int, np.ndarray] = {}
-        present = num_clients
-        if eligible is not None and not np.all(eligible):
-            every = np.broadcast_to(eligible, self._num_rows.shape)
-            found = [np.flatnonzero(one) for one in every]
-            self._candidates = dict(zip(self._seeds, found, strict=True))
-            present = len(found[0])
+        eligible = np.ones(num_clients, bool) if eligible is None else eligible
+        every = np.broadcast_to(eligible, self._num_rows.shape)
+        self._candidates = np.stack([np.flatnonzero(one) for one in every])
+        present = self._candidates.shape[1]
         if clients_per_round > present:
             raise ValueError(
                 f"--clients_per_round={clients_per_round}: {present} of {num_clients} "
@@ -152,18 +146,12 @@ class Planner:
             )
 
     def cohort(self, seed_index: int, round: int) -> types.Cohort:
-        """One round with its plans.
-
-        Args:
-            seed_index: Position among the seeds.
-            round: 0, 1, ...
-        """
-        window = self.window(seed_index, round, 1, 1, 0)
-        one = window.of_round(0, self._num_rows[seed_index])
-        return jax.tree.map(np.asarray, one)
+        """Draws round 0, 1, ... with its plans, for the seed at `seed_index`."""
+        one = self.window(seed_index, round, 1, 1, 0)
+        return jax.tree.map(np.asarray, one.of_round(0, self._num_rows[seed_index]))
 
     def drawn(self, seed_index: int, round: int) -> types.Cohort:
-        """One round without plans: its clients, their slots, levels and peers."""
+        """Draws one round without plans: its clients, their slots, levels and peers."""
         seed = self._seeds[seed_index]
         client, real, level = self._placed(seed_index, round)
         peers, peer_mask = self._draw_peers(seed, round, client, real)
@@ -180,10 +168,10 @@ class Planner:
     def _placed(
         self, seed_index: int, round: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(client int32[C], whether it is real bool[C], level int32[C]) of each row."""
+        """Returns (client int32[C], is real bool[C], level int32[C]) of each row."""
         seed, num_clients = self._seeds[seed_index], self.num_clients
         chosen = self._choose(seed, round)
-        levels = self._levels(seed, round, chosen)
+        levels = np.asarray(self._level_of(seed, round, chosen))
         owned = self._num_rows[seed_index, chosen]
         order = np.lexsort((chosen, owned, levels, self._group[chosen]))
         # Padding rows come first, where they fill the chunk of the smallest clients.
@@ -256,18 +244,18 @@ class Planner:
             client_id=ids.astype(np.int32),
             row=np.arange(len(ids), dtype=np.int32),
             row_mask=real,
-            level=np.asarray(self._levels(seed, round, client), np.int32),
+            level=np.asarray(self._level_of(seed, round, client), np.int32),
             peers=none,
             peer_mask=none.astype(bool),
             plans={spec.name: plan},
         )
 
     def rows_per_device(self, round: int) -> int:
-        """The rows of each device in a round, in whole chunks.
+        """Returns the rows of each device in a round, in whole chunks.
 
-        Where clients have owners, the fullest device of a round needs more than the
-        others. Another number is another program, so it is that of the first rounds,
-        and grows with the first later round that needs more.
+        If clients have owners, the fullest device of a round needs more than the
+        others. Another number means another program, so it is the largest of the first
+        rounds, and grows only with a later round that needs more.
         """
         how = self._execution
         if self._owners is None:
@@ -280,7 +268,7 @@ class Planner:
         return chunk * -(-most // chunk)
 
     def _owned_by_fullest(self, num_rounds: int) -> np.ndarray:
-        """int[num_rounds, seeds]: the clients of the fullest device in each round."""
+        """Counts the fullest device's clients in each round, int[num_rounds, seeds]."""
         while len(self._fullest) < num_rounds:
             first = len(self._fullest)
             more = [self._fullest_of(first + i) for i in range(self._owned_rounds)]
@@ -293,21 +281,16 @@ class Planner:
         drawn = [self._choose(seed, round) for seed in self._seeds]
         return [int(np.bincount(self._owners.device_of(c)).max()) for c in drawn]
 
-    def _work(self, seed_index: int, round: int) -> np.ndarray:
-        """int[D]: what each device computes in a round, in examples times levels."""
-        client, _, level = self._placed(seed_index, round)
-        work = self.owned(seed_index, client) * level
-        return work.reshape(self._devices, -1).sum(1)
-
     @property
     def balance(self) -> float:
-        """What all devices compute in a round over what they could while they wait.
+        """The work of all devices in a round over what they could do while they wait.
 
-        Each device waits for the one with most work, which with owners is counted in
-        clients, and else in examples times levels.
+        Each device waits for the one with most work, counted in clients if they have
+        owners, else in examples times levels.
         """
         if self._owners is None:
-            work = np.stack([self._work(0, round) for round in range(SEEN_ROUNDS)])
+            rounds = range(SEEN_ROUNDS)
+            work = np.stack([self.examples(0, r, by_level=True) for r in rounds])
             return float(work.sum() / max(work.max(1).sum() * self._devices, 1))
         fullest = self._owned_by_fullest(self._owned_rounds)
         return float(self._clients_per_round / self._devices / fullest.mean())
@@ -315,29 +298,26 @@ class Planner:
     @property
     def round_examples(self) -> float:
         """Mean train rows of all clients of a round, for the seed with the most."""
-        rows = self._num_rows
-        if self._candidates:
-            pairs = zip(rows, self._candidates.values(), strict=True)
-            rows = np.stack([one[chosen] for one, chosen in pairs])
+        rows = np.take_along_axis(self._num_rows, self._candidates, 1)
         return float(rows.mean(1).max() * self._clients_per_round)
 
-    def examples(self, seed_index: int, round: int) -> np.ndarray:
-        """int[D]: train rows of all clients of a round, by device."""
-        client, _, _ = self._placed(seed_index, round)
-        return self.owned(seed_index, client).reshape(self._devices, -1).sum(1)
+    def examples(
+        self, seed_index: int, round: int, by_level: bool = False
+    ) -> np.ndarray:
+        """Counts train rows of a round's clients by device, or times levels; int[D]."""
+        client, _, level = self._placed(seed_index, round)
+        rows = self.owned(seed_index, client) * (level if by_level else 1)
+        return rows.reshape(self._devices, -1).sum(1)
 
     def capacity(self, num_rounds: int) -> int:
-        """Room for the examples of a device in a number of rounds of any seed.
+        """Returns the room for a device's examples in a number of rounds of any seed.
 
         It is the average, since a window takes as many rounds as fit, and at least the
         size of the largest of the first rounds.
         """
-        seen = [
-            [self.examples(index, round) for round in range(SEEN_ROUNDS)]
-            for index in range(len(self._seeds))
-        ]
-        by_device = np.asarray(seen)  # [seeds, rounds, D]
-        share = by_device.sum((0, 1)).max() / max(by_device.sum(), 1)
+        every = [(i, r) for i in range(len(self._seeds)) for r in range(SEEN_ROUNDS)]
+        by_device = np.stack([self.examples(*one) for one in every])
+        share = by_device.sum(0).max() / max(by_device.sum(), 1)
         average = int(np.ceil(self.round_examples * num_rounds * share))
         return shapes.rounded_up_finely(max(average, int(by_device.max()), 1))
 
@@ -349,11 +329,10 @@ class Planner:
         length: int,
         capacity: int,
     ) -> types.Cohort:
-        """Several rounds with their plans, padded to `length` rounds.
+        """Draws several rounds with their plans, padded to `length` rounds.
 
         Args:
-            seed_index: Position among the seeds.
-            first_round, num_rounds: The rounds `first_round, ...`, at least one.
+            num_rounds: Rounds from `first_round` on, at least one.
             length: Leading axis of all leaves but the plans' positions. Padding rounds
                 are zero and have no clients.
             capacity: Room for the examples of a device in an epoch of all these rounds,
@@ -362,9 +341,8 @@ class Planner:
         Returns:
             A cohort of leaves [length, ...], with each plan as a `types.WindowPlan`.
         """
-        drawn = [
-            self.drawn(seed_index, first_round + index) for index in range(num_rounds)
-        ]
+        rounds = range(first_round, first_round + num_rounds)
+        drawn = [self.drawn(seed_index, one) for one in rounds]
         many = jax.tree.map(lambda *leaves: np.stack(leaves), *drawn)
         # The rows of one device in all rounds come before those of the next device.
         place = np.arange(many.client_id.size).reshape(num_rounds, self._devices, -1)
@@ -373,6 +351,14 @@ class Planner:
         owned = self.owned(seed_index, client)
         round = first_round + place // many.client_id.shape[1]
         capacity = max(capacity, int(owned.sum(1).max()), 1)
+
+        def pad(leaf: np.ndarray) -> np.ndarray:
+            if length == num_rounds:
+                return leaf
+            out = np.zeros((length, *leaf.shape[1:]), leaf.dtype)
+            out[:num_rounds] = leaf
+            return out
+
         plans = {}
         for spec in self._specs:
             seed, count = self._seeds[seed_index], spec.epochs * spec.rows(owned)
@@ -383,47 +369,23 @@ class Planner:
                 line[: len(part)] = part
             first = np.zeros(many.client_id.size, np.int32)
             first[place] = np.cumsum(count, 1) - count
-            plans[spec.name] = types.WindowPlan(
-                position,
-                first.reshape(many.client_id.shape),
-                spec,
-            )
-
-        def pad(leaf: np.ndarray) -> np.ndarray:
-            if length == num_rounds:
-                return leaf
-            out = np.zeros((length, *leaf.shape[1:]), leaf.dtype)
-            out[:num_rounds] = leaf
-            return out
-
-        padded = jax.tree.map(pad, many)
-        return padded.replace(
-            plans={
-                name: plan.replace(first=pad(plan.first))
-                for name, plan in plans.items()
-            }
-        )
+            first = pad(first.reshape(many.client_id.shape))
+            plans[spec.name] = types.WindowPlan(position, first, spec)
+        return jax.tree.map(pad, many).replace(plans=plans)
 
     def _choose(self, seed: int, round: int) -> np.ndarray:
-        """int[C], without padding."""
+        """Draws the clients of a round, int[C] without padding."""
         wanted = self._clients_per_round
+        if wanted == self.num_clients:
+            return np.arange(wanted)
         gen = rng.generator(seed, "engine.cohort", round)
-        if not self._candidates:
-            if wanted == self.num_clients:
-                return np.arange(wanted)
-            return gen.choice(self.num_clients, wanted, replace=False)
-        candidates = self._candidates[seed]
-        return candidates[gen.choice(len(candidates), wanted, False)]
-
-    def _levels(self, seed: int, round: int, client: np.ndarray) -> np.ndarray:
-        if callable(self._level_of):
-            return np.asarray(self._level_of(seed, round, client))
-        return np.asarray(self._level_of)[client]
+        candidates = self._candidates[self._seeds.index(seed)]
+        return candidates[gen.choice(len(candidates), wanted, replace=False)]
 
     def _draw_peers(
         self, seed: int, round: int, client: np.ndarray, real: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(peers int32[C, P], mask bool[C, P]) of all rows; padding rows have none."""
+        """Draws all rows' peers int32[C, P] and mask bool[C, P]; none for padding."""
         num_peers = self.graph.num_peers if self.graph else 0
         peers = np.zeros((len(client), num_peers), np.int32)
         mask = np.zeros(peers.shape, bool)
@@ -440,13 +402,13 @@ class Planner:
         return peers, mask
 
     def owned(self, seed_index: int, client: np.ndarray) -> np.ndarray:
-        """int[...]: train rows of clients int[...], 0 on padding rows."""
+        """Returns the train rows of clients int[...], 0 on padding rows."""
         owned = self._num_rows[seed_index]
-        real = client < len(owned)
-        return np.where(real, owned[np.where(real, client, 0)], 0)
+        last = len(owned) - 1
+        return np.where(client > last, 0, owned[np.minimum(client, last)])
 
     def num_steps(self, seed_index: int, client: np.ndarray) -> dict[str, np.ndarray]:
-        """Steps int[...] of clients int[...] in each plan, by its name."""
+        """Returns the steps int[...] of clients int[...] in each plan, by its name."""
         owned = self.owned(seed_index, client)
         return {
             spec.name: spec.epochs * -(-spec.rows(owned) // spec.batch_size)
@@ -455,18 +417,12 @@ class Planner:
 
 
 def by_work(index: np.ndarray, work: np.ndarray, devices: int) -> np.ndarray:
-    """Deals rows to devices so that all end nearly at the same time.
+    """Deals rows to devices so that all end at nearly the same time.
 
-    The longest client comes first, and each goes to the device with the least work.
-
-    Args:
-        index: int[C], clients in the order that they have on a device, -1 = padding,
-            which comes first. Every device gets as many rows.
-        work: int[C], what each client computes.
-        devices: D, a divisor of C.
-
-    Returns:
-        int[C], the rows of one device after those of another.
+    The client with most work comes first, and each goes to the device with the least
+    work. `index` int[C] has -1 for padding, then clients in their order on a device,
+    and `work` int[C] is what each computes. Returns int[C], the rows of one device
+    after those of another, each with the same number of rows.
     """
     each = len(index) // devices
     found: list[list[int]] = [[] for _ in range(devices)]
@@ -486,20 +442,20 @@ def choose_chunk(
     """Chooses the chunk that an accelerator computes fastest for given cohorts.
 
     A wide chunk makes a client's step cheaper (`execution.step_costs`) but executes
-    more steps, because all of its clients run as long as the longest. Only widths whose
-    cost is known are taken. A device with fewer rows may take all of them at once,
-    which is priced like the next known width.
+    more steps, because all of its clients run as long as the longest. Only widths of
+    known cost are taken. A device with fewer rows may take all of them at once, priced
+    like the next known width.
 
     Args:
         num_steps: int[T, C], steps of the clients in T typical cohorts, without padding
-            rows. They are sorted by steps here.
+            rows, in any order.
         step_macs: Multiply-accumulates of a client's step, as in `step_costs`.
         min_chunk: The least chunk, 0 = any. It need not be a known width.
         devices: Devices that share the rows.
 
     Returns:
-        (chunk, predicted fraction of executed steps that are real). It is the largest
-        of chunks with equal costs.
+        (the largest of chunks with equal costs, predicted fraction of executed steps
+        that are real).
     """
     steps = np.sort(num_steps, axis=-1)
     num_rows = steps.shape[-1]

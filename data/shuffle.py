@@ -13,12 +13,9 @@ BLOCK_WORDS = 1 << 18
 def alike(count: np.ndarray, words_each: int = 1) -> Iterator[np.ndarray]:
     """Groups clients of similar size, so that none is padded to twice its size.
 
-    Args:
-        count: int[M], positions to shuffle for each client. Clients with 0 are omitted.
-        words_each: Shuffles of each client, which bound the size of a block.
-
-    Yields:
-        int64[m] indices into `count`. A block's words fit into a processor's cache.
+    `count` int[M] has the positions to shuffle of each client, 0 = skipped, and
+    `words_each` is the number of shuffles of each. Yields int64[m] indices into `count`
+    in blocks whose words fit into a processor's cache.
     """
     length = np.frexp(np.maximum(count - 1, 0))[1]  # bits: 2 ** length >= count
     order = np.argsort(length, kind="stable")
@@ -32,14 +29,10 @@ def alike(count: np.ndarray, words_each: int = 1) -> Iterator[np.ndarray]:
 
 
 def positions(words: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """The numbers 0..count-1 in the order of their words.
+    """Sorts the numbers 0..count-1 by their words: int32[..., W], then -1.
 
-    Args:
-        words: uint64[..., W], the word of each position (`rng.hashed`).
-        count: int[...], broadcast against the leading axes, at most W.
-
-    Returns:
-        int32[..., W], with -1 after the first `count` entries.
+    `words` uint64[..., W] has the word of each position (`rng.hashed`). `count`
+    int[...] is at most W, and is broadcast against the leading axes.
     """
     place = np.arange(words.shape[-1], dtype=np.uint64)
     count = np.asarray(count).astype(np.uint64)[..., None]

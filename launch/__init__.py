@@ -13,7 +13,7 @@ def _leave(*_: object) -> None:
 
 
 def imported() -> None:
-    """Gives Ctrl-C back to Python; a command calls this first."""
+    """Restores Python's own Ctrl-C handler; a command calls this first."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -21,9 +21,7 @@ def imported() -> None:
 def _check_siblings() -> None:
     """Refuses to start if a user's own file hides one of this project's packages.
 
-    Raises:
-        ImportError: one line that names the file.
-        SystemExit: 2 after that line, in a command.
+    Raises ImportError with the name of the file, or SystemExit(2) in a command.
     """
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     for name in ("fedjax_pfl", "algorithms", "models", "data"):

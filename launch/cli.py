@@ -1,7 +1,7 @@
 """The command `fedjax-pfl`: every program of `launch`, from any folder.
 
-`fedjax-pfl run --algo=cdkt` is `python -m launch.main --algo=cdkt`, except that modules
-named `data`, `models` or `launch` in the current folder do not affect it.
+`fedjax-pfl run --algo=cdkt` is `python -m launch.main --algo=cdkt`, but modules named
+`data`, `models` or `launch` in the current folder do not affect it.
 """
 
 import importlib

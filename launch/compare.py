@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 class Comparison(Mapping):
     """Experiments by name, all of them on the same examples of the same clients.
 
-    Attributes:
-        notes: Lines about how shared options were taken.
+    `notes` has lines about how shared options were taken.
     """
 
     def __init__(
@@ -54,8 +53,8 @@ class Comparison(Mapping):
         """Runs the experiments that are not finished, and returns itself.
 
         Arguments and errors are those of `Experiment.run`. Records have the name under
-        `algo`. Lines say how shared options were taken, and which rows have ended with
-        equal parameters.
+        `algo`. Lines say how shared options were taken, and which rows ended with equal
+        parameters.
         """
         self._show(self.notes, progress)
         act = None if on_record is None else loop.OnRecord(on_record).act
@@ -72,7 +71,7 @@ class Comparison(Mapping):
         return self
 
     def _show(self, lines: Iterable[str], progress: bool) -> None:
-        """Shows lines once, without progress as Python warnings."""
+        """Shows each line once, as a Python warning if there is no progress."""
         new = [line for line in lines if line not in self._shown]
         self._shown.update(new)
         for line in new if processes.is_first() else ():
@@ -83,8 +82,8 @@ class Comparison(Mapping):
 
     def to_frame(self) -> pandas.DataFrame:
         """All records: one line for every algorithm, evaluated round and seed."""
-        pairs = [(name, row) for name, one in self.items() for row in one.metrics]
-        return frames.of([{"algo": name, **row} for name, row in pairs])
+        rows = [{"algo": n, **row} for n, one in self.items() for row in one.metrics]
+        return frames.of(rows)
 
     def summary(self) -> pandas.DataFrame:
         """One line for each algorithm: its metrics by the summary rule."""
@@ -117,10 +116,10 @@ def compare(
 ) -> Comparison:
     """Runs several algorithms on the same clients.
 
-    An option that only some of them have is passed to those. One that would make a row
-    another method than its name says, as `head_epochs` makes FedPer FedRep, goes to the
-    other rows alone. Without a `preset` all follow that of the first algorithm whose
-    preset is a paper's. After an interrupt the finished part is returned, and its
+    An option that only some of them have is passed to those. An option that would make
+    a row another method than its name says, as `head_epochs` makes FedPer FedRep, is
+    passed to the other rows. Without a `preset` all follow that of the first algorithm
+    whose preset is a paper's. After an interrupt the finished part is returned, and its
     `run()` continues.
 
     Example:
@@ -134,13 +133,9 @@ def compare(
         algos: Names or custom algorithms, or each run's options by a name:
             `{"weak": {"algo": "fedprox", "proximal_weight": 0.01}, "strong": ...}`.
         seeds: Another name of the option `num_seeds`.
-        run: Whether to run them now.
-        progress: Whether to show progress.
+        run, progress: Whether to run them now, and whether to show progress.
         on_record: Called with every record, which has the name under `algo`.
         **options: As in `experiment`. A `workdir` gets a folder for each.
-
-    Returns:
-        Experiments by name, with `to_frame()`, `summary()`, `plot()` and `run()`.
 
     Raises:
         ValueError: one line: what came, what was expected, which option to change.
@@ -165,14 +160,11 @@ def _compared(algos: Any, options: Mapping[str, Any]) -> Comparison:
     """Builds the experiments, each with those of `options` that its algorithm has."""
     runs = _runs(algos)
     fields = [registry.fields_of(own["algo"]) for own in runs.values()]
-    for option in options:
-        is_known = any(option in known for known in fields)
-        if not is_known and option not in custom.ONLY_IN_PYTHON:
-            raise ValueError(
-                f"--{option} is a flag of none of {', '.join(runs)}; omit it"
-            )
-    # All get the clients of one paper, the first whose rules suit all of them.
-    presets = [registry.default_preset(own["algo"]) for own in runs.values()]
+    known = {*custom.ONLY_IN_PYTHON}.union(*fields)
+    if odd := [name for name in options if name not in known]:
+        raise ValueError(f"--{odd[0]} is a flag of none of {', '.join(runs)}; omit it")
+    # All get the clients of the first paper whose rules suit all of them.
+    presets = [registry.algorithm(own["algo"]).preset for own in runs.values()]
     presets = [p for p in dict.fromkeys(presets) if p != "none"] or ["none"]
     if options.get("preset") is not None:
         presets = [options["preset"]]

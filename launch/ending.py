@@ -64,7 +64,7 @@ def reported() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reported() -> Iterator[None]:
-    """Does the same for one process, by raising SystemExit."""
+    """Does so for one process, by raising SystemExit."""
     try:
         try:
             with processes.reaching():

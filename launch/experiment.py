@@ -52,11 +52,7 @@ class Experiment(Run):
         Args:
             until: The round to stop after, None = the last.
             progress: Whether to show progress. Without it `notes` are Python warnings.
-            on_record: Called at once with each record, one for every evaluated round
-                and seed.
-
-        Returns:
-            See `summary`.
+            on_record: Called at once with each record, of one evaluated round and seed.
 
         Raises:
             ValueError: `until` is not a round of this experiment, `on_record` is not a
@@ -89,7 +85,7 @@ class Experiment(Run):
         return self.summary()
 
     def _show_notes(self, progress: bool) -> None:
-        """Shows the rules and the notes once, without progress notes as warnings."""
+        """Shows rules and notes once; without progress the notes, as warnings."""
         if self._has_shown_notes or not processes.is_first():
             return
         self._has_shown_notes = True
@@ -115,15 +111,10 @@ class Experiment(Run):
     ) -> None:
         """Trains until a round or a signal, as `run` and the command do.
 
-        An opened folder is the first listener, and its checkpoints are the last, which
-        also write its summary after the last round.
-
-        Args:
-            stop: Records signals meanwhile.
-            folder: The opened folder of the run, None = there is none.
-            until: The round to stop after, None = the last.
-            progress: Whether to show progress.
-            others: Listeners that come after the progress.
+        `stop` records signals meanwhile. An opened `folder` is the first listener; its
+        checkpoints are the last, which also write its summary after the last round.
+        `until` is the round to stop after, None = the last. `others` come after the
+        progress.
         """
         until = self.config.rounds if until is None else until
         shown = progress_lib.shown(words.headline if progress else None)
@@ -150,13 +141,9 @@ class Experiment(Run):
     ) -> client_model.ClientModel:
         """The present personalized model of a client, or the server's model.
 
-        Args:
-            client_id: 0..K-1, None = the server's first model.
-            seed: One of `seeds`, None = the first.
-            point: One of `points`, None = the first.
-
-        Raises:
-            ValueError: there is no such client, seed, point or model.
+        `client_id` is 0..K-1, None = the server's first model. `seed` is one of
+        `seeds`, and `point` one of `points`, None = the first. Raises ValueError for
+        unknown ones.
         """
         return client_model.find(self, client_id, seed, point)
 
@@ -199,13 +186,7 @@ class Experiment(Run):
         return self.client_model(client_id, seed, point).save(path)
 
     def cost_analysis(self) -> dict[str, Any]:
-        """Compiles for the chip `target`; returns its compiler's figures by name.
-
-        See `cost.estimate` for these.
-
-        Raises:
-            ValueError: the experiment has no `target`.
-        """
+        """The result of `cost.estimate` for `target`; ValueError if there is none."""
         if not self.target:
             raise ValueError("cost_analysis(): give a target to build.experiment")
         return cost.estimate(self)
@@ -224,9 +205,8 @@ class Experiment(Run):
     def plot(self, kind: str = "curves", metric: str = "") -> Any:
         """A picture of `launch.plot` as a matplotlib figure.
 
-        Args:
-            kind: `curves`, `fairness`, `bubbles` or, for a sweep, `heatmap`.
-            metric: Metrics of the curves, separated by commas; empty = a usual one.
+        `kind` is `curves`, `fairness`, `bubbles` or, for a sweep, `heatmap`. `metric`
+        names metrics of the curves, separated by commas; empty = a usual one.
         """
         return frames.plot([self], kind, metric)
 
@@ -273,12 +253,9 @@ def experiment(**given: Any) -> Experiment:
     * `eval_metrics`: names, or functions `(logits, labels, mask) -> (sum, count)`, as a
       list or by name;
     * `sweep`: `{"client_lr": [0.01, 0.1]}`, values of the algorithm's numeric options.
-      A run of every point is trained in one program, and none is chosen as the best;
-    * `target`: a chip, such as `tpu:v5e`, for which the programs are compiled and do
-      not run, see `Experiment.cost_analysis`.
-
-    Returns:
-        An `Experiment`: `run()`, `to_frame()`, `plot()`, `predict(client_id, images)`.
+      Runs of all points are trained in one program, and none is chosen as the best;
+    * `target`: a chip, such as `tpu:v5e`, for which the programs are compiled without
+      running, see `Experiment.cost_analysis`.
 
     Raises:
         ValueError: one line: what came, what was expected, which option to change.
@@ -346,8 +323,7 @@ def load(path: Any, **given: Any) -> Experiment:
         # The clients' model follows the server's, also if another model is given.
         options.pop("client_model", None)
     options = custom.given_again(options, given, path)
-    folder = str(flags_path.parent)
-    given = given | {"algo": algo, "workdir": folder, "resume": True}
+    given = given | {"algo": algo, "workdir": str(flags_path.parent), "resume": True}
     made = experiment(**options | given)
     made.folder.reopen()
     return made

@@ -19,7 +19,7 @@ from fedjax_pfl import options, types
 from fedjax_pfl.options import option
 from launch import ending, experiment
 from launch.assemble import fit
-from launch.config import flags, limits, presets, registry
+from launch.config import flags, limits, presets
 from launch.machine import target
 from launch.run import cost
 from launch.tables import cells
@@ -48,8 +48,8 @@ def main() -> None:
     """Prints algorithms, presets, data sets, models, partitions and papers' tables."""
     sections = {
         "algorithms (--algo), with their default presets": {
-            name: f"{registry.default_preset(name):<7} {algorithms.describe(name)}"
-            for name in algorithms.ALGORITHMS
+            name: f"{entry.preset:<7} {algorithms.describe(name)}"
+            for name, entry in algorithms.ALGORITHMS.items()
         },
         "presets (--preset), with the options that they set by default": {
             name: presets.describe(name) for name in presets.PRESETS
@@ -134,8 +134,7 @@ def command(argv: list[str]) -> None:
             if given != {"algo", "target"} or not asked.target:
                 raise ValueError("--algo=NAME and --target=CHIP go together, alone")
             made = experiment.experiment(algo=asked.algo, target=asked.target)
-            found = {"algo": asked.algo} | made.cost_analysis()
-            print(cost.in_words(found))
+            print(cost.in_words({"algo": asked.algo} | made.cost_analysis()))
             return
         if "model" not in given:
             if given:

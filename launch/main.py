@@ -19,9 +19,8 @@ from launch.show import words
 def execute(given: dict[str, Any]) -> dict[str, Any]:
     """Builds, runs and reports one experiment; returns its summary.
 
-    Raises:
-        SystemExit: 2 after one line about bad input, 130 or 143 after a signal.
-        OSError: results cannot be written.
+    Raises SystemExit(2) after one line about bad input, SystemExit(130 or 143) after a
+    signal, and OSError if results cannot be written.
     """
     with ending.refused():
         devices.begin(given.get("distributed") or "")

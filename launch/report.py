@@ -37,8 +37,7 @@ def command(argv: list[str]) -> None:
         if len(paths) == 1 and store.is_study(paths[0]):
             text = study.Study("", paths[0]).page(asked.title)
         else:
-            entries = page.read(paths)
-            text = page.page(entries, asked.control, title=asked.title)
+            text = page.page(page.read(paths), asked.control, title=asked.title)
     with ending.writing("output", asked.output):
         svg.write(asked.output, text)
     print(asked.output)

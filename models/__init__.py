@@ -32,7 +32,7 @@ MODELS: dict[str, Callable[[int, float], types.Model]] = {
     "masked_lm": text.masked_lm,
     "depth_masked_lm": text.depth_masked_lm,
 }
-# Those that take rows of tokens
+# Models of rows of tokens
 OF_TEXT = ("masked_lm", "depth_masked_lm")
 
 
@@ -41,11 +41,8 @@ def make(
 ) -> types.Model:
     """The model `name`, the same object each time, so that programs can be shared.
 
-    Args:
-        name: A key of `MODELS`.
-        num_classes: Y.
-        width: `--model_width`, the factor on hidden channels and widths.
-        level: How many stages of a model with exits it has, 0 = all.
+    `width` is `--model_width`, the factor on hidden channels and widths. A model with
+    exits keeps its first `level` stages, 0 = all.
     """
     return _made(MODELS[name], num_classes, float(width), level)
 

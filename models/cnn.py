@@ -1,7 +1,7 @@
 """The convolutional networks of the papers, one stage per layer.
 
-Counts of parameters are for the given input, 10 classes and width 1, and a test checks
-them. `width` is `--model_width`, which scales hidden layers but not the classes.
+Parameter counts are for the given input, 10 classes and width 1, and are tested.
+`width` is `--model_width`, which scales hidden layers but not the classes.
 """
 
 from fedjax_pfl import types

@@ -1,13 +1,12 @@
 """The costs of a model: parameters, buffers and multiply-accumulates of one example.
 
-The forward pass of one example is traced, and each module that is called adds its
-`macs(given, out)`, a function of the shapes of its input and output. A module without
-`macs` costs nothing. The convention is that of ptflops
+The forward pass of one example is traced, and each called module adds its `macs(given,
+out)`, a function of the shapes of its input and output. A module without `macs` costs
+nothing. The convention is that of ptflops
 (https://github.com/sovrasov/flops-counter.pytorch). A convolution costs kernel^2 *
-inputs / groups for each output value, and one more with a bias. A norm costs 2 and a
-relu 1 for each value, a pool 1 for each input value, and an upsampling 1 for each
-output value. An affine map costs inputs * outputs + outputs. Sigmoid, sum and product
-are free.
+inputs / groups per output value, and one more with a bias. A norm costs 2 per value, a
+relu 1, a pool 1 per input value, and an upsampling 1 per output value. An affine map
+costs inputs * outputs + outputs. Sigmoid, sum and product are free.
 """
 
 import math
@@ -21,7 +20,7 @@ from fedjax_pfl import shapes, types
 
 
 class Count(NamedTuple):
-    """Counts of parameters, of running statistics, and of multiply-accumulates."""
+    """Numbers of parameters, of running statistics, and of multiply-accumulates."""
 
     parameters: int
     buffers: int
@@ -98,10 +97,7 @@ def whole(model: types.Model, example_shape: tuple[int, ...]) -> Count:
 
 
 def macs(model: types.Model, example_shape: tuple[int, ...]) -> int:
-    """Multiply-accumulates of one example, at least one for each parameter.
-
-    Custom modules have no counts, and an affine map has one for each parameter.
-    """
+    """MACs of one example, at least one per parameter: custom modules count none."""
     variables = shapes.variables(model, example_shape)
     counted = sum(macs for _, macs in _parts(model, variables, example_shape))
     return max(counted, _numbers(variables.params))

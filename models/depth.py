@@ -3,8 +3,8 @@
 Kim et al., "DepthFL: Depthwise Federated Learning for Heterogeneous Clients", ICLR 2023
 (https://openreview.net/forum?id=pf8RIZTMU58). The submodel of level d has stages 1 to d
 with their exits. The first three exits read the stage's output through an attention map
-and a chain of separable convolutions. Counts of parameters are for 32x32x3, 10 classes
-and width 1, without running statistics, and a test checks them.
+and a chain of separable convolutions. Parameter counts are for 32x32x3, 10 classes and
+width 1, without running statistics, and are tested.
 """
 
 import functools
@@ -25,12 +25,9 @@ normed = functools.partial(resnet.normed, initializer="he")
 class Depthwise(nn.Module):
     """Separate 3x3 convolution of each channel, padded by 1, without bias.
 
-    Parameters are those of flax's `nn.Conv` with as many groups as channels. It is
-    computed as patches x vector for each channel, because XLA's grouped convolution is
-    slow on CPUs, and slower still with one kernel per client.
-
-    Attributes:
-        stride: The stride of the kernel.
+    Parameters are those of flax's `nn.Conv` with one group per channel. It is computed
+    as patches x vector for each channel, because XLA's grouped convolution is slow on
+    CPUs, and slower still with one kernel per client.
     """
 
     stride: int = 1
@@ -54,9 +51,7 @@ class Depthwise(nn.Module):
 class SepConv(nn.Module):
     """Two depthwise convolutions, each followed by a pointwise one, a norm and a relu.
 
-    Attributes:
-        features: Output channels. Between the two there are as many as input channels.
-        stride: The stride of the first depthwise convolution.
+    The first has the stride. The channels between the two are as many as the input's.
     """
 
     features: int
@@ -92,7 +87,7 @@ class Upsample(nn.Module):
 
 
 class Attention(nn.Module):
-    """The map times a sigmoid of itself at half its side."""
+    """Multiplies a map by a sigmoid gate, which is computed at half its side."""
 
     @nn.compact
     def __call__(self, h, *, sample_mask=None, train=False):
@@ -118,14 +113,9 @@ def _chained(
     num_classes: int,
     multiple: int,
 ) -> types.Model:
-    """Four stages with their exits.
+    """Four stages with exits, for images with sides that are multiples of `multiple`.
 
-    Args:
-        name: The model's name.
-        trunks: The modules of each stage.
-        chains: Output channels of the separable convolutions of the first three exits.
-        num_classes: Y.
-        multiple: The sides of images must be multiples of it.
+    `chains` has the output channels of the first three exits' separable convolutions.
     """
     names = [f"stage{i}" for i in range(1, 5)]
     exits = [

@@ -24,15 +24,9 @@ def windows(
 ) -> Iterator[jax.Array]:
     """The values at each place of a `side` x `side` window, [C, H', W', B] each.
 
-    `SAME` is PyTorch's padding (side - 1) // 2 for odd sides, also with a stride. An
-    even side has one more row of padding at the end.
-
-    Args:
-        h: f32[C, H, W, B].
-        side: The side of the window.
-        stride: The distance between windows.
-        padding: `SAME` or `VALID`.
-        fill: The value of the padding.
+    `h` is f32[C, H, W, B], and `fill` the value of the padding. `SAME` is PyTorch's
+    padding (side - 1) // 2 for odd sides, also with a stride. An even side has one more
+    row at the end.
     """
     if padding == "SAME":
         pads = paddings(side, padding)
@@ -44,16 +38,16 @@ def windows(
 
 
 def patches(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Array:
-    """The values of all windows side by side, times the kernel as a matrix."""
+    """The product of the kernel as a matrix and the values of all windows."""
     side, features = kernel.shape[0], kernel.shape[-1]
     seen = jnp.concatenate([*windows(h, side, stride, padding)])
     return product(kernel, seen).reshape(features, *seen.shape[1:])
 
 
 def flat(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Array:
-    """Patches of which width and batch are one axis, so that a window is a slice.
+    """`patches` with width and batch as one axis, so that a window is a slice.
 
-    A TPU pads a last axis of 20 examples to 128 lanes, and this one hardly.
+    A TPU pads a last axis of 20 examples to 128 lanes, but hardly pads this one.
     """
     side, batch = kernel.shape[0], h.shape[-1]
     pads = paddings(side, padding)
@@ -74,7 +68,7 @@ def flat(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Arra
 
 
 def direct(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Array:
-    """XLA's convolution, which vmapped over kernels has as many groups."""
+    """XLA's convolution, which has one group per kernel when vmapped over kernels."""
     pads = [paddings(len(kernel), padding)] * 2
     axes = ("CHWN", "HWIO", "CHWN")
     strides = (stride, stride)
@@ -86,16 +80,11 @@ def direct(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Ar
 def pooled(h: jax.Array, form: str) -> jax.Array:
     """The maximum of each 2x2 window; a last odd row or column is left out.
 
-    Values that are equal share the gradient.
-
-    Args:
-        h: f32[C, H, W, B], the result of a convolution.
-        form: The form of that convolution.
+    Equal values share the gradient. `h` f32[C, H, W, B] is a convolution in `form`.
     """
     height, width = (size // 2 * 2 for size in h.shape[1:3])
     h = h[:, :height, :width]
-    # On a TPU slices cost less than an axis of two, except where width and batch are
-    # one axis.
+    # On a TPU slices cost less than an axis of two, if width and batch are two axes.
     if execution.setting().platform == "tpu" and form != "flat":
         return _largest([h[:, i::2, j::2] for i in range(2) for j in range(2)])
     return h.reshape(len(h), height // 2, 2, width // 2, 2, h.shape[-1]).max((2, 4))
@@ -109,7 +98,6 @@ def _largest(seen: list[jax.Array]) -> jax.Array:
 
 @_largest.defjvp
 def _slope_of_largest(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """Values that are equal share the gradient."""
     (seen,), (slopes,) = primals, tangents
     found = _largest(seen)
     hits = [one == found for one in seen]
@@ -141,8 +129,8 @@ def product(kernel: jax.Array, seen: jax.Array) -> jax.Array:
 def summed_in(dtype: Any) -> Any:
     """The type that a product of numbers of `dtype` should return, None = the same.
 
-    Sums on a CPU are then of float32. Instructions for bfloat16, where it has them, are
-    used for some shapes of factors that are returned as float32, and for no others.
+    On a CPU this is float32 for bfloat16. Its bfloat16 instructions, if any, serve only
+    products that return float32, and only some of their shapes.
     """
     is_slow = dtype == jnp.bfloat16 and execution.setting().platform == "cpu"
     return jnp.float32 if is_slow else None
@@ -156,16 +144,12 @@ def chosen(
 ) -> str:
     """The name of the form that costs least; docs/measured.md has the figures.
 
-    On a CPU XLA's convolution is slow inside loops and slower still with one kernel per
-    client, and GPUs have not been measured. A TPU computes a convolution of many groups
-    as blocks of 128 channels, of which a group uses its own. That is cheap if all
-    groups fit into one block, or if a group fills a good part of one.
-
-    Args:
-        given: The shape [C, H, W, B] of the input.
-        kernel: The shape [S, S, C, O] of the kernel.
-        stride: The distance between windows.
-        setting: The platform, and the models that are computed side by side.
+    On a CPU XLA's convolution is slow inside loops, and slower with one kernel per
+    client. GPUs have not been measured. A TPU computes a convolution of many groups as
+    blocks of 128 channels, of which each group uses its own. That is cheap if all
+    groups fit into one block, or if a group fills a good part of one. `given` and
+    `kernel` are the shapes [C, H, W, B] and [S, S, C, O]. `setting` has the platform,
+    and the number of models computed side by side.
     """
     if setting.form or setting.platform != "tpu":
         return setting.form or "patches"
@@ -175,16 +159,14 @@ def chosen(
     # A batch that fills the lanes gains nothing from another axis beside it.
     narrow = "flat" if given[-1] < LANES else "patches"
     if setting.models == 1:
-        # It costs least, and on the gradient of a direct first layer the compiler takes
-        # more than eight minutes.
+        # It costs least, and the gradient of a direct first layer compiles for minutes.
         return narrow
     is_one_block = setting.models * features <= LANES
     if is_one_block or channels >= LANES // 4:
         return "direct"
     if channels >= LANES // 8 and setting.models <= LANES // 4:
         return "direct"
-    # With this many models the compiler fills the lanes with them, otherwise with
-    # examples.
+    # The compiler fills the lanes with so many models, otherwise with examples.
     return "patches" if setting.models > LANES // 2 else narrow
 
 

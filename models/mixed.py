@@ -1,9 +1,8 @@
 """Mixed precision: a model whose layers compute in bfloat16, with float32 around them.
 
-Parameters, their gradients and statistics are float32, and so is what goes in and comes
-out, also between two stages that run in separate calls. The layers of `stages` follow
-the type of their input: they multiply in it, and add biases and take means and
-variances in float32.
+Parameters, gradients, statistics, inputs and outputs are float32, also between two
+stages that run in separate calls. The layers of `stages` multiply in the type of their
+input, and add biases and take means and variances in float32.
 """
 
 import functools
@@ -19,17 +18,10 @@ from fedjax_pfl import types
 def in_bfloat16(model: types.Model, *, rounds: bool = False) -> types.Model:
     """The same model with activations and products in bfloat16.
 
-    It is the same object each time, so that programs can be shared.
-
-    Args:
-        model: A model of float32.
-        rounds: Whether parameters are rounded to bfloat16 on their way into the model.
-            Most custom modules compute in the widest type among their input and
-            parameters, and tokens have no type that layers could follow.
-
-    Returns:
-        A Model with parameters of the same shapes and types, whose `forward` takes and
-        gives float32.
+    Equal arguments give the same object, so that programs can be shared. Parameters
+    keep their shapes and types, and `forward` takes and gives float32. `rounds` rounds
+    parameters to bfloat16 on their way in: most custom modules compute in the widest
+    type of input and parameters, and tokens have no type that layers could follow.
     """
 
     def forward(

@@ -1,4 +1,4 @@
-"""Custom models: modules and functions of the user's, as one stage or several."""
+"""Custom models: a user's modules and functions as one stage or several."""
 
 import dataclasses
 import functools
@@ -32,18 +32,16 @@ def chain(
     """Makes a model of what a user gives.
 
     Args:
-        given: One stage: a linen module; an nnx module, whose present values are where
-            all seeds start; a class or function that makes an nnx module of
-            `rngs`, drawn anew by seed; or functions `(init, apply)`, see `own_pair`.
-            A list of these, of (stage name, one of these), or of (stage name, body,
-            exit), has the stages of a model; exits read the output of their body. The
-            last stage, or every exit, gives logits [B, Y]. A function of `width`
-            returns any of these with every hidden width times `width` (0..1], see
-            `_of_width`.
+        given: One stage: a linen module; an nnx module, with the values where all seeds
+            start; a class or function that makes an nnx module of `rngs`, drawn for
+            each seed; or functions `(init, apply)`, see `own_pair`. A list of these, of
+            (stage name, one of these), or of (stage name, body, exit) has the stages of
+            a model; exits read the output of their body. The last stage, or every exit,
+            gives logits [B, Y]. A function of `width` (0..1] returns any of these with
+            every hidden width multiplied by it, see `_of_width`.
         split: Names of submodules of the one module at which a new stage begins.
-        example: One batch of examples as a shape struct. With it a Sequential becomes
-            one stage for each layer with parameters, `split` takes effect, and narrower
-            forms are checked.
+        example: A shape struct of one batch. With it a Sequential becomes one stage per
+            layer with parameters, `split` takes effect, and narrower forms are checked.
         is_checked: Whether the outputs of `split` are compared with the module's.
 
     Raises:
@@ -104,7 +102,7 @@ def fingerprint(given: Any, split: Sequence[str] = ()) -> str:
         if _is_pair(given):
             return repr([*map(source, given)])
         if len(given) == 1 and type(given[0]) is nn.Sequential:
-            # Runs of earlier versions recorded a Sequential, which was one stage, so.
+            # Earlier versions recorded a Sequential, which was one stage, in this way.
             return fields(given[0])
         return repr([fingerprint(value) for value in given])
     if isinstance(given, nn.Module) or not own_nnx.is_source(given):
@@ -164,11 +162,7 @@ def _is_pair(given: Any) -> bool:
 
 
 def _parts(given: Any) -> list[tuple[Any, ...]]:
-    """(name, body) or (name, body, exit) of each stage.
-
-    Raises:
-        ValueError: one of them is not of the forms.
-    """
+    """(name, body) or (name, body, exit) of each stage; ValueError for other forms."""
     is_list = isinstance(given, Sequence) and not isinstance(given, str)
     each = list(given) if is_list and not _is_pair(given) else [given]
     parts = [
@@ -230,15 +224,11 @@ def _of_width(
 ) -> types.Model:
     """The model that a function of the width makes, with its narrower forms.
 
-    Args:
-        factory: `(width) -> ` one of the forms of `chain`, where every number of hidden
-            channels is multiplied by `width` and rounded up, and that of the classes is
-            not. If it names `scaler`, it gets HeteroFL's (`types.Model.at_width`), by
-            which it should divide in train mode what its convolutions pass to norms;
-            otherwise the model trains without it.
-        split, example: As in `chain`.
-        rate: The width.
-        scaler: A number that may be traced.
+    `factory` is `(width) -> ` one of the forms of `chain`. It multiplies every number
+    of hidden channels by `width`, rounded up, but not the number of classes. If it
+    names `scaler`, it gets HeteroFL's (`types.Model.at_width`, may be traced), by which
+    it should divide in train mode what its convolutions pass to norms. Otherwise the
+    model trains without it.
 
     Raises:
         ValueError: one line: it makes no model, or a narrower form does not fit.
@@ -250,11 +240,7 @@ def _of_width(
 
 
 def _at_width(factory: Callable[..., Any], rate: float = 1.0, scaler: Any = 1.0) -> Any:
-    """What a function of the width makes.
-
-    Raises:
-        ValueError: one line: it fails.
-    """
+    """What a function of the width makes, or a ValueError of one line if it fails."""
     given = {"width": rate}
     if "scaler" in _arguments(factory):
         given["scaler"] = scaler

@@ -15,7 +15,7 @@ def reason(error: Exception) -> str:
 
 
 def moved(tree: Any) -> Any:
-    """Slightly changed arrays, since a last layer of zeros would hide everything."""
+    """Slightly changes arrays, because a last layer of zeros would hide everything."""
     leaves, structure = jax.tree.flatten(tree)
     key = jax.random.key(0)
     leaves = [
@@ -46,17 +46,10 @@ def gives_nan(model: types.Model, x: np.ndarray) -> bool:
 
 
 def depends_on_neighbours(model: types.Model, x: np.ndarray) -> str:
-    """Checks whether a model's output for an example depends on the other examples.
+    """Describes how an example's output depends on the rest of its batch, or gives "".
 
-    The check is in eval mode, with slightly changed initial parameters and with the
-    statistics after one step in train mode.
-
-    Args:
-        model: A model from `own.chain`.
-        x: A few normalised examples [B, ...].
-
-    Returns:
-        A description of the problem, "" if there is none.
+    Calls a model of `own.chain` in eval mode on normalised examples [B, ...], with
+    slightly changed initial parameters and the statistics of one step in train mode.
     """
 
     @jax.jit
@@ -67,7 +60,7 @@ def depends_on_neighbours(model: types.Model, x: np.ndarray) -> str:
         return types.Variables(params, stats)
 
     variables = changed(x, jax.random.key(0))
-    # A new function, since jax knows what the same one computed before.
+    # A new function, because jax would reuse the trace of the same one.
     forward = jax.jit(lambda *given: model.forward(*given))
     # Both batches have the same size, since other shapes may be rounded differently.
     # Every place of `alone` counts: dropout with a fixed key differs between places.
@@ -86,12 +79,9 @@ def check_narrower(
     rate: float,
     example: jax.ShapeDtypeStruct,
 ) -> None:
-    """Refuses a narrower form whose arrays are not leading slices of the model's.
+    """Refuses a narrower form unless its arrays are leading slices of the model's.
 
-    Args:
-        model, narrow: The model and its form at `rate`.
-        rate: In (0, 1].
-        example: One batch of examples.
+    `narrow` is the form at `rate` in (0, 1], and `example` one batch.
 
     Raises:
         ValueError: one line.
@@ -117,17 +107,14 @@ def check_narrower(
 def flattens_maps(model: types.Model, narrow: types.Model, x: np.ndarray) -> bool:
     """Whether a narrower form has other places of a map where the model has channels.
 
-    That is so where a map [H, W, C] is flattened: a leading slice of the next kernel is
-    then of some places and not of some channels. The narrower form's parameters, with
-    zeros around them, then read less of an image in the model than in the form.
-
-    Args:
-        model, narrow: The model and a narrower form, whose arrays are leading slices.
-        x: A few normalised images [B, H, W, C].
+    That is so where a map [H, W, C] is flattened: a leading slice of the next kernel
+    then holds some places instead of some channels. The narrower form's parameters,
+    with zeros around them, read less of an image in the model than in the form.
+    `narrow` has leading slices of `model`. `x` is a few normalised images [B, H, W, C].
     """
 
     def read(one: types.Model, variables: types.Variables) -> jax.Array:
-        """How many numbers of the images have an effect."""
+        """The number of values in the images that have an effect."""
 
         def answers(x: jax.Array) -> jax.Array:
             out = jnp.stack(jax.tree.leaves(one.forward(*variables, x)[0]))

@@ -17,11 +17,7 @@ class Stage(own_stage.Stage):
     """Adapts a linen module.
 
     Collections other than `params`, such as `batch_stats`, are its statistics. A linen
-    `BatchNorm` inside takes its statistics over the real samples, unless it is given a
-    mask.
-
-    Attributes:
-        module: The module.
+    `BatchNorm` that gets no mask takes its statistics over the real samples.
     """
 
     def __init__(self, module: nn.Module):
@@ -80,13 +76,9 @@ def _modes_of(module: nn.Module) -> set[str]:
 
 
 class Layers(nn.Module):
-    """Some layers of an `nn.Sequential`, with the names and draws of the whole.
+    """Layers first:last of an `nn.Sequential`, with the names and draws of the whole.
 
     Each layer gets the mode as a stage does.
-
-    Attributes:
-        layers: All layers.
-        first, last: Those from `first` up to but without `last` are called, None = all.
     """
 
     layers: Sequence[Any]

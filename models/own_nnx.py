@@ -19,7 +19,7 @@ from models import own_checks, own_stage
 class Group(NamedTuple):
     """The variables of one kind in a module: their names, structure and shapes.
 
-    A name is the path of attributes; a place in a list is a string too.
+    A name is a path of attributes, in which a place in a list is a string too.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -28,7 +28,7 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, state: nnx.State) -> "Group":
-        """The facts of a state, whose leaves may be shape structs."""
+        """The group of a state, whose leaves may be shape structs."""
         leaves, tree = jax.tree.flatten(state)
         names = tuple(tuple(map(str, path)) for path, _ in nnx.to_flat_state(state))
         if len(names) != len(leaves):
@@ -57,25 +57,22 @@ class Stage(own_stage.Stage):
     """Adapts an nnx module.
 
     Each call merges a new module from the graph and the arrays and sets its mode by
-    `train()` or `eval()`, so that no given module is changed. Parameters are its
-    `nnx.Param`s, and statistics all other variables. Random streams begin again in
-    every call, from the key of the step, and `rngs` are passed to a `__call__` that
-    names them. Arrays that are not variables are constants. An `nnx.BatchNorm` inside
-    takes its statistics over the real samples, unless it is given a mask.
+    `train()` or `eval()`, so that no given module changes. Parameters are its
+    `nnx.Param`s, statistics all other variables, and constants all other arrays. Random
+    streams start again in every call, from the key of the step, and `rngs` are passed
+    to a `__call__` that names them. An `nnx.BatchNorm` that gets no mask takes its
+    statistics over the real samples.
 
     Attributes:
-        kind: The class of the module.
-        kinds: The classes of all modules in it, its own among them.
+        kind, kinds: The classes of the module, and of all modules in it and itself.
         settings: Its numbers, texts and functions by path, such as a dropout's rate.
     """
 
     def __init__(self, given: Any, layers: tuple[int, int | None] | None = None):
         """Takes a module, where all seeds start, or what draws one for each seed.
 
-        Args:
-            given: A module, or a class or function of `nnx.Rngs` that makes one.
-            layers: The first and the end of those layers of an `nnx.Sequential` that
-                are the stage, None = all of the module.
+        `given` is a module, or a class or function of `nnx.Rngs` that makes one.
+        `layers` is the range of layers of an `nnx.Sequential` in the stage, None = all.
 
         Raises:
             ValueError: one line: there is no module, or it cannot be made.
@@ -175,7 +172,7 @@ class Stage(own_stage.Stage):
 
 
 def is_source(given: Any) -> bool:
-    """Whether it is an nnx module, a class of such, or a function that may make one."""
+    """Whether it is an nnx module, or a class or function that may make one."""
     if isinstance(given, type):
         return issubclass(given, nnx.Module)
     return isinstance(given, nnx.Module) or callable(given)
@@ -252,11 +249,7 @@ def having(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
 
 
 def watched(watch: Callable[..., Any]) -> Any:
-    """A context in which `watch` is called in the place of each direct submodule.
-
-    Args:
-        watch: `(name, call, args, kwargs) -> output`, where `call` is the submodule's.
-    """
+    """A context in which direct submodules call `watch(name, call, args, kwargs)`."""
     return having(_WATCH, watch)
 
 

@@ -17,22 +17,17 @@ KEYS = ("rng", "key")
 class Stage(own_stage.Stage):
     """Adapts two functions.
 
-    Attributes:
-        init: `(key, x) -> params`, or `key -> params`: a nested dict of arrays. A slash
-            in a name becomes `|`, since names are paths in a model's file.
-        function: `(params, x) -> out`. It may also name `is_training`, and `rng` or
-            `key`, None in eval mode.
+    `init` is `(key, x) -> params` or `key -> params`, a nested dict of arrays. A slash
+    in a name becomes `|`, because names are paths in a model's file. `function` is
+    `(params, x) -> out`. It may also name `is_training`, and `rng` or `key`, None in
+    eval mode.
     """
 
     init: Callable[..., Any]
     function: Callable[..., Any]
 
     def drawn(self, key: jax.Array, x: jax.Array) -> dict[str, Any]:
-        """The parameters that `init` gives.
-
-        Raises:
-            ValueError: one line: they are not a dict.
-        """
+        """The parameters that `init` gives, or a ValueError if they are not a dict."""
         params = self.init(*((key, x) if _takes_examples(self.init) else (key,)))
         if not isinstance(params, Mapping):
             kind = type(params).__name__
@@ -52,7 +47,7 @@ class Stage(own_stage.Stage):
 
 
 def _renamed(tree: Any, old: str, new: str) -> Any:
-    """The same nested dict with another sign in its names."""
+    """The same nested dict with `new` for `old` in its names."""
     if not isinstance(tree, Mapping):
         return tree
     return {

@@ -1,7 +1,7 @@
 """One custom module as several stages: by its layers, or at named submodules.
 
-The stages are checked to be the module: their parameters are together exactly its, and
-the stages one after another give what it gives. Initial values are those of the whole.
+Checks ensure that the stages together have exactly the module's parameters and give its
+outputs. Initial values are those of the whole module.
 """
 
 import dataclasses
@@ -20,18 +20,12 @@ Staged = tuple[tuple[str, Any], ...]
 
 
 def layers(whole: Any, given: Any, example: jax.ShapeDtypeStruct) -> Staged:
-    """The stages of an `nn.Sequential` or `nnx.Sequential`.
+    """The stages of an `nn.Sequential` or `nnx.Sequential` as (name, stage) pairs.
 
-    Each layer with parameters begins a stage, and the others join the one before.
-
-    Args:
-        whole: The module as one stage.
-        given: The module, or what makes it.
-        example: One batch of examples.
-
-    Returns:
-        (name, stage) pairs, () if it is another module, has one layer with parameters,
-        shares parameters between layers, or does not fit the examples.
+    Each layer with parameters begins a stage, and the others join the one before. The
+    result is () for other modules, and for one that has only one layer with parameters,
+    shares parameters between layers, or does not fit the example batch. `whole` is the
+    module as one stage, and `given` the module or what makes it.
     """
     try:
         variables = _shapes(whole, example)
@@ -90,12 +84,11 @@ class Part(own_stage.Stage):
 
     The whole module is called on arrays of nan. Where it calls `start`, that gets the
     stage's input instead, and what it passes to `stop` is the stage's output. The
-    compiler drops the rest, and whatever else would reach the output makes it nan.
+    compiler drops the rest, and anything else that reaches the output makes it nan.
 
     Attributes:
         whole: The module as one stage.
-        start: The submodule at which the stage begins, "" = at the examples.
-        stop: The one at which it ends, "" = at the logits.
+        start, stop: Submodules where it begins ("" = examples) and ends ("" = logits).
         owned: The submodules whose variables it has.
         example: One batch of examples.
     """
@@ -112,7 +105,7 @@ class Part(own_stage.Stage):
         return _shapes(self.whole, self.example)
 
     def own(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the whole module's variables that are the stage's."""
+        """The stage's part of the whole module's variables."""
         owned = {
             path: leaf
             for path, leaf in traverse_util.flatten_dict(dict(variables)).items()
@@ -127,7 +120,7 @@ class Part(own_stage.Stage):
         return path[2 if path[0] == "stats" and is_by_collection else 1]
 
     def drawn(self, key: jax.Array, x: jax.Array) -> dict[str, Any]:
-        """Those of the whole module's variables that are the stage's."""
+        """The stage's part of the whole module's variables, drawn with `key`."""
         x = jnp.zeros(self.example.shape, self.example.dtype)
         return self.own(self.whole.init_with_output(key, x)[1])
 
@@ -160,7 +153,7 @@ class Part(own_stage.Stage):
 
 
 def _nothing(like: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array of nan, or of zeros where numbers are whole."""
+    """An array of nan, or of zeros for integers."""
     is_float = jnp.issubdtype(like.dtype, jnp.floating)
     return jnp.full(like.shape, jnp.nan if is_float else 0, like.dtype)
 
@@ -183,8 +176,7 @@ def at(whole: Any, names: tuple[str, ...], example: jax.ShapeDtypeStruct) -> Sta
     """The stages of a module that begin at submodules of these names.
 
     Raises:
-        ValueError: one line: there are no such submodules, or the module is not a chain
-            there.
+        ValueError: one line: no such submodules, or the module is not a chain there.
     """
     line = f"split={list(names)}"
     cure = "give a list of modules instead, such as model=[Body(), Head()]"
@@ -240,11 +232,7 @@ def at(whole: Any, names: tuple[str, ...], example: jax.ShapeDtypeStruct) -> Sta
 def check(
     names: tuple[str, ...], whole: Any, staged: Staged, example: jax.ShapeDtypeStruct
 ) -> None:
-    """Refuses stages that together are not the module, in eval and train mode.
-
-    Raises:
-        ValueError: one line.
-    """
+    """Raises ValueError unless the stages equal the module in eval and train mode."""
 
     @functools.partial(jax.jit, static_argnames="train")
     def both(x: jax.Array, key: jax.Array, *, train: bool) -> Any:

@@ -1,4 +1,4 @@
-"""What custom stages share: the mode of a call, and the mask of their batch norms."""
+"""The mode of a call and the mask of batch norms, for all custom stages."""
 
 import functools
 import inspect
@@ -12,10 +12,10 @@ import jax.numpy as jnp
 class Stage:
     """Adapts a user's module or functions to the calls of `stages.chain`.
 
-    What is called gets those parts of the mode that it names: `train` (also named
-    `training`, `deterministic` or `use_running_average`), and `sample_mask` bool[B],
-    the real samples. A stage has `drawn(key, x)`, its variables ("params", and "stats"
-    if any), and `apply`, which returns the output and the statistics.
+    The callee gets those parts of the mode that it names: `train` (also `training`,
+    `deterministic` or `use_running_average`), and `sample_mask` bool[B], the real
+    samples. A stage has `drawn(key, x)`, its variables ("params", and "stats" if any),
+    and `apply`, which returns the output and the statistics.
     """
 
     def init_with_output(self, key: jax.Array, x: jax.Array) -> tuple[jax.Array, dict]:
@@ -34,7 +34,7 @@ def takes(function: Callable[..., Any]) -> frozenset[str]:
 def modes(
     names: Collection[str], sample_mask: jax.Array, train: bool, **more: Any
 ) -> dict[str, Any]:
-    """The mode, and what else there is, by those of the names that are wanted."""
+    """The mode and `more` as named arguments, restricted to `names`."""
     values = {
         "sample_mask": sample_mask,
         "train": train,
@@ -46,7 +46,7 @@ def modes(
 
 
 def real_samples(x: jax.Array, sample_mask: jax.Array | None) -> jax.Array:
-    """bool[B]; without real samples all count, since the result is not used."""
+    """bool[B], all True if no sample is real, because the result is then not used."""
     if sample_mask is None:
         return jnp.ones(len(x), bool)
     return sample_mask | ~sample_mask.any()
@@ -57,8 +57,8 @@ def over_real_samples(
 ) -> dict[str, Any]:
     """The named arguments of a batch norm's call, with the mask of real samples.
 
-    They stay as they are if a mask is given, or if the first axis of the input is not
-    the batch or a multiple of it, as in `x.reshape(B * T, ...)`.
+    They do not change if a mask is given, or if the first axis of the input is neither
+    the batch nor a multiple of it, as in `x.reshape(B * T, ...)`.
     """
     if "mask" not in takes(type(norm).__call__) or kwargs.get("mask") is not None:
         return kwargs

@@ -1,11 +1,10 @@
 """A convolution and the 2x2 max-pool after it in one layout, as suits a CPU.
 
-There small products wait for memory: patches, the pool and its gradient take more of a
-step than the multiplications. So the input is split once into its four parities, with
-which the four places of a pool's window are four slabs of every row of patches, and the
-pool is a maximum of slabs. What the pool leaves out is not computed. Large layers are
-computed row after row (`models.rows`). It agrees with `forms.patches` and
-`forms.pooled` up to the rounding of sums in another order.
+Small products wait for memory there: patches, the pool and its gradient take more of a
+step than the multiplications. So the input is split once into its four parities. The
+four places of a pool's window are then four slabs of every row of patches, and the pool
+is a maximum of slabs. What it leaves out is not computed. Large layers run row by row
+(`models.rows`). It agrees with `forms.patches` and `forms.pooled` up to rounding.
 """
 
 import itertools
@@ -23,11 +22,8 @@ def suits(
 ) -> bool:
     """Whether `convolve` costs less than a convolution and a pool after it.
 
-    Args:
-        given: The shape [C, H, W, B] of the input.
-        side: S, the side of the kernel.
-        padding: `SAME` or `VALID`.
-        setting: The platform, and the form of convolutions that was asked for.
+    The input [C, H, W, B] is `given`, and `side` is S. `setting` has the platform, and
+    the form of convolutions that was asked for.
     """
     lost = side - 1 - sum(forms.paddings(side, padding))
     has_windows = min(given[1:3]) - lost > 1
@@ -39,11 +35,10 @@ def suits(
 def convolve(h: jax.Array, kernel: jax.Array, padding: str) -> jax.Array:
     """The maximum of each 2x2 window of a convolution of stride 1.
 
-    A last odd row or column is left out, and values that are equal share the gradient.
+    A last odd row or column is left out, and equal values share the gradient.
 
     Args:
-        h: float[C, H, W, B].
-        kernel: float[S, S, C, O].
+        h, kernel: float[C, H, W, B] and float[S, S, C, O].
         padding: `SAME` or `VALID`; see `forms.windows`.
 
     Returns:
@@ -65,10 +60,8 @@ def _parities(
 ) -> tuple[jax.Array, rows.Layout, list[int]]:
     """The four parities of h float[C, H, W, B], and the windows of four parts in them.
 
-    Part 2 * a + b has the places (a, b) of all windows of the pool.
-
-    Returns:
-        (float[4, C, rows, columns * B], the layout, the rows and columns of the pool).
+    Part 2 * a + b has the places (a, b) of all windows of the pool. Returns (float[4,
+    C, rows, columns * B], the layout, the rows and columns of the pool).
     """
     batch, (before, after) = h.shape[-1], forms.paddings(side, padding)
     counts = [(n + before + after - side + 1) // 2 for n in h.shape[1:3]]
@@ -91,11 +84,8 @@ def _parities(
 
 @jax.custom_jvp
 def _largest(h: jax.Array) -> jax.Array:
-    """float[O, 4, N] -> float[O, N], with the gradient of `jnp.max`.
-
-    NaN, which equals nothing, gets no gradient.
-    """
-    # XLA keeps the result of a reduction, and would compute another maximum anew.
+    """float[O, 4, N] -> float[O, N], with the gradient of `jnp.max`; none for nan."""
+    # XLA keeps the result of a reduction, but would compute another maximum again.
     return h.max(1)
 
 

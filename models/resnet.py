@@ -1,9 +1,9 @@
 """ResNet-18, -34 and -101 with batch norm: stem, stage1 to stage4 and fc.
 
 He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, Table 1
-(https://arxiv.org/abs/1512.03385). stage4 ends with the mean over the map, so that the
-input of fc is as wide as its channels. Counts of parameters are for 32x32x3, 10 classes
-and width 1, without running statistics, and a test checks them.
+(https://arxiv.org/abs/1512.03385). stage4 ends with the mean over the map, so that fc's
+input is as wide as its channels. Parameter counts are for 32x32x3, 10 classes and width
+1, without running statistics, and are tested.
 """
 
 import functools
@@ -26,13 +26,10 @@ normed = functools.partial(stages.Conv, pool=False, bias=False, norm=True)
 
 
 class Block(nn.Module):
-    """What `Residual` and `Bottleneck` share: their attributes, and the shortcut.
+    """The attributes and the shortcut that `Residual` and `Bottleneck` share.
 
-    Attributes:
-        features: Channels of the first convolution.
-        stride: The stride of the block and its shortcut.
-        initializer: The initializer of all convolutions, as in `stages.Conv`.
-        scaler: As in `stages.Conv`, but not for the shortcut.
+    `features` counts the first convolution's channels. `stride` is also the shortcut's.
+    `initializer` and `scaler` are as in `stages.Conv`, but the shortcut has no scaler.
     """
 
     features: int
@@ -42,7 +39,7 @@ class Block(nn.Module):
 
     @nn.nowrap
     def joined(self, h, out, mode):
-        """The block's output beside its input, by 1x1 if the shape changes."""
+        """Adds the block's input, through a 1x1 convolution if the shape changes."""
         features = out.shape[-1]
         if self.stride > 1 or h.shape[-1] != features:
             options = {"stride": self.stride, "initializer": self.initializer}

@@ -1,9 +1,9 @@
-"""Windows of maps times a kernel, all at once or row after row, as suits a CPU.
+"""Windows of maps times a kernel, all at once or row by row, as suits a CPU.
 
-The patches of all windows are many times larger than the maps, and the clients on the
-cores of a CPU wait for memory where these do not fit its caches. Row after row, the
-patches of a row are made, multiplied and forgotten, and made again for the gradient.
-The products of a row are too small for several cores.
+The patches of all windows are many times larger than the maps. Where they do not fit
+the caches of a CPU, the clients on its cores wait for memory. Row by row, the patches
+of a row are made, multiplied and dropped, and made again for the gradient. The products
+of a row are too small for several cores.
 """
 
 import functools
@@ -16,17 +16,16 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-# Above so many bytes of patches a core computes rows at less cost than all at once.
+# With more bytes of patches, row by row costs a core less than all at once.
 PATCH_BYTES = 2_000_000
 
 
 class Layout(NamedTuple):
     """Where the windows of a layer are in its maps.
 
-    Attributes:
-        places: The map, the row and the column where the first window begins, of each
-            part [F] and place of a kernel [T].
-        size: The rows R of a part, and its columns L, which are width times batch.
+    `places` [F][T] has the map, row and column of the first window, for each part and
+    place of a kernel. `size` has the rows R of a part and its columns L = width *
+    batch.
     """
 
     places: tuple[tuple[tuple[int, int, int], ...], ...]
@@ -34,7 +33,7 @@ class Layout(NamedTuple):
 
     @property
     def patch_bytes(self) -> int:
-        """Bytes of the patches of one channel, of four bytes each."""
+        """Bytes of one channel's patches in float32."""
         return 4 * len(self.places) * len(self.places[0]) * self.size[0] * self.size[1]
 
     def windows(self) -> np.ndarray:
@@ -45,11 +44,9 @@ class Layout(NamedTuple):
 
 
 def suits(patch_bytes: int, devices: int) -> bool:
-    """Whether row after row costs less than all windows at once.
+    """Whether row by row costs less than all windows at once.
 
-    Args:
-        patch_bytes: Bytes of the patches of all windows.
-        devices: The devices that compute at the same time, each on a core of its own.
+    `patch_bytes` is for all windows. Each of the `devices` computes on its own core.
     """
     return devices > 1 and patch_bytes > PATCH_BYTES
 
@@ -57,10 +54,7 @@ def suits(patch_bytes: int, devices: int) -> bool:
 def product(kernel: jax.Array, maps: jax.Array, layout: Layout) -> jax.Array:
     """The kernel times all windows of the maps: float[O, F, R, L].
 
-    Args:
-        kernel: float[T * C, O].
-        maps: float[P, C, rows, columns].
-        layout: The windows.
+    `kernel` is float[T * C, O], and `maps` float[P, C, rows, columns].
     """
     return _times.bind(kernel, maps, layout=layout)
 
@@ -103,7 +97,6 @@ def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
 
 
 def _forward(kernel: jax.Array, maps: jax.Array, *, layout: Layout) -> jax.Array:
-    """`product`."""
     windows, (rows, length) = layout.windows(), layout.size
 
     def fill(index: jax.Array, out: jax.Array) -> jax.Array:
@@ -117,7 +110,7 @@ def _forward(kernel: jax.Array, maps: jax.Array, *, layout: Layout) -> jax.Array
 
 
 def _of_kernel(g: jax.Array, maps: jax.Array, *, layout: Layout) -> jax.Array:
-    """What the kernel gets of `g` float[O, F, R, L]: float[T * C, O]."""
+    """The kernel's gradient float[T * C, O] for `g` float[O, F, R, L]."""
     windows, length = layout.windows(), layout.size[1]
     g = g.reshape(len(g), -1, length)
     size = windows.shape[1] * maps.shape[1]
@@ -135,7 +128,7 @@ def _of_kernel(g: jax.Array, maps: jax.Array, *, layout: Layout) -> jax.Array:
 def _of_maps(
     g: jax.Array, kernel: jax.Array, *, layout: Layout, shape: tuple[int, ...]
 ) -> jax.Array:
-    """What the maps of `shape` get of `g` float[O, F, R, L]."""
+    """The gradient of maps of `shape` for `g` float[O, F, R, L]."""
     windows, length = layout.windows(), layout.size[1]
     g = g.reshape(len(g), -1, length)
 
@@ -154,10 +147,7 @@ def all_windows(maps: jax.Array, layout: Layout) -> jax.Array:
 
 
 def _whole(maps: jax.Array, *, layout: Layout) -> jax.Array:
-    """`all_windows`, part after part.
-
-    XLA would compute what comes before anew in every window if it were no loop.
-    """
+    """`all_windows` in a loop over parts, so that XLA does not recompute its input."""
     first = np.array(layout.places, np.int32)
     parts, count, _ = first.shape
 
@@ -186,15 +176,11 @@ def _primitive(
     num_axes: tuple[int, ...],
     shape_of: Callable[..., tuple[int, ...]],
 ) -> core.Primitive:
-    """A function, linear in each of its arrays, of any number of leading axes.
+    """A primitive of a function that is linear in each of its arrays.
 
-    As a primitive it has derivatives in both directions, and its own transpose.
-
-    Args:
-        name: Its name in a jaxpr.
-        fn: The function of arrays without leading axes.
-        num_axes: Those of each array.
-        shape_of: `(*shapes, **params) -> shape` of the result without leading axes.
+    It has derivatives in both directions and its own transpose. `fn` takes arrays of
+    `num_axes` axes each, and any number of leading axes is mapped. `shape_of` is
+    `(*shapes, **params) -> shape` of the result without leading axes.
     """
     made = core.Primitive(name)
 

@@ -2,9 +2,9 @@
 
 A stage is called as `stage(h, sample_mask=, train=)` and may own the collections
 `params` and `stats`. Images are [B, H, W, C] between stages. Modules work with the
-batch last, which makes patches contiguous copies and lets pooling vectorise, and XLA
+batch last, which makes patches contiguous copies and lets pooling vectorise. XLA
 cancels the transposes between them. Parameters are f32, and a layer multiplies in the
-type of its input; see `mixed`. The method `macs` of a module returns its cost, see
+type of its input; see `mixed`. The method `macs` of a module returns its cost; see
 `counts`.
 """
 
@@ -48,23 +48,16 @@ def _initializers(name: str, fan_in: int, fan_out: int):
 
 
 def scaling(width: float, rate: float = 1.0) -> Callable[[int], int]:
-    """A function from hidden channels at width 1 to those of a scaled model.
+    """A function from hidden channels at width 1 to those of a model of another width.
 
-    Args:
-        width: `--model_width`.
-        rate: The fraction of the channels that a narrower form has, rounded up.
+    A narrower form of that model has the fraction `rate` of its channels, rounded up.
     """
     # The margin makes a third of three exactly one.
     return lambda features: math.ceil(rate * max(1, round(features * width)) - 1e-9)
 
 
 def widths(made: Callable[..., types.Model], rate: float) -> Callable[..., types.Model]:
-    """The `at_width` of a model; see `types.Model`.
-
-    Args:
-        made: `(rate, scaler) -> Model`.
-        rate: The rate of the model that gets the function.
-    """
+    """The `at_width` of a model at `rate`; `made` is `(rate, scaler) -> Model`."""
 
     def at_width(more: float, scaler: Any = 1.0) -> types.Model:
         return made(rate * more, scaler)
@@ -80,8 +73,7 @@ def batch_last(h: jax.Array) -> jax.Array:
 class Dropout(nn.Module):
     """Inverted dropout with a mask of 16 instead of 32 random bits a value.
 
-    Attributes:
-        rate: Probability of 0, a multiple of 2^-16 after rounding.
+    The probability `rate` of 0 is rounded to a multiple of 2^-16.
     """
 
     rate: float
@@ -102,10 +94,10 @@ class Dropout(nn.Module):
 class Norm(nn.Module):
     """Batch norm with running statistics, over the real samples of a batch.
 
-    Train mode normalises by the batch, eval mode by the running mean and variance. The
-    running values move by a tenth towards the batch's, with unbiased variance as in
-    PyTorch with its momentum of .1, unless there are fewer than two values a channel.
-    The rows of padding samples become the bias, so that their values are not amplified.
+    Train mode normalises by the batch, eval mode by the running mean and variance.
+    These move by a tenth towards the batch's (with unbiased variance, as PyTorch's do
+    with a momentum of .1), unless there are fewer than two values a channel. Rows of
+    padding samples become the bias, so that their values are not amplified.
     """
 
     @nn.compact
@@ -149,21 +141,16 @@ class Norm(nn.Module):
 class Conv(nn.Module):
     """Convolution with optional batch norm, 2x2 max-pool, relu and dropout.
 
-    Parameters are those of flax's `nn.Conv`. How it is computed, `forms.chosen` says.
+    Parameters are those of flax's `nn.Conv`, and `forms.chosen` picks the computation.
     Pooling before the relu is the same function with a quarter of the relu.
 
     Attributes:
-        features: Output channels.
-        kernel: Side of the kernel.
+        features, kernel, stride: Output channels, side of the kernel, and its stride.
         padding: `SAME` or `VALID`; see `forms.windows`.
-        pool: Whether to max-pool 2x2 with stride 2.
-        dropout: The rate of dropout at the end.
+        pool, dropout: Whether to max-pool 2x2/2; the rate of dropout at the end.
         initializer: `torch` (uniform +-1/sqrt(fan_in)), `lecun` (normal of variance
-            1/fan_in) or `he` (2/fan_out), both of them with zero bias.
-        stride: The stride of the kernel.
-        bias: Whether there is a bias, which a norm makes superfluous.
-        norm: Whether a `Norm` follows the convolution.
-        relu: Whether a relu follows.
+            1/fan_in) or `he` (2/fan_out), the last two with zero bias.
+        bias, norm, relu: Whether there is each. A norm makes a bias superfluous.
         scaler: HeteroFL's scaler, which may be traced. In train mode the output is
             divided by it before the norm.
     """
@@ -213,10 +200,10 @@ class Conv(nn.Module):
 
     @nn.nowrap
     def _pools_first(self, given: tuple[int, ...]) -> bool:
-        """Whether the pool of an input [C, H, W, B] comes before all but the product.
+        """Whether the pool of an input [C, H, W, B] comes right after the product.
 
-        The bias is the same in a window and the relu is monotonous, so that they may
-        follow, and a norm may not.
+        A bias is the same in a window and a relu is monotonous, so both may follow the
+        pool. A norm may not.
         """
         if not self.pool or self.norm or self.stride > 1:
             return False
@@ -239,9 +226,7 @@ class Conv(nn.Module):
 class MaxPool(nn.Module):
     """Max-pool of stride 2 to a side of ceil(side / 2), which keeps a 1x1 map.
 
-    Attributes:
-        side: The side of the window: 2 is PyTorch's 2/2 with `ceil_mode`, and 3 its 3/2
-            padded by 1.
+    A window of 2 is PyTorch's 2/2 with `ceil_mode`, and one of 3 its 3/2 padded by 1.
     """
 
     side: int = 2
@@ -267,14 +252,7 @@ class GlobalAverage(nn.Module):
 
 
 class Dense(nn.Module):
-    """Flattening and an affine map, with optional relu and dropout.
-
-    Attributes:
-        features: Output width.
-        relu: Whether a relu follows.
-        dropout: The rate of dropout after the relu.
-        initializer: As in `Conv`.
-    """
+    """Flattening and an affine map, with optional relu and dropout; see `Conv`."""
 
     features: int
     relu: bool = True
@@ -331,13 +309,12 @@ def chain(
         stem: A module before the first trunk and in the same stage, such as an
             embedding, so that all trunks may have the same shapes.
         at_width: As in `types.Model`.
-        is_drawn_once: Whether the stages are parts of one module, whose initial values
-            are drawn from one key.
+        is_drawn_once: Whether all stages draw from one key, as parts of one module.
 
     Returns:
-        A Model whose `params[i]` is {"trunk": ...} or {"trunk": ..., "exit": ...}, that
-        of the first stage with its "stem" if there is one, and whose `stats[i]` holds
-        the running statistics of the same parts (or nothing).
+        A Model. `params[i]` is {"trunk": ...}, with "exit" where there is one and
+            "stem" in the first stage. `stats[i]` has the running statistics of these
+            parts, if any.
     """
     exits = dict(exits or {})
     parts = [
@@ -419,10 +396,8 @@ def demanding(
 ) -> types.Model:
     """The same model with an `init` that refuses images of other sides.
 
-    Args:
-        model: A model of images f32[B, H, W, C].
-        fits: Whether the model can take a side.
-        need: The condition in words, such as `side is a multiple of 16`.
+    `model` takes images f32[B, H, W, C] and `fits` a side. `need` is the condition in
+    words, such as `side is a multiple of 16`.
     """
 
     def init(key: jax.Array, x: jax.Array) -> tuple[types.Params, types.Stats]:

@@ -1,14 +1,13 @@
 """Masked language models of rows of tokens: encoders with one exit or one a layer.
 
 DepthFL's Transformer for WikiText-2 (Kim et al., ICLR 2023, Table 13: four layers,
-width 512 in and between them, eight heads, dropout .2), whose layers are
-those of HeteroFL's code (https://openreview.net/forum?id=TNkPBBYFkXg): norms follow the
-sums, the activation is GELU, positions are learned, and attention sees the whole row.
-There is no code of the paper for the exits. Here each is that of HeteroFL's decoder,
-with an output matrix of its own, since an exit sees its own stage only. Initial values
-are PyTorch's, drawn anew for each layer, while HeteroFL's layers begin as copies.
-
-Tokens are 0..V-1, and the input has V for a hidden word (`augment.mask_words`).
+width 512 in and between them, eight heads, dropout .2) has the layers of HeteroFL's
+code (https://openreview.net/forum?id=TNkPBBYFkXg): norms follow the sums, the
+activation is GELU, positions are learned, and attention sees the whole row. The paper
+has no code for the exits. Here each is HeteroFL's decoder with its own output matrix,
+since an exit sees its own stage only. Initial values are PyTorch's and drawn for each
+layer, while HeteroFL's layers begin as copies. Tokens are 0..V-1, and the input has V
+for a hidden word (`augment.mask_words`).
 """
 
 import jax
@@ -34,9 +33,7 @@ def _norm(name: str, dtype: jnp.dtype) -> nn.LayerNorm:
 class Embedding(nn.Module):
     """Tokens int32[B, T] as f32[B, T, D]: words and learned positions, then a norm.
 
-    Attributes:
-        num_words: V. There is one more row, for hidden words.
-        width: D.
+    `num_words` is V, and there is one more row for hidden words.
     """
 
     num_words: int
@@ -83,11 +80,7 @@ class Encoder(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits f32[B, T, V]: an affine map with GELU and norm, and one to all words.
-
-    Attributes:
-        num_words: V.
-    """
+    """Logits f32[B, T, V]: an affine map with GELU and norm, and one to all words."""
 
     num_words: int
 

@@ -2,9 +2,9 @@
 
 Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image
 Recognition", ICLR 2015, configuration A (https://arxiv.org/abs/1409.1556), with a
-classifier for small images: five pools reduce images of up to 32x32 to 1x1. A pool of
-an odd side rounds up (28x28 becomes 14, 7, 4, 2 and 1). Counts of parameters are for
-32x32x3, 10 classes and width 1, without running statistics, and a test checks them.
+classifier for small images: five pools reduce images of up to 32x32 to 1x1. A pool
+rounds an odd side up (28x28 becomes 14, 7, 4, 2 and 1). Parameter counts are for
+32x32x3, 10 classes and width 1, without running statistics, and are tested.
 """
 
 from fedjax_pfl import types

@@ -1,7 +1,8 @@
 """tfds builders for data sets that tfds does not have."""
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+import pathlib
+import types
 from typing import Any
 
 import numpy as np
@@ -9,27 +10,29 @@ import numpy as np
 from data import images
 
 
+def find(ours: types.ModuleType, data_dir: str) -> pathlib.Path | None:
+    """Returns the official archive or folder in `data_dir`, or None."""
+    root = pathlib.Path(data_dir or ".")
+    for folder in (root, *(root / name for name in ours.FOLDERS)):
+        if (folder / ours.CONTENT).exists():
+            return folder
+    return root / ours.ARCHIVE if (root / ours.ARCHIVE).is_file() else None
+
+
 def of_images(
-    name: str,
-    description: str,
-    side: int,
-    classes: int | Sequence[str],
-    examples: Callable[[str], Iterator[tuple[str, Any, bytes]]],
-    data_dir: str,
+    ours: types.ModuleType, source: pathlib.Path | None, data_dir: str
 ) -> Any:
-    """A tfds builder of colour images, which prepares its data once and keeps them.
+    """Makes a tfds builder of colour images, which prepares its data once and keeps it.
 
     Args:
-        name: The name of the data set.
-        description: What it is.
-        side: Side of an image.
-        classes: The names of the classes, or their number.
-        examples: `split -> (key, label, compressed image)`, for `train` and `test`.
+        ours: A module of this package. `CLASSES` are names or a number, and `images`
+            yields (key, label, compressed image) of the split `train` or `test`.
+        source: The archive or folder that it reads.
         data_dir: The folder of prepared data, "" = tfds's own.
     """
     import tensorflow_datasets as tfds  # takes seconds to import
 
-    named = {"num_classes": classes} if isinstance(classes, int) else {"names": classes}
+    kind = "num_classes" if isinstance(ours.CLASSES, int) else "names"
     # Registered builders must be unique, but this class is defined for each source.
     with tfds.core.registered.skip_registration():
 
@@ -37,14 +40,15 @@ def of_images(
             VERSION = tfds.core.Version("1.0.0")
 
             def _info(self):
-                image = tfds.features.Tensor(shape=(side, side, 3), dtype=np.uint8)
-                label = tfds.features.ClassLabel(**named)
+                shape = ours.SIDE, ours.SIDE, 3
+                features = {
+                    "image": tfds.features.Tensor(shape=shape, dtype=np.uint8),
+                    "label": tfds.features.ClassLabel(**{kind: ours.CLASSES}),
+                }
                 return tfds.core.DatasetInfo(
                     builder=self,
-                    description=description,
-                    features=tfds.features.FeaturesDict(
-                        {"image": image, "label": label}
-                    ),
+                    description=ours.__doc__,
+                    features=tfds.features.FeaturesDict(features),
                     supervised_keys=("image", "label"),
                 )
 
@@ -54,15 +58,15 @@ def of_images(
                 }
 
             def _generate_examples(self, split):
-                for key, label, content in examples(split):
+                for key, label, content in ours.images(source, split):
                     yield key, {"image": _decoded(content), "label": label}
 
-    Images.name = name
+    Images.name = ours.NAME
     return Images(data_dir=data_dir or None, file_format="array_record")
 
 
 def _decoded(content: bytes) -> np.ndarray:
-    """An image as uint8 [H, W, 3]. Some of ImageNet are gray."""
+    """Decodes an image as uint8 [H, W, 3]; some images of ImageNet are gray."""
     from PIL import Image  # takes long to import
 
     opened = Image.open(io.BytesIO(content), formats=images.FORMATS)

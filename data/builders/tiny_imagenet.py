@@ -12,28 +12,18 @@ import pathlib
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from data import builders
-
-NUM_CLASSES, SIDE = 200, 64
+NAME, SIDE, CLASSES = "tiny_imagenet", 64, 200
 FOLDER = "tiny-imagenet-200"
 ARCHIVE = f"{FOLDER}.zip"
-NAME = "tiny_imagenet"
-
-
-def find(data_dir: str) -> pathlib.Path | None:
-    """The official archive or folder in `data_dir`, or None."""
-    root = pathlib.Path(data_dir or ".")
-    for folder in (root, root / FOLDER):
-        if (folder / "wnids.txt").is_file():
-            return folder
-    return root / ARCHIVE if (root / ARCHIVE).is_file() else None
+# The folders that it may be unpacked to, and what is in them
+FOLDERS, CONTENT = (FOLDER,), "wnids.txt"
+_DAMAGED = zipfile.BadZipFile, zlib.error, EOFError, LookupError, ValueError, OSError
 
 
 @contextlib.contextmanager
 def _opened(source: pathlib.Path) -> Iterator[tuple[list[str], Callable]]:
-    """(names of all train files, a function that reads a file) of a folder or a zip."""
+    """Opens a folder or a zip: (names of train files, a function that reads a file)."""
     if source.is_dir():
         names = sorted(source.glob("train/*/images/*.JPEG"))
         found = [path.relative_to(source).as_posix() for path in names]
@@ -41,20 +31,17 @@ def _opened(source: pathlib.Path) -> Iterator[tuple[list[str], Callable]]:
         return
     with zipfile.ZipFile(source) as archive:
         within = f"{FOLDER}/"
-        names = [name.removeprefix(within) for name in archive.namelist()]
-        is_train = [n.startswith("train/") and n.endswith(".JPEG") for n in names]
-        found = [name for name, is_one in zip(names, is_train, strict=True) if is_one]
+        names = [n for n in archive.namelist() if n.startswith(f"{within}train/")]
+        found = [n.removeprefix(within) for n in names if n.endswith(".JPEG")]
         yield found, lambda name: archive.read(within + name)
 
 
-def images(source: pathlib.Path, split: str) -> Iterator[tuple[int, str, bytes]]:
-    """(class, file name, JPEG bytes) of a split's images, in the source's order.
+def images(source: pathlib.Path, split: str) -> Iterator[tuple[str, int, bytes]]:
+    """Yields (file name, class, JPEG bytes) of a split's images, in the source's order.
 
-    Classes are in the order of their ids of WordNet. Those of test images are in the
-    annotations of the validation images.
-
-    Raises:
-        ValueError: the source is truncated, or a file is missing.
+    Classes are in the order of their WordNet ids. Those of test images are in the
+    annotations of the validation images. Raises ValueError if the source is truncated
+    or a file is missing.
     """
     try:
         with _opened(source) as (train, read):
@@ -66,28 +53,10 @@ def images(source: pathlib.Path, split: str) -> Iterator[tuple[int, str, bytes]]
             if split == "train":
                 for name in train:
                     _, one, *_, file = name.split("/")
-                    yield label[one], file, read(name)
+                    yield file, label[one], read(name)
                 return
             for line in read("val/val_annotations.txt").decode().splitlines():
                 file, one, *_ = line.split("\t")
-                yield label[one], file, read(f"val/images/{file}")
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        EOFError,
-        LookupError,
-        ValueError,
-        OSError,
-    ) as error:
+                yield file, label[one], read(f"val/images/{file}")
+    except _DAMAGED as error:
         raise ValueError(f"{source} cannot be read: {error}; fetch it again") from error
-
-
-def builder(data_dir: str, source: pathlib.Path | None) -> Any:
-    """The tfds builder, which prepares data from `source` once and keeps them."""
-
-    def examples(split: str) -> Iterator[tuple[str, int, bytes]]:
-        for label, name, jpeg in images(source, split):
-            yield name, label, jpeg
-
-    given = NAME, __doc__, SIDE, NUM_CLASSES, examples
-    return builders.of_images(*given, data_dir)

@@ -1,13 +1,12 @@
 """Partitions: the rows of each client, from labels and a seed.
 
-Each kind of partition has a file. The proxy rows, set aside before, and the test rows,
-set aside after, are the same for all kinds.
+Longer kinds have a file. All kinds set aside proxy rows before and test rows after it.
 """
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,12 +16,9 @@ from data.partitions import (
     cdkt,
     classes,
     client_dirichlet,
-    contiguous,
     dirichlet,
     file,
     held_out,
-    iid,
-    natural,
     parts,
     pathological,
 )
@@ -41,15 +37,15 @@ PARTITIONS = {
     "file:PATH": "the rows of each client in an npz file (--export_partition)",
 }
 DRAWS = client_dirichlet.DRAWS
-TEST_SPLITS = held_out.TEST_SPLITS
+TEST_SPLITS, Split, note = held_out.TEST_SPLITS, parts.Split, file.note
 
 
 class PartitionSpec(NamedTuple):
-    """Options of a partition, which have the names of the flags.
+    """Options of a partition, with the names of the flags.
 
-    `proxy_fraction` of every class is set aside first. `examples_per_client` 0 = all.
-    `train_share` of each client's train rows are used.
-    `cdkt` holds the options of the CDKT generator.
+    `proxy_fraction` of every class is set aside first, and `train_share` of each
+    client's train rows are used. `examples_per_client` 0 = all. `cdkt` are the
+    generator's options.
     """
 
     partition: str
@@ -66,62 +62,44 @@ class PartitionSpec(NamedTuple):
     cdkt: cdkt.Protocol | None = None
 
 
-class Split(NamedTuple):
-    """Rows of the data set for one seed: those of each client, and unowned rows.
-
-    `official_test` and `proxy` are unowned, int64[...].
-    """
-
-    train: parts.Parts
-    test: parts.Parts
-    official_test: np.ndarray
-    proxy: np.ndarray
-
-
 def _draw(
     source: dataset.Dataset,
     pool: np.ndarray,
     spec: PartitionSpec,
     gen: np.random.Generator,
 ) -> parts.Parts:
-    """Positions in `pool` of each client, by the kind of `spec`."""
-    labels, num_clients = source.label[pool], spec.num_clients
-    kinds: dict[str, Callable[[], parts.Parts]] = {
-        "iid": lambda: iid.split(len(pool), num_clients, gen),
-        "contiguous": lambda: contiguous.split(len(pool), num_clients),
-        "dirichlet": lambda: dirichlet.split(
-            labels,
-            num_clients=num_clients,
-            alpha=spec.partition_alpha,
-            min_examples=spec.min_examples,
-            gen=gen,
-        ),
-        "client_dirichlet": lambda: client_dirichlet.split(
-            labels,
-            num_clients=num_clients,
-            alpha=spec.partition_alpha,
-            draw=spec.partition_draw,
-            gen=gen,
-        ),
-        "pathological": lambda: pathological.split(
-            labels,
-            num_clients=num_clients,
-            classes_per_client=spec.classes_per_client,
-            draw=spec.partition_draw,
-            gen=gen,
-        ),
-        "classes": lambda: classes.split(
-            labels, client_classes=spec.client_classes, gen=gen
-        ),
-        "cdkt": lambda: cdkt.split(labels, spec.cdkt, num_clients),
-        "cdkt_paper": lambda: cdkt.split(labels, spec.cdkt, num_clients),
-        "natural": lambda: natural.split(source.client[pool], num_clients),
-    }
-    return kinds[spec.partition]()
+    """Draws positions in `pool` for each client, by the kind of `spec`."""
+    labels, count = source.label[pool], spec.num_clients
+    alpha, draw = spec.partition_alpha, spec.partition_draw
+    common = {"num_clients": count, "gen": gen}
+    match spec.partition:
+        case "iid" | "contiguous":
+            # The first clients get the remainder.
+            each, more = divmod(len(pool), count)
+            is_random = spec.partition == "iid"
+            row = gen.permutation(len(pool)) if is_random else np.arange(len(pool))
+            return parts.Parts(row, each + (np.arange(count) < more))
+        case "dirichlet":
+            common["min_examples"] = spec.min_examples
+            return dirichlet.split(labels, alpha=alpha, **common)
+        case "client_dirichlet":
+            return client_dirichlet.split(labels, alpha=alpha, draw=draw, **common)
+        case "pathological":
+            common["classes_per_client"] = spec.classes_per_client
+            return pathological.split(labels, draw=draw, **common)
+        case "classes":
+            return classes.split(labels, client_classes=spec.client_classes, gen=gen)
+        case "cdkt" | "cdkt_paper":
+            return cdkt.split(labels, spec.cdkt, count)
+        case "natural":
+            # Rows of owners beyond these are unowned.
+            owner = source.client[pool]
+            position = np.flatnonzero(owner < count)
+            return parts.collect(position, owner[position], count)
 
 
 def proxy_rows(labels: np.ndarray, fraction: float) -> np.ndarray:
-    """Positions of the last `fraction` of each class: n_c - floor((1 - fraction) n_c).
+    """Returns the last n_c - floor((1 - fraction) n_c) positions of each class.
 
     The CDKT code keeps f = 1 - fraction of each class for the users.
     """
@@ -137,16 +115,13 @@ def proxy_rows(labels: np.ndarray, fraction: float) -> np.ndarray:
 def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
     """Partitions a data set for one seed: proxy rows first, then clients, then tests.
 
-    Args:
-        source: The data set.
-        spec: The options of the partition.
-        seed: The partition's seed.
-
-    Raises:
-        ValueError: a client would have too few examples.
+    Raises ValueError if a client would have too few examples.
     """
     if spec.partition.startswith(file.PREFIX):
-        return _from_file(source, spec)
+        found = file.read(spec.partition, len(source.label))
+        _check_sizes(found.train.count, spec)
+        train = held_out.first_share(found.train, source.label, spec.train_share)
+        return found._replace(train=train)
     gen = rng.generator(seed, "data.partition")
     official = spec.test_split == "official"
     if official and source.num_train == len(source.label):
@@ -170,21 +145,19 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
         pool = np.sort(pool) if in_order else gen.permutation(pool)
     if spec.partition == "classes":
         classes.check(spec.client_classes, source.num_classes)
-        # Other classes are unowned, so that `examples_per_client` must not count them.
+        # Other classes are unowned, so `examples_per_client` must not count them.
         pool = pool[classes.named(source.label[pool], spec.client_classes)]
     if spec.examples_per_client:
-        wanted = spec.examples_per_client * spec.num_clients
+        most, why = len(pool) // spec.num_clients, "a part of the data for each client"
         options.check_at_most(
-            *("examples_per_client", spec.examples_per_client),
-            *(len(pool) // spec.num_clients, "a part of the data for each client"),
+            "examples_per_client", spec.examples_per_client, most, why
         )
-        pool = pool[:wanted]
-    # Sizes of owners are checked below, where those that are too small are named.
+        pool = pool[: spec.examples_per_client * spec.num_clients]
+    # `_check_owners` names owners that are too small.
     if spec.partition not in ("cdkt", "cdkt_paper", "natural"):
-        options.check_at_most(
-            *("num_clients", spec.num_clients, len(pool) // spec.min_examples),
-            f"for --min_examples={spec.min_examples} of {len(pool)}",
-        )
+        why = f"for --min_examples={spec.min_examples} of {len(pool)}"
+        most = len(pool) // spec.min_examples
+        options.check_at_most("num_clients", spec.num_clients, most, why)
     drawn = _draw(source, pool, spec, gen)
     if spec.partition == "natural":
         _check_owners(drawn.count, source, spec)
@@ -196,15 +169,6 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
     return Split(train, test, tail if official else tail[:0], proxy)
 
 
-def _from_file(source: dataset.Dataset, spec: PartitionSpec) -> Split:
-    """The split in a file, the same for all seeds."""
-    rows = file.read(spec.partition, len(source.label))
-    _check_sizes(rows.train.count, spec)
-    split = Split(*rows)
-    train = held_out.first_share(split.train, source.label, spec.train_share)
-    return split._replace(train=train)
-
-
 def export(
     split: Split,
     path: str,
@@ -213,29 +177,14 @@ def export(
 ) -> None:
     """Writes a split of the data set `of` to a file for `--partition=file:PATH`.
 
-    Args:
-        split: The rows of clients, and those of nobody.
-        path: The file.
-        of: The data set, None = the file does not say which.
-        row: int64[N], the number in `of` of each row that `split` names, None = they
-            are these numbers.
-
-    Raises:
-        OSError: it cannot be written.
+    Without `of`, the file does not name its data. `row` int64[N] has the number in `of`
+    of each row that `split` names, None = the same. Raises OSError if it cannot be
+    written.
     """
     if row is not None:
         train, test = (one._replace(row=row[one.row]) for one in split[:2])
         split = Split(train, test, *(row[one] for one in split[2:]))
-    file.write(pathlib.Path(path).expanduser(), file.Rows(*split), of)
-
-
-def note(partition: str, of: file.Identity) -> str:
-    """A line about a partition of a file that may be for other data, or "".
-
-    Raises:
-        ValueError: one line: it is for other data.
-    """
-    return file.note(partition, of) if partition.startswith(file.PREFIX) else ""
+    file.write(pathlib.Path(path).expanduser(), split, of)
 
 
 def _check_owners(
@@ -243,17 +192,16 @@ def _check_owners(
 ) -> None:
     """Refuses owners that are too small, all of them in one line."""
     small = np.flatnonzero(sizes < spec.min_examples)
-    names = dataset.owner_names(source)
     if not len(small):
         return
-    cure = "lower --num_clients"
+    names, cure = dataset.owner_names(source), ""
     if not source.is_text:
         cure = f"drop them with --min_owner_examples={spec.min_examples} or more, or "
-        cure += "lower --num_clients"
     raise ValueError(
         f"--partition=natural leaves {len(small)} of {spec.num_clients} owners with "
         f"fewer than {spec.min_examples} examples (--min_examples): "
-        f"{labels.sized({names[k]: int(sizes[k]) for k in small})}; {cure}"
+        f"{labels.sized({names[k]: int(sizes[k]) for k in small})}; {cure}lower "
+        "--num_clients"
     )
 
 
@@ -279,19 +227,20 @@ def _check_sizes(sizes: np.ndarray, spec: PartitionSpec) -> None:
     )
 
 
+def _padded(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
+    """Stacks rows to int32[seeds, length], with -1 behind them."""
+    out = np.full((len(rows), length), -1, np.int32)
+    for line, row in zip(out, rows, strict=True):
+        line[: len(row)] = row
+    return out
+
+
 def _client_rows(
-    seeds: Sequence[parts.Parts], tails: Sequence[np.ndarray]
+    seeds: Sequence[parts.Parts], rows: Sequence[np.ndarray]
 ) -> types.ClientRows:
-    """Stacks the seeds' rows, padded to a power of two, with unowned tails."""
-    flats = [
-        np.concatenate([one.row, tail]) for one, tail in zip(seeds, tails, strict=True)
-    ]
-    length = shapes.rounded_up(max(1, *map(len, flats)))
-    row = np.full((len(flats), length), -1, np.int32)
-    for seed, flat in enumerate(flats):
-        row[seed, : len(flat)] = flat
+    """Stacks the seeds' parts, with `rows` padded to a power of two."""
     return types.ClientRows(
-        row=row,
+        row=_padded(rows, shapes.rounded_up(max(1, *map(len, rows)))),
         start=np.stack([one.start for one in seeds]).astype(np.int32),
         count=np.stack([one.count for one in seeds]).astype(np.int32),
     )
@@ -300,27 +249,21 @@ def _client_rows(
 def with_validation(
     split: Split, source: dataset.Dataset, share: float, seed: int
 ) -> tuple[Split, parts.Parts]:
-    """(the split without them, validation rows), see `held_out.validation`."""
+    """Returns (the split without them, validation rows), see `held_out.validation`."""
     train, val = held_out.validation(split.train, source.label, share, seed)
     return split._replace(train=train), val
 
 
 def stack(splits: Sequence[Split], vals: Sequence[parts.Parts] = ()) -> types.Partition:
-    """One `types.Partition` of numpy arrays with a leading axis of seeds.
+    """Stacks splits to a `types.Partition` of numpy arrays with seeds as first axis.
 
-    `vals` are the validation rows of each seed, none = there are none.
+    `vals` are the validation rows of each seed, if there are any.
     """
-    empty = [split.proxy[:0] for split in splits]
-    longest = max(len(split.proxy) for split in splits)
-    proxy = np.full((len(splits), longest), -1, np.int32)
-    for seed, one in enumerate(splits):
-        proxy[seed, : len(one.proxy)] = one.proxy
+    train, test, official, proxy = zip(*splits, strict=True)
+    tested = [np.concatenate([a.row, b]) for a, b in zip(test, official, strict=True)]
     return types.Partition(
-        train=_client_rows([split.train for split in splits], empty),
-        test=_client_rows(
-            [split.test for split in splits],
-            [split.official_test for split in splits],
-        ),
-        proxy=proxy,
-        val=_client_rows(vals, empty) if vals else (),
+        train=_client_rows(train, [one.row for one in train]),
+        test=_client_rows(test, tested),
+        proxy=_padded(proxy, max(map(len, proxy))),
+        val=_client_rows(vals, [one.row for one in vals]) if vals else (),
     )

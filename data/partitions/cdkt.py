@@ -1,8 +1,8 @@
 """The users of the CDKT paper, by the generator of its released code.
 
-It is reimplemented from the code's behaviour: 50 users with consecutive labels get ten
-images per (user, label) first, then a log-normal amount. The draws use numpy's legacy
-generator and Python's `random`, as the released splits do.
+Its behaviour is reimplemented: 50 users with consecutive labels get ten images per
+(user, label) first, then a log-normal amount. The draws use numpy's legacy generator
+and Python's `random`, as the released splits do.
 """
 
 import random
@@ -51,67 +51,50 @@ class Protocol(NamedTuple):
 
 # Images per class of all 70,000 MNIST images, without the proxy fraction of 0.5 %
 MNIST_SIZES = (6868, 7837, 6955, 7105, 6789, 6281, 6841, 7256, 6790, 6923)
+_CIFAR = Protocol(sigma=2.0, reserve=50, scale=1.0)
 PROTOCOLS = {
     "mnist": Protocol(sort_as_text=True),
     "mnist_5k": Protocol(sort_as_text=True, class_sizes=MNIST_SIZES),
     "fashion_mnist": Protocol(scale=0.55),
-    "cifar10": Protocol(
-        labels_per_user=3,
-        sigma=2.0,
-        reserve=50,
-        scale=1.0,
-        factor=(1, 10),
-        addend=(10, 200),
-        constant=200,
+    "cifar10": _CIFAR._replace(
+        labels_per_user=3, factor=(1, 10), addend=(10, 200), constant=200
     ),
-    "cifar100": Protocol(
-        labels_per_user=30,
-        stride=10,
-        sigma=2.0,
-        reserve=50,
-        scale=1.0,
-        factor=(1, 5),
-        addend=(5, 50),
-        overlap=True,
+    "cifar100": _CIFAR._replace(
+        labels_per_user=30, stride=10, factor=(1, 5), addend=(5, 50), overlap=True
     ),
 }
 PAPER_LABELS = {"cifar10": 2, "cifar100": 20}
 
 
 def user_labels(protocol: Protocol, num_classes: int) -> np.ndarray:
-    """int[50, L]: the classes of each user."""
+    """Returns the classes of each user, int[50, L]."""
     users, steps = np.arange(NUM_USERS)[:, None], np.arange(protocol.labels_per_user)
     if not protocol.random_labels:
         return (protocol.stride * users + steps) % num_classes
     gen = np.random.RandomState(protocol.seed)
-    return np.stack(
-        [gen.permutation(num_classes)[: len(steps)] for _ in range(NUM_USERS)]
-    )
+    drawn = [gen.permutation(num_classes)[: len(steps)] for _ in range(NUM_USERS)]
+    return np.stack(drawn)
 
 
 def slices(class_sizes: np.ndarray, protocol: Protocol) -> list[list[tuple]]:
-    """Per user, the (class, begin, end) slices of each class's images.
+    """Returns each user's (class, begin, end) slices of each class's images.
 
-    Args:
-        class_sizes: int[Y], images of each class without the proxy rows.
-        protocol: See `Protocol`.
+    `class_sizes` int[Y] has the images of each class without the proxy rows.
     """
     num_classes = len(class_sizes)
-    labels = user_labels(protocol, num_classes)
+    labels = user_labels(protocol, num_classes).tolist()
     gen, dice = np.random.RandomState(protocol.seed), random.Random(protocol.seed)
-    amounts = gen.lognormal(
-        0, protocol.sigma, (num_classes, NUM_USERS, protocol.labels_per_user)
-    )
+    shape = num_classes, NUM_USERS, protocol.labels_per_user
+    amounts = gen.lognormal(0, protocol.sigma, shape)
+    total = amounts.sum((1, 2), keepdims=True)
     scale_sizes = np.asarray(protocol.class_sizes or class_sizes)
-    amounts *= (scale_sizes - protocol.reserve)[:, None, None] / amounts.sum(
-        (1, 2), keepdims=True
-    )
-    begin = np.zeros(num_classes, int)
+    amounts *= (scale_sizes - protocol.reserve)[:, None, None] / total
+    begin = [0] * num_classes
     out: list[list[tuple]] = [[] for _ in range(NUM_USERS)]
     for user in range(NUM_USERS):
         for label in labels[user]:
             end = begin[label] + 10 + protocol.overlap
-            out[user].append((int(label), int(begin[label]), int(end)))
+            out[user].append((label, begin[label], end))
             begin[label] += 10
     for user in range(NUM_USERS):
         for step, label in enumerate(labels[user]):
@@ -124,31 +107,27 @@ def slices(class_sizes: np.ndarray, protocol: Protocol) -> list[list[tuple]]:
             else:
                 amount = int(protocol.scale * amount)
             if begin[label] + amount < class_sizes[label]:
-                start = int(begin[label])
-                out[user].append((int(label), start, start + amount))
+                out[user].append((label, begin[label], begin[label] + amount))
                 begin[label] += amount
     return out
 
 
 def order(protocol: Protocol) -> list[int]:
-    """Users in the order of the released files, of which scenario 1 takes ten."""
+    """Orders users as the released files do; scenario 1 takes the first ten."""
     users = list(range(NUM_USERS))
     return sorted(users, key=str) if protocol.sort_as_text else users
 
 
 def split(labels: np.ndarray, protocol: Protocol, num_clients: int) -> parts.Parts:
-    """Positions in `labels` int[N] of the first `num_clients` users' images."""
-    options.check_at_most(
-        "num_clients", num_clients, NUM_USERS, "the users of --partition=cdkt"
-    )
-    num_classes = int(labels.max()) + 1
-    wanted = protocol.labels_per_user
-    options.check_at_most(
-        "classes_per_client", wanted, num_classes, "the classes of the data"
-    )
+    """Returns positions in `labels` int[N] of the first `num_clients` users' images."""
+    why = "the users of --partition=cdkt"
+    options.check_at_most("num_clients", num_clients, NUM_USERS, why)
+    num_classes, wanted = int(labels.max()) + 1, protocol.labels_per_user
+    why = "the classes of the data"
+    options.check_at_most("classes_per_client", wanted, num_classes, why)
     members = [np.flatnonzero(labels == c) for c in range(num_classes)]
     sizes = np.array([len(m) for m in members])
-    needed = 10 * NUM_USERS * protocol.labels_per_user // num_classes + 1
+    needed = 10 * NUM_USERS * wanted // num_classes + 1
     if sizes.min() < needed:
         raise ValueError(
             f"--partition=cdkt needs {needed} images of every class, class "

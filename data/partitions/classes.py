@@ -9,10 +9,9 @@ from data.partitions import parts
 
 
 def parse(text: str) -> tuple[tuple[int, ...], ...]:
-    """The classes of each client: `0,1/0,1/2,3` are three clients.
+    """Parses the classes of each client: `0,1/0,1/2,3` are three clients.
 
-    Raises:
-        ValueError: an entry is not a list of different class numbers.
+    Raises ValueError if an entry is not a list of different class numbers.
     """
     out = []
     for client, entry in enumerate(text.split("/")):
@@ -34,22 +33,17 @@ def parse(text: str) -> tuple[tuple[int, ...], ...]:
 
 
 def check(client_classes: Sequence[Sequence[int]], num_classes: int) -> None:
-    """Refuses classes that the data do not have.
-
-    Raises:
-        ValueError: one line about the first such class.
-    """
+    """Refuses classes that the data do not have, with a ValueError about the first."""
     for client, own in enumerate(client_classes):
-        for c in own:
-            if c >= num_classes:
-                raise ValueError(
-                    f"--client_classes: client {client} has class {c}, the data have "
-                    f"the classes 0 to {num_classes - 1}; take one of them"
-                )
+        if odd := [c for c in own if c >= num_classes]:
+            raise ValueError(
+                f"--client_classes: client {client} has class {odd[0]}, the data have "
+                f"the classes 0 to {num_classes - 1}; take one of them"
+            )
 
 
 def named(labels: np.ndarray, client_classes: Sequence[Sequence[int]]) -> np.ndarray:
-    """bool[N]: whether any client owns the class of each example."""
+    """Whether any client owns the class of each example, bool[N]."""
     return np.isin(labels, [c for own in client_classes for c in own])
 
 
@@ -59,15 +53,9 @@ def split(
     client_classes: Sequence[Sequence[int]],
     gen: np.random.Generator,
 ) -> parts.Parts:
-    """Splits every class equally between the clients that own it.
+    """Splits every class of labels int[N] equally between the clients that own it.
 
-    Args:
-        labels: int[N].
-        client_classes: The classes of each of the K clients.
-        gen: The partition's generator.
-
-    Returns:
-        Positions 0..N-1. Examples of classes without an owner are unowned.
+    Returns positions 0..N-1. Examples of classes without an owner are unowned.
     """
     owned = {c for own in client_classes for c in own}
     owners = [

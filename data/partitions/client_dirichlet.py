@@ -20,7 +20,7 @@ MIN_TURNS, MAX_TURNS = 16, 4096
 def ipf(
     mixes: np.ndarray, size: int, supply: np.ndarray, gen: np.random.Generator
 ) -> np.ndarray:
-    """Sinkhorn scaling, rounded down, with the rest assigned by largest fraction."""
+    """Scales mixes by Sinkhorn, rounds down, and gives the rest by largest fraction."""
     want = mixes + 1e-12
     supply_share = supply * (size * len(mixes) / supply.sum())
     for _ in range(500):
@@ -52,7 +52,7 @@ def ipf(
 
 
 def _largest(fraction: np.ndarray, missing: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """bool[T, Y]: each turn's `missing` largest fractions among remaining classes.
+    """Marks each turn's `missing` largest fractions of remaining classes, bool[T, Y].
 
     A turn with too few such classes gets all of them.
     """
@@ -62,7 +62,7 @@ def _largest(fraction: np.ndarray, missing: np.ndarray, left: np.ndarray) -> np.
 
 
 def _round_again(fraction: np.ndarray, missing: int, left: np.ndarray) -> np.ndarray:
-    """int[Y]: one turn's examples, largest fraction first, then the same classes."""
+    """Takes `missing` examples int[Y], largest fraction first, then the same again."""
     fraction, take = fraction.copy(), np.zeros(len(left), int)
     for _ in range(missing):
         best = int(np.where(left > take, fraction, -1.0).argmax())
@@ -73,12 +73,10 @@ def _round_again(fraction: np.ndarray, missing: int, left: np.ndarray) -> np.nda
 
 
 def _sure(take: np.ndarray, is_stuck: np.ndarray, left: np.ndarray) -> int:
-    """The number of turns to take at once: up to the one that empties a class.
+    """Counts the turns to take at once: up to the one that empties a class.
 
-    Args:
-        take: bool[T, Y], the classes that each turn takes.
-        is_stuck: bool[T], turns that need another rule.
-        left: int[Y], remaining examples of each class.
+    `take` bool[T, Y] has the classes of each turn, `is_stuck` bool[T] the turns that
+    need another rule, and `left` int[Y] the remaining examples of each class.
     """
     if not is_stuck.any() and (take.sum(0) < left)[left > 0].all():
         return len(take)
@@ -102,7 +100,7 @@ def interleaved(
         take = chosen[:, None] == np.arange(len(supply))
         sure = _sure(take, is_stuck, left)
         if not sure:
-            # No class of this mix is left, so that the supply decides.
+            # No class of this mix is left, so the supply decides.
             chosen, _ = _pick(left[None].astype(float), left, draws[begin : begin + 1])
             sure = 1
         np.add.at(amount, (clients[begin : begin + sure], chosen[:sure]), 1)
@@ -115,12 +113,10 @@ def interleaved(
 def _pick(
     mix: np.ndarray, left: np.ndarray, draw: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(class int[T], is_stuck bool[T]): draws from mixes of the remaining classes.
+    """Draws (class int[T], is_stuck bool[T]) from mixes of the remaining classes.
 
-    Args:
-        mix: f64[T, Y], fractions of the classes.
-        left: int[Y], remaining examples; a class without any is not picked.
-        draw: f64[T] in [0, 1).
+    `mix` f64[T, Y] has fractions of the classes, `left` int[Y] the remaining examples,
+    and `draw` f64[T] is in [0, 1). A class without examples is not picked.
     """
     share = np.where(left > 0, mix, 0)
     total = np.cumsum(share, axis=1)
@@ -133,7 +129,7 @@ def _pick(
 def _fill(
     mix: np.ndarray, size: int, left: np.ndarray, gen: np.random.Generator
 ) -> np.ndarray:
-    """One client's amounts: multinomial draws, capped by the remaining examples."""
+    """Draws one client's amounts: multinomial, capped by the remaining examples."""
     amount = np.zeros(len(mix), int)
     while (missing := size - amount.sum()) > 0:
         share = np.where(left > amount, mix, 0)
@@ -152,14 +148,9 @@ def split(
     draw: str,
     gen: np.random.Generator,
 ) -> parts.Parts:
-    """Positions of each client's examples, all of the same number.
+    """Returns positions of the examples of K clients, N // K for each.
 
-    Args:
-        labels: int[N].
-        num_clients: K. A client gets N // K examples.
-        alpha: Concentration of the class mixes.
-        draw: One of `DRAWS`.
-        gen: The partition's generator.
+    `labels` is int[N], `alpha` the concentration of the mixes, and `draw` in `DRAWS`.
     """
     classes, supply = np.unique(labels, return_counts=True)
     mixes = gen.dirichlet(np.full(len(classes), alpha), num_clients)
@@ -188,7 +179,7 @@ def split(
 def _independent(
     amount: np.ndarray, pools: list[np.ndarray], gen: np.random.Generator
 ) -> parts.Parts:
-    """Each client draws from all examples, without replacement."""
+    """Draws each client's examples from all examples, without replacement."""
     out = []
     for own in amount:
         pieces = [gen.choice(pools[c], own[c], replace=False) for c in own.nonzero()[0]]

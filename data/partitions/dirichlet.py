@@ -5,8 +5,8 @@ import numpy as np
 from data.partitions import parts
 
 MAX_TRIES = 200
-# If this many clients get too few examples in each of the first draws, more draws are
-# hopeless, because the chance of success falls exponentially in their number.
+# If so many clients get too few examples in each of the first draws, more are hopeless,
+# because the chance of success falls exponentially in this number.
 FIRST_TRIES = 5
 HOPELESS = 50
 
@@ -22,20 +22,8 @@ def split(
     """Splits each class by Dir(alpha) fractions over clients with less than N / K.
 
     The split is drawn again until every client has `min_examples`, at most `MAX_TRIES`
-    times, and fewer times if that is hopeless.
-
-    Args:
-        labels: int[N].
-        num_clients: K.
-        alpha: Concentration of the fractions.
-        min_examples: Examples that every client must get.
-        gen: The partition's generator.
-
-    Returns:
-        Positions 0..N-1.
-
-    Raises:
-        ValueError: in every draw some client has too few examples.
+    times, and fewer times if that is hopeless. Returns positions 0..N-1 of labels
+    int[N]. Raises ValueError if some client has too few examples in every draw.
     """
     cap = len(labels) / num_clients
     classes = [np.flatnonzero(labels == c) for c in np.unique(labels)]

@@ -6,11 +6,9 @@ come after train rows.
 * `train_row` [N] and `train_count` [K]: the rows of each client are
   `np.split(train_row, np.cumsum(train_count)[:-1])`;
 * `test_row` and `test_count`: the same for the clients' own test rows;
-* `official_test_row` and `proxy_row`, both optional: test rows and proxy rows, which no
-  client owns;
+* `official_test_row` and `proxy_row`, optional: rows that no client owns;
 * `may_repeat`, optional: 1 = a row may occur several times;
-* `num_rows`, `data_sha256` and `label_sha256`, optional: the data set that it was made
-  for, see `Identity`.
+* `num_rows`, `data_sha256` and `label_sha256`, optional: an `Identity`.
 """
 
 import pathlib
@@ -28,12 +26,9 @@ HASHES = ("data_sha256", "label_sha256")
 
 
 class Identity(NamedTuple):
-    """What a file says of its data set.
+    """The data set of a file: its rows, and hexadecimal hashes.
 
-    Attributes:
-        num_rows: The number of rows.
-        data_sha256: The hexadecimal hash of examples and labels.
-        label_sha256: That of the labels alone, as int32.
+    `data_sha256` covers examples and labels, `label_sha256` the labels as int32.
     """
 
     num_rows: int
@@ -41,21 +36,8 @@ class Identity(NamedTuple):
     label_sha256: str
 
 
-class Rows(NamedTuple):
-    """The rows in a file."""
-
-    train: parts.Parts
-    test: parts.Parts
-    official_test: np.ndarray
-    proxy: np.ndarray
-
-
-def write(path: pathlib.Path, rows: Rows, of: Identity | None = None) -> None:
-    """Writes a file atomically; `of` is the data set of the rows.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+def write(path: pathlib.Path, rows: parts.Split, of: Identity | None = None) -> None:
+    """Writes a file atomically, or raises OSError; `of` is the data set of the rows."""
     if path.is_dir():
         raise IsADirectoryError("it is a folder")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,27 +58,19 @@ def write(path: pathlib.Path, rows: Rows, of: Identity | None = None) -> None:
 
 
 def facts(name: str) -> tuple[int, bool]:
-    """(K, whether clients have test rows of their own) of a file.
+    """Returns (K, whether clients have test rows of their own) of `file:PATH`.
 
-    Args:
-        name: `file:PATH`.
-
-    Raises:
-        ValueError: one line: the file is missing, or not a partition.
+    Raises a one-line ValueError if the file is missing or not a partition.
     """
     arrays = _arrays(name)
     return len(arrays["train_count"]), bool(arrays["test_count"].any())
 
 
-def read(name: str, num_rows: int) -> Rows:
-    """The rows of every client.
+def read(name: str, num_rows: int) -> parts.Split:
+    """Reads the rows of every client from `file:PATH` for a data set of `num_rows`.
 
-    Args:
-        name: `file:PATH`.
-        num_rows: Rows of the data set.
-
-    Raises:
-        ValueError: one line: the file is missing, not a partition, or for other data.
+    Raises a one-line ValueError if the file is missing, no partition, or for other
+    data.
     """
     arrays, where = _arrays(name), f"--partition={name}"
     none = np.zeros(0, np.int64)
@@ -120,19 +94,18 @@ def read(name: str, num_rows: int) -> Rows:
         raise ValueError(
             f"{where} names no test row; add some as test_row or official_test_row"
         )
-    train, test = (
-        parts.Parts(arrays[f"{kind}_row"], arrays[f"{kind}_count"])
-        for kind in ("train", "test")
-    )
-    return Rows(train, test, official, proxy)
+    train = parts.Parts(arrays["train_row"], arrays["train_count"])
+    test = parts.Parts(arrays["test_row"], arrays["test_count"])
+    return parts.Split(train, test, official, proxy)
 
 
 def note(name: str, of: Identity) -> str:
-    """A line about a file that may be for other data than `of`, or "".
+    """Describes a partition file that may be for other data than `of`, or "".
 
-    Raises:
-        ValueError: one line: it says that its data have other rows or labels.
+    Raises a one-line ValueError if its data had other rows or labels.
     """
+    if not name.startswith(PREFIX):
+        return ""
     arrays = _arrays(name)
     where = f"--partition={name}"
     found = {key: arrays[key].item() for key in Identity._fields if key in arrays}
@@ -142,9 +115,9 @@ def note(name: str, of: Identity) -> str:
     if odd == ["data_sha256"]:
         return f"{where} was made for other examples, whose labels are the same"
     if odd:
-        how = f"{found.get('num_rows')} rows, and these are {of.num_rows}"
-        if "num_rows" not in odd:
-            how = "rows in another order, or with other labels"
+        how = "rows in another order, or with other labels"
+        if "num_rows" in odd:
+            how = f"{found['num_rows']} rows, and these are {of.num_rows}"
         raise ValueError(
             f"{where} was made for other data, {how}; make it again with "
             "--export_partition"
@@ -153,7 +126,7 @@ def note(name: str, of: Identity) -> str:
 
 
 def _arrays(name: str) -> dict[str, np.ndarray]:
-    """The arrays of a file as int64, checked without the data set."""
+    """Reads the arrays of a file as int64, checked without the data set."""
     where = f"--partition={name}"
     if name == PREFIX:
         raise ValueError(f"{where} names no file; write --partition={PREFIX}PATH")
@@ -164,11 +137,10 @@ def _arrays(name: str) -> dict[str, np.ndarray]:
         raise ValueError(f"{where}: {error}") from error
     for key, array in arrays.items():
         kind, most, wanted = np.integer, 1, "integers of one dimension"
-        if key in (*HASHES, "num_rows"):
-            kind, wanted = (
-                (np.str_, "one text") if key in HASHES else (kind, "one number")
-            )
-            most = 0
+        if key == "num_rows":
+            most, wanted = 0, "one number"
+        elif key in HASHES:
+            kind, most, wanted = np.str_, 0, "one text"
         if not np.issubdtype(array.dtype, kind) or array.ndim > most:
             raise ValueError(
                 f"{where}: {key} must be {wanted}, got {array.dtype} "

@@ -1,4 +1,4 @@
-"""Rows of each client that are held out of its training: its test rows, and others."""
+"""Rows that a client does not train on: its test rows, and what `train_share` drops."""
 
 import numpy as np
 
@@ -15,8 +15,7 @@ def split(
     """Splits the rows of each client into (train, test).
 
     A client's rows are shuffled by words derived from (seed, client, position). Those
-    of a text stay in order, and `client_share` tests on what is left after
-    floor(.9 n).
+    of a text stay in order, and `client_share` tests on what is left after floor(.9 n).
 
     Args:
         owned: Rows of the data set.
@@ -24,7 +23,6 @@ def split(
         kind: One of `TEST_SPLITS`: `client_share` tests on floor(.2 n) rows, `pool`
             trains on floor(.8 n), `pool_stratified` does so with the same class mix,
             and `official` trains on all.
-        seed: The partition's seed.
     """
     if kind == "official":
         return owned, parts.Parts(owned.row[:0], np.zeros_like(owned.count))
@@ -36,17 +34,13 @@ def split(
     if not is_text:
         owned = owned._replace(row=owned.row[_shuffled(owned, seed, "data.split")])
     place = np.arange(len(owned.row)) - np.repeat(owned.start, owned.count)
-    num_train = np.floor(0.8 * owned.count + 1e-9).astype(int)
-    if is_text:
-        num_train = np.floor(0.9 * owned.count + 1e-9).astype(int)
-        is_train = place < np.repeat(num_train, owned.count)
-    elif kind == "client_share":
+    num_train = np.floor((0.9 if is_text else 0.8) * owned.count + 1e-9).astype(int)
+    is_train = place < np.repeat(num_train, owned.count)
+    if kind == "pool_stratified":
+        is_train = _stratified(owned, labels[owned.row], num_train)
+    elif kind == "client_share" and not is_text:
         num_test = np.floor(0.2 * owned.count + 1e-9).astype(int)
         is_train = place >= np.repeat(num_test, owned.count)
-    elif kind == "pool":
-        is_train = place < np.repeat(num_train, owned.count)
-    else:
-        is_train = _stratified(owned, labels[owned.row], num_train)
     num_train = np.bincount(owned.owner[is_train], minlength=len(owned.count))
     return (
         parts.Parts(owned.row[is_train], num_train),
@@ -86,15 +80,10 @@ def validation(
 
 
 def first_share(owned: parts.Parts, labels: np.ndarray, share: float) -> parts.Parts:
-    """The first rows of each class of each client, in their order.
+    """Keeps the first rows of each class of each client, in their order.
 
-    Of n rows these are share * n, rounded up, so that a smaller share is a part of a
-    larger one and no class is lost.
-
-    Args:
-        owned: Rows of the data set.
-        labels: int[rows of the data set].
-        share: In (0, 1].
+    Of n rows it keeps share * n, rounded up, for a share in (0, 1]. A smaller share is
+    thus part of a larger one, and no class is lost. `labels` cover the whole data set.
     """
     if share == 1:
         return owned
@@ -110,11 +99,10 @@ def first_share(owned: parts.Parts, labels: np.ndarray, share: float) -> parts.P
 def _groups(
     owner: np.ndarray, label: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The rows of each client and class, for an owner int[N] and a label int[N].
+    """Groups the rows of each client and class, for an owner int[N] and a label int[N].
 
-    Returns:
-        (the rows int[N] group by group, each in the rows' order; where each group
-        begins, int[G]; its size, int[G]).
+    Returns (the rows int[N] group by group, each in the rows' order; where each group
+    begins, int[G]; its size, int[G]).
     """
     order = np.lexsort((label, owner))
     is_first = np.ones(len(order), bool)
@@ -138,7 +126,7 @@ def _shuffled(owned: parts.Parts, seed: int, name: str) -> np.ndarray:
 def _first(
     order: np.ndarray, begin: np.ndarray, size: np.ndarray, take: np.ndarray
 ) -> np.ndarray:
-    """bool[N]: the first `take` [G] rows of each of the groups of `_groups`."""
+    """Marks the first `take` [G] rows of each of the groups of `_groups`, bool[N]."""
     is_first = np.empty(len(order), bool)
     place = np.arange(len(order)) - np.repeat(begin, size)
     is_first[order] = place < np.repeat(take, size)
@@ -148,7 +136,7 @@ def _first(
 def _stratified(
     owned: parts.Parts, label: np.ndarray, num_train: np.ndarray
 ) -> np.ndarray:
-    """bool[N]: train rows per class by largest remainder, in total num_train int[K]."""
+    """Marks num_train int[K] train rows, per class by largest remainder; bool[N]."""
     owner = owned.owner
     order, begin, size = _groups(owner, label)
     client = owner[order[begin]]

@@ -9,9 +9,8 @@ import numpy as np
 class Parts(NamedTuple):
     """The rows of all clients, in two arrays.
 
-    Attributes:
-        row: int64[N], the rows of client 0, then those of client 1, ...
-        count: int64[K], the number of rows of each client.
+    `row` int64[N] has the rows of client 0, then those of client 1, ..., and `count`
+    int64[K] the number of rows of each client.
     """
 
     row: np.ndarray
@@ -19,28 +18,31 @@ class Parts(NamedTuple):
 
     @property
     def start(self) -> np.ndarray:
-        """int64[K], where each client's rows begin."""
+        """Where each client's rows begin, int64[K]."""
         return np.cumsum(self.count) - self.count
 
     @property
     def owner(self) -> np.ndarray:
-        """int64[N], the client of each row."""
+        """The client of each row, int64[N]."""
         return np.repeat(np.arange(len(self.count)), self.count)
 
     def by_client(self) -> Iterator[np.ndarray]:
-        """The rows of each client, as views of `row`."""
+        """Yields the rows of each client, as views of `row`."""
         for begin, count in zip(self.start.tolist(), self.count.tolist(), strict=True):
             yield self.row[begin : begin + count]
 
 
-def collect(row: np.ndarray, owner: np.ndarray, num_clients: int) -> Parts:
-    """Makes parts from the owner of each row; a client's rows keep their order.
+class Split(NamedTuple):
+    """Rows of one seed by client, and unowned int64 `official_test` and `proxy`."""
 
-    Args:
-        row: int[N].
-        owner: int[N] in 0..K-1.
-        num_clients: K.
-    """
+    train: Parts
+    test: Parts
+    official_test: np.ndarray
+    proxy: np.ndarray
+
+
+def collect(row: np.ndarray, owner: np.ndarray, num_clients: int) -> Parts:
+    """Groups rows int[N] by owner in 0..K-1; each client's rows keep their order."""
     order = np.argsort(owner, kind="stable")
     return Parts(row[order], np.bincount(owner, minlength=num_clients))
 
@@ -53,11 +55,7 @@ def by_class(
 ) -> Parts:
     """Splits each class equally between its owners; the first get the remainder.
 
-    Args:
-        labels: int[N].
-        owners: (class, its owners int[...]). A class without owners is unowned.
-        num_clients: K.
-        gen: The partition's generator.
+    `owners` are pairs (class, its owners int[...]). A class without owners is unowned.
     """
     position, owner = [], []
     for c, chosen in owners:
@@ -72,7 +70,7 @@ def by_class(
 
 
 def shuffled(parts: Parts, gen: np.random.Generator) -> Parts:
-    """The same parts with each client's rows in random order."""
+    """Returns the same parts with each client's rows in random order."""
     out = Parts(parts.row.copy(), parts.count)
     for own in out.by_client():
         gen.shuffle(own)

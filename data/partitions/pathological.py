@@ -19,24 +19,12 @@ def split(
 ) -> parts.Parts:
     """Gives each client exactly k different classes, in shards of one class each.
 
-    Args:
-        labels: int[N].
-        num_clients: K.
-        classes_per_client: k.
-        draw: One of `DRAWS`.
-        gen: The partition's generator.
-
-    Returns:
-        Positions 0..N-1. Examples of a class without an owner are unowned.
-
-    Raises:
-        ValueError: there are fewer than k classes.
+    Returns positions 0..N-1 of labels int[N]. Examples of a class without an owner are
+    unowned. Raises ValueError if there are fewer than k classes.
     """
     classes, supply = np.unique(labels, return_counts=True)
-    options.check_at_most(
-        *("classes_per_client", classes_per_client, len(classes)),
-        "the classes of the data",
-    )
+    why = "the classes of the data"
+    options.check_at_most("classes_per_client", classes_per_client, len(classes), why)
     if draw == "overlap":
         pools = [np.flatnonzero(labels == c) for c in classes]
         return _independent(pools, num_clients, classes_per_client, gen)
@@ -51,13 +39,11 @@ def split(
     need = np.full(num_clients, classes_per_client)
     # Classes with most shards come first, and go to clients that need most. By the
     # Gale-Ryser theorem this never gets stuck.
-    order = np.argsort(-count, kind="stable")
-    for c in order:
+    for c in np.argsort(-count, kind="stable"):
         chosen = np.lexsort((gen.random(num_clients), -need))[: count[c]]
         need[chosen] -= 1
-        owners.append(chosen)
-    pairs = zip(classes[order], owners, strict=True)
-    return parts.by_class(labels, pairs, num_clients, gen)
+        owners.append((classes[c], chosen))
+    return parts.by_class(labels, owners, num_clients, gen)
 
 
 def _independent(
@@ -66,11 +52,11 @@ def _independent(
     classes_per_client: int,
     gen: np.random.Generator,
 ) -> parts.Parts:
-    """Every client draws k classes and floor(floor(N / K) / k) examples of each.
+    """Lets every client draw k classes and floor(floor(N / K) / k) examples of each.
 
-    It draws with replacement, as UA-PDFL's released code does. An example may belong to
-    several clients, and to both the train and the test rows of one. Unlike that code,
-    which uses only a tenth of PathMNIST's last class, it draws from all examples.
+    Draws are with replacement, as in UA-PDFL's released code: an example may belong to
+    several clients, and to both the train and the test rows of one. That code uses only
+    a tenth of PathMNIST's last class, but here all examples are drawn from.
     """
     size = sum(map(len, pools)) // num_clients // classes_per_client
     row = [

@@ -1,9 +1,7 @@
-"""Assembles the parts of a run from its settings, in five steps.
-
-settings -> models -> data -> task -> execution -> program
-"""
+"""Assembles a run from its settings: models, data, task, execution, program."""
 
 import dataclasses
+import functools
 import hashlib
 import pathlib
 from collections.abc import Callable, Sequence
@@ -28,14 +26,13 @@ from launch.machine import devices, memory, processes, residence
 
 
 class Computation(NamedTuple):
-    """What is compiled, and what it is made of.
+    """The computation of a run: its task, its program and the planner of its rounds.
 
     Attributes:
-        task, program, planner: What is computed.
-        rows_in: Where the clients' rows are, see `residence.place`.
-        with_rows: The program for more private rows, see `simulate.Simulation`.
-        parts_with: Makes the first three for another chunk, None = it is not to be
-            changed.
+        rows_in: Where clients' private rows are, see `residence.place`.
+        with_rows: Builds the program for more private rows, see `simulate.Simulation`.
+        parts_with: Builds task, program and planner for another execution, None = the
+            chunk is fixed.
     """
 
     task: types.Task
@@ -47,18 +44,15 @@ class Computation(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a run consists of.
+    """The parts of a run, with `settings` that include the notes of assembling.
 
     Attributes:
-        settings: The settings, with the notes that assembling added.
-        made: What is computed.
-        data: The data with the partitions of all seeds.
-        seeds: One for each partition.
+        data: The data with one partition for each of `seeds`.
         hashes: The hashes of data, partitions and teacher.
         computed_sha256: The hash of what custom code computes.
         points: The points of a sweep, [{}] without one.
-        target: The chip for which it is compiled without running, "" = it runs here.
-        trained_before: The rows that models of files were trained on.
+        target: The chip for which the run is only compiled, "" = it runs here.
+        trained_before: The rows on which models from files were trained.
     """
 
     settings: Settings
@@ -81,10 +75,9 @@ def assemble(
     """Assembles the parts of a run from its resolved settings.
 
     Args:
-        settings: The resolved settings.
         level_of: int[K], the largest level that each client holds, or a function as in
             `plan.Planner`, None = as the options say.
-        target: A chip for which the run is compiled and does not start, "" = none.
+        target: A chip for which the run is only compiled, "" = none.
 
     Raises:
         ValueError: one line: what came, what was expected, which option to change.
@@ -141,16 +134,14 @@ def _program(
     hparams: Any,
     points: Sequence[sweep.Point],
 ) -> tuple[Computation, dict[str, str]]:
-    """(the program of the task, hashes of what custom code beside models computes)."""
+    """Builds the computation of a run, and hashes of custom code other than models."""
     config, entry, how = settings.config, settings.entry, task.execution
     scoring = _scoring(settings, data, how)
 
     def build(task: types.Task) -> program_lib.Program:
         return program_lib.build(entry.make, hparams, task, scoring)
 
-    def parts_with(
-        how: types.Execution,
-    ) -> tuple[types.Task, program_lib.Program, plan.Planner]:
+    def parts_with(how: types.Execution) -> tuple:
         changed = task._replace(execution=how)
         return changed, build(changed), planned.planner(program.algorithm, how)
 
@@ -158,9 +149,10 @@ def _program(
         return build(task._replace(num_residents=num_rows, execution=how))
 
     program = build(task)
-    about = task, data, planned.planner
-    fit.check_swept(config.sweep, entry, hparams, points, *about)
-    of_others = computed.of_others(settings, hparams, *about)
+    about = {"task": task, "data": data, "planner_of": planned.planner}
+    hashed = functools.partial(computed.of_algorithm, entry.make, **about)
+    of_others = computed.of_others(settings, hparams, hashed)
+    fit.check_swept(config.sweep, hparams, points, hashed, of_others.get("algo"))
     if settings.public is not None and program.algorithm.ships_proxy != "unlabelled":
         line = f"--public_set={config.public_set} has images without labels"
         fit.refuse_need(config, "public_images", line)
@@ -171,8 +163,7 @@ def _program(
         )
     planner, rows_in = planned.planner(program.algorithm, how), residence.place(config)
     if rows_in is not None:
-        given = task, build, planner, data
-        task, program = residence.with_resident_rows(config, *given)
+        task, program = residence.with_resident_rows(config, task, build, planner, data)
     changes = None if config.client_chunk or not how.vmaps_runs else parts_with
     made = Computation(task, program, planner, rows_in, with_rows, changes)
     return made, of_others
@@ -181,18 +172,17 @@ def _program(
 def _scoring(
     settings: Settings, data: types.Data, how: types.Execution
 ) -> evaluate.Scoring:
-    """What an evaluation computes, and in batches of how many rows."""
+    """Chooses what an evaluation computes, and its batch sizes."""
     config, num_clients = settings.config, settings.config.num_clients
     is_all = config.eval_clients == "all"
     num_scored = num_clients if is_all else config.clients_per_round
     measured = [one.test for one in data.partition.measured().values()]
     rows = 64 if how.platform == "cpu" else 256  # on a CPU as many as fit its caches
     largest = int(max(one.count.max() for one in measured))
+    score: scores.Score = scores.Classes()
     if data.num_words:
         # The logits of an exit for a batch are 64 MiB.
         rows = min(rows, max(1, 2**24 // (data.num_words * data.image.shape[1])))
-    score: scores.Score = scores.Classes()
-    if data.num_words:
         score = scores.Words(config.masked_loss)
     elif settings.measures:
         score = scores.Classes(settings.measures, max(largest, 1))
@@ -224,7 +214,7 @@ def _adaptation(settings: Settings) -> types.PlanSpec | None:
 def _hashes(
     settings: Settings, data: types.Data, planner: plan.Planner
 ) -> tuple[str, str, str]:
-    """The SHA-256 of data and graph, of the partitions, and of the teacher's file."""
+    """Hashes data and graph, partitions, and teacher's file, equal in all processes."""
     digest = settings.source_hash.copy()
     if settings.public is not None:
         digest = sha256(data.image, data.label)

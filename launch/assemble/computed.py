@@ -1,10 +1,9 @@
-"""What custom code computes: one hash, by which a resumed run knows its own code.
+"""Hashes what custom code computes, so that a resumed run recognises its own code.
 
-It is made of the jaxprs and constants of custom models, optimizers, metrics and
-algorithms (`fingerprint.of`), so that an edited closure, global constant, helper or
-base class is another run, and a comment is not. All is traced as on one device, client
-after client, with one form of the convolutions, so that platforms, devices and
-chunks do not matter.
+The hash covers the jaxprs and constants of custom models, optimizers, metrics and
+algorithms (`fingerprint.of`): an edited closure, global constant, helper or base class
+changes it, a comment does not. All is traced as on one device, one client at a time,
+with one form of the convolutions, so that platforms, devices and chunks do not matter.
 """
 
 import functools
@@ -40,7 +39,7 @@ _SETTING = execution.Setting(form="patches")
 
 @functools.cache
 def versions() -> str:
-    """The versions by which code is traced: of jax, flax, optax and this package."""
+    """The versions that traces depend on: jax, flax, optax and this package's code."""
     digest = hashlib.sha256()
     traced = fedjax_pfl, models, algorithms, data
     folders = [pathlib.Path(one.__file__).parent for one in traced]
@@ -52,13 +51,9 @@ def versions() -> str:
 
 
 def of_model(model: types.Model, shape: tuple[int, ...]) -> str:
-    """A hash of what a model computes, of its first parameters and of its half width.
+    """Hashes what a model computes on examples of a shape, and its first parameters.
 
-    The half width has HeteroFL's scaler of that width.
-
-    Args:
-        model: The model.
-        shape: That of an example.
+    A model with narrower forms adds the hash of half its width with HeteroFL's scaler.
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     example = model.example(2, *shape)
@@ -83,47 +78,41 @@ def of_model(model: types.Model, shape: tuple[int, ...]) -> str:
 
 @functools.lru_cache(maxsize=64)
 def distinct(model: types.Model, digest: str) -> types.Model:
-    """The same model, equal to another only if both compute the same.
+    """Copies a model, such that two copies are equal only if both compute the same.
 
-    What a module refers to may have changed while it is equal to what it was, and a
-    program that was compiled for an equal model would be taken again.
+    Equal modules may refer to objects that have changed, and the program that was
+    compiled for one of them would serve the other.
     """
     return model._replace(forward=functools.partial(model.forward))
 
 
 def of_measures(every: tuple[measures.Measure, ...], num_classes: int) -> str:
-    """A hash of what custom metrics compute, "" if there are none."""
+    """Hashes what custom metrics compute, "" if there are none."""
     kinds = ((4, num_classes), np.float32), ((4,), np.int32), ((4,), np.bool_)
     batch = [jax.ShapeDtypeStruct(*one) for one in kinds]
     own = [one for one in every if one.given is not None]
-    return _joined([f"{m.name} {_traced(m.sums, *batch)}" for m in own])
+    return _joined([f"{one.name} {_traced(one.sums, *batch)}" for one in own])
 
 
 def of_others(
-    settings: Settings,
-    hparams: Any,
-    task: types.Task,
-    data: types.Data,
-    planner_of: Callable[[types.Algorithm, types.Execution], plan.Planner],
+    settings: Settings, hparams: Any, hashed: Callable[[Any], str]
 ) -> dict[str, str]:
-    """Hashes of what the custom objects beside models compute, by the option's name.
+    """Hashes what custom metrics, optimizer and algorithm compute, by option name.
 
-    Args:
-        settings: Settings with the custom objects.
-        hparams, task, data, planner_of: As in `of_algorithm`.
+    `hashed` is `of_algorithm` as a function of the algorithm's options.
     """
-    out = {"eval_metrics": of_measures(settings.measures, task.num_classes)}
+    classes = settings.source.num_classes
+    out = {"eval_metrics": of_measures(settings.measures, classes)}
     tx = getattr(hparams, "client_optimizer", "")
     if isinstance(tx, optimizer.Custom):
         out["client_optimizer"] = _of_optimizer(tx)
     if not any(settings.entry is one for one in algorithms.ALGORITHMS.values()):
-        make = settings.entry.make
-        out["algo"] = of_algorithm(make, hparams, task, data, planner_of)
+        out["algo"] = hashed(hparams)
     return out
 
 
 def _of_optimizer(given: optimizer.Custom) -> str:
-    """A hash of the first state and of a step of a custom optimizer."""
+    """Hashes the first state and one step of a custom optimizer."""
 
     def step(learning_rate: Any, grads: Any, params: Any) -> Any:
         tx = given.make(learning_rate)
@@ -140,14 +129,10 @@ def of_algorithm(
     data: types.Data,
     planner_of: Callable[[types.Algorithm, types.Execution], plan.Planner],
 ) -> str:
-    """A hash of what a custom algorithm computes: first state, round and evaluation.
+    """Hashes what a custom algorithm computes: first state, round and evaluation.
 
-    Args:
-        make: `(hparams, task) -> Algorithm`.
-        hparams: Its options.
-        task: What it may use; how it is executed does not matter.
-        data: The data with all seeds' partitions.
-        planner_of: Makes the planner of its rounds.
+    The execution of `task` does not matter. `data` has the partitions of all seeds, and
+    `planner_of` makes the planner of the rounds.
     """
     how = execution.Execution()
     task = task._replace(execution=how, num_residents=0)
@@ -177,13 +162,13 @@ def of_algorithm(
 
 
 def sha256(parts: Mapping[str, str]) -> str:
-    """One hash of those of custom objects by the option's name, "" of none."""
+    """Hashes the hashes of custom objects by option name, "" if there are none."""
     found = {name: value for name, value in sorted(parts.items()) if value}
     return _joined([repr(found)]) if found else ""
 
 
 def _traced(*given: Any, **kwargs: Any) -> str:
-    """`fingerprint.of`, equal on all platforms."""
+    """Calls `fingerprint.of` such that all platforms give the same hash."""
     with execution.traced_in(_SETTING):
         return fingerprint.of(*given, **kwargs)
 

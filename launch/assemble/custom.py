@@ -1,7 +1,7 @@
-"""Objects that are given in Python where the command line has names.
+"""Replaces objects that are given in Python by names, as the command line has them.
 
-Custom models, optimizers and metrics are replaced by names in a run's options, and what
-these mean, with a hash of their code, goes into the settings.
+A run's options hold the names of custom models, optimizers and metrics. The settings
+hold what these names mean, and a hash of their code.
 """
 
 import dataclasses
@@ -19,24 +19,10 @@ from launch.config import registry, schema, sweep
 ONLY_IN_PYTHON = ("split", "test")
 
 
-def without_optimizer(
-    given: Mapping[str, Any],
-) -> tuple[dict[str, Any], optimizer.Custom | None]:
-    """The options without a `client_optimizer` that is an object, and that object."""
-    given, found = dict(given), given.get("client_optimizer", "")
-    if isinstance(found, str):
-        return given, None
-    return given, optimizer.custom(given.pop("client_optimizer"))
-
-
 def measured(
     given: Mapping[str, Any],
 ) -> tuple[dict[str, Any], tuple[measures_lib.Measure, ...]]:
-    """The options with the names of `eval_metrics`, and what these names mean.
-
-    Raises:
-        ValueError: one line: there is no such metric, or a function is not one.
-    """
+    """Replaces `eval_metrics` by names, returns what they mean, and refuses others."""
     if "eval_metrics" not in given:
         return dict(given), ()
     asked = given["eval_metrics"]
@@ -47,7 +33,7 @@ def measured(
     return {**given, "eval_metrics": names}, chosen
 
 
-# Options that a custom optimizer takes the place of
+# Options that a custom optimizer replaces
 _OF_OPTIMIZER = ("weight_decay", "client_momentum", "client_optimizer_options")
 _OF_RATE = ("client_lr", "client_lr_decay")
 
@@ -60,11 +46,7 @@ def replaced_by(own: optimizer.Custom) -> tuple[str, ...]:
 def with_optimizer(
     hparams: Any, own: optimizer.Custom | None, given: Mapping[str, Any]
 ) -> Any:
-    """The algorithm's options with a custom optimizer, tried once.
-
-    Raises:
-        ValueError: one line: the algorithm or another option does not go with it.
-    """
+    """Adds a custom optimizer to the algorithm's options, if it goes with them."""
     fields = {field.name: field for field in dataclasses.fields(hparams)}
     if own is not None:
         if "client_optimizer" not in fields:
@@ -93,7 +75,7 @@ def with_optimizer(
 
 
 def own_sha256(given: Mapping[str, Any], tx: optimizer.Custom | None) -> str:
-    """The hash of custom code, "" if there is none."""
+    """Hashes the source of custom code, "" if there is none."""
     custom = [
         name
         for name in ("model", "client_model", "algo", "eval_metrics")
@@ -103,8 +85,9 @@ def own_sha256(given: Mapping[str, Any], tx: optimizer.Custom | None) -> str:
         return ""
     from models import own  # imports nnx, which takes long
 
+    split = {"model": given.get("split", ())}
     texts = {
-        name: own.fingerprint(given[name], _split_of(given, name))
+        name: own.fingerprint(given[name], split.get(name, ()))
         for name in ("model", "client_model")
         if name in custom
     }
@@ -119,16 +102,11 @@ def own_sha256(given: Mapping[str, Any], tx: optimizer.Custom | None) -> str:
 
 
 def split_names(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of `split=`.
-
-    Raises:
-        ValueError: they are not names, or there is no custom model.
-    """
+    """The submodules that `split=` names for a custom model; refuses anything else."""
     split = given["split"]
     names = (split,) if isinstance(split, str) else split
-    if not isinstance(names, (tuple, list)) or not all(
-        isinstance(name, str) for name in names
-    ):
+    is_list = isinstance(names, (tuple, list))
+    if not is_list or not all(isinstance(name, str) for name in names):
         raise ValueError(
             f"split={split!r}: expected names of submodules, such as ('head',)"
         )
@@ -140,19 +118,15 @@ def split_names(given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _split_of(given: Mapping[str, Any], flag: str) -> tuple[str, ...]:
-    """Where the model of a flag is split: `split=` is of `model`."""
-    return given.get("split", ()) if flag == "model" else ()
-
-
 def named(
     given: Mapping[str, Any],
 ) -> tuple[dict[str, Any], Any, dict[str, Callable[..., Any]]]:
     """Replaces custom data and models by names, and returns what these names mean.
 
-    Data are a pair of what was given as `dataset` and as `test`.
+    Custom data are the pair of `dataset` and `test`, or None.
     """
     given, in_memory, own_models, chains = dict(given), None, {}, {}
+    split = {"model": given.pop("split", ())}
     if "sweep" in given:
         given["sweep"] = sweep.text(given["sweep"])
     found, test = given.get("dataset", ""), given.pop("test", None)
@@ -168,17 +142,16 @@ def named(
             if chains.get(name, made) is not made:
                 name = f"{name}_2"
             chains[name] = made
-            split = _split_of(given, flag)
-            own_models.setdefault(name, functools.partial(own.chain, modules, split))
+            make = functools.partial(own.chain, modules, split.get(flag, ()))
+            own_models.setdefault(name, make)
             given[flag] = name
-    given.pop("split", None)
     return given, in_memory, own_models
 
 
 def given_again(
     recorded: Mapping[str, Any], given: Mapping[str, Any], path: Any
 ) -> dict[str, Any]:
-    """The recorded options of a folder, without those that a given optimizer replaces.
+    """Drops the recorded options that a given custom optimizer replaces.
 
     Raises:
         ValueError: one line: a custom object of the run is not given.

@@ -1,4 +1,4 @@
-"""Step 2 of assembling: the tables of examples, and who owns which of them."""
+"""Step 2 of assembling: the tables of examples, and which client has which of them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,15 +20,13 @@ def made(
     normal: models_step.Normal,
     found: models_step.Models,
 ) -> tuple[types.Data, tuple[str, ...]]:
-    """(the tables of examples, lines about how they were taken).
+    """Makes the tables of examples, and lines about how they were taken.
 
-    They are numpy arrays, and the partition has a leading axis of seeds.
-
-    `normal` is the mean and scale of the examples, and `found` are the models, some of
-    which are from files.
+    The tables are numpy arrays, and the partition has a leading axis of seeds. `normal`
+    is the mean and the scale of the examples.
 
     Raises:
-        ValueError: one line: the data cannot be partitioned so.
+        ValueError: one line: the data cannot be partitioned in this way.
         OSError: the file of `--export_partition` cannot be written.
     """
     config, source = settings.config, settings.source
@@ -74,7 +72,7 @@ def made(
 
 
 def _spec(config: schema.Config, seed: int) -> partitions.PartitionSpec:
-    """The spec of the options; `seed` is for the generator of CDKT's users."""
+    """The partition's spec from the options; `seed` is for CDKT's generated users."""
     named = vars(config).keys() & set(partitions.PartitionSpec._fields)
     given = {name: getattr(config, name) for name in named}
     protocol = cdkt.PROTOCOLS.get(config.dataset, cdkt.Protocol())
@@ -139,7 +137,7 @@ def _unseen(settings: Settings, seeds: Sequence[int]) -> np.ndarray:
 
 
 def _export(settings: Settings, splits: Sequence[partitions.Split]) -> None:
-    """Writes the one partition of all seeds to the file of `--export_partition`."""
+    """Writes the partition that all seeds share to the file of `--export_partition`."""
     config = settings.config
     flag = f"--export_partition={config.export_partition}"
     if len({one.train.row.tobytes() for one in splits}) > 1:

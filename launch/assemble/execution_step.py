@@ -1,7 +1,4 @@
-"""Step 4 of assembling: the devices of a round, and the clients that train together.
-
-Everything here is chosen from shapes.
-"""
+"""Step 4 of assembling: chooses a round's devices and chunk from shapes."""
 
 import functools
 from typing import Any
@@ -26,11 +23,7 @@ def chosen(
     num_points: int,
     target: str,
 ) -> types.Task:
-    """The task with the execution of its rounds, for `num_points` of a sweep.
-
-    Raises:
-        ValueError: one line: there are fewer devices.
-    """
+    """Chooses the execution of the task's rounds, for `num_points` of a sweep."""
     config, entry, task = settings.config, settings.entry, planned.task
     choose = functools.partial(_execution, config, hparams, planned, target)
     how = choose()
@@ -55,12 +48,12 @@ def _execution(
     target: str,
     num_owners: int = 1,
 ) -> types.Execution:
-    """Chooses the mesh and how many clients train together.
+    """Chooses the mesh and the chunk, which is how many clients train together.
 
-    A given chunk is taken. Otherwise it is on a CPU one client, or for tiny models as
-    many as make about 80 examples a step, and on an accelerator the cheapest
-    (`plan.choose_chunk`). With `num_owners` > 1 each of so many devices has the private
-    rows of its own clients.
+    A given chunk is taken. Otherwise it is one client on a CPU, or as many clients of a
+    tiny model as make about 80 examples a step, and on an accelerator the cheapest
+    chunk (`plan.choose_chunk`). Each of `num_owners` > 1 devices has the private rows
+    of its own clients.
     """
     task, largest = planned.task, int(planned.num_rows.max())
     batch_size = shapes.capped(getattr(hparams, "batch_size", 1), largest)
@@ -98,10 +91,7 @@ def _execution(
 
 
 def _small_chunk(batch_size: int, per_device: int) -> int:
-    """The chunk of a tiny model on a CPU, about 80 examples a step.
-
-    It divides the clients of a device, so that there are no padding rows.
-    """
+    """The chunk of a tiny model on a CPU: about 80 examples a step, no padding rows."""
     wanted = max(1, round(80 / batch_size))
     divisors = [d for d in range(1, 2 * wanted + 1) if per_device % d == 0]
     return min(divisors, key=lambda d: (abs(d - wanted), d))
@@ -110,9 +100,9 @@ def _small_chunk(batch_size: int, per_device: int) -> int:
 def _of_cohorts(
     config: schema.Config, steps: np.ndarray, num_owners: int
 ) -> np.ndarray:
-    """int[T, C]: of int[K] steps, those of the clients in a few cohorts.
+    """Takes the clients of a few cohorts out of int[K] steps: int[T, C].
 
-    With several owners, int[T x owners, P] of the clients of each, padded with zeros.
+    With several owners they are int[T x owners, P], padded with zeros.
     """
     gen = rng.generator(config.seed, "engine.cohort")
     size = config.clients_per_round

@@ -10,7 +10,6 @@ import numpy as np
 
 import algorithms
 import models
-from data import plan
 from fedjax_pfl import shapes, types
 from launch.assemble import computed
 from launch.config import schema, sweep
@@ -58,15 +57,9 @@ def check_model(
 def check_own(
     flag: str, model: types.Model, num_classes: int, width: float, examples: np.ndarray
 ) -> str:
-    """Refuses a custom model that does not give logits of all classes.
+    """Refuses a custom model that does not give logits of all classes (ValueError).
 
-    `examples` are a few normalised examples of the data set.
-
-    Returns:
-        A hash of what the model computes, see `computed.of_model`.
-
-    Raises:
-        ValueError: one line: it does not take the examples, or has another output.
+    `examples` are a few normalised examples. The result is `computed.of_model`'s hash.
     """
     shape = examples.shape[1:]
     if width != 1:
@@ -91,9 +84,9 @@ def _ask(
     dtype: np.dtype,
     buffer: bytes,
 ) -> None:
-    """The questions of `check_own` that compile programs, once for the same model.
+    """Makes the checks of `check_own` that compile programs, once for the same model.
 
-    Equal modules may refer to what has changed, which `digest` tells apart.
+    Equal modules may refer to objects that have changed, and then differ in `digest`.
     """
     model, examples = forms[0], np.frombuffer(buffer, dtype).reshape(-1, *shape)
     if model.takes == "tokens" and own_checks.gives_nan(model, examples):
@@ -120,7 +113,7 @@ def _ask(
 def _check_logits(
     flag: str, model: types.Model, num_classes: int, shape: tuple[int, ...]
 ) -> None:
-    """Refuses a custom model that fails, or gives something else than logits."""
+    """Refuses a custom model that fails or does not give logits (ValueError)."""
     try:
         variables = shapes.variables(model, shape)
         example = model.example(2, *shape)
@@ -160,15 +153,10 @@ def _check_logits(
 def check_points(
     line: str, entry: Any, hparams: Any, points: list[sweep.Point], task: types.Task
 ) -> None:
-    """Refuses a sweep whose points need several programs, or an invalid point.
-
-    Raises:
-        ValueError: one line.
-    """
+    """Refuses a sweep with an invalid point or with several programs (ValueError)."""
     if not line:
         return
-    replace, make = dataclasses.replace, entry.make
-    every = [make(replace(hparams, **point), task) for point in points]
+    every = [entry.make(dataclasses.replace(hparams, **one), task) for one in points]
     facts = [(made.plans, made.peers, made.messages) for made in every]
     if any(one != facts[0] for one in facts):
         raise ValueError(
@@ -179,32 +167,22 @@ def check_points(
 
 def check_swept(
     line: str,
-    entry: Any,
     hparams: Any,
     points: list[sweep.Point],
-    task: types.Task,
-    data: types.Data,
-    planner_of: Callable[[types.Algorithm, types.Execution], plan.Planner],
+    hashed: Callable[[Any], str],
+    usual: str | None,
 ) -> None:
-    """Refuses a sweep of an option that nothing in the program uses.
+    """Refuses a sweep of an option that has no effect (ValueError).
 
-    Raises:
-        ValueError: one line: some of its points would be equal.
+    `hparams` are those of the first point, `hashed` is `computed.of_algorithm` as a
+    function of such options, and `usual` is its hash of `hparams` where it is known.
     """
-
-    def hashed(point: sweep.Point) -> str:
-        options = dataclasses.replace(hparams, **point)
-        return computed.of_algorithm(entry.make, options, task, data, planner_of)
-
-    first = points[0]
-    others = {
-        name: next((one[name] for one in points if one[name] != value), value)
-        for name, value in first.items()
-    }
-    varied = [name for name in first if others[name] != first[name]]
-    usual = hashed(first) if varied else ""
-    for name in varied:
-        if hashed(first | {name: others[name]}) == usual:
+    for name, value in points[0].items():
+        other = next((one[name] for one in points if one[name] != value), value)
+        if other == value:
+            continue
+        usual = usual or hashed(hparams)
+        if hashed(dataclasses.replace(hparams, **{name: other})) == usual:
             raise ValueError(
                 f"--sweep={line}: {name} has no effect here, so that points would be "
                 "equal; omit it"
@@ -212,15 +190,10 @@ def check_swept(
 
 
 def refuse_need(config: schema.Config, need: str, what: str) -> NoReturn:
-    """Refuses what the algorithm does not use, and names those that do.
+    """Refuses what the algorithm does not use (ValueError), and names those that do.
 
-    Args:
-        config: The options.
-        need: The fact of `algorithms.Entry` that the algorithm lacks.
-        what: The option, and what it is.
-
-    Raises:
-        ValueError: always, one line.
+    `need` is the fact of `algorithms.Entry` that it lacks, `what` the option and its
+    kind.
     """
     entries = algorithms.ALGORITHMS.items()
     able = ", ".join(name for name, one in entries if getattr(one, need))

@@ -10,7 +10,7 @@ import numpy as np
 from data import arrays, dataset, doors, frames, loaders
 from data.partitions import file
 from fedjax_pfl import measures as measures_lib
-from fedjax_pfl import types
+from fedjax_pfl import optimizer, types
 from launch.assemble import custom
 from launch.config import registry, resolve, schema
 from launch.machine import devices, processes
@@ -20,20 +20,17 @@ class Settings(NamedTuple):
     """Everything that a run depends on.
 
     Attributes:
-        entry: The algorithm.
+        entry, hparams: The algorithm and its options.
         config: The common options, with every field set.
-        hparams: The algorithm's options.
-        source: The data set.
-        public: Unlabelled images that all clients share, or None.
+        source, public: The data set; unlabelled images that all clients share, or None.
         own_models: Custom models by name, as functions of a batch of examples.
         own_sha256: Hash of custom code, since a run with edited code is another run.
-        identity: The data set before owners were left out and images were fitted, of
-            which partition files name rows.
+        identity: The data set before owners were left out and images were fitted, which
+            the rows in partition files refer to.
         source_hash: Hash object of `source`, to copy and extend.
-        dropped_owners: The rows of owners that were dropped, as they are too small, by
-            the owner's name.
+        dropped_owners: Numbers of rows of owners that had too few, by the owner's name.
         measures: The metrics of `--eval_metrics`.
-        asked: The options that somebody asked for, see `registry.asked`.
+        asked: The options that the user asked for, see `registry.asked`.
     """
 
     entry: Any
@@ -51,16 +48,14 @@ class Settings(NamedTuple):
 
 
 def settled(**given: Any) -> Settings:
-    """The settings for option names and values; see `experiment.experiment`.
-
-    Raises:
-        ValueError: one line: what came, what was expected, which option to change.
-    """
+    """Turns the options of `experiment.experiment` into settings, or refuses them."""
     given = {name: value for name, value in given.items() if value is not None}
     devices.begin(given.get("distributed", ""))
     if "split" in given:
         given["split"] = custom.split_names(given)
-    given, own_optimizer = custom.without_optimizer(given)
+    own_optimizer = None
+    if not isinstance(given.get("client_optimizer", ""), str):
+        own_optimizer = optimizer.custom(given.pop("client_optimizer"))
     own_sha256 = custom.own_sha256(given, own_optimizer)
     given, chosen = custom.measured(given)
     given, in_memory, own_models = custom.named(given)
@@ -78,13 +73,12 @@ def settled(**given: Any) -> Settings:
     fitted, dropped_owners = _fitted(config, source)
     if fitted is not source:
         examples = sha256(fitted.image, fitted.label)
-    wants_public = config.public_set != "none"
     return Settings(
         entry=registry.algorithm(given.get("algo", config.algo)),
         config=config,
         hparams=hparams,
         source=fitted,
-        public=_public_images(config, fitted) if wants_public else None,
+        public=_public_images(config, fitted),
         own_models=own_models,
         own_sha256=own_sha256,
         identity=identity,
@@ -98,57 +92,42 @@ def settled(**given: Any) -> Settings:
 def _source(
     config: schema.Config, in_memory: tuple[Any, Any] | None
 ) -> dataset.Dataset:
-    """The data set that was given in Python, or the one that `--dataset` names."""
+    """Loads the data set that was given in Python, or that `--dataset` names."""
     rows = in_memory and doors.opened(*in_memory, config.label, config.owner)
+    train, test = rows or (doors.Rows(None), None)
     if rows or config.dataset != loaders.ARRAYS:
-        train = rows[0] if rows else doors.Rows(None)
         has_axes = train.arrays is not None
         resolve.check_data(config, has_columns=train.has_columns, has_axes=has_axes)
-    found = _loaded(config, rows)
-    if config.rotate_classes > 1:
-        return dataset.rotated(found, config.rotate_classes)
-    return found
+    if rows is None:
+        names = "text_length", "owners", "layout", "label", "owner"
+        options = {name: getattr(config, name) for name in names}
+        found = loaders.load(config.dataset, config.data_dir, **options)
+    elif train.frame is not None:
+        named = train.frame, config.label, config.owner
+        found = frames.from_frame(*named, test=test and test.frame)
+    else:
+        test = test and test.arrays
+        found = arrays.from_arrays(*train.arrays, layout=config.layout, test=test)
+    notes = *train.notes, *found.notes
+    has_test = found.num_train < len(found.label)
+    if rows and has_test and config.test_split == "client_share":
+        notes += ("--test_split=client_share does not use the rows of test=",)
+    found = found._replace(notes=notes)
+    turns = config.rotate_classes
+    return dataset.rotated(found, turns) if turns > 1 else found
 
 
 def _fitted(
     config: schema.Config, source: dataset.Dataset
 ) -> tuple[dataset.Dataset, Mapping[str, int]]:
-    """(the rows of owners that are large enough, fitted, rows of other owners)."""
+    """Drops owners with too few rows, and counts these rows, and fits all images."""
     dropped: Mapping[str, int] = {}
     if config.partition == "natural":
-        is_text = source.is_text
-        least = config.min_examples if is_text else config.min_owner_examples
+        least = config.min_examples if source.is_text else config.min_owner_examples
         source, dropped = dataset.with_large_owners(source, least)
-        if dropped and not is_text:
+        if dropped and not source.is_text:
             source = dataset.with_note_of_empty_classes(source)
     return dataset.fitted(source, config.image_size, config.image_channels), dropped
-
-
-def _loaded(
-    config: schema.Config, rows: tuple[doors.Rows, doors.Rows | None] | None
-) -> dataset.Dataset:
-    """The data set of the rows of `doors.opened`, None = that of a name."""
-    if rows is not None:
-        train, test = rows
-        if train.frame is not None:
-            named = train.frame, config.label, config.owner
-            source = frames.from_frame(*named, test=test and test.frame)
-        else:
-            given = {"layout": config.layout, "test": test and test.arrays}
-            source = arrays.from_arrays(*train.arrays, **given)
-        notes = *train.notes, *source.notes
-        if config.test_split == "client_share" and source.num_train < len(source.label):
-            notes += ("--test_split=client_share does not use the rows of test=",)
-        return source._replace(notes=notes)
-    return loaders.load(
-        config.dataset,
-        config.data_dir,
-        text_length=config.text_length,
-        owners=config.owners,
-        layout=config.layout,
-        label=config.label,
-        owner=config.owner,
-    )
 
 
 def sha256(*every: Any) -> Any:
@@ -173,21 +152,19 @@ def _check_alike(given: Mapping[str, Any]) -> None:
     processes.check_equal(named, "give all processes the same options")
 
 
-def _public_images(config: schema.Config, source: dataset.Dataset) -> np.ndarray:
+def _public_images(config: schema.Config, source: dataset.Dataset) -> np.ndarray | None:
     """The train images of `--public_set`, checked against those of the data set."""
+    if config.public_set == "none":
+        return None
     if config.public_set.removesuffix("_5k") == config.dataset.removesuffix("_5k"):
         raise ValueError(
             f"--public_set={config.public_set} holds images of the clients' own "
             f"--dataset={config.dataset}; take another, or set a fraction aside with "
             "--proxy_fraction"
         )
-    is_own = config.public_set.startswith("npz:")
-    public = loaders.load(
-        config.public_set,
-        config.data_dir,
-        flag="public_set",
-        layout=config.layout if is_own else "auto",
-    )
+    given = {"name": config.public_set, "data_dir": config.data_dir}
+    layout = config.layout if config.public_set.startswith("npz:") else "auto"
+    public = loaders.load(**given, flag="public_set", layout=layout)
     public = dataset.fitted(public, config.image_size, config.image_channels)
     image = public.image[: public.num_train]
     if image.shape[1:] != source.image.shape[1:] or image.dtype != source.image.dtype:

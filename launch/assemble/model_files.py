@@ -1,4 +1,4 @@
-"""Writes models to files, and reads them: as starting points, and as teachers.
+"""Writes models to files, and reads them as starting points and as teachers.
 
 A file holds a nested dictionary of arrays, which can be read without this package:
 
@@ -15,6 +15,7 @@ A file holds a nested dictionary of arrays, which can be read without this packa
 `stages/conv1/params/kernel`.
 """
 
+import functools
 import hashlib
 import math
 import pathlib
@@ -35,7 +36,7 @@ SUFFIXES = (".msgpack", ".npz")
 
 
 class Facts(NamedTuple):
-    """The model that a file records: the options that make it, and its stages."""
+    """The model that a file records: the options that make it, and how many stages."""
 
     name: str
     width: float
@@ -56,7 +57,7 @@ class Rows(NamedTuple):
     trained: np.ndarray
 
     def is_trained(self) -> np.ndarray:
-        """bool[N]: whether the model was trained on a row."""
+        """Whether the model was trained on each row, bool[N]."""
         bits = np.unpackbits(self.trained)[: int(self.count)]
         return bits.reshape(int(self.count)).astype(bool)
 
@@ -68,12 +69,12 @@ class Rows(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What a file says beside its parameters.
+    """The facts that a file records beside its parameters.
 
     Attributes:
         line: The flag that names the file, for notes.
         notes: Lines about how its classes were taken.
-        rows: Those on which its model was trained, None = it does not say.
+        rows: The rows on which its model was trained, None = it does not record them.
     """
 
     line: str
@@ -84,10 +85,10 @@ class Known(NamedTuple):
 def rows_of(
     image: np.ndarray, trained: np.ndarray, before: Sequence[Rows] = ()
 ) -> Rows:
-    """The rows of a model that was trained on the rows `trained` of the examples.
+    """Records that a model was trained on the rows `trained` of the examples.
 
-    `before` are those of the models that it started or learned from. Negative rows and
-    rows of public images, which follow the examples, are left out.
+    `before` are the rows of the models that it started or learned from. Negative rows
+    are left out, and so are public images, which follow the examples.
     """
     is_trained = np.zeros(len(image), bool)
     is_trained[trained[(trained >= 0) & (trained < len(image))]] = True
@@ -99,7 +100,7 @@ def rows_of(
 
 
 def _sha256(image: np.ndarray) -> np.ndarray:
-    """uint8[32]: the hash of the bytes of examples, whatever their layout."""
+    """Hashes the bytes of examples, whatever their layout: uint8[32]."""
     digest = hashlib.sha256(np.ascontiguousarray(image).data).digest()
     return np.frombuffer(digest, np.uint8)
 
@@ -107,10 +108,8 @@ def _sha256(image: np.ndarray) -> np.ndarray:
 def seen(known: Known, image: np.ndarray, test_row: np.ndarray) -> str:
     """A line about test rows that a file's model may have been trained on, or "".
 
-    Args:
-        known: Of the file.
-        image: The examples of the run [N, ...].
-        test_row: int[S, ...], the test rows of each seed, -1 = padding.
+    `image` are the examples of the run [N, ...], and `test_row` int[S, ...] the test
+    rows of each seed, -1 = padding.
     """
     line, _, rows = known
     if rows is None:
@@ -150,12 +149,11 @@ def write(
 
     Args:
         path: Ends in one of `SUFFIXES`.
-        model, variables: The model.
         normal: Has the `mean` and the `scale` of its images.
         width: Its `--model_width`, None = no value of it makes this model.
         classes: The names of its classes, None = they are numbers.
-        rows: The rows on which it was trained, None = they are not known.
-        columns: The names of a table's columns, None = it is of no table.
+        rows: The rows on which it was trained, None = unknown.
+        columns: The names of a table's columns, None = the data are not a table.
 
     Raises:
         ValueError: the path has another suffix, or is a folder.
@@ -170,8 +168,7 @@ def write(
     if rows is not None:
         tree["rows"] = rows._asdict()
     tree = _arrays(tree)
-    digest = checkpoint.digest(tree)
-    tree["sha256"] = digest
+    tree["sha256"] = checkpoint.digest(tree)
     if width is not None:
         facts = Facts(model.name, float(width), len(model.stage_names))
         tree["model"] = facts._asdict()
@@ -191,17 +188,15 @@ def write(
 
 
 def _written(names: Sequence[str]) -> tuple[str, ...]:
-    """Names as a file has them: names of folders may be bytes that are not UTF-8."""
+    """Escapes names for a file, as names of folders may be bytes that are not UTF-8."""
     return tuple(name.encode("utf-8", "backslashreplace").decode() for name in names)
 
 
 def read(path: Any) -> dict[str, Any]:
-    """The nested dictionary in a file, whose `model` is a `Facts` if it is there.
+    """Reads the nested dictionary in a file, or raises a ValueError of one line.
 
-    Its `classes` and `columns` are tuples and its `rows` are `Rows`, if they are there.
-
-    Raises:
-        ValueError: one line: there is no file, or it is not a model's.
+    If present, `model` is a `Facts`, `rows` a `Rows`, `classes` and `columns` are
+    tuples.
     """
     try:
         path = files.given(path, "a model's file")
@@ -219,8 +214,8 @@ def read(path: Any) -> dict[str, Any]:
         if recorded is not None and str(recorded) != checkpoint.digest(tree):
             raise ValueError("its arrays do not match its checksum")
         if facts is not None:
-            kinds = zip(Facts._fields, (str, float, int), strict=True)
-            found = Facts(**{name: of(facts[name]) for name, of in kinds})
+            name, width, level = (facts[one] for one in Facts._fields)
+            found = Facts(str(name), float(width), int(level))
             if not (0 < found.width < math.inf and found.level > 0):
                 raise ValueError(f"it records a model of {found}")
             tree["model"] = found
@@ -228,9 +223,7 @@ def read(path: Any) -> dict[str, Any]:
             if found is not None:
                 tree[key] = tuple(map(str, found))
         if "rows" in tree:
-            rows = Rows(
-                **{name: np.asarray(tree["rows"][name]) for name in Rows._fields}
-            )
+            rows = Rows(*(np.asarray(tree["rows"][name]) for name in Rows._fields))
             tree["rows"] = rows if rows.is_trained().shape == (rows.count,) else None
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from error
@@ -243,21 +236,17 @@ def read(path: Any) -> dict[str, Any]:
 def starting(
     path: str,
     model: types.Model,
-    shape: tuple[int, ...],
     normal: tuple[np.ndarray, np.ndarray],
     source: dataset.Dataset,
     of_classes: Callable[[int], types.Model] | None,
 ) -> tuple[types.Model, Known]:
-    """The same model with the initial variables of a file.
+    """Makes a model and its narrower forms start from the variables in a file.
 
-    Its narrower forms start from leading slices of them.
+    Narrower forms start from leading slices.
 
     Args:
-        path: The file.
-        model: The model, for the classes of the run.
-        shape: That of an example of the run.
+        model: The model for the classes of the run.
         normal: Mean and scale of the run's images.
-        source: The run's data.
         of_classes: Makes the model for another number of classes, None = of a custom
             model, in which the outputs of classes cannot be found.
 
@@ -267,31 +256,25 @@ def starting(
     """
     line, tree = f"--init_from={path}", read(path)
     about = _check_input(line, tree, normal, source.columns)
+    shape = source.image.shape[1:]
     saved = _variables(line, tree, model, shape, f"--model={model.name}")
-    saved, notes = _by_name(line, tree, saved, source.classes, of_classes, shape)
+    saved, notes = _by_name(line, tree, saved, source, of_classes)
     return _from(saved, model), Known(line, about + notes, tree.get("rows"))
 
 
 def teacher(
     given: teacher_lib.Taught,
-    num_classes: int,
-    shape: tuple[int, ...],
     normal: tuple[np.ndarray, np.ndarray],
     source: dataset.Dataset,
 ) -> tuple[types.Model, types.Variables, Known]:
-    """The model that a file holds and its variables f32, as numpy arrays.
+    """Loads the model in a file, with its variables as numpy arrays f32.
 
     Args:
-        given: The options of the teacher, which complete what the file says.
-        num_classes: Y of the run.
-        shape: That of an example of the run.
+        given: The options of the teacher, which complete what the file records.
         normal: Mean and scale of the run's images.
-        source: The run's data.
 
     Raises:
-        ValueError: one line: it is not a model's file, holds another model than it or
-            the options say, another normalisation, other classes, or values that are
-            not finite.
+        ValueError: one line, as in `starting`, or the options name another model.
     """
     line = f"--teacher={given.teacher}"
     try:
@@ -304,6 +287,7 @@ def teacher(
             f"{line} holds the model {name}, expected one of "
             f"{', '.join(models.MODELS)}; take another teacher or --teacher_model"
         )
+    num_classes, shape = source.num_classes, source.image.shape[1:]
     whole = models.make(name, num_classes, width)
     count = len(whole.stage_names)
     if level > count or (level not in (0, count) and not whole.has_exits):
@@ -313,17 +297,14 @@ def teacher(
         raise ValueError(
             f"--teacher_level={level}: {name} has {count} stages, expected {expected}"
         )
-    model = models.make(name, num_classes, width, level)
+    of_classes = functools.partial(models.make, name, width=width, level=level)
+    model = of_classes(num_classes)
     fit.check_model("teacher_model", model, shape)
     than = f"{name} of width {width:g} with {len(model.stage_names)} stages"
     than += f" for {num_classes} classes and examples of {'x'.join(map(str, shape))}"
     about = _check_input(line, tree, normal, source.columns)
     saved = _variables(line, tree, model, shape, than)
-
-    def of_classes(num_classes: int) -> types.Model:
-        return models.make(name, num_classes, width, level)
-
-    saved, notes = _by_name(line, tree, saved, source.classes, of_classes, shape)
+    saved, notes = _by_name(line, tree, saved, source, of_classes)
     saved = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), saved)
     return model, saved, Known(line, about + notes, tree.get("rows"))
 
@@ -332,12 +313,11 @@ def _by_name(
     line: str,
     tree: Mapping[str, Any],
     saved: types.Variables,
-    classes: Sequence[str] | None,
+    source: dataset.Dataset,
     of_classes: Callable[[int], types.Model] | None,
-    shape: tuple[int, ...],
 ) -> tuple[types.Variables, tuple[str, ...]]:
-    """(variables with their outputs in the order of the run's classes, lines)."""
-    found, mine = tree.get("classes"), classes and _written(classes)
+    """Puts a model's outputs into the order of the run's classes, and returns notes."""
+    found, mine = tree.get("classes"), source.classes and _written(source.classes)
     numbers = tuple(map(str, range(len(found or mine or ()))))
     if set(found or mine or ()) == set(numbers):
         # Classes without names are the numbers 0, 1, ..., which text has in its order.
@@ -357,6 +337,7 @@ def _by_name(
             "numbers 0, 1, ... of the model's classes"
         )
     order = np.array([found.index(name) for name in mine])
+    shape = source.image.shape[1:]
     kinds = [shapes.variables(of_classes(len(mine) + more), shape) for more in (0, 1)]
     # The outputs are where one more class is one more entry, along the last axis.
     saved = jax.tree.map(
@@ -371,7 +352,7 @@ def _by_name(
 
 
 def _facts(line: str, found: Facts | None, given: teacher_lib.Taught) -> Facts:
-    """What a file says of its model, or what the options say of an older file's."""
+    """The facts that a file records about its model, or else the options."""
     asked = Facts(given.teacher_model, given.teacher_width, given.teacher_level)
     if found is None:
         if not asked.name:
@@ -394,10 +375,9 @@ def _variables(
     shape: tuple[int, ...],
     than: str,
 ) -> types.Variables:
-    """The variables of `model`, which `than` says in words, in a file's tree."""
-    stages = tree["stages"]
+    """Takes the variables of `model`, described by `than`, from a file's tree."""
     wanted = _stages(model, shapes.variables(model, shape))
-    stages = _regrouped(stages, wanted)
+    stages = _regrouped(tree["stages"], wanted)
     odd = _difference(wanted, stages)
     if odd:
         raise ValueError(f"{line} holds another model than {than}: {odd}")
@@ -423,7 +403,7 @@ def _variables(
 
 
 def _regrouped(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The stages of a file, taken apart if it has one module as a single stage."""
+    """Splits a file's only stage if it has exactly the arrays of all those `wanted`."""
     if len(found) != 1 or len(wanted) < 2:
         return dict(found)
     (only,) = found.values()
@@ -445,9 +425,9 @@ def _check_input(
 ) -> tuple[str, ...]:
     """Refuses a model that was trained on other columns or with other constants.
 
-    A line says if only one side names columns. Constants may differ by .3 standard
-    deviations, in the root mean square over all numbers with a mean of their own.
-    Other rows of the same data differ by less.
+    A note says if only one side names columns. Constants may differ by .3 standard
+    deviations, in the root mean square over all numbers with a mean of their own. Other
+    rows of the same data differ by less.
     """
     found, reason = tree.get("input", {}), ""
     before, mine = tree.get("columns"), columns and _written(columns)
@@ -456,8 +436,7 @@ def _check_input(
         reason += "give its --normalization, --image_size and --dataset"
     if before and mine and before != mine:
         reason = f"on {len(before)} columns, and this table has {len(mine)}"
-        pairs = enumerate(zip(before, mine, strict=False), 1)
-        for number, (one, other) in pairs:
+        for number, (one, other) in enumerate(zip(before, mine, strict=False), 1):
             if one != other:
                 reason += f"; number {number} was {labels.limited(one)}, and here it "
                 reason += f"is {labels.limited(other)}"
@@ -489,7 +468,7 @@ def _is_like(found: Mapping[str, Any], normal: tuple[np.ndarray, np.ndarray]) ->
 
 
 def _from(saved: types.Variables, model: types.Model) -> types.Model:
-    """A model whose initial variables are leading slices of saved ones."""
+    """Makes a model start from leading slices of saved variables."""
 
     def init(key: jax.Array, x: jax.Array) -> tuple[types.Params, types.Stats]:
         like = types.Variables(*jax.eval_shape(model.init, key, x))
@@ -521,7 +500,7 @@ def _stages(model: types.Model, variables: types.Variables) -> dict[str, Any]:
 
 
 def _arrays(tree: Any) -> Any:
-    """The same nested dictionary in its order, with numpy arrays."""
+    """Converts the leaves of a nested dictionary to numpy arrays, in the same order."""
     if isinstance(tree, Mapping):
         return {name: _arrays(value) for name, value in tree.items()}
     return np.asarray(tree)

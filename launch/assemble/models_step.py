@@ -21,12 +21,10 @@ class Models(NamedTuple):
     """The models of a run.
 
     Attributes:
-        server: The server's model.
         clients: One architecture for each group of clients.
-        teacher: The model of `--teacher`, or None.
-        taught: The teacher's variables, () without one.
-        known: What the files of `--init_from` and `--teacher` say.
-        hashes: What custom models compute, by name.
+        teacher, taught: The model of `--teacher` and its variables, or None and ().
+        known: The facts that the files of `--init_from` and `--teacher` record.
+        hashes: Hashes of what custom models compute, by name.
     """
 
     server: types.Model
@@ -38,7 +36,7 @@ class Models(NamedTuple):
 
 
 def made(settings: Settings, normal: Normal) -> Models:
-    """The models that the options name, for examples of a mean and a scale.
+    """Makes the models that the options name; `normal` is the examples' mean and scale.
 
     Raises:
         ValueError: one line: a model does not fit the data or the algorithm, or a file
@@ -56,15 +54,12 @@ def made(settings: Settings, normal: Normal) -> Models:
         clients, known = [server], [found]
     teacher, taught = None, ()
     if is_taught(settings):
-        shape = source.image.shape[1:]
-        about = settings.hparams, source.num_classes, shape, normal, source
-        teacher, taught, found = model_files.teacher(*about)
+        teacher, taught, found = model_files.teacher(settings.hparams, normal, source)
         known.append(found)
     if config.precision == "bf16":
+        own = settings.own_models
         server, *clients = (
-            mixed.in_bfloat16(
-                model, rounds=source.is_text or model.name in settings.own_models
-            )
+            mixed.in_bfloat16(model, rounds=source.is_text or model.name in own)
             for model in (server, *clients)
         )
         teacher = teacher and mixed.in_bfloat16(teacher)
@@ -80,7 +75,7 @@ def is_taught(settings: Settings) -> bool:
 def _by_name(
     settings: Settings, names: tuple[str, ...], normal: Normal
 ) -> tuple[dict[str, types.Model], dict[str, str]]:
-    """(the models, hashes of the custom ones) by name, checked on the data."""
+    """Makes models by name, checked on the data, and hashes of the custom ones."""
     config, source = settings.config, settings.source
     by_name = {name: _model(settings, name) for name in dict.fromkeys(names)}
     with_exits = [name for name, model in by_name.items() if model.has_exits]
@@ -102,7 +97,7 @@ def _by_name(
 
 
 def _model(settings: Settings, name: str) -> types.Model:
-    """The model of a name, built-in or custom."""
+    """Makes the built-in or custom model of a name."""
     source, own = settings.source, settings.own_models.get(name)
     if own is None:
         return models.make(name, source.num_classes, settings.config.model_width)
@@ -112,7 +107,7 @@ def _model(settings: Settings, name: str) -> types.Model:
 
 
 def _few_examples(settings: Settings, normal: Normal) -> np.ndarray:
-    """A few examples as a custom model gets them."""
+    """A few examples in the form in which a custom model gets them."""
     source, (mean, scale) = settings.source, normal
     few = source.image[:4].copy()
     if source.is_text:
@@ -125,7 +120,7 @@ def _few_examples(settings: Settings, normal: Normal) -> np.ndarray:
 def _starting(
     settings: Settings, by_name: Mapping[str, types.Model], normal: Normal
 ) -> tuple[types.Model, model_files.Known]:
-    """The model of all that starts from the file of `--init_from`."""
+    """Makes the only model of the run start from the file of `--init_from`."""
     config, source = settings.config, settings.source
     if list(by_name) != [config.model]:
         raise ValueError(
@@ -136,5 +131,5 @@ def _starting(
     if config.model not in settings.own_models:
         width = config.model_width
         of_classes = functools.partial(models.make, config.model, width=width)
-    about = by_name[config.model], source.image.shape[1:], normal, source
-    return model_files.starting(config.init_from, *about, of_classes)
+    about = by_name[config.model], normal, source, of_classes
+    return model_files.starting(config.init_from, *about)

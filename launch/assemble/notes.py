@@ -18,11 +18,8 @@ def of_options(
 ) -> list[str]:
     """Lines about values that are allowed but probably not meant.
 
-    Args:
-        config: The resolved common options.
-        hparams: The algorithm's options.
-        asked: The options that somebody asked for.
-        algorithm: The algorithm on its task, None = it is not known.
+    `asked` are the options that the user asked for, and `algorithm` is the algorithm on
+    its task, None = unknown.
     """
     out = [*options.conflicts(config, asked), *options.conflicts(hparams, asked)]
     reasons: dict[str, str] = {}
@@ -89,11 +86,8 @@ def of_owners(
 ) -> list[str]:
     """Lines about the owners of rows: those that are left out, and the clients' order.
 
-    Args:
-        config: The options.
-        owners: The name of each client's owner, None if they have none.
-        dropped: The rows of owners that were left out, by the owner's name.
-        is_text: Whether the data are a text.
+    `owners` are the names of the clients' owners, None = they have none. `dropped` has
+    numbers of rows by the name of an owner that was left out.
     """
     out = []
     if dropped:

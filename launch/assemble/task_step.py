@@ -15,12 +15,12 @@ LevelOf = np.ndarray | Callable[[int, int, np.ndarray], np.ndarray]
 
 
 class Planned(NamedTuple):
-    """A task whose execution is not chosen yet, and what plans its rounds.
+    """A task before its execution is chosen, and what plans its rounds.
 
     Attributes:
-        task: The task, computed client after client on one device.
+        task: The task, computed one client at a time on one device.
         num_rows: int[S, K], train examples of each client.
-        planner: The planner of an algorithm's rounds in an execution.
+        planner: Makes the planner of an algorithm's rounds in an execution.
     """
 
     task: types.Task
@@ -35,7 +35,7 @@ def made(
     data: types.Data,
     level_of: LevelOf | None = None,
 ) -> Planned:
-    """The task of the models and the data; `level_of` replaces the options' levels."""
+    """Makes the task of models and data; `level_of` replaces the options' levels."""
     config, hparams = settings.config, settings.hparams
     num_rows = np.asarray(data.partition.train.count)
     group = np.arange(config.num_clients, dtype=np.int32) % len(found.clients)

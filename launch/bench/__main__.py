@@ -11,7 +11,7 @@ from launch.config import flags
 from launch.machine import target
 from launch.run import cost
 
-# A figure -> the line that is printed where it was measured.
+# A figure -> the line that is printed if it was measured
 LINES = {
     "seconds_per_round": "{work} {algo}: {seconds_per_round:.3f} s a round, "
     "{samples_per_second:,.0f} samples/s, {step_efficiency:.0%} of the executed steps "

@@ -43,7 +43,7 @@ class Options:
 
 
 def _numbers(flag: str, text: str, expected: str, sign: str, count: int) -> list[int]:
-    """The numbers above 0 of a flag, `count` = 0 for any number of them."""
+    """The positive numbers in a flag, `count` = 0 for any number of them."""
     parts = text.split(sign)
     is_right = all(part.isdecimal() and int(part) for part in parts)
     if not is_right or count not in (0, len(parts)):
@@ -54,14 +54,9 @@ def _numbers(flag: str, text: str, expected: str, sign: str, count: int) -> list
 def step_cost(
     asked: Options, model: types.Model, shape: Sequence[int], clients: int, form: str
 ) -> dict[str, Any]:
-    """The compiler's plan of one local step of some clients, as a dict.
+    """The compiler's figures for one local step of clients that train side by side.
 
-    Args:
-        asked: The chip, the precision and the size of a batch.
-        model: The clients' model.
-        shape: That of an image.
-        clients: How many train side by side.
-        form: A name of `forms.FORMS`, or `rule`.
+    `shape` is that of an image, and `form` a name of `forms.FORMS`, or `rule`.
     """
     where = jax.sharding.SingleDeviceSharding(target.devices(asked.target)[0])
 
@@ -106,9 +101,8 @@ def command(argv: list[str]) -> None:
     with ending.refused():
         asked, rest, _ = flags.asked(argv, Options, __doc__)
         if rest:
-            raise ValueError(
-                f"{limits.shown(rest[0])} is not an option of this command"
-            )
+            line = f"{limits.shown(rest[0])} is not an option of this command"
+            raise ValueError(line)
         target.chip(asked.target)
         options.check_one_of("precision", asked.precision, schema.PRECISIONS)
         names = cells.chosen("model", asked.model, models.MODELS)

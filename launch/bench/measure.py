@@ -37,10 +37,7 @@ def compiled(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bench(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs the work of some options, as in `build.experiment`, and returns its figures.
-
-    The first of several rounds warms up.
-    """
+    """Measures a run of these options, whose first of several rounds warms up."""
     experiment = build.experiment(**given)
     narrow.fit(experiment)
     config, task, rounds = experiment.config, experiment.task, given["rounds"]
@@ -120,9 +117,8 @@ def _rounds(experiment: build.Experiment) -> Callable[[int], float]:
 def _mixing(experiment: build.Experiment) -> float | None:
     """Median seconds of pulling and mixing one round's models, after a warm-up call.
 
-    It times `Algorithm.serving` of the present state with the peers of the next rounds.
-    None for algorithms without peers, for several seeds, and where the device does not
-    have all models.
+    Times `Algorithm.serving` of the present state with the peers of the next rounds.
+    None without peers, for several seeds, and if the device does not hold all models.
     """
     algorithm = registry.algorithm(experiment.config.algo).make(
         experiment.hparams, experiment.task
@@ -165,7 +161,7 @@ def _flops(model: types.Model, example_shape: tuple[int, ...]) -> float:
     def loss(params, stats, image):
         return model.forward(params, stats, image)[0].sum()
 
-    # XLA counts what is in a loop once, and this form has none.
+    # XLA counts a loop's body only once, and this form has no loop.
     with execution.traced_in(execution.Setting(form="patches")):
         lowered = jax.jit(jax.grad(loss)).lower(params, stats, image)
     return float(lowered.cost_analysis()["flops"]) / 32

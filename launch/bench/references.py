@@ -1,9 +1,4 @@
-"""Plain loops with which the rounds of some algorithms are compared.
-
-FedD2S's makes the same distillation and supervised steps on the same batches, one
-client at a time and first layer included, without teacher passes, means and everything
-else.
-"""
+"""Plain loops that the rounds of some algorithms are compared with."""
 
 import time
 from collections.abc import Callable
@@ -19,12 +14,10 @@ from launch.experiment import Experiment
 def fedd2s(experiment: Experiment) -> Callable[[int], float] | None:
     """`round -> seconds` of the optimizer steps alone, after one warm-up call.
 
-    Each batch of the server's plan takes a distillation and a supervised step of the
-    layers behind the first, whose forward pass is needed. Each batch of the local plan
-    takes both steps of all layers.
-
-    Returns:
-        None for options with other steps.
+    It makes the same steps on the same batches, one client at a time, without teacher
+    passes and means. Each batch of the server's plan takes a forward pass of the first
+    layer, and a distillation and a supervised step of those behind it. Each batch of
+    the local plan takes both steps of all layers. None for options with other steps.
     """
     task, hparams = experiment.task, experiment.hparams
     one_seed = experiment.config.num_seeds == 1
@@ -32,7 +25,7 @@ def fedd2s(experiment: Experiment) -> Callable[[int], float] | None:
         return None
     model, tx = task.model, optax.adam(hparams.client_lr)
     partition = jax.tree.map(lambda leaf: leaf[0], experiment.data.partition)
-    # On one device, with all cores of a CPU
+    # On one device, which uses all cores of a CPU
     data = jax.tree.map(np.asarray, experiment.data.replace(partition=None))
     data = jax.tree.map(jnp.asarray, data.replace(partition=partition))
     example = jnp.zeros((1, *task.example_shape))
@@ -103,5 +96,5 @@ def fedd2s(experiment: Experiment) -> Callable[[int], float] | None:
 
 # `experiment -> (round -> seconds of the plain loop)`, or None if it does not apply
 PLAIN_LOOPS = {"fedd2s": fedd2s}
-# Their steps are one forward and one backward pass, of which GFLOP/s can be computed.
+# Algorithms with one forward and one backward pass per step, so GFLOP/s are known
 PLAIN_STEPS = ("fedavg",)

@@ -63,9 +63,8 @@ def command(argv: list[str]) -> None:
     with ending.refused():
         asked, rest, _ = flags.asked(argv, Options, __doc__)
         if rest:
-            raise ValueError(
-                f"{limits.shown(rest[0])} is not an option of this command"
-            )
+            line = f"{limits.shown(rest[0])} is not an option of this command"
+            raise ValueError(line)
         options.check_one_of("work", asked.work, PADDING)
         torch = loops.imported_torch()
         given = {"data_dir": asked.data_dir} if asked.data_dir else {}

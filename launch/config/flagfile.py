@@ -17,12 +17,10 @@ from launch.config import limits, registry, schema
 FLAGFILES = pathlib.Path(__file__).parent.parent / "flagfiles"
 # The name of the flagfile in a run's folder
 RUN_FLAGS = "run.flags"
-# Flagfiles that name one another, at most
+# Largest depth of flagfiles inside flagfiles
 MAX_DEPTH = 50
-# Flags of absl, which options of a run are not
-_OF_ABSL = {"flagfile", "undefok"}
 
-# What has changed where one of the hashes of a run has
+# Hash of a run -> what another value of it means
 HASHED = {
     "data_sha256": "other data",
     "split_sha256": "other rows of clients",
@@ -38,7 +36,7 @@ class UsageError(ValueError):
 
 
 def _text(path: pathlib.Path) -> str:
-    """The text of a flagfile; a ValueError is a phrase without the path."""
+    """Reads a flagfile. The message of a ValueError does not name the path."""
     files.check(path, "a flagfile")
     try:
         # Some editors begin a file with a mark of its encoding.
@@ -52,13 +50,11 @@ def _text(path: pathlib.Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class RunFlags:
-    """The contents of `run.flags`: everything that identifies a run, as texts.
+    """Everything that identifies a run, as texts: the contents of `run.flags`.
 
-    Attributes:
-        options: Option -> text.
-        hashes: Name -> SHA-256 of what a flag cannot hold, such as the data. Written
-            as `#--name=value`, a comment to absl; other data are another run.
-        dropped: Options that were read but not taken, see `read`.
+    `options` maps an option to its text. `hashes` maps names to the SHA-256 of what a
+    flag cannot hold, such as the data, and is written as `#--name=value`, a comment to
+    absl. `dropped` holds options that were read but not taken, see `read`.
     """
 
     options: dict[str, str]
@@ -67,16 +63,7 @@ class RunFlags:
 
     @classmethod
     def of(cls, *values: Any, hashes: Mapping[str, str] | None = None) -> RunFlags:
-        """The flags of a resolved configuration.
-
-        Args:
-            *values: Dataclass instances. Options that are None or never recorded are
-                omitted.
-            hashes: As above.
-
-        Raises:
-            ValueError: a line cannot hold a value, for instance a line break.
-        """
+        """The recorded options, except None; ValueError if a line cannot hold one."""
         unrecorded = schema.names(schema.NOWHERE)
         pairs = [pair for one in values for pair in vars(one).items()]
         found = {
@@ -90,14 +77,11 @@ class RunFlags:
 
     @classmethod
     def read(cls, path: pathlib.Path) -> RunFlags:
-        """The flags in a run's folder.
+        """Reads the flags in a run's folder, which may be a stranger's.
 
-        The folder may be a stranger's. Options that no run records (`schema.NOWHERE`)
-        would write files, open connections or load programs, and are not taken.
-
-        Raises:
-            ValueError: one line that names the file and the line that is not a flag.
-            OSError: the file is missing or cannot be read.
+        Options that no run records (`schema.NOWHERE`) would write files, open
+        connections or load programs, and are not taken. A ValueError names the file and
+        the line that is not a flag. OSError: the file is missing or cannot be read.
         """
         try:
             return cls._of_text(_text(path))
@@ -106,12 +90,9 @@ class RunFlags:
 
     @classmethod
     def _of_text(cls, content: str) -> RunFlags:
-        """The flags in the text of a file; a ValueError is a phrase without the path.
-
-        Contents are not in the phrase, as the file may be a link to another one.
-        """
-        out, never = cls({}), schema.names(schema.NOWHERE) | _OF_ABSL
-        never |= schema.REMOVED.keys()
+        """Parses a file's text; errors do not quote it, as the file may be a link."""
+        of_absl = "flagfile", "undefok"
+        out, never = cls({}), {*schema.names(schema.NOWHERE), *schema.REMOVED, *of_absl}
         # Not `splitlines`, which also breaks at characters that a value may hold.
         for number, line in enumerate(content.split("\n"), start=1):
             found = re.fullmatch(r"(#?)--([^\W\d]\w*)=(.*?)\r?", line, re.DOTALL)
@@ -132,12 +113,9 @@ class RunFlags:
         return out
 
     def note(self, path: pathlib.Path) -> str:
-        """Lines about options that were not taken, "" if their values are defaults."""
-        defaults = {
-            f.name: options_lib.text(f.default)
-            for f in dataclasses.fields(schema.Config)
-        }
+        """Lines about dropped options, "" if their values are defaults."""
         removed = schema.REMOVED
+        defaults = RunFlags({}).completed(schema.Config).options
         defaults |= {name: value for name, (value, _) in removed.items()}
         names = [n for n, v in self.dropped.items() if defaults.get(n) != v]
         lines = [
@@ -158,11 +136,7 @@ class RunFlags:
         return [f"{sign}{n}={v}" for sign, kind in pairs for n, v in kind.items()]
 
     def typed(self, algo: Any) -> dict[str, Any]:
-        """The recorded values of an algorithm's options.
-
-        Raises:
-            ValueError: a value does not have its option's type.
-        """
+        """An algorithm's recorded options; ValueError if one does not have its type."""
         out = {}
         for name, kind in registry.option_types(algo).items():
             if name not in self.options:
@@ -176,7 +150,7 @@ class RunFlags:
         return out
 
     def completed(self, *values: Any) -> RunFlags:
-        """The same flags with defaults for those that older files do not have."""
+        """Adds the defaults of options that older files do not have."""
         fields = [field for one in values for field in dataclasses.fields(one)]
         known = {
             f.name: options_lib.text(f.default) for f in fields if f.default is not None
@@ -186,9 +160,9 @@ class RunFlags:
     def differences(self, now: RunFlags) -> list[str]:
         """The parts of a run's identity that have changed, as readable pairs.
 
-        Custom code is compared by what it computes if both were traced by the same
-        versions, and else by its text, see `is_by_text`. Files of earlier versions lack
-        hashes, which are then not compared.
+        Custom code is compared by what it computes if the same versions traced both,
+        and otherwise by its text, see `is_by_text`. Hashes that an earlier version did
+        not write are not compared.
         """
         before, after = self.options | self.hashes, now.options | now.hashes
         names = (before.keys() | after.keys()) - schema.names(schema.EXECUTION)
@@ -213,27 +187,20 @@ class RunFlags:
         ]
 
     def is_by_text(self, now: RunFlags) -> bool:
-        """Whether custom code can be compared by its text alone.
-
-        Its file is then of an earlier version, or other versions traced the code.
-        """
+        """Whether to compare custom code by its text, as other versions traced it."""
         by = self.hashes.get("computed_by")
         is_traced = by is not None and by == now.hashes.get("computed_by")
         return "own_sha256" in self.hashes and not is_traced
 
 
 def expand(argv: Sequence[str]) -> list[str]:
-    """A command line with every --flagfile replaced by its lines.
+    """Replaces every --flagfile of a command line by the lines of its file.
 
     absl itself would wait for pipes, skip a file that includes itself, and not find our
-    flagfiles by name.
-
-    A file named `run.flags` is what a run recorded, perhaps a stranger's run: its
-    options are those of `RunFlags.read`, and a line on stderr names others. Flagfiles
-    of any other name are the user's own and may have every option.
-
-    Raises:
-        UsageError: one line that names the flagfile.
+    flagfiles by name. A file named `run.flags` may be a stranger's record, so only the
+    options of `RunFlags.read` are taken from it, and a line on stderr names the others.
+    Any other flagfile may set every option. A UsageError is one line that names the
+    flagfile.
     """
     return [argv[0], *_expanded(argv[1:])]
 

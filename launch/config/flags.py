@@ -1,4 +1,4 @@
-"""From a command line to names and values: a two-pass parse with absl.
+"""Parses a command line with absl, in two passes.
 
 The first pass finds `--algo`, also inside flagfiles, and the second parses the options
 of that algorithm. Flags override those of a flagfile that comes before them.
@@ -48,17 +48,9 @@ def asked(
 ) -> tuple[Any, list[str], set[str]]:
     """Parses the options of a command that runs no algorithm, and answers `--help`.
 
-    Args:
-        argv: As `sys.argv`.
-        kind: Dataclass of `options.option`.
-        about: Text above the help.
-
-    Returns:
-        (an instance, the words beside the flags, the names of the given flags).
-
-    Raises:
-        ValueError, flags.Error: one line about a flag.
-        SystemExit: 0 after the help.
+    `kind` is a dataclass of `options.option`, and `about` the text above the help.
+    Returns an instance, the words beside the flags, and the names of the given flags.
+    Raises ValueError or flags.Error about a bad flag, and SystemExit(0) after the help.
     """
     kinds = registry.field_types(kind)
     values = defined({field.name: field for field in dataclasses.fields(kind)}, kinds)
@@ -113,12 +105,7 @@ def illegal(error: flags.IllegalFlagValueError, kinds: dict[str, type]) -> str:
 def parse(
     argv: Sequence[str], extra: Callable[[flags.FlagValues], None] | None = None
 ) -> dict[str, Any]:
-    """The names and values of the flags on a command line.
-
-    Raises:
-        flagfile.UsageError: one line that names the flag.
-        SystemExit: after `--help`.
-    """
+    """The flags' names and values; UsageError for a bad one, exit after `--help`."""
     arguments, algo = flagfile.expand(argv), ""
     try:
         algo = _algorithm(arguments[1:])
@@ -161,11 +148,7 @@ def _line(error: Exception, algo: str) -> str:
 def help_for(
     algo: str, extra: Callable[[flags.FlagValues], None] | None, dataset: str = ""
 ) -> NoReturn:
-    """Prints every option of an algorithm with its help text, by group, and exits.
-
-    Raises:
-        ValueError: there is no such algorithm.
-    """
+    """Prints an algorithm's options with their help by group, and exits."""
     known, kinds = registry.fields_of(algo), registry.option_types(algo)
     print(f"Options of --algo={algo} (also in a file: --flagfile=PATH)")
     for group, names in registry.groups_of(algo).items():

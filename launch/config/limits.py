@@ -19,10 +19,7 @@ _UNWRITABLE = ("Cc", "Zl", "Zp", "Cs")
 def checked(name: str, value: Any, kind: type) -> Any:
     """The value as a plain `kind` that 32 bits and a line of a file can hold.
 
-    None passes, and so does an int for a float.
-
-    Raises:
-        ValueError: one short line, whatever the value is.
+    None passes, and an int passes as a float. Anything else raises a short ValueError.
     """
     if value is None:
         return None
@@ -48,11 +45,10 @@ def checked(name: str, value: Any, kind: type) -> Any:
 
 
 def check_text(name: str, value: str) -> None:
-    """Refuses text that a line of a flagfile cannot hold.
+    """Raises ValueError if a line of a flagfile cannot hold the text.
 
-    Raises:
-        ValueError: a line break, another control character, text that is not UTF-8,
-            spaces around it, or more than `TEXT_LIMIT` characters.
+    Line breaks, other control characters, text that is not UTF-8, spaces around the
+    text, and more than `TEXT_LIMIT` characters are refused.
     """
     odd = [c for c in value if unicodedata.category(c) in _UNWRITABLE]
     wrong = ""

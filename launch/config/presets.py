@@ -1,4 +1,4 @@
-"""The papers' rules: the values of options that are not given.
+"""The papers' rules, which set the options that are not given.
 
 The rules are data, `rules/<paper>.toml`. A preset is a list of them, and every preset
 begins with those of `none`. No other part of `launch` depends on a paper.
@@ -9,28 +9,21 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from fedjax_pfl import options
+
 FOLDER = pathlib.Path(__file__).parent / "rules"
 BASE = "none"
-CONDITIONS = (
-    "algo",
-    "dataset",
-    "partition",
-    "public_images",
-    "max_examples",
-    "image_shape",
-)
 
 
 class Rule(NamedTuple):
-    """Options with their values, and the conditions under which they hold.
+    """Values of options, and the conditions under which they hold.
 
-    Attributes:
-        when: Condition -> wanted value. `algo`, `dataset`, `partition`, `image_shape`
-            (such as 28x28x1): a name or several. `public_images`: whether the algorithm
-            needs a public set and has none yet. `max_examples`: the largest number of
-            rows. Conditions on the data are checked once the data are loaded, after an
-            algorithm's own options are set.
-        options: Option -> value. Options that an algorithm does not have are skipped.
+    `when` maps conditions to wanted values. `algo`, `dataset`, `partition` and
+    `image_shape` (such as 28x28x1) want a name or one of several. `public_images` is
+    whether the algorithm needs a public set and has none yet, and `max_examples` the
+    largest number of rows. Conditions on the data are checked once the data are loaded,
+    after an algorithm's own options are set. `options` that an algorithm does not have
+    are skipped.
     """
 
     when: Mapping[str, Any]
@@ -72,19 +65,17 @@ PRESETS: dict[str, Preset] = read(FOLDER)
 
 
 def rules(preset: str) -> list[tuple[str, Rule]]:
-    """(its preset, rule) in order: the base's rules first, the preset's own last."""
+    """Pairs (preset, rule): first the base's rules, last the preset's own."""
     extends = PRESETS[preset].extends
     before = rules(extends) if extends else []
     return before + [(preset, rule) for rule in PRESETS[preset].rules]
 
 
 def values(preset: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Option -> value by the rules that hold, of which the last wins.
+    """Option -> value by the rules that hold. The last rule wins.
 
-    Args:
-        preset: A key of `PRESETS`.
-        facts: `algo`, `dataset`, and those known of `partition`, `public_images`,
-            `num_examples`, `image_shape`. A rule about an unknown one does not hold.
+    `facts` has `algo` and `dataset`, and `partition`, `public_images`, `num_examples`
+    and `image_shape` if they are known. A rule about an unknown fact does not hold.
     """
     out: dict[str, Any] = {}
     for _, rule in rules(preset):
@@ -115,10 +106,7 @@ def describe(preset: str) -> str:
     about, extends, own = PRESETS[preset]
     base = [f"--preset={extends}"] if extends not in (None, BASE) else []
     fixed = {k: v for rule in own if not rule.when for k, v in rule.options.items()}
-    pairs = [
-        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
-        for name, value in fixed.items()
-    ]
+    pairs = [f"{name}={options.text(value)}" for name, value in fixed.items()]
     more = sorted({name for rule in own if rule.when for name in rule.options})
     tail = f"; by --dataset or --algo: {', '.join(more)}" if more else ""
     joined = " and ".join(filter(None, (*base, " ".join(pairs))))

@@ -12,24 +12,12 @@ from fedjax_pfl import local_training, options
 from launch.config import limits, presets, schema
 
 KINDS = (int, float, str, bool)
-
-
-# Names that other frameworks have for our options -> ours
-_ELSEWHERE = {
-    name: ours
-    for ours, names in tomllib.loads(
-        pathlib.Path(__file__).with_name("elsewhere.toml").read_text()
-    ).items()
-    for name in names
-}
+# Our options -> the names that other frameworks have for them
+_ELSEWHERE = pathlib.Path(__file__).with_name("elsewhere.toml")
 
 
 def algorithm(algo: Any) -> algorithms.Entry:
-    """The entry of a name, or of a custom algorithm.
-
-    Raises:
-        ValueError: an unknown name, or an object without `HParams` and `make`.
-    """
+    """The entry of a name or a custom algorithm; ValueError if it is neither."""
     known = algorithms.ALGORITHMS
     if isinstance(algo, str):
         if algo not in known:  # a nearest name is sought for the error alone
@@ -58,7 +46,7 @@ def algorithm_name(algo: Any) -> str:
 
 
 def called(name: str) -> str | None:
-    """The algorithm that a row's name is the name of, whatever its case and signs.
+    """The algorithm that a row's name means, ignoring case and punctuation.
 
     Example:
         >>> called("FedRep+"), called("S-HeteroFL"), called("mine")
@@ -68,22 +56,11 @@ def called(name: str) -> str | None:
     def letters(text: str) -> str:
         return "".join(filter(str.isalnum, text.lower().replace("+", "plus")))
 
-    known = {letters(one): one for one in algorithms.ALGORITHMS}
-    return known.get(letters(name))
-
-
-def default_preset(algo: Any) -> str:
-    """The preset of a run without `--preset`."""
-    return algorithm(algo).preset
+    return {letters(one): one for one in algorithms.ALGORITHMS}.get(letters(name))
 
 
 class Departure(NamedTuple):
-    """What a run is whose options make it another method than its algorithm's name.
-
-    Attributes:
-        name: The algorithm that it is.
-        options: The options that make it so, with the values of the run.
-    """
+    """The method that a run really is, and the `options` of the run that make it so."""
 
     name: str
     options: dict[str, Any]
@@ -96,18 +73,12 @@ class Departure(NamedTuple):
 
 
 def departure(algo: Any, values: Mapping[str, Any]) -> Departure | None:
-    """Whether options make a run another method of the registry than its name says.
+    """The other method of the registry that a run's options turn it into, or None.
 
     Algorithms that share their code differ in the options that `algorithms.variant`
-    fixes. A run is what it is called as long as it has what its own name fixes, and not
-    all of what a more special name fixes too.
-
-    Args:
-        algo: A name; a custom algorithm is always itself.
-        values: Option -> value of the run; those that are missing have their defaults.
-
-    Returns:
-        None if the run is what its name says.
+    fixes. A run is what its name says if it has everything that this name fixes, and
+    not everything that a more special name fixes. A custom algorithm is always itself.
+    Options that are missing in `values` have their defaults.
 
     Example:
         >>> departure("fedper", {"head_epochs": 1})
@@ -119,9 +90,7 @@ def departure(algo: Any, values: Mapping[str, Any]) -> Departure | None:
     if mine is None:
         return None
     own = mine.fixed
-    family = {
-        name: entry.fixed for name, entry in known.items() if entry.make is mine.make
-    }
+    family = {n: one.fixed for n, one in known.items() if one.make is mine.make}
     usual = {f.name: f.default for f in dataclasses.fields(mine.HParams)}
     found = usual | {name: value for name, value in values.items() if name in usual}
 
@@ -138,19 +107,16 @@ def departure(algo: Any, values: Mapping[str, Any]) -> Departure | None:
 
 
 def _is_like(name: str, value: Any, fixed: Any) -> bool:
-    """Whether a value is what a variant fixes: the same choice, or as much as on."""
+    """Whether a value is what a variant fixes: the same choice, or equally on."""
     if isinstance(fixed, (int, float)) or name == "personal_from":
         return (value in (0, "none")) == (fixed in (0, "none"))
     return value == fixed
 
 
 def field_types(dataclass: Any) -> dict[str, type]:
-    """Field name -> int, float, str or bool.
+    """Field name -> int, float, str or bool; ValueError if a field has another type.
 
     Annotations may be types, `X | None`, `Optional[X]`, or any of them as text.
-
-    Raises:
-        ValueError: a field has another type.
     """
     try:
         hints = typing.get_type_hints(dataclass)
@@ -170,11 +136,7 @@ def field_types(dataclass: Any) -> dict[str, type]:
 
 
 def fields_of(algo: Any) -> dict[str, dataclasses.Field]:
-    """Every option of an algorithm's run: the common ones and its own.
-
-    Raises:
-        ValueError: an unknown algorithm, or an option of its own with a common name.
-    """
+    """The options of an algorithm's run; ValueError if an own one has a common name."""
     common = {f.name: f for f in dataclasses.fields(schema.Config)}
     own = {f.name: f for f in dataclasses.fields(algorithm(algo).HParams)}
     both = sorted((common.keys() | schema.REMOVED.keys()) & own.keys())
@@ -203,33 +165,27 @@ def groups_of(algo: Any) -> dict[str, list[str]]:
 
 def default_text(algo: Any, name: str, dataset: str = "") -> str:
     """The default of an option and where it comes from, for `--help`."""
-    preset = default_preset(algo)
+    entry = algorithm(algo)
     if name == "preset":
-        return repr(preset)
-    facts = {
-        "algo": algorithm_name(algo),
-        "public_images": algorithm(algo).public_images,
-    } | ({"dataset": dataset} if dataset else {})
+        return repr(entry.preset)
     if name == "client_model":
         return "that of --model"
+    facts = {"algo": algorithm_name(algo), "public_images": entry.public_images}
+    if dataset:
+        facts["dataset"] = dataset
     default = fields_of(algo)[name].default
     own = "automatic" if default is None else repr(default)
-    return presets.default_text(name, own, preset, facts)
+    return presets.default_text(name, own, entry.preset, facts)
 
 
 def asked(
     config: schema.Config, hparams: Any, given: Mapping[str, Any]
 ) -> frozenset[str]:
-    """The options that somebody asked for.
+    """The options that the user chose: those that are given, with one exception.
 
-    These are all that are given. A `run.flags` gives every option that its version had,
-    three quarters of today's at least, which no command line does. Of these only those
-    count that differ from what they are without it.
-
-    Args:
-        config: The resolved common options.
-        hparams: The algorithm's options.
-        given: Option -> value.
+    A `run.flags` gives every option that its version had, at least three quarters of
+    today's, which no command line does. Of these only options count that differ from
+    what they would be otherwise. `config` and `hparams` are resolved.
     """
     named = {name: value for name, value in given.items() if value is not None}
     facts = {name: getattr(config, name) for name in ("algo", "dataset", "partition")}
@@ -253,14 +209,12 @@ def unknown_option(name: str, algo: Any) -> str:
     """The error line about an option that `algo` does not have."""
     if name in schema.REMOVED:
         return f"--{name} is not a flag any more: {schema.REMOVED[name][1]}"
-    owners = [
-        other
-        for other, entry in algorithms.ALGORITHMS.items()
-        if name in {f.name for f in dataclasses.fields(entry.HParams)}
-    ]
+    entries = algorithms.ALGORITHMS.items()
+    owners = [other for other, entry in entries if name in field_types(entry.HParams)]
     shown = f"--algo={algorithm_name(algo)}"
     if owners:
         return f"--{name} belongs to {', '.join(owners)}; {shown} has no such flag"
-    known, meant = fields_of(algo), _ELSEWHERE.get(name)
-    hint = limits.nearest(meant if meant in known else name, known, "--")
+    known, elsewhere = fields_of(algo), tomllib.loads(_ELSEWHERE.read_text())
+    ours = (n for n, others in elsewhere.items() if name in others and n in known)
+    hint = limits.nearest(next(ours, name), known, "--")
     return f"--{name} is not a flag of {shown}{hint}"

@@ -32,13 +32,8 @@ def _made(dataclass: Any, values: Mapping[str, Any]) -> Any:
 def configure(given: Mapping[str, Any]) -> tuple[schema.Config, Any]:
     """The common options as given, and the algorithm's with its preset's rules.
 
-    Common options that are not given are set by `resolve`, which needs the data.
-
-    Args:
-        given: Option -> value, None = not given. `algo` may be a custom algorithm.
-
-    Raises:
-        ValueError: one line: what came, what was expected, which flag to change.
+    Common options that are not given, or None, are set by `resolve`, which needs the
+    data. `algo` may be a custom algorithm. A ValueError names the flag to change.
     """
     algo = given.get("algo", schema.Config.algo)
     known = registry.fields_of(algo)
@@ -47,7 +42,7 @@ def configure(given: Mapping[str, Any]) -> tuple[schema.Config, Any]:
             raise ValueError(registry.unknown_option(name, algo))
     given = {name: value for name, value in given.items() if value is not None}
     given["algo"] = registry.algorithm_name(algo)
-    given.setdefault("preset", registry.default_preset(algo))
+    given.setdefault("preset", registry.algorithm(algo).preset)
     config = _made(schema.Config, given)
     options.check_one_of("preset", config.preset, presets.PRESETS)
     facts = {"algo": config.algo, "dataset": config.dataset}
@@ -60,13 +55,8 @@ def resolve(
 ) -> schema.Config:
     """Sets every common option that is not given, by the preset and the data.
 
-    Args:
-        config: From `configure`.
-        source: The data set.
-        given: Option -> value, with `algo` if it is a custom algorithm.
-
-    Raises:
-        ValueError: the data lack what an option needs.
+    `config` is from `configure`, and `given` has the `algo` if that is a custom one.
+    Raises ValueError if the data lack what an option needs.
     """
     name = config.dataset
     is_given = {option for option, value in given.items() if value is not None}
@@ -81,7 +71,7 @@ def resolve(
     }
     partition = config.partition or presets.values(config.preset, facts)["partition"]
     if loaders.is_own(name) and config.partition is None:
-        # A paper's users exist for its own data only, and a user's arrays have owners.
+        # A paper's users exist only in its own data; a user's data may name owners.
         partition = "client_dirichlet" if source.client is None else "natural"
     if source.is_text and config.partition is None:
         partition = "contiguous"
@@ -94,7 +84,7 @@ def resolve(
         rules["num_clients"] = _owners(config, source, least)
         rules["examples_per_client"] = 0
     if source.num_train == len(source.label) and rules["test_split"] == "official":
-        # These data have no official test rows as those of the paper have.
+        # Unlike the paper's data, these have no official test rows.
         rules["test_split"] = "client_share"
     if loaders.is_own(name) and source.num_train < len(source.label):
         rules["test_split"] = "official"
@@ -161,15 +151,9 @@ def _of_text(source: dataset.Dataset) -> dict[str, Any]:
 def check_data(
     config: schema.Config, *, has_columns: bool = False, has_axes: bool = False
 ) -> None:
-    """Refuses options that are for other data, by their `only`.
+    """Raises ValueError for options that are for other data, by their `only`.
 
-    Args:
-        config: From `configure`.
-        has_columns: Whether data in memory have columns with names.
-        has_axes: Whether data in memory are arrays.
-
-    Raises:
-        ValueError: one line.
+    Data in memory may have named columns (`has_columns`) or be arrays (`has_axes`).
     """
     name, kind = config.dataset, config.partition
     text = texts.TEXTS.get(name)
@@ -195,8 +179,7 @@ def check_data(
 def _owners(config: schema.Config, source: dataset.Dataset, least: int) -> int:
     """The number of owners in the data; refuses a partition that needs more.
 
-    Owners of a text count if they have at least `least` rows, and other owners with
-    `--min_owner_examples`.
+    An owner must have `least` rows of a text, or `--min_owner_examples` of other data.
     """
     if source.client is None:
         raise ValueError(
@@ -251,12 +234,7 @@ def num_unseen(config: schema.Config) -> int:
 
 
 def client_classes(config: schema.Config) -> tuple[tuple[int, ...], ...]:
-    """The classes of each client, () if the partition does not need them.
-
-    Raises:
-        ValueError: `--client_classes` is not a list of classes, or is for another
-            number of clients.
-    """
+    """Parses `--client_classes`; () for other partitions, ValueError if wrong."""
     given = config.client_classes
     if config.partition != "classes":
         return ()
@@ -270,13 +248,7 @@ def client_classes(config: schema.Config) -> tuple[tuple[int, ...], ...]:
 
 
 def check(config: schema.Config, own: Collection[str] = ()) -> None:
-    """Checks the relations between the options of a resolved configuration.
-
-    `own` are the names of custom models.
-
-    Raises:
-        ValueError: one line: what came, what was expected, which flag to change.
-    """
+    """Raises ValueError if resolved options contradict; `own` names custom models."""
     most = limits.SEED_LIMIT + 1 - config.num_seeds
     options.check_at_most("seed", config.seed, most, "as the last of --num_seeds fits")
     most, why = config.num_clients, "all of --num_clients"

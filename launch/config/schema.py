@@ -5,6 +5,7 @@ adds are in its `HParams`.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 from data import arrays, images, partitions, texts
@@ -20,7 +21,7 @@ PRECISIONS = {
     "bf16_matmul": "bfloat16",
     "bf16": "highest",
 }
-# Kinds of data that an option may be for
+# Kinds of data for `only`
 DATA = {
     "texts": f"a text: {', '.join(texts.TEXTS)}",
     "owned texts": "a text with owners",
@@ -40,28 +41,29 @@ def option(
     only: str = "",
     **bounds: Any,
 ) -> Any:
-    """An option of every run.
+    """An option of every run, with `options.option`'s `bounds`.
 
     Args:
-        default: The default value, None = a rule or the data decide.
+        default: None = a rule or the data decide.
         help: One sentence.
         role: `IDENTITY`: a run with another value is another run. `EXECUTION`: how,
-            where and for how long it is computed. `NOWHERE`: the same, but never
-            recorded in `run.flags` and never taken from it, as the folder may be a
-            stranger's: what writes files, opens connections or loads programs.
-        label: Whether the name of a run in a picture contains the option: `always` if
-            runs differ in it, `never`, or "" if runs of one algorithm differ in it.
-        only: A key of `DATA`, the data with which it has an effect. With others it is
-            refused.
-        **bounds: As in `options.option`.
+            where and for how long it is computed. `NOWHERE`: the same, but neither
+            recorded in `run.flags` nor taken from it, which may be a stranger's,
+            because it writes files, opens connections or loads programs.
+        label: Whether a run's name in a picture has the option: `always` if runs differ
+            in it, `never`, or "" if runs of one algorithm differ in it.
+        only: A key of `DATA`: with data of another kind the option is refused.
     """
     field = options.option(default, help, **bounds)
     metadata = {**field.metadata, "role": role, "label": label, "only": only}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-# Options of earlier versions -> (the value with which they did nothing, why they were
-# removed). Folders of runs may still name them.
+# An option for other data than texts
+_image_option = functools.partial(option, only="images")
+
+
+# Removed option -> (value without effect, reason). Folders of runs may still name them.
 REMOVED = {
     "lanes": (
         "0",
@@ -132,12 +134,11 @@ class Data:
         "owner",
         only="tables",
     )
-    min_owner_examples: int = option(
+    min_owner_examples: int = _image_option(
         0,
         "leave owners with fewer rows out (natural), 0 = keep all",
         minimum=0,
         needs={"partition": ("natural",)},
-        only="images",
     )
     data_dir: str = option(
         "", "folder of the data set's files or prepared tfds data", role=EXECUTION
@@ -162,41 +163,33 @@ class Data:
         choices=augment.POSITIONS,
         only="texts",
     )
-    rotate_classes: int = option(
+    rotate_classes: int = _image_option(
         1,
         "right angles of images, each another class; 1 = as is",
         minimum=1,
         maximum=4,
-        only="images",
         excludes={"layout": ("ntc",), "partition": ("cdkt", "cdkt_paper")},
     )
-    image_size: int = option(
+    image_size: int = _image_option(
         0,
         "pad images with black to this side; 0 = as is",
         minimum=0,
         maximum=images.MAX_SIDE,
-        only="images",
     )
-    image_channels: int = option(
-        0,
-        "repeat gray images to so many channels; 0 = as is",
-        minimum=0,
-        maximum=64,
-        only="images",
+    image_channels: int = _image_option(
+        0, "repeat gray images to so many channels; 0 = as is", minimum=0, maximum=64
     )
-    normalization: str | None = option(
+    normalization: str | None = _image_option(
         None,
         "how images are normalised",
         choices=dataset_lib.NORMALIZATIONS,
-        only="images",
         off="none",
     )
-    augment: str | None = option(
+    augment: str | None = _image_option(
         None,
         "how images of train batches are changed: crop_flip = a random crop within a "
         "black margin of an eighth, and a mirror image half of the time",
         choices=augment.KINDS,
-        only="images",
         off="none",
     )
     partition: str | None = option(
@@ -244,27 +237,21 @@ class Data:
         minimum=0,
         excludes={"partition": ("natural", "file:PATH")},
     )
-    train_share: float = option(
+    train_share: float = _image_option(
         1.0,
         "train on this fraction of each client's train rows, of each class the first",
         above=0,
         maximum=1,
-        only="images",
     )
     export_partition: str = option(
         "", "file to write each client's rows to, for file:PATH", role=NOWHERE
     )
-    proxy_fraction: float | None = option(
-        None,
-        "fraction of every class set aside as proxy set",
-        minimum=0,
-        below=1,
-        only="images",
+    proxy_fraction: float | None = _image_option(
+        None, "fraction of every class set aside as proxy set", minimum=0, below=1
     )
-    public_set: str | None = option(
+    public_set: str | None = _image_option(
         None,
         "data set of unlabelled train images that all clients share, or none",
-        only="images",
         excludes={"proxy_fraction": options.ON},
         off="none",
     )
@@ -332,10 +319,8 @@ class Evaluation:
         0, "evaluate only this many clients, drawn once by seed, 0 = all", minimum=0
     )
     eval_train: bool = option(False, "also evaluate the server's model on train rows")
-    eval_metrics: str = option(
-        "",
-        f"also measure these, separated by commas: {', '.join(measures.NAMES)}",
-        only="images",
+    eval_metrics: str = _image_option(
+        "", f"also measure these, separated by commas: {', '.join(measures.NAMES)}"
     )
     fine_tune_epochs: int = option(
         0,
@@ -343,8 +328,8 @@ class Evaluation:
         "0 = not; the run is unchanged",
         minimum=0,
     )
-    c_gen: bool | None = option(
-        None, "also evaluate clients' models on all clients' test rows", only="images"
+    c_gen: bool | None = _image_option(
+        None, "also evaluate clients' models on all clients' test rows"
     )
     summary: str | None = option(
         None,

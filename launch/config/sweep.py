@@ -2,7 +2,7 @@
 
 A point is a value for each name, and a sweep is the product of its names' values. No
 point is named the best: accuracies are those of test rows, and choosing a point by them
-would be training on the test set.
+would be training on the test set. A bad sweep raises a ValueError of one line.
 """
 
 import dataclasses
@@ -17,15 +17,10 @@ Point = dict[str, float]
 
 
 def text(given: Any) -> str:
-    """A sweep as one line, the same for equal points; empty for an empty sweep.
-
-    Raises:
-        ValueError: it is neither a line nor names with values.
-    """
+    """A sweep, given as a line or a mapping, as one line that equal points share."""
     if isinstance(given, str):
         found = points(given)
-        every = {name: dict.fromkeys(p[name] for p in found) for name in found[0]}
-        return _line(every)
+        return _line({name: dict.fromkeys(p[name] for p in found) for name in found[0]})
     if not isinstance(given, Mapping):
         example = '{"client_lr": [0.01, 0.1]}'
         raise ValueError(
@@ -51,13 +46,7 @@ def _number(text: str) -> float | None:
 
 
 def points(line: str) -> list[Point]:
-    """The points of a sweep in its order, in which the last name varies fastest.
-
-    [{}] without a sweep.
-
-    Raises:
-        ValueError: one line.
-    """
+    """The points of a sweep, the last name varying fastest; [{}] without a sweep."""
     if not line:
         return [{}]
     values: dict[str, list[float]] = {}
@@ -84,12 +73,9 @@ def points(line: str) -> list[Point]:
 def of(line: str, hparams: Any, other_names: Sequence[str] = ()) -> list[Point]:
     """The points of a sweep of one algorithm's numbers; [{}] without a sweep.
 
-    `hparams` are the algorithm's options without the sweep, and `other_names` options
-    that are not its own.
-
-    Raises:
-        ValueError: one line: an option cannot be swept, or its values need several
-            programs.
+    `hparams` are the algorithm's options without the sweep, and `other_names` are
+    options that are not its own. Raises ValueError if an option cannot be swept, or if
+    its values need several programs.
     """
     found = points(line)
     known = {field.name: field for field in dataclasses.fields(hparams)}
@@ -121,12 +107,11 @@ def _why_not(
         return "shapes the data, the models or the run"
     if name not in known:
         return "is not an option of this algorithm"
-    value, kind = getattr(hparams, name), str(known[name].type)
-    if kind.startswith("float") or known[name].type is float:
-        is_static = known[name].metadata.get("is_static")
-        return (
-            "is part of the program, so that each value is another" if is_static else ""
-        )
+    value, kind = getattr(hparams, name), known[name].type
+    if kind is float or str(kind).startswith("float"):
+        if known[name].metadata.get("is_static"):
+            return "is part of the program, so that each value is another"
+        return ""
     if isinstance(value, int) and not isinstance(value, bool):
         return "is an integer, each of which is another program"
     return "is a choice, each of which is another program"

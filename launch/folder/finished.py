@@ -26,25 +26,21 @@ SUMMARY, PARTIAL = "summary.json", ".partial"
 CHECKPOINTS = "checkpoints"
 # Arrays of `CLIENTS`: one of the first two, and the third except for a text
 ACCURACY, PERPLEXITY, CLASS_COUNTS = "accuracy", "perplexity", "class_counts"
-# Arrays of names, where classes or owners are not numbers
+# Arrays of names, if classes or owners are not numbers
 CLASS_NAMES, OWNER_NAMES = "class_names", "owner_names"
 BEST_ROUND = "best_round"
-# The forms of JSON, see `json_text.check`: what a cell keeps of a record, a record, and
-# the metrics of one run
+# Forms for `json_text.check`: a record in a cell, a record, and one run's metrics
+_NUMBER = json_text.NUMBER
 CURVE = {
     "round": int,
     "seed": int,
-    "bytes_up": json_text.NUMBER,
-    "bytes_down": json_text.NUMBER,
+    "bytes_up": _NUMBER,
+    "bytes_down": _NUMBER,
     "diverged?": int,
     str: json_text.NUMBER_OR_NULL,
 }
-RECORD = CURVE | {"seconds": json_text.NUMBER}
-_ENTRY = {
-    "mean": json_text.NUMBER,
-    "std": json_text.NUMBER,
-    "per_seed": [json_text.NUMBER],
-}
+RECORD = CURVE | {"seconds": _NUMBER}
+_ENTRY = {"mean": _NUMBER, "std": _NUMBER, "per_seed": [_NUMBER]}
 PART = {
     "metrics": {"bytes_up": _ENTRY, "bytes_down": _ENTRY, str: _ENTRY},
     "diverged?": int | None,
@@ -60,18 +56,13 @@ _KINDS = {
     "rounds": int,
     "summary": str,
     "summary_of?": str,
-    "sweep?": [{"point": {str: json_text.NUMBER}}],
-    **dict.fromkeys(
-        (
-            "client_updates_per_second",
-            "samples_per_second",
-            "compile_seconds",
-            "padding_efficiency",
-            "step_efficiency?",
-            "device_balance?",
-        ),
-        json_text.NUMBER,
-    ),
+    "sweep?": [{"point": {str: _NUMBER}}],
+    "client_updates_per_second": _NUMBER,
+    "samples_per_second": _NUMBER,
+    "compile_seconds": _NUMBER,
+    "padding_efficiency": _NUMBER,
+    "step_efficiency?": _NUMBER,
+    "device_balance?": _NUMBER,
     "versions?": {str: str},
     "git_commit?": str,
     "device": str,
@@ -79,11 +70,11 @@ _KINDS = {
 
 
 def clients(run: Run) -> dict[str, np.ndarray]:
-    """Accuracies [seed, round, client], test sizes and class counts of all clients.
+    """Returns accuracies [seed, round, client], test sizes and class counts of clients.
 
     In a sweep they are [seed, point, round, client], with the points' numbers by name.
-    A text has perplexities instead, under the name `perplexity`, and no class counts.
-    Names of classes and of the clients' owners are there if they are not numbers. With
+    A text has perplexities instead, as `perplexity`, and no class counts. Names of
+    classes and of the clients' owners are included if they are not numbers. With
     --summary=best_validation there is one round, -1, which stands for `best_round`
     [seed] ([seed, point] in a sweep).
     """
@@ -94,34 +85,29 @@ def clients(run: Run) -> dict[str, np.ndarray]:
     swept = {name: np.array([one[name] for one in points]) for name in points[0]}
     is_text = bool(run.data.num_words)
     names = {CLASS_NAMES: run.classes, OWNER_NAMES: run.owners}
-    names = {kind: np.array(found) for kind, found in names.items() if found}
     rounds, best = np.asarray(run.window), {}
     if run.config.summary == summaries.BEST:
         every = [run.best_rounds(place).values() for place in range(len(points))]
         of_each = np.array([list(one) for one in every])[..., 0].T
         rounds = np.array([-1])
         best = {BEST_ROUND: of_each if run.config.sweep else of_each[:, 0]}
-    return (
-        swept
-        | names
-        | best
-        | {
-            PERPLEXITY if is_text else ACCURACY: accuracy,
-            "rounds": rounds,
-            "seeds": np.asarray(run.seeds),
-            "test_size": np.asarray(run.data.partition.test.count),
-            **({} if is_text else {CLASS_COUNTS: class_counts(run)}),
-        }
-    )
+    return {
+        **swept,
+        **{kind: np.array(found) for kind, found in names.items() if found},
+        **best,
+        PERPLEXITY if is_text else ACCURACY: accuracy,
+        "rounds": rounds,
+        "seeds": np.asarray(run.seeds),
+        "test_size": np.asarray(run.data.partition.test.count),
+        **({} if is_text else {CLASS_COUNTS: class_counts(run)}),
+    }
 
 
 def class_counts(run: Run) -> np.ndarray:
-    """Train examples of each client and class, int32[seeds, K, Y]."""
-    part, label = run.data.partition, np.asarray(run.data.label)
-    owned = map(np.asarray, (part.train.row, part.train.start, part.train.count))
-    classes = run.task.num_classes
-    each = zip(*owned, strict=True)
-    return np.stack([count_classes(label, *one, classes) for one in each])
+    """Counts the train examples of each client and class, int32[seeds, K, Y]."""
+    train, label = run.data.partition.train, np.asarray(run.data.label)
+    each = zip(*map(np.asarray, (train.row, train.start, train.count)), strict=True)
+    return np.stack([count_classes(label, *one, run.task.num_classes) for one in each])
 
 
 def count_classes(
@@ -133,11 +119,8 @@ def count_classes(
 ) -> np.ndarray:
     """Counts the examples of each client and class, int32[K, Y].
 
-    Args:
-        label: int[N], labels of all examples.
-        row: int[M], rows of examples, grouped by client.
-        start, count: int[K], where each client's rows begin in `row`, and their number.
-        num_classes: Y.
+    `label` int[N] has the labels of all examples. `row` int[M] has rows of examples, of
+    which client k has `count[k]` from `start[k]` on.
     """
     num_clients = len(start)
     client = np.repeat(np.arange(num_clients), count)
@@ -149,10 +132,9 @@ def count_classes(
 
 
 def records(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """The records of a run, finished or not, in order of rounds.
+    """Reads the records of a run, finished or not, in order of rounds.
 
-    Raises:
-        ValueError: one line: a line is not a record, or it is not a file.
+    Raises a one-line ValueError if a line is not a record or the path is not a file.
     """
     path = folder / METRICS
     try:
@@ -173,7 +155,7 @@ def records(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def lines(records: Sequence[Mapping[str, Any]]) -> str:
-    """The lines of metrics.jsonl."""
+    """Formats records as the lines of metrics.jsonl."""
     return "".join(json.dumps(finite(record)) + "\n" for record in records)
 
 
@@ -188,17 +170,16 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 
 def seal(folder: pathlib.Path, summary: dict[str, Any]) -> dict[str, Any]:
-    """`summary` with the hashes of the folder's files and its own."""
+    """Adds the hashes of the folder's files, and its own hash, to a summary."""
     files = {name: _file_digest(folder / name) for name in _FILES}
     sealed = summary | {"files_sha256": files}
     return sealed | {"sha256": _own_digest(sealed)}
 
 
 def read(folder: pathlib.Path) -> dict[str, Any] | None:
-    """The summary of a run's folder, None if there is none.
+    """Reads the summary of a run's folder, None if there is none.
 
-    Raises:
-        ValueError: one line that names a file that is not as the run wrote it.
+    Raises a one-line ValueError that names a file that is not as the run wrote it.
     """
     path = folder / SUMMARY
     try:
@@ -211,7 +192,13 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
         summary = json_text.read(path.read_bytes(), {})
         is_sealed = bool(_SEALS.keys() & summary.keys())
         if is_sealed or "parameters_sha256" not in summary:
-            _check_form(summary)
+            json_text.check(summary, _SEALS)
+            body = {name: one for name, one in summary.items() if name != "sha256"}
+            if _own_digest(body) != summary["sha256"]:
+                raise ValueError("its sha256 differs")
+            json_text.check(summary, _KINDS)
+            for part in summary.get("sweep", [summary]):
+                json_text.check(part, PART)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not is_sealed:
@@ -220,29 +207,16 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
             f"--flagfile={folder / RUN_FLAGS} with another --workdir"
         )
     for name, expected in summary["files_sha256"].items():
-        beside, odd = folder / name, ""
+        beside = folder / name
         if not beside.is_file():
-            odd = "is missing"
-        elif _file_digest(beside) != expected:
-            odd = f"is damaged: {SUMMARY} has another SHA-256"
-        if odd:
-            raise ValueError(f"{beside} {odd}")
+            raise ValueError(f"{beside} is missing")
+        if _file_digest(beside) != expected:
+            raise ValueError(f"{beside} is damaged: {SUMMARY} has another SHA-256")
     return summary
 
 
-def _check_form(summary: dict[str, Any]) -> None:
-    """Refuses a summary that was edited, or whose parts are not of their kinds."""
-    json_text.check(summary, _SEALS)
-    body = {name: value for name, value in summary.items() if name != "sha256"}
-    if _own_digest(body) != summary["sha256"]:
-        raise ValueError("its sha256 differs")
-    json_text.check(summary, _KINDS)
-    for part in summary.get("sweep", [summary]):
-        json_text.check(part, PART)
-
-
 def _own_digest(summary: dict[str, Any]) -> str:
-    """The SHA-256 of the values, whatever their layout in the file."""
+    """Returns the SHA-256 of the values, whatever their layout in the file."""
     return hashlib.sha256(json.dumps(summary, sort_keys=True).encode()).hexdigest()
 
 
@@ -252,7 +226,7 @@ def _file_digest(path: pathlib.Path) -> str:
 
 
 def finite(value: Any) -> Any:
-    """The same structure with None for nan and infinity, which JSON does not have."""
+    """Replaces nan and infinity, which JSON does not have, by None."""
     if isinstance(value, Mapping):
         return {name: finite(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -263,7 +237,7 @@ def finite(value: Any) -> Any:
 
 
 def git_commit() -> dict[str, str]:
-    """{"git_commit": ...} of the checkout that contains this file, or {}."""
+    """Returns {"git_commit": ...} of the checkout that contains this file, or {}."""
     root = pathlib.Path(__file__).resolve().parents[2]
     # The variables that git sets inside hooks would point to another repository.
     clean = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}

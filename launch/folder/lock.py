@@ -18,8 +18,8 @@ class Lock:
     """A file that names its owner by process id and host.
 
     The kernel's lock on the file decides between processes of one machine. It ends with
-    its owner, so that the lock of a dead process can be taken. It may not work between
-    machines that share a disk, for which the name decides.
+    its owner, so that the lock of a dead process can be taken. Between machines that
+    share a disk it may not work, so there the name decides.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -27,11 +27,7 @@ class Lock:
         self._file: int | None = None  # its descriptor, while the lock is held
 
     def acquire(self) -> None:
-        """Takes the lock, and creates the folder if there is none.
-
-        Raises:
-            ValueError: another process has it. The line names the process and its host.
-        """
+        """Takes the lock and creates the folder; a ValueError names its holder."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         while self._file is None:
             file = self._opened()
@@ -46,31 +42,30 @@ class Lock:
 
     def _opened(self) -> int:
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-            return os.open(self.path, flags, 0o644)
+            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise ValueError(
-                    f"{self.path} is a link, which would be overwritten; remove it"
-                ) from error
-            raise
+            if error.errno != errno.ELOOP:
+                raise
+            raise ValueError(
+                f"{self.path} is a link, which would be overwritten; remove it"
+            ) from error
 
     def release(self) -> None:
         """Releases the lock, if it is held, and removes the file."""
         if self._file is not None:
-            # The file is removed first, so that a waiting process sees that it is gone.
+            # It is removed first, so that a waiting process sees that it is gone.
             with contextlib.suppress(OSError):
                 self.path.unlink()
             os.close(self._file)
             self._file = None
 
     def _lock(self, file: int) -> int | None:
-        """`file` if it is now locked, None if it is no longer the one at the path."""
+        """Locks and returns `file`, or None if it is no longer the one at the path."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(self._refusal(_owner(file))) from None
-        # Its owner may have removed it after it was opened here.
+        # Its owner may have removed it meanwhile.
         try:
             if not os.path.samestat(os.stat(self.path), os.fstat(file)):
                 return None
@@ -89,7 +84,7 @@ class Lock:
 
 
 def _owner(file: int) -> dict | None:
-    """The owner that a lock names, None if it is not written completely."""
+    """Returns the owner that a lock names, None if it is not written completely."""
     try:
         return json_text.read(os.pread(file, 1000, 0), {"pid": int, "host": str})
     except ValueError:

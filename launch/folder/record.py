@@ -19,8 +19,8 @@ class Record(NamedTuple):
 
     `clients` is empty for an unfinished run, and `summary` is None if it has no folder
     or is unfinished. Each point of a sweep is a run with its numbers in `point` and in
-    `flags`. `kinds` holds the kind of each metric that declared one, and `hashes` the
-    SHA-256 of its data, partition and code by name.
+    `flags`. `kinds` has the declared kinds of metrics, and `hashes` the SHA-256 of
+    data, partition and code by name.
     """
 
     path: pathlib.Path
@@ -34,18 +34,17 @@ class Record(NamedTuple):
 
 
 def by_point(run: Record) -> list[Record]:
-    """The points of a sweep as runs, or the run itself if it has no sweep."""
+    """Returns the points of a sweep as runs, or the run itself if it has no sweep."""
     points = sweep.points(run.flags.get("sweep", ""))
     if not points[0]:
         return [run]
     out = []
     for index, point in enumerate(points):
         values = {name: str(value) for name, value in point.items()}
-        records = sweep.of_point(run.records, point)
-        one = run._replace(flags=run.flags | {"sweep": ""} | values, records=records)
+        flags = run.flags | {"sweep": ""} | values
+        one = run._replace(flags=flags, records=sweep.of_point(run.records, point))
         if run.clients:
-            name = measured(run)
-            mine = {name: run.clients[name][:, index]}
+            mine = {measured(run): run.clients[measured(run)][:, index]}
             one = one._replace(clients=run.clients | mine)
         if run.summary is not None:
             summary = run.summary | run.summary["sweep"][index]
@@ -57,7 +56,7 @@ def by_point(run: Record) -> list[Record]:
 def names_by_point(
     found: Sequence[Sequence[Record]], names: Sequence[str]
 ) -> list[str]:
-    """A name for each run; all points of a sweep share theirs."""
+    """Names each run, a point of a sweep by the sweep's name and its numbers."""
     pairs = zip(names, found, strict=bool(names))
     return [sweep.label(run.point, name) for name, runs in pairs for run in runs]
 
@@ -65,26 +64,29 @@ def names_by_point(
 def read(path: pathlib.Path) -> Record:
     """Reads a run's folder, finished or not.
 
-    Raises:
-        ValueError: it holds no run with measurements, or a damaged one.
+    Raises ValueError if it holds no run with measurements, or a damaged one.
     """
     summary = finished.read(path)
     is_there = (path / finished.METRICS).is_file()
-    records = finished.records(path) if is_there else []
-    if not records:
+    if not (records := finished.records(path) if is_there else []):
         raise ValueError(f"{path} holds no run that has measured anything")
     recorded = flagfile.RunFlags.read(path / finished.RUN_FLAGS)
-    found = Record(path, recorded.options, records, {}, summary)
-    found = found._replace(hashes=recorded.hashes)
+    run = Record(path, recorded.options, records, {}, summary, hashes=recorded.hashes)
     if summary is None:
-        _check_begun(path, found.records)
-        return found
-    found = found._replace(clients=_clients(found))
-    return found._replace(kinds=summaries.kinds(summary))
+        # The checkpoint has the records of all rounds up to it.
+        kept = checkpoint.last_host(path / finished.CHECKPOINTS) or {}
+        known, found = finished.lines(kept.get("records", ())), finished.lines(records)
+        if not found.startswith(known) and not known.startswith(found):
+            raise ValueError(
+                f"{path / finished.METRICS} was changed since the run wrote it; "
+                "--resume writes it again"
+            )
+        return run
+    return run._replace(clients=_clients(run), kinds=summaries.kinds(summary))
 
 
 def _clients(run: Record) -> dict[str, np.ndarray]:
-    """The per-client arrays of a finished run, each of the shape that it must have."""
+    """Reads the per-client arrays of a finished run, and checks their shapes."""
     path = run.path / finished.CLIENTS
     points = sweep.points(run.flags.get("sweep", ""))
     several = [len(points)] if points[0] else []
@@ -123,24 +125,13 @@ def _clients(run: Record) -> dict[str, np.ndarray]:
     return found
 
 
-def _check_begun(path: pathlib.Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses records of an unfinished run that its checkpoint does not have."""
-    kept = checkpoint.last_host(path / finished.CHECKPOINTS) or {}
-    known, found = finished.lines(kept.get("records", ())), finished.lines(records)
-    if not found.startswith(known) and not known.startswith(found):
-        raise ValueError(
-            f"{path / finished.METRICS} was changed since the run wrote it; --resume "
-            "writes it again"
-        )
-
-
 def kinds(runs: Sequence[Record]) -> dict[str, metric_kinds.Kind]:
-    """The declared kinds of the metrics of runs."""
+    """Returns the declared kinds of the metrics of runs."""
     return {name: kind for run in runs for name, kind in run.kinds.items()}
 
 
 def diverged(run: Record) -> int | None:
-    """The first round after which a run's numbers, of any seed, are not finite."""
+    """Returns the first round after which numbers of a seed are not finite, or None."""
     rounds = [record["diverged"] for record in run.records if "diverged" in record]
     return min(rounds, default=None)
 
@@ -150,9 +141,9 @@ def labels(runs: Sequence[Record]) -> list[str]:
 
     These are the options that make it another method than its algorithm's name says,
     the data and the partition if runs differ in them, and any option in which runs of
-    one algorithm differ. Seeds are named only if nothing else differs. Names that are
-    still equal get the options of execution that differ, such as the rounds, then the
-    hashes of data, partition or code, and in the end the folder.
+    one algorithm differ. Seeds are named only if nothing else differs. Equal names get
+    the options of execution that differ, such as the rounds, then the hashes of data,
+    partition or code, and finally the folder.
     """
     silent = schema.names(schema.EXECUTION).union(schema.labelled("never"))
     setting = schema.labelled("always")
@@ -175,7 +166,7 @@ def labels(runs: Sequence[Record]) -> list[str]:
 
 
 def departure(run: Record) -> registry.Departure | None:
-    """Whether a run's options make it another method than its name says."""
+    """Describes how a run's options make it another method, or None."""
     algo = run.flags["algo"]
     if algo not in algorithms.ALGORITHMS:
         return None
@@ -185,12 +176,12 @@ def departure(run: Record) -> registry.Departure | None:
 def _differing(
     runs: Sequence[Record], names: Sequence[str], of: str = "flags"
 ) -> list[str]:
-    """The names of flags or hashes in which runs differ."""
+    """Returns the names of flags or hashes in which runs differ."""
     return [n for n in names if len({getattr(run, of).get(n) for run in runs}) > 1]
 
 
 def _distinct(runs: Sequence[Record], names: list[str]) -> list[str]:
-    """The names of runs, with more of what differs where some are equal."""
+    """Adds more of what differs to the names of runs that are equal."""
     how = ["rounds", *sorted(schema.names(schema.EXECUTION) - {"rounds"})]
 
     def flags_of(group: Sequence[Record], run: Record) -> list[str]:
@@ -225,12 +216,12 @@ def is_text(run: Record) -> bool:
 
 
 def class_names(run: Record) -> tuple[str, ...]:
-    """The names of a finished run's classes, () if they are numbers."""
+    """Returns the names of a finished run's classes, () if they are numbers."""
     return tuple(map(str, run.clients.get(finished.CLASS_NAMES, ())))
 
 
 def measured(run: Record) -> str:
-    """The array of what is known of each client of a finished run."""
+    """Returns the name of the per-client array of a finished run's results."""
     return finished.PERPLEXITY if is_text(run) else finished.ACCURACY
 
 
@@ -240,16 +231,12 @@ def has_clients(run: Record) -> bool:
 
 
 def client_means(run: Record) -> np.ndarray:
-    """The means of `measured` over the summary's rounds, nan = unknown; f64[S, K]."""
-    values = run.clients[measured(run)]
-    return np.ma.masked_invalid(values).mean(1).filled(np.nan)
+    """Averages `measured` over the summary's rounds, nan = unknown; f64[S, K]."""
+    return np.ma.masked_invalid(run.clients[measured(run)]).mean(1).filled(np.nan)
 
 
 def of_clients(run: Record) -> np.ndarray:
-    """Each client's accuracy in percent, or perplexity of a text; f64[seeds, K].
-
-    It is the mean over the summary's rounds.
-    """
+    """Returns `client_means`, with accuracies in percent; f64[seeds, K]."""
     mean = client_means(run)
     return mean if is_text(run) else 100 * mean
 
@@ -260,7 +247,7 @@ def over_seeds(
     scale: float,
     place: Callable[[Mapping[str, Any]], float] = lambda row: row["round"],
 ) -> tuple[list[float], np.ndarray, np.ndarray]:
-    """A metric by evaluated round: (where, mean, standard deviation) over seeds."""
+    """Returns a metric's (place, mean, standard deviation) over seeds by round."""
     rows = [row for row in run.records if row.get(metric) is not None]
     rounds = sorted({row["round"] for row in rows})
     groups = [[row for row in rows if row["round"] == one] for one in rounds]

@@ -22,7 +22,7 @@ def check(wanted: bool) -> None:
 
 
 class TensorBoard:
-    """Scalars by the metric vocabulary, one run for each seed and point of a sweep."""
+    """Writes scalars by metric, one run for each seed and point of a sweep."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class TensorBoard:
             for name, value in record.items():
                 known = isinstance(value, (int, float)) and math.isfinite(value)
                 if known and name not in ("round", "seed", *self._swept):
-                    # The name is the tag, in which a hyphen or a blank would change.
+                    # The name becomes the tag, which would change hyphens and blanks.
                     writer.add_scalar(name, value, record["round"])
         for writer in self._writers.values():
             writer.flush()
@@ -66,7 +66,7 @@ class TensorBoard:
 
 
 def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
-    """The records as a table with empty fields for missing metrics."""
+    """Formats the records as a table with empty fields for missing metrics."""
     names = list(dict.fromkeys(name for record in records for name in record))
     file = io.StringIO()
     writer = csv.DictWriter(file, names)

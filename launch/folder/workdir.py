@@ -25,7 +25,7 @@ RUN_FLAGS, METRICS = finished.RUN_FLAGS, finished.METRICS
 
 
 def default_name(config: Any) -> str:
-    """runs/<algo>-<dataset>-seed<seed>[-<last seed>]."""
+    """Returns runs/<algo>-<dataset>-seed<seed>[-<last seed>]."""
     dataset = config.dataset
     if loaders.is_own(dataset) and ":" in dataset:
         dataset = pathlib.Path(dataset.partition(":")[2]).stem
@@ -37,8 +37,7 @@ def default_name(config: Any) -> str:
 def with_stored_rounds(given: Mapping[str, Any]) -> dict[str, Any]:
     """Adds the recorded number of rounds to `--resume` without `--rounds`.
 
-    Raises:
-        ValueError: the recorded value is not a number.
+    Raises ValueError if the recorded value is not a number.
     """
 
     def stored() -> int | None:
@@ -53,7 +52,7 @@ def with_stored_rounds(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{path} has no number of rounds; give --rounds")
         return int(rounds)
 
-    # All processes call it, also if their options differ, which is refused later.
+    # All processes call it, even with different options, which are refused later.
     recorded = processes.on_first(stored)
     is_given = recorded is None or given.get("rounds") is not None
     return dict(given) if is_given else {**given, "rounds": recorded}
@@ -69,12 +68,8 @@ class Workdir(loop.Listener):
     Of several processes of one run only the first accesses the folder. The others get
     what it finds, and its refusals.
 
-    Attributes:
-        run: The run.
-        path: The folder.
-        checkpoints: The folder of its checkpoints.
-        records: The lines of metrics.jsonl.
-        summary: The contents of summary.json, None until the run is finished.
+    `path` is the folder, `checkpoints` that of its checkpoints, `records` the lines of
+    metrics.jsonl, and `summary` that of summary.json, None until the run is finished.
     """
 
     def __init__(self, run: Run):
@@ -90,7 +85,7 @@ class Workdir(loop.Listener):
 
     @property
     def _flags(self) -> flagfile.RunFlags:
-        """The present flags of the run, as run.flags holds them."""
+        """The present flags of the run, in the form of run.flags."""
         run = self.run
         return flagfile.RunFlags.of(run.config, run.hparams, hashes=run.hashes)
 
@@ -107,11 +102,10 @@ class Workdir(loop.Listener):
     def open(self, restores: bool = False) -> dict[str, Any] | None:
         """Locks the folder and continues the run in it.
 
-        Args:
-            restores: Whether to load the state of a finished run.
+        `restores` also loads the state of a finished run.
 
         Returns:
-            The summary of a finished run, whose folder is not locked because it may be
+            The summary of a finished run. Its folder is not locked, because it may be
             read-only. None for any other run.
 
         Raises:
@@ -132,7 +126,7 @@ class Workdir(loop.Listener):
         return self.summary
 
     def _shared(self, find: Callable[[], Any]) -> Any:
-        """Calls `find` in the first process, and loads what it restored in all."""
+        """Calls `find` in the first process; loads in all what it restored."""
 
         def sent() -> list[Any]:
             found = find()
@@ -181,10 +175,7 @@ class Workdir(loop.Listener):
             self._begin()
 
     def _begin(self) -> None:
-        """Writes run.flags and removes the results of a shorter run.
-
-        Its summary is removed first, so that it is never beside files of a longer run.
-        """
+        """Removes results of a shorter run, the summary first, and writes run.flags."""
         checkpoint.prepare()
         for name in (finished.SUMMARY, finished.CLIENTS):
             (self.path / name).unlink(missing_ok=True)
@@ -193,8 +184,7 @@ class Workdir(loop.Listener):
     def reopen(self) -> None:
         """Loads the state that the folder holds, without changing the folder.
 
-        Raises:
-            ValueError: the folder holds another run, or a damaged one.
+        Raises ValueError if the folder holds another run, or a damaged one.
         """
         self._shared(self._reopen)
 
@@ -206,7 +196,7 @@ class Workdir(loop.Listener):
             raise ValueError(f"{self.path} has no checkpoint, so there is no state")
 
     def _finished(self) -> dict[str, Any] | None:
-        """The summary, if all rounds are done and all files are unchanged."""
+        """Returns the summary if all rounds are done and all files are unchanged."""
         path = self.path / RUN_FLAGS
         if not path.exists():
             # A kill may leave these two. Any other file belongs to something else.
@@ -220,17 +210,16 @@ class Workdir(loop.Listener):
         stored = flagfile.RunFlags.read(path)
         stored = stored.completed(self.run.config, self.run.hparams)
         now = self._flags
-        odd = stored.differences(now)
-        if not odd and stored.is_by_text(now) and not self._has_noted_text:
+        if odd := stored.differences(now):
+            raise ValueError(
+                f"--workdir={self.path} holds a run with {'; '.join(odd[:4])}; "
+                "choose another --workdir"
+            )
+        if stored.is_by_text(now) and not self._has_noted_text:
             self._has_noted_text = True
             _note(
                 f"{path} is of other versions, so that custom code was compared by its "
                 "text: an edited closure, constant or helper would not be noticed"
-            )
-        if odd:
-            raise ValueError(
-                f"--workdir={self.path} holds a run with {'; '.join(odd[:4])}; "
-                "choose another --workdir"
             )
         try:
             done = finished.read(self.path)
@@ -290,8 +279,7 @@ class Workdir(loop.Listener):
             self._refuse_fewer(round)
         # The checkpoint has the accuracies of all clients for its own window only.
         window = host["window"]
-        passed = {r for r in self.run.window if r <= round} - set(window)
-        if passed:
+        if passed := {r for r in self.run.window if r <= round} - set(window):
             raise ValueError(
                 f"--rounds={wanted} needs accuracies of clients from round "
                 f"{min(passed)} on, but this run is at {round} and has none before "
@@ -379,7 +367,7 @@ class Workdir(loop.Listener):
     def finish(self) -> None:
         """Writes clients.npz and then summary.json, which marks the run as finished.
 
-        For a run that is finished already, it only writes the optional files.
+        For a run that is already finished, it writes only the optional files.
         """
         if self.summary is None:
             numbers = self.run.summary()
@@ -394,7 +382,7 @@ class Workdir(loop.Listener):
         with files.created(temporary) as file:
             np.savez_compressed(file, **finished.clients(self.run))
         temporary.rename(self.path / finished.CLIENTS)
-        # The hash is of the records themselves, even if the file has changed meanwhile.
+        # The hash is that of the records, even if the file has changed meanwhile.
         self._write(METRICS, finished.lines(self.records))
         self._write_csv()
         commit = finished.git_commit()

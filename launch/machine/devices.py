@@ -17,8 +17,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from launch.machine import processes
 from launch.machine import target as targets
 
-# Clients with fewer bytes of parameters are computed several at a time on a CPU, and a
-# core for fewer of them than these costs more than it gains.
+# On a CPU, models of fewer bytes train several clients at a time, and a core costs more
+# than it gains for fewer clients than these.
 SMALL_MODEL_BYTES = 50_000
 SMALL_CLIENTS = 32
 # Seconds for which a CPU's device waits for another one. XLA ends the process after 40,
@@ -37,11 +37,9 @@ CACHE_MIN_SECONDS = 0.2
 def begin(distributed: str) -> None:
     """Sets up XLA and joins the processes, before the first computation.
 
-    XLA may use 512-bit vectors on CPUs that have them, each core is a device, and a
-    device may wait long for another one, unless XLA_FLAGS decides it.
-
-    Raises:
-        ValueError: one line about `distributed`.
+    Unless XLA_FLAGS decides otherwise, XLA may use 512-bit vectors on CPUs that have
+    them, each core is a device, and a device may wait long for another one. An invalid
+    `distributed` is refused.
     """
     flags = dict(PATIENCE)
     if "avx512f" in _cpuinfo():
@@ -56,11 +54,10 @@ def begin(distributed: str) -> None:
 
 @functools.cache
 def cores_are_devices() -> bool:
-    """Makes a device of each core that this process may use, once.
+    """Makes each core that this process may use a device, once.
 
-    Returns:
-        Whether it has done so; not if XLA_FLAGS or jax's settings say how many devices
-        a CPU has, or if jax has begun to compute.
+    The result is False, and nothing is done, if XLA_FLAGS or jax's settings fix the
+    number of a CPU's devices, or if jax has begun to compute.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     is_decided = "xla_force_host_platform_device_count" in flags
@@ -74,21 +71,18 @@ def cores_are_devices() -> bool:
 
 
 def _usable_cores() -> int:
-    """The cores that this process may use, by its affinity and its cgroup's quota."""
+    """Counts the cores that this process may use, by affinity and cgroup quota."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
         return os.cpu_count() or 1
-    for quota, period in (
-        ("cpu.max", ""),
-        ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"),
-    ):
+    group = pathlib.Path("/sys/fs/cgroup")
+    for names in ("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"):
         try:
-            found = pathlib.Path("/sys/fs/cgroup", quota).read_text().split()
-            if period:
-                found += pathlib.Path("/sys/fs/cgroup", period).read_text().split()
-            allowed = int(found[0]) // int(found[1])
-        except (OSError, ValueError, IndexError, ZeroDivisionError):
+            texts = [(group / name).read_text() for name in names]
+            quota, period = " ".join(texts).split()
+            allowed = int(quota) // int(period)
+        except (OSError, ValueError, ZeroDivisionError):
             continue  # no such file, or "max"
         if allowed >= 0:  # -1: no quota
             cores = min(cores, max(allowed, 1))
@@ -104,8 +98,7 @@ def _cpuinfo() -> str:
 def user_cache() -> pathlib.Path:
     """The user's folder for compiled programs, one per kind of processor.
 
-    XLA's programs run only on the kind of processor that compiled them, and machines
-    may share a home folder.
+    XLA's programs run on no other kind, and machines may share a home folder.
     """
     found = _cpuinfo() or platform.processor()
     flags = [line for line in found.splitlines() if line.startswith("flags")][:1]
@@ -118,11 +111,9 @@ def user_cache() -> pathlib.Path:
 def keep_compiled(choice: str) -> None:
     """Keeps compiled programs on disk for later processes.
 
-    A folder that cannot be written is not used, and is not an error.
-
-    Args:
-        choice: `--compile_cache`: a folder, `off`, or empty for the setting of jax
-            (JAX_COMPILATION_CACHE_DIR) or else the user's cache folder.
+    `choice` is `--compile_cache`: a folder, `off`, or empty for the setting of jax
+    (JAX_COMPILATION_CACHE_DIR) or else the user's cache folder. A folder that cannot be
+    written is not used, and is not an error.
     """
     before = jax.config.jax_compilation_cache_dir
     if not choice and before:
@@ -130,8 +121,7 @@ def keep_compiled(choice: str) -> None:
     wanted = None
     if choice != "off":
         try:
-            folder = pathlib.Path(choice) if choice else user_cache()
-            folder = folder.expanduser().absolute()
+            folder = pathlib.Path(choice or user_cache()).expanduser().absolute()
             # Programs in this folder are executed, so others must not write to it.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _shrink(folder)
@@ -161,44 +151,39 @@ def _shrink(folder: pathlib.Path) -> None:
 
 
 def chooses(emulate: str, target: str) -> bool:
-    """Whether clients are computed as on an accelerator, as many as cost least."""
+    """Whether clients train as on an accelerator, in chunks that cost least."""
     emulates = bool(target) or emulate == "accelerator"
     return emulates or jax.default_backend() != "cpu"
 
 
-def _are_cores(emulate: str, target: str) -> bool:
-    """Whether the devices of a run are the cores that one process may use."""
-    is_here = not chooses(emulate, target) and jax.process_count() == 1
-    return is_here and cores_are_devices()
-
-
-def _is_emulated_on_cores(emulate: str) -> bool:
-    """Whether a CPU's cores, which do nothing else, stand for one accelerator."""
-    is_cpu = jax.default_backend() == "cpu" and jax.process_count() == 1
-    return bool(emulate) and is_cpu and cores_are_devices()
+def _are_cores() -> bool:
+    """Whether the devices are the cores that the only process may use."""
+    is_alone = jax.default_backend() == "cpu" and jax.process_count() == 1
+    return is_alone and cores_are_devices()
 
 
 def _decided(target: str) -> str:
-    """Why a CPU's cores are not its devices, if they are not."""
+    """The reason why a CPU's cores are not its devices, "" if they are."""
     if target or jax.default_backend() != "cpu" or cores_are_devices():
         return ""
     return "; XLA_FLAGS, jax_num_cpu_devices or an earlier computation decided it"
 
 
 def copied_row_bytes(emulate: str, target: str) -> int:
-    """The bytes of all copies of private rows that devices may have, 0 = none."""
-    return COPIED_ROW_BYTES if _are_cores(emulate, target) else 0
+    """The largest total bytes of copies of private rows on devices, 0 = no copies."""
+    is_copied = not chooses(emulate, target) and _are_cores()
+    return COPIED_ROW_BYTES if is_copied else 0
 
 
 def chosen(num_devices: int, most: int, emulate: str, target: str) -> list[jax.Device]:
-    """The devices that share the clients of a round.
+    """Chooses the devices that share the clients of a round.
 
     Args:
-        num_devices: `--devices`, 0 = all, or of a CPU's cores `most`.
-        most: The cores that are of use, at least 1.
+        num_devices: `--devices`, 0 = all, or `most` of a CPU's cores.
+        most: The number of cores that are of use, at least 1.
         emulate: `accelerator` = choose as on an accelerator.
-        target: Devices that only a compiler knows, one of `target.CHIPS`, of which one
-            is taken by default; "" = those that are present.
+        target: One of `target.CHIPS`, of which one is taken by default, "" = the
+            devices that are present.
 
     Raises:
         ValueError: there are fewer devices, or not all processes would take part.
@@ -211,10 +196,8 @@ def chosen(num_devices: int, most: int, emulate: str, target: str) -> list[jax.D
             f"({target or jax.default_backend()}){_decided(target)}"
         )
     count = num_devices or present
-    if not num_devices and _are_cores(emulate, target):
-        count = min(present, most)
-    elif not num_devices and (target or _is_emulated_on_cores(emulate)):
-        count = 1
+    if not num_devices and (target or _are_cores()):
+        count = 1 if chooses(emulate, target) else min(present, most)
     if not target and count < present and jax.process_count() > 1:
         raise ValueError(
             f"--devices={num_devices}: all {present} devices of {jax.process_count()} "
@@ -224,7 +207,7 @@ def chosen(num_devices: int, most: int, emulate: str, target: str) -> list[jax.D
 
 
 def mesh(used: Sequence[jax.Device], target: str) -> jax.sharding.Mesh | None:
-    """A mesh of several devices with the axis `clients`, None of a single one."""
+    """Makes a mesh of several devices with the axis `clients`, None of a single one."""
     if len(used) == 1:
         return None
     names, kinds = ("clients",), (jax.sharding.AxisType.Auto,)
@@ -234,10 +217,9 @@ def mesh(used: Sequence[jax.Device], target: str) -> jax.sharding.Mesh | None:
 
 
 def advice(experiment: Any) -> str:
-    """A note if most local steps were padding and another option avoids that.
+    """Names an option that avoids padding if most local steps were padding, or "".
 
-    There is none for the default chunk of an accelerator, which costs least even with
-    padding.
+    The default chunk of an accelerator costs least even with padding.
     """
     config, totals = experiment.config, experiment.totals
     how, found = experiment.task.execution, totals.step_efficiency

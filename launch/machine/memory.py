@@ -4,8 +4,8 @@
     kept, on_host      before the first round, from the shapes of the state
     planned            before a program runs, as its compiler plans it
 
-The first two are lower bounds. A run that is refused would not have worked, and one
-that passes may still need too much, since activations are known to the compiler alone.
+The first two are lower bounds. A run that is refused would not have worked. One that
+passes may still need too much, since only the compiler knows the activations.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,9 @@ from launch.machine import target as targets
 
 
 class Need(NamedTuple):
-    """Memory that a run needs.
+    """A lower bound in bytes of the memory that `what`, in words, needs.
 
     Attributes:
-        what: What needs it, in words.
-        bytes: A lower bound.
         factors: Flag -> the factor by which it multiplies the bytes.
         on_device: Whether it is on the accelerator, if there is one.
     """
@@ -36,7 +34,7 @@ class Need(NamedTuple):
 
 
 def needs(options: dict[str, Any], *, num_rows: int, model_bytes: int) -> list[Need]:
-    """Lower bounds for a run; `options` are all its options, resolved."""
+    """Computes lower bounds for a run from its sizes and all its resolved options."""
     seeds, clients = options["num_seeds"], options["num_clients"]
     cohort, batch = options["clients_per_round"], options.get("batch_size", 1)
     if options["examples_per_client"]:
@@ -70,17 +68,13 @@ def needs(options: dict[str, Any], *, num_rows: int, model_bytes: int) -> list[N
 def kept(
     options: dict[str, Any], state: types.RoundState, how: types.Execution
 ) -> Need:
-    """The memory of a device's state, of these shapes, mostly clients' models."""
+    """Computes a device's memory for a state, which is mostly clients' models."""
     factors = {name: options[name] for name in ("num_seeds", "num_clients")}
-    total = state_bytes(state, how)
-    return Need("the models that clients keep", total, factors, True)
+    return Need("the models that clients keep", state_bytes(state, how), factors, True)
 
 
 def state_bytes(state: types.RoundState, how: types.Execution) -> int:
-    """Bytes of a state in the memory of one device, from its shapes.
-
-    The devices of a CPU are all in the host's memory.
-    """
+    """Counts a state's bytes in the memory of one device, for a CPU in the host's."""
     copies = how.num_devices if how.platform == "cpu" else 1
     of_clients = shapes.tree_bytes(state.private) * copies
     of_clients //= how.num_devices if how.shares_rows else 1
@@ -88,7 +82,7 @@ def state_bytes(state: types.RoundState, how: types.Execution) -> int:
 
 
 def on_host(options: dict[str, Any], row_bytes: int, variants: int) -> Need:
-    """The memory of clients' rows in a host's memory, once all rounds are done."""
+    """Computes the memory of clients' rows on the host once all rounds are done."""
     trained = options["rounds"] * options["clients_per_round"]
     trained = min(trained, options["num_clients"])
     factors = {"num_seeds": options["num_seeds"], "num_clients": trained}
@@ -97,11 +91,7 @@ def on_host(options: dict[str, Any], row_bytes: int, variants: int) -> Need:
 
 
 def refuse(needed: Sequence[Need], options: dict[str, Any], target: str = "") -> None:
-    """Refuses a run that needs more than is free, or than a chip `target` has.
-
-    Raises:
-        ValueError: one line with the flag to change and the limit.
-    """
+    """Refuses a run that needs more than is free, or than a chip has (ValueError)."""
     on_device, on_host = free_bytes()
     on_device = targets.chip(target).memory if target else on_device
     for place, limit in ((False, on_host), (True, on_device)):
@@ -121,14 +111,9 @@ def refuse(needed: Sequence[Need], options: dict[str, Any], target: str = "") ->
 
 
 def planned(simulation: Any, how: types.Execution, name: str) -> int | None:
-    """Bytes of a program and of the states of calls that wait meanwhile.
+    """The bytes of a program of `simulate.PROGRAMS` and of the states of waiting calls.
 
-    None where a compiler finds no plan that fits, in any of the processes.
-
-    Args:
-        simulation: A `simulate.Simulation`.
-        how: Its execution.
-        name: One of `simulate.PROGRAMS`.
+    They are None if the compiler of any process finds no plan that fits.
     """
     calls = len(simulation.calls)
     every = state_bytes(simulation.template(), how)
@@ -147,10 +132,9 @@ def planned(simulation: Any, how: types.Execution, name: str) -> int | None:
 
 
 def planned_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes of a program as its compiler plans them, on one device.
+    """The bytes of a program on one device as its compiler plans them, 0 = unknown.
 
-    They are those of the program, of its arguments and temporaries, and of results that
-    do not replace arguments. 0 where the compiler does not say it.
+    They include code, arguments, temporaries, and results that replace no argument.
     """
     plan = compiled.memory_analysis()
     if plan is None:
@@ -161,7 +145,7 @@ def planned_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def device_bytes(target: str = "") -> int | None:
-    """The memory of a chip or of the least device, None if it is the host's."""
+    """The memory of a chip or of the smallest device, None if it is the host's."""
     if target:
         return targets.chip(target).memory
     return min((limit for limit, _ in _devices()), default=None)

@@ -1,4 +1,4 @@
-"""Several processes as one run: joining them, and values on which all agree.
+"""Joins several processes into one run, and makes them agree on values.
 
 Every process runs the same program on the same plans, and XLA's collectives move the
 data. Only process 0 prints and accesses the run's folder. Decisions that depend on a
@@ -73,9 +73,8 @@ def say(*args: Any, **options: Any) -> None:
 def start(given: str) -> None:
     """Joins the processes of a run, once and before anything is computed.
 
-    Args:
-        given: `--distributed`: empty = one process, `auto` = as the cluster says (TPU
-            pods, SLURM, Open MPI, ...), or `HOST:PORT,COUNT,INDEX`.
+    `given` is `--distributed`: empty = one process, `auto` = as the cluster says (TPU
+    pods, SLURM, Open MPI, ...), or `HOST:PORT,COUNT,INDEX`.
 
     Raises:
         ValueError: one line: it is none of these, or process 0 does not answer.
@@ -83,14 +82,10 @@ def start(given: str) -> None:
     if not given or jax.distributed.is_initialized():
         return
     flag = f"--distributed={given}"
-    arguments: dict[str, Any] = {}
+    joined: tuple[Any, ...] = ()
     if given != "auto":
         host, port, count, index = _parsed(given)
-        arguments = {
-            "coordinator_address": f"{host}:{port}",
-            "num_processes": count,
-            "process_id": index,
-        }
+        joined = f"{host}:{port}", count, index
         if count == 1:
             return
         _probe(flag, host, port, index)
@@ -104,7 +99,7 @@ def start(given: str) -> None:
     with _first_line(missing) as watch:
         try:
             jax.distributed.initialize(
-                **arguments,
+                *joined,
                 initialization_timeout=START_SECONDS,
                 heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
                 shutdown_timeout_seconds=END_SECONDS,
@@ -117,7 +112,7 @@ def start(given: str) -> None:
 
 
 def _parsed(given: str) -> tuple[str, int, int, int]:
-    """(host, port, count, index) of `--distributed`."""
+    """Parses `--distributed` into (host, port, count, index)."""
     address, *numbers = given.split(",")
     host, _, port = address.rpartition(":")
     texts = (port, *numbers)
@@ -136,10 +131,10 @@ def _parsed(given: str) -> tuple[str, int, int, int]:
 
 
 def _as_many_threads(count: int) -> None:
-    """Gives a process the number of threads that one process for all devices has.
+    """Gives a process as many threads as one process for all devices would have.
 
     XLA compiles loops for the number of threads, at least one per device, and another
-    number rounds differently. NPROC, if it is set, is not changed.
+    number rounds differently. NPROC is not changed if it is set.
     """
     flag = r"--xla_force_host_platform_device_count=(\d+)"
     if found := re.search(flag, os.environ.get("XLA_FLAGS", "")):
@@ -211,9 +206,9 @@ def _lost(reason: str = "") -> str:
 def ended() -> Iterator[None]:
     """Ends each of several processes with its exit code.
 
-    Processes that succeed wait for one another, and one that refuses something waits
-    `END_SECONDS` for others that do. An interrupted one does not wait, and neither does
-    one that has lost another.
+    Processes that succeed wait for one another. One that refuses something waits
+    `END_SECONDS` for others that do. One that was interrupted, or has lost another,
+    does not wait.
     """
     try:
         yield
@@ -253,11 +248,7 @@ def reaching() -> Iterator[None]:
 
 
 def meet(what: str) -> None:
-    """Waits until all processes have called it.
-
-    Raises:
-        ValueError: the others did not call it within `MEET_SECONDS`.
-    """
+    """Waits until all processes have called it, and refuses after `MEET_SECONDS`."""
     if not several():
         return
     from orbax.checkpoint import multihost  # takes a second
@@ -291,10 +282,9 @@ def of_first(value: Any) -> Any:
 
 
 def on_first(act: Callable[[], Any]) -> Any:
-    """Calls `act` in process 0, and returns its result or raises its error in all.
+    """Calls `act` in process 0 and returns its result in all.
 
-    Raises:
-        ValueError, OSError: as `act` raised it.
+    A ValueError or OSError of `act` is raised in all, too.
     """
     if not several():
         return act()
@@ -333,11 +323,7 @@ def arrays_of_first(arrays: Any, template: Any) -> Any:
 
 
 def check_equal(values: Mapping[str, Any], hint: str) -> None:
-    """Refuses processes of one run that were given different values.
-
-    Raises:
-        ValueError: one line, the same in all processes.
-    """
+    """Refuses different values in processes of one run, with one ValueError in all."""
     if not several():
         return
     every = gathered({name: str(value) for name, value in values.items()})

@@ -1,4 +1,4 @@
-"""Where clients' private rows are kept, and how many of them the device holds."""
+"""Decides where clients' private rows are, and how many of them a device holds."""
 
 import functools
 import pathlib
@@ -17,7 +17,7 @@ from launch.config import schema
 
 
 def place(config: schema.Config) -> str | None:
-    """A folder, "" for the host's memory, None for the device.
+    """The folder of clients' private rows, "" = the host's memory, None = the device.
 
     Raises:
         ValueError: there is no such folder, or another option needs all rows.
@@ -43,7 +43,7 @@ def place(config: schema.Config) -> str | None:
 
 
 def recorded(name: str) -> str:
-    """Where the rows of a run are when it is opened again: a folder may be gone."""
+    """The `--client_state` of a run that is opened again; a folder may be gone."""
     is_kind = name in ("device", "replicated", "host")
     return name if is_kind or pathlib.Path(name).expanduser().is_dir() else "host"
 
@@ -55,14 +55,9 @@ def with_resident_rows(
     planner: plan.Planner,
     data: types.Data,
 ) -> tuple[types.Task, program_lib.Program]:
-    """Task and program for devices that hold only some clients' rows.
+    """Makes task and program for devices that hold only some clients' rows, not all.
 
-    Args:
-        config: The options.
-        task: The task in which they hold all.
-        build: The program of a task.
-        planner: The cohorts.
-        data: With a partition of all seeds.
+    `data` has a partition of all seeds.
 
     Raises:
         ValueError: the algorithm keeps nothing for its clients, or not in equal rows.
@@ -80,23 +75,17 @@ def with_resident_rows(
 
     program, state = built(task)
     kept = jax.tree.leaves(state.private)
-    if _has_keys(kept):
-        raise ValueError(
-            f"{given}: clients of --algo={config.algo} keep random keys, which must be "
-            "on the device; omit it"
-        )
-    if not kept:
-        raise ValueError(
-            f"{given}: clients of --algo={config.algo} keep nothing between rounds; "
-            "omit it"
-        )
+    if not kept or _has_keys(kept):
+        what = "random keys, which must be on the device"
+        what = what if kept else "nothing between rounds"
+        line = f"{given}: clients of --algo={config.algo} keep {what}"
+        raise ValueError(f"{line}; omit it")
     cohort, is_grouped = planner.drawn(0, 0), program.algorithm.by_architecture
     if not is_grouped:
-        how = task.execution
-        devices = how.num_devices if how.shares_rows else 1
+        how, devices = task.execution, 1
         most = cohort.client_id.size + cohort.peers.size
         if how.shares_rows:
-            most = planner.rows_per_device(0)
+            devices, most = how.num_devices, planner.rows_per_device(0)
         count = kinds.num_residents(state, config.num_clients, most, devices) * devices
         task = task._replace(num_residents=count)
         program, state = built(task)
@@ -117,22 +106,17 @@ def bytes_to_share(
     data: types.Data,
     config: schema.Config,
 ) -> int:
-    """Bytes of one seed's rows on devices, if each may have those of its own clients.
+    """Counts the bytes of one seed's rows that devices may hold for their own clients.
 
-    0 where it may not: clients keep nothing, differ in architecture, read rows of
-    peers, or keep what depends on their number.
-
-    Args:
-        make: The algorithm of a task.
-        hparams: Its options.
-        task: The task in which every device has all rows.
-        data: With a partition of all seeds.
-        config: The options. Of rows on the host, devices have some.
+    They are 0 if clients keep nothing, differ in architecture, read rows of peers, or
+    keep what depends on their number. Rows on the host count only as far as devices
+    hold them. In `task` every device has all rows, and `data` has a partition of all
+    seeds.
     """
     algorithm = make(task)
     if algorithm.by_architecture or algorithm.peers is not None:
         return 0
-    # More rows than clients tell them from what has K entries for another reason.
+    # With more rows than clients, no other array has as many entries as there are rows.
     task = task._replace(num_residents=task.num_clients + 1)
     data = data.replace(partition=jax.tree.map(lambda leaf: leaf[0], data.partition))
     first = functools.partial(program_lib.first_state, make(task), hparams, task)

@@ -1,4 +1,4 @@
-"""Chips whose compiler is asked without having one: `target="tpu:v5e"`.
+"""Compiles for chips that are not present: `target="tpu:v5e"`.
 
 The compiler of a TPU comes with the package libtpu and needs no TPU. It plans the
 memory of a program and estimates the cycles of each of its parts.
@@ -15,12 +15,9 @@ from launch.config import limits
 
 
 class Chip(NamedTuple):
-    """A kind of chip.
+    """A kind of chip with `memory` in bytes.
 
-    Attributes:
-        topology: The name of a few of them for the compiler.
-        accelerator: Their name for libtpu.
-        memory: Bytes of a chip's memory.
+    The compiler calls a few of them `topology`, and libtpu calls them `accelerator`.
     """
 
     topology: str
@@ -37,11 +34,7 @@ CHIPS = {
 
 
 def chip(name: str) -> Chip:
-    """The chip of a name.
-
-    Raises:
-        ValueError: one line: there is no such chip.
-    """
+    """The chip of a name, which is refused if there is none."""
     options.check_one_of(
         "target", name if isinstance(name, str) else limits.shown(name), CHIPS
     )
@@ -65,11 +58,7 @@ def devices(name: str) -> list[jax.Device]:
     for variable, value in given.items():
         os.environ.setdefault(variable, value)
     try:
-        return list(
-            topologies.get_topology_desc(
-                platform="tpu", topology_name=found.topology
-            ).devices
-        )
+        return list(topologies.get_topology_desc(found.topology, "tpu").devices)
     except Exception as error:  # of several kinds, by what is missing
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise ValueError(

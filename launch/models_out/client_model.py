@@ -1,4 +1,4 @@
-"""The models of a run's clients and server: predictions on raw examples, and files."""
+"""Serves a run's models: predictions on raw examples, and files."""
 
 import functools
 import numbers
@@ -24,7 +24,6 @@ class ClientModel(NamedTuple):
     """A model with the normalisation of its images.
 
     Attributes:
-        model, variables: The model.
         data: The run's data, which define the normalisation and the type of images.
         image_size, image_channels, model_width, layout: The options of these names.
         classes: The names of the classes in the order of the columns, None = 0..Y-1.
@@ -44,10 +43,9 @@ class ClientModel(NamedTuple):
     rows: Callable[[], model_files.Rows] | None = None
 
     def predict(self, images: Any) -> np.ndarray:
-        """Probabilities f32[N, Y] of raw images [N, ...].
+        """Predicts probabilities f32[N, Y] of raw images, in the order of `classes`.
 
-        The columns are in the order of `classes`. Of the rows int[N, T] of a text, in
-        which V is a hidden word, f32[N, T, V].
+        Rows int[N, T] of a text, in which V is a hidden word, give f32[N, T, V].
 
         Raises:
             ValueError: images have another shape or type than the data set's.
@@ -55,10 +53,9 @@ class ClientModel(NamedTuple):
         return np.asarray(jax.nn.softmax(self._logits(images)))
 
     def evaluate(self, x: Any, y: Any) -> dict[str, float]:
-        """`accuracy` (0..1) and `loss`, the mean cross-entropy, on raw images.
+        """Computes `accuracy` (0..1) and `loss`, the mean cross-entropy, on raw images.
 
-        `y` are labels [N] as in the data set, or of a text int[N, T] with the words
-        that are there.
+        `y` are labels [N] as in the data set, or for a text the actual words int[N, T].
 
         Raises:
             ValueError: there are no images, or labels do not fit them.
@@ -136,12 +133,12 @@ class ClientModel(NamedTuple):
         return np.concatenate([np.asarray(_forward(*fixed, part)) for part in parts])
 
     def _values(self, x: Any) -> Any:
-        """The columns of a table in the order of training; anything else as it is."""
+        """Puts a table's columns into the order of training; keeps other data."""
         is_table = self.columns is not None and hasattr(x, "columns")
         return frames.ordered(x, self.columns) if is_table else x
 
     def _checked(self, images: np.ndarray) -> np.ndarray:
-        """The images as in the data set, or a refusal."""
+        """Converts images to the data set's shape and type, or refuses them."""
         shape, kind = self.data.image.shape[1:], self.data.image.dtype
         is_whole = self.layout == "auto" and images.shape[1:] == shape
         if images.ndim in (3, 4) and not is_whole and not self.data.num_words:
@@ -183,7 +180,7 @@ def find(
     seed: int | None = None,
     point: Mapping[str, float] | None = None,
 ) -> ClientModel:
-    """The present personalized model of a client, or the server's first model.
+    """Finds the present personalized model of a client, or the server's first model.
 
     Raises:
         ValueError: there is no such client, seed, point or model.
@@ -224,14 +221,13 @@ def _found(
     cohort: types.Cohort,
     data: types.Data,
 ) -> tuple[types.Model, types.Variables]:
-    """The model of a client, whose place in the state of one variant is `slot`."""
+    """Finds a client's model, which is in row `slot` of the state of one variant."""
     algorithm, name = run.program.algorithm, run.config.algo
     if client_id is None:
         if algorithm.server is None:
             raise ValueError(f"--algo={name} has no server's model; give a client_id")
         return next(iter(algorithm.server(state, data).values()))
-    num_rows = run.program.num_rows
-    for group in algorithm.serving_groups(state, cohort, data, num_rows):
+    for group in algorithm.serving_groups(state, cohort, data, run.program.num_rows):
         served = np.asarray(group.mask) & (np.asarray(group.client_id) == slot)
         if served.any():
             entry = int(np.flatnonzero(served)[0])

@@ -1,12 +1,13 @@
-"""What a chip's compiler says of a run's programs: cycles and memory, without a run.
+"""Estimates a run's cycles and memory by a chip's compiler, without running it.
 
 A compiler estimates the cycles of most instructions. Gathers, sorts, copies and the
-conditions of loops have no estimate and count nothing. Nor does a compiler know how
-often a loop repeats, so that its body counts once. Estimates are not times. Their
+conditions of loops have no estimate and count nothing. The body of a loop counts once,
+as a compiler does not know how often it repeats. Estimates are not times, but their
 ratios compare programs that do the same work.
 """
 
 import dataclasses
+import functools
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from launch.machine import memory, target
 from launch.run import narrow
 from launch.run.run import Run
 
-# Lines of an optimised program: the head of a computation, and what it refers to
+# Lines of an optimised program: the head of a computation, and its references
 _HEAD = re.compile(r"^(ENTRY )?%(\S+) .*\{$")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _BODY = re.compile(r"\bbody=%([\w.-]+)")
@@ -34,8 +35,7 @@ _CALLED = re.compile(r"\b(?:calls|to_apply)=%([\w.-]+)")
 class Part(NamedTuple):
     """A computation: its cycles, without those of the loops in it, and these loops.
 
-    `has_gradient` says whether it contains, outside of its loops, operations of a
-    backward pass.
+    `has_gradient`: it has operations of a backward pass outside of its loops.
     """
 
     cycles: int
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Cycles with those of all loops, each of which counts once."""
+        """Cycles including all loops, each of which counts once."""
         return self.cycles + sum(loop.total for loop in self.loops)
 
     def steps(self) -> Iterator["Part"]:
@@ -57,10 +57,7 @@ class Part(NamedTuple):
 
 
 def parsed(text: str) -> Part:
-    """The structure of an optimised program, given as XLA prints it.
-
-    Of the branches of a condition the most expensive one counts.
-    """
+    """Parses a program that XLA printed; of several branches the costliest counts."""
     bodies: dict[str, list[str]] = {}
     entry, lines = "", []
     for line in text.splitlines():
@@ -69,35 +66,24 @@ def parsed(text: str) -> Part:
             entry = head[2] if head[1] else entry
         elif line.startswith(" "):
             lines.append(line)
-    known: dict[str, Part] = {}
 
+    @functools.cache
     def part(name: str) -> Part:
-        if name not in known:
-            known[name] = _part(bodies.get(name, ()))
-        return known[name]
-
-    def _part(lines: Any) -> Part:
         cycles, loops, has_gradient = 0, [], False
-        for line in lines:
-            found = _CYCLES.search(line)
-            has_gradient |= "transpose(jvp(" in line
+        for line in bodies.get(name, ()):
+            inner = Part(0)
             if body := _BODY.search(line):
-                loops.append(part(body[1]))
-            elif found:  # also of a fusion, whose computation has none of its own
-                cycles += int(found[1])
+                inner = Part(0, (part(body[1]),))
+            elif found := _CYCLES.search(line):
+                # Also of a fusion, whose computation has none of its own.
+                inner = Part(int(found[1]))
             elif branches := _BRANCHES.findall(line):
-                names = [
-                    n
-                    for pair in branches
-                    for n in re.findall(r"[\w.-]+", "".join(pair))
-                ]
-                worst = max(map(part, names), key=lambda one: one.total)
-                cycles, loops = cycles + worst.cycles, [*loops, *worst.loops]
-                has_gradient |= worst.has_gradient
+                names = re.findall(r"[\w.-]+", " ".join(map("".join, branches)))
+                inner = max(map(part, names), key=lambda one: one.total)
             elif called := _CALLED.search(line):
                 inner = part(called[1])
-                cycles, loops = cycles + inner.cycles, [*loops, *inner.loops]
-                has_gradient |= inner.has_gradient
+            cycles, loops = cycles + inner.cycles, [*loops, *inner.loops]
+            has_gradient |= inner.has_gradient or "transpose(jvp(" in line
         return Part(cycles, tuple(loops), has_gradient)
 
     return part(entry)
@@ -106,11 +92,9 @@ def parsed(text: str) -> Part:
 class Plan(NamedTuple):
     """A compiled program as its compiler plans it; bytes are those of one device.
 
-    Attributes:
-        parts: The cycles of its loops.
-        temporary_bytes, argument_bytes: As planned.
-        needed_bytes: The program, its arguments, and results that do not replace some.
-        seconds: Of compiling.
+    `parts` has the cycles of its loops. `needed_bytes` is for the program, its
+    arguments, and results that do not replace an argument. `seconds` is the time of
+    compiling.
     """
 
     parts: Part
@@ -125,17 +109,13 @@ class Plan(NamedTuple):
         return max((loop.total for loop in self.parts.steps()), default=0)
 
     def figures(self) -> dict[str, Any]:
-        """Its numbers by name, with all cycles in the place of the parts."""
+        """The fields by name, with `cycles`, their total, instead of `parts`."""
         numbers = self._asdict()
         return {"cycles": numbers.pop("parts").total} | numbers
 
 
 def planned(lowered: jax.stages.Lowered) -> Plan:
-    """Compiles a program and reads the compiler's plan.
-
-    Raises:
-        ValueError: one line: the compiler finds no plan that fits into the memory.
-    """
+    """Compiles a program and reads its plan; ValueError if none fits the memory."""
     begin = time.perf_counter()
     made = _fitting(lowered.compile)
     return read(made, time.perf_counter() - begin)
@@ -148,11 +128,7 @@ def _ahead(run: Run, name: str) -> Plan:
 
 
 def _fitting(compile: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
-    """What is compiled.
-
-    Raises:
-        ValueError: one line: the compiler finds no plan that fits into the memory.
-    """
+    """Returns `compile()`; raises a short ValueError if no plan fits the memory."""
     try:
         return compile()
     except jax.errors.JaxRuntimeError as error:
@@ -176,26 +152,22 @@ def read(made: jax.stages.Compiled, seconds: float) -> Plan:
 def estimate(run: Run) -> dict[str, Any]:
     """Compiles the programs of a run for its chip and returns the compiler's figures.
 
-    Args:
-        run: From `assemble` with a `target`.
+    `run` is from `assemble` with a `target`. Raises ValueError if neither an automatic
+    chunk nor a part of it fits, or if the compiler finds no plan for a given chunk.
 
     Returns:
         `cycles_per_step`: of the training step that costs most, usually a local step of
             all clients that train side by side on a device; 0 if nothing is trained;
         `cycles_per_example`: the same for one example of these clients' batches;
-        `cycles_outside_steps`: of everything else in a call of one round, each loop
-            once, with other training steps such as a server's;
-        `over_one_by_one`: the cycles of such a step for one client after another, over
-            `cycles_per_step`;
+        `cycles_outside_steps`: everything else in a call of one round, each loop once,
+            with other training steps such as a server's;
+        `over_one_by_one`: the cycles of such a step for one client after another,
+            divided by `cycles_per_step`;
         `temporary_bytes`, `argument_bytes`: of the program that needs most;
         `fits`: whether every program fits into the memory of the chip;
         `compile_seconds`: of all programs;
-        `programs`: cycles, bytes and seconds of each of `simulate.PROGRAMS`, and
+        `programs`: cycles, bytes and seconds of each of `simulate.PROGRAMS`;
         `note`: what `narrow.fit` changed, "" = nothing.
-
-    Raises:
-        ValueError: one line: a chunk that was chosen automatically does not fit, nor
-            does a part of it, or the compiler finds no plan for a given one.
     """
     note = narrow.fit(run)
     plans = {name: _ahead(run, name) for name in simulate.PROGRAMS}
@@ -247,6 +219,5 @@ def _alone(run: Run) -> int:
     """Cycles of a local step of a single client."""
     one = {"num_seeds": 1, "sweep": "", "client_chunk": 1, "min_chunk": 0}
     config = dataclasses.replace(run.settings.config, **one)
-    settings = run.settings._replace(config=config)
-    alone = assemble(settings, target=run.target)
+    alone = assemble(run.settings._replace(config=config), target=run.target)
     return _ahead(Run(alone), "rounds").step_cycles

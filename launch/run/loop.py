@@ -1,13 +1,4 @@
-"""The loop of a run and its listeners.
-
-Everything beside training and evaluation is done by listeners:
-
-    on_start                    before the first call
-        on_compile              around compilations
-        on_call                 after a call of about ten seconds, with its measurements
-    on_done                     after the last call, also if a signal ended the run
-    on_end                      at the end, also after an error
-"""
+"""The loop of a run, and its listeners, which do all but training and evaluation."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +13,9 @@ Records = Sequence[dict[str, Any]]
 
 
 class Listener:
-    """A listener that does nothing, the base of all others.
+    """A listener that does nothing, the base of all others; each process has its own.
 
-    Each of several processes has its own listeners.
-
-    Attributes:
-        every: A call must end at each multiple of this round, 0 = anywhere.
+    Calls must end at multiples of `every` rounds, 0 = anywhere.
     """
 
     every = 0
@@ -36,14 +24,14 @@ class Listener:
         """Called before the first call."""
 
     def on_compile(self, run: Run) -> contextlib.AbstractContextManager:
-        """Returns a context that is entered while something is compiled."""
+        """A context that is entered while something is compiled."""
         return contextlib.nullcontext()
 
     def on_call(self, run: Run, records: Records) -> None:
-        """Called after a call; `records` are empty if no evaluation was due."""
+        """Called after a call of about ten seconds, with records if any were due."""
 
     def on_done(self, run: Run) -> None:
-        """Called after the last call, unless an error ended the run."""
+        """Called after the last call or a signal, unless an error ended the run."""
 
     def on_end(self, run: Run) -> None:
         """Called at the end, also after an error."""
@@ -53,11 +41,7 @@ class OnRecord(Listener):
     """Calls a function with every record, in the first of several processes."""
 
     def __init__(self, act: Callable[[dict[str, Any]], None]):
-        """Checks what is to be called.
-
-        Raises:
-            ValueError: it is not a function.
-        """
+        """Raises ValueError if `act` is not a function."""
         if not callable(act):
             raise ValueError(
                 f"on_record={limits.shown(act)}: expected a function of a record"

@@ -7,7 +7,7 @@ from launch.machine import memory, processes
 from launch.run import loop
 from launch.run.run import Run
 
-# A program -> what it does, and what needs less memory there.
+# Program -> what it computes, and how it needs less memory
 PROGRAMS = {
     "rounds": ("a round", "lower it or --batch_size, or take a smaller --model"),
     "of_shared": ("an evaluation", "lower it, or take a smaller --model"),
@@ -16,16 +16,11 @@ PROGRAMS = {
 
 
 def fit(run: Run) -> str:
-    """Halves a chunk that was chosen automatically until its programs fit the memory.
+    """Halves an automatic chunk until a round and an evaluation fit the memory.
 
-    It compiles a round and an evaluation, and the programs that fit are those that run.
-    A chunk that the user gave stays.
-
-    Returns:
-        A line for each of them that says what was changed, "" if nothing was.
-
-    Raises:
-        ValueError: one line: not even the least chunk fits.
+    The compiled programs that fit are those that run. A chunk that the user gave stays.
+    Returns a line for each program that changed the chunk, "" if none did. Raises
+    ValueError if not even the least chunk fits.
     """
     # All processes must come to the same chunk.
     limits = processes.gathered(memory.device_bytes(run.target))
@@ -35,7 +30,7 @@ def fit(run: Run) -> str:
     while True:
         before = run.task.execution
         lines += [_fit(run, name, min(limits)) for name in PROGRAMS]
-        # An evaluation that was narrowed makes another round, too.
+        # A smaller chunk for an evaluation also changes the round's program.
         if run.task.execution == before:
             return "\n".join(line for line in lines if line)
 
@@ -64,8 +59,7 @@ def _fit(run: Run, name: str, limit: int) -> str:
             raise ValueError(
                 f"--num_clients={run.config.num_clients}: {what} needs "
                 f"{_amount(needed)} of a device's memory, as the compiler plans it for "
-                f"{how.chunk} side by side, and {_amount(limit)} are there; "
-                f"{cure}"
+                f"{how.chunk} side by side, and {_amount(limit)} are there; {cure}"
             )
         run.compute(how._replace(chunk=max(how.chunk // 2, least)))
         before, needed = needed, _planned(run, name)

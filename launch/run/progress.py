@@ -74,10 +74,9 @@ class Progress(Listener):
                 self._bar.set_postfix(shown)
         elif is_new:
             text = "  ".join(f"{name} {value}" for name, value in shown.items())
-            now = time.perf_counter() - self._begin
             print(
                 f"round {run.round}/{run.config.rounds}  {text}  "
-                f"({now:.0f} s{self._left(run)})",
+                f"({time.perf_counter() - self._begin:.0f} s{self._left(run)})",
                 flush=True,
             )
         self._has_shown = self._has_shown or run.round > self._start

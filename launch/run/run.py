@@ -25,101 +25,83 @@ class Run:
         config, hparams: The resolved options.
         simulation: State, round and counters, and methods that advance and evaluate.
         points: The points of a sweep as numbers by name, [{}] without a sweep.
-        metrics: A list of dicts, one per evaluated round and variant. A variant is a
-            seed at a point of the sweep.
+        metrics: A dict per evaluated round and variant, which is a seed at a point.
         client_accuracies: f64[variants, window, K], nan if not evaluated. All points of
             the first seed come first, then those of the second, ...
         target: The chip for which it is compiled without running, "" = it runs here.
         settings: What it was assembled from, if there is a target.
-        classes: The names of the classes, in the order of `predict`'s columns; None if
-            they are the numbers 0..Y-1.
-        owners: With the partition natural the name of the owner of each client, None if
-            they are the numbers 0..K-1.
-        dropped_owners: The rows of owners that were dropped, as they are too small, by
-            the owner's name.
+        classes: Names in the order of `predict`'s columns, None if they are 0..Y-1.
+        owners: With the partition natural the clients' names, None if they are 0..K-1.
+        dropped_owners: Owner's name -> rows, of owners that were dropped as too small.
         notes: Lines about how options, data and models were taken. A run shows them
-            once: as lines with its progress, or as Python warnings without.
+            once, with its progress or, without progress, as Python warnings.
         columns: The columns of a table, None of other data.
         num_examples: Rows of the data set, without public images.
-        trained_before: The rows that models of files were trained on, from which this
-            run starts or learns.
+        trained_before: Rows that trained the saved models behind this run.
         parts_with: `Execution -> (task, program, planner)` for another chunk than the
-            chosen one, None = it is not to be changed.
+            chosen one, None = the chunk must not change.
     """
 
     def __init__(self, parts: assemble.Parts):
-        """Takes the parts of a run.
-
-        Raises:
-            ValueError: one line: its state needs more memory than there is.
-        """
-        settings, data, made = parts.settings, parts.data, parts.made
-        points, seeds = parts.points, parts.seeds
-        self.config, self.hparams = settings.config, settings.hparams
-        self.task, self.planner, program = made.task, made.planner, made.program
-        self.parts_with, rows_in = made.parts_with, made.rows_in
-        task, self.data = self.task, data
-        config, self.seeds = self.config, seeds
-        self.window = window = summaries.window(config.summary, config.rounds)
-        self.target = parts.target
+        """Takes a run's parts; ValueError if its state does not fit the memory."""
+        settings, made = parts.settings, parts.made
+        config, source, program = settings.config, settings.source, made.program
+        self.config, self.hparams = config, settings.hparams
+        self.task, self.planner, how = made.task, made.planner, made.task.execution
+        self.data, self.seeds, self.target = parts.data, parts.seeds, parts.target
+        self.parts_with = made.parts_with
+        self.window = summaries.window(config.summary, config.rounds)
         self.settings = settings if parts.target else None
         self.data_sha256, self.split_sha256, self.teacher_sha256 = parts.hashes
         self.own_sha256 = settings.own_sha256
         self.computed_sha256 = parts.computed_sha256
-        source, is_natural = settings.source, config.partition == "natural"
-        self.classes = source.classes
-        self.columns, self.num_examples = source.columns, len(source.label)
+        self.classes, self.columns = source.classes, source.columns
+        self.num_examples = len(source.label)
         self.trained_before = tuple(parts.trained_before)
-        self.owners = source.owners if is_natural else None
-        self.owners = self.owners and self.owners[: config.num_clients]
+        owners = source.owners if config.partition == "natural" else None
+        self.owners = owners and owners[: config.num_clients]
         names = repr((self.classes, self.owners)).encode()
         self.names_sha256 = hashlib.sha256(names).hexdigest()
         self.dropped_owners = settings.dropped_owners
-        is_text = bool(data.num_words)
+        is_text = bool(parts.data.num_words)
         self.notes = (
             *notes.of_options(config, self.hparams, settings.asked, program.algorithm),
             *source.notes,
             *notes.of_owners(config, self.owners, self.dropped_owners, is_text),
         )
         self.examples_sha256 = settings.identity.data_sha256
-        self.points = [dict(point) for point in points]
+        self.points = [dict(point) for point in parts.points]
         self.metrics: list[dict[str, Any]] = []
         # The shape does not depend on `rounds`, so that a longer run can resume.
-        self.client_accuracies = np.full(
-            (len(seeds) * len(points), max(len(window), 10), config.num_clients), np.nan
-        )
+        num_variants = len(self.seeds) * len(self.points)
+        shape = num_variants, max(len(self.window), 10), config.num_clients
+        self.client_accuracies = np.full(shape, np.nan)
         self.simulation = simulate.Simulation(
-            *(program, data, self.planner, seeds, task.execution, config.rounds),
-            points,
-            rows_in,
+            *(program, self.data, self.planner, self.seeds, how, config.rounds),
+            parts.points,
+            made.rows_in,
             made.with_rows,
         )
-        self._refuse_large(rows_in)
-
-    def _refuse_large(self, rows_in: str | None) -> None:
-        """Refuses a state that needs more memory than there is (ValueError)."""
-        options = vars(self.config) | vars(self.hparams)
-        template = self.simulation.template()
-        kept = [memory.kept(options, template, self.task.execution)]
-        if rows_in == "":
+        options = vars(config) | vars(self.hparams)
+        kept = [memory.kept(options, self.simulation.template(), how)]
+        if made.rows_in == "":
             row_bytes = self.simulation.rows.record.num_bytes
-            count = self.simulation.variants.count
-            kept.append(memory.on_host(options, row_bytes, count))
+            kept.append(memory.on_host(options, row_bytes, num_variants))
         memory.refuse(kept, options, self.target)
 
     def compute(self, how: types.Execution) -> None:
-        """Goes on with clients in other chunks, see `parts_with`."""
+        """Continues with clients in other chunks, see `parts_with`."""
         self.task, program, self.planner = self.parts_with(how)
         self.simulation.compute(program, self.planner, how)
 
     @property
     def program(self) -> program_lib.Program:
-        """What is compiled. More rows on the devices are another program."""
+        """The compiled programs, which change if the devices hold more rows."""
         return self.simulation.program
 
     @property
     def hashes(self) -> dict[str, str]:
-        """What identifies the run beside its options: hashes of data and code by name.
+        """Hashes of data and code by name, which identify the run with its options.
 
         `own_sha256` is of the text of custom code, and `computed_sha256` of what it
         computes, as the versions in `computed_by` trace it.
@@ -163,20 +145,12 @@ class Run:
         return self.simulation.compile_seconds
 
     def start(self) -> None:
-        """Creates the state before the first round, once.
-
-        Raises:
-            ValueError: see `check_target`.
-        """
+        """Creates the state before the first round, once; see `check_target`."""
         self.check_target()
         self.simulation.start()
 
     def check_target(self) -> None:
-        """Refuses to run what is compiled for a chip that is not there.
-
-        Raises:
-            ValueError: one line.
-        """
+        """Raises ValueError if the run is compiled for a chip that is not there."""
         if self.target:
             raise ValueError(
                 f"target={self.target!r}: this experiment is compiled and cannot run; "
@@ -184,10 +158,7 @@ class Run:
             )
 
     def is_due(self, round: int) -> bool:
-        """Whether an evaluation after `round` rounds is due.
-
-        Rounds of the summary window are evaluated whatever `eval_every` is.
-        """
+        """Whether to evaluate after `round` rounds, by the window or `eval_every`."""
         if self.metrics and self.metrics[-1]["round"] >= round:
             return False
         regular = round % self.config.eval_every == 0
@@ -217,12 +188,9 @@ class Run:
         return summaries.best_round(mine)
 
     def next_stop(self, every: int = 0) -> int:
-        """The next round after which to evaluate or save.
+        """The next round after which to evaluate or save; now if an evaluation is due.
 
-        It is the present round while its evaluation is due.
-
-        Args:
-            every: Rounds between checkpoints, 0 = any.
+        `every` is the number of rounds between checkpoints, 0 = any.
         """
         if self.is_due(self.round):
             return self.round
@@ -260,17 +228,10 @@ class Run:
         return self.window.index(self.round) if self.round in self.window else None
 
     def extend(self, rounds: int) -> Self:
-        """Extends the run to more rounds, and keeps its state.
+        """Extends the run to a total of `rounds`, keeps its state, and returns itself.
 
-        Args:
-            rounds: The new total, at least the present one.
-
-        Returns:
-            Itself, for `experiment.extend(200).run()`.
-
-        Raises:
-            ValueError: fewer rounds, or the longer run's summary needs an evaluation of
-                a round that has passed.
+        Raises ValueError for fewer rounds, or if the longer run's summary needs an
+        evaluation of a round that has passed.
         """
         before = self.config.rounds
         if not isinstance(rounds, int) or rounds < max(before, 1):
@@ -298,7 +259,7 @@ class Run:
         return {r for r in window if r <= self.round} - set(self.window)
 
     def _by_architecture(self, accuracies: np.ndarray | None) -> dict[str, float]:
-        """`client_accuracy_<model>` of several models; a text has a perplexity."""
+        """`client_accuracy_<model>`, or a perplexity, if there are several models."""
         models = self.task.client_models
         if len(models) == 1 or accuracies is None:
             return {}
@@ -313,7 +274,7 @@ class Run:
         }
 
     def saved(self) -> tuple[Any, dict[str, Any]]:
-        """The (arrays, host counters) of a checkpoint, until the next round."""
+        """The (arrays, host counters) of a checkpoint, valid until the next round."""
         simulation = self.simulation
         arrays = {"state": simulation.saved, "accuracies": self.client_accuracies}
         host = dataclasses.asdict(simulation.totals) | {
@@ -327,7 +288,7 @@ class Run:
         return arrays, host
 
     def saved_templates(self) -> list[Any]:
-        """The shapes of the arrays of `saved`, and of others that `load` takes."""
+        """The shapes of the arrays of `saved`, and other shapes that `load` accepts."""
         accuracies = {"accuracies": self.client_accuracies}
         simulation = self.simulation
         forms = simulation.rows.templates(simulation.template())
@@ -341,20 +302,17 @@ class Run:
         # Earlier versions saved (chunk, lanes), and had no chunks beside lanes.
         before, lanes = host.pop("side_by_side", (how.chunk, 0))
         chunk = host.pop("client_chunk", how.chunk if lanes else before)
-        # A chunk that was chosen to fit the memory goes on, and so gives the same bits.
+        # Keeps a chunk that was chosen to fit the memory, as it gives the same bits.
         if self.parts_with and chunk != how.chunk:
             self.compute(how._replace(chunk=chunk))
         self.metrics = list(metrics)
         self._keep_accuracies(host.pop("window"), arrays["accuracies"])
-        messages = np.asarray(host.pop("messages"), np.int64)
         compile_seconds, last = host.pop("compile_seconds"), host.pop("last_round")
-        # Checkpoints of earlier versions do not have it.
-        diverged = np.asarray(host.pop("diverged", self.totals.diverged), np.int64)
-        totals = simulate.Totals(
-            messages=messages.reshape(self.totals.messages.shape),
-            diverged=diverged,
-            **host,
-        )
+        counts = self.totals.messages
+        host["messages"] = np.asarray(host["messages"], np.int64).reshape(counts.shape)
+        # Earlier versions did not save it.
+        diverged = host.get("diverged", self.totals.diverged)
+        totals = simulate.Totals(**host | {"diverged": np.asarray(diverged, np.int64)})
         self.simulation.load(round, arrays["state"], totals, compile_seconds, last)
 
     def _keep_accuracies(self, window: Sequence[int], accuracies: np.ndarray) -> None:
@@ -364,15 +322,10 @@ class Run:
             return
         for slot, done in enumerate(window):
             if done in self.window:
-                new = self.window.index(done)
-                self.client_accuracies[:, new] = accuracies[:, slot]
+                self.client_accuracies[:, self.window.index(done)] = accuracies[:, slot]
 
     def variant(self, seed: int | None, point: Mapping[str, float] | None) -> int:
-        """The index of a seed at a point of the sweep, None = the first.
-
-        Raises:
-            ValueError: there is no such seed or point.
-        """
+        """The index of a seed at a point, None = the first; ValueError if unknown."""
         point = self.points[0] if point is None else dict(point)
         if point not in self.points:
             known = ", ".join(map(str, self.points[:4]))
@@ -381,11 +334,7 @@ class Run:
         return variants.index(self.seed_index(seed), self.points.index(point))
 
     def seed_index(self, seed: int | None) -> int:
-        """The index of a seed, None = the first.
-
-        Raises:
-            ValueError: it is not one of `seeds`.
-        """
+        """The index of a seed, None = the first; ValueError if unknown."""
         if seed is not None and seed not in self.seeds:
             raise ValueError(f"seed={seed}: expected one of {self.seeds}")
         return 0 if seed is None else self.seeds.index(seed)
@@ -471,10 +420,10 @@ class Run:
         }
 
     def diverged(self, point: Mapping[str, float] | None = None) -> int | None:
-        """The first round, counted from 1, whose losses or parameters are not finite.
+        """The first round, counted from 1, with a loss or parameter that is not finite.
 
         None if all are finite. Later accuracies are those of the class that the argmax
-        of nan gives. `point` = a point of a sweep, None = any.
+        of nan gives. `point` is a point of a sweep, None = any.
         """
         rounds = self.totals.diverged
         if point is not None:

@@ -42,8 +42,7 @@ class Stop:
         return self.signal is not None
 
     def _note(self, number: int, _: object) -> None:
-        again = self._noted and number == signal.SIGINT
-        if again and self.twice_interrupts:
+        if self._noted and number == signal.SIGINT and self.twice_interrupts:
             raise KeyboardInterrupt
         self._noted = number
         # Several processes stop together, see `agree`.

@@ -33,14 +33,14 @@ CHOOSING = tuple(
     )
 )
 
-# Before a metric's name: the clients over which it is a mean, where they are fewer
+# Before a metric's name: the number of clients in its mean, if not all
 CLIENTS_IN = measures.CLIENTS_IN
 
 
 def window(rule_name: str, rounds: int) -> tuple[int, ...]:
     """The evaluated rounds of a summary, as numbers of finished rounds.
 
-    They are ten, or a quarter of a short run, of which ten would be the whole curve.
+    There are ten, or a quarter of a short run, because ten would be its whole curve.
     The round with the best validation is not known before.
     """
     if rule_name in ("last", BEST):
@@ -89,52 +89,43 @@ def summarize(
     """Metrics by the summary rule: {name: {mean, std, per_seed}}.
 
     Values are those of rounds in `window` (of each seed, if it maps seeds to rounds),
-    and bytes those of the record of `rounds`.
-    A metric that is not defined everywhere also has what its values are of, see
-    `fewer`: `rounds` (the number for each seed) of `of_rounds`, `seeds` (their places
-    among all) of `of_seeds`, and `clients`, the fewest in a round.
+    and bytes those of the record of `rounds`. A metric that is not defined everywhere
+    also has what it covers, see `fewer`: `rounds` (a number for each seed) of
+    `of_rounds`, `seeds` (their indices) of `of_seeds`, and `clients`, the fewest in a
+    round.
     """
-    by_seed: dict[int, dict[str, list[float]]] = {s: {} for s in seeds}
-    measured = dict.fromkeys(seeds, 0)
-    rounds_of = window if isinstance(window, Mapping) else dict.fromkeys(seeds, window)
-    for record in records:
-        if record["round"] in rounds_of[record["seed"]]:
-            measured[record["seed"]] += 1
-            for name, value in record.items():
-                if name not in COUNTERS:
-                    by_seed[record["seed"]].setdefault(name, []).append(value)
+    of_seed = window if isinstance(window, Mapping) else dict.fromkeys(seeds, window)
+    inside = [one for one in records if one["round"] in of_seed[one["seed"]]]
+    by_seed = [[r for r in inside if r["seed"] == seed] for seed in seeds]
     rule = np.median if rule_name.startswith("median") else np.mean
     metrics: dict[str, Any] = {}
-    names = dict.fromkeys(name for seed in seeds for name in by_seed[seed])
-    for name in (n for n in names if not n.startswith(CLIENTS_IN)):
-        has = [place for place, seed in enumerate(seeds) if name in by_seed[seed]]
-        every = [by_seed[seeds[place]][name] for place in has]
-        metrics[name] = spread([float(rule(values)) for values in every])
-        rounds_of = [measured[seeds[place]] for place in has]
-        if list(map(len, every)) != rounds_of:
-            metrics[name] |= {"rounds": [*map(len, every)], "of_rounds": max(rounds_of)}
+    names = dict.fromkeys(n for some in by_seed for r in some for n in r)
+    for name in names:
+        if name in COUNTERS or name.startswith(CLIENTS_IN):
+            continue
+        found = [[r[name] for r in some if name in r] for some in by_seed]
+        has = [place for place, values in enumerate(found) if values]
+        metrics[name] = spread([float(rule(found[place])) for place in has])
+        counts = [len(found[place]) for place in has]
+        of_counts = [len(by_seed[place]) for place in has]
+        if counts != of_counts:
+            metrics[name] |= {"rounds": counts, "of_rounds": max(of_counts)}
         if len(has) < len(seeds):
             metrics[name] |= {"seeds": has, "of_seeds": len(seeds)}
-        clients = [n for s in seeds for n in by_seed[s].get(CLIENTS_IN + name, ())]
-        if clients:
+        if clients := [r[CLIENTS_IN + name] for r in inside if CLIENTS_IN + name in r]:
             metrics[name]["clients"] = int(min(clients))
     if {"c_spec", "c_gen"} <= metrics.keys():
         # The mean of the two summaries, not the summary of the means.
         spec, gen = metrics["c_spec"]["per_seed"], metrics["c_gen"]["per_seed"]
-        means = [(a + b) / 2 for a, b in zip(spec, gen, strict=True)]
-        metrics["c_per"] = spread(means)
+        metrics["c_per"] = spread([(a + b) / 2 for a, b in zip(spec, gen, strict=True)])
     for name in ("bytes_up", "bytes_down"):
-        last = [r[name] for r in records if r["round"] == rounds]
-        if last:
+        if last := [r[name] for r in records if r["round"] == rounds]:
             metrics[name] = spread(last)
     return metrics
 
 
 def fewer(entry: Mapping[str, Any]) -> str:
-    """What a metric's values are of, where it is not defined everywhere, else "".
-
-    For instance `2 of 3 rounds, 1 client`.
-    """
+    """How much a metric covers, such as `2 of 3 rounds, 1 client`, "" if everything."""
     parts = []
     if "rounds" in entry:
         parts.append(f"{min(entry['rounds'])} of {entry['of_rounds']} rounds")
@@ -146,7 +137,7 @@ def fewer(entry: Mapping[str, Any]) -> str:
 
 
 def paired(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[np.ndarray]:
-    """The values of two metrics by seed, of the seeds for which both are defined."""
+    """The values of two metrics for the seeds for which both are defined."""
     sides = [
         dict(zip(entry.get("seeds", range(len(values))), values, strict=True))
         for entry in (one, other)
@@ -163,7 +154,7 @@ def spread(values: list[float]) -> dict[str, Any]:
 
 
 def kinds(summary: Mapping[str, Any]) -> dict[str, metric_kinds.Kind]:
-    """The kinds of the metrics of a run's summary, but for bytes."""
+    """The kinds of the metrics in a run's summary, except bytes."""
     names = [name for name in summary["metrics"] if name not in COUNTERS]
     numbers = summary.get("numbers", ())
     return metric_kinds.declared(names, set(names).difference(numbers))

@@ -7,10 +7,11 @@ import numpy as np
 
 from launch.run import summaries
 
+Records = Sequence[Mapping[str, Any]]
 LATER = "_later"
 
 
-def of_seeds(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+def of_seeds(records: Records) -> list[list[Mapping[str, Any]]]:
     """The records of each seed, in order of rounds."""
     seeds = sorted({record["seed"] for record in records})
     return [
@@ -24,13 +25,11 @@ def megabytes(record: Mapping[str, Any]) -> float:
     return (record["bytes_up"] + record["bytes_down"]) / 1e6
 
 
-def later(records: Sequence[Mapping[str, Any]], name: str) -> list[float] | None:
-    """A metric after round 0, for each seed: its mean, or for `mb` the megabytes sent.
+def later(records: Records, name: str) -> list[float] | None:
+    """A metric's mean after round 0 by seed, or for `mb` the megabytes sent since.
 
-    Round 0 is skipped, as clients of decentralized methods start from one model.
-
-    Returns:
-        None if a round was not evaluated or lacks the metric.
+    Round 0 is skipped, as clients of decentralized methods start from one model. None
+    if a round was not evaluated or lacks the metric.
     """
     out = []
     for curve in of_seeds(records):
@@ -48,7 +47,7 @@ def later(records: Sequence[Mapping[str, Any]], name: str) -> list[float] | None
 
 
 def wanted(table: Mapping[str, Any]) -> tuple[str, ...]:
-    """The metrics whose curves a table needs, () if none."""
+    """The fields of records that a table's curves need, () if it has none."""
     later = {n.removesuffix(LATER) for n in table["metrics"] if n.endswith(LATER)}
     names = later | {*table.get("until", {}).get("metrics", ())}
     if not names:
@@ -56,9 +55,7 @@ def wanted(table: Mapping[str, Any]) -> tuple[str, ...]:
     return ("seed", "round", "bytes_up", "bytes_down", *sorted(names - {"mb"}))
 
 
-def kept(
-    records: Sequence[Mapping[str, Any]], table: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+def kept(records: Records, table: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The part of a cell's records that its table needs, [] if it needs no curve."""
     names = wanted(table)
 
@@ -70,7 +67,7 @@ def kept(
 
 
 def with_later(done: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """A cell's summary with the metrics `<name>_later` that its records determine."""
+    """A cell's summary, with the `<name>_later` metrics that its records determine."""
     metrics, numbers = dict(done["metrics"]), list(done.get("numbers", ()))
     for name in names:
         base = name.removesuffix(LATER)
@@ -83,9 +80,7 @@ def with_later(done: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {**done, "metrics": metrics, "numbers": numbers}
 
 
-def until(
-    records: Sequence[Mapping[str, Any]], metric: str, goals: Sequence[float]
-) -> list[float]:
+def until(records: Records, metric: str, goals: Sequence[float]) -> list[float]:
     """Megabytes sent when a metric first reaches its goal, by seed; nan = never."""
     out = []
     for curve, goal in zip(of_seeds(records), goals, strict=True):

@@ -16,9 +16,10 @@ from launch.folder import finished, record
 from launch.folder.record import Record
 from launch.show import words
 
+Runs = Sequence[Record]
 KINDS = ("curves", "fairness", "bubbles")
 FORMATS = ("png", "pdf", "svg")
-MAX_NAMES = 25  # of classes beside an axis; of more, some are shown
+MAX_NAMES = 25  # of classes beside an axis; longer lists are thinned out
 PREFERRED = (
     "client_accuracy",
     "c_per",
@@ -40,7 +41,7 @@ class Figure(figure_lib.Figure):
 
 
 def named(run: Record, name: str) -> str:
-    """A run's name, and the round in which it diverged if it did."""
+    """A run's name, and if it diverged, in which round."""
     since = record.diverged(run)
     return name if since is None else f"{name} ({words.diverged(since)})"
 
@@ -51,34 +52,18 @@ def _unformatted(text: str) -> str:
 
 
 def picture(
-    kind: str, runs: Sequence[Record], metric: str = "", names: Sequence[str] = ()
+    kind: str, runs: Runs, metric: str = "", names: Sequence[str] = ()
 ) -> Figure:
-    """One of the pictures.
+    """Draws a picture of the runs: one of `KINDS`, or `heatmap`.
 
-    Args:
-        kind: One of `KINDS`, or `heatmap`.
-        runs: The runs to draw.
-        metric: Metrics of curves, separated by commas; empty = `metrics_of` chooses.
-        names: Names of the runs; empty = by what distinguishes them.
-
-    Raises:
-        ValueError: no such picture or metric, or one that needs finished runs.
+    `metric` has metrics of curves separated by commas, empty = those of `metrics_of`,
+    and `names` those of the runs, empty = what distinguishes them. Raises a ValueError
+    for an unknown picture or metric, or a picture that needs finished runs.
     """
     if kind not in (*KINDS, "heatmap"):
         raise ValueError(f"--kind={kind}: expected one of {', '.join(KINDS)}, heatmap")
     pairs = zip(runs, names or record.labels(runs), strict=True)
     names = [_unformatted(named(*pair)) for pair in pairs]
-    for run in runs if kind in ("fairness", "bubbles") else ():
-        if not run.clients:
-            line = f"--kind={kind}: {run.path} is not finished"
-            raise ValueError(f"{line}; omit it, or give --kind=curves")
-    if kind == "fairness" and not all(map(record.has_clients, runs)):
-        raise ValueError(
-            "--kind=fairness: a run has no accuracies of single clients; omit it, or "
-            "give --kind=curves,bubbles"
-        )
-    if kind == "bubbles" and not partitions(runs):
-        raise ValueError("--kind=bubbles: texts have no classes; give --kind=curves")
     if kind == "curves":
         return curves(runs, names, metrics_of(runs, metric))
     if kind == "heatmap":
@@ -87,18 +72,20 @@ def picture(
                 "--kind=heatmap: expected one sweep of two names; give --kind=curves"
             )
         return heatmap(runs, metrics_of(runs, metric)[0])
-    return (fairness if kind == "fairness" else bubbles)(runs, names)
+    for run in runs:
+        if not run.clients:
+            line = f"--kind={kind}: {run.path} is not finished"
+            raise ValueError(f"{line}; omit it, or give --kind=curves")
+    if kind == "fairness":
+        return fairness(runs, names)
+    return bubbles(runs, names)
 
 
-def metrics_of(runs: Sequence[Record], wanted: str | Sequence[str]) -> list[str]:
-    """The metrics to draw: those asked for, or the first one that all runs have.
+def metrics_of(runs: Runs, wanted: str | Sequence[str]) -> list[str]:
+    """The metrics to draw: `wanted`, or the first of `PREFERRED` that all runs have.
 
-    Args:
-        runs: The runs to draw.
-        wanted: Names, or one text of them separated by commas; empty = choose.
-
-    Raises:
-        ValueError: a run lacks one, or percent and numbers are mixed.
+    `wanted` are names, or one text of them separated by commas. Raises a ValueError if
+    a run lacks one, or if percent and numbers are mixed.
     """
     # The record before the first round lacks the metrics that rounds measure.
     shared = set.intersection(*(set().union(*run.records) for run in runs))
@@ -124,14 +111,12 @@ def metrics_of(runs: Sequence[Record], wanted: str | Sequence[str]) -> list[str]
     )
 
 
-def metric_of(name: str, runs: Sequence[Record]) -> words.Metric:
+def metric_of(name: str, runs: Runs) -> words.Metric:
     """How a metric of runs is shown."""
     return words.metric(name, record.kinds(runs))
 
 
-def curves(
-    runs: Sequence[Record], names: Sequence[str], metrics: Sequence[str]
-) -> Figure:
+def curves(runs: Runs, names: Sequence[str], metrics: Sequence[str]) -> Figure:
     """Metrics of one unit over rounds: mean and standard deviation over seeds."""
     series = [
         (run, metric, f"{name} {words.title(metric)}" if len(metrics) > 1 else name)
@@ -154,23 +139,19 @@ def curves(
         drawn.append((mean[-1], line, len({row["seed"] for row in having})))
     drawn.sort(key=lambda one: one[0], reverse=first.better != "lower")
     is_same = len({count for *_, count in drawn}) == 1
-    figure.legend(
-        [line for _, line, _ in drawn],
-        [
-            f"{line.get_label()}  {last:{first.form}}" + f", n={count}" * (not is_same)
-            for last, line, count in drawn
-        ],
-        loc="outside right upper",
-        title=", ".join(filter(None, ["last round", first.unit])),
-        frameon=False,
-        fontsize=9,
-    )
+    texts = [
+        f"{line.get_label()}  {last:{first.form}}" + f", n={count}" * (not is_same)
+        for last, line, count in drawn
+    ]
+    title = ", ".join(filter(None, ["last round", first.unit]))
+    place = {"loc": "outside right upper", "frameon": False, "fontsize": 9}
+    figure.legend([line for _, line, _ in drawn], texts, title=title, **place)
     seeds = max(len({row["seed"] for row in run.records}) for run in runs)
     band = f", mean ± std of {seeds} seeds" if seeds > 1 else ""
-    # Several metrics have their names in the legend.
-    texts = [first.title] if len(metrics) == 1 else []
-    texts += ["perplexity"] if texts and first.kind is Kind.PERPLEXITY else []
-    ylabel = ", ".join(filter(None, [*texts, first.unit]))
+    # The names of several metrics are in the legend.
+    titles = [first.title] if len(metrics) == 1 else []
+    titles += ["perplexity"] if titles and first.kind is Kind.PERPLEXITY else []
+    ylabel = ", ".join(filter(None, [*titles, first.unit]))
     axes.set(xlabel="finished rounds", ylabel=ylabel, xlim=(0, None))
     axes.set_title(f"{_data(runs)}{band}", fontsize=10)
     axes.grid(alpha=0.3)
@@ -194,12 +175,11 @@ def draw_curve(
     return line
 
 
-def partitions(runs: Sequence[Record]) -> list[tuple[list[int], np.ndarray]]:
-    """Each different partition: its runs, and its counts [client, class].
+def partitions(runs: Runs) -> list[tuple[list[int], np.ndarray]]:
+    """Each distinct partition with its runs and its counts [client, class].
 
-    Partitions of classes of other names are different.
-
-    Those of a text, which has no classes, are left out.
+    Partitions with different class names are distinct. Those of texts, which have no
+    classes, are omitted.
     """
     found: dict[Any, tuple[list[int], np.ndarray]] = {}
     for number, run in enumerate(runs):
@@ -212,16 +192,9 @@ def partitions(runs: Sequence[Record]) -> list[tuple[list[int], np.ndarray]]:
 
 
 def draw_bubbles(
-    axes: Any,
-    counts: np.ndarray,
-    scale: float,
-    names: Sequence[str] = (),
-    **style: Any,
+    axes: Any, counts: np.ndarray, scale: float, names: Sequence[str] = (), **style: Any
 ) -> None:
-    """Draws the numbers of examples [client, class] as areas.
-
-    `names` are those of the classes, () = numbers.
-    """
+    """Draws counts [client, class] of examples as areas; `names` are the classes'."""
     client, label = np.nonzero(counts)
     size = scale * counts[client, label]
     axes.scatter(client, label, s=size, alpha=0.7, linewidths=0, **style)
@@ -239,19 +212,23 @@ def draw_bubbles(
         axes.yaxis.set_major_formatter(name_at)
 
 
-def fairness(runs: Sequence[Record], names: Sequence[str]) -> Figure:
-    """Clients by accuracy in bins of ten points, with one panel for each run.
+def fairness(runs: Runs, names: Sequence[str]) -> Figure:
+    """Clients by accuracy in bins of ten points, or by perplexity, a panel per run.
 
-    A client's accuracy is its mean over the summary window, and counts are means over
-    seeds. Clients of a text are in bins of perplexities.
+    A client's value is its mean over the summary rounds. Counts are means over seeds.
     """
+    if not all(map(record.has_clients, runs)):
+        raise ValueError(
+            "--kind=fairness: a run has no accuracies of single clients; omit it, or "
+            "give --kind=curves,bubbles"
+        )
     is_text = record.is_text(runs[0])
     if any(record.is_text(run) != is_text for run in runs):
         raise ValueError(
             "--kind=fairness: some runs are of texts, which have perplexities, and "
             "others of images; give one kind"
         )
-    # Rounded, so that the mean of ten times 0.6 does not fall below the edge at 60.
+    # Rounding keeps the mean of ten times 0.6 from falling below the edge at 60.
     found = [np.round(record.of_clients(run), 6).ravel() for run in runs]
     found = [values[np.isfinite(values)] for values in found]
     edges, ticks = np.arange(0, 101, 10), np.arange(0, 101, 20)
@@ -279,9 +256,11 @@ def fairness(runs: Sequence[Record], names: Sequence[str]) -> Figure:
     return figure
 
 
-def bubbles(runs: Sequence[Record], names: Sequence[str]) -> Figure:
+def bubbles(runs: Runs, names: Sequence[str]) -> Figure:
     """Train examples per client and class of the first seed, a panel per partition."""
     shown = [(runs[n[0]], names[n[0]], counts) for n, counts in partitions(runs)]
+    if not shown:
+        raise ValueError("--kind=bubbles: texts have no classes; give --kind=curves")
     longest = max(len(counts) for *_, counts in shown)
     figure, panels = _panels(len(shown), width=max(3.6, 0.14 * longest), height=3.2)
     largest = max(int(counts.max()) for *_, counts in shown)
@@ -301,13 +280,8 @@ def bubbles(runs: Sequence[Record], names: Sequence[str]) -> Figure:
     steps = [step for step in nice if step <= largest][-1:-7:-3][::-1]
     style = {"color": "tab:blue", "alpha": 0.7, "linewidths": 0}
     handles = [panels[0].scatter([], [], s=scale * step, **style) for step in steps]
-    figure.legend(
-        handles,
-        [f"{step}" for step in steps],
-        title="examples",
-        loc="outside right upper",
-        frameon=False,
-    )
+    place = {"loc": "outside right upper", "title": "examples", "frameon": False}
+    figure.legend(handles, list(map(str, steps)), **place)
     figure.supxlabel("client")
     figure.supylabel("class")
     seeds = sorted({int(run.clients["seeds"][0]) for run, *_ in shown})
@@ -317,15 +291,15 @@ def bubbles(runs: Sequence[Record], names: Sequence[str]) -> Figure:
     return figure
 
 
-def has_two_names(runs: Sequence[Record]) -> bool:
-    """Whether the runs are the points of one sweep of two names, as a grid."""
+def has_two_names(runs: Runs) -> bool:
+    """Whether the runs are all points of one sweep of two names."""
     swept = {tuple(run.point) for run in runs}
     sides = [{run.point.get(n) for run in runs} for n in next(iter(swept))]
     is_one = len(swept) == 1 and len({run.path for run in runs}) == 1
     return is_one and len(sides) == 2 and len(sides[0]) * len(sides[1]) == len(runs)
 
 
-def heatmap(runs: Sequence[Record], metric: str) -> Figure:
+def heatmap(runs: Runs, metric: str) -> Figure:
     """A metric's summary, mean over seeds, at each point of a sweep of two names."""
     figure = Figure(layout="constrained")
     draw_heatmap(figure.subplots(), runs, metric)
@@ -333,7 +307,7 @@ def heatmap(runs: Sequence[Record], metric: str) -> Figure:
     return figure
 
 
-def draw_heatmap(axes: Any, runs: Sequence[Record], metric: str) -> None:
+def draw_heatmap(axes: Any, runs: Runs, metric: str) -> None:
     """Draws `heatmap` into axes, with a cell and a value for each pair."""
     across, down = runs[0].point
     columns, rows = (sorted({run.point[n] for run in runs}) for n in (across, down))
@@ -359,7 +333,7 @@ def draw_heatmap(axes: Any, runs: Sequence[Record], metric: str) -> None:
     axes.figure.colorbar(image, ax=axes, label=how.unit)
 
 
-def _data(runs: Sequence[Record]) -> str:
+def _data(runs: Runs) -> str:
     """The data set, and the partition if all runs share it."""
     names = ["dataset", "partition"]
     if all("dirichlet" in run.flags["partition"] for run in runs):
@@ -376,9 +350,8 @@ def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Any]]
     """A figure of `count` panels with shared axes, at most four in a row."""
     columns = min(4, count)
     rows = -(-count // columns)
-    figure = Figure(
-        figsize=(width * columns + 1, height * rows + 0.6), layout="constrained"
-    )
+    size = width * columns + 1, height * rows + 0.6
+    figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for axes in grid.flat[count:]:
         axes.set_visible(False)

@@ -28,10 +28,7 @@ def of(records: Sequence[dict[str, Any]]) -> pandas.DataFrame:
 
 
 def partition_counts(run: Run, seed: int | None) -> pandas.DataFrame:
-    """Train examples of each client (lines) and class (columns, by name if it has one).
-
-    A text has one column, `no classes`.
-    """
+    """Train examples by client and class; a text has one column, `no classes`."""
     import pandas
 
     index = run.seed_index(seed)
@@ -46,11 +43,7 @@ def partition_counts(run: Run, seed: int | None) -> pandas.DataFrame:
 def plot(
     experiments: Sequence[Run], kind: str, metric: str, names: Sequence[str] = ()
 ) -> Any:
-    """Draws a picture of `launch.plot` for experiments in memory.
-
-    Raises:
-        ValueError: no such picture or metric, or nothing is measured yet.
-    """
+    """Draws a picture of `launch.plot` for runs in memory, or raises a ValueError."""
     from launch.show import figures  # imports matplotlib, which is slow
 
     every = [_runs(experiment) for experiment in experiments]
@@ -59,27 +52,20 @@ def plot(
 
 
 def _runs(run: Run) -> list[record.Record]:
-    """A run in memory as a record, like that of a folder."""
+    """The records of a run in memory, as if read from a folder."""
     if not run.metrics:
         raise ValueError("nothing is measured yet; run() first")
     path = pathlib.Path(run.config.workdir)
     options = flagfile.RunFlags.of(run.config, run.hparams).options
-    found = record.Record(
-        path,
-        options,
-        run.metrics,
-        finished.clients(run),
-        kinds=run.kinds,
-        hashes=run.hashes,
-    )
-    return record.by_point(found)
+    found = record.Record(path, options, run.metrics, finished.clients(run))
+    return record.by_point(found._replace(kinds=run.kinds, hashes=run.hashes))
 
 
 def summaries(experiments: Mapping[str, Run]) -> pandas.DataFrame:
     """One line for each experiment or point of a sweep: metrics, mean over the seeds.
 
     The column `summary` has the rule in words, such as `mean of rounds 91 to 100`.
-    Standard deviations and the last round are beside it if they add anything.
+    Several seeds add standard deviations, and a rule other than `last` the last round.
     """
     import pandas
 

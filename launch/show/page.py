@@ -27,7 +27,6 @@ class Entry(NamedTuple):
 
     @property
     def summary(self) -> Mapping[str, Any]:
-        """The run's summary."""
         return self.run.summary
 
 
@@ -42,8 +41,7 @@ class Cell(NamedTuple):
 def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Entry]:
     """Reads finished runs, by default named by algorithm and differing options.
 
-    Raises:
-        ValueError: a folder holds no finished run, or a damaged one.
+    Raises a ValueError if a folder holds no finished run, or a damaged one.
     """
     found = [record.by_point(record.read(folder)) for folder in folders]
     runs = [run for points in found for run in points]
@@ -61,16 +59,12 @@ def page(
     tables: Sequence[sheets.Sheet] = (),
     title: str = "",
 ) -> str:
-    """The page as HTML.
+    """The page about runs as HTML.
 
-    Args:
-        entries: The runs.
-        control: Algorithm or name of the run to compare with; empty = the first run.
-        tables: Tables of papers.
-        title: The title; empty = made from the runs.
-
-    Raises:
-        ValueError: there is no such run, or the runs have no metric in common.
+    `control` is the algorithm or name of the run to compare with, empty = the first
+    run, and `tables` are those of papers. An empty `title` is made from the runs.
+    Raises a ValueError if there is no such run, or if the runs have no metric in
+    common.
     """
     runs = [entry.run for entry in entries]
     metric = figures.metric_of(figures.metrics_of(runs, "")[0], runs)
@@ -120,9 +114,9 @@ def _control(entries: Sequence[Entry], wanted: str) -> Entry:
 
 
 def _metrics(entries: Sequence[Entry], classes: Sequence[str]) -> list[words.Metric]:
-    """The metrics of evaluations that any run has, in the order of `words.TITLES`.
+    """The evaluated metrics that any run has, in the order of `words.TITLES`.
 
-    What rounds measure is shown if it is a fraction.
+    A metric that rounds measure is included if it is a fraction.
     """
     known = record.kinds([entry.run for entry in entries])
     shown = {
@@ -147,7 +141,7 @@ def _columns(
         if len(entries) > 1:
             cells = [_against(entry, base, metric) for entry in entries]
             out.append((f"against {base.name}", cells))
-        # A summary of the last round alone would be the same.
+        # The rule `last` gives the same value.
         last = [e.summary.get("last_round", {}).get(metric.name) for e in entries]
         rules = [entry.summary["summary"] for entry in entries]
         if any(end and rule != "last" for end, rule in zip(last, rules, strict=True)):
@@ -162,12 +156,11 @@ def _columns(
 
 
 def _cells(entries: Sequence[Entry], metric: words.Metric) -> list[Cell]:
-    """A metric of each run, with a mark at the best of those that did not diverge."""
+    """A metric of each run; the best is marked among those that did not diverge."""
     name, best = metric.name, None
     found = [entry.summary["metrics"].get(name) for entry in entries]
     sound = [one for one in _sound(entries) if name in one.summary["metrics"]]
-    # Nothing is marked for a single run, for the points of one sweep, or for runs that
-    # answer different questions.
+    # A single run, points of one sweep, or runs of different questions have no best.
     is_one = len(entries) > 1 and not _is_sweep(entries) and not _unlike(entries)
     if sound and metric.better and is_one:
         means = [one.summary["metrics"][name]["mean"] for one in sound]
@@ -194,21 +187,19 @@ def _gap(entry: Entry, base: Entry, metric: words.Metric) -> np.ndarray | None:
         sides = summaries.paired(*pair)
     else:
         sides = [np.array([one["mean"]]) for one in pair]
-    if not len(sides[0]):
-        return None
-    return metric.scale * (sides[0] - sides[1])
+    return metric.scale * (sides[0] - sides[1]) if len(sides[0]) else None
 
 
 def _data(run: record.Record) -> str:
-    """The hash of a run's examples, which does not depend on the name of a file."""
+    """The hash of a run's examples, which does not depend on a file's name."""
     return run.hashes.get("data_sha256", run.flags["dataset"])
 
 
 def _unlike(entries: Sequence[Entry]) -> dict[str, list[list[str]]]:
-    """What is not the same in all runs: the names of the runs that agree in it.
+    """Groups of runs that agree, for each property in which not all runs agree.
 
-    These are the data, the clients' rows, the seeds, the rounds and the rounds of the
-    summary. Runs of other seeds have other clients, which then are not named.
+    Properties are data, seeds, clients' rows, rounds and summary rule. Clients always
+    differ with the seeds, and rules with the rounds, so they are then omitted.
     """
     found = {
         "data": [_data(entry.run) for entry in entries],
@@ -281,8 +272,6 @@ def _title(entries: Sequence[Entry]) -> str:
 
 
 def _setting(entries: Sequence[Entry]) -> str:
-    """The data and the clients in words."""
-
     def values(name: str) -> str:
         every = [entry.run.flags.get(name, "unset") for entry in entries]
         return " or ".join(dict.fromkeys(every))
@@ -336,7 +325,6 @@ def _sound(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _diverged(entries: Sequence[Entry]) -> list[str]:
-    """A sentence about the runs that diverged, if there are any."""
     bad = [entry for entry in entries if record.diverged(entry.run) is not None]
     names = ", ".join(figures.named(entry.run, entry.name) for entry in bad)
     reason = "losses or parameters are not finite, so its results are meaningless"
@@ -381,12 +369,10 @@ def _speed(summary: Mapping[str, Any]) -> list[str]:
 def _section(
     title: str, figures: Sequence[Any], note: str = "", has_legend: bool = True
 ) -> dict[str, Any]:
-    """A part of the page: pictures under a title, and the runs' colours."""
     return {"title": title, "note": note, "figures": figures, "has_legend": has_legend}
 
 
 def _sections(entries: Sequence[Entry], metric: words.Metric) -> list[dict[str, Any]]:
-    """The page's pictures."""
     title, unit = metric.title, ", ".join(filter(None, [metric.title, metric.unit]))
     runs = [entry.run for entry in entries]
     places = [
@@ -411,8 +397,7 @@ def _sections(entries: Sequence[Entry], metric: words.Metric) -> list[dict[str, 
         figures.draw_heatmap(axes, runs, metric.name)
         shown = svg.shown(figure, f"{title}, %, by the summary rule.")
         sections.insert(0, _section("Sweep", [shown], has_legend=False))
-    moving = _moving(entries)
-    if moving:
+    if moving := _moving(entries):
         sections.append(_section("Other metrics over rounds", moving))
     shown = _bubbles(entries)
     note = "Train examples of each client and class, first seed."
@@ -450,9 +435,7 @@ def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
         )
         return _section("Clients", shown, note)
     figure, axes = svg.figure(f"alone (local){unit}", f"with the method{unit}")
-    limit = 100
-    if is_text:
-        limit = max(np.nanmax(record.of_clients(one.run)) for one in known)
+    limit = max(np.nanmax(record.of_clients(e.run)) for e in known) if is_text else 100
     axes.plot([0, limit], [0, limit], color=svg.INK, lw=0.8, alpha=0.5)
     for entry, alone in pairs:
         x, y = (record.of_clients(one.run).ravel() for one in (alone, entry))
@@ -492,7 +475,6 @@ def _moving(entries: Sequence[Entry]) -> list[dict[str, str]]:
 
 
 def _bubbles(entries: Sequence[Entry]) -> list[dict[str, str]]:
-    """Draws each partition."""
     kinds = figures.partitions([entry.run for entry in entries])
     out = []
     for numbers, counts in kinds[:6]:

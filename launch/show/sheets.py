@@ -4,13 +4,9 @@ from typing import NamedTuple
 
 
 class Grid(NamedTuple):
-    """Texts in rows and columns.
+    """Texts in rows of (name, a text for every head).
 
-    Attributes:
-        scenario: Its scenario, empty = all, or named in `title`.
-        title: Its title.
-        heads: Heads of the columns.
-        rows: (name, a text for every column).
+    `scenario` is empty for a grid of all scenarios, and if `title` names it.
     """
 
     scenario: str
@@ -20,7 +16,7 @@ class Grid(NamedTuple):
 
 
 class Sheet(NamedTuple):
-    """A title, notes and grids."""
+    """A table's title, notes and grids."""
 
     title: str
     notes: list[str]

@@ -18,7 +18,7 @@ INK = "#010203"  # replaced by the page's text colour, light or dark
 
 
 def render(template: str, **values: Any) -> str:
-    """A page of a template in `templates/`."""
+    """Renders a template of `templates/`."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -30,7 +30,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
-    """A small figure in the page's own colours."""
+    """A small figure in the page's colours."""
     parts = ("text", "xtick", "ytick", "grid")
     colors = {f"{part}.color": INK for part in parts}
     colors |= {"axes.edgecolor": INK, "axes.labelcolor": INK}
@@ -52,18 +52,14 @@ def shown(figure: Figure, caption: str) -> dict[str, str]:
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor")
-    # Text has the page's own font.
+    # Text uses the page's font.
     for name in ("'DejaVu Sans'", "DejaVu Sans"):
         text = text.replace(name, "system-ui")
     return {"svg": text, "caption": caption}
 
 
 def write(path: str, text: str) -> None:
-    """Writes the page.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes a text file and its folder, or raises an OSError."""
     target = pathlib.Path(path).expanduser()
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The metrics' titles and units, and tables of them as text."""
+"""Titles and units of metrics, and tables of them as text."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -17,9 +17,7 @@ class Metric(NamedTuple):
     """How a metric is shown.
 
     Attributes:
-        name: Its name in records.
-        kind: What it is.
-        title: Its name in tables and pictures.
+        name, title: Its name in records, and in tables and pictures.
         better: `higher`, `lower`, or "" if neither is better.
         scale, unit: The factor and sign of percent, (1, "") = a number.
         digits, form: Decimals in tables, and the format of a value in pictures.
@@ -35,7 +33,7 @@ class Metric(NamedTuple):
     form: str = ".3g"
 
     def text(self, entry: Mapping[str, Any]) -> str:
-        """A value of a summary, and of what it is where not defined everywhere."""
+        """A value of a summary, and what it covers unless it is defined everywhere."""
         text = mean_and_std(entry, self.scale, self.digits)
         fewer = summaries.fewer(entry)
         return f"{text} ({fewer})" if fewer else text
@@ -46,7 +44,7 @@ _FORMS: dict[Kind, dict[str, Any]] = {
     Kind.PERPLEXITY: {"digits": 2, "form": ".2f"},
 }
 
-# In the order of tables. A text has perplexities in the place of accuracies.
+# In the order of tables. A text has perplexities instead of accuracies.
 TITLES = {
     "global_accuracy": "Global",
     "c_spec": "C-Spec",
@@ -104,7 +102,7 @@ TITLES = {
     "client_masked_perplexity_std": "Std over clients, masked",
     "ensemble_masked_perplexity": "Ensemble, masked",
 }
-# They head a table and a line of progress.
+# The metrics at the top of tables and in lines of progress
 _HEADLINE = re.compile(
     r"c_(spec|gen|per)|(global|client|trained)_(accuracy|perplexity)"
     r"|((client|trained)_)?masked_perplexity"
@@ -129,10 +127,7 @@ NOT_TO_CHOOSE_BY = (
 
 
 def headlines(found: Collection[str]) -> list[str]:
-    """The headline metrics among others.
-
-    A masked perplexity is one of them where no other perplexity was measured.
-    """
+    """The headline metrics in `found`; masked ones only if there are no others."""
     shown = [name for name in HEADLINES if name in found]
     plain = [name for name in shown if "masked" not in name]
     return plain or shown
@@ -151,10 +146,7 @@ def metric(
 
 
 def title(name: str, classes: Sequence[str] = ()) -> str:
-    """A metric's name in tables and pictures.
-
-    `classes` are the names of the classes, () = numbers.
-    """
+    """A metric's name in tables and pictures; classes without names have numbers."""
     if found := _OF_CLASS.fullmatch(name):
         number = int(found[2])
         label = classes[number] if number < len(classes) else number
@@ -194,10 +186,7 @@ def paired(gap: np.ndarray, digits: int = 1) -> str:
 def headline(
     records: Sequence[dict[str, Any]], points: Sequence[sweep.Point] = ({},)
 ) -> dict[str, str]:
-    """The headline metrics in percent or as numbers, mean over the seeds.
-
-    For a sweep each is the range of its points' means.
-    """
+    """Texts of the headline metrics, mean over seeds; for a sweep their ranges."""
     if len(points) > 1:
         lines = [headline(sweep.of_point(records, point)) for point in points]
         out = {}
@@ -208,7 +197,7 @@ def headline(
             out[name] = " to ".join(dict.fromkeys((texts[0], texts[-1])))
         return out
     shared = set.intersection(*(set(record) for record in records))
-    # With C-Spec, C-Gen and C-Per a fourth accuracy of the clients is not shown.
+    # C-Spec, C-Gen and C-Per replace the clients' accuracy.
     hidden = {"client_accuracy"} if "c_gen" in shared else set()
 
     def mean(name: str) -> float:
@@ -223,21 +212,18 @@ def headline(
 
 
 def diverged(round: int | None) -> str:
-    """Words for a run that diverged in a round, "" for any other."""
+    """A text for a run that diverged in a round, "" for any other."""
     return f"diverged in round {round}" if round else ""
 
 
 def rules(run: Run) -> str:
-    """The rules that a run follows, and notes about how its options were taken."""
+    """The rules that a run follows, and notes about its options."""
     notes = [f"note: {note}" for note in run.notes]
     return "\n".join((presets.sentence(run.config.preset), *notes))
 
 
 def equal_parameters(hashes: Mapping[str, str | None]) -> list[str]:
-    """Lines about runs that have ended with equal parameters.
-
-    `hashes` are the SHA-256 of the parameters by the run's name, None = not known.
-    """
+    """Lines about runs with equal parameters; `hashes` are SHA-256 or None by run."""
     names: dict[str, list[str]] = {}
     for name, digest in hashes.items():
         if digest:
@@ -250,7 +236,7 @@ def equal_parameters(hashes: Mapping[str, str | None]) -> list[str]:
 
 
 def described(run: Run) -> str:
-    """An experiment in a line, and its present results if there are any."""
+    """An experiment in a line, followed by its current results if there are any."""
     config = run.config
     seeds = f", {len(run.seeds)} seeds" if len(run.seeds) > 1 else ""
     line = (
@@ -264,9 +250,9 @@ def described(run: Run) -> str:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """The final table: fractions in percent, then numbers; mean and std over the seeds.
+    """The final table: mean and std over seeds, fractions in percent, then numbers.
 
-    The value of the last round is beside that of the summary rule. A sweep has a line
+    The last round's value is beside that of another summary rule. A sweep has a line
     for each point.
     """
     lines = _sweep_lines(summary) if "sweep" in summary else _lines(summary)
@@ -278,7 +264,7 @@ def table(summary: dict[str, Any]) -> str:
     # Summaries of earlier versions have no step counts.
     steps = summary.get("step_efficiency")
     of_steps = "" if steps is None else f"of steps {steps:.2f}, "
-    # It is 1 on one device.
+    # 1 on one device
     balance = summary.get("device_balance", 1.0)
     of_devices = "" if balance == 1 else f" and of devices {balance:.2f}"
     lines.append(
@@ -292,7 +278,6 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def devices(count: int, name: str) -> str:
-    """How many devices of which kind."""
     return f"{count} device{'s' * (count > 1)} ({name})"
 
 
@@ -335,7 +320,7 @@ def _chosen(parts: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> str:
 
 
 def _lines(summary: dict[str, Any]) -> list[str]:
-    """The lines of the metrics of a run without a sweep."""
+    """The lines of metrics for a run without a sweep."""
     seeds = len(next(iter(summary["metrics"].values()))["per_seed"])
     spread = f" +- std over {seeds} seeds" if seeds > 1 else ""
     known = summaries.kinds(summary)
@@ -348,7 +333,7 @@ def _lines(summary: dict[str, Any]) -> list[str]:
             head = f"{'metric':<{width}} {kind}{spread}  ({summary_rule(summary)})"
             lines.append(f"{head}  last round" if last else head)
         for one in found:
-            # A percent has a decimal more than in a table of several runs.
+            # Percents have one more decimal than in a table of several runs.
             digits, entry = max(one.digits, 2), summary["metrics"][one.name]
             text = mean_and_std(entry, one.scale, digits, "+-", width=6)
             line = f"{one.title:<{width}} {text}"

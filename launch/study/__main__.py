@@ -44,11 +44,13 @@ def command(argv: list[str]) -> None:
             raise ValueError(f"give one study: {', '.join(cells.studies())}")
         folder = pathlib.Path(asked.folder) if asked.folder else None
         found = study.Study(words[0], folder, asked.part, asked.target)
+    left, every = found.left(), found.wanted()
+    computed = found.computed(left)
     if asked.dry_run:
-        print("\n".join(found.lines()))
-    minutes, every = sum(cell.seconds for cell in found.computed()) / 60, found.wanted()
+        print("\n".join(found.lines(left, computed)))
+    minutes = sum(cell.seconds for cell in computed) / 60
     print(
-        f"{found.name}: {len(found.left())} of {len(every)} cells are to run, "
+        f"{found.name}: {len(left)} of {len(every)} cells are to run, "
         f"about {minutes:,.0f} minutes on two quiet cores -> {found.folder.path}",
         flush=True,
     )
@@ -60,7 +62,7 @@ def command(argv: list[str]) -> None:
     # A process that was started would outlive this one.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        failed = found.run()
+        failed = found.run(left)
     except KeyboardInterrupt:
         line = "interrupted; finished cells are kept, the same command continues"
         flags.fail(line, 130)

@@ -1,15 +1,15 @@
 """Sheets as data, `launch/papers/*.json` and `launch/studies/*.json`, and their cells.
 
 A sheet has rows, such as methods, and values: those of an axis, or a paper's scenarios.
-A row at a value is a cell. What a cell does is put together from parts: `common` of the
-file and of the sheet, the value's part, the row's, and that of the cell alone, which
-`cells` names as "ROW at VALUE". A later part wins; `options` and `data` are merged. A
-paper's sheet has parts of single cells for each of its `datasets` too.
+A row at a value is a cell, put together from parts: `common` of the file and of the
+sheet, the value's part, the row's, and that of the single cell, named "ROW at VALUE" in
+`cells` (in a paper's sheet also in each of its `datasets`). A later part wins;
+`options` and `data` are merged.
 
 A row has the values in `only`, by default all, and those that `cells` names. Its option
-`teacher` may name the row whose model is its teacher: that of the same value, or of the
-first value that the other row has. `seconds` are those expected of a cell on two quiet
-cores, and `times` is a factor on them. `paper` are the paper's numbers, one for each
+`teacher` may name another row: the cell's teacher is the model of that row at the same
+value, or at the first value that the other row has. `seconds` are expected on two quiet
+cores, and `times` is a factor on them. `paper` has one number of the paper for each
 metric: a mean, or a mean and a standard deviation.
 """
 
@@ -26,15 +26,12 @@ from launch.config import limits, presets, registry, resolve
 PAPERS = pathlib.Path(__file__).parents[1] / "papers"
 STUDIES = PAPERS.with_name("studies")
 
-# What a cell does:
-# rounds: it times rounds of a run on drawn examples;
-# loop, torch: it times the same with one client after another, in JAX or PyTorch;
-# devices: it runs on fake devices and compares with one device;
-# run: it trains and evaluates, as `launch.main` does;
-# estimate: it asks a chip's compiler about the rounds.
+# What a cell does: train and evaluate as `launch.main` (run), time rounds on generated
+# examples (rounds) or the same with one client after another in JAX or PyTorch (loop,
+# torch), compare fake devices with one (devices), ask a chip's compiler (estimate)
 HOWS = ("run", "rounds", "loop", "torch", "devices", "estimate")
 
-# The parts of a cell that decide its result, and the others
+# The parts of a cell that decide its result, and all parts
 _SETTINGS = ("how", "options", "data", "rounds", "repeats", "processes")
 _PARTS = (*_SETTINGS, "seconds", "times", "only", "estimated", "paper")
 
@@ -46,12 +43,12 @@ class Cell(NamedTuple):
 
     Attributes:
         sheet, row, value: Its place.
-        settings: What decides its result: `options`, and of a cell that does not run
-            here `how`, `data`, `rounds`, `repeats`, `processes` and `target`.
-        seconds: Expected, on two quiet cores.
-        is_estimated: Whether a chip's compiler is asked about it too.
+        settings: What decides its result: `options`, and for a cell that runs in a
+            child process `how`, `data`, `rounds`, `repeats`, `processes` and `target`.
+        seconds: Expected on two quiet cores.
+        is_estimated: Whether a chip's compiler also estimates it.
         paper: The paper's number for each metric, None = it has none.
-        teacher: (row, value) of the cell whose model it needs as a file.
+        teacher: (row, value) of the cell whose model file it needs.
     """
 
     sheet: str
@@ -65,17 +62,16 @@ class Cell(NamedTuple):
 
     @property
     def place(self) -> tuple[str, str]:
-        """(row, value)."""
         return self.row, self.value
 
     @property
     def options(self) -> dict[str, Any]:
-        """Its options, among which may be some of other rows only."""
+        """Its options; some may belong only to the algorithms of other rows."""
         return self.settings["options"]
 
     @property
     def how(self) -> str:
-        """What it does, one of `HOWS`."""
+        """One of `HOWS`."""
         return self.settings.get("how", "run")
 
     @property
@@ -91,7 +87,7 @@ class Cell(NamedTuple):
         return f"{self.sheet}: {self.row} at {self.value}{what}"
 
     def estimate(self, target: str, seconds: float) -> "Cell":
-        """The cell that asks the compiler of a chip about the same rounds."""
+        """A cell in which the compiler of chip `target` estimates the same rounds."""
         kept = {name: self.settings[name] for name in ("options", "data")}
         settings = {"how": "estimate", "target": target} | kept
         return self._replace(settings=settings, seconds=seconds, is_estimated=False)
@@ -103,7 +99,7 @@ def slug(text: str) -> str:
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """A file of sheets, each with its name and all that its cells have in common."""
+    """A file of sheets, each with its name and what its cells have in common."""
     file = json.loads(path.read_text())
     for name, sheet in file["sheets"].items():
         sheet["common"] = merged(name, file.get("common", {}), sheet.get("common", {}))
@@ -126,11 +122,7 @@ def studies() -> dict[str, dict[str, Any]]:
 
 
 def named(kind: str, name: str, known: Mapping[str, Any]) -> Any:
-    """The table or the study of a name.
-
-    Raises:
-        ValueError: there is none. The message lists all names.
-    """
+    """The table or study `name`; the ValueError for an unknown one lists all names."""
     if name not in known:
         hint = limits.nearest(name, known)
         raise ValueError(f"no {kind} {name}: expected one of {', '.join(known)}{hint}")
@@ -138,10 +130,9 @@ def named(kind: str, name: str, known: Mapping[str, Any]) -> Any:
 
 
 def merged(sheet: str, *parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a cell as one: a later one wins, and inner objects are merged.
+    """Merges the parts of a cell and the objects in them; later ones win.
 
-    Raises:
-        ValueError: one line: a name that no part has.
+    Raises a ValueError for a name that no part has.
     """
     out: dict[str, Any] = {}
     for part in parts:
@@ -162,13 +153,13 @@ def algorithms_of(sheet: Sheet) -> list[str]:
 
 
 def known(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a cell's algorithm has, as its sheet may name others."""
+    """The options that the cell's algorithm has, without those of other rows."""
     has = registry.fields_of(options["algo"])
     return {name: value for name, value in options.items() if name in has}
 
 
 def chosen(flag: str, wanted: str, names: Sequence[str]) -> list[str]:
-    """The names of a comma-separated flag, all if it is empty."""
+    """The names in a comma-separated flag, all if it is empty."""
     found = wanted.split(",") if wanted else list(names)
     for name in found:
         options_lib.check_one_of(flag, name, names)
@@ -178,7 +169,7 @@ def chosen(flag: str, wanted: str, names: Sequence[str]) -> list[str]:
 def _of_value(
     parts: Mapping[str, Mapping[str, Any]], names: list[str], flag: str, value: Any
 ) -> list[str]:
-    """The rows or values for `value` of a flag, or for any value of it."""
+    """The rows or values with `value` for a flag, or without the flag."""
     has = {name: parts[name].get("options", {}).get(flag) for name in names}
     left = [name for name in names if has[name] in (None, value)]
     if not left:
@@ -192,22 +183,20 @@ def cells(
     dataset: str = "",
     value: str = "",
     row: str = "",
-    given: Mapping[str, Any] | None = None,
+    given: Mapping[str, Any] = {},
 ) -> list[Cell]:
-    """Every cell asked for, and those of the teachers of these, by value and row.
+    """All requested cells and their teachers, ordered by value and row.
 
     Args:
-        sheet: Of a file, see `read`.
-        dataset: The data set of a paper's table; `mnist_5k` takes the numbers and
+        sheet: One sheet of `read`.
+        dataset: The data set of a paper's table; `mnist_5k` has the numbers and
             settings of `mnist`.
         value, row: Names separated by commas, empty = all.
         given: Options of every cell.
 
     Raises:
-        ValueError: one line: a name or an option that no cell has, or a cell that could
-            not run.
+        ValueError: no cell has a name or an option, or a cell could not run.
     """
-    given = given or {}
     known = "mnist" if dataset == "mnist_5k" else dataset
     if known not in sheet.get("datasets", {"": {}}) and not sheet.get("any_dataset"):
         every = ", ".join(sheet["datasets"])
@@ -229,7 +218,7 @@ def cells(
     def cell(line: str, name: str) -> Cell:
         parts = values[name], rows[line], alone.get(f"{line} at {name}", {})
         part = merged(sheet["name"], sheet["common"], *parts)
-        # A teacher that was not asked for may have other values than those given.
+        # An additional teacher may have other values than the given ones.
         own = merged(sheet["name"], *parts[:2]).get("options", {})
         options = part["options"] | {k: v for k, v in given.items() if k not in own}
         settings = {key: part[key] for key in _SETTINGS if key in part}
@@ -249,9 +238,9 @@ def cells(
             f"--row={row} has the scenarios {', '.join(left)} only, and not "
             f"{', '.join(names)}"
         )
-    order = [*dict.fromkeys([*names, *values])], [*dict.fromkeys([*lines, *rows])]
     found = teachers_first(asked, cell)
-    found.sort(key=lambda one: (order[0].index(one.value), order[1].index(one.row)))
+    names, lines = [*names, *values], [*lines, *rows]
+    found.sort(key=lambda one: (names.index(one.value), lines.index(one.row)))
     has_any = set().union(*map(registry.fields_of, algorithms_of(sheet)))
     for one in found:
         _check(one, has_any, given)
@@ -261,7 +250,7 @@ def cells(
 def teachers_first(
     asked: Sequence[Cell], cell: Callable[[str, str], Cell]
 ) -> list[Cell]:
-    """Cells, each after that of its teacher and once; `cell` makes one by its place."""
+    """The cells, each once and after its teacher's; `cell` makes one by its place."""
     found: dict[tuple[str, str], Cell] = {}
 
     def add(one: Cell) -> None:
@@ -277,9 +266,8 @@ def teachers_first(
 def _check(cell: Cell, has_any: Set[str], given: Mapping[str, Any]) -> None:
     """Refuses a cell that could not run, before any cell runs.
 
-    `has_any` are the options that any algorithm of the sheet has, and `given` those
-    given for every cell. Neither these nor the sheet may make a row another method than
-    its name says.
+    `has_any` are the options of all algorithms in the sheet, and `given` those of every
+    cell. Neither these nor the sheet may make a row a method other than its name says.
     """
     options, algo = cell.options, cell.options["algo"]
     try:

@@ -1,7 +1,7 @@
-"""Processes of cells: settings as JSON on their input, a JSON object as last line.
+"""Child processes of cells: JSON settings on stdin, a JSON object as last output line.
 
-The input stays open as long as the process that started them lives, and they end when
-it does, however it ended.
+A child's stdin stays open while its parent lives. The child ends when its parent ends,
+for whatever reason.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from collections.abc import Mapping
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# Seconds until a process that was asked to end must have ended
+# Seconds that a process has to end after it was asked to
 END_SECONDS = 60
 
 
 class Failed(Exception):
-    """One line of a process that ended with an error."""
+    """A process ended with an error, given as one line."""
 
 
 def start(
@@ -32,15 +32,12 @@ def start(
     given: Mapping[str, str] | None = None,
     is_leader: bool = False,
 ) -> subprocess.Popen:
-    """Starts a module of this project.
+    """Starts `python -m module`, which reads `settings` as JSON from its stdin.
 
-    Args:
-        module: Its name.
-        settings: What it reads from its input.
-        given: Variables of its environment beside the present ones.
-        is_leader: Whether Ctrl-C does not reach it and its own processes, see `stop`.
+    `given` are environment variables beside the present ones. Ctrl-C does not reach a
+    process with `is_leader`, nor its children; see `stop`.
     """
-    # A folder in which a user works must not hide this project's packages.
+    # Modules in the user's folder must not hide this project's packages.
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     one = subprocess.Popen(
@@ -52,9 +49,9 @@ def start(
         env=env | (given or {}),
         start_new_session=is_leader,
     )
-    # `communicate` would close the input, whose end is the end of this process.
+    # `communicate` would close stdin and so end the child too early.
     weakref.finalize(one, os.close, os.dup(one.stdin.fileno()))
-    with contextlib.suppress(BrokenPipeError):  # it has ended, and said why
+    with contextlib.suppress(BrokenPipeError):  # it has ended with a message
         one.stdin.write(f"{json.dumps(settings)}\n")
         one.stdin.close()
     one.stdin = None
@@ -69,7 +66,7 @@ def settings() -> dict[str, Any]:
 
 
 def _end_with_parent() -> None:
-    """Waits for the end of the input, and ends this process; a run is saved."""
+    """Waits for the end of stdin, then ends this process, which saves its run."""
     os.read(sys.stdin.fileno(), 1)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(END_SECONDS)
@@ -77,15 +74,11 @@ def _end_with_parent() -> None:
 
 
 def ended(one: subprocess.Popen) -> dict[str, Any]:
-    """Waits for a process, and returns what it printed.
-
-    Raises:
-        Failed: it ended with an error.
-    """
+    """Waits for a process and returns what it printed; raises `Failed` on an error."""
     out, error = one.communicate()
     lines = [line for line in error.splitlines() if line.strip()]
     if one.returncode:
-        # Our own line about it, or else the last one
+        # Our error line, or else the last line
         ours = [line for line in lines if line.startswith("error: ")]
         reason = (ours or lines or [f"exit code {one.returncode}"])[-1]
         raise Failed(reason.removeprefix("error: "))
@@ -99,8 +92,7 @@ def stop(one: subprocess.Popen) -> None:
     """Interrupts a process that is a leader, so that it saves and ends."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(one.pid, signal.SIGINT)
-        try:
+        ignored = subprocess.TimeoutExpired, KeyboardInterrupt, ValueError
+        with contextlib.suppress(*ignored):
             one.communicate(timeout=END_SECONDS)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt, ValueError):
-            pass
         os.killpg(one.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Examples that a cell draws: clients of equal or lognormal sizes."""
+"""Generated examples for clients of equal or lognormal sizes."""
 
 import math
 
@@ -15,22 +15,17 @@ def draw(
     sigma: float = 0.0,
     seed: int = 0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Arrays (x, y, client) for `--partition=natural --test_split=pool`.
+    """Draws (x f32[N, features], y int[N], client int[N]) for `num_clients` clients.
 
-    That split trains on floor(.8 n) of a client's rows, and it leaves each client the
-    number of train rows that is asked for.
+    Use them with `--partition=natural --test_split=pool`. That split trains on 80 % of
+    a client's rows, rounded down, which gives each client the train rows requested
+    here.
 
     Args:
-        num_clients: K.
-        examples: Train rows of a client, on average.
-        features: Numbers of an example, which lie around the centre of its class.
-        classes: Classes.
-        sigma: Of the logarithm of the sizes, whose mean stays; they are cut to 2 to
-            10,000 rows. 0 = all are equal.
-        seed: Of the draw.
-
-    Returns:
-        x f32[N, features], y int[N], client int[N].
+        examples: Mean number of train rows per client.
+        features: Length of an example, which lies around the centre of its class.
+        sigma: Standard deviation of the log sizes, 0 = equal sizes. The mean size does
+            not depend on it. Sizes are clipped to 2..10,000 rows.
     """
     gen = np.random.default_rng(seed)
     centre = math.log(examples) - sigma**2 / 2
@@ -44,10 +39,10 @@ def draw(
 
 
 def lognormal(num_clients: int, seed: int = 0) -> tuple[np.ndarray, ...]:
-    """Arrays (x, y, client) of clients with very unequal numbers of examples.
+    """Draws (x f32[N, 16], y int[N], client int[N]) for very unequal clients.
 
-    Sizes are exp(N(2.5, 1.5)), clipped to 5..10,000. Examples are vectors of 16 numbers
-    around the centre of their class, of which there are four.
+    Sizes are exp(N(2.5, 1.5)), clipped to 5..10,000. Examples lie around the centres of
+    four classes.
     """
     gen = np.random.default_rng(seed)
     sizes = np.exp(gen.normal(2.5, 1.5, num_clients)).clip(5, 10_000).astype(int)

@@ -1,4 +1,4 @@
-"""A paper's table: its cells are runs of `launch.main`, one after another here."""
+"""A paper's table: its cells run `launch.main` one after another in this process."""
 
 import dataclasses
 import pathlib
@@ -21,9 +21,19 @@ MODEL = "model.msgpack"
 
 
 def stored(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The summary and the records of a finished run with these options."""
+    """The summary and records of a finished run with these options, or None."""
+    path, algo = folder / finished.RUN_FLAGS, options["algo"]
+    if not path.is_file():
+        return None
     try:
-        if not _holds(folder, options):
+        given = cells.known(options)
+        # The algorithm's options count even if the preset decides them.
+        _, hparams = resolve.configure(given)
+        recorded = flagfile.RunFlags.read(path).completed(hparams)
+        typed, wanted = recorded.typed(algo), vars(hparams) | given
+        if any(typed.get(name) != value for name, value in wanted.items()):
+            return None
+        if not recorded.options.keys() <= registry.fields_of(algo).keys():
             return None
         done = finished.read(folder)
         return done and done | {"records": finished.records(folder)}
@@ -32,23 +42,8 @@ def stored(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any] |
         return None
 
 
-def _holds(folder: pathlib.Path, options: Mapping[str, Any]) -> bool:
-    """Whether a run's folder holds a run with these options."""
-    path = folder / finished.RUN_FLAGS
-    if not path.is_file():
-        return False
-    given, has = cells.known(options), registry.fields_of(options["algo"])
-    # The algorithm's own options count even if the preset decides them.
-    _, hparams = resolve.configure(given)
-    recorded = flagfile.RunFlags.read(path).completed(hparams)
-    typed = recorded.typed(options["algo"])
-    return recorded.options.keys() <= has.keys() and all(
-        typed.get(k) == v for k, v in (vars(hparams) | given).items()
-    )
-
-
 def run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Starts or continues a run, and returns its summary and its records."""
+    """Starts or resumes a run, and returns its summary and records."""
     resumes = processes.on_first((folder / finished.RUN_FLAGS).exists)
     given = cells.known(options) | {"workdir": str(folder), "resume": resumes}
     done = main.execute(given)
@@ -56,12 +51,10 @@ def run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def clients(folder: pathlib.Path) -> dict[str, Any]:
-    """The accuracy of each client of a finished run, or its perplexity.
+    """Each client's accuracy or perplexity in a finished run, {} if it has none.
 
-    Returns:
-        The means over the rounds of the summary as `accuracy` or `perplexity`, and
-        `test_size`, a list of all clients for each seed. None is a client of which
-        nothing is known, and {} a run without clients' accuracies.
+    These means over the rounds of the summary are `accuracy` or `perplexity`
+    [seed][client] with None = undefined, and `test_size` has the same shape.
     """
     run = record.read(folder)
     if not record.has_clients(run):
@@ -73,10 +66,9 @@ def clients(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def available(dataset: str, data_dir: str) -> str:
-    """`dataset`, or with a note `mnist_5k` where the files of `mnist` are missing.
+    """`dataset`, or `mnist_5k` with a note if the files of `mnist` are missing.
 
-    Raises:
-        ValueError: there is no such data set.
+    Raises a ValueError if there is no such data set.
     """
     dataset = "emnist/byclass" if dataset == "femnist" else dataset
     if not loaders.is_own(dataset):
@@ -93,7 +85,7 @@ def available(dataset: str, data_dir: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of `launch.reproduce` beside those of the cells' runs."""
+    """The options of `launch.reproduce` in addition to those of its cells' runs."""
 
     scenario: str = option("", "scenarios (columns), with commas; default all")
     row: str = option("", "rows, with commas; default all")
@@ -109,10 +101,8 @@ class Options:
     dry_run: bool = option(False, "print the finished cells, run nothing")
 
 
-def options(
-    sheet: cells.Sheet,
-) -> tuple[dict[str, dataclasses.Field], dict[str, type]]:
-    """The options that may be given for every cell of a sheet, and their types."""
+def options(sheet: cells.Sheet) -> tuple[dict[str, dataclasses.Field], dict[str, type]]:
+    """The options that may be given for all cells of a sheet, and their types."""
     known: dict[str, dataclasses.Field] = {}
     kinds: dict[str, type] = {}
     for algo in cells.algorithms_of(sheet):
@@ -124,18 +114,13 @@ def options(
 
 
 class Table:
-    """A paper's table with the cells asked for, their folders and what is finished."""
+    """A paper's table: the requested cells, their folders and the finished results."""
 
     def __init__(self, name: str, given: Mapping[str, Any], asked: Options):
-        """Reads the table and the file of finished cells.
+        """Reads the table `<paper>.<table>` and the file of finished cells.
 
-        Args:
-            name: `<paper>.<table>`.
-            given: Options of every cell's run.
-            asked: The other options.
-
-        Raises:
-            ValueError: one line about a name, an option, a cell or the file.
+        `given` are options of every cell's run. Raises a ValueError if a name, an
+        option, a cell or the file is wrong.
         """
         sheet, given = cells.named("table", name, cells.papers()), dict(given)
         dataset = given.pop("dataset", None) or sheet.get("dataset", "fashion_mnist")
@@ -163,16 +148,12 @@ class Table:
         return self.root / f"{label}-seed{first}-{last}"
 
     def shown(self) -> sheets.Sheet:
-        """The table with what is finished."""
+        """The table with the results so far."""
         found = [(cell, self.results.get(cell.place)) for cell in self.cells]
         return paper.sheet(self.sheet, self.dataset, found, self.given)
 
     def fill(self) -> Iterator[None]:
-        """Takes the finished cells and runs the others, each after its teacher.
-
-        Yields:
-            After each cell that ran, and after the last one.
-        """
+        """Runs missing cells after their teachers; yields after each and at the end."""
         is_dry = self.asked.dry_run
         by_place = {cell.place: cell for cell in self.cells}
         teachers = {cell.teacher for cell in self.cells}
@@ -196,7 +177,10 @@ class Table:
                 found = run(folder, options | taught | self.execution)
                 found["clients"] = processes.on_first(lambda at=folder: clients(at))
                 if processes.is_first():
-                    self._keep(folder, options, found)
+                    records = curves.kept(found["records"], self.sheet)
+                    with ending.writing("cells", self.asked.cells):
+                        done = found | {"records": records}
+                        self.kept.put(folder.name, options, done)
                     if self.asked.drop_checkpoints and cell.place not in teachers:
                         path = folder / finished.CHECKPOINTS
                         shutil.rmtree(path, ignore_errors=True)
@@ -204,26 +188,17 @@ class Table:
             if is_new or cell is in_turn[-1]:
                 yield
 
-    def _keep(
-        self, folder: pathlib.Path, options: Mapping[str, Any], done: Mapping[str, Any]
-    ) -> None:
-        """Keeps a cell with the parts of its curves that the table needs."""
-        done = {**done, "records": curves.kept(done["records"], self.sheet)}
-        with ending.writing("cells", self.asked.cells):
-            self.kept.put(folder.name, options, done)
-
     def _write_model(self, teacher: cells.Cell) -> None:
-        """Writes the server's model of a cell's first seed to `MODEL` in its folder.
+        """Writes the first seed's server model of a teacher to `MODEL` in its folder.
 
-        The cell runs if it is not finished. A file that is newer than the run stays.
+        Runs the teacher unless it is finished. Keeps a file newer than that run.
         """
         folder, options = self.folder(teacher), teacher.options | self.seeds
         path, summary = folder / MODEL, folder / finished.SUMMARY
 
         def is_there() -> bool:
-            if not path.is_file() or stored(folder, options) is None:
-                return False
-            return path.stat().st_mtime >= summary.stat().st_mtime
+            is_current = path.is_file() and stored(folder, options) is not None
+            return is_current and path.stat().st_mtime >= summary.stat().st_mtime
 
         if processes.on_first(is_there):
             return
@@ -241,8 +216,8 @@ class Table:
             self.folder(cell): f"{cell.row}, {cell.value}"
             for cell in self.cells
             if self.results[cell.place] is not None
+            and (self.folder(cell) / finished.SUMMARY).is_file()
         }
-        names = {f: n for f, n in names.items() if (f / finished.SUMMARY).is_file()}
         if not names:
             line = "no cell is finished, or none has a folder here"
             flags.fail(f"--report={path}: {line}")

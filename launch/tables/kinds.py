@@ -1,8 +1,7 @@
-"""What a cell does in a process of its own: `python -m launch.tables.kinds`.
+"""Runs one cell in a process of its own: `python -m launch.tables.kinds`.
 
-It reads the settings of the cell as a line of JSON from its input, and ends when its
-input does. The last line of its output is a JSON object with the figures, the versions
-and the machine.
+It reads the cell's settings as a line of JSON from stdin, and ends when stdin closes.
+The last line of its output is a JSON object: figures, versions and machine.
 """
 
 import json
@@ -27,7 +26,7 @@ from launch.tables import cells, child, examples, here, loops
 
 Settings = Mapping[str, Any]
 COLLECTIVES = {"all_gathers": "all-gather", "all_reduces": "all-reduce"}
-# A collective in an optimised program, with the shapes of what it returns
+# A collective in an optimised program, with the shapes of its results
 _COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce)(?:-start)?\(")
 _SHAPE = re.compile(r"([a-z]+)(\d*)\[([\d,]*)\]")
 FAKE = "--xla_force_host_platform_device_count"
@@ -35,7 +34,7 @@ FIRST = 1  # the round before it warms up
 
 
 def drawn(settings: Settings, rounds: int, **more: Any) -> build.Experiment:
-    """The run of a cell's options, on drawn examples."""
+    """The run of a cell's options, on generated examples."""
     options = cells.known(settings["options"])
     data = examples.draw(options["num_clients"], **settings["data"])
     # Nothing is evaluated.
@@ -45,21 +44,20 @@ def drawn(settings: Settings, rounds: int, **more: Any) -> build.Experiment:
 
 
 def planned_bytes(experiment: build.Experiment) -> dict[str, int]:
-    """Bytes of the state on a device, and of the program of rounds by its plan."""
-    # What the device has, also where other rows are on the host.
+    """Bytes of a device's state, and of the rounds' program by the compiler's plan."""
+    # With rows on the host, this counts only those on the device.
     leaves = jax.tree.leaves([call.state for call in experiment.simulation.calls])
     memory = experiment.program.rounds.executables[-1].memory_analysis()
+    shards = [leaf.addressable_shards[0].data for leaf in leaves]
     return {
-        "state_bytes_per_device": sum(
-            leaf.addressable_shards[0].data.nbytes for leaf in leaves
-        ),
+        "state_bytes_per_device": sum(shard.nbytes for shard in shards),
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
     }
 
 
 def _total(settings: Settings) -> int:
-    """Rounds of a cell, with the one that warms up."""
+    """Rounds of a cell, including those that warm up."""
     return FIRST + settings["rounds"] * settings["repeats"]
 
 
@@ -68,12 +66,10 @@ def _timed(
     run: Callable[[int, int], None],
     compiled: Callable[[], float] = lambda: 0.0,
 ) -> dict[str, float]:
-    """Seconds of a round over the repeats.
+    """Seconds per round over the repeats: median, fastest and slowest.
 
-    Args:
-        settings: Of the cell.
-        run: Runs the rounds from a first to a last one, which is not included.
-        compiled: Returns the seconds of compiling so far, which do not count.
+    `run(first, end)` runs the rounds `first` to `end - 1`. `compiled()` returns the
+    seconds of compiling so far, which do not count.
     """
     count, taken = settings["rounds"], []
     for first in range(FIRST, _total(settings), count):
@@ -113,7 +109,7 @@ def rounds(settings: Settings) -> dict[str, Any]:
 
 def loop(settings: Settings) -> dict[str, Any]:
     """Times the same rounds with one client after another."""
-    # On one device, so that no other computes the same
+    # Other devices would only repeat the same computation.
     options = settings["options"] | {"client_chunk": 1, "devices": 1}
     made = drawn(settings | {"options": options}, _total(settings))
     plain = loops.LOOPS[settings["how"]](made)
@@ -129,17 +125,16 @@ def loop(settings: Settings) -> dict[str, Any]:
 
 
 def estimate(settings: Settings) -> dict[str, Any]:
-    """Asks the compiler of a chip about the rounds."""
+    """Returns the estimates of a chip's compiler for the rounds."""
     found = drawn(settings, 2, target=settings["target"]).cost_analysis()
     del found["programs"]
     return found
 
 
 def collectives(text: str) -> dict[str, int]:
-    """The collectives of an optimised program, each counted once, also in a loop.
+    """Counts the collectives of an optimised program by kind, one in a loop only once.
 
-    Returns:
-        Their numbers by kind, and `collective_bytes`, the bytes of their results.
+    `collective_bytes` are the bytes of all their results.
     """
     found = _COLLECTIVE.findall(text)
     kinds = [kind for _, kind in found]
@@ -174,19 +169,10 @@ def several(settings: Settings) -> dict[str, Any]:
 def _members(
     settings: Settings, path: pathlib.Path, count: int, on_each: int
 ) -> dict[str, Any]:
-    """Runs a cell's rounds in some processes, each with some fake devices.
+    """Runs a cell in `count` processes with `on_each` fake devices each.
 
-    Args:
-        settings: Of the cell.
-        path: The file for the final state.
-        count: Processes.
-        on_each: Fake devices of a process.
-
-    Returns:
-        The figures of process 0.
-
-    Raises:
-        child.Failed: one line: a process failed.
+    Process 0 writes the final state to `path`, and its figures are returned. A process
+    that fails raises `child.Failed`.
     """
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
@@ -197,8 +183,7 @@ def _members(
         for index in range(count):
             address = f"localhost:{port},{count},{index}" if count > 1 else ""
             more = {"how": "member", "path": str(path), "distributed": address}
-            one = child.start("launch.tables.kinds", {**settings, **more}, given)
-            started.append(one)
+            started.append(child.start("launch.tables.kinds", settings | more, given))
         found = [child.ended(one) for one in started]
     finally:
         for one in started:
@@ -207,10 +192,7 @@ def _members(
 
 
 def member(settings: Settings) -> dict[str, Any]:
-    """Runs the rounds of a cell on fake devices, as one process of some.
-
-    Process 0 keeps the final state as an npz file.
-    """
+    """Runs rounds as one of several processes; process 0 writes the final state."""
     total = settings["rounds"]
     made = drawn(settings, total, distributed=settings["distributed"])
     made.simulation.advance_to(total)
@@ -224,7 +206,7 @@ def member(settings: Settings) -> dict[str, Any]:
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Trains and evaluates, or continues a run that was interrupted."""
+    """Trains and evaluates, or resumes an interrupted run."""
     begin = time.perf_counter()
     folder, options = pathlib.Path(settings["folder"]), settings["options"]
     done = here.stored(folder, options) or here.run(folder, options)
@@ -250,45 +232,35 @@ KINDS = {
 
 
 def _machine() -> dict[str, Any]:
-    """The machine in words."""
     info = pathlib.Path("/proc/cpuinfo")  # on Linux only
     lines = info.read_text().splitlines() if info.is_file() else []
     named = [line.partition(":")[2] for line in lines if line.startswith("model name")]
+    named.append(platform.processor() or platform.machine())
     return {
-        "cpu": " ".join(
-            (named or [platform.processor() or platform.machine()])[0].split()
-        ),
+        "cpu": " ".join(named[0].split()),
         "cores": os.cpu_count(),
         "device": devices.name(),
         "devices": jax.device_count(),
     }
 
 
-def _versions(how: str) -> dict[str, str]:
-    found = {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "numpy": np.__version__,
-    }
-    if how == "torch":
-        found["torch"] = sys.modules["torch"].__version__
-    return found
-
-
 @ending.command
 def command(argv: list[str]) -> None:
-    """Makes the cell whose settings are on the input."""
+    """Runs the cell whose settings are on stdin."""
     settings = child.settings()
     with ending.refused():
         try:
             figures = KINDS[settings["how"]](settings)
         except child.Failed as error:
             raise ValueError(error) from error
-    out = {
-        "figures": figures,
-        "versions": _versions(settings["how"]),
-        "machine": _machine(),
+    versions = {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "numpy": np.__version__,
     }
+    if settings["how"] == "torch":
+        versions["torch"] = sys.modules["torch"].__version__
+    out = {"figures": figures, "versions": versions, "machine": _machine()}
     print(json.dumps(out), flush=True)
 
 

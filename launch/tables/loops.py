@@ -1,11 +1,12 @@
 """Rounds of FedAvg as plain loops: one client after another, in JAX and in PyTorch.
 
-Both make the optimizer steps of the vectorized rounds, on the same batches, from the
-same parameters. The loop in JAX calls one compiled function for each client, which
-trains it and adds its model to the mean. The loop in PyTorch is what one would write:
-a model, an optimizer and a loop over batches. Clients train by plain SGD.
+Both make the same optimizer steps (plain SGD) as the vectorized rounds, on the same
+batches, from the same parameters. The JAX loop calls one compiled function per client,
+which trains it and adds its model to the mean. The PyTorch loop is the usual one: a
+model, an optimizer and a loop over batches.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,8 +20,9 @@ from launch.experiment import Experiment
 
 
 class Batches(NamedTuple):
-    """What a client of a round trains on: rows of the data set int32[S, B], padded
-    with -1, and the number of its train examples."""
+    """A client's rows of the data set in a round, int32[S, B] padded with -1, and its
+    number of train examples.
+    """
 
     rows: np.ndarray
     weight: int
@@ -30,55 +32,47 @@ class Batches(NamedTuple):
 Rounds = dict[tuple[int, int], list[Batches]]
 
 
+@dataclasses.dataclass
 class Loop:
-    """A plain loop over the rounds of all variants, which are seeds and points."""
+    """A plain loop over the rounds of all variants (seeds and points of a sweep).
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        servers: list[Any],
-        trained: Callable[[Any, Sequence[Batches], float], Any],
-        compile: Callable[[Rounds], None],
-        params_of: Callable[[Any], Any] = lambda server: server,
-    ):
-        """Makes a loop.
+    Attributes:
+        experiment: The rounds to follow.
+        servers: The present server of each variant.
+        trained: Returns a server after a round of some clients at a learning rate.
+        compile: Compiles what `trained` needs for some rounds.
+        params_of: Returns a server's parameters, as in a RoundState.
+        plans: The rounds that are prepared.
+    """
 
-        Args:
-            experiment: The rounds that it follows.
-            servers: The server of each variant before the first round.
-            trained: Returns a server after a round of some clients at a learning rate.
-            compile: Compiles what `trained` will run in some rounds.
-            params_of: Returns the parameters of a server, as in a RoundState.
-        """
-        self._experiment, self._servers = experiment, servers
-        self._trained, self._compile, self._params_of = trained, compile, params_of
-        self._plans: Rounds = {}
+    experiment: Experiment
+    servers: list[Any]
+    trained: Callable[[Any, Sequence[Batches], float], Any]
+    compile: Callable[[Rounds], None]
+    params_of: Callable[[Any], Any] = lambda server: server
+    plans: Rounds = dataclasses.field(default_factory=dict)
 
     def prepare(self, first: int, end: int) -> None:
-        """Makes the batches of rounds, and compiles, without running them."""
-        self._plans.update(planned(self._experiment, first, end))
-        self._compile(self._plans)
+        """Makes the batches of the rounds `first` to `end - 1`, and compiles."""
+        self.plans.update(planned(self.experiment, first, end))
+        self.compile(self.plans)
 
     def run(self, first: int, end: int) -> None:
         """Runs the rounds `first` to `end - 1`, and waits for them."""
-        for index, (seed, rate) in enumerate(_variants(self._experiment)):
+        for index, (seed, rate) in enumerate(_variants(self.experiment)):
             for round in range(first, end):
-                server, clients = self._servers[index], self._plans[seed, round]
-                self._servers[index] = self._trained(server, clients, rate)
-        jax.block_until_ready(self._servers)
+                server, clients = self.servers[index], self.plans[seed, round]
+                self.servers[index] = self.trained(server, clients, rate)
+        jax.block_until_ready(self.servers)
 
     def params(self) -> list[Any]:
-        """The server's parameters of every variant, as in a RoundState."""
-        return list(map(self._params_of, self._servers))
+        """The server's parameters of every variant."""
+        return list(map(self.params_of, self.servers))
 
 
 def check(experiment: Experiment) -> None:
-    """Refuses options that the loops do not follow.
-
-    Raises:
-        ValueError: one line.
-    """
-    config, hparams = experiment.config, experiment.hparams
+    """Raises a ValueError for options that the loops do not follow."""
+    config, given = experiment.config, vars(experiment.hparams)
     expected = {
         "client_optimizer": "sgd",
         "client_momentum": 0.0,
@@ -87,11 +81,7 @@ def check(experiment: Experiment) -> None:
         "clip_norm": 0.0,
         "aggregation": "examples",
     }
-    other = [
-        f"--{k}={getattr(hparams, k)}"
-        for k, v in expected.items()
-        if v != getattr(hparams, k)
-    ]
+    other = [f"--{k}={given[k]}" for k, v in expected.items() if v != given.get(k, v)]
     swept = {name for point in experiment.points for name in point} - {"client_lr"}
     other += [f"--sweep={name}" for name in sorted(swept)]
     if config.algo != "fedavg" or config.model != "mlp" or other:
@@ -102,7 +92,7 @@ def check(experiment: Experiment) -> None:
 
 
 def planned(experiment: Experiment, first: int, end: int) -> Rounds:
-    """The clients of the rounds `first` to `end - 1`, of all seeds."""
+    """The clients of the rounds `first` to `end - 1`, for all seeds."""
     return {
         (seed, round): list(_cohort(experiment, seed, round))
         for seed in range(len(experiment.seeds))
@@ -111,7 +101,6 @@ def planned(experiment: Experiment, first: int, end: int) -> Rounds:
 
 
 def _cohort(experiment: Experiment, seed: int, round: int) -> Iterator[Batches]:
-    """The clients of a round; `seed` is an index."""
     drawn = experiment.planner.cohort(seed, round)
     plan = drawn.plans["local"]
     owned = jax.tree.map(lambda leaf: leaf[seed], experiment.data.partition.train)
@@ -123,10 +112,9 @@ def _cohort(experiment: Experiment, seed: int, round: int) -> Iterator[Batches]:
         position = plan.position[place // rows_per_device]
         position = position[first : first + epochs * size]
         rows = owned.row[owned.start[drawn.client_id[place]] + position]
-        rows = np.reshape(rows, (epochs, size))
         padding = ((0, 0), (0, -size % batch))
-        rows = np.pad(rows, padding, constant_values=-1).reshape(-1, batch)
-        yield Batches(rows.astype(np.int32), size)
+        rows = np.pad(rows.reshape(epochs, size), padding, constant_values=-1)
+        yield Batches(rows.reshape(-1, batch).astype(np.int32), size)
 
 
 def _variants(experiment: Experiment) -> list[tuple[int, float]]:
@@ -142,10 +130,9 @@ def _variants(experiment: Experiment) -> list[tuple[int, float]]:
 def _begin(experiment: Experiment) -> list[Any]:
     """The server's first parameters of every variant."""
     experiment.start()
-    server = jax.tree.map(np.asarray, experiment.state.server)
-    params = server.params
-    count = len(_variants(experiment))
-    return [jax.tree.map(lambda leaf, v=v: leaf[v], params) for v in range(count)]
+    params = jax.tree.map(np.asarray, experiment.state.server.params)
+    every = range(len(_variants(experiment)))
+    return [jax.tree.map(lambda leaf, v=v: leaf[v], params) for v in every]
 
 
 def in_jax(experiment: Experiment) -> Loop:
@@ -163,7 +150,6 @@ def in_jax(experiment: Experiment) -> Loop:
 
     @jax.jit
     def update(params, total, data, rows, num_steps, rate, weight):
-        """Trains one client, and adds its model to the sum."""
 
         def step(index, own):
             image, label = data.gather(rows[index])
@@ -178,7 +164,7 @@ def in_jax(experiment: Experiment) -> Loop:
         return jax.tree.map(lambda leaf: leaf / weight, total)
 
     def padded(batches: Batches) -> np.ndarray:
-        """Its rows in the room of a power of two, so that few programs are compiled."""
+        """Its rows, padded to a power of two so that few programs are compiled."""
         room = 1 << (len(batches.rows) - 1).bit_length()
         more = room - len(batches.rows)
         return np.pad(batches.rows, ((0, more), (0, 0)), constant_values=-1)
@@ -229,12 +215,9 @@ def torch_round(
 ) -> None:
     """One round of FedAvg in PyTorch, after which `server` has the clients' mean.
 
-    Args:
-        torch: The package.
-        server, client: Two modules of the same form.
-        clients: Those of the round.
-        examples: (images, labels) of the data set.
-        optimizer: Makes the optimizer of a client from its parameters.
+    `server` and `client` are modules of one architecture, `examples` the (images,
+    labels) of the data set, and `optimizer` makes a client's optimizer from its
+    parameters.
     """
     image, label = examples
     state = {k: v.clone() for k, v in server.state_dict().items()}
@@ -256,11 +239,7 @@ def torch_round(
 
 
 def imported_torch() -> Any:
-    """The package `torch`.
-
-    Raises:
-        ValueError: one line: it is not installed.
-    """
+    """The package `torch`; a ValueError says that it is not installed."""
     try:
         import torch
     except ImportError as error:
@@ -269,14 +248,10 @@ def imported_torch() -> Any:
 
 
 def in_torch(experiment: Experiment) -> Loop:
-    """The loop in PyTorch.
-
-    Raises:
-        ValueError: one line: it is not installed.
-    """
+    """The loop in PyTorch; raises a ValueError if it is not installed."""
     check(experiment)
     torch = imported_torch()
-    # Operations on so few numbers take longer on several threads.
+    # Such small operations take longer on several threads.
     torch.set_num_threads(1)
     data = experiment.data
     image, label = data.gather(jnp.arange(len(data.label)))
@@ -284,7 +259,6 @@ def in_torch(experiment: Experiment) -> Loop:
     examples = image, torch.tensor(np.asarray(label, np.int64))
 
     def module(params: Any) -> Any:
-        """A chain of dense layers with these parameters."""
         net = torch_net(torch, params)
         for stage, dense in zip(params, net[::2], strict=True):
             kernel, bias = (torch.tensor(stage["trunk"][n]) for n in ("kernel", "bias"))

@@ -9,7 +9,7 @@ from data import texts
 from launch.run import summaries
 from launch.show import curves, sheets, words
 from launch.show.sheets import Grid
-from launch.tables.cells import Cell
+from launch.tables.cells import Cell, Sheet
 
 Done = Mapping[str, Any] | None  # a run's summary, None = it has not run yet
 Results = Sequence[tuple[Cell, Done]]
@@ -17,15 +17,13 @@ Results = Sequence[tuple[Cell, Done]]
 Columns = Sequence[tuple[str, str, str]]
 
 
-def of_dataset(
-    sheet: Mapping[str, Any], dataset: str, masked_loss: str | None = None
-) -> dict[str, Any]:
-    """The sheet with the metrics of a data set: a text has no accuracies.
+def of_dataset(sheet: Sheet, dataset: str, masked_loss: str | None = None) -> Sheet:
+    """The sheet with the metrics of a data set: perplexities if it is a text.
 
     With `masked_loss="chosen"` they are perplexities at the chosen positions.
     """
     if dataset not in texts.TEXTS:
-        return dict(sheet)
+        return sheet
     names = [name.replace("accuracy", "perplexity") for name in sheet["metrics"]]
     if masked_loss == "chosen":
         names = [name.replace("masked_", "") for name in names]
@@ -37,27 +35,28 @@ def of_dataset(
 
 
 def sheet(
-    table: Mapping[str, Any],
+    table: Sheet,
     dataset: str,
     results: Results,
-    given: Mapping[str, Any] | None = None,
+    given: Mapping[str, Any] = {},
 ) -> sheets.Sheet:
-    """Makes the texts of cells: paper / ours mean +- std / difference.
+    """Formats the cells of a paper's table: paper / ours mean +- std / difference.
 
     A table with `columns` has one part per metric, with the scenarios as columns. Any
-    other has one part per scenario, with the metrics as columns. After each part come,
-    for each of the table's `controls`, the differences of the other rows to that one.
-    With `by_client` the numbers of clients follow that a row serves better or worse
-    than a control, with `traffic` the bytes of every kind of message, by scenario, and
-    with `until` the bytes to a fraction of a row's last accuracy. A row of `ablated`
-    without an effect gets a warning. A single number of the paper is beside every
-    metric if the paper does not specify when it was measured.
+    other has one part per scenario, with the metrics as columns. Each part is followed
+    by the differences of the other rows to each row of `controls`. Further grids count
+    the clients that a row serves better or worse than a control (`by_client`), the
+    bytes of each kind of message by scenario (`traffic`), and the bytes until a
+    fraction of a row's last accuracy (`until`).
+
+    A row of `ablated` without an effect gets a warning. A single number of the paper is
+    shown beside every metric if the paper does not say when it was measured.
     """
     metrics = table["metrics"]
-    results = [
-        (cell, done and curves.with_later(done, metrics)) for cell, done in results
-    ]
-    legend = f"{_seeds(results)} seed(s)"
+    results = [(c, done and curves.with_later(done, metrics)) for c, done in results]
+    measured = [done["metrics"].values() for _, done in results if done]
+    seeds = max((len(next(iter(one))["per_seed"]) for one in measured), default=0)
+    legend = f"{seeds} seed(s)"
     if any(cell.paper for cell, _ in results):
         legend += ": paper / ours / difference"
     values = list(dict.fromkeys(cell.value for cell, _ in results))
@@ -70,8 +69,7 @@ def sheet(
             for m in metrics
         ]
     else:
-        heads = [(words.title(metric), metric) for metric in metrics]
-        parts = [(v, legend, [(head, v, m) for head, m in heads]) for v in values]
+        parts = [(v, legend, [(words.title(m), v, m) for m in metrics]) for v in values]
     grids = []
     for value, title, columns in parts:
         body = [
@@ -99,16 +97,9 @@ def sheet(
         notes.append(table["notes"][dataset])
     for value, runs in of_value.items():
         hashes = {row: (runs[row] or {}).get("parameters_sha256") for row in runs}
-        equal = words.equal_parameters(hashes)
-        notes += [f"note: {value}: {line}." for line in equal]
+        notes += [f"note: {value}: {one}." for one in words.equal_parameters(hashes)]
     notes += _without_effect(table.get("ablated", {}), results)
     return sheets.Sheet(table["title"], notes, grids)
-
-
-def _seeds(results: Results) -> int:
-    """The most seeds of a finished cell."""
-    metrics = [done["metrics"].values() for _, done in results if done]
-    return max((len(next(iter(one))["per_seed"]) for one in metrics), default=0)
 
 
 def _texts(cell: Cell, done: Done, metrics: Sequence[str]) -> dict[str, str]:
@@ -139,20 +130,18 @@ def _text(done: Done, metric: str, number: float | list[float] | None) -> str:
 
 def _without_effect(ablated: Mapping[str, str], results: Results) -> list[str]:
     """Warnings about rows without the effect that an ablation removes."""
-    out = []
-    for option, metric in ablated.items():
-        for cell, done in results:
-            entry = (done or {}).get("metrics", {}).get(metric)
-            if entry and cell.options.get(option, True) and not entry["mean"]:
-                out.append(
-                    f"warning: {cell.value}, {cell.row}: {words.title(metric)} is "
-                    f"0, so that a row without --{option} shows no effect."
-                )
-    return out
+    return [
+        f"warning: {cell.value}, {cell.row}: {words.title(metric)} is 0, so that a row "
+        f"without --{option} shows no effect."
+        for option, metric in ablated.items()
+        for cell, done in results
+        if done and cell.options.get(option, True)
+        if metric in done["metrics"] and not done["metrics"][metric]["mean"]
+    ]
 
 
 def _against(control: str, results: Results, columns: Columns) -> list[Grid]:
-    """A grid of every row's difference to one row by seed, if that row is there."""
+    """Each row's differences to `control`, paired by seed; [] without that row."""
     done = {cell.place: one for cell, one in results}
     values = {value for _, value, _ in columns}
     rows = list(dict.fromkeys(row for row, value in done if value in values))
@@ -183,7 +172,7 @@ def _against(control: str, results: Results, columns: Columns) -> list[Grid]:
 
 
 def _by_client(control: str, value: str, runs: Mapping[str, Done]) -> Grid:
-    """Clients that each row serves better or worse than one row does in all seeds."""
+    """Counts clients that a row serves better or worse than `control` in all seeds."""
     known = {row: (done or {}).get("clients") or {} for row, done in runs.items()}
 
     def counts(row: str) -> list[str]:

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from launch.show import svg
 from launch.tables import results as results_lib
+from launch.tables.cells import Sheet
 from launch.tables.results import Result
 
 MARKERS = "os^Dvp*X"
@@ -23,12 +24,12 @@ def colors(results: Sequence[Result]) -> dict[str, str]:
 
 
 def _number(value: float, _: int = 0) -> str:
-    """A number at an axis, such as 20,000 or 0.05."""
+    """An axis label, such as 20,000 or 0.05."""
     return f"{value:,.0f}" if value >= 1 else f"{value:g}"
 
 
-def panels(sheet: Mapping[str, Any], results: Sequence[Result]) -> list[str]:
-    """The figures of a sheet's panels of which a number is known."""
+def panels(sheet: Sheet, results: Sequence[Result]) -> list[str]:
+    """The figures of a sheet's panels that have at least one number."""
     return [
         name
         for name in sheet["panels"]
@@ -43,14 +44,12 @@ def label(name: str, target: str) -> str:
     return f"{title}\n({target}, compiler's estimate)" if how.is_estimate else title
 
 
-def draw(
-    axes: Axes, sheet: Mapping[str, Any], results: Sequence[Result], name: str
-) -> None:
+def draw(axes: Axes, sheet: Sheet, results: Sequence[Result], name: str) -> None:
     """Draws a figure of all rows of a sheet over its axis.
 
-    An axis of numbers is logarithmic where the sheet says so. Other values stand side
-    by side, without lines. Fractions have a linear scale from 0, everything else a
-    logarithmic one.
+    An axis of numbers is logarithmic where the sheet says so. Other values are placed
+    side by side, without lines. Fractions have a linear scale from 0, all other figures
+    a logarithmic one.
     """
     values = list(sheet["values"])
     numbers, colored = sheet["scale"] != "names", colors(results)
@@ -73,7 +72,7 @@ def draw(
         axes.set_xticks(range(len(values)), values)
     elif sheet["scale"] == "log":
         axes.set_xscale("log")
-        # Powers of two have labels of their own, powers of ten those of the library.
+        # The library labels powers of ten well, but not powers of two.
         if any(float(value) % 10 for value in values[1:]):
             axes.set_xticks([float(value) for value in values], values)
             axes.minorticks_off()
@@ -86,9 +85,7 @@ def draw(
         axes.yaxis.set_minor_formatter(ticker.NullFormatter())
 
 
-def picture(
-    sheet: Mapping[str, Any], results: Sequence[Result], target: str
-) -> Figure | None:
+def picture(sheet: Sheet, results: Sequence[Result], target: str) -> Figure | None:
     """The picture of a sheet, None if no number is known."""
     shown = panels(sheet, results)
     if not shown:
@@ -117,12 +114,8 @@ def page(
 ) -> str:
     """The page of a study as HTML: a table and pictures for each sheet.
 
-    Args:
-        study: A file of sheets.
-        results: The cells to show, by sheet.
-        target: The chip whose compiler was asked, "" = none.
-        commands: Commands that make the cells.
-        title: Another title.
+    `results` are the cells to show by sheet, `target` is the chip of the estimates,
+    empty for none, `commands` make the cells, and `title` replaces the study's.
     """
     every = [one for found in results.values() for one in found]
     done = sum(one.done is not None for one in every)

@@ -1,20 +1,19 @@
-"""What is known of a study's cells: figures as numbers, as texts and as tables."""
+"""The results of a study's cells: figures as numbers, as texts and as tables."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from launch.show import sheets, words
-from launch.tables.cells import Cell
+from launch.tables.cells import Cell, Sheet
 
 
 class Figure(NamedTuple):
-    """A figure of a cell as it is shown.
+    """How a figure of a cell is shown.
 
     Attributes:
         title: Its name with its unit.
-        scale: The factor to that unit.
-        form: The format of a number.
-        is_estimate: Whether it is of a chip's compiler, not measured.
+        scale, form: The factor to that unit, and the format of a number.
+        is_estimate: Whether it is estimated by a chip's compiler and not measured.
     """
 
     title: str
@@ -52,14 +51,13 @@ NOTHING = "–"
 
 
 class Result(NamedTuple):
-    """A cell with what is known of it.
+    """A cell with its results.
 
     Attributes:
         cell: The cell.
-        done: Its kept result, None if it has not run.
-        estimate: The kept result of the compiler of a chip, None if there is none.
-        missing: Why it has not run, "" if nothing prevents it.
-        no_estimate: The same for the estimate.
+        done, estimate: The stored result of the cell and of a chip's compiler, None =
+            missing.
+        missing, no_estimate: Why each is missing, "" if nothing prevents it.
     """
 
     cell: Cell
@@ -75,7 +73,7 @@ class Result(NamedTuple):
         return source and source["figures"].get(name.removeprefix(ESTIMATE))
 
     def number(self, name: str) -> float | None:
-        """A figure in its unit, of several seeds their mean."""
+        """A figure in its unit, averaged over seeds."""
         value = self.figure(name)
         if isinstance(value, Mapping):
             value = value["mean"]
@@ -99,20 +97,17 @@ def by_row(results: Sequence[Result]) -> dict[str, list[Result]]:
     return {row: [one for one in results if one.cell.row == row] for row in rows}
 
 
-def sheet(
-    sheet: Mapping[str, Any], results: Sequence[Result], target: str
-) -> sheets.Sheet:
+def sheet(sheet: Sheet, results: Sequence[Result], target: str) -> sheets.Sheet:
     """The table of a sheet: a grid for each row, with a line for each value.
 
-    A column is shown where a value of the row has it. Estimates are those of the
-    compiler of `target`; "" omits them.
+    A column is shown if a value of the row has it. Estimates are those of the compiler
+    of `target`; "" omits them.
     """
+    hows = {name: FIGURES[name] for name in sheet["columns"]}
     heads = {
-        name: f"{FIGURES[name].title} ({target}, estimate)"
-        if FIGURES[name].is_estimate
-        else FIGURES[name].title
-        for name in sheet["columns"]
-        if target or not FIGURES[name].is_estimate
+        name: how.title + f" ({target}, estimate)" * how.is_estimate
+        for name, how in hows.items()
+        if target or not how.is_estimate
     }
     grids = []
     for row, found in by_row(results).items():
@@ -132,7 +127,7 @@ def sheet(
 
 
 def measured_on(results: Sequence[Result]) -> list[str]:
-    """The machines and versions with which the cells were made, in words."""
+    """The machines and versions that produced the cells, in words."""
     found: dict[str, int] = {}
     for one in results:
         for done in filter(None, (one.done, one.estimate)):

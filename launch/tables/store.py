@@ -9,6 +9,7 @@ from data import files
 from fedjax_pfl import json_text
 from launch.folder import finished
 
+Object = Mapping[str, Any]  # of JSON
 STUDY = "study.json"
 # The forms of a cell in a study's folder, and in a file of a paper's cells
 MEASURED = {
@@ -22,17 +23,10 @@ SUMMARY = {"options?": dict, "records?": [finished.CURVE], **finished.PART}
 
 
 class File:
-    """A file of finished runs by name, with which a table outlives their folders.
-
-    It has been one file from the first version, `--cells=FILE`, and many are published.
-    """
+    """Finished runs by name in the file `--cells`, which may outlive their folders."""
 
     def __init__(self, path: str):
-        """Reads the file if there is one; an empty path keeps nothing.
-
-        Raises:
-            ValueError: one line: it is not a file of cells.
-        """
+        """Reads the file if there is one, or raises a ValueError; "" stores nothing."""
         self._path = pathlib.Path(path) if path else None
         self._done = self._read()
 
@@ -46,19 +40,13 @@ class File:
             line = f"--cells={self._path} is not a file of cells: {error}"
             raise ValueError(line) from error
 
-    def get(self, name: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    def get(self, name: str, options: Object) -> dict[str, Any] | None:
         """The run of this name, if it has these options."""
         found = self._done.get(name, {})
         return found if found.get("options") == options else None
 
-    def put(
-        self, name: str, options: Mapping[str, Any], done: Mapping[str, Any]
-    ) -> None:
-        """Keeps a run, in one step.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+    def put(self, name: str, options: Object, done: Object) -> None:
+        """Stores a run atomically, or raises an OSError."""
         if self._path is None:
             return
         # Another command may have written to the file meanwhile.
@@ -79,14 +67,10 @@ class Folder:
     """The folder of a study, with a file for each finished cell."""
 
     def __init__(self, path: pathlib.Path, name: str = ""):
-        """Opens a folder, which need not exist yet.
+        """Opens a folder, which need not exist yet, for the study `name`.
 
-        Args:
-            path: The folder.
-            name: The name of its study, empty = it must hold one.
-
-        Raises:
-            ValueError: one line: it holds something else, or another study.
+        An empty `name` means the study that it holds. Raises a ValueError if it holds
+        something else, or another study.
         """
         held, file = "", path / STUDY
         if is_study(path):
@@ -107,22 +91,14 @@ class Folder:
         self.path, self.name = path, name or held
 
     def begin(self) -> None:
-        """Makes the folder, before a cell runs in it.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Makes the folder before a cell runs in it, or raises an OSError."""
         self.path.mkdir(parents=True, exist_ok=True)
         if not is_study(self.path):
             text = json.dumps({"study": self.name})
             finished.write_text(self.path / STUDY, f"{text}\n")
 
-    def get(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The cell of this name, if it is finished and has these settings.
-
-        Raises:
-            ValueError: one line: the file of the cell is damaged.
-        """
+    def get(self, name: str, settings: Object) -> dict[str, Any] | None:
+        """The finished cell with these settings, or a ValueError if it is damaged."""
         path = self.path / f"{name}.json"
         try:
             done = json_text.read(path.read_bytes(), MEASURED)
@@ -134,14 +110,8 @@ class Folder:
             ) from error
         return done if done["settings"] == settings else None
 
-    def put(
-        self, name: str, settings: Mapping[str, Any], done: Mapping[str, Any]
-    ) -> None:
-        """Keeps a cell, in one step.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+    def put(self, name: str, settings: Object, done: Object) -> None:
+        """Stores a cell atomically, or raises an OSError."""
         entry = {**{part: done.get(part) for part in MEASURED}, "settings": settings}
         path = self.path / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)

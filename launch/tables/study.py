@@ -1,5 +1,6 @@
-"""A study with its folder: what is finished, what is left, what is shown, and a run."""
+"""A study with its folder: runs cells, and shows what is finished and what is left."""
 
+import contextlib
 import importlib.util
 import pathlib
 import sys
@@ -13,7 +14,7 @@ from launch.tables import cells, child, results, store
 from launch.tables.cells import Cell
 from launch.tables.results import Result
 
-# What a cell does -> the package that it needs, and what a table says without it
+# What a cell does -> the package that it needs, and the text of a table without it
 NEEDS = {
     "torch": ("torch", "torch is not installed"),
     "estimate": ("libtpu", "pip install 'fedjax_pfl[tpu]'"),
@@ -24,7 +25,7 @@ REPORT = "report.html"
 
 
 class Study:
-    """A study with its folder and the cells asked for."""
+    """A study with its folder and the requested cells."""
 
     def __init__(
         self,
@@ -35,14 +36,9 @@ class Study:
     ):
         """Reads the study and its finished cells.
 
-        Args:
-            name: The study, empty = that of the folder.
-            folder: Its folder, None = by its name.
-            part: Sheets, separated by commas, empty = all.
-            target: The chip whose compiler is asked, empty = none.
-
-        Raises:
-            ValueError: one line about a name, the folder or a file in it.
+        If empty, `name` is the study in `folder`, `folder` follows from `name`, `part`
+        means all sheets, and `target` no estimates. Raises a ValueError if a name, the
+        folder or a file in it is wrong.
         """
         studies = cells.studies()
         if name:
@@ -60,20 +56,19 @@ class Study:
             for how, (package, reason) in NEEDS.items()
             if how in hows and importlib.util.find_spec(package) is None
         }
-        self.results()  # so that a damaged file is named before anything runs
+        self.results()  # names a damaged file before anything runs
 
     def wanted(self) -> list[Cell]:
-        """The cells asked for, each with its estimate behind it."""
+        """The requested cells, each followed by its estimate."""
         return self._with_estimates(self.cells)
 
     def _with_estimates(self, found: Sequence[Cell]) -> list[Cell]:
         return [one for cell in found for one in (cell, self._estimate(cell)) if one]
 
     def _estimate(self, cell: Cell) -> Cell | None:
-        """The cell that asks a chip's compiler about the same, if it shall be asked."""
-        if not cell.is_estimated or not self.target:
-            return None
-        return cell.estimate(self.target, ESTIMATE_SECONDS)
+        """The estimate that belongs to a cell, None if the sheet has none."""
+        has_one = cell.is_estimated and self.target
+        return cell.estimate(self.target, ESTIMATE_SECONDS) if has_one else None
 
     def get(self, cell: Cell) -> dict[str, Any] | None:
         """The result of a cell, None if it is not finished."""
@@ -90,30 +85,26 @@ class Study:
     def equal(self, cell: Cell) -> dict[str, Any] | None:
         """The result of another finished cell of the study with the same settings.
 
-        A damaged file is no result; it is named where its own cell is asked for.
+        Skips damaged files; an error names them when their own cell is requested.
         """
         for one in self._every:
             if one.settings == cell.settings and one.name != cell.name:
-                try:
-                    done = self.get(one)
-                except ValueError:
-                    continue
-                if done is not None:
-                    return done
+                with contextlib.suppress(ValueError):
+                    if done := self.get(one):
+                        return done
         return None
 
-    def computed(self) -> list[Cell]:
-        """The cells of `left` whose result is not that of an equal cell."""
+    def computed(self, left: Sequence[Cell]) -> list[Cell]:
+        """The cells of `left` that equal no finished cell and no earlier one."""
         out: list[Cell] = []
-        for cell in self.left():
+        for cell in left:
             is_new = all(one.settings != cell.settings for one in out)
             if is_new and self.equal(cell) is None:
                 out.append(cell)
         return out
 
-    def lines(self) -> Iterator[str]:
+    def lines(self, left: Sequence[Cell], computed: Sequence[Cell]) -> Iterator[str]:
         """A line for each cell: whether it is finished."""
-        left, computed = self.left(), self.computed()
         for cell in self.wanted():
             if cell in left:
                 state = "to run" if cell in computed else "as another cell"
@@ -122,17 +113,13 @@ class Study:
                 state = "finished" if is_finished else self.absent[cell.how]
             yield f"{str(cell):<70} {cell.seconds:6.0f} s  {state}"
 
-    def run(self) -> int:
-        """Runs the cells that are left, each in a process of its own.
+    def run(self, left: Sequence[Cell]) -> int:
+        """Runs the cells that are left, each in its own process, and counts failures.
 
-        Returns:
-            How many failed.
-
-        Raises:
-            KeyboardInterrupt: after the process of the present cell has ended.
-            OSError: a result cannot be written.
+        Raises an OSError if a result cannot be written, and passes on a
+        KeyboardInterrupt after the present process has ended.
         """
-        left, failed = self.left(), 0
+        failed = 0
         self.folder.begin()
         for index, cell in enumerate(left):
             found = self.equal(cell)
@@ -148,18 +135,13 @@ class Study:
         return failed
 
     def made(self, cell: Cell) -> dict[str, Any]:
-        """Runs a cell in a process of its own.
-
-        Raises:
-            child.Failed: one line.
-            KeyboardInterrupt: after the process has ended.
-        """
+        """Runs a cell in its own process, or raises `child.Failed`."""
         settings = cell.settings | {"how": cell.how}
         if cell.how == "run":
             path = self.folder.path / "runs" / cell.name
             settings["folder"] = str(path.resolve())
         begin = time.perf_counter()
-        # A compiler needs no chip, and one that is here is left alone.
+        # The compiler needs no chip, so a local chip stays free.
         given = {"JAX_PLATFORMS": "cpu"} if cell.how == "estimate" else None
         one = child.start("launch.tables.kinds", settings, given, is_leader=True)
         try:
@@ -170,7 +152,7 @@ class Study:
         return done | {"cell_seconds": round(time.perf_counter() - begin, 1)}
 
     def results(self) -> dict[str, list[Result]]:
-        """What is known, by sheet."""
+        """The results by sheet."""
         return {
             name: [self._result(cell) for cell in self.cells if cell.sheet == name]
             for name in self.sheets
@@ -200,11 +182,7 @@ class Study:
         return pictures.page(self.table, found, self.target, [command], title)
 
     def write(self) -> None:
-        """Writes the page, the tables and the pictures into the folder.
-
-        Raises:
-            OSError: one cannot be written.
-        """
+        """Writes the page, the tables and the pictures, or raises an OSError."""
         from launch.show import svg  # slow imports, jinja2 and matplotlib
         from launch.tables import pictures
 

@@ -226,9 +226,11 @@ def test_rules_name_what_exists():
         kinds |= types_of
     common = registry.field_types(schema.Config)
     datasets = {*loaders.DATASETS, *texts.TEXTS}
+    conditions = {"algo", "dataset", "partition", "public_images"}
+    conditions |= {"max_examples", "image_shape"}
     for preset in presets.PRESETS:
         for _, rule in presets.rules(preset):
-            assert rule.options and set(rule.when) <= set(presets.CONDITIONS)
+            assert rule.options and set(rule.when) <= conditions
             for name, names in (
                 ("algo", owners),
                 ("dataset", datasets),
@@ -272,7 +274,7 @@ def test_registry(algo):
     """Default presets exist, and no algorithm claims an option of every run."""
     own = {f.name for f in dataclasses.fields(algorithms.ALGORITHMS[algo].HParams)}
     assert not own & {f.name for f in dataclasses.fields(schema.Config)}
-    assert registry.default_preset(algo) in presets.PRESETS
+    assert algorithms.ALGORITHMS[algo].preset in presets.PRESETS
     assert algorithms.describe(algo)
 
 
