@@ -263,7 +263,7 @@ def update_by_architecture(
 def _clients(
     task: types.Task, cohort: types.Cohort, own: Any, opt_state: Any, plan: Any
 ) -> Client:
-    """The clients of a cohort, leaves [C, ...], without what they have in common."""
+    """The clients of a cohort, leaves [C, ...], without the fields that all share."""
     model = task.client_models[0] if len(task.client_models) == 1 else None
     mine = cohort.client_id, cohort.level, own, opt_state, plan
     return Client(*mine, bound=(), data=(), key=(), round=(), model=model)

@@ -242,10 +242,10 @@ class Data:
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Like `gather`, the examples of a training step, changed at random.
 
-        `position` int32[B] is an example's index among the client's rows. It names each
-        draw under the step's `key`, so that neither padding nor a place in the batch
-        matters. Returns (examples, labels, the positions bool[B, T] that count in the
-        loss or None if all do).
+        `rows` and `position` are int32[B]. A position, the index among the client's
+        rows, names each draw under the step's `key`, so that neither padding nor a
+        place in the batch matters. Returns (examples, labels, the positions bool[B, T]
+        that count in the loss or None if all do).
         """
         image, label = self._taken(rows)
         if self.num_words:
