@@ -177,8 +177,9 @@ class Conv(nn.Module):
         kernel = kernel.astype(dtype)
         # A bias is the same in a window and a relu is monotonous, so that both may
         # follow the pool. A norm may not.
-        pools_first = self.pool and not self.norm and self.stride == 1
-        pools_first &= pooled.suits(h.shape, side, self.padding, execution.setting())
+        may_follow = self.pool and not self.norm and self.stride == 1
+        setting = execution.setting()
+        pools_first = may_follow and pooled.suits(h.shape, side, self.padding, setting)
         if pools_first:
             h = pooled.convolve(h, kernel, self.padding)
         else:
