@@ -5,6 +5,7 @@ preset, and whether it uses public images, exits or texts.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,9 @@ def variant(
 
 
 _FEDAVG = entry(fedavg, text=True)
+_ADAPTIVE = functools.partial(
+    variant, _FEDAVG, fixed=("server_optimizer",), server_lr=0.01
+)
 _FEDPER = entry(fedper, preset="fedd2s", text=True)
 _FEDREP = variant(
     _FEDPER,
@@ -124,6 +128,7 @@ _FEDREP = variant(
     local_epochs=4,
     head_epochs=3,
 )
+_PLUS = functools.partial(variant, fixed=("layer_dropping",), layer_dropping=True)
 _DEPTHFL = entry(depthfl, preset="depthfl", exits=True, text=True)
 _HETEROFL = entry(heterofl, preset="depthfl")
 _DFEDAVG = entry(dfedavg, preset="uapdfl")
@@ -138,28 +143,18 @@ ALGORITHMS = {
         server_optimizer="sgd",
         server_momentum=0.9,
     ),
-    "fedadam": variant(
-        _FEDAVG,
+    "fedadam": _ADAPTIVE(
         "FedAdam: FedAvg with an adaptive server (Reddi et al., 2021).",
-        fixed=("server_optimizer",),
         server_optimizer="adam",
         server_momentum=0.9,
-        server_lr=0.01,
     ),
-    "fedyogi": variant(
-        _FEDAVG,
+    "fedyogi": _ADAPTIVE(
         "FedYogi: FedAdam whose second moment moves by its sign.",
-        fixed=("server_optimizer",),
         server_optimizer="yogi",
         server_momentum=0.9,
-        server_lr=0.01,
     ),
-    "fedadagrad": variant(
-        _FEDAVG,
-        "FedAdagrad: FedAdam whose second moment is a sum.",
-        fixed=("server_optimizer",),
-        server_optimizer="adagrad",
-        server_lr=0.01,
+    "fedadagrad": _ADAPTIVE(
+        "FedAdagrad: FedAdam whose second moment is a sum.", server_optimizer="adagrad"
     ),
     "fedprox": entry(fedprox, text=True),
     "scaffold": entry(scaffold, text=True),
@@ -169,18 +164,8 @@ ALGORITHMS = {
     "fedd2s": entry(fedd2s, preset="fedd2s"),
     "fedper": _FEDPER,
     "fedrep": _FEDREP,
-    "fedper_plus": variant(
-        _FEDPER,
-        "FedPer+: FedPer with FedD2S's layer dropping.",
-        fixed=("layer_dropping",),
-        layer_dropping=True,
-    ),
-    "fedrep_plus": variant(
-        _FEDREP,
-        "FedRep+: FedRep with FedD2S's layer dropping.",
-        fixed=("layer_dropping",),
-        layer_dropping=True,
-    ),
+    "fedper_plus": _PLUS(_FEDPER, "FedPer+: FedPer with FedD2S's layer dropping."),
+    "fedrep_plus": _PLUS(_FEDREP, "FedRep+: FedRep with FedD2S's layer dropping."),
     "fedmd": entry(fedmd, preset="fedd2s", public_images=True),
     "fedict": entry(fedict, preset="fedd2s"),
     "pfedsd": entry(pfedsd, preset="fedd2s"),

@@ -28,23 +28,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import averaging, each_client, local_training, options, shapes, types
+import fedjax_pfl as fp
+from fedjax_pfl import averaging, local_training, shapes, types
 
 
 @dataclasses.dataclass(frozen=True)
 class HParams(averaging.Averaging):
-    own_weight: float = options.option(
+    own_weight: float = fp.option(
         0.5, "weight of a client's own model [alpha]", minimum=0, maximum=1
     )
-    learn_weight: bool = options.option(
+    learn_weight: bool = fp.option(
         True, "let each client learn its weight, one step in each round"
     )
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """APFL as pure functions."""
     model = task.model
-    supervised = local_training.cross_entropy_loss(model)
+    supervised = fp.cross_entropy_loss(model)
     # What a client trains: the stages of w, those of v, and alpha.
     size = len(model.stage_names)
     stage = jnp.arange(2 * size + 1)
@@ -52,15 +53,15 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     def mixed(alpha: jax.Array, own: types.Params, server: types.Params):
         return jax.tree.map(lambda v, w: alpha * v + (1 - alpha) * w, own, server)
 
-    def joined(server: types.Variables, row: Any) -> types.Variables:
+    def joined(server: fp.Variables, row: Any) -> fp.Variables:
         own, alpha = row["own"], {"trunk": {"alpha": row["own_weight"]}}
-        return types.Variables(
+        return fp.Variables(
             (*server.params, *own.params, alpha), (*server.stats, *own.stats, {})
         )
 
-    def parted(params: tuple, stats: tuple) -> tuple[types.Variables, Any]:
-        server = types.Variables(params[:size], stats[:size])
-        own = types.Variables(params[size:-1], stats[size:-1])
+    def parted(params: tuple, stats: tuple) -> tuple[fp.Variables, Any]:
+        server = fp.Variables(params[:size], stats[:size])
+        own = fp.Variables(params[size:-1], stats[size:-1])
         return server, {"own": own, "own_weight": params[-1]["trunk"]["alpha"]}
 
     def mixture_loss(params, stats, batch):
@@ -84,29 +85,28 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         *rest, last = params
         return (*rest, jax.tree.map(lambda alpha: jnp.clip(alpha, 0, 1), last))
 
-    def client_update(client: each_client.Client, server: types.Variables):
+    def client_update(client: fp.Client, server: fp.Variables):
         """v and alpha along f_i(vbar), at w before its step; then w along f_i(w)."""
-        objective = local_training.Objective
+        objective = fp.Objective
         steps = (
             objective(mixture_loss, personal, held=stage >= size, project=within),
             objective(server_loss, stage < size),
         )
         start = joined(server, client.own)
-        trained = local_training.train(hparams, steps, start, client)
+        trained = fp.train(hparams, steps, start, client)
         server, row = parted(trained.params, trained.stats)
         return trained.replace(params=server.params, stats=server.stats), row
 
-    def first(start: types.Variables) -> Any:
+    def first(start: fp.Variables) -> Any:
         return {"own": start, "own_weight": jnp.float32(hparams.own_weight)}
 
-    def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        def build(server: types.Variables, row: Any) -> types.Variables:
-            own = row["own"]
-            mix = mixed(row["own_weight"], own.params, server.params)
-            return types.Variables(mix, own.stats)
+    def build(server: fp.Variables, row: Any) -> fp.Variables:
+        mix = mixed(row["own_weight"], row["own"].params, server.params)
+        return fp.Variables(mix, row["own"].stats)
 
-        rows = state.clients
-        return (types.Serving.each(model, rows, shared=state.server, build=build),)
+    def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
+        rows, server = state.clients, state.server
+        return (fp.Serving.each(model, rows, shared=server, build=build),)
 
     start = shapes.variables(model, task.example_shape)
     return averaging.make(

@@ -35,63 +35,51 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import (
-    distances,
-    each_client,
-    local_training,
-    losses,
-    options,
-    proxy,
-    shapes,
-    stacked,
-    traffic,
-    types,
-)
-
-option = options.option
+import fedjax_pfl as fp
+from fedjax_pfl import distances, losses, proxy, shapes, stacked, traffic
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(proxy.ServerTraining, local_training.LocalTraining):
-    client_lr: float = option(0.03, "learning rate of the clients [eta]", minimum=0)
-    transfer: str = option(
+class HParams(proxy.ServerTraining, fp.LocalTraining):
+    client_lr: float = fp.option(0.03, "learning rate of the clients [eta]", minimum=0)
+    transfer: str = fp.option(
         "rep",
         "what the server learns from the clients: embeddings, logits or both",
         choices=("rep", "full", "repfull"),
     )
-    server_distance: str = option(
+    server_distance: str = fp.option(
         "kl", "distance of the server's fit [d]", choices=distances.DISTANCES
     )
-    client_distance: str = option(
+    client_distance: str = fp.option(
         "norm", "distance of the clients' distillation [d]", choices=distances.DISTANCES
     )
-    client_distill_weight: float = option(
+    client_distill_weight: float = fp.option(
         0.06, "weight of the clients' distillation [alpha]", minimum=0
     )
-    server_distill_weight: float = option(
+    server_distill_weight: float = fp.option(
         0.6, "weight of the server's distillation [beta]", minimum=0
     )
-    label_mix: float = option(
+    label_mix: float = fp.option(
         0.5, "weight of the proxy labels in the targets [lambda]", minimum=0, maximum=1
     )
-    temperature: float = option(3.0, "temperature of kl [tau]", above=0)
-    warm_rounds: int = option(
+    temperature: float = fp.option(3.0, "temperature of kl [tau]", above=0)
+    warm_rounds: int = fp.option(
         1, "first rounds in which clients do not distil", minimum=0
     )
-    ensemble: str = option(
+    ensemble: str = fp.option(
         "mean_selected",
         "teacher of the server; code_last is the released code's (n / K) * last",
         choices=("mean_selected", "code_last"),
     )
-    teacher_mode: str = option(
+    teacher_mode: str = fp.option(
         "eval", "mode of the clients on the proxy set", choices=("eval", "train")
     )
-    proxy_pairing: str = option(
+    proxy_pairing: str = fp.option(
         "mod",
         "proxy batch of local step s: s mod their number, or stop when either ends",
         choices=("mod", "truncate"),
     )
-    js_form: str = option(
+    js_form: str = fp.option(
         "true", "Jensen-Shannon, or both terms reversed", choices=distances.JS_FORMS
     )
 
@@ -107,7 +95,7 @@ def mix_labels(
     return weight * jax.nn.one_hot(label, logits.shape[-1]) + (1 - weight) * logits
 
 
-def teacher(answers: Any, cohort: types.Cohort, ensemble: str, num_clients: int) -> Any:
+def teacher(answers: Any, cohort: fp.Cohort, ensemble: str, num_clients: int) -> Any:
     """The ensemble of the cohort's outputs, leaves [C, ...] -> [...].
 
     `mean_selected` is the plain mean over the real rows. `code_last` is (n / K) *
@@ -128,7 +116,7 @@ def teacher(answers: Any, cohort: types.Cohort, ensemble: str, num_clients: int)
     return jax.tree.map(total, answers)
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """Makes CDKT; raises ValueError without a proxy set or a common embedding width."""
     server_model, client_model = task.server_model, task.client_model
     if not task.num_proxy:
@@ -144,12 +132,11 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         distances.distance, temperature=hparams.temperature, js_form=hparams.js_form
     )
 
-    def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        start = task.init(client_model, key)
-        clients = stacked.repeat(start, task.num_rows)
-        return types.RoundState.first(task.init(server_model, key), clients, key)
+    def init(data: fp.Data, key: jax.Array) -> fp.RoundState:
+        clients = stacked.repeat(task.init(client_model, key), task.num_rows)
+        return fp.RoundState.first(task.init(server_model, key), clients, key)
 
-    def client_update(client: each_client.Client, shared: Any):
+    def client_update(client: fp.Client, shared: Any):
         """Lines 3 to 7: train the client's own model, then answer on the proxy set."""
         batches, (server_logits, server_embedding) = shared
         num_batches = batches.shape[0]
@@ -166,15 +153,15 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             key = jax.random.fold_in(proxy_key, batch.step)
             paired = proxy.batch_at(client.data, batches, batch.step % num_batches, key)
             z, e, _ = proxy.of_batch(client_model, params, stats, paired)
-            target = server_logits[paired.step]
-            target = mix_labels(target, paired.label, hparams.label_mix)
+            z_server, mix = server_logits[paired.step], hparams.label_mix
+            target = mix_labels(z_server, paired.label, mix)
             gap = gap_of(hparams.client_distance, z, target, paired.mask)
             if use_rep:
                 target = server_embedding[paired.step]
                 gap += gap_of(hparams.client_distance, e, target, paired.mask)
             return private + alpha * gap, stats
 
-        trained = local_training.train(hparams, loss_fn, client.own, client)
+        trained = fp.train(hparams, loss_fn, client.own, client)
         is_noisy = hparams.teacher_mode == "train"
         noise = client.stream("proxy.teacher") if is_noisy else None
         answers = proxy.outputs(
@@ -182,7 +169,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         )
         return trained, answers
 
-    def server_loss(teachers: Any) -> local_training.LossFn:
+    def server_loss(teachers: Any) -> fp.local_training.LossFn:
         """Eqs. 9 to 11: labels of the proxy set and the averaged outputs."""
         teacher_logits, teacher_embedding = teachers
 
@@ -201,8 +188,8 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         return loss_fn
 
-    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        here = each_client.Round(task, state, cohort, data)
+    def round(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
+        here = fp.Round(task, state, cohort, data)
         batches = proxy.batches(data, hparams.batch_size)
         knowledge = proxy.outputs(
             server_model, state.server, data, batches, how=task.execution
@@ -228,17 +215,17 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         for name, kind in needs.items()
         if kind not in kinds
     }
-    return types.Algorithm(
-        plans=(local_training.plan(hparams),),
+    return fp.Algorithm(
+        plans=(fp.plan(hparams),),
         messages=tuple(
-            types.MessageKind(f"{sender} {what}", way, size * columns)
+            fp.MessageKind(f"{sender} {what}", way, size * columns)
             for sender, way in (("server", "down"), ("client", "up"))
             for what, columns in (("logits", task.num_classes), ("embeddings", width))
         ),
         init=init,
         round=round,
         server=lambda state, data: {"global": (server_model, state.server)},
-        serving=lambda state, *_: (types.Serving.each(client_model, state.clients),),
+        serving=lambda state, *_: (fp.Serving.each(client_model, state.clients),),
         ships_proxy="labelled",
         unused=reasons,
     )

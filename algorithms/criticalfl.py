@@ -42,22 +42,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import fedjax_pfl as fp
 from fedjax_pfl import (
     aggregate,
     decentralized,
-    each_client,
-    local_training,
     losses,
     optimizer,
-    options,
     shapes,
     sparse,
     stacked,
     traffic,
     types,
 )
-
-option = options.option
 
 INTERVAL = 2  # rounds from one check to the next
 WINDOW = 10  # checks behind a mean
@@ -67,11 +63,11 @@ SENT_SHARE = 0.2  # of the parameters, with --sparsify
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(decentralized.Peers, local_training.LocalTraining):
-    critical_threshold: float = option(
+class HParams(decentralized.Peers, fp.LocalTraining):
+    critical_threshold: float = fp.option(
         0.01, "relative rise of the norm that is critical, -1 = always", minimum=-1
     )
-    sparsify: bool = option(
+    sparsify: bool = fp.option(
         False, "pull only the most changed fifth of a model in critical periods"
     )
 
@@ -125,16 +121,16 @@ def checked(period: Period, norm: jax.Array, hparams: HParams, most: int) -> Per
     return jax.tree.map(lambda a, b: jnp.where(is_due, a, b), after, unchecked)
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """Makes CriticalFL; raises ValueError unless peers are random and few enough."""
     model, peers = task.client_model, _peers(hparams, task)
     most = peers.num_peers
     shape = shapes.variables(model, task.example_shape)
     size = sum(leaf.size for leaf in jax.tree.leaves(shape.params))
     num_sent = math.ceil(SENT_SHARE * size)
-    loss_fn = local_training.cross_entropy_loss(model)
+    loss_fn = fp.cross_entropy_loss(model)
 
-    def private(start: types.Variables) -> dict[str, Any]:
+    def private(start: fp.Variables) -> dict[str, Any]:
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, bool), start.params)
         return {
             "period": first_period(hparams.num_peers),
@@ -142,7 +138,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             "changed": nothing if hparams.sparsify else (),
         }
 
-    def mixed(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+    def mixed(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         """The mean over the first k_i peers, then the check by their norms."""
         models, known = state.clients["own"], state.clients["private"]
         period = stacked.take(known["period"], cohort.row)
@@ -160,14 +156,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         after = jax.vmap(lambda p, n: checked(p, n, hparams, most))(period, norm)
         number = cohort.peer_mask.sum(1)
         few = jnp.where(is_sparse, number, 0)
+        whole = {"norm": number, "whole model": number - few}
         return decentralized.Mixed(
             mean,
-            sent={
-                "norm": number,
-                "whole model": number - few,
-                "sparse model": few,
-                "mask": few,
-            },
+            sent=whole | {"sparse model": few, "mask": few},
             given=after,
             metrics={
                 "peers": losses.masked_sum(number, cohort.row_mask),
@@ -186,12 +178,12 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         return jax.tree.map(mean, total, sent, stacked.take(params, cohort.row))
 
-    def client_update(client: each_client.Client, start: types.Variables):
+    def client_update(client: fp.Client, start: fp.Variables):
         """E epochs, during which the round's norm is measured."""
-        objective = local_training.Objective(
+        objective = fp.Objective(
             loss_fn, measure=lambda grads: optax.global_norm(grads) ** 2
         )
-        trained = local_training.train(hparams, (objective,), start, client)
+        trained = fp.train(hparams, (objective,), start, client)
         rate = optimizer.learning_rate(hparams, client.round)
         norm = rate * trained.measured[0] / hparams.local_epochs
         changed = ()
@@ -202,10 +194,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     values = traffic.FLOAT_BYTES * num_sent + shapes.tree_bytes(shape.stats)
     messages = (
-        types.MessageKind("norm", "down", traffic.FLOAT_BYTES),
-        types.MessageKind("whole model", "down", shapes.tree_bytes(shape)),
-        types.MessageKind("sparse model", "down", values),
-        types.MessageKind("mask", "down", sparse.bitmap_bytes(size)),
+        fp.MessageKind("norm", "down", traffic.FLOAT_BYTES),
+        fp.MessageKind("whole model", "down", shapes.tree_bytes(shape)),
+        fp.MessageKind("sparse model", "down", values),
+        fp.MessageKind("mask", "down", sparse.bitmap_bytes(size)),
     )
     kinds = messages if hparams.sparsify else messages[:2]
     common = hparams, task, mixed, client_update
@@ -214,7 +206,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     )
 
 
-def _peers(hparams: HParams, task: types.Task) -> types.PeerSpec:
+def _peers(hparams: HParams, task: fp.Task) -> types.PeerSpec:
     """As many random peers as a client ever pulls from; ValueError as in `make`."""
     if hparams.topology != "random":
         raise ValueError(

@@ -40,35 +40,25 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import (
-    boundary,
-    each_client,
-    levels,
-    local_training,
-    losses,
-    options,
-    stacked,
-    types,
-)
-
-option = options.option
+import fedjax_pfl as fp
+from fedjax_pfl import boundary, levels, losses, options, stacked, types
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(levels.Levels, local_training.LocalTraining):
-    feddyn_alpha: float = option(
+class HParams(levels.Levels, fp.LocalTraining):
+    feddyn_alpha: float = fp.option(
         0.1, "FedDyn's penalty [alpha], 0 = FedAvg", minimum=0, zero_is_off=True
     )
-    self_distill_weight: float = option(
+    self_distill_weight: float = fp.option(
         1.0, "mutual distillation of exits, 0 = none", minimum=0, zero_is_off=True
     )
-    ramp_rounds: int = option(
+    ramp_rounds: int = fp.option(
         300,
         "rounds until this weight is reached, about a third of all [R]",
         minimum=1,
         is_in_rounds=True,
     )
-    h_denominator: str = option(
+    h_denominator: str = fp.option(
         "all",
         "FedDyn's h is a mean over all clients, or over those that can hold the level",
         choices=("all", "capable"),
@@ -106,7 +96,7 @@ def mutual_gap(
     return gap / jnp.maximum(reached.sum() - 1, 1)
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """Makes DepthFL; raises ValueError for other levels or an option without effect."""
     model = levels.truncated(hparams, task.model)
     alpha = hparams.feddyn_alpha
@@ -118,7 +108,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     if hparams.h_denominator == "capable":
         sharers = levels.num_capable(hparams, task.num_clients)
 
-    def objective(client: each_client.Client, level: int) -> local_training.Objective:
+    def objective(client: fp.Client, level: int) -> fp.Objective:
         """Eq. 1 on those of the stages 1..level that the client holds."""
         held = levels.held(client.level, model)[:level]
         reached = held if model.has_exits else held[-1:]
@@ -140,10 +130,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
                 loss += weight * mutual_gap(exits, reached, *which)
             return loss, stats
 
-        return local_training.Objective(loss_fn, held)
+        return fp.Objective(loss_fn, held)
 
-    def client_update(client: each_client.Client, server: types.Variables, level: int):
-        """Algorithm 1, client: the stages 1..level. Those it does not hold stay."""
+    def client_update(client: fp.Client, server: fp.Variables, level: int):
+        """Algorithm 1, client: trains stages 1..level; those it does not hold stay."""
 
         def feddyn_pull(params, grads):
             """Adds the gradient of -<g, theta> + alpha / 2 ||theta - theta^t||^2."""
@@ -154,14 +144,14 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         steps = objective(client, level)
         steps = steps._replace(adjust=feddyn_pull) if is_dyn else steps
-        return local_training.train(hparams, (steps,), server, client)
+        return fp.train(hparams, (steps,), server, client)
 
-    def adapt(client: each_client.Client, start: types.Variables, _):
+    def adapt(client: fp.Client, start: fp.Variables, _):
         """The client's steps without FedDyn, whose terms are of its own rounds."""
-        steps, tag = objective(client, len(start.params)), local_training.ADAPTING
-        return local_training.train(hparams, (steps,), start, client, tag=tag)
+        steps = objective(client, len(start.params))
+        return fp.train(hparams, (steps,), start, client)
 
-    def zeros(start: types.Variables) -> types.Params:
+    def zeros(start: fp.Variables) -> types.Params:
         return jax.tree.map(jnp.zeros_like, start.params) if is_dyn else ()
 
     def server_update(server, trained, own, cohort, mean):
@@ -188,9 +178,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         is_held = boundary.by_stage(held.any(0))
         h = boundary.select(is_held, h, server["h"])
         params = boundary.select(is_held, ahead, old)
-        return {"model": types.Variables(params, mean.stats), "h": h}
+        return {"model": fp.Variables(params, mean.stats), "h": h}
 
-    def beside(start: types.Variables) -> dict[str, types.Params]:
+    def beside(start: fp.Variables) -> dict[str, types.Params]:
         return {"h": zeros(start)} if is_dyn else {}
 
     part = levels.first_stages(task, model)

@@ -32,33 +32,25 @@ and columns, as in `--topology=regular` but not random peers. Nothing is quantis
 
 import dataclasses
 
-from fedjax_pfl import (
-    boundary,
-    decentralized,
-    each_client,
-    local_training,
-    options,
-    types,
-)
-
-option = options.option
+import fedjax_pfl as fp
+from fedjax_pfl import boundary, decentralized
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(decentralized.Peers, local_training.LocalTraining):
-    aggregation: str = option(
+class HParams(decentralized.Peers, fp.LocalTraining):
+    aggregation: str = fp.option(
         "examples",
         "weights of a client's mean of itself and its peers",
         choices=("examples", "uniform"),
     )
-    personal_from: str = option(
+    personal_from: str = fp.option(
         "none",
         "first stage that is not shared, by name; last = the last one, none = all are "
         "shared, empty = the first after the last convolution",
     )
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """Decentralised FedAvg and FedPer as pure functions.
 
     Raises:
@@ -74,14 +66,14 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             f"--personal_from={hparams.personal_from} is the first stage of --model="
             f"{model.name}: nothing would be shared; take {cure}"
         )
-    loss_fn = local_training.cross_entropy_loss(model)
-    kind = types.MessageKind(
+    loss_fn = fp.cross_entropy_loss(model)
+    kind = fp.MessageKind(
         "whole model" if cut == len(model.stage_names) else "extractor",
         "down",
         decentralized.part_bytes(task, cut)[0],
     )
 
-    def mixed(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+    def mixed(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         """w_i <- sum_j |D_j| w_j / sum_j |D_j| over the client and its peers."""
         weight = decentralized.weights(hparams.aggregation, cohort, data)
         own = weight[:, :1]
@@ -90,9 +82,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             sent={kind.name: cohort.peer_mask.sum(1)},
         )
 
-    def client_update(client: each_client.Client, start: types.Variables):
+    def client_update(client: fp.Client, start: fp.Variables):
         """E epochs of minibatches, from the mean."""
-        return local_training.train(hparams, loss_fn, start, client)
+        return fp.train(hparams, loss_fn, start, client)
 
     peers = decentralized.peer_spec(hparams)
     return decentralized.make(

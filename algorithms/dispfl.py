@@ -39,13 +39,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import fedjax_pfl as fp
 from fedjax_pfl import (
     aggregate,
     decentralized,
-    each_client,
-    local_training,
     losses,
-    options,
     rng,
     shapes,
     sparse,
@@ -54,21 +52,19 @@ from fedjax_pfl import (
     types,
 )
 
-option = options.option
-
 
 @dataclasses.dataclass(frozen=True)
-class HParams(decentralized.Peers, local_training.LocalTraining):
-    density: float = option(
+class HParams(decentralized.Peers, fp.LocalTraining):
+    density: float = fp.option(
         0.5, "fraction of parameters held", above=0, maximum=1, is_static=True
     )
-    prune_rate: float = option(
+    prune_rate: float = fp.option(
         0.5, "fraction of entries that round 0 exchanges", minimum=0, maximum=1
     )
-    prune_rounds: int = option(
+    prune_rounds: int = fp.option(
         20, "rounds until none is exchanged, as many as --rounds", minimum=1
     )
-    regrow: str = option(
+    regrow: str = fp.option(
         "gradient",
         "entries that are regrown: those of the largest gradients, or random ones",
         choices=("gradient", "random"),
@@ -152,25 +148,26 @@ def exchanged(
     return kept | sparse.largest(score, number, among=~kept)
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """Makes DisPFL; raises ValueError for an impossible density or graph."""
     model = task.client_model
     shape = shapes.variables(model, task.example_shape)
     count = allotted(shape.params, hparams.density)
-    loss_fn = local_training.cross_entropy_loss(model)
+    loss_fn = fp.cross_entropy_loss(model)
 
     def noise(key: jax.Array) -> types.Params:
         """Random scores f32 in [0, 1) of all parameters."""
-        structure = jax.tree.structure(shape.params)
-        keys = jax.random.split(key, structure.num_leaves)
-        keys = jax.tree.unflatten(structure, list(keys))
-        draw = jax.random.uniform
-        return jax.tree.map(lambda k, leaf: draw(k, leaf.shape), keys, shape.params)
+        leaves, structure = jax.tree.flatten(shape.params)
+        keys = [*jax.random.split(key, len(leaves))]
+        draws = [
+            jax.random.uniform(k, x.shape) for k, x in zip(keys, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(structure, draws)
 
     def first_mask(key: jax.Array) -> types.Params:
         return jax.tree.map(sparse.largest, noise(key), count)
 
-    def gradient(client: each_client.Client, own: types.Variables) -> types.Params:
+    def gradient(client: fp.Client, own: fp.Variables) -> types.Params:
         """|g| of the round's first batch at all entries, in eval mode."""
         position, _ = client.plan.step(jnp.zeros((), jnp.int32))
         place = jnp.maximum(position, 0)
@@ -184,7 +181,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         return jax.tree.map(jnp.abs, jax.grad(loss)(own.params))
 
-    def mixed(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+    def mixed(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         """w_i <- m_i * sum_j m_j w_j / sum_j m_j over the client and its peers."""
         own, masks = state.clients["own"], state.clients["private"]
         weight = decentralized.weights("uniform", cohort, data)
@@ -196,18 +193,18 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         stats = aggregate.mix_peers(own.stats, cohort, weight)
         number = cohort.peer_mask.sum(1)
         return decentralized.Mixed(
-            types.Variables(sparse.only(mask, mean), stats),
+            fp.Variables(sparse.only(mask, mean), stats),
             sent={"whole model": number, "mask": number},
             given=mask,
         )
 
-    def client_update(client: each_client.Client, start: types.Variables):
+    def client_update(client: fp.Client, start: fp.Variables):
         """E epochs within the mask, which is then pruned and regrown."""
         mask = client.own
-        objective = local_training.Objective(
+        objective = fp.Objective(
             loss_fn, project=lambda params: sparse.only(mask, params)
         )
-        trained = local_training.train(hparams, (objective,), start, client)
+        trained = fp.train(hparams, (objective,), start, client)
         if hparams.regrow == "random":
             score = noise(client.stream("sparse.regrown"))
         else:
@@ -224,7 +221,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         *common, messages=_messages(shape, count), peers=peers, private=lambda _: ()
     )
 
-    def init(data: types.Data, key: jax.Array) -> types.RoundState:
+    def init(data: fp.Data, key: jax.Array) -> fp.RoundState:
         """The same weights for all clients, and a mask for each."""
         state = made.init(data, key)
         ids = jnp.arange(task.num_rows)
@@ -236,12 +233,12 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     return made._replace(init=init)
 
 
-def _messages(shape: types.Variables, count: types.Params) -> tuple:
+def _messages(shape: fp.Variables, count: types.Params) -> tuple:
     """What one peer sends: the values that it holds with statistics, and its mask."""
     values = traffic.FLOAT_BYTES * sum(jax.tree.leaves(count))
     size = sum(leaf.size for leaf in jax.tree.leaves(shape.params))
     values += shapes.tree_bytes(shape.stats)
     return (
-        types.MessageKind("whole model", "down", values),
-        types.MessageKind("mask", "down", sparse.bitmap_bytes(size)),
+        fp.MessageKind("whole model", "down", values),
+        fp.MessageKind("mask", "down", sparse.bitmap_bytes(size)),
     )

@@ -35,18 +35,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import (
-    averaging,
-    distances,
-    each_client,
-    local_training,
-    losses,
-    options,
-    teacher,
-    types,
-)
-
-option = options.option
+import fedjax_pfl as fp
+from fedjax_pfl import averaging, distances, local_training, losses, options, teacher
 
 # The power of similarities and their temperature [alpha, beta]
 POWER, SCALE = 0.3, 0.3
@@ -54,24 +44,24 @@ POWER, SCALE = 0.3, 0.3
 
 @dataclasses.dataclass(frozen=True)
 class HParams(teacher.Taught, averaging.Averaging):
-    distill_target: str = option(
+    distill_target: str = fp.option(
         "kd",
         "the distribution that the model is trained towards besides the labels: the "
         "teacher's (kd), its probability of the label (pt), its similarity of classes "
         "(sim), the mean of these two, or smooth labels (ls)",
         choices=("kd", "ls", "pt", "sim", "pt_sim"),
     )
-    distill_weight: float = option(
+    distill_weight: float = fp.option(
         1.0, "weight of the distance to the target", minimum=0, zero_is_off=True
     )
-    label_weight: float = option(
+    label_weight: float = fp.option(
         1.0,
         "weight of the cross-entropy on the labels; with --distill_weight=0.5 a half "
         "makes the loss a mean of both",
         minimum=0,
         is_static=True,
     )
-    smoothing: float = option(
+    smoothing: float = fp.option(
         0.1,
         "what ls spreads over all classes",
         minimum=0,
@@ -98,7 +88,7 @@ def similar(label: jax.Array, vectors: jax.Array) -> jax.Array:
 
 
 def target(
-    hparams: HParams, task: types.Task, data: types.Data, batch: local_training.Batch
+    hparams: HParams, task: fp.Task, data: fp.Data, batch: local_training.Batch
 ) -> jax.Array:
     """The distribution f32[B, Y] that the model is trained towards."""
     kind, num_classes = hparams.distill_target, task.num_classes
@@ -119,7 +109,7 @@ def target(
 
 
 def distillation(
-    hparams: HParams, task: types.Task, data: types.Data
+    hparams: HParams, task: fp.Task, data: fp.Data
 ) -> local_training.LossFn:
     """Weighted cross-entropy plus `--distill_weight` times KL(target || model)."""
 
@@ -140,12 +130,12 @@ def distillation(
     return loss_fn
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """Distillation as pure functions."""
 
-    def client_update(client: each_client.Client, server: types.Variables):
+    def client_update(client: fp.Client, server: fp.Variables):
         """Trains the server's model on its labels and the teacher's targets."""
         loss_fn = distillation(hparams, task, client.data)
-        return local_training.train(hparams, loss_fn, server, client)
+        return fp.train(hparams, loss_fn, server, client)
 
     return averaging.make(hparams, task, client_update)

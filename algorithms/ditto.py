@@ -20,42 +20,41 @@ optimizer in each round (`--optimizer_state=persist` applies only to the other).
 
 import dataclasses
 
-from fedjax_pfl import averaging, each_client, local_training, options, types
+import fedjax_pfl as fp
+from fedjax_pfl import averaging
 
 
 @dataclasses.dataclass(frozen=True)
 class HParams(averaging.Averaging):
-    proximal_weight: float = options.option(
+    proximal_weight: float = fp.option(
         0.1, "pull of the personal model to the server's [lambda]", minimum=0
     )
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """Ditto as pure functions."""
-    model = task.model
-    loss_fn = local_training.cross_entropy_loss(model)
+    loss_fn = fp.cross_entropy_loss(task.model)
 
-    def client_update(client: each_client.Client, server: types.Variables):
+    def towards(server: fp.Variables) -> tuple[fp.Objective]:
+        pull = fp.proximal(hparams.proximal_weight, server.params)
+        return (fp.Objective(loss_fn, adjust=pull),)
+
+    def client_update(client: fp.Client, server: fp.Variables):
         """UPDATE_GLOBAL from w^t, then v_k along F_k + lambda / 2 ||v - w^t||^2."""
-        trained = local_training.train(hparams, loss_fn, server, client)
-        pull = local_training.proximal(hparams.proximal_weight, server.params)
-        objectives = (local_training.Objective(loss_fn, adjust=pull),)
-        personal = local_training.train(
-            hparams, objectives, client.own, client.fresh(), tag="engine.personal"
-        )
+        trained = fp.train(hparams, loss_fn, server, client)
+        given = towards(server), client.own, client.fresh()
+        personal = fp.train(hparams, *given, tag="engine.personal")
         return trained, personal.variables
 
-    def adapt(
-        client: each_client.Client, start: types.Variables, server: types.Variables
-    ):
-        """The personal model's steps, from it and towards w^t."""
-        pull = local_training.proximal(hparams.proximal_weight, server.params)
-        objectives = (local_training.Objective(loss_fn, adjust=pull),)
-        adapting = local_training.ADAPTING
-        return local_training.train(hparams, objectives, start, client, tag=adapting)
+    def adapt(client: fp.Client, start: fp.Variables, server: fp.Variables):
+        """The steps of v_k towards w^t, from the model that serves the client."""
+        return fp.train(hparams, towards(server), start, client)
 
-    def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        return (types.Serving.each(model, state.clients),)
-
-    given = {"own": lambda start: start, "serving": serving, "adapt": adapt}
-    return averaging.make(hparams, task, client_update, **given)
+    return averaging.make(
+        hparams,
+        task,
+        client_update,
+        own=lambda start: start,
+        serving=lambda state, *_: (fp.Serving.each(task.model, state.clients),),
+        adapt=adapt,
+    )

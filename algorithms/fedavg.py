@@ -27,19 +27,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import (
-    averaging,
-    each_client,
-    local_training,
-    options,
-    server_optimizer,
-    types,
-)
+import fedjax_pfl as fp
+from fedjax_pfl import averaging, server_optimizer
 
 
 @dataclasses.dataclass(frozen=True)
 class HParams(averaging.Averaging):
-    eval_model: str = options.option(
+    eval_model: str = fp.option(
         "server",
         "model that serves a client: the server's, or the one that it last had (stale)",
         choices=("server", "stale"),
@@ -47,13 +41,13 @@ class HParams(averaging.Averaging):
     )
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """FedAvg as pure functions."""
-    loss_fn = local_training.cross_entropy_loss(task.model)
+    loss_fn = fp.cross_entropy_loss(task.model)
 
-    def client_update(client: each_client.Client, server: types.Variables):
+    def client_update(client: fp.Client, server: fp.Variables):
         """ClientUpdate(k, w): E epochs of minibatches, from the server's model."""
-        return local_training.train(hparams, loss_fn, server, client)
+        return fp.train(hparams, loss_fn, server, client)
 
     if hparams.eval_model == "server":
         return averaging.make(hparams, task, client_update)
@@ -61,37 +55,37 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
 
 def _served_stale(
-    hparams: HParams, task: types.Task, client_update: Callable
-) -> types.Algorithm:
+    hparams: HParams, task: fp.Task, client_update: Callable
+) -> fp.Algorithm:
     """The same rounds, in which clients keep their copy and the server two models."""
     model = task.model
 
-    def and_keep(client: each_client.Client, server: types.Variables):
+    def and_keep(client: fp.Client, server: fp.Variables):
         trained = client_update(client, server)
         return trained, {"copy": trained.variables, "round": client.round}
 
-    def first(start: types.Variables) -> dict:
+    def first(start: fp.Variables) -> dict:
         # Not -1, which would mean that it took part in the round before the first.
         return {"copy": start, "round": jnp.full((), -2)}
 
     plain = averaging.make(hparams, task, and_keep, own=first)
 
-    def init(data: types.Data, key: jax.Array) -> types.RoundState:
+    def init(data: fp.Data, key: jax.Array) -> fp.RoundState:
         state = plain.init(data, key)
         before = jax.tree.map(jnp.copy, state.server)
         return state.replace(server={"model": state.server, "before": before})
 
-    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+    def round(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         before = state.server["model"]
         state, metrics, sent = plain.round(state.replace(server=before), cohort, data)
         server = {"model": state.server, "before": before}
         return state.replace(server=server), metrics, sent
 
-    def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+    def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         has_copy = state.clients["round"] == state.round - 1
         return (
-            types.Serving.one(model, state.server["before"], ~has_copy),
-            types.Serving.each(model, state.clients["copy"], mask=has_copy),
+            fp.Serving.one(model, state.server["before"], ~has_copy),
+            fp.Serving.each(model, state.clients["copy"], mask=has_copy),
         )
 
     return plain._replace(

@@ -39,50 +39,44 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import fedjax_pfl as fp
 from fedjax_pfl import (
     aggregate,
     boundary,
     distances,
-    each_client,
-    local_training,
     losses,
-    options,
     proxy,
     shapes,
     stacked,
     traffic,
-    types,
 )
-
-option, objective = options.option, local_training.Objective
-train, plan = local_training.train, local_training.plan
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(boundary.LayerDropping, local_training.LocalTraining):
-    server_epochs: int = option(2, "epochs of each server's copy [E]", minimum=1)
-    transfer: str = option(
+class HParams(boundary.LayerDropping, fp.LocalTraining):
+    server_epochs: int = fp.option(2, "epochs of each server's copy [E]", minimum=1)
+    transfer: str = fp.option(
         "head",
         "distil outputs through the other side's head, or features by squared error",
         choices=("head", "mse"),
     )
-    temperature: float = option(
+    temperature: float = fp.option(
         1.0, "temperature of kl [tau]", above=0, needs={"transfer": ("head",)}
     )
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """Makes FedD2S; raises ValueError if the model lacks the requested boundary."""
     model, has_heads = task.model, hparams.transfer == "head"
     schedule = boundary.schedule(hparams, model, task.example_shape)
     deep = jnp.arange(len(model.stage_names)) > 0
     may_serve = range(max(schedule.last - 1, 1), schedule.first)
 
-    def uploaded(client: each_client.Client, image: jax.Array) -> jax.Array:
+    def uploaded(client: fp.Client, image: jax.Array) -> jax.Array:
         """H_1, as the client uploads it."""
         return model.forward(*client.own["own"], image, stop=1)[0]
 
-    def distance(client: each_client.Client, teacher: types.Variables, epochs: int):
+    def distance(client: fp.Client, teacher: fp.Variables, epochs: int):
         """J(side, h, start, batch): a side's stages from `start` on, applied to h.
 
         Its target is a table of the teacher's logits (p, t), or the outputs of layer l.
@@ -91,13 +85,13 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         def logits(image: jax.Array) -> jax.Array:
             return model.forward(*teacher, uploaded(client, image), start=1)[0]
 
-        def towards_logits(side: types.Variables, h: jax.Array, start: int, batch: Any):
+        def towards_logits(side: fp.Variables, h: jax.Array, start: int, batch: Any):
             z, stats = model.forward(*side, h, start=start, **batch.mode)
             target, tau = table[batch.position], hparams.temperature
             kl = distances.distance("kl", z, target, batch.mask, temperature=tau)
             return kl, stats
 
-        def towards_layer(side: types.Variables, h: jax.Array, start: int, batch: Any):
+        def towards_layer(side: fp.Variables, h: jax.Array, start: int, batch: Any):
             student, stats = boundary.outputs(model, side, h, start, **batch.mode)
             h = uploaded(client, batch.image)
             target, _ = boundary.outputs(model, teacher, h, 1)
@@ -109,18 +103,18 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         table = proxy.own_outputs(logits, client, task, hparams.batch_size, epochs)
         return towards_logits
 
-    def with_head(own: types.Variables, server: types.Variables, kept: jax.Array):
+    def with_head(own: fp.Variables, server: fp.Variables, kept: jax.Array):
         """A client's layers 1..l, followed by the server's where it sends them."""
         return boundary.splice(own, server, kept) if has_heads else own
 
-    def client_to_server(client: each_client.Client, server: types.Variables):
+    def client_to_server(client: fp.Client, server: fp.Variables):
         """phi^n: a copy of the server's model learns from one client (Eqs. 8 to 10)."""
         own, kept = client.own["own"], client.own["kept"]
         gap = distance(client, with_head(own, server, kept), hparams.server_epochs)
 
         def distil(params, stats, batch):
             h = uploaded(client, batch.image)
-            return gap(types.Variables(params, stats), h, 1, batch)
+            return gap(fp.Variables(params, stats), h, 1, batch)
 
         def supervised(params, stats, batch):
             h = uploaded(client, batch.image)
@@ -128,30 +122,31 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             return losses.cross_entropy(z, batch.label, batch.mask), stats
 
         movable = deep & kept[1] & (has_heads | kept)  # l = 1: no J
-        both = objective(distil, movable), objective(supervised, deep)
-        return train(hparams, both, server, client.fresh(), tag="engine.server").split()
+        both = fp.Objective(distil, movable), fp.Objective(supervised, deep)
+        client = client.fresh()
+        return fp.train(hparams, both, server, client, tag="engine.server").split()
 
-    def server_to_client(client: each_client.Client, server: types.Variables):
+    def server_to_client(client: fp.Client, server: fp.Variables):
         """theta^n learns from the averaged server (Eqs. 12 and 13)."""
         own, kept = client.own["own"], client.own["kept"]
         gap = distance(client, server, hparams.local_epochs)
 
         def distil(params, stats, batch):
-            through = with_head(types.Variables(params, stats), server, kept)
+            through = with_head(fp.Variables(params, stats), server, kept)
             return gap(through, batch.image, 0, batch)
 
-        supervised = local_training.cross_entropy_loss(model)
-        both = objective(distil, kept & kept[1]), objective(supervised)  # l = 1: no J
-        return train(hparams, both, own, client)
+        supervised = fp.cross_entropy_loss(model)
+        movable = kept & kept[1]  # l = 1: no J
+        both = fp.Objective(distil, movable), fp.Objective(supervised)
+        return fp.train(hparams, both, own, client)
 
-    def init(data: types.Data, key: jax.Array) -> types.RoundState:
+    def init(data: fp.Data, key: jax.Array) -> fp.RoundState:
         server = task.init(model, key)
         row = {"own": server, "participations": jnp.int32(0)}
-        clients = stacked.repeat(row, task.num_rows)
-        return types.RoundState.first(server, clients, key)
+        return fp.RoundState.first(server, stacked.repeat(row, task.num_rows), key)
 
-    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        here = each_client.Round(task, state, cohort, data)
+    def round(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
+        here = fp.Round(task, state, cohort, data)
         own = here.rows
         participations = own.pop("participations") + 1
         own["kept"] = kept = schedule.kept(participations)
@@ -178,19 +173,19 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             out[f"head {name}"] = layer < number
         return out
 
-    return types.Algorithm(
-        plans=(plan(hparams, "server", hparams.server_epochs), plan(hparams)),
+    return fp.Algorithm(
+        plans=(fp.plan(hparams, "server", hparams.server_epochs), fp.plan(hparams)),
         messages=_messages(task, has_heads),
         init=init,
         round=round,
-        serving=lambda state, *_: (types.Serving.each(model, state.clients["own"]),),
+        serving=lambda state, *_: (fp.Serving.each(model, state.clients["own"]),),
         # No `server`: its first layer is never trained, so it has no model of its own.
     )
 
 
-def _messages(task: types.Task, has_heads: bool) -> tuple[types.MessageKind, ...]:
+def _messages(task: fp.Task, has_heads: bool) -> tuple[fp.MessageKind, ...]:
     """Features and labels up; head and soft targets, or targets, down."""
-    model, shape, kind = task.model, task.example_shape, types.MessageKind
+    model, shape, kind = task.model, task.example_shape, fp.MessageKind
     outputs = shapes.output_bytes(model, shape)
     up = (*traffic.of_stages("features", "up", model, outputs), kind("labels", "up", 1))
     if not has_heads:

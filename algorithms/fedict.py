@@ -43,39 +43,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import (
-    boundary,
-    each_client,
-    local_training,
-    losses,
-    optimizer,
-    options,
-    proxy,
-    shapes,
-    stacked,
-    traffic,
-    types,
-)
+import fedjax_pfl as fp
+from fedjax_pfl import boundary, losses, optimizer, proxy, shapes, stacked, traffic
 
-option = options.option
 UPLOADED = 1  # layers whose outputs are uploaded
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(local_training.LocalTraining):
-    distill_epochs: int = option(
+class HParams(fp.LocalTraining):
+    distill_epochs: int = fp.option(
         2, "epochs of the clients' distillation per round", minimum=1
     )
-    server_epochs: int = option(
+    server_epochs: int = fp.option(
         2, "epochs of the server over a client's features per round", minimum=1
     )
-    distill_weight: float = option(
+    distill_weight: float = fp.option(
         1.5,
         "weight of distillation (clients), cross-entropy (server) [alpha]",
         minimum=0,
     )
-    temperature: float = option(3.0, "temperature of distillation [T]", above=0)
-    prior_temperature: float = option(
+    temperature: float = fp.option(3.0, "temperature of distillation [T]", above=0)
+    prior_temperature: float = fp.option(
         3.0, "divides a client's label frequencies in its distance", above=0
     )
 
@@ -104,18 +92,18 @@ def server_weight(own: jax.Array, overall: jax.Array) -> jax.Array:
     return (own @ overall) / jnp.maximum(size, 1e-12)
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """Makes FedICT; raises ValueError if no layer is left for the server."""
     model = task.model
     boundary.check_several(model)
     deep = jnp.arange(len(model.stage_names)) >= UPLOADED
-    supervised = local_training.cross_entropy_loss(model)
+    supervised = fp.cross_entropy_loss(model)
 
-    def extract(own: types.Variables, image: jax.Array) -> jax.Array:
+    def extract(own: fp.Variables, image: jax.Array) -> jax.Array:
         """The uploaded features."""
         return model.forward(*own, image, stop=UPLOADED)[0]
 
-    def table(forward: Any, client: each_client.Client, epochs: int) -> jax.Array:
+    def table(forward: Any, client: fp.Client, epochs: int) -> jax.Array:
         """Logits f32[>= K, Y] on a client's train rows, aligned by sample."""
         return proxy.own_outputs(forward, client, task, hparams.batch_size, epochs)
 
@@ -125,15 +113,13 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         gap = weighted_gap(*pair, batch.mask, weight, hparams.temperature)
         return losses.cross_entropy(z, batch.label, batch.mask), gap
 
-    def local_update(client: each_client.Client, _: Any):
+    def local_update(client: fp.Client, _: Any):
         """(i) and (ii): train on cross-entropy, then compute logits on own examples."""
-        trained = local_training.train(hparams, supervised, client.own["own"], client)
+        trained = fp.train(hparams, supervised, client.own["own"], client)
         own, epochs = trained.variables, hparams.local_epochs
         return trained, table(lambda x: model.forward(*own, x)[0], client, epochs)
 
-    def server_update(
-        overall: jax.Array, client: each_client.Client, carry: Any
-    ) -> Any:
+    def server_update(overall: jax.Array, client: fp.Client, carry: Any) -> Any:
         """(iii): the server's layers learn from one client's features and logits."""
         (server, opt_state), sent = carry, client.own
 
@@ -144,12 +130,12 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             hard, gap = distilling(z, sent["logits"], weight, batch)
             return gap + hparams.distill_weight * hard, stats
 
-        objectives = (local_training.Objective(loss_fn, deep),)
+        objectives = (fp.Objective(loss_fn, deep),)
         given = {"opt_state": opt_state, "tag": "engine.server"}
-        trained = local_training.train(hparams, objectives, server, client, **given)
+        trained = fp.train(hparams, objectives, server, client, **given)
         return trained.variables, trained.opt_state
 
-    def distil_update(client: each_client.Client, server: types.Variables):
+    def distil_update(client: fp.Client, server: fp.Variables):
         """(iv) and (v): the client distils the server's logits, which come back."""
         own = client.own["own"]
 
@@ -164,9 +150,9 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             hard, gap = distilling(z, teacher, weight, batch)
             return hard + hparams.distill_weight * gap, stats
 
-        return local_training.train(hparams, loss_fn, own, client, tag="proxy.teacher")
+        return fp.train(hparams, loss_fn, own, client, tag="proxy.teacher")
 
-    def init(data: types.Data, key: jax.Array) -> types.RoundState:
+    def init(data: fp.Data, key: jax.Array) -> fp.RoundState:
         start, counts = task.init(model, key), data.label_counts(task.num_classes)
         clients = {
             "own": stacked.repeat(start, task.num_rows),
@@ -175,10 +161,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         }
         overall = counts.sum(0) / jnp.maximum(counts.sum(), 1)
         server = {"model": start, "frequency": overall}
-        return types.RoundState.first(server, clients, key)
+        return fp.RoundState.first(server, clients, key)
 
-    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        here = each_client.Round(task, state, cohort, data)
+    def round(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
+        here = fp.Round(task, state, cohort, data)
         own, count = here.rows, here.num_examples
         (trained, logits), here = here.update(local_update)
         uploaded = own | {"own": trained.variables, "logits": logits}
@@ -194,19 +180,16 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             "server logits": count,
         }
         own |= {"own": trained.variables, "has_joined": jnp.ones_like(cohort.row_mask)}
-        return (
-            here.after(own, server=state.server | {"model": server}),
-            trained.metrics(cohort),
-            sent,
-        )
+        state = here.after(own, server=state.server | {"model": server})
+        return state, trained.metrics(cohort), sent
 
-    kind, logit_bytes = types.MessageKind, task.num_classes * traffic.FLOAT_BYTES
+    kind, logit_bytes = fp.MessageKind, task.num_classes * traffic.FLOAT_BYTES
     features = shapes.output_bytes(model, task.example_shape)[UPLOADED - 1]
-    return types.Algorithm(
+    return fp.Algorithm(
         plans=(
-            local_training.plan(hparams),
-            local_training.plan(hparams, "server", hparams.server_epochs),
-            local_training.plan(hparams, "distill", hparams.distill_epochs),
+            fp.plan(hparams),
+            fp.plan(hparams, "server", hparams.server_epochs),
+            fp.plan(hparams, "distill", hparams.distill_epochs),
         ),
         messages=(
             kind("features, logits and label", "up", features + logit_bytes + 1),
@@ -215,6 +198,6 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         ),
         init=init,
         round=round,
-        serving=lambda state, *_: (types.Serving.each(model, state.clients["own"]),),
+        serving=lambda state, *_: (fp.Serving.each(model, state.clients["own"]),),
         # No `server`: its first layers are the clients', so it has no own model.
     )

@@ -34,30 +34,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import (
-    distances,
-    each_client,
-    local_training,
-    losses,
-    optimizer,
-    options,
-    proxy,
-    rng,
-    stacked,
-    traffic,
-    types,
-)
-
-option = options.option
+import fedjax_pfl as fp
+from fedjax_pfl import distances, losses, optimizer, proxy, rng, stacked, traffic, types
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(local_training.LocalTraining):
-    public_examples: int = option(
+class HParams(fp.LocalTraining):
+    public_examples: int = fp.option(
         5000, "public images of a round, drawn again in each round", minimum=1
     )
-    digest_epochs: int = option(1, "epochs over the public images per round", minimum=1)
-    public_loss: str = option(
+    digest_epochs: int = fp.option(
+        1, "epochs over the public images per round", minimum=1
+    )
+    public_loss: str = fp.option(
         "mae",
         "distance to the consensus: of logits (mae), or kl of mean probabilities",
         choices=("mae", "kl"),
@@ -79,14 +68,14 @@ def consensus_gap(
     return losses.masked_mean(gap, mask)
 
 
-def speaking(cohort: types.Cohort, participations: jax.Array) -> jax.Array:
+def speaking(cohort: fp.Cohort, participations: jax.Array) -> jax.Array:
     """Weights f32[C] of the consensus: newcomers are left out unless all are new."""
     experienced = cohort.row_mask & (participations > 1)
     heard = jnp.where(experienced.any(), experienced, cohort.row_mask)
     return heard / jnp.maximum(heard.sum(), 1)
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """Makes FedMD, a group per architecture; raises ValueError if nothing is public."""
     if not task.num_proxy:
         raise ValueError(
@@ -97,7 +86,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     num_public = min(hparams.public_examples, task.num_proxy)
     members = [task.members(group) for group in range(len(task.client_models))]
 
-    def answer(client: each_client.Client, public: jax.Array):
+    def answer(client: fp.Client, public: jax.Array):
         """Logits on the public images, f32[>= A, Y]; probabilities for kl."""
 
         def forward(image: jax.Array) -> jax.Array:
@@ -106,7 +95,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         return (), proxy.shared_outputs(forward, client, public, task.num_classes)
 
-    def client_update(client: each_client.Client, shared: tuple[jax.Array, jax.Array]):
+    def client_update(client: fp.Client, shared: tuple[jax.Array, jax.Array]):
         """Digest: public images towards the consensus. Revisit: its own examples."""
         model, (public, consensus) = client.model, shared
 
@@ -126,20 +115,20 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             key=client.stream("proxy.local_proxy"),
             is_active=client.bound > 0,
         )
-        supervised = local_training.cross_entropy_loss(model)
-        return local_training.train(hparams, supervised, digested, client)
+        supervised = fp.cross_entropy_loss(model)
+        return fp.train(hparams, supervised, digested, client)
 
-    def init(data: types.Data, key: jax.Array) -> types.RoundState:
+    def init(data: fp.Data, key: jax.Array) -> fp.RoundState:
         def first(model: types.Model, count: int) -> dict[str, Any]:
             own = stacked.repeat(task.init(model, key), count)
             return {"own": own, "participations": jnp.zeros(count, jnp.int32)}
 
         clients = tuple(map(first, task.client_models, map(len, members)))
-        return types.RoundState.first((), clients, key)
+        return fp.RoundState.first((), clients, key)
 
-    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+    def round(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         """Algorithm 1: answers, their mean, digest and revisit."""
-        here = each_client.Round(task, state, cohort, data, by_architecture=True)
+        here = fp.Round(task, state, cohort, data, by_architecture=True)
         key = rng.stream(state.key, "proxy.public", state.round)
         chosen = jax.random.permutation(key, data.partition.proxy)[:num_public]
         public = stacked.in_batches(chosen, hparams.batch_size)
@@ -155,19 +144,19 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         ]
         return here.after(rows), here.metrics(trained), {"answers": 1, "consensus": 1}
 
-    def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+    def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         groups = zip(task.client_models, state.clients, members, strict=True)
         return tuple(
-            types.Serving.each(model, rows["own"], client_id=ids)
+            fp.Serving.each(model, rows["own"], client_id=ids)
             for model, rows, ids in groups
         )
 
     size = num_public * task.num_classes * traffic.FLOAT_BYTES
-    return types.Algorithm(
-        plans=(local_training.plan(hparams),),
+    return fp.Algorithm(
+        plans=(fp.plan(hparams),),
         messages=(
-            types.MessageKind("answers", "up", size),
-            types.MessageKind("consensus", "down", size),
+            fp.MessageKind("answers", "up", size),
+            fp.MessageKind("consensus", "down", size),
         ),
         init=init,
         round=round,

@@ -39,36 +39,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import (
-    aggregate,
-    boundary,
-    each_client,
-    local_training,
-    losses,
-    options,
-    stacked,
-    traffic,
-    types,
-)
-
-option = options.option
+import fedjax_pfl as fp
+from fedjax_pfl import aggregate, boundary, losses, options, stacked, traffic
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(boundary.LayerDropping, local_training.LocalTraining):
-    personal_from: str = option(
+class HParams(boundary.LayerDropping, fp.LocalTraining):
+    personal_from: str = fp.option(
         "",
         "first personal stage, by name; last = the last one, none = all are shared, "
         "empty = the first after the last convolution (without any, the last stage)",
         excludes={"layer_dropping": options.ON},
     )
-    layer_dropping: bool = option(
+    layer_dropping: bool = fp.option(
         False, "move the boundary from deep to shallow, as FedD2S does"
     )
-    head_epochs: int = option(
+    head_epochs: int = fp.option(
         0, "first local epochs, which train the personal layers alone [tau]", minimum=0
     )
-    aggregation: str = option(
+    aggregation: str = fp.option(
         "examples", "weights of the server's mean", choices=("examples", "uniform")
     )
 
@@ -81,16 +70,16 @@ def trained_stages(batch: Any, is_shared: jax.Array, head_epochs: int) -> jax.Ar
     return (is_shared == is_body) | is_shared.all()
 
 
-def personal(server: types.Variables, own: types.Variables, is_shared: jax.Array):
+def personal(server: fp.Variables, own: fp.Variables, is_shared: jax.Array):
     """The server's stages where shared, else the client's own, which come last."""
     lowest = len(server.params) - len(own.params)
     mask = boundary.by_stage(is_shared)
     pairs = zip(server, own, strict=True)
     sides = (boundary.select(mask, a, (*a[:lowest], *mine)) for a, mine in pairs)
-    return types.Variables(*sides)
+    return fp.Variables(*sides)
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """FedPer and FedRep as pure functions.
 
     Raises:
@@ -99,38 +88,35 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     """
     model, schedule = task.model, _schedule(hparams, task)
     num_stages, lowest = len(model.stage_names), schedule.last
-    loss_fn = local_training.cross_entropy_loss(model)
+    loss_fn = fp.cross_entropy_loss(model)
 
-    def last_stages(variables: types.Variables) -> types.Variables:
-        return types.Variables(*(side[lowest:] for side in variables))
+    def last_stages(variables: fp.Variables) -> fp.Variables:
+        return fp.Variables(*(side[lowest:] for side in variables))
 
-    def init(data: types.Data, key: jax.Array) -> types.RoundState:
+    def init(data: fp.Data, key: jax.Array) -> fp.RoundState:
         server = task.init(model, key)
         row = {"own": last_stages(server), "participations": jnp.int32(0)}
-        clients = stacked.repeat(row, task.num_rows)
-        return types.RoundState.first(server, clients, key)
+        return fp.RoundState.first(server, stacked.repeat(row, task.num_rows), key)
 
-    def client_update(client: each_client.Client, server: types.Variables):
-        own, is_shared = client.own
-        objective = local_training.Objective(
+    def objective(is_shared: jax.Array) -> fp.Objective:
+        return fp.Objective(
             loss_fn, lambda batch: trained_stages(batch, is_shared, hparams.head_epochs)
         )
+
+    def client_update(client: fp.Client, server: fp.Variables):
+        own, is_shared = client.own
         start = personal(server, own, is_shared)
-        trained = local_training.train(hparams, (objective,), start, client)
+        trained = fp.train(hparams, (objective(is_shared),), start, client)
         rest, variables = trained.split()
         return (rest, last_stages(variables)), variables
 
-    def adapt(client: each_client.Client, start: types.Variables, shared: Any):
+    def adapt(client: fp.Client, start: fp.Variables, shared: Any):
         """The epochs of a round, from the model that serves the client."""
         is_shared = schedule.kept(client.own["participations"] + 1)
-        objective = local_training.Objective(
-            loss_fn, lambda batch: trained_stages(batch, is_shared, hparams.head_epochs)
-        )
-        adapting = local_training.ADAPTING
-        return local_training.train(hparams, (objective,), start, client, tag=adapting)
+        return fp.train(hparams, (objective(is_shared),), start, client)
 
-    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        here = each_client.Round(task, state, cohort, data)
+    def round(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
+        here = fp.Round(task, state, cohort, data)
         private = here.rows
         participations = private["participations"] + 1
         is_shared = schedule.kept(participations)
@@ -139,24 +125,23 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         given = {"own": (private["own"], is_shared), "shared": state.server}
         (trained, own), mean, here = here.update(client_update, reduce=share, **given)
         server = boundary.select(is_held, mean, state.server)
-        state = here.after(
-            {"own": own, "participations": participations}, server=server
-        )
+        rows = {"own": own, "participations": participations}
+        state = here.after(rows, server=server)
         metrics = trained.metrics(cohort)
         if hparams.layer_dropping:
             metrics["mean_layer"] = losses.masked_sum(is_shared.sum(1), cohort.row_mask)
         return state, metrics, traffic.stages_sent(model, is_shared, is_shared)
 
-    def build(server: types.Variables, own: Any) -> types.Variables:
+    def build(server: fp.Variables, own: Any) -> fp.Variables:
         return personal(server, own["own"], schedule.kept(own["participations"]))
 
-    def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+    def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         rows, server = state.clients, state.server
-        return (types.Serving.each(model, rows, shared=server, build=build),)
+        return (fp.Serving.each(model, rows, shared=server, build=build),)
 
     is_whole = lowest == num_stages  # else the server has no whole model
-    return types.Algorithm(
-        plans=(local_training.plan(hparams),),
+    return fp.Algorithm(
+        plans=(fp.plan(hparams),),
         messages=traffic.stages_both_ways(task, model),
         init=init,
         round=round,
@@ -166,7 +151,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     )
 
 
-def _schedule(hparams: HParams, task: types.Task) -> boundary.Schedule:
+def _schedule(hparams: HParams, task: fp.Task) -> boundary.Schedule:
     """The stages that a client shares. The server has all up to the last boundary."""
     if hparams.head_epochs >= hparams.local_epochs:
         raise ValueError(

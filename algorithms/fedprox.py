@@ -11,24 +11,23 @@ drawn uniformly, and by default the mean is weighted by examples.
 
 import dataclasses
 
-from fedjax_pfl import averaging, each_client, local_training, options, types
+import fedjax_pfl as fp
+from fedjax_pfl import averaging
 
 
 @dataclasses.dataclass(frozen=True)
 class HParams(averaging.Averaging):
-    """FedProx's options."""
-
-    proximal_weight: float = options.option(0.01, "pull to the server [mu]", minimum=0)
+    proximal_weight: float = fp.option(0.01, "pull to the server [mu]", minimum=0)
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """FedProx as pure functions."""
-    loss_fn = local_training.cross_entropy_loss(task.model)
+    loss_fn = fp.cross_entropy_loss(task.model)
 
-    def client_update(client: each_client.Client, server: types.Variables):
+    def client_update(client: fp.Client, server: fp.Variables):
         """A few epochs on h_k, from w^t."""
-        pull = local_training.proximal(hparams.proximal_weight, server.params)
-        objective = local_training.Objective(loss_fn, adjust=pull)
-        return local_training.train(hparams, (objective,), server, client)
+        pull = fp.proximal(hparams.proximal_weight, server.params)
+        objective = fp.Objective(loss_fn, adjust=pull)
+        return fp.train(hparams, (objective,), server, client)
 
     return averaging.make(hparams, task, client_update)

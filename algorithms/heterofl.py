@@ -33,63 +33,46 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import (
-    each_client,
-    levels,
-    local_training,
-    losses,
-    options,
-    rng,
-    shapes,
-    stacked,
-    types,
-    widths,
-)
-
-option = options.option
+import fedjax_pfl as fp
+from fedjax_pfl import levels, losses, rng, shapes, stacked, types, widths
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(levels.Levels, local_training.LocalTraining):
-    all_widths: bool = option(
+class HParams(levels.Levels, fp.LocalTraining):
+    all_widths: bool = fp.option(
         False, "train on the sum of the losses of every width that a client holds"
     )
-    scaler: bool = option(
+    scaler: bool = fp.option(
         True, "divide outputs of convolutions by the relative width in training"
     )
-    masked_cross_entropy: bool = option(
+    masked_cross_entropy: bool = fp.option(
         False,
         "leave classes that a client does not have out of its loss and of the mean",
     )
-    static_norm: str = option(
+    static_norm: str = fp.option(
         "average",
         "statistics of norms in tests, over batches of the clients' train rows: their "
         "mean, or a moving average",
         choices=("average", "ema"),
     )
-    static_examples: int = option(
+    static_examples: int = fp.option(
         0, "train rows that these statistics are taken from, 0 = all", minimum=0
     )
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """Makes HeteroFL; raises ValueError if the model lacks narrower forms or levels."""
     nets, count = widths.models(hparams, task.model), len(levels.mix(hparams))
     shape_at = [shapes.variables(net, task.example_shape) for net in nets]
     params_at = [one.params for one in shape_at]
     slices = widths.submodel(hparams, shape_at)
 
-    def net_in_training(number: int, width: int | jax.Array) -> types.Model:
-        """The model of a level, which the Scaler divides as a client of `width`."""
-        scaler = width / count if hparams.scaler else 1.0
-        return widths.narrower(task.model, number / count, scaler)
-
-    def classes(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+    def classes(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         """bool[C, Y]: the classes that each client has."""
         present = data.label_counts(task.num_classes) > 0
         return stacked.take(present, cohort.client_id)
 
-    def held(cohort: types.Cohort, present: jax.Array) -> types.Variables:
+    def held(cohort: fp.Cohort, present: jax.Array) -> fp.Variables:
         """The entries of each client's slice, and of the classes that it has."""
         mask = slices.held(cohort, present)
         if not hparams.masked_cross_entropy:
@@ -103,36 +86,32 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         *hidden, last = mask.params
         return mask._replace(params=(*hidden, jax.tree.map(of_classes, last)))
 
-    def client_update(client: each_client.Client, start: types.Variables, level: int):
+    def client_update(client: fp.Client, start: fp.Variables, level: int):
         """Trains the slice of the client's level, or every width that it holds."""
 
-        def loss_of(
-            number: int,
-            width: int | jax.Array,
-            variables: types.Variables,
-            batch: local_training.Batch,
-        ) -> jax.Array:
-            own = widths.narrowed(variables, shape_at[number - 1])
-            net = net_in_training(number, width)
-            logits, _ = net.forward(*own, batch.image, **batch.mode)
-            if hparams.masked_cross_entropy:
-                logits = jnp.where(client.own, logits, 0)
-            return losses.cross_entropy(logits, batch.label, batch.mask)
-
         def loss_fn(params, stats, batch):
-            variables = types.Variables(params, stats)
+            def loss_of(number: int, width: int | jax.Array) -> jax.Array:
+                """The loss of a level's model, scaled as for a client of `width`."""
+                own = widths.narrowed(fp.Variables(params, stats), shape_at[number - 1])
+                scaler = width / count if hparams.scaler else 1.0
+                net = widths.narrower(task.model, number / count, scaler)
+                logits, _ = net.forward(*own, batch.image, **batch.mode)
+                if hparams.masked_cross_entropy:
+                    logits = jnp.where(client.own, logits, 0)
+                return losses.cross_entropy(logits, batch.label, batch.mask)
+
             if not hparams.all_widths:
                 # A chunk may run a larger slice than the client's own.
-                return loss_of(level, client.level, variables, batch), stats
-            each = [loss_of(n, n, variables, batch) for n in range(1, level + 1)]
+                return loss_of(level, client.level), stats
+            each = [loss_of(n, n) for n in range(1, level + 1)]
             reached = jnp.arange(1, level + 1) <= client.level
             return jnp.where(reached, jnp.stack(each), 0).sum(), stats
 
         mine = widths.own_entries(params_at, client, level)
-        objective = local_training.Objective(loss_fn, mine, held=False)
-        return local_training.train(hparams, (objective,), start, client)
+        objective = fp.Objective(loss_fn, mine, held=False)
+        return fp.train(hparams, (objective,), start, client)
 
-    def server(state: types.RoundState, data: types.Data) -> dict:
+    def server(state: fp.RoundState, data: fp.Data) -> dict:
         """Every width with its statistics, the widest first."""
         key, found = rng.stream(state.key, "static_norm", state.round), {}
         for number, net in reversed(list(enumerate(nets, start=1))):
@@ -142,7 +121,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         return {"global": found[f"exit{len(nets)}"]} | found
 
     def static_stats(
-        net: types.Model, own: types.Variables, data: types.Data, key: jax.Array
+        net: types.Model, own: fp.Variables, data: fp.Data, key: jax.Array
     ) -> types.Stats:
         """sBN: batch statistics over the clients' train rows, in train mode."""
         rows, size = levels.eligible_rows(hparams, data.partition.train)

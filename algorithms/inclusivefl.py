@@ -32,30 +32,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import (
-    aggregate,
-    boundary,
-    each_client,
-    levels,
-    local_training,
-    losses,
-    options,
-    shapes,
-    stacked,
-    types,
-)
-
-option = options.option
+import fedjax_pfl as fp
+from fedjax_pfl import aggregate, boundary, levels, losses, options, shapes, stacked
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(levels.Levels, local_training.LocalTraining):
-    head_count: str = option(
+class HParams(levels.Levels, fp.LocalTraining):
+    head_count: str = fp.option(
         "holders",
         "an exit is a mean over all clients that hold it, or that train it",
         choices=("holders", "trainers"),
     )
-    momentum_distill_weight: float = option(
+    momentum_distill_weight: float = fp.option(
         0.0,
         "weight of the next level's movement in that of a level's last stage [beta]",
         minimum=0,
@@ -64,7 +52,7 @@ class HParams(levels.Levels, local_training.LocalTraining):
     )
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """InclusiveFL as pure functions.
 
     Raises:
@@ -77,7 +65,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     whole = shapes.variables(model, task.example_shape)
     distils = not options.is_off(beta)
 
-    def client_update(client: each_client.Client, server: types.Variables, level: int):
+    def client_update(client: fp.Client, server: fp.Variables, level: int):
         """Trains the stages up to the client's level, with the last of their exits."""
         held = levels.held(client.level, model)[:level]
         is_last = jnp.arange(1, level + 1) == client.level
@@ -92,22 +80,22 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             return loss, stats
 
         parts = _parts(server.params, held, is_last)
-        objective = local_training.Objective(loss_fn, parts, held)
-        return local_training.train(hparams, (objective,), server, client)
+        objective = fp.Objective(loss_fn, parts, held)
+        return fp.train(hparams, (objective,), server, client)
 
-    def is_last(cohort: types.Cohort) -> jax.Array:
+    def is_last(cohort: fp.Cohort) -> jax.Array:
         """bool[C, L]: the stage in which a client trains the exit."""
         own = cohort.level[:, None] == jnp.arange(1, num_stages + 1)
         return levels.holders(cohort, model) & own
 
-    def held(cohort: types.Cohort, _: Any) -> types.Variables:
+    def held(cohort: fp.Cohort, _: Any) -> fp.Variables:
         """Stages that clients hold, with the exits that count for the mean."""
         stages = levels.holders(cohort, model)
         heads = stages if hparams.head_count == "holders" else is_last(cohort)
         parts = _parts(whole.params, stages, heads)
-        return types.Variables(parts, boundary.by_stage(stages))
+        return fp.Variables(parts, boundary.by_stage(stages))
 
-    def nothing_moved(start: types.Variables) -> dict[str, tuple]:
+    def nothing_moved(start: fp.Variables) -> dict[str, tuple]:
         trunks = [stage["trunk"] for stage in start.params[:-1]] if distils else ()
         return {"moved": tuple(jax.tree.map(jnp.zeros_like, one) for one in trunks)}
 
@@ -117,7 +105,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         variables = trained.variables._replace(params=distilled(*given))
         return {"model": mean(variables), "moved": movement(*given)}, None
 
-    def distilled(new: Any, old: Any, moved: tuple, last: jax.Array) -> types.Params:
+    def distilled(new: Any, old: Any, moved: tuple, last: jax.Array) -> fp.types.Params:
         """(1 - beta) of a client's movement of its last stage, beta of the next's."""
 
         def mixed(new: jax.Array, old: jax.Array, drift: jax.Array) -> jax.Array:
@@ -151,7 +139,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     return levels.make(hparams, task, model, part, client_update, **given)
 
 
-def _parts(params: types.Params, trunks: jax.Array, exits: jax.Array) -> tuple:
+def _parts(params: fp.types.Params, trunks: jax.Array, exits: jax.Array) -> tuple:
     """Masks bool[..., L] of exits and of all else as a prefix pytree of `params`."""
     masks = zip(
         params, boundary.by_stage(trunks), boundary.by_stage(exits), strict=True
@@ -162,7 +150,7 @@ def _parts(params: types.Params, trunks: jax.Array, exits: jax.Array) -> tuple:
     )
 
 
-def _check(hparams: HParams, task: types.Task) -> None:
+def _check(hparams: HParams, task: fp.Task) -> None:
     """Refuses one exit, and momentum distillation between stages of other shapes."""
     model = task.model
     if not model.has_exits:

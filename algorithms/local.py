@@ -21,49 +21,49 @@ import dataclasses
 
 import jax
 
-from fedjax_pfl import each_client, local_training, proxy, stacked, types
+import fedjax_pfl as fp
+from fedjax_pfl import proxy, stacked
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(proxy.ServerTraining, local_training.LocalTraining):
+class HParams(proxy.ServerTraining, fp.LocalTraining):
     """Options of local training."""
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """Local training as pure functions."""
     server_model, client_model = task.server_model, task.client_model
-    loss_fn = local_training.cross_entropy_loss(client_model)
+    loss_fn = fp.cross_entropy_loss(client_model)
     has_server = task.num_proxy > 0
 
-    def init(data: types.Data, key: jax.Array) -> types.RoundState:
-        start = task.init(client_model, key)
-        clients = stacked.repeat(start, task.num_rows)
+    def init(data: fp.Data, key: jax.Array) -> fp.RoundState:
+        clients = stacked.repeat(task.init(client_model, key), task.num_rows)
         server = task.init(server_model, key) if has_server else ()
-        return types.RoundState.first(server, clients, key)
+        return fp.RoundState.first(server, clients, key)
 
-    def client_update(client: each_client.Client, _) -> each_client.Trained:
-        return local_training.train(hparams, loss_fn, client.own, client)
+    def client_update(client: fp.Client, _) -> fp.Trained:
+        return fp.train(hparams, loss_fn, client.own, client)
 
-    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        here = each_client.Round(task, state, cohort, data)
+    def round(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
+        here = fp.Round(task, state, cohort, data)
         trained, here = here.update(client_update)
         server = ()
         if has_server:
-            supervised = local_training.cross_entropy_loss(server_model)
+            supervised = fp.cross_entropy_loss(server_model)
             server = proxy.train_server(hparams, supervised, task, state, data)
         state = here.after(trained.variables, server=server)
         return state, trained.metrics(cohort), {}
 
-    def global_model(state: types.RoundState, data: types.Data):
+    def global_model(state: fp.RoundState, data: fp.Data):
         return {"global": (server_model, state.server)}
 
-    def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        return (types.Serving.each(client_model, state.clients),)
+    def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
+        return (fp.Serving.each(client_model, state.clients),)
 
     of_server = dataclasses.fields(proxy.ServerTraining)
     reasons = {field.name: "without a proxy set" for field in of_server}
-    return types.Algorithm(
-        plans=(local_training.plan(hparams),),
+    return fp.Algorithm(
+        plans=(fp.plan(hparams),),
         init=init,
         round=round,
         server=global_model if has_server else None,

@@ -13,6 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+import fedjax_pfl as fp
 from fedjax_pfl import types
 
 
@@ -21,7 +22,7 @@ class HParams:
     """Majority has no options."""
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """Label counts in place of a model. A round changes nothing."""
 
     def init_model(key, x):
@@ -32,20 +33,20 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
     model = types.Model("majority", ("counts",), init_model, forward)
 
-    def init(data: types.Data, key: jax.Array) -> types.RoundState:
+    def init(data: fp.Data, key: jax.Array) -> fp.RoundState:
         counts = data.label_counts(task.num_classes)
-        return types.RoundState.first(counts.sum(0), counts, key)
+        return fp.RoundState.first(counts.sum(0), counts, key)
 
-    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+    def round(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         return state.after(), {}, {}
 
-    def global_model(state: types.RoundState, data: types.Data):
-        return {"global": (model, types.Variables((state.server,), ({},)))}
+    def global_model(state: fp.RoundState, data: fp.Data):
+        return {"global": (model, fp.Variables((state.server,), ({},)))}
 
-    def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        rows = types.Variables((state.clients,), ({},))
-        return (types.Serving.each(model, rows),)
+    def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
+        rows = fp.Variables((state.clients,), ({},))
+        return (fp.Serving.each(model, rows),)
 
-    return types.Algorithm(
+    return fp.Algorithm(
         plans=(), init=init, round=round, server=global_model, serving=serving
     )

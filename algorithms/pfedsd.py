@@ -22,29 +22,20 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from fedjax_pfl import (
-    averaging,
-    distances,
-    each_client,
-    local_training,
-    losses,
-    options,
-    types,
-)
-
-option = options.option
+import fedjax_pfl as fp
+from fedjax_pfl import averaging, distances, local_training, losses, types
 
 
 @dataclasses.dataclass(frozen=True)
 class HParams(averaging.Averaging):
-    self_distill_weight: float = option(
+    self_distill_weight: float = fp.option(
         0.5, "weight of distillation from the own last model [lambda]", minimum=0
     )
-    temperature: float = option(3.0, "temperature of kl [tau]", above=0)
-    aggregation: str = option(
+    temperature: float = fp.option(3.0, "temperature of kl [tau]", above=0)
+    aggregation: str = fp.option(
         "uniform", "weights of the server's mean", choices=("examples", "uniform")
     )
-    eval_model: str = option(
+    eval_model: str = fp.option(
         "own",
         "model that serves a client: its own as last trained, or the server's",
         choices=("own", "server"),
@@ -52,7 +43,7 @@ class HParams(averaging.Averaging):
 
 
 def self_distillation(
-    model: types.Model, teacher: types.Variables, weight: Any, temperature: Any
+    model: types.Model, teacher: fp.Variables, weight: Any, temperature: Any
 ) -> local_training.LossFn:
     """Cross-entropy plus `weight` times KL(teacher || student) at `temperature`."""
 
@@ -68,27 +59,27 @@ def self_distillation(
     return loss_fn
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """pFedSD as pure functions."""
     model = task.model
 
-    def first(start: types.Variables) -> dict:
+    def first(start: fp.Variables) -> dict:
         return {"own": start, "has_own": jnp.zeros((), bool)}
 
-    def client_update(client: each_client.Client, server: types.Variables):
+    def client_update(client: fp.Client, server: fp.Variables):
         """Trains the server's model, taught by the client's last one if it exists."""
         weight = jnp.where(client.own["has_own"], hparams.self_distill_weight, 0.0)
         loss_fn = self_distillation(
             model, client.own["own"], weight, hparams.temperature
         )
-        trained = local_training.train(hparams, loss_fn, server, client)
+        trained = fp.train(hparams, loss_fn, server, client)
         return trained, {"own": trained.variables, "has_own": jnp.ones((), bool)}
 
-    def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+    def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         has_own = state.clients["has_own"] & (hparams.eval_model == "own")
         return (
-            types.Serving.one(model, state.server, ~has_own),
-            types.Serving.each(model, state.clients["own"], mask=has_own),
+            fp.Serving.one(model, state.server, ~has_own),
+            fp.Serving.each(model, state.clients["own"], mask=has_own),
         )
 
     return averaging.make(hparams, task, client_update, own=first, serving=serving)

@@ -26,26 +26,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import (
-    averaging,
-    each_client,
-    local_training,
-    optimizer,
-    options,
-    shapes,
-    stacked,
-    traffic,
-    types,
-)
-
-option = options.option
+import fedjax_pfl as fp
+from fedjax_pfl import averaging, optimizer, options, shapes, stacked, traffic, types
 
 
 @dataclasses.dataclass(frozen=True)
 class HParams(averaging.Averaging):
-    client_lr: float = option(0.05, "learning rate of the clients [eta_l]", above=0)
-    server_lr: float = option(1.0, "step of the server's model [eta_g]", minimum=0)
-    aggregation: str = option(
+    client_lr: float = fp.option(0.05, "learning rate of the clients [eta_l]", above=0)
+    server_lr: float = fp.option(1.0, "step of the server's model [eta_g]", minimum=0)
+    aggregation: str = fp.option(
         "uniform", "weights of the server's means", choices=("examples", "uniform")
     )
 
@@ -64,7 +53,7 @@ def new_control(
     )
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """Makes SCAFFOLD; raises ValueError for an optimizer other than plain SGD."""
     others = (
         *("client_optimizer", "client_momentum", "client_optimizer_options"),
@@ -77,22 +66,22 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         "with scaffold, whose server has a step of its own",
     )
     model = task.model
-    loss_fn = local_training.cross_entropy_loss(model)
+    loss_fn = fp.cross_entropy_loss(model)
 
-    def init(data: types.Data, key: jax.Array) -> types.RoundState:
+    def init(data: fp.Data, key: jax.Array) -> fp.RoundState:
         start = task.init(model, key)
         zeros = jax.tree.map(jnp.zeros_like, start.params)
         server = {"model": start, "control": zeros}
-        return types.RoundState.first(server, stacked.repeat(zeros, task.num_rows), key)
+        return fp.RoundState.first(server, stacked.repeat(zeros, task.num_rows), key)
 
-    def client_update(client: each_client.Client, server: dict):
+    def client_update(client: fp.Client, server: dict):
         start, control, own = server["model"], server["control"], client.own
 
         def corrected(params: types.Params, grads: types.Params) -> types.Params:
             return jax.tree.map(lambda g, o, c: g - o + c, grads, own, control)
 
-        objective = local_training.Objective(loss_fn, adjust=corrected)
-        trained = local_training.train(hparams, (objective,), start, client)
+        objective = fp.Objective(loss_fn, adjust=corrected)
+        trained = fp.train(hparams, (objective,), start, client)
         rate = optimizer.learning_rate(hparams, client.round)
         distance = client.plan.num_steps * rate
         new = new_control(own, control, start.params, trained.params, distance)
@@ -100,12 +89,10 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         change = jax.tree.map(jnp.subtract, new, own)
         return (rest, new), {"model": variables, "control": change}
 
-    def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        here, server = each_client.Round(task, state, cohort, data), state.server
-        weight = here.weights(hparams.aggregation)
-        (trained, own), mean, here = here.update(
-            client_update, shared=server, reduce=weight
-        )
+    def round(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
+        here, server = fp.Round(task, state, cohort, data), state.server
+        given = {"shared": server, "reduce": here.weights(hparams.aggregation)}
+        (trained, own), mean, here = here.update(client_update, **given)
         share = cohort.row_mask.sum() / task.num_eligible
         params = jax.tree.map(
             lambda x, y: x + hparams.server_lr * (y - x),
@@ -115,16 +102,15 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         control = jax.tree.map(
             lambda c, change: c + share * change, server["control"], mean["control"]
         )
-        server = {"model": types.Variables(params, mean["model"].stats)}
-        state = here.after(own, server=server | {"control": control})
+        new = {"model": fp.Variables(params, mean["model"].stats), "control": control}
         sent = {kind.name: 1 for kind in messages}
-        return state, trained.metrics(cohort), sent
+        return here.after(own, server=new), trained.metrics(cohort), sent
 
     parameters = shapes.tree_bytes(shapes.variables(model, task.example_shape).params)
     control = traffic.both_ways("control", parameters)
     messages = (*traffic.model_both_ways(task, model), *control)
-    return types.Algorithm(
-        plans=(local_training.plan(hparams),),
+    return fp.Algorithm(
+        plans=(fp.plan(hparams),),
         messages=messages,
         init=init,
         round=round,

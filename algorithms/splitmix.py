@@ -29,23 +29,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import (
-    each_client,
-    levels,
-    local_training,
-    options,
-    rng,
-    shapes,
-    stacked,
-    traffic,
-    types,
-    widths,
-)
+import fedjax_pfl as fp
+from fedjax_pfl import levels, rng, shapes, stacked, traffic, widths
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(levels.Levels, local_training.LocalTraining):
-    num_bases: int = options.option(
+class HParams(levels.Levels, fp.LocalTraining):
+    num_bases: int = fp.option(
         4, "base models, as many as there are levels", minimum=1, maximum=64
     )
 
@@ -60,15 +50,19 @@ def first_bases(key: jax.Array, place: jax.Array, num_bases: int) -> jax.Array:
     return jax.vmap(one)(place)
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """Makes Split-Mix; raises ValueError without narrower forms or a base per level."""
-    _check(hparams)
-    num_bases = hparams.num_bases
+    num_bases, parts = hparams.num_bases, len(levels.mix(hparams))
+    if parts != num_bases:
+        raise ValueError(
+            f"--level_mix={hparams.level_mix} has {parts} levels, --num_bases="
+            f"{num_bases}; they must agree"
+        )
     base = widths.narrower(task.model, num_bases**-0.5)
     shape = shapes.variables(base, task.example_shape)
-    loss_fn = local_training.cross_entropy_loss(base)
+    loss_fn = fp.cross_entropy_loss(base)
 
-    def picked(state: types.RoundState, cohort: types.Cohort, _: Any) -> jax.Array:
+    def picked(state: fp.RoundState, cohort: fp.Cohort, _: Any) -> jax.Array:
         """The bases of each client in the order of its training, int32[C, N]."""
         # Places in the queue follow the ids, so that padding and order do not matter.
         is_before = cohort.client_id < cohort.client_id[:, None]
@@ -84,13 +78,13 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
 
         return jax.vmap(order)(cohort.client_id, first)
 
-    def cut(whole: tuple, client: each_client.Client, level: int) -> tuple:
+    def cut(whole: tuple, client: fp.Client, level: int) -> tuple:
         return stacked.take(whole, client.own[:level])
 
-    def paste(part: tuple, whole: tuple, client: each_client.Client, level: int):
+    def paste(part: tuple, whole: tuple, client: fp.Client, level: int):
         return stacked.put(whole, client.own[:level], part)
 
-    def held(cohort: types.Cohort, pick: jax.Array) -> types.Variables:
+    def held(cohort: fp.Cohort, pick: jax.Array) -> fp.Variables:
         """The bases that each client trains, bool[C, N] for every leaf [N, ...]."""
         rank = jnp.argsort(pick)
         has = (rank < cohort.level[:, None]) & cohort.row_mask[:, None]
@@ -98,13 +92,13 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
             lambda leaf: has.reshape(*has.shape, *(1,) * leaf.ndim), shape
         )
 
-    def client_update(client: each_client.Client, start: types.Variables, level: int):
+    def client_update(client: fp.Client, start: fp.Variables, level: int):
         """Trains the first `level` of its bases, one after another."""
 
-        def one(base: tuple[types.Variables, tuple]) -> each_client.Trained:
+        def one(base: tuple[fp.Variables, tuple]) -> fp.Trained:
             start, opt_state = base
             own = client.replace(opt_state=opt_state)
-            return local_training.train(hparams, loss_fn, start, own)
+            return fp.train(hparams, loss_fn, start, own)
 
         trained = jax.lax.map(one, (start, client.opt_state))
         is_own = jnp.arange(level) < client.level
@@ -112,12 +106,12 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         loss = tuple(jnp.where(is_own, part, 0).sum() for part in trained.loss)
         return trained.replace(opt_state=kept, loss=loss)
 
-    def init(key: jax.Array) -> types.Variables:
+    def init(key: jax.Array) -> fp.Variables:
         keys = [rng.stream(key, "levels.bases", number) for number in range(num_bases)]
         bases = [task.init(base, own) for own in keys]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *bases)
 
-    def budget(state: types.RoundState, count: int):
+    def budget(state: fp.RoundState, count: int):
         """The first `count` bases as one model: the mean of their logits."""
 
         def forward(params, stats, h, **_):
@@ -127,12 +121,12 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         model = base._replace(name=f"{count} x {base.name}", forward=forward)
         return model, jax.tree.map(lambda leaf: leaf[:count], state.server)
 
-    def server(state: types.RoundState, data: types.Data):
+    def server(state: fp.RoundState, data: fp.Data):
         """Every budget, the largest first."""
         found = {f"exit{n}": budget(state, n) for n in range(1, num_bases + 1)}
         return {"global": found[f"exit{num_bases}"]} | found
 
-    def sent(cohort: types.Cohort) -> dict[str, jax.Array]:
+    def sent(cohort: fp.Cohort) -> dict[str, jax.Array]:
         return {kind.name: cohort.level for kind in kinds}
 
     kinds = traffic.both_ways("base", shapes.tree_bytes(shape))
@@ -148,13 +142,3 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         server=server,
         opt_state=lambda fresh: stacked.repeat(fresh(shape.params), num_bases),
     )
-
-
-def _check(hparams: HParams) -> None:
-    """Refuses other numbers of levels than of bases."""
-    parts = len(levels.mix(hparams))
-    if parts != hparams.num_bases:
-        raise ValueError(
-            f"--level_mix={hparams.level_mix} has {parts} levels, --num_bases="
-            f"{hparams.num_bases}; they must agree"
-        )

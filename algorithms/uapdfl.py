@@ -48,73 +48,70 @@ import itertools
 import jax
 import jax.numpy as jnp
 
+import fedjax_pfl as fp
 from fedjax_pfl import (
     aggregate,
     boundary,
     decentralized,
     distances,
-    each_client,
-    local_training,
     losses,
     options,
     rng,
     shapes,
     stacked,
     traffic,
-    types,
 )
 
-option = options.option
 DIVERGENCES = {"js": distances.js, "symkl": distances.symkl}
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(decentralized.Peers, local_training.LocalTraining):
-    divergence: str = option(
+class HParams(decentralized.Peers, fp.LocalTraining):
+    divergence: str = fp.option(
         "js",
         "distance of two unit representations: Jensen-Shannon, or mean of both KLs",
         choices=tuple(DIVERGENCES),
     )
-    divergence_threshold: float = option(
+    divergence_threshold: float = fp.option(
         0.1, "peers below this divergence are alike [th_I]", minimum=0
     )
-    proximal_weight: float = option(
+    proximal_weight: float = fp.option(
         0.1,
         "pull of the extractor to the anchor [mu]",
         minimum=0,
         needs={"layer_personalization": (True,)},
         zero_is_off=True,
     )
-    proximal: str = option(
+    proximal: str = fp.option(
         "batch",
         "what is pulled: the extractor's outputs on the batch (mean squares), or its "
         "output on the unit tensor (sum of squares)",
         choices=("batch", "unit"),
     )
-    anchor: str = option(
+    anchor: str = fp.option(
         "peers",
         "mean of the peers' auxiliary representations by examples, or of these and "
         "the own one",
         choices=("peers", "with_own"),
     )
-    unit_value: float = option(1.0, "value of the unit tensor, in normalised space")
-    client_dropout: bool = option(
+    unit_value: float = fp.option(1.0, "value of the unit tensor, in normalised space")
+    client_dropout: bool = fp.option(
         True, "take a peer's whole model where all peers are alike [CD]"
     )
-    layer_personalization: bool = option(
+    layer_personalization: bool = fp.option(
         True, "average classifiers only with peers that are alike [LP]"
     )
-    personal_from: str = option(
+    personal_from: str = fp.option(
         "last",
         "first stage of the classifier, by name; last = the last one, empty = the "
         "first after the last convolution",
     )
-    track_pairs: int = option(
+    track_pairs: int = fp.option(
         0, "also report the divergence of each pair of the first n clients", minimum=0
     )
 
 
-def drawn(key: jax.Array, cohort: types.Cohort) -> jax.Array:
+def drawn(key: jax.Array, cohort: fp.Cohort) -> jax.Array:
     """Slot int32[C] of one peer of each client, each with the same chance."""
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, cohort.client_id)
     chance = jax.vmap(lambda k: jax.random.uniform(k, cohort.peers.shape[1:]))(keys)
@@ -122,7 +119,7 @@ def drawn(key: jax.Array, cohort: types.Cohort) -> jax.Array:
     return jnp.take_along_axis(cohort.peers, pick[:, None], 1)[:, 0]
 
 
-def make(hparams: HParams, task: types.Task) -> types.Algorithm:
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """UA-PDFL as pure functions.
 
     Raises:
@@ -136,13 +133,13 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     by_layer, weight = hparams.layer_personalization, hparams.proximal_weight
     is_pulled = by_layer and not options.is_off(weight)
 
-    def represent(own: types.Variables) -> dict[str, jax.Array]:
+    def represent(own: fp.Variables) -> dict[str, jax.Array]:
         """I f32[Y] and I^Aux f32[D]: outputs on the unit tensor, in eval mode."""
         h, _ = model.forward(*own, unit, stop=cut)
         logits, _ = model.forward(*own, h, start=cut)
         return {"answer": logits[0], "features": h.reshape(-1)}
 
-    def mixed(state: types.RoundState, cohort: types.Cohort, data: types.Data):
+    def mixed(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         """Algorithm 1, with what peers had at the end of the last round."""
         known, rows = state.clients["private"], state.clients["own"]
         answers = stacked.take(known["answer"], cohort.peers)
@@ -189,7 +186,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
         asked = {"representation": every, "auxiliary": every}
         return asked | pulled | {"whole model": drop}
 
-    def client_update(client: each_client.Client, start: types.Variables):
+    def client_update(client: fp.Client, start: fp.Variables):
         """Algorithm 2: cross-entropy, and the extractor pulled to the anchor."""
 
         def loss_fn(params, stats, batch):
@@ -200,7 +197,7 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
                 loss += weight * pull(params, stats, h, client.own, batch.mask)
             return loss, stats
 
-        trained = local_training.train(hparams, loss_fn, start, client)
+        trained = fp.train(hparams, loss_fn, start, client)
         return trained, represent(trained.variables)
 
     def pull(params, stats, h, anchor, mask):
@@ -219,11 +216,11 @@ def make(hparams: HParams, task: types.Task) -> types.Algorithm:
     )
 
 
-def _messages(task: types.Task, cut: int) -> tuple[types.MessageKind, ...]:
+def _messages(task: fp.Task, cut: int) -> tuple[fp.MessageKind, ...]:
     """What one peer sends: both representations, and parts of its model."""
     model, shape = task.client_model, task.example_shape
     extractor, classifier = decentralized.part_bytes(task, cut)
-    kind = functools.partial(types.MessageKind, direction="down")
+    kind = functools.partial(fp.MessageKind, direction="down")
     return (
         kind("representation", num_bytes=task.num_classes * traffic.FLOAT_BYTES),
         kind("auxiliary", num_bytes=shapes.output_bytes(model, shape)[cut - 1]),
@@ -233,7 +230,7 @@ def _messages(task: types.Task, cut: int) -> tuple[types.MessageKind, ...]:
     )
 
 
-def _cut(hparams: HParams, task: types.Task) -> int:
+def _cut(hparams: HParams, task: fp.Task) -> int:
     """Number of the extractor's stages, 1..L-1."""
     model, name = task.client_model, hparams.personal_from
     cut = boundary.first_personal(name, model, task.example_shape)
@@ -247,7 +244,7 @@ def _cut(hparams: HParams, task: types.Task) -> int:
     return cut
 
 
-def _check(hparams: HParams, task: types.Task) -> None:
+def _check(hparams: HParams, task: fp.Task) -> None:
     """Refuses more tracked clients than there are."""
     pairs, most = hparams.track_pairs, task.num_clients
     if pairs == 1 or pairs > most:

@@ -421,7 +421,7 @@ def _each_entry(
                 plan=member.plans["adapt"].joined(position),
                 bound=bound,
                 data=data,
-                key=server.key,
+                key=rng.stream(server.key, "engine.adapt"),
                 round=server.round,
                 model=group.model,
             )

@@ -20,9 +20,6 @@ from fedjax_pfl import (
 
 option = options.option
 
-# The stream of the steps that adapt a model before it is measured
-ADAPTING = "engine.adapt"
-
 
 @dataclasses.dataclass(frozen=True)
 class LocalTraining:
@@ -151,7 +148,7 @@ def adapted(hparams: LocalTraining) -> Callable[..., each_client.Trained]:
     """`types.Algorithm.adapt` of most methods: all layers, as a client trains alone."""
 
     def adapt(client: each_client.Client, start: types.Variables, shared: Any):
-        return train(hparams, exits_loss(client.model), start, client, tag=ADAPTING)
+        return train(hparams, exits_loss(client.model), start, client)
 
     return adapt
 

@@ -151,14 +151,10 @@ def depth_convnet(num_classes: int, width: float = 1.0) -> types.Model:
     return _chained("depth_convnet", trunks, chains, num_classes, 16)
 
 
-def convnet(num_classes: int, width: float = 1.0) -> types.Model:
-    """DepthFL's ConvNet with one exit: 1,557,066 parameters."""
-    return _convnet(num_classes, width)
-
-
-def _convnet(
-    num_classes: int, width: float, rate: float = 1.0, scaler: Any = 1.0
+def convnet(
+    num_classes: int, width: float = 1.0, rate: float = 1.0, scaler: Any = 1.0
 ) -> types.Model:
+    """DepthFL's ConvNet with one exit: 1,557,066 parameters."""
     *pooled, last = _convs(width, rate, scaler)
     model = stages.chain(
         "convnet",
@@ -167,7 +163,7 @@ def _convnet(
             ("conv4", stages.Sequential([last, stages.GlobalAverage()])),
             ("fc", stages.Dense(num_classes, relu=False)),
         ],
-        at_width=stages.widths(functools.partial(_convnet, num_classes, width), rate),
+        at_width=stages.widths(functools.partial(convnet, num_classes, width), rate),
     )
     # Three pools must leave at least 1x1.
     return stages.demanding(model, lambda side: side >= 8, "sides are at least 8")

@@ -69,11 +69,9 @@ def flat(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Arra
 
 def direct(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Array:
     """XLA's convolution, which has one group per kernel when vmapped over kernels."""
-    pads = [paddings(len(kernel), padding)] * 2
-    axes = ("CHWN", "HWIO", "CHWN")
-    strides = (stride, stride)
+    pads, axes = [paddings(len(kernel), padding)] * 2, ("CHWN", "HWIO", "CHWN")
     return jax.lax.conv_general_dilated(
-        h, kernel, strides, pads, dimension_numbers=axes
+        h, kernel, (stride, stride), pads, dimension_numbers=axes
     )
 
 
@@ -137,10 +135,7 @@ def summed_in(dtype: Any) -> Any:
 
 
 def chosen(
-    given: tuple[int, ...],
-    kernel: tuple[int, ...],
-    stride: int,
-    setting: execution.Setting,
+    given: tuple[int, ...], kernel: tuple[int, ...], setting: execution.Setting
 ) -> str:
     """The name of the form that costs least; docs/measured.md has the figures.
 
@@ -174,5 +169,5 @@ def convolve(
     h: jax.Array, kernel: jax.Array, stride: int, padding: str
 ) -> tuple[jax.Array, str]:
     """The convolution in the form that suits its shapes, and the name of the form."""
-    form = chosen(h.shape, kernel.shape, stride, execution.setting())
+    form = chosen(h.shape, kernel.shape, execution.setting())
     return FORMS[form](h, kernel, stride, padding), form

@@ -7,14 +7,10 @@ from fedjax_pfl import types
 from models import stages
 
 
-def mlp(num_classes: int, width: float = 1.0) -> types.Model:
-    """MLP with hidden widths 128 and 64; takes examples of any shape."""
-    return _mlp(num_classes, width)
-
-
-def _mlp(
-    num_classes: int, width: float, rate: float = 1.0, scaler: Any = 1.0
+def mlp(
+    num_classes: int, width: float = 1.0, rate: float = 1.0, scaler: Any = 1.0
 ) -> types.Model:
+    """MLP with hidden widths 128 and 64; takes examples of any shape."""
     wide = stages.scaling(width, rate)
     return stages.chain(
         "mlp",
@@ -24,5 +20,5 @@ def _mlp(
             ("dense3", stages.Dense(num_classes, relu=False)),
         ],
         # Only examples are flattened, and these are never sliced.
-        at_width=stages.widths(functools.partial(_mlp, num_classes, width), rate),
+        at_width=stages.widths(functools.partial(mlp, num_classes, width), rate),
     )

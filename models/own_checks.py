@@ -1,12 +1,13 @@
 """Checks of custom models, on a few examples before a run."""
 
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import types
+from fedjax_pfl import types, widths
 
 
 def reason(error: Exception) -> str:
@@ -74,10 +75,7 @@ def depends_on_neighbours(model: types.Model, x: np.ndarray) -> str:
 
 
 def check_narrower(
-    model: types.Model,
-    narrow: types.Model,
-    rate: float,
-    example: jax.ShapeDtypeStruct,
+    model: types.Model, narrow: types.Model, rate: float, example: jax.ShapeDtypeStruct
 ) -> None:
     """Refuses a narrower form unless its arrays are leading slices of the model's.
 
@@ -87,7 +85,7 @@ def check_narrower(
         ValueError: one line.
     """
     line = f"model: at width={rate:g} the function of the width"
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.eval_shape(jax.random.key, 0)
     wide, small = (jax.eval_shape(one.init, key, example) for one in (model, narrow))
     if jax.tree.structure(wide) != jax.tree.structure(small):
         raise ValueError(
@@ -95,8 +93,7 @@ def check_narrower(
         )
     paths = jax.tree_util.tree_leaves_with_path(wide)
     for (path, a), b in zip(paths, jax.tree.leaves(small), strict=True):
-        fits = len(a.shape) == len(b.shape)
-        if not fits or any(n > m for n, m in zip(b.shape, a.shape, strict=True)):
+        if len(a.shape) != len(b.shape) or any(map(operator.gt, b.shape, a.shape)):
             name = "/".join(str(k.key) for k in path if hasattr(k, "key"))
             raise ValueError(
                 f"{line} gives {name} the shape {list(b.shape)}, expected at most "
@@ -127,11 +124,7 @@ def flattens_maps(model: types.Model, narrow: types.Model, x: np.ndarray) -> boo
         key = jax.random.key(0)
         params, stats = narrow.init(key, x)
         params, (wide, wide_stats) = moved(params), model.init(key, x)
-        padded = jax.tree.map(
-            lambda zeros, n: zeros.at[tuple(map(slice, n.shape))].set(n),
-            jax.tree.map(jnp.zeros_like, wide),
-            params,
-        )
+        padded = widths.widened(params, jax.tree.map(jnp.zeros_like, wide))
         whole = types.Variables(padded, wide_stats)
         return read(narrow, types.Variables(params, stats)), read(model, whole)
 

@@ -13,6 +13,7 @@ from models import own_stage
 MERGED = ("training", "deterministic", "use_running_average")
 
 
+@dataclasses.dataclass(frozen=True)
 class Stage(own_stage.Stage):
     """Adapts a linen module.
 
@@ -20,23 +21,16 @@ class Stage(own_stage.Stage):
     `BatchNorm` that gets no mask takes its statistics over the real samples.
     """
 
-    def __init__(self, module: nn.Module):
-        self.module = module
-        self._takes = _modes_of(module)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Stage) and self.module == other.module
-
-    def __hash__(self) -> int:
-        return hash(self.module)
+    module: nn.Module
 
     def init_with_output(self, key: jax.Array, x: jax.Array) -> tuple[jax.Array, dict]:
         """Returns the output and the variables, in one call of the module."""
         keys = {"params": key, "dropout": jax.random.fold_in(key, 1)}
-        modes = own_stage.modes(self._takes, own_stage.real_samples(x, None), False)
+        mask = own_stage.real_samples(x, None)
+        modes = own_stage.modes(_modes_of(self.module), mask, False)
         out, variables = self.module.init_with_output(keys, x, **modes)
-        params, stats = variables.get("params", {}), dict(variables)
-        stats.pop("params", None)
+        stats = dict(variables)
+        params = stats.pop("params", {})
         return out, {"params": params} | ({"stats": stats} if stats else {})
 
     def apply(self, variables, x, *, sample_mask, train, rngs, mutable=()):
@@ -53,7 +47,7 @@ class Stage(own_stage.Stage):
             out, new = self.module.apply(
                 {"params": variables["params"], **stats},
                 x,
-                **own_stage.modes(self._takes, mask, train),
+                **own_stage.modes(_modes_of(self.module), mask, train),
                 rngs=rngs,
                 mutable=list(stats) if train else [],
             )

@@ -5,7 +5,7 @@ import contextvars
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -79,9 +79,8 @@ class Stage(own_stage.Stage):
         """
         is_drawn = not isinstance(given, nnx.Module)
         self._source = (given, layers) if is_drawn else None
-        self._build = functools.partial(_drawn, given, layers) if is_drawn else None
         if is_drawn:
-            module, graph, *states = _any_draw(self._build)
+            module, graph, *states = _any_draw(given, layers)
         else:
             module = _picked(given, layers)
             graph, *states = _split(module)
@@ -120,10 +119,10 @@ class Stage(own_stage.Stage):
 
     def drawn(self, key: jax.Array, x: jax.Array) -> dict[str, Any]:
         """The variables: "params", and "stats" if any."""
-        if self._build is None:
+        if self._source is None:
             leaves = self._values[:2]
         else:
-            _, *states = _split(self._build(nnx.Rngs(key)))
+            _, *states = _split(_drawn(*self._source, nnx.Rngs(key)))
             leaves = [jax.tree.leaves(state) for state in states[:2]]
         params, stats = (
             group.nested(map(jnp.array, values))
@@ -210,11 +209,11 @@ def _picked(whole: nnx.Module, layers: Any) -> nnx.Module:
     return nnx.Sequential(*list(whole.layers)[slice(*layers)]) if layers else whole
 
 
-def _any_draw(build: Callable[..., Any]) -> tuple[Any, ...]:
+def _any_draw(given: Any, layers: Any) -> tuple[Any, ...]:
     """(module, graph, *states) of a draw, without its variables' values if possible."""
 
     def shapes() -> list[nnx.State]:
-        module = build(nnx.Rngs(0))
+        module = _drawn(given, layers, nnx.Rngs(0))
         found.append((module, *_split(module)))
         return list(found[-1][2:])
 
@@ -227,13 +226,13 @@ def _any_draw(build: Callable[..., Any]) -> tuple[Any, ...]:
         if not isinstance(value, nnx.Variable)
     ):
         # Constants are needed as they are.
-        module = build(nnx.Rngs(0))
+        module = _drawn(given, layers, nnx.Rngs(0))
         return module, *_split(module)
     return module, graph, *states
 
 
-# Called for each submodule of the module in progress: (name, call, args, kwargs)
-_WATCH: contextvars.ContextVar[Any] = contextvars.ContextVar("watch", default=None)
+# Called in the place of each direct submodule: (name, call, args, kwargs) -> output
+WATCH: contextvars.ContextVar[Any] = contextvars.ContextVar("watch", default=None)
 # Called for each hooked module: (module, call, args, kwargs)
 _HOOK: contextvars.ContextVar[Any] = contextvars.ContextVar("hook")
 
@@ -248,17 +247,12 @@ def having(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
         variable.reset(token)
 
 
-def watched(watch: Callable[..., Any]) -> Any:
-    """A context in which direct submodules call `watch(name, call, args, kwargs)`."""
-    return having(_WATCH, watch)
-
-
 def _hooked_calls(module: nnx.Module, sample_mask: jax.Array) -> Any:
     """A context in which batch norms of a merged module get the mask of real samples.
 
-    Direct submodules call what `watched` has set, if anything.
+    Direct submodules call what `WATCH` is, if anything.
     """
-    watch = _WATCH.get()
+    watch = WATCH.get()
     names = {id(m): str(n) for n, m in nnx.iter_children(module)} if watch else {}
     for _, inner in list(nnx.iter_modules(module)):
         if isinstance(inner, nnx.BatchNorm) or id(inner) in names:

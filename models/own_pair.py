@@ -48,12 +48,11 @@ class Stage(own_stage.Stage):
 
 def _renamed(tree: Any, old: str, new: str) -> Any:
     """The same nested dict with `new` for `old` in its names."""
-    if not isinstance(tree, Mapping):
-        return tree
-    return {
-        str(name).replace(old, new): _renamed(value, old, new)
-        for name, value in tree.items()
-    }
+    if isinstance(tree, Mapping):
+        return {
+            str(n).replace(old, new): _renamed(v, old, new) for n, v in tree.items()
+        }
+    return tree
 
 
 def _takes_examples(init: Callable[..., Any]) -> bool:

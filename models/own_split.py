@@ -6,6 +6,7 @@ outputs. Initial values are those of the whole module.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,55 +28,42 @@ def layers(whole: Any, given: Any, example: jax.ShapeDtypeStruct) -> Staged:
     shares parameters between layers, or does not fit the example batch. `whole` is the
     module as one stage, and `given` the module or what makes it.
     """
+    is_nnx = isinstance(whole, own_nnx.Stage) and whole.kind is nnx.Sequential
+    module = getattr(whole, "module", None)
+    if not (is_nnx or isinstance(module, own_linen.Layers)):
+        return ()
     try:
         variables = _shapes(whole, example)
     except Exception:  # a custom module may raise anything; checks of a model say it
         return ()
-    if isinstance(whole, own_linen.Stage):
-        module = whole.module
-        if not isinstance(module, own_linen.Layers):
-            return ()
-        held = {path[0] for path in _names(variables)}
-        names = [
-            getattr(layer, "name", None) or f"layers_{place}"
-            for place, layer in enumerate(module.layers)
-        ]
-        starts = [place for place, name in enumerate(names) if name in held]
-
-        def part(first: int, last: int) -> Any:
-            return own_linen.Stage(own_linen.Layers(module.layers, first, last))
-
-    elif isinstance(whole, own_nnx.Stage) and whole.kind is nnx.Sequential:
-        held = {int(path[1]) for path in _names(variables)}
-        starts = sorted(held)
-
-        def part(first: int, last: int) -> Any:
-            return own_nnx.Stage(given, (first, last))
-
+    held = traverse_util.flatten_dict(dict(variables.get("params", {})))
+    if is_nnx:
+        starts = sorted({int(path[1]) for path in held})
     else:
-        return ()
+        names = {path[0] for path in held}
+        starts = [
+            place
+            for place, layer in enumerate(module.layers)
+            if (getattr(layer, "name", None) or f"layers_{place}") in names
+        ]
     if len(starts) < 2:
         return ()
-    bounds = [0, *starts[1:], None]
-    parts = [part(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [
+        own_nnx.Stage(given, ends)
+        if is_nnx
+        else own_linen.Stage(own_linen.Layers(module.layers, *ends))
+        for ends in itertools.pairwise([0, *starts[1:], None])
+    ]
     staged = tuple((f"stage{n}", one) for n, one in enumerate(parts, start=1))
     model = stages.chain("parts", staged, is_drawn_once=True)
-    found = jax.eval_shape(
-        model.init, jax.eval_shape(lambda: jax.random.key(0)), example
-    )
+    found = jax.eval_shape(model.init, jax.eval_shape(jax.random.key, 0), example)
     count = len(jax.tree.leaves(found))
     return staged if count == len(jax.tree.leaves(variables)) else ()
 
 
 def _shapes(stage: Any, example: jax.ShapeDtypeStruct) -> dict[str, Any]:
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.eval_shape(jax.random.key, 0)
     return jax.eval_shape(stage.init_with_output, key, example)[1]
-
-
-def _names(variables: Mapping[str, Any]) -> set[tuple[str, ...]]:
-    """The paths of all arrays below their collection."""
-    flat = traverse_util.flatten_dict(dict(variables.get("params", {})))
-    return set(flat)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +149,7 @@ def _nothing(like: jax.ShapeDtypeStruct) -> jax.Array:
 def _watched(whole: Any, watch: Callable[..., Any]) -> Any:
     """A context in which `watch` is called in the place of each direct submodule."""
     if isinstance(whole, own_nnx.Stage):
-        return own_nnx.watched(watch)
+        return own_nnx.having(own_nnx.WATCH, watch)
 
     def intercept(call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
         path = context.module.path
@@ -204,20 +192,16 @@ def at(whole: Any, names: tuple[str, ...], example: jax.ShapeDtypeStruct) -> Sta
                 f"{line}: expected names of submodules that are called once, of "
                 f"{', '.join(known) or 'which there are none'}; {cure}"
             )
-    starts = sorted({*names}, key=calls.index)
-    starts = ["", *starts] if calls[0] not in starts else starts
-    if len(starts) < 2:
+    later = sorted({*names} - {calls[0]}, key=calls.index)
+    if not later:
         raise ValueError(
             f"{line} leaves one stage; name a submodule that is called after "
             f"{calls[0]}. Layers in a list are not found by name; {cure}"
         )
-    stops = [*starts[1:], ""]
-    bounds = [0, *map(calls.index, starts[1:]), len(calls)]
-    owned = [frozenset(calls[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
-    if starts[0] == calls[0]:
-        starts[0] = ""
+    bounds = itertools.pairwise([0, *map(calls.index, later), len(calls)])
     parts = [
-        Part(whole, *one, example) for one in zip(starts, stops, owned, strict=True)
+        Part(whole, start, stop, frozenset(calls[slice(*ends)]), example)
+        for start, stop, ends in zip(["", *later], [*later, ""], bounds, strict=True)
     ]
     count = sum(len(jax.tree.leaves(part.own(variables))) for part in parts)
     if count != len(jax.tree.leaves(variables)):
@@ -225,8 +209,7 @@ def at(whole: Any, names: tuple[str, ...], example: jax.ShapeDtypeStruct) -> Sta
             f"{line}: some parameters belong to two of the stages, or to no submodule "
             f"that is called; {cure}"
         )
-    labels = [starts[0] or calls[0], *starts[1:]]
-    return tuple(zip(labels, parts, strict=True))
+    return tuple(zip([calls[0], *later], parts, strict=True))
 
 
 def check(

@@ -86,21 +86,6 @@ class Bottleneck(Block):
         return self.joined(h, out, mode)
 
 
-def residual_stage(
-    features: int,
-    num_blocks: int,
-    stride: int,
-    initializer: str = "torch",
-    scaler: Any = 1.0,
-    block: type[nn.Module] = Residual,
-) -> list[nn.Module]:
-    """Blocks in a row, the first with `stride`."""
-    return [
-        block(features, stride if i == 0 else 1, initializer, scaler)
-        for i in range(num_blocks)
-    ]
-
-
 def residual_stages(
     widths: Sequence[int],
     num_blocks: Sequence[int],
@@ -108,11 +93,13 @@ def residual_stages(
     scaler: Any = 1.0,
     block: type[nn.Module] = Residual,
 ) -> list[list[nn.Module]]:
-    """The blocks of each stage. All stages but the first halve the map."""
-    strides = [1] + [2] * (len(widths) - 1)
+    """The blocks of each stage. The first block of a later stage halves the map."""
     return [
-        residual_stage(features, count, stride, initializer, scaler, block)
-        for features, count, stride in zip(widths, num_blocks, strides, strict=True)
+        [
+            block(features, 2 if stage and not place else 1, initializer, scaler)
+            for place in range(count)
+        ]
+        for stage, (features, count) in enumerate(zip(widths, num_blocks, strict=True))
     ]
 
 

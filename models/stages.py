@@ -58,11 +58,7 @@ def scaling(width: float, rate: float = 1.0) -> Callable[[int], int]:
 
 def widths(made: Callable[..., types.Model], rate: float) -> Callable[..., types.Model]:
     """The `at_width` of a model at `rate`; `made` is `(rate, scaler) -> Model`."""
-
-    def at_width(more: float, scaler: Any = 1.0) -> types.Model:
-        return made(rate * more, scaler)
-
-    return at_width
+    return lambda more, scaler=1.0: made(rate * more, scaler)
 
 
 def batch_last(h: jax.Array) -> jax.Array:
@@ -179,9 +175,13 @@ class Conv(nn.Module):
         h = batch_last(h)
         dtype = h.dtype
         kernel = kernel.astype(dtype)
-        has_pool = self.pool
-        if self._pools_first(h.shape):
-            h, has_pool = pooled.convolve(h, kernel, self.padding), False
+        # A bias is the same in a window and a relu is monotonous, so that both may
+        # follow the pool. A norm may not.
+        may_follow = self.pool and not self.norm and self.stride == 1
+        setting = execution.setting()
+        pools_first = may_follow and pooled.suits(h.shape, side, self.padding, setting)
+        if pools_first:
+            h = pooled.convolve(h, kernel, self.padding)
         else:
             h, form = forms.convolve(h, kernel, self.stride, self.padding)
         if self.bias:
@@ -193,21 +193,10 @@ class Conv(nn.Module):
             norm = Norm(name="norm")
             h = norm(batch_last(h), sample_mask=sample_mask, train=train)
             h = batch_last(h)
-        if has_pool:
+        if self.pool and not pools_first:
             h = forms.pooled(h, form)
         h = batch_last(nn.relu(h) if self.relu else h)
         return Dropout(self.dropout)(h, train=train)
-
-    @nn.nowrap
-    def _pools_first(self, given: tuple[int, ...]) -> bool:
-        """Whether the pool of an input [C, H, W, B] comes right after the product.
-
-        A bias is the same in a window and a relu is monotonous, so both may follow the
-        pool. A norm may not.
-        """
-        if not self.pool or self.norm or self.stride > 1:
-            return False
-        return pooled.suits(given, self.kernel, self.padding, execution.setting())
 
     @nn.nowrap
     def macs(self, given, out):
@@ -354,6 +343,8 @@ def chain(
         held: jax.Array | None = None,
     ) -> tuple[Any, types.Stats]:
         new_stats, passed = list(stats), []
+        mode = {"sample_mask": sample_mask, "train": train, "rngs": {}}
+        mode["mutable"] = ["stats"]
         for index in range(start, len(params) if stop is None else stop):
             if held is not None:
                 h = jnp.where(held[index], h, 0)
@@ -362,18 +353,10 @@ def chain(
                 variables = {"params": params[index][part]}
                 if part in stats[index]:
                     variables["stats"] = stats[index][part]
-                rngs = {}
                 if key is not None:
                     number = 2 * index + number_of[part]
-                    rngs["dropout"] = jax.random.fold_in(key, number)
-                out, new = module.apply(
-                    variables,
-                    h,
-                    sample_mask=sample_mask,
-                    train=train,
-                    rngs=rngs,
-                    mutable=["stats"],
-                )
+                    mode["rngs"] = {"dropout": jax.random.fold_in(key, number)}
+                out, new = module.apply(variables, h, **mode)
                 if part in stats[index]:
                     updated[part] = new.get("stats", stats[index][part])
                 if part == "exit":
@@ -404,7 +387,7 @@ def demanding(
         if x.ndim != 4:
             raise UnfitError("needs images of a shape H, W, C")
         if not all(map(fits, x.shape[1:3])):
-            sides = "x".join(map(str, x.shape[1:3] if x.ndim == 4 else x.shape[1:]))
+            sides = "x".join(map(str, x.shape[1:3]))
             raise UnfitError(f"needs images whose {need}, these are {sides}")
         return model.init(key, x)
 

@@ -55,7 +55,7 @@ def test_forms_agree(padding, stride, side, size):
 )
 def test_the_rule(channels, features, side, models, form):
     """It depends on shapes; other platforms than a TPU have patches."""
-    shapes = (channels, 9, 9, 20), (side, side, channels, features), 1
+    shapes = (channels, 9, 9, 20), (side, side, channels, features)
     on_tpu = execution.Setting("tpu", models)
     assert forms.chosen(*shapes, on_tpu) == form
     # A batch that fills the lanes

@@ -85,7 +85,7 @@ NET = stages.chain(
     "net",
     [
         ("stem", stages.Sequential([resnet.normed(4, 3), stages.MaxPool(3)])),
-        ("stage1", stages.Sequential(resnet.residual_stage(6, 2, 2))),
+        ("stage1", stages.Sequential([resnet.Residual(6, 2), resnet.Residual(6)])),
         ("last", stages.Sequential([stages.GlobalAverage(), stages.Dense(3, False)])),
     ],
 )
