@@ -233,13 +233,24 @@ def _split_metrics(
     """
     if not unseen.any():
         return score.metrics(counts, count, union)
-    seen = counts | {"known": counts["known"] & ~unseen}
+
+    def only(which: np.ndarray) -> dict[str, Any]:
+        """What is known of some clients, with sums of 0 for the others."""
+        own = {name: counts[name] for name in ("own", "trained") if name in counts}
+
+        def masked(leaf: np.ndarray) -> np.ndarray:
+            mask = which.reshape(-1, *[1] * (leaf.ndim - 1))
+            return np.where(mask, leaf, np.zeros((), leaf.dtype))
+
+        own = jax.tree.map(masked, own)
+        return own | {"known": counts["known"] & which}
+
+    seen = counts | only(~unseen)
     if "scored" in counts:
         is_unseen = np.append(unseen, False)[counts["scored"]]
         seen["scored"] = np.where(is_unseen, len(count), counts["scored"])
     values, accuracies = score.metrics(seen, count, union)
-    newcomers = {"known": counts["known"] & unseen}
-    newcomers |= {name: counts[name] for name in ("own",) if name in counts}
+    newcomers = {n: x for n, x in only(unseen).items() if n != "trained"}
     found, others = score.metrics(newcomers, count, 0)
     for name in _MEANS:
         if f"client_{name}" in found:

@@ -128,8 +128,10 @@ def test_what_is_measured_of_them():
     for client in range(10):
         own = rows(mine.test, client)
         right.append((experiment.predict(client, X[own]).argmax(-1) == Y[own]).mean())
-    unseen = mine.unseen > 0
+    unseen, count = mine.unseen > 0, mine.test.count
     right = np.array(right)
+    pooled = (right * count)[~unseen].sum() / count[~unseen].sum()
+    assert last["client_accuracy_pooled"] == pytest.approx(pooled)
     assert last["client_accuracy"] == pytest.approx(right[~unseen].mean())
     assert last["unseen_accuracy"] == pytest.approx(right[unseen].mean())
     assert last["clients_evaluated"] == 7
