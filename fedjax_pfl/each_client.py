@@ -390,7 +390,8 @@ def in_turn(
     plans = cohort.plans[plan].known_everywhere(task.execution)
 
     def step(index: jax.Array, carry: Any) -> Any:
-        row, steps = order[index], plans.of_row(order[index])
+        row = order[index]
+        steps = plans.of_row(row)
         bound = jnp.where(cohort.row_mask[row], steps.num_steps, 0)
         here = {"bound": bound, "data": data, "key": state.key, "round": state.round}
         return fn(stacked.take(rows, row).replace(plan=steps, **here), carry)
