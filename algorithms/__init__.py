@@ -94,8 +94,9 @@ def variant(
         base: The entry.
         summary: One sentence, its description in lists.
         fixed: Options among `defaults` that make it another method than `base`. A run
-            with other values is not what its name says, except any number but 0, and
-            any stage for `personal_from`, see `registry.departure`.
+            with other values of these is not what its name says. A number counts as
+            equal if both are 0 or neither is, and `personal_from` if both are `none` or
+            neither is, see `registry.departure`.
         **defaults: Option -> default.
     """
     fields = [

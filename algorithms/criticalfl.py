@@ -23,8 +23,8 @@ https://arxiv.org/abs/2412.11674, in rounds without a server.
 
 With `--sparsify` a client in a critical period pulls from each peer only the fifth of
 all parameters that changed most in the peer's last training: values (`sparse model`)
-and a bitmap of one bit per parameter (`mask`). It averages each entry over itself, in
-full, and the peers that sent it. Norms are messages of 4 bytes.
+and a bitmap of one bit per parameter (`mask`). It averages each entry over its own
+model, which counts in full, and the peers that sent it. Norms are messages of 4 bytes.
 
 Differs from the paper: there a server chooses how many clients take part in a round.
 Here each client chooses by its own history how many peers it pulls from in its next

@@ -30,9 +30,10 @@ over all clients that may be drawn, as in the code, or over those that hold the 
 and its h. Running statistics are averaged over the holders, without h. Where N/K is not
 an integer, the first clients of `--partition=iid` get one example more, while the code
 drops these examples. For a text, Appendix B describes BERT's masks (of 15 % of the
-words 80 % hidden, 10 % random) and a loss over the chosen 15 % alone. Here the masks
-are these, but the loss and the perplexities are over all positions, as in HeteroFL's
-released code, which hides all of the 15 %. `--masked_loss=chosen` is BERT's loss.
+words 80 % hidden, 10 % random). BERT's loss is over the chosen 15 % alone. Here the
+masks are these, but the loss and the perplexities are over all positions, as in
+HeteroFL's released code, which hides all of the 15 %. `--masked_loss=chosen` is BERT's
+loss.
 """
 
 import dataclasses
@@ -97,7 +98,10 @@ def mutual_gap(
 
 
 def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
-    """Makes DepthFL; raises ValueError for other levels or an option without effect."""
+    """Makes DepthFL.
+
+    Raises ValueError if the levels are not the model's, or if an option has no effect.
+    """
     model = levels.truncated(hparams, task.model)
     alpha = hparams.feddyn_alpha
     distils = model.has_exits and not options.is_off(hparams.self_distill_weight)

@@ -5,7 +5,8 @@ Federated Learning via Decentralized Sparse Training", ICML 2022,
 https://arxiv.org/abs/2206.00187; the DisPFL row of UA-PDFL,
 https://arxiv.org/abs/2412.11674.
 
-* A client of the round pulls its peers' sparse models and masks of their training.
+* A client of the round pulls the sparse models of its peers, with the masks that these
+  were trained with.
 * It takes the mean of each entry over those, itself included, that hold the entry, and
   applies its own mask.
 * It trains for E epochs, and applies its mask again after each step.

@@ -22,8 +22,9 @@ Differs from the paper: stages are shared by all levels, also where one is a cli
 last (there it is the level's own), as in DepthFL's code. Its default for the exits is
 kept too: exit i is a mean over all clients that hold it, most of which return it
 untouched (`--head_count=trainers`: over those that train it). The gradients of momentum
-distillation are what a round of a level moved, with a server's learning rate of 1. It
-needs stages of equal shapes, as a Transformer has. The last exit answers.
+distillation are what a round of a level moved, with a server's learning rate of 1.
+Momentum distillation needs stages of equal shapes, as a Transformer has. The last exit
+answers.
 """
 
 import dataclasses

@@ -54,7 +54,10 @@ def new_control(
 
 
 def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
-    """Makes SCAFFOLD; raises ValueError for an optimizer other than plain SGD."""
+    """Makes SCAFFOLD.
+
+    Raises ValueError for an optimizer other than plain SGD, or any at the server.
+    """
     others = (
         *("client_optimizer", "client_momentum", "client_optimizer_options"),
         *("weight_decay", "clip_norm", "optimizer_state"),

@@ -123,8 +123,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """UA-PDFL as pure functions.
 
     Raises:
-        ValueError: no such stage or graph, an option without effect, or more tracked
-            clients than there are.
+        ValueError: there is no such stage or graph, an option has no effect, or
+            `--track_pairs` exceeds the clients.
     """
     _check(hparams, task)
     model, cut = task.client_model, _cut(hparams, task)

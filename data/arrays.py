@@ -36,7 +36,7 @@ def from_arrays(
         names: The names of labels and owners in errors.
         columns: The columns of a table's `x` [N, D] by name, as given.
         test: Official test rows (x, y) of the same kind.
-        where: The name of the arrays in errors, "" = none.
+        where: The name of the arrays in errors, by default `dataset`, "" = none.
 
     Raises:
         ValueError: one line: what came, what was expected.

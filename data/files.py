@@ -54,7 +54,7 @@ def given(path: Any, what: str) -> pathlib.Path:
 
 
 def created(path: pathlib.Path) -> BinaryIO:
-    """Creates a file in place of what is there; the target of a link stays as it is."""
+    """Creates a file (OSError) in place of what is there, never at a link's target."""
     path.unlink(missing_ok=True)
     return open(path, "xb")
 

@@ -29,14 +29,15 @@ _NAMES |= {"author", "customer", "speaker", "writer", "index", "row", "uid", "uu
 _SPLITS = {"test", "train", "split", "is_test", "is_train", "is_training", "is_val"}
 # The columns of a CSV file, and the bytes of its first line
 MAX_COLUMNS, MAX_HEADER_BYTES = 32768, 1 << 24
-# Missing numbers in other columns
+# Texts that mean a missing number, in columns other than label and owner
 _MISSING = ["", *"NA N/A n/a <NA> #N/A NaN nan null NULL None".split()]
 
 
 def from_csv(path: str, label: str = "", owner: str = "") -> dataset.Dataset:
     """Makes a data set from a CSV file, plain or compressed; see `from_frame`.
 
-    Raises a ValueError phrase if it cannot be read or a column does not fit.
+    Raises ValueError, whose message is a phrase, if it cannot be read or a column does
+    not fit.
     """
     import pandas  # takes long to import
 
@@ -124,11 +125,12 @@ def from_frame(
         label: The column of the labels, "" = the one named as in `LABELS`.
         owner: The column of the owners, "" = the one named as in `OWNERS`, if any.
         test: Official test rows, a table with the same columns.
-        where: The name of the table in errors, "" = none.
+        where: The name of the table in errors, by default `dataset`, "" = none.
 
     Raises:
         ValueError: one line: a column is missing, has missing values, is neither a
-            number nor the label or owner, or has a name that features do not have.
+            number nor the label or owner, or has a name, such as `id`, that marks it as
+            not a feature.
     """
     import pandas
 
@@ -185,7 +187,8 @@ def from_frame(
 def chosen(names: Sequence[str], label: str, owner: str) -> tuple[str, str]:
     """Returns the columns of the labels and of the owners; "" = there are no owners.
 
-    Raises a ValueError phrase if there is no such column, or no usual one.
+    Raises ValueError, whose message is a phrase, if there is no such column, or no
+    usual one.
     """
     usual = sorted(_called(names, LABELS), key=list(names).index)
     label = label or (usual[0] if len(usual) == 1 else "")

@@ -199,7 +199,8 @@ def _read(root: pathlib.Path, name: pathlib.Path, take: Callable[[Any], Any]) ->
 def pixels_of(image: Any) -> np.ndarray:
     """Returns the pixels of a pillow image, uint8 [H, W, 1 or 3].
 
-    Raises a ValueError phrase for several frames, transparent pixels, or more bits.
+    Raises ValueError, whose message is a phrase, for several frames, transparent
+    pixels, or more bits.
     """
     is_clear = image.mode in _TRANSPARENT or "transparency" in image.info
     if getattr(image, "n_frames", 1) > 1:

@@ -61,12 +61,15 @@ def classes(values: Any, num_rows: int, what: str, least: int = 2) -> Numbered:
 
 
 def owners(values: Any, num_rows: int, what: str) -> Numbered:
-    """Numbers the owners of rows as `classes` does, however many there are."""
+    """Numbers the owners of rows, without the limits of `classes` on their number.
+
+    Raises ValueError for another shape or type, or missing values.
+    """
     return _numbered(_plain(values, num_rows, what, "owners"))
 
 
 def found_in(values: Any, names: Sequence[str], num_rows: int, what: str) -> np.ndarray:
-    """Returns each value's place in `names`, int64[N]; others raise ValueError."""
+    """Returns each value's place in `names`, int64[N]; ValueError if it has none."""
     given = _numbered(_plain(values, num_rows, what, "labels"))
     mine = given.names or tuple(map(str, range(given.count)))
     place = {name: number for number, name in enumerate(names)}
@@ -206,7 +209,7 @@ def unmasked(values: Any, what: str) -> np.ndarray:
 
 
 def as_array(values: Any, what: str) -> np.ndarray:
-    """Converts values as `unmasked` does, but keeps the mixed types of a list."""
+    """Converts values like `unmasked` (ValueError), but keeps a list's mixed types."""
     array = unmasked(values, what)
     if isinstance(values, (list, tuple)) and array.dtype.kind in "USiuf":
         # numpy converts a number beside a text to text, and True beside a number to 1.

@@ -42,7 +42,7 @@ class Source(NamedTuple):
 
 
 def read_idx(path: pathlib.Path) -> np.ndarray:
-    """Reads an IDX file of unsigned bytes, gzipped or not; errors name the file."""
+    """Reads an IDX file of unsigned bytes, gzipped or not; a ValueError names it."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rb") as file:
@@ -92,7 +92,7 @@ def _joined(
 
     `found` has these four arrays by the names of their files, uint8 [N, H, W, C] and
     integers [N] or [N, 1]. `shape` is that of an image, () = the first. Anything else
-    raises a ValueError phrase.
+    raises ValueError, whose message is a phrase.
     """
     x, y, x_test, y_test = found.values()
     shape, names = shape or x.shape[1:], list(found)
@@ -215,7 +215,8 @@ def load_npz(
 ) -> dataset.Dataset:
     """Loads a user's npz file with `x`, `y` and optionally `client`; see `arrays`.
 
-    Raises a ValueError phrase if it cannot be read or its arrays do not fit.
+    Raises ValueError, whose message is a phrase, if it cannot be read or its arrays do
+    not fit.
     """
     found = npz.read(pathlib.Path(path), ("x", "y"), ("client",))
     given = found["x"], found["y"], found.get("client")

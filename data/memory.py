@@ -29,7 +29,7 @@ def available_bytes(root: pathlib.Path = pathlib.Path("/")) -> int | None:
 def check(num_bytes: int, what: str) -> None:
     """Refuses to read what needs at least `num_bytes` of memory, if less is available.
 
-    Raises a ValueError phrase that begins with `what`, a plural.
+    Raises ValueError, whose message is a phrase that begins with `what`, a plural.
     """
     available = available_bytes()
     if available is not None and num_bytes > available:

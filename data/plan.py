@@ -304,7 +304,10 @@ class Planner:
     def examples(
         self, seed_index: int, round: int, by_level: bool = False
     ) -> np.ndarray:
-        """Counts train rows of a round's clients by device, or times levels; int[D]."""
+        """Counts train rows of a round's clients by device, int[D].
+
+        With `by_level`, a client's rows are multiplied by its level.
+        """
         client, _, level = self._placed(seed_index, round)
         rows = self.owned(seed_index, client) * (level if by_level else 1)
         return rows.reshape(self._devices, -1).sum(1)
@@ -421,8 +424,8 @@ def by_work(index: np.ndarray, work: np.ndarray, devices: int) -> np.ndarray:
 
     The client with most work comes first, and each goes to the device with the least
     work. `index` int[C] has -1 for padding, then clients in their order on a device,
-    and `work` int[C] is what each computes. Returns int[C], the rows of one device
-    after those of another, each with the same number of rows.
+    and `work` int[C] is what each computes. `devices` is D, a divisor of C. Returns
+    int[C], the rows of one device after those of another, the same number of each.
     """
     each = len(index) // devices
     found: list[list[int]] = [[] for _ in range(devices)]
@@ -454,8 +457,8 @@ def choose_chunk(
         devices: Devices that share the rows.
 
     Returns:
-        (the largest of chunks with equal costs, predicted fraction of executed steps
-        that are real).
+        (the cheapest chunk, the largest of equally cheap ones; the predicted fraction
+        of executed steps that are real).
     """
     steps = np.sort(num_steps, axis=-1)
     num_rows = steps.shape[-1]

@@ -29,10 +29,11 @@ def alike(count: np.ndarray, words_each: int = 1) -> Iterator[np.ndarray]:
 
 
 def positions(words: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Sorts the numbers 0..count-1 by their words: int32[..., W], then -1.
+    """Sorts the numbers 0..count-1 by their words.
 
     `words` uint64[..., W] has the word of each position (`rng.hashed`). `count`
-    int[...] is at most W, and is broadcast against the leading axes.
+    int[...] is at most W, and is broadcast against the leading axes. Returns
+    int32[..., W]: the sorted numbers, then -1 in the remaining entries.
     """
     place = np.arange(words.shape[-1], dtype=np.uint64)
     count = np.asarray(count).astype(np.uint64)[..., None]

@@ -59,7 +59,7 @@ def in_rows(
         length: T, tokens of a row. The rest at the end of a part is dropped.
 
     Returns:
-        (rows int32[N, T], part int[N]). ValueError if no part has so many tokens.
+        (rows int32[N, T], part int[N]). Raises ValueError if all parts are shorter.
     """
     whole = [np.asarray(part, np.int32) for part in parts]
     counts = [len(part) // length for part in whole]

@@ -74,7 +74,8 @@ def masked_mean(rows: Any, weight: jax.Array, mask: Any, fallback: Any) -> Any:
     """The weighted mean of each part (stage or entry) over the rows that hold it.
 
     `weight` and `mask` are those of `masked_weights`: a mask of entries gives
-    HeteroFL's coverage, or sum(m w) / sum(m). `fallback` has parts that no row holds.
+    HeteroFL's coverage, or sum(m w) / sum(m). `rows` has leaves [C, ...]. `fallback`,
+    leaves [...], gives the parts that no row holds.
 
     Example:
         >>> rows = (jnp.array([2.0, 6.0]), jnp.array([1.0, 3.0]))  # two stages

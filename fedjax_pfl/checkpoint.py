@@ -153,7 +153,7 @@ def save(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
     `folder` is the run's `checkpoints` folder, `round` the rounds done, `state` a
     RoundState (or a stack of them), and `host` the host's counters as JSON-able values,
     such as messages so far. If it cannot be written, an OSError is raised and older
-    ones stay.
+    checkpoints stay.
     """
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)

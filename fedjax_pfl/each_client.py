@@ -219,7 +219,10 @@ class Round(NamedTuple):
     def in_turn(
         self, fn: Callable[[Client, Any], Any], start: Any, **given: Any
     ) -> Any:
-        """Runs `carry = fn(client, carry)` for each client: the function `in_turn`."""
+        """Runs `carry = fn(client, carry)` for one client after another, from `start`.
+
+        `given` are `own` and `plan`, see the function `in_turn`.
+        """
         task, state, cohort, data, _ = self
         return in_turn(fn, task, state, cohort, data, start=start, **given)
 
@@ -381,7 +384,7 @@ def in_turn(
     The order is drawn by client id, independently of places in the cohort. Padding rows
     come last and take no step. Devices compute it as in `over_devices.once`. `fn` is
     the server's step for one client. `own` has leaves [C, ...], each client's
-    `client.own`. Other arguments are those of `update`.
+    `client.own`. Other arguments are those of `update`. Returns the last carry.
     """
     key = rng.stream(state.key, "engine.order", state.round)
     draws = jax.vmap(lambda number: jax.random.uniform(jax.random.fold_in(key, number)))
@@ -390,7 +393,8 @@ def in_turn(
     plans = cohort.plans[plan].known_everywhere(task.execution)
 
     def step(index: jax.Array, carry: Any) -> Any:
-        row, steps = order[index], plans.of_row(order[index])
+        row = order[index]
+        steps = plans.of_row(row)
         bound = jnp.where(cohort.row_mask[row], steps.num_steps, 0)
         here = {"bound": bound, "data": data, "key": state.key, "round": state.round}
         return fn(stacked.take(rows, row).replace(plan=steps, **here), carry)
@@ -486,8 +490,10 @@ def over_clients(
 
 
 def _in_turn(on_chunk: Callable[[Any], Any], parts: Any, *, is_summed: bool) -> Any:
-    """Runs chunks one after another; leaves [chunks, chunk, ...] become [C, ...]. With
-    `is_summed`, `on_chunk` and this return `(kept, part of a sum)`."""
+    """Runs chunks one after another; leaves [chunks, chunk, ...] become [C, ...].
+
+    With `is_summed`, `on_chunk` and this return `(kept, part of a sum)`.
+    """
 
     def flat(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)

@@ -353,8 +353,11 @@ def of_adapted(
 
 
 def _by_device(is_wanted: jax.Array, devices: int, size: int) -> jax.Array:
-    """int32[A]: the wanted of bool[R] rows, grouped by device. Each device has as many
-    places, at most `size`. Its wanted rows come first, and R fills the other places."""
+    """int32[A]: the wanted of bool[R] rows, grouped by device.
+
+    Each device has as many places, at most `size`. Its wanted rows come first, and R
+    fills the other places.
+    """
     num_rows = is_wanted.shape[0]
     by_device = is_wanted.reshape(devices, -1)
     place = jnp.argsort(~by_device, axis=1, stable=True)[:, :size]
@@ -365,8 +368,10 @@ def _by_device(is_wanted: jax.Array, devices: int, size: int) -> jax.Array:
 
 def _numbers(group: types.Serving, num_rows: int) -> jax.Array:
     """int32[num_rows]: each client's entry in a group, counted from 1; 0 = none.
+
     Counted from 0 it may equal the index, and a TPU's compiler aborts where one value
-    is the index and the update of a scatter."""
+    is the index and the update of a scatter.
+    """
     served_id = jnp.where(group.mask, group.client_id, num_rows)
     numbers = 1 + jnp.arange(served_id.shape[0])
     return jnp.zeros(num_rows, jnp.int32).at[served_id].set(numbers, mode="drop")

@@ -83,6 +83,7 @@ def setting() -> Setting:
 
 
 def traced_in(inner: Setting) -> contextlib.AbstractContextManager:
+    """A context in which `setting` returns `inner`."""
     return _SETTING(inner)
 
 
@@ -98,7 +99,10 @@ def side_by_side(how: Execution, count: int) -> contextlib.AbstractContextManage
 
 
 def over_devices(how: Execution) -> contextlib.AbstractContextManager:
-    """A context for tracing a program on the devices of `how`, which place its rows."""
+    """A context for tracing a program on the devices of `how`.
+
+    Its state has private rows as `how` places them.
+    """
     if how.mesh is None:
         return contextlib.nullcontext()
     owners = how.mesh if how.shares_rows else None

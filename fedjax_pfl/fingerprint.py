@@ -28,6 +28,14 @@ def of(fn: Callable[..., Any], *args: Any, gradient: bool = False) -> str:
     the hash includes the gradient of the sum of its floats in the first argument, since
     a function may define its own gradient (`jax.custom_vjp`). For a callback to Python
     the code and all values that it holds count, except globals.
+
+    Example:
+        >>> def times(factor):
+        ...     return lambda x: factor * x
+        >>> of(times(2.0), np.ones(3)) == of(times(2.0), np.ones(3))
+        True
+        >>> of(times(2.0), np.ones(3)) == of(times(3.0), np.ones(3))
+        False
     """
     # A new function, since jax would not trace the same one again.
     traced = [jax.make_jaxpr(lambda *given: fn(*given), return_shape=True)(*args)]

@@ -57,7 +57,11 @@ class Levels:
 
 
 def mix(hparams: Levels) -> np.ndarray:
-    """The proportions int[L] of the levels; ValueError if the text has none."""
+    """The proportions int[L] of the levels.
+
+    Raises ValueError if `--level_mix` is not a list of proportions, or all of them are
+    0.
+    """
     text = hparams.level_mix
     parts = text.split(":")
     if not all(p.isascii() and p.isdecimal() and len(p) < 7 for p in parts):

@@ -175,8 +175,10 @@ def plan(
 def _masks(
     objective: Objective, batch: Batch, real: jax.Array, num_stages: int
 ) -> tuple[Any, Any]:
-    """Where an objective trains and where it moves statistics, as prefix pytrees. Both
-    are False in a step without a real example."""
+    """Where an objective trains and where it moves statistics, as prefix pytrees.
+
+    Both are False in a step without a real example.
+    """
 
     def as_prefix(mask: Any) -> Any:
         mask = jax.tree.map(lambda part: jnp.asarray(part) & real, mask)

@@ -124,7 +124,11 @@ def takes_momentum(name: str | Custom) -> bool:
 
 
 def parsed(hparams: Any) -> dict[str, float | bool]:
-    """`--client_optimizer_options` as arguments; ValueError for anything else."""
+    """`--client_optimizer_options` as arguments of the optimizer.
+
+    Raises ValueError, in one line, if it is not such a list, or if the optimizer lacks
+    one.
+    """
     text, name = hparams.client_optimizer_options, hparams.client_optimizer
     if not text:
         return {}
@@ -201,8 +205,11 @@ def custom(given: Any) -> Custom:
 
 
 def _tried(own: Custom) -> Custom:
-    """The same optimizer, after a step on two parameters. Raises ValueError if it needs
-    more than gradients and parameters, or if its state cannot be masked."""
+    """The same optimizer, after a step on two parameters.
+
+    Raises ValueError if it needs more than gradients and parameters, or if its state
+    cannot be masked.
+    """
 
     def trained(learning_rate: Any, params: Any) -> Any:
         tx = _Joint(*own.make(learning_rate))
@@ -370,9 +377,11 @@ def _of_state(tx: Any, mask: Any, params: Any, state: Any) -> Any:
 
 
 def _of_custom_state(tx: Any, mask: Any, params: Any, state: Any) -> Any:
-    """`_of_state` of any state, in which a moment is found by the end of its path. Some
-    parameters may have no moments there (`optax.masked`), and a leaf of another shape
-    than its parameter is a count."""
+    """`_of_state` of any state, in which a moment is found by the end of its path.
+
+    Some parameters may have no moments there (`optax.masked`), and a leaf of another
+    shape than its parameter is a count.
+    """
     entries = boundary.select(
         jax.tree.map(lambda m: jnp.asarray(m), mask),
         jax.tree.map(lambda leaf: jnp.ones(leaf.shape, bool), params),

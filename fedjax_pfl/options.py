@@ -48,7 +48,8 @@ def option(
             0. It then stays a Python 0.0 (static).
         is_static: Marks a float that is part of the program, such as one that decides
             sizes. It is never traced, and each value is compiled separately.
-        is_in_rounds: Marks a number of rounds that a run should reach to be complete.
+        is_in_rounds: Marks a number of rounds after which something is complete. A run
+            should reach it.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True)
@@ -106,8 +107,9 @@ def conflicts(values: Any, noted: Collection[str] | None = None) -> Iterator[str
     """Lines about options that contradict others, by `needs` and `excludes`.
 
     Relations with options that are missing or None (not resolved yet) are skipped, and
-    so are traced numbers, which were checked before the trace. With `noted`, the given
-    options, lines are about noted ones, otherwise about refused ones.
+    so are traced numbers, which were checked before the trace. `noted` are the names of
+    the options that were given, for lines about relations that are only noted. None =
+    lines about those that are refused.
     """
     for field in dataclasses.fields(values):
         meta, value = _PLAIN | field.metadata, getattr(values, field.name)

@@ -2,8 +2,8 @@
 
 A `Score` is one of two kinds, `Classes` for labels and `Words` for texts. It defines
 the answers of a model on a row, their sums over a batch, over a client's rows and over
-the union of all test rows, and the metrics of these sums. The device counts answers as
-integers and sums the cross-entropy in float32. The host divides in float64.
+the union of all test rows, and the metrics of these sums. The device counts correct
+answers as integers and sums the cross-entropy in float32. The host divides in float64.
 """
 
 import dataclasses

@@ -6,8 +6,8 @@ FedYogi, FedAdam), and for momentum Hsu, Qi, Brown: "Measuring the Effects of
 Non-Identical Data Distribution for Federated Visual Classification",
 https://arxiv.org/abs/1909.06335 (FedAvgM).
 
-With x the server's model, x_i those that its clients trained, and Delta the mean of x_i
-- x over the clients of the round:
+With x the server's model, x_i those that its clients trained, and Delta the mean of
+x_i - x over the clients of the round:
 
 * FedAvgM (`sgd`): v = beta v + Delta; x += eta v.
 * The adaptive ones: m = beta_1 m + (1 - beta_1) Delta; x += eta m / (sqrt(v) + tau),

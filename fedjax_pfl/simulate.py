@@ -342,7 +342,10 @@ class Simulation:
         self._window = None
 
     def ahead(self, name: str) -> jax.stages.Compiled:
-        """The executable of one of `PROGRAMS` for the first call, for the run too."""
+        """The executable of one of `PROGRAMS` for the first call.
+
+        It is compiled now if necessary, and the run uses it.
+        """
         args = self._first_args(name)
         executable, seconds = self._compiled(getattr(self.program, name), args)
         self.compile_seconds += seconds

@@ -42,7 +42,10 @@ class Taught:
 
 
 def logits(task: types.Task, data: types.Data, image: jax.Array) -> jax.Array:
-    """The logits f32[B, Y] of the teacher's last exit on normalised images."""
+    """The teacher's logits f32[B, Y] in eval mode, those of its last exit.
+
+    `image` f32[B, ...] is normalised, and `data` has the teacher's variables.
+    """
     out, _ = task.teacher.forward(*data.teacher, image)
     return jax.lax.stop_gradient(out[-1] if task.teacher.has_exits else out)
 

@@ -106,7 +106,8 @@ class Task(NamedTuple):
         group_of_client: int32[K], index into `client_models`.
         num_clients, num_classes, num_proxy: K, Y, P.
         num_eligible: Clients that may be drawn, at most K.
-        num_examples: At least the train rows of each client, for tables by sample.
+        num_examples: At least the train rows of each client, for tables aligned by
+            sample.
         example_shape: Shape of one example, such as (28, 28, 1).
         num_levels: Capacity levels of the clients; 1 = all hold the whole model.
         num_residents: Private rows of the state where these are not one for each

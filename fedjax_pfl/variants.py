@@ -18,6 +18,7 @@ class Variants(NamedTuple):
         return self.num_seeds * self.num_points
 
     def index(self, seed: int, point: int) -> int:
+        """The variant of a seed at a point, both as indices."""
         return seed * self.num_points + point
 
     def seed(self, variant: int) -> int:

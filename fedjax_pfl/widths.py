@@ -39,7 +39,10 @@ def narrower(model: types.Model, rate: float, scaler: Any = 1.0) -> types.Model:
 
 
 def models(hparams: levels.Levels, model: types.Model) -> list[types.Model]:
-    """The model of each level 1..`--max_level`; ValueError without a narrower form."""
+    """The model of each level 1..`--max_level`.
+
+    Raises ValueError if the model has no narrower form, or if there is no such level.
+    """
     count = len(levels.mix(hparams))
     return [narrower(model, n / count) for n in range(1, levels.top(hparams) + 1)]
 
@@ -61,7 +64,8 @@ def widened(tree: Any, full: Any) -> Any:
 def covered(params: list[Any], level: jax.Array) -> Any:
     """The entries of the widest parameters that a client of a level holds, bool.
 
-    `params` are shapes of every level's, the widest last; `level` is int32[], 1..L.
+    `params` are shape structs of every level's parameters, the widest last. `level` is
+    int32[], 1..L.
     """
 
     def inside(*by_level: jax.ShapeDtypeStruct) -> jax.Array:

@@ -111,7 +111,8 @@ class Windows:
     """Makes windows for the calls of a run, as long as there is room.
 
     `length` is T, the rounds of every window's tables. `capacity` is the room for the
-    examples of a device in a window. It only grows, as each size is a program.
+    examples of a device in a window. It only grows, since another size is another
+    program.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Windows:
         self.capacity = planner.capacity(self.length - self.length // 8)
 
     def compute(self, planner: Planner, execution: types.Execution) -> None:
+        """Continues with clients in other chunks."""
         self.planner, self._execution = planner, execution
 
     def make(self, first: int, end: int) -> Window:

@@ -118,9 +118,9 @@ def compare(
 
     An option that only some of them have is passed to those. An option that would make
     a row another method than its name says, as `head_epochs` makes FedPer FedRep, is
-    passed to the other rows. Without a `preset` all follow that of the first algorithm
-    whose preset is a paper's. After an interrupt the finished part is returned, and its
-    `run()` continues.
+    passed only to the other rows. Without a `preset` all follow that of the first
+    algorithm whose preset is a paper's. After an interrupt the finished part is
+    returned, and its `run()` continues.
 
     Example:
         >>> compared = compare(
@@ -136,6 +136,9 @@ def compare(
         run, progress: Whether to run them now, and whether to show progress.
         on_record: Called with every record, which has the name under `algo`.
         **options: As in `experiment`. A `workdir` gets a folder for each.
+
+    Returns:
+        Experiments by name, with `to_frame()`, `summary()`, `plot()` and `run()`.
 
     Raises:
         ValueError: one line: what came, what was expected, which option to change.

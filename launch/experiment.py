@@ -142,8 +142,8 @@ class Experiment(Run):
         """The present personalized model of a client, or the server's model.
 
         `client_id` is 0..K-1, None = the server's first model. `seed` is one of
-        `seeds`, and `point` one of `points`, None = the first. Raises ValueError for
-        unknown ones.
+        `seeds`, and `point` one of `points`, None = the first. Raises ValueError if
+        there is no such client, seed, point or model.
         """
         return client_model.find(self, client_id, seed, point)
 
@@ -256,6 +256,9 @@ def experiment(**given: Any) -> Experiment:
       Runs of all points are trained in one program, and none is chosen as the best;
     * `target`: a chip, such as `tpu:v5e`, for which the programs are compiled without
       running, see `Experiment.cost_analysis`.
+
+    Returns:
+        An `Experiment`: `run()`, `to_frame()`, `plot()`, `predict(client_id, images)`.
 
     Raises:
         ValueError: one line: what came, what was expected, which option to change.

@@ -97,7 +97,10 @@ def whole(model: types.Model, example_shape: tuple[int, ...]) -> Count:
 
 
 def macs(model: types.Model, example_shape: tuple[int, ...]) -> int:
-    """MACs of one example, at least one per parameter: custom modules count none."""
+    """MACs of one example, at least one per parameter.
+
+    Custom modules have no counts, and an affine map has one for each parameter.
+    """
     variables = shapes.variables(model, example_shape)
     counted = sum(macs for _, macs in _parts(model, variables, example_shape))
     return max(counted, _numbers(variables.params))

@@ -154,7 +154,10 @@ def depth_convnet(num_classes: int, width: float = 1.0) -> types.Model:
 def convnet(
     num_classes: int, width: float = 1.0, rate: float = 1.0, scaler: Any = 1.0
 ) -> types.Model:
-    """DepthFL's ConvNet with one exit: 1,557,066 parameters."""
+    """DepthFL's ConvNet with one exit: 1,557,066 parameters.
+
+    `rate` and `scaler` are those of `at_width` in `types.Model`.
+    """
     *pooled, last = _convs(width, rate, scaler)
     model = stages.chain(
         "convnet",

@@ -302,8 +302,8 @@ def chain(
 
     Returns:
         A Model. `params[i]` is {"trunk": ...}, with "exit" where there is one and
-            "stem" in the first stage. `stats[i]` has the running statistics of these
-            parts, if any.
+        "stem" in the first stage. `stats[i]` has the running statistics of these parts,
+        if any.
     """
     exits = dict(exits or {})
     parts = [

@@ -11,10 +11,11 @@ from data import images
 
 
 def find(ours: types.ModuleType, data_dir: str) -> pathlib.Path | None:
-    """Returns the official archive or folder in `data_dir`, or None."""
+    """Returns the official archive or folder of `ours` in `data_dir`, or None."""
     root = pathlib.Path(data_dir or ".")
     for folder in (root, *(root / name for name in ours.FOLDERS)):
-        if (folder / ours.CONTENT).exists():
+        content = folder / ours.CONTENT
+        if content.is_file() if content.suffix else content.is_dir():
             return folder
     return root / ours.ARCHIVE if (root / ours.ARCHIVE).is_file() else None
 
@@ -25,9 +26,10 @@ def of_images(
     """Makes a tfds builder of colour images, which prepares its data once and keeps it.
 
     Args:
-        ours: A module of this package. `CLASSES` are names or a number, and `images`
-            yields (key, label, compressed image) of the split `train` or `test`.
-        source: The archive or folder that it reads.
+        ours: A module with NAME, SIDE, CLASSES (names or a number), ARCHIVE, FOLDERS,
+            CONTENT (a file, or a folder without suffix), a docstring as description,
+            and `images(source, split)`, which yields (key, label, compressed image).
+        source: The archive or folder that it reads, None = only already prepared data.
         data_dir: The folder of prepared data, "" = tfds's own.
     """
     import tensorflow_datasets as tfds  # takes seconds to import

@@ -1,6 +1,8 @@
 """Partitions: the rows of each client, from labels and a seed.
 
-Longer kinds have a file. All kinds set aside proxy rows before and test rows after it.
+Short kinds are in `_draw`, longer ones have a file. Proxy rows are set aside before a
+partition is drawn and test rows after it, in the same way for all kinds but `file`,
+which names both.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class PartitionSpec(NamedTuple):
     """Options of a partition, with the names of the flags.
 
     `proxy_fraction` of every class is set aside first, and `train_share` of each
-    client's train rows are used. `examples_per_client` 0 = all. `cdkt` are the
+    client's train rows are used. `examples_per_client` 0 = all. `cdkt` are the CDKT
     generator's options.
     """
 
@@ -96,6 +98,8 @@ def _draw(
             owner = source.client[pool]
             position = np.flatnonzero(owner < count)
             return parts.collect(position, owner[position], count)
+        case _:
+            raise KeyError(spec.partition)
 
 
 def proxy_rows(labels: np.ndarray, fraction: float) -> np.ndarray:

@@ -6,9 +6,11 @@ come after train rows.
 * `train_row` [N] and `train_count` [K]: the rows of each client are
   `np.split(train_row, np.cumsum(train_count)[:-1])`;
 * `test_row` and `test_count`: the same for the clients' own test rows;
-* `official_test_row` and `proxy_row`, optional: rows that no client owns;
+* `official_test_row` and `proxy_row`, optional: test rows and proxy rows that no client
+  owns;
 * `may_repeat`, optional: 1 = a row may occur several times;
-* `num_rows`, `data_sha256` and `label_sha256`, optional: an `Identity`.
+* `num_rows`, `data_sha256` and `label_sha256`, optional: the data set that it was made
+  for, see `Identity`.
 """
 
 import pathlib
@@ -26,7 +28,7 @@ HASHES = ("data_sha256", "label_sha256")
 
 
 class Identity(NamedTuple):
-    """The data set of a file: its rows, and hexadecimal hashes.
+    """The data set of a file: the number of its rows, and hexadecimal hashes.
 
     `data_sha256` covers examples and labels, `label_sha256` the labels as int32.
     """
@@ -60,7 +62,7 @@ def write(path: pathlib.Path, rows: parts.Split, of: Identity | None = None) -> 
 def facts(name: str) -> tuple[int, bool]:
     """Returns (K, whether clients have test rows of their own) of `file:PATH`.
 
-    Raises a one-line ValueError if the file is missing or not a partition.
+    Raises a one-line ValueError if the file is missing or is not a partition.
     """
     arrays = _arrays(name)
     return len(arrays["train_count"]), bool(arrays["test_count"].any())
@@ -69,8 +71,8 @@ def facts(name: str) -> tuple[int, bool]:
 def read(name: str, num_rows: int) -> parts.Split:
     """Reads the rows of every client from `file:PATH` for a data set of `num_rows`.
 
-    Raises a one-line ValueError if the file is missing, no partition, or for other
-    data.
+    Raises a one-line ValueError if the file is missing, is not a partition, or is for
+    other data.
     """
     arrays, where = _arrays(name), f"--partition={name}"
     none = np.zeros(0, np.int64)

@@ -33,7 +33,10 @@ class Parts(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Rows of one seed by client, and unowned int64 `official_test` and `proxy`."""
+    """Rows of the data set for one seed: train and test rows by client.
+
+    `official_test` and `proxy` int64[...] are unowned.
+    """
 
     train: Parts
     test: Parts

@@ -17,10 +17,11 @@ def split(
     draw: str,
     gen: np.random.Generator,
 ) -> parts.Parts:
-    """Gives each client exactly k different classes, in shards of one class each.
+    """Gives each client shards of exactly k = `classes_per_client` different classes.
 
-    Returns positions 0..N-1 of labels int[N]. Examples of a class without an owner are
-    unowned. Raises ValueError if there are fewer than k classes.
+    A shard has one class, and `draw` is one of `DRAWS`. Returns positions 0..N-1 of
+    labels int[N]. Examples of a class without an owner are unowned. Raises ValueError
+    if there are fewer than k classes.
     """
     classes, supply = np.unique(labels, return_counts=True)
     why = "the classes of the data"

@@ -164,7 +164,7 @@ class Rows:
         cohort: types.Cohort,
         client: int | None,
     ) -> tuple[types.RoundState, types.Cohort, int | None]:
-        """The arrays of the model that serves a client, if the device has them.
+        """State, cohort and slot with which a client's model is built on the device.
 
         `state` is the call's of this variant, with a leading axis of 1, and `cohort`
         has the next round's clients. Without a `client` it is the server. Returns (the
@@ -265,8 +265,8 @@ class Hosted(Rows):
         super().__init__(layout.num_clients, how)
         self.layout, self.record = layout, store.Record(template.private)
         self._folder, self._stores = folder, {}
-        # By a call's first variant: the window of its state's rows, and the last round
-        # from which the host has their training.
+        # By a call's first variant: the window of its state's rows, and the number of
+        # rounds whose training the host has.
         self._held: dict[int, tuple[_Window, int]] = {}
         # The variants and the rows of a block without trained clients.
         self._common: tuple[tuple[int, ...], Any] | None = None
@@ -278,6 +278,7 @@ class Hosted(Rows):
 
     def _residents(self, cohort: types.Cohort) -> np.ndarray:
         """int64[n]: the clients with rows that a cohort (or a window) needs, in order.
+
         If there is room for all, they are all clients in the slots of a full layout.
         """
         return np.arange(self.num_clients) if self._has_all else needed(cohort)
@@ -416,8 +417,10 @@ class Hosted(Rows):
     def _split(
         self, variants: Sequence[int], first: np.ndarray, wanted: np.ndarray | None
     ) -> list[np.ndarray]:
-        """All clients in blocks of the devices' size: `first`, then those trained in
-        one of `variants`, then the rest, both limited to `wanted` bool[K] (None = all).
+        """All clients in blocks of the devices' size.
+
+        `first` comes first, then those trained in one of `variants`, then the rest,
+        both limited to `wanted` bool[K] (None = all).
         """
         others = np.ones(self.num_clients, bool) if wanted is None else wanted.copy()
         others[first] = False

@@ -85,9 +85,10 @@ class Store:
     """
 
     def __init__(self, common: np.ndarray, num_clients: int, folder: str = ""):
-        """A store without trained clients, in memory or in a file without a name.
+        """A store without trained clients.
 
-        The file is in `folder` and disappears with the process.
+        `common` is uint8[bytes], and `num_clients` K. Rows are in a file without a name
+        in `folder`, which disappears with the process, or in memory for "".
         """
         self.common = common
         self._slot = np.full(num_clients, -1, np.int32)

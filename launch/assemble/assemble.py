@@ -141,7 +141,9 @@ def _program(
     def build(task: types.Task) -> program_lib.Program:
         return program_lib.build(entry.make, hparams, task, scoring)
 
-    def parts_with(how: types.Execution) -> tuple:
+    def parts_with(
+        how: types.Execution,
+    ) -> tuple[types.Task, program_lib.Program, plan.Planner]:
         changed = task._replace(execution=how)
         return changed, build(changed), planned.planner(program.algorithm, how)
 

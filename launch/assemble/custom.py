@@ -22,7 +22,10 @@ ONLY_IN_PYTHON = ("split", "test")
 def measured(
     given: Mapping[str, Any],
 ) -> tuple[dict[str, Any], tuple[measures_lib.Measure, ...]]:
-    """Replaces `eval_metrics` by names, returns what they mean, and refuses others."""
+    """Returns the options with names for `eval_metrics`, and what these names mean.
+
+    Raises ValueError for an unknown metric.
+    """
     if "eval_metrics" not in given:
         return dict(given), ()
     asked = given["eval_metrics"]
@@ -46,7 +49,10 @@ def replaced_by(own: optimizer.Custom) -> tuple[str, ...]:
 def with_optimizer(
     hparams: Any, own: optimizer.Custom | None, given: Mapping[str, Any]
 ) -> Any:
-    """Adds a custom optimizer to the algorithm's options, if it goes with them."""
+    """Adds a custom optimizer to the algorithm's options and checks it.
+
+    Raises ValueError if they do not go together.
+    """
     fields = {field.name: field for field in dataclasses.fields(hparams)}
     if own is not None:
         if "client_optimizer" not in fields:
@@ -102,7 +108,7 @@ def own_sha256(given: Mapping[str, Any], tx: optimizer.Custom | None) -> str:
 
 
 def split_names(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The submodules that `split=` names for a custom model; refuses anything else."""
+    """The submodules that `split=` names for a custom model; ValueError otherwise."""
     split = given["split"]
     names = (split,) if isinstance(split, str) else split
     is_list = isinstance(names, (tuple, list))

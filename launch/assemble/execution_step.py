@@ -23,7 +23,10 @@ def chosen(
     num_points: int,
     target: str,
 ) -> types.Task:
-    """Chooses the execution of the task's rounds, for `num_points` of a sweep."""
+    """Chooses the execution of the task's rounds, for `num_points` of a sweep.
+
+    Raises ValueError if there are fewer devices than asked for.
+    """
     config, entry, task = settings.config, settings.entry, planned.task
     choose = functools.partial(_execution, config, hparams, planned, target)
     how = choose()

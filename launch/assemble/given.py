@@ -48,7 +48,7 @@ class Settings(NamedTuple):
 
 
 def settled(**given: Any) -> Settings:
-    """Turns the options of `experiment.experiment` into settings, or refuses them."""
+    """Turns options of `experiment.experiment` into settings; ValueError if wrong."""
     given = {name: value for name, value in given.items() if value is not None}
     devices.begin(given.get("distributed", ""))
     if "split" in given:

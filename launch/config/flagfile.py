@@ -63,7 +63,11 @@ class RunFlags:
 
     @classmethod
     def of(cls, *values: Any, hashes: Mapping[str, str] | None = None) -> RunFlags:
-        """The recorded options, except None; ValueError if a line cannot hold one."""
+        """The flags of resolved options, which are dataclass instances.
+
+        Those that are None or never recorded are omitted. Raises ValueError if a line
+        of a file cannot hold a value.
+        """
         unrecorded = schema.names(schema.NOWHERE)
         pairs = [pair for one in values for pair in vars(one).items()]
         found = {

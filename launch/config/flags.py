@@ -105,7 +105,7 @@ def illegal(error: flags.IllegalFlagValueError, kinds: dict[str, type]) -> str:
 def parse(
     argv: Sequence[str], extra: Callable[[flags.FlagValues], None] | None = None
 ) -> dict[str, Any]:
-    """The flags' names and values; UsageError for a bad one, exit after `--help`."""
+    """The flags' names and values; UsageError if bad, SystemExit after `--help`."""
     arguments, algo = flagfile.expand(argv), ""
     try:
         algo = _algorithm(arguments[1:])
@@ -148,7 +148,7 @@ def _line(error: Exception, algo: str) -> str:
 def help_for(
     algo: str, extra: Callable[[flags.FlagValues], None] | None, dataset: str = ""
 ) -> NoReturn:
-    """Prints an algorithm's options with their help by group, and exits."""
+    """Prints an algorithm's options by group, and exits; ValueError if unknown."""
     known, kinds = registry.fields_of(algo), registry.option_types(algo)
     print(f"Options of --algo={algo} (also in a file: --flagfile=PATH)")
     for group, names in registry.groups_of(algo).items():

@@ -136,7 +136,10 @@ def field_types(dataclass: Any) -> dict[str, type]:
 
 
 def fields_of(algo: Any) -> dict[str, dataclasses.Field]:
-    """The options of an algorithm's run; ValueError if an own one has a common name."""
+    """The options of an algorithm's run.
+
+    Raises ValueError if it is unknown, or an own option has a common name.
+    """
     common = {f.name: f for f in dataclasses.fields(schema.Config)}
     own = {f.name: f for f in dataclasses.fields(algorithm(algo).HParams)}
     both = sorted((common.keys() | schema.REMOVED.keys()) & own.keys())

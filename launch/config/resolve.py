@@ -234,7 +234,10 @@ def num_unseen(config: schema.Config) -> int:
 
 
 def client_classes(config: schema.Config) -> tuple[tuple[int, ...], ...]:
-    """Parses `--client_classes`; () for other partitions, ValueError if wrong."""
+    """Parses `--client_classes`; () for other partitions.
+
+    Raises ValueError if it is not a list of classes for each client.
+    """
     given = config.client_classes
     if config.partition != "classes":
         return ()

@@ -17,7 +17,7 @@ Point = dict[str, float]
 
 
 def text(given: Any) -> str:
-    """A sweep, given as a line or a mapping, as one line that equal points share."""
+    """A sweep, line or mapping (ValueError), as one line that equal points share."""
     if isinstance(given, str):
         found = points(given)
         return _line({name: dict.fromkeys(p[name] for p in found) for name in found[0]})
@@ -46,7 +46,7 @@ def _number(text: str) -> float | None:
 
 
 def points(line: str) -> list[Point]:
-    """The points of a sweep, the last name varying fastest; [{}] without a sweep."""
+    """Points of a sweep (ValueError), the last name varying fastest; [{}] if none."""
     if not line:
         return [{}]
     values: dict[str, list[float]] = {}

@@ -68,8 +68,9 @@ class Workdir(loop.Listener):
     Of several processes of one run only the first accesses the folder. The others get
     what it finds, and its refusals.
 
-    `path` is the folder, `checkpoints` that of its checkpoints, `records` the lines of
-    metrics.jsonl, and `summary` that of summary.json, None until the run is finished.
+    `path` is the folder of `run`, `checkpoints` that of its checkpoints, `records` the
+    lines of metrics.jsonl, and `summary` the contents of summary.json, None until the
+    run is finished.
     """
 
     def __init__(self, run: Run):

@@ -17,8 +17,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from launch.machine import processes
 from launch.machine import target as targets
 
-# On a CPU, models of fewer bytes train several clients at a time, and a core costs more
-# than it gains for fewer clients than these.
+# On a CPU, clients whose models have fewer bytes train several at a time, and a core
+# costs more than it gains for fewer clients than these.
 SMALL_MODEL_BYTES = 50_000
 SMALL_CLIENTS = 32
 # Seconds for which a CPU's device waits for another one. XLA ends the process after 40,
@@ -39,7 +39,7 @@ def begin(distributed: str) -> None:
 
     Unless XLA_FLAGS decides otherwise, XLA may use 512-bit vectors on CPUs that have
     them, each core is a device, and a device may wait long for another one. An invalid
-    `distributed` is refused.
+    `distributed` raises ValueError.
     """
     flags = dict(PATIENCE)
     if "avx512f" in _cpuinfo():

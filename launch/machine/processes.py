@@ -248,7 +248,7 @@ def reaching() -> Iterator[None]:
 
 
 def meet(what: str) -> None:
-    """Waits until all processes have called it, and refuses after `MEET_SECONDS`."""
+    """Waits until all processes have called it; ValueError after `MEET_SECONDS`."""
     if not several():
         return
     from orbax.checkpoint import multihost  # takes a second

@@ -34,7 +34,7 @@ CHIPS = {
 
 
 def chip(name: str) -> Chip:
-    """The chip of a name, which is refused if there is none."""
+    """The chip of a name; ValueError if there is none."""
     options.check_one_of(
         "target", name if isinstance(name, str) else limits.shown(name), CHIPS
     )

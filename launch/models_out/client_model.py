@@ -43,9 +43,10 @@ class ClientModel(NamedTuple):
     rows: Callable[[], model_files.Rows] | None = None
 
     def predict(self, images: Any) -> np.ndarray:
-        """Predicts probabilities f32[N, Y] of raw images, in the order of `classes`.
+        """Predicts probabilities f32[N, Y] of raw images [N, ...].
 
-        Rows int[N, T] of a text, in which V is a hidden word, give f32[N, T, V].
+        The columns are in the order of `classes`. Rows int[N, T] of a text, in which V
+        is a hidden word, give f32[N, T, V].
 
         Raises:
             ValueError: images have another shape or type than the data set's.

@@ -1,4 +1,13 @@
-"""The loop of a run, and its listeners, which do all but training and evaluation."""
+"""The loop of a run and its listeners.
+
+Everything beside training and evaluation is done by listeners:
+
+    on_start                    before the first call
+        on_compile              around compilations
+        on_call                 after a call of about ten seconds, with its measurements
+    on_done                     after the last call, also if a signal ended the run
+    on_end                      at the end, also after an error
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +37,7 @@ class Listener:
         return contextlib.nullcontext()
 
     def on_call(self, run: Run, records: Records) -> None:
-        """Called after a call of about ten seconds, with records if any were due."""
+        """Called after a call; `records` are empty if no evaluation was due."""
 
     def on_done(self, run: Run) -> None:
         """Called after the last call or a signal, unless an error ended the run."""

@@ -31,13 +31,16 @@ class Run:
         target: The chip for which it is compiled without running, "" = it runs here.
         settings: What it was assembled from, if there is a target.
         classes: Names in the order of `predict`'s columns, None if they are 0..Y-1.
-        owners: With the partition natural the clients' names, None if they are 0..K-1.
-        dropped_owners: Owner's name -> rows, of owners that were dropped as too small.
+        owners: With the partition natural the name of each client's owner, None if
+            they are 0..K-1.
+        dropped_owners: Numbers of rows of owners that were dropped as too small, by
+            owner.
         notes: Lines about how options, data and models were taken. A run shows them
             once, with its progress or, without progress, as Python warnings.
         columns: The columns of a table, None of other data.
         num_examples: Rows of the data set, without public images.
-        trained_before: Rows that trained the saved models behind this run.
+        trained_before: Rows that the models from files, from which this run starts or
+            learns, were trained on.
         parts_with: `Execution -> (task, program, planner)` for another chunk than the
             chosen one, None = the chunk must not change.
     """

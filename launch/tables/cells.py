@@ -183,7 +183,7 @@ def cells(
     dataset: str = "",
     value: str = "",
     row: str = "",
-    given: Mapping[str, Any] = {},
+    given: Mapping[str, Any] | None = None,
 ) -> list[Cell]:
     """All requested cells and their teachers, ordered by value and row.
 
@@ -195,13 +195,13 @@ def cells(
         given: Options of every cell.
 
     Raises:
-        ValueError: no cell has a name or an option, or a cell could not run.
+        ValueError: a name or an option belongs to no cell, or a cell could not run.
     """
     known = "mnist" if dataset == "mnist_5k" else dataset
     if known not in sheet.get("datasets", {"": {}}) and not sheet.get("any_dataset"):
         every = ", ".join(sheet["datasets"])
         raise ValueError(f"--dataset={dataset}: this table has {every}")
-    values, rows = sheet["values"], sheet["rows"]
+    values, rows, given = sheet["values"], sheet["rows"], given or {}
     names, lines = chosen("scenario", value, values), chosen("row", row, rows)
     for flag, one in given.items():
         names = _of_value(values, names, flag, one)

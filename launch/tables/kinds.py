@@ -235,7 +235,7 @@ def _machine() -> dict[str, Any]:
     info = pathlib.Path("/proc/cpuinfo")  # on Linux only
     lines = info.read_text().splitlines() if info.is_file() else []
     named = [line.partition(":")[2] for line in lines if line.startswith("model name")]
-    named.append(platform.processor() or platform.machine())
+    named = named or [platform.processor() or platform.machine()]
     return {
         "cpu": " ".join(named[0].split()),
         "cores": os.cpu_count(),

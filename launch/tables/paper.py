@@ -38,7 +38,7 @@ def sheet(
     table: Sheet,
     dataset: str,
     results: Results,
-    given: Mapping[str, Any] = {},
+    given: Mapping[str, Any] | None = None,
 ) -> sheets.Sheet:
     """Formats the cells of a paper's table: paper / ours mean +- std / difference.
 

@@ -98,7 +98,10 @@ class Folder:
             finished.write_text(self.path / STUDY, f"{text}\n")
 
     def get(self, name: str, settings: Object) -> dict[str, Any] | None:
-        """The finished cell with these settings, or a ValueError if it is damaged."""
+        """The cell `name` if it is finished and has these settings, else None.
+
+        Raises ValueError if its file is damaged.
+        """
         path = self.path / f"{name}.json"
         try:
             done = json_text.read(path.read_bytes(), MEASURED)

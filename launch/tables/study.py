@@ -36,9 +36,10 @@ class Study:
     ):
         """Reads the study and its finished cells.
 
-        If empty, `name` is the study in `folder`, `folder` follows from `name`, `part`
-        means all sheets, and `target` no estimates. Raises a ValueError if a name, the
-        folder or a file in it is wrong.
+        `name` is the study, empty = that in `folder`; `folder` is None = the folder of
+        that name; `part` has sheets separated by commas, empty = all; `target` is the
+        chip of the estimates, empty = none. Raises a ValueError if a name, the folder
+        or a file in it is wrong.
         """
         studies = cells.studies()
         if name:
@@ -135,7 +136,7 @@ class Study:
         return failed
 
     def made(self, cell: Cell) -> dict[str, Any]:
-        """Runs a cell in its own process, or raises `child.Failed`."""
+        """Runs a cell in its own process (`child.Failed`, KeyboardInterrupt)."""
         settings = cell.settings | {"how": cell.how}
         if cell.how == "run":
             path = self.folder.path / "runs" / cell.name
