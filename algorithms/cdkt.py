@@ -196,7 +196,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         )
         shared = batches, knowledge
         (trained, answers), here = here.update(client_update, shared=shared)
-        teachers = teacher(answers, cohort, hparams.ensemble, task.num_clients)
+        teachers = teacher(answers, cohort, hparams.ensemble, task.num_eligible)
         loss_fn = server_loss(teachers)
         server = proxy.train_server(hparams, loss_fn, task, state, data)
         state = here.after(trained.variables, server=server)

@@ -162,9 +162,7 @@ class Call:
             given = stacked.at(shared, slot), mine, len(count)
             counts = evaluate.joined(*given, algorithm.trained is not None)
             union = int((test.row[place] >= 0).sum())
-            unseen = np.zeros(len(count), bool)
-            if not isinstance(self.partition.unseen, tuple):
-                unseen = np.asarray(self.partition.unseen)[place] > 0
+            unseen = np.asarray(self.partition.is_unseen)[place]
             values, accuracies = _split_metrics(score, counts, count, union, unseen)
             adapted = [(ids, one["adapted"]) for ids, one in mine if "adapted" in one]
             if adapted:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from fedjax_pfl import stacked
+from fedjax_pfl import metric_kinds, stacked
 
 # The most numbers that the host turns into metrics at once
 FINISHED_NUMBERS = 1 << 22
@@ -25,7 +25,7 @@ _TAKEN = (
 )
 
 # Prefix of a metric's name in records: how many clients its mean includes, if not all
-CLIENTS_IN = "clients_in_"
+CLIENTS_IN = metric_kinds.CLIENTS_IN
 
 
 class Measure(NamedTuple):

@@ -20,6 +20,8 @@ class Kind(enum.Enum):
 
 # Before the metrics on validation rows
 VALIDATION = "val_"
+# Before a metric's name: the number of clients in its mean, if not all
+CLIENTS_IN = "clients_in_"
 
 # The last two belong to rounds. Unfinished runs have no summary that declares them.
 _FRACTION = re.compile(
@@ -33,11 +35,24 @@ def of(name: str, known: Mapping[str, Kind] = {}) -> Kind:
     if name in known:
         return known[name]
     name = name.removeprefix(VALIDATION)
+    if name in known:
+        return known[name]
     if "perplexity" in name:
         return Kind.PERPLEXITY
     if name.endswith("_loss"):
         return Kind.LOSS
     return Kind.FRACTION if _FRACTION.fullmatch(name) else Kind.NUMBER
+
+
+def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of other rows under names of their own, without those of no such rows."""
+    out = {}
+    for name, value in metrics.items():
+        if name.startswith("train_") or name == "clients_evaluated":
+            continue
+        mean = name.removeprefix(CLIENTS_IN)
+        out[(CLIENTS_IN if mean != name else "") + prefix + mean] = value
+    return out
 
 
 def declared(names: Iterable[str], fractions: Collection[str]) -> dict[str, Kind]:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from fedjax_pfl import call as call_lib
-from fedjax_pfl import evaluate, stacked, types, windows
+from fedjax_pfl import evaluate, metric_kinds, stacked, types, windows
 from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import program as program_lib
 from fedjax_pfl.call import Call, Totals, Work
@@ -282,12 +282,9 @@ class Simulation:
             ]
             of_rounds = call.of_rounds(self.totals, self.program.algorithm)
             for rounds, *every in zip(of_rounds, *measured, strict=True):
-                values = {
-                    prefix + name: value
-                    for prefix, (one, _) in zip(parts, every, strict=True)
-                    for name, value in one.items()
-                    if not prefix or name != "clients_evaluated"
-                }
+                values = dict(every[0][0])
+                for prefix, (one, _) in zip([*parts][1:], every[1:], strict=True):
+                    values |= metric_kinds.prefixed(prefix, one)
                 out.append((values | rounds, every[0][1]))
         return out
 

@@ -198,9 +198,8 @@ class Partition:
 
     `test.row` is the union of all test rows. With the official split no client owns any
     of it (`test.count == 0`). `proxy` is int32[P], -1 = padding. `val` has the rows
-    that validate, () = none. Clients that never train own no row of `train`, and
-    `unseen` int32[K] is how many train rows each of them has from `train.start` on, 0 =
-    the client is not one of them; () = all may train.
+    that validate, () = none. Clients that never train own no row of `train`. Theirs are
+    in `unseen`, of which the other clients have none; () = all may train.
     """
 
     train: ClientRows
@@ -214,7 +213,21 @@ class Partition:
         """The rows on which each client's model is adapted, the unseen ones' too."""
         if isinstance(self.unseen, tuple):
             return self.train
-        return self.train.replace(count=self.train.count + self.unseen)
+        train, others = self.train, self.unseen
+        return ClientRows(
+            row=jnp.concatenate([train.row, others.row], -1),
+            start=jnp.where(
+                others.count > 0, train.row.shape[-1] + others.start, train.start
+            ),
+            count=train.count + others.count,
+        )
+
+    @property
+    def is_unseen(self) -> Any:
+        """bool[K]: the clients that never train."""
+        if isinstance(self.unseen, tuple):
+            return jnp.zeros_like(self.train.count, bool)
+        return self.unseen.count > 0
 
     def measured(self) -> dict[str, Partition]:
         """What an evaluation measures by the prefix of its metrics.

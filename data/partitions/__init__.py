@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -258,16 +258,35 @@ def with_validation(
     return split._replace(train=train), val
 
 
-def stack(splits: Sequence[Split], vals: Sequence[parts.Parts] = ()) -> types.Partition:
+def without_unseen(split: Split, unseen: np.ndarray) -> tuple[Split, parts.Parts]:
+    """Returns (the split without train rows of clients `unseen` bool[K], these)."""
+    row, count = split.train
+    mask = unseen[split.train.owner]
+    train = parts.Parts(row[~mask], np.where(unseen, 0, count))
+    others = parts.Parts(row[mask], np.where(unseen, count, 0))
+    return split._replace(train=train), others
+
+
+def stack(
+    splits: Sequence[Split],
+    vals: Sequence[parts.Parts] = (),
+    unseen: Sequence[parts.Parts] = (),
+) -> types.Partition:
     """Stacks splits to a `types.Partition` of numpy arrays with seeds as first axis.
 
-    `vals` are the validation rows of each seed, if there are any.
+    `vals` are the validation rows of each seed, and `unseen` the train rows of clients
+    that never train, if there are any.
     """
+
+    def stacked(some: Sequence[parts.Parts]) -> Any:
+        return _client_rows(some, [one.row for one in some]) if some else ()
+
     train, test, official, proxy = zip(*splits, strict=True)
     tested = [np.concatenate([a.row, b]) for a, b in zip(test, official, strict=True)]
     return types.Partition(
-        train=_client_rows(train, [one.row for one in train]),
+        train=stacked(train),
         test=_client_rows(test, tested),
         proxy=_padded(proxy, max(map(len, proxy))),
-        val=_client_rows(vals, [one.row for one in vals]) if vals else (),
+        val=stacked(vals),
+        unseen=stacked(unseen),
     )

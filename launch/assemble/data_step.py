@@ -43,19 +43,24 @@ def made(
         splits = [split._replace(proxy=row) for split in splits]
         image = np.concatenate([image, settings.public])
         label = np.concatenate([label, np.zeros(len(settings.public), label.dtype)])
-    stacked = partitions.stack(splits, vals)
+    others: list[Any] = []
     if resolve.num_unseen(config):
-        unseen = _unseen(settings, drawn_by)
-        train = stacked.train
-        stacked = stacked.replace(
-            train=train.replace(count=np.where(unseen, 0, train.count)),
-            unseen=np.where(unseen, train.count, 0),
-        )
+        pairs = zip(splits, _unseen(settings, drawn_by), strict=True)
+        pairs = [partitions.without_unseen(one, unseen) for one, unseen in pairs]
+        splits, others = map(list, zip(*pairs, strict=True))
+    stacked = partitions.stack(splits, vals, others)
     if not (stacked.test.row >= 0).any(1).all():
         raise ValueError(
             f"--test_split={config.test_split} leaves no test row, as clients are too "
             "small; lower --num_clients or take pool"
         )
+    for flag in "unseen_clients", "fine_tune_epochs":
+        if getattr(config, flag) and not (stacked.test.count.any() or vals):
+            raise ValueError(
+                f"--{flag}={getattr(config, flag):g}: clients have no test rows on "
+                "which it could be measured; take --test_split=client_share, or give "
+                "--val_split=0.2"
+            )
     if config.augment != "none" and image.ndim != 4:
         raise ValueError(
             f"--augment={config.augment} changes images, these examples have the shape "

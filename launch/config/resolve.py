@@ -95,6 +95,8 @@ def resolve(
     if partition == "classes" and config.client_classes:
         rules["num_clients"] = len(classes.parse(config.client_classes))
     num_clients = config.num_clients or rules["num_clients"]
+    if config.early_stop:
+        rules["summary"] = "best_validation"
     unseen = num_unseen(dataclasses.replace(config, num_clients=num_clients))
     trained = num_clients - unseen
     rules["clients_per_round"] = min(rules["clients_per_round"], trained)
@@ -260,6 +262,11 @@ def check(config: schema.Config, own: Collection[str] = ()) -> None:
     if config.summary == "best_validation" and not config.val_split:
         raise ValueError(
             "--summary=best_validation needs validation rows; give --val_split=0.2"
+        )
+    if config.early_stop and config.summary != "best_validation":
+        raise ValueError(
+            f"--early_stop={config.early_stop} ends a run before the rounds of "
+            f"--summary={config.summary}; omit it, or take best_validation"
         )
     num_unseen(config)
     client_classes(config)

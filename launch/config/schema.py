@@ -267,6 +267,7 @@ class Data:
         "clients that never train and are measured alone (unseen_accuracy), a number "
         "or a fraction below 1; drawn by the partition's seed",
         minimum=0,
+        excludes={"eval_sample": options.ON},
     )
     test_split: str | None = option(
         None, "where test rows come from", choices=partitions.TEST_SPLITS

@@ -28,7 +28,7 @@ CHECKPOINTS = "checkpoints"
 ACCURACY, PERPLEXITY, CLASS_COUNTS = "accuracy", "perplexity", "class_counts"
 # Arrays of names, if classes or owners are not numbers
 CLASS_NAMES, OWNER_NAMES = "class_names", "owner_names"
-BEST_ROUND = "best_round"
+BEST_ROUND, UNSEEN = "best_round", "unseen"
 # Forms for `json_text.check`: a record in a cell, a record, and one run's metrics
 _NUMBER = json_text.NUMBER
 CURVE = {
@@ -91,7 +91,10 @@ def clients(run: Run) -> dict[str, np.ndarray]:
         of_each = np.array([list(one) for one in every])[..., 0].T
         rounds = np.array([-1])
         best = {BEST_ROUND: of_each if run.config.sweep else of_each[:, 0]}
+    partition = run.data.partition
+    has_unseen = not isinstance(partition.unseen, tuple)
     return {
+        **({UNSEEN: np.asarray(partition.is_unseen)} if has_unseen else {}),
         **swept,
         **{kind: np.array(found) for kind, found in names.items() if found},
         **best,
@@ -105,8 +108,8 @@ def clients(run: Run) -> dict[str, np.ndarray]:
 
 def class_counts(run: Run) -> np.ndarray:
     """Counts the train examples of each client and class, int32[seeds, K, Y]."""
-    train, label = run.data.partition.train, np.asarray(run.data.label)
-    each = zip(*map(np.asarray, (train.row, train.start, train.count)), strict=True)
+    own, label = run.data.partition.adapting, np.asarray(run.data.label)
+    each = zip(*map(np.asarray, (own.row, own.start, own.count)), strict=True)
     return np.stack([count_classes(label, *one, run.task.num_classes) for one in each])
 
 

@@ -92,7 +92,7 @@ def _clients(run: Record) -> dict[str, np.ndarray]:
     several = [len(points)] if points[0] else []
     needed = ("rounds", "seeds", "test_size")
     others = (finished.ACCURACY, finished.PERPLEXITY, finished.CLASS_COUNTS)
-    others = (*others, finished.BEST_ROUND)
+    others = (*others, finished.BEST_ROUND, finished.UNSEEN)
     names = (finished.CLASS_NAMES, finished.OWNER_NAMES, *points[0])
     try:
         found = npz.read(path, needed, (*others, *names))

@@ -42,7 +42,8 @@ class Narrow(loop.Listener):
         self._until = until
 
     def on_start(self, run: Run) -> None:
-        if run.round < self._until and (note := fit(run)):
+        is_left = run.round < self._until and not run.is_over
+        if is_left and (note := fit(run)):
             processes.say(note, file=sys.stderr)
 
 

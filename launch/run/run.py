@@ -176,7 +176,10 @@ class Run:
     def stopped_early(self) -> bool:
         """Whether no variant's validation has become better for `early_stop` rounds."""
         patience = self.config.early_stop
-        if not patience or not self.metrics or self.metrics[-1]["round"] < self.round:
+        is_regular = self.round % self.config.eval_every == 0
+        if not patience or not is_regular or self.round >= self.config.rounds:
+            return False
+        if not self.metrics or self.metrics[-1]["round"] < self.round:
             return False
         every = range(self.simulation.variants.count)
         best = [self._best_round(index) for index in every]
@@ -211,7 +214,7 @@ class Run:
         results = self.simulation.evaluate()
         variants = self.simulation.variants
         for index, (values, accuracies) in enumerate(results):
-            values = values | self._by_architecture(accuracies)
+            values = values | self._by_architecture(accuracies, variants.seed(index))
             record = {"round": self.round, "seed": self.seeds[variants.seed(index)]}
             record |= {**self.points[variants.point(index)], **values}
             if self.totals.diverged[index]:
@@ -261,12 +264,15 @@ class Run:
         """The finished rounds of a window that are not in the present one."""
         return {r for r in window if r <= self.round} - set(self.window)
 
-    def _by_architecture(self, accuracies: np.ndarray | None) -> dict[str, float]:
+    def _by_architecture(
+        self, accuracies: np.ndarray | None, seed: int
+    ) -> dict[str, float]:
         """`client_accuracy_<model>`, or a perplexity, if there are several models."""
         models = self.task.client_models
         if len(models) == 1 or accuracies is None:
             return {}
-        group = np.asarray(self.task.group_of_client)
+        unseen = np.asarray(self.data.partition.is_unseen)[seed]
+        group = np.where(unseen, -1, np.asarray(self.task.group_of_client))
         kind = "perplexity" if self.data.num_words else "accuracy"
         if self.data.masked_loss == "chosen":
             kind = "masked_perplexity"

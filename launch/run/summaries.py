@@ -114,10 +114,13 @@ def summarize(
             metrics[name] |= {"seeds": has, "of_seeds": len(seeds)}
         if clients := [r[CLIENTS_IN + name] for r in inside if CLIENTS_IN + name in r]:
             metrics[name]["clients"] = int(min(clients))
-    if {"c_spec", "c_gen"} <= metrics.keys():
+    for prefix in "", metric_kinds.VALIDATION:
+        if not {f"{prefix}c_spec", f"{prefix}c_gen"} <= metrics.keys():
+            continue
         # The mean of the two summaries, not the summary of the means.
-        spec, gen = metrics["c_spec"]["per_seed"], metrics["c_gen"]["per_seed"]
-        metrics["c_per"] = spread([(a + b) / 2 for a, b in zip(spec, gen, strict=True)])
+        sides = [metrics[f"{prefix}{name}"]["per_seed"] for name in ("c_spec", "c_gen")]
+        means = [(a + b) / 2 for a, b in zip(*sides, strict=True)]
+        metrics[f"{prefix}c_per"] = spread(means)
     for name in ("bytes_up", "bytes_down"):
         if last := [r[name] for r in records if r["round"] == rounds]:
             metrics[name] = spread(last)

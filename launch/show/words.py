@@ -138,9 +138,10 @@ def metric(
 ) -> Metric:
     """How a metric is shown; `known` are declared kinds, `classes` as in `title`."""
     kind, better = metric_kinds.of(name, known), "higher"
-    if name in _NEITHER_BETTER:
+    plain = name.removeprefix(metric_kinds.VALIDATION)
+    if plain in _NEITHER_BETTER:
         better = ""
-    elif kind in (Kind.LOSS, Kind.PERPLEXITY) or _LOWER_BETTER.fullmatch(name):
+    elif kind in (Kind.LOSS, Kind.PERPLEXITY) or _LOWER_BETTER.fullmatch(plain):
         better = "lower"
     return Metric(name, kind, title(name, classes), better, **_FORMS.get(kind, {}))
 
@@ -309,12 +310,14 @@ def _sweep_lines(summary: dict[str, Any]) -> list[str]:
 
 def _chosen(parts: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> str:
     """A line about the point of a sweep with the best validation, "" without any."""
+    whole = [not part.get("diverged") for part in parts]
     every = [part["metrics"] for part in parts]
     shared = [name for name in summaries.CHOOSING if all(name in one for one in every)]
-    if not shared:
+    if not shared or not any(whole):
         return ""
     how, means = metric(shared[0]), [one[shared[0]]["mean"] for one in every]
-    best = int(np.argmin(means) if how.better == "lower" else np.argmax(means))
+    sign = 1 if how.better == "lower" else -1
+    best = int(np.argmin(np.where(whole, sign * np.array(means), np.inf)))
     value = f"{how.scale * means[best]:.{max(how.digits, 2)}f}"
     return f"best by validation rows: {labels[best]} ({how.title} {value})"
 

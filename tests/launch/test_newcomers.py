@@ -111,11 +111,15 @@ def test_validation_rows_are_train_rows_with_the_same_class_mix():
 def test_unseen_clients_never_train_and_depend_on_the_seed():
     experiment = planned(**NEW)
     mine = part(experiment)
-    unseen = np.flatnonzero(mine.unseen)
+    unseen = np.flatnonzero(mine.is_unseen)
     assert len(unseen) == 3 and (mine.train.count[unseen] == 0).all()
+    trained = {row for row in mine.train.row if row >= 0}
+    assert len(trained) == mine.train.count.sum()
+    own = {row for client in unseen for row in rows(mine.adapting, client)}
+    assert own and not own & trained
     drawn = [experiment.planner.cohort(0, r).client_id for r in range(50)]
     assert set(np.concatenate(drawn)) == set(range(10)) - set(unseen)
-    other = np.flatnonzero(part(planned(seed=3, **NEW)).unseen)
+    other = np.flatnonzero(part(planned(seed=3, **NEW)).is_unseen)
     assert set(other) != set(unseen)
     assert planned(**NEW | {"unseen_clients": 0.35}).planner.num_clients == 10
 
@@ -128,7 +132,7 @@ def test_what_is_measured_of_them():
     for client in range(10):
         own = rows(mine.test, client)
         right.append((experiment.predict(client, X[own]).argmax(-1) == Y[own]).mean())
-    unseen, count = mine.unseen > 0, mine.test.count
+    unseen, count = np.asarray(mine.is_unseen), mine.test.count
     right = np.array(right)
     pooled = (right * count)[~unseen].sum() / count[~unseen].sum()
     assert last["client_accuracy_pooled"] == pytest.approx(pooled)
@@ -168,7 +172,7 @@ def test_fine_tuning_equals_a_plain_loop(algo, chunk, monkeypatch):
         out = sum(out) / len(out) if model.has_exits else out
         of = optax.softmax_cross_entropy_with_integer_labels
         found.append(float(of(out, Y[own]).mean()))
-    unseen, found = mine.unseen > 0, np.array(found)
+    unseen, found = np.asarray(mine.is_unseen), np.array(found)
     assert last["fine_tuned_loss"] == pytest.approx(found[~unseen].mean(), rel=1e-5)
     name = "unseen_fine_tuned_loss"
     assert last[name] == pytest.approx(found[unseen].mean(), rel=1e-5)
@@ -221,6 +225,8 @@ def test_early_stop(tmp_path):
     [
         ({"summary": "best_validation"}, "--val_split=0.2"),
         ({"early_stop": 5}, "val_split"),
+        ({"early_stop": 5, "val_split": 0.2, "summary": "last"}, "--summary=last"),
+        ({"unseen_clients": 2, "eval_sample": 3}, "eval_sample"),
         ({"val_split": 0.01}, "--val_split=0.01 leaves no validation row"),
         ({"unseen_clients": 10}, "--unseen_clients=10"),
         ({"unseen_clients": 2.5}, "--unseen_clients=2.5"),
