@@ -263,7 +263,7 @@ class Data:
         below=1,
     )
     unseen_clients: float = option(
-        0,
+        0.0,
         "clients that never train and are measured alone (unseen_accuracy), a number "
         "or a fraction below 1; drawn by the partition's seed",
         minimum=0,

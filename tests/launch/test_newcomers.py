@@ -49,7 +49,7 @@ def part(experiment):
 def rows(table, client):
     """The rows of a client."""
     start = table.start[client]
-    return table.row[start : start + table.count[client]]
+    return np.asarray(table.row[start : start + table.count[client]])
 
 
 def loss_of(params, model, stats, x, y, level):
