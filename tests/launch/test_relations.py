@@ -195,6 +195,7 @@ c_gen only images
 classes_per_client notes partition=pathological/cdkt/cdkt_paper
 client_classes needs partition=classes !
 drop_every notes layer_dropping=true
+early_stop needs val_split=on
 edge_probability needs topology=erdos_renyi
 eval_clients notes c_gen=true
 eval_metrics only images
@@ -237,6 +238,7 @@ teacher_width needs distill_target=kd/pt/sim/pt_sim
 temperature needs transfer=head
 text_length only texts
 train_share only images
+unseen_clients excludes eval_sample=on
 """
 
 
