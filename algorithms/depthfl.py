@@ -189,5 +189,4 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
 
     part = levels.first_stages(task, model)
     given = {"private": zeros, "beside": beside, "server_update": server_update}
-    given["adapt"] = adapt
-    return levels.make(hparams, task, model, part, client_update, **given)
+    return levels.make(hparams, task, model, part, client_update, adapt=adapt, **given)

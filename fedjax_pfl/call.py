@@ -152,6 +152,7 @@ class Call:
         these, leaves [variants, ...].
         """
         out, test = [], jax.tree.map(np.asarray, partition.test)
+        is_unseen = partition.is_unseen
         for slot, (_, seed) in enumerate(self.pairs):
             place = self.seeds.index(seed)
             mine = [
@@ -162,7 +163,7 @@ class Call:
             given = stacked.at(shared, slot), mine, len(count)
             counts = evaluate.joined(*given, algorithm.trained is not None)
             union = int((test.row[place] >= 0).sum())
-            unseen = np.asarray(self.partition.is_unseen)[place]
+            unseen = is_unseen[place]
             values, accuracies = _split_metrics(score, counts, count, union, unseen)
             adapted = [(ids, one["adapted"]) for ids, one in mine if "adapted" in one]
             if adapted:

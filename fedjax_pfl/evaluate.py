@@ -403,11 +403,11 @@ def _each_entry(
         first = group.mask.shape[0] // parts * jnp.arange(parts)[:, None]
     short = (execution.padded_size(size, how) - size) // parts
 
-    def padded(leaf: jax.Array, first: Any = 0) -> jax.Array:
-        """Each device's entries, counted from the first that it has."""
-        by_device = leaf.reshape(parts, -1)
-        by_device = by_device - first if parts > 1 else by_device
-        return jnp.pad(by_device, ((0, 0), (0, short))).reshape(-1)
+    # Each device counts entries from the first that it has.
+    entries = (entries.reshape(parts, -1) - first).reshape(-1)
+
+    def padded(leaf: jax.Array) -> jax.Array:
+        return jnp.pad(leaf.reshape(parts, -1), ((0, 0), (0, short))).reshape(-1)
 
     def one(row: Any, given: Any, bound: jax.Array, local: Any) -> Any:
         entry, start, count, member = row
@@ -446,10 +446,11 @@ def _each_entry(
         nothing = stacked.zeros(jax.eval_shape(batch, 0))
         return jax.lax.fori_loop(0, bound, step, nothing)
 
-    rows = padded(entries, first), padded(starts), padded(counts)
+    rows = padded(entries), padded(starts), padded(counts)
     num_steps = -(-rows[2] // batch_size)
-    member, position, server, most = (), (), (), num_steps.max()
+    member = position = server = most = ()
     if adaptation is not None:
+        most = num_steps.max()
         member, server = adaptation.members, adaptation.state.with_private(((), ()))
         steps, position = member.plans["adapt"].split()
         member = member.replace(plans={"adapt": steps}, peers=(), peer_mask=())

@@ -24,9 +24,6 @@ _TAKEN = (
     r"(accuracy|loss|perplexity|masked_perplexity)(_std|_pooled)?|class\d+_accuracy"
 )
 
-# Prefix of a metric's name in records: how many clients its mean includes, if not all
-CLIENTS_IN = metric_kinds.CLIENTS_IN
-
 
 class Measure(NamedTuple):
     """A metric that is computed from sums over rows.
@@ -316,7 +313,7 @@ def metrics(
             is_defined = ~np.isnan(values)
             out[f"client_{name}"] = _mean_of(values, is_defined)
             if 0 < is_defined.sum() < len(values):
-                out[f"{CLIENTS_IN}client_{name}"] = int(is_defined.sum())
+                out[f"{metric_kinds.CLIENTS_IN}client_{name}"] = int(is_defined.sum())
     return {
         name: value if isinstance(value, int) else float(value)
         for name, value in out.items()

@@ -262,14 +262,14 @@ class Simulation:
             self.rows.after(call)
             parts, found, shared = call.partition.measured(), {}, {}
             for block in self._blocks(call):
+                members = self._members(call, block)
                 for name, partition in parts.items():
                     args = self._evaluate_args(call, block, partition)
                     if name not in shared:
                         of_shared = self._computed(self.program.of_shared, args[:-1])
                         shared[name] = of_shared
                     of_clients = self._computed(self.program.of_clients, args)
-                    if self.program.scoring.adapts is not None:
-                        members = self._members(call, block, partition)
+                    if members is not None:
                         args = *args[:-1], members
                         adapted = self._computed(self.program.of_adapted, args)
                         of_clients["adapted"] = adapted
@@ -288,13 +288,14 @@ class Simulation:
                 out.append((values | rounds, every[0][1]))
         return out
 
-    def _members(
-        self, call: Call, block: kinds.Block, partition: types.Partition
-    ) -> types.Cohort:
+    def _members(self, call: Call, block: kinds.Block) -> types.Cohort | None:
         """The clients of a block, [S, ...], with the plan by which they adapt."""
-        ids = np.broadcast_to(block.ids, (len(call.seeds), block.ids.shape[-1]))
-        counts, planner = np.asarray(partition.adapting.count), self.windows.planner
         spec = self.program.scoring.adapts
+        if spec is None:
+            return None
+        ids = np.broadcast_to(block.ids, (len(call.seeds), block.ids.shape[-1]))
+        counts = np.asarray(call.partition.adapting.count)
+        planner = self.windows.planner
         every = [
             planner.members(seed, call.round, *mine, spec)
             for seed, *mine in zip(call.seeds, ids, counts, strict=True)

@@ -223,11 +223,11 @@ class Partition:
         )
 
     @property
-    def is_unseen(self) -> Any:
-        """bool[K]: the clients that never train."""
+    def is_unseen(self) -> np.ndarray:
+        """bool[K] on the host: the clients that never train."""
         if isinstance(self.unseen, tuple):
-            return jnp.zeros_like(self.train.count, bool)
-        return self.unseen.count > 0
+            return np.zeros(self.train.count.shape, bool)
+        return np.asarray(self.unseen.count) > 0
 
     def measured(self) -> dict[str, Partition]:
         """What an evaluation measures by the prefix of its metrics.

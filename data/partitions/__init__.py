@@ -260,10 +260,7 @@ def with_validation(
 
 def without_unseen(split: Split, unseen: np.ndarray) -> tuple[Split, parts.Parts]:
     """Returns (the split without train rows of clients `unseen` bool[K], these)."""
-    row, count = split.train
-    mask = unseen[split.train.owner]
-    train = parts.Parts(row[~mask], np.where(unseen, 0, count))
-    others = parts.Parts(row[mask], np.where(unseen, count, 0))
+    others, train = split.train.divided(unseen[split.train.owner])
     return split._replace(train=train), others
 
 

@@ -33,19 +33,14 @@ def split(
         )
     if not is_text:
         owned = owned._replace(row=owned.row[_shuffled(owned, seed, "data.split")])
-    place = np.arange(len(owned.row)) - np.repeat(owned.start, owned.count)
     num_train = np.floor((0.9 if is_text else 0.8) * owned.count + 1e-9).astype(int)
-    is_train = place < np.repeat(num_train, owned.count)
+    is_train = owned.place < np.repeat(num_train, owned.count)
     if kind == "pool_stratified":
         is_train = _stratified(owned, labels[owned.row], num_train)
     elif kind == "client_share" and not is_text:
         num_test = np.floor(0.2 * owned.count + 1e-9).astype(int)
-        is_train = place >= np.repeat(num_test, owned.count)
-    num_train = np.bincount(owned.owner[is_train], minlength=len(owned.count))
-    return (
-        parts.Parts(owned.row[is_train], num_train),
-        parts.Parts(owned.row[~is_train], owned.count - num_train),
-    )
+        is_train = owned.place >= np.repeat(num_test, owned.count)
+    return owned.divided(is_train)
 
 
 def validation(
@@ -66,17 +61,13 @@ def validation(
     """
     num_train = owned.count - np.floor(share * owned.count + 1e-9).astype(int)
     if labels.ndim > 1:
-        place = np.arange(len(owned.row)) - np.repeat(owned.start, owned.count)
-        is_train = place < np.repeat(num_train, owned.count)
+        is_train = owned.place < np.repeat(num_train, owned.count)
     else:
         order = _shuffled(owned, seed, "data.validation")
         mixed = owned._replace(row=owned.row[order])
         is_train = np.empty(len(order), bool)
         is_train[order] = _stratified(mixed, labels[mixed.row], num_train)
-    return (
-        parts.Parts(owned.row[is_train], num_train),
-        parts.Parts(owned.row[~is_train], owned.count - num_train),
-    )
+    return owned.divided(is_train)
 
 
 def first_share(owned: parts.Parts, labels: np.ndarray, share: float) -> parts.Parts:
@@ -91,9 +82,7 @@ def first_share(owned: parts.Parts, labels: np.ndarray, share: float) -> parts.P
     order, begin, size = _groups(owner, label)
     # Rounded first, because .07 * 100 must be 7, not 7.0000000000000009.
     num_used = np.maximum(np.ceil(np.round(share * size, 6)), 1)
-    is_used = _first(order, begin, size, num_used)
-    count = np.bincount(owner[is_used], minlength=len(owned.count))
-    return parts.Parts(owned.row[is_used], count)
+    return owned.divided(_first(order, begin, size, num_used))[0]
 
 
 def _groups(

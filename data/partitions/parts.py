@@ -1,5 +1,7 @@
 """The flat table of positions by client that every partition returns."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -25,6 +27,16 @@ class Parts(NamedTuple):
     def owner(self) -> np.ndarray:
         """The client of each row, int64[N]."""
         return np.repeat(np.arange(len(self.count)), self.count)
+
+    @property
+    def place(self) -> np.ndarray:
+        """The place of each row among those of its client, int64[N]."""
+        return np.arange(len(self.row)) - np.repeat(self.start, self.count)
+
+    def divided(self, mask: np.ndarray) -> tuple[Parts, Parts]:
+        """The rows in which bool[N] is True, and the others, both in their order."""
+        count = np.bincount(self.owner[mask], minlength=len(self.count))
+        return Parts(self.row[mask], count), Parts(self.row[~mask], self.count - count)
 
     def by_client(self) -> Iterator[np.ndarray]:
         """Yields the rows of each client, as views of `row`."""

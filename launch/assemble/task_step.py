@@ -9,7 +9,6 @@ from data import plan
 from fedjax_pfl import levels, shapes, types
 from launch.assemble.given import Settings
 from launch.assemble.models_step import Models
-from launch.config import resolve
 
 LevelOf = np.ndarray | Callable[[int, int, np.ndarray], np.ndarray]
 
@@ -44,11 +43,7 @@ def made(
         num_levels = levels.top(hparams)
         if level_of is None:
             level_of, eligible = levels.assigned(hparams, config.num_clients)
-    can_train = num_rows > 0 if resolve.num_unseen(config) else None
-    num_eligible = config.num_clients if eligible is None else int(eligible.sum())
-    if can_train is not None:
-        eligible = can_train if eligible is None else can_train & eligible
-        num_eligible = int(eligible[0].sum())
+    eligible = ~data.partition.is_unseen & (True if eligible is None else eligible)
     if level_of is None:
         num_stages = [len(model.stage_names) for model in found.clients]
         level_of = np.array(num_stages, np.int32)[group]
@@ -59,7 +54,7 @@ def made(
         num_clients=config.num_clients,
         num_classes=settings.source.num_classes,
         num_proxy=data.partition.proxy.shape[1],
-        num_eligible=num_eligible,
+        num_eligible=int(eligible[0].sum()),
         num_examples=shapes.rounded_up(int(data.partition.adapting.count.max())),
         example_shape=settings.source.image.shape[1:],
         num_levels=num_levels,

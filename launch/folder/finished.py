@@ -94,7 +94,7 @@ def clients(run: Run) -> dict[str, np.ndarray]:
     partition = run.data.partition
     has_unseen = not isinstance(partition.unseen, tuple)
     return {
-        **({UNSEEN: np.asarray(partition.is_unseen)} if has_unseen else {}),
+        **({UNSEEN: partition.is_unseen} if has_unseen else {}),
         **swept,
         **{kind: np.array(found) for kind, found in names.items() if found},
         **best,

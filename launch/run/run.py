@@ -187,11 +187,10 @@ class Run:
 
     def _best_round(self, index: int) -> int | None:
         """The round of a variant with the best validation so far."""
-        variants = self.simulation.variants
-        point, seed = self.points[variants.point(index)], variants.seed(index)
-        records = sweep.of_point(self.metrics, point)
-        mine = [one for one in records if one["seed"] == self.seeds[seed]]
-        return summaries.best_round(mine)
+        # Each evaluation has a record of every variant, in order.
+        return summaries.best_round(
+            self.metrics[index :: self.simulation.variants.count]
+        )
 
     def next_stop(self, every: int = 0) -> int:
         """The next round after which to evaluate or save; now if an evaluation is due.
@@ -271,7 +270,7 @@ class Run:
         models = self.task.client_models
         if len(models) == 1 or accuracies is None:
             return {}
-        unseen = np.asarray(self.data.partition.is_unseen)[seed]
+        unseen = self.data.partition.is_unseen[seed]
         group = np.where(unseen, -1, np.asarray(self.task.group_of_client))
         kind = "perplexity" if self.data.num_words else "accuracy"
         if self.data.masked_loss == "chosen":

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pfl import measures, metric_kinds
+from fedjax_pfl import metric_kinds
 
 COUNTERS = (
     "round",
@@ -34,7 +34,7 @@ CHOOSING = tuple(
 )
 
 # Before a metric's name: the number of clients in its mean, if not all
-CLIENTS_IN = measures.CLIENTS_IN
+CLIENTS_IN = metric_kinds.CLIENTS_IN
 
 
 def window(rule_name: str, rounds: int) -> tuple[int, ...]:
