@@ -26,13 +26,17 @@ if TYPE_CHECKING:
 class Comparison(Mapping):
     """Experiments by name, all of them on the same examples of the same clients.
 
-    `notes` has lines about how shared options were taken.
+    `notes` has lines about how shared options were taken, and `options` those that each
+    experiment was built from.
     """
 
     def __init__(
-        self, experiments: Mapping[str, Experiment], notes: Sequence[str] = ()
+        self,
+        experiments: Mapping[str, Experiment],
+        notes: Sequence[str] = (),
+        options: Mapping[str, Mapping[str, Any]] = {},
     ):
-        self._experiments = dict(experiments)
+        self._experiments, self.options = dict(experiments), options
         self.notes, self._shown = tuple(notes), set()
 
     def __getitem__(self, name: str) -> Experiment:
@@ -275,11 +279,12 @@ def _built(
     made: dict[str, Experiment] = {}
     first = next(iter(runs))
     shared, notes = _shared(runs, options)
+    of_rows = {name: dict(shared[name]) for name in runs}
     for name, own in runs.items():
-        given = dict(shared[name])
-        if given.get("workdir"):
-            given["workdir"] = f"{given['workdir']}/{name}"
-        made[name] = experiment(**given | own)
+        if folder := of_rows[name].get("workdir"):
+            of_rows[name]["workdir"] = f"{folder}/{name}"
+        of_rows[name] |= own
+        made[name] = experiment(**of_rows[name])
         one, other = made[first], made[name]
         if one.examples_sha256 != other.examples_sha256:
             raise ValueError(
@@ -306,4 +311,4 @@ def _built(
                 "give partition, test_split and proxy_fraction, or another preset than "
                 f"{options['preset']}"
             )
-    return Comparison(made, notes)
+    return Comparison(made, notes, of_rows)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from fedjax_pfl.rows import views
-from launch import build
+from launch import experiment as experiment_lib
 from launch.config import registry
 from launch.experiment import Experiment
 
@@ -55,7 +55,7 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
         options.setdefault("client_optimizer", "sgd")
 
     def fresh(**more: Any) -> Experiment:
-        return build.experiment(**options | more)
+        return experiment_lib.experiment(**options | more)
 
     if "clients_per_round" not in options:
         options["clients_per_round"] = max(1, fresh().config.num_clients // 2)

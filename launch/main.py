@@ -8,7 +8,8 @@ prints the command that continues it.
 import sys
 from typing import Any
 
-from launch import build, ending
+from launch import ending
+from launch import experiment as experiment_lib
 from launch.config import flags
 from launch.folder import workdir
 from launch.machine import devices, processes
@@ -24,12 +25,14 @@ def execute(given: dict[str, Any]) -> dict[str, Any]:
     """
     with ending.refused():
         devices.begin(given.get("distributed") or "")
-        experiment = build.experiment(**workdir.with_stored_rounds(given))
+        experiment = experiment_lib.experiment(**workdir.with_stored_rounds(given))
     with experiment.folder as folder:
         return _execute(experiment, folder)
 
 
-def _execute(experiment: build.Experiment, folder: workdir.Workdir) -> dict[str, Any]:
+def _execute(
+    experiment: experiment_lib.Experiment, folder: workdir.Workdir
+) -> dict[str, Any]:
     """Runs the experiment while this process holds its folder."""
     is_new, say = not (folder.path / workdir.RUN_FLAGS).exists(), processes.say
     with ending.refused():

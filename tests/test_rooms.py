@@ -16,7 +16,7 @@ ROOMS = (
     "tables",
     "commands",
 )
-FACES = ("build", "compare", "contract", "ending", "experiment", "main")
+FACES = ("compare", "contract", "ending", "experiment", "main")
 INNER = [name for name in ROOMS if name not in ("faces", "commands")]
 
 

@@ -14,6 +14,10 @@ from fedjax_pfl import json_text
 NAME = "run.lock"
 
 
+class Held(ValueError):
+    """Another process holds the lock."""
+
+
 class Lock:
     """A file that names its owner by process id and host.
 
@@ -27,7 +31,7 @@ class Lock:
         self._file: int | None = None  # its descriptor, while the lock is held
 
     def acquire(self) -> None:
-        """Takes the lock and creates the folder; a ValueError names its holder."""
+        """Takes the lock and creates the folder; `Held` names its holder."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         while self._file is None:
             file = self._opened()
@@ -64,7 +68,7 @@ class Lock:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(self._refusal(_owner(file))) from None
+            raise Held(self._refusal(_owner(file))) from None
         # Its owner may have removed it meanwhile.
         try:
             if not os.path.samestat(os.stat(self.path), os.fstat(file)):
@@ -73,7 +77,7 @@ class Lock:
             return None
         owner = _owner(file)
         if owner is not None and owner["host"] != socket.gethostname():
-            raise ValueError(
+            raise Held(
                 f"{self._refusal(owner)}; if that process is dead, remove {self.path}"
             )
         return file

@@ -256,3 +256,17 @@ def over_seeds(
     mean = np.array([np.mean(one) for one in values])
     spread = np.array([np.std(one, ddof=len(one) > 1) for one in values])
     return where, mean, spread
+
+
+def client_values(run: Record, metric: str) -> np.ndarray | None:
+    """The means of single clients behind a metric over the summary's rounds.
+
+    f64[S, K], nan for clients that do not belong to it, None if they are not known.
+    """
+    names = {"client_": False, "unseen_": True}
+    prefix = next((p for p in names if metric == p + measured(run)), None)
+    if prefix is None:
+        return None
+    means = client_means(run)
+    unseen = run.clients.get(finished.UNSEEN, np.zeros(means.shape)).astype(bool)
+    return np.where(unseen == names[prefix], means, np.nan)

@@ -38,6 +38,10 @@ class Stop:
         """Shares a signal that one of several processes got with all of them."""
         self.signal = max(processes.gathered(self._noted)) or None
 
+    def ask(self, number: int) -> None:
+        """Asks the run to stop after this call, as a signal does."""
+        self._noted = number
+
     def __bool__(self) -> bool:
         return self.signal is not None
 

@@ -1,6 +1,6 @@
 """Values of whole curves for tables: after round 0, or until an accuracy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,10 +80,19 @@ def with_later(done: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {**done, "metrics": metrics, "numbers": numbers}
 
 
-def until(records: Records, metric: str, goals: Sequence[float]) -> list[float]:
-    """Megabytes sent when a metric first reaches its goal, by seed; nan = never."""
+def until(
+    records: Records,
+    metric: str,
+    goals: Sequence[float],
+    place: Callable[[Mapping[str, Any]], float] = megabytes,
+    sign: int = 1,
+) -> list[float]:
+    """The place, by default megabytes sent, where a metric first reaches its goal.
+
+    By seed; nan = never. With `sign` -1 smaller values are better.
+    """
     out = []
     for curve, goal in zip(of_seeds(records), goals, strict=True):
-        there = [megabytes(r) for r in curve if r.get(metric, -1.0) >= goal]
-        out.append(there[0] if there else float("nan"))
+        rows = [r for r in curve if metric in r and sign * (r[metric] - goal) >= 0]
+        out.append(place(rows[0]) if rows else float("nan"))
     return out

@@ -1,20 +1,23 @@
-"""Runs a study: `python -m launch.study scaling [--part=population,cohort] [--report]`.
+"""Runs a study: `python -m launch.study scaling [--part=population,cohort] [--report]`,
+or one of your methods, `python -m launch.study --table=mine.json [--shard=1/2]`.
 
 A study is a table of cells as data, `launch/studies/<study>.json`, with a sheet for
 each axis. Each missing cell runs in a process of its own, and its result is kept as a
-small file in --folder. After Ctrl-C the same command goes on. Where libtpu is installed
-the compiler of a TPU adds its estimates.
+small file in --folder. Where libtpu is installed the compiler of a TPU adds its
+estimates. A table of methods is tuned on validation rows and then run with several
+seeds, see `build.study`. After Ctrl-C the same command goes on.
 """
 
 import dataclasses
 import pathlib
 import signal
 
+from fedjax_pfl import options as option_lib
 from fedjax_pfl.options import option
 from launch import ending
 from launch.config import flags
 from launch.machine import target
-from launch.tables import cells, study
+from launch.tables import cells, protocol, study
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +25,19 @@ class Options:
     """The options of this command."""
 
     folder: str = option("", "folder of the cells; default runs/study/<study>")
+    table: str = option("", "JSON file of a study of methods")
+    shard: str = option(
+        "1/1",
+        "I/N: run each N-th method of --table from the I-th on; several processes may "
+        "share a folder",
+        needs={"table": option_lib.ON},
+    )
+    cell_timeout: float = option(
+        0.0,
+        "minutes after which a run of --table is saved and left, 0 = never",
+        minimum=0,
+        needs={"table": option_lib.ON},
+    )
     part: str = option("", "sheets, with commas; default all")
     target: str = option(
         study.TARGET,
@@ -32,7 +48,38 @@ class Options:
     report: bool = option(
         False, f"also write {study.REPORT}, tables.md and a picture of each sheet"
     )
-    dry_run: bool = option(False, "list the cells and their minutes, run nothing")
+    dry_run: bool = option(
+        False,
+        "list the cells and their minutes, run nothing; of --table some rounds of each "
+        "method run",
+    )
+
+
+def _methods(asked: Options) -> None:
+    """Runs a study of methods."""
+    index, slash, count = asked.shard.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal()):
+        raise ValueError(f"--shard={asked.shard}: expected I/N, such as 1/2")
+    path = pathlib.Path(asked.table)
+    folder = asked.folder or pathlib.Path("runs/study") / path.stem
+    found = protocol.read(path, folder)
+    for note in found.notes:
+        print(f"note: {note}", flush=True)
+    if asked.dry_run:
+        print("\n".join(found.lines()), f"\n{found.estimate()}", sep="")
+        return
+    try:
+        shard = int(index), int(count)
+        found.run(shard=shard, cell_timeout=asked.cell_timeout)
+    except KeyboardInterrupt as error:
+        flags.fail(f"{error}; the same command continues", 130)
+    print(found.table(), flush=True)
+    if asked.report:
+        for written in found.write():
+            print(written)
+    if found.failed:
+        line = f"{len(found.failed)} runs failed; the same command tries them again"
+        flags.fail(line, 1)
 
 
 @ending.command
@@ -40,6 +87,10 @@ def command(argv: list[str]) -> None:
     """Runs the missing cells of a study."""
     with ending.refused():
         asked, words, _ = flags.asked(argv, Options, __doc__)
+        if asked.table:
+            if words:
+                raise ValueError(f"--table={asked.table}: omit the study {words[0]}")
+            return _methods(asked)
         if len(words) != 1:
             raise ValueError(f"give one study: {', '.join(cells.studies())}")
         folder = pathlib.Path(asked.folder) if asked.folder else None

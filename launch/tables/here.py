@@ -10,7 +10,8 @@ from typing import Any
 from data import loaders, texts
 from fedjax_pfl import options as options_lib
 from fedjax_pfl.options import option
-from launch import build, ending, main
+from launch import ending, main
+from launch import experiment as experiment_lib
 from launch.config import flagfile, flags, registry, resolve, schema
 from launch.folder import finished, record
 from launch.machine import processes
@@ -205,7 +206,7 @@ class Table:
         run(folder, options | self.execution)
         names = self.execution.keys() & {"distributed", "data_dir"}
         where = {name: self.execution[name] for name in names}
-        build.load(folder, **where).save_model(path)
+        experiment_lib.load(folder, **where).save_model(path)
 
     def write_page(self) -> None:
         """Writes a page about the finished cells, with the paper's numbers."""

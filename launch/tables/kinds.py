@@ -20,7 +20,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from launch import build, ending
+from launch import ending
+from launch import experiment as experiment_lib
 from launch.machine import devices, processes
 from launch.tables import cells, child, examples, here, loops
 
@@ -33,17 +34,17 @@ FAKE = "--xla_force_host_platform_device_count"
 FIRST = 1  # the round before it warms up
 
 
-def drawn(settings: Settings, rounds: int, **more: Any) -> build.Experiment:
+def drawn(settings: Settings, rounds: int, **more: Any) -> experiment_lib.Experiment:
     """The run of a cell's options, on generated examples."""
     options = cells.known(settings["options"])
     data = examples.draw(options["num_clients"], **settings["data"])
     # Nothing is evaluated.
-    return build.experiment(
+    return experiment_lib.experiment(
         **options | more, dataset=data, rounds=rounds, eval_every=rounds
     )
 
 
-def planned_bytes(experiment: build.Experiment) -> dict[str, int]:
+def planned_bytes(experiment: experiment_lib.Experiment) -> dict[str, int]:
     """Bytes of a device's state, and of the rounds' program by the compiler's plan."""
     # With rows on the host, this counts only those on the device.
     leaves = jax.tree.leaves([call.state for call in experiment.simulation.calls])

@@ -1,0 +1,135 @@
+"""Numbers of a run beside a control on the same clients, and of fine-tuned clients.
+
+All are by seed, in the form of a summary's metric: {mean, std, per_seed}.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from launch.folder import record
+from launch.folder.record import Record
+from launch.run import summaries
+from launch.show import curves, words
+
+TITLES = {
+    "hurt": "Hurt",
+    "gain": "Gain",
+    "bottom_decile": "Bottom decile",
+    "until_rounds": "Rounds until",
+    "until_mb": "MB until",
+    "until_clock": "Clock until, s",
+}
+_PLACES: dict[str, Callable[[Mapping[str, Any]], float]] = {
+    "until_rounds": lambda row: row["round"],
+    "until_mb": curves.megabytes,
+    "until_clock": lambda row: row["clock"],
+}
+_FINE_TUNED = re.compile(r"(val_)?(unseen_|)fine_tuned_(.*)")
+_SERVED = re.compile(r"(val_)?(client|unseen)_(.*)")
+
+
+def main_metric(run: Record) -> str:
+    """The accuracy of the clients' models, or their perplexity, in a run."""
+    names = [f"client_{record.measured(run)}", "client_masked_perplexity"]
+    found = run.summary["metrics"]
+    return next((name for name in names if name in found), names[0])
+
+
+def metric(name: str, runs: Sequence[Record]) -> words.Metric:
+    """How a metric of a run or one of `TITLES` is shown."""
+    if name not in TITLES:
+        return words.metric(name, record.kinds(runs))
+    base = words.metric(main_metric(runs[0]), record.kinds(runs))
+    if name in ("gain", "bottom_decile"):
+        return base._replace(name=name, title=TITLES[name])
+    scale, unit = (100, "%") if name == "hurt" else (1, "")
+    return words.Metric(name, base.kind, TITLES[name], "lower", scale, unit, digits=1)
+
+
+def fine_tuned(run: Record) -> Record:
+    """The run with its fine-tuned clients in place of those that serve.
+
+    `fine_tuned_accuracy` becomes `client_accuracy`, `unseen_fine_tuned_accuracy`
+    becomes `unseen_accuracy`, and likewise losses, perplexities and validation rows.
+    What is known only of the models that serve, such as their worst decile, is left
+    out, as are the metrics of other models.
+    """
+
+    def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+        out = {}
+        for name, value in values.items():
+            if found := _FINE_TUNED.fullmatch(name):
+                prefix, group, rest = found.groups("")
+                out[f"{prefix}{group or 'client_'}{rest}"] = value
+            elif name in summaries.COUNTERS or name == "best_round":
+                out[name] = value
+        return out
+
+    parts = ("metrics", "last_round")
+    changed = {name: renamed(run.summary.get(name, {})) for name in parts}
+    clients = dict(run.clients)
+    if (name := f"fine_tuned_{record.measured(run)}") in clients:
+        clients[record.measured(run)] = clients.pop(name)
+    summary = run.summary | changed
+    records = [renamed(one) for one in run.records]
+    kinds = renamed(run.kinds)
+    return run._replace(summary=summary, records=records, clients=clients, kinds=kinds)
+
+
+def of(
+    name: str, run: Record, control: Record | None, share: float
+) -> dict[str, Any] | None:
+    """A metric of `TITLES` for a run, None where it is not known.
+
+    * hurt: the share of clients with a worse value than with the control;
+    * gain: the mean over clients of the value less the control's;
+    * bottom_decile: the mean over the worst tenth of the clients;
+    * until_rounds, until_mb, until_clock: the first evaluated round after which the
+      mean over clients reaches `share` of the control's result, with its messages and
+      simulated seconds. Seeds that never do are left out and said.
+    """
+    if name in _PLACES:
+        return control and _until(run, control, share, _PLACES[name])
+    kind = main_metric(run)
+    mine = record.client_values(run, kind)
+    if mine is None:
+        return None
+    sign = -1 if words.metric(kind).better == "lower" else 1
+    if name == "bottom_decile":
+        ordered = [np.sort(sign * one[np.isfinite(one)]) for one in mine]
+        tenths = [max(1, len(one) // 10) for one in ordered]
+        pairs = zip(ordered, tenths, strict=True)
+        return summaries.spread([float(sign * one[:n].mean()) for one, n in pairs])
+    other = control and record.client_values(control, kind)
+    if other is None or other.shape != mine.shape:
+        return None
+    gaps = [gap[np.isfinite(gap)] for gap in sign * (mine - other)]
+    if not all(len(gap) for gap in gaps):
+        return None
+    found = [
+        (gap < -1e-9).mean() if name == "hurt" else sign * gap.mean() for gap in gaps
+    ]
+    return summaries.spread(list(map(float, found)))
+
+
+def _until(
+    run: Record, control: Record, share: float, place: Callable[..., float]
+) -> dict[str, Any] | None:
+    kind = main_metric(run)
+    aims = control.summary["metrics"].get(kind, {}).get("per_seed", ())
+    if len(aims) != len({row["seed"] for row in run.records}):
+        return None
+    lower = words.metric(kind).better == "lower"
+    goals = [aim / share if lower else share * aim for aim in aims]
+    try:
+        found = curves.until(run.records, kind, goals, place, -1 if lower else 1)
+    except KeyError:
+        return None  # records without a clock
+    has = [index for index, one in enumerate(found) if np.isfinite(one)]
+    entry = summaries.spread([float(found[index]) for index in has]) if has else None
+    if entry and len(has) < len(found):
+        entry |= {"seeds": has, "of_seeds": len(found)}
+    return entry

@@ -1,0 +1,300 @@
+"""A table of methods for a paper: LaTeX, Markdown, HTML, or a frame."""
+
+from __future__ import annotations
+
+import html as html_lib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from launch.folder import record
+from launch.folder.record import Record
+from launch.show import derived, sheets, significance, words
+
+if TYPE_CHECKING:
+    import pandas
+
+# What a value is beside the control's: nothing shown, better or worse
+MARKS = {"": "", "better": "†", "worse": "‡"}
+_LATEX = {
+    **{sign: rf"\{sign}" for sign in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "†": r"$^\dagger$",
+    "‡": r"$^\ddagger$",
+    "–": "--",
+    "<": "$<$",
+    ">": "$>$",
+}
+
+
+class Value(NamedTuple):
+    """A cell: its numbers (None = unknown), how it is marked, and p-values.
+
+    `p` is that of the difference to the control and `p_best` to the best, both
+    corrected for all methods of the column; None = not tested.
+    """
+
+    text: str
+    mean: float | None = None
+    std: float = 0.0
+    is_best: bool = False
+    mark: str = ""
+    p: float | None = None
+    p_best: float | None = None
+
+
+class Column(NamedTuple):
+    """A column: the setting above it, its metric, and a value for each row."""
+
+    setting: str
+    metric: words.Metric
+    values: list[Value]
+
+
+class Table(NamedTuple):
+    """Methods (rows) and metrics, perhaps in several settings (columns).
+
+    Percent for fractions, mean ± standard deviation over seeds. Bold are the best of a
+    column and all that are not shown to differ from it; † marks better and ‡ worse
+    values than the control's (`significance.wilcoxon`, p < .05 after Holm's correction
+    over the methods of the column).
+    """
+
+    rows: list[str]
+    columns: list[Column]
+    notes: list[str]
+
+    def heads(self) -> list[str]:
+        """A title for each column."""
+        many = len({one.setting for one in self.columns}) > 1
+        return [
+            ", ".join(filter(None, [one.setting * many, _head(one.metric)]))
+            for one in self.columns
+        ]
+
+    def _lines(self, bold: str) -> list[list[str]]:
+        """The texts of each row; `bold` has a place `{}`."""
+        lines = []
+        for index in range(len(self.rows)):
+            values = [column.values[index] for column in self.columns]
+            lines.append(
+                [
+                    (bold.format(v.text) if v.is_best else v.text) + MARKS[v.mark]
+                    for v in values
+                ]
+            )
+        return lines
+
+    def to_markdown(self) -> str:
+        """The table as Markdown, with its notes."""
+        head = "| | " + " | ".join(self.heads()) + " |"
+        body = [
+            f"| {name} | " + " | ".join(line) + " |"
+            for name, line in zip(self.rows, self._lines("**{}**"), strict=True)
+        ]
+        rule = "|---|" + "---|" * len(self.columns)
+        return "\n".join([head, rule, *body, "", *self.notes, ""])
+
+    def to_html(self) -> str:
+        """The table as an element `<table>`, with its notes below."""
+        cells = "".join(f"<th>{html_lib.escape(one)}</th>" for one in self.heads())
+        body = ""
+        escaped = self._map(html_lib.escape)
+        for name, line in zip(escaped.rows, escaped._lines("<b>{}</b>"), strict=True):
+            body += f"<tr><th>{name}</th>{''.join(f'<td>{v}</td>' for v in line)}</tr>"
+        notes = "<br>".join(map(html_lib.escape, self.notes))
+        return f"<table><tr><th></th>{cells}</tr>{body}</table><p>{notes}</p>"
+
+    _repr_html_ = to_html
+
+    def to_latex(self) -> str:
+        """The table as LaTeX, which needs no package."""
+        settings = list(dict.fromkeys(one.setting for one in self.columns))
+        lines = [
+            r"\begin{tabular}{l" + "r" * len(self.columns) + "}",
+            r"\hline",
+        ]
+        if len(settings) > 1:
+            counts = [sum(c.setting == s for c in self.columns) for s in settings]
+            groups = [
+                rf"\multicolumn{{{count}}}{{c}}{{{_latex(setting)}}}"
+                for setting, count in zip(settings, counts, strict=True)
+            ]
+            lines.append(" & ".join(["", *groups]) + r" \\")
+        titles = [_latex(_head(one.metric)) for one in self.columns]
+        lines += [" & ".join(["Method", *titles]) + r" \\", r"\hline"]
+        escaped = self._map(_latex)
+        for name, line in zip(
+            escaped.rows, escaped._lines(r"\textbf{{{}}}"), strict=True
+        ):
+            marked = [
+                "".join(_LATEX.get(c, c) if c in "†‡" else c for c in v) for v in line
+            ]
+            lines.append(" & ".join([name, *marked]) + r" \\")
+        lines += [r"\hline", r"\end{tabular}"]
+        comments = [f"% {note}" for note in self.notes]
+        return "\n".join([*comments, *lines, ""])
+
+    def to_sheet(self, title: str) -> sheets.Sheet:
+        """The table for a page of runs."""
+        rows = list(zip(self.rows, self._lines("{}"), strict=True))
+        return sheets.Sheet(
+            title, self.notes, [sheets.Grid("", "", self.heads(), rows)]
+        )
+
+    def to_frame(self) -> pandas.DataFrame:
+        """Numbers: mean, std, p and p_best of each column, fractions as 0..1."""
+        import pandas
+
+        out = {}
+        for head, column in zip(self.heads(), self.columns, strict=True):
+            for part in ("mean", "std", "p", "p_best"):
+                out[head, part] = [getattr(value, part) for value in column.values]
+        return pandas.DataFrame(out, index=pandas.Index(self.rows, name="method"))
+
+    def _map(self, change: Any) -> Table:
+        """The table with changed texts."""
+        columns = [
+            one._replace(values=[v._replace(text=change(v.text)) for v in one.values])
+            for one in self.columns
+        ]
+        return self._replace(rows=list(map(change, self.rows)), columns=columns)
+
+    def __str__(self) -> str:
+        return self.to_markdown()
+
+
+def _head(metric: words.Metric) -> str:
+    return f"{metric.title}, %" if metric.unit else metric.title
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(sign, sign) for sign in text)
+
+
+def made(
+    runs: Mapping[str, Mapping[str, Record | None]],
+    metrics: Sequence[str],
+    control: str,
+    test: str = "wilcoxon",
+    until: float = 0.95,
+) -> Table:
+    """The table of runs by setting and method, where None is not finished.
+
+    Args:
+        runs: The same methods in each setting.
+        metrics: Names of metrics or of `derived.TITLES`, () = the usual ones.
+        control: The method that marks, hurt, gain and until compare with, "" = none.
+        test: `wilcoxon`, or `none` for a table without marks.
+        until: The share of the control's result for `until_...`.
+    """
+    known = [run for found in runs.values() for run in found.values() if run]
+    rows, metrics = list(next(iter(runs.values()))), metrics or _usual(known, control)
+    columns, untested = [], {}
+    for setting, found in runs.items():
+        for name in metrics:
+            how = derived.metric(name, known) if known else words.metric(name)
+            entries = _entries(found, name, control, until)
+            arrays = {
+                row: run and record.client_values(run, name)
+                for row, run in found.items()
+                if test != "none" and name not in derived.TITLES
+            }
+            values, was_tested = _values(how, entries, arrays, control)
+            columns.append(Column(setting, how, values))
+            if not was_tested and name not in derived.TITLES and test != "none":
+                untested[how.title] = ""
+    seeds = {len(run.clients["seeds"]) for run in known}
+    notes = [f"Mean ± standard deviation of {max(seeds, default=0)} seeds."]
+    if test != "none":
+        beside = f"; † better and ‡ worse than {control}" if control else ""
+        notes.append(
+            "Bold: the best and all that are not shown to differ from it"
+            f"{beside} (Wilcoxon's signed-rank test on clients, seeds as blocks, p < "
+            f"{significance.LEVEL} after Holm's correction)."
+        )
+    if untested:
+        line = "are no values of single clients, so that only the best is bold"
+        notes.append(f"{', '.join(untested)}: there {line}.")
+    about = {
+        "hurt": f"clients that are worse off than with {control}",
+        "gain": f"mean over clients of the value less that with {control}",
+        "bottom_decile": "mean over the worst tenth of the clients",
+    }
+    about |= dict.fromkeys(
+        ("until_rounds", "until_mb", "until_clock"),
+        f"until the mean over clients reaches {until:g} of the result of {control}",
+    )
+    notes += [f"{derived.TITLES[n]}: {about[n]}." for n in metrics if n in about]
+    return Table(rows, columns, notes)
+
+
+def _usual(runs: Sequence[Record], control: str) -> list[str]:
+    """The clients' metric, that of unseen clients, and how many are worse off."""
+    if not runs:
+        return ["client_accuracy"]
+    main = derived.main_metric(runs[0])
+    names = [main, main.replace("client_", "unseen_")]
+    found = [n for n in names if any(n in run.summary["metrics"] for run in runs)]
+    return [*found, "bottom_decile", *["hurt"] * bool(control)]
+
+
+def _entries(
+    found: Mapping[str, Record | None], name: str, control: str, until: float
+) -> dict[str, dict[str, Any] | None]:
+    """The metric of each run in the form of a summary, None = unknown."""
+    base = found.get(control)
+    out: dict[str, dict[str, Any] | None] = {}
+    for row, run in found.items():
+        if run is None:
+            out[row] = None
+        elif name in derived.TITLES:
+            is_self = row == control and name in ("hurt", "gain")
+            out[row] = None if is_self else derived.of(name, run, base, until)
+        else:
+            out[row] = run.summary["metrics"].get(name)
+    return out
+
+
+def _values(
+    how: words.Metric,
+    entries: Mapping[str, Mapping[str, Any] | None],
+    arrays: Mapping[str, Any],
+    control: str,
+) -> tuple[list[Value], bool]:
+    """The values of a column, and whether any could be tested."""
+    sign = -1 if how.better == "lower" else 1
+    means = {row: sign * one["mean"] for row, one in entries.items() if one}
+    best = max(means, key=means.__getitem__) if means and how.better else None
+    to_best = _tested(arrays, best, means)
+    to_control = _tested(arrays, control, means)
+    values = []
+    for row, entry in entries.items():
+        if entry is None:
+            values.append(Value("–"))
+            continue
+        p, p_best = to_control.get(row), to_best.get(row)
+        is_best = row == best or (p_best is not None and p_best >= significance.LEVEL)
+        mark = ""
+        if p is not None and p < significance.LEVEL:
+            mark = "better" if means[row] > means[control] else "worse"
+        numbers = entry["mean"], entry["std"]
+        values.append(Value(how.text(entry), *numbers, is_best, mark, p, p_best))
+    return values, bool(to_best)
+
+
+def _tested(
+    arrays: Mapping[str, Any], base: str | None, means: Mapping[str, float]
+) -> dict[str, float]:
+    """Holm's p-values of the differences to the row `base`, by row."""
+    ours = arrays.get(base)
+    rows = [
+        row
+        for row, one in arrays.items()
+        if row != base and row in means and one is not None and ours is not None
+        if one.shape == ours.shape
+    ]
+    found = [significance.wilcoxon(arrays[row], ours) for row in rows]
+    return dict(zip(rows, significance.holm(found), strict=True))

@@ -1,0 +1,776 @@
+"""A study of methods: tuned on validation rows, then run with several seeds.
+
+A method's trials are runs in `FOLDER/runs`: a sweep of the tuned options, with one more
+for each value of an option that no sweep can take, and then the seeds at the best
+point. All of them measure test rows, but only validation rows choose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import pathlib
+import shutil
+import signal
+import tempfile
+import time
+import warnings
+import zipfile
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from data import files
+from fedjax_pfl import json_text, metric_kinds
+from launch import compare
+from launch.config import registry, schema, sweep
+from launch.experiment import Experiment, experiment
+from launch.folder import finished, lock, record, tracking
+from launch.folder.record import Record
+from launch.machine import processes
+from launch.run import loop, stop, summaries
+from launch.show import derived
+from launch.tables import cells, estimates, store
+
+if TYPE_CHECKING:
+    from launch.show import table
+
+FINE_TUNED = "+ft"  # after a method's name: its fine-tuned clients as a row
+STUDY, PACKED = store.STUDY, "study of methods"
+_IN_PYTHON = "given in Python"
+# A study as a file, see `read`
+_OPTIONS = {"options?": dict, str: json_text.NOTHING}
+FILE = {
+    "study?": str,
+    "rows": {str: _OPTIONS},
+    "values?": {str: _OPTIONS},
+    "common?": _OPTIONS,
+    "tune?": {str: list},
+    "seeds?": int,
+    "tune_seeds?": int,
+    "control?": str,
+    "metrics?": [str],
+    str: json_text.NOTHING,
+}
+
+
+class Trial(NamedTuple):
+    """A run of a study: its folder below `runs`, its options, and these as JSON."""
+
+    name: str
+    options: dict[str, Any]
+    key: dict[str, Any]
+
+
+class Choice(NamedTuple):
+    """What validation rows chose for a row of a study.
+
+    Attributes:
+        options: The values of the tuned options, {} if none is.
+        metric, value: The validation metric and its best mean over seeds, "" if there
+            are no validation rows.
+        is_fine_tuned: Whether fine-tuning is better than none, for a row that may.
+        edges: The tuned options whose best value is the least or largest of several.
+    """
+
+    options: dict[str, Any]
+    metric: str = ""
+    value: float = 0.0
+    is_fine_tuned: bool = False
+    edges: tuple[str, ...] = ()
+
+
+class Study:
+    """Methods in one or more settings, see `study`; everything is in `folder`.
+
+    `rows` are the names of the methods, `settings` those of the settings, and `notes`
+    lines about how options were taken. `failed` has the trials of the last `run()` that
+    could not run.
+    """
+
+    def __init__(self, given: Mapping[str, Any], folder: Any, is_opened: bool = False):
+        """Prepares a study in the form of `FILE`, with objects where Python gave them.
+
+        With `is_opened` it is what the folder holds. Raises a ValueError of one line if
+        an option is wrong or the folder holds something else.
+        """
+        self.rows = list(given["rows"])
+        self.settings = {
+            name: one.get("options", {})
+            for name, one in (given.get("values") or {"": {}}).items()
+        }
+        self.seeds, self.tune_seeds = given.get("seeds", 1), given.get("tune_seeds", 1)
+        self.tune = {name: list(v) for name, v in given.get("tune", {}).items()}
+        self.control = given.get("control", "")
+        self.metrics = list(given.get("metrics", ()))
+        self.options = dict(given.get("common", {}).get("options", {}))
+        self._bases = _bases(given["rows"])
+        self._given = _shown(given)
+        self._check()
+        self._is_opened, self._temporary = is_opened, None
+        if not folder:
+            self._temporary = tempfile.TemporaryDirectory()
+            folder = self._temporary.name
+        self.folder, self.failed = pathlib.Path(folder), []
+        self.notes: list[str] = []
+        self._options: dict[str, dict[str, dict[str, Any]]] = {}
+        self._tuned: dict[str, dict[str, Any]] = {}
+        self._hashes: dict[str, dict[str, str]] = {}
+        self._records: dict[str, Record] = {}
+        self._prepare(is_opened)
+
+    def _check(self) -> None:
+        if odd := [one for one in (self.seeds, self.tune_seeds) if one < 1]:
+            raise ValueError(f"study: seeds={odd[0]}: expected 1 or more")
+        if self.control and self.control not in self.rows:
+            every = ", ".join(self.rows)
+            raise ValueError(f"study: control={self.control}: expected one of {every}")
+        for name, values in self.tune.items():
+            if not values or len(set(map(str, values))) < len(values):
+                raise ValueError(f"study: tune: {name}: expected different values")
+        for setting, own in self.settings.items():
+            options = self.options | own
+            if self.tune and not options.get("val_split"):
+                raise ValueError(
+                    "study: tune chooses by validation rows; give val_split"
+                )
+            if self._fine_tuned() and not options.get("fine_tune_epochs"):
+                first, where = self._fine_tuned()[0], f" in {setting}" * bool(setting)
+                raise ValueError(f"study: {first}{where} needs fine_tune_epochs")
+            for name in ("num_seeds", "sweep", "workdir", "resume", "target"):
+                if name in options:
+                    raise ValueError(f"study: {name} is decided by the study; omit it")
+
+    def _fine_tuned(self) -> list[str]:
+        return [row for row in self.rows if row.endswith(FINE_TUNED)]
+
+    def _prepare(self, is_opened: bool) -> None:
+        """Finds each method's options, as `compare` does, or reads those of before."""
+        path = self.folder / STUDY
+        if path.is_file():
+            held = _held(path)
+            is_same = held["given"] == self._given
+            if is_opened or (is_same and not _is_of_python(self._given)):
+                found = held["prepared"]
+                self._options, self._tuned, self._hashes, self.notes = found
+                return
+        elif self.folder.is_dir() and any(self.folder.iterdir()):
+            raise ValueError(
+                f"folder={self.folder} holds something else than a study; give another"
+            )
+        for setting, own in self.settings.items():
+            options = self.options | own | {"num_seeds": self.seeds}
+            if options.get("val_split"):
+                options = {"summary": summaries.BEST} | options
+            compared = compare.compare(self._bases, run=False, **options)
+            self.notes += [n for n in compared.notes if n not in self.notes]
+            self._options[setting], of_rows = dict(compared.options), {}
+            for base, made in compared.items():
+                of_rows[base] = self._tuned_by(made, compared.options[base], base)
+                hashes = {"data": made.examples_sha256, "own": made.own_sha256}
+                self._hashes[setting] = self._hashes.get(setting, {}) | {base: hashes}
+            self._tuned[setting] = of_rows
+        known = [registry.fields_of(own["algo"]) for own in self._bases.values()]
+        for name in self.tune:
+            if not any(name in fields for fields in known):
+                raise ValueError(f"study: tune: no method has the option {name}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        prepared = self._options, self._tuned, self._hashes, self.notes
+        body = {"study": PACKED, "given": self._given, "prepared": _shown(prepared)}
+        finished.write_text(path, json.dumps(body, indent=1, sort_keys=False) + "\n")
+
+    def _tuned_by(
+        self, made: Experiment, options: Mapping[str, Any], base: str
+    ) -> dict[str, list[str]]:
+        """The options of `tune` that a method has: by a sweep, and by single runs."""
+        own = self._bases[base]
+        known = registry.fields_of(own["algo"])
+        common = schema.names(schema.IDENTITY) | schema.names(schema.EXECUTION)
+        out: dict[str, list[str]] = {"sweep": [], "runs": []}
+        for name, values in self.tune.items():
+            if name not in known:
+                continue
+            if name in own:
+                self.notes.append(f"{base} has its own {name} and is not tuned in it")
+                continue
+            kind = "sweep"
+            try:
+                sweep.of(sweep.text({name: values}), made.hparams, common)
+            except ValueError:
+                kind = "runs"
+            out[kind].append(name)
+        return out
+
+    def _trial(
+        self, setting: str, base: str, label: str, options: Mapping[str, Any]
+    ) -> Trial:
+        """A run with more options; `label` ends its name."""
+        names = [cells.slug(one).replace("/", "-") for one in (setting, base) if one]
+        given = {**self._options[setting][base], **options}
+        key = _shown(given | {"hashes": self._hashes[setting][base]})
+        return Trial("/".join(names) + label, given, key)
+
+    def tuning(self, setting: str, base: str) -> list[Trial]:
+        """The trials that tune a method, [] if there is nothing to tune."""
+        swept, single = (self._tuned[setting][base][kind] for kind in ("sweep", "runs"))
+        if not swept and not single:
+            return []
+        line = sweep.text({name: self.tune[name] for name in swept}) if swept else ""
+        trials = []
+        for values in itertools.product(*(self.tune[name] for name in single)):
+            one = dict(zip(single, values, strict=True))
+            label = "".join(f",{n}={v}" for n, v in one.items()).replace("/", "-")
+            more = {"num_seeds": self.tune_seeds, "sweep": line, **one}
+            trials.append(self._trial(setting, base, f".tune{label}", more))
+        return trials
+
+    def choice(self, setting: str, row: str) -> Choice | None:
+        """What validation rows chose for a row, None before its trials are finished.
+
+        A row is tuned by the metric that it shows: a method by `val_client_accuracy`
+        (or the first of `summaries.CHOOSING` that it has), its fine-tuned clients by
+        the better of `val_fine_tuned_accuracy` and that. The seeds' mean counts, after
+        each seed's best round, and a point that diverged never wins.
+        """
+        base, found = row.removesuffix(FINE_TUNED), []
+        trials = self.tuning(setting, base)
+        for trial in trials:
+            if not self.is_finished(trial):
+                return None
+            done = finished.read(self._path(trial))
+            fixed = {n: trial.options[n] for n in self._tuned[setting][base]["runs"]}
+            for part in done.get("sweep", [done]):
+                if not part.get("diverged"):
+                    found.append((fixed | part.get("point", {}), part["metrics"]))
+        if not trials:
+            return Choice({}, is_fine_tuned=row != base)
+        best: Choice | None = None
+        for options, metrics in found:
+            for name, is_fine_tuned in _choosing(metrics, row != base):
+                sign = 1 if metric_kinds.of(name) is metric_kinds.Kind.FRACTION else -1
+                value = metrics[name]["mean"]
+                if best is None or sign * value > sign * best.value:
+                    edges = tuple(
+                        n
+                        for n, chosen in options.items()
+                        if len(self.tune[n]) > 1 and chosen in _ends(self.tune[n])
+                    )
+                    best = Choice(options, name, value, is_fine_tuned, edges)
+        if best is None:
+            raise ValueError(f"study: {row}: every point of its tuning diverged")
+        return best
+
+    def final(self, setting: str, row: str) -> Trial | None:
+        """The trial with all seeds at the best point, None before that is known."""
+        base, chosen = row.removesuffix(FINE_TUNED), self.choice(setting, row)
+        if chosen is None:
+            return None
+        label = ""
+        if row != base:
+            plain = self.choice(setting, base)
+            label = "" if plain.options == chosen.options else ".ft"
+        return self._trial(setting, base, label, chosen.options)
+
+    def _units(self) -> list[tuple[str, str]]:
+        """(setting, method) pairs, each of which one process runs."""
+        return [(s, base) for s in self.settings for base in self._bases]
+
+    def _finals(self, setting: str, base: str) -> list[Trial | None]:
+        """The last trials of a method and of its fine-tuned row, each once."""
+        rows = [r for r in (base, base + FINE_TUNED) if r in self.rows] or [base]
+        found = [self.final(setting, row) for row in rows]
+        return list({one.name if one else "": one for one in found}.values())
+
+    def _path(self, trial: Trial) -> pathlib.Path:
+        return self.folder / "runs" / trial.name
+
+    def is_finished(self, trial: Trial) -> bool:
+        """Whether a trial is finished, with these options."""
+        path = self.folder / "cells" / f"{trial.name}.json"
+        try:
+            return json_text.read(path.read_bytes(), {"key": dict})["key"] == trial.key
+        except FileNotFoundError:
+            return False
+        except ValueError as error:
+            line = f"{path} is damaged: {error}; remove it, and its run is read again"
+            raise ValueError(line) from error
+
+    def lines(self) -> list[str]:
+        """A line for each known trial: finished or to run."""
+        out = []
+        for unit in self._units():
+            for trial in [*self.tuning(*unit), *self._finals(*unit)]:
+                if trial is None:
+                    out.append(f"{'/'.join(filter(None, unit)):<60} after its tuning")
+                else:
+                    state = "finished" if self.is_finished(trial) else "to run"
+                    out.append(f"{trial.name:<60} {state}")
+        return out
+
+    def estimate(self) -> estimates.Estimate:
+        """Minutes, memory and trials of each method, from some rounds that are timed.
+
+        Runs nothing else and changes nothing. A sweep and several seeds count as that
+        many runs, as on a CPU, and `early_stop` is not foreseen.
+        """
+        found = []
+        for setting, base in self._units():
+            trials = self.tuning(setting, base)
+            points = 1
+            for name in self._tuned[setting][base]["sweep"]:
+                points *= len(self.tune[name])
+            variants = [points * self.tune_seeds] * len(trials)
+            variants += [self.seeds] * len(self._finals(setting, base))
+            done = [one for one in trials if self.is_finished(one)]
+            finals = [one for one in self._finals(setting, base) if one]
+            done += [one for one in finals if self.is_finished(one)]
+            options = self._trial(setting, base, "", {"num_seeds": 1}).options
+            name = ", ".join(filter(None, [base, setting]))
+            found.append(estimates.of(experiment(**options), name, variants, len(done)))
+        return estimates.Estimate(found)
+
+    def run(
+        self,
+        *,
+        progress: bool = True,
+        shard: tuple[int, int] = (1, 1),
+        cell_timeout: float = 0.0,
+    ) -> Study:
+        """Runs all trials that are not finished, and returns itself.
+
+        Other processes may run the same study in the same folder at once: a trial that
+        one of them holds is left to it. A trial that fails is said and left out; the
+        next `run()` tries it again.
+
+        Args:
+            progress: Whether to show the progress of each trial.
+            shard: (i, n): only each n-th method from the i-th on, counted from 1 over
+                all settings, so that n machines can share a study. Their folders are
+                merged by copying one into the other.
+            cell_timeout: Minutes after which a trial is saved and left, 0 = never. The
+                next `run()` continues it.
+
+        Raises:
+            ValueError: the shard is none.
+            KeyboardInterrupt: after Ctrl-C, once the call in progress is saved.
+        """
+        index, count = shard
+        if not 1 <= index <= count:
+            raise ValueError(
+                f"shard={index}/{count}: expected 1/{count} to {count}/{count}"
+            )
+        self.failed, self._shows = [], progress
+        for setting, base in self._units()[index - 1 :: count]:
+            tuning = self.tuning(setting, base)
+            if not all([self._run(one, progress, cell_timeout) for one in tuning]):
+                continue
+            for final in self._finals(setting, base):
+                self._run(final, progress, cell_timeout)
+        for row, setting, chosen in self.choices():
+            for name in chosen.edges:
+                where = f" in {setting}" * bool(setting)
+                best, values = chosen.options[name], self.tune[name]
+                self._say(
+                    f"note: {row}{where}: the best {name}, {best}, is at the end of "
+                    f"its values {values}; others may be better"
+                )
+        return self
+
+    def _say(self, line: str, is_warning: bool = False) -> None:
+        """Shows a line with the progress, or only as a Python warning."""
+        if self._shows:
+            processes.say(line, flush=True)
+        elif is_warning:
+            warnings.warn(line, stacklevel=4)
+
+    def choices(self) -> list[tuple[str, str, Choice]]:
+        """(row, setting, choice) of all rows that are tuned so far."""
+        every = [(r, s, self.choice(s, r)) for s in self.settings for r in self.rows]
+        return [one for one in every if one[2] and one[2].metric]
+
+    def _run(self, trial: Trial, progress: bool, cell_timeout: float) -> bool:
+        """Runs a trial unless it is finished; returns whether it is finished now."""
+        if self.is_finished(trial):
+            return True
+        same = self._equal(trial)
+        begin = time.perf_counter()
+        try:
+            if same is not None:
+                shutil.copytree(self._path(same), self._path(trial), dirs_exist_ok=True)
+            else:
+                self._say(f"{trial.name} -> {self._path(trial)}")
+                if not self._trained(trial, progress, cell_timeout):
+                    return False
+        except lock.Held as error:
+            self._say(f"{trial.name} is left to another process: {error}")
+            return False
+        except (ValueError, MemoryError) as error:
+            self._say(f"note: {trial.name} failed: {error}", is_warning=True)
+            self.failed.append(trial.name)
+            return False
+        seconds = round(time.perf_counter() - begin, 1)
+        path = self.folder / "cells" / f"{trial.name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        body = {"key": trial.key, "seconds": seconds}
+        finished.write_text(path, json.dumps(body, indent=1, sort_keys=True) + "\n")
+        return True
+
+    def _equal(self, trial: Trial) -> Trial | None:
+        """A finished trial with the same options under another name."""
+        for unit in self._units():
+            for one in [*self.tuning(*unit), *self._finals(*unit)]:
+                if one and one.key == trial.key and one.name != trial.name:
+                    if self.is_finished(one):
+                        return one
+        return None
+
+    def _trained(self, trial: Trial, progress: bool, cell_timeout: float) -> bool:
+        """Runs or continues a trial's run; False if its time was over."""
+        path = self._path(trial)
+        made = self._experiment(trial)
+        asked = stop.Stop(twice_interrupts=False)
+        limit = _Limit(asked, 60 * cell_timeout)
+        with made.folder as folder:
+            if folder.open() is None:
+                others = [limit] if cell_timeout else []
+                made.train(asked, folder, progress=progress, others=others)
+        if not made.is_over and limit.is_over:
+            self._say(f"{trial.name}: its time is over after round {made.round}")
+            return False
+        if asked:
+            raise KeyboardInterrupt(f"stopped in {trial.name}; run() continues")
+        if made.config.sweep:
+            # Only the choice is read.
+            shutil.rmtree(path / finished.CHECKPOINTS, ignore_errors=True)
+        return True
+
+    def runs(self, setting: str = "") -> dict[str, Record | None]:
+        """The records of each row in a setting, None where it is not finished.
+
+        Those of a fine-tuned row are `derived.fine_tuned`, unless validation rows say
+        that no fine-tuning is better.
+        """
+        out: dict[str, Record | None] = {}
+        for row in self.rows:
+            final = self.final(self._setting(setting), row)
+            if final is None or not self.is_finished(final):
+                out[row] = None
+                continue
+            if final.name not in self._records:
+                self._records[final.name] = record.read(self._path(final))
+            found = self._records[final.name]
+            is_tuned = row.endswith(FINE_TUNED) and self._fine_tunes(setting, row)
+            out[row] = derived.fine_tuned(found) if is_tuned else found
+        return out
+
+    def _setting(self, setting: str) -> str:
+        """A setting by name, "" = the first."""
+        known = self.settings
+        if not setting:
+            return next(iter(known))
+        if setting not in known:
+            raise ValueError(f"setting={setting}: expected one of {', '.join(known)}")
+        return setting
+
+    def _fine_tunes(self, setting: str, row: str) -> bool:
+        return self.choice(self._setting(setting), row).is_fine_tuned
+
+    def load(self, row: str, setting: str = "") -> Experiment:
+        """A row's run with its models, to look into clients, or a ValueError.
+
+        Of a fine-tuned row these are the models before fine-tuning.
+        """
+        setting = self._setting(setting)
+        if row not in self.rows:
+            raise ValueError(
+                f"study: row {row}: expected one of {', '.join(self.rows)}"
+            )
+        final = self.final(setting, row)
+        if final is None or not self.is_finished(final):
+            raise ValueError(f"study: {row} is not finished; run() first")
+        made = self._experiment(final)
+        made.folder.reopen()
+        return made
+
+    def _experiment(self, trial: Trial) -> Experiment:
+        """A trial's run with its folder."""
+        if self._is_opened and _is_of_python(trial.options):
+            raise ValueError(
+                f"{trial.name} needs what Python gave; call build.study(...) again "
+                f"with folder={str(self.folder)!r}"
+            )
+        return experiment(**trial.options, workdir=str(self._path(trial)), resume=True)
+
+    def table(
+        self,
+        metrics: Sequence[str] = (),
+        *,
+        test: str = "wilcoxon",
+        control: str | None = None,
+        until: float = 0.95,
+    ) -> table.Table:
+        """The results as a table, see `table.made`.
+
+        `metrics` and `control` are by default those of the study, and then the usual
+        metrics.
+        """
+        from launch.show import table  # imports scipy.stats, which is slow
+
+        if test not in ("wilcoxon", "none"):
+            raise ValueError(f"test={test}: expected wilcoxon or none")
+        control = self.control if control is None else control
+        if control and control not in self.rows:
+            every = ", ".join(self.rows)
+            raise ValueError(f"control={control}: expected one of {every}")
+        runs = {setting: self.runs(setting) for setting in self.settings}
+        made = table.made(runs, metrics or self.metrics, control, test, until)
+        lines = [
+            f"{row}{f', {setting}' * bool(setting)}: no fine-tuning is better by "
+            "validation rows."
+            for setting in self.settings
+            for row, run in runs[setting].items()
+            if run and row.endswith(FINE_TUNED) and not self._fine_tunes(setting, row)
+        ]
+        every = [one for found in runs.values() for one in found.values()]
+        if missing := sum(one is None for one in every):
+            lines.append(f"{missing} of {len(every)} results are not finished.")
+        return made._replace(notes=made.notes + lines)
+
+    def plot(
+        self, kind: str = "curves", metric: str = "", setting: str = "", **how: Any
+    ) -> Any:
+        """A picture of `launch.plot` with all finished rows of a setting."""
+        from launch.show import figures  # imports matplotlib, which is slow
+
+        runs = {row: run for row, run in self.runs(setting).items() if run}
+        if not runs:
+            raise ValueError("nothing is finished yet; run() first")
+        return figures.picture(kind, list(runs.values()), metric, list(runs), **how)
+
+    def write(self) -> list[pathlib.Path]:
+        """Writes the tables and for each setting a page and pictures; their paths."""
+        from launch.show import page, svg  # slow imports
+
+        shown, out = (
+            self.table(),
+            [self.folder / "tables.md", self.folder / "tables.tex"],
+        )
+        finished.write_text(out[0], shown.to_markdown())
+        finished.write_text(out[1], shown.to_latex())
+        for setting in self.settings:
+            runs = {row: run for row, run in self.runs(setting).items() if run}
+            if not runs:
+                continue
+            end = f"-{cells.slug(setting)}" * bool(setting)
+            for kind in ("curves", "fairness"):
+                out.append(self.folder / f"{kind}{end}.pdf")
+                self.plot(kind, setting=setting).savefig(out[-1])
+            colors = itertools.cycle(svg.COLORS)
+            entries = [page.Entry(n, next(colors), run) for n, run in runs.items()]
+            control = self.control if self.control in runs else ""
+            sheet = shown.to_sheet("Methods")
+            out.append(self.folder / f"report{end}.html")
+            svg.write(out[-1], page.page(entries, control, [sheet], setting))
+        return out
+
+    def pack(self, path: Any) -> pathlib.Path:
+        """Writes a zip file of the study that `build.load` opens, without checkpoints.
+
+        It holds flags, records, summaries, clients' accuracies, counts of each client's
+        classes, versions and the tables.
+        """
+        target = files.given(path, "pack")
+        if target.suffix != ".zip":
+            raise ValueError(f"pack({str(path)!r}): expected a name that ends in .zip")
+        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as out:
+            for file in sorted(self.folder.rglob("*")):
+                name = file.relative_to(self.folder)
+                skipped = {finished.CHECKPOINTS, lock.NAME, tracking.FOLDER}
+                if file.is_file() and not skipped & set(name.parts):
+                    out.write(file, name)
+            shown = self.table()
+            out.writestr("tables.md", shown.to_markdown())
+            out.writestr("tables.tex", shown.to_latex())
+        return target
+
+    def __repr__(self) -> str:
+        every = [one for s in self.settings for one in self.runs(s).values()]
+        done = sum(one is not None for one in every)
+        return (
+            f"study of {', '.join(self.rows)} in {self.folder}: {done} of {len(every)} "
+            "results"
+        )
+
+
+class _Limit(loop.Listener):
+    """Asks a run to stop after some seconds."""
+
+    def __init__(self, asked: stop.Stop, seconds: float):
+        self.asked, self.end = asked, time.monotonic() + seconds
+        self.is_over = False
+
+    def on_call(self, run: Any, records: loop.Records) -> None:
+        if time.monotonic() > self.end:
+            self.is_over = True
+            self.asked.ask(signal.SIGTERM)
+
+
+def _bases(rows: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The methods behind rows, with the options of each."""
+    out: dict[str, dict[str, Any]] = {}
+    for row, one in rows.items():
+        base = row.removesuffix(FINE_TUNED)
+        own = dict(one.get("options", {}))
+        if row != base and own:
+            raise ValueError(
+                f"study: {row} is the fine-tuned clients of {base}; give the options "
+                f"to the row {base}"
+            )
+        if row == base or base not in rows:
+            out[base] = {"algo": base} | own
+    return out
+
+
+def _choosing(metrics: Mapping[str, Any], may_tune: bool) -> list[tuple[str, bool]]:
+    """The validation metrics that a row is tuned by, and whether of fine-tuning."""
+    names = [name for name in summaries.CHOOSING if name in metrics][:1]
+    if not names:
+        raise ValueError("study: tune needs validation rows of at least one client")
+    out = [(names[0], False)]
+    tuned = names[0].replace("client_", "fine_tuned_")
+    return [*out, (tuned, True)] if may_tune and tuned in metrics else out
+
+
+def _ends(values: Sequence[Any]) -> list[Any]:
+    """The least and the largest value of numbers, [] of others."""
+    try:
+        return [min(values), max(values)] if not isinstance(values[0], str) else []
+    except TypeError:
+        return []
+
+
+def _shown(value: Any) -> Any:
+    """A value as JSON, with a word in place of objects that only Python can give."""
+    if isinstance(value, Mapping):
+        return {str(name): _shown(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)) and not any(hasattr(o, "dtype") for o in value):
+        return [_shown(one) for one in value]
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, pathlib.Path):
+        return str(value)
+    name = getattr(value, "__name__", "")
+    return f"{_IN_PYTHON}{f': {name}' * bool(name)}"
+
+
+def _is_of_python(shown: Any) -> bool:
+    """Whether `_shown` left an object out."""
+    return _IN_PYTHON in json.dumps(shown)
+
+
+def _held(path: pathlib.Path) -> dict[str, Any]:
+    """What the folder of a study holds; ValueError if it is another kind or damaged."""
+    kinds = {"study": str, "given": FILE, "prepared": list}
+    try:
+        return json_text.read(path.read_bytes(), kinds)
+    except ValueError as error:
+        raise ValueError(f"{path} is of another study, or damaged: {error}") from error
+
+
+def study(
+    methods: Sequence[Any] | Mapping[str, Mapping[str, Any]],
+    *,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+    tune: Mapping[str, Sequence[Any]] | None = None,
+    seeds: int = 1,
+    tune_seeds: int = 1,
+    control: str = "",
+    metrics: Sequence[str] = (),
+    folder: Any = "",
+    **options: Any,
+) -> Study:
+    """A study of methods on the same clients: tuned, then run with several seeds.
+
+    Example:
+        >>> made = study(
+        ...     ["local", "fedavg", "fedavg+ft"], control="local", seeds=2,
+        ...     tune={"client_lr": [0.01, 0.1]}, val_split=0.3, fine_tune_epochs=1,
+        ...     model="mlp", num_clients=4, examples_per_client=30, rounds=2)
+        >>> print(made.run(progress=False).table(["client_accuracy", "hurt"]).rows)
+        ['local', 'fedavg', 'fedavg+ft']
+
+    Args:
+        methods: Names or custom algorithms, or each row's options by its name, as in
+            `build.compare`. `fedavg+ft` is FedAvg's fine-tuned clients as a row, for
+            any method.
+        settings: More options by the name of a setting, such as
+            `{"alpha 0.1": {"partition_alpha": 0.1}, ...}`: columns of the table.
+        tune: Values of options. Each method is run at every combination of those that
+            it has, and keeps the best by validation rows.
+        seeds, tune_seeds: Seeds of the results and of tuning, each from `seed` on.
+        control: The method that others are compared with.
+        metrics: Those of its table, () = the usual ones.
+        folder: Where the study is kept and continues; "" = a temporary folder, which is
+            gone with the study.
+        **options: As in `build.experiment`, for all methods. With `val_split` the
+            `summary` is `best_validation` unless it is given.
+
+    Raises:
+        ValueError: one line: what came, what was expected, which option to change.
+    """
+    if isinstance(methods, Mapping):
+        rows = {name: {"options": dict(own)} for name, own in methods.items()}
+    else:
+        if isinstance(methods, str):
+            raise ValueError(f"study: expected a list of methods, got {methods!r}")
+        rows = {}
+        for one in methods:
+            own = {} if isinstance(one, str) else {"options": {"algo": one}}
+            rows[one if isinstance(one, str) else registry.algorithm_name(one)] = own
+    given = {"rows": rows, "seeds": seeds, "tune_seeds": tune_seeds, "control": control}
+    given |= {"tune": dict(tune or {}), "common": {"options": options}}
+    given["metrics"] = list(metrics)
+    if settings:
+        given["values"] = {name: {"options": dict(v)} for name, v in settings.items()}
+    return Study(given, folder)
+
+
+def read(path: pathlib.Path, folder: Any = "") -> Study:
+    """A study from a JSON file.
+
+    It has the form of a sheet in `launch/studies`: `rows` (methods), `values`
+    (settings) and `common`, each with `options`, and the arguments `tune`, `seeds`,
+    `tune_seeds`, `control` and `metrics` of `study`.
+    """
+    try:
+        files.check(path, "a study's file")
+        given = json_text.read(path.read_bytes(), FILE)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--table={path} is no study: {error}") from error
+    return Study(given, folder)
+
+
+def is_study(path: pathlib.Path) -> bool:
+    """Whether a path is the folder of a study of methods, or a zip file of `pack`."""
+    if path.is_file() and path.suffix == ".zip":
+        return True
+    with contextlib.suppress(ValueError, OSError):
+        return json_text.read((path / STUDY).read_bytes())["study"] == PACKED
+    return False
+
+
+def opened(path: pathlib.Path) -> Study:
+    """The study in a folder, or in a zip file of `pack` (in a temporary folder)."""
+    temporary = None
+    if path.is_file():
+        temporary = tempfile.TemporaryDirectory()
+        try:
+            with zipfile.ZipFile(path) as file:
+                file.extractall(temporary.name)
+        except (zipfile.BadZipFile, OSError) as error:
+            raise ValueError(f"{path} is no packed study: {error}") from error
+        path = pathlib.Path(temporary.name)
+    held = _held(path / STUDY)
+    found = Study(held["given"], path, is_opened=True)
+    found._temporary = temporary
+    return found

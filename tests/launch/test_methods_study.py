@@ -1,0 +1,236 @@
+"""Studies of methods: choices by validation rows, trials that go on, and tables."""
+
+import json
+import re
+import zipfile
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from launch import build
+from launch.show import derived, significance, table, words
+from launch.study import __main__ as command
+
+GEN = np.random.default_rng(3)
+X = GEN.normal(size=(200, 5)).astype(np.float32)
+Y = (X[:, 0] > 0).astype(int) + 2 * (X[:, 1] > 0.3)
+OPTIONS = {
+    "dataset": (X, Y),
+    "partition": "iid",
+    "preset": "none",
+    "model": "mlp",
+    "num_clients": 5,
+    "rounds": 3,
+    "eval_every": 1,
+    "local_epochs": 1,
+    "batch_size": 8,
+    "val_split": 0.25,
+    "fine_tune_epochs": 1,
+    "devices": 1,
+}
+METHODS = ["local", "fedavg", "fedavg+ft"]
+TUNE = {"client_lr": [0.001, 0.3]}
+
+
+def made(folder="", **more):
+    """A small study that has not run."""
+    given = {"seeds": 2, "tune": TUNE, "control": "local"} | OPTIONS | more
+    return build.study(METHODS, folder=folder, **given)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A small study that has run."""
+    return made(tmp_path_factory.mktemp("done") / "study").run(progress=False)
+
+
+def test_choices_are_the_best_validation(done):
+    """Each row has the point whose validation metric is best, by plain reading."""
+    names = {"val_client_accuracy", "val_fine_tuned_accuracy"}
+    for row, _, chosen in done.choices():
+        base = row.removesuffix("+ft")
+        folder = done.folder / "runs" / f"{base}.tune"
+        values = {}
+        for part in json.loads((folder / "summary.json").read_text())["sweep"]:
+            wanted = names if row != base else {"val_client_accuracy"}
+            for name in wanted:
+                values[part["point"]["client_lr"], name] = part["metrics"][name]["mean"]
+        assert chosen.value == max(values.values())
+        assert values[chosen.options["client_lr"], chosen.metric] == chosen.value
+        assert chosen.edges == ("client_lr",)
+    assert len(done.choices()) == 3
+
+
+def test_test_rows_choose_nothing():
+    """Other labels of test rows change results, but no choice."""
+    choices, results = [], []
+    for order in (1, -1):
+        official = {"dataset": (X[:160], Y[:160]), "test_split": "official"}
+        official["test"] = X[160:], Y[160:][::order]
+        given = OPTIONS | official | {"tune": TUNE, "fine_tune_epochs": 0}
+        ran = build.study(["fedavg"], **given).run(progress=False)
+        choices.append(ran.choices())
+        frame = ran.table(["global_accuracy"]).to_frame()
+        results.append(frame.loc["fedavg"].iloc[0])
+    assert choices[0] == choices[1] and choices[0][0][2].metric
+    assert results[0] != results[1]
+
+
+def test_results_are_runs_at_the_best_point(done):
+    """A row is a run of all seeds with the chosen options."""
+    rate = done.choice("", "fedavg").options["client_lr"]
+    alone = build.experiment(
+        algo="fedavg",
+        **OPTIONS | {"client_lr": rate, "num_seeds": 2, "summary": "best_validation"},
+    )
+    metrics = alone.run(progress=False)["metrics"]
+    frame = done.table(["client_accuracy"]).to_frame()
+    assert frame.loc["fedavg"].iloc[0] == metrics["client_accuracy"]["mean"]
+    if done.choice("", "fedavg+ft").is_fine_tuned:
+        tuned = metrics["fine_tuned_accuracy"]["mean"]
+        assert frame.loc["fedavg+ft"].iloc[0] == tuned
+
+
+def test_interrupted_and_opened_again(done, tmp_path):
+    """A study whose trials are cut off goes on to the same table, and is packed."""
+    folder = tmp_path / "cut"
+    cut = made(folder).run(progress=False, cell_timeout=1e-9)
+    assert not cut.choices() and "not finished" in cut.table().to_markdown()
+    whole = made(folder).run(progress=False)
+    assert whole.table().to_markdown() == done.table().to_markdown()
+    packed = build.load(whole.pack(tmp_path / "mine.zip"))
+    assert packed.table().to_latex() == done.table().to_latex()
+    with zipfile.ZipFile(tmp_path / "mine.zip") as file:
+        names = file.namelist()
+    assert "runs/fedavg/clients.npz" in names and "tables.tex" in names
+    assert not any("checkpoints" in name for name in names)
+    with pytest.raises(ValueError, match="needs what Python gave"):
+        packed.load("fedavg")
+
+
+def test_looking_into_a_row(done):
+    """The models of a finished row can be asked."""
+    loaded = done.load("fedavg")
+    assert loaded.round == 3 and loaded.predict(0, X[:2]).shape == (2, 4)
+
+
+def test_shards_of_a_file(tmp_path, capsys):
+    """Two shards of a file share a folder, run each method once, and end alike."""
+    np.savez(tmp_path / "mine.npz", x=X, y=Y)
+    options = OPTIONS | {"dataset": f"npz:{tmp_path / 'mine.npz'}"}
+    settings = {"few": {"options": {"num_clients": 4}}, "many": {}}
+    study = {"rows": dict.fromkeys(METHODS, {}), "values": settings, "tune": TUNE}
+    study |= {"common": {"options": options}, "control": "local", "seeds": 2}
+    (tmp_path / "mine.json").write_text(json.dumps(study))
+    given = ["x", f"--table={tmp_path / 'mine.json'}", f"--folder={tmp_path / 'runs'}"]
+    command.command([*given, "--shard=1/2"])
+    first = capsys.readouterr().out
+    assert "not finished" in first
+    command.command([*given, "--shard=2/2"])
+    second = capsys.readouterr().out
+    begun = [out.count(".tune ->") for out in (first, second)]
+    assert begun == [2, 2] and "not finished" not in second
+    command.command([*given, "--report"])
+    third = capsys.readouterr().out
+    assert " -> " not in third and second[second.index("| |") :].strip() in third
+    assert (tmp_path / "runs" / "report-few.html").is_file()
+    command.command([*given, "--dry_run"])
+    assert "together about 0 minutes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({"val_split": 0.0}, "give val_split"),
+        ({"control": "fedper"}, "expected one of local, fedavg, fedavg+ft"),
+        ({"fine_tune_epochs": 0}, "fedavg+ft needs fine_tune_epochs"),
+        ({"tune": {"proximal_weight": [1.0, 2.0]}}, "no method has the option"),
+        ({"tune": {"client_lr": [1.0, 1.0]}}, "expected different values"),
+        ({"num_seeds": 2}, "is decided by the study"),
+        ({"seeds": 0}, "expected 1 or more"),
+    ],
+)
+def test_refused_in_a_line(more, line):
+    """Bad input is one line."""
+    with pytest.raises(ValueError, match=re.escape(line)) as error:
+        made(**more)
+    assert "\n" not in str(error.value)
+
+
+def test_options_that_no_sweep_takes(tmp_path):
+    """A whole number is tuned by single runs, of a method that has it."""
+    tuned = build.study(
+        ["local", "fedavg"],
+        tune={"local_epochs": [1, 2], "client_lr": [0.1, 0.3]},
+        **OPTIONS | {"rounds": 1},
+    )
+    names = [one.name for one in tuned.tuning("", "fedavg")]
+    assert names == ["fedavg.tune,local_epochs=1", "fedavg.tune,local_epochs=2"]
+    chosen = tuned.run(progress=False).choice("", "fedavg")
+    assert set(chosen.options) == {"local_epochs", "client_lr"}
+
+
+def test_wilcoxon_is_scipy_s():
+    """One seed gives scipy's p; seeds are combined by Stouffer, in both directions."""
+    one, other = GEN.normal(size=(2, 2, 12))
+    found = significance.wilcoxon(one[:1], other[:1])
+    assert found == pytest.approx(stats.wilcoxon(one[0], other[0]).pvalue)
+    sides = []
+    for side in ("greater", "less"):
+        pairs = zip(one, other, strict=True)
+        scores = [
+            stats.norm.isf(stats.wilcoxon(a, b, alternative=side).pvalue)
+            for a, b in pairs
+        ]
+        sides.append(stats.norm.sf(sum(scores) / np.sqrt(2)))
+    expected = min(1, 2 * min(sides))
+    assert significance.wilcoxon(one, other) == pytest.approx(expected)
+    assert significance.wilcoxon(other, one) == pytest.approx(expected)
+    assert significance.wilcoxon(one, one) == 1
+
+
+def test_holm_is_the_definition():
+    """The adjusted p is the largest of (m - rank) p up to its rank, at most 1."""
+    values = GEN.uniform(0, 0.3, 7)
+    ordered = np.sort(values)
+    steps = np.maximum.accumulate((7 - np.arange(7)) * ordered)
+    expected = np.minimum(1, steps)[np.argsort(np.argsort(values))]
+    assert significance.holm(values) == pytest.approx(expected)
+
+
+def test_derived_numbers(done):
+    """Hurt, gain, the worst tenth and rounds until, by plain numpy."""
+    runs = done.runs()
+    mine, base = (
+        np.nanmean(runs[row].clients["accuracy"], 1) for row in ("fedavg", "local")
+    )
+    found = {
+        n: derived.of(n, runs["fedavg"], runs["local"], 0.5) for n in derived.TITLES
+    }
+    assert found["hurt"]["per_seed"] == pytest.approx((mine < base - 1e-9).mean(1))
+    assert found["gain"]["per_seed"] == pytest.approx((mine - base).mean(1))
+    assert found["bottom_decile"]["per_seed"] == pytest.approx(mine.min(1))
+    for seed, rounds in enumerate(found["until_rounds"]["per_seed"]):
+        curve = [r for r in runs["fedavg"].records if r["seed"] == seed]
+        reached = [r for r in curve if r["client_accuracy"] >= base[seed].mean() / 2]
+        assert rounds == reached[0]["round"]
+    assert found["until_clock"] is None
+
+
+def test_marks_follow_the_test():
+    """A clear difference is marked and not bold; a small one is bold and unmarked."""
+    gen = np.random.default_rng(0)
+    base = gen.uniform(0.6, 0.8, (3, 30))
+    values = {"a": base, "b": base + gen.normal(0, 0.01, base.shape), "c": base - 0.1}
+    entries = {
+        row: {"mean": one.mean(), "std": 0.01, "per_seed": list(one.mean(1))}
+        for row, one in values.items()
+    }
+    how = words.metric("client_accuracy")
+    column, was_tested = table._values(how, entries, values, "a")
+    made = table.Table(list(values), [table.Column("", how, column)], [])
+    assert was_tested and [one.is_best for one in column] == [True, True, False]
+    assert [one.mark for one in column] == ["", "", "worse"]
+    assert r"$^\ddagger$" in made.to_latex() and "‡" in made.to_markdown()
+    assert r"\textbf{" in made.to_latex().splitlines()[4]
