@@ -13,8 +13,12 @@ from fedjax_pfl.metric_kinds import Kind
 from launch.config import schema
 from launch.folder import finished, record
 from launch.run import summaries
-from launch.show import curves, figures, sheets, svg, words
+from launch.show import curves, figures, sheets, significance, svg, table, words
 
+_TESTED = (
+    " Coloured differences are shown by the clients (Wilcoxon's signed-rank test, "
+    f"seeds as blocks, p < {significance.LEVEL} after Holm's correction)."
+)
 MAX_POINTS, MAX_BUBBLES, MAX_CLASSES = 1500, 60, 200
 
 
@@ -94,8 +98,8 @@ def page(
         legend=(
             f"{'Percent' if metric.unit else 'Numbers'}"
             f"{f', mean ± standard deviation of {seeds} seeds' * (seeds > 1)}"
-            f"{_rules(entries)}. {_best(entries)} MB are those of all clients in both "
-            "directions, mean over seeds."
+            f"{_rules(entries)}. {_best(entries)}{_TESTED * (len(entries) > 1)} MB are "
+            "those of all clients in both directions, mean over seeds."
         ),
         tables=tables,
         sections=_sections(entries, metric),
@@ -139,7 +143,7 @@ def _columns(
         if one.name != metric.name:
             continue
         if len(entries) > 1:
-            cells = [_against(entry, base, metric) for entry in entries]
+            cells = _against(entries, base, metric)
             out.append((f"against {base.name}", cells))
         # The rule `last` gives the same value.
         last = [e.summary.get("last_round", {}).get(metric.name) for e in entries]
@@ -246,13 +250,24 @@ def _rules(entries: Sequence[Entry]) -> str:
     return text
 
 
-def _against(entry: Entry, base: Entry, metric: words.Metric) -> Cell:
-    gap = None if entry is base else _gap(entry, base, metric)
-    if gap is None:
-        return Cell("–")
-    gain = -gap.mean() if metric.better == "lower" else gap.mean()
-    kind = "up" if gain > 0 else "down" if gain < 0 else ""
-    return Cell(words.paired(gap, metric.digits), kind=kind)
+def _against(entries: Sequence[Entry], base: Entry, metric: words.Metric) -> list[Cell]:
+    """Gains over the control; coloured are those that clients show, see `table`."""
+    gaps = [None if e is base else _gap(e, base, metric) for e in entries]
+    arrays = {
+        entry.name: record.client_values(entry.run, metric.name)
+        for entry in entries
+        if _is_same(entry, base)
+    }
+    found, cells = table.tested(arrays, base.name), []
+    for entry, gap in zip(entries, gaps, strict=True):
+        if gap is None:
+            cells.append(Cell("–"))
+            continue
+        gain = -gap.mean() if metric.better == "lower" else gap.mean()
+        is_shown = found.get(entry.name, 1.0) < significance.LEVEL
+        kind = ("up" if gain > 0 else "down") if is_shown else ""
+        cells.append(Cell(words.paired(gap, metric.digits), kind=kind))
+    return cells
 
 
 def _is_sweep(entries: Sequence[Entry]) -> bool:

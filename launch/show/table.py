@@ -268,8 +268,8 @@ def _values(
     sign = -1 if how.better == "lower" else 1
     means = {row: sign * one["mean"] for row, one in entries.items() if one}
     best = max(means, key=means.__getitem__) if means and how.better else None
-    to_best = _tested(arrays, best, means)
-    to_control = _tested(arrays, control, means)
+    known = {row: one for row, one in arrays.items() if row in means}
+    to_best, to_control = tested(known, best), tested(known, control)
     values = []
     for row, entry in entries.items():
         if entry is None:
@@ -285,15 +285,17 @@ def _values(
     return values, bool(to_best)
 
 
-def _tested(
-    arrays: Mapping[str, Any], base: str | None, means: Mapping[str, float]
-) -> dict[str, float]:
-    """Holm's p-values of the differences to the row `base`, by row."""
+def tested(arrays: Mapping[str, Any], base: str | None) -> dict[str, float]:
+    """Holm's p-values of the differences of rows to the row `base`, by row.
+
+    `arrays` are f64[S, K] by row, None = no values; rows of another shape than that of
+    `base` are left out.
+    """
     ours = arrays.get(base)
     rows = [
         row
         for row, one in arrays.items()
-        if row != base and row in means and one is not None and ours is not None
+        if row != base and one is not None and ours is not None
         if one.shape == ours.shape
     ]
     found = [significance.wilcoxon(arrays[row], ours) for row in rows]
