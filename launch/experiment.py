@@ -21,7 +21,7 @@ from launch.assemble import given as given_lib
 from launch.config import flagfile, registry
 from launch.folder import workdir
 from launch.machine import devices, processes, residence, target
-from launch.models_out import client_model
+from launch.models_out import client_model, inside
 from launch.run import cost, loop, narrow
 from launch.run import progress as progress_lib
 from launch.run import stop as stop_lib
@@ -174,6 +174,52 @@ class Experiment(Run):
         `x` are images [N, ...] and `y` their labels [N], both as in the data set.
         """
         return self.client_model(client_id, seed, point).evaluate(x, y)
+
+    def rows(
+        self, client_id: int, split: str = "test", seed: int | None = None
+    ) -> np.ndarray:
+        """The numbers of a client's rows in the data set, int[n].
+
+        `split` is `train`, `val` or `test`; None is the first seed.
+        """
+        return inside.rows(self, client_id, split, seed)
+
+    def predictions(
+        self,
+        client_id: int,
+        split: str = "test",
+        seed: int | None = None,
+        point: Mapping[str, float] | None = None,
+    ) -> pandas.DataFrame:
+        """A line for each of a client's rows: row, label, predicted, probability.
+
+        The answers are those of the model that serves the client, see `client_model`.
+        """
+        return inside.predictions(self, client_id, split, seed, point)
+
+    def confusion(
+        self,
+        client_id: int,
+        split: str = "test",
+        seed: int | None = None,
+        point: Mapping[str, float] | None = None,
+    ) -> pandas.DataFrame:
+        """Numbers of a client's rows by label (lines) and answer (columns)."""
+        return inside.confusion(self, client_id, split, seed, point)
+
+    def embeddings(
+        self,
+        client_id: int,
+        stage: int | str,
+        split: str = "test",
+        seed: int | None = None,
+        point: Mapping[str, float] | None = None,
+    ) -> np.ndarray:
+        """The output f32[n, ...] of a stage, by name or index, on a client's rows.
+
+        Of a stage with an exit it is the exit's. The model is that of `client_model`.
+        """
+        return inside.embeddings(self, client_id, stage, split, seed, point)
 
     def save_model(
         self,

@@ -113,6 +113,25 @@ def test_looking_into_a_row(done):
     """The models of a finished row can be asked."""
     loaded = done.load("fedavg")
     assert loaded.round == 3 and loaded.predict(0, X[:2]).shape == (2, 4)
+    for seed in (0, 1):
+        splits = [loaded.rows(2, split, seed) for split in ("train", "val", "test")]
+        every = np.concatenate(splits)
+        assert len(set(every)) == len(every) and all(map(len, splits))
+        found = loaded.predictions(2, seed=seed)
+        assert list(found["label"]) == list(Y[found["row"]])
+        is_right = (found["label"] == found["predicted"]).mean()
+        mine = loaded.evaluate(X[splits[2]], Y[splits[2]], 2, seed)
+        assert is_right == pytest.approx(mine["accuracy"])
+        counts = loaded.confusion(2, seed=seed).to_numpy()
+        assert counts.shape == (4, 4)
+        assert np.trace(counts) / counts.sum() == pytest.approx(is_right)
+    names = loaded.task.server_model.stage_names
+    logits = loaded.embeddings(2, names[-1])
+    chosen = loaded.predict(2, X[loaded.rows(2)]).argmax(-1)
+    assert list(logits.argmax(-1)) == list(chosen)
+    assert loaded.embeddings(2, 0).shape[0] == len(logits)
+    with pytest.raises(ValueError, match="expected one of"):
+        loaded.embeddings(2, "nothing")
 
 
 def test_shards_of_a_file(tmp_path, capsys):
