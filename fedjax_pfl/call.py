@@ -169,8 +169,10 @@ class Call:
             if adapted:
                 counts = evaluate.joined({"serving": ()}, adapted, len(count))
                 alone = score.without_measures, counts, count, 0, unseen
-                found, _ = _split_metrics(*alone)
+                found, tuned = _split_metrics(*alone)
                 values |= _fine_tuned(found)
+                if accuracies is not None and tuned is not None:
+                    accuracies = np.stack([accuracies, tuned])
             out.append((values, accuracies))
         return out
 

@@ -252,7 +252,8 @@ class Simulation:
         """The metrics of the present state, one (metrics, accuracies) pair per variant.
 
         Metrics are fractions 0..1 by name with the last round's metrics and the bytes
-        so far. Accuracies are those of clients, f64[K], or None without own test rows.
+        so far. Accuracies are those of clients, f64[K], with fine-tuned ones f64[2, K],
+        or None without own test rows.
         """
         self.start()
         self._fit_program()

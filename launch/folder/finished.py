@@ -26,6 +26,7 @@ SUMMARY, PARTIAL = "summary.json", ".partial"
 CHECKPOINTS = "checkpoints"
 # Arrays of `CLIENTS`: one of the first two, and the third except for a text
 ACCURACY, PERPLEXITY, CLASS_COUNTS = "accuracy", "perplexity", "class_counts"
+FINE_TUNED = "fine_tuned_"  # before the first two
 # Arrays of names, if classes or owners are not numbers
 CLASS_NAMES, OWNER_NAMES = "class_names", "owner_names"
 BEST_ROUND, UNSEEN = "best_round", "unseen"
@@ -73,15 +74,19 @@ def clients(run: Run) -> dict[str, np.ndarray]:
     """Returns accuracies [seed, round, client], test sizes and class counts of clients.
 
     In a sweep they are [seed, point, round, client], with the points' numbers by name.
-    A text has perplexities instead, as `perplexity`, and no class counts. Names of
-    classes and of the clients' owners are included if they are not numbers. With
-    --summary=best_validation there is one round, -1, which stands for `best_round`
-    [seed] ([seed, point] in a sweep).
+    With `fine_tune_epochs` there is `fine_tuned_accuracy` too. A text has perplexities
+    instead, as `perplexity`, and no class counts. Names of classes and of the clients'
+    owners are included if they are not numbers. With --summary=best_validation there is
+    one round, -1, which stands for `best_round` [seed] ([seed, point] in a sweep).
     """
-    accuracy = run.client_accuracies[:, : len(run.window)]
+    found = run.client_accuracies[:, : len(run.window)]
     points, seeds = run.points, len(run.seeds)
     if run.config.sweep:
-        accuracy = accuracy.reshape(seeds, len(points), *accuracy.shape[1:])
+        found = found.reshape(seeds, len(points), *found.shape[1:])
+    name = PERPLEXITY if run.data.num_words else ACCURACY
+    accuracies = {name: found}
+    if run.config.fine_tune_epochs:
+        accuracies = {name: found[..., 0, :], FINE_TUNED + name: found[..., 1, :]}
     swept = {name: np.array([one[name] for one in points]) for name in points[0]}
     is_text = bool(run.data.num_words)
     names = {CLASS_NAMES: run.classes, OWNER_NAMES: run.owners}
@@ -98,7 +103,7 @@ def clients(run: Run) -> dict[str, np.ndarray]:
         **swept,
         **{kind: np.array(found) for kind, found in names.items() if found},
         **best,
-        PERPLEXITY if is_text else ACCURACY: accuracy,
+        **accuracies,
         "rounds": rounds,
         "seeds": np.asarray(run.seeds),
         "test_size": np.asarray(run.data.partition.test.count),

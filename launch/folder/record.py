@@ -44,7 +44,8 @@ def by_point(run: Record) -> list[Record]:
         flags = run.flags | {"sweep": ""} | values
         one = run._replace(flags=flags, records=sweep.of_point(run.records, point))
         if run.clients:
-            mine = {measured(run): run.clients[measured(run)][:, index]}
+            names = [n for n in _arrays(run) if n in run.clients]
+            mine = {name: run.clients[name][:, index] for name in names}
             one = one._replace(clients=run.clients | mine)
         if run.summary is not None:
             summary = run.summary | run.summary["sweep"][index]
@@ -92,7 +93,8 @@ def _clients(run: Record) -> dict[str, np.ndarray]:
     several = [len(points)] if points[0] else []
     needed = ("rounds", "seeds", "test_size")
     others = (finished.ACCURACY, finished.PERPLEXITY, finished.CLASS_COUNTS)
-    others = (*others, finished.BEST_ROUND, finished.UNSEEN)
+    tuned = [finished.FINE_TUNED + one for one in others[:2]]
+    others = (*others, *tuned, finished.BEST_ROUND, finished.UNSEEN)
     names = (finished.CLASS_NAMES, finished.OWNER_NAMES, *points[0])
     try:
         found = npz.read(path, needed, (*others, *names))
@@ -105,6 +107,8 @@ def _clients(run: Record) -> dict[str, np.ndarray]:
             "test_size": [num_seeds, num_clients],
             kind: [num_seeds, *several, num_rounds, num_clients],
         }
+        if (tuned := finished.FINE_TUNED + kind) in found:
+            shapes[tuned] = shapes[kind]
         if finished.CLASS_COUNTS in found:
             num_classes = found[finished.CLASS_COUNTS].shape[-1:]
             shapes[finished.CLASS_COUNTS] = [num_seeds, num_clients, *num_classes]
@@ -225,19 +229,31 @@ def measured(run: Record) -> str:
     return finished.PERPLEXITY if is_text(run) else finished.ACCURACY
 
 
+def _arrays(run: Record) -> tuple[str, str]:
+    """The names of the per-client arrays, before and after fine-tuning."""
+    return measured(run), finished.FINE_TUNED + measured(run)
+
+
 def has_clients(run: Record) -> bool:
     """Whether the accuracy (or perplexity) of any single client is known."""
     return bool(np.isfinite(run.clients[measured(run)]).any())
 
 
-def client_means(run: Record) -> np.ndarray:
-    """Averages `measured` over the summary's rounds, nan = unknown; f64[S, K]."""
-    return np.ma.masked_invalid(run.clients[measured(run)]).mean(1).filled(np.nan)
+def client_means(run: Record, name: str = "") -> np.ndarray:
+    """Averages an array of clients over the summary's rounds, nan = unknown; f64[S, K].
+
+    `name` is by default `measured`.
+    """
+    found = run.clients[name or measured(run)]
+    return np.ma.masked_invalid(found).mean(1).filled(np.nan)
 
 
 def of_clients(run: Record) -> np.ndarray:
-    """Returns `client_means`, with accuracies in percent; f64[seeds, K]."""
-    mean = client_means(run)
+    """Returns the values of clients that may train, accuracies in percent; f64[S, K].
+
+    Clients that never train are nan.
+    """
+    mean = client_values(run, f"client_{measured(run)}")
     return mean if is_text(run) else 100 * mean
 
 
@@ -263,10 +279,16 @@ def client_values(run: Record, metric: str) -> np.ndarray | None:
 
     f64[S, K], nan for clients that do not belong to it, None if they are not known.
     """
-    names = {"client_": False, "unseen_": True}
-    prefix = next((p for p in names if metric == p + measured(run)), None)
-    if prefix is None:
+    plain, tuned = _arrays(run)
+    names = {
+        f"client_{plain}": (plain, False),
+        f"unseen_{plain}": (plain, True),
+        tuned: (tuned, False),
+        f"unseen_{tuned}": (tuned, True),
+    }
+    name, of_unseen = names.get(metric, ("", False))
+    if name not in run.clients:
         return None
-    means = client_means(run)
+    means = client_means(run, name)
     unseen = run.clients.get(finished.UNSEEN, np.zeros(means.shape)).astype(bool)
-    return np.where(unseen == names[prefix], means, np.nan)
+    return np.where(unseen == of_unseen, means, np.nan)

@@ -26,8 +26,9 @@ class Run:
         simulation: State, round and counters, and methods that advance and evaluate.
         points: The points of a sweep as numbers by name, [{}] without a sweep.
         metrics: A dict per evaluated round and variant, which is a seed at a point.
-        client_accuracies: f64[variants, window, K], nan if not evaluated. All points of
-            the first seed come first, then those of the second, ...
+        client_accuracies: f64[variants, window, K], nan if not evaluated; with
+            `fine_tune_epochs` f64[variants, window, 2, K], before and after it. All
+            points of the first seed come first, then those of the second, ...
         target: The chip for which it is compiled without running, "" = it runs here.
         settings: What it was assembled from, if there is a target.
         classes: Names in the order of `predict`'s columns, None if they are 0..Y-1.
@@ -77,7 +78,9 @@ class Run:
         self.metrics: list[dict[str, Any]] = []
         # The shape does not depend on `rounds`, so that a longer run can resume.
         num_variants = len(self.seeds) * len(self.points)
-        shape = num_variants, max(len(self.window), 10), config.num_clients
+        moments = (2,) if config.fine_tune_epochs else ()
+        shape = max(len(self.window), 10), *moments, config.num_clients
+        shape = num_variants, *shape
         self.client_accuracies = np.full(shape, np.nan)
         self.simulation = simulate.Simulation(
             *(program, self.data, self.planner, self.seeds, how, config.rounds),
@@ -272,6 +275,7 @@ class Run:
             return {}
         unseen = self.data.partition.is_unseen[seed]
         group = np.where(unseen, -1, np.asarray(self.task.group_of_client))
+        accuracies = accuracies.reshape(-1, len(group))[0]
         kind = "perplexity" if self.data.num_words else "accuracy"
         if self.data.masked_loss == "chosen":
             kind = "masked_perplexity"

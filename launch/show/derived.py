@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.folder import record
+from launch.folder import finished, record
 from launch.folder.record import Record
 from launch.run import summaries
 from launch.show import curves, words
@@ -71,7 +71,7 @@ def fine_tuned(run: Record) -> Record:
     parts = ("metrics", "last_round")
     changed = {name: renamed(run.summary.get(name, {})) for name in parts}
     clients = dict(run.clients)
-    if (name := f"fine_tuned_{record.measured(run)}") in clients:
+    if (name := finished.FINE_TUNED + record.measured(run)) in clients:
         clients[record.measured(run)] = clients.pop(name)
     summary = run.summary | changed
     records = [renamed(one) for one in run.records]

@@ -60,7 +60,7 @@ def clients(folder: pathlib.Path) -> dict[str, Any]:
     run = record.read(folder)
     if not record.has_clients(run):
         return {}
-    means = record.client_means(run).tolist()
+    means = record.client_values(run, f"client_{record.measured(run)}").tolist()
     values = [[float(f"{one:.6g}") for one in line] for line in means]
     sizes = run.clients["test_size"].tolist()
     return finished.finite({record.measured(run): values, "test_size": sizes})

@@ -9,7 +9,8 @@ import pytest
 from scipy import stats
 
 from launch import build
-from launch.show import derived, significance, table, words
+from launch.folder import record
+from launch.show import derived, frames, significance, table, words
 from launch.study import __main__ as command
 
 GEN = np.random.default_rng(3)
@@ -235,6 +236,25 @@ def test_derived_numbers(done):
         reached = [r for r in curve if r["client_accuracy"] >= base[seed].mean() / 2]
         assert rounds == reached[0]["round"]
     assert found["until_clock"] is None
+
+
+def test_values_of_clients_are_behind_the_metrics(done):
+    """Means over clients are the summary's, of seen and unseen clients."""
+    given = OPTIONS | {"unseen_clients": 2, "sweep": {"client_lr": [0.1, 0.3]}}
+    ran = build.experiment(algo="fedavg", num_seeds=2, **given)
+    ran.run(progress=False)
+    checked = 0
+    for run in frames._runs(ran):
+        every = ran.summary()["sweep"]
+        metrics = next(part for part in every if part["point"] == run.point)
+        for name in ("client", "unseen", "fine_tuned", "unseen_fine_tuned"):
+            values = record.client_values(run, f"{name}_accuracy")
+            expected = metrics["metrics"][f"{name}_accuracy"]["per_seed"]
+            assert np.nanmean(values, 1) == pytest.approx(expected)
+            assert np.isfinite(values).sum() == (4 if "unseen" in name else 6)
+            checked += 1
+        assert record.client_values(run, "global_accuracy") is None
+    assert checked == 8
 
 
 def test_marks_follow_the_test():
