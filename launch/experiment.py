@@ -19,7 +19,7 @@ from fedjax_pfl import types
 from launch.assemble import assemble, custom
 from launch.assemble import given as given_lib
 from launch.config import flagfile, registry
-from launch.folder import workdir
+from launch.folder import tracking, workdir
 from launch.machine import devices, processes, residence, target
 from launch.models_out import client_model, inside
 from launch.run import cost, loop, narrow
@@ -68,9 +68,9 @@ class Experiment(Run):
         if not isinstance(until, numbers.Integral) or not 0 <= until <= rounds:
             raise ValueError(f"until={until!r}: expected 0..{rounds} rounds")
         records = [loop.OnRecord(on_record)] if on_record is not None else []
-        for name in ("tensorboard", "csv"):
+        for name in ("tensorboard", "csv", "wandb"):
             if getattr(self.config, name) and not self.config.workdir:
-                raise ValueError(f"{name}=True writes files; give a workdir too")
+                raise ValueError(f"{name} writes files; give a workdir too")
         stop = stop_lib.Stop(twice_interrupts=False)
         with self.folder if self.config.workdir else contextlib.nullcontext() as folder:
             done = folder and folder.open(restores=True)
@@ -120,6 +120,8 @@ class Experiment(Run):
         shown = progress_lib.shown(words.headline if progress else None)
         every = [*shown, *others, narrow.Narrow(until)]
         if folder is not None:
+            if self.config.wandb:
+                every.append(tracking.Wandb(self.config.wandb, str(folder.path)))
             every = [folder, *every, workdir.Checkpoints(folder)]
         with stop:
             loop.run(self, every, stop, until)

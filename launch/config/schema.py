@@ -103,6 +103,9 @@ class Run:
         0, "rounds between checkpoints, 0 = every minute", minimum=0, role=EXECUTION
     )
     tensorboard: bool = option(False, "also write TensorBoard's files", role=EXECUTION)
+    wandb: str = option(
+        "", "also log to this project of Weights & Biases", role=NOWHERE
+    )
     csv: bool = option(False, "also write metrics.csv into --workdir", role=EXECUTION)
 
 

@@ -1,24 +1,76 @@
-"""Copies of the records: TensorBoard's event files, and a CSV table."""
+"""Copies of the records: TensorBoard's event files, W&B, and a CSV table."""
 
 import csv
+import hashlib
 import importlib.util
 import io
 import math
 import pathlib
 import shutil
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from launch.config import sweep
+from launch.machine import processes
+from launch.run import loop
+from launch.run.run import Run
 
 FOLDER, CSV = "tensorboard", "metrics.csv"
 
 
-def check(wanted: bool) -> None:
-    """Refuses `--tensorboard` if its package is missing (ValueError)."""
-    if wanted and importlib.util.find_spec("tensorboardX") is None:
-        cure = "pip install 'fedjax_pfl[tracking]'"
-        raise ValueError(f"--tensorboard needs the package tensorboardX; {cure}")
+def check(**packages: Any) -> None:
+    """Refuses an option that is on if its package is missing (ValueError).
+
+    `packages` are an option's name and (its value, its package).
+    """
+    for option, (value, package) in packages.items():
+        if value and importlib.util.find_spec(package) is None:
+            cure = "pip install 'fedjax_pfl[tracking]'"
+            raise ValueError(f"--{option} needs the package {package}; {cure}")
+
+
+class Wandb(loop.Listener):
+    """Logs records to a project of Weights & Biases, see its environment variables.
+
+    Metrics have their names, of several seeds or points after `seed0/` and the like,
+    and the round is the step. A resumed run goes on with the run of its folder.
+    """
+
+    def __init__(self, project: str, folder: str):
+        self._project, self._folder = project, folder
+
+    def on_start(self, run: Run) -> None:
+        if not processes.is_first():
+            return
+        import wandb  # an optional package
+
+        path = pathlib.Path(self._folder).resolve()
+        self._run = wandb.init(
+            project=self._project,
+            name=path.name,
+            id=hashlib.sha256(f"{socket.gethostname()}:{path}".encode()).hexdigest()[
+                :16
+            ],
+            resume="allow",
+            config=vars(run.config) | vars(run.hparams),
+        )
+
+    def on_call(self, run: Run, records: loop.Records) -> None:
+        is_one = len(run.seeds) * len(run.points) == 1
+        for record in records if processes.is_first() else ():
+            point = {name: record[name] for name in run.points[0]}
+            prefix = "" if is_one else sweep.label(point, f"seed{record['seed']}") + "/"
+            values = {
+                prefix + name: value
+                for name, value in record.items()
+                if name not in ("round", "seed", *point)
+            }
+            self._run.log(values, step=record["round"])
+
+    def on_end(self, run: Run) -> None:
+        if processes.is_first():
+            self._run.finish()
 
 
 class TensorBoard:

@@ -151,7 +151,9 @@ class Workdir(loop.Listener):
         return found
 
     def _prepare(self) -> dict[str, Any] | None:
-        tracking.check(self.run.config.tensorboard)
+        config = self.run.config
+        packages = {"tensorboard": (config.tensorboard, "tensorboardX")}
+        tracking.check(**packages, wandb=(config.wandb, "wandb"))
         if self.checkpoints.exists() and not self.checkpoints.is_dir():
             raise ValueError(
                 f"{self.checkpoints} is a file where a folder is expected; remove it"

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 
 import pytest
 from tensorboard.backend.event_processing import event_accumulator
@@ -84,5 +85,48 @@ def test_without_its_package(blobs, tmp_path, monkeypatch, capsys):
 def test_files_need_a_folder(blobs, name):
     """In memory there is none."""
     made = build.experiment(algo="fedavg", dataset=blobs, model="mlp", **{name: True})
-    with pytest.raises(ValueError, match=f"{name}=True writes files"):
+    with pytest.raises(ValueError, match=f"{name} writes files"):
         made.run()
+
+
+def test_wandb_gets_every_number(tmp_path, monkeypatch):
+    """A stand-in for the package receives what metrics.jsonl has, seeds apart."""
+    (tmp_path / "wandb.py").write_text(
+        "logged, given = [], {}\n"
+        "class Run:\n"
+        "    def log(self, values, step): logged.append((step, values))\n"
+        "    def finish(self): logged.append('finished')\n"
+        "def init(**more):\n"
+        "    given.update(more)\n"
+        "    return Run()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    made = build.experiment(
+        algo="fedavg",
+        **conftest.SIX,
+        num_seeds=2,
+        workdir=str(tmp_path / "run"),
+        wandb="mine",
+    )
+    made.run(progress=False)
+    import wandb
+
+    assert wandb.given["project"] == "mine" and wandb.given["config"]["num_seeds"] == 2
+    assert wandb.logged.pop() == "finished" and len(wandb.logged) == len(made.metrics)
+    for (step, values), record in zip(wandb.logged, made.metrics, strict=True):
+        prefix = f"seed{record['seed']}/"
+        assert step == record["round"]
+        wanted = {
+            prefix + n: x for n, x in record.items() if n not in ("round", "seed")
+        }
+        assert values == wanted
+
+
+def test_wandb_is_missing(tmp_path):
+    """One line says what to install."""
+    made = build.experiment(
+        algo="fedavg", **conftest.SIX, workdir=str(tmp_path / "run"), wandb="mine"
+    )
+    with pytest.raises(ValueError, match="--wandb needs the package wandb"):
+        made.run(progress=False)
