@@ -101,7 +101,6 @@ def test_wandb_gets_every_number(tmp_path, monkeypatch):
         "    return Run()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
     made = build.experiment(
         algo="fedavg",
         **conftest.SIX,
@@ -110,8 +109,7 @@ def test_wandb_gets_every_number(tmp_path, monkeypatch):
         wandb="mine",
     )
     made.run(progress=False)
-    import wandb
-
+    wandb = sys.modules.pop("wandb")
     assert wandb.given["project"] == "mine" and wandb.given["config"]["num_seeds"] == 2
     assert wandb.logged.pop() == "finished" and len(wandb.logged) == len(made.metrics)
     for (step, values), record in zip(wandb.logged, made.metrics, strict=True):
