@@ -89,9 +89,14 @@ class Comparison(Mapping):
         rows = [{"algo": n, **row} for n, one in self.items() for row in one.metrics]
         return frames.of(rows)
 
-    def summary(self) -> pandas.DataFrame:
-        """One line for each algorithm: its metrics by the summary rule."""
-        return frames.summaries(self._experiments)
+    def summary(self, control: str = "", until: float = 0.95) -> pandas.DataFrame:
+        """One line for each algorithm: its metrics by the summary rule.
+
+        With a `control`, the name of one of them, also `hurt`, `gain`, `until_rounds`
+        and others, see `derived.of`; `until` is the share of its result.
+        """
+        frame = frames.summaries(self._experiments)
+        return frames.beside(frame, self._experiments, control, until)
 
     def plot(self, kind: str = "curves", metric: str = "") -> Any:
         """A picture of `launch.plot` with all of them; see `Experiment.plot`."""

@@ -13,6 +13,7 @@ from launch.config import flagfile, sweep
 from launch.folder import finished, record
 from launch.run import summaries as summaries_lib
 from launch.run.run import Run
+from launch.show import derived
 
 if TYPE_CHECKING:
     import pandas
@@ -88,6 +89,31 @@ def summaries(experiments: Mapping[str, Run]) -> pandas.DataFrame:
                 if rule != "last" and metric in part.get("last_round", {}):
                     line[f"{metric} last round"] = part["last_round"][metric]["mean"]
     return pandas.DataFrame.from_dict(lines, orient="index").rename_axis("algo")
+
+
+def beside(
+    frame: pandas.DataFrame, experiments: Mapping[str, Run], control: str, until: float
+) -> pandas.DataFrame:
+    """The frame of `summaries` with columns of `derived`, if there is a control.
+
+    Raises a ValueError if there is no such run, or it is a sweep.
+    """
+    if not control:
+        return frame
+    if control not in experiments:
+        every = ", ".join(experiments)
+        raise ValueError(f"control={control}: expected one of {every}")
+    runs = {}
+    for name, one in experiments.items():
+        if one.config.sweep:
+            raise ValueError(f"control={control}: {name} is a sweep; omit it")
+        runs[name] = _runs(one)[0]._replace(summary=one.summary())
+    for name in derived.TITLES:
+        found = {n: derived.of(name, r, runs[control], until) for n, r in runs.items()}
+        values = {n: entry["mean"] for n, entry in found.items() if entry}
+        if values:
+            frame[name] = frame.index.map(values)
+    return frame
 
 
 def html(run: Run) -> str:

@@ -238,6 +238,20 @@ def test_derived_numbers(done):
     assert found["until_clock"] is None
 
 
+def test_comparisons_have_derived_columns():
+    """Beside a control a comparison has the same numbers as a study's table."""
+    compared = build.compare(["local", "fedavg"], progress=False, **OPTIONS)
+    frame = compared.summary(control="local")
+    mine, base = (
+        np.nanmean(compared[name].client_accuracies[0, :, 0], 0)
+        for name in ("fedavg", "local")
+    )
+    assert frame.loc["fedavg", "hurt"] == pytest.approx((mine < base - 1e-9).mean())
+    assert frame.loc["local", ["hurt", "gain"]].tolist() == [0, 0]
+    with pytest.raises(ValueError, match="expected one of local, fedavg"):
+        compared.summary(control="fedper")
+
+
 def test_values_of_clients_are_behind_the_metrics(done):
     """Means over clients are the summary's, of seen and unseen clients."""
     given = OPTIONS | {"unseen_clients": 2, "sweep": {"client_lr": [0.1, 0.3]}}
