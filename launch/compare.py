@@ -98,9 +98,9 @@ class Comparison(Mapping):
         frame = frames.summaries(self._experiments)
         return frames.beside(frame, self._experiments, control, until)
 
-    def plot(self, kind: str = "curves", metric: str = "") -> Any:
+    def plot(self, kind: str = "curves", metric: str = "", **how: str) -> Any:
         """A picture of `launch.plot` with all of them; see `Experiment.plot`."""
-        return frames.plot(list(self.values()), kind, metric, list(self))
+        return frames.plot(list(self.values()), kind, metric, list(self), **how)
 
     def __repr__(self) -> str:
         return "\n\n".join(

@@ -33,6 +33,8 @@ class Options:
         f"pictures, with commas; default {','.join(figures.KINDS)}, for unfinished "
         "runs curves alone, for a sweep of two names also heatmap",
     )
+    x: str = option("rounds", "below curves: rounds, bytes or clock")
+    width: str = option("", "of curves and ecdf in a paper: column or page")
     format: str = option("png", "png, pdf or svg")
 
 
@@ -48,11 +50,12 @@ def command(argv: list[str]) -> None:
         runs = [run for one in found for run in record.by_point(one)]
         all_kinds = ["curves"]
         if all(run.clients for run in runs):
-            all_kinds += ["fairness"] * all(map(record.has_clients, runs))
+            all_kinds += ["ecdf", "fairness"] * all(map(record.has_clients, runs))
             all_kinds += ["bubbles"] * bool(figures.partitions(runs))
         all_kinds += ["heatmap"] * figures.has_two_names(runs)
         kinds = asked.kind.split(",") if asked.kind else all_kinds
-        drawn = {kind: figures.picture(kind, runs, asked.metric) for kind in kinds}
+        how = asked.metric, (), asked.x, asked.width
+        drawn = {kind: figures.picture(kind, runs, *how) for kind in kinds}
     folder = pathlib.Path(asked.output)
     with ending.writing("output", folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,23 +1,28 @@
-"""Pictures of runs: curves, fairness, class bubbles, heat maps of sweeps."""
+"""Pictures of runs: curves, fairness, class bubbles, heat maps of sweeps.
+
+A method has the same colour, marker and dashes in all of them, see `looks`.
+"""
 
 import io
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import matplotlib
 import numpy as np
 from matplotlib import figure as figure_lib
 from matplotlib import ticker
 
 from data import labels
-from fedjax_pfl import metric_kinds
+from fedjax_pfl import metric_kinds, options
 from fedjax_pfl.metric_kinds import Kind
 from launch.folder import finished, record
 from launch.folder.record import Record
-from launch.show import words
+from launch.show import curves as curves_lib
+from launch.show import looks, words
 
 Runs = Sequence[Record]
-KINDS = ("curves", "fairness", "bubbles")
+KINDS = ("curves", "ecdf", "fairness", "bubbles")
+WIDTHS = {"": 0.0, "column": 3.4, "page": 7.0}  # inches, "" = by the names
+MAX_POINTS = 1500  # of a line over clients
 FORMATS = ("png", "pdf", "svg")
 MAX_NAMES = 25  # of classes beside an axis; longer lists are thinned out
 PREFERRED = (
@@ -29,6 +34,28 @@ PREFERRED = (
     "client_masked_perplexity",
     "masked_perplexity",
 )
+
+
+class Axis(NamedTuple):
+    """What curves are drawn over: a label, and its value in a record."""
+
+    label: str
+    place: Callable[[Mapping[str, Any]], float]
+
+
+AXES = {
+    "rounds": Axis("finished rounds", lambda row: row["round"]),
+    "bytes": Axis("megabytes sent in both directions", curves_lib.megabytes),
+    "clock": Axis("simulated seconds", lambda row: row["clock"]),
+}
+# The axis of a metric of which the title in tables is short
+_LABELS = {
+    "client_accuracy": "mean accuracy of clients",
+    "trained_accuracy": "mean accuracy after local training",
+    "unseen_accuracy": "mean accuracy of unseen clients",
+    "fine_tuned_accuracy": "mean accuracy of fine-tuned clients",
+    "global_accuracy": "accuracy of the server's model",
+}
 
 
 class Figure(figure_lib.Figure):
@@ -52,20 +79,41 @@ def _unformatted(text: str) -> str:
 
 
 def picture(
-    kind: str, runs: Runs, metric: str = "", names: Sequence[str] = ()
+    kind: str,
+    runs: Runs,
+    metric: str = "",
+    names: Sequence[str] = (),
+    x: str = "rounds",
+    width: str = "",
+    places: Sequence[int] = (),
 ) -> Figure:
     """Draws a picture of the runs: one of `KINDS`, or `heatmap`.
 
-    `metric` has metrics of curves separated by commas, empty = those of `metrics_of`,
-    and `names` those of the runs, empty = what distinguishes them. Raises a ValueError
-    for an unknown picture or metric, or a picture that needs finished runs.
+    Args:
+        kind: The picture.
+        runs: The runs.
+        metric: Metrics of curves separated by commas, empty = those of `metrics_of`.
+        names: Those of the runs, empty = what distinguishes them.
+        x: One of `AXES`, for curves.
+        width: One of `WIDTHS`, for curves and ecdf: a paper's column or page.
+        places: The place of each run, whose `looks.look` it has; default 0, 1, ...
+
+    Raises:
+        ValueError: an unknown picture, metric, x or width, or a picture that needs
+            finished runs.
     """
+    for flag, value, known in (("x", x, AXES), ("width", width, WIDTHS)):
+        options.check_one_of(flag, value, [*known])
+    if x == "clock" and any("clock" not in run.records[-1] for run in runs):
+        raise ValueError("--x=clock: a run has no clock; give it --client_speed")
     if kind not in (*KINDS, "heatmap"):
         raise ValueError(f"--kind={kind}: expected one of {', '.join(KINDS)}, heatmap")
     pairs = zip(runs, names or record.labels(runs), strict=True)
+    texts = looks.titles([name for _, name in pairs])
+    pairs = zip(runs, texts, strict=True)
     names = [_unformatted(named(*pair)) for pair in pairs]
     if kind == "curves":
-        return curves(runs, names, metrics_of(runs, metric))
+        return curves(runs, names, metrics_of(runs, metric), x, width, places)
     if kind == "heatmap":
         if not has_two_names(runs):
             raise ValueError(
@@ -76,9 +124,26 @@ def picture(
         if not run.clients:
             line = f"--kind={kind}: {run.path} is not finished"
             raise ValueError(f"{line}; omit it, or give --kind=curves")
-    if kind == "fairness":
-        return fairness(runs, names)
-    return bubbles(runs, names)
+    if kind == "bubbles":
+        return bubbles(runs, names)
+    _check_clients(kind, runs)
+    if kind == "ecdf":
+        return ecdf(runs, names, width, places)
+    return fairness(runs, names)
+
+
+def _check_clients(kind: str, runs: Runs) -> None:
+    """Refuses a picture of clients without values of single ones, or of two kinds."""
+    if not all(map(record.has_clients, runs)):
+        raise ValueError(
+            f"--kind={kind}: a run has no accuracies of single clients; omit it, or "
+            "give --kind=curves,bubbles"
+        )
+    if len(set(map(record.is_text, runs))) > 1:
+        raise ValueError(
+            f"--kind={kind}: some runs are of texts, which have perplexities, and "
+            "others of images; give one kind"
+        )
 
 
 def metrics_of(runs: Runs, wanted: str | Sequence[str]) -> list[str]:
@@ -116,27 +181,58 @@ def metric_of(name: str, runs: Runs) -> words.Metric:
     return words.metric(name, record.kinds(runs))
 
 
-def curves(runs: Runs, names: Sequence[str], metrics: Sequence[str]) -> Figure:
-    """Metrics of one unit over rounds: mean and standard deviation over seeds."""
+def _sheet(width: str, longest: int) -> tuple[Figure, Any, dict[str, Any]]:
+    """A figure, its axes and the place of its legend; names are that long."""
+    if width:
+        size = WIDTHS[width], 2.6 if width == "column" else 3.2
+        place: dict[str, Any] = {"loc": "outside lower center", "fontsize": 7}
+        place["ncols"] = max(1, int(WIDTHS[width] * 12 / (longest + 6)))
+    else:
+        size = 7 + 0.075 * longest, 4.8
+        place = {"loc": "outside right upper", "fontsize": 9}
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    axes.grid(alpha=0.3)
+    if width:
+        axes.tick_params(labelsize=8)
+    return figure, axes, place | {"frameon": False}
+
+
+def _labelled(axes: Any, width: str, title: str, **labels: Any) -> None:
+    """Writes labels and the title, in small type for a paper."""
+    axes.set(**labels)
+    axes.set_title(title, fontsize=8 if width else 10)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.label.set_fontsize(8 if width else 10)
+
+
+def curves(
+    runs: Runs,
+    names: Sequence[str],
+    metrics: Sequence[str],
+    x: str = "rounds",
+    width: str = "",
+    places: Sequence[int] = (),
+) -> Figure:
+    """Metrics of one unit over one of `AXES`: mean and deviation over seeds."""
     series = [
         (run, metric, f"{name} {words.title(metric)}" if len(metrics) > 1 else name)
         for run, name in zip(runs, names, strict=True)
         for metric in metrics
     ]
-    width = 7 + 0.075 * max(len(label) for *_, label in series)
-    figure = Figure(figsize=(width, 4.8), layout="constrained")
-    axes = figure.subplots()
-    colors = matplotlib.color_sequences["tab10"]
+    figure, axes, place = _sheet(width, max(len(label) for *_, label in series))
     drawn = []
     first = metric_of(metrics[0], runs)
     for number, (run, metric, label) in enumerate(series):
-        rounds, mean, spread = record.over_seeds(run, metric, first.scale)
-        if not rounds:
+        where = AXES[x].place
+        curve = record.over_seeds(run, metric, first.scale, where)
+        if not curve[0]:
             continue
-        style = {"color": colors[number % 10], "ls": ("-", "--", ":")[number // 10 % 3]}
-        line = draw_curve(axes, (rounds, mean, spread), 0.15, label=label, **style)
+        place_of = places[number] if len(metrics) == 1 and places else number
+        style = looks.look(place_of).line(len(curve[0]))
+        line = draw_curve(axes, curve, 0.15, label=label, **style)
         having = [row for row in run.records if row.get(metric) is not None]
-        drawn.append((mean[-1], line, len({row["seed"] for row in having})))
+        drawn.append((curve[1][-1], line, len({row["seed"] for row in having})))
     drawn.sort(key=lambda one: one[0], reverse=first.better != "lower")
     is_same = len({count for *_, count in drawn}) == 1
     texts = [
@@ -144,19 +240,24 @@ def curves(runs: Runs, names: Sequence[str], metrics: Sequence[str]) -> Figure:
         for last, line, count in drawn
     ]
     title = ", ".join(filter(None, ["last round", first.unit]))
-    place = {"loc": "outside right upper", "frameon": False, "fontsize": 9}
     figure.legend([line for _, line, _ in drawn], texts, title=title, **place)
     seeds = max(len({row["seed"] for row in run.records}) for run in runs)
     band = f", mean ± std of {seeds} seeds" if seeds > 1 else ""
-    # The names of several metrics are in the legend.
-    titles = [first.title] if len(metrics) == 1 else []
-    titles += ["perplexity"] if titles and first.kind is Kind.PERPLEXITY else []
-    ylabel = ", ".join(filter(None, [*titles, first.unit]))
-    axes.set(xlabel="finished rounds", ylabel=ylabel, xlim=(0, None))
-    axes.set_title(f"{_data(runs)}{band}", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=(1, 2, 5, 10)))
+    ylabel = label_of(first) if len(metrics) == 1 else first.unit
+    labels = {"xlabel": AXES[x].label, "ylabel": ylabel, "xlim": (0, None)}
+    _labelled(axes, width, f"{_data(runs)}{band}", **labels)
+    if x == "rounds":
+        steps = {"integer": True, "steps": (1, 2, 5, 10)}
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(**steps))
     return figure
+
+
+def label_of(metric: words.Metric) -> str:
+    """A metric as the label of an axis, such as `mean accuracy of clients (%)`."""
+    text = _LABELS.get(metric.name, metric.title)
+    if metric.kind is Kind.PERPLEXITY:
+        text += ", perplexity"
+    return f"{text} ({metric.unit})" if metric.unit else text
 
 
 def draw_curve(
@@ -167,12 +268,42 @@ def draw_curve(
 ) -> Any:
     """Draws (x, mean, standard deviation) as a line with a band; returns the line."""
     where, mean, spread = curve
-    (line,) = axes.plot(where, mean, lw=1.6, **style)
+    (line,) = axes.plot(where, mean, lw=1.5, **style)
     if spread.any():
         color = line.get_color()
         band = mean - spread, mean + spread
         axes.fill_between(where, *band, color=color, alpha=alpha, lw=0)
     return line
+
+
+def draw_ecdf(axes: Any, run: Record, look: looks.Look, **style: Any) -> Any:
+    """Draws the share of clients with at least a value, over the value; its line."""
+    values = np.sort(record.of_clients(run).ravel())
+    values = values[np.isfinite(values)]
+    if len(values) > MAX_POINTS:
+        values = np.quantile(values, np.linspace(0, 1, MAX_POINTS))
+    percent = 100 * (1 - np.arange(len(values)) / len(values))
+    style |= look.line(len(values)) | {"lw": 1.5, "drawstyle": "steps-pre"}
+    return axes.plot(values, percent, **style)[0]
+
+
+def ecdf(
+    runs: Runs, names: Sequence[str], width: str = "", places: Sequence[int] = ()
+) -> Figure:
+    """How many clients of all seeds have at least which accuracy, of all runs."""
+    figure, axes, place = _sheet(width, max(map(len, names)))
+    pairs = zip(runs, places or range(len(runs)), strict=True)
+    lines = [draw_ecdf(axes, run, looks.look(place)) for run, place in pairs]
+    figure.legend(lines, names, **place)
+    is_text = record.is_text(runs[0])
+    labels = {"ylabel": "clients with at least this (%)", "ylim": (0, 103)}
+    labels["xlabel"] = (
+        "perplexity of a client" if is_text else "accuracy of a client (%)"
+    )
+    if not is_text:
+        labels["xlim"] = (0, 100)
+    _labelled(axes, width, f"{_data(runs)}, summary rounds", **labels)
+    return figure
 
 
 def partitions(runs: Runs) -> list[tuple[list[int], np.ndarray]]:
@@ -196,7 +327,7 @@ def draw_bubbles(
 ) -> None:
     """Draws counts [client, class] of examples as areas; `names` are the classes'."""
     client, label = np.nonzero(counts)
-    size = scale * counts[client, label]
+    size = np.maximum(scale * counts[client, label], 3)  # one example is seen
     axes.scatter(client, label, s=size, alpha=0.7, linewidths=0, **style)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(ticker.MaxNLocator(integer=True))
@@ -217,17 +348,7 @@ def fairness(runs: Runs, names: Sequence[str]) -> Figure:
 
     A client's value is its mean over the summary rounds. Counts are means over seeds.
     """
-    if not all(map(record.has_clients, runs)):
-        raise ValueError(
-            "--kind=fairness: a run has no accuracies of single clients; omit it, or "
-            "give --kind=curves,bubbles"
-        )
     is_text = record.is_text(runs[0])
-    if any(record.is_text(run) != is_text for run in runs):
-        raise ValueError(
-            "--kind=fairness: some runs are of texts, which have perplexities, and "
-            "others of images; give one kind"
-        )
     # Rounding keeps the mean of ten times 0.6 from falling below the edge at 60.
     found = [np.round(record.of_clients(run), 6).ravel() for run in runs]
     found = [values[np.isfinite(values)] for values in found]
@@ -279,15 +400,17 @@ def bubbles(runs: Runs, names: Sequence[str]) -> Figure:
     nice = [step * 10**power for power in range(7) for step in (1, 2, 5)]
     steps = [step for step in nice if step <= largest][-1:-7:-3][::-1]
     style = {"color": "tab:blue", "alpha": 0.7, "linewidths": 0}
-    handles = [panels[0].scatter([], [], s=scale * step, **style) for step in steps]
+    handles = [
+        panels[0].scatter([], [], s=max(scale * step, 3), **style) for step in steps
+    ]
     place = {"loc": "outside right upper", "title": "examples", "frameon": False}
     figure.legend(handles, list(map(str, steps)), **place)
     figure.supxlabel("client")
     figure.supylabel("class")
     seeds = sorted({int(run.clients["seeds"][0]) for run, *_ in shown})
-    figure.suptitle(
-        f"{_data(runs)}: train examples, seed {', '.join(map(str, seeds))}", fontsize=10
-    )
+    # Beside the legend, which has the corner
+    text = f"{_data(runs)}: train examples, seed {', '.join(map(str, seeds))}"
+    figure.suptitle(text, fontsize=10, x=0.02, ha="left")
     return figure
 
 

@@ -13,21 +13,25 @@ from fedjax_pfl.metric_kinds import Kind
 from launch.config import schema
 from launch.folder import finished, record
 from launch.run import summaries
-from launch.show import curves, figures, sheets, significance, svg, table, words
+from launch.show import curves, figures, looks, sheets, significance, svg, table, words
 
 _TESTED = (
     " Coloured differences are shown by the clients (Wilcoxon's signed-rank test, "
     f"seeds as blocks, p < {significance.LEVEL} after Holm's correction)."
 )
-MAX_POINTS, MAX_BUBBLES, MAX_CLASSES = 1500, 60, 200
+MAX_BUBBLES, MAX_CLASSES = 60, 200
 
 
 class Entry(NamedTuple):
-    """A finished run with its name and colour on the page."""
+    """A finished run with its name and look on the page."""
 
     name: str
-    color: str
+    look: looks.Look
     run: record.Record
+
+    @property
+    def color(self) -> str:
+        return self.look.color
 
     @property
     def summary(self) -> Mapping[str, Any]:
@@ -53,8 +57,8 @@ def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Ent
         if run.summary is None:
             raise ValueError(f"{run.path} holds no finished run")
     names = record.names_by_point(found, names) or record.labels(runs)
-    colors = [svg.COLORS[number % len(svg.COLORS)] for number in range(len(runs))]
-    return [Entry(*one) for one in zip(names, colors, runs, strict=True)]
+    pairs = enumerate(zip(names, runs, strict=True))
+    return [Entry(name, looks.look(number), run) for number, (name, run) in pairs]
 
 
 def page(
@@ -388,7 +392,7 @@ def _section(
 
 
 def _sections(entries: Sequence[Entry], metric: words.Metric) -> list[dict[str, Any]]:
-    title, unit = metric.title, ", ".join(filter(None, [metric.title, metric.unit]))
+    title, unit = metric.title, figures.label_of(metric)
     runs = [entry.run for entry in entries]
     places = [
         ("finished rounds", lambda row: row["round"], "Over rounds."),
@@ -432,12 +436,7 @@ def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
     figure, axes = svg.figure(f"{kind}{unit}", "clients with at least this, %")
     known = [entry for entry in entries if record.has_clients(entry.run)]
     for entry in known:
-        values = np.sort(record.of_clients(entry.run).ravel())
-        values = values[np.isfinite(values)]
-        if len(values) > MAX_POINTS:
-            values = np.quantile(values, np.linspace(0, 1, MAX_POINTS))
-        percent = 100 * (1 - np.arange(len(values)) / len(values))
-        axes.plot(values, percent, color=entry.color, lw=1.6, drawstyle="steps-pre")
+        figures.draw_ecdf(axes, entry.run, entry.look)
     axes.set(xlim=None if is_text else (0, 100), ylim=(0, 103))
     shown = [svg.shown(figure, f"Fairness: how many clients have which {kind}.")]
     local = [entry for entry in known if entry.run.flags["algo"] == "local"]
@@ -454,7 +453,7 @@ def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
     axes.plot([0, limit], [0, limit], color=svg.INK, lw=0.8, alpha=0.5)
     for entry, alone in pairs:
         x, y = (record.of_clients(one.run).ravel() for one in (alone, entry))
-        step = -(-len(x) // MAX_POINTS)
+        step = -(-len(x) // figures.MAX_POINTS)
         style = {"s": 14, "color": entry.color, "alpha": 0.6, "linewidths": 0}
         axes.scatter(x[::step], y[::step], **style)
     axes.set(xlim=(0, 1.03 * limit), ylim=(0, 1.03 * limit))
@@ -496,7 +495,7 @@ def _bubbles(entries: Sequence[Entry]) -> list[dict[str, str]]:
         drawn = counts[:MAX_BUBBLES]
         figure, axes = svg.figure("client", "class")
         classes = record.class_names(entries[numbers[0]].run)
-        style = {"names": classes, "color": svg.COLORS[0]}
+        style = {"names": classes, "color": looks.COLORS[0]}
         figures.draw_bubbles(axes, drawn, 90 / drawn.max(), **style)
         names = [entries[number].name for number in numbers]
         more = len(counts) - len(drawn)
@@ -518,5 +517,6 @@ def _curves(
     figure, axes = svg.figure(*labels)
     for entry in entries:
         curve = record.over_seeds(entry.run, metric.name, metric.scale, place)
-        figures.draw_curve(axes, curve, 0.18, color=entry.color)
+        style = entry.look.line(len(curve[0]))
+        figures.draw_curve(axes, curve, 0.18, **style)
     return svg.shown(figure, caption)

@@ -10,10 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 TEMPLATES = pathlib.Path(__file__).parent / "templates"
-COLORS = (
-    "#3b82f6", "#ef4444", "#10b981", "#f59e0b", "#8b5cf6",
-    "#ec4899", "#14b8a6", "#84cc16", "#f97316", "#64748b",
-)  # fmt: skip
 INK = "#010203"  # replaced by the page's text colour, light or dark
 
 

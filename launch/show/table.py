@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launch.folder import record
 from launch.folder.record import Record
-from launch.show import derived, sheets, significance, words
+from launch.show import derived, looks, sheets, significance, words
 
 if TYPE_CHECKING:
     import pandas
@@ -66,6 +66,11 @@ class Table(NamedTuple):
     columns: list[Column]
     notes: list[str]
 
+    @property
+    def names(self) -> list[str]:
+        """The methods as papers write them."""
+        return looks.titles(self.rows)
+
     def heads(self) -> list[str]:
         """A title for each column."""
         many = len({one.setting for one in self.columns}) > 1
@@ -92,7 +97,7 @@ class Table(NamedTuple):
         head = "| | " + " | ".join(self.heads()) + " |"
         body = [
             f"| {name} | " + " | ".join(line) + " |"
-            for name, line in zip(self.rows, self._lines("**{}**"), strict=True)
+            for name, line in zip(self.names, self._lines("**{}**"), strict=True)
         ]
         rule = "|---|" + "---|" * len(self.columns)
         return "\n".join([head, rule, *body, "", *self.notes, ""])
@@ -139,7 +144,7 @@ class Table(NamedTuple):
 
     def to_sheet(self, title: str) -> sheets.Sheet:
         """The table for a page of runs."""
-        rows = list(zip(self.rows, self._lines("{}"), strict=True))
+        rows = list(zip(self.names, self._lines("{}"), strict=True))
         return sheets.Sheet(
             title, self.notes, [sheets.Grid("", "", self.heads(), rows)]
         )
@@ -160,7 +165,7 @@ class Table(NamedTuple):
             one._replace(values=[v._replace(text=change(v.text)) for v in one.values])
             for one in self.columns
         ]
-        return self._replace(rows=list(map(change, self.rows)), columns=columns)
+        return self._replace(rows=list(map(change, self.names)), columns=columns)
 
     def __str__(self) -> str:
         return self.to_markdown()
@@ -209,7 +214,8 @@ def made(
     seeds = {len(run.clients["seeds"]) for run in known}
     notes = [f"Mean ± standard deviation of {max(seeds, default=0)} seeds."]
     if test != "none":
-        beside = f"; † better and ‡ worse than {control}" if control else ""
+        name = looks.title(control)
+        beside = f"; † better and ‡ worse than {name}" if control else ""
         notes.append(
             "Bold: the best and all that are not shown to differ from it"
             f"{beside} (Wilcoxon's signed-rank test on clients, seeds as blocks, p < "
@@ -219,13 +225,13 @@ def made(
         line = "are no values of single clients, so that only the best is bold"
         notes.append(f"{', '.join(untested)}: there {line}.")
     about = {
-        "hurt": f"clients that are worse off than with {control}",
-        "gain": f"mean over clients of the value less that with {control}",
+        "hurt": f"clients that are worse off than with {looks.title(control)}",
+        "gain": f"mean over clients of the value less that with {looks.title(control)}",
         "bottom_decile": "mean over the worst tenth of the clients",
     }
     about |= dict.fromkeys(
         ("until_rounds", "until_mb", "until_clock"),
-        f"until the mean over clients reaches {until:g} of the result of {control}",
+        f"until the mean over clients reaches {until:g} of {looks.title(control)}'s",
     )
     notes += [f"{derived.TITLES[n]}: {about[n]}." for n in metrics if n in about]
     return Table(rows, columns, notes)

@@ -7,20 +7,20 @@ from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from launch.show import svg
+from launch.show import looks, svg
 from launch.tables import results as results_lib
 from launch.tables.cells import Sheet
 from launch.tables.results import Result
 
 MARKERS = "os^Dvp*X"
 # Plain loops have the same colours in all pictures.
-LOOPS = {"loop": svg.COLORS[-2], "torch": svg.COLORS[-1]}
+LOOPS = {"loop": looks.COLORS[-2], "torch": looks.COLORS[-1]}
 
 
 def colors(results: Sequence[Result]) -> dict[str, str]:
     """The colour of each row of a sheet."""
     rows = enumerate(results_lib.by_row(results).items())
-    return {row: LOOPS.get(f[0].cell.how, svg.COLORS[i % 8]) for i, (row, f) in rows}
+    return {row: LOOPS.get(f[0].cell.how, looks.COLORS[i % 7]) for i, (row, f) in rows}
 
 
 def _number(value: float, _: int = 0) -> str:

@@ -29,7 +29,7 @@ from launch.folder import finished, lock, record, tracking
 from launch.folder.record import Record
 from launch.machine import processes
 from launch.run import loop, stop, summaries
-from launch.show import derived
+from launch.show import derived, looks
 from launch.tables import cells, estimates, store
 
 if TYPE_CHECKING:
@@ -539,17 +539,22 @@ class Study:
     def plot(
         self, kind: str = "curves", metric: str = "", setting: str = "", **how: Any
     ) -> Any:
-        """A picture of `launch.plot` with all finished rows of a setting."""
+        """A picture of `launch.plot` with all finished rows of a setting.
+
+        A row has the same look in all pictures. `how` is as in `Experiment.plot`.
+        """
         from launch.show import figures  # imports matplotlib, which is slow
 
         runs = {row: run for row, run in self.runs(setting).items() if run}
         if not runs:
             raise ValueError("nothing is finished yet; run() first")
-        return figures.picture(kind, list(runs.values()), metric, list(runs), **how)
+        places = [self.rows.index(row) for row in runs]
+        given = list(runs.values()), metric, list(runs)
+        return figures.picture(kind, *given, places=places, **how)
 
     def write(self) -> list[pathlib.Path]:
         """Writes the tables and for each setting a page and pictures; their paths."""
-        from launch.show import page, svg  # slow imports
+        from launch.show import page, svg  # slow imports, matplotlib and jinja2
 
         shown, out = (
             self.table(),
@@ -562,12 +567,14 @@ class Study:
             if not runs:
                 continue
             end = f"-{cells.slug(setting)}" * bool(setting)
-            for kind in ("curves", "fairness"):
+            for kind in ("curves", "ecdf"):
                 out.append(self.folder / f"{kind}{end}.pdf")
                 self.plot(kind, setting=setting).savefig(out[-1])
-            colors = itertools.cycle(svg.COLORS)
-            entries = [page.Entry(n, next(colors), run) for n, run in runs.items()]
-            control = self.control if self.control in runs else ""
+            entries = [
+                page.Entry(looks.title(row), looks.look(self.rows.index(row)), run)
+                for row, run in runs.items()
+            ]
+            control = looks.title(self.control) if self.control in runs else ""
             sheet = shown.to_sheet("Methods")
             out.append(self.folder / f"report{end}.html")
             svg.write(out[-1], page.page(entries, control, [sheet], setting))

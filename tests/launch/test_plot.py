@@ -1,5 +1,6 @@
 """Pictures: what is drawn is what the runs left behind."""
 
+import itertools
 import json
 import shutil
 
@@ -9,7 +10,7 @@ import pytest
 from launch import main, plot
 from launch.config import registry
 from launch.folder import record
-from launch.show import figures
+from launch.show import figures, looks
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +42,11 @@ def read(folders):
     return found, record.labels(found)
 
 
-def test_command_writes_three_pictures(runs, tmp_path, capsys):
-    """curves, fairness and bubbles as PNG."""
+def test_command_writes_four_pictures(runs, tmp_path, capsys):
+    """curves, ecdf, fairness and bubbles as PNG."""
     out = tmp_path / "pictures"
     plot.command(["plot", *map(str, runs), f"--output={out}"])
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert len(capsys.readouterr().out.splitlines()) == 4
     for kind in figures.KINDS:
         assert (out / f"{kind}.png").read_bytes()[1:4] == b"PNG"
 
@@ -198,3 +199,37 @@ def test_bad_input_is_one_line(runs, capsys, argv, words):
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+
+def test_looks_differ():
+    """Sixteen methods differ, and neighbours in each of colour, marker and dashes."""
+    found = [looks.look(index) for index in range(16)]
+    assert len(set(found)) == 16
+    for one, other in itertools.pairwise(found):
+        assert all(a != b for a, b in zip(one, other, strict=True))
+
+
+def test_over_megabytes_in_a_column(runs):
+    """The x axis has the bytes of both directions, and the figure a column's width."""
+    found = [record.read(path) for path in runs]
+    names = [run.flags["algo"] for run in found]
+    how = {"metric": "client_accuracy", "x": "bytes", "width": "column"}
+    figure = figures.picture("curves", found, names=names, **how)
+    (axes,) = figure.axes
+    rows = found[1].records
+    sent = sorted({(r["bytes_up"] + r["bytes_down"]) / 1e6 for r in rows})
+    drawn = [list(line.get_xdata()) for line in axes.get_lines()]
+    assert any(np.allclose(sent, xs) for xs in drawn if len(xs) == len(sent))
+    assert figure.get_size_inches()[0] == pytest.approx(3.4)
+    with pytest.raises(ValueError, match="has no clock"):
+        figures.picture("curves", found, names=names, x="clock")
+
+
+def test_shares_of_clients(runs):
+    """The ecdf starts at all clients, and its values are theirs."""
+    found = [record.read(path) for path in runs]
+    lines = figures.picture("ecdf", found).axes[0].get_lines()
+    for line, run in zip(lines, found, strict=True):
+        values = np.sort(record.of_clients(run).ravel())
+        np.testing.assert_allclose(line.get_xdata(), values[np.isfinite(values)])
+        assert line.get_ydata()[0] == 100
