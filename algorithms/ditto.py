@@ -44,7 +44,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         trained = fp.train(hparams, loss_fn, server, client)
         given = towards(server), client.own, client.fresh()
         personal = fp.train(hparams, *given, tag="engine.personal")
-        return trained, personal.variables
+        return trained.replace(tested=personal.tested), personal.variables
 
     def adapt(client: fp.Client, start: fp.Variables, server: fp.Variables):
         """The steps of v_k towards w^t, from the model that serves the client."""

@@ -32,6 +32,7 @@ class Client:
             `fori_loop` up to it stops early.
         key, round: The run's root key, and the round int32[], zero-based.
         model: Its architecture.
+        is_tested: Whether the model that its training leaves is measured.
     """
 
     id: jax.Array
@@ -44,6 +45,7 @@ class Client:
     key: jax.Array
     round: jax.Array
     model: types.Model | None = struct.field(pytree_node=False, default=None)
+    is_tested: bool = struct.field(pytree_node=False, default=False)
 
     def run(self, step: Callable[[jax.Array, Any], Any], first: Any) -> Any:
         """The carry after all its steps: `step(index, carry) -> carry`, from `first`.
@@ -73,7 +75,9 @@ class Trained:
     `opt_state` is () unless the optimizer's state continues. With `persists` the
     training began with the client's persistent state, which the engine then replaces.
     `loss` is a (sum over examples, examples) pair of the last objective, and `measured`
-    has the results of each objective's `measure`, summed over real steps.
+    has the results of each objective's `measure`, summed over real steps. `tested` is
+    (accuracy on the client's own test rows, 1 or 0 without any), () if it is not
+    measured.
     """
 
     params: types.Params
@@ -81,6 +85,7 @@ class Trained:
     opt_state: Any
     loss: losses.Pair
     measured: tuple = ()
+    tested: losses.Pair | tuple[()] = ()
     persists: bool = struct.field(pytree_node=False, default=False)
 
     @property
@@ -92,9 +97,16 @@ class Trained:
         return self.replace(params=(), stats=()), self.variables
 
     def metrics(self, cohort: types.Cohort) -> dict[str, losses.Pair]:
-        """{"train_loss": (sum, count)} over the real rows of a cohort."""
-        total, count = (jnp.where(cohort.row_mask, part, 0).sum() for part in self.loss)
-        return {"train_loss": (total, count)}
+        """{"train_loss": (sum, count)} over the real rows of a cohort.
+
+        Also `trained_accuracy`, if it is measured.
+        """
+        pairs = {"train_loss": self.loss, "trained_accuracy": self.tested}
+        return {
+            name: tuple(jnp.where(cohort.row_mask, part, 0).sum() for part in pair)
+            for name, pair in pairs.items()
+            if pair
+        }
 
 
 def cohorts_by_architecture(
@@ -269,7 +281,8 @@ def _clients(
     """The clients of a cohort, leaves [C, ...], without the fields that all share."""
     model = task.client_models[0] if len(task.client_models) == 1 else None
     mine = cohort.client_id, cohort.level, own, opt_state, plan
-    return Client(*mine, bound=(), data=(), key=(), round=(), model=model)
+    given = {"model": model, "is_tested": task.tests_trained}
+    return Client(*mine, bound=(), data=(), key=(), round=(), **given)
 
 
 def update(

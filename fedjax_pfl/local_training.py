@@ -14,11 +14,13 @@ from fedjax_pfl import (
     losses,
     optimizer,
     options,
+    shapes,
     stacked,
     types,
 )
 
 option = options.option
+TEST_BATCH = 64  # test rows of one pass, where a round tests what it trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,6 +287,44 @@ def train(
         ),
     )
     trained = client.run(step, first)
+    if client.is_tested:
+        trained = trained.replace(tested=_tested(client, trained.variables))
     if not is_kept:
         return trained.replace(opt_state=())
     return trained.replace(persists=opt_state is None)
+
+
+def _tested(client: each_client.Client, variables: types.Variables) -> losses.Pair:
+    """(a model's accuracy on the client's own test rows, 1), or 0 and 0 without any.
+
+    Of a model with exits those that the client holds answer. Raises a ValueError if the
+    parameters are not those of the first stages of the client's architecture.
+    """
+    level, data = len(variables.params), client.data
+    model = client.model and types.truncated(client.model, level)
+    wanted = model and shapes.variables(model, data.image.shape[1:])
+    mine, wanted = (jax.tree.map(jnp.shape, one) for one in (variables, wanted))
+    if mine != wanted:
+        raise ValueError(
+            "--eval_moments=both: what a client trains here is not the model that "
+            "serves it, and cannot be measured alone; omit it"
+        )
+    test = data.partition.test
+    count, row_at = test.count[client.id], test.of(client.id)
+    held = boundary.held(client.level, level)
+
+    def step(index: jax.Array, right: jax.Array) -> jax.Array:
+        place = index * TEST_BATCH + jnp.arange(TEST_BATCH)
+        rows = jnp.where(place < count, row_at(jnp.minimum(place, count - 1)), -1)
+        image, label, _ = data.test_batch(rows)
+        out, _ = model.forward(*variables, image)
+        if model.has_exits:
+            exits = [jnp.where(held[n], one, 0) for n, one in enumerate(out)]
+            last = jnp.stack(exits)[client.level - 1]
+            out = last if model.answer == "last" else sum(exits) / held.sum()
+        return right + ((out.argmax(-1) == label) & (rows >= 0)).sum()
+
+    num_batches = -(-count // TEST_BATCH)
+    right = jax.lax.fori_loop(0, num_batches, step, jnp.zeros((), jnp.int32))
+    has_any = (count > 0).astype(jnp.float32)
+    return right / jnp.maximum(count, 1), has_any

@@ -114,6 +114,7 @@ class Task(NamedTuple):
             client: those that are on the device at once (`rows.store`), or all with
             empty ones at the end of some devices (`rows.slots`); 0 = one for each.
         teacher: The model with the variables `Data.teacher`, or None; see `teacher`.
+        tests_trained: Whether a round measures the models that its training leaves.
     """
 
     server_model: Model
@@ -129,6 +130,7 @@ class Task(NamedTuple):
     num_levels: int = 1
     num_residents: int = 0
     teacher: Model | None = None
+    tests_trained: bool = False
 
     @property
     def num_rows(self) -> int:

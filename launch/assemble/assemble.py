@@ -158,7 +158,13 @@ def _program(
     if settings.public is not None and program.algorithm.ships_proxy != "unlabelled":
         line = f"--public_set={config.public_set} has images without labels"
         fit.refuse_need(config, "public_images", line)
-    if config.unseen_clients and program.algorithm.peers is not None:
+    algorithm = program.algorithm
+    if config.eval_moments != "before" and (algorithm.trained or not algorithm.plans):
+        why = "measures both already" if algorithm.trained else "trains nothing"
+        raise ValueError(
+            f"--eval_moments={config.eval_moments}: --algo={config.algo} {why}; omit it"
+        )
+    if config.unseen_clients and algorithm.peers is not None:
         raise ValueError(
             f"--unseen_clients={config.unseen_clients:g}: --algo={config.algo} has no "
             "server that gives a newcomer a model; omit it"

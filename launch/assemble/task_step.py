@@ -59,6 +59,7 @@ def made(
         example_shape=settings.source.image.shape[1:],
         num_levels=num_levels,
         teacher=found.teacher,
+        tests_trained=config.eval_moments != "before",
     )
 
     def planner(algorithm: types.Algorithm, how: types.Execution) -> plan.Planner:

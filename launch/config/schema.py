@@ -332,6 +332,13 @@ class Evaluation:
         "0 = not; the run is unchanged",
         minimum=0,
     )
+    eval_moments: str = _image_option(
+        "before",
+        "when clients' models are measured: before a round's local training (what "
+        "serves them), after it (trained_accuracy, of the clients of the last round) "
+        "or both",
+        choices=("before", "after", "both"),
+    )
     c_gen: bool | None = _image_option(
         None, "also evaluate clients' models on all clients' test rows"
     )

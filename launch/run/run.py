@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -143,7 +144,8 @@ class Run:
         """The kinds of what rounds and custom functions measure, by metric."""
         custom = measures.custom_names(self.program.scoring.score.measures)
         names = [*self.simulation.metrics, *custom]
-        return metric_kinds.declared(names, self.program.algorithm.shares)
+        fractions = *self.program.algorithm.shares, "trained_accuracy"
+        return metric_kinds.declared(names, fractions)
 
     @property
     def compile_seconds(self) -> float:
@@ -217,6 +219,9 @@ class Run:
         variants = self.simulation.variants
         for index, (values, accuracies) in enumerate(results):
             values = values | self._by_architecture(accuracies, variants.seed(index))
+            if self.config.eval_moments == "after":
+                hidden = re.compile(r"client_.*|worst_decile_.*")
+                values = {n: x for n, x in values.items() if not hidden.fullmatch(n)}
             record = {"round": self.round, "seed": self.seeds[variants.seed(index)]}
             record |= {**self.points[variants.point(index)], **values}
             if self.totals.diverged[index]:

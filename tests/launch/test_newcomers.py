@@ -245,3 +245,61 @@ def test_refusals(given, words):
     with pytest.raises(ValueError, match=words) as found:
         build.experiment(**common | given)
     assert "\n" not in str(found.value)
+
+
+MOMENTS = {
+    "fedavg": {},
+    "fedper": {"personal_from": "last"},
+    "ditto": {},
+    "cdkt": {"proxy_fraction": 0.1},
+    "depthfl": {"model": "with_exits", "level_mix": "1:1:1", "feddyn_alpha": 0.0},
+}
+
+
+@pytest.mark.parametrize("algo", MOMENTS)
+def test_what_training_left(algo, monkeypatch):
+    """With one client a round it is that client's new model; all else is unchanged."""
+    given = {"algo": algo, "clients_per_round": 1, "eval_every": 1, "val_split": 0.2}
+    if algo == "depthfl":
+        monkeypatch.setitem(models.MODELS, "with_exits", toy.with_exits)
+    one, both = (
+        ran(**given | MOMENTS[algo], eval_moments=m, rounds=3)
+        for m in ("before", "both")
+    )
+    assert one.simulation.digest() == both.simulation.digest()
+    for a, b in zip(one.metrics, both.metrics, strict=True):
+        rest = {n: x for n, x in b.items() if n not in ("trained_accuracy", "seconds")}
+        assert rest == {n: x for n, x in a.items() if n != "seconds"}
+    (client,) = both.planner.drawn(0, 2).client_id[both.planner.drawn(0, 2).row_mask]
+    own = rows(part(both).test, client)
+    model = None if algo == "fedavg" else int(client)
+    right = (both.predict(model, X[own]).argmax(-1) == Y[own]).mean()
+    assert both.metrics[-1]["trained_accuracy"] == pytest.approx(right, abs=1e-6)
+
+
+def test_one_moment_alone():
+    """after hides what is measured before; means are over the round's clients."""
+    after = ran(algo="ditto", eval_moments="after")
+    names = set(after.metrics[-1])
+    assert "trained_accuracy" in names and "client_accuracy" not in names
+    cohort = after.planner.drawn(0, 1)
+    right = []
+    for client in cohort.client_id[cohort.row_mask]:
+        own = rows(part(after).test, client)
+        found = after.predict(int(client), X[own]).argmax(-1)
+        right.append((found == Y[own]).mean())
+    expected = pytest.approx(np.mean(right), abs=1e-6)
+    assert len(right) == 4 and after.metrics[-1]["trained_accuracy"] == expected
+
+
+@pytest.mark.parametrize(
+    ("algo", "line"),
+    [
+        ("apfl", "cannot be measured"),
+        ("local", "both already"),
+    ],
+)
+def test_moments_that_cannot_be_measured(algo, line):
+    """One line."""
+    with pytest.raises(ValueError, match=line):
+        ran(algo=algo, eval_moments="both")
