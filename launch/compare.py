@@ -289,7 +289,10 @@ def _built(
         if folder := of_rows[name].get("workdir"):
             of_rows[name]["workdir"] = f"{folder}/{name}"
         of_rows[name] |= own
-        made[name] = experiment(**of_rows[name])
+        try:
+            made[name] = experiment(**of_rows[name])
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
         one, other = made[first], made[name]
         if one.examples_sha256 != other.examples_sha256:
             raise ValueError(

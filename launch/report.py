@@ -14,7 +14,7 @@ from fedjax_pfl.options import option
 from launch import ending
 from launch.config import flags
 from launch.show import page, svg
-from launch.tables import store, study
+from launch.tables import protocol, store, study
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,9 @@ def command(argv: list[str]) -> None:
         if not folders:
             raise ValueError("give the folders of one or more finished runs")
         paths = [pathlib.Path(folder) for folder in folders]
-        if len(paths) == 1 and store.is_study(paths[0]):
+        if len(paths) == 1 and protocol.is_study(paths[0]):
+            text = protocol.opened(paths[0]).page(title=asked.title)
+        elif len(paths) == 1 and store.is_study(paths[0]):
             text = study.Study("", paths[0]).page(asked.title)
         else:
             text = page.page(page.read(paths), asked.control, title=asked.title)

@@ -208,6 +208,10 @@ def made(
                 if test != "none" and name not in derived.TITLES
             }
             values, was_tested = _values(how, entries, arrays, control)
+            values = [
+                Value("diverged") if run and record.diverged(run) is not None else value
+                for value, run in zip(values, found.values(), strict=True)
+            ]
             columns.append(Column(setting, how, values))
             if not was_tested and name not in derived.TITLES and test != "none":
                 untested[how.title] = ""
@@ -254,7 +258,7 @@ def _entries(
     base = found.get(control)
     out: dict[str, dict[str, Any] | None] = {}
     for row, run in found.items():
-        if run is None:
+        if run is None or record.diverged(run) is not None:
             out[row] = None
         elif name in derived.TITLES:
             is_self = row == control and name in ("hurt", "gain")

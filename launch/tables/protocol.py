@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 FINE_TUNED = "+ft"  # after a method's name: its fine-tuned clients as a row
 STUDY, PACKED = store.STUDY, "study of methods"
+_TABLES = ("md", "tex")
 _IN_PYTHON = "given in Python"
 # A study as a file, see `read`
 _OPTIONS = {"options?": dict, str: json_text.NOTHING}
@@ -125,6 +126,13 @@ class Study:
         if self.control and self.control not in self.rows:
             every = ", ".join(self.rows)
             raise ValueError(f"study: control={self.control}: expected one of {every}")
+        for names in (self.settings, self._bases):
+            slugs = {cells.slug(name): name for name in names}
+            if odd := [one for one in names if one not in slugs.values()]:
+                other = slugs[cells.slug(odd[0])]
+                raise ValueError(
+                    f"study: {odd[0]} and {other} are one name of a folder; change one"
+                )
         for name, values in self.tune.items():
             if not values or len(set(map(str, values))) < len(values):
                 raise ValueError(f"study: tune: {name}: expected different values")
@@ -230,7 +238,7 @@ class Study:
         A row is tuned by the metric that it shows: a method by `val_client_accuracy`
         (or the first of `summaries.CHOOSING` that it has), its fine-tuned clients by
         the better of `val_fine_tuned_accuracy` and that. The seeds' mean counts, after
-        each seed's best round, and a point that diverged never wins.
+        each seed's best round, and a point that diverged wins only if all did.
         """
         base, found = row.removesuffix(FINE_TUNED), []
         trials = self.tuning(setting, base)
@@ -239,13 +247,12 @@ class Study:
                 return None
             done = finished.read(self._path(trial))
             fixed = {n: trial.options[n] for n in self._tuned[setting][base]["runs"]}
-            for part in done.get("sweep", [done]):
-                if not part.get("diverged"):
-                    found.append((fixed | part.get("point", {}), part["metrics"]))
+            found += [(fixed, part) for part in done.get("sweep", [done])]
         if not trials:
             return Choice({}, is_fine_tuned=row != base)
         best: Choice | None = None
-        for options, metrics in found:
+        for fixed, part in [one for one in found if not one[1]["diverged"]] or found:
+            options, metrics = fixed | part.get("point", {}), part["metrics"]
             for name, is_fine_tuned in _choosing(metrics, row != base):
                 sign = 1 if metric_kinds.of(name) is metric_kinds.Kind.FRACTION else -1
                 value = metrics[name]["mean"]
@@ -256,8 +263,6 @@ class Study:
                         if len(self.tune[n]) > 1 and chosen in _ends(self.tune[n])
                     )
                     best = Choice(options, name, value, is_fine_tuned, edges)
-        if best is None:
-            raise ValueError(f"study: {row}: every point of its tuning diverged")
         return best
 
     def final(self, setting: str, row: str) -> Trial | None:
@@ -552,32 +557,37 @@ class Study:
         given = list(runs.values()), metric, list(runs)
         return figures.picture(kind, *given, places=places, **how)
 
+    def page(self, setting: str = "", title: str = "") -> str:
+        """A page as HTML: all results as a table, and the runs of a setting."""
+        from launch.show import page  # slow imports, matplotlib and jinja2
+
+        runs = {row: run for row, run in self.runs(setting).items() if run}
+        if not runs:
+            raise ValueError("nothing is finished yet; run() first")
+        entries = [
+            page.Entry(looks.title(row), looks.look(self.rows.index(row)), run)
+            for row, run in runs.items()
+        ]
+        control = looks.title(self.control) if self.control in runs else ""
+        sheet = self.table().to_sheet("Methods")
+        return page.page(entries, control, [sheet], title or setting)
+
     def write(self) -> list[pathlib.Path]:
         """Writes the tables and for each setting a page and pictures; their paths."""
-        from launch.show import page, svg  # slow imports, matplotlib and jinja2
+        from launch.show import svg  # slow imports
 
-        shown, out = (
-            self.table(),
-            [self.folder / "tables.md", self.folder / "tables.tex"],
-        )
+        shown, out = self.table(), [self.folder / f"tables.{end}" for end in _TABLES]
         finished.write_text(out[0], shown.to_markdown())
         finished.write_text(out[1], shown.to_latex())
         for setting in self.settings:
-            runs = {row: run for row, run in self.runs(setting).items() if run}
-            if not runs:
+            if not any(self.runs(setting).values()):
                 continue
             end = f"-{cells.slug(setting)}" * bool(setting)
             for kind in ("curves", "ecdf"):
                 out.append(self.folder / f"{kind}{end}.pdf")
                 self.plot(kind, setting=setting).savefig(out[-1])
-            entries = [
-                page.Entry(looks.title(row), looks.look(self.rows.index(row)), run)
-                for row, run in runs.items()
-            ]
-            control = looks.title(self.control) if self.control in runs else ""
-            sheet = shown.to_sheet("Methods")
             out.append(self.folder / f"report{end}.html")
-            svg.write(out[-1], page.page(entries, control, [sheet], setting))
+            svg.write(out[-1], self.page(setting))
         return out
 
     def pack(self, path: Any) -> pathlib.Path:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from launch import build
+from launch import build, report
 from launch.folder import record
 from launch.show import derived, frames, significance, table, words
 from launch.study import __main__ as command
@@ -189,6 +189,24 @@ def test_options_that_no_sweep_takes(tmp_path):
     assert names == ["fedavg.tune,local_epochs=1", "fedavg.tune,local_epochs=2"]
     chosen = tuned.run(progress=False).choice("", "fedavg")
     assert set(chosen.options) == {"local_epochs", "client_lr"}
+
+
+def test_diverged_points():
+    """One that diverged is not chosen, and a result that did is called so."""
+    rates = {"tune": {"client_lr": [1e30, 0.1]}, "fine_tune_epochs": 0}
+    ran = build.study(["fedavg"], **OPTIONS | rates).run(progress=False)
+    assert ran.choice("", "fedavg").options == {"client_lr": 0.1}
+    given = OPTIONS | {"client_lr": 1e30, "fine_tune_epochs": 0}
+    ran = build.study(["fedavg"], **given).run(progress=False)
+    assert "| FedAvg | diverged |" in ran.table().to_markdown()
+
+
+def test_its_report(done, tmp_path):
+    """launch.report makes the page of a study's folder, with its table."""
+    out = tmp_path / "page.html"
+    report.command(["report", str(done.folder), f"--output={out}"])
+    text = out.read_text()
+    assert "FedAvg + FT" in text and "Hurt" in text
 
 
 def test_wilcoxon_is_scipy_s():
