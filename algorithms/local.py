@@ -1,4 +1,4 @@
-"""Local training without any exchange: the control row of every table.
+"""Local: training without any exchange, the control row of every table.
 
 "No Transfer" of Nguyen et al., "CDKT-FL", https://arxiv.org/abs/2204.01542 (Tables 1 to
 3), and the Local row of personalized federated learning.

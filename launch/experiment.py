@@ -202,13 +202,15 @@ class Experiment(Run):
         """
         return frames.partition_counts(self, seed)
 
-    def plot(self, kind: str = "curves", metric: str = "") -> Any:
+    def plot(self, kind: str = "curves", metric: str = "", **how: str) -> Any:
         """A picture of `launch.plot` as a matplotlib figure.
 
-        `kind` is `curves`, `fairness`, `bubbles` or, for a sweep, `heatmap`. `metric`
-        names metrics of the curves, separated by commas; empty = a usual one.
+        `kind` is `curves`, `ecdf`, `fairness`, `bubbles` or, for a sweep, `heatmap`.
+        `metric` names metrics of the curves, separated by commas; empty = a usual one.
+        They are drawn over `x`: `rounds`, `bytes`, `seconds` or `clock`. A `width` of
+        `column` or `page` is a paper's, with its fonts and without a title.
         """
-        return frames.plot([self], kind, metric)
+        return frames.plot([self], kind, metric=metric, **how)
 
     def __repr__(self) -> str:
         return words.described(self)

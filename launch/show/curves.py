@@ -1,6 +1,6 @@
 """Values of whole curves for tables: after round 0, or until an accuracy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,15 @@ def of_seeds(records: Records) -> list[list[Mapping[str, Any]]]:
 def megabytes(record: Mapping[str, Any]) -> float:
     """Megabytes of all messages so far, in both directions."""
     return (record["bytes_up"] + record["bytes_down"]) / 1e6
+
+
+# What a curve may be drawn over: its label, and where a record is on that axis.
+PLACES: dict[str, tuple[str, Callable[[Mapping[str, Any]], float]]] = {
+    "rounds": ("finished rounds", lambda record: record["round"]),
+    "bytes": ("MB sent in both directions", megabytes),
+    "seconds": ("seconds of training", lambda record: record["seconds"]),
+    "clock": ("simulated seconds", lambda record: record["clock"]),
+}
 
 
 def later(records: Records, name: str) -> list[float] | None:

@@ -1,6 +1,11 @@
-"""Pictures of runs: curves, fairness, class bubbles, heat maps of sweeps."""
+"""Pictures of runs: curves, fairness, class bubbles, heat maps of sweeps.
+
+Their width is `inches`, or with 0 what they need.
+"""
 
 import io
+import itertools
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,15 +15,19 @@ from matplotlib import figure as figure_lib
 from matplotlib import ticker
 
 from data import labels
-from fedjax_pfl import metric_kinds
+from fedjax_pfl import metric_kinds, options
 from fedjax_pfl.metric_kinds import Kind
 from launch.folder import finished, record
 from launch.folder.record import Record
-from launch.show import words
+from launch.show import curves as curves_lib
+from launch.show import looks, words
 
 Runs = Sequence[Record]
-KINDS = ("curves", "fairness", "bubbles")
+KINDS = ("curves", "ecdf", "fairness", "bubbles")
 FORMATS = ("png", "pdf", "svg")
+WIDTHS = {"": 0.0, "column": 3.4, "page": 7.0}
+DOT = 5.0  # the smallest bubble, points squared
+MAX_POINTS = 1500  # of clients; more are thinned out
 MAX_NAMES = 25  # of classes beside an axis; longer lists are thinned out
 PREFERRED = (
     "client_accuracy",
@@ -52,33 +61,61 @@ def _unformatted(text: str) -> str:
 
 
 def picture(
-    kind: str, runs: Runs, metric: str = "", names: Sequence[str] = ()
+    kind: str,
+    runs: Runs,
+    metric: str = "",
+    names: Sequence[str] = (),
+    x: str = "rounds",
+    width: str = "",
 ) -> Figure:
     """Draws a picture of the runs: one of `KINDS`, or `heatmap`.
 
     `metric` has metrics of curves separated by commas, empty = those of `metrics_of`,
-    and `names` those of the runs, empty = what distinguishes them. Raises a ValueError
-    for an unknown picture or metric, or a picture that needs finished runs.
+    and `x` is one of `curves_lib.PLACES`. `names` are those of the runs, empty = what
+    distinguishes them. A `width` of `WIDTHS` has fonts for a paper. Raises a ValueError
+    for an unknown name, or a picture that needs finished runs.
     """
+    options.check_one_of("width", width, WIDTHS)
     if kind not in (*KINDS, "heatmap"):
         raise ValueError(f"--kind={kind}: expected one of {', '.join(KINDS)}, heatmap")
     pairs = zip(runs, names or record.labels(runs), strict=True)
-    names = [_unformatted(named(*pair)) for pair in pairs]
-    if kind == "curves":
-        return curves(runs, names, metrics_of(runs, metric))
-    if kind == "heatmap":
-        if not has_two_names(runs):
-            raise ValueError(
-                "--kind=heatmap: expected one sweep of two names; give --kind=curves"
-            )
-        return heatmap(runs, metrics_of(runs, metric)[0])
+    names = [_unformatted(named(run, looks.title(name))) for run, name in pairs]
+    more = ()
+    if kind in ("curves", "heatmap"):
+        metrics = metrics_of(runs, metric)
+        more = (metrics, x) if kind == "curves" else (metrics[0],)
+    else:
+        _check_clients(runs, kind)
+    if kind == "heatmap" and not has_two_names(runs):
+        raise ValueError(
+            "--kind=heatmap: expected one sweep of two names; give --kind=curves"
+        )
+    draw = {"curves": curves, "ecdf": ecdf, "fairness": fairness, "bubbles": bubbles}
+    with matplotlib.rc_context({"font.size": 8 if width else 10}):
+        figure = draw.get(kind, heatmap)(runs, names, *more, inches=WIDTHS[width])
+        if width:
+            figure.suptitle("")  # a paper's picture has a caption
+        # Otherwise what is drawn later has other fonts.
+        figure.draw_without_rendering()
+    return figure
+
+
+def _check_clients(runs: Runs, kind: str) -> None:
+    """Raises a ValueError if runs lack what a picture of clients needs."""
     for run in runs:
         if not run.clients:
             line = f"--kind={kind}: {run.path} is not finished"
             raise ValueError(f"{line}; omit it, or give --kind=curves")
-    if kind == "fairness":
-        return fairness(runs, names)
-    return bubbles(runs, names)
+    if kind != "bubbles" and not all(map(record.has_clients, runs)):
+        raise ValueError(
+            f"--kind={kind}: a run has no accuracies of single clients; omit it, or "
+            "give --kind=curves,bubbles"
+        )
+    if kind != "bubbles" and len(set(map(record.is_text, runs))) > 1:
+        raise ValueError(
+            f"--kind={kind}: some runs are of texts, which have perplexities, and "
+            "others of images; give one kind"
+        )
 
 
 def metrics_of(runs: Runs, wanted: str | Sequence[str]) -> list[str]:
@@ -116,62 +153,102 @@ def metric_of(name: str, runs: Runs) -> words.Metric:
     return words.metric(name, record.kinds(runs))
 
 
-def curves(runs: Runs, names: Sequence[str], metrics: Sequence[str]) -> Figure:
-    """Metrics of one unit over rounds: mean and standard deviation over seeds."""
-    series = [
-        (run, metric, f"{name} {words.title(metric)}" if len(metrics) > 1 else name)
-        for run, name in zip(runs, names, strict=True)
-        for metric in metrics
-    ]
-    width = 7 + 0.075 * max(len(label) for *_, label in series)
-    figure = Figure(figsize=(width, 4.8), layout="constrained")
-    axes = figure.subplots()
-    colors = matplotlib.color_sequences["tab10"]
-    drawn = []
-    first = metric_of(metrics[0], runs)
-    for number, (run, metric, label) in enumerate(series):
-        rounds, mean, spread = record.over_seeds(run, metric, first.scale)
-        if not rounds:
-            continue
-        style = {"color": colors[number % 10], "ls": ("-", "--", ":")[number // 10 % 3]}
-        line = draw_curve(axes, (rounds, mean, spread), 0.15, label=label, **style)
-        having = [row for row in run.records if row.get(metric) is not None]
-        drawn.append((mean[-1], line, len({row["seed"] for row in having})))
-    drawn.sort(key=lambda one: one[0], reverse=first.better != "lower")
+def curves(
+    runs: Runs,
+    names: Sequence[str],
+    metrics: Sequence[str],
+    x: str = "rounds",
+    inches: float = 0.0,
+) -> Figure:
+    """Metrics of one unit over `x`: mean and standard deviation over seeds.
+
+    Raises a ValueError if the records of a run do not have `x`.
+    """
+    options.check_one_of("x", x, curves_lib.PLACES)
+    xlabel, place = curves_lib.PLACES[x]
+    own, several = looks.looks(names), len(metrics) > 1
+    series = []
+    for run, name in zip(runs, names, strict=True):
+        for metric, dashes in zip(metrics, itertools.cycle(looks.DASHES)):
+            label = f"{name} {words.title(metric)}" if several else name
+            # Of several metrics, each has dashes of its own.
+            look = own[name]._replace(dashes=dashes) if several else own[name]
+            series.append((run, metric, label, look))
+    figure, axes = _one([label for _, _, label, _ in series], inches)
+    drawn, first = [], metric_of(metrics[0], runs)
+    for run, metric, label, look in series:
+        try:
+            curve = record.over_seeds(run, metric, first.scale, place)
+        except KeyError as error:
+            line = f"--x={x}: the records of {label} have no {error.args[0]}"
+            raise ValueError(f"{line}; give --x=rounds") from error
+        if curve[0]:
+            line = draw_curve(axes, curve, look, label=label)
+            having = [row for row in run.records if row.get(metric) is not None]
+            drawn.append((curve[1][-1], line, len({row["seed"] for row in having})))
     is_same = len({count for *_, count in drawn}) == 1
-    texts = [
-        f"{line.get_label()}  {last:{first.form}}" + f", n={count}" * (not is_same)
-        for last, line, count in drawn
-    ]
-    title = ", ".join(filter(None, ["last round", first.unit]))
-    place = {"loc": "outside right upper", "frameon": False, "fontsize": 9}
-    figure.legend([line for _, line, _ in drawn], texts, title=title, **place)
+    drawn = [(*one, f", n={count}" * (not is_same)) for *one, count in drawn]
+    _legend(figure, drawn, first, "last round")
     seeds = max(len({row["seed"] for row in run.records}) for run in runs)
     band = f", mean ± std of {seeds} seeds" if seeds > 1 else ""
     # The names of several metrics are in the legend.
-    titles = [first.title] if len(metrics) == 1 else []
-    titles += ["perplexity"] if titles and first.kind is Kind.PERPLEXITY else []
-    ylabel = ", ".join(filter(None, [*titles, first.unit]))
-    axes.set(xlabel="finished rounds", ylabel=ylabel, xlim=(0, None))
-    axes.set_title(f"{_data(runs)}{band}", fontsize=10)
+    ylabel = first.unit if several else words.axis(first)
+    axes.set(xlabel=xlabel, ylabel=ylabel, xlim=(0, None))
     axes.grid(alpha=0.3)
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=(1, 2, 5, 10)))
+    _title(figure, f"{_data(runs)}{band}")
+    if x == "rounds":
+        steps = (1, 2, 5, 10)
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=steps))
     return figure
 
 
 def draw_curve(
     axes: Any,
     curve: tuple[Sequence[float], np.ndarray, np.ndarray],
-    alpha: float,
+    look: looks.Look,
     **style: Any,
 ) -> Any:
     """Draws (x, mean, standard deviation) as a line with a band; returns the line."""
     where, mean, spread = curve
-    (line,) = axes.plot(where, mean, lw=1.6, **style)
+    (line,) = axes.plot(where, mean, **look.style(), **style)
     if spread.any():
-        color = line.get_color()
         band = mean - spread, mean + spread
-        axes.fill_between(where, *band, color=color, alpha=alpha, lw=0)
+        axes.fill_between(where, *band, color=look.color, alpha=0.15, lw=0)
+    return line
+
+
+def ecdf(runs: Runs, names: Sequence[str], inches: float = 0.0) -> Figure:
+    """How many clients have at least which accuracy, or at most which perplexity."""
+    figure, axes = _one(names, inches)
+    drawn, own = [], looks.looks(names)
+    for run, name in zip(runs, names, strict=True):
+        line = draw_ecdf(axes, run, own[name], label=name)
+        drawn.append((np.nanmean(record.of_clients(run)), line, ""))
+    how = words.metric(f"client_{record.measured(runs[0])}")
+    _legend(figure, drawn, how, "mean")
+    _title(figure, f"{_data(runs)}, summary rounds")
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def draw_ecdf(axes: Any, run: Record, look: looks.Look, **style: Any) -> Any:
+    """Draws the share of clients (of all seeds) by their value; returns the line.
+
+    It is the share of those with at least this accuracy, or at most this perplexity.
+    """
+    kind, is_text = record.measured(run), record.is_text(run)
+    values = np.sort(record.of_clients(run).ravel())
+    values = values[np.isfinite(values)]
+    if len(values) > MAX_POINTS:
+        values = np.quantile(values, np.linspace(0, 1, MAX_POINTS))
+    share = 100 * np.arange(1, len(values) + 1) / len(values)
+    steps, xlim = ("steps-post", None) if is_text else ("steps-pre", (0, 101))
+    share = share if is_text else share[::-1]
+    style |= look.style() | {"drawstyle": steps}
+    (line,) = axes.plot(values, share, **style)
+    which = "at most" if is_text else "at least"
+    axes.set(xlabel=f"{kind} of a client" + " (%)" * (not is_text), xlim=xlim)
+    axes.set(ylabel=f"clients with {which} this (%)", ylim=(0, 103))
     return line
 
 
@@ -196,10 +273,10 @@ def draw_bubbles(
 ) -> None:
     """Draws counts [client, class] of examples as areas; `names` are the classes'."""
     client, label = np.nonzero(counts)
-    size = scale * counts[client, label]
+    size = np.maximum(scale * counts[client, label], DOT)
     axes.scatter(client, label, s=size, alpha=0.7, linewidths=0, **style)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(ticker.MaxNLocator(integer=True))
+    for axis, most in (axes.xaxis, "auto"), (axes.yaxis, 10):
+        axis.set_major_locator(ticker.MaxNLocator(most, integer=True))
     if names:
         texts = [_unformatted(labels.limited(name)) for name in names]
         if len(texts) <= MAX_NAMES:
@@ -212,22 +289,12 @@ def draw_bubbles(
         axes.yaxis.set_major_formatter(name_at)
 
 
-def fairness(runs: Runs, names: Sequence[str]) -> Figure:
+def fairness(runs: Runs, names: Sequence[str], inches: float = 0.0) -> Figure:
     """Clients by accuracy in bins of ten points, or by perplexity, a panel per run.
 
     A client's value is its mean over the summary rounds. Counts are means over seeds.
     """
-    if not all(map(record.has_clients, runs)):
-        raise ValueError(
-            "--kind=fairness: a run has no accuracies of single clients; omit it, or "
-            "give --kind=curves,bubbles"
-        )
     is_text = record.is_text(runs[0])
-    if any(record.is_text(run) != is_text for run in runs):
-        raise ValueError(
-            "--kind=fairness: some runs are of texts, which have perplexities, and "
-            "others of images; give one kind"
-        )
     # Rounding keeps the mean of ten times 0.6 from falling below the edge at 60.
     found = [np.round(record.of_clients(run), 6).ravel() for run in runs]
     found = [values[np.isfinite(values)] for values in found]
@@ -237,7 +304,7 @@ def fairness(runs: Runs, names: Sequence[str]) -> Figure:
         limits = every.min(), every.max()
         edges = ticker.MaxNLocator(10).tick_values(*limits)
         ticks = ticker.MaxNLocator(4).tick_values(*limits)
-    figure, panels = _panels(len(runs), width=2.9, height=2.2)
+    figure, panels = _panels(len(runs), 2.9, 2.2, inches)
     for axes, run, name, values in zip(panels, runs, names, found, strict=True):
         seeds = len(run.clients["seeds"])
         # The last bin is closed, and contains a client with 100 %.
@@ -246,25 +313,26 @@ def fairness(runs: Runs, names: Sequence[str]) -> Figure:
         axes.bar(edges[:-1], counts, width=0.9 * np.diff(edges), **style)
         axes.axvline(values.mean(), color="tab:red", lw=1.2)
         good = f"\n{(values >= 80).sum() / seeds:.1f} clients reach 80 %"
-        axes.set_title(name if is_text else name + good, fontsize=9)
+        axes.set_title(name if is_text else name + good, fontsize="small")
         axes.set_xticks(ticks)
         axes.tick_params(labelbottom=True)
-    kind = "perplexity of a client (" if is_text else "accuracy of a client, % ("
+    kind = "perplexity of a client (" if is_text else "accuracy of a client (%, "
     figure.supxlabel(f"{kind}red line: mean)")
     figure.supylabel("clients")
-    figure.suptitle(f"{_data(runs)}, summary rounds, mean over seeds", fontsize=10)
+    _title(figure, f"{_data(runs)}, summary rounds, mean over seeds")
     return figure
 
 
-def bubbles(runs: Runs, names: Sequence[str]) -> Figure:
+def bubbles(runs: Runs, names: Sequence[str], inches: float = 0.0) -> Figure:
     """Train examples per client and class of the first seed, a panel per partition."""
     shown = [(runs[n[0]], names[n[0]], counts) for n, counts in partitions(runs)]
     if not shown:
         raise ValueError("--kind=bubbles: texts have no classes; give --kind=curves")
     longest = max(len(counts) for *_, counts in shown)
-    figure, panels = _panels(len(shown), width=max(3.6, 0.14 * longest), height=3.2)
+    figure, panels = _panels(len(shown), max(3.6, 0.14 * longest), 3.2, inches)
     largest = max(int(counts.max()) for *_, counts in shown)
-    scale = 160 / largest
+    across = panels[0].get_position().width * figure.get_figwidth()
+    scale = 160 / largest * min(1, across / 2.8)
     every = {record.class_names(run) for run, *_ in shown}
     # Panels share their axes.
     classes = next(iter(every)) if len(every) == 1 else ()
@@ -274,20 +342,20 @@ def bubbles(runs: Runs, names: Sequence[str]) -> Figure:
         if len(alphas) > 1:
             name = f"alpha {run.flags.get('partition_alpha')}"
         if len(shown) > 1:
-            axes.set_title(name, fontsize=9)
+            axes.set_title(name, fontsize="small")
         axes.margins(0.04)
     nice = [step * 10**power for power in range(7) for step in (1, 2, 5)]
     steps = [step for step in nice if step <= largest][-1:-7:-3][::-1]
     style = {"color": "tab:blue", "alpha": 0.7, "linewidths": 0}
-    handles = [panels[0].scatter([], [], s=scale * step, **style) for step in steps]
-    place = {"loc": "outside right upper", "title": "examples", "frameon": False}
+    sizes = [max(scale * step, DOT) for step in steps]
+    handles = [panels[0].scatter([], [], s=size, **style) for size in sizes]
+    place = {"loc": "outside right center", "title": "examples", "frameon": False}
     figure.legend(handles, list(map(str, steps)), **place)
     figure.supxlabel("client")
     figure.supylabel("class")
     seeds = sorted({int(run.clients["seeds"][0]) for run, *_ in shown})
-    figure.suptitle(
-        f"{_data(runs)}: train examples, seed {', '.join(map(str, seeds))}", fontsize=10
-    )
+    seeds_of = ", ".join(map(str, seeds))
+    _title(figure, f"{_data(runs)}: train examples, seed {seeds_of}")
     return figure
 
 
@@ -299,11 +367,11 @@ def has_two_names(runs: Runs) -> bool:
     return is_one and len(sides) == 2 and len(sides[0]) * len(sides[1]) == len(runs)
 
 
-def heatmap(runs: Runs, metric: str) -> Figure:
+def heatmap(runs: Runs, _: Sequence[str], metric: str, inches: float = 0.0) -> Figure:
     """A metric's summary, mean over seeds, at each point of a sweep of two names."""
-    figure = Figure(layout="constrained")
-    draw_heatmap(figure.subplots(), runs, metric)
-    figure.suptitle(f"{_data(runs)}, {words.title(metric)}", fontsize=10)
+    figure, axes = _one([""], inches)
+    draw_heatmap(axes, runs, metric)
+    _title(figure, f"{_data(runs)}, {words.title(metric)}")
     return figure
 
 
@@ -326,7 +394,7 @@ def draw_heatmap(axes: Any, runs: Runs, metric: str) -> None:
     for (row, column), value in np.ndenumerate(values):
         text = "" if np.isnan(value) else f"{value:{how.form}}"
         color = "white" if value < middle else "black"
-        axes.text(column, row, text, ha="center", va="center", color=color, fontsize=9)
+        axes.text(column, row, text, ha="center", va="center", color=color)
     axes.set_xticks(range(len(columns)), [str(one) for one in columns])
     axes.set_yticks(range(len(rows)), [str(one) for one in rows])
     axes.set(xlabel=across, ylabel=down)
@@ -346,12 +414,51 @@ def _data(runs: Runs) -> str:
     return _unformatted(", ".join(parts))
 
 
-def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Any]]:
+def _title(figure: Figure, text: str) -> None:
+    """Writes a title in as many lines as it needs."""
+    lines = textwrap.fill(text, int(13 * figure.get_figwidth()))
+    figure.suptitle(lines, fontsize="medium")
+
+
+def _one(names: Sequence[str], inches: float) -> tuple[Figure, Any]:
+    """A figure of one panel, with room for a legend of `names` beside it."""
+    width = inches or 7 + 0.075 * max(map(len, names))
+    figure = Figure((width, min(4.8, 0.7 * width)), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _legend(
+    figure: Figure,
+    drawn: Sequence[tuple[float, Any, str]],
+    how: words.Metric,
+    what: str,
+) -> None:
+    """Names (value, line, note), the best first; below the panel if it is narrow."""
+    drawn = sorted(drawn, key=lambda one: one[0], reverse=how.better != "lower")
+    texts = [f"{line.get_label()}  {one:{how.form}}{note}" for one, line, note in drawn]
+    style = {"title": ", ".join(filter(None, [what, how.unit])), "frameon": False}
+    width, place = figure.get_figwidth(), "outside right center"
+    if width < 5:
+        columns = max(1, int(14 * width / (7 + max(map(len, texts), default=0))))
+        style["ncols"], place = columns, "outside lower center"
+        rows = 2 + len(texts) // columns
+        figure.set_figheight(figure.get_figheight() + 0.15 * rows)
+    lines = [line for _, line, _ in drawn]
+    figure.legend(lines, texts, loc=place, handlelength=3, **style)
+
+
+def _panels(
+    count: int, width: float, height: float, inches: float
+) -> tuple[Figure, list[Any]]:
     """A figure of `count` panels with shared axes, at most four in a row."""
     columns = min(4, count)
+    if inches:
+        columns = min(columns, max(1, int(inches / 1.6)))
+        width, height = (inches - 0.6) / columns, height * inches / columns / width
+        height = max(1.4, min(height, 2.4))
     rows = -(-count // columns)
-    size = width * columns + 1, height * rows + 0.6
-    figure = Figure(figsize=size, layout="constrained")
+    size = inches or width * columns + 1, height * rows + 0.6
+    figure = Figure(size, layout="constrained")
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for axes in grid.flat[count:]:
         axes.set_visible(False)
