@@ -1,7 +1,4 @@
-"""Pictures of runs: curves, fairness, class bubbles, heat maps of sweeps.
-
-Their width is `inches`, or with 0 what they need.
-"""
+"""Pictures of runs: curves, fairness, class bubbles, heat maps of sweeps."""
 
 import io
 import itertools
@@ -91,7 +88,8 @@ def picture(
             "--kind=heatmap: expected one sweep of two names; give --kind=curves"
         )
     draw = {"curves": curves, "ecdf": ecdf, "fairness": fairness, "bubbles": bubbles}
-    with matplotlib.rc_context({"font.size": 8 if width else 10}):
+    fonts = {"font.size": 8 if width else 10, "figure.labelsize": "medium"}
+    with matplotlib.rc_context(fonts):
         figure = draw.get(kind, heatmap)(runs, names, *more, inches=WIDTHS[width])
         if width:
             figure.suptitle("")  # a paper's picture has a caption
@@ -210,7 +208,9 @@ def draw_curve(
 ) -> Any:
     """Draws (x, mean, standard deviation) as a line with a band; returns the line."""
     where, mean, spread = curve
-    (line,) = axes.plot(where, mean, **look.style(), **style)
+    # The library cannot space the markers of a line without points.
+    style |= look.style() | ({} if np.isfinite(mean).any() else {"markevery": 1})
+    (line,) = axes.plot(where, mean, **style)
     if spread.any():
         band = mean - spread, mean + spread
         axes.fill_between(where, *band, color=look.color, alpha=0.15, lw=0)
@@ -421,17 +421,14 @@ def _title(figure: Figure, text: str) -> None:
 
 
 def _one(names: Sequence[str], inches: float) -> tuple[Figure, Any]:
-    """A figure of one panel, with room for a legend of `names` beside it."""
+    """A figure of one panel, `inches` wide; 0 = with room for a legend of `names`."""
     width = inches or 7 + 0.075 * max(map(len, names))
     figure = Figure((width, min(4.8, 0.7 * width)), layout="constrained")
     return figure, figure.subplots()
 
 
 def _legend(
-    figure: Figure,
-    drawn: Sequence[tuple[float, Any, str]],
-    how: words.Metric,
-    what: str,
+    figure: Figure, drawn: Sequence[tuple[Any, ...]], how: words.Metric, what: str
 ) -> None:
     """Names (value, line, note), the best first; below the panel if it is narrow."""
     drawn = sorted(drawn, key=lambda one: one[0], reverse=how.better != "lower")

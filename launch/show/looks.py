@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import algorithms
 
-# From the palettes of Okabe and Ito, and of Tol. Protanopes and deuteranopes tell them
-# apart, neighbours differ in grey, and all are visible on a light and a dark page.
+# Most are Okabe and Ito's or Tol's. Colour-blind people tell them apart, neighbours
+# differ in grey, and all are visible on a light and a dark page.
 COLORS = (
     "#0072B2", "#CCBB44", "#882255", "#009E73",
     "#7A4A1E", "#56B4E9", "#D55E00", "#CC79A7",
@@ -24,24 +24,15 @@ class Look(NamedTuple):
     dashes: tuple[float, ...]
 
     def style(self) -> dict[str, Any]:
-        """The arguments of matplotlib's `plot`.
-
-        A marker is at every eighth of the axes' size, and those of two lines that run
-        together do not meet.
-        """
-        first = 0.02 * (1 + MARKERS.index(self.marker) % 6)
-        line = {"ls": (0, self.dashes), "lw": 1.3, "ms": 5, "markevery": (first, 0.12)}
+        """The arguments of matplotlib's `plot`; markers of two lines rarely meet."""
+        every = 0.02 * (1 + MARKERS.index(self.marker) % 6), 0.12  # of the axes' size
+        line = {"ls": (0, self.dashes), "lw": 1.3, "ms": 4.5, "markevery": every}
         return {"color": self.color, "marker": self.marker, **line}
 
 
 def looks(names: Sequence[str]) -> dict[str, Look]:
-    """A look for each name, which depends on nothing but their order.
-
-    The numbers of colours, markers and dashes have no common divisor. So up to 55 names
-    have distinct pairs of marker and dashes, by which a print in grey is read.
-    """
-    parts = map(itertools.cycle, (COLORS, MARKERS, DASHES))
-    each = map(Look, *parts)
+    """A look for each name by their order; up to 40 differ in any two of its parts."""
+    each = map(Look, *map(itertools.cycle, (COLORS, MARKERS, DASHES)))
     return dict(zip(dict.fromkeys(names), each, strict=False))
 
 

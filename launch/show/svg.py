@@ -49,7 +49,7 @@ def line(look: looks.Look) -> str:
     figure = Figure((0.5, 0.16))
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 2))
     axes.set_axis_off()
-    axes.plot([0, 1, 2], [0, 0, 0], markevery=[1], **look.style())
+    axes.plot([0, 1, 2], [0, 0, 0], **look.style() | {"markevery": [1]})
     return re.sub(r">\s+<", "><", shown(figure, "")["svg"]).strip()
 
 
