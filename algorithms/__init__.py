@@ -42,7 +42,8 @@ class Entry:
     Attributes:
         HParams, make: The dataclass of its options; `(hparams, task) ->
             types.Algorithm`.
-        about: Its description, with the first line for lists.
+        about: Its description, with the first line for lists, which begins with the
+            name that papers write, and a colon.
         name: The name of a custom algorithm in records. Others have their key.
         preset: Name of the paper's rules for options that are not given.
         public_images: Whether it learns from unlabelled images that all clients share
@@ -174,7 +175,7 @@ ALGORITHMS = {
     "dfedavg": _DFEDAVG,
     "dfedper": variant(
         _DFEDAVG,
-        "Decentralised FedPer: peers share all layers but the last.",
+        "DFedPer: decentralised FedPer, peers share all layers but the last.",
         fixed=("personal_from",),
         personal_from="last",
     ),
@@ -207,6 +208,11 @@ ALGORITHMS = {
         self_distill_weight=0.0,
     ),
 }
+
+
+def title(name: str) -> str:
+    """An algorithm's name as papers write it, such as `FedPer+`."""
+    return describe(name).partition(":")[0]
 
 
 def describe(name: str) -> str:

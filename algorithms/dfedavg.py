@@ -1,4 +1,4 @@
-"""Decentralised FedAvg: each client averages itself and its peers, then trains.
+"""DFedAvg: decentralised FedAvg, a client averages itself and its peers, then trains.
 
 The FedAvg and FedPer rows of Zhu, Fan, Xie: "UA-PDFL: A Personalized Approach for
 Decentralized Federated Learning", https://arxiv.org/abs/2412.11674, in rounds without a

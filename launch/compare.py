@@ -100,7 +100,7 @@ class Comparison(Mapping):
 
     def plot(self, kind: str = "curves", metric: str = "", **how: str) -> Any:
         """A picture of `launch.plot` with all of them; see `Experiment.plot`."""
-        return frames.plot(list(self.values()), kind, metric, list(self), **how)
+        return frames.plot(list(self.values()), kind, list(self), metric=metric, **how)
 
     def __repr__(self) -> str:
         return "\n\n".join(

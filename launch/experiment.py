@@ -255,9 +255,10 @@ class Experiment(Run):
 
         `kind` is `curves`, `ecdf`, `fairness`, `bubbles` or, for a sweep, `heatmap`.
         `metric` names metrics of the curves, separated by commas; empty = a usual one.
-        `how` may have `x` (`rounds`, `bytes`, `clock`) and `width` (`column`, `page`).
+        They are drawn over `x`: `rounds`, `bytes`, `seconds` or `clock`. A `width` of
+        `column` or `page` is a paper's, with its fonts and without a title.
         """
-        return frames.plot([self], kind, metric, **how)
+        return frames.plot([self], kind, metric=metric, **how)
 
     def __repr__(self) -> str:
         return words.described(self)

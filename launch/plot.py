@@ -1,19 +1,22 @@
 """Draws pictures of runs: `python -m launch.plot WORKDIR... [--output=FOLDER]`.
 
 They are `curves.png` (metrics over rounds, mean and standard deviation over seeds, also
-of unfinished runs), `fairness.png` (how many clients reach which accuracy) and
-`bubbles.png` (train examples of each client and class).
+of unfinished runs), `ecdf.png` and `fairness.png` (how many clients reach which
+accuracy, in one picture and in a panel for each run) and `bubbles.png` (train examples
+of each client and class).
 """
 
 import dataclasses
 import pathlib
+
+import matplotlib
 
 from fedjax_pfl import options
 from fedjax_pfl.options import option
 from launch import ending
 from launch.config import flags
 from launch.folder import record
-from launch.show import figures
+from launch.show import curves, figures
 from launch.show.figures import Figure
 
 __all__ = ["Figure", "command"]
@@ -33,9 +36,15 @@ class Options:
         f"pictures, with commas; default {','.join(figures.KINDS)}, for unfinished "
         "runs curves alone, for a sweep of two names also heatmap",
     )
-    x: str = option("rounds", "below curves: rounds, bytes or clock")
-    width: str = option("", "of curves and ecdf in a paper: column or page")
     format: str = option("png", "png, pdf or svg")
+    x: str = option(
+        "rounds", "what curves are drawn over", choices=tuple(curves.PLACES)
+    )
+    width: str = option(
+        "",
+        "a paper's column (3.4 inches) or page (7), with fonts of 8 points",
+        choices=tuple(figures.WIDTHS),
+    )
 
 
 @ending.command
@@ -54,14 +63,16 @@ def command(argv: list[str]) -> None:
             all_kinds += ["bubbles"] * bool(figures.partitions(runs))
         all_kinds += ["heatmap"] * figures.has_two_names(runs)
         kinds = asked.kind.split(",") if asked.kind else all_kinds
-        how = asked.metric, (), asked.x, asked.width
-        drawn = {kind: figures.picture(kind, runs, *how) for kind in kinds}
+        how = {"metric": asked.metric, "x": asked.x, "width": asked.width}
+        drawn = {kind: figures.picture(kind, runs, **how) for kind in kinds}
     folder = pathlib.Path(asked.output)
     with ending.writing("output", folder):
         folder.mkdir(parents=True, exist_ok=True)
         for kind, figure in drawn.items():
             path = folder / f"{kind}.{asked.format}"
-            figure.savefig(path, dpi=130)
+            # Journals ask for TrueType.
+            with matplotlib.rc_context({"pdf.fonttype": 42}):
+                figure.savefig(path, dpi=300 if asked.width else 130)
             print(path)
 
 

@@ -25,6 +25,15 @@ def megabytes(record: Mapping[str, Any]) -> float:
     return (record["bytes_up"] + record["bytes_down"]) / 1e6
 
 
+# What a curve may be drawn over: its label, and where a record is on that axis.
+PLACES: dict[str, tuple[str, Callable[[Mapping[str, Any]], float]]] = {
+    "rounds": ("finished rounds", lambda record: record["round"]),
+    "bytes": ("MB sent in both directions", megabytes),
+    "seconds": ("seconds of training", lambda record: record["seconds"]),
+    "clock": ("simulated seconds", lambda record: record["clock"]),
+}
+
+
 def later(records: Records, name: str) -> list[float] | None:
     """A metric's mean after round 0 by seed, or for `mb` the megabytes sent since.
 

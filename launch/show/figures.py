@@ -1,12 +1,12 @@
-"""Pictures of runs: curves, fairness, class bubbles, heat maps of sweeps.
-
-A method has the same colour, marker and dashes in all of them, see `looks`.
-"""
+"""Pictures of runs: curves, fairness, class bubbles, heat maps of sweeps."""
 
 import io
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import itertools
+import textwrap
+from collections.abc import Sequence
+from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib import figure as figure_lib
 from matplotlib import ticker
@@ -21,9 +21,10 @@ from launch.show import looks, words
 
 Runs = Sequence[Record]
 KINDS = ("curves", "ecdf", "fairness", "bubbles")
-WIDTHS = {"": 0.0, "column": 3.4, "page": 7.0}  # inches, "" = by the names
-MAX_POINTS = 1500  # of a line over clients
 FORMATS = ("png", "pdf", "svg")
+WIDTHS = {"": 0.0, "column": 3.4, "page": 7.0}
+DOT = 5.0  # the smallest bubble, points squared
+MAX_POINTS = 1500  # of clients; more are thinned out
 MAX_NAMES = 25  # of classes beside an axis; longer lists are thinned out
 PREFERRED = (
     "client_accuracy",
@@ -34,28 +35,6 @@ PREFERRED = (
     "client_masked_perplexity",
     "masked_perplexity",
 )
-
-
-class Axis(NamedTuple):
-    """What curves are drawn over: a label, and its value in a record."""
-
-    label: str
-    place: Callable[[Mapping[str, Any]], float]
-
-
-AXES = {
-    "rounds": Axis("finished rounds", lambda row: row["round"]),
-    "bytes": Axis("megabytes sent in both directions", curves_lib.megabytes),
-    "clock": Axis("simulated seconds", lambda row: row["clock"]),
-}
-# The axis of a metric of which the title in tables is short
-_LABELS = {
-    "client_accuracy": "mean accuracy of clients",
-    "trained_accuracy": "mean accuracy after local training",
-    "unseen_accuracy": "mean accuracy of unseen clients",
-    "fine_tuned_accuracy": "mean accuracy of fine-tuned clients",
-    "global_accuracy": "accuracy of the server's model",
-}
 
 
 class Figure(figure_lib.Figure):
@@ -85,61 +64,60 @@ def picture(
     names: Sequence[str] = (),
     x: str = "rounds",
     width: str = "",
-    places: Sequence[int] = (),
+    among: Sequence[str] = (),
 ) -> Figure:
     """Draws a picture of the runs: one of `KINDS`, or `heatmap`.
 
-    Args:
-        kind: The picture.
-        runs: The runs.
-        metric: Metrics of curves separated by commas, empty = those of `metrics_of`.
-        names: Those of the runs, empty = what distinguishes them.
-        x: One of `AXES`, for curves.
-        width: One of `WIDTHS`, for curves and ecdf: a paper's column or page.
-        places: The place of each run, whose `looks.look` it has; default 0, 1, ...
-
-    Raises:
-        ValueError: an unknown picture, metric, x or width, or a picture that needs
-            finished runs.
+    `metric` has metrics of curves separated by commas, empty = those of `metrics_of`,
+    and `x` is one of `curves_lib.PLACES`. `names` are those of the runs, empty = what
+    distinguishes them, and each has its look `among` these names, empty = `names`. A
+    `width` of `WIDTHS` has fonts for a paper. Raises a ValueError for an unknown name,
+    or a picture that needs finished runs.
     """
-    for flag, value, known in (("x", x, AXES), ("width", width, WIDTHS)):
-        options.check_one_of(flag, value, [*known])
-    if x == "clock" and any("clock" not in run.records[-1] for run in runs):
-        raise ValueError("--x=clock: a run has no clock; give it --client_speed")
+    options.check_one_of("width", width, WIDTHS)
     if kind not in (*KINDS, "heatmap"):
         raise ValueError(f"--kind={kind}: expected one of {', '.join(KINDS)}, heatmap")
-    pairs = zip(runs, names or record.labels(runs), strict=True)
-    texts = looks.titles([name for _, name in pairs])
-    pairs = zip(runs, texts, strict=True)
+    names = list(names or record.labels(runs))
+    own = looks.looks(among or names)
+    styles = [own[name] for name in names]
+    pairs = zip(runs, looks.titles(names), strict=True)
     names = [_unformatted(named(*pair)) for pair in pairs]
-    if kind == "curves":
-        return curves(runs, names, metrics_of(runs, metric), x, width, places)
-    if kind == "heatmap":
-        if not has_two_names(runs):
-            raise ValueError(
-                "--kind=heatmap: expected one sweep of two names; give --kind=curves"
-            )
-        return heatmap(runs, metrics_of(runs, metric)[0])
+    more = ()
+    if kind in ("curves", "heatmap"):
+        metrics = metrics_of(runs, metric)
+        more = (metrics, x) if kind == "curves" else (metrics[0],)
+    else:
+        _check_clients(runs, kind)
+    if kind == "heatmap" and not has_two_names(runs):
+        raise ValueError(
+            "--kind=heatmap: expected one sweep of two names; give --kind=curves"
+        )
+    draw = {"curves": curves, "ecdf": ecdf, "fairness": fairness, "bubbles": bubbles}
+    how = {"styles": styles} if kind in ("curves", "ecdf") else {}
+    fonts = {"font.size": 8 if width else 10, "figure.labelsize": "medium"}
+    with matplotlib.rc_context(fonts):
+        figure = draw.get(kind, heatmap)(
+            runs, names, *more, inches=WIDTHS[width], **how
+        )
+        if width:
+            figure.suptitle("")  # a paper's picture has a caption
+        # Otherwise what is drawn later has other fonts.
+        figure.draw_without_rendering()
+    return figure
+
+
+def _check_clients(runs: Runs, kind: str) -> None:
+    """Raises a ValueError if runs lack what a picture of clients needs."""
     for run in runs:
         if not run.clients:
             line = f"--kind={kind}: {run.path} is not finished"
             raise ValueError(f"{line}; omit it, or give --kind=curves")
-    if kind == "bubbles":
-        return bubbles(runs, names)
-    _check_clients(kind, runs)
-    if kind == "ecdf":
-        return ecdf(runs, names, width, places)
-    return fairness(runs, names)
-
-
-def _check_clients(kind: str, runs: Runs) -> None:
-    """Refuses a picture of clients without values of single ones, or of two kinds."""
-    if not all(map(record.has_clients, runs)):
+    if kind != "bubbles" and not all(map(record.has_clients, runs)):
         raise ValueError(
             f"--kind={kind}: a run has no accuracies of single clients; omit it, or "
             "give --kind=curves,bubbles"
         )
-    if len(set(map(record.is_text, runs))) > 1:
+    if kind != "bubbles" and len(set(map(record.is_text, runs))) > 1:
         raise ValueError(
             f"--kind={kind}: some runs are of texts, which have perplexities, and "
             "others of images; give one kind"
@@ -181,129 +159,111 @@ def metric_of(name: str, runs: Runs) -> words.Metric:
     return words.metric(name, record.kinds(runs))
 
 
-def _sheet(width: str, longest: int) -> tuple[Figure, Any, dict[str, Any]]:
-    """A figure, its axes and the place of its legend; names are that long."""
-    if width:
-        size = WIDTHS[width], 2.6 if width == "column" else 3.2
-        place: dict[str, Any] = {"loc": "outside lower center", "fontsize": 7}
-        place["ncols"] = max(1, int(WIDTHS[width] * 12 / (longest + 6)))
-    else:
-        size = 7 + 0.075 * longest, 4.8
-        place = {"loc": "outside right upper", "fontsize": 9}
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots()
-    axes.grid(alpha=0.3)
-    if width:
-        axes.tick_params(labelsize=8)
-    return figure, axes, place | {"frameon": False}
-
-
-def _labelled(axes: Any, width: str, title: str, **labels: Any) -> None:
-    """Writes labels and the title, in small type for a paper."""
-    axes.set(**labels)
-    axes.set_title(title, fontsize=8 if width else 10)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.label.set_fontsize(8 if width else 10)
-
-
 def curves(
     runs: Runs,
     names: Sequence[str],
     metrics: Sequence[str],
     x: str = "rounds",
-    width: str = "",
-    places: Sequence[int] = (),
+    inches: float = 0.0,
+    styles: Sequence[looks.Look] = (),
 ) -> Figure:
-    """Metrics of one unit over one of `AXES`: mean and deviation over seeds."""
-    series = [
-        (run, metric, f"{name} {words.title(metric)}" if len(metrics) > 1 else name)
-        for run, name in zip(runs, names, strict=True)
-        for metric in metrics
-    ]
-    figure, axes, place = _sheet(width, max(len(label) for *_, label in series))
-    drawn = []
-    first = metric_of(metrics[0], runs)
-    for number, (run, metric, label) in enumerate(series):
-        where = AXES[x].place
-        curve = record.over_seeds(run, metric, first.scale, where)
-        if not curve[0]:
-            continue
-        place_of = places[number] if len(metrics) == 1 and places else number
-        style = looks.look(place_of).line(len(curve[0]))
-        line = draw_curve(axes, curve, 0.15, label=label, **style)
-        having = [row for row in run.records if row.get(metric) is not None]
-        drawn.append((curve[1][-1], line, len({row["seed"] for row in having})))
-    drawn.sort(key=lambda one: one[0], reverse=first.better != "lower")
+    """Metrics of one unit over `x`: mean and standard deviation over seeds.
+
+    Raises a ValueError if the records of a run do not have `x`.
+    """
+    options.check_one_of("x", x, curves_lib.PLACES)
+    xlabel, place = curves_lib.PLACES[x]
+    styles, several = styles or list(looks.looks(names).values()), len(metrics) > 1
+    series = []
+    for run, name, own in zip(runs, names, styles, strict=True):
+        for metric, dashes in zip(metrics, itertools.cycle(looks.DASHES)):
+            label = f"{name} {words.title(metric)}" if several else name
+            # Of several metrics, each has dashes of its own.
+            look = own._replace(dashes=dashes) if several else own
+            series.append((run, metric, label, look))
+    figure, axes = _one([label for _, _, label, _ in series], inches)
+    drawn, first = [], metric_of(metrics[0], runs)
+    for run, metric, label, look in series:
+        try:
+            curve = record.over_seeds(run, metric, first.scale, place)
+        except KeyError as error:
+            line = f"--x={x}: the records of {label} have no {error.args[0]}"
+            raise ValueError(f"{line}; give --x=rounds") from error
+        if curve[0]:
+            line = draw_curve(axes, curve, look, label=label)
+            having = [row for row in run.records if row.get(metric) is not None]
+            drawn.append((curve[1][-1], line, len({row["seed"] for row in having})))
     is_same = len({count for *_, count in drawn}) == 1
-    texts = [
-        f"{line.get_label()}  {last:{first.form}}" + f", n={count}" * (not is_same)
-        for last, line, count in drawn
-    ]
-    title = ", ".join(filter(None, ["last round", first.unit]))
-    figure.legend([line for _, line, _ in drawn], texts, title=title, **place)
+    drawn = [(*one, f", n={count}" * (not is_same)) for *one, count in drawn]
+    _legend(figure, drawn, first, "last round")
     seeds = max(len({row["seed"] for row in run.records}) for run in runs)
     band = f", mean ± std of {seeds} seeds" if seeds > 1 else ""
-    ylabel = label_of(first) if len(metrics) == 1 else first.unit
-    labels = {"xlabel": AXES[x].label, "ylabel": ylabel, "xlim": (0, None)}
-    _labelled(axes, width, f"{_data(runs)}{band}", **labels)
+    # The names of several metrics are in the legend.
+    ylabel = first.unit if several else words.axis(first)
+    axes.set(xlabel=xlabel, ylabel=ylabel, xlim=(0, None))
+    axes.grid(alpha=0.3)
+    _title(figure, f"{_data(runs)}{band}")
     if x == "rounds":
-        steps = {"integer": True, "steps": (1, 2, 5, 10)}
-        axes.xaxis.set_major_locator(ticker.MaxNLocator(**steps))
+        steps = (1, 2, 5, 10)
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=steps))
     return figure
-
-
-def label_of(metric: words.Metric) -> str:
-    """A metric as the label of an axis, such as `mean accuracy of clients (%)`."""
-    text = _LABELS.get(metric.name, metric.title)
-    if metric.kind is Kind.PERPLEXITY:
-        text += ", perplexity"
-    return f"{text} ({metric.unit})" if metric.unit else text
 
 
 def draw_curve(
     axes: Any,
     curve: tuple[Sequence[float], np.ndarray, np.ndarray],
-    alpha: float,
+    look: looks.Look,
     **style: Any,
 ) -> Any:
     """Draws (x, mean, standard deviation) as a line with a band; returns the line."""
     where, mean, spread = curve
-    (line,) = axes.plot(where, mean, lw=1.5, **style)
+    # The library cannot space the markers of a line without points.
+    style |= look.style() | ({} if np.isfinite(mean).any() else {"markevery": 1})
+    (line,) = axes.plot(where, mean, **style)
     if spread.any():
-        color = line.get_color()
         band = mean - spread, mean + spread
-        axes.fill_between(where, *band, color=color, alpha=alpha, lw=0)
+        axes.fill_between(where, *band, color=look.color, alpha=0.15, lw=0)
     return line
 
 
+def ecdf(
+    runs: Runs,
+    names: Sequence[str],
+    inches: float = 0.0,
+    styles: Sequence[looks.Look] = (),
+) -> Figure:
+    """How many clients have at least which accuracy, or at most which perplexity."""
+    figure, axes = _one(names, inches)
+    drawn, styles = [], styles or list(looks.looks(names).values())
+    for run, name, own in zip(runs, names, styles, strict=True):
+        line = draw_ecdf(axes, run, own, label=name)
+        drawn.append((np.nanmean(record.of_clients(run)), line, ""))
+    how = words.metric(f"client_{record.measured(runs[0])}")
+    _legend(figure, drawn, how, "mean")
+    _title(figure, f"{_data(runs)}, summary rounds")
+    axes.grid(alpha=0.3)
+    return figure
+
+
 def draw_ecdf(axes: Any, run: Record, look: looks.Look, **style: Any) -> Any:
-    """Draws the share of clients with at least a value, over the value; its line."""
+    """Draws the share of clients (of all seeds) by their value; returns the line.
+
+    It is the share of those with at least this accuracy, or at most this perplexity.
+    """
+    kind, is_text = record.measured(run), record.is_text(run)
     values = np.sort(record.of_clients(run).ravel())
     values = values[np.isfinite(values)]
     if len(values) > MAX_POINTS:
         values = np.quantile(values, np.linspace(0, 1, MAX_POINTS))
-    percent = 100 * (1 - np.arange(len(values)) / len(values))
-    style |= look.line(len(values)) | {"lw": 1.5, "drawstyle": "steps-pre"}
-    return axes.plot(values, percent, **style)[0]
-
-
-def ecdf(
-    runs: Runs, names: Sequence[str], width: str = "", places: Sequence[int] = ()
-) -> Figure:
-    """How many clients of all seeds have at least which accuracy, of all runs."""
-    figure, axes, place = _sheet(width, max(map(len, names)))
-    pairs = zip(runs, places or range(len(runs)), strict=True)
-    lines = [draw_ecdf(axes, run, looks.look(place)) for run, place in pairs]
-    figure.legend(lines, names, **place)
-    is_text = record.is_text(runs[0])
-    labels = {"ylabel": "clients with at least this (%)", "ylim": (0, 103)}
-    labels["xlabel"] = (
-        "perplexity of a client" if is_text else "accuracy of a client (%)"
-    )
-    if not is_text:
-        labels["xlim"] = (0, 100)
-    _labelled(axes, width, f"{_data(runs)}, summary rounds", **labels)
-    return figure
+    share = 100 * np.arange(1, len(values) + 1) / len(values)
+    steps, xlim = ("steps-post", None) if is_text else ("steps-pre", (0, 101))
+    share = share if is_text else share[::-1]
+    style |= look.style() | {"drawstyle": steps}
+    (line,) = axes.plot(values, share, **style)
+    which = "at most" if is_text else "at least"
+    axes.set(xlabel=f"{kind} of a client" + " (%)" * (not is_text), xlim=xlim)
+    axes.set(ylabel=f"clients with {which} this (%)", ylim=(0, 103))
+    return line
 
 
 def partitions(runs: Runs) -> list[tuple[list[int], np.ndarray]]:
@@ -327,10 +287,10 @@ def draw_bubbles(
 ) -> None:
     """Draws counts [client, class] of examples as areas; `names` are the classes'."""
     client, label = np.nonzero(counts)
-    size = np.maximum(scale * counts[client, label], 3)  # one example is seen
+    size = np.maximum(scale * counts[client, label], DOT)
     axes.scatter(client, label, s=size, alpha=0.7, linewidths=0, **style)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(ticker.MaxNLocator(integer=True))
+    for axis, most in (axes.xaxis, "auto"), (axes.yaxis, 10):
+        axis.set_major_locator(ticker.MaxNLocator(most, integer=True))
     if names:
         texts = [_unformatted(labels.limited(name)) for name in names]
         if len(texts) <= MAX_NAMES:
@@ -343,7 +303,7 @@ def draw_bubbles(
         axes.yaxis.set_major_formatter(name_at)
 
 
-def fairness(runs: Runs, names: Sequence[str]) -> Figure:
+def fairness(runs: Runs, names: Sequence[str], inches: float = 0.0) -> Figure:
     """Clients by accuracy in bins of ten points, or by perplexity, a panel per run.
 
     A client's value is its mean over the summary rounds. Counts are means over seeds.
@@ -358,7 +318,7 @@ def fairness(runs: Runs, names: Sequence[str]) -> Figure:
         limits = every.min(), every.max()
         edges = ticker.MaxNLocator(10).tick_values(*limits)
         ticks = ticker.MaxNLocator(4).tick_values(*limits)
-    figure, panels = _panels(len(runs), width=2.9, height=2.2)
+    figure, panels = _panels(len(runs), 2.9, 2.2, inches)
     for axes, run, name, values in zip(panels, runs, names, found, strict=True):
         seeds = len(run.clients["seeds"])
         # The last bin is closed, and contains a client with 100 %.
@@ -367,25 +327,26 @@ def fairness(runs: Runs, names: Sequence[str]) -> Figure:
         axes.bar(edges[:-1], counts, width=0.9 * np.diff(edges), **style)
         axes.axvline(values.mean(), color="tab:red", lw=1.2)
         good = f"\n{(values >= 80).sum() / seeds:.1f} clients reach 80 %"
-        axes.set_title(name if is_text else name + good, fontsize=9)
+        axes.set_title(name if is_text else name + good, fontsize="small")
         axes.set_xticks(ticks)
         axes.tick_params(labelbottom=True)
-    kind = "perplexity of a client (" if is_text else "accuracy of a client, % ("
+    kind = "perplexity of a client (" if is_text else "accuracy of a client (%, "
     figure.supxlabel(f"{kind}red line: mean)")
     figure.supylabel("clients")
-    figure.suptitle(f"{_data(runs)}, summary rounds, mean over seeds", fontsize=10)
+    _title(figure, f"{_data(runs)}, summary rounds, mean over seeds")
     return figure
 
 
-def bubbles(runs: Runs, names: Sequence[str]) -> Figure:
+def bubbles(runs: Runs, names: Sequence[str], inches: float = 0.0) -> Figure:
     """Train examples per client and class of the first seed, a panel per partition."""
     shown = [(runs[n[0]], names[n[0]], counts) for n, counts in partitions(runs)]
     if not shown:
         raise ValueError("--kind=bubbles: texts have no classes; give --kind=curves")
     longest = max(len(counts) for *_, counts in shown)
-    figure, panels = _panels(len(shown), width=max(3.6, 0.14 * longest), height=3.2)
+    figure, panels = _panels(len(shown), max(3.6, 0.14 * longest), 3.2, inches)
     largest = max(int(counts.max()) for *_, counts in shown)
-    scale = 160 / largest
+    across = panels[0].get_position().width * figure.get_figwidth()
+    scale = 160 / largest * min(1, across / 2.8)
     every = {record.class_names(run) for run, *_ in shown}
     # Panels share their axes.
     classes = next(iter(every)) if len(every) == 1 else ()
@@ -395,22 +356,20 @@ def bubbles(runs: Runs, names: Sequence[str]) -> Figure:
         if len(alphas) > 1:
             name = f"alpha {run.flags.get('partition_alpha')}"
         if len(shown) > 1:
-            axes.set_title(name, fontsize=9)
+            axes.set_title(name, fontsize="small")
         axes.margins(0.04)
     nice = [step * 10**power for power in range(7) for step in (1, 2, 5)]
     steps = [step for step in nice if step <= largest][-1:-7:-3][::-1]
     style = {"color": "tab:blue", "alpha": 0.7, "linewidths": 0}
-    handles = [
-        panels[0].scatter([], [], s=max(scale * step, 3), **style) for step in steps
-    ]
-    place = {"loc": "outside right upper", "title": "examples", "frameon": False}
+    sizes = [max(scale * step, DOT) for step in steps]
+    handles = [panels[0].scatter([], [], s=size, **style) for size in sizes]
+    place = {"loc": "outside right center", "title": "examples", "frameon": False}
     figure.legend(handles, list(map(str, steps)), **place)
     figure.supxlabel("client")
     figure.supylabel("class")
     seeds = sorted({int(run.clients["seeds"][0]) for run, *_ in shown})
-    # Beside the legend, which has the corner
-    text = f"{_data(runs)}: train examples, seed {', '.join(map(str, seeds))}"
-    figure.suptitle(text, fontsize=10, x=0.02, ha="left")
+    seeds_of = ", ".join(map(str, seeds))
+    _title(figure, f"{_data(runs)}: train examples, seed {seeds_of}")
     return figure
 
 
@@ -422,11 +381,11 @@ def has_two_names(runs: Runs) -> bool:
     return is_one and len(sides) == 2 and len(sides[0]) * len(sides[1]) == len(runs)
 
 
-def heatmap(runs: Runs, metric: str) -> Figure:
+def heatmap(runs: Runs, _: Sequence[str], metric: str, inches: float = 0.0) -> Figure:
     """A metric's summary, mean over seeds, at each point of a sweep of two names."""
-    figure = Figure(layout="constrained")
-    draw_heatmap(figure.subplots(), runs, metric)
-    figure.suptitle(f"{_data(runs)}, {words.title(metric)}", fontsize=10)
+    figure, axes = _one([""], inches)
+    draw_heatmap(axes, runs, metric)
+    _title(figure, f"{_data(runs)}, {words.title(metric)}")
     return figure
 
 
@@ -449,7 +408,7 @@ def draw_heatmap(axes: Any, runs: Runs, metric: str) -> None:
     for (row, column), value in np.ndenumerate(values):
         text = "" if np.isnan(value) else f"{value:{how.form}}"
         color = "white" if value < middle else "black"
-        axes.text(column, row, text, ha="center", va="center", color=color, fontsize=9)
+        axes.text(column, row, text, ha="center", va="center", color=color)
     axes.set_xticks(range(len(columns)), [str(one) for one in columns])
     axes.set_yticks(range(len(rows)), [str(one) for one in rows])
     axes.set(xlabel=across, ylabel=down)
@@ -469,12 +428,48 @@ def _data(runs: Runs) -> str:
     return _unformatted(", ".join(parts))
 
 
-def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Any]]:
+def _title(figure: Figure, text: str) -> None:
+    """Writes a title in as many lines as it needs."""
+    lines = textwrap.fill(text, int(13 * figure.get_figwidth()))
+    figure.suptitle(lines, fontsize="medium")
+
+
+def _one(names: Sequence[str], inches: float) -> tuple[Figure, Any]:
+    """A figure of one panel, `inches` wide; 0 = with room for a legend of `names`."""
+    width = inches or 7 + 0.075 * max(map(len, names))
+    figure = Figure((width, min(4.8, 0.7 * width)), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _legend(
+    figure: Figure, drawn: Sequence[tuple[Any, ...]], how: words.Metric, what: str
+) -> None:
+    """Names (value, line, note), the best first; below the panel if it is narrow."""
+    drawn = sorted(drawn, key=lambda one: one[0], reverse=how.better != "lower")
+    texts = [f"{line.get_label()}  {one:{how.form}}{note}" for one, line, note in drawn]
+    style = {"title": ", ".join(filter(None, [what, how.unit])), "frameon": False}
+    width, place = figure.get_figwidth(), "outside right center"
+    if width < 5:
+        columns = max(1, int(14 * width / (7 + max(map(len, texts), default=0))))
+        style["ncols"], place = columns, "outside lower center"
+        rows = 2 + len(texts) // columns
+        figure.set_figheight(figure.get_figheight() + 0.15 * rows)
+    lines = [line for _, line, _ in drawn]
+    figure.legend(lines, texts, loc=place, handlelength=3, **style)
+
+
+def _panels(
+    count: int, width: float, height: float, inches: float
+) -> tuple[Figure, list[Any]]:
     """A figure of `count` panels with shared axes, at most four in a row."""
     columns = min(4, count)
+    if inches:
+        columns = min(columns, max(1, int(inches / 1.6)))
+        width, height = (inches - 0.6) / columns, height * inches / columns / width
+        height = max(1.4, min(height, 2.4))
     rows = -(-count // columns)
-    size = width * columns + 1, height * rows + 0.6
-    figure = Figure(figsize=size, layout="constrained")
+    size = inches or width * columns + 1, height * rows + 0.6
+    figure = Figure(size, layout="constrained")
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for axes in grid.flat[count:]:
         axes.set_visible(False)

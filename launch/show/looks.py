@@ -1,59 +1,52 @@
-"""How methods are named and drawn, the same in all pictures."""
+"""How each method looks in every picture: its name, colour, marker and dashes."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import algorithms
-from launch.config import registry
 
-# Of Okabe and Ito and near them: colour-blind people tell them apart on light and dark.
-# Neighbours differ in grey too, and by their dashes and markers.
+# Most are Okabe and Ito's or Tol's. Colour-blind people tell them apart, neighbours
+# differ in grey, and all are visible on a light and a dark page.
 COLORS = (
-    "#0072b2", "#e69f00", "#009e73", "#d55e00",
-    "#7b3fa0", "#56b4e9", "#8c510a", "#cc79a7", "#7f7f7f",
+    "#0072B2", "#CCBB44", "#882255", "#009E73",
+    "#7A4A1E", "#56B4E9", "#D55E00", "#CC79A7",
 )  # fmt: skip
-_DASHES = ((), (5, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5))
-_MARKERS = "osD^vPX<>*"
-_FINE_TUNED = "+ft"
+MARKERS = "os^DvPX*<>d"
+DASHES = ((), (5, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5), (5, *[1.2] * 5))
 
 
 class Look(NamedTuple):
-    """A method's colour, marker and dashes ((on, off, ...), () = none)."""
+    """A line's colour, marker, and dashes in points (on, off, ...), () = solid."""
 
     color: str
     marker: str
     dashes: tuple[float, ...]
 
-    def line(self, points: int) -> dict[str, Any]:
-        """matplotlib's style of a line of so many points, of which a few are marked."""
-        style: dict[str, Any] = {"color": self.color, "marker": self.marker}
-        style |= {"ms": 4, "markevery": max(1, points // 8)}
-        return style | ({"dashes": self.dashes} if self.dashes else {})
+    def style(self) -> dict[str, Any]:
+        """The arguments of matplotlib's `plot`; markers of two lines rarely meet."""
+        every = 0.02 * (1 + MARKERS.index(self.marker) % 6), 0.12  # of the axes' size
+        line = {"ls": (0, self.dashes), "lw": 1.3, "ms": 4.5, "markevery": every}
+        return {"color": self.color, "marker": self.marker, **line}
 
 
-def look(index: int) -> Look:
-    """The look of the method at an index; 180 of them differ."""
-    marks = _DASHES[index % len(_DASHES)], _MARKERS[index % len(_MARKERS)]
-    return Look(COLORS[index % len(COLORS)], marks[1], marks[0])
+def looks(names: Sequence[str]) -> dict[str, Look]:
+    """A look for each name by their order; up to 40 differ in any two of its parts."""
+    each = map(Look, *map(itertools.cycle, (COLORS, MARKERS, DASHES)))
+    return dict(zip(dict.fromkeys(names), each, strict=False))
 
 
 def title(name: str) -> str:
-    """A row's name as papers write it, if its first word is an algorithm's.
-
-    Example:
-        >>> title("fedper_plus"), title("fedavg+ft"), title("cdkt client_lr=0.1")
-        ('FedPer+', 'FedAvg + FT', 'CDKT-FL client_lr=0.1')
-    """
-    first, blank, rest = name.partition(" ")
-    base = first.removesuffix(_FINE_TUNED)
-    known = registry.called(base)
-    if known is None or known != base:
+    """A run's name with its algorithm as papers write it; other names are unchanged."""
+    word, *options = name.split(" ", 1)
+    algo = word.removesuffix("+ft")
+    if algo not in algorithms.ALGORITHMS:
         return name
-    about = algorithms.describe(known).partition(":")[0]
-    return about + " + FT" * (first != base) + blank + rest
+    own = algorithms.title(algo) + " + FT" * (algo != word)
+    return " ".join([own, *options])
 
 
 def titles(names: Sequence[str]) -> list[str]:
-    """`title` of each name, unless two would be the same."""
+    """`title` of each name, or the names if two would be the same."""
     out = list(map(title, names))
     return out if len(set(out)) == len(set(names)) else list(names)

@@ -2,7 +2,7 @@
 
 import pathlib
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +13,27 @@ from fedjax_pfl.metric_kinds import Kind
 from launch.config import schema
 from launch.folder import finished, record
 from launch.run import summaries
-from launch.show import curves, figures, looks, sheets, significance, svg, table, words
+from launch.show import (
+    curves,
+    figures,
+    looks,
+    sheets,
+    significance,
+    svg,
+    table,
+    words,
+)
 
 _TESTED = (
     " Coloured differences are shown by the clients (Wilcoxon's signed-rank test, "
     f"seeds as blocks, p < {significance.LEVEL} after Holm's correction)."
 )
 MAX_BUBBLES, MAX_CLASSES = 60, 200
+CAPTIONS = {
+    "rounds": "Over rounds.",
+    "bytes": "Over megabytes of messages.",
+    "seconds": "Over seconds of training on this machine, without compilation.",
+}
 
 
 class Entry(NamedTuple):
@@ -28,10 +42,6 @@ class Entry(NamedTuple):
     name: str
     look: looks.Look
     run: record.Record
-
-    @property
-    def color(self) -> str:
-        return self.look.color
 
     @property
     def summary(self) -> Mapping[str, Any]:
@@ -57,8 +67,9 @@ def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Ent
         if run.summary is None:
             raise ValueError(f"{run.path} holds no finished run")
     names = record.names_by_point(found, names) or record.labels(runs)
-    pairs = enumerate(zip(names, runs, strict=True))
-    return [Entry(name, looks.look(number), run) for number, (name, run) in pairs]
+    names = [looks.title(name) for name in names]
+    own = looks.looks(names)
+    return [Entry(n, own[n], run) for n, run in zip(names, runs, strict=True)]
 
 
 def page(
@@ -93,7 +104,7 @@ def page(
         runs=[
             {
                 "name": figures.named(entry.run, entry.name),
-                "color": entry.color,
+                "line": svg.line(entry.look),
                 "cells": [cells[number] for _, cells in columns],
                 "speed": _speed(entry.summary),
             }
@@ -103,7 +114,8 @@ def page(
             f"{'Percent' if metric.unit else 'Numbers'}"
             f"{f', mean ± standard deviation of {seeds} seeds' * (seeds > 1)}"
             f"{_rules(entries)}. {_best(entries)}{_TESTED * (len(entries) > 1)} MB are "
-            "those of all clients in both directions, mean over seeds."
+            "those of all clients in both "
+            "directions, mean over seeds."
         ),
         tables=tables,
         sections=_sections(entries, metric),
@@ -115,7 +127,8 @@ def page(
 
 def _control(entries: Sequence[Entry], wanted: str) -> Entry:
     for entry in entries:
-        if not wanted or wanted in (entry.name, entry.run.flags["algo"]):
+        known = entry.name, entry.run.flags["algo"]
+        if not wanted or wanted in known or looks.title(wanted) == entry.name:
             return entry
     names = ", ".join(entry.name for entry in entries)
     raise ValueError(f"--control={wanted}: expected one of {names}")
@@ -392,27 +405,13 @@ def _section(
 
 
 def _sections(entries: Sequence[Entry], metric: words.Metric) -> list[dict[str, Any]]:
-    title, unit = metric.title, figures.label_of(metric)
-    runs = [entry.run for entry in entries]
-    places = [
-        ("finished rounds", lambda row: row["round"], "Over rounds."),
-        ("MB sent in both directions", curves.megabytes, "Over megabytes of messages."),
-        (
-            "seconds of training",
-            lambda row: row["seconds"],
-            "Over seconds of training on this machine, without compilation.",
-        ),
-    ]
-    if not any(row.get("bytes_up") for run in runs for row in run.records):
-        del places[1]
-    shown = [
-        _curves(entries, metric, place, (label, unit), caption)
-        for label, place, caption in places
-    ]
+    title, runs = metric.title, [entry.run for entry in entries]
+    is_sent = any(row.get("bytes_up") for run in runs for row in run.records)
+    places = [x for x in CAPTIONS if x != "bytes" or is_sent]
+    shown = [_curves(entries, metric, x, CAPTIONS[x]) for x in places]
     sections = [_section(title, shown), _clients(entries)]
     if figures.has_two_names(runs):
         figure, axes = svg.figure("", "")
-        axes.grid(False)
         figures.draw_heatmap(axes, runs, metric.name)
         shown = svg.shown(figure, f"{title}, %, by the summary rule.")
         sections.insert(0, _section("Sweep", [shown], has_legend=False))
@@ -432,12 +431,11 @@ def _sections(entries: Sequence[Entry], metric: words.Metric) -> list[dict[str, 
 def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
     """The spread of accuracies over clients, and their gains over local training."""
     is_text = record.is_text(entries[0].run)
-    kind, unit = ("perplexity", "") if is_text else ("accuracy", ", %")
-    figure, axes = svg.figure(f"{kind}{unit}", "clients with at least this, %")
+    kind, unit = ("perplexity", "") if is_text else ("accuracy", " (%)")
+    figure, axes = svg.figure("", "")
     known = [entry for entry in entries if record.has_clients(entry.run)]
     for entry in known:
         figures.draw_ecdf(axes, entry.run, entry.look)
-    axes.set(xlim=None if is_text else (0, 100), ylim=(0, 103))
     shown = [svg.shown(figure, f"Fairness: how many clients have which {kind}.")]
     local = [entry for entry in known if entry.run.flags["algo"] == "local"]
     others = [entry for entry in known if entry.run.flags["algo"] != "local"]
@@ -454,7 +452,8 @@ def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
     for entry, alone in pairs:
         x, y = (record.of_clients(one.run).ravel() for one in (alone, entry))
         step = -(-len(x) // figures.MAX_POINTS)
-        style = {"s": 14, "color": entry.color, "alpha": 0.6, "linewidths": 0}
+        style = {"color": entry.look.color, "marker": entry.look.marker}
+        style |= {"s": 14, "alpha": 0.6, "linewidths": 0}
         axes.scatter(x[::step], y[::step], **style)
     axes.set(xlim=(0, 1.03 * limit), ylim=(0, 1.03 * limit))
     caption = (
@@ -483,8 +482,7 @@ def _moving(entries: Sequence[Entry]) -> list[dict[str, str]]:
         having = [e for e in entries if any(name in row for row in e.run.records)]
         if having and metric.kind in (Kind.NUMBER, Kind.LOSS):
             caption = f"{metric.title[:1].upper()}{metric.title[1:]}."
-            labels = ("finished rounds", metric.title)
-            out.append(_curves(having, metric, lambda r: r["round"], labels, caption))
+            out.append(_curves(having, metric, "rounds", caption))
     return out
 
 
@@ -509,14 +507,13 @@ def _bubbles(entries: Sequence[Entry]) -> list[dict[str, str]]:
 def _curves(
     entries: Sequence[Entry],
     metric: words.Metric,
-    place: Callable[[Mapping[str, Any]], float],
-    labels: tuple[str, str],
+    x: str,
     caption: str,
 ) -> dict[str, str]:
     """Draws a metric's means over seeds, with their standard deviations."""
-    figure, axes = svg.figure(*labels)
+    label, place = curves.PLACES[x]
+    figure, axes = svg.figure(label, words.axis(metric))
     for entry in entries:
         curve = record.over_seeds(entry.run, metric.name, metric.scale, place)
-        style = entry.look.line(len(curve[0]))
-        figures.draw_curve(axes, curve, 0.18, **style)
+        figures.draw_curve(axes, curve, entry.look)
     return svg.shown(figure, caption)

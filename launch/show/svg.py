@@ -2,12 +2,15 @@
 
 import io
 import pathlib
+import re
 from typing import Any
 
 import jinja2
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from launch.show import looks
 
 TEMPLATES = pathlib.Path(__file__).parent / "templates"
 INK = "#010203"  # replaced by the page's text colour, light or dark
@@ -39,6 +42,15 @@ def figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     figure.patch.set_alpha(0)
     axes.patch.set_alpha(0)
     return figure, axes
+
+
+def line(look: looks.Look) -> str:
+    """A piece of a line, for a legend."""
+    figure = Figure((0.5, 0.16))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 2))
+    axes.set_axis_off()
+    axes.plot([0, 1, 2], [0, 0, 0], **look.style() | {"markevery": [1]})
+    return re.sub(r">\s+<", "><", shown(figure, "")["svg"]).strip()
 
 
 def shown(figure: Figure, caption: str) -> dict[str, str]:

@@ -102,6 +102,15 @@ TITLES = {
     "client_masked_perplexity_std": "Std over clients, masked",
     "ensemble_masked_perplexity": "Ensemble, masked",
 }
+# What an axis says instead of a title, without the unit
+AXES = {
+    "global_accuracy": "accuracy of the server's model",
+    "client_accuracy": "mean accuracy of clients",
+    "trained_accuracy": "mean accuracy of clients after training",
+    "fine_tuned_accuracy": "mean accuracy of fine-tuned clients",
+    "unseen_accuracy": "mean accuracy of unseen clients",
+    "worst_decile_accuracy": "mean accuracy of the worst tenth of clients",
+}
 # The metrics at the top of tables and in lines of progress
 _HEADLINE = re.compile(
     r"c_(spec|gen|per)|(global|client|trained)_(accuracy|perplexity)"
@@ -158,6 +167,17 @@ def title(name: str, classes: Sequence[str] = ()) -> str:
         rest = title(name.removeprefix(metric_kinds.VALIDATION), classes)
         return f"Val: {rest.replace('test loss', 'loss')}"
     return TITLES.get(name, name.replace("_", " "))
+
+
+def axis(metric: Metric) -> str:
+    """The label of a metric's axis, such as `mean accuracy of clients (%)`."""
+    plain = metric.name.removeprefix(metric_kinds.VALIDATION)
+    text = metric.title
+    if plain in AXES:
+        text = AXES[plain] + ", validation rows" * (plain != metric.name)
+    elif metric.kind is Kind.PERPLEXITY:
+        text += ", perplexity"
+    return f"{text} ({metric.unit})" if metric.unit else text
 
 
 def mean_and_std(

@@ -7,20 +7,18 @@ from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from launch.show import looks, svg
+from launch.show import looks, svg, words
 from launch.tables import results as results_lib
 from launch.tables.cells import Sheet
 from launch.tables.results import Result
 
-MARKERS = "os^Dvp*X"
-# Plain loops have the same colours in all pictures.
-LOOPS = {"loop": looks.COLORS[-2], "torch": looks.COLORS[-1]}
+Looks = Mapping[str, looks.Look]
+Results = Sequence[Result]
 
 
-def colors(results: Sequence[Result]) -> dict[str, str]:
-    """The colour of each row of a sheet."""
-    rows = enumerate(results_lib.by_row(results).items())
-    return {row: LOOPS.get(f[0].cell.how, looks.COLORS[i % 7]) for i, (row, f) in rows}
+def of_study(study: Mapping[str, Any]) -> Looks:
+    """The look of each row, which is the same in all pictures of a study."""
+    return looks.looks([r for sheet in study["sheets"].values() for r in sheet["rows"]])
 
 
 def _number(value: float, _: int = 0) -> str:
@@ -40,11 +38,13 @@ def panels(sheet: Sheet, results: Sequence[Result]) -> list[str]:
 def label(name: str, target: str) -> str:
     """The label of a panel's axis."""
     how = results_lib.FIGURES[name]
-    title = f"{how.title}, %" if how.scale == 100 else how.title
+    title = f"{how.title} (%)" if how.scale == 100 else how.title
+    if name in words.AXES:
+        title = words.axis(words.metric(name))
     return f"{title}\n({target}, compiler's estimate)" if how.is_estimate else title
 
 
-def draw(axes: Axes, sheet: Sheet, results: Sequence[Result], name: str) -> None:
+def draw(axes: Axes, sheet: Sheet, results: Results, name: str, own: Looks) -> None:
     """Draws a figure of all rows of a sheet over its axis.
 
     An axis of numbers is logarithmic where the sheet says so. Other values are placed
@@ -52,8 +52,8 @@ def draw(axes: Axes, sheet: Sheet, results: Sequence[Result], name: str) -> None
     a logarithmic one.
     """
     values = list(sheet["values"])
-    numbers, colored = sheet["scale"] != "names", colors(results)
-    for index, (row, found) in enumerate(results_lib.by_row(results).items()):
+    numbers = sheet["scale"] != "names"
+    for row, found in results_lib.by_row(results).items():
         known = [one for one in found if one.number(name) is not None]
         if not known:
             continue
@@ -61,12 +61,8 @@ def draw(axes: Axes, sheet: Sheet, results: Sequence[Result], name: str) -> None
             float(one.cell.value) if numbers else values.index(one.cell.value)
             for one in known
         ]
-        marker = MARKERS[index % len(MARKERS)]
-        style = {"color": colored[row], "marker": marker, "ms": 5, "lw": 1.6}
-        if not numbers:
-            style |= {"ls": "none", "ms": 7}
-        elif found[0].cell.how in LOOPS:
-            style["ls"] = "--"
+        style = own[row].style() | {"markevery": 1}
+        style |= {} if numbers else {"ls": "none", "ms": 7}
         axes.plot(places, [one.number(name) for one in known], label=row, **style)
     if not numbers:
         axes.set_xticks(range(len(values)), values)
@@ -85,21 +81,25 @@ def draw(axes: Axes, sheet: Sheet, results: Sequence[Result], name: str) -> None
         axes.yaxis.set_minor_formatter(ticker.NullFormatter())
 
 
-def picture(sheet: Sheet, results: Sequence[Result], target: str) -> Figure | None:
-    """The picture of a sheet, None if no number is known."""
+def picture(
+    study: Mapping[str, Any], name: str, results: Results, target: str
+) -> Figure | None:
+    """The picture of a study's sheet, None if no number is known."""
+    sheet, own = study["sheets"][name], of_study(study)
     shown = panels(sheet, results)
     if not shown:
         return None
     figure = Figure(figsize=(4.6 * len(shown), 4.2), layout="constrained")
     every = figure.subplots(1, len(shown), squeeze=False)[0]
     for axes, name in zip(every, shown, strict=True):
-        draw(axes, sheet, results, name)
+        draw(axes, sheet, results, name, own)
         axes.set(xlabel=sheet["axis"], ylabel=label(name, target))
         axes.grid(alpha=0.25, lw=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     drawn = {line.get_label(): line for axes in every for line in axes.get_lines()}
     columns = min(len(drawn), 3 * len(shown))
     place = {"loc": "outside lower center", "ncols": columns, "frameon": False}
+    place["handlelength"] = 3
     figure.legend(drawn.values(), drawn.keys(), **place)
     figure.suptitle(sheet["title"], fontsize=11)
     return figure
@@ -119,14 +119,15 @@ def page(
     """
     every = [one for found in results.values() for one in found]
     done = sum(one.done is not None for one in every)
-    sections = []
+    own, sections = of_study(study), []
     for sheet_name, found in results.items():
         sheet, drawn = study["sheets"][sheet_name], []
         for name in panels(sheet, found):
             figure, axes = svg.figure(sheet["axis"], label(name, target))
-            draw(axes, sheet, found, name)
+            draw(axes, sheet, found, name, own)
             drawn.append(svg.shown(figure, label(name, target)))
-        rows = [{"name": row, "color": one} for row, one in colors(found).items()]
+        shown = results_lib.by_row(found)
+        rows = [{"name": row, "line": svg.line(own[row])} for row in shown]
         table = results_lib.sheet(sheet, found, target)
         sections.append({"table": table, "figures": drawn, "rows": rows})
     return svg.render(

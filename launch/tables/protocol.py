@@ -553,9 +553,8 @@ class Study:
         runs = {row: run for row, run in self.runs(setting).items() if run}
         if not runs:
             raise ValueError("nothing is finished yet; run() first")
-        places = [self.rows.index(row) for row in runs]
         given = list(runs.values()), metric, list(runs)
-        return figures.picture(kind, *given, places=places, **how)
+        return figures.picture(kind, *given, among=self.rows, **how)
 
     def page(self, setting: str = "", title: str = "") -> str:
         """A page as HTML: all results as a table, and the runs of a setting."""
@@ -564,9 +563,9 @@ class Study:
         runs = {row: run for row, run in self.runs(setting).items() if run}
         if not runs:
             raise ValueError("nothing is finished yet; run() first")
+        own = looks.looks(self.rows)
         entries = [
-            page.Entry(looks.title(row), looks.look(self.rows.index(row)), run)
-            for row, run in runs.items()
+            page.Entry(looks.title(row), own[row], run) for row, run in runs.items()
         ]
         control = looks.title(self.control) if self.control in runs else ""
         sheet = self.table().to_sheet("Methods")

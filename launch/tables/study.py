@@ -190,7 +190,7 @@ class Study:
         path = self.folder.path
         finished.write_text(path / "tables.md", "\n".join(self.tables()))
         for name, found in self.results().items():
-            drawn = pictures.picture(self.table["sheets"][name], found, self.target)
+            drawn = pictures.picture(self.table, name, found, self.target)
             if drawn is not None:
                 drawn.savefig(path / f"{name}.png", dpi=110)
                 print(path / f"{name}.png")

@@ -1,12 +1,12 @@
 """Pictures: what is drawn is what the runs left behind."""
 
-import itertools
 import json
 import shutil
 
 import numpy as np
 import pytest
 
+import algorithms
 from launch import main, plot
 from launch.config import registry
 from launch.folder import record
@@ -124,7 +124,65 @@ def test_curves_show_means_over_seeds(runs):
             for one in rounds
         ]
         np.testing.assert_allclose(line.get_ydata(), expected)
-    assert axes.get_xlabel() == "finished rounds" and "%" in axes.get_ylabel()
+    assert axes.get_xlabel() == "finished rounds"
+    assert axes.get_ylabel() == "mean accuracy of clients (%)"
+
+
+def test_a_curve_without_numbers(runs):
+    """Of a run that diverged in its first round: its name alone is drawn."""
+    found = record.read(runs[1])
+    rows = [row | {"client_accuracy": np.nan} for row in found.records]
+    figure = figures.picture("curves", [found._replace(records=rows), found])
+    assert len(figure.legends[0].get_texts()) == 2
+
+
+def test_curves_over_messages(runs, tmp_path, capsys):
+    """Megabytes of both directions; a clock is refused where records have none."""
+    found, names = read(runs[1:])
+    axes = figures.curves(found, names, ["client_accuracy"], "bytes").axes[0]
+    rows = [row for row in found[0].records if row["seed"] == 0]
+    sent = [(row["bytes_up"] + row["bytes_down"]) / 1e6 for row in rows]
+    np.testing.assert_allclose(axes.lines[0].get_xdata(), sent)
+    assert axes.get_xlabel() == "MB sent in both directions"
+    argv = ["plot", str(runs[1]), "--kind=curves", f"--output={tmp_path}"]
+    with pytest.raises(SystemExit):
+        plot.command([*argv, "--x=clock"])
+    assert "--x=clock: the records of FedAvg have no clock" in capsys.readouterr().err
+    plot.command([*argv, "--x=bytes", "--width=column", "--format=pdf"])
+    assert (tmp_path / "curves.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_ecdf_is_the_share_of_clients(runs):
+    """With at least an accuracy, at every accuracy that a client has."""
+    found = record.read(runs[0])
+    accuracy = np.zeros((2, 1, 5))
+    accuracy[:] = [0.0, 0.5, 0.5, 0.75, 1.0]
+    run = found._replace(clients=found.clients | {"accuracy": accuracy})
+    (axes,) = figures.picture("ecdf", [run, run], names=["a", "b"]).axes
+    x, share = axes.lines[0].get_data()
+    assert len(x) == 10 and share[0] == 100 and share[-1] == 10
+    for value in np.unique(x):
+        wanted = 100 * (accuracy.ravel() * 100 >= value).mean()
+        assert share[x == value].max() == pytest.approx(wanted)
+    assert axes.lines[0].get_drawstyle() == "steps-pre"
+
+
+def test_looks_and_names():
+    """16 methods differ also in grey; the names are those of papers."""
+    some = looks.looks(list("abcdefghijklmnop"))
+    assert len({(one.marker, one.dashes) for one in some.values()}) == 16
+    assert len({(one.color, one.marker) for one in some.values()}) == 16
+    assert some["c"] == looks.looks(["x", "y", "c"])["c"]
+    known = {
+        "fedper_plus": "FedPer+",
+        "pfedsd+ft": "pFedSD + FT",
+        "cdkt": "CDKT-FL",
+        "fedavg client_lr=0.1": "FedAvg client_lr=0.1",
+        "my own": "my own",
+    }
+    assert {name: looks.title(name) for name in known} == known
+    titles = [algorithms.title(name) for name in algorithms.ALGORITHMS]
+    assert len({*titles}) == len(titles) and max(map(len, titles)) < 13
 
 
 def test_curves_of_several_metrics(runs):
@@ -176,8 +234,10 @@ def test_bubbles_are_class_counts(runs):
     drawn = figure.axes[0].collections[0]
     client, label = np.nonzero(counts)
     np.testing.assert_array_equal(drawn.get_offsets(), np.stack([client, label], 1))
-    sizes = drawn.get_sizes() / counts[client, label]
-    np.testing.assert_allclose(sizes, sizes[0])
+    sizes, count = drawn.get_sizes(), counts[client, label]
+    large = sizes > figures.DOT
+    np.testing.assert_allclose(sizes[large] / count[large], 160 / counts.max())
+    assert large.any() and (sizes >= figures.DOT).all()
 
 
 @pytest.mark.parametrize(
@@ -199,37 +259,3 @@ def test_bad_input_is_one_line(runs, capsys, argv, words):
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
-
-
-def test_looks_differ():
-    """Sixteen methods differ, and neighbours in each of colour, marker and dashes."""
-    found = [looks.look(index) for index in range(16)]
-    assert len(set(found)) == 16
-    for one, other in itertools.pairwise(found):
-        assert all(a != b for a, b in zip(one, other, strict=True))
-
-
-def test_over_megabytes_in_a_column(runs):
-    """The x axis has the bytes of both directions, and the figure a column's width."""
-    found = [record.read(path) for path in runs]
-    names = [run.flags["algo"] for run in found]
-    how = {"metric": "client_accuracy", "x": "bytes", "width": "column"}
-    figure = figures.picture("curves", found, names=names, **how)
-    (axes,) = figure.axes
-    rows = found[1].records
-    sent = sorted({(r["bytes_up"] + r["bytes_down"]) / 1e6 for r in rows})
-    drawn = [list(line.get_xdata()) for line in axes.get_lines()]
-    assert any(np.allclose(sent, xs) for xs in drawn if len(xs) == len(sent))
-    assert figure.get_size_inches()[0] == pytest.approx(3.4)
-    with pytest.raises(ValueError, match="has no clock"):
-        figures.picture("curves", found, names=names, x="clock")
-
-
-def test_shares_of_clients(runs):
-    """The ecdf starts at all clients, and its values are theirs."""
-    found = [record.read(path) for path in runs]
-    lines = figures.picture("ecdf", found).axes[0].get_lines()
-    for line, run in zip(lines, found, strict=True):
-        values = np.sort(record.of_clients(run).ravel())
-        np.testing.assert_allclose(line.get_xdata(), values[np.isfinite(values)])
-        assert line.get_ydata()[0] == 100

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+import algorithms
 from launch import build, report, reproduce
 from launch.show import page as page_lib
 from launch.show import sheets, svg
@@ -74,7 +75,7 @@ def test_numbers_are_the_summaries(folders):
     text = page_lib.page(page_lib.read(folders))
     page = Page(text)
     head = page.rows[0]
-    rows = {row[0]: dict(zip(head, row, strict=True)) for row in page.rows[1:4]}
+    rows = {r[0].lower(): dict(zip(head, r, strict=True)) for r in page.rows[1:4]}
     summaries = {f.name: json.loads((f / "summary.json").read_text()) for f in folders}
     name = "client_accuracy"
     base = np.array(summaries["fedavg"]["metrics"][name]["per_seed"])
@@ -86,12 +87,14 @@ def test_numbers_are_the_summaries(folders):
         wanted = (
             "–" if algo == "fedavg" else f"{gap.mean():+.1f} ± {gap.std(ddof=1):.1f}"
         )
-        assert rows[algo]["against fedavg"] == wanted
+        assert rows[algo]["against FedAvg"] == wanted
         sent = sum(summary["metrics"][f"bytes_{way}"]["mean"] for way in ("up", "down"))
         assert rows[algo]["MB total"] == f"{sent / 1e6:,.1f}"
     best = max(summaries, key=lambda algo: summaries[algo]["metrics"][name]["mean"])
     assert f"<b>{rows[best]['Client (UA)']}</b>" in text
-    assert f"{best} reaches {rows[best]['Client (UA)']} %" in page.text
+    assert (
+        f"{algorithms.title(best)} reaches {rows[best]['Client (UA)']} %" in page.text
+    )
     assert rows["local"]["Global"] == "–" and rows["local"]["MB total"] == "0.0"
 
 
@@ -102,7 +105,7 @@ def test_it_is_whole(folders):
     assert all(part.startswith("#") for part in page.loads)
     assert not re.search(r"@import|url\((?!#)|<script|<link", text)
     # Rounds, messages, seconds; fairness, gain; the loss; the partition.
-    assert text.count("<svg") == 9
+    assert text.count("<figure") == 9
     assert svg.INK not in text and "prefers-color-scheme: dark" in text
     assert "over its local model" in page.text
     # Of arrays in memory: only Python can run it again.
@@ -157,9 +160,9 @@ def test_the_command(folders, tmp_path, capsys):
     argv = ["report", *map(str, folders), f"--output={path}"]
     report.command([*argv, "--control=fedper"])
     assert capsys.readouterr().out.split() == [str(path)]
-    assert "against fedper" in path.read_text()
+    assert "against FedPer" in path.read_text()
     for more, code, part in (
-        (["--control=nix"], 2, "--control=nix: expected one of fedavg"),
+        (["--control=nix"], 2, "--control=nix: expected one of FedAvg"),
         ([str(tmp_path)], 2, "holds no run that has measured"),
         ([f"--output={tmp_path}"], 1, f"--output={tmp_path}"),
     ):
