@@ -162,7 +162,7 @@ def test_the_command(folders, tmp_path, capsys):
     assert capsys.readouterr().out.split() == [str(path)]
     assert "against FedPer" in path.read_text()
     for more, code, part in (
-        (["--control=nix"], 2, "--control=nix: expected one of fedavg"),
+        (["--control=nix"], 2, "--control=nix: expected one of FedAvg"),
         ([str(tmp_path)], 2, "holds no run that has measured"),
         ([f"--output={tmp_path}"], 1, f"--output={tmp_path}"),
     ):
