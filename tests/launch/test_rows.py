@@ -189,14 +189,14 @@ def test_reports_name_what_differs(tmp_path):
         return [entry.name for entry in entries], page_lib.page(entries)
 
     (one, two), page = page_of("a", "b")
-    assert one.startswith("fedavg data=") and two.startswith("fedavg data=")
+    assert one.startswith("FedAvg data=") and two.startswith("FedAvg data=")
     assert "No value is marked as the best, as the runs differ in data" in page
     (one, two), page = page_of("a", "c")
-    assert (one, two) == ("fedavg rounds=2", "fedavg rounds=4")
-    assert "differ in rounds (fedavg rounds=2; fedavg rounds=4)" in page
+    assert (one, two) == ("FedAvg rounds=2", "FedAvg rounds=4")
+    assert "differ in rounds (FedAvg rounds=2; FedAvg rounds=4)" in page
     assert 'class="best"' not in page
     (one, two), page = page_of("a", "d")
-    assert (one, two) == ("fedavg seed=0", "fedavg seed=9")
+    assert (one, two) == ("FedAvg seed=0", "FedAvg seed=9")
     assert "the two differ in seeds" in page
     runs = [record.read(tmp_path / "a")] * 2
     assert len(set(record.labels(runs))) == 1  # one folder given twice

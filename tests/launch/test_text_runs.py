@@ -150,11 +150,13 @@ def test_pictures_and_page(folders, tmp_path, capsys):
     names = [str(folders / name) for name in ("fedper", "local")]
     plot.command(["plot", *names, f"--output={tmp_path}"])
     drawn = [line.rpartition("/")[2] for line in capsys.readouterr().out.splitlines()]
-    assert drawn == ["curves.png", "fairness.png"]
+    assert drawn == ["curves.png", "ecdf.png", "fairness.png"]
     with pytest.raises(SystemExit):
         plot.command(["plot", names[0], "--kind=bubbles", f"--output={tmp_path}"])
     assert "texts have no classes" in capsys.readouterr().err
     runs = [record.read(pathlib.Path(name)) for name in names]
+    (line, _) = figures.picture("ecdf", runs).axes[0].lines
+    assert line.get_ydata()[-1] == 100 and line.get_drawstyle() == "steps-post"
     panels = figures.picture("fairness", runs).axes
     edges = [sorted(p.get_x() for p in one.patches) for one in panels]
     assert edges[0] == edges[1]
@@ -171,7 +173,7 @@ def test_pictures_and_page(folders, tmp_path, capsys):
         names,
         key=lambda name: record.of_clients(record.read(pathlib.Path(name))).mean(),
     )
-    assert f"{best.rpartition('/')[2]} reaches " in text
+    assert f"{best.rpartition('/')[2]} reaches " in text.lower()
     assert "A text has no classes." in text and "accuracy" not in text.lower()
 
 
