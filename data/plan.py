@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from data import shuffle, topology
+from data import participation, shuffle, topology
 from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import rng, shapes, types
 from fedjax_pfl.rows import slots
@@ -89,6 +89,7 @@ class Planner:
         execution: types.Execution,
         eligible: np.ndarray | None = None,
         peers: types.PeerSpec | None = None,
+        who: participation.Participation | None = None,
     ):
         """Stores the constants of all draws.
 
@@ -104,9 +105,11 @@ class Planner:
             eligible: bool[K], or bool[seeds, K] with equal counts: clients that may be
                 drawn, None = all. Others may still be peers.
             peers: Peers of each row, None = the algorithm has none.
+            who: Who takes part, and for how long; None = all, for all their steps.
 
         Raises:
-            ValueError: too few clients can be drawn, or there is no such graph.
+            ValueError: too few clients can be drawn, there is no such graph, or no
+                client does a step before the deadline of a round.
         """
         self._seeds, self._num_rows = list(seeds), np.asarray(num_rows)
         self.num_clients = num_clients = self._num_rows.shape[1]
@@ -120,6 +123,7 @@ class Planner:
             members = np.flatnonzero(self._group == group)
             self._slot[members] = np.arange(len(members))
         self._clients_per_round, self._execution = clients_per_round, execution
+        self._who = who or participation.Participation()
         self._devices = execution.num_devices
         self._padding = num_clients
         self._fullest = np.zeros((0, len(self._seeds)), np.int64)
@@ -144,6 +148,13 @@ class Planner:
                 f"--clients_per_round={clients_per_round}: {present} of {num_clients} "
                 "clients may be drawn (--exclusive, --unseen_clients); lower it"
             )
+        for index in range(len(self._seeds)):
+            self._able(index, 0)
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether rounds last simulated seconds."""
+        return self._who.clock is not None
 
     def cohort(self, seed_index: int, round: int) -> types.Cohort:
         """Draws round 0, 1, ... with its plans, for the seed at `seed_index`."""
@@ -176,7 +187,8 @@ class Planner:
         order = np.lexsort((chosen, owned, levels, self._group[chosen]))
         # Padding rows come first, where they fill the chunk of the smallest clients.
         if self._owners is None:
-            size = execution_lib.padded_size(len(chosen), self._execution)
+            size = self._clients_per_round
+            size = execution_lib.padded_size(size, self._execution)
             index = np.full(size, -1)
             index[size - len(chosen) :] = order
             if self._execution.chunk == 1:
@@ -236,7 +248,7 @@ class Planner:
             position=position,
             first=(np.cumsum(count) - count).astype(np.int32),
             num_rows=used.astype(np.int32),
-            num_steps=(spec.epochs * -(-used // spec.batch_size)).astype(np.int32),
+            num_steps=spec.steps(owned).astype(np.int32),
             batch_size=spec.batch_size,
         )
         none = np.zeros((len(ids), 0), np.int32)
@@ -354,6 +366,7 @@ class Planner:
         owned = self.owned(seed_index, client)
         round = first_round + place // many.client_id.shape[1]
         capacity = max(capacity, int(owned.sum(1).max()), 1)
+        taken, many = self._timed(seed_index, first_round, many)
 
         def pad(leaf: np.ndarray) -> np.ndarray:
             if length == num_rounds:
@@ -373,16 +386,70 @@ class Planner:
             first = np.zeros(many.client_id.size, np.int32)
             first[place] = np.cumsum(count, 1) - count
             first = pad(first.reshape(many.client_id.shape))
-            plans[spec.name] = types.WindowPlan(position, first, spec)
+            num_steps = jax.tree.map(pad, taken.get(spec.name, ()))
+            plans[spec.name] = types.WindowPlan(position, first, spec, num_steps)
         return jax.tree.map(pad, many).replace(plans=plans)
 
+    def _timed(
+        self, seed_index: int, first_round: int, many: types.Cohort
+    ) -> tuple[dict[str, np.ndarray], types.Cohort]:
+        """(steps int32[T, C] of each plan where some are cut, rounds with seconds)."""
+        who, seed, taken = self._who, self._seeds[seed_index], {}
+        if not who.cuts and who.clock is None:
+            return taken, many
+        client = np.where(many.row_mask, many.client_id, 0)
+        owned = self.owned(seed_index, many.client_id)
+        round = first_round + np.arange(len(client))[:, None]
+        every = who.in_time(seed_index, client, many.level, owned, self._specs)
+        examples = np.zeros(client.shape, np.int64)
+        for spec, most in zip(self._specs, every, strict=True):
+            # Of a client that the deadline stops, the server waits for the deadline.
+            steps = who.uninterrupted(seed, round, client, spec.steps(owned))
+            examples += spec.examples(owned, steps)
+            if who.cuts:
+                taken[spec.name] = np.minimum(steps, most).astype(np.int32)
+        if who.clock is None:
+            return taken, many
+        seconds = examples * who.clock.per_example(seed_index, client, many.level)
+        deadline = np.full(len(client), who.clock.round_seconds, np.float32)
+        return taken, many.replace(
+            seconds=seconds.astype(np.float32), deadline=deadline
+        )
+
+    def _able(self, seed_index: int, round: int) -> np.ndarray:
+        """The clients that may be drawn and do a step before the deadline, int[M]."""
+        client, who = self._candidates[seed_index], self._who
+        if not who.has_deadline:
+            return client
+        level = np.asarray(self._level_of(self._seeds[seed_index], round, client))
+        owned = self.owned(seed_index, client)
+        given = seed_index, client, level, owned, self._specs
+        every = who.in_time(*given)
+        is_able = np.all([one > 0 for one in every], axis=0) if every else True
+        able = client[np.broadcast_to(is_able, client.shape)]
+        if not len(able):
+            raise ValueError(
+                f"--round_seconds={who.clock.round_seconds:g}: no client does a step "
+                f"of training and sends its messages in this time; raise it"
+            )
+        return able
+
     def _choose(self, seed: int, round: int) -> np.ndarray:
-        """Draws the clients of a round, int[C] without padding."""
-        wanted = self._clients_per_round
-        if wanted == self.num_clients:
+        """Draws the clients of a round, int[C] without padding, at least one."""
+        wanted, who = self._clients_per_round, self._who
+        is_free = who.availability is None and not who.has_deadline
+        if wanted == self.num_clients and is_free:
             return np.arange(wanted)
         gen = rng.generator(seed, "engine.cohort", round)
-        candidates = self._candidates[self._seeds.index(seed)]
+        candidates = self._able(self._seeds.index(seed), round)
+        if who.availability is not None:
+            available = candidates[who.availability.drawn(seed, round, candidates)]
+            # A round without any has one of the others.
+            wanted = min(wanted, max(len(available), 1))
+            candidates = available if len(available) else candidates
+        wanted = min(wanted, len(candidates))
+        if wanted == self.num_clients:
+            return np.arange(wanted)
         return candidates[gen.choice(len(candidates), wanted, replace=False)]
 
     def _draw_peers(
@@ -413,10 +480,7 @@ class Planner:
     def num_steps(self, seed_index: int, client: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the steps int[...] of clients int[...] in each plan, by its name."""
         owned = self.owned(seed_index, client)
-        return {
-            spec.name: spec.epochs * -(-spec.rows(owned) // spec.batch_size)
-            for spec in self._specs
-        }
+        return {spec.name: spec.steps(owned) for spec in self._specs}
 
 
 def by_work(index: np.ndarray, work: np.ndarray, devices: int) -> np.ndarray:

@@ -50,6 +50,10 @@ class Planner(Protocol):
         """int[...]: train rows of clients int[...], 0 on padding rows."""
 
     @property
+    def has_clock(self) -> bool:
+        """Whether rounds last simulated seconds."""
+
+    @property
     def round_examples(self) -> float:
         """Train rows of all clients of a round, on average."""
 
@@ -97,10 +101,12 @@ def work_of(
     owned = planner.owned(seed_index, cohorts.client_id)
     num_steps = planner.num_steps(seed_index, cohorts.client_id)
     for name, plan in cohorts.plans.items():
-        taken = np.where(cohorts.row_mask, num_steps[name], 0)
+        full = num_steps[name]
+        cut = full if isinstance(plan.num_steps, tuple) else plan.num_steps
+        taken = np.where(cohorts.row_mask, cut, 0)
         run = execution_lib.executed_steps(taken, execution)
-        used = np.where(cohorts.row_mask, plan.spec.rows(owned), 0)
-        samples += plan.spec.epochs * used.sum(1)
+        used = np.where(cohorts.row_mask, plan.spec.examples(owned, cut), 0)
+        samples += used.sum(1)
         executed += run * plan.spec.batch_size
         steps += taken.sum(1)
         executed_steps += run
