@@ -123,7 +123,7 @@ class Planner:
             members = np.flatnonzero(self._group == group)
             self._slot[members] = np.arange(len(members))
         self._clients_per_round, self._execution = clients_per_round, execution
-        self._who = who or participation.Participation()
+        self._who, self.has_clock = who, who is not None and who.speed is not None
         self._devices = execution.num_devices
         self._padding = num_clients
         self._fullest = np.zeros((0, len(self._seeds)), np.int64)
@@ -148,13 +148,8 @@ class Planner:
                 f"--clients_per_round={clients_per_round}: {present} of {num_clients} "
                 "clients may be drawn (--exclusive, --unseen_clients); lower it"
             )
-        for index in range(len(self._seeds)):
-            self._able(index, 0)
-
-    @property
-    def has_clock(self) -> bool:
-        """Whether rounds last simulated seconds."""
-        return self._who.clock is not None
+        for seed in self._seeds:
+            self._choose(seed, 0)
 
     def cohort(self, seed_index: int, round: int) -> types.Cohort:
         """Draws round 0, 1, ... with its plans, for the seed at `seed_index`."""
@@ -366,7 +361,7 @@ class Planner:
         owned = self.owned(seed_index, client)
         round = first_round + place // many.client_id.shape[1]
         capacity = max(capacity, int(owned.sum(1).max()), 1)
-        taken, many = self._timed(seed_index, first_round, many)
+        taken, many = self._cut(seed_index, first_round, many)
 
         def pad(leaf: np.ndarray) -> np.ndarray:
             if length == num_rounds:
@@ -390,66 +385,56 @@ class Planner:
             plans[spec.name] = types.WindowPlan(position, first, spec, num_steps)
         return jax.tree.map(pad, many).replace(plans=plans)
 
-    def _timed(
+    def _cut(
         self, seed_index: int, first_round: int, many: types.Cohort
     ) -> tuple[dict[str, np.ndarray], types.Cohort]:
-        """(steps int32[T, C] of each plan where some are cut, rounds with seconds)."""
-        who, seed, taken = self._who, self._seeds[seed_index], {}
-        if not who.cuts and who.clock is None:
+        """(steps int32[T, C] by plan where they may be cut, rounds with a clock)."""
+        who, taken, examples = self._who, {}, 0
+        if who is None:
             return taken, many
         client = np.where(many.row_mask, many.client_id, 0)
         owned = self.owned(seed_index, many.client_id)
-        round = first_round + np.arange(len(client))[:, None]
-        every = who.in_time(seed_index, client, many.level, owned, self._specs)
-        examples = np.zeros(client.shape, np.int64)
-        for spec, most in zip(self._specs, every, strict=True):
-            # Of a client that the deadline stops, the server waits for the deadline.
-            steps = who.uninterrupted(seed, round, client, spec.steps(owned))
+        named = self._seeds[seed_index], first_round + np.arange(len(client))[:, None]
+        most = who.in_time(self._specs, owned, seed_index, client, many.level)
+        for spec, within in zip(self._specs, most, strict=True):
+            steps = who.taken(*named, client, spec.steps(owned))
+            taken[spec.name] = np.minimum(steps, within).astype(np.int32)
+            # A client that the deadline stops has worked until then.
             examples += spec.examples(owned, steps)
-            if who.cuts:
-                taken[spec.name] = np.minimum(steps, most).astype(np.int32)
-        if who.clock is None:
+        if not self.has_clock:
             return taken, many
-        seconds = examples * who.clock.per_example(seed_index, client, many.level)
-        deadline = np.full(len(client), who.clock.round_seconds, np.float32)
-        return taken, many.replace(
-            seconds=seconds.astype(np.float32), deadline=deadline
-        )
-
-    def _able(self, seed_index: int, round: int) -> np.ndarray:
-        """The clients that may be drawn and do a step before the deadline, int[M]."""
-        client, who = self._candidates[seed_index], self._who
-        if not who.has_deadline:
-            return client
-        level = np.asarray(self._level_of(self._seeds[seed_index], round, client))
-        owned = self.owned(seed_index, client)
-        given = seed_index, client, level, owned, self._specs
-        every = who.in_time(*given)
-        is_able = np.all([one > 0 for one in every], axis=0) if every else True
-        able = client[np.broadcast_to(is_able, client.shape)]
-        if not len(able):
-            raise ValueError(
-                f"--round_seconds={who.clock.round_seconds:g}: no client does a step "
-                f"of training and sends its messages in this time; raise it"
-            )
-        return able
+        seconds = examples * who.per_example(seed_index, client, many.level)
+        deadline = np.full(len(client), who.round_seconds, np.float32)
+        return taken, many.replace(seconds=np.float32(seconds), deadline=deadline)
 
     def _choose(self, seed: int, round: int) -> np.ndarray:
-        """Draws the clients of a round, int[C] without padding, at least one."""
+        """Draws the clients of a round, int[C] without padding, at least one.
+
+        Raises ValueError if no client does a step before the deadline.
+        """
         wanted, who = self._clients_per_round, self._who
-        is_free = who.availability is None and not who.has_deadline
-        if wanted == self.num_clients and is_free:
+        if who is None and wanted == self.num_clients:
             return np.arange(wanted)
+        seed_index = self._seeds.index(seed)
+        candidates = self._candidates[seed_index]
+        if who is not None:
+            level = np.asarray(self._level_of(seed, round, candidates))
+            owned = self.owned(seed_index, candidates)
+            steps = who.in_time(self._specs, owned, seed_index, candidates, level)
+            if steps:
+                candidates = candidates[np.all(steps, axis=0)]
+            if not len(candidates):
+                raise ValueError(
+                    f"--round_seconds={who.round_seconds:g}: no client does a local "
+                    "step and sends its messages in this time; raise it"
+                )
+            present = who.available(seed, round, candidates)
+            # In a round without any, one of the others takes part.
+            wanted = min(wanted, max(len(present), 1))
+            candidates = present if len(present) else candidates
+            if wanted == self.num_clients:
+                return candidates
         gen = rng.generator(seed, "engine.cohort", round)
-        candidates = self._able(self._seeds.index(seed), round)
-        if who.availability is not None:
-            available = candidates[who.availability.drawn(seed, round, candidates)]
-            # A round without any has one of the others.
-            wanted = min(wanted, max(len(available), 1))
-            candidates = available if len(available) else candidates
-        wanted = min(wanted, len(candidates))
-        if wanted == self.num_clients:
-            return np.arange(wanted)
         return candidates[gen.choice(len(candidates), wanted, replace=False)]
 
     def _draw_peers(

@@ -359,7 +359,7 @@ class PlanSpec(NamedTuple):
         return minimum(owned, self.max_rows)
 
     def steps(self, owned: Any) -> Any:
-        """int[...]: steps of clients that own int[...]."""
+        """int[...]: all steps of clients that own int[...]."""
         return self.epochs * -(-self.rows(owned) // self.batch_size)
 
     def examples(self, owned: np.ndarray, num_steps: np.ndarray) -> np.ndarray:

@@ -89,9 +89,9 @@ class Comparison(Mapping):
         """One line for each algorithm: its metrics by the summary rule."""
         return frames.summaries(self._experiments)
 
-    def plot(self, kind: str = "curves", metric: str = "") -> Any:
+    def plot(self, kind: str = "curves", metric: str = "", x: str = "rounds") -> Any:
         """A picture of `launch.plot` with all of them; see `Experiment.plot`."""
-        return frames.plot(list(self.values()), kind, metric, list(self))
+        return frames.plot(list(self.values()), kind, metric, x, list(self))
 
     def __repr__(self) -> str:
         return "\n\n".join(

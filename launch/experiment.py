@@ -202,13 +202,14 @@ class Experiment(Run):
         """
         return frames.partition_counts(self, seed)
 
-    def plot(self, kind: str = "curves", metric: str = "") -> Any:
+    def plot(self, kind: str = "curves", metric: str = "", x: str = "rounds") -> Any:
         """A picture of `launch.plot` as a matplotlib figure.
 
         `kind` is `curves`, `fairness`, `bubbles` or, for a sweep, `heatmap`. `metric`
-        names metrics of the curves, separated by commas; empty = a usual one.
+        names metrics of the curves, separated by commas; empty = a usual one. Their `x`
+        is `rounds`, `bytes` or `clock`.
         """
-        return frames.plot([self], kind, metric)
+        return frames.plot([self], kind, metric, x)
 
     def __repr__(self) -> str:
         return words.described(self)

@@ -1,8 +1,8 @@
 """Draws pictures of runs: `python -m launch.plot WORKDIR... [--output=FOLDER]`.
 
-They are `curves.png` (metrics over rounds, mean and standard deviation over seeds, also
-of unfinished runs), `fairness.png` (how many clients reach which accuracy) and
-`bubbles.png` (train examples of each client and class).
+They are `curves.png` (metrics over rounds, bytes or the clock, mean and standard
+deviation over seeds, also of unfinished runs), `fairness.png` (how many clients reach
+which accuracy) and `bubbles.png` (train examples of each client and class).
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from fedjax_pfl.options import option
 from launch import ending
 from launch.config import flags
 from launch.folder import record
-from launch.show import figures
+from launch.show import curves, figures
 from launch.show.figures import Figure
 
 __all__ = ["Figure", "command"]
@@ -33,6 +33,7 @@ class Options:
         f"pictures, with commas; default {','.join(figures.KINDS)}, for unfinished "
         "runs curves alone, for a sweep of two names also heatmap",
     )
+    x: str = option("rounds", f"x axis of the curves: {', '.join(curves.AXES)}")
     format: str = option("png", "png, pdf or svg")
 
 
@@ -52,7 +53,9 @@ def command(argv: list[str]) -> None:
             all_kinds += ["bubbles"] * bool(figures.partitions(runs))
         all_kinds += ["heatmap"] * figures.has_two_names(runs)
         kinds = asked.kind.split(",") if asked.kind else all_kinds
-        drawn = {kind: figures.picture(kind, runs, asked.metric) for kind in kinds}
+        drawn = {
+            kind: figures.picture(kind, runs, asked.metric, x=asked.x) for kind in kinds
+        }
     folder = pathlib.Path(asked.output)
     with ending.writing("output", folder):
         folder.mkdir(parents=True, exist_ok=True)

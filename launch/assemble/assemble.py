@@ -164,7 +164,7 @@ def _program(
             f"--unseen_clients={config.unseen_clients:g}: --algo={config.algo} has no "
             "server that gives a newcomer a model; omit it"
         )
-    who = clients_step.made(settings, planned, data, program.algorithm, hparams)
+    who = clients_step.made(settings, planned, program.algorithm)
     planner = planned.planner(program.algorithm, how, who)
     rows_in = residence.place(config)
     if rows_in is not None:

@@ -1,4 +1,4 @@
-"""Values of whole curves for tables: after round 0, or until an accuracy."""
+"""Values of whole curves: their axes, and for tables after round 0 or until a goal."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,6 +23,14 @@ def of_seeds(records: Records) -> list[list[Mapping[str, Any]]]:
 def megabytes(record: Mapping[str, Any]) -> float:
     """Megabytes of all messages so far, in both directions."""
     return (record["bytes_up"] + record["bytes_down"]) / 1e6
+
+
+# The x axes of pictures: a label, and the place of a record
+AXES = {
+    "rounds": ("finished rounds", lambda record: record["round"]),
+    "bytes": ("MB sent in both directions", megabytes),
+    "clock": ("seconds of simulated devices", lambda record: record.get("clock")),
+}
 
 
 def later(records: Records, name: str) -> list[float] | None:

@@ -10,10 +10,11 @@ from matplotlib import figure as figure_lib
 from matplotlib import ticker
 
 from data import labels
-from fedjax_pfl import metric_kinds
+from fedjax_pfl import metric_kinds, options
 from fedjax_pfl.metric_kinds import Kind
 from launch.folder import finished, record
 from launch.folder.record import Record
+from launch.show import curves as curves_lib
 from launch.show import words
 
 Runs = Sequence[Record]
@@ -52,20 +53,26 @@ def _unformatted(text: str) -> str:
 
 
 def picture(
-    kind: str, runs: Runs, metric: str = "", names: Sequence[str] = ()
+    kind: str,
+    runs: Runs,
+    metric: str = "",
+    names: Sequence[str] = (),
+    x: str = "rounds",
 ) -> Figure:
     """Draws a picture of the runs: one of `KINDS`, or `heatmap`.
 
     `metric` has metrics of curves separated by commas, empty = those of `metrics_of`,
-    and `names` those of the runs, empty = what distinguishes them. Raises a ValueError
-    for an unknown picture or metric, or a picture that needs finished runs.
+    and `names` those of the runs, empty = what distinguishes them. `x` is the axis of
+    curves, one of `curves.AXES`. Raises a ValueError for an unknown picture, metric or
+    axis, or a picture that needs finished runs.
     """
     if kind not in (*KINDS, "heatmap"):
         raise ValueError(f"--kind={kind}: expected one of {', '.join(KINDS)}, heatmap")
     pairs = zip(runs, names or record.labels(runs), strict=True)
     names = [_unformatted(named(*pair)) for pair in pairs]
     if kind == "curves":
-        return curves(runs, names, metrics_of(runs, metric))
+        options.check_one_of("x", x, curves_lib.AXES)
+        return curves(runs, names, metrics_of(runs, metric), x)
     if kind == "heatmap":
         if not has_two_names(runs):
             raise ValueError(
@@ -116,8 +123,14 @@ def metric_of(name: str, runs: Runs) -> words.Metric:
     return words.metric(name, record.kinds(runs))
 
 
-def curves(runs: Runs, names: Sequence[str], metrics: Sequence[str]) -> Figure:
-    """Metrics of one unit over rounds: mean and standard deviation over seeds."""
+def curves(
+    runs: Runs, names: Sequence[str], metrics: Sequence[str], x: str = "rounds"
+) -> Figure:
+    """Metrics of one unit over rounds (or `x`): mean and standard deviation over seeds.
+
+    Raises ValueError if a run has no clock for that axis.
+    """
+    xlabel, place = curves_lib.AXES[x]
     series = [
         (run, metric, f"{name} {words.title(metric)}" if len(metrics) > 1 else name)
         for run, name in zip(runs, names, strict=True)
@@ -130,11 +143,14 @@ def curves(runs: Runs, names: Sequence[str], metrics: Sequence[str]) -> Figure:
     drawn = []
     first = metric_of(metrics[0], runs)
     for number, (run, metric, label) in enumerate(series):
-        rounds, mean, spread = record.over_seeds(run, metric, first.scale)
-        if not rounds:
+        where, mean, spread = record.over_seeds(run, metric, first.scale, place)
+        if not where and x == "clock":
+            line = f"--x=clock: {run.path} has no clock"
+            raise ValueError(f"{line}; run it with --client_speed")
+        if not where:
             continue
         style = {"color": colors[number % 10], "ls": ("-", "--", ":")[number // 10 % 3]}
-        line = draw_curve(axes, (rounds, mean, spread), 0.15, label=label, **style)
+        line = draw_curve(axes, (where, mean, spread), 0.15, label=label, **style)
         having = [row for row in run.records if row.get(metric) is not None]
         drawn.append((mean[-1], line, len({row["seed"] for row in having})))
     drawn.sort(key=lambda one: one[0], reverse=first.better != "lower")
@@ -152,10 +168,12 @@ def curves(runs: Runs, names: Sequence[str], metrics: Sequence[str]) -> Figure:
     titles = [first.title] if len(metrics) == 1 else []
     titles += ["perplexity"] if titles and first.kind is Kind.PERPLEXITY else []
     ylabel = ", ".join(filter(None, [*titles, first.unit]))
-    axes.set(xlabel="finished rounds", ylabel=ylabel, xlim=(0, None))
+    axes.set(xlabel=xlabel, ylabel=ylabel, xlim=(0, None))
     axes.set_title(f"{_data(runs)}{band}", fontsize=10)
     axes.grid(alpha=0.3)
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=(1, 2, 5, 10)))
+    if x == "rounds":
+        steps = ticker.MaxNLocator(integer=True, steps=(1, 2, 5, 10))
+        axes.xaxis.set_major_locator(steps)
     return figure
 
 

@@ -41,14 +41,18 @@ def partition_counts(run: Run, seed: int | None) -> pandas.DataFrame:
 
 
 def plot(
-    experiments: Sequence[Run], kind: str, metric: str, names: Sequence[str] = ()
+    experiments: Sequence[Run],
+    kind: str,
+    metric: str,
+    x: str,
+    names: Sequence[str] = (),
 ) -> Any:
     """Draws a picture of `launch.plot` for runs in memory, or raises a ValueError."""
     from launch.show import figures  # imports matplotlib, which is slow
 
     every = [_runs(experiment) for experiment in experiments]
     runs = [run for one in every for run in one]
-    return figures.picture(kind, runs, metric, record.names_by_point(every, names))
+    return figures.picture(kind, runs, metric, record.names_by_point(every, names), x)
 
 
 def _runs(run: Run) -> list[record.Record]:

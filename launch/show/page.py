@@ -376,8 +376,8 @@ def _sections(entries: Sequence[Entry], metric: words.Metric) -> list[dict[str, 
     title, unit = metric.title, ", ".join(filter(None, [metric.title, metric.unit]))
     runs = [entry.run for entry in entries]
     places = [
-        ("finished rounds", lambda row: row["round"], "Over rounds."),
-        ("MB sent in both directions", curves.megabytes, "Over megabytes of messages."),
+        (*curves.AXES["rounds"], "Over rounds."),
+        (*curves.AXES["bytes"], "Over megabytes of messages."),
         (
             "seconds of training",
             lambda row: row["seconds"],
@@ -386,6 +386,8 @@ def _sections(entries: Sequence[Entry], metric: words.Metric) -> list[dict[str, 
     ]
     if not any(row.get("bytes_up") for run in runs for row in run.records):
         del places[1]
+    if any("clock" in row for run in runs for row in run.records):
+        places.append((*curves.AXES["clock"], "Over seconds of simulated devices."))
     shown = [
         _curves(entries, metric, place, (label, unit), caption)
         for label, place, caption in places
