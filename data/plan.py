@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from data import shuffle, topology
+from data import participation, shuffle, topology
 from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import rng, shapes, types
 from fedjax_pfl.rows import slots
@@ -89,6 +89,7 @@ class Planner:
         execution: types.Execution,
         eligible: np.ndarray | None = None,
         peers: types.PeerSpec | None = None,
+        who: participation.Participation | None = None,
     ):
         """Stores the constants of all draws.
 
@@ -104,9 +105,11 @@ class Planner:
             eligible: bool[K], or bool[seeds, K] with equal counts: clients that may be
                 drawn, None = all. Others may still be peers.
             peers: Peers of each row, None = the algorithm has none.
+            who: Who takes part, and for how long; None = all, for all their steps.
 
         Raises:
-            ValueError: too few clients can be drawn, or there is no such graph.
+            ValueError: too few clients can be drawn, there is no such graph, or no
+                client does a step before the deadline of a round.
         """
         self._seeds, self._num_rows = list(seeds), np.asarray(num_rows)
         self.num_clients = num_clients = self._num_rows.shape[1]
@@ -120,6 +123,7 @@ class Planner:
             members = np.flatnonzero(self._group == group)
             self._slot[members] = np.arange(len(members))
         self._clients_per_round, self._execution = clients_per_round, execution
+        self._who, self.has_clock = who, who is not None and who.speed is not None
         self._devices = execution.num_devices
         self._padding = num_clients
         self._fullest = np.zeros((0, len(self._seeds)), np.int64)
@@ -144,6 +148,8 @@ class Planner:
                 f"--clients_per_round={clients_per_round}: {present} of {num_clients} "
                 "clients may be drawn (--exclusive, --unseen_clients); lower it"
             )
+        for seed in self._seeds:
+            self._choose(seed, 0)
 
     def cohort(self, seed_index: int, round: int) -> types.Cohort:
         """Draws round 0, 1, ... with its plans, for the seed at `seed_index`."""
@@ -176,7 +182,8 @@ class Planner:
         order = np.lexsort((chosen, owned, levels, self._group[chosen]))
         # Padding rows come first, where they fill the chunk of the smallest clients.
         if self._owners is None:
-            size = execution_lib.padded_size(len(chosen), self._execution)
+            size = self._clients_per_round
+            size = execution_lib.padded_size(size, self._execution)
             index = np.full(size, -1)
             index[size - len(chosen) :] = order
             if self._execution.chunk == 1:
@@ -236,7 +243,7 @@ class Planner:
             position=position,
             first=(np.cumsum(count) - count).astype(np.int32),
             num_rows=used.astype(np.int32),
-            num_steps=(spec.epochs * -(-used // spec.batch_size)).astype(np.int32),
+            num_steps=spec.steps(owned).astype(np.int32),
             batch_size=spec.batch_size,
         )
         none = np.zeros((len(ids), 0), np.int32)
@@ -354,6 +361,7 @@ class Planner:
         owned = self.owned(seed_index, client)
         round = first_round + place // many.client_id.shape[1]
         capacity = max(capacity, int(owned.sum(1).max()), 1)
+        taken, many = self._cut(seed_index, first_round, many)
 
         def pad(leaf: np.ndarray) -> np.ndarray:
             if length == num_rounds:
@@ -373,16 +381,60 @@ class Planner:
             first = np.zeros(many.client_id.size, np.int32)
             first[place] = np.cumsum(count, 1) - count
             first = pad(first.reshape(many.client_id.shape))
-            plans[spec.name] = types.WindowPlan(position, first, spec)
+            num_steps = jax.tree.map(pad, taken.get(spec.name, ()))
+            plans[spec.name] = types.WindowPlan(position, first, spec, num_steps)
         return jax.tree.map(pad, many).replace(plans=plans)
 
+    def _cut(
+        self, seed_index: int, first_round: int, many: types.Cohort
+    ) -> tuple[dict[str, np.ndarray], types.Cohort]:
+        """(steps int32[T, C] by plan where they may be cut, rounds with a clock)."""
+        who, taken, examples = self._who, {}, 0
+        if who is None:
+            return taken, many
+        client = np.where(many.row_mask, many.client_id, 0)
+        owned = self.owned(seed_index, many.client_id)
+        named = self._seeds[seed_index], first_round + np.arange(len(client))[:, None]
+        most = who.in_time(self._specs, owned, seed_index, client, many.level)
+        for spec, within in zip(self._specs, most, strict=True):
+            steps = who.taken(*named, client, spec.steps(owned))
+            taken[spec.name] = np.minimum(steps, within).astype(np.int32)
+            # A client that the deadline stops has worked until then.
+            examples += spec.examples(owned, steps)
+        if not self.has_clock:
+            return taken, many
+        seconds = examples * who.per_example(seed_index, client, many.level)
+        deadline = np.full(len(client), who.round_seconds, np.float32)
+        return taken, many.replace(seconds=np.float32(seconds), deadline=deadline)
+
     def _choose(self, seed: int, round: int) -> np.ndarray:
-        """Draws the clients of a round, int[C] without padding."""
-        wanted = self._clients_per_round
-        if wanted == self.num_clients:
+        """Draws the clients of a round, int[C] without padding, at least one.
+
+        Raises ValueError if no client does a step before the deadline.
+        """
+        wanted, who = self._clients_per_round, self._who
+        if who is None and wanted == self.num_clients:
             return np.arange(wanted)
+        seed_index = self._seeds.index(seed)
+        candidates = self._candidates[seed_index]
+        if who is not None:
+            level = np.asarray(self._level_of(seed, round, candidates))
+            owned = self.owned(seed_index, candidates)
+            steps = who.in_time(self._specs, owned, seed_index, candidates, level)
+            if steps:
+                candidates = candidates[np.all(steps, axis=0)]
+            if not len(candidates):
+                raise ValueError(
+                    f"--round_seconds={who.round_seconds:g}: no client does a local "
+                    "step and sends its messages in this time; raise it"
+                )
+            present = who.available(seed, round, candidates)
+            # In a round without any, one of the others takes part.
+            wanted = min(wanted, max(len(present), 1))
+            candidates = present if len(present) else candidates
+            if wanted == self.num_clients:
+                return candidates
         gen = rng.generator(seed, "engine.cohort", round)
-        candidates = self._candidates[self._seeds.index(seed)]
         return candidates[gen.choice(len(candidates), wanted, replace=False)]
 
     def _draw_peers(
@@ -413,10 +465,7 @@ class Planner:
     def num_steps(self, seed_index: int, client: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the steps int[...] of clients int[...] in each plan, by its name."""
         owned = self.owned(seed_index, client)
-        return {
-            spec.name: spec.epochs * -(-spec.rows(owned) // spec.batch_size)
-            for spec in self._specs
-        }
+        return {spec.name: spec.steps(owned) for spec in self._specs}
 
 
 def by_work(index: np.ndarray, work: np.ndarray, devices: int) -> np.ndarray:

@@ -26,12 +26,14 @@ class Totals:
 
     `messages` is int64[variants, kinds]. `diverged` int64[variants] is the first round,
     counted from 1, after which a metric or a parameter was not finite, 0 = none.
-    `seconds` are those of training. `samples` and local `steps` are those of the plans,
-    `executed` and `executed_steps` include padding.
+    `clock` f64[variants] are the simulated seconds of all rounds, None = there is no
+    clock. `seconds` are those of training. `samples` and local `steps` are those of the
+    plans, `executed` and `executed_steps` include padding.
     """
 
     messages: np.ndarray
     diverged: np.ndarray
+    clock: np.ndarray | None = None
     seconds: float = 0.0
     client_updates: int = 0
     samples: int = 0
@@ -77,7 +79,8 @@ class Call:
         partition: The data of their seeds, which are its leading axis.
         state: Stacked RoundState, None before the start.
         round: Rounds done.
-        pending: (metrics, messages, diverged, work) of a call not yet accounted for.
+        pending: (metrics, messages, diverged, simulated seconds, work) of a call not
+            yet accounted for.
         metrics: (sums, counts) of the last round by name, a float for each variant.
     """
 
@@ -89,7 +92,7 @@ class Call:
     partition: types.Partition
     state: types.RoundState | None = None
     round: int = 0
-    pending: tuple[Any, jax.Array, jax.Array, Work] | None = None
+    pending: tuple[Any, jax.Array, jax.Array, Any, Work] | None = None
     metrics: Metrics = dataclasses.field(default_factory=dict)
 
     @property
@@ -123,7 +126,7 @@ class Call:
         if self.pending is None:
             return
         jax.block_until_ready(self.state)
-        metrics, sent, diverged, work = self.pending
+        metrics, sent, diverged, seconds, work = self.pending
         sent = np.asarray(sent, np.int64).sum(1)
         self.metrics = {
             name: tuple(np.asarray(part, np.float64).tolist() for part in pair)
@@ -132,6 +135,10 @@ class Call:
         totals.messages[self.rows] += sent
         before = totals.diverged[self.rows]
         totals.diverged[self.rows] = np.where(before, before, np.asarray(diverged))
+        if totals.clock is not None:
+            # One after another, so that the length of calls does not matter.
+            for lasted in np.asarray(seconds, np.float64).T:
+                totals.clock[self.rows] += lasted
         for name, counts in work._asdict().items():
             setattr(totals, name, getattr(totals, name) + int(counts.sum()))
         self.pending = None
@@ -187,6 +194,8 @@ class Call:
                 for name, (total, number) in self.metrics.items()
             }
             sent = traffic.cumulative(totals.messages[variant], algorithm.messages)
+            if totals.clock is not None:
+                sent["clock"] = float(totals.clock[variant])
             every.append(values | sent)
         return every
 

@@ -72,9 +72,10 @@ class Program(NamedTuple):
     * `init(floats, data, partition, seeds) -> state`.
     * `rounds(floats, state, cohorts, first, num_rounds, data, partition) -> (state,
       metrics of the last round, counts int32[variants, T, kinds], diverged
-      int32[variants])` runs `cohorts[first : first + num_rounds]` of a window of T
-      rounds. `diverged` is the first of them, counted from 1, after which a metric or a
-      parameter is not finite, 0 = none.
+      int32[variants], seconds f32[variants, T])` runs `cohorts[first : first +
+      num_rounds]` of a window of T rounds. `diverged` is the first of them, counted
+      from 1, after which a metric or a parameter is not finite, 0 = none. `seconds` are
+      those of `traffic.lasting`, () without a clock.
     * `of_shared(floats, state, cohort, data, partition)` and `of_clients(floats, state,
       cohort, data, partition, ids)` are those of `evaluate`; `ids` are the clients of
       the state's rows.
@@ -287,20 +288,25 @@ def _jitted(of: _Structure) -> Program:
             round = jax.jit(lambda *given: checked_round(method, *given), inline=True)
 
             def step(index, carry):
-                state, _, counts, diverged = carry
+                state, _, counts, diverged, seconds = carry
                 cohort = cohorts.of_round(index, num_examples)
                 state, metrics, sent = round(state, cohort, tables)
+                lasted = traffic.lasting(sent, method.messages, cohort)
+                seconds = jax.tree.map(
+                    lambda all, one: all.at[index].set(one), seconds, lasted
+                )
                 sent = traffic.counted(sent, method.messages, cohort.row_mask)
                 is_new = (diverged == 0) & ~_is_finite(state, metrics, cohort)
                 diverged = jnp.where(is_new, state.round, diverged)
-                return state, metrics, counts.at[index].set(sent), diverged
+                return state, metrics, counts.at[index].set(sent), diverged, seconds
 
             # The loop's carry needs the metrics' shapes before the first round.
             cohort = cohorts.of_round(0, num_examples)
             metrics = stacked.zeros(jax.eval_shape(round, state, cohort, tables)[1])
             window = len(cohorts.client_id)
             counts = jnp.zeros((window, len(method.messages)), jnp.int32)
-            carry = (state, metrics, counts, jnp.zeros((), jnp.int32))
+            seconds = jax.tree.map(jnp.zeros_like, cohorts.deadline)
+            carry = (state, metrics, counts, jnp.zeros((), jnp.int32), seconds)
             return jax.lax.fori_loop(first, first + num_rounds, step, carry)
 
         return _over_variants(one, how, values, state, cohorts, partition)
@@ -335,7 +341,7 @@ def _jitted(of: _Structure) -> Program:
         jitted = jax.jit(fn, out_shardings=where, compiler_options=rarely)
         return Compiled(jitted)
 
-    where = of_state, everywhere, everywhere, everywhere
+    where = of_state, everywhere, everywhere, everywhere, everywhere
     return Program(
         init=rare(init, of_state),
         rounds=Compiled(jax.jit(rounds, donate_argnums=1, out_shardings=where)),

@@ -75,7 +75,8 @@ class Simulation:
         self.while_compiling: Callable[[], Any] = contextlib.nullcontext
         self.variants = Variants(len(seeds), len(points))
         sent = np.zeros((self.variants.count, len(program.algorithm.messages)), int)
-        self.totals = Totals(sent, np.zeros(self.variants.count, int))
+        clock = np.zeros(self.variants.count) if planner.has_clock else None
+        self.totals = Totals(sent, np.zeros(self.variants.count, int), clock)
         values = [program.floats | dict(point) for point in points]
         given = data.partition, list(seeds), values, execution
         self.calls = call_lib.made(self.variants, program.vmaps, *given)

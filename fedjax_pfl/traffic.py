@@ -10,6 +10,8 @@ import numpy as np
 from fedjax_pfl import shapes, types
 
 FLOAT_BYTES = 4
+# The simulated network of every client, in both directions together
+BYTES_PER_SECOND = 1e6
 
 
 def both_ways(name: str, size: int) -> tuple[types.MessageKind, types.MessageKind]:
@@ -69,6 +71,25 @@ def counted(
     counts = [jnp.asarray(sent[kind.name], jnp.int32) for kind in kinds]
     total = [jnp.where(row_mask, count, 0).sum() for count in counts]
     return jnp.stack(total) if total else jnp.zeros(0, jnp.int32)
+
+
+def lasting(
+    sent: Mapping[str, Any],
+    kinds: Sequence[types.MessageKind],
+    cohort: types.Cohort,
+) -> Any:
+    """f32[]: the simulated seconds of a round, which waits for its slowest client.
+
+    () for a cohort without a clock. `sent` and `kinds` are those of `counted`.
+    """
+    if isinstance(cohort.seconds, tuple):
+        return ()
+    sizes = [
+        jnp.asarray(sent[kind.name], jnp.float32) * kind.num_bytes for kind in kinds
+    ]
+    every = cohort.seconds + sum(sizes) / BYTES_PER_SECOND
+    longest = jnp.where(cohort.row_mask, every, 0).max()
+    return jnp.minimum(longest, cohort.deadline)
 
 
 def by_kind(

@@ -360,6 +360,22 @@ class PlanSpec(NamedTuple):
         minimum = np.minimum if isinstance(owned, np.ndarray) else jnp.minimum
         return minimum(owned, self.max_rows)
 
+    def steps(self, owned: Any) -> Any:
+        """int[...]: all steps of clients that own int[...]."""
+        return self.epochs * -(-self.rows(owned) // self.batch_size)
+
+    def examples(self, owned: np.ndarray, num_steps: np.ndarray) -> np.ndarray:
+        """int[...]: examples in the first int[...] steps; ends of epochs are short."""
+        rows = self.rows(owned)
+        epochs, rest = np.divmod(num_steps, np.maximum(-(-rows // self.batch_size), 1))
+        return epochs * rows + np.minimum(rest * self.batch_size, rows)
+
+    def steps_within(self, owned: np.ndarray, examples: np.ndarray) -> np.ndarray:
+        """int[...]: the most steps with at most int[...] `examples`."""
+        rows = self.rows(owned)
+        epochs, rest = np.divmod(examples, np.maximum(rows, 1))
+        return epochs * -(-rows // self.batch_size) + rest // self.batch_size
+
 
 @struct.dataclass
 class Plan:
@@ -424,17 +440,21 @@ class WindowPlan:
     """The plans of several rounds in the form that the host sends, without padding.
 
     `position` int32[D, R] as in `Plan`, of all rounds one after another; `first`
-    int32[T, C]; `spec`, in which no batch is larger than a client, is static.
+    int32[T, C]; `num_steps` int32[T, C], () = all steps of a client's epochs; `spec`,
+    in which no batch is larger than a client, is static.
     """
 
     position: jax.Array
     first: jax.Array
     spec: PlanSpec = struct.field(pytree_node=False)
+    num_steps: Any = ()
 
     def of_round(self, index: Any, owned: jax.Array) -> Plan:
         """The plan of one round of the window, for clients that own int32[C] rows."""
         num_rows, size = self.spec.rows(owned), self.spec.batch_size
-        num_steps = self.spec.epochs * -(-num_rows // size)
+        num_steps = self.spec.steps(owned)
+        if not isinstance(self.num_steps, tuple):
+            num_steps = self.num_steps[index]
         return Plan(self.position, self.first[index], num_rows, num_steps, size)
 
 
@@ -471,7 +491,9 @@ class Cohort:
     private rows of its group (on padding past the end of any group); `row_mask`
     bool[C]; `level` int32[C], the capacity level that a client holds; `peers` int32[C,
     P], slots like `row`, valid where `peer_mask` bool[C, P]; `plans` by name; `peer_id`
-    int32[C, P], the peers as clients, () where these are the slots.
+    int32[C, P], the peers as clients, () where these are the slots. With a clock,
+    `seconds` f32[C] are those of each row's local steps without messages, and no round
+    lasts longer than `deadline` f32[].
 
     A window of cohorts has leaves [T, ...] and a `WindowPlan` of T rounds by name.
     """
@@ -484,6 +506,8 @@ class Cohort:
     peer_mask: jax.Array
     plans: Mapping[str, Any]
     peer_id: Any = ()
+    seconds: Any = ()
+    deadline: Any = ()
 
     @property
     def peer_clients(self) -> jax.Array:

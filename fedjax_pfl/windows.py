@@ -16,7 +16,12 @@ MAX_WINDOW_ROUNDS = 64
 
 
 class Planner(Protocol):
-    """The clients and plans of each round, as pure functions of seed and round."""
+    """The clients and plans of each round, as pure functions of seed and round.
+
+    `has_clock` says whether its cohorts have the seconds of simulated devices.
+    """
+
+    has_clock: bool
 
     def drawn(self, seed_index: int, round: int) -> types.Cohort:
         """The cohort of a round, without plans."""
@@ -97,10 +102,11 @@ def work_of(
     owned = planner.owned(seed_index, cohorts.client_id)
     num_steps = planner.num_steps(seed_index, cohorts.client_id)
     for name, plan in cohorts.plans.items():
-        taken = np.where(cohorts.row_mask, num_steps[name], 0)
+        is_cut = not isinstance(plan.num_steps, tuple)
+        steps_of = plan.num_steps if is_cut else num_steps[name]
+        taken = np.where(cohorts.row_mask, steps_of, 0)
         run = execution_lib.executed_steps(taken, execution)
-        used = np.where(cohorts.row_mask, plan.spec.rows(owned), 0)
-        samples += plan.spec.epochs * used.sum(1)
+        samples += plan.spec.examples(owned, taken).sum(1)
         executed += run * plan.spec.batch_size
         steps += taken.sum(1)
         executed_steps += run

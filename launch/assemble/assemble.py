@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from data import dataset, plan
+from data import dataset, participation, plan
 from fedjax_pfl import evaluate, execution, local_training, scores, shapes, types
 from fedjax_pfl import program as program_lib
 from launch.assemble import (
+    clients_step,
     computed,
     data_step,
     execution_step,
@@ -145,7 +146,7 @@ def _program(
         how: types.Execution,
     ) -> tuple[types.Task, program_lib.Program, plan.Planner]:
         changed = task._replace(execution=how)
-        return changed, build(changed), planned.planner(program.algorithm, how)
+        return changed, build(changed), planned.planner(program.algorithm, how, who)
 
     def with_rows(num_rows: int, how: types.Execution) -> program_lib.Program:
         return build(task._replace(num_residents=num_rows, execution=how))
@@ -169,7 +170,9 @@ def _program(
             f"--unseen_clients={config.unseen_clients:g}: --algo={config.algo} has no "
             "server that gives a newcomer a model; omit it"
         )
-    planner, rows_in = planned.planner(program.algorithm, how), residence.place(config)
+    who = clients_step.made(settings, planned, program.algorithm)
+    planner = planned.planner(program.algorithm, how, who)
+    rows_in = residence.place(config)
     if rows_in is not None:
         task, program = residence.with_resident_rows(config, task, build, planner, data)
     changes = None if config.client_chunk or not how.vmaps_runs else parts_with
@@ -231,6 +234,8 @@ def _hashes(
     if planner.graph is not None and planner.graph.table is not None:
         digest.update(planner.graph.table.data)
     split, of_teacher = sha256(*jax.tree.leaves(data.partition)), ""
+    for given in settings.config.availability, settings.config.client_speed:
+        split.update(participation.file_bytes(given))
     if models_step.is_taught(settings):
         path = pathlib.Path(settings.hparams.teacher).expanduser()
         of_teacher = hashlib.sha256(path.read_bytes()).hexdigest()

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import plan
+from data import participation, plan
 from fedjax_pfl import levels, shapes, types
 from launch.assemble.given import Settings
 from launch.assemble.models_step import Models
@@ -19,12 +19,13 @@ class Planned(NamedTuple):
     Attributes:
         task: The task, computed one client at a time on one device.
         num_rows: int[S, K], train examples of each client.
-        planner: Makes the planner of an algorithm's rounds in an execution.
+        planner: Makes the planner of an algorithm's rounds in an execution, with `who`
+            as in `plan.Planner`.
     """
 
     task: types.Task
     num_rows: np.ndarray
-    planner: Callable[[types.Algorithm, types.Execution], plan.Planner]
+    planner: Callable[..., plan.Planner]
 
 
 def made(
@@ -62,7 +63,11 @@ def made(
         tests_trained=config.eval_moments != "before",
     )
 
-    def planner(algorithm: types.Algorithm, how: types.Execution) -> plan.Planner:
+    def planner(
+        algorithm: types.Algorithm,
+        how: types.Execution,
+        who: participation.Participation | None = None,
+    ) -> plan.Planner:
         return plan.Planner(
             seeds=seeds,
             num_rows=num_rows,
@@ -73,6 +78,7 @@ def made(
             execution=how,
             eligible=eligible,
             peers=algorithm.peers,
+            who=who,
         )
 
     return Planned(task, num_rows, planner)

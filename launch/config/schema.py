@@ -303,6 +303,30 @@ class Training:
     clients_per_round: int | None = option(
         None, "clients drawn in each round, 0 = all", minimum=0
     )
+    availability: str = option(
+        "",
+        "chance that a client is available in a round, or file:PATH, a JSON list with "
+        "each client's chance, or its list of chances (0 or 1) in rounds that repeat; "
+        "a round draws among available clients, at least one",
+    )
+    interrupted: float = option(
+        0.0,
+        "chance that a client stops early in a round, after 1 to n - 1 of its n local "
+        "steps; what it has then counts as usual",
+        minimum=0,
+        maximum=1,
+    )
+    client_speed: str = option(
+        "",
+        "speeds of simulated devices, lognormal:S (median 1, drawn by the partition's "
+        "seed) or file:PATH, a JSON list; records then have a clock",
+    )
+    round_seconds: float = option(
+        0.0,
+        "deadline of a round by the clock of simulated devices: clients take the steps "
+        "that they manage, and those that manage none are not drawn; 0 = none",
+        minimum=0,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

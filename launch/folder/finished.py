@@ -38,6 +38,7 @@ CURVE = {
     "bytes_up": _NUMBER,
     "bytes_down": _NUMBER,
     "diverged?": int,
+    "clock?": _NUMBER,
     str: json_text.NUMBER_OR_NULL,
 }
 RECORD = CURVE | {"seconds": _NUMBER}

@@ -264,7 +264,7 @@ def over_seeds(
     place: Callable[[Mapping[str, Any]], float] = lambda row: row["round"],
 ) -> tuple[list[float], np.ndarray, np.ndarray]:
     """Returns a metric's (place, mean, standard deviation) over seeds by round."""
-    rows = [row for row in run.records if row.get(metric) is not None]
+    rows = [row for row in run.records if None not in (row.get(metric), place(row))]
     rounds = sorted({row["round"] for row in rows})
     groups = [[row for row in rows if row["round"] == one] for one in rounds]
     where = [float(np.mean([place(row) for row in group])) for group in groups]

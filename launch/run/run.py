@@ -292,11 +292,12 @@ class Run:
 
     def saved(self) -> tuple[Any, dict[str, Any]]:
         """The (arrays, host counters) of a checkpoint, valid until the next round."""
-        simulation = self.simulation
+        simulation, clock = self.simulation, self.totals.clock
         arrays = {"state": simulation.saved, "accuracies": self.client_accuracies}
         host = dataclasses.asdict(simulation.totals) | {
             "messages": simulation.totals.messages.tolist(),
             "diverged": simulation.totals.diverged.tolist(),
+            "clock": None if clock is None else clock.tolist(),
             "compile_seconds": simulation.compile_seconds,
             "window": list(self.window),
             "last_round": simulation.metrics,
@@ -329,6 +330,8 @@ class Run:
         host["messages"] = np.asarray(host["messages"], np.int64).reshape(counts.shape)
         # Earlier versions did not save it.
         diverged = host.get("diverged", self.totals.diverged)
+        if self.totals.clock is not None:
+            host["clock"] = np.asarray(host["clock"], np.float64)
         totals = simulate.Totals(**host | {"diverged": np.asarray(diverged, np.int64)})
         self.simulation.load(round, arrays["state"], totals, compile_seconds, last)
 

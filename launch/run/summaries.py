@@ -14,6 +14,7 @@ COUNTERS = (
     "bytes_up",
     "bytes_down",
     "seconds",
+    "clock",
     "clients_evaluated",
     "diverged",
 )
@@ -121,8 +122,8 @@ def summarize(
         sides = [metrics[f"{prefix}{name}"]["per_seed"] for name in ("c_spec", "c_gen")]
         means = [(a + b) / 2 for a, b in zip(*sides, strict=True)]
         metrics[f"{prefix}c_per"] = spread(means)
-    for name in ("bytes_up", "bytes_down"):
-        if last := [r[name] for r in records if r["round"] == rounds]:
+    for name in ("bytes_up", "bytes_down", "clock"):
+        if last := [r[name] for r in records if r["round"] == rounds and name in r]:
             metrics[name] = spread(last)
     return metrics
 

@@ -188,7 +188,8 @@ def curves(
             curve = record.over_seeds(run, metric, first.scale, place)
         except KeyError as error:
             line = f"--x={x}: the records of {label} have no {error.args[0]}"
-            raise ValueError(f"{line}; give --x=rounds") from error
+            cure = "run it with --client_speed" if x == "clock" else "give --x=rounds"
+            raise ValueError(f"{line}; {cure}") from error
         if curve[0]:
             line = draw_curve(axes, curve, look, label=label)
             having = [row for row in run.records if row.get(metric) is not None]

@@ -33,6 +33,7 @@ CAPTIONS = {
     "rounds": "Over rounds.",
     "bytes": "Over megabytes of messages.",
     "seconds": "Over seconds of training on this machine, without compilation.",
+    "clock": "Over simulated seconds.",
 }
 
 
@@ -407,7 +408,9 @@ def _section(
 def _sections(entries: Sequence[Entry], metric: words.Metric) -> list[dict[str, Any]]:
     title, runs = metric.title, [entry.run for entry in entries]
     is_sent = any(row.get("bytes_up") for run in runs for row in run.records)
-    places = [x for x in CAPTIONS if x != "bytes" or is_sent]
+    has_clock = all("clock" in run.records[-1] for run in runs)
+    known = {"bytes": is_sent, "clock": has_clock}
+    places = [x for x in CAPTIONS if known.get(x, True)]
     shown = [_curves(entries, metric, x, CAPTIONS[x]) for x in places]
     sections = [_section(title, shown), _clients(entries)]
     if figures.has_two_names(runs):

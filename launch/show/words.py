@@ -371,4 +371,7 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         if name in summary["metrics"]:
             value = summary["metrics"][name]["mean"] / 1e6
             lines.append(f"{'MB ' + name[6:]:<18} {value:,.1f}")
+    if "clock" in summary["metrics"]:
+        value = summary["metrics"]["clock"]["mean"]
+        lines.append(f"{'simulated seconds':<18} {value:,.1f}")
     return lines

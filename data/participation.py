@@ -1,0 +1,140 @@
+"""Who takes part in a round, for how many of its steps, and how long that takes.
+
+Draws are named by seed, round and client. Seconds are those of simulated devices.
+"""
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedjax_pfl import json_text, rng, traffic, types
+
+MACS_PER_SECOND = 1e9  # of a simulated device of speed 1
+PASSES = 3  # forward and backward, in forward passes
+PREFIX = "file:"
+
+
+class Participation(NamedTuple):
+    """Clients that a round can have, and what they manage in it.
+
+    Attributes:
+        chance: f64[K, R], to be available in rounds that repeat.
+        interrupted: The chance that a client stops before its last step.
+        speed: f64[seeds, K], 1 = `MACS_PER_SECOND`, None = there is no clock.
+        macs: f64[K, levels], of a forward pass of an example at each level.
+        round_seconds: The deadline of a round, inf = none.
+        num_bytes: f64[levels], the messages that the deadline expects of a client.
+    """
+
+    chance: np.ndarray
+    interrupted: float = 0.0
+    speed: np.ndarray | None = None
+    macs: np.ndarray | None = None
+    round_seconds: float = np.inf
+    num_bytes: np.ndarray | None = None
+
+    def available(self, seed: int, round: int, client: np.ndarray) -> np.ndarray:
+        """The clients of int[M] that are available in a round."""
+        chance = self.chance[client, round % self.chance.shape[1]]
+        return client[_uniform(seed, "engine.available", round, client) < chance]
+
+    def taken(
+        self, seed: int, round: Any, client: np.ndarray, steps: np.ndarray
+    ) -> np.ndarray:
+        """Steps int[...] where some clients stop after 1 to n - 1 of n `steps`.
+
+        A client that stops does so after the same share of each of its plans.
+        """
+        name = seed, "engine.interrupted", round, client
+        stops, share = _uniform(*name, 0) < self.interrupted, _uniform(*name, 1)
+        fewer = 1 + (share * (steps - 1)).astype(int)
+        return np.where(stops & (steps > 1), fewer, steps)
+
+    def per_example(self, seed_index: int, client: Any, level: Any) -> np.ndarray:
+        """f64[...]: seconds of training on an example, of clients and their levels."""
+        speed = MACS_PER_SECOND * self.speed[seed_index, client]
+        return PASSES * self.macs[client, level - 1] / speed
+
+    def in_time(
+        self, specs: Sequence[types.PlanSpec], owned: np.ndarray, *where: Any
+    ) -> list[np.ndarray]:
+        """The steps int[...] of each plan before the deadline, for int[...] rows.
+
+        Plans share the time that messages leave in proportion to their examples.
+        `where` is (index of the seed, clients int[...], levels int[...]).
+        """
+        steps = [spec.steps(owned) for spec in specs]
+        if self.round_seconds == np.inf:
+            return steps
+        every = [spec.examples(owned, n) for spec, n in zip(specs, steps, strict=True)]
+        sent = self.num_bytes[where[-1] - 1] / traffic.BYTES_PER_SECOND
+        within = (self.round_seconds - sent) / self.per_example(*where)
+        share = np.clip(within / np.maximum(sum(every), 1), 0, 1)
+        return [
+            spec.steps_within(owned, (share * one + 1e-9).astype(int))
+            for spec, one in zip(specs, every, strict=True)
+        ]
+
+
+def _uniform(seed: int, tag: str, *ids: Any) -> np.ndarray:
+    """f64[...] in [0, 1), one for each tuple of ids."""
+    return (rng.hashed(seed, tag, *ids) >> np.uint64(11)) * 2.0**-53
+
+
+def chances(given: str, num_clients: int) -> np.ndarray:
+    """f64[K, R] of `--availability`; ValueError for another text."""
+    wanted = f"a chance above 0 and at most 1, or {PREFIX}PATH of each client's"
+    table = _read("availability", given or "1", num_clients, wanted)
+    if table.min() < 0 or table.max() > 1 or not table.any():
+        raise ValueError(f"--availability={given}: expected {wanted}")
+    return table
+
+
+def speeds(given: str, num_clients: int, seeds: Sequence[int]) -> np.ndarray:
+    """f64[seeds, K] of `--client_speed`; ValueError for another text."""
+    wanted = f"lognormal:S with S from 0 to 10, or {PREFIX}PATH of numbers above 0"
+    if given.startswith(PREFIX):
+        table = _read("client_speed", given, num_clients, wanted)
+        speed = np.tile(table[:, 0], (len(seeds), 1)) * (table.shape[1] == 1)
+    else:
+        name, _, text = (given or "lognormal:0").partition(":")
+        scale = _number(text) if name == "lognormal" else -1
+        gens = [rng.generator(seed, "data.speed") for seed in seeds]
+        draws = np.stack([gen.normal(size=num_clients) for gen in gens])
+        speed = np.exp(scale * draws) * (0 <= scale <= 10)
+    if not (speed > 0).all():
+        raise ValueError(f"--client_speed={given}: expected {wanted}")
+    return speed
+
+
+def file_bytes(given: str) -> bytes:
+    """The contents of `file:PATH`, nothing for another text; or raises OSError."""
+    path = pathlib.Path(given.removeprefix(PREFIX)).expanduser()
+    return path.read_bytes() if given.startswith(PREFIX) else b""
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return np.nan
+
+
+def _read(flag: str, given: str, num_clients: int, wanted: str) -> np.ndarray:
+    """f64[K, R], finite, of a number for all clients or a JSON list with one's each."""
+    try:
+        rows = [_number(given)] * num_clients
+        if given.startswith(PREFIX):
+            rows = json_text.read(file_bytes(given), [object])
+        table = np.array([one if isinstance(one, list) else [one] for one in rows])
+    except OSError as error:
+        raise ValueError(f"--{flag}={given}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"--{flag}={given}: expected {wanted} ({error})") from error
+    is_table = table.ndim == 2 and table.dtype.kind in "if" and table.size
+    if not is_table or len(table) != num_clients or not np.isfinite(table).all():
+        what = f"a JSON list of {num_clients} numbers or equally long lists of numbers"
+        raise ValueError(f"--{flag}={given}: expected {wanted}, {what}")
+    return table.astype(float)
