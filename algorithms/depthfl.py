@@ -108,9 +108,14 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     is_dyn = not options.is_off(alpha)
     if not model.has_exits:
         options.refuse(hparams, ("self_distill_weight",), "on a model with one exit")
-    sharers = task.num_eligible
-    if hparams.h_denominator == "capable":
-        sharers = levels.num_capable(hparams, task.num_clients)
+
+    def sharers(data: fp.Data) -> int | jax.Array:
+        """The clients of which FedDyn's h is a mean, or those that can hold a stage."""
+        if hparams.h_denominator == "all":
+            return task.num_eligible
+        unseen = data.partition.unseen
+        may_train = True if isinstance(unseen, tuple) else unseen.count == 0
+        return levels.num_capable(hparams, task.num_clients, may_train)
 
     def objective(client: fp.Client, level: int) -> fp.Objective:
         """Eq. 1 on those of the stages 1..level that the client holds."""
@@ -158,20 +163,20 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     def zeros(start: fp.Variables) -> types.Params:
         return jax.tree.map(jnp.zeros_like, start.params) if is_dyn else ()
 
-    def server_update(server, trained, own, cohort, mean):
+    def server_update(server, trained, own, cohort, mean, data):
         """The mean of what clients hold, and FedDyn's sums of drifts."""
         new, held = mean(trained.variables), levels.holders(cohort, model)
         if not is_dyn:
             return {"model": new}, None
         drift = feddyn_client(own, trained.params, server["model"].params, held)
-        return feddyn_server(server, new, held), drift
+        return feddyn_server(server, new, held, sharers(data)), drift
 
     def feddyn_client(own, params, old, held):
         """g_k - alpha (theta_k - theta^t). What was not trained keeps its g."""
         drift = jax.tree.map(lambda g, new, o: g - alpha * (new - o), own, params, old)
         return tuple(map(stacked.where, boundary.by_stage(held), drift, own))
 
-    def feddyn_server(server, mean, held):
+    def feddyn_server(server, mean, held, sharers):
         """h - alpha n / M (mean - theta^t), then theta^(t+1) = mean - h / alpha."""
         old, share = server["model"].params, boundary.by_stage(held.sum(0) / sharers)
         h = tuple(

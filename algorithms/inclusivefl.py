@@ -100,7 +100,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         trunks = [stage["trunk"] for stage in start.params[:-1]] if distils else ()
         return {"moved": tuple(jax.tree.map(jnp.zeros_like, one) for one in trunks)}
 
-    def server_update(server: Any, trained: Any, own: Any, cohort: Any, mean: Any):
+    def server_update(server: Any, trained: Any, own: Any, cohort: Any, mean: Any, _):
         """Momentum distillation with the last movement, then the mean."""
         given = trained.params, server["model"].params, server["moved"], is_last(cohort)
         variables = trained.variables._replace(params=distilled(*given))

@@ -152,17 +152,18 @@ def eligible_rows(
     return rows[jnp.argsort(~takes_part)], takes_part.sum()
 
 
-def num_capable(hparams: Levels, num_clients: int) -> np.ndarray:
+def num_capable(hparams: Levels, num_clients: int, may_train: Any = True) -> Any:
     """int[top]: how many clients that may be drawn can hold each level.
 
-    Where levels are drawn, all clients can hold each.
+    Where levels are drawn, all clients can hold each. Those that never train are False
+    in `may_train` bool[K].
     """
+    largest, able = top(hparams), capability(hparams, num_clients)
     if hparams.levels == "dynamic":
-        return np.full(top(hparams), num_clients)
-    able = capability(hparams, num_clients)
+        able = np.full(num_clients, largest)
     if hparams.exclusive:
-        able = able[able >= top(hparams)]
-    return (able >= np.arange(1, top(hparams) + 1)[:, None]).sum(1)
+        able = np.where(able >= largest, able, 0)
+    return ((able >= np.arange(1, largest + 1)[:, None]) & may_train).sum(1)
 
 
 # The end of messages about a model with one exit
@@ -292,9 +293,9 @@ def make(
         private: From the first model to each client's private row before round 0.
         beside: From the first model to the server's other entries. `state.server` is
             then {"model": its model, **beside}, and otherwise its model alone.
-        server_update: `(server, trained, own, cohort, mean) -> (server, rows)`, where
-            `mean` maps the clients' variables to the server's, and rows None means
-            unchanged; None = the mean of the trained models.
+        server_update: `(server, trained, own, cohort, mean, data) -> (server, rows)`,
+            where `mean` maps the clients' variables to the server's, and rows None
+            means unchanged; None = the mean of the trained models.
         server, opt_state: As in `types.Algorithm`; None = those of `model`.
         adapt: As in `types.Algorithm`.
     """
@@ -327,11 +328,11 @@ def make(
             return aggregate.masked_mean(variables, weight, mask, old)
 
         finish = server_update or mean_update
-        new, rows = finish(state.server, trained, brought, cohort, mean)
+        new, rows = finish(state.server, trained, brought, cohort, mean, data)
         state = here.after(rows, server=new)
         return state, trained.metrics(cohort), submodel.sent(cohort)
 
-    def mean_update(server: Any, trained: each_client.Trained, own, cohort, mean):
+    def mean_update(server: Any, trained: each_client.Trained, own, cohort, mean, _):
         new = mean(trained.variables)
         return new if beside is None else server | {"model": new}, None
 

@@ -54,10 +54,13 @@ def made(
             f"--test_split={config.test_split} leaves no test row, as clients are too "
             "small; lower --num_clients or take pool"
         )
-    for flag in "unseen_clients", "fine_tune_epochs":
-        if getattr(config, flag) and not (stacked.test.count.any() or vals):
+    asked = {"unseen_clients": 0, "fine_tune_epochs": 0, "eval_moments": "before"}
+    for flag, off in asked.items():
+        given = getattr(config, flag)
+        if given != off and not (stacked.test.count.any() or vals):
+            given = given if isinstance(given, str) else f"{given:g}"
             raise ValueError(
-                f"--{flag}={getattr(config, flag):g}: clients have no test rows on "
+                f"--{flag}={given}: clients have no test rows on "
                 "which it could be measured; take --test_split=client_share, or give "
                 "--val_split=0.2"
             )

@@ -107,6 +107,9 @@ def test_how_many_are_capable():
     """Of each level up to the global model's; of those who take part."""
     assert levels.num_capable(of(), 100).tolist() == [100, 75, 50, 25]
     assert levels.num_capable(of(level_mix="7:1:1:1"), 10).tolist() == [10, 3, 2, 1]
+    trains = np.arange(100) % 10 > 0
+    assert levels.num_capable(of(), 100, trains).tolist() == [90, 68, 45, 23]
+    assert levels.num_capable(of(levels="dynamic"), 100, trains).tolist() == [90] * 4
     assert levels.num_capable(of(max_level=2), 100).tolist() == [100, 75]
     assert levels.num_capable(of(levels="dynamic"), 7).tolist() == [7] * 4
     assert levels.num_capable(of(levels="dynamic", max_level=3), 7).tolist() == [7] * 3
