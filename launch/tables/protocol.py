@@ -602,6 +602,7 @@ class Study:
             for file in sorted(self.folder.rglob("*")):
                 name = file.relative_to(self.folder)
                 skipped = {finished.CHECKPOINTS, lock.NAME, tracking.FOLDER}
+                skipped |= {f"tables.{end}" for end in _TABLES}
                 if file.is_file() and not skipped & set(name.parts):
                     out.write(file, name)
             shown = self.table()
