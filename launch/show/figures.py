@@ -126,10 +126,7 @@ def metric_of(name: str, runs: Runs) -> words.Metric:
 def curves(
     runs: Runs, names: Sequence[str], metrics: Sequence[str], x: str = "rounds"
 ) -> Figure:
-    """Metrics of one unit over rounds (or `x`): mean and standard deviation over seeds.
-
-    Raises ValueError if a run has no clock for that axis.
-    """
+    """Metrics of one unit over `x`: mean and standard deviation over seeds."""
     xlabel, place = curves_lib.AXES[x]
     series = [
         (run, metric, f"{name} {words.title(metric)}" if len(metrics) > 1 else name)
@@ -145,8 +142,7 @@ def curves(
     for number, (run, metric, label) in enumerate(series):
         where, mean, spread = record.over_seeds(run, metric, first.scale, place)
         if not where and x == "clock":
-            line = f"--x=clock: {run.path} has no clock"
-            raise ValueError(f"{line}; run it with --client_speed")
+            raise ValueError(f"--x=clock: {run.path} has no clock (--client_speed)")
         if not where:
             continue
         style = {"color": colors[number % 10], "ls": ("-", "--", ":")[number // 10 % 3]}
