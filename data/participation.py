@@ -85,9 +85,9 @@ def _uniform(seed: int, tag: str, *ids: Any) -> np.ndarray:
 
 def chances(given: str, num_clients: int) -> np.ndarray:
     """f64[K, R] of `--availability`; ValueError for another text."""
-    wanted = f"a chance above 0 and at most 1, or {PREFIX}PATH of each client's"
-    table = _read("availability", given or "1", num_clients, wanted)
-    if table.min() < 0 or table.max() > 1 or not table.any():
+    wanted = f"a chance above 0 and at most 1, or {PREFIX}PATH with each client's"
+    table = _table("availability", given, given or "1", num_clients, wanted)
+    if not 0 <= table.min() <= table.max() <= 1 or not table.any():
         raise ValueError(f"--availability={given}: expected {wanted}")
     return table
 
@@ -95,16 +95,16 @@ def chances(given: str, num_clients: int) -> np.ndarray:
 def speeds(given: str, num_clients: int, seeds: Sequence[int]) -> np.ndarray:
     """f64[seeds, K] of `--client_speed`; ValueError for another text."""
     wanted = f"lognormal:S with S from 0 to 10, or {PREFIX}PATH of numbers above 0"
-    if given.startswith(PREFIX):
-        table = _read("client_speed", given, num_clients, wanted)
-        speed = np.tile(table[:, 0], (len(seeds), 1)) * (table.shape[1] == 1)
-    else:
-        name, _, text = (given or "lognormal:0").partition(":")
-        scale = _number(text) if name == "lognormal" else -1
+    name, _, text = (given or "lognormal:0").partition(":")
+    is_drawn = name == "lognormal"
+    num_rows = 1 if is_drawn else num_clients
+    table = _table("client_speed", given, text if is_drawn else "", num_rows, wanted)
+    speed = np.tile(table[:, 0], (len(seeds), 1))
+    if is_drawn:
         gens = [rng.generator(seed, "data.speed") for seed in seeds]
         draws = np.stack([gen.normal(size=num_clients) for gen in gens])
-        speed = np.exp(scale * draws) * (0 <= scale <= 10)
-    if not (speed > 0).all():
+        speed = np.exp(speed * draws) * (0 <= table[0, 0] <= 10)
+    if not (speed > 0).all() or table.shape[1] > 1:
         raise ValueError(f"--client_speed={given}: expected {wanted}")
     return speed
 
@@ -115,26 +115,22 @@ def file_bytes(given: str) -> bytes:
     return path.read_bytes() if given.startswith(PREFIX) else b""
 
 
-def _number(text: str) -> float:
+def _table(flag: str, given: str, text: str, num_rows: int, wanted: str) -> np.ndarray:
+    """f64[rows, R], finite: the number `text` in all rows, or a file's JSON list."""
+    is_file = given.startswith(PREFIX)
+    kind = [object] if is_file else json_text.NUMBER
     try:
-        return float(text)
-    except ValueError:
-        return np.nan
-
-
-def _read(flag: str, given: str, num_clients: int, wanted: str) -> np.ndarray:
-    """f64[K, R], finite, of a number for all clients or a JSON list with one's each."""
-    try:
-        rows = [_number(given)] * num_clients
-        if given.startswith(PREFIX):
-            rows = json_text.read(file_bytes(given), [object])
-        table = np.array([one if isinstance(one, list) else [one] for one in rows])
-    except OSError as error:
-        raise ValueError(f"--{flag}={given}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ValueError(f"--{flag}={given}: expected {wanted} ({error})") from error
-    is_table = table.ndim == 2 and table.dtype.kind in "if" and table.size
-    if not is_table or len(table) != num_clients or not np.isfinite(table).all():
-        what = f"a JSON list of {num_clients} numbers or equally long lists of numbers"
-        raise ValueError(f"--{flag}={given}: expected {wanted}, {what}")
+        found = json_text.read(file_bytes(given) or text, kind)
+        rows = found if is_file else [found] * num_rows
+        rows = [one if isinstance(one, list) else [one] for one in rows]
+        if len(rows) != num_rows or len({len(one) for one in rows}) > 1:
+            raise ValueError(f"it has not {num_rows} numbers or equally long lists")
+        table = np.array(rows)
+        if table.dtype.kind not in "if" or not (
+            table.size and np.isfinite(table).all()
+        ):
+            raise ValueError("it has other values")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"--{flag}={given}: expected {wanted} ({reason})") from error
     return table.astype(float)

@@ -417,17 +417,17 @@ class Planner:
             return np.arange(wanted)
         seed_index = self._seeds.index(seed)
         candidates = self._candidates[seed_index]
-        if who is not None:
+        if who is not None and who.round_seconds < np.inf:
             level = np.asarray(self._level_of(seed, round, candidates))
             owned = self.owned(seed_index, candidates)
             steps = who.in_time(self._specs, owned, seed_index, candidates, level)
-            if steps:
-                candidates = candidates[np.all(steps, axis=0)]
+            candidates = candidates[np.all([*steps, level > 0], axis=0)]
             if not len(candidates):
                 raise ValueError(
                     f"--round_seconds={who.round_seconds:g}: no client does a local "
                     "step and sends its messages in this time; raise it"
                 )
+        if who is not None:
             present = who.available(seed, round, candidates)
             # In a round without any, one of the others takes part.
             wanted = min(wanted, max(len(present), 1))

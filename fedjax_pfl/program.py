@@ -291,14 +291,13 @@ def _jitted(of: _Structure) -> Program:
                 state, _, counts, diverged, seconds = carry
                 cohort = cohorts.of_round(index, num_examples)
                 state, metrics, sent = round(state, cohort, tables)
+                number = traffic.counted(sent, method.messages, cohort.row_mask)
                 lasted = traffic.lasting(sent, method.messages, cohort)
-                seconds = jax.tree.map(
-                    lambda all, one: all.at[index].set(one), seconds, lasted
-                )
-                sent = traffic.counted(sent, method.messages, cohort.row_mask)
+                if not isinstance(lasted, tuple):
+                    seconds = seconds.at[index].set(lasted)
                 is_new = (diverged == 0) & ~_is_finite(state, metrics, cohort)
                 diverged = jnp.where(is_new, state.round, diverged)
-                return state, metrics, counts.at[index].set(sent), diverged, seconds
+                return state, metrics, counts.at[index].set(number), diverged, seconds
 
             # The loop's carry needs the metrics' shapes before the first round.
             cohort = cohorts.of_round(0, num_examples)

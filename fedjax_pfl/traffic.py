@@ -74,9 +74,7 @@ def counted(
 
 
 def lasting(
-    sent: Mapping[str, Any],
-    kinds: Sequence[types.MessageKind],
-    cohort: types.Cohort,
+    sent: Mapping[str, Any], kinds: Sequence[types.MessageKind], cohort: types.Cohort
 ) -> Any:
     """f32[]: the simulated seconds of a round, which waits for its slowest client.
 
@@ -84,12 +82,10 @@ def lasting(
     """
     if isinstance(cohort.seconds, tuple):
         return ()
-    sizes = [
-        jnp.asarray(sent[kind.name], jnp.float32) * kind.num_bytes for kind in kinds
-    ]
-    every = cohort.seconds + sum(sizes) / BYTES_PER_SECOND
-    longest = jnp.where(cohort.row_mask, every, 0).max()
-    return jnp.minimum(longest, cohort.deadline)
+    counts = [jnp.asarray(sent[kind.name], jnp.float32) for kind in kinds]
+    size = sum(n * kind.num_bytes for n, kind in zip(counts, kinds, strict=True))
+    every = jnp.where(cohort.row_mask, cohort.seconds + size / BYTES_PER_SECOND, 0)
+    return jnp.minimum(every.max(), cohort.deadline)
 
 
 def by_kind(

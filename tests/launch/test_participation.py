@@ -157,7 +157,7 @@ def test_steps_before_a_deadline():
     local, again = types.PlanSpec("local", 2, 5), types.PlanSpec("again", 1, 5)
     macs, size = 1e6, 1e6
     for specs, rows in (((local,), 12), ((local,), 20), ((local, again), 12)):
-        for limit in np.linspace(1.03, 1.4, 20):
+        for limit in np.linspace(1.05, 1.4, 20):
             planner = plan.Planner(
                 seeds=[0],
                 num_rows=np.full((1, 3), rows),
@@ -250,12 +250,12 @@ def test_curves_over_the_clock(tmp_path):
     [
         ({"availability": "0"}, "--availability=0: expected a chance above 0"),
         ({"availability": "often"}, "--availability=often: expected a chance"),
-        ({"availability": [0.5] * 3}, "expected .* a JSON list of 8 numbers"),
-        ({"availability": [[1, 0]] * 7 + [[1]]}, "--availability=file:"),
-        ({"availability": [0.5] * 7 + ["1"]}, "a JSON list of 8 numbers"),
-        ({"availability": [0.5] * 7 + [float("nan")]}, "a JSON list of 8 numbers"),
+        ({"availability": [0.5] * 3}, "expected a chance .* not 8 numbers or equally"),
+        ({"availability": [[1, 0]] * 7 + [[1]]}, "not 8 numbers or equally long"),
+        ({"availability": [0.5] * 7 + ["1"]}, "it has other values"),
+        ({"availability": [0.5] * 7 + [float("nan")]}, "it has other values"),
         ({"availability": [2] * 8}, "expected a chance above 0 and at most 1"),
-        ({"availability": "file:none.json"}, "file:none.json: No such file"),
+        ({"availability": "file:none.json"}, "none.json: .*No such file"),
         ({"availability": "0.5", "algo": "dfedavg"}, "pull from peers"),
         ({"round_seconds": 9.0, "algo": "dfedavg"}, "--round_seconds=9.0: .* peers"),
         ({"round_seconds": 1e-6}, "--round_seconds=1e-06: no client does a local step"),
