@@ -118,6 +118,7 @@ class Study:
         self._tuned: dict[str, dict[str, Any]] = {}
         self._hashes: dict[str, dict[str, str]] = {}
         self._records: dict[str, Record] = {}
+        self._choices: dict[tuple[str, str], Choice] = {}
         self._prepare(is_opened)
 
     def _check(self) -> None:
@@ -240,6 +241,8 @@ class Study:
         the better of `val_fine_tuned_accuracy` and that. The seeds' mean counts, after
         each seed's best round, and a point that diverged wins only if all did.
         """
+        if (setting, row) in self._choices:
+            return self._choices[setting, row]
         base, found = row.removesuffix(FINE_TUNED), []
         trials = self.tuning(setting, base)
         for trial in trials:
@@ -263,7 +266,7 @@ class Study:
                         if len(self.tune[n]) > 1 and chosen in _ends(self.tune[n])
                     )
                     best = Choice(options, name, value, is_fine_tuned, edges)
-        return best
+        return self._choices.setdefault((setting, row), best)
 
     def final(self, setting: str, row: str) -> Trial | None:
         """The trial with all seeds at the best point, None before that is known."""

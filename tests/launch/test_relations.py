@@ -199,8 +199,8 @@ early_stop needs val_split=on
 edge_probability needs topology=erdos_renyi
 eval_clients notes c_gen=true
 eval_metrics only images
-eval_moments only images
 eval_model excludes server_optimizer=sgd/adam/adagrad/yogi
+eval_moments only images
 examples_per_client excludes partition=natural/file:PATH
 exclusive needs levels=fixed
 first_layer needs layer_dropping=true
