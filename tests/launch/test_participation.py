@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 import models
-from data import participation, plan
-from fedjax_pfl import execution, shapes, types
+from data import participation
+from fedjax_pfl import shapes, types
 from launch import build
 from launch.folder import record
 from launch.show import figures
 from models import counts
+from tests.data import test_plan
 from tests.toys import model as toy
 
 GEN = np.random.default_rng(1)
@@ -19,16 +20,9 @@ X = GEN.normal(size=(240, 6)).astype(np.float32)
 Y = (X[:, 0] > 0).astype(int) + (X[:, 1] > 0.5)
 OWNER = np.repeat(np.arange(8), [10, 20, 30, 40, 15, 25, 45, 55])
 COMMON = {
-    "algo": "fedavg",
-    "dataset": (X, Y, OWNER),
-    "preset": "none",
-    "rounds": 3,
-    "eval_every": 1,
-    "local_epochs": 2,
-    "batch_size": 5,
-    "clients_per_round": 4,
-    "model": "mlp",
-    "devices": 1,
+    **{"algo": "fedavg", "dataset": (X, Y, OWNER), "preset": "none", "model": "mlp"},
+    **{"rounds": 3, "eval_every": 1, "local_epochs": 2, "batch_size": 5},
+    **{"clients_per_round": 4, "devices": 1},
 }
 SPEED = [1.0, 0.01, 2.0, 0.02, 1.0, 0.5, 0.03, 1.0]
 
@@ -51,15 +45,14 @@ def file(folder, entries):
     return f"file:{path}"
 
 
-def clients(experiment, round, seed_index=0):
-    cohort = experiment.planner.cohort(seed_index, round)
+def clients(experiment, round):
+    cohort = experiment.planner.cohort(0, round)
     return cohort.client_id[cohort.row_mask].tolist()
 
 
 def untimed(records, *names):
-    return [
-        {k: v for k, v in r.items() if k not in ("seconds", *names)} for r in records
-    ]
+    names = {"seconds", *names}
+    return [{name: r[name] for name in r.keys() - names} for r in records]
 
 
 def test_clients_are_available_as_often_as_their_chance(tmp_path):
@@ -77,7 +70,7 @@ def test_clients_are_available_as_often_as_their_chance(tmp_path):
     assert any(clients(other, n) != every[n] for n in range(5))
 
 
-@pytest.mark.parametrize("how", [{}, {"client_chunk": 4}, {"devices": 2}])
+@pytest.mark.parametrize("how", [{}, {"client_chunk": 4}])
 def test_a_table_of_rounds_repeats(how, tmp_path):
     """0 and 1 by client and round, whatever computes the cohort; no round is empty."""
     table = [[1, 0, 0], [0, 1, 0], [1, 1, 0], *[[0, 0, 0]] * 5]
@@ -85,10 +78,7 @@ def test_a_table_of_rounds_repeats(how, tmp_path):
     experiment = ran(**given)
     for round in range(9):
         found = sorted(clients(experiment, round))
-        if round % 3 == 2:
-            assert len(found) == 1
-        else:
-            assert found == [[0, 2], [1, 2]][round % 3]
+        assert len(found) == 1 if round % 3 == 2 else found == [round % 3, 2]
     assert experiment.totals.client_updates == 5
     assert all(np.isfinite(one["global_loss"]) for one in experiment.metrics)
 
@@ -100,32 +90,26 @@ def test_nothing_changes_where_all_take_part():
     assert (cohort.seconds, cohort.plans["local"].num_steps) == ((), ())
     assert not any("clock" in one for one in plain.metrics)
     timed = ran(client_speed="lognormal:1", availability="1")
-    sums = [one.summary()["parameters_sha256"] for one in (plain, timed)]
-    assert sums[0] == sums[1]
+    assert len({one.simulation.digest() for one in (plain, timed)}) == 1
     assert untimed(plain.metrics) == untimed(timed.metrics, "clock")
 
 
 def test_interrupted_clients_take_fewer_steps():
     full, cut = made(), ran(interrupted=0.4)
-    stopped, share = [], []
-    for round in range(150):
-        one, other = (x.planner.cohort(0, round) for x in (full, cut))
-        assert (one.client_id == other.client_id).all()
-        every, taken = (x.plans["local"].num_steps for x in (one, other))
-        assert (taken >= 1).all() and (taken <= every).all()
-        stopped += (taken < every).tolist()
-        share += (taken / every)[taken < every].tolist()
-    assert np.mean(stopped) == pytest.approx(0.4, abs=0.06)
-    assert np.mean(share) == pytest.approx(0.5, abs=0.06)
-    first = [cut.planner.cohort(0, n).plans["local"].num_steps for n in range(3)]
-    assert cut.totals.steps == np.sum(first)
-    halves = made(interrupted=0.4, client_chunk=4, devices=2, clients_per_round=8)
-    alone = made(interrupted=0.4, clients_per_round=8)
-    one, other = (
-        dict(zip(c.client_id.tolist(), c.plans["local"].num_steps, strict=True))
-        for c in (x.planner.cohort(0, 1) for x in (alone, halves))
+    both = [[x.planner.cohort(0, round) for round in range(150)] for x in (full, cut)]
+    every, taken = (
+        np.array([one.plans["local"].num_steps for one in some]) for some in both
     )
-    assert one == other
+    assert (taken >= 1).all() and (taken <= every).all()
+    assert (taken < every).mean() == pytest.approx(0.4, abs=0.06)
+    share = (taken / every)[taken < every].mean()
+    assert share == pytest.approx(0.5, abs=0.06)
+    assert cut.totals.steps == taken[:3].sum()
+    steps = []
+    for how in {"client_chunk": 1}, {"client_chunk": 4, "devices": 2}:
+        one = made(interrupted=0.4, clients_per_round=8, **how).planner.cohort(0, 1)
+        steps.append(one.plans["local"].num_steps[np.argsort(one.client_id)])
+    assert (steps[0] == steps[1]).all()
 
 
 @pytest.mark.parametrize("algo", ["fedavg", "depthfl"])
@@ -141,12 +125,12 @@ def test_the_clock_is_a_plain_computation(algo, tmp_path, monkeypatch):
         sizes = np.cumsum(shapes.stage_bytes(net, (6,)))
     rows = np.asarray(experiment.data.partition.train.count)[0]
     for round, line in enumerate(experiment.metrics[1:]):
-        cohort, each = experiment.planner.cohort(0, round), []
-        for client, level in zip(cohort.client_id, cohort.level, strict=True):
-            level = level - 1 if algo == "depthfl" else 0
-            training = 2 * rows[client] * 3 * macs[level] / (1e9 * SPEED[client])
-            each.append(training + 2 * sizes[level] / 1e6)
-        now += max(each)
+        cohort = experiment.planner.cohort(0, round)
+        now += max(
+            2 * rows[client] * 3 * macs[level - 1] / (1e9 * SPEED[client])
+            + 2 * sizes[level - 1] / 1e6
+            for client, level in zip(cohort.client_id, cohort.level, strict=True)
+        )
         assert line["clock"] == pytest.approx(now, rel=1e-6)
     assert experiment.metrics[0]["clock"] == 0.0
     assert experiment.summary()["metrics"]["clock"]["mean"] == line["clock"]
@@ -155,27 +139,17 @@ def test_the_clock_is_a_plain_computation(algo, tmp_path, monkeypatch):
 def test_steps_before_a_deadline():
     """Those of a plain loop over batches; who does no step does not take part."""
     local, again = types.PlanSpec("local", 2, 5), types.PlanSpec("again", 1, 5)
-    macs, size = 1e6, 1e6
     for specs, rows in (((local,), 12), ((local,), 20), ((local, again), 12)):
         for limit in np.linspace(1.05, 1.4, 20):
-            planner = plan.Planner(
-                seeds=[0],
-                num_rows=np.full((1, 3), rows),
-                client_group=np.zeros(3, int),
-                level_of=np.ones(3, int),
-                clients_per_round=3,
-                specs=specs,
-                execution=execution.Execution(),
-                who=participation.Participation(
-                    **{"chance": np.ones((3, 1)), "speed": np.array([[1, 0.2, 0.01]])},
-                    **{"macs": np.full((3, 1), macs), "round_seconds": limit},
-                    num_bytes=np.array([size]),
-                ),
+            who = participation.Participation(
+                **{"chance": np.ones((3, 1)), "speed": np.array([[1, 0.2, 0.01]])},
+                **{"macs": np.full((3, 1), 1e6), "num_bytes": np.array([1e6])},
+                round_seconds=limit,
             )
-            cohort = planner.cohort(0, 0)
-            for row, client in enumerate(cohort.client_id):
-                if client == 3:
-                    continue
+            given = {"sizes": np.full((1, 3), rows), "seeds": [0], "level": [1, 1, 1]}
+            cohort = test_plan.make(3, specs, who=who, **given).cohort(0, 0)
+            for row in np.flatnonzero(cohort.row_mask):
+                client = cohort.client_id[row]
                 left = (limit - 1) * [1, 0.2, 0.01][client] / 3e-3
                 for spec in specs:
                     share = spec.epochs / sum(one.epochs for one in specs)
@@ -211,10 +185,9 @@ def test_a_resumed_run_has_the_same_clock(more, tmp_path):
     half.run(until=2, progress=False)
     again = ran(**given, workdir=str(tmp_path / "run"), resume=True)
     assert untimed(again.metrics) == untimed(whole.metrics)
-    clock = [one["clock"] for one in whole.metrics[-2:]]
-    assert (clock[0] == clock[1]) == ("sweep" in more)
     several = ran(**given, devices=2)
-    other = [one["clock"] for one in several.metrics[-2:]]
+    clock, other = ([one["clock"] for one in x.metrics[-2:]] for x in (whole, several))
+    assert (clock[0] == clock[1]) == ("sweep" in more)
     np.testing.assert_allclose(clock, other, rtol=1e-6)
 
 
@@ -223,20 +196,18 @@ def test_speeds_are_drawn_by_the_seed_of_the_partition():
     assert np.median(one) == pytest.approx(1, abs=0.05)
     assert np.log(one).std() == pytest.approx(0.5, abs=0.03)
     assert (one != other).all()
-    fixed = made(client_speed="lognormal:1", num_seeds=2, partition_seed=3)
-    found = [fixed.planner.window(n, 0, 1, 1, 0) for n in (0, 1)]
-    per_example = [np.ravel(x.seconds) / np.ravel(OWNER[:1] + 1) for x in found]
-    assert len(per_example) == 2
-    expected = participation.speeds("lognormal:1", 8, [3, 3])
-    assert (expected[0] == expected[1]).all()
+    given = {"client_speed": "lognormal:1", "clients_per_round": 8, "num_seeds": 2}
+    for more, is_same in (({}, False), ({"partition_seed": 3}, True)):
+        planner = made(**given, **more).planner
+        found = [planner.window(n, 0, 1, 1, 0).seconds for n in (0, 1)]
+        assert np.array_equal(*found) == is_same
 
 
 def test_curves_over_the_clock(tmp_path):
     timed = ran(client_speed="lognormal:1", workdir=str(tmp_path / "timed"))
     plain = ran(workdir=str(tmp_path / "plain"))
     (line,) = timed.plot(x="clock").axes[0].lines
-    where = [one["clock"] for one in timed.metrics]
-    np.testing.assert_allclose(line.get_xdata(), where)
+    assert line.get_xdata().tolist() == [one["clock"] for one in timed.metrics]
     runs = [record.read(tmp_path / name) for name in ("timed", "plain")]
     assert figures.picture("curves", runs, x="bytes").axes[0].lines
     with pytest.raises(ValueError, match="--x=clock: the records of .* have no clock"):
@@ -249,10 +220,8 @@ def test_curves_over_the_clock(tmp_path):
     ("given", "words"),
     [
         ({"availability": "0"}, "--availability=0: expected a chance above 0"),
-        ({"availability": "often"}, "--availability=often: expected a chance"),
         ({"availability": [0.5] * 3}, "expected a chance .* not 8 numbers or equally"),
         ({"availability": [[1, 0]] * 7 + [[1]]}, "not 8 numbers or equally long"),
-        ({"availability": [0.5] * 7 + ["1"]}, "it has other values"),
         ({"availability": [0.5] * 7 + [float("nan")]}, "it has other values"),
         ({"availability": [2] * 8}, "expected a chance above 0 and at most 1"),
         ({"availability": "file:none.json"}, "none.json: .*No such file"),
@@ -260,10 +229,7 @@ def test_curves_over_the_clock(tmp_path):
         ({"round_seconds": 9.0, "algo": "dfedavg"}, "--round_seconds=9.0: .* peers"),
         ({"round_seconds": 1e-6}, "--round_seconds=1e-06: no client does a local step"),
         ({"interrupted": 1.5}, "--interrupted=1.5: expected at most 1"),
-        (
-            {"client_speed": "uniform:1"},
-            "--client_speed=uniform:1: expected lognormal:S",
-        ),
+        ({"client_speed": "uniform:1"}, "--client_speed=uniform:1: .* lognormal:S"),
         ({"client_speed": "lognormal:"}, "--client_speed=lognormal:: expected"),
         ({"client_speed": [1.0] * 7 + [0]}, "numbers above 0"),
         ({"client_speed": {"a": 1}}, "it is an object, a list is expected"),
