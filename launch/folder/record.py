@@ -44,7 +44,8 @@ def by_point(run: Record) -> list[Record]:
         flags = run.flags | {"sweep": ""} | values
         one = run._replace(flags=flags, records=sweep.of_point(run.records, point))
         if run.clients:
-            names = [n for n in _arrays(run) if n in run.clients]
+            names = *_arrays(run), finished.BEST_ROUND
+            names = [name for name in names if name in run.clients]
             mine = {name: run.clients[name][:, index] for name in names}
             one = one._replace(clients=run.clients | mine)
         if run.summary is not None:
