@@ -124,7 +124,9 @@ def _table(flag: str, given: str, text: str, num_rows: int, wanted: str) -> np.n
         rows = found if is_file else [found] * num_rows
         rows = [one if isinstance(one, list) else [one] for one in rows]
         if len(rows) != num_rows or len({len(one) for one in rows}) > 1:
-            raise ValueError(f"it has not {num_rows} numbers or equally long lists")
+            raise ValueError(
+                f"{len(rows)} entries for {num_rows} clients, or lists of unequal length"
+            )
         table = np.array(rows)
         if table.dtype.kind not in "if" or not (
             table.size and np.isfinite(table).all()
