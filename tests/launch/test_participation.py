@@ -232,6 +232,7 @@ def test_curves_over_the_clock(tmp_path):
         ({"client_speed": "uniform:1"}, "--client_speed=uniform:1: .* lognormal:S"),
         ({"client_speed": "lognormal:"}, "--client_speed=lognormal:: expected"),
         ({"client_speed": [1.0] * 7 + [0]}, "numbers above 0"),
+        ({"client_speed": [[[1.0]]] * 8}, "it has other values"),
         ({"client_speed": {"a": 1}}, "it is an object, a list is expected"),
     ],
 )
