@@ -124,11 +124,11 @@ def _table(flag: str, given: str, text: str, num_rows: int, wanted: str) -> np.n
         rows = found if is_file else [found] * num_rows
         rows = [one if isinstance(one, list) else [one] for one in rows]
         if len(rows) != num_rows or len({len(one) for one in rows}) > 1:
-            raise ValueError(f"it has not {num_rows} numbers or equally long lists")
+            found = f"{len(rows)} entries for {num_rows} clients"
+            raise ValueError(f"{found}, or lists of unequal length")
         table = np.array(rows)
-        if table.dtype.kind not in "if" or not (
-            table.size and np.isfinite(table).all()
-        ):
+        is_table = table.ndim == 2 and table.size and table.dtype.kind in "if"
+        if not (is_table and np.isfinite(table).all()):
             raise ValueError("it has other values")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error

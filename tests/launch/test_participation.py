@@ -220,8 +220,8 @@ def test_curves_over_the_clock(tmp_path):
     ("given", "words"),
     [
         ({"availability": "0"}, "--availability=0: expected a chance above 0"),
-        ({"availability": [0.5] * 3}, "expected a chance .* not 8 numbers or equally"),
-        ({"availability": [[1, 0]] * 7 + [[1]]}, "not 8 numbers or equally long"),
+        ({"availability": [0.5] * 3}, "expected a chance .*3 entries for 8 clients"),
+        ({"availability": [[1, 0]] * 7 + [[1]]}, "lists of unequal length"),
         ({"availability": [0.5] * 7 + [float("nan")]}, "it has other values"),
         ({"availability": [2] * 8}, "expected a chance above 0 and at most 1"),
         ({"availability": "file:none.json"}, "none.json: .*No such file"),
@@ -232,6 +232,7 @@ def test_curves_over_the_clock(tmp_path):
         ({"client_speed": "uniform:1"}, "--client_speed=uniform:1: .* lognormal:S"),
         ({"client_speed": "lognormal:"}, "--client_speed=lognormal:: expected"),
         ({"client_speed": [1.0] * 7 + [0]}, "numbers above 0"),
+        ({"client_speed": [[[1.0]]] * 8}, "it has other values"),
         ({"client_speed": {"a": 1}}, "it is an object, a list is expected"),
     ],
 )
